@@ -1,0 +1,8 @@
+//! Run paths: the libraries that `make install` puts beside the binary, else the libtorch that it was built with.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    let lib = std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys sets DEP_TCH_LIBTORCH_LIB");
+    println!("cargo:rustc-link-arg=-Wl,-rpath,$ORIGIN/../lib/rlhf/torch/lib");
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");
+}

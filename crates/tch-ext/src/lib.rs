@@ -1,0 +1,141 @@
+//! What `rlhf` needs from libtorch and `tch` lacks: the only C++ and the only `unsafe` of the project.
+
+use std::ffi::{CStr, c_char};
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+unsafe extern "C" {
+    fn tch_ext_free(message: *mut c_char);
+    fn tch_ext_fused_adamw(
+        params: *const *mut C_tensor,
+        grads: *const *mut C_tensor,
+        exp_avgs: *const *mut C_tensor,
+        exp_avg_sqs: *const *mut C_tensor,
+        count: usize,
+        step: i64,
+        lr: f64,
+        beta1: f64,
+        beta2: f64,
+        weight_decay: f64,
+        eps: f64,
+    ) -> *mut c_char;
+}
+
+/// The settings of one AdamW step; the names are torch's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Decoupled weight decay, as a fraction of `lr`.
+    pub weight_decay: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+}
+
+/// Updates `params` in place by one step of AdamW, `step` counting from 1 (it sets the bias correction).
+///
+/// The four lists have one entry per parameter, of the parameter's shape; all are f32 and on one device. This is
+/// torch's `_fused_adamw_`: one pass over memory. Source: Loshchilov & Hutter 2019, algorithm 2.
+///
+/// # Errors
+/// libtorch's message if shapes, dtypes or devices do not agree.
+///
+/// # Panics
+/// If the lists differ in length.
+pub fn fused_adamw(
+    params: &mut [Tensor],
+    grads: &[Tensor],
+    exp_avgs: &mut [Tensor],
+    exp_avg_sqs: &mut [Tensor],
+    step: i64,
+    settings: AdamW,
+) -> Result<(), String> {
+    let count = params.len();
+    assert!(
+        grads.len() == count && exp_avgs.len() == count && exp_avg_sqs.len() == count,
+        "fused_adamw: {count} parameters, {} gradients, {} and {} moments",
+        grads.len(),
+        exp_avgs.len(),
+        exp_avg_sqs.len()
+    );
+    let pointers = |tensors: &[Tensor]| tensors.iter().map(|t| t.as_ptr().cast_mut()).collect::<Vec<_>>();
+    let (p, g, m, v) = (pointers(params), pointers(grads), pointers(exp_avgs), pointers(exp_avg_sqs));
+    let AdamW { lr, beta1, beta2, weight_decay, eps } = settings;
+    // SAFETY: each vector holds `count` pointers to live tensors that this call borrows; the shim copies the handles,
+    // keeps none after it returns, and writes through `p`, `m` and `v` only, which are borrowed mutably.
+    let message = unsafe {
+        tch_ext_fused_adamw(
+            p.as_ptr(),
+            g.as_ptr(),
+            m.as_ptr(),
+            v.as_ptr(),
+            count,
+            step,
+            lr,
+            beta1,
+            beta2,
+            weight_decay,
+            eps,
+        )
+    };
+    into_result(message)
+}
+
+/// Turns the shim's answer into a `Result` and frees the message.
+fn into_result(message: *mut c_char) -> Result<(), String> {
+    if message.is_null() {
+        return Ok(());
+    }
+    // SAFETY: a non-null answer is a NUL-terminated string from `strdup`, ours to read and then free once.
+    let text = unsafe {
+        let text = CStr::from_ptr(message).to_string_lossy().into_owned();
+        tch_ext_free(message);
+        text
+    };
+    Err(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind};
+
+    /// The update written out in f64 from the paper's algorithm 2.
+    #[test]
+    fn two_steps_of_adamw_follow_the_paper() {
+        let settings = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.999, weight_decay: 0.1, eps: 1e-8 };
+        let mut params = vec![Tensor::from_slice(&[1.0f32, -2.0, 0.5])];
+        let zeros = || vec![Tensor::zeros([3], (Kind::Float, Device::Cpu))];
+        let (mut m, mut v) = (zeros(), zeros());
+        let gradients = [[0.3f64, -1.0, 2.0], [-0.2, 0.4, 2.0]];
+        let (mut p64, mut m64, mut v64) = ([1.0f64, -2.0, 0.5], [0.0f64; 3], [0.0f64; 3]);
+        for (i, gradient) in gradients.iter().enumerate() {
+            let step = i as i32 + 1;
+            for k in 0..3 {
+                let g = gradient[k];
+                m64[k] = 0.9 * m64[k] + 0.1 * g;
+                v64[k] = 0.999 * v64[k] + 0.001 * g * g;
+                let (m_hat, v_hat) = (m64[k] / (1.0 - 0.9f64.powi(step)), v64[k] / (1.0 - 0.999f64.powi(step)));
+                p64[k] -= 1e-2 * 0.1 * p64[k];
+                p64[k] -= 1e-2 * m_hat / (v_hat.sqrt() + 1e-8);
+            }
+            let grads = vec![Tensor::from_slice(gradient).to_kind(Kind::Float)];
+            fused_adamw(&mut params, &grads, &mut m, &mut v, i64::from(step), settings).unwrap();
+        }
+        let found = Vec::<f64>::try_from(params[0].to_kind(Kind::Double)).unwrap();
+        for (found, expected) in found.iter().zip(p64) {
+            assert!((found - expected).abs() < 1e-6, "{found} is not {expected}");
+        }
+    }
+
+    #[test]
+    fn a_shape_mismatch_is_an_error_and_not_a_crash() {
+        let f = |n| vec![Tensor::zeros([n], (Kind::Float, Device::Cpu))];
+        let settings = AdamW { lr: 1.0, beta1: 0.9, beta2: 0.999, weight_decay: 0.0, eps: 1e-8 };
+        assert!(fused_adamw(&mut f(3), &f(2), &mut f(3), &mut f(3), 1, settings).is_err());
+    }
+}
