@@ -2,6 +2,7 @@
 // `tch_ext_free`: no exception crosses the border.
 
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 
 #include <cstring>
 #include <string>
@@ -40,7 +41,7 @@ char* tch_ext_fused_adamw(at::Tensor* const* params, at::Tensor* const* grads, a
                           double beta2, double weight_decay, double eps) {
   return guard([&] {
     if (count == 0) return;
-    at::NoGradGuard no_grad;
+    c10::NoGradGuard no_grad;
     auto p = tensors(params, count);
     auto step_tensor = at::full({}, static_cast<double>(step), p[0].options().dtype(at::kFloat).requires_grad(false));
     std::vector<at::Tensor> steps(count, step_tensor);

@@ -42,10 +42,7 @@ pub struct AdamW {
 /// torch's `_fused_adamw_`: one pass over memory. Source: Loshchilov & Hutter 2019, algorithm 2.
 ///
 /// # Errors
-/// libtorch's message if shapes, dtypes or devices do not agree.
-///
-/// # Panics
-/// If the lists differ in length.
+/// A message if the lists differ in length, or a parameter and its companions in shape, dtype, device or contiguity.
 pub fn fused_adamw(
     params: &mut [Tensor],
     grads: &[Tensor],
@@ -55,13 +52,21 @@ pub fn fused_adamw(
     settings: AdamW,
 ) -> Result<(), String> {
     let count = params.len();
-    assert!(
-        grads.len() == count && exp_avgs.len() == count && exp_avg_sqs.len() == count,
-        "fused_adamw: {count} parameters, {} gradients, {} and {} moments",
-        grads.len(),
-        exp_avgs.len(),
-        exp_avg_sqs.len()
-    );
+    // libtorch's CPU kernel trusts its caller: without these checks a short list or a small tensor is read past its end.
+    for (name, companions) in [("grads", grads), ("exp_avgs", &*exp_avgs), ("exp_avg_sqs", &*exp_avg_sqs)] {
+        if companions.len() != count {
+            return Err(format!("fused_adamw: {count} params, {} {name}", companions.len()));
+        }
+        for (i, (param, companion)) in params.iter().zip(companions).enumerate() {
+            let same = param.size() == companion.size()
+                && (param.kind(), param.device()) == (companion.kind(), companion.device())
+                && param.is_contiguous()
+                && companion.is_contiguous();
+            if !same {
+                return Err(format!("fused_adamw: params[{i}] is {param:?}, {name}[{i}] is {companion:?}"));
+            }
+        }
+    }
     let pointers = |tensors: &[Tensor]| tensors.iter().map(|t| t.as_ptr().cast_mut()).collect::<Vec<_>>();
     let (p, g, m, v) = (pointers(params), pointers(grads), pointers(exp_avgs), pointers(exp_avg_sqs));
     let AdamW { lr, beta1, beta2, weight_decay, eps } = settings;
