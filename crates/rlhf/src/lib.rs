@@ -4,3 +4,9 @@
 mod error;
 
 pub use error::{Error, Result};
+
+pub mod generate;
+pub mod model;
+pub mod ppo;
+pub mod rng;
+pub mod weights;

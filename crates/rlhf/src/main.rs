@@ -1,1 +1,2 @@
+//! The `rlhf` program.
 fn main(){}

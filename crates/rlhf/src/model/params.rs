@@ -1,0 +1,147 @@
+//! A model's parameters: named as in its checkpoint, read strictly or drawn fresh.
+
+use super::decoder::Names;
+use crate::rng::{Purpose, Stream};
+use crate::weights::Checkpoint;
+use crate::{Error, Result};
+use std::collections::HashSet;
+use tch::{Device, Tensor};
+
+/// One trainable tensor of a model.
+#[derive(Debug)]
+pub struct Param {
+    /// Its name in the checkpoint, which is Hugging Face's.
+    pub name: String,
+    /// The tensor, f32; it shares memory with the model's.
+    pub tensor: Tensor,
+    /// Whether weight decay applies: not to biases and norms, as in TRL.
+    pub decay: bool,
+}
+
+/// How a tensor begins when no checkpoint holds it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Init {
+    Zeros,
+    Ones,
+    Normal(f64),
+}
+
+/// Where a model's tensors come from.
+#[derive(Clone, Copy)]
+pub(crate) enum Source<'a> {
+    Checkpoint(&'a Checkpoint),
+    /// Drawn from the seed.
+    Fresh(u64),
+}
+
+/// Hands out a model's tensors by name while it is put together, and keeps account of what was asked for.
+pub(crate) struct Builder<'a> {
+    source: Source<'a>,
+    names: &'static Names,
+    device: Device,
+    params: Vec<Param>,
+    asked: HashSet<String>,
+    missing: Vec<String>,
+    mismatched: Vec<String>,
+}
+
+impl<'a> Builder<'a> {
+    pub(crate) fn new(source: Source<'a>, names: &'static Names, device: Device) -> Self {
+        let (params, asked) = (Vec::new(), HashSet::new());
+        Self { source, names, device, params, asked, missing: Vec::new(), mismatched: Vec::new() }
+    }
+
+    /// The tensor `name` of `shape`: from the checkpoint, or as `init` says. Problems come together in `finish`.
+    pub(crate) fn tensor(&mut self, name: String, shape: &[i64], init: Init, decay: bool) -> Result<Tensor> {
+        let tensor = match self.source {
+            Source::Fresh(seed) => self.fresh(seed, shape, init)?,
+            Source::Checkpoint(checkpoint) => {
+                let stored = stored_name(checkpoint, self.names, &name);
+                let read = match checkpoint.shape(&stored) {
+                    None => {
+                        self.missing.push(name.clone());
+                        None
+                    }
+                    Some(found) if found != shape => {
+                        self.mismatched.push(format!("tensor `{stored}`: expected {shape:?}, found {found:?}"));
+                        None
+                    }
+                    Some(_) => Some(checkpoint.read(&stored, self.device)?),
+                };
+                self.asked.insert(stored);
+                // The model is thrown away when anything is amiss; a placeholder lets us list all that is.
+                read.unwrap_or_else(|| Tensor::zeros([0], (tch::Kind::Float, self.device)))
+            }
+        };
+        Ok(self.keep(name, tensor, decay))
+    }
+
+    /// A tensor drawn fresh even where the rest comes from a checkpoint: a new head.
+    pub(crate) fn new_head(&mut self, name: String, shape: &[i64], seed: u64, std: f64) -> Result<Tensor> {
+        let tensor = self.fresh(seed, shape, Init::Normal(std))?;
+        Ok(self.keep(name, tensor, true))
+    }
+
+    fn keep(&mut self, name: String, tensor: Tensor, decay: bool) -> Tensor {
+        self.params.push(Param { name, tensor: tensor.shallow_clone(), decay });
+        tensor
+    }
+
+    fn fresh(&self, seed: u64, shape: &[i64], init: Init) -> Result<Tensor> {
+        let options = (tch::Kind::Float, self.device);
+        Ok(match init {
+            Init::Zeros => Tensor::f_zeros(shape, options)?,
+            Init::Ones => Tensor::f_ones(shape, options)?,
+            Init::Normal(std) => {
+                let mut stream = Stream::new(seed, Purpose::Init, self.params.len() as u64, 0);
+                let count = shape.iter().product::<i64>() as usize;
+                Tensor::f_from_slice(&stream.normals(count, std))?.f_view(shape)?.to_device(self.device)
+            }
+        })
+    }
+
+    /// The parameters in the order of the model.
+    ///
+    /// # Errors
+    /// One error that lists every tensor that is missing, of another shape, or not expected; tensors below `ignored`
+    /// (the head of another task) may be there.
+    pub(crate) fn finish(self, ignored: &[&str]) -> Result<Vec<Param>> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(self.params) };
+        let harmless = |name: &str| {
+            self.names.harmless.iter().any(|suffix| name.ends_with(suffix)) || ignored.contains(&name)
+        };
+        let unexpected: Vec<&str> =
+            checkpoint.names().filter(|name| !self.asked.contains(*name) && !harmless(name)).collect();
+        if self.missing.is_empty() && self.mismatched.is_empty() && unexpected.is_empty() {
+            return Ok(self.params);
+        }
+        let list = |what: &str, names: &[&str]| match names {
+            [] => None,
+            [first] => Some(format!("{what} `{first}`")),
+            [first, second] => Some(format!("{what} `{first}`, `{second}`")),
+            [first, second, rest @ ..] => Some(format!("{what} `{first}`, `{second}` and {} more", rest.len())),
+        };
+        let missing: Vec<&str> = self.missing.iter().map(String::as_str).collect();
+        let mut problems: Vec<String> = self.mismatched.iter().take(3).cloned().collect();
+        problems.extend((self.mismatched.len() > 3).then(|| format!("{} more shapes", self.mismatched.len() - 3)));
+        problems.extend(list("missing", &missing));
+        problems.extend(list("unexpected", &unexpected));
+        let is_head = |name: &str| name == self.names.lm_head;
+        let hint = if missing == ["score.weight"] {
+            ": this is a language model, not a reward or value model; ask for a fresh head with --new_reward_head"
+        } else if unexpected == ["score.weight"] && missing.iter().all(|n| is_head(n)) {
+            ": this is a reward or value model, not a language model"
+        } else {
+            ""
+        };
+        Err(Error::invalid(checkpoint.dir(), format!("{}{hint}", problems.join("; "))))
+    }
+}
+
+/// The name under which a checkpoint holds `name`: some (OpenAI's GPT-2) leave out the base model's prefix.
+fn stored_name(checkpoint: &Checkpoint, names: &Names, name: &str) -> String {
+    match name.strip_prefix(names.prefix) {
+        Some(bare) if !checkpoint.names().any(|n| n.starts_with(names.prefix)) => bare.to_string(),
+        _ => name.to_string(),
+    }
+}

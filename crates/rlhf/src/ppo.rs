@@ -1,0 +1,329 @@
+//! The maths of PPO on tensors: masks, rewards, advantages, losses. No models, no files, nothing of ours imported.
+//!
+//! B rows, R response slots. Masks are bool [B, R], true = counts. Every result is exactly 0 outside its mask, by
+//! `masked_fill`: multiplying by a mask would turn a NaN outside it into a NaN inside. `docs/algorithm.md` derives each
+//! equation and says where the systems this crate replaces differ.
+
+use tch::{Device, Kind, Tensor};
+
+/// How the divergence between policy and reference is estimated from one sampled token.
+///
+/// Source: Schulman 2020, "Approximating KL Divergence"; with r = ref_logprob - logprob.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KlEstimator {
+    /// -r: unbiased, may be negative.
+    K1,
+    /// exp(r) - 1 - r: unbiased, never negative.
+    K3,
+}
+
+/// Where a response's score is added to its rewards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScorePosition {
+    /// One slot after the last token, where the value is that of the finished response; on the last token where the
+    /// response fills all slots. This is TRL's choice and that of the "N+ implementation details" of PPO.
+    AfterStop,
+    /// On the last token.
+    LastToken,
+}
+
+/// Slots that hold a response token, [B, R] bool: slot t of row b counts if t < `lengths[b]`.
+pub fn response_mask(lengths: &[i64], width: i64, device: Device) -> Tensor {
+    let lengths = Tensor::from_slice(lengths).to_device(device).unsqueeze(1);
+    Tensor::arange(width, (Kind::Int64, device)).unsqueeze(0).lt_tensor(&lengths)
+}
+
+/// Slots that hold a value, [B, R] bool: the state before each token and, if a slot is left, that after the last one.
+pub fn value_mask(lengths: &[i64], width: i64, position: ScorePosition, device: Device) -> Tensor {
+    let extra = i64::from(position == ScorePosition::AfterStop);
+    let lengths: Vec<i64> = lengths.iter().map(|len| len + extra).collect();
+    response_mask(&lengths, width, device)
+}
+
+/// Keeps `x` where `mask` is true and makes it exactly 0 elsewhere.
+pub fn keep(x: &Tensor, mask: &Tensor) -> Tensor {
+    x.masked_fill(&mask.logical_not(), 0.0)
+}
+
+/// Sum of `x` over `mask`, a scalar tensor.
+pub fn masked_sum(x: &Tensor, mask: &Tensor) -> Tensor {
+    keep(x, mask).sum(Kind::Float)
+}
+
+/// Mean of `x` over `mask`, a scalar tensor; 0 for an empty mask.
+pub fn masked_mean(x: &Tensor, mask: &Tensor) -> Tensor {
+    masked_sum(x, mask) / mask.sum(Kind::Float).clamp_min(1.0)
+}
+
+/// (x - mean) / sqrt(var + 1e-8) over `mask`, with the unbiased variance; 0 outside the mask.
+///
+/// `shift_mean: false` puts the mean back. With fewer than two counted numbers the variance counts as 0.
+/// Source: TRL f2cd577 `masked_whiten`.
+pub fn whiten(x: &Tensor, mask: &Tensor, shift_mean: bool) -> Tensor {
+    let count = mask.sum(Kind::Float);
+    let mean = masked_mean(x, mask);
+    let centred = keep(&(x - &mean), mask);
+    let variance = centred.square().sum(Kind::Float) / (count - 1.0).clamp_min(1.0);
+    let whitened = centred * (variance + 1e-8).rsqrt();
+    if shift_mean { whitened } else { keep(&(whitened + mean), mask) }
+}
+
+/// Estimate of KL(policy || reference) per token, [B, R] f32, 0 outside `mask`.
+pub fn kl(logprobs: &Tensor, ref_logprobs: &Tensor, mask: &Tensor, estimator: KlEstimator) -> Tensor {
+    let log_ratio = keep(&(ref_logprobs - logprobs), mask);
+    match estimator {
+        KlEstimator::K1 => -log_ratio,
+        KlEstimator::K3 => log_ratio.expm1() - log_ratio,
+    }
+}
+
+/// Rewards per slot, [B, R] f32: -`kl_coef` * `kl` everywhere, and each row's score at its place.
+///
+/// `kl` [B, R] is 0 outside the response; `scores` [B] f32.
+pub fn rewards(kl: &Tensor, scores: &Tensor, lengths: &[i64], kl_coef: f64, position: ScorePosition) -> Tensor {
+    let last_slot = kl.size()[1] - 1;
+    let slots: Vec<i64> = lengths
+        .iter()
+        .map(|&len| match position {
+            ScorePosition::AfterStop => len.min(last_slot),
+            ScorePosition::LastToken => (len - 1).max(0),
+        })
+        .collect();
+    let slots = Tensor::from_slice(&slots).to_device(kl.device()).unsqueeze(1);
+    (-kl_coef * kl).scatter_add(1, &slots, &scores.to_kind(Kind::Float).unsqueeze(1))
+}
+
+/// Generalized advantage estimates and value targets (returns); neither is whitened.
+///
+/// Shapes: `rewards`, `values` [B, R] f32, `mask` [B, R] bool, true = slot with a value. Both results are [B, R] f32 and
+/// exactly 0 outside `mask`; the value after the last counted slot is 0. Source: Schulman et al. 2016, eq. 16.
+pub fn gae(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lam: f64) -> (Tensor, Tensor) {
+    let (rewards, values) = (keep(rewards, mask), keep(values, mask));
+    let width = rewards.size()[1];
+    let zeros = rewards.select(1, 0).zeros_like();
+    let mut advantages = Vec::with_capacity(width as usize);
+    let (mut next_value, mut next_advantage) = (zeros.shallow_clone(), zeros);
+    for t in (0..width).rev() {
+        let value = values.select(1, t);
+        let delta = rewards.select(1, t) + gamma * &next_value - &value;
+        next_advantage = delta + gamma * lam * &next_advantage;
+        next_value = value;
+        advantages.push(next_advantage.shallow_clone());
+    }
+    advantages.reverse();
+    let advantages = keep(&Tensor::stack(&advantages, 1), mask);
+    let returns = &advantages + &values;
+    (advantages, returns)
+}
+
+/// The clipped policy objective, summed over `mask`, with what is worth knowing about it.
+#[derive(Debug)]
+pub struct PolicyLoss {
+    /// Sum over tokens of max(-A r, -A clip(r)), a scalar with a gradient; divide it by the mini-batch's token count.
+    pub sum: Tensor,
+    /// Ratio of new to old probability, [B, R] f32, detached, 0 outside the mask.
+    pub ratio: Tensor,
+    /// Number of tokens at which the clipped side was the larger, a scalar.
+    pub clipped: Tensor,
+    /// Sum over tokens of (new - old log-probability)^2 / 2, a scalar.
+    pub approx_kl: Tensor,
+}
+
+/// Loss of the policy over the tokens of `mask`. Source: Schulman et al. 2017, eq. 7, negated.
+///
+/// All [B, R]; `logprobs` carries the gradient, `old_logprobs` are those of the policy that sampled.
+pub fn policy_loss(
+    logprobs: &Tensor,
+    old_logprobs: &Tensor,
+    advantages: &Tensor,
+    mask: &Tensor,
+    clip_range: f64,
+) -> PolicyLoss {
+    let log_ratio = keep(&(logprobs - old_logprobs), mask);
+    let ratio = log_ratio.exp();
+    let unclipped = -advantages * &ratio;
+    let clipped = -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range);
+    let detached = log_ratio.detach();
+    PolicyLoss {
+        sum: masked_sum(&unclipped.max_other(&clipped), mask),
+        clipped: masked_sum(&clipped.gt_tensor(&unclipped).to_kind(Kind::Float), mask),
+        ratio: keep(&ratio.detach(), mask),
+        approx_kl: detached.square().sum(Kind::Float) / 2.0,
+    }
+}
+
+/// The clipped value loss, summed over the slots that hold a value.
+#[derive(Debug)]
+pub struct ValueLoss {
+    /// Sum over slots of max((v - G)^2, (clip(v) - G)^2) / 2, a scalar with a gradient.
+    pub sum: Tensor,
+    /// Number of slots at which the clipped side was the larger, a scalar.
+    pub clipped: Tensor,
+}
+
+/// Loss of the value model over the slots of `mask`: a prediction may not gain from moving more than `clip_range` away
+/// from `old_values`. Source: Schulman's PPO implementation; TRL f2cd577.
+pub fn value_loss(
+    values: &Tensor,
+    old_values: &Tensor,
+    returns: &Tensor,
+    mask: &Tensor,
+    clip_range: f64,
+) -> ValueLoss {
+    let near = old_values + (values - old_values).clamp(-clip_range, clip_range);
+    let unclipped = (values - returns).square();
+    let clipped = (near - returns).square();
+    ValueLoss {
+        sum: masked_sum(&unclipped.max_other(&clipped), mask) / 2.0,
+        clipped: masked_sum(&clipped.gt_tensor(&unclipped).to_kind(Kind::Float), mask),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(rows: &[&[f32]]) -> Tensor {
+        let width = rows[0].len() as i64;
+        Tensor::from_slice(&rows.concat()).view([-1, width])
+    }
+
+    fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) {
+        assert_eq!(found.size(), expected.size());
+        let gap = (found - expected).abs().max().double_value(&[]);
+        assert!(gap <= tolerance, "largest difference {gap}\nfound {found}\nexpected {expected}");
+    }
+
+    /// Two rows of five slots, from TRL 1.11's own code: lengths 3 and 5, pad 0, eos 9 (reference/peers, vector B5).
+    struct Vector {
+        lengths: [i64; 2],
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        values: Tensor,
+        scores: Tensor,
+    }
+
+    fn vector() -> Vector {
+        let nan = f32::NAN; // whatever lies outside the mask must not matter
+        Vector {
+            lengths: [3, 5],
+            logprobs: rows(&[&[-1.0, -2.0, -0.5, nan, nan], &[-1.0; 5]]),
+            ref_logprobs: rows(&[&[-1.2, -1.5, -0.6, nan, nan], &[-1.5, -0.5, -1.0, -2.0, -0.75]]),
+            values: rows(&[&[0.1, 0.2, 0.3, 0.4, nan], &[0.5, 0.4, 0.3, 0.2, 0.1]]),
+            scores: Tensor::from_slice(&[1.0f32, -0.5]),
+        }
+    }
+
+    fn shaped(v: &Vector) -> (Tensor, Tensor, Tensor, Tensor) {
+        let mask = response_mask(&v.lengths, 5, Device::Cpu);
+        let p1 = value_mask(&v.lengths, 5, ScorePosition::AfterStop, Device::Cpu);
+        let kl = kl(&v.logprobs, &v.ref_logprobs, &mask, KlEstimator::K1);
+        let rewards = rewards(&kl, &v.scores, &v.lengths, 0.05, ScorePosition::AfterStop);
+        (mask, p1, kl, rewards)
+    }
+
+    #[test]
+    fn rewards_returns_and_advantages_equal_trls() {
+        let v = vector();
+        let (mask, p1, kl, rewards) = shaped(&v);
+        assert!((kl.sum(Kind::Float).double_value(&[]) / 2.0 - 0.275).abs() < 1e-6);
+        let expected = rows(&[&[-0.01, 0.025, -0.005, 1.0, 0.0], &[-0.025, 0.025, 0.0, -0.05, -0.4875]]);
+        assert_close(&rewards, &expected, 1e-6);
+        let (advantages, returns) = gae(&rewards, &v.values, &p1, 1.0, 0.95);
+        let expected = rows(&[
+            &[0.908912, 0.956750, 0.965, 1.0, 0.0],
+            &[-0.393629, -0.409083, -0.472719, -0.508125, -0.4875],
+        ]);
+        assert_close(&returns, &expected, 2e-6);
+        let expected = rows(&[
+            &[1.282313, 1.215522, 1.098042, 0.0, 0.0],
+            &[-0.897692, -0.789436, -0.742874, -0.660165, -0.505712],
+        ]);
+        assert_close(&whiten(&advantages, &mask, true), &expected, 2e-6);
+    }
+
+    #[test]
+    fn whitened_rewards_keep_their_mean_and_lead_to_trls_advantages() {
+        let v = vector();
+        let (mask, p1, _, rewards) = shaped(&v);
+        let whitened = whiten(&rewards, &p1, false);
+        let gap = masked_mean(&whitened, &p1) - masked_mean(&rewards, &p1);
+        assert!(gap.double_value(&[]).abs() < 1e-6);
+        let (advantages, _) = gae(&whitened, &v.values, &p1, 1.0, 0.95);
+        let expected = rows(&[
+            &[1.163654, 1.219422, 1.228430, 0.0, 0.0],
+            &[-0.843258, -0.761047, -0.745501, -0.693641, -0.568059],
+        ]);
+        assert_close(&whiten(&advantages, &mask, true), &expected, 2e-6);
+    }
+
+    #[test]
+    fn losses_and_their_metrics_equal_trls() {
+        let v = vector();
+        let (mask, p1, _, rewards) = shaped(&v);
+        let (advantages, returns) = gae(&rewards, &v.values, &p1, 1.0, 0.95);
+        let advantages = whiten(&advantages, &mask, true);
+        let nan = f32::NAN;
+        let new = rows(&[&[-1.3, -1.5, -0.5, nan, nan], &[-1.2, -0.7, -1.0, -0.9, -1.0]]);
+        let predicted = rows(&[&[0.5, 0.1, 0.35, 0.7, nan], &[0.5, 0.9, 0.3, -0.3, 0.1]]);
+        let policy = policy_loss(&new, &v.logprobs, &advantages, &mask, 0.2);
+        let value = value_loss(&predicted, &v.values, &returns, &p1, 0.2);
+        let number = |t: &Tensor| t.double_value(&[]);
+        for (name, found, expected) in [
+            ("pg", number(&policy.sum) / 8.0, 0.0340181),
+            ("vf", number(&value.sum) / 9.0, 0.2975407),
+            ("pg_clipfrac", number(&policy.clipped) / 8.0, 0.125),
+            ("vf_clipfrac", number(&value.clipped) / 9.0, 1.0 / 3.0),
+            // TRL divides by all 10 slots, the 2 pads included; their squares are 0.
+            ("approxkl", number(&policy.approx_kl) / 10.0, 0.024),
+            // TRL counts the 2 pads as ratio 1.
+            ("ratio", (number(&policy.ratio.sum(Kind::Float)) + 2.0) / 10.0, 1.0663301),
+        ] {
+            assert!((found - expected).abs() < 1e-6, "{name}: {found} is not {expected}");
+        }
+    }
+
+    #[test]
+    fn gae_discounts_a_final_reward_back_through_time() {
+        // Values 0, reward 1 at the end, gamma 0.9, lambda 0.95: A_t = (0.9 * 0.95)^(2 - t) = 0.731025, 0.855, 1.
+        let mask = response_mask(&[3], 3, Device::Cpu);
+        let (advantages, _) = gae(&rows(&[&[0., 0., 1.]]), &rows(&[&[0., 0., 0.]]), &mask, 0.9, 0.95);
+        assert_close(&advantages, &rows(&[&[0.731025, 0.855, 1.0]]), 1e-6);
+    }
+
+    #[test]
+    fn gradients_are_finite_and_zero_outside_the_mask_whatever_lies_there() {
+        let mask = response_mask(&[1], 3, Device::Cpu);
+        let new = rows(&[&[-1.0, 1e30, -1e30]]).set_requires_grad(true);
+        let old = rows(&[&[-1.1, -1e30, 1e30]]);
+        policy_loss(&new, &old, &rows(&[&[1.0, 0.0, 0.0]]), &mask, 0.2).sum.backward();
+        let gradient = Vec::<f32>::try_from(new.grad().view([-1])).unwrap();
+        assert!(gradient[0].is_finite() && gradient[0] != 0.0);
+        assert_eq!(gradient[1..], [0.0, 0.0]);
+    }
+
+    #[test]
+    fn k3_is_never_negative_and_k1_may_be() {
+        let mask = response_mask(&[2], 2, Device::Cpu);
+        let (new, reference) = (rows(&[&[-1.0, -1.0]]), rows(&[&[-0.5, -1.5]]));
+        assert_close(&kl(&new, &reference, &mask, KlEstimator::K1), &rows(&[&[-0.5, 0.5]]), 1e-7);
+        // exp(.5) - 1.5 and exp(-.5) - .5
+        assert_close(&kl(&new, &reference, &mask, KlEstimator::K3), &rows(&[&[0.148_721_3, 0.106_530_7]]), 1e-6);
+    }
+
+    #[test]
+    fn the_score_lands_after_the_stop_if_there_is_room_else_on_the_last_token() {
+        let (zeros, scores) = (rows(&[&[0.0; 3], &[0.0; 3], &[0.0; 3]]), Tensor::from_slice(&[1.0f32, 2.0, 3.0]));
+        let at = |position| rewards(&zeros, &scores, &[0, 2, 3], 0.1, position);
+        assert_close(&at(ScorePosition::AfterStop), &rows(&[&[1., 0., 0.], &[0., 0., 2.], &[0., 0., 3.]]), 0.0);
+        assert_close(&at(ScorePosition::LastToken), &rows(&[&[1., 0., 0.], &[0., 2., 0.], &[0., 0., 3.]]), 0.0);
+    }
+
+    #[test]
+    fn whitening_one_number_gives_zero_and_not_nan() {
+        let mask = response_mask(&[1], 2, Device::Cpu);
+        assert_close(&whiten(&rows(&[&[3.0, f32::NAN]]), &mask, true), &rows(&[&[0.0, 0.0]]), 0.0);
+    }
+}

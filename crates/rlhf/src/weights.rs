@@ -1,0 +1,364 @@
+//! Safetensors in and out: one tensor in memory at a time, every size checked before it is used.
+
+use crate::{Error, Result};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo, View};
+use serde_json::Value;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use tch::{Device, Kind, Tensor};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// The bound that the safetensors format itself sets on a header, in bytes.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// The tensors of a model folder, in one safetensors file or several; only the headers are in memory.
+#[derive(Debug)]
+pub struct Checkpoint {
+    dir: PathBuf,
+    files: Vec<TensorFile>,
+    tensors: BTreeMap<String, Entry>,
+}
+
+#[derive(Debug)]
+struct TensorFile {
+    path: PathBuf,
+    file: File,
+    /// Where the tensors' bytes begin, counted from the start of the file.
+    data_start: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    file: usize,
+    info: TensorInfo,
+}
+
+impl Checkpoint {
+    /// Opens `dir/model.safetensors`, or the shards that `dir/model.safetensors.index.json` names.
+    ///
+    /// # Errors
+    /// If neither is there, a file is truncated or its header is not sound, or the index and the shards disagree.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let mut checkpoint = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
+        if dir.join(SINGLE).is_file() {
+            checkpoint.add_file(dir.join(SINGLE))?;
+        } else if dir.join(INDEX).is_file() {
+            checkpoint.add_shards(&dir.join(INDEX))?;
+        } else {
+            let pickle = std::fs::read_dir(dir)
+                .map_err(Error::io("read the folder", dir))?
+                .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
+                .find(|name| name.starts_with("pytorch_model") && name.ends_with(".bin"));
+            return Err(Error::invalid(
+                dir,
+                match pickle {
+                    Some(name) => format!(
+                        "expected {SINGLE}, found only {name}, a pickle, which can run code and is never opened; \
+                         convert it with transformers: `AutoModel...from_pretrained(dir).save_pretrained(new_dir)`"
+                    ),
+                    None => format!("expected {SINGLE} or {INDEX}, found neither"),
+                },
+            ));
+        }
+        Ok(checkpoint)
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The shape of the tensor `name`, if there is one.
+    pub fn shape(&self, name: &str) -> Option<Vec<i64>> {
+        self.tensors.get(name).map(|entry| entry.info.shape.iter().map(|&n| n as i64).collect())
+    }
+
+    /// The folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Reads the tensor `name` as f32 onto `device`.
+    ///
+    /// # Errors
+    /// If there is no such tensor, its dtype is not a float, or its bytes cannot be read.
+    pub fn read(&self, name: &str, device: Device) -> Result<Tensor> {
+        let entry = self
+            .tensors
+            .get(name)
+            .ok_or_else(|| Error::invalid(&self.dir, format!("expected the tensor `{name}`, found none")))?;
+        let source = &self.files[entry.file];
+        let kind = match entry.info.dtype {
+            Dtype::F32 => Kind::Float,
+            Dtype::F16 => Kind::Half,
+            Dtype::BF16 => Kind::BFloat16,
+            Dtype::F64 => Kind::Double,
+            other => {
+                let message = format!("tensor `{name}`: expected dtype F32, F16, BF16 or F64, found {other:?}");
+                return Err(Error::invalid(&source.path, message));
+            }
+        };
+        let (start, end) = entry.info.data_offsets;
+        let mut bytes = vec![0; end - start];
+        source
+            .file
+            .read_exact_at(&mut bytes, source.data_start + start as u64)
+            .map_err(Error::io("read", &source.path))?;
+        let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
+        Ok(Tensor::f_from_data_size(&bytes, &shape, kind)?.to_kind(Kind::Float).to_device(device))
+    }
+
+    fn add_file(&mut self, path: PathBuf) -> Result<Vec<String>> {
+        let file = File::open(&path).map_err(Error::io("open", &path))?;
+        let (metadata, data_start) = read_header(&file, &path)?;
+        let index = self.files.len();
+        let mut names = Vec::new();
+        for (name, info) in metadata.tensors() {
+            names.push(name.clone());
+            self.tensors.insert(name, Entry { file: index, info: info.clone() });
+        }
+        self.files.push(TensorFile { path, file, data_start });
+        Ok(names)
+    }
+
+    fn add_shards(&mut self, index_path: &Path) -> Result<()> {
+        let index = read_json(index_path)?;
+        let weight_map = index["weight_map"]
+            .as_object()
+            .ok_or_else(|| Error::invalid(index_path, "expected an object `weight_map`, found none"))?;
+        let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (name, shard) in weight_map {
+            let shard = shard.as_str().filter(|s| !s.contains(['/', '\\'])).ok_or_else(|| {
+                Error::invalid(index_path, format!("tensor `{name}`: expected the name of a file, found {shard}"))
+            })?;
+            shards.entry(shard).or_default().push(name);
+        }
+        for (shard, expected) in shards {
+            let path = self.dir.join(shard);
+            let found = self.add_file(path.clone())?;
+            if let Some(name) = expected.iter().find(|name| !found.iter().any(|f| f == *name)) {
+                return Err(Error::invalid(path, format!("expected the tensor `{name}` that {INDEX} names, found none")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads a safetensors header; returns it with the position of the first tensor byte.
+fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
+    let file_len = file.metadata().map_err(Error::io("read", path))?.len();
+    let truncated = |needed: u64| {
+        Error::invalid(path, format!("truncated or not a safetensors file: expected {needed} bytes, found {file_len}"))
+    };
+    if file_len < 8 {
+        return Err(truncated(8));
+    }
+    let mut size = [0; 8];
+    file.read_exact_at(&mut size, 0).map_err(Error::io("read", path))?;
+    let size = u64::from_le_bytes(size);
+    if size > MAX_HEADER {
+        let message = format!("not a safetensors file: its header would have {size} bytes, the most is {MAX_HEADER}");
+        return Err(Error::invalid(path, message));
+    }
+    if 8 + size > file_len {
+        return Err(truncated(8 + size));
+    }
+    let mut header = vec![0; size as usize];
+    file.read_exact_at(&mut header, 8).map_err(Error::io("read", path))?;
+    let metadata: Metadata = serde_json::from_slice(&header)
+        .map_err(|e| Error::invalid(path, format!("not a sound safetensors header: {e}")))?;
+    let expected = 8 + size + metadata.data_len() as u64;
+    if expected != file_len {
+        return Err(truncated(expected));
+    }
+    Ok((metadata, 8 + size))
+}
+
+/// Writes `tensors` in their own dtypes as safetensors below `dir`, in shards of at most `max_shard_bytes` each.
+///
+/// Each file is written beside its place and renamed; a folder that held another checkpoint loses its old shards last.
+///
+/// # Errors
+/// If a file cannot be written.
+pub fn save(dir: &Path, tensors: &[(String, Tensor)], max_shard_bytes: usize) -> Result<()> {
+    let bytes_of = |t: &Tensor| t.numel() * t.kind().elt_size_in_bytes();
+    let mut shards: Vec<Vec<&(String, Tensor)>> = vec![Vec::new()];
+    let mut filled = 0;
+    for item in tensors {
+        let bytes = bytes_of(&item.1);
+        if filled + bytes > max_shard_bytes && filled > 0 {
+            shards.push(Vec::new());
+            filled = 0;
+        }
+        filled += bytes;
+        shards.last_mut().expect("there is always one shard").push(item);
+    }
+    let old = shard_files(dir)?;
+    let mut written = Vec::new();
+    if let [only] = shards.as_slice() {
+        write_file(&dir.join(SINGLE), only)?;
+        written.push(SINGLE.to_string());
+    } else {
+        let mut weight_map = serde_json::Map::new();
+        for (i, shard) in shards.iter().enumerate() {
+            let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
+            write_file(&dir.join(&name), shard)?;
+            weight_map.extend(shard.iter().map(|(tensor, _)| (tensor.clone(), Value::String(name.clone()))));
+            written.push(name);
+        }
+        let total: usize = tensors.iter().map(|(_, t)| bytes_of(t)).sum();
+        let index = serde_json::json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+        write_text(&dir.join(INDEX), &pretty(&index))?;
+        written.push(INDEX.to_string());
+    }
+    for name in old.iter().filter(|name| !written.contains(name)) {
+        std::fs::remove_file(dir.join(name)).map_err(Error::io("remove the old", dir.join(name)))?;
+    }
+    Ok(())
+}
+
+/// The weight files of a checkpoint in `dir`.
+fn shard_files(dir: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
+        let name = entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned();
+        if name == SINGLE || name == INDEX || (name.starts_with("model-") && name.ends_with(".safetensors")) {
+            names.push(name);
+        }
+    }
+    Ok(names)
+}
+
+/// A tensor as the safetensors crate wants to see it; the bytes are copied only while they are written.
+struct Written<'a> {
+    tensor: &'a Tensor,
+    dtype: Dtype,
+    shape: Vec<usize>,
+}
+
+impl View for Written<'_> {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+    fn data(&self) -> Cow<'_, [u8]> {
+        let tensor = self.tensor.detach().to_device(Device::Cpu).contiguous();
+        let mut bytes = vec![0; self.data_len()];
+        tensor.copy_data_u8(&mut bytes, tensor.numel());
+        Cow::Owned(bytes)
+    }
+    fn data_len(&self) -> usize {
+        self.tensor.numel() * self.tensor.kind().elt_size_in_bytes()
+    }
+}
+
+fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
+    let views = tensors.iter().map(|(name, tensor)| {
+        let dtype = match tensor.kind() {
+            Kind::Float => Dtype::F32,
+            Kind::Half => Dtype::F16,
+            Kind::BFloat16 => Dtype::BF16,
+            Kind::Double => Dtype::F64,
+            other => unreachable!("no model holds {other:?} weights"),
+        };
+        let shape = tensor.size().iter().map(|&n| n as usize).collect();
+        (name.as_str(), Written { tensor, dtype, shape })
+    });
+    // transformers refuses a file that does not say which framework's layout it has.
+    let format = HashMap::from([("format".to_string(), "pt".to_string())]);
+    // The crate writes a temporary file beside `path` and renames it.
+    safetensors::serialize_to_file(views, Some(format), path)
+        .map_err(|e| Error::Io { action: "write", path: path.to_path_buf(), source: std::io::Error::other(e) })?;
+    // Its temporary file is private to the owner; others may read weights as they may read any file we write.
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o644)).map_err(Error::io("write", path))
+}
+
+/// Reads a JSON file.
+pub(crate) fn read_json(path: &Path) -> Result<Value> {
+    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    serde_json::from_str(&text).map_err(|e| Error::invalid(path, format!("not valid JSON: {e}")))
+}
+
+/// Formats JSON as Hugging Face's files are: two spaces, a newline at the end.
+pub(crate) fn pretty(value: &Value) -> String {
+    let mut text = serde_json::to_string_pretty(value).expect("a JSON value always has a text");
+    text.push('\n');
+    text
+}
+
+/// Writes a text file beside `path` and renames it, so that a reader sees the old text or the new, never a part.
+pub(crate) fn write_text(path: &Path, text: &str) -> Result<()> {
+    let mut name = path.file_name().expect("a file to write has a name").to_os_string();
+    name.push(".tmp");
+    let beside = path.with_file_name(name);
+    std::fs::write(&beside, text).map_err(Error::io("write", &beside))?;
+    std::fs::rename(&beside, path).map_err(Error::io("write", path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn two_tensors() -> Vec<(String, Tensor)> {
+        vec![
+            ("a.weight".into(), Tensor::from_slice(&[1.5f32, -2.0, 3.0, 4.0]).view([2, 2])),
+            ("b.bias".into(), Tensor::from_slice(&[0.25f32, 7.0]).to_kind(Kind::BFloat16)),
+        ]
+    }
+
+    #[test]
+    fn what_is_saved_reads_back_equal_single_and_sharded() {
+        for (max_shard_bytes, files) in [(1 << 30, 1), (8, 2)] {
+            let dir = tempfile::tempdir().unwrap();
+            save(dir.path(), &two_tensors(), max_shard_bytes).unwrap();
+            let read = Checkpoint::open(dir.path()).unwrap();
+            assert_eq!(read.files.len(), files);
+            for (name, tensor) in two_tensors() {
+                assert_eq!(read.read(&name, Device::Cpu).unwrap(), tensor.to_kind(Kind::Float), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn saving_over_a_sharded_checkpoint_leaves_only_the_new_files() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), &two_tensors(), 8).unwrap();
+        save(dir.path(), &two_tensors(), 1 << 30).unwrap();
+        assert_eq!(shard_files(dir.path()).unwrap(), [SINGLE]);
+    }
+
+    #[test]
+    fn every_truncation_of_a_file_is_an_error_that_names_it() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), &two_tensors(), 1 << 30).unwrap();
+        let path = dir.path().join(SINGLE);
+        let whole = std::fs::read(&path).unwrap();
+        for len in 0..whole.len() {
+            std::fs::write(&path, &whole[..len]).unwrap();
+            let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
+            assert!(error.contains(SINGLE) && error.contains("expected"), "{len} bytes: {error}");
+        }
+    }
+
+    #[test]
+    fn a_header_that_claims_too_much_is_refused_before_memory_is_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(SINGLE), u64::MAX.to_le_bytes()).unwrap();
+        let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("the most is 100000000"), "{error}");
+    }
+
+    #[test]
+    fn a_pickle_is_refused_with_the_way_out() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("pytorch_model.bin"), b"x").unwrap();
+        let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("pytorch_model.bin") && error.contains("save_pretrained"), "{error}");
+    }
+}
