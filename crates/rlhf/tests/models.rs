@@ -1,0 +1,269 @@
+//! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
+
+use crate::support::{Tensors, assert_close, golden};
+use rlhf::generate::{FinishReason, GenerationConfig, Sampling, generate};
+use rlhf::model::{CausalLm, ModelConfig, ModelOptions, SequenceClassifier};
+use rlhf::rng::Purpose;
+use std::path::{Path, PathBuf};
+use tch::Tensor;
+
+const TOLERANCE: f64 = 2e-5;
+const FAMILIES: [&str; 3] = ["gpt2", "gpt_neox", "llama"];
+
+/// The golden model folders of the families that there are, split by kind; prints which, so that a log says what was run.
+fn folders(classifier: bool) -> Vec<PathBuf> {
+    let dir = golden().join("models");
+    let mut found: Vec<PathBuf> = std::fs::read_dir(&dir)
+        .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.join("config.json").is_file())
+        .filter(|path| {
+            let config: serde_json::Value =
+                serde_json::from_str(&std::fs::read_to_string(path.join("config.json")).unwrap()).unwrap();
+            let plain_rope = config["rope_parameters"]["rope_type"].as_str().is_none_or(|kind| kind == "default");
+            FAMILIES.contains(&config["model_type"].as_str().unwrap()) && plain_rope
+        })
+        .filter(|path| ModelConfig::from_dir(path).unwrap().is_sequence_classifier() == classifier)
+        .collect();
+    found.sort();
+    assert!(!found.is_empty(), "{}: no golden model", dir.display());
+    println!("compared: {found:?}");
+    found
+}
+
+/// Golden values lie beside the model, or, for a sharded save, beside its namesake.
+fn values(dir: &Path) -> Tensors {
+    let own = dir.join("golden.safetensors");
+    let namesake = dir.to_str().unwrap().replace("_sharded", "");
+    Tensors::read(&if own.is_file() { own } else { Path::new(&namesake).join("golden.safetensors") })
+}
+
+/// The real tokens of each row, and where they lie in the padded row.
+fn real_tokens(golden: &Tensors, set: &str) -> Vec<(Vec<i64>, Vec<i64>)> {
+    let ids = golden.rows(&format!("{set}.input_ids"));
+    let masks = golden.rows(&format!("{set}.attention_mask"));
+    ids.iter()
+        .zip(masks)
+        .map(|(ids, mask)| {
+            let places: Vec<i64> = (0..ids.len() as i64).filter(|&t| mask[t as usize] == 1).collect();
+            (places.iter().map(|&t| ids[t as usize]).collect(), places)
+        })
+        .collect()
+}
+
+#[test]
+fn logits_and_hidden_states_equal_transformers_in_every_padding() {
+    for dir in folders(false) {
+        let golden = values(&dir);
+        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let last = model.config().num_hidden_layers;
+        for set in ["unpadded", "padded"] {
+            let rows = real_tokens(&golden, set);
+            let sequences: Vec<&Vec<i64>> = rows.iter().map(|(tokens, _)| tokens).collect();
+            let logits = model.logits(&sequences).unwrap();
+            let hidden = model.hidden_states(&sequences).unwrap();
+            for (i, (_, places)) in rows.iter().enumerate() {
+                let places = Tensor::from_slice(places);
+                let row = |name: &str| golden.get(&format!("{set}.{name}")).get(i as i64).index_select(0, &places);
+                let what = format!("{}: {set} row {i}", dir.display());
+                assert_close(&format!("{what}: logits"), &logits[i], &row("logits"), TOLERANCE);
+                let expected = row(&format!("hidden_states.{last}"));
+                assert_close(&format!("{what}: hidden states"), &hidden[i], &expected, TOLERANCE);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_config_of_transformers_4_gives_the_same_model() {
+    for dir in folders(false).into_iter().chain(folders(true)) {
+        let old = dir.join("config_v4.json");
+        if !old.is_file() {
+            continue;
+        }
+        let (new, old) = (ModelConfig::from_dir(&dir).unwrap(), ModelConfig::from_file(&old).unwrap());
+        let shape = |c: &ModelConfig| {
+            (
+                (c.family, c.vocab_size, c.hidden_size, c.intermediate_size, c.num_hidden_layers),
+                (c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.max_position_embeddings),
+                (c.norm_eps, c.activation, c.rope, c.parallel_residual),
+                (c.attention_bias, c.mlp_bias, c.tie_word_embeddings, c.num_labels),
+            )
+        };
+        assert_eq!(shape(&new), shape(&old), "{}", dir.display());
+    }
+}
+
+#[test]
+fn rewards_at_every_position_and_scores_equal_transformers() {
+    for dir in folders(true) {
+        let golden = values(&dir);
+        let model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
+        for set in ["unpadded", "padded"] {
+            let rows = real_tokens(&golden, set);
+            let sequences: Vec<&Vec<i64>> = rows.iter().map(|(tokens, _)| tokens).collect();
+            let spans: Vec<_> = sequences.iter().map(|s| 0..s.len()).collect();
+            let values = model.values_at(&sequences, &spans).unwrap();
+            let expected: Vec<Tensor> = rows
+                .iter()
+                .enumerate()
+                .map(|(i, (_, places))| {
+                    let all = golden.get(&format!("{set}.reward_logits")).get(i as i64).squeeze_dim(-1);
+                    all.index_select(0, &Tensor::from_slice(places))
+                })
+                .collect();
+            assert_close(&format!("{}: {set}", dir.display()), &values, &Tensor::cat(&expected, 0), TOLERANCE);
+        }
+        // Scores are read at the last token of what TRL cuts at the first pad behind the prompt.
+        let rows = real_tokens(&golden, "padded");
+        let index = Vec::<i64>::try_from(golden.get("padded.score_index")).unwrap();
+        let cut: Vec<Vec<i64>> = rows
+            .iter()
+            .zip(&index)
+            .map(|((tokens, places), &last)| {
+                tokens.iter().zip(places).filter(|(_, place)| **place <= last).map(|(token, _)| *token).collect()
+            })
+            .collect();
+        let scores = model.scores(&cut).unwrap();
+        assert_close(&format!("{}: scores", dir.display()), &scores, golden.get("padded.score"), TOLERANCE);
+    }
+}
+
+fn config(sampling: Sampling, max_new_tokens: usize, stop: &[i64], batch_size: usize) -> GenerationConfig {
+    let stop_token_ids = stop.to_vec();
+    let (seed, purpose, step) = (1, Purpose::Sampling, 0);
+    GenerationConfig { sampling, max_new_tokens, stop_token_ids, seed, purpose, step, batch_size }
+}
+
+#[test]
+fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
+    let index: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(golden().join("models/index.json")).unwrap()).unwrap();
+    for dir in folders(false) {
+        let golden = values(&dir);
+        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let masks = golden.rows("greedy.prompt_mask");
+        let prompts: Vec<Vec<i64>> = golden
+            .rows("greedy.prompt_ids")
+            .iter()
+            .zip(&masks)
+            .map(|(ids, mask)| ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id).collect())
+            .collect();
+        let responses = generate(&model, &prompts, &config(Sampling::Greedy, 16, &[], 4)).unwrap();
+        let name = dir.file_name().unwrap().to_str().unwrap().replace("_sharded", "");
+        let own_eos = index["models"][name.as_str()]["eos_token_id"].as_i64().unwrap();
+        for (response, expected) in responses.iter().zip(golden.rows("greedy.tokens")) {
+            // `generate` was asked for 16 tokens whatever comes, and still stops at the model's own eos.
+            let len = expected.iter().position(|&id| id == own_eos).map_or(expected.len(), |at| at + 1);
+            assert_eq!(response.tokens[..len], expected[..len], "{}", dir.display());
+        }
+
+        let eos = index["models"][name.as_str()]["greedy_eos_id"].as_i64().unwrap();
+        let responses = generate(&model, &prompts, &config(Sampling::Greedy, 16, &[eos], 4)).unwrap();
+        for (response, expected) in responses.iter().zip(golden.rows("greedy_eos.tokens")) {
+            let len = expected.iter().position(|&id| id == eos).map_or(expected.len(), |at| at + 1);
+            assert_eq!(response.tokens, expected[..len], "{}", dir.display());
+            assert_eq!(response.finish == FinishReason::Stop, expected.contains(&eos));
+        }
+    }
+}
+
+fn prompts(model: &CausalLm) -> Vec<Vec<i64>> {
+    let vocab = model.config().vocab_size.min(300);
+    (0..9i64).map(|row| (0..=row).map(|t| 5 + (row * 37 + t * 11) % (vocab - 5)).collect()).collect()
+}
+
+#[test]
+fn sampled_tokens_do_not_depend_on_the_batch_they_are_in() {
+    for dir in folders(false) {
+        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let prompts = prompts(&model);
+        let run = |batch_size, stop: &[i64]| {
+            generate(&model, &prompts, &config(Sampling::at_temperature(0.7), 20, stop, batch_size)).unwrap()
+        };
+        let whole = run(9, &[]);
+        // Half of the vocabulary stops a response, so that rows leave the batch at different times.
+        let stops: Vec<i64> = (0..model.config().vocab_size).filter(|id| id % 12 == 0).collect();
+        let stopping = run(9, &stops);
+        assert!(stopping.iter().any(|r| r.finish == FinishReason::Stop && r.tokens.len() > 1));
+        for batch_size in [1, 2, 4] {
+            for (found, expected) in run(batch_size, &[]).iter().zip(&whole) {
+                assert_eq!(found.tokens, expected.tokens, "{} in batches of {batch_size}", dir.display());
+            }
+            for (found, expected) in run(batch_size, &stops).iter().zip(&stopping) {
+                assert_eq!(found.tokens, expected.tokens, "{} in batches of {batch_size}", dir.display());
+            }
+        }
+        for (short, long) in stopping.iter().zip(&whole) {
+            assert_eq!(short.tokens[..], long.tokens[..short.tokens.len()], "a row that stops changed another's tokens");
+        }
+    }
+}
+
+#[test]
+fn logprobs_with_cache_and_without_alone_and_in_a_batch_agree() {
+    for dir in folders(false) {
+        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let prompts = prompts(&model);
+        let sampled = generate(&model, &prompts, &config(Sampling::at_temperature(0.7), 20, &[7], 9)).unwrap();
+        let sequences: Vec<Vec<i64>> =
+            prompts.iter().zip(&sampled).map(|(p, r)| [p.as_slice(), &r.tokens].concat()).collect();
+        let spans: Vec<_> = prompts.iter().zip(&sequences).map(|(p, s)| p.len()..s.len()).collect();
+        let batch = model.token_logprobs(&sequences, &spans, 0.7, false).unwrap().logprobs;
+        let cached: Vec<f32> = sampled.iter().flat_map(|r| r.logprobs.clone()).collect();
+        assert_close("with cache", &Tensor::from_slice(&cached), &batch, TOLERANCE);
+        let alone: Vec<Tensor> = sequences
+            .iter()
+            .zip(&spans)
+            .map(|(s, span)| model.token_logprobs(&[s], std::slice::from_ref(span), 0.7, false).unwrap().logprobs)
+            .collect();
+        assert_close("alone", &Tensor::cat(&alone, 0), &batch, TOLERANCE);
+    }
+}
+
+#[test]
+fn entropy_is_that_of_the_tempered_distribution() {
+    let dir = &folders(false)[0];
+    let model = CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap();
+    let sequence = vec![5i64, 6, 7];
+    let found = model.token_logprobs(std::slice::from_ref(&sequence), &[1..3], 0.5, true).unwrap().entropy.unwrap();
+    let logits = model.logits(&[sequence]).unwrap()[0].narrow(0, 0, 2) * 2.0;
+    let p = logits.softmax(-1, tch::Kind::Double);
+    let expected = -(&p * p.log()).sum_dim_intlist([-1i64].as_slice(), false, tch::Kind::Float);
+    assert_close("entropy", &found, &expected, 1e-5);
+}
+
+#[test]
+fn a_saved_model_loads_back_with_equal_logits_and_says_what_it_is() {
+    for dir in folders(false) {
+        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), Some(0), Some(1)).unwrap();
+        let again = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
+        let ids = [vec![5i64, 6, 7, 8]];
+        assert_close("logits", &again.logits(&ids).unwrap()[0], &model.logits(&ids).unwrap()[0], 0.0);
+        assert!(!again.config().is_sequence_classifier());
+        let value = SequenceClassifier::from_pretrained(out.path(), Some(3), ModelOptions::default()).unwrap();
+        value.save_pretrained(out.path(), Some(0), Some(1)).unwrap();
+        let again = SequenceClassifier::from_pretrained(out.path(), None, ModelOptions::default()).unwrap();
+        assert_close("scores", &again.scores(&ids).unwrap(), &value.scores(&ids).unwrap(), 0.0);
+        assert!(again.config().is_sequence_classifier() && again.config().num_labels == 1);
+    }
+}
+
+#[test]
+fn bf16_compute_stays_near_f32_and_keeps_f32_weights_and_gradients() {
+    for dir in folders(false) {
+        let options = ModelOptions { precision: rlhf::model::Precision::Bf16, ..ModelOptions::default() };
+        let mut model = CausalLm::from_pretrained(&dir, options).unwrap();
+        model.set_trainable(true);
+        let exact = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let ids = [vec![5i64, 6, 7, 8, 9, 10]];
+        let logprobs = |m: &CausalLm| m.token_logprobs(&ids, &[1..6], 1.0, false).unwrap().logprobs;
+        let found = logprobs(&model);
+        let gap = (&found - logprobs(&exact)).abs().max().double_value(&[]);
+        assert!(gap > 0.0 && gap < 0.3, "{}: {gap}", dir.display()); // bf16 holds 8 bits: 0.4 % of logits up to about 8
+        found.sum(tch::Kind::Float).backward();
+        assert!(model.params().iter().all(|p| p.tensor.grad().kind() == tch::Kind::Float));
+    }
+}
