@@ -1,2 +1,2 @@
 //! The `rlhf` program.
-fn main(){}
+fn main() {}

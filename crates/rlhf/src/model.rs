@@ -347,8 +347,12 @@ impl SequenceClassifier {
     /// As [`CausalLm::logits`].
     pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
         let (layout, hidden) = self.body.hidden(sequences)?;
-        let rows: Vec<i64> =
-            layout.starts.iter().zip(spans).flat_map(|(start, span)| span.clone().map(move |t| start + t as i64)).collect();
+        let rows: Vec<i64> = layout
+            .starts
+            .iter()
+            .zip(spans)
+            .flat_map(|(start, span)| span.clone().map(move |t| start + t as i64))
+            .collect();
         let hidden = hidden.index_select(0, &Tensor::from_slice(&rows).to_device(self.body.device));
         Ok(self.score.forward(&hidden).squeeze_dim(1))
     }

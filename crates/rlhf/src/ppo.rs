@@ -9,8 +9,8 @@ use tch::{Device, Kind, Tensor};
 /// How the divergence between policy and reference is estimated from one sampled token.
 ///
 /// Source: Schulman 2020, "Approximating KL Divergence"; with r = ref_logprob - logprob.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
 pub enum KlEstimator {
     /// -r: unbiased, may be negative.
     K1,
@@ -19,8 +19,9 @@ pub enum KlEstimator {
 }
 
 /// Where a response's score is added to its rewards.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
 pub enum ScorePosition {
     /// One slot after the last token, where the value is that of the finished response; on the last token where the
     /// response fills all slots. This is TRL's choice and that of the "N+ implementation details" of PPO.
@@ -165,14 +166,9 @@ pub struct ValueLoss {
 
 /// Loss of the value model over the slots of `mask`: a prediction may not gain from moving more than `clip_range` away
 /// from `old_values`. Source: Schulman's PPO implementation; TRL f2cd577.
-pub fn value_loss(
-    values: &Tensor,
-    old_values: &Tensor,
-    returns: &Tensor,
-    mask: &Tensor,
-    clip_range: f64,
-) -> ValueLoss {
-    let near = old_values + (values - old_values).clamp(-clip_range, clip_range);
+pub fn value_loss(values: &Tensor, old_values: &Tensor, returns: &Tensor, mask: &Tensor, clip_range: f64) -> ValueLoss {
+    // Bounds and not a clamped difference: a value within them must come out bit for bit, or rounding counts as clipping.
+    let near = values.max_other(&(old_values - clip_range)).min_other(&(old_values + clip_range));
     let unclipped = (values - returns).square();
     let clipped = (near - returns).square();
     ValueLoss {
@@ -232,10 +228,8 @@ mod tests {
         let expected = rows(&[&[-0.01, 0.025, -0.005, 1.0, 0.0], &[-0.025, 0.025, 0.0, -0.05, -0.4875]]);
         assert_close(&rewards, &expected, 1e-6);
         let (advantages, returns) = gae(&rewards, &v.values, &p1, 1.0, 0.95);
-        let expected = rows(&[
-            &[0.908912, 0.956750, 0.965, 1.0, 0.0],
-            &[-0.393629, -0.409083, -0.472719, -0.508125, -0.4875],
-        ]);
+        let expected =
+            rows(&[&[0.908912, 0.956750, 0.965, 1.0, 0.0], &[-0.393629, -0.409083, -0.472719, -0.508125, -0.4875]]);
         assert_close(&returns, &expected, 2e-6);
         let expected = rows(&[
             &[1.282313, 1.215522, 1.098042, 0.0, 0.0],

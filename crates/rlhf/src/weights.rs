@@ -141,7 +141,10 @@ impl Checkpoint {
             let path = self.dir.join(shard);
             let found = self.add_file(path.clone())?;
             if let Some(name) = expected.iter().find(|name| !found.iter().any(|f| f == *name)) {
-                return Err(Error::invalid(path, format!("expected the tensor `{name}` that {INDEX} names, found none")));
+                return Err(Error::invalid(
+                    path,
+                    format!("expected the tensor `{name}` that {INDEX} names, found none"),
+                ));
             }
         }
         Ok(())
@@ -273,8 +276,11 @@ fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
     // transformers refuses a file that does not say which framework's layout it has.
     let format = HashMap::from([("format".to_string(), "pt".to_string())]);
     // The crate writes a temporary file beside `path` and renames it.
-    safetensors::serialize_to_file(views, Some(format), path)
-        .map_err(|e| Error::Io { action: "write", path: path.to_path_buf(), source: std::io::Error::other(e) })?;
+    safetensors::serialize_to_file(views, Some(format), path).map_err(|e| Error::Io {
+        action: "write",
+        path: path.to_path_buf(),
+        source: std::io::Error::other(e),
+    })?;
     // Its temporary file is private to the owner; others may read weights as they may read any file we write.
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o644)).map_err(Error::io("write", path))
 }

@@ -195,7 +195,11 @@ fn sampled_tokens_do_not_depend_on_the_batch_they_are_in() {
             }
         }
         for (short, long) in stopping.iter().zip(&whole) {
-            assert_eq!(short.tokens[..], long.tokens[..short.tokens.len()], "a row that stops changed another's tokens");
+            assert_eq!(
+                short.tokens[..],
+                long.tokens[..short.tokens.len()],
+                "a row that stops changed another's tokens"
+            );
         }
     }
 }

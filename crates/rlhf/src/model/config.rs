@@ -161,9 +161,10 @@ impl Fields<'_> {
             None => &empty,
             Some(value) => value.as_object().ok_or_else(|| self.wrong("rope_parameters", "an object"))?,
         };
-        for (holder, object) in
-            [("rope_parameters", Some(nested)), ("rope_scaling", self.present("rope_scaling").and_then(Value::as_object))]
-        {
+        for (holder, object) in [
+            ("rope_parameters", Some(nested)),
+            ("rope_scaling", self.present("rope_scaling").and_then(Value::as_object)),
+        ] {
             let kind = object.and_then(|o| o.get("rope_type").or_else(|| o.get("type"))).and_then(Value::as_str);
             if kind.is_some_and(|kind| kind != "default") {
                 return Err(self.wrong(holder, "the rope type `default` (others are not supported yet)"));

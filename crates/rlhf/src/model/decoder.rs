@@ -182,7 +182,8 @@ impl Decoder {
             Ok(Norm { weight, bias, eps: config.norm_eps })
         };
 
-        let embed = b.tensor(format!("{}.weight", names.embed), &[config.vocab_size, hidden], Init::Normal(std), true)?;
+        let embed =
+            b.tensor(format!("{}.weight", names.embed), &[config.vocab_size, hidden], Init::Normal(std), true)?;
         let positions = match names.positions {
             None => None,
             Some(base) => {

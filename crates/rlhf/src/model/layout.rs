@@ -143,8 +143,7 @@ impl KvCache {
         let (keys, values) = (view(&self.layers[layer].0), view(&self.layers[layer].1));
         // Query heads that share a key head become that head's query positions: keys and values are never repeated.
         let grouped = queries.reshape([rows, self.kv_heads, -1, self.head_dim]);
-        let out =
-            Tensor::scaled_dot_product_attention(&grouped, &keys, &values, Some(&mask), 0.0, false, None, false);
+        let out = Tensor::scaled_dot_product_attention(&grouped, &keys, &values, Some(&mask), 0.0, false, None, false);
         self.step = Some((places, mask, width));
         out.reshape([rows, -1])
     }

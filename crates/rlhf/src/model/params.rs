@@ -107,9 +107,8 @@ impl<'a> Builder<'a> {
     /// (the head of another task) may be there.
     pub(crate) fn finish(self, ignored: &[&str]) -> Result<Vec<Param>> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(self.params) };
-        let harmless = |name: &str| {
-            self.names.harmless.iter().any(|suffix| name.ends_with(suffix)) || ignored.contains(&name)
-        };
+        let harmless =
+            |name: &str| self.names.harmless.iter().any(|suffix| name.ends_with(suffix)) || ignored.contains(&name);
         let unexpected: Vec<&str> =
             checkpoint.names().filter(|name| !self.asked.contains(*name) && !harmless(name)).collect();
         if self.missing.is_empty() && self.mismatched.is_empty() && unexpected.is_empty() {

@@ -1,0 +1,42 @@
+//! Numbers with names, in the order in which they are told.
+
+use serde::ser::{Serialize, SerializeMap, Serializer};
+
+/// The metrics of one update.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Metrics(Vec<(&'static str, f64)>);
+
+impl Metrics {
+    /// Adds a number under `name`.
+    pub fn push(&mut self, name: &'static str, value: f64) {
+        self.0.push((name, value));
+    }
+
+    /// The number under `name`, if there is one.
+    pub fn get(&self, name: &str) -> Option<f64> {
+        self.0.iter().find(|(found, _)| *found == name).map(|(_, value)| *value)
+    }
+
+    /// All numbers, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        self.0.iter().copied()
+    }
+}
+
+/// A JSON object; whole numbers are written as such, and what is not finite as null, which is all that JSON has for it.
+impl Serialize for Metrics {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        for (name, value) in &self.0 {
+            if value.fract() == 0.0 && value.abs() < 1e15 && COUNTS.contains(name) {
+                map.serialize_entry(name, &(*value as i64))?;
+            } else {
+                map.serialize_entry(name, value)?;
+            }
+        }
+        map.end()
+    }
+}
+
+/// Names whose numbers are counts.
+const COUNTS: [&str; 4] = ["episode", "step", "val/num_eos_tokens", "num_tokens"];

@@ -1,0 +1,194 @@
+//! AdamW, gradient clipping, learning-rate schedules.
+
+use crate::config::{LrSchedulerType, OptimizerConfig};
+use crate::model::Param;
+use crate::{Error, Result};
+use tch::{Kind, Tensor};
+
+/// AdamW over one model's parameters; weight decay spares biases and norms (see [`Param::decay`]).
+#[derive(Debug)]
+pub struct AdamW {
+    config: OptimizerConfig,
+    /// Parameters that decay, then those that do not.
+    groups: [Group; 2],
+    steps: i64,
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    params: Vec<Tensor>,
+    exp_avgs: Vec<Tensor>,
+    exp_avg_sqs: Vec<Tensor>,
+}
+
+impl AdamW {
+    /// An optimizer of `params`, which share memory with the model's.
+    pub fn new(params: &[Param], config: &OptimizerConfig) -> Self {
+        let mut groups = [Group::default(), Group::default()];
+        for param in params {
+            let group = &mut groups[usize::from(!param.decay)];
+            group.params.push(param.tensor.shallow_clone());
+            group.exp_avgs.push(param.tensor.detach().zeros_like());
+            group.exp_avg_sqs.push(param.tensor.detach().zeros_like());
+        }
+        Self { config: config.clone(), groups, steps: 0 }
+    }
+
+    /// Takes one step at the learning rate `lr` and clears the gradients; gives their norm before any clipping.
+    ///
+    /// Gradients are first scaled down to the norm `max_grad_norm`, where it is set, over this model's parameters together.
+    ///
+    /// # Errors
+    /// If the norm is not finite; the parameters are then unchanged.
+    pub fn step(&mut self, lr: f64) -> Result<f64> {
+        let mut grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
+        let norm = global_norm(grads.iter().flatten());
+        if !norm.is_finite() {
+            return Err(Error::Run(format!(
+                "optimizer step {}: the gradient's norm is {norm}: the loss is not finite or too large; \
+                 lower learning_rate, or set max_grad_norm",
+                self.steps + 1
+            )));
+        }
+        if let Some(most) = self.config.max_grad_norm {
+            let scale = most / (norm + 1e-6);
+            if scale < 1.0 {
+                for grad in grads.iter_mut().flatten() {
+                    let _ = grad.g_mul_scalar_(scale);
+                }
+            }
+        }
+        self.steps += 1;
+        for ((group, grads), weight_decay) in self.groups.iter_mut().zip(&grads).zip([self.config.weight_decay, 0.0]) {
+            let settings = tch_ext::AdamW {
+                lr,
+                beta1: self.config.adam_beta1,
+                beta2: self.config.adam_beta2,
+                weight_decay,
+                eps: self.config.adam_epsilon,
+            };
+            tch_ext::fused_adamw(
+                &mut group.params,
+                grads,
+                &mut group.exp_avgs,
+                &mut group.exp_avg_sqs,
+                self.steps,
+                settings,
+            )
+            .map_err(|e| Error::Run(format!("optimizer step {}: {e}", self.steps)))?;
+        }
+        for param in self.groups.iter_mut().flat_map(|group| &mut group.params) {
+            param.zero_grad();
+        }
+        Ok(norm)
+    }
+}
+
+impl Group {
+    /// The gradients; 0 where none arrived.
+    fn grads(&self) -> Vec<Tensor> {
+        self.params
+            .iter()
+            .map(|param| {
+                let grad = param.grad();
+                if grad.defined() { grad } else { param.detach().zeros_like() }
+            })
+            .collect()
+    }
+}
+
+/// The Euclidean norm of all elements of all tensors.
+fn global_norm<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> f64 {
+    let norms: Vec<Tensor> = tensors.map(|t| t.norm().to_kind(Kind::Double)).collect();
+    if norms.is_empty() { 0.0 } else { Tensor::stack(&norms, 0).norm().double_value(&[]) }
+}
+
+/// What multiplies the peak learning rate in update `update` (from 0) of `num_updates`.
+///
+/// Source: transformers' schedules of the same names.
+pub fn lr_factor(config: &OptimizerConfig, update: usize, num_updates: usize) -> f64 {
+    let warmup = config.warmup_steps;
+    if config.lr_scheduler_type == LrSchedulerType::Constant {
+        return 1.0;
+    }
+    if update < warmup {
+        return update as f64 / warmup as f64;
+    }
+    let progress = (update - warmup) as f64 / (num_updates.saturating_sub(warmup)).max(1) as f64;
+    match config.lr_scheduler_type {
+        LrSchedulerType::Linear => (1.0 - progress).max(0.0),
+        LrSchedulerType::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress.min(1.0)).cos()),
+        LrSchedulerType::Constant | LrSchedulerType::ConstantWithWarmup => 1.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::SftConfig;
+
+    fn config() -> OptimizerConfig {
+        SftConfig::new("m", "d", "o").optimizer
+    }
+
+    fn param(values: &[f32], decay: bool) -> Param {
+        let tensor = Tensor::from_slice(values).set_requires_grad(true);
+        Param { name: "w".into(), tensor, decay }
+    }
+
+    #[test]
+    fn clipping_scales_all_gradients_together_and_reports_the_norm_before() {
+        // SGD-like: with beta 0 and a large epsilon, a step is lr * gradient / epsilon.
+        let config = OptimizerConfig {
+            adam_beta1: 0.0,
+            adam_beta2: 0.0,
+            adam_epsilon: 1e6,
+            max_grad_norm: Some(1.0),
+            ..config()
+        };
+        let params = [param(&[0.0, 0.0], true), param(&[0.0], false)];
+        let mut optimizer = AdamW::new(&params, &config);
+        for _ in 0..2 {
+            // Gradients 3, 0 and 4: norm 5. Twice, since TRL's legacy trainer clipped the first step only.
+            let weights = [Tensor::from_slice(&[3.0f32, 0.0]), Tensor::from_slice(&[4.0f32])];
+            let loss = params.iter().zip(&weights).map(|(p, w)| (&p.tensor * w).sum(Kind::Float)).sum::<Tensor>();
+            loss.backward();
+            assert!((optimizer.step(1e6).unwrap() - 5.0).abs() < 1e-6);
+        }
+        let found = Tensor::cat(&[&params[0].tensor, &params[1].tensor], 0);
+        for (found, expected) in Vec::<f32>::try_from(found).unwrap().into_iter().zip([-1.2, 0.0, -1.6]) {
+            assert!((found - expected).abs() < 1e-4, "{found} is not {expected}");
+        }
+    }
+
+    #[test]
+    fn weight_decay_spares_biases_and_norms() {
+        let config = OptimizerConfig { weight_decay: 0.1, ..config() };
+        let params = [param(&[1.0], true), param(&[1.0], false)];
+        AdamW::new(&params, &config).step(0.5).unwrap(); // no gradient at all: only decay moves a weight
+        assert!((params[0].tensor.double_value(&[0]) - 0.95).abs() < 1e-6);
+        assert_eq!(params[1].tensor.double_value(&[0]), 1.0);
+    }
+
+    #[test]
+    fn a_gradient_that_is_not_finite_is_an_error_and_changes_nothing() {
+        let params = [param(&[1.0], true)];
+        let mut optimizer = AdamW::new(&params, &config());
+        (&params[0].tensor * f64::NAN).sum(Kind::Float).backward();
+        assert!(optimizer.step(0.1).unwrap_err().to_string().contains("optimizer step 1"));
+        assert_eq!(params[0].tensor.double_value(&[0]), 1.0);
+    }
+
+    #[test]
+    fn schedules_follow_transformers() {
+        let with = |lr_scheduler_type, warmup_steps| OptimizerConfig { lr_scheduler_type, warmup_steps, ..config() };
+        let course = |config: OptimizerConfig| -> Vec<f64> { (0..4).map(|i| lr_factor(&config, i, 4)).collect() };
+        assert_eq!(course(with(LrSchedulerType::Linear, 0)), [1.0, 0.75, 0.5, 0.25]);
+        assert_eq!(course(with(LrSchedulerType::Linear, 2)), [0.0, 0.5, 1.0, 0.5]);
+        assert_eq!(course(with(LrSchedulerType::ConstantWithWarmup, 2)), [0.0, 0.5, 1.0, 1.0]);
+        assert_eq!(course(with(LrSchedulerType::Constant, 2)), [1.0; 4]);
+        for (found, expected) in course(with(LrSchedulerType::Cosine, 1)).iter().zip([0.0, 1.0, 0.75, 0.25]) {
+            assert!((found - expected).abs() < 1e-12);
+        }
+    }
+}

