@@ -168,6 +168,11 @@ impl CausalLm {
         &self.body.config
     }
 
+    /// How the model computes.
+    pub fn precision(&self) -> Precision {
+        if self.body.decoder.compute == Kind::Float { Precision::F32 } else { Precision::Bf16 }
+    }
+
     /// Where the model lives.
     pub fn device(&self) -> Device {
         self.body.device

@@ -1,7 +1,7 @@
 //! The half of a PPO step that needs no gradient: what the models say of the responses.
 
 use crate::config::PpoConfig;
-use crate::generate::{FinishReason, Response};
+use crate::generate::Response;
 use crate::model::{CausalLm, SequenceClassifier};
 use crate::{Error, Result, ppo};
 use std::ops::Range;
@@ -99,10 +99,10 @@ pub fn score(reward: &SequenceClassifier, sequences: &[Vec<i64>], batch_size: us
     }
 }
 
-/// `scores` less the penalty for each row that ended without its stop token; [B].
-pub fn penalise_missing_stop(scores: &Tensor, responses: &[Response], penalty: f64) -> Tensor {
-    let missing: Vec<bool> = responses.iter().map(|r| r.finish != FinishReason::Stop).collect();
-    scores - Tensor::from_slice(&missing).to_device(scores.device()).to_kind(Kind::Float) * penalty
+/// `scores` less `penalty` for each row that did not stop; [B].
+pub fn penalise_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) -> Tensor {
+    let missing = Tensor::from_slice(stopped).to_device(scores.device()).logical_not();
+    scores - missing.to_kind(Kind::Float) * penalty
 }
 
 /// Asks the models about `responses` to `prompts`.

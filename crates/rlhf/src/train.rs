@@ -1,3 +1,44 @@
 //! The loops: supervised fine-tuning, the reward model, PPO. Each reads top to bottom.
 
 pub mod ppo;
+pub mod reward;
+pub mod sft;
+
+use crate::config::RunConfig;
+use crate::model::{ModelOptions, Precision};
+use crate::weights::write_text;
+use crate::{Error, Result};
+use std::fmt::Write;
+use std::path::Path;
+use tch::Device;
+
+/// How a run's models are put into memory; also applies the number of threads.
+///
+/// # Errors
+/// If the run asks for what this version does not have.
+fn model_options(run: &RunConfig) -> Result<ModelOptions> {
+    if run.gradient_checkpointing {
+        return Err(Error::Usage(
+            "gradient_checkpointing = true: not in this version; to save memory lower per_device_train_batch_size, \
+             which changes no result"
+                .into(),
+        ));
+    }
+    if let Some(threads) = run.num_threads {
+        tch::set_num_threads(threads as i32);
+    }
+    let precision = if run.bf16 { Precision::Bf16 } else { Precision::F32 };
+    Ok(ModelOptions { device: Device::Cpu, precision })
+}
+
+/// Writes the model card that transformers' users expect beside a model.
+fn write_model_card(dir: &Path, command: &str, facts: &[(&str, String)]) -> Result<()> {
+    let mut card = format!("---\nlibrary_name: transformers\ntags:\n- rlhf\n- {command}\n---\n\n# ");
+    let title = dir.file_name().map_or("Model".into(), |name| name.to_string_lossy());
+    let _ = write!(card, "{title}\n\nTrained by `rlhf {command}` {}.\n\n| | |\n|---|---|\n", env!("CARGO_PKG_VERSION"));
+    for (name, value) in facts {
+        let _ = writeln!(card, "| {name} | {value} |");
+    }
+    card.push_str("\n`run.yaml` holds every setting of the run, `metrics.jsonl` its course.\n");
+    write_text(&dir.join("README.md"), &card)
+}

@@ -1,13 +1,279 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
-use crate::Result;
-use crate::config::{PpoConfig, PpoPlan};
+use super::{model_options, write_model_card};
+use crate::config::{PpoConfig, PpoPlan, StopToken, write_resolved};
+use crate::data::{Cursor, Dataset, Prompt};
+use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, SequenceClassifier};
-use crate::optim::AdamW;
-use crate::ppo;
-use crate::rollout::{Experience, Targets, to_slots, value_counts};
+use crate::model::{CausalLm, Precision, SequenceClassifier};
+use crate::optim::{AdamW, lr_factor};
+use crate::report::{Console, Reporter, Sample, check_output_dir, prepare_output_dir};
+use crate::rng::{Purpose, Stream};
+use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, score, targets, to_slots, value_counts};
+use crate::tokenizer::Tokenizer;
+use crate::{Error, Result, ppo};
+use std::path::Path;
+use std::time::Instant;
 use tch::{Kind, Tensor};
+
+/// Rows of a sample table.
+const SAMPLE_ROWS: usize = 5;
+
+/// Trains a policy as `config` says and saves it, with its value model, in `output_dir`.
+///
+/// # Errors
+/// If an input is not what it should be, or a number stops being finite.
+pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
+    config.check()?;
+    let inputs = [Some(&config.sft_model_path), Some(&config.reward_model_path), config.value_model_path.as_ref()];
+    check_output_dir(&config.run, &inputs.into_iter().flatten().map(|path| path.as_path()).collect::<Vec<_>>())?;
+    let mut trainer = PpoTrainer::from_config(config)?;
+    prepare_output_dir(&config.run)?;
+    write_resolved(config, &config.run.output_dir.join("run.yaml"))?;
+    let mut report = Reporter::create(&config.run, trainer.plan.num_total_batches, console)?;
+    trainer.train(&mut report)?;
+    trainer.save_model(&config.run.output_dir)?;
+    report.note(&format!("saved {}", config.run.output_dir.display()));
+    Ok(())
+}
+
+/// A whole PPO run: four models, a tokenizer, prompts.
+#[derive(Debug)]
+pub struct PpoTrainer {
+    /// The settings.
+    pub config: PpoConfig,
+    /// The sizes that follow from them.
+    pub plan: PpoPlan,
+    /// The policy and the value model.
+    pub learner: Learner,
+    /// What the policy should not drift away from.
+    pub reference: CausalLm,
+    /// What scores the responses.
+    pub reward: SequenceClassifier,
+    /// The tokenizer of all of them.
+    pub tokenizer: Tokenizer,
+    prompts: Vec<Prompt>,
+    sample_prompts: Vec<Prompt>,
+    cursor: Cursor,
+    /// The token that ends a response, where one does.
+    stop: Option<i64>,
+    last_metrics: Metrics,
+}
+
+impl PpoTrainer {
+    /// Loads what `config` names: the policy and its frozen copy, the reward and the value model, the prompts.
+    ///
+    /// # Errors
+    /// If an input is not what it should be; nothing is written.
+    pub fn from_config(config: &PpoConfig) -> Result<Self> {
+        config.check()?;
+        let options = model_options(&config.run)?;
+        let policy_dir = config.sft_model_path.as_path();
+        let value_dir = config.value_model_path.as_deref().unwrap_or(&config.reward_model_path);
+        let new_head = config.new_reward_head.then_some(config.run.seed);
+        let tokenizer = Tokenizer::from_pretrained(config.model_name_or_path.as_deref().unwrap_or(policy_dir))?;
+        let policy = CausalLm::from_pretrained(policy_dir, options)?;
+        let reference = CausalLm::from_pretrained(policy_dir, options)?;
+        let reward = SequenceClassifier::from_pretrained(&config.reward_model_path, new_head, options)?;
+        let value = SequenceClassifier::from_pretrained(value_dir, new_head, options)?;
+        tokenizer.check_fits(policy.config(), policy_dir)?;
+        tokenizer.check_fits(reward.config(), &config.reward_model_path)?;
+        tokenizer.check_fits(value.config(), value_dir)?;
+
+        let contexts = [policy.config(), reward.config(), value.config()].map(|c| c.max_position_embeddings);
+        let context = contexts.into_iter().min().expect("there are three models");
+        let most = context.checked_sub(config.response_length).filter(|&most| most > 0).ok_or_else(|| {
+            Error::Usage(format!(
+                "response_length = {} leaves no room for a prompt in the models' context of {context} tokens",
+                config.response_length
+            ))
+        })?;
+        let prompts = Dataset::read(&config.dataset_name, &config.dataset_train_split)?.prompts(&tokenizer, most)?;
+        let sample_prompts = match super::sft::eval_path(None, &config.dataset_name, &config.dataset_test_split) {
+            Some(path) => Dataset::read(&path, &config.dataset_test_split)?.prompts(&tokenizer, most)?,
+            None => prompts.clone(),
+        };
+        let stop = match (config.stop_token, config.stop_token_id) {
+            (Some(StopToken::Eos), _) => Some(tokenizer.require_eos()?),
+            (None, id) => id,
+        };
+        let vocab = policy.config().vocab_size;
+        if let Some(id) = stop.filter(|id| !(0..vocab).contains(id)) {
+            let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
+            return Err(Error::Usage(message));
+        }
+        Ok(Self {
+            plan: config.plan(prompts.len())?,
+            learner: Learner::new(policy, value, config),
+            cursor: Cursor::new(config.run.seed, prompts.len()),
+            sample_prompts: sample_prompts.into_iter().take(SAMPLE_ROWS).collect(),
+            config: config.clone(),
+            reference,
+            reward,
+            tokenizer,
+            prompts,
+            stop,
+            last_metrics: Metrics::default(),
+        })
+    }
+
+    /// Runs all updates.
+    ///
+    /// # Errors
+    /// If a number stops being finite, or the report cannot be written.
+    pub fn train(&mut self, report: &mut Reporter) -> Result<()> {
+        if self.prompts.len() < self.plan.batch_size {
+            report.warn(&format!(
+                "the dataset has {} prompts, fewer than the {} of one update: an update goes on into the next shuffled \
+                 pass, so prompts repeat within it",
+                self.prompts.len(),
+                self.plan.batch_size
+            ));
+        }
+        for update in 0..self.plan.num_total_batches {
+            if self.plan.sample_every.is_some_and(|every| update % every == 0) {
+                report.samples(update * self.plan.batch_size, &self.samples(update)?)?;
+            }
+            let metrics = self.update(update)?;
+            report.record((update + 1) as i64, &metrics)?;
+            report.advance(watched(&metrics));
+            self.last_metrics = metrics;
+        }
+        if self.plan.sample_every.is_some() {
+            let end = self.plan.num_total_batches;
+            report.samples(end * self.plan.batch_size, &self.samples(end)?)?;
+        }
+        report.finish();
+        Ok(())
+    }
+
+    /// One update: answer prompts, judge the answers, learn from them. Gives the update's metrics.
+    ///
+    /// # Errors
+    /// As [`PpoTrainer::train`].
+    pub fn update(&mut self, update: usize) -> Result<Metrics> {
+        let (config, plan) = (&self.config, &self.plan);
+        let began = Instant::now();
+
+        // 1. Prompts to responses.
+        let rows = self.cursor.take(plan.batch_size);
+        let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
+        let sampling = Sampling::at_temperature(config.temperature);
+        let responses = self.generate(&prompts, sampling, Purpose::Sampling, update)?;
+        let generated = began.elapsed().as_secs_f64();
+
+        // 2. Responses to experience: scores, log-probabilities, values.
+        let (scores, stopped) = self.score(&prompts, &responses)?;
+        let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        let recompute = self.learner.policy.precision() != Precision::F32;
+        let experience = experience(judges, &prompts, &responses, scores, recompute, config)?;
+
+        // 3. Experience to rewards, advantages, returns.
+        let targets = targets(&experience, config);
+        let rollout = began.elapsed().as_secs_f64();
+
+        // 4. Epochs of mini-batches.
+        let lr = config.learning_rate * lr_factor(&config.optimizer, update, plan.num_total_batches);
+        let orders: Vec<Vec<usize>> = (0..config.num_ppo_epochs as u64)
+            .map(|epoch| Stream::new(config.run.seed, Purpose::MiniBatches, update as u64, epoch).permutation(plan.batch_size))
+            .collect();
+        let steps = self.learner.optimise(&experience, &targets, &orders, lr, plan, config)?;
+
+        // 5. What happened.
+        let took = began.elapsed().as_secs_f64();
+        let tokens = experience.lengths.iter().sum::<i64>() as f64;
+        let mut m = Metrics::default();
+        m.push("episode", ((update + 1) * plan.batch_size) as f64);
+        m.push("eps", plan.batch_size as f64 / took);
+        metrics(&mut m, &experience, &targets, &steps, config);
+        m.push("val/num_eos_tokens", stopped.iter().filter(|&&stopped| stopped).count() as f64);
+        m.push("lr", lr);
+        m.push("time/generate", generated);
+        m.push("time/rollout", rollout);
+        m.push("time/optimise", took - rollout);
+        m.push("time/update", took);
+        m.push("tokens_per_second/generate", tokens / generated);
+        m.push("tokens_per_second/update", tokens / took);
+        Ok(m)
+    }
+
+    /// Writes the policy with tokenizer and model card to `dir`, and the value model to `dir/value_model`: folders that
+    /// transformers opens.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn save_model(&self, dir: &Path) -> Result<()> {
+        let (eos, pad) = (self.tokenizer.eos(), self.tokenizer.pad());
+        self.learner.policy.save_pretrained(dir, eos, pad)?;
+        self.tokenizer.save_pretrained(dir)?;
+        let value_dir = dir.join("value_model");
+        self.learner.value.save_pretrained(&value_dir, eos, pad)?;
+        self.tokenizer.save_pretrained(&value_dir)?;
+        let mut facts = vec![
+            ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
+            ("reward model", format!("`{}`", self.config.reward_model_path.display())),
+            ("prompts", format!("`{}`, {} rows", self.config.dataset_name.display(), self.prompts.len())),
+        ];
+        for name in ["episode", "objective/scores", "objective/kl"] {
+            facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.4}"))));
+        }
+        write_model_card(dir, "ppo", &facts)
+    }
+
+    fn generate(&self, prompts: &[Vec<i64>], sampling: Sampling, purpose: Purpose, step: usize) -> Result<Vec<Response>> {
+        let config = GenerationConfig {
+            sampling,
+            max_new_tokens: self.config.response_length,
+            stop_token_ids: self.stop.into_iter().collect(),
+            seed: self.config.run.seed,
+            purpose,
+            step: step as u64,
+            batch_size: self.config.local_rollout_forward_batch_size,
+        };
+        generate(&self.learner.policy, prompts, &config)
+    }
+
+    /// Scores [B], and which responses hold the token that should end them: the stop token, or eos where none is set.
+    fn score(&self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<(Tensor, Vec<bool>)> {
+        let sequences: Vec<Vec<i64>> =
+            prompts.iter().zip(responses).map(|(prompt, r)| [prompt.as_slice(), &r.tokens].concat()).collect();
+        let scores = score(&self.reward, &sequences, self.config.local_rollout_forward_batch_size)?;
+        let end = self.stop.or(self.tokenizer.eos());
+        let stopped: Vec<bool> = responses.iter().map(|r| end.is_some_and(|end| r.tokens.contains(&end))).collect();
+        Ok(match self.config.missing_eos_penalty {
+            Some(penalty) => (penalise_missing_stop(&scores, &stopped, penalty), stopped),
+            None => (scores, stopped),
+        })
+    }
+
+    /// Greedy answers to the sample prompts, with their scores.
+    fn samples(&self, update: usize) -> Result<Vec<Sample>> {
+        let prompts: Vec<Vec<i64>> = self.sample_prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
+        let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Samples, update)?;
+        let scores = Vec::<f64>::try_from(self.score(&prompts, &responses)?.0.to_kind(Kind::Double))?;
+        self.sample_prompts
+            .iter()
+            .zip(&responses)
+            .zip(scores)
+            .map(|((prompt, response), score)| {
+                let response = self.tokenizer.decode(&response.tokens)?;
+                Ok(Sample { query: prompt.text.clone(), response, score })
+            })
+            .collect()
+    }
+}
+
+/// The few numbers that people watch.
+fn watched(m: &Metrics) -> String {
+    let number = |name| m.get(name).unwrap_or(f64::NAN);
+    format!(
+        "score {:.3} kl {:.3} length {:.1} {:.0} tokens/s",
+        number("objective/scores"),
+        number("objective/kl"),
+        number("val/response_length"),
+        number("tokens_per_second/update")
+    )
+}
 
 /// The two models that learn, with their optimizers.
 #[derive(Debug)]
@@ -155,9 +421,15 @@ impl Learner {
     }
 }
 
-/// The metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the other
+/// Adds the metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the other
 /// averages are over real tokens, of all optimizer steps together. `docs/algorithm.md` defines each.
-pub fn metrics(experience: &Experience, targets: &Targets, steps: &[StepStats], config: &PpoConfig) -> Metrics {
+pub fn metrics(
+    m: &mut Metrics,
+    experience: &Experience,
+    targets: &Targets,
+    steps: &[StepStats],
+    config: &PpoConfig,
+) {
     let rows = experience.lengths.len() as f64;
     let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
     let sum = |f: fn(&StepStats) -> f64| steps.iter().map(f).sum::<f64>();
@@ -168,7 +440,6 @@ pub fn metrics(experience: &Experience, targets: &Targets, steps: &[StepStats], 
     let mean_norm = |f: fn(&StepStats) -> f64| sum(f) / steps.len().max(1) as f64;
     let response_tokens = experience.lengths.iter().sum::<i64>() as f64;
 
-    let mut m = Metrics::default();
     m.push("objective/kl", kl);
     m.push("objective/entropy", -per_row(&experience.logprobs));
     m.push("objective/non_score_reward", -config.kl_coef * kl);
@@ -187,7 +458,6 @@ pub fn metrics(experience: &Experience, targets: &Targets, steps: &[StepStats], 
     m.push("val/explained_variance", explained_variance(experience, targets));
     m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm));
     m.push("val/response_length", response_tokens / rows);
-    m
 }
 
 /// 1 - Var(returns - values) / Var(returns) over the value slots: 1 is a perfect value model, 0 no better than a constant.

@@ -1,0 +1,294 @@
+//! Rows of text in, token ids out: prompts, demonstrations, preference pairs; and the order in which they are taken.
+
+use crate::rng::{Purpose, Stream};
+use crate::tokenizer::Tokenizer;
+use crate::{Error, Result};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// A file of JSON objects, each with the line it stands on.
+#[derive(Debug)]
+pub struct Dataset {
+    path: PathBuf,
+    rows: Vec<(usize, Value)>,
+}
+
+impl Dataset {
+    /// Reads a JSONL file (an object per line), a JSON file (an array of objects), or `split`.jsonl or `split`.json in a
+    /// folder. Blank lines of JSONL are passed over.
+    ///
+    /// # Errors
+    /// If there is no such file, a line is not a JSON object, or there is no row at all.
+    pub fn read(path: &Path, split: &str) -> Result<Self> {
+        let path = locate(path, split)?;
+        let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
+        let rows = if path.extension().is_some_and(|extension| extension == "json") && text.trim_start().starts_with('[') {
+            let rows: Vec<Value> =
+                serde_json::from_str(&text).map_err(|e| Error::invalid(&path, format!("not a JSON array: {e}")))?;
+            (1..).zip(rows).collect()
+        } else {
+            let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
+            lines
+                .map(|(line, text)| match serde_json::from_str(text) {
+                    Ok(row) => Ok((line, row)),
+                    Err(e) => Err(row_error(&path, line, format!("not valid JSON: {e}"))),
+                })
+                .collect::<Result<Vec<(usize, Value)>>>()?
+        };
+        if let Some((line, _)) = rows.iter().find(|(_, row)| !row.is_object()) {
+            return Err(row_error(&path, *line, "expected a JSON object"));
+        }
+        if rows.is_empty() {
+            return Err(Error::invalid(&path, "expected at least one row, found an empty dataset"));
+        }
+        Ok(Self { path, rows })
+    }
+
+    /// The rows' prompts: a string `prompt`, or token ids `input_ids`.
+    ///
+    /// # Errors
+    /// If a row has neither, its prompt is empty, or it has more than `most` tokens.
+    pub fn prompts(&self, tokenizer: &Tokenizer, most: usize) -> Result<Vec<Prompt>> {
+        self.map(|row| {
+            let prompt = match (row.get("prompt"), row.get("input_ids")) {
+                (Some(Value::String(text)), _) => {
+                    Prompt { tokens: tokenizer.encode(text)?, text: text.clone(), row: row.clone() }
+                }
+                (None, Some(ids)) => {
+                    let ids: Option<Vec<i64>> = ids.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
+                    let tokens = ids.ok_or_else(|| Error::Run(expected("input_ids", "a list of token ids", row)))?;
+                    Prompt { text: tokenizer.decode(&tokens)?, tokens, row: row.clone() }
+                }
+                _ => return Err(Error::Run(expected("prompt", "a string", row))),
+            };
+            match prompt.tokens.len() {
+                0 => Err(Error::Run("the prompt is empty: expected at least one token".into())),
+                found if found > most => Err(Error::Run(format!(
+                    "the prompt is too long: expected at most {most} tokens (the models' context less the response), \
+                     found {found}"
+                ))),
+                _ => Ok(prompt),
+            }
+        })
+    }
+
+    /// The rows' demonstrations: `prompt` and `completion`, or `text`; each ends with eos.
+    ///
+    /// Prompt and completion are tokenized apart, as they will be when the model answers. With `completion_only` the
+    /// loss spares the prompt.
+    ///
+    /// # Errors
+    /// If a row has neither form.
+    pub fn demonstrations(&self, tokenizer: &Tokenizer, completion_only: bool) -> Result<Vec<Demonstration>> {
+        let eos = tokenizer.require_eos()?;
+        self.map(|row| {
+            let (mut tokens, learn_from) = match (row.get("text"), row.get("completion")) {
+                (Some(Value::String(text)), _) => (tokenizer.encode(text)?, 1),
+                (None, Some(Value::String(completion))) => {
+                    let mut tokens = tokenizer.encode(text_field(row, "prompt")?)?;
+                    let learn_from = if completion_only { tokens.len().max(1) } else { 1 };
+                    tokens.extend(tokenizer.encode_continuation(completion)?);
+                    (tokens, learn_from)
+                }
+                _ => return Err(Error::Run(expected("text", "a string (or `prompt` and `completion`)", row))),
+            };
+            if tokens.last() != Some(&eos) {
+                tokens.push(eos);
+            }
+            Ok(Demonstration { tokens, learn_from })
+        })
+    }
+
+    /// The rows' preference pairs: `chosen` and `rejected`, behind a `prompt` where there is one; each ends with eos.
+    ///
+    /// # Errors
+    /// If a row lacks one of the two.
+    pub fn pairs(&self, tokenizer: &Tokenizer) -> Result<Vec<Pair>> {
+        let eos = tokenizer.require_eos()?;
+        self.map(|row| {
+            let side = |name: &str| -> Result<Vec<i64>> {
+                let text = text_field(row, name)?;
+                let mut tokens = match row.get("prompt") {
+                    None => tokenizer.encode(text)?,
+                    Some(_) => {
+                        let mut tokens = tokenizer.encode(text_field(row, "prompt")?)?;
+                        tokens.extend(tokenizer.encode_continuation(text)?);
+                        tokens
+                    }
+                };
+                if tokens.last() != Some(&eos) {
+                    tokens.push(eos);
+                }
+                Ok(tokens)
+            };
+            Ok(Pair { chosen: side("chosen")?, rejected: side("rejected")? })
+        })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Applies `f` to every row; its errors get the file and the line.
+    fn map<T>(&self, f: impl Fn(&Value) -> Result<T>) -> Result<Vec<T>> {
+        self.rows
+            .iter()
+            .map(|(line, row)| {
+                f(row).map_err(|e| match e {
+                    Error::Run(message) => row_error(&self.path, *line, message),
+                    other => other,
+                })
+            })
+            .collect()
+    }
+}
+
+/// What a response is asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Prompt {
+    /// Token ids, at least one.
+    pub tokens: Vec<i64>,
+    /// The text.
+    pub text: String,
+    /// The whole row of the dataset.
+    pub row: Value,
+}
+
+/// A text to imitate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Demonstration {
+    /// Token ids, eos last.
+    pub tokens: Vec<i64>,
+    /// The first token that the loss counts; at least 1.
+    pub learn_from: usize,
+}
+
+/// Two texts, one preferred.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pair {
+    /// Token ids of the better text, eos last.
+    pub chosen: Vec<i64>,
+    /// Token ids of the worse text, eos last.
+    pub rejected: Vec<i64>,
+}
+
+/// Hands out row indices in shuffled passes: each row once per pass, in an order that the seed and the pass fix.
+///
+/// A batch that a pass cannot fill goes on into the next: no row is dropped.
+#[derive(Debug, Clone)]
+pub struct Cursor {
+    seed: u64,
+    len: usize,
+    taken: usize,
+    order: Vec<usize>,
+}
+
+impl Cursor {
+    /// A cursor at the beginning of the first pass over `len` rows.
+    pub fn new(seed: u64, len: usize) -> Self {
+        Self { seed, len, taken: 0, order: Vec::new() }
+    }
+
+    /// The next `count` rows.
+    pub fn take(&mut self, count: usize) -> Vec<usize> {
+        (0..count)
+            .map(|_| {
+                let (pass, place) = (self.taken / self.len, self.taken % self.len);
+                if place == 0 {
+                    self.order = Stream::new(self.seed, Purpose::DataOrder, pass as u64, 0).permutation(self.len);
+                }
+                self.taken += 1;
+                self.order[place]
+            })
+            .collect()
+    }
+}
+
+fn locate(path: &Path, split: &str) -> Result<PathBuf> {
+    if path.is_file() {
+        return Ok(path.to_path_buf());
+    }
+    if !path.is_dir() {
+        return Err(Error::invalid(path, "expected a JSONL or JSON file, or a folder of them, found no such path"));
+    }
+    let candidates = [format!("{split}.jsonl"), format!("{split}.json")];
+    candidates.iter().map(|name| path.join(name)).find(|file| file.is_file()).ok_or_else(|| {
+        Error::invalid(path, format!("expected {} or {} in the folder, found neither", candidates[0], candidates[1]))
+    })
+}
+
+fn row_error(path: &Path, line: usize, message: impl Into<String>) -> Error {
+    Error::Row { path: path.to_path_buf(), line, message: message.into() }
+}
+
+fn text_field<'a>(row: &'a Value, name: &str) -> Result<&'a str> {
+    row.get(name).and_then(Value::as_str).ok_or_else(|| Error::Run(expected(name, "a string", row)))
+}
+
+/// "expected X in the field, found ..." for a row that lacks it.
+fn expected(name: &str, what: &str, row: &Value) -> String {
+    match row.get(name) {
+        Some(found) => format!("field `{name}`: expected {what}, found {found}"),
+        None => {
+            let names: Vec<String> =
+                row.as_object().into_iter().flat_map(|row| row.keys()).map(|name| format!("`{name}`")).collect();
+            let found = if names.is_empty() { "no field at all".to_string() } else { names.join(", ") };
+            format!("expected a field `{name}` with {what}, found {found}")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_is_taken_once_per_pass_and_batches_run_on_into_the_next() {
+        let mut cursor = Cursor::new(3, 5);
+        let taken: Vec<usize> = (0..5).flat_map(|_| cursor.take(3)).collect();
+        for pass in taken.chunks(5) {
+            let mut sorted = pass.to_vec();
+            sorted.sort_unstable();
+            assert_eq!(sorted, [0, 1, 2, 3, 4]);
+        }
+        assert_ne!(taken[..5], taken[5..10], "passes are shuffled anew");
+        assert_eq!(Cursor::new(3, 5).take(15), taken, "and the batch size changes no order");
+        assert_ne!(Cursor::new(4, 5).take(15), taken, "which the seed does");
+    }
+
+    fn read(name: &str, text: &str) -> Result<Dataset> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        Dataset::read(&path, "train")
+    }
+
+    #[test]
+    fn jsonl_and_json_hold_the_same_rows() {
+        let lines = read("a.jsonl", "{\"prompt\": \"x\"}\n\n{\"prompt\": \"y\"}\n").unwrap();
+        let array = read("a.json", "[{\"prompt\": \"x\"}, {\"prompt\": \"y\"}]").unwrap();
+        let rows = |d: &Dataset| d.rows.iter().map(|(_, row)| row.clone()).collect::<Vec<_>>();
+        assert_eq!(rows(&lines), rows(&array));
+        assert_eq!(lines.rows[1].0, 3, "lines are counted with the blank ones");
+    }
+
+    #[test]
+    fn a_bad_line_is_named() {
+        for (text, wanted) in [
+            ("{\"prompt\": \"x\"}\n{\"prompt\": ", "a.jsonl:2: not valid JSON"),
+            ("{\"prompt\": \"x\"}\n7", "a.jsonl:2: expected a JSON object"),
+            ("\n", "expected at least one row"),
+        ] {
+            let error = read("a.jsonl", text).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_missing_field_is_named_with_what_is_there() {
+        let row = serde_json::json!({"question": "x", "answer": 1});
+        assert_eq!(expected("prompt", "a string", &row), "expected a field `prompt` with a string, found `question`, `answer`");
+        assert_eq!(expected("answer", "a string", &row), "field `answer`: expected a string, found 1");
+    }
+}

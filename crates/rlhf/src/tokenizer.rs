@@ -1,0 +1,156 @@
+//! Text to token ids and back, with an explicit end-of-text token; `tokenizer.json` in and out.
+
+use crate::model::ModelConfig;
+use crate::weights::read_json;
+use crate::{Error, Result};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// The files that make up a tokenizer; those that are there travel with every model we save.
+const FILES: [&str; 8] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+];
+
+/// A tokenizer and the tokens that end a text.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    dir: PathBuf,
+    files: Vec<(&'static str, Vec<u8>)>,
+    eos: Option<i64>,
+    pad: Option<i64>,
+}
+
+impl Tokenizer {
+    /// Reads the tokenizer of a model folder.
+    ///
+    /// The eos token is what `tokenizer_config.json` or `special_tokens_map.json` says, else the `eos_token_id` of
+    /// `config.json`. A pad token is not needed: lengths are explicit everywhere, so pad may also equal eos.
+    ///
+    /// # Errors
+    /// If there is no sound `tokenizer.json`, or a named special token is not in the vocabulary.
+    pub fn from_pretrained(dir: &Path) -> Result<Self> {
+        let path = dir.join("tokenizer.json");
+        if !path.is_file() {
+            let what = if dir.is_dir() { "no such file in it" } else { "no such folder" };
+            return Err(Error::invalid(dir, format!("expected a tokenizer.json, found {what}")));
+        }
+        let mut inner = tokenizers::Tokenizer::from_file(&path)
+            .map_err(|e| Error::invalid(&path, format!("not a tokenizer that can be read: {e}")))?;
+        // A file may ask for padding or truncation; here both would change what a text means.
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|e| Error::invalid(&path, e.to_string()))?;
+        let mut files = Vec::new();
+        for name in FILES {
+            if dir.join(name).is_file() {
+                files.push((name, std::fs::read(dir.join(name)).map_err(Error::io("read", dir.join(name)))?));
+            }
+        }
+        let special = |key: &str| -> Result<Option<i64>> {
+            for name in ["tokenizer_config.json", "special_tokens_map.json"] {
+                let path = dir.join(name);
+                if !path.is_file() {
+                    continue;
+                }
+                // A token is a string, or an object with its `content`.
+                let json = read_json(&path)?;
+                let value = &json[key];
+                if let Some(token) = value.as_str().or_else(|| value["content"].as_str()) {
+                    let id = inner.token_to_id(token).ok_or_else(|| {
+                        Error::invalid(&path, format!("`{key}`: the token {token:?} is not in tokenizer.json"))
+                    })?;
+                    return Ok(Some(i64::from(id)));
+                }
+            }
+            Ok(None)
+        };
+        let (mut eos, mut pad) = (special("eos_token")?, special("pad_token")?);
+        if let Some(config) = dir.join("config.json").is_file().then(|| read_json(&dir.join("config.json"))).transpose()? {
+            let first = |value: &Value| value.as_i64().or_else(|| value.get(0)?.as_i64());
+            eos = eos.or_else(|| first(&config["eos_token_id"]));
+            pad = pad.or_else(|| first(&config["pad_token_id"]));
+        }
+        Ok(Self { inner, dir: dir.to_path_buf(), files, eos, pad })
+    }
+
+    /// Token ids of `text`, with what the tokenizer puts around a text (a begin token, say).
+    pub fn encode(&self, text: &str) -> Result<Vec<i64>> {
+        self.ids(text, true)
+    }
+
+    /// Token ids of `text` as it goes on behind other text: nothing is put around it.
+    pub fn encode_continuation(&self, text: &str) -> Result<Vec<i64>> {
+        self.ids(text, false)
+    }
+
+    fn ids(&self, text: &str, special: bool) -> Result<Vec<i64>> {
+        let encoding = self.inner.encode_fast(text, special).map_err(|e| self.error(&e.to_string()))?;
+        Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
+    }
+
+    /// The text of token ids, without special tokens.
+    pub fn decode(&self, ids: &[i64]) -> Result<String> {
+        let ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
+        self.inner.decode(&ids, true).map_err(|e| self.error(&e.to_string()))
+    }
+
+    /// The id of the token that ends a text, if the tokenizer names one.
+    pub fn eos(&self) -> Option<i64> {
+        self.eos
+    }
+
+    /// The id of the pad token, if the tokenizer names one; it is only noted in what we save.
+    pub fn pad(&self) -> Option<i64> {
+        self.pad
+    }
+
+    /// The id of the token that ends a text.
+    ///
+    /// # Errors
+    /// If the tokenizer names none.
+    pub fn require_eos(&self) -> Result<i64> {
+        self.eos.ok_or_else(|| self.error("expected an `eos_token` in tokenizer_config.json, found none"))
+    }
+
+    /// Checks that every id of this tokenizer has a row in `model`'s embedding.
+    ///
+    /// # Errors
+    /// If it does not; `dir` is the model's folder.
+    pub fn check_fits(&self, model: &ModelConfig, dir: &Path) -> Result<()> {
+        let ids = self.inner.get_vocab(true).into_values().max().map_or(0, |id| i64::from(id) + 1);
+        if ids <= model.vocab_size {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            dir,
+            format!(
+                "expected a vocabulary of at least {ids}, the tokenizer's in {}, found vocab_size {}",
+                self.dir.display(),
+                model.vocab_size
+            ),
+        ))
+    }
+
+    /// Writes the tokenizer's files below `dir`, byte for byte as they were read.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn save_pretrained(&self, dir: &Path) -> Result<()> {
+        std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+        for (name, bytes) in &self.files {
+            std::fs::write(dir.join(name), bytes).map_err(Error::io("write", dir.join(name)))?;
+        }
+        Ok(())
+    }
+
+    fn error(&self, message: &str) -> Error {
+        Error::invalid(self.dir.join("tokenizer.json"), message)
+    }
+}
