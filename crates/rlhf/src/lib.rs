@@ -1,6 +1,7 @@
 //! RLHF with PPO for language models, on libtorch.
 #![forbid(unsafe_code)]
 
+pub mod config;
 mod error;
 
 pub use error::{Error, Result};

@@ -1,0 +1,1216 @@
+//! What a run is asked to do: one plain type per command, and the sizes that follow from it.
+//!
+//! A field's name is the flag's name, the configuration file's key and, where TRL has the setting, TRL's name. Its doc
+//! comment is its `--help` text. Every default is written once, in the field's `arg` attribute: the constructors take
+//! theirs from there.
+
+use std::any::TypeId;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+
+use clap::builder::ValueParser;
+use clap::{Arg, ArgAction, Args, Command, ValueEnum};
+use serde::Serialize;
+
+use crate::{Error, Result};
+
+const MODELS: &str = "Models";
+const DATA: &str = "Data";
+const BATCHES: &str = "Batch sizes and length of the run";
+const PPO: &str = "PPO";
+const LOSS: &str = "Loss";
+const SAMPLING: &str = "Sampling";
+const OPTIMIZER: &str = "Optimizer";
+const RUN: &str = "Run";
+
+/// How an unset option is written.
+const NONE: &str = "none";
+
+// An optional field's type is spelled `std::option::Option`: clap reads a bare `Option` as "the flag may be absent",
+// and then `none` could not unset on the command line what a file has set.
+
+/// What `rlhf ppo` does.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PpoConfig {
+    /// Model folder to take the tokenizer from [default: the policy's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub model_name_or_path: std::option::Option<PathBuf>,
+    /// Folder of the causal language model that is trained; a frozen copy of it is the KL reference.
+    #[arg(long, help_heading = MODELS)]
+    pub sft_model_path: PathBuf,
+    /// Folder of the reward model, a sequence classifier with one label.
+    #[arg(long, help_heading = MODELS)]
+    pub reward_model_path: PathBuf,
+    /// Folder that the value model starts from [default: the reward model's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub value_model_path: std::option::Option<PathBuf>,
+    /// Give a reward or value model that has no score head a fresh, random one.
+    #[arg(long, help_heading = MODELS)]
+    pub new_reward_head: bool,
+
+    /// JSONL or JSON file of prompts, or a folder with a file per split.
+    #[arg(long, help_heading = DATA)]
+    pub dataset_name: PathBuf,
+    /// Split of the dataset to train on.
+    #[arg(long, help_heading = DATA, default_value = "train")]
+    pub dataset_train_split: String,
+    /// Split of the dataset whose prompts the sample tables answer.
+    #[arg(long, help_heading = DATA, default_value = "test")]
+    pub dataset_test_split: String,
+
+    /// Sequences in one forward and backward pass.
+    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
+    pub per_device_train_batch_size: usize,
+    /// An update answers this times `per_device_train_batch_size` prompts.
+    #[arg(long, help_heading = BATCHES, default_value_t = 1)]
+    pub gradient_accumulation_steps: usize,
+    /// Optimizer steps that each PPO epoch takes over an update's answers; must divide their number.
+    #[arg(long, help_heading = BATCHES, default_value_t = 1)]
+    pub num_mini_batches: usize,
+    /// Sequences that the no-gradient passes take at a time.
+    #[arg(long, help_heading = BATCHES, default_value_t = 64)]
+    pub local_rollout_forward_batch_size: usize,
+    /// Answers to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub total_episodes: std::option::Option<usize>,
+    /// Passes over the prompts, when `total_episodes` is not set.
+    #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
+    pub num_train_epochs: f64,
+    /// Print a sample table this many times in the run; 0 for never.
+    #[arg(long, help_heading = BATCHES, default_value_t = 10)]
+    pub num_sample_generations: usize,
+
+    /// Tokens of an answer, at most.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
+    pub response_length: usize,
+    /// Cut answers after this token: `eos` is the tokenizer's.
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<StopToken>)]
+    pub stop_token: std::option::Option<StopToken>,
+    /// Cut answers after the token with this id.
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<i64>)]
+    pub stop_token_id: std::option::Option<i64>,
+    /// Temperature of sampling and of every log-probability.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 0.7)]
+    pub temperature: f64,
+
+    /// Passes over an update's answers.
+    #[arg(long, help_heading = PPO, default_value_t = 4)]
+    pub num_ppo_epochs: usize,
+    /// Subtract this from the score of an answer without its stop token.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub missing_eos_penalty: std::option::Option<f64>,
+    /// Where the score lands: one slot after the stop token, or on the answer's last token.
+    #[arg(long, help_heading = PPO, value_enum, default_value = "after_stop")]
+    pub score_position: ScorePosition,
+    /// Weight of the KL penalty per token.
+    #[arg(long, help_heading = PPO, default_value_t = 0.05)]
+    pub kl_coef: f64,
+    /// Estimator of the KL: `k1` is the plain log-ratio, `k3` is never negative.
+    #[arg(long, help_heading = PPO, value_enum, default_value = "k1")]
+    pub kl_estimator: KlEstimator,
+    /// Scale the rewards of an update to variance 1.
+    #[arg(long, help_heading = PPO)]
+    pub whiten_rewards: bool,
+    /// Discount of later rewards.
+    #[arg(long, help_heading = PPO, default_value_t = 1.0)]
+    pub gamma: f64,
+    /// Lambda of generalized advantage estimation.
+    #[arg(long, help_heading = PPO, default_value_t = 0.95)]
+    pub lam: f64,
+    /// Clip the probability ratio to 1 plus or minus this.
+    #[arg(long, help_heading = PPO, default_value_t = 0.2)]
+    pub cliprange: f64,
+    /// Clip the new value to the old one plus or minus this.
+    #[arg(long, help_heading = PPO, default_value_t = 0.2)]
+    pub cliprange_value: f64,
+    /// Weight of the value loss.
+    #[arg(long, help_heading = PPO, default_value_t = 0.1)]
+    pub vf_coef: f64,
+
+    /// Peak learning rate.
+    #[arg(long, help_heading = OPTIMIZER, default_value = "3e-6")]
+    pub learning_rate: f64,
+    /// The rest of the optimizer's settings.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub optimizer: OptimizerConfig,
+    /// Output folder, seed, precision, reports.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub run: RunConfig,
+}
+
+/// What `rlhf sft` does.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SftConfig {
+    /// Folder of the causal language model to start from.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub model_name_or_path: std::option::Option<PathBuf>,
+    /// A `config.json`: start from random weights of this shape instead.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub config_name: std::option::Option<PathBuf>,
+    /// Folder to take the tokenizer from [default: the model's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub tokenizer_name: std::option::Option<PathBuf>,
+
+    /// JSONL or JSON file of texts, or of prompts and completions, or a folder with a file per split.
+    #[arg(long, help_heading = DATA)]
+    pub dataset_name: PathBuf,
+    /// Split of the dataset to train on.
+    #[arg(long, help_heading = DATA, default_value = "train")]
+    pub dataset_train_split: String,
+    /// Split of the dataset to evaluate on.
+    #[arg(long, help_heading = DATA, default_value = "test")]
+    pub dataset_test_split: String,
+    /// A dataset of its own for evaluation.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub eval_dataset_name: std::option::Option<PathBuf>,
+    /// Tokens of a row, at most; longer rows are cut at their end.
+    #[arg(long, help_heading = DATA, default_value_t = 1024)]
+    pub max_length: usize,
+
+    /// Rows in one forward and backward pass.
+    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
+    pub per_device_train_batch_size: usize,
+    /// Rows in one forward pass of the evaluation.
+    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
+    pub per_device_eval_batch_size: usize,
+    /// Forward and backward passes in one optimizer step.
+    #[arg(long, help_heading = BATCHES, default_value_t = 1)]
+    pub gradient_accumulation_steps: usize,
+    /// Passes over the dataset, when `max_steps` is not set.
+    #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
+    pub num_train_epochs: f64,
+    /// Optimizer steps to take.
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = steps_or_minus_one)]
+    pub max_steps: std::option::Option<usize>,
+    /// Optimizer steps between two lines of metrics.
+    #[arg(long, help_heading = BATCHES, default_value_t = 10)]
+    pub logging_steps: usize,
+
+    /// In rows with a prompt and a completion, learn the completion only.
+    #[arg(long, help_heading = LOSS, default_value_t = true)]
+    pub completion_only_loss: bool,
+
+    /// Peak learning rate.
+    #[arg(long, help_heading = OPTIMIZER, default_value = "2e-5")]
+    pub learning_rate: f64,
+    /// The rest of the optimizer's settings.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub optimizer: OptimizerConfig,
+    /// Output folder, seed, precision, reports.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub run: RunConfig,
+}
+
+/// What `rlhf reward` does.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct RewardConfig {
+    /// Folder of the model to start from: a sequence classifier with one label, or a language model that gets a head.
+    #[arg(long, help_heading = MODELS)]
+    pub model_name_or_path: PathBuf,
+    /// Give a model that has no score head a fresh, random one.
+    #[arg(long, help_heading = MODELS)]
+    pub new_reward_head: bool,
+
+    /// JSONL or JSON file of preference pairs, or a folder with a file per split.
+    #[arg(long, help_heading = DATA)]
+    pub dataset_name: PathBuf,
+    /// Split of the dataset to train on.
+    #[arg(long, help_heading = DATA, default_value = "train")]
+    pub dataset_train_split: String,
+    /// Split of the dataset to evaluate on.
+    #[arg(long, help_heading = DATA, default_value = "test")]
+    pub dataset_test_split: String,
+    /// A dataset of its own for evaluation.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub eval_dataset_name: std::option::Option<PathBuf>,
+    /// Tokens of a row, at most; pairs with a longer side are left out, with a warning that counts them.
+    #[arg(long, help_heading = DATA, default_value_t = 1024)]
+    pub max_length: usize,
+
+    /// Pairs in one forward and backward pass.
+    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
+    pub per_device_train_batch_size: usize,
+    /// Pairs in one forward pass of the evaluation.
+    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
+    pub per_device_eval_batch_size: usize,
+    /// Forward and backward passes in one optimizer step.
+    #[arg(long, help_heading = BATCHES, default_value_t = 1)]
+    pub gradient_accumulation_steps: usize,
+    /// Passes over the dataset, when `max_steps` is not set.
+    #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
+    pub num_train_epochs: f64,
+    /// Optimizer steps to take.
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = steps_or_minus_one)]
+    pub max_steps: std::option::Option<usize>,
+    /// Optimizer steps between two lines of metrics.
+    #[arg(long, help_heading = BATCHES, default_value_t = 10)]
+    pub logging_steps: usize,
+
+    /// Weight of a loss that keeps each pair's two scores centred on 0.
+    #[arg(long, help_heading = LOSS, default_value = NONE, value_parser = optional::<f64>)]
+    pub center_rewards_coefficient: std::option::Option<f64>,
+
+    /// Peak learning rate.
+    #[arg(long, help_heading = OPTIMIZER, default_value = "1e-4")]
+    pub learning_rate: f64,
+    /// The rest of the optimizer's settings.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub optimizer: OptimizerConfig,
+    /// Output folder, seed, precision, reports.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub run: RunConfig,
+}
+
+/// What `rlhf generate` does.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct GenerateConfig {
+    /// Folder of the causal language model.
+    #[arg(long, help_heading = MODELS)]
+    pub model_name_or_path: PathBuf,
+
+    /// Prompts [default: those of the dataset, else a prompt per line of standard input].
+    #[arg(value_name = "PROMPT")]
+    pub prompts: Vec<String>,
+    /// JSONL or JSON file whose `prompt` fields are answered.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub dataset_name: std::option::Option<PathBuf>,
+    /// File to write to [default: standard output].
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub output_file: std::option::Option<PathBuf>,
+    /// Replace `output_file` if it is there.
+    #[arg(long, help_heading = DATA)]
+    #[serde(skip)] // Consent to lose a file is given for one run, never by a file that the run left behind.
+    pub overwrite_output_file: bool,
+    /// `text` to read, `jsonl` for programs [default: text on a terminal, else jsonl].
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<OutputFormat>)]
+    pub output_format: std::option::Option<OutputFormat>,
+
+    /// Tokens of an answer, at most.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
+    pub max_new_tokens: usize,
+    /// Temperature; 0 always takes the likeliest token.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
+    pub temperature: f64,
+    /// Always take the likeliest token.
+    #[arg(long, help_heading = SAMPLING)]
+    pub greedy: bool,
+    /// Sample from this many likeliest tokens only; 0 for all.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
+    pub top_k: usize,
+    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
+    pub top_p: f64,
+    /// Answers to each prompt.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1)]
+    pub num_return_sequences: usize,
+    /// Stop at the token with this id instead of the model's.
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<i64>)]
+    pub stop_token_id: std::option::Option<i64>,
+    /// Do not stop at the end-of-sequence token.
+    #[arg(long, help_heading = SAMPLING)]
+    pub ignore_eos: bool,
+
+    /// Answers generated at a time; changes no token.
+    #[arg(long, help_heading = RUN, default_value_t = 32)]
+    pub batch_size: usize,
+    /// Seed of the sampling.
+    #[arg(long, help_heading = RUN, default_value_t = 42)]
+    pub seed: u64,
+    /// Threads for tensor operations [default: one per core].
+    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub num_threads: std::option::Option<usize>,
+}
+
+/// AdamW and the learning rate's course; the learning rate itself is a field of each command, whose default it is.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct OptimizerConfig {
+    /// Course of the learning rate after the warm-up.
+    #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "linear")]
+    pub lr_scheduler_type: LrSchedulerType,
+    /// Updates in which the learning rate rises from 0 to its peak.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0)]
+    pub warmup_steps: usize,
+    /// Decoupled weight decay.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
+    pub weight_decay: f64,
+    /// Decay of AdamW's mean of gradients.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.9)]
+    pub adam_beta1: f64,
+    /// Decay of AdamW's mean of squared gradients.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.999)]
+    pub adam_beta2: f64,
+    /// AdamW's epsilon.
+    #[arg(long, help_heading = OPTIMIZER, default_value = "1e-8")]
+    pub adam_epsilon: f64,
+    /// Clip gradients to this norm; none or 0 turns clipping off, 1 is a good choice.
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = norm_or_zero)]
+    pub max_grad_norm: std::option::Option<f64>,
+}
+
+/// Where a training run writes, and how it computes.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct RunConfig {
+    /// Folder for the model, the metrics and the resolved configuration.
+    #[arg(long, help_heading = RUN)]
+    pub output_dir: PathBuf,
+    /// Replace the run that `output_dir` holds.
+    #[arg(long, help_heading = RUN)]
+    #[serde(skip)] // Consent to lose a run is given for one run, never by the file that the run left behind.
+    pub overwrite_output_dir: bool,
+    /// Seed of everything random.
+    #[arg(long, help_heading = RUN, default_value_t = 42)]
+    pub seed: u64,
+    /// Compute in bfloat16; the optimizer keeps float32 weights.
+    #[arg(long, help_heading = RUN)]
+    pub bf16: bool,
+    /// Keep less for the backward pass and compute it again: less memory, more time.
+    #[arg(long, help_heading = RUN)]
+    pub gradient_checkpointing: bool,
+    /// Where metrics go besides `metrics.jsonl`.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "none")]
+    pub report_to: ReportTo,
+    /// Threads for tensor operations [default: one per core].
+    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub num_threads: std::option::Option<usize>,
+    /// Show no progress bar.
+    #[arg(long, help_heading = RUN)]
+    pub disable_tqdm: bool,
+}
+
+/// A stop token that goes by a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum StopToken {
+    /// The tokenizer's end-of-sequence token.
+    Eos,
+}
+
+/// How the KL between policy and reference is estimated from one sampled token, with r = log p(ref) - log p(policy).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum KlEstimator {
+    /// -r: unbiased; single tokens may be negative.
+    K1,
+    /// exp(r) - 1 - r: unbiased, of less variance, never negative.
+    K3,
+}
+
+/// The response slot that gets the score of the reward model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum ScorePosition {
+    /// One slot after the stop token; the last token of a full-width answer.
+    AfterStop,
+    /// The last token of the answer.
+    LastToken,
+}
+
+/// The learning rate's course after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum LrSchedulerType {
+    /// In a straight line to 0.
+    Linear,
+    /// Half a cosine to 0.
+    Cosine,
+    /// The peak throughout, without warm-up.
+    Constant,
+    /// The peak throughout, after the warm-up.
+    ConstantWithWarmup,
+}
+
+/// Where metrics go besides `metrics.jsonl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum ReportTo {
+    /// Nowhere.
+    None,
+    /// TensorBoard event files in the output folder.
+    Tensorboard,
+}
+
+/// How `rlhf generate` writes answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum OutputFormat {
+    /// Prompt and answer as they read.
+    Text,
+    /// A JSON object per line.
+    Jsonl,
+}
+
+/// The sizes of a PPO run, each checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PpoPlan {
+    /// Prompts answered in one update: `per_device_train_batch_size * gradient_accumulation_steps`.
+    pub batch_size: usize,
+    /// Answers in one optimizer step: `batch_size / num_mini_batches`, exactly.
+    pub mini_batch_size: usize,
+    /// Answers in one forward and backward pass, at most: `per_device_train_batch_size`, but no more than a mini-batch.
+    pub micro_batch_size: usize,
+    /// Answers asked for; the run trains on `num_total_batches * batch_size`, which may be a few more.
+    pub total_episodes: usize,
+    /// Updates in the run: `total_episodes / batch_size`, rounded up.
+    pub num_total_batches: usize,
+    /// Updates between two sample tables; `None` for no tables.
+    pub sample_every: Option<usize>,
+}
+
+/// The sizes of an SFT or reward model run, each checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TrainPlan {
+    /// Rows in one update: `per_device_train_batch_size * gradient_accumulation_steps`.
+    pub batch_size: usize,
+    /// Updates in one pass over the rows: `rows / batch_size`, rounded up.
+    pub updates_per_epoch: usize,
+    /// Updates in the run: `max_steps`, else `num_train_epochs * updates_per_epoch`, rounded up.
+    pub num_updates: usize,
+}
+
+impl PpoConfig {
+    /// A configuration with every default, for these models, prompts and output folder.
+    pub fn new(
+        sft_model_path: impl Into<PathBuf>,
+        reward_model_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults();
+        config.sft_model_path = sft_model_path.into();
+        config.reward_model_path = reward_model_path.into();
+        config.dataset_name = dataset_name.into();
+        config.run.output_dir = output_dir.into();
+        config
+    }
+
+    /// Checks every setting that needs no dataset to be checked.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        at_least_one("response_length", self.response_length)?;
+        at_least_one("num_ppo_epochs", self.num_ppo_epochs)?;
+        at_least_one("local_rollout_forward_batch_size", self.local_rollout_forward_batch_size)?;
+        if let Some(episodes) = self.total_episodes {
+            at_least_one("total_episodes", episodes)?;
+        }
+        above_zero("num_train_epochs", self.num_train_epochs)?;
+        above_zero("temperature", self.temperature)?;
+        above_zero("cliprange", self.cliprange)?;
+        above_zero("cliprange_value", self.cliprange_value)?;
+        zero_or_more("kl_coef", self.kl_coef)?;
+        zero_or_more("vf_coef", self.vf_coef)?;
+        zero_to_one("gamma", self.gamma)?;
+        zero_to_one("lam", self.lam)?;
+        if let Some(penalty) = self.missing_eos_penalty {
+            zero_or_more("missing_eos_penalty", penalty)?;
+        }
+        if let (Some(StopToken::Eos), Some(id)) = (self.stop_token, self.stop_token_id) {
+            return usage(format!("stop_token = eos and stop_token_id = {id} exclude each other: set one of them"));
+        }
+        check_token_id(self.stop_token_id)?;
+        check_learning(self.learning_rate, &self.optimizer)?;
+        check_threads(self.run.num_threads)?;
+        self.batch_sizes().map(drop)
+    }
+
+    /// The sizes of the run over `num_prompts` prompts, after [`Self::check`].
+    ///
+    /// Errors: [`Error::Usage`], naming the values that do not go together and the nearest that do.
+    pub fn plan(&self, num_prompts: usize) -> Result<PpoPlan> {
+        self.check()?;
+        let (batch_size, mini_batch_size) = self.batch_sizes()?;
+        // As TRL: the fraction of an episode is dropped. The cast saturates.
+        let total_episodes = self.total_episodes.unwrap_or((self.num_train_epochs * num_prompts as f64) as usize);
+        if total_episodes == 0 {
+            return usage(format!(
+                "total_episodes = num_train_epochs * prompts = {} * {num_prompts} is less than 1: nothing to train on",
+                self.num_train_epochs
+            ));
+        }
+        let num_total_batches = total_episodes.div_ceil(batch_size);
+        Ok(PpoPlan {
+            batch_size,
+            mini_batch_size,
+            micro_batch_size: self.per_device_train_batch_size.min(mini_batch_size),
+            total_episodes,
+            num_total_batches,
+            sample_every: num_total_batches.checked_div(self.num_sample_generations).map(|every| every.max(1)),
+        })
+    }
+
+    /// `batch_size` and `mini_batch_size`.
+    fn batch_sizes(&self) -> Result<(usize, usize)> {
+        let (rows, accumulated) = (self.per_device_train_batch_size, self.gradient_accumulation_steps);
+        let (batch_size, parts) = (batch_size(rows, accumulated)?, self.num_mini_batches);
+        at_least_one("num_mini_batches", parts)?;
+        if !batch_size.is_multiple_of(parts) {
+            let below = (1..parts.min(batch_size)).rev().find(|&n| batch_size.is_multiple_of(n));
+            let above = (parts + 1..=batch_size).find(|&n| batch_size.is_multiple_of(n));
+            let nearest = match (below, above) {
+                (Some(below), Some(above)) => format!("the nearest that divide it are {below} and {above}"),
+                _ => format!("the nearest that divides it is {batch_size}"),
+            };
+            return usage(format!(
+                "batch size = per_device_train_batch_size * gradient_accumulation_steps = {rows} * {accumulated} = \
+                 {batch_size} is not a multiple of num_mini_batches = {parts}; {nearest}"
+            ));
+        }
+        Ok((batch_size, batch_size / parts))
+    }
+}
+
+impl SftConfig {
+    /// A configuration with every default, that goes on from the model in the folder `model_name_or_path`.
+    pub fn new(
+        model_name_or_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = Some(model_name_or_path.into());
+        config.dataset_name = dataset_name.into();
+        config.run.output_dir = output_dir.into();
+        config
+    }
+
+    /// A configuration with every default, that starts from random weights shaped by the `config.json` file
+    /// `config_name`, with the tokenizer in the folder `tokenizer_name`.
+    pub fn from_scratch(
+        config_name: impl Into<PathBuf>,
+        tokenizer_name: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults();
+        config.config_name = Some(config_name.into());
+        config.tokenizer_name = Some(tokenizer_name.into());
+        config.dataset_name = dataset_name.into();
+        config.run.output_dir = output_dir.into();
+        config
+    }
+
+    /// Checks every setting that needs no dataset to be checked.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        match (&self.model_name_or_path, &self.config_name, &self.tokenizer_name) {
+            (None, None, _) => usage("set model_name_or_path, or config_name to start from random weights")?,
+            (Some(model), Some(config), _) => usage(format!(
+                "model_name_or_path = {} and config_name = {} exclude each other: set one of them",
+                model.display(),
+                config.display()
+            ))?,
+            (None, Some(config), None) => usage(format!(
+                "config_name = {} needs tokenizer_name: a configuration brings no tokenizer",
+                config.display()
+            ))?,
+            _ => {}
+        }
+        at_least_one("max_length", self.max_length)?;
+        at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
+        at_least_one("logging_steps", self.logging_steps)?;
+        check_learning(self.learning_rate, &self.optimizer)?;
+        check_threads(self.run.num_threads)?;
+        self.plan_for(1).map(drop)
+    }
+
+    /// The sizes of the run over `num_rows` rows, after [`Self::check`].
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn plan(&self, num_rows: usize) -> Result<TrainPlan> {
+        self.check()?;
+        self.plan_for(num_rows)
+    }
+
+    fn plan_for(&self, num_rows: usize) -> Result<TrainPlan> {
+        let batch_size = batch_size(self.per_device_train_batch_size, self.gradient_accumulation_steps)?;
+        train_plan(batch_size, self.num_train_epochs, self.max_steps, num_rows)
+    }
+}
+
+impl RewardConfig {
+    /// A configuration with every default, for this model, these pairs and this output folder.
+    pub fn new(
+        model_name_or_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = model_name_or_path.into();
+        config.dataset_name = dataset_name.into();
+        config.run.output_dir = output_dir.into();
+        config
+    }
+
+    /// Checks every setting that needs no dataset to be checked.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        at_least_one("max_length", self.max_length)?;
+        at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
+        at_least_one("logging_steps", self.logging_steps)?;
+        if let Some(weight) = self.center_rewards_coefficient {
+            zero_or_more("center_rewards_coefficient", weight)?;
+        }
+        check_learning(self.learning_rate, &self.optimizer)?;
+        check_threads(self.run.num_threads)?;
+        self.plan_for(1).map(drop)
+    }
+
+    /// The sizes of the run over `num_pairs` pairs, after [`Self::check`].
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn plan(&self, num_pairs: usize) -> Result<TrainPlan> {
+        self.check()?;
+        self.plan_for(num_pairs)
+    }
+
+    fn plan_for(&self, num_pairs: usize) -> Result<TrainPlan> {
+        let batch_size = batch_size(self.per_device_train_batch_size, self.gradient_accumulation_steps)?;
+        train_plan(batch_size, self.num_train_epochs, self.max_steps, num_pairs)
+    }
+}
+
+impl GenerateConfig {
+    /// A configuration with every default, for this model; set `prompts` or `dataset_name` next.
+    pub fn new(model_name_or_path: impl Into<PathBuf>) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = model_name_or_path.into();
+        config
+    }
+
+    /// Whether every token is the likeliest one: `greedy`, or a temperature of 0.
+    pub fn is_greedy(&self) -> bool {
+        self.greedy || self.temperature == 0.0
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        if let (Some(dataset), [_, ..]) = (&self.dataset_name, &self.prompts[..]) {
+            let prompts = self.prompts.len();
+            return usage(format!(
+                "dataset_name = {} and {prompts} prompts of your own exclude each other: give one of them",
+                dataset.display()
+            ));
+        }
+        at_least_one("max_new_tokens", self.max_new_tokens)?;
+        at_least_one("batch_size", self.batch_size)?;
+        at_least_one("num_return_sequences", self.num_return_sequences)?;
+        zero_or_more("temperature", self.temperature)?;
+        above_zero("top_p", self.top_p)?;
+        zero_to_one("top_p", self.top_p)?;
+        if self.is_greedy() && self.num_return_sequences > 1 {
+            return usage(format!(
+                "num_return_sequences = {} would give equal answers, as the likeliest token is always taken; set \
+                 num_return_sequences = 1, or a temperature above 0 without greedy",
+                self.num_return_sequences
+            ));
+        }
+        check_token_id(self.stop_token_id)?;
+        check_threads(self.num_threads)
+    }
+}
+
+/// The clap command `name` whose flags are the fields of `C`, in the forms that `rlhf` takes.
+///
+/// Flags have the fields' names; a yes-or-no flag stands alone or takes `=true` or `=false`; `none` or `null` unsets an
+/// optional value; of a flag given twice the last counts.
+pub fn command<C: Args>(name: &'static str) -> Command {
+    C::augment_args(Command::new(name)).args_override_self(true).mut_args(|arg| {
+        let arg = arg.allow_negative_numbers(true);
+        if let ArgAction::SetTrue = arg.get_action() {
+            let off = arg.get_default_values().is_empty();
+            let arg = if off { arg.default_value("false").hide_default_value(true) } else { arg };
+            return arg
+                .action(ArgAction::Set)
+                .value_parser(required::<bool>)
+                .value_name(bool::NAME)
+                .num_args(0..=1)
+                // Else a prompt after `--greedy` would be its value.
+                .require_equals(true)
+                .default_missing_value("true");
+        }
+        let kind = typed::<usize>(&arg)
+            .or_else(|| typed::<u64>(&arg))
+            .or_else(|| typed::<i64>(&arg))
+            .or_else(|| typed::<f64>(&arg))
+            .or_else(|| typed::<PathBuf>(&arg))
+            .or_else(|| typed::<StopToken>(&arg))
+            .or_else(|| typed::<OutputFormat>(&arg));
+        match kind {
+            Some((name, Some(parser))) => arg.value_name(name).value_parser(parser),
+            Some((name, None)) => arg.value_name(name),
+            None if arg.is_positional() => arg,
+            None => arg.value_name("NAME"),
+        }
+    })
+}
+
+/// Writes every setting of a run to the file `path`, as YAML that `--config` reads back, consent to overwrite left out.
+///
+/// Errors: [`Error::Io`]; [`Error::Invalid`] if a path among the settings is not UTF-8.
+pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result<()> {
+    let path = path.as_ref();
+    let settings = serde_saphyr::to_string(config)
+        .map_err(|error| Error::invalid(path, format!("the configuration cannot be written as YAML: {error}")))?;
+    let header = concat!("# Every setting of this run, as resolved by rlhf ", env!("CARGO_PKG_VERSION"), ".\n");
+    std::fs::write(path, [header, &settings].concat()).map_err(Error::io("write", path))
+}
+
+/// `C` with the defaults of its flags, and "." wherever a value is required.
+fn defaults<C: Args>() -> C {
+    let matches = command::<C>("defaults")
+        .no_binary_name(true)
+        .mut_args(|arg| if arg.is_required_set() { arg.required(false).default_value(".") } else { arg })
+        .get_matches_from(std::iter::empty::<&str>());
+    C::from_arg_matches(&matches).expect("every flag has a default that it accepts")
+}
+
+/// A type that flags have, read from text.
+trait Setting: Clone + Send + Sync + Sized + 'static {
+    /// What stands for a value in `--help`.
+    const NAME: &'static str;
+    /// What a value looks like, for error messages.
+    const EXPECTED: &'static str;
+
+    fn read(text: &str) -> Option<Self>;
+}
+
+impl Setting for usize {
+    const NAME: &'static str = "N";
+    const EXPECTED: &'static str = "a whole number, 0 or more";
+
+    fn read(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+}
+
+impl Setting for u64 {
+    const NAME: &'static str = "N";
+    const EXPECTED: &'static str = "a whole number, 0 or more";
+
+    fn read(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+}
+
+impl Setting for i64 {
+    const NAME: &'static str = "N";
+    const EXPECTED: &'static str = "a whole number";
+
+    fn read(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+}
+
+impl Setting for f64 {
+    const NAME: &'static str = "X";
+    const EXPECTED: &'static str = "a number";
+
+    fn read(text: &str) -> Option<Self> {
+        text.parse().ok().filter(|x: &f64| x.is_finite())
+    }
+}
+
+impl Setting for bool {
+    const NAME: &'static str = "BOOL";
+    const EXPECTED: &'static str = "true or false";
+
+    fn read(text: &str) -> Option<Self> {
+        match text.to_ascii_lowercase().as_str() {
+            "true" | "yes" | "1" => Some(true),
+            "false" | "no" | "0" => Some(false),
+            _ => None,
+        }
+    }
+}
+
+impl Setting for PathBuf {
+    const NAME: &'static str = "PATH";
+    const EXPECTED: &'static str = "a path";
+
+    fn read(text: &str) -> Option<Self> {
+        (!text.is_empty()).then(|| text.into())
+    }
+}
+
+impl Setting for StopToken {
+    const NAME: &'static str = "TOKEN";
+    const EXPECTED: &'static str = "eos or none; an id goes to stop_token_id";
+
+    fn read(text: &str) -> Option<Self> {
+        Self::from_str(text, true).ok()
+    }
+}
+
+impl Setting for OutputFormat {
+    const NAME: &'static str = "FORMAT";
+    const EXPECTED: &'static str = "text or jsonl";
+
+    fn read(text: &str) -> Option<Self> {
+        Self::from_str(text, true).ok()
+    }
+}
+
+fn required<T: Setting>(text: &str) -> Result<T, String> {
+    T::read(text).ok_or_else(|| format!("expected {}", T::EXPECTED))
+}
+
+fn optional<T: Setting>(text: &str) -> Result<Option<T>, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "none" | "null" => Ok(None),
+        _ => required(text).map(Some),
+    }
+}
+
+/// TRL writes "not set" as -1 here.
+fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
+    if text == "-1" { Ok(None) } else { optional(text) }
+}
+
+/// A norm of 0 turns clipping off.
+fn norm_or_zero(text: &str) -> Result<Option<f64>, String> {
+    Ok(optional(text)?.filter(|&norm| norm != 0.0))
+}
+
+/// The value name of `arg` if it holds a `T` or an `Option<T>`, and the parser if derive chose it.
+fn typed<T: Setting>(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
+    let held = arg.get_value_parser().type_id();
+    if held == TypeId::of::<T>() {
+        Some((T::NAME, Some(ValueParser::new(required::<T>))))
+    } else {
+        (held == TypeId::of::<Option<T>>()).then_some((T::NAME, None))
+    }
+}
+
+fn usage<T>(message: impl Into<String>) -> Result<T> {
+    Err(Error::Usage(message.into()))
+}
+
+fn expect(holds: bool, name: &str, found: impl Display, expected: &str) -> Result<()> {
+    if holds { Ok(()) } else { usage(format!("{name} = {found}: expected {expected}")) }
+}
+
+fn at_least_one(name: &str, found: usize) -> Result<()> {
+    expect(found >= 1, name, found, "at least 1")
+}
+
+fn above_zero(name: &str, found: f64) -> Result<()> {
+    expect(found.is_finite() && found > 0.0, name, found, "a number above 0")
+}
+
+fn zero_or_more(name: &str, found: f64) -> Result<()> {
+    expect(found.is_finite() && found >= 0.0, name, found, "a number of 0 or more")
+}
+
+fn zero_to_one(name: &str, found: f64) -> Result<()> {
+    expect((0.0..=1.0).contains(&found), name, found, "a number from 0 to 1")
+}
+
+fn check_token_id(id: Option<i64>) -> Result<()> {
+    id.map_or(Ok(()), |id| expect(id >= 0, "stop_token_id", id, "a token id, 0 or more"))
+}
+
+fn check_threads(threads: Option<usize>) -> Result<()> {
+    threads.map_or(Ok(()), |threads| at_least_one("num_threads", threads))
+}
+
+fn check_learning(learning_rate: f64, optimizer: &OptimizerConfig) -> Result<()> {
+    let below_one = |beta: f64| (0.0..1.0).contains(&beta);
+    zero_or_more("learning_rate", learning_rate)?;
+    zero_or_more("weight_decay", optimizer.weight_decay)?;
+    expect(below_one(optimizer.adam_beta1), "adam_beta1", optimizer.adam_beta1, "a number from 0 to below 1")?;
+    expect(below_one(optimizer.adam_beta2), "adam_beta2", optimizer.adam_beta2, "a number from 0 to below 1")?;
+    above_zero("adam_epsilon", optimizer.adam_epsilon)?;
+    optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm))
+}
+
+fn batch_size(per_device_train_batch_size: usize, gradient_accumulation_steps: usize) -> Result<usize> {
+    at_least_one("per_device_train_batch_size", per_device_train_batch_size)?;
+    at_least_one("gradient_accumulation_steps", gradient_accumulation_steps)?;
+    Ok(per_device_train_batch_size.saturating_mul(gradient_accumulation_steps))
+}
+
+fn train_plan(
+    batch_size: usize,
+    num_train_epochs: f64,
+    max_steps: Option<usize>,
+    num_rows: usize,
+) -> Result<TrainPlan> {
+    above_zero("num_train_epochs", num_train_epochs)?;
+    if let Some(steps) = max_steps {
+        at_least_one("max_steps", steps)?;
+    }
+    expect(num_rows > 0, "rows of the dataset", num_rows, "at least 1")?;
+    let updates_per_epoch = num_rows.div_ceil(batch_size);
+    let num_updates = max_steps.unwrap_or_else(|| (num_train_epochs * updates_per_epoch as f64).ceil() as usize);
+    Ok(TrainPlan { batch_size, updates_per_epoch, num_updates })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn ppo() -> PpoConfig {
+        PpoConfig::new("policy", "judge", "prompts.jsonl", "out")
+    }
+
+    #[track_caller]
+    fn usage_of<T: std::fmt::Debug>(result: Result<T>) -> String {
+        let error = result.unwrap_err();
+        assert_eq!(error.exit_code(), 2, "{error}");
+        error.to_string()
+    }
+
+    /// What both trainers inherit from transformers' TrainingArguments; TRL turns bf16 and gradient checkpointing on.
+    fn inherited() -> serde_json::Value {
+        json!({
+            "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
+            "dataset_train_split": "train", "dataset_test_split": "test",
+            "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
+            "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
+            "seed": 42, "bf16": false, "gradient_checkpointing": false, "report_to": "none",
+            "num_threads": null, "disable_tqdm": false,
+        })
+    }
+
+    #[track_caller]
+    fn assert_settings(config: &impl Serialize, mut expected: serde_json::Value) {
+        let inherited = inherited();
+        let found = serde_json::to_value(config).unwrap();
+        let expected = expected.as_object_mut().unwrap();
+        if expected.contains_key("output_dir") {
+            expected.extend(inherited.as_object().unwrap().clone());
+        }
+        let sorted = |map: &serde_json::Map<String, serde_json::Value>| {
+            map.iter().map(|(key, value)| format!("{key}: {value}")).collect::<std::collections::BTreeSet<_>>()
+        };
+        assert_eq!(sorted(found.as_object().unwrap()), sorted(expected));
+    }
+
+    #[test]
+    fn defaults_are_those_of_trl_1_11() {
+        assert_settings(
+            &ppo(),
+            json!({
+                "model_name_or_path": null, "sft_model_path": "policy", "reward_model_path": "judge",
+                "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
+                "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
+                "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
+                "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
+                "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
+                "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
+                "score_position": "after_stop",
+            }),
+        );
+        assert_settings(
+            &SftConfig::new("m", "d", "o"),
+            json!({
+                "model_name_or_path": "m", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
+                "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
+                "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
+            }),
+        );
+        assert_settings(
+            &RewardConfig::new("m", "d", "o"),
+            json!({
+                "model_name_or_path": "m", "new_reward_head": false, "dataset_name": "d", "eval_dataset_name": null,
+                "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null, "max_length": 1024,
+                "logging_steps": 10, "center_rewards_coefficient": null, "learning_rate": 1e-4,
+            }),
+        );
+        assert_settings(
+            &GenerateConfig::new("m"),
+            json!({
+                "model_name_or_path": "m", "prompts": [], "dataset_name": null, "output_file": null,
+                "output_format": null, "max_new_tokens": 53, "temperature": 1.0, "greedy": false, "top_k": 0,
+                "top_p": 1.0, "num_return_sequences": 1, "stop_token_id": null, "ignore_eos": false,
+                "batch_size": 32, "seed": 42, "num_threads": null,
+            }),
+        );
+    }
+
+    #[test]
+    fn a_ppo_plan_rounds_up_to_whole_updates() {
+        let mut config = ppo();
+        config.gradient_accumulation_steps = 4;
+        config.num_mini_batches = 2;
+        config.total_episodes = Some(1000);
+        let plan = config.plan(50).unwrap();
+        // 8 * 4 = 32 answers an update; 1000 / 32 = 31.25; 32 updates / 10 tables = 3.2.
+        assert_eq!(
+            plan,
+            PpoPlan {
+                batch_size: 32,
+                mini_batch_size: 16,
+                micro_batch_size: 8,
+                total_episodes: 1000,
+                num_total_batches: 32,
+                sample_every: Some(3),
+            }
+        );
+    }
+
+    #[test]
+    fn epochs_times_prompts_are_the_episodes_when_none_are_given() {
+        let mut config = ppo();
+        config.num_train_epochs = 2.5;
+        let plan = config.plan(101).unwrap();
+        assert_eq!((plan.total_episodes, plan.num_total_batches), (252, 32)); // 252.5 is cut; 252 / 8 = 31.5.
+        assert_eq!(
+            usage_of(config.plan(0)),
+            "total_episodes = num_train_epochs * prompts = 2.5 * 0 is less than 1: nothing to train on"
+        );
+    }
+
+    #[test]
+    fn a_micro_batch_is_never_larger_than_a_mini_batch() {
+        let mut config = ppo();
+        config.num_mini_batches = 4;
+        let plan = config.plan(8).unwrap();
+        assert_eq!((plan.mini_batch_size, plan.micro_batch_size), (2, 2));
+    }
+
+    #[test]
+    fn tables_come_each_update_at_most_or_never() {
+        let mut config = ppo();
+        config.total_episodes = Some(24);
+        assert_eq!(config.plan(1).unwrap().sample_every, Some(1));
+        config.num_sample_generations = 0;
+        assert_eq!(config.plan(1).unwrap().sample_every, None);
+    }
+
+    #[test]
+    fn mini_batches_that_do_not_divide_the_batch_name_the_nearest_that_do() {
+        let refused = |rows, accumulated, parts| {
+            let mut config = ppo();
+            config.per_device_train_batch_size = rows;
+            config.gradient_accumulation_steps = accumulated;
+            config.num_mini_batches = parts;
+            usage_of(config.plan(100))
+        };
+        assert_eq!(
+            refused(8, 3, 5),
+            "batch size = per_device_train_batch_size * gradient_accumulation_steps = 8 * 3 = 24 is not a multiple of \
+             num_mini_batches = 5; the nearest that divide it are 4 and 6"
+        );
+        assert_eq!(
+            refused(2, 2, 5),
+            "batch size = per_device_train_batch_size * gradient_accumulation_steps = 2 * 2 = 4 is not a multiple of \
+             num_mini_batches = 5; the nearest that divides it is 4"
+        );
+    }
+
+    #[test]
+    fn two_stop_tokens_exclude_each_other() {
+        let mut config = ppo();
+        config.stop_token = Some(StopToken::Eos);
+        config.stop_token_id = Some(50256);
+        assert_eq!(
+            usage_of(config.check()),
+            "stop_token = eos and stop_token_id = 50256 exclude each other: set one of them"
+        );
+    }
+
+    #[test]
+    fn a_missing_eos_penalty_needs_no_stop_token() {
+        let mut config = ppo();
+        config.missing_eos_penalty = Some(1.0);
+        config.check().unwrap(); // It then looks for the tokenizer's end-of-sequence token.
+    }
+
+    #[test]
+    fn values_out_of_range_are_refused_by_name() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 16] = [
+            (|c| c.per_device_train_batch_size = 0, "per_device_train_batch_size = 0: expected at least 1"),
+            (|c| c.gradient_accumulation_steps = 0, "gradient_accumulation_steps = 0: expected at least 1"),
+            (|c| c.num_mini_batches = 0, "num_mini_batches = 0: expected at least 1"),
+            (|c| c.response_length = 0, "response_length = 0: expected at least 1"),
+            (|c| c.total_episodes = Some(0), "total_episodes = 0: expected at least 1"),
+            (|c| c.num_train_epochs = f64::INFINITY, "num_train_epochs = inf: expected a number above 0"),
+            (|c| c.temperature = 0.0, "temperature = 0: expected a number above 0"),
+            (|c| c.gamma = 1.5, "gamma = 1.5: expected a number from 0 to 1"),
+            (|c| c.lam = f64::NAN, "lam = NaN: expected a number from 0 to 1"),
+            (|c| c.cliprange = 0.0, "cliprange = 0: expected a number above 0"),
+            (|c| c.cliprange_value = -0.2, "cliprange_value = -0.2: expected a number above 0"),
+            (|c| c.missing_eos_penalty = Some(-1.0), "missing_eos_penalty = -1: expected a number of 0 or more"),
+            (|c| c.stop_token_id = Some(-1), "stop_token_id = -1: expected a token id, 0 or more"),
+            (|c| c.learning_rate = f64::NAN, "learning_rate = NaN: expected a number of 0 or more"),
+            (|c| c.optimizer.adam_beta2 = 1.0, "adam_beta2 = 1: expected a number from 0 to below 1"),
+            (|c| c.run.num_threads = Some(0), "num_threads = 0: expected at least 1"),
+        ];
+        for (change, message) in changes {
+            let mut config = ppo();
+            change(&mut config);
+            assert_eq!(usage_of(config.plan(10)), message);
+        }
+    }
+
+    #[test]
+    fn sft_starts_from_a_model_or_from_a_shape_with_a_tokenizer() {
+        SftConfig::new("m", "d", "o").check().unwrap();
+        SftConfig::from_scratch("c", "t", "d", "o").check().unwrap();
+        let mut config = SftConfig::new("m", "d", "o");
+        config.config_name = Some("c".into());
+        assert_eq!(
+            usage_of(config.check()),
+            "model_name_or_path = m and config_name = c exclude each other: set one of them"
+        );
+        config.model_name_or_path = None;
+        assert_eq!(
+            usage_of(config.check()),
+            "config_name = c needs tokenizer_name: a configuration brings no tokenizer"
+        );
+        config.config_name = None;
+        assert_eq!(usage_of(config.check()), "set model_name_or_path, or config_name to start from random weights");
+    }
+
+    #[test]
+    fn a_train_plan_counts_the_short_last_batch_of_each_epoch() {
+        let mut config = RewardConfig::new("m", "d", "o");
+        config.gradient_accumulation_steps = 2;
+        // 20 pairs, 16 an update: 2 updates an epoch, as transformers counts them.
+        let plan = TrainPlan { batch_size: 16, updates_per_epoch: 2, num_updates: 6 };
+        assert_eq!(config.plan(20).unwrap(), plan);
+        config.num_train_epochs = 0.6;
+        assert_eq!(config.plan(20).unwrap().num_updates, 2); // 1.2 rounded up.
+        config.max_steps = Some(100);
+        assert_eq!(config.plan(20).unwrap().num_updates, 100);
+        assert_eq!(usage_of(config.plan(0)), "rows of the dataset = 0: expected at least 1");
+    }
+
+    #[test]
+    fn generation_refuses_two_sources_of_prompts_and_equal_answers() {
+        let mut config = GenerateConfig::new("m");
+        config.temperature = 0.0;
+        config.check().unwrap();
+        config.num_return_sequences = 2;
+        assert!(usage_of(config.check()).starts_with("num_return_sequences = 2 would give equal answers"));
+        config.num_return_sequences = 1;
+        config.prompts = vec!["a".into(), "b".into()];
+        config.dataset_name = Some("d.jsonl".into());
+        assert_eq!(
+            usage_of(config.check()),
+            "dataset_name = d.jsonl and 2 prompts of your own exclude each other: give one of them"
+        );
+    }
+}
