@@ -324,7 +324,8 @@ fn one_line(error: &clap::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rlhf::config::{KlEstimator, LrSchedulerType, OutputFormat, ReportTo, ScorePosition, StopToken};
+    use rlhf::config::{LrSchedulerType, OutputFormat, ReportTo, StopToken};
+    use rlhf::ppo::{KlEstimator, ScorePosition};
 
     use super::*;
 

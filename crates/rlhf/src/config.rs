@@ -8,10 +8,11 @@ use std::any::TypeId;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use clap::builder::ValueParser;
+use clap::builder::{PossibleValue, ValueParser};
 use clap::{Arg, ArgAction, Args, Command, ValueEnum};
 use serde::Serialize;
 
+use crate::ppo::{KlEstimator, ScorePosition};
 use crate::{Error, Result};
 
 const MODELS: &str = "Models";
@@ -397,27 +398,6 @@ pub enum StopToken {
     Eos,
 }
 
-/// How the KL between policy and reference is estimated from one sampled token, with r = log p(ref) - log p(policy).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum KlEstimator {
-    /// -r: unbiased; single tokens may be negative.
-    K1,
-    /// exp(r) - 1 - r: unbiased, of less variance, never negative.
-    K3,
-}
-
-/// The response slot that gets the score of the reward model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum ScorePosition {
-    /// One slot after the stop token; the last token of a full-width answer.
-    AfterStop,
-    /// The last token of the answer.
-    LastToken,
-}
-
 /// The learning rate's course after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
@@ -780,6 +760,33 @@ fn defaults<C: Args>() -> C {
         .mut_args(|arg| if arg.is_required_set() { arg.required(false).default_value(".") } else { arg })
         .get_matches_from(std::iter::empty::<&str>());
     C::from_arg_matches(&matches).expect("every flag has a default that it accepts")
+}
+
+// By hand, because `ppo` knows tensors only.
+impl ValueEnum for KlEstimator {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::K1, Self::K3]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::K1 => "k1",
+            Self::K3 => "k3",
+        }))
+    }
+}
+
+impl ValueEnum for ScorePosition {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::AfterStop, Self::LastToken]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::AfterStop => "after_stop",
+            Self::LastToken => "last_token",
+        }))
+    }
 }
 
 /// A type that flags have, read from text.
