@@ -8,7 +8,7 @@ use std::any::TypeId;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use clap::builder::ValueParser;
+use clap::builder::{PossibleValue, ValueParser};
 use clap::{Arg, ArgAction, Args, Command, ValueEnum};
 use serde::Serialize;
 
@@ -484,6 +484,9 @@ impl PpoConfig {
         at_least_one("response_length", self.response_length)?;
         at_least_one("num_ppo_epochs", self.num_ppo_epochs)?;
         at_least_one("local_rollout_forward_batch_size", self.local_rollout_forward_batch_size)?;
+        if let Some(episodes) = self.total_episodes {
+            at_least_one("total_episodes", episodes)?;
+        }
         above_zero("num_train_epochs", self.num_train_epochs)?;
         above_zero("temperature", self.temperature)?;
         above_zero("cliprange", self.cliprange)?;
@@ -511,16 +514,12 @@ impl PpoConfig {
         self.check()?;
         let (batch_size, mini_batch_size) = self.batch_sizes()?;
         // As TRL: the fraction of an episode is dropped. The cast saturates.
-        let total_episodes =
-            self.total_episodes.unwrap_or_else(|| (self.num_train_epochs * num_prompts as f64) as usize);
+        let total_episodes = self.total_episodes.unwrap_or((self.num_train_epochs * num_prompts as f64) as usize);
         if total_episodes == 0 {
-            return usage(match self.total_episodes {
-                Some(_) => "total_episodes = 0: expected at least 1".to_string(),
-                None => format!(
-                    "total_episodes = num_train_epochs * prompts = {} * {num_prompts} is less than 1: nothing to train on",
-                    self.num_train_epochs
-                ),
-            });
+            return usage(format!(
+                "total_episodes = num_train_epochs * prompts = {} * {num_prompts} is less than 1: nothing to train on",
+                self.num_train_epochs
+            ));
         }
         let num_total_batches = total_episodes.div_ceil(batch_size);
         Ok(PpoPlan {
@@ -763,6 +762,33 @@ fn defaults<C: Args>() -> C {
     C::from_arg_matches(&matches).expect("every flag has a default that it accepts")
 }
 
+// By hand, because `ppo` knows tensors only.
+impl ValueEnum for KlEstimator {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::K1, Self::K3]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::K1 => "k1",
+            Self::K3 => "k3",
+        }))
+    }
+}
+
+impl ValueEnum for ScorePosition {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::AfterStop, Self::LastToken]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::AfterStop => "after_stop",
+            Self::LastToken => "last_token",
+        }))
+    }
+}
+
 /// A type that flags have, read from text.
 trait Setting: Clone + Send + Sync + Sized + 'static {
     /// What stands for a value in `--help`.
@@ -942,4 +968,256 @@ fn train_plan(
     let updates_per_epoch = num_rows.div_ceil(batch_size);
     let num_updates = max_steps.unwrap_or_else(|| (num_train_epochs * updates_per_epoch as f64).ceil() as usize);
     Ok(TrainPlan { batch_size, updates_per_epoch, num_updates })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn ppo() -> PpoConfig {
+        PpoConfig::new("policy", "judge", "prompts.jsonl", "out")
+    }
+
+    #[track_caller]
+    fn usage_of<T: std::fmt::Debug>(result: Result<T>) -> String {
+        let error = result.unwrap_err();
+        assert_eq!(error.exit_code(), 2, "{error}");
+        error.to_string()
+    }
+
+    /// What both trainers inherit from transformers' TrainingArguments; TRL turns bf16 and gradient checkpointing on.
+    fn inherited() -> serde_json::Value {
+        json!({
+            "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
+            "dataset_train_split": "train", "dataset_test_split": "test",
+            "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
+            "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
+            "seed": 42, "bf16": false, "gradient_checkpointing": false, "report_to": "none",
+            "num_threads": null, "disable_tqdm": false,
+        })
+    }
+
+    #[track_caller]
+    fn assert_settings(config: &impl Serialize, mut expected: serde_json::Value) {
+        let inherited = inherited();
+        let found = serde_json::to_value(config).unwrap();
+        let expected = expected.as_object_mut().unwrap();
+        if expected.contains_key("output_dir") {
+            expected.extend(inherited.as_object().unwrap().clone());
+        }
+        let sorted = |map: &serde_json::Map<String, serde_json::Value>| {
+            map.iter().map(|(key, value)| format!("{key}: {value}")).collect::<std::collections::BTreeSet<_>>()
+        };
+        assert_eq!(sorted(found.as_object().unwrap()), sorted(expected));
+    }
+
+    #[test]
+    fn defaults_are_those_of_trl_1_11() {
+        assert_settings(
+            &ppo(),
+            json!({
+                "model_name_or_path": null, "sft_model_path": "policy", "reward_model_path": "judge",
+                "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
+                "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
+                "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
+                "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
+                "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
+                "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
+                "score_position": "after_stop",
+            }),
+        );
+        assert_settings(
+            &SftConfig::new("m", "d", "o"),
+            json!({
+                "model_name_or_path": "m", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
+                "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
+                "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
+            }),
+        );
+        assert_settings(
+            &RewardConfig::new("m", "d", "o"),
+            json!({
+                "model_name_or_path": "m", "new_reward_head": false, "dataset_name": "d", "eval_dataset_name": null,
+                "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null, "max_length": 1024,
+                "logging_steps": 10, "center_rewards_coefficient": null, "learning_rate": 1e-4,
+            }),
+        );
+        assert_settings(
+            &GenerateConfig::new("m"),
+            json!({
+                "model_name_or_path": "m", "prompts": [], "dataset_name": null, "output_file": null,
+                "output_format": null, "max_new_tokens": 53, "temperature": 1.0, "greedy": false, "top_k": 0,
+                "top_p": 1.0, "num_return_sequences": 1, "stop_token_id": null, "ignore_eos": false,
+                "batch_size": 32, "seed": 42, "num_threads": null,
+            }),
+        );
+    }
+
+    #[test]
+    fn a_ppo_plan_rounds_up_to_whole_updates() {
+        let mut config = ppo();
+        config.gradient_accumulation_steps = 4;
+        config.num_mini_batches = 2;
+        config.total_episodes = Some(1000);
+        let plan = config.plan(50).unwrap();
+        // 8 * 4 = 32 answers an update; 1000 / 32 = 31.25; 32 updates / 10 tables = 3.2.
+        assert_eq!(
+            plan,
+            PpoPlan {
+                batch_size: 32,
+                mini_batch_size: 16,
+                micro_batch_size: 8,
+                total_episodes: 1000,
+                num_total_batches: 32,
+                sample_every: Some(3),
+            }
+        );
+    }
+
+    #[test]
+    fn epochs_times_prompts_are_the_episodes_when_none_are_given() {
+        let mut config = ppo();
+        config.num_train_epochs = 2.5;
+        let plan = config.plan(101).unwrap();
+        assert_eq!((plan.total_episodes, plan.num_total_batches), (252, 32)); // 252.5 is cut; 252 / 8 = 31.5.
+        assert_eq!(
+            usage_of(config.plan(0)),
+            "total_episodes = num_train_epochs * prompts = 2.5 * 0 is less than 1: nothing to train on"
+        );
+    }
+
+    #[test]
+    fn a_micro_batch_is_never_larger_than_a_mini_batch() {
+        let mut config = ppo();
+        config.num_mini_batches = 4;
+        let plan = config.plan(8).unwrap();
+        assert_eq!((plan.mini_batch_size, plan.micro_batch_size), (2, 2));
+    }
+
+    #[test]
+    fn tables_come_each_update_at_most_or_never() {
+        let mut config = ppo();
+        config.total_episodes = Some(24);
+        assert_eq!(config.plan(1).unwrap().sample_every, Some(1));
+        config.num_sample_generations = 0;
+        assert_eq!(config.plan(1).unwrap().sample_every, None);
+    }
+
+    #[test]
+    fn mini_batches_that_do_not_divide_the_batch_name_the_nearest_that_do() {
+        let refused = |rows, accumulated, parts| {
+            let mut config = ppo();
+            config.per_device_train_batch_size = rows;
+            config.gradient_accumulation_steps = accumulated;
+            config.num_mini_batches = parts;
+            usage_of(config.plan(100))
+        };
+        assert_eq!(
+            refused(8, 3, 5),
+            "batch size = per_device_train_batch_size * gradient_accumulation_steps = 8 * 3 = 24 is not a multiple of \
+             num_mini_batches = 5; the nearest that divide it are 4 and 6"
+        );
+        assert_eq!(
+            refused(2, 2, 5),
+            "batch size = per_device_train_batch_size * gradient_accumulation_steps = 2 * 2 = 4 is not a multiple of \
+             num_mini_batches = 5; the nearest that divides it is 4"
+        );
+    }
+
+    #[test]
+    fn two_stop_tokens_exclude_each_other() {
+        let mut config = ppo();
+        config.stop_token = Some(StopToken::Eos);
+        config.stop_token_id = Some(50256);
+        assert_eq!(
+            usage_of(config.check()),
+            "stop_token = eos and stop_token_id = 50256 exclude each other: set one of them"
+        );
+    }
+
+    #[test]
+    fn a_missing_eos_penalty_needs_no_stop_token() {
+        let mut config = ppo();
+        config.missing_eos_penalty = Some(1.0);
+        config.check().unwrap(); // It then looks for the tokenizer's end-of-sequence token.
+    }
+
+    #[test]
+    fn values_out_of_range_are_refused_by_name() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 16] = [
+            (|c| c.per_device_train_batch_size = 0, "per_device_train_batch_size = 0: expected at least 1"),
+            (|c| c.gradient_accumulation_steps = 0, "gradient_accumulation_steps = 0: expected at least 1"),
+            (|c| c.num_mini_batches = 0, "num_mini_batches = 0: expected at least 1"),
+            (|c| c.response_length = 0, "response_length = 0: expected at least 1"),
+            (|c| c.total_episodes = Some(0), "total_episodes = 0: expected at least 1"),
+            (|c| c.num_train_epochs = f64::INFINITY, "num_train_epochs = inf: expected a number above 0"),
+            (|c| c.temperature = 0.0, "temperature = 0: expected a number above 0"),
+            (|c| c.gamma = 1.5, "gamma = 1.5: expected a number from 0 to 1"),
+            (|c| c.lam = f64::NAN, "lam = NaN: expected a number from 0 to 1"),
+            (|c| c.cliprange = 0.0, "cliprange = 0: expected a number above 0"),
+            (|c| c.cliprange_value = -0.2, "cliprange_value = -0.2: expected a number above 0"),
+            (|c| c.missing_eos_penalty = Some(-1.0), "missing_eos_penalty = -1: expected a number of 0 or more"),
+            (|c| c.stop_token_id = Some(-1), "stop_token_id = -1: expected a token id, 0 or more"),
+            (|c| c.learning_rate = f64::NAN, "learning_rate = NaN: expected a number of 0 or more"),
+            (|c| c.optimizer.adam_beta2 = 1.0, "adam_beta2 = 1: expected a number from 0 to below 1"),
+            (|c| c.run.num_threads = Some(0), "num_threads = 0: expected at least 1"),
+        ];
+        for (change, message) in changes {
+            let mut config = ppo();
+            change(&mut config);
+            assert_eq!(usage_of(config.plan(10)), message);
+        }
+    }
+
+    #[test]
+    fn sft_starts_from_a_model_or_from_a_shape_with_a_tokenizer() {
+        SftConfig::new("m", "d", "o").check().unwrap();
+        SftConfig::from_scratch("c", "t", "d", "o").check().unwrap();
+        let mut config = SftConfig::new("m", "d", "o");
+        config.config_name = Some("c".into());
+        assert_eq!(
+            usage_of(config.check()),
+            "model_name_or_path = m and config_name = c exclude each other: set one of them"
+        );
+        config.model_name_or_path = None;
+        assert_eq!(
+            usage_of(config.check()),
+            "config_name = c needs tokenizer_name: a configuration brings no tokenizer"
+        );
+        config.config_name = None;
+        assert_eq!(usage_of(config.check()), "set model_name_or_path, or config_name to start from random weights");
+    }
+
+    #[test]
+    fn a_train_plan_counts_the_short_last_batch_of_each_epoch() {
+        let mut config = RewardConfig::new("m", "d", "o");
+        config.gradient_accumulation_steps = 2;
+        // 20 pairs, 16 an update: 2 updates an epoch, as transformers counts them.
+        let plan = TrainPlan { batch_size: 16, updates_per_epoch: 2, num_updates: 6 };
+        assert_eq!(config.plan(20).unwrap(), plan);
+        config.num_train_epochs = 0.6;
+        assert_eq!(config.plan(20).unwrap().num_updates, 2); // 1.2 rounded up.
+        config.max_steps = Some(100);
+        assert_eq!(config.plan(20).unwrap().num_updates, 100);
+        assert_eq!(usage_of(config.plan(0)), "rows of the dataset = 0: expected at least 1");
+    }
+
+    #[test]
+    fn generation_refuses_two_sources_of_prompts_and_equal_answers() {
+        let mut config = GenerateConfig::new("m");
+        config.temperature = 0.0;
+        config.check().unwrap();
+        config.num_return_sequences = 2;
+        assert!(usage_of(config.check()).starts_with("num_return_sequences = 2 would give equal answers"));
+        config.num_return_sequences = 1;
+        config.prompts = vec!["a".into(), "b".into()];
+        config.dataset_name = Some("d.jsonl".into());
+        assert_eq!(
+            usage_of(config.check()),
+            "dataset_name = d.jsonl and 2 prompts of your own exclude each other: give one of them"
+        );
+    }
 }

@@ -1,0 +1,679 @@
+//! The command line and the configuration file, as typed: what they say becomes one configuration, resolved nowhere else.
+//!
+//! The file's values become the defaults of the flags, so a flag wins over the file, and both go through the same parsers.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use clap::builder::ValueParser;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
+use rlhf::config::{self, GenerateConfig, PpoConfig, RewardConfig, SftConfig};
+use rlhf::{Error, Result};
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_saphyr::Spanned;
+
+/// A command with its configuration, checked.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Task {
+    Sft(SftConfig),
+    Reward(RewardConfig),
+    Ppo(PpoConfig),
+    Generate(GenerateConfig),
+}
+
+/// Why there is no task.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// Help or the version was asked for.
+    Help(clap::Error),
+    /// The command line or the file is wrong.
+    Error(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Stop::Error(error)
+    }
+}
+
+impl From<clap::Error> for Stop {
+    fn from(error: clap::Error) -> Self {
+        match error.kind() {
+            ErrorKind::DisplayHelp
+            | ErrorKind::DisplayVersion
+            | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Stop::Help(error),
+            _ => Stop::Error(Error::Usage(one_line(&error))),
+        }
+    }
+}
+
+/// Reads a command line, program name first, and the file that its `--config` names.
+pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Task, Stop> {
+    let args = normalise(args, &rlhf_command());
+    // The first pass finds `--config`, which may hold what is required.
+    let lenient = rlhf_command().mut_subcommands(|command| command.mut_args(|arg| arg.required(false)));
+    let matches = match lenient.try_get_matches_from(&args) {
+        Ok(matches) => matches,
+        // Help and errors are worded for the command as it is.
+        Err(error) => return Err(rlhf_command().try_get_matches_from(&args).err().unwrap_or(error).into()),
+    };
+    let file = matches.subcommand().and_then(|(name, flags)| Some((name, flags.get_one::<PathBuf>("config")?)));
+    let mut strict = rlhf_command();
+    if let Some((name, path)) = file {
+        let settings = read_config(path, strict.find_subcommand(name).expect("clap matched it"))?;
+        strict = strict.mut_subcommand(name, |command| settings.into_iter().fold(command, set_default));
+    }
+    let mut matches = strict.try_get_matches_from(&args)?;
+    let (name, flags) = matches.remove_subcommand().expect("a command is required");
+    let task = Task::new(&name, &flags)?;
+    task.check()?;
+    Ok(task)
+}
+
+impl Task {
+    fn new(name: &str, flags: &ArgMatches) -> Result<Self, clap::Error> {
+        Ok(match name {
+            "sft" => Task::Sft(SftConfig::from_arg_matches(flags)?),
+            "reward" => Task::Reward(RewardConfig::from_arg_matches(flags)?),
+            "ppo" => Task::Ppo(PpoConfig::from_arg_matches(flags)?),
+            _ => Task::Generate(GenerateConfig::from_arg_matches(flags)?),
+        })
+    }
+
+    fn check(&self) -> Result<()> {
+        match self {
+            Task::Sft(config) => config.check(),
+            Task::Reward(config) => config.check(),
+            Task::Ppo(config) => config.check(),
+            Task::Generate(config) => config.check(),
+        }
+    }
+}
+
+fn rlhf_command() -> Command {
+    let commands = [
+        config::command::<SftConfig>("sft").about("Fine-tune a language model on texts or demonstrations").after_help(
+            "Example:\n\
+             \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft",
+        ),
+        config::command::<RewardConfig>("reward").about("Train a reward model on preference pairs").after_help(
+            "Example:\n\
+             \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
+             \x20     --dataset_name pairs.jsonl --output_dir runs/reward",
+        ),
+        config::command::<PpoConfig>("ppo").about("Train a language model with PPO against a reward model").after_help(
+            "Example:\n\
+             \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
+             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo",
+        ),
+        config::command::<GenerateConfig>("generate")
+            .about("Answer prompts with a language model")
+            .after_help("Example:\n  rlhf generate --model_name_or_path runs/ppo \"The film was\""),
+    ];
+    let file = Arg::new("config")
+        .long("config")
+        .value_name("FILE")
+        .value_parser(ValueParser::path_buf())
+        .help("YAML file of settings, named as the flags are; a flag wins over the file");
+    // One form of help: the long one would take a paragraph per flag.
+    let help = Arg::new("help").short('h').long("help").action(ArgAction::HelpShort).help("Print help");
+    Command::new("rlhf")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("RLHF with PPO for language models: supervised fine-tuning, a reward model, then PPO.")
+        .after_help(
+            "From a language model to a tuned one; models are Hugging Face folders, data is JSONL:\n\
+             \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft\n\
+             \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
+             \x20     --dataset_name pairs.jsonl --output_dir runs/reward\n\
+             \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
+             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo\n\
+             \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\n\
+             Every training run leaves its settings in run.yaml; `rlhf ppo --config run.yaml` repeats it.\n\
+             `rlhf COMMAND --help` explains the flags.",
+        )
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .disable_help_subcommand(true)
+        .subcommands(commands)
+        .mut_subcommands(|command| command.disable_help_flag(true).args([file.clone(), help.clone()]))
+}
+
+/// Dashes in flag names become underscores, and `--flag true` becomes `--flag=true` where the flag may also stand alone.
+/// Values and whatever follows `--` stay as they are.
+fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<OsString> {
+    let flag =
+        |name: &str| rlhf.get_subcommands().flat_map(Command::get_arguments).find(|a| a.get_long() == Some(name));
+    let mut args = args.into_iter().peekable();
+    let mut normal = Vec::new();
+    while let Some(arg) = args.next() {
+        let Some(text) = arg.to_str().and_then(|text| text.strip_prefix("--")) else {
+            normal.push(arg);
+            continue;
+        };
+        if text.is_empty() {
+            normal.push(arg);
+            normal.extend(args);
+            break;
+        }
+        let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
+        let name = name.replace('-', "_");
+        let mut word = OsString::from(format!("--{name}"));
+        if let Some(value) = value {
+            word.push("=");
+            word.push(value);
+        } else if let Some(flag) = flag(&name).filter(|flag| flag.is_require_equals_set())
+            && let Some(value) = args.next_if(|next| next.to_str().is_some_and(|next| refusal(flag, next).is_none()))
+        {
+            word.push("=");
+            word.push(value);
+        }
+        normal.push(word);
+    }
+    normal
+}
+
+/// Flags that are no keys of a configuration file.
+const NOT_SETTINGS: [&str; 2] = ["config", "help"];
+
+/// One setting of a configuration file; no values stand for `null`.
+struct Setting {
+    key: String,
+    line: u64,
+    values: Vec<String>,
+}
+
+fn set_default(command: Command, setting: Setting) -> Command {
+    command.mut_arg(setting.key, |arg| arg.required(false).default_values(setting.values))
+}
+
+/// Reads the settings of `command` from the YAML file `path`, each one accepted by its flag.
+fn read_config(path: &Path, command: &Command) -> Result<Vec<Setting>> {
+    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let flag = |key: &str| command.get_arguments().find(|arg| arg.get_id() == key && !NOT_SETTINGS.contains(&key));
+    let usage = |line: u64, message: String| Error::Usage(format!("{}:{line}: {message}", path.display()));
+    let mut settings: Vec<Setting> = Vec::new();
+    for setting in read_yaml(&text, flag).map_err(|(line, message)| usage(line, message))? {
+        let Setting { key, line, values } = &setting;
+        let Some(arg) = flag(key) else {
+            let names =
+                command.get_arguments().map(|arg| arg.get_id().as_str()).filter(|name| !NOT_SETTINGS.contains(name));
+            let hint = match nearest(key, names) {
+                Some(name) => format!("did you mean `{name}`?"),
+                None => format!("`rlhf {} --help` lists the flags, whose names are the keys", command.get_name()),
+            };
+            return Err(usage(*line, format!("unknown key `{key}`; {hint}")));
+        };
+        if settings.iter().any(|earlier| earlier.key == *key) {
+            return Err(usage(*line, format!("`{key}` is set twice")));
+        }
+        for value in values {
+            if let Some(expected) = refusal(arg, value) {
+                return Err(usage(*line, format!("`{key}`: {expected}, found `{value}`")));
+            }
+        }
+        settings.push(setting);
+    }
+    settings.retain(|setting| !setting.values.is_empty());
+    Ok(settings)
+}
+
+/// The settings of a YAML document in its order, or the line and the message of its first error. Keys may have dashes.
+fn read_yaml<'c>(text: &str, flag: impl Fn(&str) -> Option<&'c Arg>) -> Result<Vec<Setting>, (u64, String)> {
+    /// `reading` is the key, its line and whether a list belongs there, while its value is read.
+    struct Settings<'a, F> {
+        flag: F,
+        reading: &'a mut Option<(String, u64, bool)>,
+    }
+    impl<'de, 'c, F: Fn(&str) -> Option<&'c Arg>> Visitor<'de> for Settings<'_, F> {
+        type Value = Vec<Setting>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("settings")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Vec<Setting>, A::Error> {
+            let mut settings = Vec::new();
+            while let Some(key) = map.next_key::<Spanned<String>>()? {
+                let (key, line) = (key.value.replace('-', "_"), key.referenced.line());
+                let arg = (self.flag)(&key);
+                let list = arg.is_some_and(|arg| matches!(arg.get_action(), ArgAction::Append));
+                *self.reading = Some((key.clone(), line, list));
+                let values = match arg {
+                    Some(_) if list => map.next_value::<Option<Vec<String>>>()?.unwrap_or_default(),
+                    Some(_) => map.next_value::<Option<String>>()?.into_iter().collect(),
+                    None => map.next_value::<IgnoredAny>().map(|_| Vec::new())?,
+                };
+                *self.reading = None;
+                settings.push(Setting { key, line, values });
+            }
+            Ok(settings)
+        }
+    }
+    let options = serde_saphyr::options! { with_snippet: false };
+    let mut reading = None;
+    serde_saphyr::with_deserializer_from_str_with_options(text, options, |yaml| {
+        yaml.deserialize_map(Settings { flag, reading: &mut reading })
+    })
+    .map_err(|error| {
+        let line = error.location().map_or(1, |location| location.line());
+        match (error, reading) {
+            (serde_saphyr::Error::Unexpected { .. }, Some((key, line, true))) => {
+                (line, format!("`{key}`: expected a list of texts, found something else"))
+            }
+            (serde_saphyr::Error::Unexpected { .. }, Some((key, line, false))) => {
+                (line, format!("`{key}`: expected one value, found a list or a map"))
+            }
+            (serde_saphyr::Error::Unexpected { .. }, None) => (line, "expected lines of the form `key: value`".into()),
+            (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => {
+                (line, format!("`{key}` is set twice"))
+            }
+            (serde_saphyr::Error::MultipleDocuments { .. }, _) => {
+                (line, "expected one YAML document, found two".into())
+            }
+            (error, _) => {
+                let message = error.to_string();
+                let message = message.split(" at line ").next().unwrap_or_default();
+                (line, format!("not valid YAML: {message}"))
+            }
+        }
+    })
+}
+
+/// What `arg` expected, if it does not accept `value`.
+fn refusal(arg: &Arg, value: &str) -> Option<String> {
+    let probe = Arg::new("value").value_parser(arg.get_value_parser().clone());
+    let error = Command::new("probe").no_binary_name(true).arg(probe).try_get_matches_from(["--", value]).err()?;
+    Some(match (error.get(ContextKind::ValidValue), std::error::Error::source(&error)) {
+        (Some(ContextValue::Strings(names)), _) => format!("expected one of {}", names.join(", ")),
+        (_, Some(expected)) => expected.to_string(),
+        _ => "expected another value".to_string(),
+    })
+}
+
+/// The name most like `key`, if any is like it.
+fn nearest<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    names
+        .map(|name| (strsim::jaro_winkler(key, name), name))
+        .filter(|&(likeness, _)| likeness > 0.8)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, name)| name)
+}
+
+/// clap's message and tip without its usage block, which here would be a list of fifty flags.
+fn one_line(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let text = text.split("\n\nUsage:").next().unwrap_or_default();
+    let text = text.split("\n\nFor more information").next().unwrap_or_default();
+    let mut line = String::new();
+    for part in text.trim_start_matches("error: ").lines().map(str::trim).filter(|part| !part.is_empty()) {
+        line += match line.chars().last() {
+            None => "",
+            Some(':') => " ",
+            Some(_) if part.starts_with('[') => " ",
+            Some(_) if part.starts_with("--") => ", ",
+            Some(_) => "; ",
+        };
+        line += part;
+    }
+    if error.kind() == ErrorKind::InvalidSubcommand && !line.contains("tip:") {
+        line += "; the commands are sft, reward, ppo and generate";
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use rlhf::config::{LrSchedulerType, OutputFormat, ReportTo, StopToken};
+    use rlhf::ppo::{KlEstimator, ScorePosition};
+
+    use super::*;
+
+    const PPO: [&str; 9] = [
+        "ppo",
+        "--sft_model_path",
+        "policy",
+        "--reward_model_path",
+        "judge",
+        "--dataset_name",
+        "prompts.jsonl",
+        "--output_dir",
+        "out",
+    ];
+
+    fn parse_words(words: &[&str]) -> Result<Task, String> {
+        parse(["rlhf"].iter().chain(words).map(OsString::from)).map_err(|stop| match stop {
+            Stop::Help(help) => help.to_string(),
+            Stop::Error(error) => error.to_string(),
+        })
+    }
+
+    #[track_caller]
+    fn ppo(words: &[&str]) -> PpoConfig {
+        match parse_words(&[&PPO[..], words].concat()).unwrap() {
+            Task::Ppo(config) => config,
+            task => panic!("not ppo: {task:?}"),
+        }
+    }
+
+    #[track_caller]
+    fn ppo_error(words: &[&str]) -> String {
+        parse_words(&[&PPO[..], words].concat()).unwrap_err()
+    }
+
+    /// What the words say together with a configuration file of this text; its path is taken out of error messages.
+    fn with_file(text: &str, words: &[&str]) -> Result<Task, String> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        let path = file.path().to_str().unwrap();
+        parse_words(&[words, &["--config", path]].concat()).map_err(|error| error.replace(path, "run.yaml"))
+    }
+
+    #[track_caller]
+    fn file_error(text: &str) -> String {
+        with_file(text, &PPO).unwrap_err()
+    }
+
+    #[test]
+    fn clap_finds_no_fault_with_the_commands() {
+        rlhf_command().debug_assert();
+    }
+
+    #[test]
+    fn the_command_line_is_frozen() {
+        let flags = |name: &str| {
+            let command = rlhf_command();
+            let command = command.find_subcommand(name).unwrap();
+            command.get_arguments().map(|arg| arg.get_id().as_str()).collect::<Vec<_>>().join(" ")
+        };
+        let optimizer = "learning_rate lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon \
+                         max_grad_norm";
+        let run = "output_dir overwrite_output_dir seed bf16 gradient_checkpointing report_to num_threads disable_tqdm \
+                   config help";
+        let data = "dataset_name dataset_train_split dataset_test_split";
+        let steps = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
+                     num_train_epochs max_steps logging_steps";
+        assert_eq!(
+            flags("ppo"),
+            format!(
+                "model_name_or_path sft_model_path reward_model_path value_model_path new_reward_head {data} \
+                 per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
+                 local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
+                 response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
+                 score_position kl_coef kl_estimator whiten_rewards gamma lam cliprange cliprange_value vf_coef \
+                 {optimizer} {run}"
+            )
+        );
+        assert_eq!(
+            flags("sft"),
+            format!(
+                "model_name_or_path config_name tokenizer_name {data} eval_dataset_name max_length {steps} \
+                 completion_only_loss {optimizer} {run}"
+            )
+        );
+        assert_eq!(
+            flags("reward"),
+            format!(
+                "model_name_or_path new_reward_head {data} eval_dataset_name max_length {steps} \
+                 center_rewards_coefficient {optimizer} {run}"
+            )
+        );
+        assert_eq!(
+            flags("generate"),
+            "model_name_or_path prompts dataset_name output_file overwrite_output_file output_format max_new_tokens \
+             temperature greedy top_k top_p num_return_sequences stop_token_id ignore_eos batch_size seed num_threads \
+             config help"
+        );
+    }
+
+    #[test]
+    fn every_flag_is_explained_under_a_heading() {
+        for command in rlhf_command().get_subcommands() {
+            for arg in command.get_arguments() {
+                let id = arg.get_id().as_str();
+                assert!(arg.get_help().is_some(), "{id}");
+                assert_eq!(arg.get_help_heading().is_none(), ["config", "help", "prompts"].contains(&id), "{id}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_command_line_has_the_defaults_of_the_constructors() {
+        assert_eq!(ppo(&[]), PpoConfig::new("policy", "judge", "prompts.jsonl", "out"));
+        let data = ["--dataset_name", "d", "--output_dir", "o"];
+        let sft = parse_words(&[&["sft", "--model_name_or_path", "m"], &data[..]].concat()).unwrap();
+        assert_eq!(sft, Task::Sft(SftConfig::new("m", "d", "o")));
+        let scratch = parse_words(&[&["sft", "--config_name", "c", "--tokenizer_name", "t"], &data[..]].concat());
+        assert_eq!(scratch.unwrap(), Task::Sft(SftConfig::from_scratch("c", "t", "d", "o")));
+        let reward = parse_words(&[&["reward", "--model_name_or_path", "m"], &data[..]].concat()).unwrap();
+        assert_eq!(reward, Task::Reward(RewardConfig::new("m", "d", "o")));
+        let generate = parse_words(&["generate", "--model_name_or_path", "m"]).unwrap();
+        assert_eq!(generate, Task::Generate(GenerateConfig::new("m")));
+    }
+
+    #[test]
+    fn dashes_and_underscores_name_the_same_flag_and_values_keep_theirs() {
+        assert_eq!(ppo(&["--num-mini-batches", "2", "--kl_coef=0.5"]).num_mini_batches, 2);
+        assert_eq!(ppo(&["--score-position=last_token"]).score_position, ScorePosition::LastToken);
+        assert_eq!(ppo(&["--value-model-path", "my-value-model"]).value_model_path, Some("my-value-model".into()));
+        assert_eq!(ppo(&["--value-model-path=--a-b=c-d"]).value_model_path, Some("--a-b=c-d".into()));
+        let task = parse_words(&["generate", "--model-name-or-path", "m", "--", "--a-b", "--greedy", "true"]).unwrap();
+        let Task::Generate(config) = task else { panic!("{task:?}") };
+        assert_eq!(config.prompts, ["--a-b", "--greedy", "true"]);
+        assert!(!config.greedy);
+    }
+
+    #[test]
+    fn a_yes_or_no_flag_stands_alone_or_takes_a_word_in_any_case() {
+        for words in [
+            &["--whiten_rewards"][..],
+            &["--whiten-rewards", "true"],
+            &["--whiten_rewards=YES"],
+            &["--whiten_rewards", "1"],
+        ] {
+            assert!(ppo(words).whiten_rewards, "{words:?}");
+        }
+        for words in [&["--whiten_rewards=False"][..], &["--whiten_rewards", "no"], &["--whiten_rewards", "0"]] {
+            assert!(!ppo(words).whiten_rewards, "{words:?}");
+        }
+        assert_eq!(
+            ppo_error(&["--whiten_rewards=maybe"]),
+            "invalid value 'maybe' for '--whiten_rewards[=<BOOL>]': expected true or false"
+        );
+    }
+
+    #[test]
+    fn a_prompt_after_a_yes_or_no_flag_stays_a_prompt() {
+        let task = parse_words(&["generate", "--model_name_or_path", "m", "--greedy", "The film was"]).unwrap();
+        let Task::Generate(config) = task else { panic!("{task:?}") };
+        assert!(config.greedy);
+        assert_eq!(config.prompts, ["The film was"]);
+    }
+
+    #[test]
+    fn none_and_null_unset_what_an_earlier_flag_or_the_file_set() {
+        let words = ["--total_episodes", "8", "--total_episodes", "None", "--stop_token", "eos", "--stop_token=null"];
+        let config = ppo(&words);
+        assert_eq!((config.total_episodes, config.stop_token), (None, None));
+        let words = [&PPO[..], &["--stop_token_id", "none"]].concat();
+        let Task::Ppo(config) = with_file("stop_token_id: 3\n", &words).unwrap() else { panic!() };
+        assert_eq!(config.stop_token_id, None);
+    }
+
+    #[test]
+    fn zero_turns_clipping_off_and_minus_one_steps_are_no_limit_as_in_trl() {
+        assert_eq!(ppo(&["--max_grad_norm", "0"]).optimizer.max_grad_norm, None);
+        assert_eq!(ppo(&["--max_grad_norm", "1.0"]).optimizer.max_grad_norm, Some(1.0));
+        let words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", "--max_steps", "-1"];
+        let task = parse_words(&[&["sft"][..], &words].concat()).unwrap();
+        assert_eq!(task, Task::Sft(SftConfig::new("m", "d", "o")));
+    }
+
+    #[test]
+    fn the_last_flag_wins() {
+        assert_eq!(ppo(&["--seed", "1", "--seed", "2"]).run.seed, 2);
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_the_file_over_the_defaults() {
+        let text = "# a run\nsft_model_path: from-file\nlearning-rate: 1e-5\nseed: 7\nbf16: yes\nkl_estimator: k3\n\
+                    total_episodes: null\ngamma:\nlam: ~\n";
+        let words = ["ppo", "--seed", "8", "--reward_model_path", "r", "--dataset_name", "d", "--output_dir", "o"];
+        let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
+        let mut expected = PpoConfig::new("from-file", "r", "d", "o");
+        expected.learning_rate = 1e-5;
+        expected.run.seed = 8;
+        expected.run.bf16 = true;
+        expected.kl_estimator = KlEstimator::K3;
+        assert_eq!(config, expected);
+        let words = [&words[..], &["--bf16=false"]].concat();
+        let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
+        assert!(!config.run.bf16);
+    }
+
+    #[test]
+    fn prompts_given_as_words_replace_those_of_the_file() {
+        let text = "model_name_or_path: m\nprompts: [from file, 007]\n";
+        let Task::Generate(config) = with_file(text, &["generate"]).unwrap() else { panic!() };
+        assert_eq!(config.prompts, ["from file", "007"]);
+        let Task::Generate(config) = with_file(text, &["generate", "my own"]).unwrap() else { panic!() };
+        assert_eq!(config.prompts, ["my own"]);
+    }
+
+    #[test]
+    fn an_unknown_key_names_the_file_the_line_and_the_nearest_key() {
+        assert_eq!(
+            file_error("seed: 1\nlearning_rat: 1\n"),
+            "run.yaml:2: unknown key `learning_rat`; did you mean `learning_rate`?"
+        );
+        assert_eq!(
+            file_error("zzz: {a: [1]}\n"),
+            "run.yaml:1: unknown key `zzz`; `rlhf ppo --help` lists the flags, whose names are the keys"
+        );
+        assert!(file_error("config: other.yaml\n").starts_with("run.yaml:1: unknown key `config`"));
+    }
+
+    #[test]
+    fn each_fault_of_the_file_is_one_line_with_its_place() {
+        for (text, message) in [
+            ("seed: 1\nseed: 2\n", "run.yaml:2: `seed` is set twice"),
+            ("kl-coef: 1\nkl_coef: 2\n", "run.yaml:2: `kl_coef` is set twice"),
+            ("\nseed: abc\n", "run.yaml:2: `seed`: expected a whole number, 0 or more, found `abc`"),
+            ("kl_coef: .inf\n", "run.yaml:1: `kl_coef`: expected a number, found `.inf`"),
+            ("bf16: maybe\n", "run.yaml:1: `bf16`: expected true or false, found `maybe`"),
+            ("kl_estimator: k2\n", "run.yaml:1: `kl_estimator`: expected one of k1, k3, found `k2`"),
+            ("output_dir: ''\n", "run.yaml:1: `output_dir`: expected a path, found ``"),
+            ("seed:\n  value: 1\n", "run.yaml:1: `seed`: expected one value, found a list or a map"),
+            ("seed: [1]\n", "run.yaml:1: `seed`: expected one value, found a list or a map"),
+            ("- seed\n", "run.yaml:1: expected lines of the form `key: value`"),
+            ("seed\n", "run.yaml:1: expected lines of the form `key: value`"),
+            ("seed: 1\n---\nseed: 2\n", "run.yaml:3: expected one YAML document, found two"),
+            ("seed: 1\n bf16: 1\n", "run.yaml:2: not valid YAML: mapping values are not allowed in this context"),
+        ] {
+            assert_eq!(file_error(text), message);
+        }
+        let missing = parse_words(&["ppo", "--config", "no/such/run.yaml"]).unwrap_err();
+        assert!(missing.starts_with("no/such/run.yaml: cannot read: "), "{missing}");
+    }
+
+    #[test]
+    fn each_fault_of_the_command_line_is_one_line() {
+        for (words, message) in [
+            (
+                &["--learning-rat", "1"][..],
+                "unexpected argument '--learning_rat' found; tip: a similar argument exists: '--learning_rate'",
+            ),
+            (&["--kl_estimator", "k2"], "invalid value 'k2' for '--kl_estimator <NAME>' [possible values: k1, k3]"),
+            (&["--seed", "-1"], "invalid value '-1' for '--seed <N>': expected a whole number, 0 or more"),
+            (&["--learning_rate", "nan"], "invalid value 'nan' for '--learning_rate <X>': expected a number"),
+            (
+                &["--stop_token", "7"],
+                "invalid value '7' for '--stop_token <TOKEN>': expected eos or none; an id goes to stop_token_id",
+            ),
+            (
+                &["--stop_token", "eos", "--stop_token_id", "0"],
+                "stop_token = eos and stop_token_id = 0 exclude each other: set one of them",
+            ),
+        ] {
+            assert_eq!(ppo_error(words), message);
+        }
+        assert_eq!(
+            parse_words(&["reward", "--model_name_or_path", "m"]).unwrap_err(),
+            "the following required arguments were not provided: --dataset_name <PATH>, --output_dir <PATH>"
+        );
+        assert_eq!(
+            parse_words(&["train"]).unwrap_err(),
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo and generate"
+        );
+    }
+
+    #[test]
+    fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
+        let help = parse_words(&["--help"]).unwrap_err();
+        assert!(help.lines().count() <= 25, "{help}");
+        let help = parse_words(&["ppo", "--help"]).unwrap_err();
+        assert!(
+            help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --reward_model_path <PATH>"),
+            "{help}"
+        );
+        assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");
+    }
+
+    #[test]
+    fn a_resolved_configuration_read_back_is_the_same_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.yaml");
+        let reread = |name: &str| parse_words(&[name, "--config", path.to_str().unwrap()]).unwrap();
+
+        config::write_resolved(&PpoConfig::new("a", "b", "c", "d"), &path).unwrap();
+        assert_eq!(reread("ppo"), Task::Ppo(PpoConfig::new("a", "b", "c", "d")));
+
+        let mut ppo = PpoConfig::new("a: b # c", "007", "yes", "~");
+        ppo.value_model_path = Some("1.0".into());
+        ppo.new_reward_head = true;
+        ppo.dataset_test_split = "- 'quoted' \"twice\"".into();
+        ppo.total_episodes = Some(1000);
+        ppo.num_train_epochs = 1.0 / 3.0;
+        ppo.stop_token = Some(StopToken::Eos);
+        ppo.missing_eos_penalty = Some(1.0);
+        ppo.score_position = ScorePosition::LastToken;
+        ppo.kl_estimator = KlEstimator::K3;
+        ppo.learning_rate = 1.41e-5;
+        ppo.optimizer.lr_scheduler_type = LrSchedulerType::ConstantWithWarmup;
+        ppo.optimizer.max_grad_norm = Some(0.1 + 0.2);
+        ppo.run.seed = u64::MAX;
+        ppo.run.report_to = ReportTo::Tensorboard;
+        ppo.run.num_threads = Some(3);
+        config::write_resolved(&ppo, &path).unwrap();
+        assert_eq!(reread("ppo"), Task::Ppo(ppo));
+
+        let mut sft = SftConfig::from_scratch("c.json", "t", "d", "o");
+        sft.completion_only_loss = false;
+        sft.max_steps = Some(5);
+        config::write_resolved(&sft, &path).unwrap();
+        assert_eq!(reread("sft"), Task::Sft(sft));
+
+        let mut reward = RewardConfig::new("m", "d", "o");
+        reward.center_rewards_coefficient = Some(0.01);
+        config::write_resolved(&reward, &path).unwrap();
+        assert_eq!(reread("reward"), Task::Reward(reward));
+
+        let mut generate = GenerateConfig::new("m");
+        generate.prompts =
+            ["two\nlines", "- x", "--greedy", "none", "", " 007 ", "\u{1F3AC} é\t\"'"].map(String::from).into();
+        generate.output_format = Some(OutputFormat::Jsonl);
+        config::write_resolved(&generate, &path).unwrap();
+        assert_eq!(reread("generate"), Task::Generate(generate));
+    }
+
+    #[test]
+    fn consent_to_overwrite_is_never_read_from_a_resolved_configuration() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.yaml");
+        let mut config = PpoConfig::new("a", "b", "c", "d");
+        config.run.overwrite_output_dir = true;
+        config::write_resolved(&config, &path).unwrap();
+        let task = parse_words(&["ppo", "--config", path.to_str().unwrap()]).unwrap();
+        assert_eq!(task, Task::Ppo(PpoConfig::new("a", "b", "c", "d")));
+    }
+}
