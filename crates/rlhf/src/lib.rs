@@ -2,5 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod tensorboard;
 
 pub use error::{Error, Result};
+pub use tensorboard::TensorBoard;
