@@ -20,11 +20,11 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+import transformers
+from safetensors import safe_open
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -78,21 +78,51 @@ def families():
     """Name -> (config, folder of the tokenizer). Every number that can have a default differs from it."""
     common = dict(bos_token_id=0, eos_token_id=0, pad_token_id=1)
     neox = dict(
-        vocab_size=352, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        max_position_embeddings=64, layer_norm_eps=2e-5, hidden_dropout=0.0, attention_dropout=0.0,
-        classifier_dropout=0.0, tie_word_embeddings=False, **common,
-    )  # fmt: skip
+        vocab_size=352,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        layer_norm_eps=2e-5,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        classifier_dropout=0.0,
+        tie_word_embeddings=False,
+        **common,
+    )
     llama = dict(
-        vocab_size=400, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=48, max_position_embeddings=64, rms_norm_eps=2e-5, bos_token_id=1, eos_token_id=2,
-        pad_token_id=3, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )  # fmt: skip
-    rope = lambda share: {"rope_type": "default", "rope_theta": 2000.0, "partial_rotary_factor": share}  # noqa: E731
+        vocab_size=400,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        rms_norm_eps=2e-5,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+
+    def rope(share):
+        return {"rope_type": "default", "rope_theta": 2000.0, "partial_rotary_factor": share}
+
     return {
         "gpt2": (
             GPT2Config(
-                vocab_size=320, n_positions=64, n_embd=32, n_layer=2, n_head=4, n_inner=48, layer_norm_epsilon=2e-5,
-                attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **common,
+                vocab_size=320,
+                n_positions=64,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                n_inner=48,
+                layer_norm_epsilon=2e-5,
+                attn_pdrop=0.0,
+                embd_pdrop=0.0,
+                resid_pdrop=0.0,
+                **common,
             ),
             "gpt2",
         ),
@@ -103,7 +133,7 @@ def families():
         ),
         "llama": (LlamaConfig(tie_word_embeddings=False, **llama), "llama_untied"),
         "llama, tied": (LlamaConfig(tie_word_embeddings=True, **llama), "llama_untied"),
-    }  # fmt: skip
+    }
 
 
 LAYOUTS = {
@@ -140,7 +170,7 @@ def build(folder, family, auto=AutoModelForCausalLM, seed=0, dtype=torch.float32
 
 
 def config_of_transformers_4(config):
-    """The same model in the keys that transformers wrote before 5; those that its first releases lacked are left out."""
+    """The same model in the keys of transformers before 5, without those that its first releases lacked."""
     config = dict(config, transformers_version="4.45.2", torch_dtype=config["dtype"])
     newer = ["dtype", "head_dim", "attention_bias", "mlp_bias", "is_decoder", "add_cross_attention", "pretraining_tp"]
     if config["model_type"] == "gpt2":
@@ -197,7 +227,7 @@ class Once:
         if self.outcome is None:
             try:
                 self.outcome = (self.step(), None)
-            except Exception as error:  # noqa: BLE001 (kept for every check that asks)
+            except Exception as error:
                 self.outcome = (None, error)
         result, error = self.outcome
         if error:
@@ -210,8 +240,18 @@ def generate(model, work):
     output = work / "generated.jsonl"
     output.unlink(missing_ok=True)
     prompts = write_jsonl(work / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    rlhf("generate", "--model_name_or_path", model, "--dataset_name", prompts, "--output_file", output,
-         "--max_new_tokens", NEW_TOKENS, "--greedy")  # fmt: skip
+    rlhf(
+        "generate",
+        "--model_name_or_path",
+        model,
+        "--dataset_name",
+        prompts,
+        "--output_file",
+        output,
+        "--max_new_tokens",
+        NEW_TOKENS,
+        "--greedy",
+    )
     return read_jsonl(output)
 
 
@@ -256,13 +296,17 @@ def greedy_agrees(folder, rows, prompts=PROMPTS):
     expect(len(rows) == len(prompts), f"{len(prompts)} prompts, {len(rows)} answers")
     model, tokenizer = load(AutoModelForCausalLM, folder), AutoTokenizer.from_pretrained(folder)
     worst = 0.0
-    for number, (prompt, row) in enumerate(zip(prompts, rows), 1):
+    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True), 1):
         expect(row["prompt"] == prompt, f"row {number}: prompt {row['prompt']!r}, expected {prompt!r}")
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         whole = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
         expected = whole[0, ids.shape[1] :].tolist()
         expect(row["token_ids"] == expected, f"row {number}: tokens {row['token_ids']}, transformers {expected}")
         stopped = expected[-1] == tokenizer.eos_token_id
@@ -293,9 +337,16 @@ def tokenizer_agrees(folder, source):
 def config_agrees(folder, source):
     """The written config describes the source's architecture to transformers."""
     may_differ = {
-        "_name_or_path", "architectures", "dtype", "transformers_version", "id2label", "label2id", "pad_token_id",
-        "bos_token_id", "eos_token_id",
-    }  # fmt: skip
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "transformers_version",
+        "id2label",
+        "label2id",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+    }
     ours, theirs = (transformers.AutoConfig.from_pretrained(f).to_dict() for f in (folder, source))
     differ = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)} - may_differ
     expect(not differ, ", ".join(f"{k}: {ours.get(k)!r}, the source's {theirs.get(k)!r}" for k in sorted(differ)))
@@ -303,8 +354,10 @@ def config_agrees(folder, source):
 
 def weights_moved(folder, source):
     ours, theirs = tensors(folder), tensors(source)
-    expect(any(not torch.equal(ours[k].float(), theirs[k].float()) for k in ours.keys() & theirs.keys()),
-           "the weights are those of the source: nothing was trained")  # fmt: skip
+    expect(
+        any(not torch.equal(ours[k].float(), theirs[k].float()) for k in ours.keys() & theirs.keys()),
+        "the weights are those of the source: nothing was trained",
+    )
 
 
 def files_present(folder, names):
@@ -326,8 +379,19 @@ def first_loss_agrees(model, work):
     """
     output = work / "scored"
     shutil.rmtree(output, ignore_errors=True)
-    rlhf("reward", "--model_name_or_path", model, "--dataset_name", write_jsonl(work / "pairs.jsonl", PAIRS),
-         "--output_dir", output, "--max_steps", 1, "--per_device_train_batch_size", len(PAIRS))  # fmt: skip
+    rlhf(
+        "reward",
+        "--model_name_or_path",
+        model,
+        "--dataset_name",
+        write_jsonl(work / "pairs.jsonl", PAIRS),
+        "--output_dir",
+        output,
+        "--max_steps",
+        1,
+        "--per_device_train_batch_size",
+        len(PAIRS),
+    )
     scorer, tokenizer = load(AutoModelForSequenceClassification, model), AutoTokenizer.from_pretrained(model)
     scorer.config.pad_token_id = tokenizer.pad_token_id
 
@@ -339,12 +403,14 @@ def first_loss_agrees(model, work):
     margins = torch.stack([score(p["prompt"] + p["chosen"]) - score(p["prompt"] + p["rejected"]) for p in PAIRS])
     expected = -torch.nn.functional.logsigmoid(margins).mean().item()
     found = read_jsonl(output / "metrics.jsonl")[0]["loss"]
-    expect(math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE),
-           f"first loss {found}, by transformers' scores {expected}")  # fmt: skip
+    expect(
+        math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE),
+        f"first loss {found}, by transformers' scores {expected}",
+    )
 
 
 def events_agree(output):
-    """TensorBoard reads exactly what metrics.jsonl holds: each number of each row, under its name, at the row's step."""
+    """TensorBoard reads what metrics.jsonl holds: each number of each row, under its name, at the row's step."""
     rows = read_jsonl(output / "metrics.jsonl")
     expect(len(rows) == 2, f"metrics.jsonl: 2 updates, {len(rows)} rows")
     files = sorted(output.rglob("events.out.tfevents.*"))
@@ -402,30 +468,74 @@ def pipeline_checks(work, family, layout, demonstrations):
     source = Once(lambda: build(work / "source", family, **LAYOUTS[layout]))
 
     def run_sft():
-        rlhf("sft", "--model_name_or_path", source(), "--dataset_name",
-             write_jsonl(work / "demonstrations.jsonl", DEMONSTRATIONS[demonstrations]), "--output_dir", work / "sft",
-             "--max_steps", 2, "--learning_rate", 1e-3)  # fmt: skip
+        rlhf(
+            "sft",
+            "--model_name_or_path",
+            source(),
+            "--dataset_name",
+            write_jsonl(work / "demonstrations.jsonl", DEMONSTRATIONS[demonstrations]),
+            "--output_dir",
+            work / "sft",
+            "--max_steps",
+            2,
+            "--learning_rate",
+            1e-3,
+        )
         return work / "sft"
 
     def run_reward():
-        rlhf("reward", "--model_name_or_path", sft(), "--new_reward_head", "--dataset_name",
-             write_jsonl(work / "pairs.jsonl", PAIRS), "--output_dir", work / "reward", "--max_steps", 2,
-             "--learning_rate", 1e-3)  # fmt: skip
+        rlhf(
+            "reward",
+            "--model_name_or_path",
+            sft(),
+            "--new_reward_head",
+            "--dataset_name",
+            write_jsonl(work / "pairs.jsonl", PAIRS),
+            "--output_dir",
+            work / "reward",
+            "--max_steps",
+            2,
+            "--learning_rate",
+            1e-3,
+        )
         return work / "reward"
 
     def run_ppo():
         prompts = write_jsonl(work / "prompts.jsonl", [{"prompt": p} for p in 4 * PROMPTS])
-        rlhf("ppo", "--sft_model_path", sft(), "--reward_model_path", reward(), "--dataset_name", prompts,
-             "--output_dir", work / "ppo", "--total_episodes", 16, "--per_device_train_batch_size", 8,
-             "--response_length", 8, "--stop_token", "eos", "--learning_rate", 1e-3,
-             "--report_to", "tensorboard")  # fmt: skip
+        rlhf(
+            "ppo",
+            "--sft_model_path",
+            sft(),
+            "--reward_model_path",
+            reward(),
+            "--dataset_name",
+            prompts,
+            "--output_dir",
+            work / "ppo",
+            "--total_episodes",
+            16,
+            "--per_device_train_batch_size",
+            8,
+            "--response_length",
+            8,
+            "--stop_token",
+            "eos",
+            "--learning_rate",
+            1e-3,
+            "--report_to",
+            "tensorboard",
+        )
         return work / "ppo"
 
     sft, reward, ppo = Once(run_sft), Once(run_reward), Once(run_ppo)
     value = Once(lambda: ppo() / "value_model")
     lm, scorer = AutoModelForCausalLM, AutoModelForSequenceClassification
-    outputs = [("sft", sft, source, lm), ("reward", reward, sft, scorer), ("ppo", ppo, sft, lm),
-               ("ppo, value model", value, reward, scorer)]  # fmt: skip
+    outputs = [
+        ("sft", sft, source, lm),
+        ("reward", reward, sft, scorer),
+        ("ppo", ppo, sft, lm),
+        ("ppo, value model", value, reward, scorer),
+    ]
     for name, output, origin, auto in outputs:
         files = MODEL_FILES + (["generation_config.json"] if auto is lm else [])
         # The model card and the tokenizer belong to the folder that people publish: the value model's is inside it.
@@ -469,7 +579,7 @@ def main():
         for claim, check in checks:
             try:
                 check()
-            except Exception as error:  # noqa: BLE001 (any error of a reader is a failed check)
+            except Exception as error:
                 failed += 1
                 kind = "" if isinstance(error, Failure) else f"{type(error).__name__}: "
                 print(f"FAIL  {claim}: {kind}{' '.join(str(error).split())}", flush=True)

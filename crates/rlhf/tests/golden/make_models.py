@@ -15,52 +15,87 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
 )
-from trl.experimental.ppo.ppo_trainer import forward  # noqa: E402
-from trl.experimental.utils import get_reward  # noqa: E402
+from trl.experimental.ppo.ppo_trainer import forward
+from trl.experimental.utils import get_reward
 
 MODELS = Path(__file__).resolve().parent / "models"
 CONTEXT, GREEDY_TOKENS = 7, 16
 
 bytelevel = dict(bos_token_id=0, eos_token_id=0, pad_token_id=1)
 llama = dict(
-    vocab_size=400, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=64, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
-    pad_token_id=3, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-)  # fmt: skip
+    vocab_size=400,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=3,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
 
 # Name -> (config, name of the tokenizer, its size, the model whose tokenizer files are copied, first seed to try).
 SPECS = {
     "gpt2_cls": (
         GPT2Config(
-            vocab_size=320, n_positions=64, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0,
-            resid_pdrop=0.0, num_labels=1, **bytelevel,
+            vocab_size=320,
+            n_positions=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            num_labels=1,
+            **bytelevel,
         ),
-        "bytelevel", 320, "gpt2", 201,
+        "bytelevel",
+        320,
+        "gpt2",
+        201,
     ),
     "llama_untied_cls": (
-        LlamaConfig(tie_word_embeddings=False, num_labels=1, **llama), "llama2", 400, "llama_untied", 202,
+        LlamaConfig(tie_word_embeddings=False, num_labels=1, **llama),
+        "llama2",
+        400,
+        "llama_untied",
+        202,
     ),
     "llama_tied": (LlamaConfig(tie_word_embeddings=True, **llama), "llama2", 400, "llama_untied", 203),
     "gpt_neox_seqres": (
         GPTNeoXConfig(
-            vocab_size=352, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-            max_position_embeddings=64, hidden_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=False,
-            use_parallel_residual=False, **bytelevel,
+            vocab_size=352,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tie_word_embeddings=False,
+            use_parallel_residual=False,
+            **bytelevel,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
         ),
-        "bytelevel", 320, "gpt_neox", 204,
+        "bytelevel",
+        320,
+        "gpt_neox",
+        204,
     ),
-}  # fmt: skip
+}
 
 
 def is_classifier(config):
@@ -79,9 +114,12 @@ def random_model(config, seed, classifier):
 
 
 def random_inputs(seed, tokens, config):
-    """Left-padded queries of 7 with responses of 6, two of them padded after their end; rows without padding; prompts."""
+    """Left-padded queries of 7 with responses of 6, padded after their end; rows of 12; rows of 12 to cut."""
     generator = torch.Generator().manual_seed(seed)
-    ids = lambda *shape: torch.randint(4, tokens, shape, generator=generator)  # noqa: E731 (4: past special tokens)
+
+    def ids(*shape):
+        return torch.randint(4, tokens, shape, generator=generator)  # 4: past the special tokens
+
     pad, eos = config.pad_token_id, config.eos_token_id
     padded = ids(4, CONTEXT + 6)
     for row, (left, end) in enumerate([(0, None), (3, 10), (5, 12), (1, 7)]):
@@ -117,9 +155,15 @@ def lm_values(model, padded, unpadded, greedy_eos_id=None):
 
     def greedy(eos):
         return model.generate(
-            prompts.masked_fill(mask == 0, 0), attention_mask=mask, do_sample=False, max_new_tokens=GREEDY_TOKENS,
-            eos_token_id=eos, pad_token_id=pad, return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+            prompts.masked_fill(mask == 0, 0),
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=GREEDY_TOKENS,
+            eos_token_id=eos,
+            pad_token_id=pad,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
 
     free = greedy(config.eos_token_id)
     tokens, scores = free.sequences[:, CONTEXT:], torch.stack(free.scores, 1)
@@ -244,8 +288,8 @@ def check(name, entry):
                 assert torch.equal(got, expected), f"{name}: {key}"
                 continue
             if key.startswith("padded.") and got.dim() == 3:  # what a padding query on the left sees is not defined
-                real = position_ids(stored["padded.attention_mask"])[..., None] + stored["padded.attention_mask"][..., None]
-                got, expected = got * (real > 0), expected * (real > 0)
+                real = stored["padded.attention_mask"].cumsum(1)[..., None] > 0
+                got, expected = got * real, expected * real
             elif key == "padded.next_logprobs":
                 real = stored["padded.attention_mask"].cumsum(1)[:, :-1] > 0
                 got, expected = got * real, expected * real
