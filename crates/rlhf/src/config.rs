@@ -455,9 +455,7 @@ pub struct PpoPlan {
 pub struct TrainPlan {
     /// Rows in one update: `per_device_train_batch_size * gradient_accumulation_steps`.
     pub batch_size: usize,
-    /// Updates in one pass over the rows: `rows / batch_size`, rounded up.
-    pub updates_per_epoch: usize,
-    /// Updates in the run: `max_steps`, else `num_train_epochs * updates_per_epoch`, rounded up.
+    /// Updates in the run: `max_steps`, else `num_train_epochs * rows / batch_size`, rounded up.
     pub num_updates: usize,
 }
 
@@ -965,9 +963,10 @@ fn train_plan(
         at_least_one("max_steps", steps)?;
     }
     expect(num_rows > 0, "rows of the dataset", num_rows, "at least 1")?;
-    let updates_per_epoch = num_rows.div_ceil(batch_size);
-    let num_updates = max_steps.unwrap_or_else(|| (num_train_epochs * updates_per_epoch as f64).ceil() as usize);
-    Ok(TrainPlan { batch_size, updates_per_epoch, num_updates })
+    // A batch that a pass cannot fill goes on into the next, so only the run's last update may see a row once more.
+    let num_updates =
+        max_steps.unwrap_or_else(|| (num_train_epochs * num_rows as f64 / batch_size as f64).ceil() as usize);
+    Ok(TrainPlan { batch_size, num_updates })
 }
 
 #[cfg(test)]
@@ -1192,14 +1191,13 @@ mod tests {
     }
 
     #[test]
-    fn a_train_plan_counts_the_short_last_batch_of_each_epoch() {
+    fn a_train_plan_rounds_the_passes_up_to_whole_updates() {
         let mut config = RewardConfig::new("m", "d", "o");
         config.gradient_accumulation_steps = 2;
-        // 20 pairs, 16 an update: 2 updates an epoch, as transformers counts them.
-        let plan = TrainPlan { batch_size: 16, updates_per_epoch: 2, num_updates: 6 };
-        assert_eq!(config.plan(20).unwrap(), plan);
+        // 20 pairs, 3 passes, 16 an update: 3.75 updates.
+        assert_eq!(config.plan(20).unwrap(), TrainPlan { batch_size: 16, num_updates: 4 });
         config.num_train_epochs = 0.6;
-        assert_eq!(config.plan(20).unwrap().num_updates, 2); // 1.2 rounded up.
+        assert_eq!(config.plan(20).unwrap().num_updates, 1); // 0.75 rounded up.
         config.max_steps = Some(100);
         assert_eq!(config.plan(20).unwrap().num_updates, 100);
         assert_eq!(usage_of(config.plan(0)), "rows of the dataset = 0: expected at least 1");

@@ -22,19 +22,20 @@ impl Dataset {
     pub fn read(path: &Path, split: &str) -> Result<Self> {
         let path = locate(path, split)?;
         let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
-        let rows = if path.extension().is_some_and(|extension| extension == "json") && text.trim_start().starts_with('[') {
-            let rows: Vec<Value> =
-                serde_json::from_str(&text).map_err(|e| Error::invalid(&path, format!("not a JSON array: {e}")))?;
-            (1..).zip(rows).collect()
-        } else {
-            let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
-            lines
-                .map(|(line, text)| match serde_json::from_str(text) {
-                    Ok(row) => Ok((line, row)),
-                    Err(e) => Err(row_error(&path, line, format!("not valid JSON: {e}"))),
-                })
-                .collect::<Result<Vec<(usize, Value)>>>()?
-        };
+        let rows =
+            if path.extension().is_some_and(|extension| extension == "json") && text.trim_start().starts_with('[') {
+                let rows: Vec<Value> =
+                    serde_json::from_str(&text).map_err(|e| Error::invalid(&path, format!("not a JSON array: {e}")))?;
+                (1..).zip(rows).collect()
+            } else {
+                let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
+                lines
+                    .map(|(line, text)| match serde_json::from_str(text) {
+                        Ok(row) => Ok((line, row)),
+                        Err(e) => Err(row_error(&path, line, format!("not valid JSON: {e}"))),
+                    })
+                    .collect::<Result<Vec<(usize, Value)>>>()?
+            };
         if let Some((line, _)) = rows.iter().find(|(_, row)| !row.is_object()) {
             return Err(row_error(&path, *line, "expected a JSON object"));
         }
@@ -288,7 +289,10 @@ mod tests {
     #[test]
     fn a_missing_field_is_named_with_what_is_there() {
         let row = serde_json::json!({"question": "x", "answer": 1});
-        assert_eq!(expected("prompt", "a string", &row), "expected a field `prompt` with a string, found `question`, `answer`");
+        assert_eq!(
+            expected("prompt", "a string", &row),
+            "expected a field `prompt` with a string, found `question`, `answer`"
+        );
         assert_eq!(expected("answer", "a string", &row), "field `answer`: expected a string, found 1");
     }
 }

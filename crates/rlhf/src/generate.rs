@@ -51,6 +51,8 @@ pub struct GenerationConfig {
     pub purpose: Purpose,
     /// Separates the draws of one update from those of the next.
     pub step: u64,
+    /// The number of the first row, where the rows are a part of something larger; 0 else.
+    pub first_row: u64,
     /// The most rows decoded together; changes speed and memory, and tokens only where rounding tips a draw.
     pub batch_size: usize,
 }
@@ -116,8 +118,10 @@ fn generate_batch<P: AsRef<[i64]>>(
 ) -> Result<Vec<Response>> {
     let batch: Vec<&[i64]> = rows.iter().map(|&row| prompts[row].as_ref()).collect();
     let longest = batch.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
-    let mut streams: Vec<Stream> =
-        rows.iter().map(|&row| Stream::new(config.seed, config.purpose, config.step, row as u64)).collect();
+    let mut streams: Vec<Stream> = rows
+        .iter()
+        .map(|&row| Stream::new(config.seed, config.purpose, config.step, config.first_row + row as u64))
+        .collect();
     let empty = Response { tokens: Vec::new(), logprobs: Vec::new(), finish: FinishReason::Length };
     let mut responses = vec![empty; rows.len()];
     if config.max_new_tokens == 0 || rows.is_empty() {

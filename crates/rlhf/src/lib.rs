@@ -2,15 +2,20 @@
 #![forbid(unsafe_code)]
 
 pub mod config;
+pub mod data;
 mod error;
 pub mod generate;
 pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod ppo;
+pub mod report;
 pub mod rng;
 pub mod rollout;
+mod tensorboard;
+pub mod tokenizer;
 pub mod train;
 pub mod weights;
 
 pub use error::{Error, Result};
+pub use tensorboard::TensorBoard;

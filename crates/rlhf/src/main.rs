@@ -1,5 +1,6 @@
 //! The program `rlhf`: a command line over the library. Exit codes: 0, 2 for usage, 1 for every other error.
 
+mod answer;
 mod cli;
 
 use std::backtrace::Backtrace;
@@ -8,7 +9,7 @@ use std::panic::{self, PanicHookInfo};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-use rlhf::config::{GenerateConfig, PpoConfig, RewardConfig, SftConfig};
+use rlhf::report::Console;
 use rlhf::{Error, Result};
 
 use crate::cli::{Stop, Task};
@@ -42,27 +43,11 @@ fn start() -> ExitCode {
 
 fn run(task: &Task) -> Result<()> {
     match task {
-        Task::Sft(config) => sft(config),
-        Task::Reward(config) => reward(config),
-        Task::Ppo(config) => ppo(config),
-        Task::Generate(config) => generate(config),
+        Task::Sft(config) => rlhf::train::sft::sft(config, Console::detect()),
+        Task::Reward(config) => rlhf::train::reward::reward(config, Console::detect()),
+        Task::Ppo(config) => rlhf::train::ppo::ppo(config, Console::detect()),
+        Task::Generate(config) => answer::answer(config),
     }
-}
-
-fn sft(_config: &SftConfig) -> Result<()> {
-    Err(Error::Run("sft: not in this version".into()))
-}
-
-fn reward(_config: &RewardConfig) -> Result<()> {
-    Err(Error::Run("reward: not in this version".into()))
-}
-
-fn ppo(_config: &PpoConfig) -> Result<()> {
-    Err(Error::Run("ppo: not in this version".into()))
-}
-
-fn generate(_config: &GenerateConfig) -> Result<()> {
-    Err(Error::Run("generate: not in this version".into()))
 }
 
 /// Prints the one line that ends a failed run.

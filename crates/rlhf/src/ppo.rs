@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 /// How the divergence between policy and reference is estimated from one sampled token.
 ///
 /// Source: Schulman 2020, "Approximating KL Divergence"; with r = ref_logprob - logprob.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlEstimator {
     /// -r: unbiased, may be negative.
@@ -19,9 +19,8 @@ pub enum KlEstimator {
 }
 
 /// Where a response's score is added to its rewards.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
 pub enum ScorePosition {
     /// One slot after the last token, where the value is that of the finished response; on the last token where the
     /// response fills all slots. This is TRL's choice and that of the "N+ implementation details" of PPO.

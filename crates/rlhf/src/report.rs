@@ -83,7 +83,7 @@ impl Reporter {
         let path = self.dir.join("metrics.jsonl");
         writeln!(self.metrics, "{line}").map_err(Error::io("write", path))?;
         if self.console == Console::Program {
-            self.print(&line)?;
+            self.print(&line);
         }
         if let Some(tensorboard) = &mut self.tensorboard {
             tensorboard.scalars(step, metrics.iter())?;
@@ -115,12 +115,12 @@ impl Reporter {
         }
         if self.console == Console::Person {
             let mut table = Table::new();
-            table.load_preset(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
+            table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
             table.set_header(["query", "model response", "score"]);
             for sample in samples {
                 table.add_row([sample.query.clone(), sample.response.clone(), format!("{:.3}", sample.score)]);
             }
-            self.print(&format!("Episode {episode}\n{table}"))?;
+            self.print(&format!("Episode {episode}\n{table}"));
         }
         Ok(())
     }
@@ -148,8 +148,11 @@ impl Reporter {
         self.bar.finish();
     }
 
-    fn print(&self, text: &str) -> Result<()> {
-        self.bar.suspend(|| writeln!(std::io::stdout(), "{text}")).map_err(Error::io("write to", "standard output"))
+    /// Standard output is a copy of what the files hold: when its reader goes away (`| head`), the run goes on.
+    fn print(&self, text: &str) {
+        self.bar.suspend(|| {
+            let _ = writeln!(std::io::stdout(), "{text}");
+        });
     }
 }
 
@@ -244,7 +247,11 @@ mod tests {
         let error = check_output_dir(&run(dir.path(), false), &[]).unwrap_err().to_string();
         assert!(error.contains("metrics.jsonl") && error.contains("--overwrite_output_dir"), "{error}");
         check_output_dir(&run(dir.path(), true), &[]).unwrap();
-        assert_eq!(std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap(), "old", "checking changes nothing");
+        assert_eq!(
+            std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap(),
+            "old",
+            "checking changes nothing"
+        );
     }
 
     #[test]

@@ -72,7 +72,9 @@ impl Tokenizer {
             Ok(None)
         };
         let (mut eos, mut pad) = (special("eos_token")?, special("pad_token")?);
-        if let Some(config) = dir.join("config.json").is_file().then(|| read_json(&dir.join("config.json"))).transpose()? {
+        if let Some(config) =
+            dir.join("config.json").is_file().then(|| read_json(&dir.join("config.json"))).transpose()?
+        {
             let first = |value: &Value| value.as_i64().or_else(|| value.get(0)?.as_i64());
             eos = eos.or_else(|| first(&config["eos_token_id"]));
             pad = pad.or_else(|| first(&config["pad_token_id"]));

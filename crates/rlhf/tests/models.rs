@@ -131,8 +131,8 @@ fn rewards_at_every_position_and_scores_equal_transformers() {
 
 fn config(sampling: Sampling, max_new_tokens: usize, stop: &[i64], batch_size: usize) -> GenerationConfig {
     let stop_token_ids = stop.to_vec();
-    let (seed, purpose, step) = (1, Purpose::Sampling, 0);
-    GenerationConfig { sampling, max_new_tokens, stop_token_ids, seed, purpose, step, batch_size }
+    let (seed, purpose, step, first_row) = (1, Purpose::Sampling, 0, 0);
+    GenerationConfig { sampling, max_new_tokens, stop_token_ids, seed, purpose, step, first_row, batch_size }
 }
 
 #[test]

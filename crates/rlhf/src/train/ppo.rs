@@ -9,7 +9,9 @@ use crate::model::{CausalLm, Precision, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, Sample, check_output_dir, prepare_output_dir};
 use crate::rng::{Purpose, Stream};
-use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, score, targets, to_slots, value_counts};
+use crate::rollout::{
+    Experience, Judges, Targets, experience, penalise_missing_stop, score, targets, to_slots, value_counts,
+};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, ppo};
 use std::path::Path;
@@ -163,7 +165,7 @@ impl PpoTrainer {
         let generated = began.elapsed().as_secs_f64();
 
         // 2. Responses to experience: scores, log-probabilities, values.
-        let (scores, stopped) = self.score(&prompts, &responses)?;
+        let (scores, ends) = self.score(&prompts, &responses)?;
         let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
         let recompute = self.learner.policy.precision() != Precision::F32;
         let experience = experience(judges, &prompts, &responses, scores, recompute, config)?;
@@ -175,7 +177,9 @@ impl PpoTrainer {
         // 4. Epochs of mini-batches.
         let lr = config.learning_rate * lr_factor(&config.optimizer, update, plan.num_total_batches);
         let orders: Vec<Vec<usize>> = (0..config.num_ppo_epochs as u64)
-            .map(|epoch| Stream::new(config.run.seed, Purpose::MiniBatches, update as u64, epoch).permutation(plan.batch_size))
+            .map(|epoch| {
+                Stream::new(config.run.seed, Purpose::MiniBatches, update as u64, epoch).permutation(plan.batch_size)
+            })
             .collect();
         let steps = self.learner.optimise(&experience, &targets, &orders, lr, plan, config)?;
 
@@ -183,10 +187,11 @@ impl PpoTrainer {
         let took = began.elapsed().as_secs_f64();
         let tokens = experience.lengths.iter().sum::<i64>() as f64;
         let mut m = Metrics::default();
+        m.push("step", (update + 1) as f64);
         m.push("episode", ((update + 1) * plan.batch_size) as f64);
         m.push("eps", plan.batch_size as f64 / took);
         metrics(&mut m, &experience, &targets, &steps, config);
-        m.push("val/num_eos_tokens", stopped.iter().filter(|&&stopped| stopped).count() as f64);
+        m.push("val/num_eos_tokens", ends.iter().sum::<usize>() as f64);
         m.push("lr", lr);
         m.push("time/generate", generated);
         m.push("time/rollout", rollout);
@@ -220,7 +225,13 @@ impl PpoTrainer {
         write_model_card(dir, "ppo", &facts)
     }
 
-    fn generate(&self, prompts: &[Vec<i64>], sampling: Sampling, purpose: Purpose, step: usize) -> Result<Vec<Response>> {
+    fn generate(
+        &self,
+        prompts: &[Vec<i64>],
+        sampling: Sampling,
+        purpose: Purpose,
+        step: usize,
+    ) -> Result<Vec<Response>> {
         let config = GenerationConfig {
             sampling,
             max_new_tokens: self.config.response_length,
@@ -228,22 +239,27 @@ impl PpoTrainer {
             seed: self.config.run.seed,
             purpose,
             step: step as u64,
+            first_row: 0,
             batch_size: self.config.local_rollout_forward_batch_size,
         };
         generate(&self.learner.policy, prompts, &config)
     }
 
-    /// Scores [B], and which responses hold the token that should end them: the stop token, or eos where none is set.
-    fn score(&self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<(Tensor, Vec<bool>)> {
+    /// Scores [B], and how often each response holds the token that should end it: the stop token, or eos where none is
+    /// set.
+    fn score(&self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<(Tensor, Vec<usize>)> {
         let sequences: Vec<Vec<i64>> =
             prompts.iter().zip(responses).map(|(prompt, r)| [prompt.as_slice(), &r.tokens].concat()).collect();
         let scores = score(&self.reward, &sequences, self.config.local_rollout_forward_batch_size)?;
         let end = self.stop.or(self.tokenizer.eos());
-        let stopped: Vec<bool> = responses.iter().map(|r| end.is_some_and(|end| r.tokens.contains(&end))).collect();
-        Ok(match self.config.missing_eos_penalty {
-            Some(penalty) => (penalise_missing_stop(&scores, &stopped, penalty), stopped),
-            None => (scores, stopped),
-        })
+        let ends: Vec<usize> =
+            responses.iter().map(|r| r.tokens.iter().filter(|&&id| Some(id) == end).count()).collect();
+        let stopped: Vec<bool> = ends.iter().map(|&count| count > 0).collect();
+        let scores = match self.config.missing_eos_penalty {
+            Some(penalty) => penalise_missing_stop(&scores, &stopped, penalty),
+            None => scores,
+        };
+        Ok((scores, ends))
     }
 
     /// Greedy answers to the sample prompts, with their scores.
@@ -423,13 +439,7 @@ impl Learner {
 
 /// Adds the metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the other
 /// averages are over real tokens, of all optimizer steps together. `docs/algorithm.md` defines each.
-pub fn metrics(
-    m: &mut Metrics,
-    experience: &Experience,
-    targets: &Targets,
-    steps: &[StepStats],
-    config: &PpoConfig,
-) {
+pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, steps: &[StepStats], config: &PpoConfig) {
     let rows = experience.lengths.len() as f64;
     let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
     let sum = |f: fn(&StepStats) -> f64| steps.iter().map(f).sum::<f64>();

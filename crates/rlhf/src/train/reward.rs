@@ -77,13 +77,13 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
             since.push(&mut metrics, ["loss", "accuracy", "margin", "mean_reward"]);
             metrics.push("grad_norm", grad_norm);
             metrics.push("learning_rate", lr);
-            metrics.push("epoch", (update + 1) as f64 / plan.updates_per_epoch as f64);
+            metrics.push("epoch", ((update + 1) * plan.batch_size) as f64 / pairs.len() as f64);
             metrics.push("step", (update + 1) as f64);
             metrics.push("time/update", began.elapsed().as_secs_f64() / since.updates(plan.batch_size));
             if last && !eval.is_empty() {
                 let mut totals = Totals::default();
                 for batch in eval.chunks(config.per_device_eval_batch_size) {
-                    tch::no_grad(|| totals.add(&model, &batch.iter().collect::<Vec<_>>(), config))?;
+                    let _ = tch::no_grad(|| totals.add(&model, &batch.iter().collect::<Vec<_>>(), config))?;
                 }
                 totals.push(&mut metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
             }

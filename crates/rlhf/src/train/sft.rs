@@ -83,7 +83,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
             metrics.push("time/update", began.elapsed().as_secs_f64() / since.updates);
             metrics.push("learning_rate", lr);
             metrics.push("num_tokens", tokens_seen);
-            metrics.push("epoch", (update + 1) as f64 / plan.updates_per_epoch as f64);
+            metrics.push("epoch", ((update + 1) * plan.batch_size) as f64 / rows.len() as f64);
             metrics.push("step", (update + 1) as f64);
             if last && !eval.is_empty() {
                 metrics.push("eval_loss", evaluate(&model, &eval, config.per_device_eval_batch_size)?);

@@ -1,0 +1,232 @@
+//! Scalars as TensorBoard event files.
+//!
+//! An event file is a TFRecord file whose records are `tensorflow.Event` protocol buffers. We write the five fields that
+//! a scalar needs by hand: the maintained alternatives are a protobuf code generator, or crates without a release since
+//! 2022. Sources: `tensorflow/core/lib/io/record_writer.h` (framing), `tensorflow/core/lib/hash/crc32c.h` (mask),
+//! `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto` (field numbers).
+
+use crate::{Error, Result};
+use crc::{CRC_32_ISCSI, Crc, Table};
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+/// One event file of scalars, which TensorBoard can follow while it grows.
+#[derive(Debug)]
+pub struct TensorBoard {
+    file: File,
+    path: PathBuf,
+}
+
+impl TensorBoard {
+    /// Starts a new event file in `dir`, which is made if it is not there; files of earlier runs are left alone.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the folder or the file cannot be made or written.
+    pub fn create(dir: &Path) -> Result<TensorBoard> {
+        std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+        let now = wall_time();
+        // TensorBoard takes any file with `tfevents` in its name and reads those of one folder in the order of the
+        // seconds; the rest of the name only keeps apart the writers of one second.
+        let stem = format!("events.out.tfevents.{:010}.{}.{}", now as u64, host_name(), std::process::id());
+        let mut serial = 0;
+        let (file, path) = loop {
+            let path = dir.join(format!("{stem}.{serial}"));
+            match OpenOptions::new().write(true).create_new(true).open(&path) {
+                Ok(file) => break (file, path),
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => serial += 1,
+                Err(error) => return Err(Error::io("create", path)(error)),
+            }
+        };
+        let mut writer = TensorBoard { file, path };
+        writer.append(&version_event(now))?;
+        Ok(writer)
+    }
+
+    /// Appends one event with the scalars of `step`; a reader sees it when this returns.
+    ///
+    /// TensorBoard keeps scalars as f32, so each value is rounded to the nearest f32.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be written.
+    pub fn scalars<'a>(&mut self, step: i64, values: impl IntoIterator<Item = (&'a str, f64)>) -> Result<()> {
+        self.append(&scalars_event(wall_time(), step, values))
+    }
+
+    /// The event file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// One record in one write, so that a reader who comes in between finds no half of it.
+    fn append(&mut self, event: &[u8]) -> Result<()> {
+        self.file.write_all(&record(event)).map_err(Error::io("write", &self.path))
+    }
+}
+
+/// The event that every file starts with.
+fn version_event(wall_time: f64) -> Vec<u8> {
+    let mut event = Vec::new();
+    put_f64(&mut event, EVENT_WALL_TIME, wall_time);
+    put_bytes(&mut event, EVENT_FILE_VERSION, b"brain.Event:2");
+    event
+}
+
+fn scalars_event<'a>(wall_time: f64, step: i64, values: impl IntoIterator<Item = (&'a str, f64)>) -> Vec<u8> {
+    let mut summary = Vec::new();
+    for (tag, value) in values {
+        let mut entry = Vec::new();
+        put_bytes(&mut entry, VALUE_TAG, tag.as_bytes());
+        put_f32(&mut entry, VALUE_SIMPLE_VALUE, value as f32);
+        put_bytes(&mut summary, SUMMARY_VALUE, &entry);
+    }
+    let mut event = Vec::new();
+    put_f64(&mut event, EVENT_WALL_TIME, wall_time);
+    put_varint(&mut event, (EVENT_STEP << 3) | VARINT);
+    put_varint(&mut event, step as u64); // int64: a negative one is its two's complement
+    put_bytes(&mut event, EVENT_SUMMARY, &summary);
+    event
+}
+
+// Field numbers of `tensorflow.Event`, `tensorflow.Summary` and `tensorflow.Summary.Value`.
+const EVENT_WALL_TIME: u64 = 1;
+const EVENT_STEP: u64 = 2;
+const EVENT_FILE_VERSION: u64 = 3;
+const EVENT_SUMMARY: u64 = 5;
+const SUMMARY_VALUE: u64 = 1;
+const VALUE_TAG: u64 = 1;
+const VALUE_SIMPLE_VALUE: u64 = 2;
+
+// Wire types: the low three bits of a protobuf key.
+const VARINT: u64 = 0;
+const FIXED64: u64 = 1;
+const LENGTH_DELIMITED: u64 = 2;
+const FIXED32: u64 = 5;
+
+fn put_varint(buffer: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        buffer.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    buffer.push(value as u8);
+}
+
+fn put_f64(buffer: &mut Vec<u8>, field: u64, value: f64) {
+    put_varint(buffer, (field << 3) | FIXED64);
+    buffer.extend(value.to_le_bytes());
+}
+
+fn put_f32(buffer: &mut Vec<u8>, field: u64, value: f32) {
+    put_varint(buffer, (field << 3) | FIXED32);
+    buffer.extend(value.to_le_bytes());
+}
+
+fn put_bytes(buffer: &mut Vec<u8>, field: u64, value: &[u8]) {
+    put_varint(buffer, (field << 3) | LENGTH_DELIMITED);
+    put_varint(buffer, value.len() as u64);
+    buffer.extend(value);
+}
+
+/// A TFRecord: length as u64, its checksum, the data, their checksum; all little-endian.
+fn record(data: &[u8]) -> Vec<u8> {
+    let length = (data.len() as u64).to_le_bytes();
+    let mut record = Vec::with_capacity(data.len() + 16);
+    record.extend(length);
+    record.extend(masked_crc32c(&length).to_le_bytes());
+    record.extend(data);
+    record.extend(masked_crc32c(data).to_le_bytes());
+    record
+}
+
+/// CRC-32C, rotated and shifted by a constant so that a checksum of data which holds checksums stays a good one.
+fn masked_crc32c(data: &[u8]) -> u32 {
+    const CRC32C: Crc<u32, Table<1>> = Crc::<u32, Table<1>>::new(&CRC_32_ISCSI);
+    CRC32C.checksum(data).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// Seconds since 1970.
+fn wall_time() -> f64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// The machine's name, which only tells people where a file came from.
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name: String = name.trim().chars().filter(|c| c.is_ascii_alphanumeric() || "-.".contains(*c)).collect();
+    if name.is_empty() { "localhost".into() } else { name }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The data of each TFRecord in `bytes`, after a look at both of its checksums.
+    fn records(mut bytes: &[u8]) -> Vec<Vec<u8>> {
+        let mut records = Vec::new();
+        while !bytes.is_empty() {
+            let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+            assert_eq!(bytes[8..12], masked_crc32c(&bytes[..8]).to_le_bytes());
+            let data = &bytes[12..12 + length];
+            assert_eq!(bytes[12 + length..16 + length], masked_crc32c(data).to_le_bytes());
+            records.push(data.to_vec());
+            bytes = &bytes[16 + length..];
+        }
+        records
+    }
+
+    #[test]
+    fn checksums_are_those_of_the_published_vectors() {
+        // RFC 3720, B.4, has CRC-32C of 32 zero bytes and of 32 times ff; e3069283 is the check value of CRC-32/ISCSI.
+        let unmasked = |data: &[u8]| masked_crc32c(data).wrapping_sub(0xa282_ead8).rotate_left(15);
+        assert_eq!(unmasked(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(unmasked(&[0xff; 32]), 0x62a8_ab43);
+        assert_eq!(unmasked(b"123456789"), 0xe306_9283);
+    }
+
+    #[test]
+    fn records_are_byte_for_byte_those_of_tensorboards_own_writer() {
+        // tensorboard 2.21: RecordWriter(file).write(Event(wall_time=1.5, ...).SerializeToString())
+        let version = b"\x18\0\0\0\0\0\0\0\xa3\x7fK\"\t\0\0\0\0\0\0\xf8?\x1a\rbrain.Event:2*(dl";
+        assert_eq!(record(&version_event(1.5)), version);
+
+        let scalars =
+            b".\0\0\0\0\0\0\0\xc5\xcbW\xfa\t\0\0\0\0\0\0\xf8?\x10\xac\x02* \n\x13\n\x0cobjective/kl\x15\xcd\xcc\xcc=\
+            \n\t\n\x02lr\x15\x9cSI6\xae?\xe3v";
+        assert_eq!(record(&scalars_event(1.5, 300, [("objective/kl", 0.1), ("lr", 3e-6)])), scalars);
+
+        let negative = b" \0\0\0\0\0\0\0)\xed\xa9P\t\0\0\0\0\0\0\xf8?\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\
+            *\n\n\x08\n\x01x\x15\0\0\0\0\x01\x9b\x10&";
+        assert_eq!(record(&scalars_event(1.5, -1, [("x", 0.0)])), negative);
+    }
+
+    #[test]
+    fn each_call_leaves_one_whole_record_in_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = TensorBoard::create(&dir.path().join("new/logs")).unwrap();
+        for step in 1..=2 {
+            writer.scalars(step, [("loss", step as f64)]).unwrap();
+            let records = records(&std::fs::read(writer.path()).unwrap()); // the writer is open: nothing may be buffered
+            let without_time = |event: Vec<u8>| event[9..].to_vec();
+            assert_eq!(records.len() as i64, 1 + step);
+            assert_eq!(without_time(records[0].clone()), without_time(version_event(0.0)));
+            let last = scalars_event(0.0, step, [("loss", step as f64)]);
+            assert_eq!(without_time(records[step as usize].clone()), without_time(last));
+        }
+    }
+
+    #[test]
+    fn a_second_writer_of_the_same_second_gets_its_own_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, second) = (TensorBoard::create(dir.path()).unwrap(), TensorBoard::create(dir.path()).unwrap());
+        assert_ne!(first.path(), second.path());
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_made_is_one_error_with_its_path() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let error = TensorBoard::create(file.path()).unwrap_err().to_string();
+        let expected = format!("{}: cannot create the folder: ", file.path().display());
+        assert!(error.starts_with(&expected), "{error}");
+    }
+}

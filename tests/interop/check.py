@@ -1,0 +1,599 @@
+"""Checks what `rlhf` writes with the readers that people will use: transformers and TensorBoard.
+
+    python tests/interop/check.py target/release/rlhf
+
+Runs the four commands on tiny models that transformers itself made. Prints one line per check and a total; a check
+never skips: what could not be tried has failed. Exit code 1 if any failed.
+
+Needs torch, transformers, tensorboard and safetensors; no network.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import torch
+import transformers
+from safetensors import safe_open
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = Path(os.environ.get("RLHF_GOLDEN", ROOT / "crates/rlhf/tests/golden"))
+
+# Both sides compute in f32 and differ in the order of their sums.
+TOLERANCE = 2e-5
+NEW_TOKENS = 8
+
+PROMPTS = ["The movie was", "I", "What a waste of time! The actors", "It's 2024 and", "Once upon a time there was a"]
+TEXTS = [
+    "The movie was great!",
+    " leading and  double  spaces",
+    "I don't think it's 2024-12-31.",
+    "naïve café, 日本語, emoji 🎬🍿",
+    "line one\nline two\n\n\tindented",
+    "",
+    " ",
+    "ALL CAPS AND lower",
+    "https://example.org/a?b=c&d=%20",
+    "<|endoftext|> and </s> inside a text",
+]
+PAIRS = [  # eight, so that a batch of eight holds them all and its loss does not depend on their order
+    {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    for prompt in ("The movie was", "I thought that it")
+    for chosen, rejected in (
+        (" great", " bad"),
+        (" a joy from start to end", " dull"),
+        (" fine.", " a waste of two hours of my life"),
+        (" wonderful! Truly", " not good"),
+    )
+]
+DEMONSTRATIONS = {
+    "text": [{"text": pair["prompt"] + pair["chosen"]} for pair in PAIRS],
+    "prompt and completion": [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS],
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiny models
+
+
+def families():
+    """Name -> (config, folder of the tokenizer). Every number that can have a default differs from it."""
+    common = dict(bos_token_id=0, eos_token_id=0, pad_token_id=1)
+    neox = dict(
+        vocab_size=352,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        layer_norm_eps=2e-5,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        classifier_dropout=0.0,
+        tie_word_embeddings=False,
+        **common,
+    )
+    llama = dict(
+        vocab_size=400,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        rms_norm_eps=2e-5,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+
+    def rope(share):
+        return {"rope_type": "default", "rope_theta": 2000.0, "partial_rotary_factor": share}
+
+    return {
+        "gpt2": (
+            GPT2Config(
+                vocab_size=320,
+                n_positions=64,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                n_inner=48,
+                layer_norm_epsilon=2e-5,
+                attn_pdrop=0.0,
+                embd_pdrop=0.0,
+                resid_pdrop=0.0,
+                **common,
+            ),
+            "gpt2",
+        ),
+        "gpt_neox": (GPTNeoXConfig(use_parallel_residual=True, rope_parameters=rope(0.5), **neox), "gpt_neox"),
+        "gpt_neox, sequential residual": (
+            GPTNeoXConfig(use_parallel_residual=False, rope_parameters=rope(1.0), **neox),
+            "gpt_neox",
+        ),
+        "llama": (LlamaConfig(tie_word_embeddings=False, **llama), "llama_untied"),
+        "llama, tied": (LlamaConfig(tie_word_embeddings=True, **llama), "llama_untied"),
+    }
+
+
+LAYOUTS = {
+    "f32": {},
+    "f32 shards": {"shard": True},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16 shards": {"dtype": torch.bfloat16, "shard": True},
+    "config of transformers 4": {"old_config": True},
+    "bf16 shards, config of transformers 4": {"dtype": torch.bfloat16, "shard": True, "old_config": True},
+}
+
+
+def build(folder, family, auto=AutoModelForCausalLM, seed=0, dtype=torch.float32, shard=False, old_config=False):
+    """Writes a random model with its tokenizer, as transformers would, and gives back the folder."""
+    config, tokenizer = families()[family]
+    if auto is AutoModelForSequenceClassification:
+        config.num_labels = 1
+    torch.manual_seed(seed)
+    model = auto.from_config(config)
+    with torch.no_grad():  # far from the usual small weights, so that logits are far apart and mistakes are large
+        for name, weight in model.named_parameters():
+            weight.normal_(0.0, 0.3 if weight.dim() > 1 else 0.1)
+            if "norm" in name and name.endswith("weight") or ".ln_" in name and name.endswith("weight"):
+                weight.add_(1.0)
+    model.to(dtype).save_pretrained(folder, max_shard_size="40KB" if shard else "5GB")
+    if shard != (Path(folder) / "model.safetensors.index.json").exists():
+        raise RuntimeError(f"{folder}: transformers wrote another number of shards than this check needs")
+    if old_config:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config_of_transformers_4(json.loads(path.read_text()))))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOLDEN / "models" / tokenizer / name, folder)
+    return Path(folder)
+
+
+def config_of_transformers_4(config):
+    """The same model in the keys of transformers before 5, without those that its first releases lacked."""
+    config = dict(config, transformers_version="4.45.2", torch_dtype=config["dtype"])
+    newer = ["dtype", "head_dim", "attention_bias", "mlp_bias", "is_decoder", "add_cross_attention", "pretraining_tp"]
+    if config["model_type"] == "gpt2":
+        newer.append("tie_word_embeddings")
+    for key in newer:
+        config.pop(key, None)
+    rope = config.pop("rope_parameters", None)
+    if config["model_type"] == "gpt_neox":
+        config.update(rotary_emb_base=int(rope["rope_theta"]), rotary_pct=rope["partial_rotary_factor"])
+    elif rope:
+        config.update(rope_theta=rope["rope_theta"], rope_scaling=None)
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+
+
+def rlhf(*arguments):
+    """Runs the program to its end; an exit code other than 0 is a failure that shows the end of standard error."""
+    command = [str(BINARY), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        error = " | ".join(done.stderr.strip().splitlines()[-3:]) or "nothing on standard error"
+        raise Failure(f"`rlhf {' '.join(map(str, arguments))}`: exit code {done.returncode}: {error}")
+
+
+class Failure(Exception):
+    """A check that did not hold; its text is the line that people read."""
+
+
+def expect(condition, message):
+    if not condition:
+        raise Failure(message)
+
+
+def read_jsonl(path):
+    expect(path.is_file(), f"{path.name}: not written")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+class Once:
+    """A step that several checks stand on: it runs once, and its failure fails each of them."""
+
+    def __init__(self, step):
+        self.step, self.outcome = step, None
+
+    def __call__(self):
+        if self.outcome is None:
+            try:
+                self.outcome = (self.step(), None)
+            except Exception as error:
+                self.outcome = (None, error)
+        result, error = self.outcome
+        if error:
+            raise error
+        return result
+
+
+def generate(model, work):
+    """Greedy answers of our program, one row per prompt."""
+    output = work / "generated.jsonl"
+    output.unlink(missing_ok=True)
+    prompts = write_jsonl(work / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    rlhf(
+        "generate",
+        "--model_name_or_path",
+        model,
+        "--dataset_name",
+        prompts,
+        "--output_file",
+        output,
+        "--max_new_tokens",
+        NEW_TOKENS,
+        "--greedy",
+    )
+    return read_jsonl(output)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparisons
+
+
+def load(auto, folder):
+    """The model in f32 by transformers, which must find exactly the tensors that it wants."""
+    model, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        expect(not info[problem], f"transformers reports {problem}: {sorted(map(str, info[problem]))[:5]}")
+    return model.eval()
+
+
+def tensors(folder):
+    """Name -> tensor over all safetensors files of a folder."""
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})
+    expect(found, f"{folder}: no safetensors file")
+    return found
+
+
+def same_tensors_as_transformers_saves(auto, folder, work):
+    """What we wrote, loaded and saved again by transformers, has the same names, types and bits."""
+    resaved = work / "resaved"
+    shutil.rmtree(resaved, ignore_errors=True)
+    auto.from_pretrained(folder, dtype="auto").save_pretrained(resaved)
+    ours, theirs = tensors(folder), tensors(resaved)
+    difference = sorted(ours.keys() ^ theirs.keys())
+    expect(not difference, f"tensors written by only one of us: {difference[:5]}")
+    for name, tensor in ours.items():
+        expect(tensor.dtype == theirs[name].dtype, f"{name}: ours is {tensor.dtype}, theirs is {theirs[name].dtype}")
+        expect(torch.equal(tensor, theirs[name]), f"{name}: not the same values after a round trip")
+        expect(tensor.isfinite().all(), f"{name}: holds numbers that are not finite")
+
+
+def greedy_agrees(folder, rows, prompts=PROMPTS):
+    """Tokens equal transformers' own greedy search, and log-probs of each token agree."""
+    expect(len(rows) == len(prompts), f"{len(prompts)} prompts, {len(rows)} answers")
+    model, tokenizer = load(AutoModelForCausalLM, folder), AutoTokenizer.from_pretrained(folder)
+    worst = 0.0
+    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True), 1):
+        expect(row["prompt"] == prompt, f"row {number}: prompt {row['prompt']!r}, expected {prompt!r}")
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        whole = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        expected = whole[0, ids.shape[1] :].tolist()
+        expect(row["token_ids"] == expected, f"row {number}: tokens {row['token_ids']}, transformers {expected}")
+        stopped = expected[-1] == tokenizer.eos_token_id
+        finish = {"stop", "eos", "stop_token"} if stopped else {"length", "max_new_tokens"}
+        expect(row["finish_reason"] in finish, f"row {number}: finish_reason {row['finish_reason']!r}")
+        text = tokenizer.decode(expected, skip_special_tokens=True)
+        expect(row["response"] == text, f"row {number}: response {row['response']!r}, transformers decodes {text!r}")
+        with torch.no_grad():
+            logits = model(whole).logits[0, ids.shape[1] - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(expected)[:, None])[:, 0]
+        expect(len(row["logprobs"]) == len(expected), f"row {number}: {len(row['logprobs'])} logprobs")
+        worst = max(worst, (torch.tensor(row["logprobs"]) - logprobs).abs().max().item())
+    expect(worst <= TOLERANCE, f"log-probs differ by up to {worst:.2e}, expected at most {TOLERANCE:.0e}")
+
+
+def tokenizer_agrees(folder, source):
+    ours, theirs = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(source)
+    for text in TEXTS:
+        for special in (True, False):
+            got, expected = (t(text, add_special_tokens=special).input_ids for t in (ours, theirs))
+            expect(got == expected, f"{text!r}, add_special_tokens={special}: {got}, the source's {expected}")
+    for role in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "padding_side"):
+        got, expected = getattr(ours, role), getattr(theirs, role)
+        expect(got == expected, f"{role}: {got}, the source's {expected}")
+    expect(len(ours) == len(theirs), f"{len(ours)} tokens, the source has {len(theirs)}")
+
+
+def config_agrees(folder, source):
+    """The written config describes the source's architecture to transformers."""
+    may_differ = {
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "transformers_version",
+        "id2label",
+        "label2id",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+    }
+    ours, theirs = (transformers.AutoConfig.from_pretrained(f).to_dict() for f in (folder, source))
+    differ = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)} - may_differ
+    expect(not differ, ", ".join(f"{k}: {ours.get(k)!r}, the source's {theirs.get(k)!r}" for k in sorted(differ)))
+
+
+def weights_moved(folder, source):
+    ours, theirs = tensors(folder), tensors(source)
+    expect(
+        any(not torch.equal(ours[k].float(), theirs[k].float()) for k in ours.keys() & theirs.keys()),
+        "the weights are those of the source: nothing was trained",
+    )
+
+
+def files_present(folder, names):
+    missing = [name for name in names if not (Path(folder) / name).is_file()]
+    expect(not missing, f"missing: {', '.join(missing)}")
+
+
+def generation_config_agrees(folder):
+    tokenizer, config = AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
+    for role in ("eos_token_id", "pad_token_id"):
+        got, expected = getattr(config, role), getattr(tokenizer, role)
+        expect(got in (expected, [expected]), f"{role}: {got}, the tokenizer's {expected}")
+
+
+def first_loss_agrees(model, work):
+    """The loss of the first update of `rlhf reward`, whose batch is the whole dataset, by transformers' scores.
+
+    Each text is prompt + answer, closed by the end token, which is where its score is read.
+    """
+    output = work / "scored"
+    shutil.rmtree(output, ignore_errors=True)
+    rlhf(
+        "reward",
+        "--model_name_or_path",
+        model,
+        "--dataset_name",
+        write_jsonl(work / "pairs.jsonl", PAIRS),
+        "--output_dir",
+        output,
+        "--max_steps",
+        1,
+        "--per_device_train_batch_size",
+        len(PAIRS),
+    )
+    scorer, tokenizer = load(AutoModelForSequenceClassification, model), AutoTokenizer.from_pretrained(model)
+    scorer.config.pad_token_id = tokenizer.pad_token_id
+
+    def score(text):
+        ids = tokenizer(text + tokenizer.eos_token, return_tensors="pt").input_ids
+        with torch.no_grad():
+            return scorer(ids).logits[0, 0]
+
+    margins = torch.stack([score(p["prompt"] + p["chosen"]) - score(p["prompt"] + p["rejected"]) for p in PAIRS])
+    expected = -torch.nn.functional.logsigmoid(margins).mean().item()
+    found = read_jsonl(output / "metrics.jsonl")[0]["loss"]
+    expect(
+        math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE),
+        f"first loss {found}, by transformers' scores {expected}",
+    )
+
+
+def events_agree(output):
+    """TensorBoard reads what metrics.jsonl holds: each number of each row, under its name, at the row's step."""
+    rows = read_jsonl(output / "metrics.jsonl")
+    expect(len(rows) == 2, f"metrics.jsonl: 2 updates, {len(rows)} rows")
+    files = sorted(output.rglob("events.out.tfevents.*"))
+    expect(len(files) == 1, f"one event file expected, found {[str(f.relative_to(output)) for f in files]}")
+    reader = EventAccumulator(str(files[0].parent), size_guidance={"scalars": 0})
+    reader.Reload()
+    expected = {}
+    for row in rows:
+        for tag, value in row.items():
+            if tag != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                expected.setdefault(tag, []).append((row["step"], torch.tensor(value, dtype=torch.float32).item()))
+    found = {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+    difference = sorted(found.keys() ^ expected.keys())
+    expect(not difference, f"tags in only one of metrics.jsonl and the event file: {difference[:5]}")
+    for tag, values in expected.items():
+        expect(found[tag] == values, f"{tag}: events {found[tag]}, metrics.jsonl {values}")
+    expect("objective/kl" in expected, "metrics.jsonl: no objective/kl")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The checks
+
+MODEL_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "README.md"]
+PIPELINES = [  # family, layout of the first model, rows of its demonstrations
+    ("gpt2", "f32", "text"),
+    ("gpt_neox", "f32 shards", "prompt and completion"),
+    ("llama", "config of transformers 4", "prompt and completion"),
+]
+
+
+def reading_checks(work):
+    """Models written by transformers, read by us."""
+    for family in families():
+        for layout, options in LAYOUTS.items():
+
+            def check(family=family, options=options):
+                folder = work / "read"
+                shutil.rmtree(folder, ignore_errors=True)
+                build(folder, family, **options)
+                greedy_agrees(folder, generate(folder, work))
+
+            yield f"read {family}, {layout}: greedy tokens and log-probs", check
+    for family in families():
+
+        def check(family=family):
+            folder = work / "read"
+            shutil.rmtree(folder, ignore_errors=True)
+            first_loss_agrees(build(folder, family, AutoModelForSequenceClassification), work)
+
+        yield f"read {family}, reward model: loss by its scores", check
+
+
+def pipeline_checks(work, family, layout, demonstrations):
+    """A model that went through `sft`, `reward` and `ppo`, each output read by transformers."""
+    source = Once(lambda: build(work / "source", family, **LAYOUTS[layout]))
+
+    def run_sft():
+        rlhf(
+            "sft",
+            "--model_name_or_path",
+            source(),
+            "--dataset_name",
+            write_jsonl(work / "demonstrations.jsonl", DEMONSTRATIONS[demonstrations]),
+            "--output_dir",
+            work / "sft",
+            "--max_steps",
+            2,
+            "--learning_rate",
+            1e-3,
+        )
+        return work / "sft"
+
+    def run_reward():
+        rlhf(
+            "reward",
+            "--model_name_or_path",
+            sft(),
+            "--new_reward_head",
+            "--dataset_name",
+            write_jsonl(work / "pairs.jsonl", PAIRS),
+            "--output_dir",
+            work / "reward",
+            "--max_steps",
+            2,
+            "--learning_rate",
+            1e-3,
+        )
+        return work / "reward"
+
+    def run_ppo():
+        prompts = write_jsonl(work / "prompts.jsonl", [{"prompt": p} for p in 4 * PROMPTS])
+        rlhf(
+            "ppo",
+            "--sft_model_path",
+            sft(),
+            "--reward_model_path",
+            reward(),
+            "--dataset_name",
+            prompts,
+            "--output_dir",
+            work / "ppo",
+            "--total_episodes",
+            16,
+            "--per_device_train_batch_size",
+            8,
+            "--response_length",
+            8,
+            "--stop_token",
+            "eos",
+            "--learning_rate",
+            1e-3,
+            "--report_to",
+            "tensorboard",
+        )
+        return work / "ppo"
+
+    sft, reward, ppo = Once(run_sft), Once(run_reward), Once(run_ppo)
+    value = Once(lambda: ppo() / "value_model")
+    lm, scorer = AutoModelForCausalLM, AutoModelForSequenceClassification
+    outputs = [
+        ("sft", sft, source, lm),
+        ("reward", reward, sft, scorer),
+        ("ppo", ppo, sft, lm),
+        ("ppo, value model", value, reward, scorer),
+    ]
+    for name, output, origin, auto in outputs:
+        files = MODEL_FILES + (["generation_config.json"] if auto is lm else [])
+        # The model card and the tokenizer belong to the folder that people publish: the value model's is inside it.
+        files = files if output is not value else [f for f in files if f != "README.md"]
+        checks = {
+            "the files of a Hugging Face model": lambda o=output, f=files: files_present(o(), f),
+            "loads with no key missing or unexpected": lambda o=output, a=auto: load(a, o()),
+            "holds the tensors that transformers saves": lambda o=output, a=auto: same_tensors_as_transformers_saves(
+                a, o(), work
+            ),
+            "config is the source's": lambda o=output: config_agrees(o(), source()),
+            "tokenizer is the source's": lambda o=output: tokenizer_agrees(o(), source()),
+            "was trained": lambda o=output, s=origin: weights_moved(o(), s()),
+        }
+        if auto is lm:
+            checks["generation config has the tokenizer's special tokens"] = lambda o=output: generation_config_agrees(
+                o()
+            )
+            checks["greedy tokens and log-probs"] = lambda o=output: greedy_agrees(o(), generate(o(), work))
+        else:
+            checks["one label"] = lambda o=output: expect(
+                load(scorer, o()).num_labels == 1, f"num_labels is {load(scorer, o()).num_labels}"
+            )
+            checks["loss by its scores"] = lambda o=output: first_loss_agrees(o(), work)
+        for claim, check in checks.items():
+            yield f"{family} {name}: {claim}", check
+    yield f"{family} ppo: TensorBoard reads what metrics.jsonl holds", lambda: events_agree(ppo())
+
+
+def main():
+    torch.set_num_threads(2)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    passed = failed = 0
+    with tempfile.TemporaryDirectory(prefix="rlhf-interop-") as folder:
+        work = Path(folder)
+        checks = list(reading_checks(work))
+        for family, layout, demonstrations in PIPELINES:
+            (work / family).mkdir()
+            checks += pipeline_checks(work / family, family, layout, demonstrations)
+        for claim, check in checks:
+            try:
+                check()
+            except Exception as error:
+                failed += 1
+                kind = "" if isinstance(error, Failure) else f"{type(error).__name__}: "
+                print(f"FAIL  {claim}: {kind}{' '.join(str(error).split())}", flush=True)
+            else:
+                passed += 1
+                print(f"ok    {claim}", flush=True)
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("binary", type=Path, help="the rlhf program")
+    BINARY = parser.parse_args().binary.resolve()
+    if not os.access(BINARY, os.X_OK):
+        parser.error(f"{BINARY}: not a program")
+    sys.exit(main())
