@@ -116,13 +116,15 @@ TMPDIR=$partial PIP_REQUIRE_VIRTUALENV=0 python3 -m pip --disable-pip-version-ch
     --platform manylinux_2_28_"$arch" --platform manylinux_2_25_"$arch" \
     --platform manylinux_2_17_"$arch" --platform manylinux2014_"$arch" \
     --dest "$partial" torch==$TORCH "${CUDA_WHEELS[@]}" 2>"$partial/pip.log" || {
-    reason=$(grep -m1 -E 'NewConnectionError|Errno|timed out|[Ee]rror' "$partial/pip.log" || true)
-    fail "pip could not download libtorch $TORCH: is there a network? pip said: ${reason:-nothing}"
+    # Behind a broken connection pip's last word is that no such version exists; the cause is in its warnings.
+    reason=$(grep -oE "\[Errno[^'\")]*|timed out|certificate verify failed" "$partial/pip.log" | tail -n 1 || true)
+    [ -n "$reason" ] || reason=$(grep -m 1 '^ERROR' "$partial/pip.log" || echo nothing)
+    fail "pip could not download libtorch $TORCH: is there a network? pip said: $reason"
 }
 
 say "unpacking"
 # Left out: CUDA's gigabyte (and with libtorch_cuda.so torch-sys would link it) and the Python binding.
-python3 - "$partial" <<'PY' || fail "$partial: could not unpack libtorch's wheels"
+reason=$(python3 - "$partial" 2>&1 <<'PY'
 import glob, re, sys, zipfile
 
 keep = re.compile(r"torch/(include|lib)/|nvidia/cu13/lib/lib(cudart|cupti)\.so")
@@ -135,6 +137,7 @@ try:
 except (OSError, zipfile.BadZipFile) as e:
     sys.exit(f"{wheel}: {e}")
 PY
+) || fail "cannot unpack libtorch: $reason"
 found=$(version_of "$partial/torch")
 [ "$found" = $TORCH ] || fail "the torch==$TORCH wheel: expected libtorch $TORCH in it, found ${found:-no libtorch}"
 
