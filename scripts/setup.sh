@@ -79,7 +79,8 @@ if [ -n "$python_torch" ]; then
     if [ "$found" = $TORCH ]; then
         say "libtorch $TORCH: using Python's torch in $python_torch"
         # A CUDA build links as well as a CPU one: torch-sys adds -ltorch_cuda when it sees that library, and rustc's
-        # --as-needed drops it again, as nothing of ours refers to it.
+        # --as-needed drops it again, as nothing of ours refers to it. (GNU ld keeps libtorch.so, see below, and through
+        # it the program then loads CUDA's libraries at each start: slower, but right.)
         rm -f .libtorch/link
         ln -s "$python_torch" .libtorch/link
         put_in_place .libtorch/link
@@ -140,6 +141,9 @@ PY
 ) || fail "cannot unpack libtorch: $reason"
 found=$(version_of "$partial/torch")
 [ "$found" = $TORCH ] || fail "the torch==$TORCH wheel: expected libtorch $TORCH in it, found ${found:-no libtorch}"
+# libtorch.so is a shell that asks for libtorch_cuda.so and brings a few functions of a newer libstdc++. For those GNU ld
+# would link it (lld, which rustc uses on x86-64 since 1.90, would not), and the program would not start.
+echo 'INPUT(-ltorch_cpu)' >"$partial/torch/lib/libtorch.so"
 
 rm -rf .libtorch/nvidia
 mv "$partial/nvidia" .libtorch/nvidia

@@ -45,7 +45,7 @@ import sys, zipfile
 where, version = sys.argv[1:]
 with zipfile.ZipFile(where + '/torch-any.whl', 'w') as wheel:
     wheel.writestr('torch/include/torch/headeronly/version.h', '#define TORCH_VERSION \\\\\n  \"' + version + '\"\n')
-    for name in ('lib/libtorch_cpu.so', 'lib/libtorch_cuda.so', 'lib/libtorch_cuda_linalg.so', 'lib/libtorch_python.so', '__init__.py'):
+    for name in ('lib/libtorch.so', 'lib/libtorch_cpu.so', 'lib/libtorch_cuda.so', 'lib/libtorch_cuda_linalg.so', 'lib/libtorch_python.so', '__init__.py'):
         wheel.writestr('torch/' + name, name)
 with zipfile.ZipFile(where + '/nvidia-any.whl', 'w') as wheel:
     for name in ('libcudart.so.13', 'libcupti.so.13', 'libnvperf_host.so'):
@@ -128,6 +128,9 @@ check "LIBTORCH of another version" one_error "LIBTORCH=$work/old" "expected lib
 fresh; LIBTORCH=$work/nowhere setup
 check "LIBTORCH without libtorch" one_error "$work/nowhere" "found no libtorch"
 
+fresh; libtorch "$repo/torch" 2.11.0; (cd "$repo" && setup; [ ! -e .libtorch/torch ]); rc=$?
+check "a folder named torch is no Python package" [ $rc = 0 ]
+
 for value in "" torch; do
     fresh; LIBTORCH=$value setup
     check "LIBTORCH='$value'" one_error "LIBTORCH='$value'" "absolute path"
@@ -154,7 +157,8 @@ check "cargo asks torch-sys again" [ ! -e "$repo/target/debug/.fingerprint/torch
 rm "$work/fetches"; fresh; fake_wheels 2.11.0; setup
 files=$(cd "$repo/.libtorch" && find . -type f | LC_ALL=C sort | tr '\n' ' ')
 check "a fetch unpacks the CPU's part only" [ "$rc:$files" = "0:./lock ./nvidia/cu13/lib/libcudart.so.13 \
-./nvidia/cu13/lib/libcupti.so.13 ./torch/include/torch/headeronly/version.h ./torch/lib/libtorch_cpu.so " ]
+./nvidia/cu13/lib/libcupti.so.13 ./torch/include/torch/headeronly/version.h ./torch/lib/libtorch.so ./torch/lib/libtorch_cpu.so " ]
+check "GNU ld does not meet libtorch_cuda.so" [ "$(<"$repo/.libtorch/torch/lib/libtorch.so")" = "INPUT(-ltorch_cpu)" ]
 setup
 check "a second run is silent" silent_success
 check "a second run fetches nothing" fetched_times 1
