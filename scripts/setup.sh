@@ -50,10 +50,10 @@ fi
 
 [ "$(version_of .libtorch/torch)" = $TORCH ] && exit
 
-# One set-up at a time: a second one waits here and then finds the work done.
+# One set-up at a time: a second one then finds the work done.
 mkdir -p .libtorch
 exec 9>.libtorch/lock
-flock 9
+flock -n 9 || { say "waiting for another set-up in $PWD"; flock 9; }
 [ "$(version_of .libtorch/torch)" = $TORCH ] && exit
 
 command -v python3 >/dev/null ||
@@ -104,6 +104,7 @@ free_mb=$(df -Pm .libtorch | awk 'NR == 2 { print $4 }')
 # A killed one may leave the folder, which the next run removes.
 partial=$PWD/.libtorch/partial
 trap 'rm -rf "$partial"' EXIT
+trap 'exit 130' INT
 rm -rf "$partial"
 mkdir "$partial"
 
