@@ -21,7 +21,7 @@ fail() {
     exit 1
 }
 
-# The version of the libtorch in folder $1, empty where there is none. torch before 2.9 keeps it in the second file.
+# The version of the libtorch in folder $1, empty where there is none. an older torch keeps it in the second file.
 version_of() {
     local header
     [ -e "$1/lib/libtorch_cpu.so" ] || return 0
