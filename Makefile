@@ -1,0 +1,32 @@
+# Every target does its own set-up (libtorch, once) and works offline after its first time.
+
+PREFIX ?= $(HOME)/.local
+target := $(abspath $(or $(CARGO_TARGET_DIR),target))
+
+.PHONY: help setup demo test test-interop lint install
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## find or fetch libtorch 2.11.0 (the other targets do this first)
+	@scripts/setup.sh
+
+demo: setup ## movie reviews learn to be positive: SFT, reward model, PPO, and a summary
+	cargo build --release --locked
+	examples/sentiment/run.sh $(target)/release/rlhf
+
+test: lint ## formatting, clippy, docs, every test
+	tests/setup/test_setup.sh
+	cargo test --workspace --locked
+
+test-interop: setup ## check what rlhf writes with transformers and tensorboard
+	scripts/test-interop.sh
+
+lint: setup ## formatting, clippy, docs
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
+
+install: setup ## put rlhf into PREFIX/bin (default ~/.local), with the libraries that it needs
+	cargo build --release --locked
+	scripts/install.sh $(target)/release/rlhf "$(PREFIX)"

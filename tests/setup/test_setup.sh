@@ -1,0 +1,189 @@
+#!/usr/bin/env bash
+# Tests of scripts/setup.sh in a checkout of its own with a PATH of its own: no network, no real libtorch.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+unset LIBTORCH CXX CARGO_TARGET_DIR PYTHONPATH
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+repo=$work/repo
+bin=$work/bin
+python=$(python3 -c 'import sys; print(sys.executable)')
+tools="bash env awk cat df flock grep ln mkdir mv rm sleep tail uname"
+passed=0
+failed=0
+
+# A new checkout and a PATH with what set-up needs. The fake python3 sees no site-packages; its pip is the file pip.
+fresh() {
+    rm -rf "$repo" "$bin"
+    mkdir -p "$repo/scripts" "$bin"
+    cp scripts/setup.sh "$repo/scripts/"
+    local tool
+    for tool in $tools; do ln -s "$(command -v "$tool")" "$bin/$tool"; done
+    fake cargo 'exit 0'
+    fake c++ 'exit 0'
+    fake pip 'exit 1'
+    fake_python
+}
+
+fake_python() {
+    fake python3 "[ \"\$1 \$2\" != '-m pip' ] || { shift 2; exec $bin/pip \"\$@\"; }; exec '$python' -S \"\$@\""
+}
+
+fake() {
+    printf '#!%s\n%s\n' "$(command -v bash)" "$2" >"$bin/$1"
+    chmod +x "$bin/$1"
+}
+
+# A fake pip that delivers wheels with the libtorch of version $1.
+fake_wheels() {
+    fake pip "[ \"\$1\" = --version ] && exit
+    while [ \"\$1\" != --dest ]; do shift; done
+    echo fetched >>$work/fetches
+    exec $python - \"\$2\" $1 <<'PY'
+import sys, zipfile
+where, version = sys.argv[1:]
+with zipfile.ZipFile(where + '/torch-any.whl', 'w') as wheel:
+    wheel.writestr('torch/include/torch/headeronly/version.h', '#define TORCH_VERSION \\\\\n  \"' + version + '\"\n')
+    for name in ('lib/libtorch.so', 'lib/libtorch_cpu.so', 'lib/libtorch_cuda.so', 'lib/libtorch_cuda_linalg.so', 'lib/libtorch_python.so', '__init__.py'):
+        wheel.writestr('torch/' + name, name)
+with zipfile.ZipFile(where + '/nvidia-any.whl', 'w') as wheel:
+    for name in ('libcudart.so.13', 'libcupti.so.13', 'libnvperf_host.so'):
+        wheel.writestr('nvidia/cu13/lib/' + name, name)
+PY"
+}
+
+# The folder $1 holds libtorch of version $2.
+libtorch() {
+    mkdir -p "$1/include/torch/headeronly" "$1/lib"
+    printf '#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION \\\n  "%s"\n' "$2" >"$1/include/torch/headeronly/version.h"
+    : >"$1/lib/libtorch_cpu.so"
+}
+
+# Runs set-up; leaves its exit code in $rc, its output in $out and $err.
+setup() {
+    PATH=$bin "$repo/scripts/setup.sh" </dev/null >"$work/out" 2>"$work/err"
+    rc=$?
+    out=$(<"$work/out")
+    err=$(<"$work/err")
+}
+
+# check NAME CONDITION...: the condition is a command.
+check() {
+    local name=$1
+    shift
+    if "$@"; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        printf 'FAILED: %s\n    %s\n    exit code %s\n    out: %s\n    err: %s\n' "$name" "$*" "$rc" "$out" "$err"
+    fi
+}
+
+# Set-up failed with one line on standard error that starts with "error: " and contains each of the arguments.
+one_error() {
+    [ "$rc" = 1 ] && [[ $err == "error: "* && $err != *$'\n'* ]] || return 1
+    local part
+    for part; do [[ $err == *"$part"* ]] || return 1; done
+}
+contains() { [[ $1 == *"$2"* ]]; }
+silent_success() { [ "$rc$out$err" = 0 ]; }
+nothing_in_place() { [ -z "$(ls "$repo/.libtorch" | grep -v '^lock$')" ]; }
+fetched_times() { [ "$(cat "$work/fetches" 2>/dev/null | wc -l)" = "$1" ]; }
+
+fresh; rm "$bin/cargo"; setup
+check "no cargo" one_error "cargo" "rustup"
+
+fresh; rm "$bin/c++"; setup
+check "no C++ compiler" one_error "C++ compiler" "'c++'" "g++"
+
+fresh; rm "$bin/c++"; fake clang++ 'exit 0'; rm "$bin/python3"; CXX="clang++ -O2" setup
+check "CXX names the compiler" one_error "python3"
+
+fresh; rm "$bin/python3"; setup
+check "no python3" one_error "python3"
+
+fresh; fake pip 'echo "No module named pip" >&2; exit 1'; setup
+check "no pip" one_error "no pip for $bin/python3"
+
+fresh; fake pip '[ "$1" = --version ] || {
+    for _ in 1 2; do echo "WARNING: broken by '"'"'NewConnectionError('"'"'a: [Errno -2] Name not known'"'"')'"'"'"; done
+    echo "ERROR: No matching distribution"; exit 1; } >&2'; setup
+check "no network" one_error "is there a network? pip said: [Errno -2] Name not known"
+check "a failed fetch leaves nothing" nothing_in_place
+
+fresh; fake pip 'exit 0'; rm "$bin/df"; fake df 'echo head; echo "fs 9999 9000 999 90% /"'; setup
+check "too little disk" one_error "$repo/.libtorch" "expected 2048 MB free" "found 999 MB"
+
+fresh; rm "$bin/uname"; fake uname '[ "$1" = -m ] && echo riscv64 || echo Linux'; setup
+check "no wheel for this machine" one_error "riscv64" "LIBTORCH"
+
+fresh; libtorch "$work/mine" 2.11.0; rm "$bin/python3"; LIBTORCH=$work/mine setup
+check "the user's LIBTORCH wins" silent_success
+check "the user's LIBTORCH needs no folder here" [ ! -e "$repo/.libtorch" ]
+
+fresh; libtorch "$work/old" 2.10.1; LIBTORCH=$work/old setup
+check "LIBTORCH of another version" one_error "LIBTORCH=$work/old" "expected libtorch 2.11.0" "found 2.10.1"
+
+fresh; LIBTORCH=$work/nowhere setup
+check "LIBTORCH without libtorch" one_error "$work/nowhere" "found no libtorch"
+
+fresh; libtorch "$repo/torch" 2.11.0; (cd "$repo" && setup; [ ! -e .libtorch/torch ]); rc=$?
+check "a folder named torch is no Python package" [ $rc = 0 ]
+
+for value in "" torch; do
+    fresh; LIBTORCH=$value setup
+    check "LIBTORCH='$value'" one_error "LIBTORCH='$value'" "absolute path"
+done
+
+# The package fails when imported: it is to be found, not run.
+mkdir -p "$work/site/torch"; echo 'raise SystemExit("imported")' >"$work/site/torch/__init__.py"
+libtorch "$work/site/torch" 2.11.0
+fresh; PYTHONPATH=$work/site setup
+check "Python's torch wins" [ "$rc:$(readlink "$repo/.libtorch/torch")" = "0:$work/site/torch" ]
+check "Python's torch is named" contains "$out" "$work/site/torch"
+rm "$bin/python3"; setup
+check "Python is not asked again" silent_success
+
+# The same checkout after that torch was upgraded, with what cargo remembers of it.
+mkdir -p "$repo/target/debug/.fingerprint/torch-sys-1"
+libtorch "$work/site/torch" 2.12.0
+fake_python; fake_wheels 2.11.0; PYTHONPATH=$work/site setup
+check "Python's torch of another version is left alone" contains "$rc: $out" "0: setup: Python's torch in $work/site/torch is 2.12.0"
+check "a stale link is replaced" [ -f "$repo/.libtorch/torch/lib/libtorch_cpu.so" -a ! -L "$repo/.libtorch/torch" ]
+check "the linked torch survives" [ -f "$work/site/torch/lib/libtorch_cpu.so" ]
+check "cargo asks torch-sys again" [ ! -e "$repo/target/debug/.fingerprint/torch-sys-1" ]
+
+rm "$work/fetches"; fresh; fake_wheels 2.11.0; setup
+files=$(cd "$repo/.libtorch" && find . -type f | LC_ALL=C sort | tr '\n' ' ')
+check "a fetch unpacks the CPU's part only" [ "$rc:$files" = "0:./lock ./nvidia/cu13/lib/libcudart.so.13 \
+./nvidia/cu13/lib/libcupti.so.13 ./torch/include/torch/headeronly/version.h ./torch/lib/libtorch.so ./torch/lib/libtorch_cpu.so " ]
+check "GNU ld does not meet libtorch_cuda.so" [ "$(<"$repo/.libtorch/torch/lib/libtorch.so")" = "INPUT(-ltorch_cpu)" ]
+setup
+check "a second run is silent" silent_success
+check "a second run fetches nothing" fetched_times 1
+
+fresh; fake_wheels 2.12.0; setup
+check "a wheel of another version" one_error "expected libtorch 2.11.0" "found 2.12.0"
+check "a wheel of another version leaves nothing" nothing_in_place
+
+fresh; fake pip '[ "$1" = --version ] && exit; while [ "$1" != --dest ]; do shift; done; echo half >$2/torch.whl'; setup
+check "a broken wheel" one_error "cannot unpack" "torch.whl" "not a zip file"
+check "a broken wheel leaves nothing" nothing_in_place
+
+for signal in INT TERM; do
+    fresh; fake pip "[ \"\$1\" = --version ] && exit; kill -$signal \$PPID; sleep 0.1; exit 1"; setup 2>/dev/null
+    check "SIG$signal while fetching fails without an excuse" [ "$rc" -gt 128 -a -z "$err" ]
+    check "SIG$signal while fetching leaves nothing" nothing_in_place
+done
+
+fresh; fake pip '[ "$1" = --version ] && exit; kill -KILL $PPID; exit 1'; setup 2>/dev/null
+fake_wheels 2.11.0; setup
+check "a killed fetch is cleaned up by the next" [ "$rc$(ls "$repo/.libtorch" | tr '\n' ' ')" = "0lock nvidia torch " ]
+
+rm "$work/fetches"; fresh; fake_wheels 2.11.0
+PATH=$bin "$repo/scripts/setup.sh" >/dev/null 2>&1 & setup; wait $!
+check "two at once fetch once" fetched_times 1
+
+echo "setup tests: $passed passed, $failed failed"
+[ $failed = 0 ]
