@@ -1,0 +1,318 @@
+"""The language of the demo: short movie reviews, written down as data, with a sampler and an exact recogniser.
+
+A review is an opening, up to two body sentences and a closing:
+
+    This western by Clara Holt| is a graceful tale of a shy baker.                  opening, cut at the bar into
+    Leo Sato's script shines near an empty harbour. Critics in Oslo called it fresh.   prompt and completion
+
+Sentences come from frames with slots. `{Genre}` takes any item of WORDS["Genre"], `{a Genre}` puts "a" or "an" before
+it. Slots named in LEXICON take a word of feeling: `{Adj}` of the feeling of its sentence, `{Adj+}` always a positive and
+`{Adj-}` always a negative one. So a frame without such slots is plain, a frame with signs is mixed, and any other frame
+is felt: it can be said with either feeling, but not with both at once.
+
+The lexicon has two halves, A and B, equal in size for each part of speech and sharing no word stem. Preference pairs
+use only A, the judge counts only B; what a model learns from A must carry over to B for the judge to see it.
+
+Python 3.9 or newer, standard library only.
+"""
+
+import random
+import re
+
+# Words of feeling: part of speech -> feeling -> half -> words.
+LEXICON = {
+    "Adj": {
+        "+": {
+            "A": "brilliant charming superb delightful moving graceful gripping clever splendid tender witty radiant "
+                 "thoughtful vivid elegant joyful",
+            "B": "wonderful marvellous excellent lovely beautiful stunning inventive touching magnificent exciting "
+                 "exquisite fresh warm sincere masterful lively",
+        },
+        "-": {
+            "A": "dreadful tedious clumsy shallow bland wooden dull lifeless hollow messy stale awful feeble crude "
+                 "tiresome pointless",
+            "B": "terrible boring dreary sloppy horrible silly lazy flat weak stiff dismal muddled forgettable ugly "
+                 "insipid laboured",
+        },
+    },
+    "Adv": {
+        "+": {
+            "A": "brilliantly superbly gracefully cleverly elegantly vividly",
+            "B": "wonderfully beautifully stunningly masterfully inventively exquisitely",
+        },
+        "-": {
+            "A": "dreadfully clumsily blandly crudely tediously feebly",
+            "B": "terribly sloppily lazily horribly weakly stiffly",
+        },
+    },
+    "Noun": {
+        "+": {"A": "triumph delight gem joy treasure jewel", "B": "marvel masterpiece wonder beauty pleasure knockout"},
+        "-": {"A": "disaster mess dud fiasco letdown failure", "B": "bore flop muddle disappointment catastrophe misfire"},
+    },
+    "Felt": {
+        "+": {"A": "enjoyed admired treasured relished", "B": "loved adored savoured applauded"},
+        "-": {"A": "hated detested endured regretted", "B": "loathed despised resented disliked"},
+    },
+    "Does": {
+        "+": {"A": "shines sparkles delights charms", "B": "dazzles soars glows amazes"},
+        "-": {"A": "stumbles fails drags grates", "B": "sinks flounders annoys irritates"},
+    },
+}
+LEXICON = {
+    part: {sign: {half: words.split() for half, words in halves.items()} for sign, halves in signs.items()}
+    for part, signs in LEXICON.items()
+}
+
+# Everything else that fills a slot. An item may have slots of its own; most content is built of pairs (a trait and a role,
+# a first and a last name), which keeps the number of different word pairs high whatever the feeling of a text.
+WORDS = {
+    "Person": ["{First} {Last}"],
+    "First": "Ana Boris Clara Dmitri Elena Felix Greta Hugo Ines Jonas Karin Leo Marta Nils Olga Pavel Rosa Simon Tessa "
+             "Viktor".split(),
+    "Last": "Adler Brandt Costa Duval Egan Falk Gruber Holt Ibarra Jansen Keller Lund Moreau Novak Okada Petrov Quist "
+            "Rossi Sato Varga".split(),
+    "Genre": "thriller western drama comedy mystery romance musical fable satire epic whodunit melodrama adventure "
+             "biopic".split(),
+    "Hero": ["{Trait} {Role}"],
+    "Trait": "retired young restless shy famous jealous stubborn nervous lonely blind ageing proud silent wandering "
+             "penniless rival".split(),
+    "Role": "baker sheriff widow pilot teacher smuggler painter judge sailor nurse clockmaker miner singer gardener "
+            "detective soldier librarian farmer butcher translator dancer boxer postman surgeon".split(),
+    "Deed": "finds inherits steals hides sells repairs guards buys paints wins carries loses".split(),
+    "Thing": ["{Quality} {Object}"],
+    "Quality": "old stolen broken secret borrowed rusty golden forged missing tiny cursed silver".split(),
+    "Object": "map violin letter ferry diary watch piano lantern camera bicycle coat clock suitcase ring key boat".split(),
+    "Place": ["in {Weather} {City}", "{Near} {a Look} {Site}"],
+    "Weather": "rainy foggy sunlit snowy windy misty stormy dusty crowded sleepy".split(),
+    "City": "Lisbon Oslo Prague Naples Havana Kyoto Cairo Dublin Vienna Quito Tunis Riga Porto Lima Seville Bergen".split(),
+    "Near": "near behind beside below beyond".split(),
+    "Look": "frozen distant empty hidden narrow flooded ruined painted nameless moonlit".split(),
+    "Site": "harbour bridge farm station market border island valley canal chapel forest lighthouse".split(),
+    "Moment": ["{Hour} {Event}"],
+    "Hour": "midnight morning winter summer rooftop seaside village final second courtyard garden basement railway autumn".split(),
+    "Event": "wedding trial storm duel dinner chase funeral escape reunion audition auction robbery rehearsal picnic "
+             "election breakfast carnival shipwreck".split(),
+    "Aspect": "script score editing lighting casting pacing dialogue prologue narration choreography camerawork ending "
+              "makeup sound".split(),
+    "Made": "acted written shot paced cut staged lit scored told played".split(),
+    "When": ["last night", "on Monday", "on Friday", "at noon", "on Sunday", "at dawn"],
+    "Month": "January February March April May June July August September October November December".split(),
+    "Friend": ["my sister", "my uncle", "my neighbour", "our projectionist", "two friends", "the critics"],
+}
+
+# Openings: any start of a group goes with any end of the same group; the border between them is where prompts are cut.
+OPENINGS = [
+    {  # the start names the film, the end is a predicate
+        "starts": [
+            "This {Genre} by {Person}",
+            "The {Genre} about {a Hero}",
+            "{Person}'s {Genre} about {a Thing}",
+            "Set {Place}, this {Genre}",
+            "The story of {a Hero} and {a Thing}",
+        ],
+        "ends": [
+            " is {a Adj} tale of {a Hero}.",
+            " opens with {a Adj} {Event} {Place}.",
+            " is {Adv} {Made} by {Person}.",
+            " is {a Noun} set {Place}.",
+            " {Does} after the {Moment}.",
+            " ends {Place}.",
+            " was filmed {Place} in {Month}.",
+        ],
+    },
+    {  # the start is a clause, the end goes on from it
+        "starts": [
+            "{Person} plays {a Hero} {Place}",
+            "In this {Genre} {a Hero} {Deed} {a Thing}",
+            "{Person} directs and {Person} plays {a Hero}",
+        ],
+        "ends": [
+            " and {Does} at the {Moment}.",
+            ", and {Person}'s {Adj} {Aspect} carries the {Moment}.",
+            ", and the {Moment} is {Adv} {Made}.",
+            ", and I {Felt} the {Moment}.",
+            ", and {Person}'s {Aspect} {Does}.",
+            ", and it all ends {Place}.",
+            ", and then {a Hero} {Deed} {a Thing}.",
+        ],
+    },
+]
+BODIES = [
+    "{Person}'s {Adj} {Aspect} suits the {Moment}.",
+    "{Person}'s {Aspect} {Does} {Place}.",
+    "{Person} is {a Adj} {Role} {Place}.",
+    "{Person} {Does} as {a Hero} {Place}.",
+    "The {Moment} {Place} is {Adv} {Made}.",
+    "I {Felt} the {Moment}, where the {Role} {Deed} {a Thing}.",
+    "{Person} gives the {Role} {a Adj} {Object}.",
+    "When the {Hero} {Deed} {a Thing}, the {Aspect} {Does}.",
+    "{Person} and {Person} share {a Adj} {Moment}.",
+    "The {Moment} {Place} is {a Noun}.",
+    "{Person}'s {Aspect} is {Adj+}, but the {Moment} is {Adj-}.",
+    "{Person} {Does+}, but {Person}'s {Aspect} {Does-}.",
+    "The {Role} {Deed} {a Thing} {Place}.",
+    "{Person} plays the {Hero}.",
+    "The {Moment} takes place {Place}.",
+    "Then the {Role} meets {a Hero} {Place}.",
+]
+CLOSINGS = [
+    "{Person}'s {Noun} opens in {City}.",
+    "{Person}'s {Adj} {Event} ends it.",
+    "I {Felt} {Person}'s {Event}.",
+    "It made {a Adj} {Month} evening in {City}.",
+    "The {Moment} {Does} too.",
+    "The start is {Adj+} and the {Aspect} is {Adj-}.",
+    "It opens in {City} in {Month}.",
+    "I saw it {When} with {Friend}.",
+]
+
+MOODS = ("positive", "negative", "mixed", "plain")
+SLOT = re.compile(r"\{(a )?(\w+)([+-]?)\}")
+SENTENCE_END = re.compile(r"(?<=\.) ")
+
+
+def words_of_feeling(sign, halves="AB"):
+    """All words of feeling `sign` ("+" or "-") of the given halves, as a set."""
+    return {word for signs in LEXICON.values() for half in halves for word in signs[sign][half]}
+
+
+def with_article(text):
+    return ("an " if text[0] in "aeiou" else "a ") + text
+
+
+def kind(frame):
+    """"plain", "felt" or "mixed": see the head of this file."""
+    feelings = [sign for _, name, sign in SLOT.findall(frame) if name in LEXICON]
+    if not feelings:
+        return "plain"
+    return "mixed" if feelings[0] else "felt"
+
+
+class Sampler:
+    """Draws reviews. Uses only `random.Random.random`, whose stream every Python version keeps."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed).random
+
+    def pick(self, items):
+        return items[int(self.random() * len(items))]
+
+    def weighted(self, weights):
+        """A key of the dict `weights`, by its weight."""
+        left = self.random() * sum(weights.values())
+        for key, weight in weights.items():
+            left -= weight
+            if left < 0:
+                return key
+        return key
+
+    def write(self, frame, used):
+        """Fills the slots of `frame` except those of feeling; takes no item twice while `used` is the same set."""
+
+        def fill(slot):
+            article, name, _ = slot.groups()
+            if name in LEXICON:
+                return slot.group(0)
+            items = [item for item in WORDS[name] if "{" in item or item not in used]
+            item = self.pick(items)
+            used.add(item)
+            item = self.write(item, used)
+            return with_article(item) if article else item
+
+        return SLOT.sub(fill, frame)
+
+    def feel(self, sentence, sign, halves="AB"):
+        """Fills the slots of feeling with words of `halves`; `sign` counts where the slot has none of its own."""
+
+        def fill(slot):
+            article, name, own = slot.groups()
+            signs = LEXICON[name][own or sign]
+            word = self.pick(signs[self.pick(halves)])
+            return with_article(word) if article else word
+
+        return SLOT.sub(fill, sentence)
+
+    def start(self):
+        """An opening's start, and the index of its group: a prompt."""
+        group = int(self.random() * 2)
+        return group, self.write(self.pick(OPENINGS[group]["starts"]), set())
+
+    def draft(self, group, mood, felt=0.75):
+        """Sentences that complete a start of `group`, with their slots of feeling still open, as (sentence, sign).
+
+        `felt` is the share of sentences that show the mood; a draft of a mood shows it at least once, a mixed draft
+        both its sides. The sign of a sentence is "" unless the mood is mixed.
+        """
+        frames = [OPENINGS[group]["ends"]]
+        frames += [BODIES] * self.weighted({0: 0.1, 1: 0.8, 2: 0.1})
+        frames.append(CLOSINGS)
+        while True:
+            used, sentences = set(), []
+            for choices in frames:
+                shown = "felt" if mood != "plain" and self.random() < felt else "plain"
+                if mood == "mixed" and choices is not OPENINGS[group]["ends"] and self.random() < 0.35:
+                    shown = "mixed"
+                frame = self.pick([choice for choice in choices if kind(choice) == shown])
+                sign = self.pick("+-") if mood == "mixed" and shown == "felt" else ""
+                sentences.append((self.write(frame, used), sign))
+            text = " ".join(sentence for sentence, _ in sentences)
+            signs = {sign for _, sign in sentences}
+            if mood == "mixed" and not ("+}" in text or {"+", "-"} <= signs):
+                continue
+            if mood in ("positive", "negative") and kind(text) == "plain":
+                continue
+            return sentences
+
+    def complete(self, draft, mood, halves="AB"):
+        """The completion that `draft` becomes in `mood`."""
+        default = "-" if mood == "negative" else "+"
+        return " ".join(self.feel(sentence, sign or default, halves) for sentence, sign in draft)
+
+    def completion(self, group, mood, halves="AB"):
+        return self.complete(self.draft(group, mood), mood, halves)
+
+
+def pattern(frame, sign):
+    """The regular expression of all that `frame` can become in a sentence of feeling `sign`."""
+    out, end = [], 0
+    for slot in SLOT.finditer(frame):
+        article, name, own = slot.groups()
+        if name in LEXICON:
+            items = [word for half in LEXICON[name][own or sign].values() for word in half]
+        else:
+            items = WORDS[name]
+        out.append(re.escape(frame[end:slot.start()]))
+        if article:
+            out.append("(?:an (?=[aeiou])|a (?![aeiou]))")
+        out.append("(?:%s)" % "|".join(pattern(item, sign) for item in items))
+        end = slot.end()
+    return "".join(out) + re.escape(frame[end:])
+
+
+def either(frames):
+    """A pattern for any of `frames`, each with one feeling throughout."""
+    found = [pattern(frame, "+") for frame in frames]
+    found += [pattern(frame, "-") for frame in frames if kind(frame) == "felt"]
+    return "(?:%s)" % "|".join(found)
+
+
+START = re.compile("|".join(either(group["starts"]) for group in OPENINGS))
+OPENING = re.compile("|".join(either(group["starts"]) + either(group["ends"]) for group in OPENINGS))
+BODY = re.compile(either(BODIES))
+CLOSING = re.compile(either(CLOSINGS))
+
+
+def is_prompt(text):
+    """Whether `text` is a whole start of an opening."""
+    return START.fullmatch(text) is not None
+
+
+def parses(review):
+    """Whether `review` (prompt and answer together) is a whole review of the grammar, to the letter."""
+    first, *bodies, last = SENTENCE_END.split(review) if "." in review[:-1] else [review, ""]
+    return bool(
+        len(bodies) <= 2
+        and OPENING.fullmatch(first)
+        and all(BODY.fullmatch(body) for body in bodies)
+        and CLOSING.fullmatch(last)
+    )

@@ -1,0 +1,91 @@
+"""Judges answers: how positive they are, whether the grammar parses them, how varied they are.
+
+    python3 judge.py ANSWERS.jsonl ...      one line per file; rows as `rlhf generate` writes them
+
+The mood counts only words of half B of the lexicon. The reward model never saw one of them in its preference pairs, so
+a policy that has learned only to please it with words of half A gains nothing here. The other two numbers fall when a
+policy pays for its mood with broken or repeated text.
+
+Python 3.9 or newer, standard library only.
+"""
+
+import json
+import re
+import sys
+
+import grammar
+
+POSITIVE = grammar.words_of_feeling("+", "B")
+NEGATIVE = grammar.words_of_feeling("-", "B")
+TOKEN = re.compile(r"[a-z']+|[^\sa-z']")
+
+
+def read_answers(path):
+    """The rows of a JSON Lines file that `rlhf generate` wrote: "prompt", "response", "finish_reason"."""
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def tokens(text):
+    """Lower-case words and single marks."""
+    return TOKEN.findall(text.lower())
+
+
+def balance(positive, negative):
+    """(positive - negative) / (positive + negative): 1 all positive, -1 all negative, 0 even or nothing to count."""
+    return (positive - negative) / max(positive + negative, 1)
+
+
+def bigrams(text):
+    found = tokens(text)
+    return list(zip(found, found[1:]))
+
+
+def judge(rows):
+    """The numbers of one set of answers, as a dict.
+
+    - `mood`: balance of all positive and negative B words in the answers, from -1 to 1
+    - `positive_words`, `negative_words`: the counts it comes from
+    - `positive_answers`: share of answers with more positive than negative B words, of those where they differ
+    - `grammar`: share of answers that stopped by themselves and, with their prompt, are a whole review of the grammar
+    - `distinct_bigrams`: different word pairs of all answers / all their word pairs
+    - `distinct_bigrams_per_answer`: the same share within each answer, averaged
+    - `words`: mean number of words and marks in an answer
+    """
+    counts = []
+    for row in rows:
+        words = tokens(row["response"])
+        counts.append((sum(word in POSITIVE for word in words), sum(word in NEGATIVE for word in words)))
+    decided = [positive > negative for positive, negative in counts if positive != negative]
+    pairs = [bigrams(row["response"]) for row in rows]
+    everything = [pair for found in pairs for pair in found]
+    whole = [row["finish_reason"] == "stop" and grammar.parses(row["prompt"] + row["response"]) for row in rows]
+    return {
+        "answers": len(rows),
+        "mood": balance(sum(positive for positive, _ in counts), sum(negative for _, negative in counts)),
+        "positive_words": sum(positive for positive, _ in counts),
+        "negative_words": sum(negative for _, negative in counts),
+        "positive_answers": sum(decided) / max(len(decided), 1),
+        "grammar": sum(whole) / max(len(rows), 1),
+        "distinct_bigrams": len(set(everything)) / max(len(everything), 1),
+        "distinct_bigrams_per_answer": sum(len(set(found)) / max(len(found), 1) for found in pairs) / max(len(rows), 1),
+        "words": sum(len(tokens(row["response"])) for row in rows) / max(len(rows), 1),
+    }
+
+
+def main(paths):
+    if not paths or paths[0].startswith("-"):
+        print(__doc__)
+        return 2 if not paths else 0
+    for path in paths:
+        found = judge(read_answers(path))
+        print(
+            "{path}: mood {mood:+.3f} (+{positive_words} -{negative_words}), positive answers {positive_answers:.1%}, "
+            "grammar {grammar:.1%}, distinct bigrams {distinct_bigrams:.1%} "
+            "(per answer {distinct_bigrams_per_answer:.1%}), words {words:.1f}".format(path=path, **found)
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Writes the demo's data, the same bytes every time, from the grammar in grammar.py.
+
+    python3 make_data.py            writes the files below into data/
+    python3 make_data.py --check    makes them again in memory and compares; exit 1 if a shipped file differs
+
+    sft.jsonl                6000 reviews, {"text"}. Half are negative, a quarter positive, the rest mixed or plain; a
+                             review keeps its mood, and uses words of both halves of the lexicon.
+    preferences.jsonl        1500 pairs, {"prompt", "chosen", "rejected"}: two endings of one opening, the chosen one
+                             positive, the rejected one negative, with words of half A only. In half of the pairs the two
+                             differ in nothing but these words, so that no neutral word can look like a reason.
+    preferences_test.jsonl   200 more pairs, of openings that preferences.jsonl does not have.
+    prompts.jsonl            1024 starts of reviews, {"prompt"}, neutral, cut at the border in the opening.
+    prompts_test.jsonl       96 starts that open nothing in any other file: for the comparison before and after.
+
+The trainer appends the end-of-text token to reviews and answers; no file holds it.
+
+Python 3.9 or newer, standard library only.
+"""
+
+import json
+import pathlib
+import sys
+
+import grammar
+
+FOLDER = pathlib.Path(__file__).resolve().parent / "data"
+SEED = 20
+MOODS = {"positive": 0.25, "negative": 0.5, "mixed": 0.15, "plain": 0.1}
+
+
+def fresh_start(sampler, *taken):
+    """A group and a start that none of the sets `taken` holds; it is added to the first."""
+    while True:
+        group, prompt = sampler.start()
+        if not any(prompt in prompts for prompts in taken):
+            taken[0].add(prompt)
+            return group, prompt
+
+
+def preference(sampler, group, prompt):
+    chosen = rejected = sampler.draft(group, "positive")
+    if sampler.random() < 0.5:
+        rejected = sampler.draft(group, "negative")
+    return {
+        "prompt": prompt,
+        "chosen": sampler.complete(chosen, "positive", "A"),
+        "rejected": sampler.complete(rejected, "negative", "A"),
+    }
+
+
+def make():
+    """File name -> rows."""
+    sampler = grammar.Sampler(SEED)
+    held_out, prompts, test_pairs, pairs = set(), set(), set(), set()
+    prompts_test = [{"prompt": fresh_start(sampler, held_out)[1]} for _ in range(96)]
+    reviews = []
+    while len(reviews) < 6000:
+        group, prompt = sampler.start()
+        if prompt not in held_out:
+            reviews.append({"text": prompt + sampler.completion(group, sampler.weighted(MOODS))})
+    return {
+        "sft.jsonl": reviews,
+        "preferences_test.jsonl": [preference(sampler, *fresh_start(sampler, test_pairs, held_out)) for _ in range(200)],
+        "preferences.jsonl": [
+            preference(sampler, *fresh_start(sampler, pairs, test_pairs, held_out)) for _ in range(1500)
+        ],
+        "prompts.jsonl": [{"prompt": fresh_start(sampler, prompts, held_out)[1]} for _ in range(1024)],
+        "prompts_test.jsonl": prompts_test,
+    }
+
+
+def files():
+    """File name -> bytes."""
+    return {name: "".join(json.dumps(row) + "\n" for row in rows).encode() for name, rows in make().items()}
+
+
+def check():
+    """The names of the shipped files that differ from what this script makes."""
+    made = files()
+    different = [name for name, content in made.items() if not (FOLDER / name).is_file() or (FOLDER / name).read_bytes() != content]
+    return different + sorted(path.name for path in FOLDER.iterdir() if path.name not in made)
+
+
+def main(arguments):
+    if arguments == ["--check"]:
+        different = check()
+        for name in different:
+            print(f"{FOLDER / name}: not what make_data.py makes; run make_data.py and look at the difference", file=sys.stderr)
+        return 1 if different else 0
+    if arguments:
+        print(__doc__)
+        return 0 if arguments[0] in ("-h", "--help") else 2
+    FOLDER.mkdir(exist_ok=True)
+    for name, content in files().items():
+        (FOLDER / name).write_bytes(content)
+        print(f"{name:24} {content.count(10):6} rows {len(content) / 1000:8.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
