@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup demo test test-interop lint install
+.PHONY: help setup demo test test-setup test-interop lint install
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,9 +15,11 @@ demo: setup ## movie reviews learn to be positive: SFT, reward model, PPO, and a
 	cargo build --release --locked
 	examples/sentiment/run.sh $(target)/release/rlhf
 
-test: lint ## formatting, clippy, docs, every test
-	tests/setup/test_setup.sh
+test: test-setup lint ## formatting, clippy, docs, every test
 	cargo test --workspace --locked
+
+test-setup: setup
+	tests/setup/test_setup.sh
 
 test-interop: setup ## check what rlhf writes with transformers and tensorboard
 	scripts/test-interop.sh
