@@ -1,4 +1,5 @@
 //! Checks that the libtorch in use is the one tch was made for, compiles the shim, and sets the run path of our tests.
+#![allow(clippy::print_stderr, clippy::exit)] // a build script speaks to cargo
 
 use std::path::Path;
 

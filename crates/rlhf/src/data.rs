@@ -75,27 +75,21 @@ impl Dataset {
 
     /// The rows' demonstrations: `prompt` and `completion`, or `text`; each ends with eos.
     ///
-    /// Prompt and completion are tokenized apart, as they will be when the model answers. With `completion_only` the
-    /// loss spares the prompt.
+    /// With `completion_only` the loss spares the prompt.
     ///
     /// # Errors
-    /// If a row has neither form.
+    /// If a row has neither form, or the tokenizer names no eos token.
     pub fn demonstrations(&self, tokenizer: &Tokenizer, completion_only: bool) -> Result<Vec<Demonstration>> {
-        let eos = tokenizer.require_eos()?;
         self.map(|row| {
-            let (mut tokens, learn_from) = match (row.get("text"), row.get("completion")) {
-                (Some(Value::String(text)), _) => (tokenizer.encode(text)?, 1),
+            let (tokens, border) = match (row.get("text"), row.get("completion")) {
+                (Some(Value::String(text)), _) => tokenizer.encode_pair("", text)?,
                 (None, Some(Value::String(completion))) => {
-                    let mut tokens = tokenizer.encode(text_field(row, "prompt")?)?;
-                    let learn_from = if completion_only { tokens.len().max(1) } else { 1 };
-                    tokens.extend(tokenizer.encode_continuation(completion)?);
-                    (tokens, learn_from)
+                    tokenizer.encode_pair(text_field(row, "prompt")?, completion)?
                 }
                 _ => return Err(Error::Run(expected("text", "a string (or `prompt` and `completion`)", row))),
             };
-            if tokens.last() != Some(&eos) {
-                tokens.push(eos);
-            }
+            // Nothing comes before the first token, so it cannot be learned.
+            let learn_from = if completion_only { border.max(1) } else { 1 };
             Ok(Demonstration { tokens, learn_from })
         })
     }
@@ -103,25 +97,11 @@ impl Dataset {
     /// The rows' preference pairs: `chosen` and `rejected`, behind a `prompt` where there is one; each ends with eos.
     ///
     /// # Errors
-    /// If a row lacks one of the two.
+    /// If a row lacks one of the two, or the tokenizer names no eos token.
     pub fn pairs(&self, tokenizer: &Tokenizer) -> Result<Vec<Pair>> {
-        let eos = tokenizer.require_eos()?;
         self.map(|row| {
-            let side = |name: &str| -> Result<Vec<i64>> {
-                let text = text_field(row, name)?;
-                let mut tokens = match row.get("prompt") {
-                    None => tokenizer.encode(text)?,
-                    Some(_) => {
-                        let mut tokens = tokenizer.encode(text_field(row, "prompt")?)?;
-                        tokens.extend(tokenizer.encode_continuation(text)?);
-                        tokens
-                    }
-                };
-                if tokens.last() != Some(&eos) {
-                    tokens.push(eos);
-                }
-                Ok(tokens)
-            };
+            let prompt = if row.get("prompt").is_some() { text_field(row, "prompt")? } else { "" };
+            let side = |name| Ok::<_, Error>(tokenizer.encode_pair(prompt, text_field(row, name)?)?.0);
             Ok(Pair { chosen: side("chosen")?, rejected: side("rejected")? })
         })
     }

@@ -163,7 +163,7 @@ fn generate_batch<P: AsRef<[i64]>>(
     }
 }
 
-/// Chooses one token per row of `logits` [rows, vocab], with one uniform draw per row; gives tokens and log-probabilities.
+/// Chooses one token per row of `logits` `[rows, vocab]`, with one uniform draw per row; gives tokens and log-probabilities.
 fn choose(logits: &Tensor, sampling: Sampling, draws: &[f64]) -> Result<(Vec<i64>, Vec<f32>)> {
     let logits = logits / sampling.temperature();
     let tokens = match sampling {

@@ -120,9 +120,9 @@ pub struct CausalLm {
 /// What [`CausalLm::token_logprobs`] gives: one number per asked token, M in all, row after row.
 #[derive(Debug)]
 pub struct TokenLogprobs {
-    /// Log-probability of each token given those before it, [M] f32; differentiable.
+    /// Log-probability of each token given those before it, `[M]` f32; differentiable.
     pub logprobs: Tensor,
-    /// Entropy in nats of the distribution each token was drawn from, [M] f32; detached.
+    /// Entropy in nats of the distribution each token was drawn from, `[M]` f32; detached.
     pub entropy: Option<Tensor>,
 }
 
@@ -188,7 +188,7 @@ impl CausalLm {
         self.body.set_trainable(trainable);
     }
 
-    /// Logits of every position, one [length, vocab] f32 tensor per sequence. For small things: all are in memory.
+    /// Logits of every position, one `[length, vocab]` f32 tensor per sequence. For small things: all are in memory.
     ///
     /// # Errors
     /// If a sequence is empty, too long, or holds an id outside the vocabulary.
@@ -197,7 +197,7 @@ impl CausalLm {
         Ok(self.lm_head.forward(&hidden).split_with_sizes(&layout.lens, 0))
     }
 
-    /// Hidden states after the final norm, one [length, hidden] f32 tensor per sequence; errors as [`CausalLm::logits`].
+    /// Hidden states after the final norm, one `[length, hidden]` f32 tensor per sequence; errors as [`CausalLm::logits`].
     pub fn hidden_states<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
         let (layout, hidden) = self.body.hidden(sequences)?;
         Ok(hidden.split_with_sizes(&layout.lens, 0))
@@ -206,7 +206,7 @@ impl CausalLm {
     /// Log-probabilities, under softmax(logits / `temperature`), of the tokens at `spans` of each sequence.
     ///
     /// A span may be empty and may not begin at 0: nothing comes before the first token. With M tokens in all spans, the
-    /// results are [M]. The head is applied to these tokens only.
+    /// results are `[M]`. The head is applied to these tokens only.
     ///
     /// # Errors
     /// As [`CausalLm::logits`].
@@ -250,7 +250,7 @@ impl CausalLm {
 
     /// Begins to decode: reads the prompts into a cache with room for `capacity` tokens per row.
     ///
-    /// Gives the cache and the logits of each row's next token, [rows, vocab] f32.
+    /// Gives the cache and the logits of each row's next token, `[rows, vocab]` f32.
     pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: usize) -> Result<(KvCache, Tensor)> {
         self.body.check(prompts)?;
         let layout = Layout::new(prompts, self.body.device);
@@ -261,7 +261,7 @@ impl CausalLm {
         Ok((cache, self.lm_head.forward(&hidden.index_select(0, &last))))
     }
 
-    /// Appends one token to every row of the cache; gives the logits of the next, [rows, vocab] f32.
+    /// Appends one token to every row of the cache; gives the logits of the next, `[rows, vocab]` f32.
     pub(crate) fn decode(&self, tokens: &[i64], cache: &mut KvCache) -> Tensor {
         let tokens = Tensor::from_slice(tokens).to_device(self.body.device);
         self.lm_head.forward(&self.body.decoder.forward_step(&tokens, cache))
@@ -289,7 +289,7 @@ impl CausalLm {
     }
 }
 
-/// Entropy in nats of each row of log-probabilities, [M, vocab] to [M].
+/// Entropy in nats of each row of log-probabilities, [M, vocab] to `[M]`.
 fn entropy_of(logprobs: &Tensor) -> Tensor {
     // A token that a filter made impossible has log-probability -inf; it adds 0 and not NaN.
     -(logprobs.exp() * logprobs.clamp_min(f64::from(f32::MIN))).sum_dim_intlist([-1i64].as_slice(), false, Kind::Float)
@@ -346,7 +346,7 @@ impl SequenceClassifier {
         self.body.set_trainable(trainable);
     }
 
-    /// The numbers at the positions `spans` of each sequence, M in all, row after row: [M] f32.
+    /// The numbers at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
     ///
     /// # Errors
     /// As [`CausalLm::logits`].
@@ -362,7 +362,7 @@ impl SequenceClassifier {
         Ok(self.score.forward(&hidden).squeeze_dim(1))
     }
 
-    /// The score of each sequence, read at its last token: [rows] f32.
+    /// The score of each sequence, read at its last token: `[rows]` f32.
     ///
     /// # Errors
     /// As [`CausalLm::logits`].

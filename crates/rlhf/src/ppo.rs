@@ -1,6 +1,6 @@
 //! The maths of PPO on tensors: masks, rewards, advantages, losses. No models, no files, nothing of ours imported.
 //!
-//! B rows, R response slots. Masks are bool [B, R], true = counts. Every result is exactly 0 outside its mask, by
+//! B rows, R response slots. Masks are bool `[B, R]`, true = counts. Every result is exactly 0 outside its mask, by
 //! `masked_fill`: multiplying by a mask would turn a NaN outside it into a NaN inside. `docs/algorithm.md` derives each
 //! equation and says where the systems this crate replaces differ.
 
@@ -29,13 +29,13 @@ pub enum ScorePosition {
     LastToken,
 }
 
-/// Slots that hold a response token, [B, R] bool: slot t of row b counts if t < `lengths[b]`.
+/// Slots that hold a response token, `[B, R]` bool: slot t of row b counts if t < `lengths[b]`.
 pub fn response_mask(lengths: &[i64], width: i64, device: Device) -> Tensor {
     let lengths = Tensor::from_slice(lengths).to_device(device).unsqueeze(1);
     Tensor::arange(width, (Kind::Int64, device)).unsqueeze(0).lt_tensor(&lengths)
 }
 
-/// Slots that hold a value, [B, R] bool: the state before each token and, if a slot is left, that after the last one.
+/// Slots that hold a value, `[B, R]` bool: the state before each token and, if a slot is left, that after the last one.
 pub fn value_mask(lengths: &[i64], width: i64, position: ScorePosition, device: Device) -> Tensor {
     let extra = i64::from(position == ScorePosition::AfterStop);
     let lengths: Vec<i64> = lengths.iter().map(|len| len + extra).collect();
@@ -70,7 +70,7 @@ pub fn whiten(x: &Tensor, mask: &Tensor, shift_mean: bool) -> Tensor {
     if shift_mean { whitened } else { keep(&(whitened + mean), mask) }
 }
 
-/// Estimate of KL(policy || reference) per token, [B, R] f32, 0 outside `mask`.
+/// Estimate of KL(policy || reference) per token, `[B, R]` f32, 0 outside `mask`.
 pub fn kl(logprobs: &Tensor, ref_logprobs: &Tensor, mask: &Tensor, estimator: KlEstimator) -> Tensor {
     let log_ratio = keep(&(ref_logprobs - logprobs), mask);
     match estimator {
@@ -79,9 +79,9 @@ pub fn kl(logprobs: &Tensor, ref_logprobs: &Tensor, mask: &Tensor, estimator: Kl
     }
 }
 
-/// Rewards per slot, [B, R] f32: -`kl_coef` * `kl` everywhere, and each row's score at its place.
+/// Rewards per slot, `[B, R]` f32: -`kl_coef` * `kl` everywhere, and each row's score at its place.
 ///
-/// `kl` [B, R] is 0 outside the response; `scores` [B] f32.
+/// `kl` `[B, R]` is 0 outside the response; `scores` `[B]` f32.
 pub fn rewards(kl: &Tensor, scores: &Tensor, lengths: &[i64], kl_coef: f64, position: ScorePosition) -> Tensor {
     let last_slot = kl.size()[1] - 1;
     let slots: Vec<i64> = lengths
@@ -97,7 +97,7 @@ pub fn rewards(kl: &Tensor, scores: &Tensor, lengths: &[i64], kl_coef: f64, posi
 
 /// Generalized advantage estimates and value targets (returns); neither is whitened.
 ///
-/// Shapes: `rewards`, `values` [B, R] f32, `mask` [B, R] bool, true = slot with a value. Both results are [B, R] f32 and
+/// Shapes: `rewards`, `values` `[B, R]` f32, `mask` `[B, R]` bool, true = slot with a value. Both results are `[B, R]` f32 and
 /// exactly 0 outside `mask`; the value after the last counted slot is 0. Source: Schulman et al. 2016, eq. 16.
 pub fn gae(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lam: f64) -> (Tensor, Tensor) {
     let (rewards, values) = (keep(rewards, mask), keep(values, mask));
@@ -123,7 +123,7 @@ pub fn gae(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lam: f6
 pub struct PolicyLoss {
     /// Sum over tokens of max(-A r, -A clip(r)), a scalar with a gradient; divide it by the mini-batch's token count.
     pub sum: Tensor,
-    /// Ratio of new to old probability, [B, R] f32, detached, 0 outside the mask.
+    /// Ratio of new to old probability, `[B, R]` f32, detached, 0 outside the mask.
     pub ratio: Tensor,
     /// Number of tokens at which the clipped side was the larger, a scalar.
     pub clipped: Tensor,
@@ -133,7 +133,7 @@ pub struct PolicyLoss {
 
 /// Loss of the policy over the tokens of `mask`. Source: Schulman et al. 2017, eq. 7, negated.
 ///
-/// All [B, R]; `logprobs` carries the gradient, `old_logprobs` are those of the policy that sampled.
+/// All `[B, R]`; `logprobs` carries the gradient, `old_logprobs` are those of the policy that sampled.
 pub fn policy_loss(
     logprobs: &Tensor,
     old_logprobs: &Tensor,
@@ -245,10 +245,8 @@ mod tests {
         let gap = masked_mean(&whitened, &p1) - masked_mean(&rewards, &p1);
         assert!(gap.double_value(&[]).abs() < 1e-6);
         let (advantages, _) = gae(&whitened, &v.values, &p1, 1.0, 0.95);
-        let expected = rows(&[
-            &[1.163654, 1.219422, 1.228430, 0.0, 0.0],
-            &[-0.843258, -0.761047, -0.745501, -0.693641, -0.568059],
-        ]);
+        let expected =
+            rows(&[&[1.163654, 1.219422, 1.22843, 0.0, 0.0], &[-0.843258, -0.761047, -0.745501, -0.693641, -0.568059]]);
         assert_close(&whiten(&advantages, &mask, true), &expected, 2e-6);
     }
 

@@ -86,7 +86,7 @@ impl Reporter {
             self.print(&line);
         }
         if let Some(tensorboard) = &mut self.tensorboard {
-            tensorboard.scalars(step, metrics.iter())?;
+            tensorboard.scalars(step, metrics.iter().filter(|(name, _)| *name != "step"))?;
         }
         Ok(())
     }

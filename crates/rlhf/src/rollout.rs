@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 /// The responses of one update and what the models say of them; B rows, R = `response_length` slots.
 ///
-/// Tensors are [B, R] f32 and exactly 0 outside their mask, unless said otherwise.
+/// Tensors are `[B, R]` f32 and exactly 0 outside their mask, unless said otherwise.
 #[derive(Debug)]
 pub struct Experience {
     /// Prompt and response of each row, joined.
@@ -26,11 +26,11 @@ pub struct Experience {
     pub ref_logprobs: Tensor,
     /// Values of the states before each token, and after the last, within `value_mask`.
     pub values: Tensor,
-    /// Score of each row, [B]; the penalty for a missing stop token is already in it.
+    /// Score of each row, `[B]`; the penalty for a missing stop token is already in it.
     pub scores: Tensor,
 }
 
-/// Rewards and what follows from them, [B, R] f32.
+/// Rewards and what follows from them, `[B, R]` f32.
 #[derive(Debug)]
 pub struct Targets {
     /// Estimate of KL(policy || reference) per token.
@@ -60,7 +60,7 @@ impl Experience {
     }
 }
 
-/// Puts numbers, row after row, into the first `counts[b]` slots of each row: [M] to [B, width]; differentiable.
+/// Puts numbers, row after row, into the first `counts[b]` slots of each row: `[M]` to `[B, width]`; differentiable.
 pub(crate) fn to_slots(numbers: &Tensor, counts: &[i64], width: i64) -> Tensor {
     let slots: Vec<i64> =
         counts.iter().zip(0i64..).flat_map(|(&count, row)| (0..count).map(move |t| row * width + t)).collect();
@@ -86,7 +86,7 @@ pub struct Judges<'a> {
     pub value: &'a SequenceClassifier,
 }
 
-/// Scores of prompts with their responses by a reward model, read at the last token: [B] f32.
+/// Scores of prompts with their responses by a reward model, read at the last token: `[B]` f32.
 ///
 /// # Errors
 /// If a sequence does not fit the model, or a score is not finite.
@@ -99,7 +99,7 @@ pub fn score(reward: &SequenceClassifier, sequences: &[Vec<i64>], batch_size: us
     }
 }
 
-/// `scores` less `penalty` for each row that did not stop; [B].
+/// `scores` less `penalty` for each row that did not stop; `[B]`.
 pub fn penalise_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) -> Tensor {
     let missing = Tensor::from_slice(stopped).to_device(scores.device()).logical_not();
     scores - missing.to_kind(Kind::Float) * penalty
@@ -107,7 +107,7 @@ pub fn penalise_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) ->
 
 /// Asks the models about `responses` to `prompts`.
 ///
-/// `scores` [B] are final. In f32 the policy's log-probabilities are those of the sampling; `recompute_logprobs` takes
+/// `scores` `[B]` are final. In f32 the policy's log-probabilities are those of the sampling; `recompute_logprobs` takes
 /// them anew in the pass that training uses (for responses from elsewhere, and for bf16, where the two passes differ).
 ///
 /// # Errors

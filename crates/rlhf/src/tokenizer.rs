@@ -83,18 +83,31 @@ impl Tokenizer {
     }
 
     /// Token ids of `text`, with what the tokenizer puts around a text (a begin token, say).
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
     pub fn encode(&self, text: &str) -> Result<Vec<i64>> {
-        self.ids(text, true)
-    }
-
-    /// Token ids of `text` as it goes on behind other text: nothing is put around it.
-    pub fn encode_continuation(&self, text: &str) -> Result<Vec<i64>> {
-        self.ids(text, false)
-    }
-
-    fn ids(&self, text: &str, special: bool) -> Result<Vec<i64>> {
-        let encoding = self.inner.encode_fast(text, special).map_err(|e| self.error(&e.to_string()))?;
+        let encoding = self.inner.encode_fast(text, true).map_err(|e| self.error(&e.to_string()))?;
         Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
+    }
+
+    /// Token ids of a prompt with its completion, eos last, and the place of the first token that the prompt alone does
+    /// not have.
+    ///
+    /// The two are encoded as one text, as TRL does: encoded apart, a SentencePiece tokenizer would put a space between
+    /// them. Where the border falls inside a token, that token counts as the completion's.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it, or names no eos token.
+    pub fn encode_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
+        let eos = self.require_eos()?;
+        let alone = self.encode(prompt)?;
+        let mut whole = self.encode(&format!("{prompt}{completion}"))?;
+        let shared = alone.iter().zip(&whole).take_while(|(a, b)| a == b).count();
+        if whole.last() != Some(&eos) {
+            whole.push(eos);
+        }
+        Ok((whole, shared))
     }
 
     /// The text of token ids, without special tokens.

@@ -1,6 +1,6 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
-use crate::support::{Tensors, assert_close, golden};
+use crate::support::{Tensors, assert_close, golden, say};
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, generate};
 use rlhf::model::{CausalLm, ModelConfig, ModelOptions, SequenceClassifier};
 use rlhf::rng::Purpose;
@@ -27,7 +27,8 @@ fn folders(classifier: bool) -> Vec<PathBuf> {
         .collect();
     found.sort();
     assert!(!found.is_empty(), "{}: no golden model", dir.display());
-    println!("compared: {found:?}");
+    let names: Vec<_> = found.iter().map(|path| path.file_name().unwrap().to_string_lossy()).collect();
+    say(&format!("{}: comparing {}", dir.display(), names.join(", ")));
     found
 }
 
@@ -230,7 +231,11 @@ fn entropy_is_that_of_the_tempered_distribution() {
     let dir = &folders(false)[0];
     let model = CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap();
     let sequence = vec![5i64, 6, 7];
-    let found = model.token_logprobs(std::slice::from_ref(&sequence), &[1..3], 0.5, true).unwrap().entropy.unwrap();
+    let found = model
+        .token_logprobs(std::slice::from_ref(&sequence), std::slice::from_ref(&(1..3)), 0.5, true)
+        .unwrap()
+        .entropy
+        .unwrap();
     let logits = model.logits(&[sequence]).unwrap()[0].narrow(0, 0, 2) * 2.0;
     let p = logits.softmax(-1, tch::Kind::Double);
     let expected = -(&p * p.log()).sum_dim_intlist([-1i64].as_slice(), false, tch::Kind::Float);
@@ -263,7 +268,8 @@ fn bf16_compute_stays_near_f32_and_keeps_f32_weights_and_gradients() {
         model.set_trainable(true);
         let exact = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         let ids = [vec![5i64, 6, 7, 8, 9, 10]];
-        let logprobs = |m: &CausalLm| m.token_logprobs(&ids, &[1..6], 1.0, false).unwrap().logprobs;
+        let logprobs =
+            |m: &CausalLm| m.token_logprobs(&ids, std::slice::from_ref(&(1..6)), 1.0, false).unwrap().logprobs;
         let found = logprobs(&model);
         let gap = (&found - logprobs(&exact)).abs().max().double_value(&[]);
         assert!(gap > 0.0 && gap < 0.3, "{}: {gap}", dir.display()); // bf16 holds 8 bits: 0.4 % of logits up to about 8

@@ -1,6 +1,6 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
-use crate::support::{Tensors, assert_close, golden};
+use crate::support::{Tensors, assert_close, golden, say};
 use rlhf::config::{LrSchedulerType, PpoConfig, StopToken};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
@@ -157,7 +157,7 @@ fn compare(variant: &Variant) {
         variant.check(it, "score_raw", &raw, &all);
         let scores = if config.missing_eos_penalty.is_some() && config.stop_token_id.is_some_and(|id| id != EOS) {
             // TRL looks for eos whatever stops a response; we look for what stops it. Its scores go on from here.
-            println!("{}: scores after the penalty are TRL's, which tests another token", variant.name());
+            say(&format!("{}: scores after the penalty are TRL's, which tests another token", variant.name()));
             variant.tensor(it, "scores").shallow_clone()
         } else {
             let stopped: Vec<bool> = responses.iter().map(|r| r.finish == FinishReason::Stop).collect();
@@ -177,7 +177,7 @@ fn compare(variant: &Variant) {
         variant.check(it, "advantages", &t.advantages, &e.response_mask);
         variant.check(it, "returns", &t.returns, &e.value_mask);
         if !steps_agree {
-            println!("{}: compared up to the first optimizer step, which TRL takes elsewhere", variant.name());
+            say(&format!("{}: compared up to the first optimizer step, which TRL takes elsewhere", variant.name()));
             return;
         }
 
@@ -196,7 +196,7 @@ fn compare(variant: &Variant) {
     }
     compare_weights(variant, "policy", learner.policy.params());
     compare_weights(variant, "value_model", learner.value.params());
-    println!("{}: compared whole, {iterations} iterations", variant.name());
+    say(&format!("{}: compared whole, {iterations} iterations", variant.name()));
 }
 
 fn near(what: &str, found: f64, expected: f64, tolerance: f64) {

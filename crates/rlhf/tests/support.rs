@@ -1,6 +1,7 @@
 //! Golden values and comparisons.
 
 use std::collections::HashMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
 
@@ -36,10 +37,6 @@ impl Tensors {
         self.0.get(name).unwrap_or_else(|| panic!("no golden tensor `{name}`"))
     }
 
-    pub(crate) fn has(&self, name: &str) -> bool {
-        self.0.contains_key(name)
-    }
-
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
@@ -55,4 +52,9 @@ pub(crate) fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolera
     assert_eq!(found.size(), expected.size(), "{what}: shapes");
     let gap = if found.numel() == 0 { 0.0 } else { (found - expected).abs().max().double_value(&[]) };
     assert!(gap <= tolerance, "{what}: largest difference {gap:e}, allowed {tolerance:e}");
+}
+
+/// Tells on standard error what a test compared, also when it passes: the test runner keeps `println!` to itself.
+pub(crate) fn say(message: &str) {
+    let _ = writeln!(std::io::stderr(), "{message}");
 }

@@ -5,7 +5,7 @@ use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// A family of decoder models: what differs between them is data (see [`super::layers`]) and the names of their tensors.
+/// A family of decoder models: what differs between them is data and the names of their tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
     /// GPT-2 (`gpt2`): learned positions, tied head, weights stored as `[in, out]`.

@@ -222,12 +222,12 @@ impl Decoder {
         self.embed.shallow_clone()
     }
 
-    /// Hidden states after the final norm, [N, hidden] f32, of whole sequences; fills `cache` if there is one.
+    /// Hidden states after the final norm, `[N, hidden]` f32, of whole sequences; fills `cache` if there is one.
     pub(crate) fn forward(&self, layout: &Layout, cache: Option<&mut KvCache>) -> Tensor {
         self.run(&layout.tokens, &layout.positions, &mut Attention::Sequences(layout, cache))
     }
 
-    /// Hidden states, [rows, hidden] f32, of one more token per row; `tokens` is [rows] i64.
+    /// Hidden states, [rows, hidden] f32, of one more token per row; `tokens` is `[rows]` i64.
     pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
         let positions = cache.next_positions();
         cache.begin_step();
@@ -246,6 +246,7 @@ impl Decoder {
         )
     }
 
+    #[allow(clippy::assign_op_pattern)] // `x += ...` adds in place, into what the norm keeps for its backward pass
     fn run(&self, tokens: &Tensor, positions: &Tensor, attention: &mut Attention<'_>) -> Tensor {
         let mut x = Tensor::embedding(&self.embed, tokens, -1, false, false);
         if let Some(table) = &self.positions {

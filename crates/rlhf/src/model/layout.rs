@@ -78,7 +78,7 @@ pub(crate) struct KvCache {
     kv_heads: i64,
     head_dim: i64,
     device: Device,
-    /// Where the next tokens go, [rows] i64, and what they may attend to, [rows, 1, 1, width] f32 with 0 or -inf.
+    /// Where the next tokens go, `[rows]` i64, and what they may attend to, [rows, 1, 1, width] f32 with 0 or -inf.
     step: Option<(Tensor, Tensor, i64)>,
 }
 

@@ -31,7 +31,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     check_output_dir(&config.run, &inputs.into_iter().flatten().map(|path| path.as_path()).collect::<Vec<_>>())?;
     let mut trainer = PpoTrainer::from_config(config)?;
     prepare_output_dir(&config.run)?;
-    write_resolved(config, &config.run.output_dir.join("run.yaml"))?;
+    write_resolved(config, config.run.output_dir.join("run.yaml"))?;
     let mut report = Reporter::create(&config.run, trainer.plan.num_total_batches, console)?;
     trainer.train(&mut report)?;
     trainer.save_model(&config.run.output_dir)?;
@@ -245,7 +245,7 @@ impl PpoTrainer {
         generate(&self.learner.policy, prompts, &config)
     }
 
-    /// Scores [B], and how often each response holds the token that should end it: the stop token, or eos where none is
+    /// Scores `[B]`, and how often each response holds the token that should end it: the stop token, or eos where none is
     /// set.
     fn score(&self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<(Tensor, Vec<usize>)> {
         let sequences: Vec<Vec<i64>> =

@@ -51,7 +51,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let plan = config.plan(pairs.len())?;
 
     prepare_output_dir(&config.run)?;
-    write_resolved(config, &config.run.output_dir.join("run.yaml"))?;
+    write_resolved(config, config.run.output_dir.join("run.yaml"))?;
     let mut report = Reporter::create(&config.run, plan.num_updates, console)?;
     if left_out > 0 {
         report.warn(&format!("{left_out} pairs were left out: a side has more than max_length = {max_length} tokens"));
@@ -126,7 +126,7 @@ impl Totals {
         let margin = &chosen - &rejected;
         let mut loss = -margin.log_sigmoid().sum(Kind::Float);
         if let Some(weight) = config.center_rewards_coefficient {
-            loss = loss + (&chosen + &rejected).square().sum(Kind::Float) * weight;
+            loss += (&chosen + &rejected).square().sum(Kind::Float) * weight;
         }
         let number = |x: Tensor| x.double_value(&[]);
         self.pairs += pairs.len() as f64;

@@ -52,7 +52,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let plan = config.plan(rows.len())?;
 
     prepare_output_dir(&config.run)?;
-    config::write_resolved(config, &config.run.output_dir.join("run.yaml"))?;
+    config::write_resolved(config, config.run.output_dir.join("run.yaml"))?;
     let mut report = Reporter::create(&config.run, plan.num_updates, console)?;
     shortened.tell(&report, max_length);
     model.set_trainable(true);
