@@ -7,6 +7,8 @@ use tch::{Kind, Tensor};
 
 /// The folder of golden values: `$RLHF_GOLDEN`, else what is committed beside this file.
 pub(crate) fn golden() -> PathBuf {
+    // The tests are threads already; more threads inside each would fight for the cores.
+    tch::set_num_threads(1);
     match std::env::var_os("RLHF_GOLDEN") {
         Some(dir) => PathBuf::from(dir),
         None => Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"),
