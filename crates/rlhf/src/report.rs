@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 pub enum Console {
     /// A person watches: a progress bar and warnings on standard error, tables on standard output.
     Person,
-    /// A program reads: the lines of `metrics.jsonl` on standard output too, warnings on standard error.
+    /// A program reads: the lines of `metrics.jsonl` on standard output too; warnings, and the progress bar where it is a
+    /// terminal, on standard error.
     Program,
     /// Nobody does: files only. What a library's caller wants.
     Silent,
@@ -64,7 +65,8 @@ impl Reporter {
             ReportTo::None => None,
             ReportTo::Tensorboard => Some(crate::TensorBoard::create(&dir)?),
         };
-        let hidden = run.disable_tqdm || console != Console::Person;
+        // Where standard error is no terminal the bar hides itself.
+        let hidden = run.disable_tqdm || console == Console::Silent;
         let target = if hidden { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
         let style = ProgressStyle::with_template("{bar:24} {pos}/{len} [{elapsed_precise}, {eta_precise} left] {msg}")
             .expect("the template is sound");
