@@ -19,3 +19,8 @@ pub mod weights;
 
 pub use error::{Error, Result};
 pub use tensorboard::TensorBoard;
+
+/// The README's Rust code must compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

@@ -9,7 +9,7 @@ use std::panic::{self, PanicHookInfo};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-use rlhf::report::Console;
+use rlhf::report::{Console, request_stop};
 use rlhf::{Error, Result};
 
 use crate::cli::{Stop, Task};
@@ -42,12 +42,28 @@ fn start() -> ExitCode {
 }
 
 fn run(task: &Task) -> Result<()> {
+    if !matches!(task, Task::Generate(_)) {
+        // An interrupted training run saves what it has; a second signal ends it at once. Without a handler (another one
+        // is in place) signals end it at once as ever.
+        let _ = ctrlc::set_handler(|| {
+            if request_stop() {
+                exit_at_once();
+            }
+            let _ = writeln!(io::stderr(), "\nending after this update; once more to end at once and lose the model");
+        });
+    }
     match task {
         Task::Sft(config) => rlhf::train::sft::sft(config, Console::detect()),
         Task::Reward(config) => rlhf::train::reward::reward(config, Console::detect()),
         Task::Ppo(config) => rlhf::train::ppo::ppo(config, Console::detect()),
         Task::Generate(config) => answer::answer(config),
     }
+}
+
+/// Ends the program from the signal handler's thread, with the exit code that shells give an interrupted program.
+#[allow(clippy::exit)]
+fn exit_at_once() -> ! {
+    std::process::exit(130)
 }
 
 /// Prints the one line that ends a failed run.

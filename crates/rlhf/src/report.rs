@@ -9,6 +9,7 @@ use serde::Serialize;
 use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Where a run's words go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +28,25 @@ impl Console {
     pub fn detect() -> Self {
         if std::io::stdout().is_terminal() { Console::Person } else { Console::Program }
     }
+}
+
+/// Whether the user has asked the run to end. A signal concerns the whole process, so this is one flag for all of it.
+static STOP: AtomicBool = AtomicBool::new(false);
+
+/// Asks the running training loop to end after its current update and to save; gives whether that was asked before.
+pub fn request_stop() -> bool {
+    STOP.swap(true, Ordering::SeqCst)
+}
+
+/// Whether [`request_stop`] was called; the training loops look between updates.
+pub fn stop_requested() -> bool {
+    STOP.load(Ordering::SeqCst)
+}
+
+/// The error that ends a run which was asked to stop, after it has saved: whatever comes next should not go on as if it
+/// were whole.
+pub(crate) fn stopped(done: usize, total: usize, dir: &Path) -> Error {
+    Error::Run(format!("stopped as asked after update {done} of {total}; the model so far is in {}", dir.display()))
 }
 
 /// One row of a sample table.

@@ -7,7 +7,7 @@ use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, Precision, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
-use crate::report::{Console, Reporter, Sample, check_output_dir, prepare_output_dir};
+use crate::report::{Console, Reporter, Sample, check_output_dir, prepare_output_dir, stop_requested, stopped};
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{
     Experience, Judges, Targets, experience, penalise_missing_stop, score, targets, to_slots, value_counts,
@@ -33,8 +33,11 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     prepare_output_dir(&config.run)?;
     write_resolved(config, config.run.output_dir.join("run.yaml"))?;
     let mut report = Reporter::create(&config.run, trainer.plan.num_total_batches, console)?;
-    trainer.train(&mut report)?;
+    let done = trainer.train(&mut report)?;
     trainer.save_model(&config.run.output_dir)?;
+    if done < trainer.plan.num_total_batches {
+        return Err(stopped(done, trainer.plan.num_total_batches, &config.run.output_dir));
+    }
     report.note(&format!("saved {}", config.run.output_dir.display()));
     Ok(())
 }
@@ -119,11 +122,11 @@ impl PpoTrainer {
         })
     }
 
-    /// Runs all updates.
+    /// Runs all updates, or those until [`crate::report::request_stop`] is called; gives how many it ran.
     ///
     /// # Errors
     /// If a number stops being finite, or the report cannot be written.
-    pub fn train(&mut self, report: &mut Reporter) -> Result<()> {
+    pub fn train(&mut self, report: &mut Reporter) -> Result<usize> {
         if self.prompts.len() < self.plan.batch_size {
             report.warn(&format!(
                 "the dataset has {} prompts, fewer than the {} of one update: an update goes on into the next shuffled \
@@ -140,13 +143,17 @@ impl PpoTrainer {
             report.record((update + 1) as i64, &metrics)?;
             report.advance(watched(&metrics));
             self.last_metrics = metrics;
+            if stop_requested() {
+                report.finish();
+                return Ok(update + 1);
+            }
         }
         if self.plan.sample_every.is_some() {
             let end = self.plan.num_total_batches;
             report.samples(end * self.plan.batch_size, &self.samples(end)?)?;
         }
         report.finish();
-        Ok(())
+        Ok(self.plan.num_total_batches)
     }
 
     /// One update: answer prompts, judge the answers, learn from them. Gives the update's metrics.

@@ -7,7 +7,7 @@ use crate::data::{Cursor, Dataset, Pair};
 use crate::metrics::Metrics;
 use crate::model::SequenceClassifier;
 use crate::optim::{AdamW, lr_factor};
-use crate::report::{Console, Reporter, check_output_dir, prepare_output_dir};
+use crate::report::{Console, Reporter, check_output_dir, prepare_output_dir, stop_requested, stopped};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use std::path::Path;
@@ -61,6 +61,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let mut cursor = Cursor::new(config.run.seed, pairs.len());
     let mut since = Totals::default();
     let mut began = Instant::now();
+    let mut done = 0;
     for update in 0..plan.num_updates {
         let mut batch: Vec<&Pair> = cursor.take(plan.batch_size).into_iter().map(|row| &pairs[row]).collect();
         batch.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
@@ -71,7 +72,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         let lr = config.learning_rate * lr_factor(&config.optimizer, update, plan.num_updates);
         let grad_norm = optimizer.step(lr)?;
         report.advance(format!("loss {:.3} accuracy {:.2}", since.loss / since.pairs, since.correct / since.pairs));
-        let last = update + 1 == plan.num_updates;
+        let last = update + 1 == plan.num_updates || stop_requested();
         if (update + 1) % config.logging_steps == 0 || last {
             let mut metrics = Metrics::default();
             since.push(&mut metrics, ["loss", "accuracy", "margin", "mean_reward"]);
@@ -91,6 +92,10 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
             since = Totals::default();
             began = Instant::now();
         }
+        done = update + 1;
+        if last {
+            break;
+        }
     }
     report.finish();
     let dir = &config.run.output_dir;
@@ -99,9 +104,12 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let facts = [
         ("started from", format!("`{}`", model_dir.display())),
         ("data", format!("`{}`, {} pairs", config.dataset_name.display(), pairs.len())),
-        ("updates", plan.num_updates.to_string()),
+        ("updates", done.to_string()),
     ];
     write_model_card(dir, "reward", &facts)?;
+    if done < plan.num_updates {
+        return Err(stopped(done, plan.num_updates, dir));
+    }
     report.note(&format!("saved {}", dir.display()));
     Ok(())
 }

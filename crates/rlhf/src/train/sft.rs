@@ -6,7 +6,7 @@ use crate::data::{Cursor, Dataset, Demonstration};
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, ModelConfig};
 use crate::optim::{AdamW, lr_factor};
-use crate::report::{Console, Reporter, check_output_dir, prepare_output_dir};
+use crate::report::{Console, Reporter, check_output_dir, prepare_output_dir, stop_requested, stopped};
 use crate::tokenizer::Tokenizer;
 use crate::{Result, config};
 use std::path::Path;
@@ -61,6 +61,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let mut since = Totals::default();
     let mut tokens_seen = 0.0;
     let mut began = Instant::now();
+    let mut done = 0;
     for update in 0..plan.num_updates {
         let mut batch: Vec<&Demonstration> = cursor.take(plan.batch_size).into_iter().map(|row| &rows[row]).collect();
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
@@ -77,7 +78,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         since.updates += 1.0;
         tokens_seen += batch.iter().map(|row| row.tokens.len()).sum::<usize>() as f64;
         report.advance(format!("loss {:.3}", since.loss / since.tokens));
-        let last = update + 1 == plan.num_updates;
+        let last = update + 1 == plan.num_updates || stop_requested();
         if (update + 1) % config.logging_steps == 0 || last {
             let mut metrics = since.metrics();
             metrics.push("time/update", began.elapsed().as_secs_f64() / since.updates);
@@ -92,6 +93,10 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
             since = Totals::default();
             began = Instant::now();
         }
+        done = update + 1;
+        if last {
+            break;
+        }
     }
     report.finish();
     let dir = &config.run.output_dir;
@@ -99,7 +104,10 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     tokenizer.save_pretrained(dir)?;
     let from = model_dir.map_or("random weights".into(), |dir| format!("`{}`", dir.display()));
     let data = format!("`{}`, {} rows", config.dataset_name.display(), rows.len());
-    write_model_card(dir, "sft", &[("started from", from), ("data", data), ("updates", plan.num_updates.to_string())])?;
+    write_model_card(dir, "sft", &[("started from", from), ("data", data), ("updates", done.to_string())])?;
+    if done < plan.num_updates {
+        return Err(stopped(done, plan.num_updates, dir));
+    }
     report.note(&format!("saved {}", dir.display()));
     Ok(())
 }
