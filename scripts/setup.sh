@@ -34,7 +34,7 @@ version_of() {
 }
 
 command -v cargo >/dev/null ||
-    fail "no cargo on PATH: install Rust 1.88 or newer (rustup.rs)"
+    fail "no cargo on PATH: install Rust 1.89 or newer (rustup.rs)"
 cxx=${CXX:-c++}
 command -v "${cxx%% *}" >/dev/null ||
     fail "no C++ compiler: '${cxx%% *}' is not on PATH; install g++ (or name yours in CXX)"

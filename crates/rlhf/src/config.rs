@@ -78,7 +78,7 @@ pub struct PpoConfig {
     /// Passes over the prompts, when `total_episodes` is not set.
     #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
     pub num_train_epochs: f64,
-    /// Print a sample table this many times in the run; 0 for never.
+    /// Show a sample table about this many times in the run, and at its end; 0 for never.
     #[arg(long, help_heading = BATCHES, default_value_t = 10)]
     pub num_sample_generations: usize,
 
@@ -933,7 +933,9 @@ fn check_token_id(id: Option<i64>) -> Result<()> {
 }
 
 fn check_threads(threads: Option<usize>) -> Result<()> {
-    threads.map_or(Ok(()), |threads| at_least_one("num_threads", threads))
+    // libtorch's threads wait by spinning: with many more than processors a run does not end, and neither does its neighbour.
+    const MOST: usize = 1024;
+    threads.map_or(Ok(()), |threads| expect((1..=MOST).contains(&threads), "num_threads", threads, "1 to 1024"))
 }
 
 fn check_learning(learning_rate: f64, optimizer: &OptimizerConfig) -> Result<()> {

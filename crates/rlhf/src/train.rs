@@ -19,8 +19,8 @@ use tch::Device;
 fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     if run.gradient_checkpointing {
         return Err(Error::Usage(
-            "gradient_checkpointing = true: not in this version; to save memory lower per_device_train_batch_size, \
-             which changes no result"
+            "gradient_checkpointing = true: not in this version; to save memory lower per_device_train_batch_size and \
+             raise gradient_accumulation_steps by the same factor, which changes no result"
                 .into(),
         ));
     }

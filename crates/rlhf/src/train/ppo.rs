@@ -102,6 +102,9 @@ impl PpoTrainer {
             (Some(StopToken::Eos), _) => Some(tokenizer.require_eos()?),
             (None, id) => id,
         };
+        if config.missing_eos_penalty.is_some() && stop.is_none() {
+            tokenizer.require_eos()?;
+        }
         let vocab = policy.config().vocab_size;
         if let Some(id) = stop.filter(|id| !(0..vocab).contains(id)) {
             let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
@@ -226,8 +229,8 @@ impl PpoTrainer {
             ("reward model", format!("`{}`", self.config.reward_model_path.display())),
             ("prompts", format!("`{}`, {} rows", self.config.dataset_name.display(), self.prompts.len())),
         ];
-        for name in ["episode", "objective/scores", "objective/kl"] {
-            facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.4}"))));
+        for (name, decimals) in [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)] {
+            facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.decimals$}"))));
         }
         write_model_card(dir, "ppo", &facts)
     }

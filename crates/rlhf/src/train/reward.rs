@@ -70,13 +70,13 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
             (loss / batch.len() as f64).backward();
         }
         let lr = config.learning_rate * lr_factor(&config.optimizer, update, plan.num_updates);
-        let grad_norm = optimizer.step(lr)?;
+        since.grad_norm += optimizer.step(lr)?;
         report.advance(format!("loss {:.3} accuracy {:.2}", since.loss / since.pairs, since.correct / since.pairs));
         let last = update + 1 == plan.num_updates || stop_requested();
         if (update + 1) % config.logging_steps == 0 || last {
             let mut metrics = Metrics::default();
             since.push(&mut metrics, ["loss", "accuracy", "margin", "mean_reward"]);
-            metrics.push("grad_norm", grad_norm);
+            metrics.push("grad_norm", since.grad_norm / since.updates(plan.batch_size));
             metrics.push("learning_rate", lr);
             metrics.push("epoch", ((update + 1) * plan.batch_size) as f64 / pairs.len() as f64);
             metrics.push("step", (update + 1) as f64);
@@ -122,6 +122,7 @@ struct Totals {
     correct: f64,
     margin: f64,
     reward: f64,
+    grad_norm: f64,
 }
 
 impl Totals {
