@@ -933,9 +933,11 @@ fn check_token_id(id: Option<i64>) -> Result<()> {
 }
 
 fn check_threads(threads: Option<usize>) -> Result<()> {
-    // libtorch's threads wait by spinning: with many more than processors a run does not end, and neither does its neighbour.
-    const MOST: usize = 1024;
-    threads.map_or(Ok(()), |threads| expect((1..=MOST).contains(&threads), "num_threads", threads, "1 to 1024"))
+    let Some(threads) = threads else { return Ok(()) };
+    // libtorch's threads wait by spinning: with more of them than processors a run all but stands still.
+    let most = std::thread::available_parallelism().map_or(1, usize::from);
+    let expected = format!("1 to {most}, the processors there are");
+    expect((1..=most).contains(&threads), "num_threads", threads, &expected)
 }
 
 fn check_learning(learning_rate: f64, optimizer: &OptimizerConfig) -> Result<()> {
@@ -1164,12 +1166,21 @@ mod tests {
             (|c| c.stop_token_id = Some(-1), "stop_token_id = -1: expected a token id, 0 or more"),
             (|c| c.learning_rate = f64::NAN, "learning_rate = NaN: expected a number of 0 or more"),
             (|c| c.optimizer.adam_beta2 = 1.0, "adam_beta2 = 1: expected a number from 0 to below 1"),
-            (|c| c.run.num_threads = Some(0), "num_threads = 0: expected at least 1"),
         ];
         for (change, message) in changes {
             let mut config = ppo();
             change(&mut config);
             assert_eq!(usage_of(config.plan(10)), message);
+        }
+    }
+
+    #[test]
+    fn threads_are_no_more_than_processors() {
+        for threads in [0, 100_000] {
+            let mut config = ppo();
+            config.run.num_threads = Some(threads);
+            let message = usage_of(config.check());
+            assert!(message.starts_with(&format!("num_threads = {threads}: expected 1 to ")), "{message}");
         }
     }
 
