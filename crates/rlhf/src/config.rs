@@ -1150,7 +1150,7 @@ mod tests {
     #[test]
     fn values_out_of_range_are_refused_by_name() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 16] = [
+        let changes: [(Change, &str); 15] = [
             (|c| c.per_device_train_batch_size = 0, "per_device_train_batch_size = 0: expected at least 1"),
             (|c| c.gradient_accumulation_steps = 0, "gradient_accumulation_steps = 0: expected at least 1"),
             (|c| c.num_mini_batches = 0, "num_mini_batches = 0: expected at least 1"),

@@ -43,12 +43,6 @@ pub fn stop_requested() -> bool {
     STOP.load(Ordering::SeqCst)
 }
 
-/// The error that ends a run which was asked to stop, after it has saved: whatever comes next should not go on as if it
-/// were whole.
-pub(crate) fn stopped(done: usize, total: usize, dir: &Path) -> Error {
-    Error::Run(format!("stopped as asked after update {done} of {total}; the model so far is in {}", dir.display()))
-}
-
 /// One row of a sample table.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sample {
@@ -178,76 +172,122 @@ impl Reporter {
     }
 }
 
-/// The files of a run, by name or by the name's beginning; what `overwrite_output_dir` may remove, and nothing else.
-const RUN_FILES: [&str; 11] = [
+/// Names of the files that a run writes into its folder, beside the tokenizer's, the shards and the event files.
+const RUN_FILES: [&str; 8] = [
     "metrics.jsonl",
     "samples.jsonl",
-    "run.yaml",
+    RUN_YAML,
     "config.json",
     "generation_config.json",
     "model.safetensors",
     "model.safetensors.index.json",
     "README.md",
-    "value_model",
-    "model-",
-    "events.out.tfevents.",
 ];
+
+/// The resolved configuration of a run; a folder that has one holds a run.
+const RUN_YAML: &str = "run.yaml";
+
+/// Whether a run writes files of this name: what `overwrite_output_dir` may remove, and nothing else.
+fn is_run_file(name: &str) -> bool {
+    let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let shard = name
+        .strip_prefix("model-")
+        .and_then(|rest| rest.strip_suffix(".safetensors"))
+        .and_then(|rest| rest.split_once("-of-"))
+        .is_some_and(|(part, parts)| digits(part) && digits(parts));
+    shard
+        || RUN_FILES.contains(&name)
+        || crate::tokenizer::FILES.contains(&name)
+        || name.starts_with("events.out.tfevents.")
+}
 
 /// Checks that a run may write to `run.output_dir`, before anything slow begins. Nothing is changed yet.
 ///
 /// # Errors
-/// If the folder holds anything and `overwrite_output_dir` is not set, or is one of the run's own `inputs`.
-pub fn check_output_dir(run: &RunConfig, inputs: &[&Path]) -> Result<()> {
+/// If one of the run's own `inputs` is the folder or lies in it; if the folder holds anything and `overwrite_output_dir`
+/// is not set, or anything that is not a run and it is.
+pub(crate) fn check_output_dir(run: &RunConfig, inputs: &[&Path]) -> Result<()> {
     let dir = &run.output_dir;
-    let same = |a: &Path, b: &Path| a.canonicalize().ok().is_some_and(|a| b.canonicalize().ok() == Some(a));
-    if let Some(input) = inputs.iter().find(|input| same(input, dir)) {
-        let message = format!("output_dir = {} is also what the run reads ({})", dir.display(), input.display());
+    let whole = dir.canonicalize().ok();
+    let inside = |input: &Path| input.canonicalize().is_ok_and(|input| whole.as_ref().is_some_and(|d| input.starts_with(d)));
+    if let Some(input) = inputs.iter().find(|input| inside(input)) {
+        let message = format!("output_dir = {} holds what the run reads: {}", dir.display(), input.display());
         return Err(Error::Usage(message));
     }
     if dir.is_file() {
         return Err(Error::invalid(dir, "output_dir: expected a folder or nothing, found a file"));
     }
-    if run.overwrite_output_dir || !dir.is_dir() {
+    if !dir.is_dir() {
         return Ok(());
     }
-    let first = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?.next();
-    match first {
-        None => Ok(()),
-        Some(entry) => {
-            let entry = entry.map_err(Error::io("read the folder", dir))?;
-            let name = entry.file_name();
-            let message = format!(
-                "output_dir: expected an empty or new folder, found `{}` in it; choose another folder, \
-                 or set --overwrite_output_dir to replace the run it holds",
-                name.to_string_lossy()
-            );
-            Err(Error::invalid(dir, message))
-        }
+    let Some(entry) = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?.next() else {
+        return Ok(());
+    };
+    let name = entry.map_err(Error::io("read the folder", dir))?.file_name();
+    let name = name.to_string_lossy();
+    let holds_run = dir.join(RUN_YAML).is_file();
+    match (run.overwrite_output_dir, holds_run) {
+        (true, true) => Ok(()),
+        (true, false) => Err(Error::invalid(
+            dir,
+            format!("overwrite_output_dir: expected a folder with a run ({RUN_YAML}), found `{name}` and no run"),
+        )),
+        (false, true) => Err(Error::invalid(
+            dir,
+            "output_dir: expected an empty or new folder, found a run in it; choose another folder, or set \
+             --overwrite_output_dir to replace the run",
+        )),
+        (false, false) => Err(Error::invalid(
+            dir,
+            format!("output_dir: expected an empty or new folder, found `{name}` in it; choose another folder"),
+        )),
     }
 }
 
-/// Creates `run.output_dir` and removes the old run's files from it; called when the new run is ready to begin.
+/// Makes `run.output_dir` this run's own when it is ready to begin: removes an old run's files if it may, and writes the
+/// resolved configuration.
 ///
 /// # Errors
-/// If a file cannot be removed or the folder not created.
-pub fn prepare_output_dir(run: &RunConfig) -> Result<()> {
+/// As [`check_output_dir`], whose question is asked again since loading took time; if another run was quicker; if a file
+/// cannot be removed or written.
+pub(crate) fn claim_output_dir(run: &RunConfig, resolved: &impl Serialize) -> Result<()> {
     let dir = &run.output_dir;
+    check_output_dir(run, &[])?;
     std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+    remove_run_files(dir)?;
+    let value_model = dir.join("value_model");
+    if value_model.is_dir() {
+        remove_run_files(&value_model)?;
+        // It stays if it holds files of someone else's.
+        let _ = std::fs::remove_dir(&value_model);
+    }
+    let path = dir.join(RUN_YAML);
+    // Of two runs that begin at once on one folder, one fails here.
+    File::create_new(&path).map_err(Error::io("create", &path))?;
+    crate::config::write_resolved(resolved, &path)
+}
+
+fn remove_run_files(dir: &Path) -> Result<()> {
     for entry in std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
         let entry = entry.map_err(Error::io("read the folder", dir))?;
-        let (name, path) = (entry.file_name(), entry.path());
-        let name = name.to_string_lossy();
-        let ours = RUN_FILES.iter().any(|ours| {
-            let prefix = ours.ends_with(['-', '.']);
-            if prefix { name.starts_with(ours) } else { name == *ours }
-        });
-        if ours && path.is_dir() {
-            std::fs::remove_dir_all(&path).map_err(Error::io("remove", &path))?;
-        } else if ours {
-            std::fs::remove_file(&path).map_err(Error::io("remove", &path))?;
+        if is_run_file(&entry.file_name().to_string_lossy()) && entry.path().is_file() {
+            std::fs::remove_file(entry.path()).map_err(Error::io("remove", entry.path()))?;
         }
     }
     Ok(())
+}
+
+/// How a training command ends, once it has saved: `done` updates of `total`, or what stopped it.
+///
+/// # Errors
+/// If the run was stopped, by the user or by an error: whatever comes next should not go on as if it were whole.
+pub(crate) fn conclude(done: Result<usize>, total: usize, dir: &Path) -> Result<()> {
+    let saved = format!("the model as far as it came is in {}", dir.display());
+    match done {
+        Ok(done) if done == total => Ok(()),
+        Ok(done) => Err(Error::Run(format!("stopped as asked after update {done} of {total}; {saved}"))),
+        Err(error) => Err(Error::Run(format!("{error}; {saved}"))),
+    }
 }
 
 #[cfg(test)]
@@ -262,36 +302,56 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_holds_something_is_refused_unless_overwriting_is_asked_for() {
+    fn a_folder_that_holds_something_is_refused_unless_it_is_a_run_and_overwriting_is_asked_for() {
         let dir = tempfile::tempdir().unwrap();
-        check_output_dir(&run(dir.path(), false), &[]).unwrap();
-        std::fs::write(dir.path().join("metrics.jsonl"), "old").unwrap();
-        let error = check_output_dir(&run(dir.path(), false), &[]).unwrap_err().to_string();
-        assert!(error.contains("metrics.jsonl") && error.contains("--overwrite_output_dir"), "{error}");
-        check_output_dir(&run(dir.path(), true), &[]).unwrap();
-        assert_eq!(
-            std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap(),
-            "old",
-            "checking changes nothing"
-        );
+        let check = |overwrite| check_output_dir(&run(dir.path(), overwrite), &[]).map_err(|e| e.to_string());
+        check(false).unwrap();
+        std::fs::write(dir.path().join("thesis.tex"), "old").unwrap();
+        assert!(check(false).unwrap_err().contains("thesis.tex"));
+        assert!(check(true).unwrap_err().contains("no run"));
+        std::fs::write(dir.path().join(RUN_YAML), "old").unwrap();
+        assert!(check(false).unwrap_err().contains("--overwrite_output_dir"));
+        check(true).unwrap();
+        assert_eq!(std::fs::read_to_string(dir.path().join(RUN_YAML)).unwrap(), "old", "checking changes nothing");
     }
 
     #[test]
     fn overwriting_removes_the_old_run_and_no_other_file() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir(dir.path().join("value_model")).unwrap();
-        for name in ["metrics.jsonl", "model-00001-of-00002.safetensors", "thesis.tex", "value_model/config.json"] {
+        for folder in ["value_model", "model-backup"] {
+            std::fs::create_dir(dir.path().join(folder)).unwrap();
+        }
+        let ours = ["metrics.jsonl", "run.yaml", "model-00001-of-00002.safetensors", "value_model/config.json"];
+        let others = ["thesis.tex", "model-notes.txt", "model-backup/config.json", "value_model/mine"];
+        for name in ours.iter().chain(&others) {
             std::fs::write(dir.path().join(name), "x").unwrap();
         }
-        prepare_output_dir(&run(dir.path(), true)).unwrap();
-        let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
-        assert_eq!(left, ["thesis.tex"]);
+        let run = run(dir.path(), true);
+        claim_output_dir(&run, &serde_json::json!({"seed": 1})).unwrap();
+        for name in others {
+            assert!(dir.path().join(name).is_file(), "{name}");
+        }
+        for name in ours.iter().filter(|name| **name != RUN_YAML) {
+            assert!(!dir.path().join(name).exists(), "{name}");
+        }
+    }
+
+    #[test]
+    fn of_two_runs_on_one_new_folder_the_second_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = run(&dir.path().join("new"), false);
+        claim_output_dir(&run, &serde_json::json!({})).unwrap();
+        let error = claim_output_dir(&run, &serde_json::json!({})).unwrap_err().to_string();
+        assert!(error.contains("found a run in it"), "{error}");
     }
 
     #[test]
     fn a_run_may_not_write_over_what_it_reads() {
         let dir = tempfile::tempdir().unwrap();
-        let error = check_output_dir(&run(dir.path(), true), &[dir.path()]).unwrap_err().to_string();
-        assert!(error.contains("is also what the run reads"), "{error}");
+        std::fs::write(dir.path().join("prompts.jsonl"), "{}").unwrap();
+        for input in [dir.path().to_path_buf(), dir.path().join("prompts.jsonl")] {
+            let error = check_output_dir(&run(dir.path(), true), &[&input]).unwrap_err().to_string();
+            assert!(error.contains("holds what the run reads"), "{error}");
+        }
     }
 }

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// The files that make up a tokenizer; those that are there travel with every model we save.
-const FILES: [&str; 8] = [
+pub(crate) const FILES: [&str; 8] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

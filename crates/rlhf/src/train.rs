@@ -31,6 +31,17 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     Ok(ModelOptions { device: Device::Cpu, precision })
 }
 
+/// What to tell of a dataset that does not fill one update.
+fn small_dataset(path: &Path, rows: usize, batch_size: usize) -> Option<String> {
+    (rows < batch_size).then(|| {
+        format!(
+            "{}: {rows} rows do not fill an update of {batch_size}: it goes on into the next shuffled pass, so rows repeat \
+             within it",
+            path.display()
+        )
+    })
+}
+
 /// Writes the model card that transformers' users expect beside a model.
 fn write_model_card(dir: &Path, command: &str, facts: &[(&str, String)]) -> Result<()> {
     let mut card = format!("---\nlibrary_name: transformers\ntags:\n- rlhf\n- {command}\n---\n\n# ");

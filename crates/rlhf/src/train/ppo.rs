@@ -1,13 +1,13 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
-use super::{model_options, write_model_card};
-use crate::config::{PpoConfig, PpoPlan, StopToken, write_resolved};
+use super::{model_options, small_dataset, write_model_card};
+use crate::config::{PpoConfig, PpoPlan, StopToken};
 use crate::data::{Cursor, Dataset, Prompt};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, Precision, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
-use crate::report::{Console, Reporter, Sample, check_output_dir, prepare_output_dir, stop_requested, stopped};
+use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{
     Experience, Judges, Targets, experience, penalise_missing_stop, score, targets, to_slots, value_counts,
@@ -27,17 +27,18 @@ const SAMPLE_ROWS: usize = 5;
 /// If an input is not what it should be, or a number stops being finite.
 pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     config.check()?;
-    let inputs = [Some(&config.sft_model_path), Some(&config.reward_model_path), config.value_model_path.as_ref()];
-    check_output_dir(&config.run, &inputs.into_iter().flatten().map(|path| path.as_path()).collect::<Vec<_>>())?;
+    let optional = [config.value_model_path.as_deref(), config.model_name_or_path.as_deref()];
+    let mut inputs: Vec<&Path> = vec![&config.sft_model_path, &config.reward_model_path, &config.dataset_name];
+    inputs.extend(optional.into_iter().flatten());
+    check_output_dir(&config.run, &inputs)?;
     let mut trainer = PpoTrainer::from_config(config)?;
-    prepare_output_dir(&config.run)?;
-    write_resolved(config, config.run.output_dir.join("run.yaml"))?;
+    claim_output_dir(&config.run, config)?;
     let mut report = Reporter::create(&config.run, trainer.plan.num_total_batches, console)?;
-    let done = trainer.train(&mut report)?;
+    let done = trainer.train(&mut report);
+    report.finish();
+    // Also after an error: an optimizer refuses a step that is not finite, so the weights are those of the step before.
     trainer.save_model(&config.run.output_dir)?;
-    if done < trainer.plan.num_total_batches {
-        return Err(stopped(done, trainer.plan.num_total_batches, &config.run.output_dir));
-    }
+    conclude(done, trainer.plan.num_total_batches, &config.run.output_dir)?;
     report.note(&format!("saved {}", config.run.output_dir.display()));
     Ok(())
 }
@@ -130,13 +131,8 @@ impl PpoTrainer {
     /// # Errors
     /// If a number stops being finite, or the report cannot be written.
     pub fn train(&mut self, report: &mut Reporter) -> Result<usize> {
-        if self.prompts.len() < self.plan.batch_size {
-            report.warn(&format!(
-                "the dataset has {} prompts, fewer than the {} of one update: an update goes on into the next shuffled \
-                 pass, so prompts repeat within it",
-                self.prompts.len(),
-                self.plan.batch_size
-            ));
+        if let Some(warning) = small_dataset(&self.config.dataset_name, self.prompts.len(), self.plan.batch_size) {
+            report.warn(&warning);
         }
         for update in 0..self.plan.num_total_batches {
             if self.plan.sample_every.is_some_and(|every| update % every == 0) {
@@ -147,7 +143,6 @@ impl PpoTrainer {
             report.advance(watched(&metrics));
             self.last_metrics = metrics;
             if stop_requested() {
-                report.finish();
                 return Ok(update + 1);
             }
         }
@@ -155,7 +150,6 @@ impl PpoTrainer {
             let end = self.plan.num_total_batches;
             report.samples(end * self.plan.batch_size, &self.samples(end)?)?;
         }
-        report.finish();
         Ok(self.plan.num_total_batches)
     }
 

@@ -1,13 +1,13 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
 use super::sft::eval_path;
-use super::{model_options, write_model_card};
-use crate::config::{RewardConfig, write_resolved};
+use super::{model_options, small_dataset, write_model_card};
+use crate::config::{RewardConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Pair};
 use crate::metrics::Metrics;
 use crate::model::SequenceClassifier;
 use crate::optim::{AdamW, lr_factor};
-use crate::report::{Console, Reporter, check_output_dir, prepare_output_dir, stop_requested, stopped};
+use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use std::path::Path;
@@ -16,102 +16,136 @@ use tch::{Kind, Tensor};
 
 /// Trains a reward model as `config` says and saves it in `output_dir`.
 ///
-/// The loss of a pair is -log sigmoid(chosen - rejected) (Bradley and Terry; Ouyang et al. 2022, eq. 1), scores being
-/// read at the last token; an update's loss is the mean over its pairs, whatever the micro-batches.
-///
 /// # Errors
-/// If an input is not what it should be, or a gradient is not finite.
+/// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     config.check()?;
     let options = model_options(&config.run)?;
     let model_dir = config.model_name_or_path.as_path();
-    check_output_dir(&config.run, &[model_dir])?;
+    let mut inputs: Vec<&Path> = vec![model_dir, &config.dataset_name];
+    inputs.extend(config.eval_dataset_name.as_deref());
+    check_output_dir(&config.run, &inputs)?;
     let tokenizer = Tokenizer::from_pretrained(model_dir)?;
     let new_head = config.new_reward_head.then_some(config.run.seed);
     let mut model = SequenceClassifier::from_pretrained(model_dir, new_head, options)?;
     tokenizer.check_fits(model.config(), model_dir)?;
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
-    let read = |path: &Path, split: &str| -> Result<(Vec<Pair>, usize)> {
-        let mut pairs = Dataset::read(path, split)?.pairs(&tokenizer)?;
-        let all = pairs.len();
-        pairs.retain(|pair| pair.chosen.len().max(pair.rejected.len()) <= max_length);
-        let left_out = all - pairs.len();
-        Ok((pairs, left_out))
+    let read = |path: &Path, split: &str| {
+        let dataset = Dataset::read(path, split)?;
+        leave_out_long(dataset.pairs(&tokenizer)?, max_length, dataset.path())
     };
-    let (pairs, left_out) = read(&config.dataset_name, &config.dataset_train_split)?;
-    if pairs.is_empty() {
-        let message = format!("every pair has a side of more than max_length = {max_length} tokens");
-        return Err(Error::invalid(&config.dataset_name, message));
+    let (pairs, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
+    let mut eval = Vec::new();
+    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split) {
+        let (pairs, more) = read(&path, &config.dataset_test_split)?;
+        eval = pairs;
+        warnings.extend(more);
     }
-    let eval = match eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split) {
-        Some(path) => read(&path, &config.dataset_test_split)?.0,
-        None => Vec::new(),
-    };
     let plan = config.plan(pairs.len())?;
+    warnings.extend(small_dataset(&config.dataset_name, pairs.len(), plan.batch_size));
 
-    prepare_output_dir(&config.run)?;
-    write_resolved(config, config.run.output_dir.join("run.yaml"))?;
+    claim_output_dir(&config.run, config)?;
     let mut report = Reporter::create(&config.run, plan.num_updates, console)?;
-    if left_out > 0 {
-        report.warn(&format!("{left_out} pairs were left out: a side has more than max_length = {max_length} tokens"));
-    }
+    warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
-    let mut optimizer = AdamW::new(model.params(), &config.optimizer);
-    let mut cursor = Cursor::new(config.run.seed, pairs.len());
-    let mut since = Totals::default();
-    let mut began = Instant::now();
-    let mut done = 0;
-    for update in 0..plan.num_updates {
-        let mut batch: Vec<&Pair> = cursor.take(plan.batch_size).into_iter().map(|row| &pairs[row]).collect();
-        batch.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
-        for micro_batch in batch.chunks(config.per_device_train_batch_size) {
-            let loss = since.add(&model, micro_batch, config)?;
-            (loss / batch.len() as f64).backward();
-        }
-        let lr = config.learning_rate * lr_factor(&config.optimizer, update, plan.num_updates);
-        since.grad_norm += optimizer.step(lr)?;
-        report.advance(format!("loss {:.3} accuracy {:.2}", since.loss / since.pairs, since.correct / since.pairs));
-        let last = update + 1 == plan.num_updates || stop_requested();
-        if (update + 1) % config.logging_steps == 0 || last {
-            let mut metrics = Metrics::default();
-            since.push(&mut metrics, ["loss", "accuracy", "margin", "mean_reward"]);
-            metrics.push("grad_norm", since.grad_norm / since.updates(plan.batch_size));
-            metrics.push("learning_rate", lr);
-            metrics.push("epoch", ((update + 1) * plan.batch_size) as f64 / pairs.len() as f64);
-            metrics.push("step", (update + 1) as f64);
-            metrics.push("time/update", began.elapsed().as_secs_f64() / since.updates(plan.batch_size));
-            if last && !eval.is_empty() {
-                let mut totals = Totals::default();
-                for batch in eval.chunks(config.per_device_eval_batch_size) {
-                    let _ = tch::no_grad(|| totals.add(&model, &batch.iter().collect::<Vec<_>>(), config))?;
-                }
-                totals.push(&mut metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
-            }
-            report.record((update + 1) as i64, &metrics)?;
-            since = Totals::default();
-            began = Instant::now();
-        }
-        done = update + 1;
-        if last {
-            break;
-        }
-    }
+    let mut last_update = 0;
+    let done = run_updates(config, &plan, &model, &pairs, &eval, &mut report, &mut last_update);
     report.finish();
+
+    // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
     let dir = &config.run.output_dir;
     model.save_pretrained(dir, tokenizer.eos(), tokenizer.pad())?;
     tokenizer.save_pretrained(dir)?;
     let facts = [
         ("started from", format!("`{}`", model_dir.display())),
         ("data", format!("`{}`, {} pairs", config.dataset_name.display(), pairs.len())),
-        ("updates", done.to_string()),
+        ("updates", last_update.to_string()),
     ];
     write_model_card(dir, "reward", &facts)?;
-    if done < plan.num_updates {
-        return Err(stopped(done, plan.num_updates, dir));
-    }
+    conclude(done.map(|()| last_update), plan.num_updates, dir)?;
     report.note(&format!("saved {}", dir.display()));
     Ok(())
+}
+
+/// The loop; `done` counts its finished updates.
+///
+/// The loss of a pair is -log sigmoid(chosen - rejected) (Bradley and Terry; Ouyang et al. 2022, eq. 1), scores being
+/// read at the last token; an update's loss is the mean over its pairs, whatever the micro-batches.
+fn run_updates(
+    config: &RewardConfig,
+    plan: &TrainPlan,
+    model: &SequenceClassifier,
+    pairs: &[Pair],
+    eval: &[Pair],
+    report: &mut Reporter,
+    done: &mut usize,
+) -> Result<()> {
+    let mut optimizer = AdamW::new(model.params(), &config.optimizer);
+    let mut cursor = Cursor::new(config.run.seed, pairs.len());
+    let mut since = Totals::default();
+    let mut began = Instant::now();
+    while *done < plan.num_updates && !stop_requested() {
+        let mut batch: Vec<&Pair> = cursor.take(plan.batch_size).into_iter().map(|row| &pairs[row]).collect();
+        batch.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
+        for micro_batch in batch.chunks(config.per_device_train_batch_size) {
+            let loss = since.add(model, micro_batch, config)?;
+            (loss / batch.len() as f64).backward();
+        }
+        let lr = config.learning_rate * lr_factor(&config.optimizer, *done, plan.num_updates);
+        since.grad_norm += optimizer.step(lr)?;
+        *done += 1;
+        report.advance(format!("loss {:.3} accuracy {:.2}", since.loss / since.pairs, since.correct / since.pairs));
+        let last = *done == plan.num_updates || stop_requested();
+        if done.is_multiple_of(config.logging_steps) || last {
+            let updates = since.pairs / plan.batch_size as f64;
+            let mut metrics = Metrics::default();
+            metrics.push("step", *done as f64);
+            metrics.push("epoch", (*done * plan.batch_size) as f64 / pairs.len() as f64);
+            since.push(&mut metrics, ["loss", "accuracy", "margin", "mean_reward"]);
+            metrics.push("grad_norm", since.grad_norm / updates);
+            metrics.push("learning_rate", lr);
+            metrics.push("time/update", began.elapsed().as_secs_f64() / updates);
+            if last && !eval.is_empty() {
+                let mut totals = Totals::default();
+                for batch in eval.chunks(config.per_device_eval_batch_size) {
+                    let _ = tch::no_grad(|| totals.add(model, &batch.iter().collect::<Vec<_>>(), config))?;
+                }
+                totals.push(&mut metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
+            }
+            report.record(*done as i64, &metrics)?;
+            since = Totals::default();
+            began = Instant::now();
+        }
+    }
+    Ok(())
+}
+
+/// Leaves out pairs with a side that is too long: cut at its end it would lose what it is scored for. Gives what is left,
+/// and what to tell of it.
+///
+/// # Errors
+/// If nothing is left.
+fn leave_out_long(mut pairs: Vec<Pair>, max_length: usize, path: &Path) -> Result<(Vec<Pair>, Vec<String>)> {
+    let all = pairs.len();
+    pairs.retain(|pair| pair.chosen.len().max(pair.rejected.len()) <= max_length);
+    let left_out = all - pairs.len();
+    if pairs.is_empty() {
+        let message = format!("each of {all} pairs has a side of more than max_length = {max_length} tokens");
+        return Err(Error::invalid(path, message));
+    }
+    let path = path.display();
+    let mut warnings = Vec::new();
+    if left_out > 0 {
+        warnings.push(format!(
+            "{path}: {left_out} of {all} pairs were left out: a side has more than max_length = {max_length} tokens"
+        ));
+    }
+    let equal = pairs.iter().filter(|pair| pair.chosen == pair.rejected).count();
+    if equal > 0 {
+        warnings.push(format!("{path}: in {equal} of {all} pairs chosen and rejected are equal: they teach nothing"));
+    }
+    Ok((pairs, warnings))
 }
 
 /// Sums over pairs.
@@ -150,9 +184,5 @@ impl Totals {
         for (name, sum) in names.into_iter().zip([self.loss, self.correct, self.margin, self.reward]) {
             metrics.push(name, sum / self.pairs);
         }
-    }
-
-    fn updates(&self, batch_size: usize) -> f64 {
-        self.pairs / batch_size as f64
     }
 }

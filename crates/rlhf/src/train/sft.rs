@@ -1,30 +1,31 @@
 //! Supervised fine-tuning: a language model learns to continue as the demonstrations do.
 
-use super::{model_options, write_model_card};
-use crate::config::SftConfig;
+use super::{model_options, small_dataset, write_model_card};
+use crate::config::{SftConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Demonstration};
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, ModelConfig};
 use crate::optim::{AdamW, lr_factor};
-use crate::report::{Console, Reporter, check_output_dir, prepare_output_dir, stop_requested, stopped};
+use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
-use crate::{Result, config};
+use crate::{Error, Result};
 use std::path::Path;
 use std::time::Instant;
 use tch::{Kind, Tensor};
 
 /// Fine-tunes a model as `config` says and saves it in `output_dir`.
 ///
-/// The loss of an update is the mean negative log-likelihood over all of its counted tokens, whatever the micro-batches.
-///
 /// # Errors
-/// If an input is not what it should be, or a gradient is not finite.
+/// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     config.check()?;
     let options = model_options(&config.run)?;
     let model_dir = config.model_name_or_path.as_deref();
-    check_output_dir(&config.run, &model_dir.into_iter().collect::<Vec<_>>())?;
     let tokenizer_dir = config.tokenizer_name.as_deref().or(model_dir).expect("`check` asks for one of them");
+    let optional = [model_dir, config.config_name.as_deref(), config.eval_dataset_name.as_deref()];
+    let mut inputs: Vec<&Path> = vec![tokenizer_dir, &config.dataset_name];
+    inputs.extend(optional.into_iter().flatten());
+    check_output_dir(&config.run, &inputs)?;
     let tokenizer = Tokenizer::from_pretrained(tokenizer_dir)?;
     let mut model = match (model_dir, &config.config_name) {
         (Some(dir), _) => CausalLm::from_pretrained(dir, options)?,
@@ -36,79 +37,92 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     tokenizer.check_fits(model.config(), model_dir.or(config.config_name.as_deref()).unwrap_or(Path::new("")))?;
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
-    let read = |path: &Path, split: &str| -> Result<(Vec<Demonstration>, Shortened)> {
-        let rows = Dataset::read(path, split)?.demonstrations(&tokenizer, config.completion_only_loss)?;
-        Ok(shorten(rows, max_length))
+    let read = |path: &Path, split: &str| {
+        let dataset = Dataset::read(path, split)?;
+        shorten(dataset.demonstrations(&tokenizer, config.completion_only_loss)?, max_length, dataset.path())
     };
-    let (rows, shortened) = read(&config.dataset_name, &config.dataset_train_split)?;
-    if rows.is_empty() {
-        let message = format!("no row keeps a token to learn within max_length = {max_length}");
-        return Err(crate::Error::invalid(&config.dataset_name, message));
+    let (rows, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
+    let mut eval = Vec::new();
+    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split) {
+        let (rows, more) = read(&path, &config.dataset_test_split)?;
+        eval = rows;
+        warnings.extend(more);
     }
-    let eval = match eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split) {
-        Some(path) => read(&path, &config.dataset_test_split)?.0,
-        None => Vec::new(),
-    };
     let plan = config.plan(rows.len())?;
+    warnings.extend(small_dataset(&config.dataset_name, rows.len(), plan.batch_size));
 
-    prepare_output_dir(&config.run)?;
-    config::write_resolved(config, config.run.output_dir.join("run.yaml"))?;
+    claim_output_dir(&config.run, config)?;
     let mut report = Reporter::create(&config.run, plan.num_updates, console)?;
-    shortened.tell(&report, max_length);
+    warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
-    let mut optimizer = AdamW::new(model.params(), &config.optimizer);
-    let mut cursor = Cursor::new(config.run.seed, rows.len());
-    let mut since = Totals::default();
-    let mut tokens_seen = 0.0;
-    let mut began = Instant::now();
-    let mut done = 0;
-    for update in 0..plan.num_updates {
-        let mut batch: Vec<&Demonstration> = cursor.take(plan.batch_size).into_iter().map(|row| &rows[row]).collect();
-        // Rows of like length share a micro-batch: less padding in attention, the same sum.
-        batch.sort_by_key(|row| row.tokens.len());
-        let counted: usize = batch.iter().map(|row| row.tokens.len() - row.learn_from).sum();
-        for micro_batch in batch.chunks(config.per_device_train_batch_size) {
-            let nll = negative_log_likelihood(&model, micro_batch)?;
-            since.loss += nll.double_value(&[]);
-            (nll / counted as f64).backward();
-        }
-        let lr = config.learning_rate * lr_factor(&config.optimizer, update, plan.num_updates);
-        since.tokens += counted as f64;
-        since.grad_norm += optimizer.step(lr)?;
-        since.updates += 1.0;
-        tokens_seen += batch.iter().map(|row| row.tokens.len()).sum::<usize>() as f64;
-        report.advance(format!("loss {:.3}", since.loss / since.tokens));
-        let last = update + 1 == plan.num_updates || stop_requested();
-        if (update + 1) % config.logging_steps == 0 || last {
-            let mut metrics = since.metrics();
-            metrics.push("time/update", began.elapsed().as_secs_f64() / since.updates);
-            metrics.push("learning_rate", lr);
-            metrics.push("num_tokens", tokens_seen);
-            metrics.push("epoch", ((update + 1) * plan.batch_size) as f64 / rows.len() as f64);
-            metrics.push("step", (update + 1) as f64);
-            if last && !eval.is_empty() {
-                metrics.push("eval_loss", evaluate(&model, &eval, config.per_device_eval_batch_size)?);
-            }
-            report.record((update + 1) as i64, &metrics)?;
-            since = Totals::default();
-            began = Instant::now();
-        }
-        done = update + 1;
-        if last {
-            break;
-        }
-    }
+    let mut last_update = 0;
+    let done = run_updates(config, &plan, &model, &rows, &eval, &mut report, &mut last_update);
     report.finish();
+
+    // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
     let dir = &config.run.output_dir;
     model.save_pretrained(dir, tokenizer.eos(), tokenizer.pad())?;
     tokenizer.save_pretrained(dir)?;
     let from = model_dir.map_or("random weights".into(), |dir| format!("`{}`", dir.display()));
     let data = format!("`{}`, {} rows", config.dataset_name.display(), rows.len());
-    write_model_card(dir, "sft", &[("started from", from), ("data", data), ("updates", done.to_string())])?;
-    if done < plan.num_updates {
-        return Err(stopped(done, plan.num_updates, dir));
-    }
+    write_model_card(dir, "sft", &[("started from", from), ("data", data), ("updates", last_update.to_string())])?;
+    conclude(done.map(|()| last_update), plan.num_updates, dir)?;
     report.note(&format!("saved {}", dir.display()));
+    Ok(())
+}
+
+/// The loop; `done` counts its finished updates.
+///
+/// The loss of an update is the mean negative log-likelihood over all of its counted tokens, whatever the micro-batches.
+fn run_updates(
+    config: &SftConfig,
+    plan: &TrainPlan,
+    model: &CausalLm,
+    rows: &[Demonstration],
+    eval: &[Demonstration],
+    report: &mut Reporter,
+    done: &mut usize,
+) -> Result<()> {
+    let mut optimizer = AdamW::new(model.params(), &config.optimizer);
+    let mut cursor = Cursor::new(config.run.seed, rows.len());
+    let mut since = Totals::default();
+    let mut tokens_seen = 0.0;
+    let mut began = Instant::now();
+    while *done < plan.num_updates && !stop_requested() {
+        let mut batch: Vec<&Demonstration> = cursor.take(plan.batch_size).into_iter().map(|row| &rows[row]).collect();
+        // Rows of like length share a micro-batch: less padding in attention, the same sum.
+        batch.sort_by_key(|row| row.tokens.len());
+        let counted: usize = batch.iter().map(|row| row.tokens.len() - row.learn_from).sum();
+        for micro_batch in batch.chunks(config.per_device_train_batch_size) {
+            let nll = negative_log_likelihood(model, micro_batch)?;
+            since.loss += nll.double_value(&[]);
+            (nll / counted as f64).backward();
+        }
+        let lr = config.learning_rate * lr_factor(&config.optimizer, *done, plan.num_updates);
+        since.tokens += counted as f64;
+        since.grad_norm += optimizer.step(lr)?;
+        since.updates += 1.0;
+        tokens_seen += batch.iter().map(|row| row.tokens.len()).sum::<usize>() as f64;
+        *done += 1;
+        report.advance(format!("loss {:.3}", since.loss / since.tokens));
+        let last = *done == plan.num_updates || stop_requested();
+        if done.is_multiple_of(config.logging_steps) || last {
+            let mut metrics = Metrics::default();
+            metrics.push("step", *done as f64);
+            metrics.push("epoch", (*done * plan.batch_size) as f64 / rows.len() as f64);
+            metrics.push("loss", since.loss / since.tokens);
+            metrics.push("grad_norm", since.grad_norm / since.updates);
+            metrics.push("learning_rate", lr);
+            metrics.push("num_tokens", tokens_seen);
+            metrics.push("time/update", began.elapsed().as_secs_f64() / since.updates);
+            if last && !eval.is_empty() {
+                metrics.push("eval_loss", evaluate(model, eval, config.per_device_eval_batch_size)?);
+            }
+            report.record(*done as i64, &metrics)?;
+            since = Totals::default();
+            began = Instant::now();
+        }
+    }
     Ok(())
 }
 
@@ -136,28 +150,15 @@ pub(super) fn eval_path(own: Option<&Path>, dataset: &Path, split: &str) -> Opti
     own.or(has_split.then_some(dataset)).map(Path::to_path_buf)
 }
 
-/// What `max_length` did to the rows.
-struct Shortened {
-    cut: usize,
-    left_out: usize,
-}
-
-impl Shortened {
-    fn tell(&self, report: &Reporter, max_length: usize) {
-        if self.cut > 0 {
-            report.warn(&format!("{} rows were cut at max_length = {max_length} tokens", self.cut));
-        }
-        if self.left_out > 0 {
-            report.warn(&format!(
-                "{} rows were left out: no token to learn within max_length = {max_length} tokens",
-                self.left_out
-            ));
-        }
-    }
-}
-
-/// Cuts rows at their end and leaves out those with nothing left to learn; both are counted.
-fn shorten(mut rows: Vec<Demonstration>, max_length: usize) -> (Vec<Demonstration>, Shortened) {
+/// Cuts rows at their end and leaves out those with nothing left to learn; gives what is left, and what to tell of it.
+///
+/// # Errors
+/// If nothing is left.
+fn shorten(
+    mut rows: Vec<Demonstration>,
+    max_length: usize,
+    path: &Path,
+) -> Result<(Vec<Demonstration>, Vec<String>)> {
     let all = rows.len();
     let cut = rows.iter().filter(|row| row.tokens.len() > max_length).count();
     for row in &mut rows {
@@ -165,7 +166,21 @@ fn shorten(mut rows: Vec<Demonstration>, max_length: usize) -> (Vec<Demonstratio
     }
     rows.retain(|row| row.tokens.len() > row.learn_from);
     let left_out = all - rows.len();
-    (rows, Shortened { cut, left_out })
+    if rows.is_empty() {
+        let message = format!("none of {all} rows has a token to learn within max_length = {max_length} tokens");
+        return Err(Error::invalid(path, message));
+    }
+    let path = path.display();
+    let mut warnings = Vec::new();
+    if cut > 0 {
+        warnings.push(format!("{path}: {cut} of {all} rows were cut at max_length = {max_length} tokens"));
+    }
+    if left_out > 0 {
+        warnings.push(format!(
+            "{path}: {left_out} of {all} rows were left out: no token to learn within max_length = {max_length} tokens"
+        ));
+    }
+    Ok((rows, warnings))
 }
 
 /// Sums since the last line of metrics.
@@ -175,13 +190,4 @@ struct Totals {
     tokens: f64,
     grad_norm: f64,
     updates: f64,
-}
-
-impl Totals {
-    fn metrics(&self) -> Metrics {
-        let mut metrics = Metrics::default();
-        metrics.push("loss", self.loss / self.tokens);
-        metrics.push("grad_norm", self.grad_norm / self.updates);
-        metrics
-    }
 }
