@@ -36,21 +36,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let value = SequenceClassifier::from_pretrained(dir, Some(config.run.seed), options)?;
     let mut learner = Learner::new(CausalLm::from_pretrained(dir, options)?, value, &config);
 
-    let prompts = Dataset::read(Path::new(prompts), "train")?.prompts(&tokenizer, 64)?;
+    let prompts = Dataset::read(Path::new(prompts), "train")?.prompts(&tokenizer, reference.config().vocab_size, 64)?;
     let plan = config.plan(prompts.len())?;
     let mut cursor = Cursor::new(config.run.seed, prompts.len());
     for update in 0..plan.num_total_batches as u64 {
         let rows = cursor.take(plan.batch_size);
         let batch: Vec<Vec<i64>> = rows.iter().map(|&row| prompts[row].tokens.clone()).collect();
         let generation = GenerationConfig {
-            sampling: Sampling::at_temperature(config.temperature),
-            max_new_tokens: config.response_length,
             stop_token_ids: tokenizer.eos().into_iter().collect(),
             seed: config.run.seed,
-            purpose: Purpose::Sampling,
             step: update,
-            first_row: 0,
-            batch_size: 64,
+            ..GenerationConfig::new(Sampling::at_temperature(config.temperature), config.response_length)
         };
         let responses = generate(&learner.policy, &batch, &generation)?;
         let mut scores = Vec::new();

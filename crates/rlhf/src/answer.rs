@@ -2,13 +2,12 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter, IsTerminal, Write};
-use std::path::Path;
+use std::path::PathBuf;
 
 use rlhf::config::{GenerateConfig, OutputFormat};
 use rlhf::data::{Dataset, Prompt};
 use rlhf::generate::{GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions};
-use rlhf::rng::Purpose;
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Value, json};
@@ -19,15 +18,32 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
     if let Some(threads) = config.num_threads {
         tch::set_num_threads(threads as i32);
     }
-    if let Some(path) = config.output_file.as_deref().filter(|path| path.exists() && !config.overwrite_output_file) {
-        return Err(Error::invalid(path, "the file exists; choose another, or set --overwrite_output_file"));
+    if let Some(path) = config.output_file.as_deref().filter(|path| path.exists()) {
+        if !config.overwrite_output_file {
+            return Err(Error::invalid(path, "the file exists; choose another, or set --overwrite_output_file"));
+        }
+        let source = config.dataset_name.as_deref().and_then(|source| source.canonicalize().ok());
+        if source.is_some_and(|source| path.canonicalize().is_ok_and(|path| path == source)) {
+            return Err(Error::Usage(format!("output_file = {} is also the dataset", path.display())));
+        }
     }
     let dir = config.model_name_or_path.as_path();
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let model = CausalLm::from_pretrained(dir, ModelOptions::default())?;
     tokenizer.check_fits(model.config(), dir)?;
-    let most = model.config().max_position_embeddings.saturating_sub(config.max_new_tokens);
-    let prompts = prompts(config, &tokenizer, most)?;
+    let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
+    let most = context.checked_sub(config.max_new_tokens).filter(|&most| most > 0).ok_or_else(|| {
+        Error::Usage(format!(
+            "max_new_tokens = {} leaves no room for a prompt in the model's context of {context} tokens",
+            config.max_new_tokens
+        ))
+    })?;
+    if let Some(id) = config.stop_token_id.filter(|id| !(0..vocab).contains(id)) {
+        return Err(Error::Usage(format!(
+            "stop_token_id = {id}: expected an id below the model's vocabulary of {vocab}"
+        )));
+    }
+    let prompts = prompts(config, &tokenizer, vocab, most)?;
 
     let mut stop_token_ids = match config.stop_token_id {
         Some(id) => vec![id],
@@ -52,15 +68,12 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
         let rows: Vec<&[i64]> =
             slice.iter().flat_map(|prompt| std::iter::repeat_n(prompt.tokens.as_slice(), copies)).collect();
         let generation = GenerationConfig {
-            sampling,
-            max_new_tokens: config.max_new_tokens,
             stop_token_ids: stop_token_ids.clone(),
             seed: config.seed,
-            purpose: Purpose::Sampling,
             // The draws are keyed by the place of the answer in the whole output, whatever the batch size.
             first_row: (part * at_once * copies) as u64,
-            step: 0,
             batch_size: config.batch_size,
+            ..GenerationConfig::new(sampling, config.max_new_tokens)
         };
         for (i, response) in generate(&model, &rows, &generation)?.iter().enumerate() {
             out.write(&slice[i / copies], response, &tokenizer)?;
@@ -72,22 +85,24 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
 }
 
 /// The prompts: arguments, else the dataset's, else a line of standard input each.
-fn prompts(config: &GenerateConfig, tokenizer: &Tokenizer, most: usize) -> Result<Vec<Prompt>> {
+fn prompts(config: &GenerateConfig, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Prompt>> {
     if let (Some(path), true) = (&config.dataset_name, config.prompts.is_empty()) {
-        return Dataset::read(path, "test")?.prompts(tokenizer, most);
+        return Dataset::read(path, "test")?.prompts(tokenizer, vocab, most);
     }
     let (texts, place) = if config.prompts.is_empty() {
         let text = io::read_to_string(io::stdin()).map_err(Error::io("read", "standard input"))?;
-        (text.lines().map(String::from).filter(|line| !line.trim().is_empty()).collect(), "standard input")
+        let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
+        (lines.map(|(line, text)| (format!("line {line}"), text.to_string())).collect::<Vec<_>>(), "standard input")
     } else {
-        (config.prompts.clone(), "prompt")
+        let arguments = (1..).zip(&config.prompts);
+        (arguments.map(|(at, text)| (format!("argument {at}"), text.clone())).collect(), "prompt")
     };
     if texts.is_empty() {
         return Err(Error::Usage("no prompt: give one as an argument, by --dataset_name, or on standard input".into()));
     }
-    (1..)
-        .zip(texts)
-        .map(|(line, text)| {
+    texts
+        .into_iter()
+        .map(|(at, text)| {
             let tokens = tokenizer.encode(&text)?;
             if tokens.is_empty() || tokens.len() > most {
                 let message = format!(
@@ -95,7 +110,7 @@ fn prompts(config: &GenerateConfig, tokenizer: &Tokenizer, most: usize) -> Resul
                     config.max_new_tokens,
                     tokens.len()
                 );
-                return Err(Error::Row { path: place.into(), line, message });
+                return Err(Error::Row { path: place.into(), place: at, message });
             }
             Ok(Prompt { tokens, row: json!({"prompt": &text}), text })
         })
@@ -111,10 +126,12 @@ fn progress(total: usize, to_file: bool) -> indicatif::ProgressBar {
     }
 }
 
-/// Where answers go, and in what form.
+/// Where answers go, and in what form. A file appears whole, when all answers are in it.
 struct Output {
     writer: Box<dyn Write>,
-    name: std::path::PathBuf,
+    name: PathBuf,
+    /// The file that is written, and the name it gets in the end.
+    rename: Option<(PathBuf, PathBuf)>,
     format: OutputFormat,
 }
 
@@ -123,11 +140,20 @@ impl Output {
         let terminal = config.output_file.is_none() && io::stdout().is_terminal();
         let usual = if terminal { OutputFormat::Text } else { OutputFormat::Jsonl };
         let format = config.output_format.unwrap_or(usual);
-        let (writer, name): (Box<dyn Write>, &Path) = match &config.output_file {
-            None => (Box::new(io::stdout().lock()), Path::new("standard output")),
-            Some(path) => (Box::new(BufWriter::new(File::create(path).map_err(Error::io("create", path))?)), path),
+        let Some(path) = &config.output_file else {
+            return Ok(Self {
+                writer: Box::new(io::stdout().lock()),
+                name: "standard output".into(),
+                rename: None,
+                format,
+            });
         };
-        Ok(Self { writer, name: name.to_path_buf(), format })
+        let mut beside = path.clone().into_os_string();
+        beside.push(".part");
+        let beside = PathBuf::from(beside);
+        let file = File::create(&beside).map_err(Error::io("create", &beside))?;
+        let rename = Some((beside, path.clone()));
+        Ok(Self { writer: Box::new(BufWriter::new(file)), name: path.clone(), rename, format })
     }
 
     fn write(&mut self, prompt: &Prompt, response: &Response, tokenizer: &Tokenizer) -> Result<()> {
@@ -156,6 +182,10 @@ impl Output {
     }
 
     fn finish(mut self) -> Result<()> {
-        self.writer.flush().map_err(Error::io("write to", self.name))
+        self.writer.flush().map_err(Error::io("write to", &self.name))?;
+        match self.rename {
+            Some((from, to)) => std::fs::rename(from, &to).map_err(Error::io("write", to)),
+            None => Ok(()),
+        }
     }
 }

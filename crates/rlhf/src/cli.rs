@@ -643,7 +643,7 @@ mod tests {
         ppo.optimizer.max_grad_norm = Some(0.1 + 0.2);
         ppo.run.seed = u64::MAX;
         ppo.run.report_to = ReportTo::Tensorboard;
-        ppo.run.num_threads = Some(3);
+        ppo.run.num_threads = Some(1);
         config::write_resolved(&ppo, &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(ppo));
 

@@ -321,7 +321,7 @@ pub struct GenerateConfig {
     #[arg(long, help_heading = SAMPLING)]
     pub ignore_eos: bool,
 
-    /// Answers generated at a time; changes no token.
+    /// Answers generated at a time; changes memory and speed.
     #[arg(long, help_heading = RUN, default_value_t = 32)]
     pub batch_size: usize,
     /// Seed of the sampling.
@@ -376,7 +376,7 @@ pub struct RunConfig {
     /// Compute in bfloat16; the optimizer keeps float32 weights.
     #[arg(long, help_heading = RUN)]
     pub bf16: bool,
-    /// Keep less for the backward pass and compute it again: less memory, more time.
+    /// Not in this version: refused, and not ignored.
     #[arg(long, help_heading = RUN)]
     pub gradient_checkpointing: bool,
     /// Where metrics go besides `metrics.jsonl`.
@@ -690,6 +690,8 @@ impl GenerateConfig {
         at_least_one("max_new_tokens", self.max_new_tokens)?;
         at_least_one("batch_size", self.batch_size)?;
         at_least_one("num_return_sequences", self.num_return_sequences)?;
+        let most = format!("at most {MOST_ROWS}");
+        expect(self.num_return_sequences <= MOST_ROWS, "num_return_sequences", self.num_return_sequences, &most)?;
         zero_or_more("temperature", self.temperature)?;
         above_zero("top_p", self.top_p)?;
         zero_to_one("top_p", self.top_p)?;
@@ -950,10 +952,16 @@ fn check_learning(learning_rate: f64, optimizer: &OptimizerConfig) -> Result<()>
     optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm))
 }
 
+/// The most rows of an update: far above use, and small enough that a slip of the keyboard does not end in a crash.
+const MOST_ROWS: usize = 1 << 20;
+
 fn batch_size(per_device_train_batch_size: usize, gradient_accumulation_steps: usize) -> Result<usize> {
     at_least_one("per_device_train_batch_size", per_device_train_batch_size)?;
     at_least_one("gradient_accumulation_steps", gradient_accumulation_steps)?;
-    Ok(per_device_train_batch_size.saturating_mul(gradient_accumulation_steps))
+    let rows = per_device_train_batch_size.saturating_mul(gradient_accumulation_steps);
+    let product = "per_device_train_batch_size * gradient_accumulation_steps";
+    expect(rows <= MOST_ROWS, product, rows, &format!("at most {MOST_ROWS}"))?;
+    Ok(rows)
 }
 
 fn train_plan(

@@ -6,11 +6,11 @@ use crate::{Error, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// A file of JSON objects, each with the line it stands on.
+/// A file of JSON objects, each with its place: "line 7", or "row 7" of a JSON array.
 #[derive(Debug)]
 pub struct Dataset {
     path: PathBuf,
-    rows: Vec<(usize, Value)>,
+    rows: Vec<(String, Value)>,
 }
 
 impl Dataset {
@@ -21,23 +21,18 @@ impl Dataset {
     /// If there is no such file, a line is not a JSON object, or there is no row at all.
     pub fn read(path: &Path, split: &str) -> Result<Self> {
         let path = locate(path, split)?;
-        let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
-        let rows =
+        let text = read_text(&path)?;
+        let rows: Vec<(String, Value)> =
             if path.extension().is_some_and(|extension| extension == "json") && text.trim_start().starts_with('[') {
                 let rows: Vec<Value> =
                     serde_json::from_str(&text).map_err(|e| Error::invalid(&path, format!("not a JSON array: {e}")))?;
-                (1..).zip(rows).collect()
+                (1..).zip(rows).map(|(row, value)| (format!("row {row}"), value)).collect()
             } else {
                 let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
-                lines
-                    .map(|(line, text)| match serde_json::from_str(text) {
-                        Ok(row) => Ok((line, row)),
-                        Err(e) => Err(row_error(&path, line, format!("not valid JSON: {e}"))),
-                    })
-                    .collect::<Result<Vec<(usize, Value)>>>()?
+                lines.map(|(line, text)| parse_line(&path, line, text)).collect::<Result<_>>()?
             };
-        if let Some((line, _)) = rows.iter().find(|(_, row)| !row.is_object()) {
-            return Err(row_error(&path, *line, "expected a JSON object"));
+        if let Some((place, _)) = rows.iter().find(|(_, row)| !row.is_object()) {
+            return Err(row_error(&path, place, "expected a JSON object"));
         }
         if rows.is_empty() {
             return Err(Error::invalid(&path, "expected at least one row, found an empty dataset"));
@@ -48,8 +43,8 @@ impl Dataset {
     /// The rows' prompts: a string `prompt`, or token ids `input_ids`.
     ///
     /// # Errors
-    /// If a row has neither, its prompt is empty, or it has more than `most` tokens.
-    pub fn prompts(&self, tokenizer: &Tokenizer, most: usize) -> Result<Vec<Prompt>> {
+    /// If a row has neither, its prompt is empty or has more than `most` tokens, or an id is not below `vocab`.
+    pub fn prompts(&self, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Prompt>> {
         self.map(|row| {
             let prompt = match (row.get("prompt"), row.get("input_ids")) {
                 (Some(Value::String(text)), _) => {
@@ -58,6 +53,11 @@ impl Dataset {
                 (None, Some(ids)) => {
                     let ids: Option<Vec<i64>> = ids.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
                     let tokens = ids.ok_or_else(|| Error::Run(expected("input_ids", "a list of token ids", row)))?;
+                    if let Some(id) = tokens.iter().find(|id| !(0..vocab).contains(*id)) {
+                        let message =
+                            format!("field `input_ids`: expected ids below the vocabulary of {vocab}, found {id}");
+                        return Err(Error::Run(message));
+                    }
                     Prompt { text: tokenizer.decode(&tokens)?, tokens, row: row.clone() }
                 }
                 _ => return Err(Error::Run(expected("prompt", "a string", row))),
@@ -82,6 +82,9 @@ impl Dataset {
     pub fn demonstrations(&self, tokenizer: &Tokenizer, completion_only: bool) -> Result<Vec<Demonstration>> {
         self.map(|row| {
             let (tokens, border) = match (row.get("text"), row.get("completion")) {
+                (Some(Value::String(text)), _) if text.is_empty() => {
+                    return Err(Error::Run("field `text`: expected some text, found none".into()));
+                }
                 (Some(Value::String(text)), _) => tokenizer.encode_pair("", text)?,
                 (None, Some(Value::String(completion))) => {
                     tokenizer.encode_pair(text_field(row, "prompt")?, completion)?
@@ -106,18 +109,24 @@ impl Dataset {
         })
     }
 
+    /// The first `count` rows.
+    pub fn first(mut self, count: usize) -> Self {
+        self.rows.truncate(count);
+        self
+    }
+
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Applies `f` to every row; its errors get the file and the line.
+    /// Applies `f` to every row; its errors get the file and the place.
     fn map<T>(&self, f: impl Fn(&Value) -> Result<T>) -> Result<Vec<T>> {
         self.rows
             .iter()
-            .map(|(line, row)| {
+            .map(|(place, row)| {
                 f(row).map_err(|e| match e {
-                    Error::Run(message) => row_error(&self.path, *line, message),
+                    Error::Run(message) => row_error(&self.path, place, message),
                     other => other,
                 })
             })
@@ -167,7 +176,11 @@ pub struct Cursor {
 
 impl Cursor {
     /// A cursor at the beginning of the first pass over `len` rows.
+    ///
+    /// # Panics
+    /// If there are no rows.
     pub fn new(seed: u64, len: usize) -> Self {
+        assert!(len > 0, "a cursor needs rows");
         Self { seed, len, taken: 0, order: Vec::new() }
     }
 
@@ -199,8 +212,32 @@ fn locate(path: &Path, split: &str) -> Result<PathBuf> {
     })
 }
 
-fn row_error(path: &Path, line: usize, message: impl Into<String>) -> Error {
-    Error::Row { path: path.to_path_buf(), line, message: message.into() }
+fn row_error(path: &Path, place: &str, message: impl Into<String>) -> Error {
+    Error::Row { path: path.to_path_buf(), place: place.to_string(), message: message.into() }
+}
+
+/// One line of a JSONL file, with its place.
+fn parse_line(path: &Path, line: usize, text: &str) -> Result<(String, Value)> {
+    let place = format!("line {line}");
+    match serde_json::from_str(text) {
+        Ok(row) => Ok((place, row)),
+        Err(e) => {
+            // The parser saw one line and says so; ours is the line that counts.
+            let message = e.to_string().replace(" at line 1 column", " at column");
+            Err(row_error(path, &place, format!("not valid JSON: {message}")))
+        }
+    }
+}
+
+/// The text of a file, without the byte order mark that some editors write.
+fn read_text(path: &Path) -> Result<String> {
+    let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
+    let text = String::from_utf8(bytes).map_err(|e| {
+        let before = &e.as_bytes()[..e.utf8_error().valid_up_to()];
+        let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
+        row_error(path, &format!("line {line}"), "expected UTF-8, found bytes of another encoding")
+    })?;
+    Ok(text.strip_prefix('\u{feff}').map(String::from).unwrap_or(text))
 }
 
 fn text_field<'a>(row: &'a Value, name: &str) -> Result<&'a str> {
@@ -251,14 +288,14 @@ mod tests {
         let array = read("a.json", "[{\"prompt\": \"x\"}, {\"prompt\": \"y\"}]").unwrap();
         let rows = |d: &Dataset| d.rows.iter().map(|(_, row)| row.clone()).collect::<Vec<_>>();
         assert_eq!(rows(&lines), rows(&array));
-        assert_eq!(lines.rows[1].0, 3, "lines are counted with the blank ones");
+        assert_eq!(lines.rows[1].0, "line 3", "blank lines count");
     }
 
     #[test]
     fn a_bad_line_is_named() {
         for (text, wanted) in [
-            ("{\"prompt\": \"x\"}\n{\"prompt\": ", "a.jsonl:2: not valid JSON"),
-            ("{\"prompt\": \"x\"}\n7", "a.jsonl:2: expected a JSON object"),
+            ("{\"prompt\": \"x\"}\n{\"prompt\": ", "a.jsonl: line 2: not valid JSON"),
+            ("{\"prompt\": \"x\"}\n7", "a.jsonl: line 2: expected a JSON object"),
             ("\n", "expected at least one row"),
         ] {
             let error = read("a.jsonl", text).unwrap_err().to_string();

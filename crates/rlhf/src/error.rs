@@ -27,13 +27,13 @@ pub enum Error {
         /// What was expected and what was found.
         message: String,
     },
-    /// One line of a data file is not what it should be.
-    #[error("{path}:{line}: {message}", path = path.display())]
+    /// One row of a data file is not what it should be.
+    #[error("{path}: {place}: {message}", path = path.display())]
     Row {
         /// The data file.
         path: PathBuf,
-        /// The line, counted from 1.
-        line: usize,
+        /// Where in the file: "line 7", or "row 7" of a JSON array; counted from 1.
+        place: String,
         /// What was expected and what was found.
         message: String,
     },

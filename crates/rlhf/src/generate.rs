@@ -5,6 +5,9 @@ use crate::rng::{Purpose, Stream};
 use crate::{Error, Result};
 use tch::{Kind, Tensor};
 
+/// Below this, f32 logits divided by the temperature overflow.
+const MIN_TEMPERATURE: f64 = 1e-4;
+
 /// How the next token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Sampling {
@@ -57,6 +60,22 @@ pub struct GenerationConfig {
     pub batch_size: usize,
 }
 
+impl GenerationConfig {
+    /// Responses of at most `max_new_tokens`, without a stop token, seed 0, 32 rows at a time.
+    pub fn new(sampling: Sampling, max_new_tokens: usize) -> Self {
+        Self {
+            sampling,
+            max_new_tokens,
+            stop_token_ids: Vec::new(),
+            seed: 0,
+            purpose: Purpose::Sampling,
+            step: 0,
+            first_row: 0,
+            batch_size: 32,
+        }
+    }
+}
+
 /// Why a response ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -81,16 +100,24 @@ pub struct Response {
 
 /// Generates one response per prompt, in the prompts' order.
 ///
-/// Row `i`'s draws depend on the seed, the purpose, the step and `i` alone, so the rest of the batch does not change them.
+/// Row `i`'s draws depend on the seed, the purpose, the step and `first_row + i` alone, so the rest of the batch does not
+/// change them.
 ///
 /// # Errors
 /// If a prompt is empty, holds an id outside the vocabulary, or leaves no room in the model's context for
-/// `max_new_tokens`.
+/// `max_new_tokens`; if the temperature is not a number above 0; if the model's logits are not finite.
 pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &GenerationConfig) -> Result<Vec<Response>> {
+    if let Sampling::Random { temperature, .. } = config.sampling
+        && !(temperature >= MIN_TEMPERATURE && temperature.is_finite())
+    {
+        return Err(Error::Usage(format!(
+            "temperature = {temperature}: expected a number from {MIN_TEMPERATURE}; greedy decoding is its limit"
+        )));
+    }
     let context = model.config().max_position_embeddings;
     for (row, prompt) in prompts.iter().enumerate() {
         let len = prompt.as_ref().len();
-        if len + config.max_new_tokens > context {
+        if len.saturating_add(config.max_new_tokens) > context {
             return Err(Error::Run(format!(
                 "prompt {row}: {len} tokens and {} new ones exceed the model's context of {context}",
                 config.max_new_tokens
@@ -134,7 +161,12 @@ fn generate_batch<P: AsRef<[i64]>>(
     let mut stopped = vec![false; rows.len()];
     loop {
         let draws: Vec<f64> = alive.iter().map(|&i| streams[i].uniform()).collect();
-        let (tokens, logprobs) = choose(&logits, config.sampling, &draws)?;
+        let (tokens, logprobs) = choose(&logits, config.sampling, &draws).map_err(|at| {
+            Error::Run(format!(
+                "prompt {}: the model's logits are not finite: its weights are damaged, or training diverged",
+                rows[alive[at]]
+            ))
+        })?;
         for ((&i, &token), &logprob) in alive.iter().zip(&tokens).zip(&logprobs) {
             if stopped[i] {
                 continue;
@@ -163,29 +195,31 @@ fn generate_batch<P: AsRef<[i64]>>(
     }
 }
 
-/// Chooses one token per row of `logits` `[rows, vocab]`, with one uniform draw per row; gives tokens and log-probabilities.
-fn choose(logits: &Tensor, sampling: Sampling, draws: &[f64]) -> Result<(Vec<i64>, Vec<f32>)> {
+/// Chooses one token per row of `logits` `[rows, vocab]`, with one uniform draw per row; gives tokens and
+/// log-probabilities, or the first row whose logits are not finite.
+fn choose(logits: &Tensor, sampling: Sampling, draws: &[f64]) -> Result<(Vec<i64>, Vec<f32>), usize> {
     let logits = logits / sampling.temperature();
+    let all = logits.log_softmax(-1, Kind::Float);
     let tokens = match sampling {
         Sampling::Greedy => logits.argmax(-1, true),
         Sampling::Random { top_k, top_p, .. } => {
-            // The inverse of the cumulative distribution at the draw. In f64: an f32 sum over a large vocabulary would shift
-            // the borders of rare tokens by more than their probability.
-            let cumulative = filter(&logits, top_k, top_p).softmax(-1, Kind::Double).cumsum(-1, Kind::Double);
+            let kept = top_k > 0 || top_p < 1.0;
+            let probs = if kept { filter(&logits, top_k, top_p).softmax(-1, Kind::Float) } else { all.exp() };
+            // The inverse of the cumulative distribution at the draw. Summed in f64: an f32 sum over a large vocabulary
+            // would shift the borders of rare tokens by more than their probability.
+            let cumulative = probs.cumsum(-1, Kind::Double);
             let vocab = cumulative.size()[1];
             let total = cumulative.narrow(1, vocab - 1, 1);
             let target = Tensor::from_slice(draws).to_device(logits.device()).unsqueeze(1) * total;
             target.searchsorted(&cumulative, false, true, "right", None::<&Tensor>).clamp_max(vocab - 1)
         }
     };
-    let logprobs = logits.log_softmax(-1, Kind::Float).gather(1, &tokens, false);
-    let logprobs = Vec::<f32>::try_from(logprobs.squeeze_dim(1))?;
-    if let Some(row) = logprobs.iter().position(|logprob| !logprob.is_finite()) {
-        return Err(Error::Run(format!(
-            "generation: the model's logits of row {row} are not finite: its weights are damaged or training diverged"
-        )));
+    let list = |x: Tensor| Vec::<f32>::try_from(x.squeeze_dim(1)).expect("one number per row");
+    let logprobs = list(all.gather(1, &tokens, false));
+    match logprobs.iter().position(|logprob| !logprob.is_finite()) {
+        Some(row) => Err(row),
+        None => Ok((Vec::<i64>::try_from(tokens.squeeze_dim(1)).expect("one id per row"), logprobs)),
     }
-    Ok((Vec::<i64>::try_from(tokens.squeeze_dim(1))?, logprobs))
 }
 
 /// Sets the logits of tokens outside top-k, then outside top-p, to -inf; transformers' order.
@@ -256,8 +290,8 @@ mod tests {
     }
 
     #[test]
-    fn logits_that_are_not_finite_are_an_error() {
-        let error = choose(&row(&[f32::NAN, 0.0]), Sampling::at_temperature(1.0), &[0.5]).unwrap_err();
-        assert!(error.to_string().contains("not finite"), "{error}");
+    fn logits_that_are_not_finite_are_an_error_that_names_the_row() {
+        let logits = Tensor::from_slice(&[0.0, 0.0, f32::NAN, 0.0]).view([2, 2]);
+        assert_eq!(choose(&logits, Sampling::at_temperature(1.0), &[0.5, 0.5]), Err(1));
     }
 }

@@ -18,6 +18,7 @@ pub mod train;
 pub mod weights;
 
 pub use error::{Error, Result};
+pub use tch;
 pub use tensorboard::TensorBoard;
 
 /// The README's Rust code must compile.

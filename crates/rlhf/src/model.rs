@@ -8,7 +8,8 @@ mod decoder;
 mod layout;
 mod params;
 
-pub use config::{Activation, Family, ModelConfig, Rope};
+pub(crate) use config::no_such_file;
+pub use config::{Activation, Family, ModelConfig, Rope, Shape};
 pub(crate) use layout::KvCache;
 pub use params::Param;
 
@@ -97,6 +98,26 @@ impl Body {
             if let Some(id) = sequence.iter().find(|id| !(0..vocab).contains(*id)) {
                 let message = format!("sequence {row}: token id {id} is outside the model's vocabulary of {vocab}");
                 return Err(Error::Run(message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that each sequence has one span, within it and not before `first`.
+    fn check_spans<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>], first: usize) -> Result<()> {
+        if spans.len() != sequences.len() {
+            return Err(Error::Run(format!(
+                "expected {} spans, one per sequence, found {}",
+                sequences.len(),
+                spans.len()
+            )));
+        }
+        for (row, (sequence, span)) in sequences.iter().zip(spans).enumerate() {
+            let len = sequence.as_ref().len();
+            if span.start < first || span.start > span.end || span.end > len {
+                return Err(Error::Run(format!(
+                    "sequence {row}: expected a span within {first}..{len}, found {span:?}"
+                )));
             }
         }
         Ok(())
@@ -209,7 +230,7 @@ impl CausalLm {
     /// results are `[M]`. The head is applied to these tokens only.
     ///
     /// # Errors
-    /// As [`CausalLm::logits`].
+    /// As [`CausalLm::logits`]; if a span is not within its sequence.
     pub fn token_logprobs<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
@@ -217,11 +238,11 @@ impl CausalLm {
         temperature: f64,
         with_entropy: bool,
     ) -> Result<TokenLogprobs> {
+        self.body.check_spans(sequences, spans, 1)?;
         let (layout, hidden) = self.body.hidden(sequences)?;
         let mut rows = Vec::new();
         let mut targets = Vec::new();
         for ((sequence, span), &start) in sequences.iter().zip(spans).zip(&layout.starts) {
-            debug_assert!(span.start > 0, "nothing comes before the first token");
             rows.extend(span.clone().map(|t| start + t as i64 - 1));
             targets.extend_from_slice(&sequence.as_ref()[span.clone()]);
         }
@@ -254,7 +275,7 @@ impl CausalLm {
     pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: usize) -> Result<(KvCache, Tensor)> {
         self.body.check(prompts)?;
         let layout = Layout::new(prompts, self.body.device);
-        let mut cache = self.body.decoder.new_cache(prompts.len(), capacity);
+        let mut cache = self.body.decoder.new_cache(prompts.len(), capacity)?;
         let hidden = self.body.decoder.forward(&layout, Some(&mut cache));
         let last: Vec<i64> = layout.starts.iter().zip(&layout.lens).map(|(start, len)| start + len - 1).collect();
         let last = Tensor::from_slice(&last).to_device(self.body.device);
@@ -300,6 +321,7 @@ fn entropy_of(logprobs: &Tensor) -> Tensor {
 pub struct SequenceClassifier {
     body: Body,
     score: Linear,
+    new_head: bool,
 }
 
 impl SequenceClassifier {
@@ -328,7 +350,7 @@ impl SequenceClassifier {
         let params = builder.finish(&ignored)?;
         let body = Body { decoder, params, config, device: options.device };
         // The head's one product is done in f32: in bf16 scores would come in steps of 1/128 of their size.
-        Ok(Self { body, score: Linear::new(score, None, Kind::Float) })
+        Ok(Self { body, score: Linear::new(score, None, Kind::Float), new_head: new_head.is_some() })
     }
 
     /// The model's shape.
@@ -346,11 +368,17 @@ impl SequenceClassifier {
         self.body.set_trainable(trainable);
     }
 
+    /// Whether the score head was drawn when the model was read: its numbers mean nothing before training.
+    pub fn has_new_head(&self) -> bool {
+        self.new_head
+    }
+
     /// The numbers at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
     ///
     /// # Errors
-    /// As [`CausalLm::logits`].
+    /// As [`CausalLm::logits`]; if a span is not within its sequence.
     pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
+        self.body.check_spans(sequences, spans, 0)?;
         let (layout, hidden) = self.body.hidden(sequences)?;
         let rows: Vec<i64> = layout
             .starts

@@ -44,9 +44,10 @@ impl AdamW {
         let mut grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
         let norm = global_norm(grads.iter().flatten());
         if !norm.is_finite() {
+            self.zero_grad();
             return Err(Error::Run(format!(
-                "optimizer step {}: the gradient's norm is {norm}: the loss is not finite or too large; \
-                 lower learning_rate, or set max_grad_norm",
+                "optimizer step {}: the gradient's norm is {norm}: training diverged; a lower learning_rate and \
+                 max_grad_norm = 1 from the start prevent it",
                 self.steps + 1
             )));
         }
@@ -77,10 +78,14 @@ impl AdamW {
             )
             .map_err(|e| Error::Run(format!("optimizer step {}: {e}", self.steps)))?;
         }
+        self.zero_grad();
+        Ok(norm)
+    }
+
+    fn zero_grad(&mut self) {
         for param in self.groups.iter_mut().flat_map(|group| &mut group.params) {
             param.zero_grad();
         }
-        Ok(norm)
     }
 }
 

@@ -209,7 +209,8 @@ fn is_run_file(name: &str) -> bool {
 pub(crate) fn check_output_dir(run: &RunConfig, inputs: &[&Path]) -> Result<()> {
     let dir = &run.output_dir;
     let whole = dir.canonicalize().ok();
-    let inside = |input: &Path| input.canonicalize().is_ok_and(|input| whole.as_ref().is_some_and(|d| input.starts_with(d)));
+    let inside =
+        |input: &Path| input.canonicalize().is_ok_and(|input| whole.as_ref().is_some_and(|d| input.starts_with(d)));
     if let Some(input) = inputs.iter().find(|input| inside(input)) {
         let message = format!("output_dir = {} holds what the run reads: {}", dir.display(), input.display());
         return Err(Error::Usage(message));

@@ -111,7 +111,7 @@ pub fn penalise_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) ->
 /// them anew in the pass that training uses (for responses from elsewhere, and for bf16, where the two passes differ).
 ///
 /// # Errors
-/// If a row has no prompt or does not fit the models.
+/// If prompts, responses and scores do not go together row by row, or a row does not fit the models.
 pub fn experience(
     judges: Judges<'_>,
     prompts: &[Vec<i64>],
@@ -120,9 +120,7 @@ pub fn experience(
     recompute_logprobs: bool,
     config: &PpoConfig,
 ) -> Result<Experience> {
-    if let Some(row) = prompts.iter().position(Vec::is_empty) {
-        return Err(Error::Run(format!("row {row}: expected a prompt of at least one token, found none")));
-    }
+    check_rows(prompts, responses, &scores, recompute_logprobs, config.response_length)?;
     let width = config.response_length as i64;
     let device = judges.policy.device();
     let sequences: Vec<Vec<i64>> =
@@ -163,6 +161,37 @@ pub fn experience(
     })?;
     (experience.logprobs, experience.ref_logprobs, experience.values) = (policy, reference, values);
     Ok(experience)
+}
+
+/// Checks what the caller brings together, so that no row is dropped or spills into the next one's slots.
+fn check_rows(
+    prompts: &[Vec<i64>],
+    responses: &[Response],
+    scores: &Tensor,
+    recompute_logprobs: bool,
+    most: usize,
+) -> Result<()> {
+    let rows = prompts.len();
+    if responses.len() != rows || scores.size() != [rows as i64] {
+        let found = format!("{} responses and scores of shape {:?}", responses.len(), scores.size());
+        return Err(Error::Run(format!("expected {rows} responses and scores, one per prompt, found {found}")));
+    }
+    for (row, (prompt, response)) in prompts.iter().zip(responses).enumerate() {
+        let (tokens, logprobs) = (response.tokens.len(), response.logprobs.len());
+        if prompt.is_empty() {
+            return Err(Error::Run(format!("row {row}: expected a prompt of at least one token, found none")));
+        }
+        if tokens > most {
+            let message = format!("row {row}: expected a response of at most {most} tokens, found {tokens}");
+            return Err(Error::Run(message));
+        }
+        if logprobs != tokens && !recompute_logprobs {
+            let message =
+                format!("row {row}: expected a log-probability for each of {tokens} tokens, found {logprobs}");
+            return Err(Error::Run(message));
+        }
+    }
+    Ok(())
 }
 
 /// Rewards, advantages and returns of one update's experience.

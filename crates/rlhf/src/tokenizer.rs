@@ -1,6 +1,6 @@
 //! Text to token ids and back, with an explicit end-of-text token; `tokenizer.json` in and out.
 
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, no_such_file};
 use crate::weights::read_json;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -39,8 +39,7 @@ impl Tokenizer {
     pub fn from_pretrained(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         if !path.is_file() {
-            let what = if dir.is_dir() { "no such file in it" } else { "no such folder" };
-            return Err(Error::invalid(dir, format!("expected a tokenizer.json, found {what}")));
+            return Err(no_such_file(dir, "tokenizer.json"));
         }
         let mut inner = tokenizers::Tokenizer::from_file(&path)
             .map_err(|e| Error::invalid(&path, format!("not a tokenizer that can be read: {e}")))?;
@@ -140,6 +139,11 @@ impl Tokenizer {
     /// If it does not; `dir` is the model's folder.
     pub fn check_fits(&self, model: &ModelConfig, dir: &Path) -> Result<()> {
         let ids = self.inner.get_vocab(true).into_values().max().map_or(0, |id| i64::from(id) + 1);
+        let eos = self.eos.filter(|eos| !(0..model.vocab_size).contains(eos));
+        if let Some(eos) = eos {
+            let message = format!("eos_token_id: expected an id below vocab_size {}, found {eos}", model.vocab_size);
+            return Err(Error::invalid(&self.dir, message));
+        }
         if ids <= model.vocab_size {
             return Ok(());
         }
@@ -149,6 +153,31 @@ impl Tokenizer {
                 "expected a vocabulary of at least {ids}, the tokenizer's in {}, found vocab_size {}",
                 self.dir.display(),
                 model.vocab_size
+            ),
+        ))
+    }
+
+    /// Checks that the tokenizer in the model folder `dir`, if it has one, gives the same ids as this one.
+    ///
+    /// # Errors
+    /// If it does not: that model would read other words than this one's.
+    pub fn check_same(&self, dir: &Path) -> Result<()> {
+        if !dir.join("tokenizer.json").is_file() {
+            return Ok(());
+        }
+        let other = Self::from_pretrained(dir)?;
+        let (ours, theirs) = (self.inner.get_vocab(true), other.inner.get_vocab(true));
+        let differing = ours.iter().filter(|(token, id)| theirs.get(*token) != Some(id)).count();
+        if differing == 0 {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            dir,
+            format!(
+                "expected the tokenizer of {}, found one that differs in {differing} of {} tokens: all models of a run \
+                 read the same ids",
+                self.dir.display(),
+                ours.len()
             ),
         ))
     }

@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
@@ -119,7 +119,10 @@ impl Checkpoint {
         let mut names = Vec::new();
         for (name, info) in metadata.tensors() {
             names.push(name.clone());
-            self.tensors.insert(name, Entry { file: index, info: info.clone() });
+            if let Some(other) = self.tensors.insert(name.clone(), Entry { file: index, info: info.clone() }) {
+                let other = self.files[other.file].path.display();
+                return Err(Error::invalid(path, format!("the tensor `{name}` is also in {other}")));
+            }
         }
         self.files.push(TensorFile { path, file, data_start });
         Ok(names)
@@ -175,7 +178,11 @@ fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     let metadata: Metadata = serde_json::from_slice(&header)
         .map_err(|e| Error::invalid(path, format!("not a sound safetensors header: {e}")))?;
     let expected = 8 + size + metadata.data_len() as u64;
-    if expected != file_len {
+    if expected < file_len {
+        let message = format!("damaged: its header speaks of {expected} bytes, found {file_len}");
+        return Err(Error::invalid(path, message));
+    }
+    if expected > file_len {
         return Err(truncated(expected));
     }
     Ok((metadata, 8 + size))
@@ -281,8 +288,12 @@ fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
         path: path.to_path_buf(),
         source: std::io::Error::other(e),
     })?;
-    // Its temporary file is private to the owner; others may read weights as they may read any file we write.
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o644)).map_err(Error::io("write", path))
+    // Its temporary file was private to the owner; weights get the mode that any new file of the user's gets.
+    let probe = path.with_extension("tmp");
+    let mode =
+        File::create(&probe).and_then(|file| file.metadata()).map_err(Error::io("create", &probe))?.permissions();
+    std::fs::remove_file(&probe).map_err(Error::io("remove", &probe))?;
+    std::fs::set_permissions(path, mode).map_err(Error::io("write", path))
 }
 
 /// Reads a JSON file.

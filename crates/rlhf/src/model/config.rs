@@ -3,7 +3,7 @@
 use crate::weights::{pretty, read_json, write_text};
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// A family of decoder models: what differs between them is data and the names of their tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,9 +58,26 @@ pub struct Rope {
     pub dim: i64,
 }
 
-/// The shape of a decoder, resolved: every field has its value.
+/// `config.json`: the shape of a model, and the file as it was read, which goes along when the model is saved.
+///
+/// The shape can be read through this type and not changed: a saved file would no longer say what the weights are.
 #[derive(Debug, Clone)]
 pub struct ModelConfig {
+    shape: Shape,
+    raw: Map<String, Value>,
+}
+
+impl std::ops::Deref for ModelConfig {
+    type Target = Shape;
+
+    fn deref(&self) -> &Shape {
+        &self.shape
+    }
+}
+
+/// The shape of a decoder, resolved: every field has its value.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Shape {
     /// The family.
     pub family: Family,
     /// Rows of the embedding; may exceed the tokenizer's.
@@ -101,9 +118,13 @@ pub struct ModelConfig {
     pub architectures: Vec<String>,
     /// The number of labels, where this is a classifier.
     pub num_labels: usize,
-    /// The file as it was read, with what we do not interpret.
-    raw: Map<String, Value>,
 }
+
+/// Far above any model's sizes, and small enough that their products do not overflow.
+const MOST: i64 = 1 << 28;
+
+/// The most layers; a hostile file could otherwise keep us building for hours.
+const MOST_LAYERS: i64 = 10_000;
 
 /// Reads fields of a JSON object; errors name the file and the field.
 struct Fields<'a> {
@@ -126,8 +147,8 @@ impl Fields<'_> {
             (None, Some(default)) => Ok(default),
             (value, _) => value
                 .and_then(Value::as_i64)
-                .filter(|&n| n > 0 && n < 1 << 40)
-                .ok_or_else(|| self.wrong(name, "a positive integer")),
+                .filter(|n| (1..=MOST).contains(n))
+                .ok_or_else(|| self.wrong(name, &format!("an integer from 1 to {MOST}"))),
         }
     }
 
@@ -192,6 +213,16 @@ impl Fields<'_> {
     }
 }
 
+/// The error for a model folder without one of its files; names of the hub get a hint.
+pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
+    let found = match dir {
+        dir if dir.is_dir() => "none in this folder",
+        dir if dir.exists() => "a file in place of the folder",
+        _ => "no such folder (models are folders here: fetch one with `hf download NAME --local-dir FOLDER`)",
+    };
+    Error::invalid(dir, format!("expected a model folder with a {name}, found {found}"))
+}
+
 impl ModelConfig {
     /// Reads `dir/config.json`.
     ///
@@ -200,9 +231,7 @@ impl ModelConfig {
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
         if !path.is_file() {
-            let what = if dir.is_dir() { "no such file in it" } else { "no such folder" };
-            let message = format!("expected a model folder with a config.json, found {what}");
-            return Err(Error::invalid(dir, message));
+            return Err(no_such_file(dir, "config.json"));
         }
         Self::from_file(&path)
     }
@@ -220,24 +249,25 @@ impl ModelConfig {
             .and_then(|found| Family::ALL.iter().find(|(name, _)| *name == found))
             .map(|(_, family)| *family)
             .ok_or_else(|| f.wrong("model_type", &format!("one of {known}")))?;
-        let mut config = match family {
-            Family::Gpt2 => Self::gpt2(&f)?,
-            Family::GptNeox => Self::gpt_neox(&f)?,
-            Family::Llama => Self::llama(&f)?,
+        let mut shape = match family {
+            Family::Gpt2 => Shape::gpt2(&f)?,
+            Family::GptNeox => Shape::gpt_neox(&f)?,
+            Family::Llama => Shape::llama(&f)?,
         };
-        config.initializer_range = f.number("initializer_range", 0.02)?;
-        config.eos_token_ids = f.ids("eos_token_id")?;
-        config.architectures = f
+        shape.initializer_range = f.number("initializer_range", 0.02)?;
+        shape.eos_token_ids = f.ids("eos_token_id")?;
+        shape.architectures = f
             .present("architectures")
             .and_then(Value::as_array)
             .map(|names| names.iter().filter_map(|name| Some(name.as_str()?.to_string())).collect())
             .unwrap_or_default();
-        config.num_labels = f.present("id2label").and_then(Value::as_object).map_or(2, Map::len);
-        config.check(path)?;
-        config.raw = raw;
-        Ok(config)
+        shape.num_labels = f.present("id2label").and_then(Value::as_object).map_or(2, Map::len);
+        shape.check(path)?;
+        Ok(Self { shape, raw })
     }
+}
 
+impl Shape {
     fn gpt2(f: &Fields<'_>) -> Result<Self> {
         f.must_be("scale_attn_weights", true)?;
         f.must_be("scale_attn_by_inverse_layer_idx", false)?;
@@ -318,12 +348,15 @@ impl ModelConfig {
             eos_token_ids: Vec::new(),
             architectures: Vec::new(),
             num_labels: 2,
-            raw: Map::new(),
         }
     }
 
     fn check(&self, path: &Path) -> Result<()> {
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        if self.num_hidden_layers > MOST_LAYERS {
+            let message = format!("expected at most {MOST_LAYERS} layers, found {}", self.num_hidden_layers);
+            return Err(Error::invalid(path, message));
+        }
         if self.family != Family::Llama && self.head_dim * heads != self.hidden_size {
             let message = format!("hidden size {}: expected a multiple of {heads} attention heads", self.hidden_size);
             return Err(Error::invalid(path, message));
@@ -339,11 +372,13 @@ impl ModelConfig {
     pub fn is_sequence_classifier(&self) -> bool {
         self.architectures.iter().any(|name| name.ends_with("ForSequenceClassification"))
     }
+}
 
+impl ModelConfig {
     /// The configuration for saving a causal LM with these token ids.
     pub(crate) fn for_causal_lm(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
         let mut config = self.with_tokens(eos, pad);
-        config.architectures = vec![self.family.causal_lm_class()];
+        config.shape.architectures = vec![self.family.causal_lm_class()];
         config.raw.insert("architectures".into(), json!(config.architectures));
         for key in ["id2label", "label2id", "problem_type"] {
             config.raw.remove(key);
@@ -354,8 +389,8 @@ impl ModelConfig {
     /// The configuration for saving a classifier with one label: transformers needs the pad id to find the last token.
     pub(crate) fn for_sequence_classifier(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
         let mut config = self.with_tokens(eos, pad);
-        config.architectures = vec![format!("{}ForSequenceClassification", self.family.class())];
-        config.num_labels = 1;
+        config.shape.architectures = vec![format!("{}ForSequenceClassification", self.family.class())];
+        config.shape.num_labels = 1;
         config.raw.insert("architectures".into(), json!(config.architectures));
         config.raw.insert("id2label".into(), json!({"0": "LABEL_0"}));
         config.raw.insert("label2id".into(), json!({"LABEL_0": 0}));
@@ -365,7 +400,7 @@ impl ModelConfig {
     fn with_tokens(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
         let mut config = self.clone();
         if let (Some(eos), true) = (eos, self.eos_token_ids.is_empty()) {
-            config.eos_token_ids = vec![eos];
+            config.shape.eos_token_ids = vec![eos];
             config.raw.insert("eos_token_id".into(), json!(eos));
         }
         if let Some(pad) = pad {
@@ -378,9 +413,7 @@ impl ModelConfig {
     }
 
     /// Writes `dir/config.json`: what was read, with the fields that changed.
-    pub(crate) fn save(&self, dir: &Path) -> Result<PathBuf> {
-        let path = dir.join("config.json");
-        write_text(&path, &pretty(&Value::Object(self.raw.clone())))?;
-        Ok(path)
+    pub(crate) fn save(&self, dir: &Path) -> Result<()> {
+        write_text(&dir.join("config.json"), &pretty(&Value::Object(self.raw.clone())))
     }
 }

@@ -235,7 +235,7 @@ impl Decoder {
     }
 
     /// A cache for `rows` sequences of at most `capacity` tokens.
-    pub(crate) fn new_cache(&self, rows: usize, capacity: usize) -> KvCache {
+    pub(crate) fn new_cache(&self, rows: usize, capacity: usize) -> Result<KvCache> {
         KvCache::new(
             self.config.num_hidden_layers,
             rows as i64,

@@ -1,5 +1,6 @@
 //! How tokens lie in memory: several sequences packed one after another, and the keys and values kept while decoding.
 
+use crate::Result;
 use tch::{Device, Kind, Tensor};
 
 /// Sequences of different lengths, packed: N tokens in all, no padding. Only attention sees them as [rows, width].
@@ -90,11 +91,11 @@ impl KvCache {
         kv_heads: i64,
         head_dim: i64,
         options: (Kind, Device),
-    ) -> Self {
+    ) -> Result<Self> {
         // Zeros, not empty memory: a masked NaN would still spoil the weighted sum of the values.
-        let empty = || Tensor::zeros([rows * capacity, kv_heads * head_dim], options);
-        let layers = (0..num_layers).map(|_| (empty(), empty())).collect();
-        Self { layers, lens: vec![0; rows as usize], capacity, kv_heads, head_dim, device: options.1, step: None }
+        let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
+        let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
+        Ok(Self { layers, lens: vec![0; rows as usize], capacity, kv_heads, head_dim, device: options.1, step: None })
     }
 
     /// Places of each row's next token in its sequence.

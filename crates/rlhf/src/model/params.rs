@@ -34,6 +34,9 @@ pub(crate) enum Source<'a> {
     Fresh(u64),
 }
 
+/// How many numbers are drawn before they are copied into their tensor.
+const DRAWN_AT_ONCE: usize = 1 << 20;
+
 /// Hands out a model's tensors by name while it is put together, and keeps account of what was asked for.
 pub(crate) struct Builder<'a> {
     source: Source<'a>,
@@ -94,8 +97,14 @@ impl<'a> Builder<'a> {
             Init::Ones => Tensor::f_ones(shape, options)?,
             Init::Normal(std) => {
                 let mut stream = Stream::new(seed, Purpose::Init, self.params.len() as u64, 0);
-                let count = shape.iter().product::<i64>() as usize;
-                Tensor::f_from_slice(&stream.normals(count, std))?.f_view(shape)?.to_device(self.device)
+                // libtorch first: it refuses a size that memory cannot hold, where a vector would end the program.
+                let mut tensor = Tensor::f_empty(shape, (tch::Kind::Float, tch::Device::Cpu))?.f_view([-1])?;
+                for from in (0..tensor.size()[0]).step_by(DRAWN_AT_ONCE) {
+                    let len = (DRAWN_AT_ONCE as i64).min(tensor.size()[0] - from);
+                    tensor.narrow(0, from, len).f_copy_(&Tensor::f_from_slice(&stream.normals(len as usize, std))?)?;
+                }
+                tensor = tensor.f_view(shape)?;
+                tensor.to_device(self.device)
             }
         })
     }

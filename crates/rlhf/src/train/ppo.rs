@@ -63,6 +63,8 @@ pub struct PpoTrainer {
     cursor: Cursor,
     /// The token that ends a response, where one does.
     stop: Option<i64>,
+    /// Whether the reward model's head was drawn and never trained.
+    random_reward: bool,
     last_metrics: Metrics,
 }
 
@@ -81,10 +83,19 @@ impl PpoTrainer {
         let policy = CausalLm::from_pretrained(policy_dir, options)?;
         let reference = CausalLm::from_pretrained(policy_dir, options)?;
         let reward = SequenceClassifier::from_pretrained(&config.reward_model_path, new_head, options)?;
+        let random_reward = reward.has_new_head();
         let value = SequenceClassifier::from_pretrained(value_dir, new_head, options)?;
         tokenizer.check_fits(policy.config(), policy_dir)?;
-        tokenizer.check_fits(reward.config(), &config.reward_model_path)?;
-        tokenizer.check_fits(value.config(), value_dir)?;
+        for (dir, model) in [(config.reward_model_path.as_path(), reward.config()), (value_dir, value.config())] {
+            tokenizer.check_same(dir)?;
+            // The policy may sample any of its ids, also those behind the tokenizer's last.
+            if model.vocab_size < policy.config().vocab_size {
+                let expected = policy.config().vocab_size;
+                let message =
+                    format!("vocab_size: expected at least the policy's {expected}, found {}", model.vocab_size);
+                return Err(Error::invalid(dir, message));
+            }
+        }
 
         let contexts = [policy.config(), reward.config(), value.config()].map(|c| c.max_position_embeddings);
         let context = contexts.into_iter().min().expect("there are three models");
@@ -94,10 +105,15 @@ impl PpoTrainer {
                 config.response_length
             ))
         })?;
-        let prompts = Dataset::read(&config.dataset_name, &config.dataset_train_split)?.prompts(&tokenizer, most)?;
+        let vocab = policy.config().vocab_size;
+        let prompts =
+            Dataset::read(&config.dataset_name, &config.dataset_train_split)?.prompts(&tokenizer, vocab, most)?;
         let sample_prompts = match super::sft::eval_path(None, &config.dataset_name, &config.dataset_test_split) {
-            Some(path) => Dataset::read(&path, &config.dataset_test_split)?.prompts(&tokenizer, most)?,
-            None => prompts.clone(),
+            Some(path) => {
+                let first = Dataset::read(&path, &config.dataset_test_split)?.first(SAMPLE_ROWS);
+                first.prompts(&tokenizer, vocab, most)?
+            }
+            None => prompts.iter().take(SAMPLE_ROWS).cloned().collect(),
         };
         let stop = match (config.stop_token, config.stop_token_id) {
             (Some(StopToken::Eos), _) => Some(tokenizer.require_eos()?),
@@ -106,7 +122,6 @@ impl PpoTrainer {
         if config.missing_eos_penalty.is_some() && stop.is_none() {
             tokenizer.require_eos()?;
         }
-        let vocab = policy.config().vocab_size;
         if let Some(id) = stop.filter(|id| !(0..vocab).contains(id)) {
             let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
             return Err(Error::Usage(message));
@@ -115,13 +130,14 @@ impl PpoTrainer {
             plan: config.plan(prompts.len())?,
             learner: Learner::new(policy, value, config),
             cursor: Cursor::new(config.run.seed, prompts.len()),
-            sample_prompts: sample_prompts.into_iter().take(SAMPLE_ROWS).collect(),
+            sample_prompts,
             config: config.clone(),
             reference,
             reward,
             tokenizer,
             prompts,
             stop,
+            random_reward,
             last_metrics: Metrics::default(),
         })
     }
@@ -134,6 +150,12 @@ impl PpoTrainer {
         if let Some(warning) = small_dataset(&self.config.dataset_name, self.prompts.len(), self.plan.batch_size) {
             report.warn(&warning);
         }
+        if self.random_reward {
+            report.warn(&format!(
+                "{}: the reward model has a fresh random head, so its scores mean nothing yet; train it by `rlhf reward`",
+                self.config.reward_model_path.display()
+            ));
+        }
         for update in 0..self.plan.num_total_batches {
             if self.plan.sample_every.is_some_and(|every| update % every == 0) {
                 report.samples(update * self.plan.batch_size, &self.samples(update)?)?;
@@ -141,7 +163,6 @@ impl PpoTrainer {
             let metrics = self.update(update)?;
             report.record((update + 1) as i64, &metrics)?;
             report.advance(watched(&metrics));
-            self.last_metrics = metrics;
             if stop_requested() {
                 return Ok(update + 1);
             }
@@ -203,6 +224,7 @@ impl PpoTrainer {
         m.push("time/update", took);
         m.push("tokens_per_second/generate", tokens / generated);
         m.push("tokens_per_second/update", tokens / took);
+        self.last_metrics.clone_from(&m);
         Ok(m)
     }
 
@@ -237,14 +259,12 @@ impl PpoTrainer {
         step: usize,
     ) -> Result<Vec<Response>> {
         let config = GenerationConfig {
-            sampling,
-            max_new_tokens: self.config.response_length,
             stop_token_ids: self.stop.into_iter().collect(),
             seed: self.config.run.seed,
             purpose,
             step: step as u64,
-            first_row: 0,
             batch_size: self.config.local_rollout_forward_batch_size,
+            ..GenerationConfig::new(sampling, self.config.response_length)
         };
         generate(&self.learner.policy, prompts, &config)
     }
@@ -374,8 +394,9 @@ impl Learner {
                 for micro_batch in mini_batch.chunks(plan.micro_batch_size) {
                     self.accumulate(experience, targets, micro_batch, &mut stats, config)?;
                 }
-                stats.policy_grad_norm = self.policy_optimizer.step(lr)?;
-                stats.value_grad_norm = self.value_optimizer.step(lr)?;
+                let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));
+                stats.policy_grad_norm = self.policy_optimizer.step(lr).map_err(named("policy"))?;
+                stats.value_grad_norm = self.value_optimizer.step(lr).map_err(named("value model"))?;
                 steps.push(stats);
             }
         }

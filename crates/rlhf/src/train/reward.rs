@@ -37,7 +37,8 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     };
     let (pairs, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
     let mut eval = Vec::new();
-    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split) {
+    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split)
+    {
         let (pairs, more) = read(&path, &config.dataset_test_split)?;
         eval = pairs;
         warnings.extend(more);

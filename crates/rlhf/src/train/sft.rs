@@ -43,7 +43,8 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     };
     let (rows, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
     let mut eval = Vec::new();
-    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split) {
+    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split)
+    {
         let (rows, more) = read(&path, &config.dataset_test_split)?;
         eval = rows;
         warnings.extend(more);
@@ -154,11 +155,7 @@ pub(super) fn eval_path(own: Option<&Path>, dataset: &Path, split: &str) -> Opti
 ///
 /// # Errors
 /// If nothing is left.
-fn shorten(
-    mut rows: Vec<Demonstration>,
-    max_length: usize,
-    path: &Path,
-) -> Result<(Vec<Demonstration>, Vec<String>)> {
+fn shorten(mut rows: Vec<Demonstration>, max_length: usize, path: &Path) -> Result<(Vec<Demonstration>, Vec<String>)> {
     let all = rows.len();
     let cut = rows.iter().filter(|row| row.tokens.len() > max_length).count();
     for row in &mut rows {
