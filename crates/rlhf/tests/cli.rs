@@ -1,0 +1,737 @@
+//! The program as a user runs it: tiny models in a temporary folder, exit codes, files, what the two outputs say.
+
+use crate::support::golden;
+use rlhf::weights::{Checkpoint, save};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tch::{Device, Tensor};
+
+/// A folder to work in: `policy` and `reward` (GPT-NeoX, context 64, vocabulary 352), and data for each command.
+struct Scratch(tempfile::TempDir);
+
+/// What a run left behind.
+struct Ran {
+    code: i32,
+    stdout: String,
+    stderr: String,
+}
+
+const PPO: &str = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --output_dir out \
+                   --response_length 8 --per_device_train_batch_size 4 --total_episodes 8";
+const SFT: &str = "sft --model_name_or_path policy --dataset_name demos.jsonl --output_dir out \
+                   --per_device_train_batch_size 4 --max_steps 2 --logging_steps 1";
+const REWARD: &str = "reward --model_name_or_path reward --dataset_name pairs.jsonl --output_dir out \
+                      --per_device_train_batch_size 4 --max_steps 2 --logging_steps 1";
+const GENERATE: &str = "generate --model_name_or_path policy --dataset_name prompts.jsonl --max_new_tokens 8";
+
+const PROMPTS: [&str; 8] = ["The movie", "A film", "the capital of France", "do", "human", "a sing", "2024", "is it"];
+
+impl Scratch {
+    fn new() -> Self {
+        let scratch = Self::of_family("gpt_neox");
+        scratch.copy("reward", "gpt_neox_cls");
+        scratch
+    }
+
+    /// With a policy of another family, and no reward model.
+    fn of_family(golden_model: &str) -> Self {
+        let scratch = Self(tempfile::tempdir().unwrap());
+        scratch.copy("policy", golden_model);
+        let lines = |row: fn(&str) -> Value| PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat();
+        scratch.write("prompts.jsonl", &lines(|prompt| serde_json::json!({"prompt": prompt})));
+        scratch.write("demos.jsonl", &lines(|p| serde_json::json!({"prompt": p, "completion": " and then some"})));
+        scratch.write(
+            "pairs.jsonl",
+            &lines(|p| serde_json::json!({"prompt": p, "chosen": " yes", "rejected": " no, no"})),
+        );
+        scratch
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.path(name), text).unwrap();
+    }
+
+    fn read(&self, name: &str) -> String {
+        std::fs::read_to_string(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+    }
+
+    /// Copies a golden model, without its golden values.
+    fn copy(&self, name: &str, golden_model: &str) {
+        std::fs::create_dir(self.path(name)).unwrap();
+        for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+            let from = golden().join("models").join(golden_model).join(file);
+            std::fs::copy(from, self.path(name).join(file)).unwrap();
+        }
+    }
+
+    /// Changes the tensors of a model folder.
+    fn edit_tensors(&self, name: &str, edit: impl FnOnce(&mut BTreeMap<String, Tensor>)) {
+        let dir = self.path(name);
+        let checkpoint = Checkpoint::open(&dir).unwrap();
+        let mut tensors: BTreeMap<String, Tensor> =
+            checkpoint.names().map(|n| (n.to_string(), checkpoint.read(n, Device::Cpu).unwrap())).collect();
+        edit(&mut tensors);
+        save(&dir, &Vec::from_iter(tensors), usize::MAX).unwrap();
+    }
+
+    /// Changes the `config.json` of a model folder.
+    fn edit_config(&self, name: &str, key: &str, value: impl Into<Value>) {
+        let file = format!("{name}/config.json");
+        let mut config: Map<String, Value> = serde_json::from_str(&self.read(&file)).unwrap();
+        config.insert(key.into(), value.into());
+        self.write(&file, &Value::Object(config).to_string());
+    }
+
+    /// The program with the words of `line` as arguments, in this folder.
+    fn command(&self, line: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
+        command.args(line.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
+        // One thread: sums in one order. A backtrace asked for, so that a panic cannot pass for an error.
+        command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "1");
+        command
+    }
+
+    fn run(&self, line: &str) -> Ran {
+        self.run_with(line, &[])
+    }
+
+    /// With further arguments, which may hold spaces.
+    fn run_with(&self, line: &str, words: &[&str]) -> Ran {
+        Ran::from(self.command(line).args(words).output().unwrap())
+    }
+
+    /// Runs what must succeed in silence on standard error; gives its standard output.
+    #[track_caller]
+    fn succeeds(&self, line: &str) -> String {
+        let ran = self.run(line);
+        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{line}");
+        ran.stdout
+    }
+
+    /// Runs what must end in one line of error with all of `words`, and change nothing.
+    #[track_caller]
+    fn refuses(&self, line: &str, code: i32, words: &[&str]) {
+        self.refuses_with(line, &[], code, words);
+    }
+
+    #[track_caller]
+    fn refuses_with(&self, line: &str, arguments: &[&str], code: i32, words: &[&str]) {
+        let before = snapshot(self.0.path());
+        let ran = self.run_with(line, arguments);
+        ran.is_one_error(line, code, words);
+        assert!(snapshot(self.0.path()) == before, "{line}: changed files before it failed: {}", ran.stderr);
+    }
+
+    /// The lines of a run's `metrics.jsonl`.
+    fn metrics(&self, run: &str) -> Vec<Map<String, Value>> {
+        json_lines(&self.read(&format!("{run}/metrics.jsonl")))
+    }
+}
+
+impl From<std::process::Output> for Ran {
+    fn from(output: std::process::Output) -> Self {
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        Self { code: output.status.code().unwrap_or(-1), stdout: text(output.stdout), stderr: text(output.stderr) }
+    }
+}
+
+impl Ran {
+    #[track_caller]
+    fn is_one_error(&self, line: &str, code: i32, words: &[&str]) {
+        assert_eq!((self.code, self.stdout.as_str()), (code, ""), "{line}: {}", self.stderr);
+        let error = self.stderr.strip_suffix('\n').unwrap_or_default();
+        assert!(error.starts_with("error: ") && error.lines().count() == 1, "{line}: {}", self.stderr);
+        for alien in ["internal", "panicked", "libtorch", "Exception"] {
+            assert!(!error.contains(alien), "{line}: {error}");
+        }
+        for word in words {
+            assert!(error.contains(word), "{line}: no `{word}` in {error}");
+        }
+    }
+}
+
+/// Every file below a folder with its bytes; folders with none.
+fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Option<Vec<u8>>> {
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.append(&mut snapshot(&path));
+            found.insert(path, None);
+        } else {
+            let bytes = std::fs::read(&path).unwrap();
+            found.insert(path, Some(bytes));
+        }
+    }
+    found
+}
+
+fn json_lines(text: &str) -> Vec<Map<String, Value>> {
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
+}
+
+/// Metrics without what the clock alone decides.
+fn timeless(lines: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
+    let clock = |name: &str| name == "eps" || name.starts_with("time/") || name.starts_with("tokens_per_second/");
+    lines.into_iter().map(|line| line.into_iter().filter(|(name, _)| !clock(name)).collect()).collect()
+}
+
+// All four commands.
+
+/// TRL's 17 names, then ours.
+const PPO_METRICS: [&str; 27] = [
+    "eps",
+    "objective/kl",
+    "objective/entropy",
+    "objective/non_score_reward",
+    "objective/rlhf_reward",
+    "objective/scores",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "loss/policy_avg",
+    "loss/value_avg",
+    "val/clipfrac_avg",
+    "policy/entropy_avg",
+    "val/ratio",
+    "val/ratio_var",
+    "val/num_eos_tokens",
+    "lr",
+    "episode",
+    "policy/grad_norm",
+    "val/grad_norm",
+    "val/explained_variance",
+    "val/response_length",
+    "time/rollout",
+    "time/optimise",
+    "time/update",
+    "tokens_per_second/generate",
+    "tokens_per_second/update",
+    "step",
+];
+
+/// Trains with `line` into `out`: checks the files, the metrics and that standard output is a copy of them.
+#[track_caller]
+fn trains(scratch: &Scratch, line: &str, out: &str, updates: usize, names: &[&str]) {
+    let stdout = scratch.succeeds(&format!("{line} --output_dir {out}"));
+    let files =
+        ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "run.yaml", "README.md"];
+    for file in files {
+        assert!(scratch.path(out).join(file).metadata().is_ok_and(|file| file.len() > 0), "{line}: no {out}/{file}");
+    }
+    assert_eq!(stdout, scratch.read(&format!("{out}/metrics.jsonl")), "{line}");
+    let metrics = scratch.metrics(out);
+    assert_eq!(metrics.len(), updates, "{line}");
+    for (name, value) in metrics.iter().flatten() {
+        assert!(value.as_f64().is_some_and(f64::is_finite), "{line}: {name} = {value}");
+    }
+    for name in names {
+        assert!(metrics.iter().all(|metrics| metrics.contains_key(*name)), "{line}: no {name}");
+    }
+}
+
+/// From text to a tuned model that answers.
+fn whole_course(golden_model: &str, sft_start: &str) {
+    let scratch = Scratch::of_family(golden_model);
+    let batches = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2";
+    let steps = "--max_steps 2 --logging_steps 1";
+    let usual = ["loss", "grad_norm", "learning_rate", "epoch", "step", "time/update"];
+    let sft = format!("sft {sft_start} --dataset_name demos.jsonl {batches} {steps}");
+    trains(&scratch, &sft, "sft", 2, &usual);
+    let reward =
+        format!("reward --model_name_or_path sft --new_reward_head --dataset_name pairs.jsonl {batches} {steps}");
+    trains(&scratch, &reward, "reward", 2, &[&usual[..], &["accuracy", "margin", "mean_reward"]].concat());
+    let ppo = format!(
+        "ppo --sft_model_path sft --reward_model_path reward --dataset_name prompts.jsonl {batches} \
+         --response_length 8 --total_episodes 12 --stop_token eos --missing_eos_penalty 1"
+    );
+    trains(&scratch, &ppo, "ppo", 3, &PPO_METRICS);
+    for file in ["generation_config.json", "value_model/config.json", "value_model/model.safetensors"] {
+        assert!(scratch.path("ppo").join(file).is_file(), "no ppo/{file}");
+    }
+    let samples = json_lines(&scratch.read("ppo/samples.jsonl"));
+    for field in ["episode", "query", "response", "score"] {
+        assert!(samples.iter().all(|sample| sample.contains_key(field)), "no `{field}` in samples.jsonl");
+    }
+    assert_eq!((samples[0]["episode"].as_u64(), samples.last().unwrap()["episode"].as_u64()), (Some(0), Some(12)));
+    let weights = |run: &str| std::fs::read(scratch.path(run).join("model.safetensors")).unwrap();
+    assert!(weights("sft") != weights("ppo"), "PPO changed no weight");
+
+    let answers = scratch.succeeds("generate --model_name_or_path ppo --dataset_name prompts.jsonl --max_new_tokens 8");
+    assert_eq!(json_lines(&answers).len(), PROMPTS.len());
+    // The value model is a reward model too: what is saved can be read back as what it is.
+    let again = "--sft_model_path ppo --reward_model_path ppo/value_model --total_episodes 4";
+    scratch.succeeds(&format!("{ppo} {again} --output_dir again"));
+}
+
+#[test]
+fn gpt_neox_goes_from_random_weights_through_all_four_commands() {
+    whole_course("gpt_neox", "--config_name policy/config.json --tokenizer_name policy");
+}
+
+#[test]
+fn gpt2_goes_through_all_four_commands() {
+    whole_course("gpt2", "--model_name_or_path policy");
+}
+
+#[test]
+fn llama_goes_through_all_four_commands() {
+    whole_course("llama_tied", "--model_name_or_path policy");
+}
+
+#[test]
+fn a_run_is_repeated_bit_for_bit_from_its_own_settings_and_not_with_another_seed() {
+    let scratch = Scratch::new();
+    scratch.succeeds(&format!("{PPO} --seed 7"));
+    scratch.succeeds("ppo --config out/run.yaml --output_dir again");
+    scratch.succeeds("ppo --config out/run.yaml --output_dir other --seed 8");
+    assert_eq!(timeless(scratch.metrics("again")), timeless(scratch.metrics("out")));
+    assert_ne!(timeless(scratch.metrics("other")), timeless(scratch.metrics("out")));
+    for file in ["samples.jsonl", "model.safetensors", "value_model/model.safetensors"] {
+        let read = |run: &str| std::fs::read(scratch.path(run).join(file)).unwrap();
+        assert!(read("again") == read("out"), "{file} differs");
+    }
+    let settings = |run: &str| scratch.read(&format!("{run}/run.yaml")).replace(&format!("output_dir: {run}\n"), "");
+    assert_eq!(settings("again"), settings("out"));
+}
+
+#[test]
+fn a_reader_that_goes_away_does_not_stop_a_run() {
+    let scratch = Scratch::new();
+    for line in [SFT, GENERATE] {
+        let mut child = scratch.command(line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop(child.stdout.take()); // long before libtorch is even loaded
+        let ran = Ran::from(child.wait_with_output().unwrap());
+        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{line}");
+    }
+    assert_eq!(scratch.metrics("out").len(), 2);
+    assert!(scratch.path("out/model.safetensors").is_file());
+}
+
+// Bad input: models.
+
+#[test]
+fn a_folder_that_is_no_model_is_refused_by_every_command() {
+    let scratch = Scratch::new();
+    std::fs::remove_file(scratch.path("policy/config.json")).unwrap();
+    for line in [SFT, &format!("{REWARD} --model_name_or_path policy"), PPO, GENERATE] {
+        scratch.refuses(line, 1, &["policy: ", "expected", "config.json", "found none in this folder"]);
+    }
+    for line in [PPO, GENERATE] {
+        let line = line.replace(" policy ", " nowhere ");
+        scratch.refuses(&line, 1, &["nowhere: ", "expected", "found no such folder"]);
+    }
+}
+
+#[test]
+fn an_unknown_model_type_is_refused_with_the_known_ones() {
+    let scratch = Scratch::new();
+    scratch.edit_config("policy", "model_type", "mamba");
+    scratch.refuses(PPO, 1, &["policy/config.json: ", "`model_type`", "gpt2, gpt_neox, llama", "found \"mamba\""]);
+    let fresh = SFT.replace("--model_name_or_path policy", "--config_name policy/config.json --tokenizer_name policy");
+    scratch.refuses(&fresh, 1, &["policy/config.json: ", "`model_type`", "found \"mamba\""]);
+}
+
+#[test]
+fn every_tensor_that_does_not_fit_is_named_in_one_error() {
+    let scratch = Scratch::new();
+    let (norm, bias) = ("gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias");
+    scratch.copy("missing", "gpt_neox");
+    scratch.edit_tensors("missing", |tensors| drop(tensors.remove(norm)));
+    scratch.copy("extra", "gpt_neox");
+    scratch.edit_tensors("extra", |tensors| drop(tensors.insert("adapter.weight".into(), Tensor::from(1f32))));
+    scratch.copy("both", "gpt_neox");
+    scratch.edit_tensors("both", |tensors| {
+        let moved = tensors.remove(norm).unwrap();
+        tensors.insert("gpt_neox.ln_f.weight".into(), moved);
+    });
+    scratch.copy("shape", "gpt_neox");
+    scratch.edit_tensors("shape", |tensors| drop(tensors.insert(bias.into(), Tensor::from_slice(&[0f32; 31]))));
+    for (model, words) in [
+        ("missing", &["missing: ", "missing `gpt_neox.final_layer_norm.weight`"][..]),
+        ("extra", &["extra: ", "unexpected `adapter.weight`"]),
+        ("both", &["both: ", "missing `gpt_neox.final_layer_norm.weight`", "unexpected `gpt_neox.ln_f.weight`"]),
+        ("shape", &["shape: ", "`gpt_neox.final_layer_norm.bias`", "expected [32]", "found [31]"]),
+    ] {
+        scratch.refuses(&format!("{PPO} --sft_model_path {model}"), 1, words);
+    }
+}
+
+#[test]
+fn a_truncated_weight_file_is_refused_with_both_sizes() {
+    let scratch = Scratch::new();
+    let path = scratch.path("policy/model.safetensors");
+    let whole = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &whole[..whole.len() - 1]).unwrap();
+    let words = [&format!("expected {} bytes", whole.len())[..], &format!("found {}", whole.len() - 1)];
+    scratch.refuses(PPO, 1, &[&["policy/model.safetensors: truncated"][..], &words].concat());
+    scratch.refuses(SFT, 1, &words);
+}
+
+#[test]
+fn a_folder_with_only_a_pickle_is_refused_with_the_way_out() {
+    let scratch = Scratch::new();
+    std::fs::remove_file(scratch.path("policy/model.safetensors")).unwrap();
+    scratch.refuses(PPO, 1, &["policy: expected model.safetensors", "found neither"]);
+    scratch.write("policy/pytorch_model.bin", "x");
+    scratch.refuses(PPO, 1, &["policy: expected model.safetensors", "found only pytorch_model.bin", "convert it"]);
+}
+
+#[test]
+fn a_policy_is_no_reward_model_until_a_new_head_is_asked_for() {
+    let scratch = Scratch::new();
+    let line = format!("{PPO} --reward_model_path policy");
+    scratch.refuses(
+        &line,
+        1,
+        &["policy: missing `score.weight`", "unexpected `embed_out.weight`", "--new_reward_head"],
+    );
+    // Possible, for trying things out; and never in silence.
+    let ran = scratch.run(&format!("{line} --new_reward_head"));
+    assert_eq!((ran.code, ran.stderr.lines().count()), (0, 1), "{}", ran.stderr);
+    assert!(ran.stderr.starts_with("warning: policy: the reward model has a fresh random head"), "{}", ran.stderr);
+    let line = format!("{REWARD} --model_name_or_path policy --output_dir out_reward");
+    scratch.refuses(&line, 1, &["policy: missing `score.weight`", "--new_reward_head"]);
+    scratch.succeeds(&format!("{line} --new_reward_head"));
+}
+
+#[test]
+fn a_reward_model_is_no_policy() {
+    let scratch = Scratch::new();
+    let words = ["reward: ", "missing `embed_out.weight`", "unexpected `score.weight`", "not a language model"];
+    scratch.refuses(&format!("{PPO} --sft_model_path reward"), 1, &words);
+    scratch.refuses(&format!("{GENERATE} --model_name_or_path reward"), 1, &words);
+    scratch.refuses(&format!("{SFT} --model_name_or_path reward"), 1, &words);
+}
+
+#[test]
+fn a_tokenizer_larger_than_the_models_vocabulary_is_refused() {
+    let scratch = Scratch::new();
+    scratch.copy("llama", "llama_tied");
+    let words = ["policy: expected a vocabulary of at least 400", "in llama", "found vocab_size 352"];
+    scratch.refuses(&format!("{PPO} --model_name_or_path llama"), 1, &words);
+    scratch.refuses(&format!("{SFT} --tokenizer_name llama"), 1, &words);
+}
+
+#[test]
+fn a_reward_model_with_another_tokenizer_or_a_smaller_vocabulary_is_refused() {
+    let scratch = Scratch::new();
+    scratch.copy("small_reward", "gpt2_cls");
+    scratch.copy("large", "llama_untied");
+    let line = format!("{PPO} --sft_model_path large --reward_model_path small_reward");
+    scratch.refuses(&line, 1, &["small_reward: expected the tokenizer of large", "differs in"]);
+    // The same tokenizer, and fewer rows in the embedding than the policy may sample from.
+    let line = format!("{PPO} --reward_model_path small_reward");
+    scratch.refuses(&line, 1, &["small_reward: vocab_size: expected at least the policy's 352", "found 320"]);
+}
+
+#[test]
+fn damaged_weights_end_in_one_error() {
+    let scratch = Scratch::new();
+    for model in ["policy", "reward"] {
+        scratch.copy(&format!("damaged_{model}"), if model == "policy" { "gpt_neox" } else { "gpt_neox_cls" });
+        scratch.edit_tensors(&format!("damaged_{model}"), |tensors| {
+            let _ = tensors.get_mut("gpt_neox.final_layer_norm.weight").unwrap().fill_(f64::NAN);
+        });
+    }
+    for (line, words) in [
+        (format!("{GENERATE} --model_name_or_path damaged_policy"), &["logits", "not finite", "weights"][..]),
+        (format!("{PPO} --sft_model_path damaged_policy --output_dir ppo"), &["logits", "not finite", "weights"]),
+        (format!("{PPO} --reward_model_path damaged_reward --output_dir ppo2"), &["reward model", "score", "NaN"]),
+        (format!("{SFT} --model_name_or_path damaged_policy --output_dir sft"), &["step 1", "NaN"]),
+        (format!("{REWARD} --model_name_or_path damaged_reward --output_dir reward_out"), &["step 1", "NaN"]),
+    ] {
+        scratch.run(&line).is_one_error(&line, 1, words);
+    }
+}
+
+// Bad input: data.
+
+#[test]
+fn data_that_cannot_be_used_is_refused_with_its_line() {
+    let scratch = Scratch::new();
+    scratch.write("empty.jsonl", "\n");
+    scratch.write("field.jsonl", "{\"prompt\": \"x\"}\n\n{\"question\": \"y\"}\n");
+    scratch.write("number.jsonl", "{\"prompt\": 7}\n");
+    scratch.write("nothing.jsonl", "{\"prompt\": \"x\"}\n{\"prompt\": \"\"}\n");
+    scratch.write("broken.jsonl", "{\"prompt\": \"x\"}\n{\"prompt\": \"y\n");
+    scratch.write("list.jsonl", "[1]\n");
+    scratch.write("ids.jsonl", "{\"input_ids\": [5, 6]}\n{\"input_ids\": [5, 352]}\n");
+    scratch.write("negative.jsonl", "{\"input_ids\": [-1]}\n");
+    scratch.write("long.jsonl", &format!("{{\"prompt\": \"x\"}}\n{{\"prompt\": \"{}\"}}\n", "x".repeat(57)));
+    std::fs::create_dir(scratch.path("folder")).unwrap();
+    for (file, words) in [
+        ("empty.jsonl", &["empty.jsonl: expected at least one row", "empty dataset"][..]),
+        ("field.jsonl", &["field.jsonl: line 3", "expected a field `prompt`", "found `question`"]),
+        ("number.jsonl", &["number.jsonl: line 1", "field `prompt`", "expected a string", "found 7"]),
+        ("nothing.jsonl", &["nothing.jsonl: line 2", "prompt is empty", "at least one token"]),
+        ("broken.jsonl", &["broken.jsonl: line 2", "not valid JSON"]),
+        ("list.jsonl", &["list.jsonl: line 1", "expected a JSON object"]),
+        ("ids.jsonl", &["ids.jsonl: line 2", "`input_ids`", "vocabulary of 352", "found 352"]),
+        ("negative.jsonl", &["negative.jsonl: line 1", "`input_ids`", "-1"]),
+        ("long.jsonl", &["long.jsonl: line 2", "too long", "at most 56 tokens", "found 57"]),
+        ("folder", &["folder: ", "found neither"]),
+        ("nowhere.jsonl", &["nowhere.jsonl: ", "found no such path"]),
+    ] {
+        scratch.refuses(&format!("{PPO} --dataset_name {file}"), 1, words);
+    }
+    scratch.refuses(&format!("{GENERATE} --dataset_name field.jsonl"), 1, &["field.jsonl: line 3", "`prompt`"]);
+    scratch.refuses(
+        &format!("{SFT} --dataset_name field.jsonl"),
+        1,
+        &["field.jsonl: line 1", "`text`", "found `prompt`"],
+    );
+    scratch.refuses(
+        &format!("{REWARD} --dataset_name field.jsonl"),
+        1,
+        &["field.jsonl: line 1", "`chosen`", "found `prompt`"],
+    );
+}
+
+#[test]
+fn a_row_of_a_json_array_is_named_by_its_number() {
+    let scratch = Scratch::new();
+    scratch.write("rows.json", "[\n  {\n    \"prompt\": \"x\"\n  },\n  {\n    \"question\": \"y\"\n  }\n]\n");
+    scratch.refuses(
+        &format!("{PPO} --dataset_name rows.json"),
+        1,
+        &["rows.json: row 2: ", "`prompt`", "found `question`"],
+    );
+}
+
+#[test]
+fn a_dataset_smaller_than_a_batch_warns_and_goes_on_into_its_next_pass() {
+    let scratch = Scratch::new();
+    for (line, file, rows, updates) in [
+        (format!("{PPO} --per_device_train_batch_size 16 --total_episodes 32"), "prompts.jsonl", "8 rows", 2),
+        (format!("{SFT} --per_device_train_batch_size 16"), "demos.jsonl", "8 rows", 2),
+        (format!("{REWARD} --per_device_train_batch_size 16"), "pairs.jsonl", "8 rows", 2),
+    ] {
+        let ran = scratch.run(&format!("{line} --output_dir {file}.out"));
+        assert_eq!((ran.code, ran.stderr.lines().count()), (0, 1), "{line}: {}", ran.stderr);
+        assert!(ran.stderr.starts_with("warning: ") && ran.stderr.contains(rows), "{}", ran.stderr);
+        assert!(ran.stderr.contains("16") && ran.stderr.contains("next shuffled pass"), "{}", ran.stderr);
+        assert_eq!(scratch.metrics(&format!("{file}.out")).len(), updates);
+    }
+}
+
+#[test]
+fn rows_that_are_cut_or_left_out_are_counted() {
+    let scratch = Scratch::new();
+    // At most 12 tokens: the first row fits, the second is cut within its completion, the third within its prompt.
+    let row = |prompt: usize, completion: usize| {
+        format!("{{\"prompt\": \"{}\", \"completion\": \"{}\"}}\n", "x".repeat(prompt), "y".repeat(completion))
+    };
+    let rows = [row(4, 4), row(4, 40), row(40, 4)].concat();
+    std::fs::create_dir(scratch.path("demos")).unwrap();
+    scratch.write("demos/train.jsonl", &rows);
+    scratch.write("demos/test.jsonl", &[rows.clone(), rows].concat());
+    let small = "--per_device_train_batch_size 2 --max_length 12";
+    let ran = scratch.run(&format!("{SFT} --dataset_name demos {small}"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    for words in [
+        "train.jsonl: 2 of 3 rows were cut",
+        "train.jsonl: 1 of 3 rows were left out",
+        "test.jsonl: 4 of 6 rows were cut",
+        "test.jsonl: 2 of 6 rows were left out",
+    ] {
+        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    assert!(scratch.metrics("out").last().unwrap().contains_key("eval_loss"));
+
+    let pair = |n: usize| format!("{{\"chosen\": \"{}\", \"rejected\": \"y\"}}\n", "x".repeat(n));
+    std::fs::create_dir(scratch.path("pairs")).unwrap();
+    scratch.write("pairs/train.jsonl", &[pair(4), pair(5), pair(40)].concat());
+    scratch.write("pairs/test.jsonl", &[pair(4), pair(40), pair(50)].concat());
+    let ran = scratch.run(&format!("{REWARD} --dataset_name pairs {small} --output_dir out_reward"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    for words in ["train.jsonl: 1 of 3 pairs were left out", "test.jsonl: 2 of 3 pairs were left out"] {
+        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+
+    scratch.write("long.jsonl", &pair(40));
+    scratch.refuses(
+        &format!("{REWARD} --dataset_name long.jsonl {small} --output_dir o"),
+        1,
+        &["long.jsonl: ", "max_length = 12"],
+    );
+    scratch.write("long.jsonl", &row(40, 4));
+    scratch.refuses(
+        &format!("{SFT} --dataset_name long.jsonl {small} --output_dir o"),
+        1,
+        &["long.jsonl: ", "max_length = 12"],
+    );
+}
+
+// Bad input: settings.
+
+#[test]
+fn settings_that_cannot_be_are_usage_errors() {
+    let scratch = Scratch::new();
+    scratch.write("unknown.yaml", "seed: 1\nlearning_rat: 1\n");
+    scratch.write("value.yaml", "seed: one\n");
+    for (line, words) in [
+        ("--num_mini_batches 3", &["batch size", "4 * 1 = 4", "num_mini_batches = 3", "2 and 4"][..]),
+        ("--stop_token eos --stop_token_id 5", &["stop_token = eos", "stop_token_id = 5", "exclude each other"]),
+        ("--stop_token_id 352", &["stop_token_id = 352", "policy's vocabulary of 352"]),
+        ("--stop_token_id -1", &["stop_token_id = -1", "0 or more"]),
+        ("--response_length 64", &["response_length = 64", "no room", "context of 64 tokens"]),
+        ("--temperature 0", &["temperature = 0", "above 0"]),
+        ("--learning_rat 1", &["--learning_rat", "similar", "--learning_rate"]),
+        ("--config unknown.yaml", &["unknown.yaml:2: unknown key `learning_rat`", "`learning_rate`"]),
+        ("--config value.yaml", &["value.yaml:1: `seed`", "expected a whole number", "found `one`"]),
+        ("--gradient_checkpointing", &["gradient_checkpointing = true", "not in this version"]),
+    ] {
+        scratch.refuses(&format!("{PPO} {line}"), 2, words);
+    }
+    scratch.refuses(
+        "ppo --sft_model_path policy",
+        2,
+        &["required", "--reward_model_path", "--dataset_name", "--output_dir"],
+    );
+    scratch.refuses("sft --dataset_name demos.jsonl --output_dir out", 2, &["model_name_or_path", "config_name"]);
+    scratch.refuses("tune", 2, &["'tune'", "sft, reward, ppo and generate"]);
+    scratch.refuses(&format!("{PPO} --config nowhere.yaml"), 1, &["nowhere.yaml: cannot read"]);
+    scratch.refuses(&format!("{GENERATE} --stop_token_id 352"), 2, &["stop_token_id = 352", "vocabulary of 352"]);
+    let words = ["max_new_tokens = 1000", "no room", "context of 64 tokens"];
+    scratch.refuses(&format!("{GENERATE} --max_new_tokens 1000"), 2, &words);
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    let scratch = Scratch::new();
+    assert!(scratch.succeeds("--version").starts_with("rlhf "));
+    for command in ["sft", "reward", "ppo", "generate"] {
+        assert!(scratch.succeeds(&format!("{command} --help")).contains("Example:"));
+    }
+    let ran = scratch.run("");
+    assert!(ran.code == 2 && ran.stdout.is_empty() && ran.stderr.contains("Usage: rlhf <COMMAND>"), "{}", ran.stderr);
+}
+
+#[test]
+fn a_folder_that_holds_a_run_is_left_alone_until_overwriting_is_asked_for() {
+    let scratch = Scratch::new();
+    scratch.succeeds(PPO);
+    scratch.write("out/notes.txt", "mine");
+    for line in [PPO, &format!("{SFT} --output_dir out"), &format!("{REWARD} --output_dir out")] {
+        scratch.refuses(line, 1, &["out: output_dir", "expected an empty or new folder", "--overwrite_output_dir"]);
+    }
+    // A run that cannot begin replaces nothing.
+    let line = format!("{PPO} --overwrite_output_dir --reward_model_path policy");
+    scratch.refuses(&line, 1, &["score.weight"]);
+    let line = format!("{SFT} --overwrite_output_dir --dataset_name prompts.jsonl");
+    scratch.refuses(&line, 1, &["prompts.jsonl: line 1"]);
+
+    scratch.succeeds(&format!("{SFT} --overwrite_output_dir"));
+    assert!(scratch.metrics("out")[0].contains_key("loss"));
+    assert!(!scratch.path("out/samples.jsonl").exists() && !scratch.path("out/value_model").exists());
+    assert_eq!(scratch.read("out/notes.txt"), "mine");
+}
+
+#[test]
+fn a_run_never_replaces_what_it_reads() {
+    let scratch = Scratch::new();
+    scratch.copy("lender", "gpt_neox");
+    scratch.succeeds(PPO);
+    let words = ["output_dir = ", "holds what the run reads"];
+    for line in [
+        format!("{PPO} --output_dir policy --overwrite_output_dir"),
+        format!("{PPO} --output_dir ./reward/../policy --overwrite_output_dir"),
+        format!("{PPO} --output_dir reward --overwrite_output_dir"),
+        format!("{PPO} --value_model_path out/value_model --overwrite_output_dir"),
+        format!("{PPO} --dataset_name out/samples.jsonl --overwrite_output_dir"),
+        format!("{PPO} --model_name_or_path lender --output_dir lender --overwrite_output_dir"),
+        format!("{SFT} --output_dir policy --overwrite_output_dir"),
+        format!("{REWARD} --output_dir reward --overwrite_output_dir"),
+    ] {
+        scratch.refuses(&line, 2, &words);
+    }
+    scratch.refuses(&format!("{PPO} --output_dir demos.jsonl"), 1, &["demos.jsonl: output_dir", "found a file"]);
+}
+
+// generate.
+
+/// The fields of answers that do not depend on how they were asked for.
+fn answers(stdout: &str) -> Vec<(Value, Value, Value)> {
+    json_lines(stdout)
+        .iter()
+        .map(|row| (row["prompt"].clone(), row["response"].clone(), row["token_ids"].clone()))
+        .collect()
+}
+
+#[test]
+fn prompts_as_arguments_by_standard_input_and_by_dataset_get_the_same_answers() {
+    let scratch = Scratch::new();
+    let line = "generate --model_name_or_path policy --max_new_tokens 8";
+    let from_dataset = answers(&scratch.succeeds(GENERATE));
+    assert_eq!(from_dataset.len(), PROMPTS.len());
+    let ran = scratch.run_with(line, &PROMPTS);
+    assert_eq!((ran.code, answers(&ran.stdout)), (0, from_dataset.clone()), "{}", ran.stderr);
+
+    let mut child =
+        scratch.command(line).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(PROMPTS.join("\n").as_bytes()).unwrap();
+    let ran = Ran::from(child.wait_with_output().unwrap());
+    assert_eq!((ran.code, answers(&ran.stdout)), (0, from_dataset), "{}", ran.stderr);
+
+    scratch.refuses(line, 2, &["no prompt", "--dataset_name", "standard input"]);
+    scratch.refuses_with(GENERATE, &["The movie"], 2, &["dataset_name = prompts.jsonl", "exclude each other"]);
+    scratch.refuses_with(
+        line,
+        &["do", &"x".repeat(57)],
+        1,
+        &["prompt: argument 2: ", "expected 1 to 56 tokens", "found 57"],
+    );
+}
+
+#[test]
+fn answers_come_as_text_or_as_json_with_the_rows_other_fields() {
+    let scratch = Scratch::new();
+    let line = "generate --model_name_or_path policy --max_new_tokens 4";
+    scratch.write("prompts.jsonl", "{\"prompt\": \"do\", \"id\": 7}\n");
+    let rows = json_lines(&scratch.succeeds(&format!("{line} --dataset_name prompts.jsonl")));
+    assert_eq!((rows[0]["id"].as_u64(), rows[0]["num_tokens"].as_u64()), (Some(7), Some(4)));
+    assert_eq!((rows[0]["finish_reason"].as_str(), rows[0]["logprobs"].as_array().unwrap().len()), (Some("length"), 4));
+    let text = scratch.run_with(&format!("{line} --output_format text"), &["do"]).stdout;
+    assert_eq!(text, format!("do{}\n\n", rows[0]["response"].as_str().unwrap()));
+}
+
+#[test]
+fn answers_depend_on_the_seed_and_not_on_the_batch_size() {
+    let scratch = Scratch::new();
+    let with = |flags: &str| answers(&scratch.succeeds(&format!("{GENERATE} {flags}")));
+    let eight = with("--seed 3 --batch_size 8 --num_return_sequences 3");
+    assert_eq!(eight.len(), 3 * PROMPTS.len());
+    assert!(eight[0].0 == eight[2].0 && eight[0].2 != eight[1].2 && eight[1].2 != eight[2].2, "{:?}", &eight[..3]);
+    assert_eq!(with("--seed 3 --batch_size 1 --num_return_sequences 3"), eight);
+    assert_ne!(with("--seed 4 --batch_size 8 --num_return_sequences 3"), eight);
+
+    let greedy = with("--greedy --seed 1");
+    assert_eq!(with("--temperature 0 --seed 2 --batch_size 1"), greedy);
+    assert_ne!(with("--seed 1"), greedy);
+    scratch.refuses(
+        &format!("{GENERATE} --greedy --num_return_sequences 2"),
+        2,
+        &["num_return_sequences = 2", "equal"],
+    );
+}
+
+#[test]
+fn an_output_file_is_written_once_and_replaced_only_when_asked_for() {
+    let scratch = Scratch::new();
+    let line = format!("{GENERATE} --output_file answers.jsonl");
+    assert_eq!(scratch.succeeds(&line), "");
+    assert_eq!(answers(&scratch.read("answers.jsonl")), answers(&scratch.succeeds(GENERATE)));
+    scratch.refuses(&line, 1, &["answers.jsonl: the file exists", "--overwrite_output_file"]);
+    let once = scratch.read("answers.jsonl");
+    scratch.succeeds(&format!("{line} --overwrite_output_file --seed 9"));
+    assert_ne!(scratch.read("answers.jsonl"), once);
+    let line = format!("{GENERATE} --output_file prompts.jsonl --overwrite_output_file");
+    scratch.refuses(&line, 2, &["output_file = prompts.jsonl", "also the dataset"]);
+}
