@@ -20,6 +20,7 @@ test: test-setup lint ## formatting, clippy, docs, every test
 
 test-setup: setup
 	tests/setup/test_setup.sh
+	python3 examples/sentiment/test_example.py
 
 test-interop: setup ## check what rlhf writes with transformers and tensorboard
 	scripts/test-interop.sh
