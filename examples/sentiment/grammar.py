@@ -6,9 +6,8 @@ A review is an opening, up to two body sentences and a closing:
     Leo Sato's script shines near an empty harbour. Critics in Oslo called it fresh.   prompt and completion
 
 Sentences come from frames with slots. `{Genre}` takes any item of WORDS["Genre"], `{a Genre}` puts "a" or "an" before
-it. Slots named in LEXICON take a word of feeling: `{Adj}` of the feeling of its sentence, `{Adj+}` always a positive and
-`{Adj-}` always a negative one. So a frame without such slots is plain, a frame with signs is mixed, and any other frame
-is felt: it can be said with either feeling, but not with both at once.
+it. Slots named in LEXICON, such as `{Adj}`, take a word of feeling, positive ("+") or negative ("-"). A frame without
+such slots is plain; with them it is felt, and can be said with either feeling, but not with both at once.
 
 The lexicon has two halves, A and B, equal in size for each part of speech and sharing no word stem. Preference pairs
 use only A, the judge counts only B; what a model learns from A must carry over to B for the judge to see it.
@@ -148,8 +147,6 @@ BODIES = [
     "When the {Hero} {Deed} {a Thing}, the {Aspect} {Does}.",
     "{Person} and {Person} share {a Adj} {Moment}.",
     "The {Moment} {Place} is {a Noun}.",
-    "{Person}'s {Aspect} is {Adj+}, but the {Moment} is {Adj-}.",
-    "{Person} {Does+}, but {Person}'s {Aspect} {Does-}.",
     "The {Role} {Deed} {a Thing} {Place}.",
     "{Person} plays the {Hero}.",
     "The {Moment} takes place {Place}.",
@@ -161,13 +158,11 @@ CLOSINGS = [
     "I {Felt} {Person}'s {Event}.",
     "It made {a Adj} {Month} evening in {City}.",
     "The {Moment} {Does} too.",
-    "The start is {Adj+} and the {Aspect} is {Adj-}.",
     "It opens in {City} in {Month}.",
     "I saw it {When} with {Friend}.",
 ]
 
-MOODS = ("positive", "negative", "mixed", "plain")
-SLOT = re.compile(r"\{(a )?(\w+)([+-]?)\}")
+SLOT = re.compile(r"\{(a )?(\w+)\}")
 SENTENCE_END = re.compile(r"(?<=\.) ")
 
 
@@ -180,12 +175,9 @@ def with_article(text):
     return ("an " if text[0] in "aeiou" else "a ") + text
 
 
-def kind(frame):
-    """"plain", "felt" or "mixed": see the head of this file."""
-    feelings = [sign for _, name, sign in SLOT.findall(frame) if name in LEXICON]
-    if not feelings:
-        return "plain"
-    return "mixed" if feelings[0] else "felt"
+def is_felt(frame):
+    """Whether `frame` has slots for words of feeling."""
+    return any(name in LEXICON for _, name in SLOT.findall(frame))
 
 
 class Sampler:
@@ -210,7 +202,7 @@ class Sampler:
         """Fills the slots of `frame` except those of feeling; takes no item twice while `used` is the same set."""
 
         def fill(slot):
-            article, name, _ = slot.groups()
+            article, name = slot.groups()
             if name in LEXICON:
                 return slot.group(0)
             items = [item for item in WORDS[name] if "{" in item or item not in used]
@@ -222,65 +214,55 @@ class Sampler:
         return SLOT.sub(fill, frame)
 
     def feel(self, sentence, sign, halves="AB"):
-        """Fills the slots of feeling with words of `halves`; `sign` counts where the slot has none of its own."""
+        """Fills the slots of feeling with words of feeling `sign`, from `halves`."""
 
         def fill(slot):
-            article, name, own = slot.groups()
-            signs = LEXICON[name][own or sign]
-            word = self.pick(signs[self.pick(halves)])
+            article, name = slot.groups()
+            word = self.pick(LEXICON[name][sign][self.pick(halves)])
             return with_article(word) if article else word
 
         return SLOT.sub(fill, sentence)
 
     def start(self):
-        """An opening's start, and the index of its group: a prompt."""
-        group = int(self.random() * 2)
+        """The index of a group of openings, and one of its starts: a prompt."""
+        group = int(self.random() * len(OPENINGS))
         return group, self.write(self.pick(OPENINGS[group]["starts"]), set())
 
-    def draft(self, group, mood, felt=0.75):
-        """Sentences that complete a start of `group`, with their slots of feeling still open, as (sentence, sign).
+    def draft(self, group, felt=0.75):
+        """Sentences that complete a start of `group`, their slots of feeling still open; `felt` is the share with any."""
+        used, sentences = set(), []
+        bodies = self.weighted({0: 0.1, 1: 0.8, 2: 0.1})
+        for frames in [OPENINGS[group]["ends"]] + [BODIES] * bodies + [CLOSINGS]:
+            feeling = self.random() < felt
+            sentences.append(self.write(self.pick([frame for frame in frames if is_felt(frame) == feeling]), used))
+        return sentences
 
-        `felt` is the share of sentences that show the mood; a draft of a mood shows it at least once, a mixed draft
-        both its sides. The sign of a sentence is "" unless the mood is mixed.
-        """
-        frames = [OPENINGS[group]["ends"]]
-        frames += [BODIES] * self.weighted({0: 0.1, 1: 0.8, 2: 0.1})
-        frames.append(CLOSINGS)
+    def draft_in(self, group, mood):
+        """A draft that can show `mood`: one felt sentence at least, two for the mixed mood, none for the plain one."""
+        least = {"plain": 0, "mixed": 2}.get(mood, 1)
         while True:
-            used, sentences = set(), []
-            for choices in frames:
-                shown = "felt" if mood != "plain" and self.random() < felt else "plain"
-                if mood == "mixed" and choices is not OPENINGS[group]["ends"] and self.random() < 0.35:
-                    shown = "mixed"
-                frame = self.pick([choice for choice in choices if kind(choice) == shown])
-                sign = self.pick("+-") if mood == "mixed" and shown == "felt" else ""
-                sentences.append((self.write(frame, used), sign))
-            text = " ".join(sentence for sentence, _ in sentences)
-            signs = {sign for _, sign in sentences}
-            if mood == "mixed" and not ("+}" in text or {"+", "-"} <= signs):
-                continue
-            if mood in ("positive", "negative") and kind(text) == "plain":
-                continue
-            return sentences
+            draft = self.draft(group, felt=0.75 if least else 0)
+            if sum(map(is_felt, draft)) >= least:
+                return draft
 
     def complete(self, draft, mood, halves="AB"):
-        """The completion that `draft` becomes in `mood`."""
-        default = "-" if mood == "negative" else "+"
-        return " ".join(self.feel(sentence, sign or default, halves) for sentence, sign in draft)
-
-    def completion(self, group, mood, halves="AB"):
-        return self.complete(self.draft(group, mood), mood, halves)
+        """The completion that `draft` becomes in `mood`. In the mixed mood the sentences take turns."""
+        sign, out = "-" if mood == "negative" else "+", []
+        if mood == "mixed":
+            sign = self.pick("+-")
+        for sentence in draft:
+            out.append(self.feel(sentence, sign, halves))
+            if mood == "mixed" and is_felt(sentence):
+                sign = "-" if sign == "+" else "+"
+        return " ".join(out)
 
 
 def pattern(frame, sign):
     """The regular expression of all that `frame` can become in a sentence of feeling `sign`."""
     out, end = [], 0
     for slot in SLOT.finditer(frame):
-        article, name, own = slot.groups()
-        if name in LEXICON:
-            items = [word for half in LEXICON[name][own or sign].values() for word in half]
-        else:
-            items = WORDS[name]
+        article, name = slot.groups()
+        items = sum(LEXICON[name][sign].values(), []) if name in LEXICON else WORDS[name]
         out.append(re.escape(frame[end:slot.start()]))
         if article:
             out.append("(?:an (?=[aeiou])|a (?![aeiou]))")
@@ -292,7 +274,7 @@ def pattern(frame, sign):
 def either(frames):
     """A pattern for any of `frames`, each with one feeling throughout."""
     found = [pattern(frame, "+") for frame in frames]
-    found += [pattern(frame, "-") for frame in frames if kind(frame) == "felt"]
+    found += [pattern(frame, "-") for frame in frames if is_felt(frame)]
     return "(?:%s)" % "|".join(found)
 
 

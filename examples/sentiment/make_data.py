@@ -38,9 +38,9 @@ def fresh_start(sampler, *taken):
 
 
 def preference(sampler, group, prompt):
-    chosen = rejected = sampler.draft(group, "positive")
+    chosen = rejected = sampler.draft_in(group, "positive")
     if sampler.random() < 0.5:
-        rejected = sampler.draft(group, "negative")
+        rejected = sampler.draft_in(group, "negative")
     return {
         "prompt": prompt,
         "chosen": sampler.complete(chosen, "positive", "A"),
@@ -57,7 +57,8 @@ def make():
     while len(reviews) < 6000:
         group, prompt = sampler.start()
         if prompt not in held_out:
-            reviews.append({"text": prompt + sampler.completion(group, sampler.weighted(MOODS))})
+            mood = sampler.weighted(MOODS)
+            reviews.append({"text": prompt + sampler.complete(sampler.draft_in(group, mood), mood)})
     return {
         "sft.jsonl": reviews,
         "preferences_test.jsonl": [preference(sampler, *fresh_start(sampler, test_pairs, held_out)) for _ in range(200)],
