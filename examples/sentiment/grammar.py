@@ -99,6 +99,13 @@ WORDS = {
     "Friend": ["my sister", "my uncle", "my neighbour", "our projectionist", "two friends", "the critics"],
 }
 
+# Cues: few and frequent words of feeling, in neither half. They teach a small model fast which words go together.
+# Preference pairs have none.
+CUES = {
+    "Cue": {"+": ["works", "stands out", "pays off"], "-": ["falls flat", "wears thin", "backfires"]},
+    "Cheer": {"+": ["cheered", "praised"], "-": ["booed", "mocked"]},
+}
+
 # Openings: any start of a group goes with any end of the same group; the border between them is where prompts are cut.
 OPENINGS = [
     {  # the start names the film, the end is a predicate
@@ -115,6 +122,8 @@ OPENINGS = [
             " is {Adv} {Made} by {Person}.",
             " is {a Noun} set {Place}.",
             " {Does} after the {Moment}.",
+            " {Cue} as {a Adj} tale of {a Hero}.",
+            " {Cue} after the {Adj} {Moment}.",
             " ends {Place}.",
             " was filmed {Place} in {Month}.",
         ],
@@ -130,6 +139,8 @@ OPENINGS = [
             ", and {Person}'s {Adj} {Aspect} carries the {Moment}.",
             ", and the {Moment} is {Adv} {Made}.",
             ", and I {Felt} the {Moment}.",
+            ", and {Person}'s {Adj} {Aspect} {Cue}.",
+            " and {Cue} at the {Adj} {Moment}.",
             ", and {Person}'s {Aspect} {Does}.",
             ", and it all ends {Place}.",
             ", and then {a Hero} {Deed} {a Thing}.",
@@ -147,6 +158,11 @@ BODIES = [
     "When the {Hero} {Deed} {a Thing}, the {Aspect} {Does}.",
     "{Person} and {Person} share {a Adj} {Moment}.",
     "The {Moment} {Place} is {a Noun}.",
+    "{Person}'s {Adj} {Aspect} {Cue} {Place}.",
+    "The {Moment} {Place} is {Adv} {Made} and {Cue}.",
+    "We {Cheer} the {Adj} {Moment} {Place}.",
+    "When the {Hero} {Deed} {a Thing}, the {Adj} {Aspect} {Cue}.",
+    "{Person} {Cue} as {a Adj} {Role} {Place}.",
     "The {Role} {Deed} {a Thing} {Place}.",
     "{Person} plays the {Hero}.",
     "The {Moment} takes place {Place}.",
@@ -158,6 +174,9 @@ CLOSINGS = [
     "I {Felt} {Person}'s {Event}.",
     "It made {a Adj} {Month} evening in {City}.",
     "The {Moment} {Does} too.",
+    "{Person}'s {Adj} {Event} {Cue}.",
+    "We {Cheer} {Person}'s {Adj} {Event}.",
+    "It {Cue} as {a Adj} {Month} evening.",
     "It opens in {City} in {Month}.",
     "I saw it {When} with {Friend}.",
 ]
@@ -177,7 +196,11 @@ def with_article(text):
 
 def is_felt(frame):
     """Whether `frame` has slots for words of feeling."""
-    return any(name in LEXICON for _, name in SLOT.findall(frame))
+    return any(name in LEXICON or name in CUES for _, name in SLOT.findall(frame))
+
+
+def has_cue(frame):
+    return any(name in CUES for _, name in SLOT.findall(frame))
 
 
 class Sampler:
@@ -203,7 +226,7 @@ class Sampler:
 
         def fill(slot):
             article, name = slot.groups()
-            if name in LEXICON:
+            if is_felt(slot.group(0)):
                 return slot.group(0)
             items = [item for item in WORDS[name] if "{" in item or item not in used]
             item = self.pick(items)
@@ -218,7 +241,7 @@ class Sampler:
 
         def fill(slot):
             article, name = slot.groups()
-            word = self.pick(LEXICON[name][sign][self.pick(halves)])
+            word = self.pick(CUES[name][sign] if name in CUES else LEXICON[name][sign][self.pick(halves)])
             return with_article(word) if article else word
 
         return SLOT.sub(fill, sentence)
@@ -228,20 +251,25 @@ class Sampler:
         group = int(self.random() * len(OPENINGS))
         return group, self.write(self.pick(OPENINGS[group]["starts"]), set())
 
-    def draft(self, group, felt=0.75):
-        """Sentences that complete a start of `group`, their slots of feeling still open; `felt` is the share with any."""
+    def draft(self, group, felt=0.9, cues=0.6):
+        """Sentences that complete a start of `group`, their slots of feeling still open.
+
+        `felt` is the share of sentences with any, `cues` the share of those with a cue.
+        """
         used, sentences = set(), []
         bodies = self.weighted({0: 0.1, 1: 0.8, 2: 0.1})
         for frames in [OPENINGS[group]["ends"]] + [BODIES] * bodies + [CLOSINGS]:
             feeling = self.random() < felt
-            sentences.append(self.write(self.pick([frame for frame in frames if is_felt(frame) == feeling]), used))
+            cue = feeling and self.random() < cues
+            frame = self.pick([frame for frame in frames if is_felt(frame) == feeling and has_cue(frame) == cue])
+            sentences.append(self.write(frame, used))
         return sentences
 
-    def draft_in(self, group, mood):
+    def draft_in(self, group, mood, cues=0.6):
         """A draft that can show `mood`: one felt sentence at least, two for the mixed mood, none for the plain one."""
         least = {"plain": 0, "mixed": 2}.get(mood, 1)
         while True:
-            draft = self.draft(group, felt=0.75 if least else 0)
+            draft = self.draft(group, 0.9 if least else 0, cues)
             if sum(map(is_felt, draft)) >= least:
                 return draft
 
@@ -262,7 +290,10 @@ def pattern(frame, sign):
     out, end = [], 0
     for slot in SLOT.finditer(frame):
         article, name = slot.groups()
-        items = sum(LEXICON[name][sign].values(), []) if name in LEXICON else WORDS[name]
+        if name in CUES:
+            items = CUES[name][sign]
+        else:
+            items = sum(LEXICON[name][sign].values(), []) if name in LEXICON else WORDS[name]
         out.append(re.escape(frame[end:slot.start()]))
         if article:
             out.append("(?:an (?=[aeiou])|a (?![aeiou]))")

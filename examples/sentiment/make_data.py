@@ -25,7 +25,7 @@ import grammar
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "data"
 SEED = 20
-MOODS = {"positive": 0.25, "negative": 0.5, "mixed": 0.15, "plain": 0.1}
+MOODS = {"positive": 0.3, "negative": 0.55, "mixed": 0.07, "plain": 0.08}
 
 
 def fresh_start(sampler, *taken):
@@ -38,9 +38,9 @@ def fresh_start(sampler, *taken):
 
 
 def preference(sampler, group, prompt):
-    chosen = rejected = sampler.draft_in(group, "positive")
+    chosen = rejected = sampler.draft_in(group, "positive", cues=0)
     if sampler.random() < 0.5:
-        rejected = sampler.draft_in(group, "negative")
+        rejected = sampler.draft_in(group, "negative", cues=0)
     return {
         "prompt": prompt,
         "chosen": sampler.complete(chosen, "positive", "A"),
