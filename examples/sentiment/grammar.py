@@ -1,13 +1,14 @@
 """The language of the demo: short movie reviews, written down as data, with a sampler and an exact recogniser.
 
-A review is an opening, up to two body sentences and a closing:
+A review is an opening, up to two body sentences and a closing. The opening is cut in two, the prompt and the start of
+its completion:
 
-    This western by Clara Holt| is a graceful tale of a shy baker.                  opening, cut at the bar into
-    Leo Sato's script shines near an empty harbour. Critics in Oslo called it fresh.   prompt and completion
+    This western by Clara Holt | is a graceful tale of a shy baker. Leo Sato's script shines near an empty harbour.
+    It made a fresh May evening in Oslo.
 
 Sentences come from frames with slots. `{Genre}` takes any item of WORDS["Genre"], `{a Genre}` puts "a" or "an" before
-it. Slots named in LEXICON, such as `{Adj}`, take a word of feeling, positive ("+") or negative ("-"). A frame without
-such slots is plain; with them it is felt, and can be said with either feeling, but not with both at once.
+it. Slots named in LEXICON or CUES, such as `{Adj}`, take a word of feeling, positive ("+") or negative ("-"). A frame
+without such slots is plain; with them it is felt, and can be said with either feeling, but not with both at once.
 
 The lexicon has two halves, A and B, equal in size for each part of speech and sharing no word stem. Preference pairs
 use only A, the judge counts only B; what a model learns from A must carry over to B for the judge to see it.
@@ -23,15 +24,15 @@ LEXICON = {
     "Adj": {
         "+": {
             "A": "brilliant charming superb delightful moving graceful gripping clever splendid tender witty radiant "
-                 "thoughtful vivid elegant joyful",
+            "thoughtful vivid elegant joyful",
             "B": "wonderful marvellous excellent lovely beautiful stunning inventive touching magnificent exciting "
-                 "exquisite fresh warm sincere masterful lively",
+            "exquisite fresh warm sincere masterful lively",
         },
         "-": {
             "A": "dreadful tedious clumsy shallow bland wooden dull lifeless hollow messy stale awful feeble crude "
-                 "tiresome pointless",
+            "tiresome pointless",
             "B": "terrible boring dreary sloppy horrible silly lazy flat weak stiff dismal muddled forgettable ugly "
-                 "insipid laboured",
+            "insipid laboured",
         },
     },
     "Adv": {
@@ -46,7 +47,10 @@ LEXICON = {
     },
     "Noun": {
         "+": {"A": "triumph delight gem joy treasure jewel", "B": "marvel masterpiece wonder beauty pleasure knockout"},
-        "-": {"A": "disaster mess dud fiasco letdown failure", "B": "bore flop muddle disappointment catastrophe misfire"},
+        "-": {
+            "A": "disaster mess dud fiasco letdown failure",
+            "B": "bore flop muddle disappointment catastrophe misfire",
+        },
     },
     "Felt": {
         "+": {"A": "enjoyed admired treasured relished", "B": "loved adored savoured applauded"},
@@ -62,47 +66,50 @@ LEXICON = {
     for part, signs in LEXICON.items()
 }
 
-# Everything else that fills a slot. An item may have slots of its own; most content is built of pairs (a trait and a role,
-# a first and a last name), which keeps the number of different word pairs high whatever the feeling of a text.
+# Everything else that fills a slot. An item may have slots of its own; most content is built of pairs (a trait and a
+# role, a first and a last name), which keeps the number of different word pairs high whatever the feeling of a text.
 WORDS = {
     "Person": ["{First} {Last}"],
-    "First": "Ana Boris Clara Dmitri Elena Felix Greta Hugo Ines Jonas Karin Leo Marta Nils Olga Pavel Rosa Simon Tessa "
-             "Viktor".split(),
+    "First": "Ana Boris Clara Dmitri Elena Felix Greta Hugo Ines Jonas Karin Leo Marta Nils Olga Pavel Rosa Simon "
+    "Tessa Viktor".split(),
     "Last": "Adler Brandt Costa Duval Egan Falk Gruber Holt Ibarra Jansen Keller Lund Moreau Novak Okada Petrov Quist "
-            "Rossi Sato Varga".split(),
+    "Rossi Sato Varga".split(),
     "Genre": "thriller western drama comedy mystery romance musical fable satire epic whodunit melodrama adventure "
-             "biopic".split(),
+    "biopic".split(),
     "Hero": ["{Trait} {Role}"],
     "Trait": "retired young restless shy famous jealous stubborn nervous lonely blind ageing proud silent wandering "
-             "penniless rival".split(),
+    "penniless rival".split(),
     "Role": "baker sheriff widow pilot teacher smuggler painter judge sailor nurse clockmaker miner singer gardener "
-            "detective soldier librarian farmer butcher translator dancer boxer postman surgeon".split(),
+    "detective soldier librarian farmer butcher translator dancer boxer postman surgeon".split(),
     "Deed": "finds inherits steals hides sells repairs guards buys paints wins carries loses".split(),
     "Thing": ["{Quality} {Object}"],
     "Quality": "old stolen broken secret borrowed rusty golden forged missing tiny cursed silver".split(),
-    "Object": "map violin letter ferry diary watch piano lantern camera bicycle coat clock suitcase ring key boat".split(),
+    "Object": "map violin letter ferry diary watch piano lantern camera bicycle coat clock suitcase "
+    "ring key boat".split(),
     "Place": ["in {Weather} {City}", "{Near} {a Look} {Site}"],
     "Weather": "rainy foggy sunlit snowy windy misty stormy dusty crowded sleepy".split(),
-    "City": "Lisbon Oslo Prague Naples Havana Kyoto Cairo Dublin Vienna Quito Tunis Riga Porto Lima Seville Bergen".split(),
+    "City": "Lisbon Oslo Prague Naples Havana Kyoto Cairo Dublin Vienna Quito Tunis Riga Porto Lima "
+    "Seville Bergen".split(),
     "Near": "near behind beside below beyond".split(),
     "Look": "frozen distant empty hidden narrow flooded ruined painted nameless moonlit".split(),
     "Site": "harbour bridge farm station market border island valley canal chapel forest lighthouse".split(),
     "Moment": ["{Hour} {Event}"],
-    "Hour": "midnight morning winter summer rooftop seaside village final second courtyard garden basement railway autumn".split(),
+    "Hour": "midnight morning winter summer rooftop seaside village final second courtyard garden basement "
+    "railway autumn".split(),
     "Event": "wedding trial storm duel dinner chase funeral escape reunion audition auction robbery rehearsal picnic "
-             "election breakfast carnival shipwreck".split(),
+    "election breakfast carnival shipwreck".split(),
     "Aspect": "script score editing lighting casting pacing dialogue prologue narration choreography camerawork ending "
-              "makeup sound".split(),
+    "makeup sound".split(),
     "Made": "acted written shot paced cut staged lit scored told played".split(),
     "When": ["last night", "on Monday", "on Friday", "at noon", "on Sunday", "at dawn"],
     "Month": "January February March April May June July August September October November December".split(),
     "Friend": ["my sister", "my uncle", "my neighbour", "our projectionist", "two friends", "the critics"],
 }
 
-# Cues: few and frequent words of feeling, in neither half. They teach a small model fast which words go together.
-# Preference pairs have none.
+# Cues: few and frequent words of feeling, in neither half, and in no preference pair. Which of 144 words go together is
+# too thin a pattern for a minute of training; with these as hubs a small model learns it, and so what a mood is.
 CUES = {
-    "Cue": {"+": ["works", "stands out", "pays off"], "-": ["falls flat", "wears thin", "backfires"]},
+    "Cue": {"+": ["works", "stands out", "pays off"], "-": ["falls short", "wears thin", "backfires"]},
     "Cheer": {"+": ["cheered", "praised"], "-": ["booed", "mocked"]},
 }
 
@@ -294,7 +301,7 @@ def pattern(frame, sign):
             items = CUES[name][sign]
         else:
             items = sum(LEXICON[name][sign].values(), []) if name in LEXICON else WORDS[name]
-        out.append(re.escape(frame[end:slot.start()]))
+        out.append(re.escape(frame[end : slot.start()]))
         if article:
             out.append("(?:an (?=[aeiou])|a (?![aeiou]))")
         out.append("(?:%s)" % "|".join(pattern(item, sign) for item in items))

@@ -6,8 +6,8 @@
     sft.jsonl                6000 reviews, {"text"}. Half are negative, a quarter positive, the rest mixed or plain; a
                              review keeps its mood, and uses words of both halves of the lexicon.
     preferences.jsonl        1500 pairs, {"prompt", "chosen", "rejected"}: two endings of one opening, the chosen one
-                             positive, the rejected one negative, with words of half A only. In half of the pairs the two
-                             differ in nothing but these words, so that no neutral word can look like a reason.
+                             positive, the rejected one negative, with words of half A only and no cues. In half of
+                             the pairs nothing but these words differs, so that no neutral word looks like a reason.
     preferences_test.jsonl   200 more pairs, of openings that preferences.jsonl does not have.
     prompts.jsonl            1024 starts of reviews, {"prompt"}, neutral, cut at the border in the opening.
     prompts_test.jsonl       96 starts that open nothing in any other file: for the comparison before and after.
@@ -61,7 +61,9 @@ def make():
             reviews.append({"text": prompt + sampler.complete(sampler.draft_in(group, mood), mood)})
     return {
         "sft.jsonl": reviews,
-        "preferences_test.jsonl": [preference(sampler, *fresh_start(sampler, test_pairs, held_out)) for _ in range(200)],
+        "preferences_test.jsonl": [
+            preference(sampler, *fresh_start(sampler, test_pairs, held_out)) for _ in range(200)
+        ],
         "preferences.jsonl": [
             preference(sampler, *fresh_start(sampler, pairs, test_pairs, held_out)) for _ in range(1500)
         ],
@@ -78,7 +80,11 @@ def files():
 def check():
     """The names of the shipped files that differ from what this script makes."""
     made = files()
-    different = [name for name, content in made.items() if not (FOLDER / name).is_file() or (FOLDER / name).read_bytes() != content]
+    different = [
+        name
+        for name, content in made.items()
+        if not (FOLDER / name).is_file() or (FOLDER / name).read_bytes() != content
+    ]
     return different + sorted(path.name for path in FOLDER.iterdir() if path.name not in made)
 
 
@@ -86,7 +92,10 @@ def main(arguments):
     if arguments == ["--check"]:
         different = check()
         for name in different:
-            print(f"{FOLDER / name}: not what make_data.py makes; run make_data.py and look at the difference", file=sys.stderr)
+            print(
+                f"{FOLDER / name}: not what make_data.py makes; run make_data.py and look at the difference",
+                file=sys.stderr,
+            )
         return 1 if different else 0
     if arguments:
         print(__doc__)

@@ -1,10 +1,10 @@
 #!/bin/sh
-# The whole demo: SFT, reward model, PPO, the answers before and after, a summary. Takes about five minutes on two cores.
+# The whole demo: SFT, reward model, PPO, answers before and after, a summary. Takes about five minutes on two cores.
 #
 #     examples/sentiment/run.sh BINARY [--seed N] [--out FOLDER]
 #
-# BINARY is the built `rlhf`. The run goes to runs/sentiment of the checkout, or to FOLDER, and replaces the demo's last run
-# there; a FOLDER that holds anything else is left alone. Exit code 1 when a step fails or the summary's verdict is no.
+# BINARY is the built `rlhf`. The run goes to runs/sentiment of the checkout, or to FOLDER, and replaces the demo's last
+# run there; a FOLDER that holds anything else is left alone. Exit code 1 when a step fails or a verdict is no.
 set -eu
 
 usage() {

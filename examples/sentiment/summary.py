@@ -2,8 +2,8 @@
 
     python3 summary.py [FOLDER]     default: runs/sentiment
 
-Reads FOLDER/{sft,reward,ppo}/metrics.jsonl, before.jsonl, after.jsonl and timings.tsv, as run.sh leaves them; prints the
-summary and writes it to FOLDER/summary.json and FOLDER/summary.md. Exit code 1 when a verdict is no.
+Reads FOLDER/{sft,reward,ppo}/metrics.jsonl, before.jsonl, after.jsonl and timings.tsv, as run.sh leaves them; prints
+the summary and writes it to FOLDER/summary.json and FOLDER/summary.md. Exit code 1 when a verdict is no.
 
 Python 3.9 or newer, standard library only.
 """
@@ -134,8 +134,8 @@ def score_line(found):
     first, last = found["score"]
     gain = (last - first) / found["score_std_at_start"] if found["score_std_at_start"] else float("inf")
     return (
-        f"Score {first:+.3f} -> {last:+.3f} over {found['ppo_updates']} updates: {gain:+.2f} standard deviations of the "
-        f"start ({found['score_std_at_start']:.3f})."
+        f"Score {first:+.3f} -> {last:+.3f} over {found['ppo_updates']} updates: {gain:+.2f} standard deviations of "
+        f"the start ({found['score_std_at_start']:.3f})."
     )
 
 
@@ -149,7 +149,10 @@ def time_line(found):
 def aligned(rows):
     """The rows as lines, the first column to the left, numbers to the right, a rule under the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join([row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]) for row in rows]
+    lines = [
+        "  ".join([row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])])
+        for row in rows
+    ]
     return [lines[0], "-" * len(lines[0])] + lines[1:]
 
 
@@ -158,11 +161,13 @@ def side_by_side(samples, width):
     sizes = [max(16, (width - 4) // 4)]
     sizes += [(width - 4 - sizes[0]) // 2] * 2
     rule = "  ".join("-" * size for size in sizes)
-    lines = ["  ".join(head.ljust(size) for head, size in zip(("prompt", "before PPO", "after PPO"), sizes)).rstrip(), rule]
+    lines = [
+        "  ".join(head.ljust(size) for head, size in zip(("prompt", "before PPO", "after PPO"), sizes)).rstrip(),
+        rule,
+    ]
     for sample in samples:
         cells = [
-            textwrap.wrap(sample[key].strip(), size) or [""]
-            for key, size in zip(("prompt", "before", "after"), sizes)
+            textwrap.wrap(sample[key].strip(), size) or [""] for key, size in zip(("prompt", "before", "after"), sizes)
         ]
         for at in range(max(map(len, cells))):
             parts = [(cell[at] if at < len(cell) else "").ljust(size) for cell, size in zip(cells, sizes)]
@@ -175,7 +180,12 @@ def listed(samples):
     """The same for a pipe: one line each, unwrapped."""
     lines = []
     for sample in samples:
-        lines += ["prompt: " + sample["prompt"], "before: " + sample["before"].strip(), "after:  " + sample["after"].strip(), ""]
+        lines += [
+            "prompt: " + sample["prompt"],
+            "before: " + sample["before"].strip(),
+            "after:  " + sample["after"].strip(),
+            "",
+        ]
     return lines[:-1]
 
 
@@ -197,7 +207,10 @@ def as_text(found, width=None, colour=False):
 def as_markdown(found):
     def table(rows, right=True):
         rule = ["---"] + ["---:" if right else "---"] * (len(rows[0]) - 1)
-        return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in [rows[0], rule] + rows[1:]]
+        return [
+            "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
+            for row in [rows[0], rule] + rows[1:]
+        ]
 
     samples = [("prompt", "before PPO", "after PPO")]
     samples += [(row["prompt"], row["before"].strip(), row["after"].strip()) for row in found["samples"]]

@@ -27,9 +27,15 @@ def half(name):
     return grammar.words_of_feeling("+", name) | grammar.words_of_feeling("-", name)
 
 
+def cues():
+    phrases = {phrase for signs in grammar.CUES.values() for phrases in signs.values() for phrase in phrases}
+    return {word for phrase in phrases for word in phrase.split()}
+
+
 class Lexicon(unittest.TestCase):
     def test_no_word_is_in_two_places(self):
-        words = [word for signs in grammar.LEXICON.values() for halves in signs.values() for half in halves.values() for word in half]
+        parts = [halves for signs in grammar.LEXICON.values() for halves in signs.values()]
+        words = [word for halves in parts for half in halves.values() for word in half]
         self.assertEqual(len(words), len(set(words)))
         self.assertGreaterEqual(len(grammar.words_of_feeling("+")), 60)
         self.assertGreaterEqual(len(grammar.words_of_feeling("-")), 60)
@@ -49,7 +55,10 @@ class Lexicon(unittest.TestCase):
         frames = [frame for group in grammar.OPENINGS for side in group.values() for frame in side]
         frames += grammar.BODIES + grammar.CLOSINGS + sum(grammar.WORDS.values(), [])
         neutral = {word for frame in frames for word in judge.tokens(grammar.SLOT.sub(" ", frame))}
-        self.assertEqual(neutral & (half("A") | half("B")), set())
+        self.assertEqual(neutral & (half("A") | half("B") | cues()), set())
+
+    def test_no_cue_is_in_the_lexicon(self):
+        self.assertEqual(cues() & (half("A") | half("B")), set())
 
 
 class Grammar(unittest.TestCase):
@@ -76,8 +85,8 @@ class Grammar(unittest.TestCase):
             self.assertFalse(grammar.parses(broken), broken)
 
     def test_a_sentence_keeps_one_feeling(self):
-        two = "Set in foggy Oslo, this drama ends in rainy Lima. {}'s {} score suits the final duel. It opens in Riga in May."
-        self.assertTrue(grammar.parses(two.format("Leo Sato", "dull")))
+        mixed = "Set in foggy Oslo, this drama is a gem set in rainy Lima. Leo Sato's dull score suits the final duel."
+        self.assertTrue(grammar.parses(mixed + " It opens in Riga in May."))
         with unittest.mock.patch.object(grammar, "BODIES", ["{Person} is {Adj} and {Does}."]):
             body = re.compile(grammar.either(grammar.BODIES))
         self.assertTrue(body.fullmatch("Leo Sato is dull and drags."))
@@ -111,13 +120,13 @@ class Data(unittest.TestCase):
         for row in rows("sft.jsonl"):
             self.assertTrue(grammar.parses(row["text"]), row)
 
-    def test_pairs_parse_and_hold_words_of_half_a_only(self):
+    def test_pairs_parse_and_hold_no_words_of_feeling_but_those_of_half_a(self):
         for row in rows("preferences.jsonl") + rows("preferences_test.jsonl"):
             for side, sign, other in [("chosen", "+", "-"), ("rejected", "-", "+")]:
                 self.assertTrue(grammar.parses(row["prompt"] + row[side]), row)
                 words = set(judge.tokens(row["prompt"] + row[side]))
                 self.assertTrue(words & grammar.words_of_feeling(sign, "A"), row)
-                self.assertFalse(words & (half("B") | grammar.words_of_feeling(other)), row)
+                self.assertFalse(words & (half("B") | grammar.words_of_feeling(other) | cues()), row)
 
     def test_prompts_are_neutral_starts_that_go_on_in_the_grammar(self):
         for row in rows("prompts.jsonl") + rows("prompts_test.jsonl"):
@@ -149,18 +158,22 @@ class Data(unittest.TestCase):
 class Judge(unittest.TestCase):
     def test_only_words_of_half_b_count(self):
         self.assertEqual(judge.POSITIVE | judge.NEGATIVE, half("B"))
-        found = judge.judge([{"prompt": "", "response": "brilliant dreadful wonderful, wonderful. terrible", "finish_reason": "stop"}])
+        found = judge.judge(
+            [{"prompt": "", "response": "brilliant dreadful wonderful, wonderful. terrible", "finish_reason": "stop"}]
+        )
         self.assertEqual((found["positive_words"], found["negative_words"]), (2, 1))
         self.assertAlmostEqual(found["mood"], 1 / 3)
 
     def test_an_answer_parses_only_when_it_is_whole(self):
         start, end = Grammar.review[:26], Grammar.review[26:]
-        found = judge.judge([
-            {"prompt": start, "response": end, "finish_reason": "stop"},
-            {"prompt": start, "response": end, "finish_reason": "length"},
-            {"prompt": start, "response": end[:-1], "finish_reason": "stop"},
-            {"prompt": start, "response": end + end, "finish_reason": "stop"},
-        ])
+        found = judge.judge(
+            [
+                {"prompt": start, "response": end, "finish_reason": "stop"},
+                {"prompt": start, "response": end, "finish_reason": "length"},
+                {"prompt": start, "response": end[:-1], "finish_reason": "stop"},
+                {"prompt": start, "response": end + end, "finish_reason": "stop"},
+            ]
+        )
         self.assertEqual(found["grammar"], 0.25)
 
     def test_repeated_text_lowers_the_share_of_distinct_bigrams(self):
@@ -181,10 +194,21 @@ class Summary(unittest.TestCase):
         ending = " is a {} tale of a shy baker. The garden duel {} too."
         prompt = "This western by Clara Holt"
         write("sft/metrics.jsonl", [{"loss": 3.0}, {"loss": 1.5}])
-        write("reward/metrics.jsonl", [{"loss": 0.7, "accuracy": 0.5}, {"loss": 0.1, "accuracy": 0.9}, {"eval_accuracy": 1.0}])
-        write("ppo/metrics.jsonl", [
-            {"objective/scores": 0.0 if at < 10 else last_score, "objective/scores_std": 1.0 + at, "objective/kl": at} for at in range(20)
-        ])
+        write(
+            "reward/metrics.jsonl",
+            [{"loss": 0.7, "accuracy": 0.5}, {"loss": 0.1, "accuracy": 0.9}, {"eval_accuracy": 1.0}],
+        )
+        write(
+            "ppo/metrics.jsonl",
+            [
+                {
+                    "objective/scores": 0.0 if at < 10 else last_score,
+                    "objective/scores_std": 1.0 + at,
+                    "objective/kl": at,
+                }
+                for at in range(20)
+            ],
+        )
         row = {"prompt": prompt, "finish_reason": "stop"}
         write("before.jsonl", [dict(row, response=ending.format("terrible", "sinks"))] * 2)
         write("after.jsonl", [dict(row, response=ending.format(after, "soars"))] * 2)
@@ -224,7 +248,9 @@ class Summary(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             done = self.run_summary(folder)
             self.assertEqual(done.returncode, 1)
-            self.assertRegex(done.stderr, r"^summary\.py: .*sft.metrics\.jsonl: not found; run examples/sentiment/run\.sh first\n$")
+            self.assertRegex(
+                done.stderr, r"^summary\.py: .*sft.metrics\.jsonl: not found; run examples/sentiment/run\.sh first\n$"
+            )
 
 
 @unittest.skipIf(os.name == "nt", "run.sh needs a POSIX shell")
@@ -245,14 +271,20 @@ done
         binary.chmod(0o755)
         environment = dict(os.environ, LOG=str(pathlib.Path(folder, "log")), PYTHON=sys.executable)
         return subprocess.run(
-            ["sh", str(HERE / "run.sh"), str(binary), *arguments], capture_output=True, text=True, cwd=folder, env=environment
+            ["sh", str(HERE / "run.sh"), str(binary), *arguments],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment,
         )
 
     def test_the_steps_run_in_order_with_the_seed_and_the_folder(self):
         with tempfile.TemporaryDirectory() as folder:
             done = self.run_script(folder, "--seed", "7", "--out", "my run")
             calls = pathlib.Path(folder, "log").read_text().splitlines()
-            self.assertEqual([call.split()[0] for call in calls], ["sft", "reward", "ppo", "generate", "generate"], done.stderr)
+            self.assertEqual(
+                [call.split()[0] for call in calls], ["sft", "reward", "ppo", "generate", "generate"], done.stderr
+            )
             self.assertTrue(all("--seed 7" in call and "/my run/" in call for call in calls), calls)
             self.assertTrue(all("--overwrite_output_dir" in call for call in calls[:3]), calls)
             self.assertEqual(done.returncode, 1)
