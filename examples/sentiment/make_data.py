@@ -3,7 +3,7 @@
     python3 make_data.py            writes the files below into data/
     python3 make_data.py --check    makes them again in memory and compares; exit 1 if a shipped file differs
 
-    sft.jsonl                6000 reviews, {"text"}. Half are negative, a quarter positive, the rest mixed or plain; a
+    sft.jsonl                6000 reviews, {"text"}. Most are negative, a fifth positive, the rest mixed or plain; a
                              review keeps its mood, and uses words of both halves of the lexicon.
     preferences.jsonl        1500 pairs, {"prompt", "chosen", "rejected"}: two endings of one opening, the chosen one
                              positive, the rejected one negative, with words of half A only and no cues. In half of
@@ -25,7 +25,7 @@ import grammar
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "data"
 SEED = 20
-MOODS = {"positive": 0.3, "negative": 0.55, "mixed": 0.07, "plain": 0.08}
+MOODS = {"positive": 0.22, "negative": 0.63, "mixed": 0.07, "plain": 0.08}
 
 
 def fresh_start(sampler, *taken):
