@@ -109,8 +109,11 @@ WORDS = {
 # Cues: few and frequent words of feeling, in neither half, and in no preference pair. Which of 144 words go together is
 # too thin a pattern for a minute of training; with these as hubs a small model learns it, and so what a mood is.
 CUES = {
-    "Cue": {"+": ["works", "stands out", "pays off"], "-": ["falls short", "wears thin", "backfires"]},
-    "Cheer": {"+": ["cheered", "praised"], "-": ["booed", "mocked"]},
+    "Cue": {
+        "+": ["works", "stands out", "pays off", "holds up"],
+        "-": ["falls short", "wears thin", "backfires", "falls apart"],
+    },
+    "Cheer": {"+": ["cheered", "praised", "saluted"], "-": ["booed", "mocked", "shunned"]},
 }
 
 # Openings: any start of a group goes with any end of the same group; the border between them is where prompts are cut.
@@ -258,7 +261,7 @@ class Sampler:
         group = int(self.random() * len(OPENINGS))
         return group, self.write(self.pick(OPENINGS[group]["starts"]), set())
 
-    def draft(self, group, felt=0.9, cues=0.6):
+    def draft(self, group, felt=0.9, cues=0.45):
         """Sentences that complete a start of `group`, their slots of feeling still open.
 
         `felt` is the share of sentences with any, `cues` the share of those with a cue.
@@ -272,7 +275,7 @@ class Sampler:
             sentences.append(self.write(frame, used))
         return sentences
 
-    def draft_in(self, group, mood, cues=0.6):
+    def draft_in(self, group, mood, cues=0.45):
         """A draft that can show `mood`: one felt sentence at least, two for the mixed mood, none for the plain one."""
         least = {"plain": 0, "mixed": 2}.get(mood, 1)
         while True:

@@ -6,8 +6,9 @@
     sft.jsonl                6000 reviews, {"text"}. Most are negative, a fifth positive, the rest mixed or plain; a
                              review keeps its mood, and uses words of both halves of the lexicon.
     preferences.jsonl        1500 pairs, {"prompt", "chosen", "rejected"}: two endings of one opening, the chosen one
-                             positive, the rejected one negative, with words of half A only and no cues. In half of
-                             the pairs nothing but these words differs, so that no neutral word looks like a reason.
+                             positive, with words of half A only and no cues. In half of the pairs the rejected one is
+                             its twin with negative words, so that no neutral word looks like a reason; else it is
+                             another ending, negative or plain, so that saying nothing does not look good.
     preferences_test.jsonl   200 more pairs, of openings that preferences.jsonl does not have.
     prompts.jsonl            1024 starts of reviews, {"prompt"}, neutral, cut at the border in the opening.
     prompts_test.jsonl       96 starts that open nothing in any other file: for the comparison before and after.
@@ -25,7 +26,7 @@ import grammar
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "data"
 SEED = 20
-MOODS = {"positive": 0.22, "negative": 0.63, "mixed": 0.07, "plain": 0.08}
+MOODS = {"positive": 0.23, "negative": 0.64, "mixed": 0.07, "plain": 0.06}
 
 
 def fresh_start(sampler, *taken):
@@ -39,8 +40,9 @@ def fresh_start(sampler, *taken):
 
 def preference(sampler, group, prompt):
     chosen = rejected = sampler.draft_in(group, "positive", cues=0)
-    if sampler.random() < 0.5:
-        rejected = sampler.draft_in(group, "negative", cues=0)
+    kind = sampler.weighted({"twin": 0.5, "negative": 0.25, "plain": 0.25})
+    if kind != "twin":
+        rejected = sampler.draft_in(group, kind, cues=0)
     return {
         "prompt": prompt,
         "chosen": sampler.complete(chosen, "positive", "A"),

@@ -125,7 +125,8 @@ class Data(unittest.TestCase):
             for side, sign, other in [("chosen", "+", "-"), ("rejected", "-", "+")]:
                 self.assertTrue(grammar.parses(row["prompt"] + row[side]), row)
                 words = set(judge.tokens(row["prompt"] + row[side]))
-                self.assertTrue(words & grammar.words_of_feeling(sign, "A"), row)
+                if side == "chosen":
+                    self.assertTrue(words & grammar.words_of_feeling(sign, "A"), row)
                 self.assertFalse(words & (half("B") | grammar.words_of_feeling(other) | cues()), row)
 
     def test_prompts_are_neutral_starts_that_go_on_in_the_grammar(self):
