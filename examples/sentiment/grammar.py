@@ -1,14 +1,14 @@
 """The language of the demo: short movie reviews, written down as data, with a sampler and an exact recogniser.
 
-A review is an opening, up to two body sentences and a closing:
+A review is an opening, up to two body sentences and a closing. The opening is cut in two, the prompt and the start of
+its completion:
 
-    This western by Clara Holt| is a graceful tale of a shy baker.                  opening, cut at the bar into
-    Leo Sato's script shines near an empty harbour. Critics in Oslo called it fresh.   prompt and completion
+    This western by Clara Holt | is a graceful tale of a shy baker. Leo Sato's script shines near an empty harbour.
+    It made a fresh May evening in Oslo.
 
 Sentences come from frames with slots. `{Genre}` takes any item of WORDS["Genre"], `{a Genre}` puts "a" or "an" before
-it. Slots named in LEXICON take a word of feeling: `{Adj}` of the feeling of its sentence, `{Adj+}` always a positive and
-`{Adj-}` always a negative one. So a frame without such slots is plain, a frame with signs is mixed, and any other frame
-is felt: it can be said with either feeling, but not with both at once.
+it. Slots named in LEXICON or CUES, such as `{Adj}`, take a word of feeling, positive ("+") or negative ("-"). A frame
+without such slots is plain; with them it is felt, and can be said with either feeling, but not with both at once.
 
 The lexicon has two halves, A and B, equal in size for each part of speech and sharing no word stem. Preference pairs
 use only A, the judge counts only B; what a model learns from A must carry over to B for the judge to see it.
@@ -24,15 +24,15 @@ LEXICON = {
     "Adj": {
         "+": {
             "A": "brilliant charming superb delightful moving graceful gripping clever splendid tender witty radiant "
-                 "thoughtful vivid elegant joyful",
+            "thoughtful vivid elegant joyful",
             "B": "wonderful marvellous excellent lovely beautiful stunning inventive touching magnificent exciting "
-                 "exquisite fresh warm sincere masterful lively",
+            "exquisite fresh warm sincere masterful lively",
         },
         "-": {
             "A": "dreadful tedious clumsy shallow bland wooden dull lifeless hollow messy stale awful feeble crude "
-                 "tiresome pointless",
+            "tiresome pointless",
             "B": "terrible boring dreary sloppy horrible silly lazy flat weak stiff dismal muddled forgettable ugly "
-                 "insipid laboured",
+            "insipid laboured",
         },
     },
     "Adv": {
@@ -47,7 +47,10 @@ LEXICON = {
     },
     "Noun": {
         "+": {"A": "triumph delight gem joy treasure jewel", "B": "marvel masterpiece wonder beauty pleasure knockout"},
-        "-": {"A": "disaster mess dud fiasco letdown failure", "B": "bore flop muddle disappointment catastrophe misfire"},
+        "-": {
+            "A": "disaster mess dud fiasco letdown failure",
+            "B": "bore flop muddle disappointment catastrophe misfire",
+        },
     },
     "Felt": {
         "+": {"A": "enjoyed admired treasured relished", "B": "loved adored savoured applauded"},
@@ -63,41 +66,54 @@ LEXICON = {
     for part, signs in LEXICON.items()
 }
 
-# Everything else that fills a slot. An item may have slots of its own; most content is built of pairs (a trait and a role,
-# a first and a last name), which keeps the number of different word pairs high whatever the feeling of a text.
+# Everything else that fills a slot. An item may have slots of its own; most content is built of pairs (a trait and a
+# role, a first and a last name), which keeps the number of different word pairs high whatever the feeling of a text.
 WORDS = {
     "Person": ["{First} {Last}"],
-    "First": "Ana Boris Clara Dmitri Elena Felix Greta Hugo Ines Jonas Karin Leo Marta Nils Olga Pavel Rosa Simon Tessa "
-             "Viktor".split(),
+    "First": "Ana Boris Clara Dmitri Elena Felix Greta Hugo Ines Jonas Karin Leo Marta Nils Olga Pavel Rosa Simon "
+    "Tessa Viktor".split(),
     "Last": "Adler Brandt Costa Duval Egan Falk Gruber Holt Ibarra Jansen Keller Lund Moreau Novak Okada Petrov Quist "
-            "Rossi Sato Varga".split(),
+    "Rossi Sato Varga".split(),
     "Genre": "thriller western drama comedy mystery romance musical fable satire epic whodunit melodrama adventure "
-             "biopic".split(),
+    "biopic".split(),
     "Hero": ["{Trait} {Role}"],
     "Trait": "retired young restless shy famous jealous stubborn nervous lonely blind ageing proud silent wandering "
-             "penniless rival".split(),
+    "penniless rival".split(),
     "Role": "baker sheriff widow pilot teacher smuggler painter judge sailor nurse clockmaker miner singer gardener "
-            "detective soldier librarian farmer butcher translator dancer boxer postman surgeon".split(),
+    "detective soldier librarian farmer butcher translator dancer boxer postman surgeon".split(),
     "Deed": "finds inherits steals hides sells repairs guards buys paints wins carries loses".split(),
     "Thing": ["{Quality} {Object}"],
     "Quality": "old stolen broken secret borrowed rusty golden forged missing tiny cursed silver".split(),
-    "Object": "map violin letter ferry diary watch piano lantern camera bicycle coat clock suitcase ring key boat".split(),
+    "Object": "map violin letter ferry diary watch piano lantern camera bicycle coat clock suitcase "
+    "ring key boat".split(),
     "Place": ["in {Weather} {City}", "{Near} {a Look} {Site}"],
     "Weather": "rainy foggy sunlit snowy windy misty stormy dusty crowded sleepy".split(),
-    "City": "Lisbon Oslo Prague Naples Havana Kyoto Cairo Dublin Vienna Quito Tunis Riga Porto Lima Seville Bergen".split(),
+    "City": "Lisbon Oslo Prague Naples Havana Kyoto Cairo Dublin Vienna Quito Tunis Riga Porto Lima "
+    "Seville Bergen".split(),
     "Near": "near behind beside below beyond".split(),
     "Look": "frozen distant empty hidden narrow flooded ruined painted nameless moonlit".split(),
     "Site": "harbour bridge farm station market border island valley canal chapel forest lighthouse".split(),
     "Moment": ["{Hour} {Event}"],
-    "Hour": "midnight morning winter summer rooftop seaside village final second courtyard garden basement railway autumn".split(),
+    "Hour": "midnight morning winter summer rooftop seaside village final second courtyard garden basement "
+    "railway autumn".split(),
     "Event": "wedding trial storm duel dinner chase funeral escape reunion audition auction robbery rehearsal picnic "
-             "election breakfast carnival shipwreck".split(),
+    "election breakfast carnival shipwreck".split(),
     "Aspect": "script score editing lighting casting pacing dialogue prologue narration choreography camerawork ending "
-              "makeup sound".split(),
+    "makeup sound".split(),
     "Made": "acted written shot paced cut staged lit scored told played".split(),
     "When": ["last night", "on Monday", "on Friday", "at noon", "on Sunday", "at dawn"],
     "Month": "January February March April May June July August September October November December".split(),
     "Friend": ["my sister", "my uncle", "my neighbour", "our projectionist", "two friends", "the critics"],
+}
+
+# Cues: few and frequent words of feeling, in neither half, and in no preference pair. Which of 144 words go together is
+# too thin a pattern for a minute of training; with these as hubs a small model learns it, and so what a mood is.
+CUES = {
+    "Cue": {
+        "+": ["works", "stands out", "pays off", "holds up"],
+        "-": ["falls short", "wears thin", "backfires", "falls apart"],
+    },
+    "Cheer": {"+": ["cheered", "praised", "saluted"], "-": ["booed", "mocked", "shunned"]},
 }
 
 # Openings: any start of a group goes with any end of the same group; the border between them is where prompts are cut.
@@ -116,6 +132,8 @@ OPENINGS = [
             " is {Adv} {Made} by {Person}.",
             " is {a Noun} set {Place}.",
             " {Does} after the {Moment}.",
+            " {Cue} as {a Adj} tale of {a Hero}.",
+            " {Cue} after the {Adj} {Moment}.",
             " ends {Place}.",
             " was filmed {Place} in {Month}.",
         ],
@@ -131,6 +149,8 @@ OPENINGS = [
             ", and {Person}'s {Adj} {Aspect} carries the {Moment}.",
             ", and the {Moment} is {Adv} {Made}.",
             ", and I {Felt} the {Moment}.",
+            ", and {Person}'s {Adj} {Aspect} {Cue}.",
+            " and {Cue} at the {Adj} {Moment}.",
             ", and {Person}'s {Aspect} {Does}.",
             ", and it all ends {Place}.",
             ", and then {a Hero} {Deed} {a Thing}.",
@@ -148,8 +168,11 @@ BODIES = [
     "When the {Hero} {Deed} {a Thing}, the {Aspect} {Does}.",
     "{Person} and {Person} share {a Adj} {Moment}.",
     "The {Moment} {Place} is {a Noun}.",
-    "{Person}'s {Aspect} is {Adj+}, but the {Moment} is {Adj-}.",
-    "{Person} {Does+}, but {Person}'s {Aspect} {Does-}.",
+    "{Person}'s {Adj} {Aspect} {Cue} {Place}.",
+    "The {Moment} {Place} is {Adv} {Made} and {Cue}.",
+    "We {Cheer} the {Adj} {Moment} {Place}.",
+    "When the {Hero} {Deed} {a Thing}, the {Adj} {Aspect} {Cue}.",
+    "{Person} {Cue} as {a Adj} {Role} {Place}.",
     "The {Role} {Deed} {a Thing} {Place}.",
     "{Person} plays the {Hero}.",
     "The {Moment} takes place {Place}.",
@@ -161,13 +184,14 @@ CLOSINGS = [
     "I {Felt} {Person}'s {Event}.",
     "It made {a Adj} {Month} evening in {City}.",
     "The {Moment} {Does} too.",
-    "The start is {Adj+} and the {Aspect} is {Adj-}.",
+    "{Person}'s {Adj} {Event} {Cue}.",
+    "We {Cheer} {Person}'s {Adj} {Event}.",
+    "It {Cue} as {a Adj} {Month} evening.",
     "It opens in {City} in {Month}.",
     "I saw it {When} with {Friend}.",
 ]
 
-MOODS = ("positive", "negative", "mixed", "plain")
-SLOT = re.compile(r"\{(a )?(\w+)([+-]?)\}")
+SLOT = re.compile(r"\{(a )?(\w+)\}")
 SENTENCE_END = re.compile(r"(?<=\.) ")
 
 
@@ -180,12 +204,13 @@ def with_article(text):
     return ("an " if text[0] in "aeiou" else "a ") + text
 
 
-def kind(frame):
-    """"plain", "felt" or "mixed": see the head of this file."""
-    feelings = [sign for _, name, sign in SLOT.findall(frame) if name in LEXICON]
-    if not feelings:
-        return "plain"
-    return "mixed" if feelings[0] else "felt"
+def is_felt(frame):
+    """Whether `frame` has slots for words of feeling."""
+    return any(name in LEXICON or name in CUES for _, name in SLOT.findall(frame))
+
+
+def has_cue(frame):
+    return any(name in CUES for _, name in SLOT.findall(frame))
 
 
 class Sampler:
@@ -210,8 +235,8 @@ class Sampler:
         """Fills the slots of `frame` except those of feeling; takes no item twice while `used` is the same set."""
 
         def fill(slot):
-            article, name, _ = slot.groups()
-            if name in LEXICON:
+            article, name = slot.groups()
+            if is_felt(slot.group(0)):
                 return slot.group(0)
             items = [item for item in WORDS[name] if "{" in item or item not in used]
             item = self.pick(items)
@@ -222,66 +247,64 @@ class Sampler:
         return SLOT.sub(fill, frame)
 
     def feel(self, sentence, sign, halves="AB"):
-        """Fills the slots of feeling with words of `halves`; `sign` counts where the slot has none of its own."""
+        """Fills the slots of feeling with words of feeling `sign`, from `halves`."""
 
         def fill(slot):
-            article, name, own = slot.groups()
-            signs = LEXICON[name][own or sign]
-            word = self.pick(signs[self.pick(halves)])
+            article, name = slot.groups()
+            word = self.pick(CUES[name][sign] if name in CUES else LEXICON[name][sign][self.pick(halves)])
             return with_article(word) if article else word
 
         return SLOT.sub(fill, sentence)
 
     def start(self):
-        """An opening's start, and the index of its group: a prompt."""
-        group = int(self.random() * 2)
+        """The index of a group of openings, and one of its starts: a prompt."""
+        group = int(self.random() * len(OPENINGS))
         return group, self.write(self.pick(OPENINGS[group]["starts"]), set())
 
-    def draft(self, group, mood, felt=0.75):
-        """Sentences that complete a start of `group`, with their slots of feeling still open, as (sentence, sign).
+    def draft(self, group, felt=0.9, cues=0.45):
+        """Sentences that complete a start of `group`, their slots of feeling still open.
 
-        `felt` is the share of sentences that show the mood; a draft of a mood shows it at least once, a mixed draft
-        both its sides. The sign of a sentence is "" unless the mood is mixed.
+        `felt` is the share of sentences with any, `cues` the share of those with a cue.
         """
-        frames = [OPENINGS[group]["ends"]]
-        frames += [BODIES] * self.weighted({0: 0.1, 1: 0.8, 2: 0.1})
-        frames.append(CLOSINGS)
+        used, sentences = set(), []
+        bodies = self.weighted({0: 0.1, 1: 0.8, 2: 0.1})
+        for frames in [OPENINGS[group]["ends"]] + [BODIES] * bodies + [CLOSINGS]:
+            feeling = self.random() < felt
+            cue = feeling and self.random() < cues
+            frame = self.pick([frame for frame in frames if is_felt(frame) == feeling and has_cue(frame) == cue])
+            sentences.append(self.write(frame, used))
+        return sentences
+
+    def draft_in(self, group, mood, cues=0.45):
+        """A draft that can show `mood`: one felt sentence at least, two for the mixed mood, none for the plain one."""
+        least = {"plain": 0, "mixed": 2}.get(mood, 1)
         while True:
-            used, sentences = set(), []
-            for choices in frames:
-                shown = "felt" if mood != "plain" and self.random() < felt else "plain"
-                if mood == "mixed" and choices is not OPENINGS[group]["ends"] and self.random() < 0.35:
-                    shown = "mixed"
-                frame = self.pick([choice for choice in choices if kind(choice) == shown])
-                sign = self.pick("+-") if mood == "mixed" and shown == "felt" else ""
-                sentences.append((self.write(frame, used), sign))
-            text = " ".join(sentence for sentence, _ in sentences)
-            signs = {sign for _, sign in sentences}
-            if mood == "mixed" and not ("+}" in text or {"+", "-"} <= signs):
-                continue
-            if mood in ("positive", "negative") and kind(text) == "plain":
-                continue
-            return sentences
+            draft = self.draft(group, 0.9 if least else 0, cues)
+            if sum(map(is_felt, draft)) >= least:
+                return draft
 
     def complete(self, draft, mood, halves="AB"):
-        """The completion that `draft` becomes in `mood`."""
-        default = "-" if mood == "negative" else "+"
-        return " ".join(self.feel(sentence, sign or default, halves) for sentence, sign in draft)
-
-    def completion(self, group, mood, halves="AB"):
-        return self.complete(self.draft(group, mood), mood, halves)
+        """The completion that `draft` becomes in `mood`. In the mixed mood the sentences take turns."""
+        sign, out = "-" if mood == "negative" else "+", []
+        if mood == "mixed":
+            sign = self.pick("+-")
+        for sentence in draft:
+            out.append(self.feel(sentence, sign, halves))
+            if mood == "mixed" and is_felt(sentence):
+                sign = "-" if sign == "+" else "+"
+        return " ".join(out)
 
 
 def pattern(frame, sign):
     """The regular expression of all that `frame` can become in a sentence of feeling `sign`."""
     out, end = [], 0
     for slot in SLOT.finditer(frame):
-        article, name, own = slot.groups()
-        if name in LEXICON:
-            items = [word for half in LEXICON[name][own or sign].values() for word in half]
+        article, name = slot.groups()
+        if name in CUES:
+            items = CUES[name][sign]
         else:
-            items = WORDS[name]
-        out.append(re.escape(frame[end:slot.start()]))
+            items = sum(LEXICON[name][sign].values(), []) if name in LEXICON else WORDS[name]
+        out.append(re.escape(frame[end : slot.start()]))
         if article:
             out.append("(?:an (?=[aeiou])|a (?![aeiou]))")
         out.append("(?:%s)" % "|".join(pattern(item, sign) for item in items))
@@ -292,7 +315,7 @@ def pattern(frame, sign):
 def either(frames):
     """A pattern for any of `frames`, each with one feeling throughout."""
     found = [pattern(frame, "+") for frame in frames]
-    found += [pattern(frame, "-") for frame in frames if kind(frame) == "felt"]
+    found += [pattern(frame, "-") for frame in frames if is_felt(frame)]
     return "(?:%s)" % "|".join(found)
 
 

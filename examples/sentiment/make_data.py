@@ -3,11 +3,12 @@
     python3 make_data.py            writes the files below into data/
     python3 make_data.py --check    makes them again in memory and compares; exit 1 if a shipped file differs
 
-    sft.jsonl                6000 reviews, {"text"}. Half are negative, a quarter positive, the rest mixed or plain; a
+    sft.jsonl                6000 reviews, {"text"}. Most are negative, a fifth positive, the rest mixed or plain; a
                              review keeps its mood, and uses words of both halves of the lexicon.
     preferences.jsonl        1500 pairs, {"prompt", "chosen", "rejected"}: two endings of one opening, the chosen one
-                             positive, the rejected one negative, with words of half A only. In half of the pairs the two
-                             differ in nothing but these words, so that no neutral word can look like a reason.
+                             positive, with words of half A only and no cues. In half of the pairs the rejected one is
+                             its twin with negative words, so that no neutral word looks like a reason; else it is
+                             another ending, negative or plain, so that saying nothing does not look good.
     preferences_test.jsonl   200 more pairs, of openings that preferences.jsonl does not have.
     prompts.jsonl            1024 starts of reviews, {"prompt"}, neutral, cut at the border in the opening.
     prompts_test.jsonl       96 starts that open nothing in any other file: for the comparison before and after.
@@ -25,7 +26,7 @@ import grammar
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "data"
 SEED = 20
-MOODS = {"positive": 0.25, "negative": 0.5, "mixed": 0.15, "plain": 0.1}
+MOODS = {"positive": 0.23, "negative": 0.64, "mixed": 0.07, "plain": 0.06}
 
 
 def fresh_start(sampler, *taken):
@@ -38,9 +39,10 @@ def fresh_start(sampler, *taken):
 
 
 def preference(sampler, group, prompt):
-    chosen = rejected = sampler.draft(group, "positive")
-    if sampler.random() < 0.5:
-        rejected = sampler.draft(group, "negative")
+    chosen = rejected = sampler.draft_in(group, "positive", cues=0)
+    kind = sampler.weighted({"twin": 0.5, "negative": 0.25, "plain": 0.25})
+    if kind != "twin":
+        rejected = sampler.draft_in(group, kind, cues=0)
     return {
         "prompt": prompt,
         "chosen": sampler.complete(chosen, "positive", "A"),
@@ -57,10 +59,13 @@ def make():
     while len(reviews) < 6000:
         group, prompt = sampler.start()
         if prompt not in held_out:
-            reviews.append({"text": prompt + sampler.completion(group, sampler.weighted(MOODS))})
+            mood = sampler.weighted(MOODS)
+            reviews.append({"text": prompt + sampler.complete(sampler.draft_in(group, mood), mood)})
     return {
         "sft.jsonl": reviews,
-        "preferences_test.jsonl": [preference(sampler, *fresh_start(sampler, test_pairs, held_out)) for _ in range(200)],
+        "preferences_test.jsonl": [
+            preference(sampler, *fresh_start(sampler, test_pairs, held_out)) for _ in range(200)
+        ],
         "preferences.jsonl": [
             preference(sampler, *fresh_start(sampler, pairs, test_pairs, held_out)) for _ in range(1500)
         ],
@@ -77,7 +82,11 @@ def files():
 def check():
     """The names of the shipped files that differ from what this script makes."""
     made = files()
-    different = [name for name, content in made.items() if not (FOLDER / name).is_file() or (FOLDER / name).read_bytes() != content]
+    different = [
+        name
+        for name, content in made.items()
+        if not (FOLDER / name).is_file() or (FOLDER / name).read_bytes() != content
+    ]
     return different + sorted(path.name for path in FOLDER.iterdir() if path.name not in made)
 
 
@@ -85,7 +94,10 @@ def main(arguments):
     if arguments == ["--check"]:
         different = check()
         for name in different:
-            print(f"{FOLDER / name}: not what make_data.py makes; run make_data.py and look at the difference", file=sys.stderr)
+            print(
+                f"{FOLDER / name}: not what make_data.py makes; run make_data.py and look at the difference",
+                file=sys.stderr,
+            )
         return 1 if different else 0
     if arguments:
         print(__doc__)

@@ -1,4 +1,4 @@
-"""Trains the demo's tokenizer, a byte-level BPE, on data/sft.jsonl and writes it to tokenizer/ with sizes into model.json.
+"""Trains the byte-level BPE tokenizer on data/sft.jsonl; writes tokenizer/ and model.json, whose sizes depend on it.
 
 Not needed to run the demo: the files are shipped. To make them again: pip install tokenizers, then run this.
 """
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 EOS, PAD = "<|endoftext|>", "<|padding|>"
-VOCABULARY = 1536
+VOCABULARY = 1536  # as many as it takes for nearly every word to be one token
 
 tokenizer = Tokenizer(models.BPE())
 tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,43 +37,51 @@ def write(name, content):
 tokenizer.save(str(FOLDER / "tokenizer" / "tokenizer.json"))
 special = {"bos_token": EOS, "eos_token": EOS, "pad_token": PAD}
 write("tokenizer/special_tokens_map.json", special)
-write("tokenizer/tokenizer_config.json", {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "add_prefix_space": False,
-    "clean_up_tokenization_spaces": False,
-    "model_max_length": 256,
-    **special,
-})
+write(
+    "tokenizer/tokenizer_config.json",
+    {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 256,
+        **special,
+    },
+)
 
 size = tokenizer.get_vocab_size()
-write("model.json", {
-    "architectures": ["GPTNeoXForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "bos_token_id": tokenizer.token_to_id(EOS),
-    "classifier_dropout": 0.0,
-    "eos_token_id": tokenizer.token_to_id(EOS),
-    "hidden_act": "gelu",
-    "hidden_dropout": 0.0,
-    "hidden_size": 256,
-    "initializer_range": 0.02,
-    "intermediate_size": 1024,
-    "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 256,
-    "model_type": "gpt_neox",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "pad_token_id": tokenizer.token_to_id(PAD),
-    "rope_scaling": None,
-    "rotary_emb_base": 10000,
-    "rotary_pct": 0.25,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "use_cache": True,
-    "use_parallel_residual": True,
-    "vocab_size": (size + 63) // 64 * 64,
-})
+write(
+    "model.json",
+    {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "bos_token_id": tokenizer.token_to_id(EOS),
+        "classifier_dropout": 0.0,
+        "eos_token_id": tokenizer.token_to_id(EOS),
+        "hidden_act": "gelu",
+        "hidden_dropout": 0.0,
+        "hidden_size": 256,
+        "initializer_range": 0.02,
+        "intermediate_size": 1024,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 256,
+        "model_type": "gpt_neox",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "pad_token_id": tokenizer.token_to_id(PAD),
+        "rope_scaling": None,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "use_parallel_residual": True,
+        "vocab_size": (size + 63) // 64 * 64,
+    },
+)
 
 lengths = [len(ids.ids) for ids in tokenizer.encode_batch(texts)]
-words = {word for text in texts for word in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)}
-print(f"vocabulary {size}; tokens per review: mean {sum(lengths) / len(lengths):.1f}, most {max(lengths)}, total {sum(lengths)}")
+print(
+    f"vocabulary {size}; tokens: mean of a review {sum(lengths) / len(lengths):.1f}, most {max(lengths)}, "
+    f"of all {sum(lengths)}"
+)
