@@ -63,8 +63,6 @@ pub struct PpoTrainer {
     cursor: Cursor,
     /// The token that ends a response, where one does.
     stop: Option<i64>,
-    /// Whether the reward model's head was drawn and never trained.
-    random_reward: bool,
     last_metrics: Metrics,
 }
 
@@ -83,7 +81,6 @@ impl PpoTrainer {
         let policy = CausalLm::from_pretrained(policy_dir, options)?;
         let reference = CausalLm::from_pretrained(policy_dir, options)?;
         let reward = SequenceClassifier::from_pretrained(&config.reward_model_path, new_head, options)?;
-        let random_reward = reward.has_new_head();
         let value = SequenceClassifier::from_pretrained(value_dir, new_head, options)?;
         tokenizer.check_fits(policy.config(), policy_dir)?;
         for (dir, model) in [(config.reward_model_path.as_path(), reward.config()), (value_dir, value.config())] {
@@ -137,7 +134,6 @@ impl PpoTrainer {
             tokenizer,
             prompts,
             stop,
-            random_reward,
             last_metrics: Metrics::default(),
         })
     }
@@ -150,7 +146,7 @@ impl PpoTrainer {
         if let Some(warning) = small_dataset(&self.config.dataset_name, self.prompts.len(), self.plan.batch_size) {
             report.warn(&warning);
         }
-        if self.random_reward {
+        if self.reward.has_new_head() {
             report.warn(&format!(
                 "{}: the reward model has a fresh random head, so its scores mean nothing yet; train it by `rlhf reward`",
                 self.config.reward_model_path.display()
