@@ -1,6 +1,14 @@
 #!/usr/bin/env bash
 # Tests of scripts/setup.sh in a checkout of its own with a PATH of its own: no network, no real libtorch.
 set -uo pipefail
+
+# A shell that was started in the background ignores SIGINT, and so would everything below; here it has to arrive.
+if [ -z "${SIGINT_ARRIVES-}" ]; then
+    SIGINT_ARRIVES=1 exec python3 -c '
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp("bash", ["bash"] + sys.argv[1:])' "${BASH_SOURCE[0]}" "$@"
+fi
 cd "$(dirname "$0")/../.."
 unset LIBTORCH CXX CARGO_TARGET_DIR PYTHONPATH
 
