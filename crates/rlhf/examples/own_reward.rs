@@ -1,4 +1,4 @@
-//! PPO with a reward of one's own: any Rust function of prompt and response, here the share of commas.
+//! PPO with a reward of one's own: any Rust function of prompt and response, here one that likes brevity.
 //!
 //!     cargo run --release --example own_reward -- SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 
@@ -13,9 +13,9 @@ use rlhf::train::ppo::Learner;
 use std::path::Path;
 use tch::Tensor;
 
+/// Short answers are good answers: a tenth off for every word.
 fn reward(_prompt: &str, response: &str) -> f32 {
-    let words = response.split_whitespace().count().max(1);
-    response.matches(',').count() as f32 / words as f32
+    -(response.split_whitespace().count() as f32) / 10.0
 }
 
 #[allow(clippy::print_stdout)]
