@@ -16,6 +16,8 @@ pub struct Experience {
     pub sequences: Vec<Vec<i64>>,
     /// Number of response tokens of each row.
     pub lengths: Vec<i64>,
+    /// Number of values of each row: one per token, and one after the last where there is room.
+    pub value_counts: Vec<i64>,
     /// Slots that hold a response token, bool.
     pub response_mask: Tensor,
     /// Slots that hold a value, bool: the response's and, where there is room, the one after it.
@@ -49,14 +51,16 @@ impl Experience {
         self.response_mask.size()[1]
     }
 
-    /// Where each row's response tokens lie in its sequence.
-    pub(crate) fn token_spans(&self) -> Vec<Range<usize>> {
-        self.sequences.iter().zip(&self.lengths).map(|(s, &len)| s.len() - len as usize..s.len()).collect()
+    /// Where the response tokens of row `row` lie in its sequence.
+    pub(crate) fn token_span(&self, row: usize) -> Range<usize> {
+        let end = self.sequences[row].len();
+        end - self.lengths[row] as usize..end
     }
 
-    /// Where each row's values are read: at the token before each response token, and at the last one.
-    pub(crate) fn value_spans(&self, counts: &[i64]) -> Vec<Range<usize>> {
-        self.token_spans().iter().zip(counts).map(|(span, &n)| span.start - 1..span.start - 1 + n as usize).collect()
+    /// Where the values of row `row` are read: at the token before each response token, and at the last one.
+    pub(crate) fn value_span(&self, row: usize) -> Range<usize> {
+        let start = self.token_span(row).start - 1;
+        start..start + self.value_counts[row] as usize
     }
 }
 
@@ -70,7 +74,7 @@ pub(crate) fn to_slots(numbers: &Tensor, counts: &[i64], width: i64) -> Tensor {
 }
 
 /// How many values each row has: one per token, and one after the last if a slot is left for it and for the score.
-pub(crate) fn value_counts(config: &PpoConfig, lengths: &[i64], width: i64) -> Vec<i64> {
+fn value_counts(config: &PpoConfig, lengths: &[i64], width: i64) -> Vec<i64> {
     let extra = i64::from(config.score_position == ppo::ScorePosition::AfterStop);
     lengths.iter().map(|&len| (len + extra).min(width)).collect()
 }
@@ -126,7 +130,6 @@ pub fn experience(
     let sequences: Vec<Vec<i64>> =
         prompts.iter().zip(responses).map(|(prompt, r)| [prompt.as_slice(), &r.tokens].concat()).collect();
     let lengths: Vec<i64> = responses.iter().map(|r| r.tokens.len() as i64).collect();
-    let counts = value_counts(config, &lengths, width);
     let mut experience = Experience {
         response_mask: ppo::response_mask(&lengths, width, device),
         value_mask: ppo::value_mask(&lengths, width, config.score_position, device),
@@ -134,12 +137,13 @@ pub fn experience(
         ref_logprobs: Tensor::new(),
         values: Tensor::new(),
         scores,
+        value_counts: value_counts(config, &lengths, width),
         sequences,
         lengths,
     };
     let (sequences, batch_size) = (&experience.sequences, config.local_rollout_forward_batch_size);
-    let token_spans = experience.token_spans();
-    let value_spans = experience.value_spans(&counts);
+    let token_spans: Vec<_> = (0..sequences.len()).map(|row| experience.token_span(row)).collect();
+    let value_spans: Vec<_> = (0..sequences.len()).map(|row| experience.value_span(row)).collect();
     let logprobs = |model: &CausalLm| {
         let parts = in_batches(sequences, batch_size, |rows| {
             let spans = &token_spans[rows.clone()];
@@ -157,7 +161,7 @@ pub fn experience(
         let values = in_batches(sequences, batch_size, |rows| {
             judges.value.values_at(&sequences[rows.clone()], &value_spans[rows])
         })?;
-        Ok::<_, Error>((policy, logprobs(judges.reference)?, to_slots(&values, &counts, width)))
+        Ok::<_, Error>((policy, logprobs(judges.reference)?, to_slots(&values, &experience.value_counts, width)))
     })?;
     (experience.logprobs, experience.ref_logprobs, experience.values) = (policy, reference, values);
     Ok(experience)

@@ -9,9 +9,7 @@ use crate::model::{CausalLm, Precision, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::rng::{Purpose, Stream};
-use crate::rollout::{
-    Experience, Judges, Targets, experience, penalise_missing_stop, score, targets, to_slots, value_counts,
-};
+use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, score, targets, to_slots};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, ppo};
 use std::path::Path;
@@ -384,9 +382,8 @@ impl Learner {
                 let mut stats = StepStats::default();
                 for &row in mini_batch {
                     stats.tokens += experience.lengths[row] as f64;
+                    stats.value_slots += experience.value_counts[row] as f64;
                 }
-                let counts = value_counts(config, &experience.lengths, experience.width());
-                stats.value_slots = mini_batch.iter().map(|&row| counts[row] as f64).sum();
                 for micro_batch in mini_batch.chunks(plan.micro_batch_size) {
                     self.accumulate(experience, targets, micro_batch, &mut stats, config)?;
                 }
@@ -411,15 +408,13 @@ impl Learner {
         let width = experience.width();
         let sequences: Vec<&Vec<i64>> = rows.iter().map(|&row| &experience.sequences[row]).collect();
         let lengths: Vec<i64> = rows.iter().map(|&row| experience.lengths[row]).collect();
-        let counts = value_counts(config, &lengths, width);
-        let of_rows =
-            |spans: Vec<std::ops::Range<usize>>| -> Vec<_> { rows.iter().map(|&r| spans[r].clone()).collect() };
+        let counts: Vec<i64> = rows.iter().map(|&row| experience.value_counts[row]).collect();
         let index = Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>());
         let index = index.to_device(self.policy.device());
         let slots = |x: &Tensor| x.index_select(0, &index);
         let number = |x: &Tensor| x.double_value(&[]);
 
-        let spans = of_rows(experience.token_spans());
+        let spans: Vec<_> = rows.iter().map(|&row| experience.token_span(row)).collect();
         let new = self.policy.token_logprobs(&sequences, &spans, config.temperature, true)?;
         let policy = ppo::policy_loss(
             &to_slots(&new.logprobs, &lengths, width),
@@ -434,8 +429,7 @@ impl Learner {
             (&policy.sum / stats.tokens).backward();
         }
 
-        let all_counts = value_counts(config, &experience.lengths, width);
-        let spans = of_rows(experience.value_spans(&all_counts));
+        let spans: Vec<_> = rows.iter().map(|&row| experience.value_span(row)).collect();
         let values = self.value.values_at(&sequences, &spans)?;
         let value = ppo::value_loss(
             &to_slots(&values, &counts, width),
