@@ -24,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -34,12 +36,17 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    RobertaConfig,
+    RobertaTokenizer,
 )
 from trl.experimental.ppo.ppo_trainer import forward
 from trl.experimental.utils import get_reward
 
 MODELS = Path(__file__).resolve().parent / "models"
 CONTEXT, GREEDY_TOKENS = 7, 16
+ENCODERS = ("bert", "distilbert", "roberta")
+TEXTS = ["This movie was really great and I loved it.", "The movie was terrible", "x"]
+PAIRS = [("Was the movie great?", "I loved it."), ("x", "The movie was terrible")]
 
 bytelevel = dict(bos_token_id=0, eos_token_id=0, pad_token_id=1)
 llama = dict(
@@ -92,6 +99,19 @@ gemma2 = dict(
     final_logit_softcapping=3.0,
     sliding_window=5,
 )
+
+encoder = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=64,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+
+
+def labels(*names):
+    return dict(id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
 
 
 def rope(**parameters):
@@ -178,6 +198,35 @@ SPECS = {
     "qwen3": Spec(Qwen3Config(tie_word_embeddings=False, **qwen3), 212),
     "gemma2": Spec(Gemma2Config(**gemma2), 213),
     "phi3": Spec(Phi3Config(sliding_window=6, **small), 214),
+    "opt_cls": Spec(OPTConfig(num_labels=1, **opt), 215),
+    "opt_proj_postln_cls": Spec(OPTConfig(num_labels=1, **opt_proj_postln), 216),
+    "mistral_cls": Spec(MistralConfig(num_labels=1, sliding_window=5, **small), 217),
+    "qwen2_cls": Spec(Qwen2Config(num_labels=1, tie_word_embeddings=True, **small), 218),
+    "qwen3_cls": Spec(Qwen3Config(num_labels=1, tie_word_embeddings=False, **qwen3), 219),
+    "gemma2_cls": Spec(Gemma2Config(num_labels=1, **gemma2), 220),
+    "phi3_cls": Spec(Phi3Config(num_labels=1, sliding_window=6, **small), 221),
+    "bert_cls1": Spec(
+        BertConfig(vocab_size=256, max_position_embeddings=64, num_labels=1, **encoder), 222, "bert", "distilbert_cls2"
+    ),
+    "bert_cls2": Spec(
+        BertConfig(vocab_size=256, max_position_embeddings=64, **labels("NEGATIVE", "POSITIVE"), **encoder),
+        223,
+        "bert",
+        "distilbert_cls2",
+    ),
+    "roberta_cls3": Spec(
+        RobertaConfig(
+            vocab_size=323,
+            max_position_embeddings=66,
+            type_vocab_size=1,
+            layer_norm_eps=1e-5,
+            **labels("negative", "neutral", "positive"),
+            **encoder,
+        ),
+        224,
+        "roberta",
+        "gpt2",
+    ),
 }
 
 
@@ -340,9 +389,28 @@ def classifier_values(model, padded, unpadded, plain):
 
 
 @torch.no_grad()
-def rounding(model, padded, unpadded):
+def encoder_values(model, tokenizer):
+    def run(**inputs):
+        return model(**inputs, output_hidden_states=True)
+
+    inputs = dict(tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False))
+    output = run(**inputs)
+    values = {f"text.{name}": tensor for name, tensor in inputs.items()}
+    values |= {"text.logits": output.logits, "text.probs": output.logits.softmax(-1)}
+    values |= {f"text.hidden_states.{i}": hidden for i, hidden in enumerate(output.hidden_states)}
+    first = inputs["input_ids"][:1, : inputs["attention_mask"][0].sum()]
+    values |= {"unpadded.input_ids": first, "unpadded.logits": run(input_ids=first).logits}
+    if model.config.model_type == "bert":
+        inputs = tokenizer(*zip(*PAIRS, strict=True), padding=True, return_tensors="pt", return_token_type_ids=True)
+        values |= {f"pair.{name}": tensor for name, tensor in inputs.items()}
+        values["pair.logits"] = run(**inputs).logits
+    return values
+
+
+@torch.no_grad()
+def rounding(model, rows):
     """How far the logits of each row alone are from those in float64."""
-    rows = [ids[ids != model.config.pad_token_id][None] for ids in (*padded, *unpadded)]
+    rows = [ids[ids != model.config.pad_token_id][None] for ids in rows]
     logits = []
     for at in (model, copy.deepcopy(model).double()):
         forget_lengths(at)
@@ -356,8 +424,12 @@ def config_of_transformers_4(config):
     for key in ("dtype", "add_cross_attention", "is_decoder", "layer_types", "use_bidirectional_attention"):
         config.pop(key, None)
     kind = config["model_type"]
-    if kind in ("gpt2", "opt", "gemma2"):
+    if kind in ("gpt2", "opt", "gemma2", *ENCODERS):
         del config["tie_word_embeddings"]  # only what is not the default was written
+    if kind in ("bert", "roberta"):
+        config["position_embedding_type"] = "absolute"
+    if kind == "bert":
+        del config["bos_token_id"], config["eos_token_id"]
     rope = config.pop("rope_parameters", None)
     if rope:
         config.update(rope_scaling=None, rope_theta=rope.pop("rope_theta"))
@@ -378,37 +450,61 @@ def config_of_transformers_4(config):
     return dict(sorted(config.items()))
 
 
+def roberta_tokenizer(folder):
+    """GPT-2's byte-level merges with RoBERTa's special tokens, four before and the mask behind the vocabulary."""
+    model = json.loads((MODELS / "gpt2" / "tokenizer.json").read_text())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)[2:]  # not GPT-2's own special tokens
+    vocab = {piece: i for i, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *pieces, "<mask>"])}
+    RobertaTokenizer(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]]).save_pretrained(folder)
+
+
 def make(name):
     config, seed, tokenizer, tokenizer_source, tokens, limit = SPECS[name]
-    classifier = name.endswith("_cls")
+    classifier, is_encoder = "_cls" in name, config.model_type in ENCODERS
     folder = MODELS / name
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    if tokenizer == "roberta":
+        roberta_tokenizer(folder)
+    elif tokenizer:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(MODELS / tokenizer_source / file, folder)
     entry = {"dir": f"models/{name}"}
     while True:
         model = random_model(config, seed, classifier)
-        padded, unpadded, plain = random_inputs(seed, tokens, config)
         entry |= {"cls": type(model).__name__, "weight_seed": seed, "tokenizer": tokenizer}
-        entry |= {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id, "context_length": CONTEXT}
+        entry |= {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id}
+        if is_encoder:
+            values = encoder_values(model, AutoTokenizer.from_pretrained(folder))
+            entry |= {"texts": TEXTS, "base_model_prefix": model.base_model_prefix}
+            if "pair.logits" in values:
+                entry["pairs"] = PAIRS
+            if rounding(model, values["text.input_ids"]) < limit:
+                break
+            seed += 100
+            continue
+        padded, unpadded, plain = random_inputs(seed, tokens, config)
+        entry["context_length"] = CONTEXT
         if classifier:
             values = classifier_values(model, padded, unpadded, plain)
             entry["base_model_prefix"] = model.base_model_prefix
-            break
+            if rounding(model, plain) < limit:
+                break
+            seed += 100
+            continue
         values, greedy_eos_id = lm_values(model, padded, unpadded)
         gap = min(values[key].min().item() for key in values if key.endswith("gap"))
-        ends = any((values[key] == config.eos_token_id).any() for key in values if key.endswith("y.tokens"))
+        ends = (values["greedy.tokens"] == config.eos_token_id).any()
         # No rounding can change a greedy token, and every row is full.
-        if gap > 0.01 and not ends and rounding(model, padded, unpadded) < limit:
+        if gap > 0.01 and not ends and rounding(model, [*padded, *unpadded]) < limit:
             entry |= {"greedy_eos_id": greedy_eos_id, "min_greedy_gap": gap}
             entry["logit_std"] = values["unpadded.logits"].std().item()
             break
         seed += 100
     model.save_pretrained(folder)
-    if tokenizer:
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(MODELS / tokenizer_source / file, folder)
     old = config_of_transformers_4(json.loads((folder / "config.json").read_text()))
     (folder / "config_v4.json").write_text(json.dumps(old, indent=1) + "\n")
-    save_file({k: v.contiguous() for k, v in sorted(values.items())}, folder / "golden.safetensors")
+    save_file({k: v.clone().contiguous() for k, v in sorted(values.items())}, folder / "golden.safetensors")
     entry["params"] = {k: list(v.shape) for k, v in load_file(folder / "model.safetensors").items()}
     entry["files"] = sorted(p.name for p in folder.iterdir() if p.name != "config_v4.json")
     entry["bytes"] = sum((folder / f).stat().st_size for f in entry["files"])
@@ -428,8 +524,10 @@ def check(name, entry):
         model = auto.from_pretrained(
             MODELS / name, config=config, dtype=torch.float32, attn_implementation=attention(config)
         ).eval()
-        padded, unpadded = stored["padded.input_ids"], stored["unpadded.input_ids"]
-        if auto is AutoModelForSequenceClassification:
+        padded, unpadded = stored.get("padded.input_ids"), stored["unpadded.input_ids"]
+        if config.model_type in ENCODERS:
+            values = encoder_values(model, AutoTokenizer.from_pretrained(MODELS / name))
+        elif auto is AutoModelForSequenceClassification:
             values = classifier_values(model, padded, unpadded, stored["hf_right.input_ids"])
         else:
             values, _ = lm_values(model, padded, unpadded, entry["greedy_eos_id"])
