@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -228,6 +229,22 @@ SPECS = {
         "gpt2",
     ),
 }
+
+
+# One model for each kind of layer, with the gradient of every parameter beside its values.
+GRADIENTS = (
+    "gpt2",
+    "gpt_neox",
+    "llama_untied",
+    "llama_rope3",
+    "opt_proj_postln",
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "phi3",
+    "bert_cls2",
+    "roberta_cls3",
+)
 
 
 def is_classifier(config):
@@ -514,20 +531,63 @@ def make(name):
     print(f"{name}: seed {seed}, {entry['bytes']} bytes")
 
 
+def load(name, config_file="config.json"):
+    config = transformers.AutoConfig.from_pretrained(MODELS / name / config_file)
+    auto = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+    return auto.from_pretrained(
+        MODELS / name, config=config, dtype=torch.float32, attn_implementation=attention(config)
+    ).eval()
+
+
+def loss(model, values):
+    """Minus the summed log-probs of the tokens of `unpadded`; of a classifier, its logits times 1, -2 and 3, summed."""
+    if is_classifier(model.config):
+        logits = model(values["text.input_ids"], attention_mask=values["text.attention_mask"]).logits
+        return (logits * torch.tensor([1.0, -2.0, 3.0])[: logits.shape[1]]).sum()
+    ids = values["unpadded.input_ids"]
+    return -model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).sum()
+
+
+def gradients(model, values):
+    """By the names of the checkpoint, which `save_pretrained` knows."""
+    value = loss(model, values)
+    value.backward()
+    for weight in model.parameters():
+        weight.data = weight.grad
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return value.item(), load_file(Path(folder) / "model.safetensors")
+
+
+def make_gradients(name):
+    folder = MODELS / name
+    values = load_file(folder / "golden.safetensors")
+    value, found = gradients(load(name), values)
+    _, exact = gradients(load(name).double(), values)
+    save_file(found, folder / "grads.safetensors")
+    index = json.loads((MODELS / "index.json").read_text())
+    entry = index["models"][name]
+    entry["grads"] = {
+        "loss": value,
+        "max_abs": max(grad.abs().max().item() for grad in found.values()),
+        "rounding": max((found[key] - exact[key]).abs().max().item() for key in found),
+    }
+    entry["files"] = sorted({*entry["files"], "grads.safetensors"})
+    entry["bytes"] = sum((folder / f).stat().st_size for f in entry["files"])
+    (MODELS / "index.json").write_text(json.dumps(index, indent=1))
+    print(f"{name}: gradients {entry['grads']}")
+
+
 def check(name, entry):
     """Recomputes golden.safetensors, under both configs, and gives back the largest difference on real positions."""
     stored = load_file(MODELS / name / "golden.safetensors")
     worst = 0.0
     for config_file in ("config.json", "config_v4.json"):
-        config = transformers.AutoConfig.from_pretrained(MODELS / name / config_file)
-        auto = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
-        model = auto.from_pretrained(
-            MODELS / name, config=config, dtype=torch.float32, attn_implementation=attention(config)
-        ).eval()
+        model = load(name, config_file)
         padded, unpadded = stored.get("padded.input_ids"), stored["unpadded.input_ids"]
-        if config.model_type in ENCODERS:
+        if model.config.model_type in ENCODERS:
             values = encoder_values(model, AutoTokenizer.from_pretrained(MODELS / name))
-        elif auto is AutoModelForSequenceClassification:
+        elif is_classifier(model.config):
             values = classifier_values(model, padded, unpadded, stored["hf_right.input_ids"])
         else:
             values, _ = lm_values(model, padded, unpadded, entry["greedy_eos_id"])
@@ -545,6 +605,14 @@ def check(name, entry):
                 real = stored["padded.attention_mask"].cumsum(1)[:, :-1] > 0
                 got, expected = got * real, expected * real
             worst = max(worst, (got - expected).abs().max().item())
+    if "grads" in entry:
+        stored = load_file(MODELS / name / "grads.safetensors")
+        _, values = gradients(load(name), load_file(MODELS / name / "golden.safetensors"))
+        weights = load_file(MODELS / name / "model.safetensors")
+        assert values.keys() == stored.keys() == weights.keys(), f"{name}: gradients"
+        gap = max((values[key] - stored[key]).abs().max().item() for key in stored)
+        print(f"{name}: gradients differ by {gap:.1e}")
+        worst = max(worst, gap / max(1.0, entry["grads"]["max_abs"]))
     print(f"{name}: largest difference {worst:.1e}")
     return worst
 
@@ -558,8 +626,11 @@ def main():
         index = json.loads((MODELS / "index.json").read_text())["models"]
         worst = [check(n, e) for n, e in index.items() if (MODELS / n / "golden.safetensors").exists()]
         sys.exit(max(worst) > 2e-5)
-    for name in sys.argv[1:] or SPECS:
-        make(name)
+    for name in sys.argv[1:] or dict.fromkeys([*SPECS, *GRADIENTS]):
+        if name in SPECS:
+            make(name)
+        if name in GRADIENTS:
+            make_gradients(name)
 
 
 if __name__ == "__main__":
