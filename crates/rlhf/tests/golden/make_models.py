@@ -65,7 +65,7 @@ llama = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )
 
-# Without a tokenizer the vocabulary can be small, and with it the files. Heads of 16 leave room for each band of `llama3`.
+# Without a tokenizer the vocabulary can be small, and so the files. Heads of 16 leave room for each band of `llama3`.
 small = dict(
     vocab_size=96,
     hidden_size=32,
@@ -191,9 +191,7 @@ SPECS = {
     ),
     "llama_linear": Spec(LlamaConfig(**rope(rope_type="linear", factor=2.0)), 208),
     # Eight positions, so that rows of 12 are past what the model was made for.
-    "llama_dynamic": Spec(
-        LlamaConfig(**rope(rope_type="dynamic", factor=2.0) | {"max_position_embeddings": 8}), 209
-    ),
+    "llama_dynamic": Spec(LlamaConfig(**rope(rope_type="dynamic", factor=2.0) | {"max_position_embeddings": 8}), 209),
     "mistral": Spec(MistralConfig(sliding_window=5, **small), 210),
     "qwen2": Spec(Qwen2Config(tie_word_embeddings=True, **small), 211),
     "qwen3": Spec(Qwen3Config(tie_word_embeddings=False, **qwen3), 212),
