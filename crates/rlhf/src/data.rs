@@ -3,7 +3,9 @@
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
-use serde_json::Value;
+use serde_json::{Value, json};
+use std::fs::File;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 /// A file of JSON objects, each with its place: "line 7", or "row 7" of a JSON array.
@@ -40,27 +42,23 @@ impl Dataset {
         Ok(Self { path, rows })
     }
 
-    /// The rows' prompts: a string `prompt`, or token ids `input_ids`.
+    /// The rows' prompts: token ids `prompt_ids`, else a string `prompt`, else token ids `input_ids`.
     ///
     /// # Errors
     /// If a row has neither, its prompt is empty or has more than `most` tokens, or an id is not below `vocab`.
     pub fn prompts(&self, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Prompt>> {
         self.map(|row| {
-            let prompt = match (row.get("prompt"), row.get("input_ids")) {
-                (Some(Value::String(text)), _) => {
+            let ids = match (token_ids(row, "prompt_ids", vocab)?, row.get("prompt")) {
+                (None, None) => token_ids(row, "input_ids", vocab)?,
+                (ids, _) => ids,
+            };
+            let prompt = match (ids, row.get("prompt")) {
+                (Some(tokens), Some(Value::String(text))) => Prompt { tokens, text: text.clone(), row: row.clone() },
+                (Some(tokens), _) => Prompt { text: tokenizer.decode(&tokens)?, tokens, row: row.clone() },
+                (None, Some(Value::String(text))) => {
                     Prompt { tokens: tokenizer.encode(text)?, text: text.clone(), row: row.clone() }
                 }
-                (None, Some(ids)) => {
-                    let ids: Option<Vec<i64>> = ids.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
-                    let tokens = ids.ok_or_else(|| Error::Run(expected("input_ids", "a list of token ids", row)))?;
-                    if let Some(id) = tokens.iter().find(|id| !(0..vocab).contains(*id)) {
-                        let message =
-                            format!("field `input_ids`: expected ids below the vocabulary of {vocab}, found {id}");
-                        return Err(Error::Run(message));
-                    }
-                    Prompt { text: tokenizer.decode(&tokens)?, tokens, row: row.clone() }
-                }
-                _ => return Err(Error::Run(expected("prompt", "a string", row))),
+                (None, _) => return Err(Error::Run(expected("prompt", "a string", row))),
             };
             match prompt.tokens.len() {
                 0 => Err(Error::Run("the prompt is empty: expected at least one token".into())),
@@ -109,6 +107,61 @@ impl Dataset {
         })
     }
 
+    /// The rows' texts with the place where each completion begins: `prompt_ids` or `prompt`, then `completion_ids`, or
+    /// the strings `prompt` and `completion`, encoded as one text. No eos is added.
+    ///
+    /// # Errors
+    /// If a row has neither form, has more than `most` tokens, or an id is not below `vocab`; if nothing comes before a
+    /// completion.
+    pub fn completions(&self, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Completed>> {
+        self.map(|row| {
+            let (tokens, border) = completed(row, tokenizer, vocab)?;
+            if border == 0 && !tokens.is_empty() {
+                let message =
+                    "the completion begins with the first token: expected a prompt of at least one token before it";
+                return Err(Error::Run(message.into()));
+            }
+            check_length(tokens.len(), most)?;
+            Ok(Completed { tokens, border })
+        })
+    }
+
+    /// The rows' whole texts: a prompt with its completion as [`Dataset::completions`] takes them, or token ids
+    /// `input_ids`, or a string `text`. No eos is added.
+    ///
+    /// # Errors
+    /// If a row has no such form, is empty or has more than `most` tokens, or an id is not below `vocab`.
+    pub fn texts(&self, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Vec<i64>>> {
+        self.map(|row| {
+            let paired = row.get("completion").is_some() || row.get("completion_ids").is_some();
+            let tokens = if paired {
+                completed(row, tokenizer, vocab)?.0
+            } else if let Some(ids) = token_ids(row, "input_ids", vocab)? {
+                ids
+            } else {
+                let text = row.get("text").and_then(Value::as_str);
+                let forms = "a string (or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and \
+                             `completion_ids`)";
+                tokenizer.encode(text.ok_or_else(|| Error::Run(expected("text", forms, row)))?)?
+            };
+            if tokens.is_empty() {
+                return Err(Error::Run("the text is empty: expected at least one token".into()));
+            }
+            check_length(tokens.len(), most)?;
+            Ok(tokens)
+        })
+    }
+
+    /// The rows themselves, each a JSON object.
+    pub fn rows(&self) -> impl Iterator<Item = &Value> {
+        self.rows.iter().map(|(_, row)| row)
+    }
+
+    /// An error about the row at `index`, with the file and the place.
+    pub fn error(&self, index: usize, message: impl Into<String>) -> Error {
+        row_error(&self.path, &self.rows[index].0, message)
+    }
+
     /// The first `count` rows.
     pub fn first(mut self, count: usize) -> Self {
         self.rows.truncate(count);
@@ -143,6 +196,15 @@ pub struct Prompt {
     pub text: String,
     /// The whole row of the dataset.
     pub row: Value,
+}
+
+/// A text with the place where the part begins that is looked at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Completed {
+    /// Token ids of prompt and completion.
+    pub tokens: Vec<i64>,
+    /// How many of them are the prompt's.
+    pub border: usize,
 }
 
 /// A text to imitate.
@@ -199,6 +261,95 @@ impl Cursor {
     }
 }
 
+/// Rows that come one after another, from a file or a pipe: only those asked for are in memory.
+pub struct RowReader {
+    path: PathBuf,
+    source: RowSource,
+}
+
+enum RowSource {
+    /// JSON objects or prompts, a line each; with the number of lines read.
+    Lines { reader: Box<dyn BufRead>, json: bool, read: usize },
+    /// What was in memory from the start.
+    Rows(std::vec::IntoIter<(String, Value)>),
+}
+
+impl RowReader {
+    /// Reads what [`Dataset::read`] reads; a JSON array, which cannot be read in parts, at once.
+    ///
+    /// # Errors
+    /// If there is no such file, or it is not a sound array.
+    pub fn open(path: &Path, split: &str) -> Result<Self> {
+        let path = locate(path, split)?;
+        if path.extension().is_some_and(|extension| extension == "json") {
+            let Dataset { path, rows } = Dataset::read(&path, split)?;
+            return Ok(Self { path, source: RowSource::Rows(rows.into_iter()) });
+        }
+        let file = File::open(&path).map_err(Error::io("read", &path))?;
+        Ok(Self::lines(path, BufReader::new(file), true))
+    }
+
+    /// Reads JSON objects, or with `json: false` prompts, a line each; `name` stands for them in errors.
+    pub fn lines(name: impl Into<PathBuf>, reader: impl BufRead + 'static, json: bool) -> Self {
+        Self { path: name.into(), source: RowSource::Lines { reader: Box::new(reader), json, read: 0 } }
+    }
+
+    /// Prompts that are given as words of the command line.
+    pub fn arguments(prompts: &[String]) -> Self {
+        let rows = (1..).zip(prompts).map(|(at, prompt)| (format!("argument {at}"), json!({"prompt": prompt})));
+        Self { path: "prompt".into(), source: RowSource::Rows(rows.collect::<Vec<_>>().into_iter()) }
+    }
+
+    /// The next rows, at most `count` of them; `None` when there are no more. Blank lines are passed over.
+    ///
+    /// # Errors
+    /// If the source cannot be read, or a line is not what it should be.
+    pub fn next(&mut self, count: usize) -> Result<Option<Dataset>> {
+        let mut rows = Vec::new();
+        while rows.len() < count {
+            let row = match &mut self.source {
+                RowSource::Rows(rows) => rows.next(),
+                RowSource::Lines { reader, json, read } => next_line(&self.path, reader, *json, read)?,
+            };
+            let Some((place, row)) = row else { break };
+            if !row.is_object() {
+                return Err(row_error(&self.path, &place, "expected a JSON object"));
+            }
+            rows.push((place, row));
+        }
+        Ok((!rows.is_empty()).then(|| Dataset { path: self.path.clone(), rows }))
+    }
+
+    /// The file, or what stands for it in errors.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// The next line that is not blank, as a row with its place.
+fn next_line(path: &Path, reader: &mut impl BufRead, json: bool, read: &mut usize) -> Result<Option<(String, Value)>> {
+    loop {
+        let mut bytes = Vec::new();
+        if reader.read_until(b'\n', &mut bytes).map_err(Error::io("read", path))? == 0 {
+            return Ok(None);
+        }
+        *read += 1;
+        let place = format!("line {read}");
+        let text = String::from_utf8(bytes).map_err(|_| row_error(path, &place, NOT_UTF8))?;
+        let text = if *read == 1 { text.strip_prefix('\u{feff}').unwrap_or(&text) } else { &text };
+        if text.trim().is_empty() {
+            continue;
+        }
+        if json {
+            return parse_line(path, *read, text).map(Some);
+        }
+        let text = text.strip_suffix('\n').unwrap_or(text);
+        return Ok(Some((place, json!({"prompt": text.strip_suffix('\r').unwrap_or(text)}))));
+    }
+}
+
+const NOT_UTF8: &str = "expected UTF-8, found bytes of another encoding";
+
 fn locate(path: &Path, split: &str) -> Result<PathBuf> {
     if path.is_file() {
         return Ok(path.to_path_buf());
@@ -235,9 +386,48 @@ fn read_text(path: &Path) -> Result<String> {
     let text = String::from_utf8(bytes).map_err(|e| {
         let before = &e.as_bytes()[..e.utf8_error().valid_up_to()];
         let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
-        row_error(path, &format!("line {line}"), "expected UTF-8, found bytes of another encoding")
+        row_error(path, &format!("line {line}"), NOT_UTF8)
     })?;
     Ok(text.strip_prefix('\u{feff}').map(String::from).unwrap_or(text))
+}
+
+/// The token ids in the field `name`, if the row has it.
+fn token_ids(row: &Value, name: &str, vocab: i64) -> Result<Option<Vec<i64>>> {
+    let Some(ids) = row.get(name) else { return Ok(None) };
+    let ids: Option<Vec<i64>> = ids.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
+    let ids = ids.ok_or_else(|| Error::Run(expected(name, "a list of token ids", row)))?;
+    match ids.iter().find(|id| !(0..vocab).contains(*id)) {
+        Some(id) => {
+            Err(Error::Run(format!("field `{name}`: expected ids below the vocabulary of {vocab}, found {id}")))
+        }
+        None => Ok(Some(ids)),
+    }
+}
+
+/// Tokens of a prompt with its completion, and how many are the prompt's. Token ids go before text: they are exact.
+fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<(Vec<i64>, usize)> {
+    let prompt = token_ids(row, "prompt_ids", vocab)?;
+    let Some(completion) = token_ids(row, "completion_ids", vocab)? else {
+        // A list of ids and a text would have to be joined in the middle of what may be one token.
+        if prompt.is_some() && row.get("prompt").is_none() {
+            return Err(Error::Run(expected("completion_ids", "a list of token ids, as `prompt_ids` is", row)));
+        }
+        return tokenizer.encode_open_pair(text_field(row, "prompt")?, text_field(row, "completion")?);
+    };
+    let mut tokens = match prompt {
+        Some(prompt) => prompt,
+        None => tokenizer.encode(text_field(row, "prompt")?)?,
+    };
+    let border = tokens.len();
+    tokens.extend(completion);
+    Ok((tokens, border))
+}
+
+fn check_length(found: usize, most: usize) -> Result<()> {
+    if found <= most {
+        return Ok(());
+    }
+    Err(Error::Run(format!("the row is too long: expected at most {most} tokens, the model's context, found {found}")))
 }
 
 fn text_field<'a>(row: &'a Value, name: &str) -> Result<&'a str> {

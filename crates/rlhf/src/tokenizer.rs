@@ -100,12 +100,21 @@ impl Tokenizer {
     /// If the tokenizer cannot encode it, or names no eos token.
     pub fn encode_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
         let eos = self.require_eos()?;
-        let alone = self.encode(prompt)?;
-        let mut whole = self.encode(&format!("{prompt}{completion}"))?;
-        let shared = alone.iter().zip(&whole).take_while(|(a, b)| a == b).count();
+        let (mut whole, border) = self.encode_open_pair(prompt, completion)?;
         if whole.last() != Some(&eos) {
             whole.push(eos);
         }
+        Ok((whole, border))
+    }
+
+    /// As [`Tokenizer::encode_pair`], with no eos added: what the tokenizer makes of the text and nothing else.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
+    pub fn encode_open_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
+        let alone = self.encode(prompt)?;
+        let whole = self.encode(&format!("{prompt}{completion}"))?;
+        let shared = alone.iter().zip(&whole).take_while(|(a, b)| a == b).count();
         Ok((whole, shared))
     }
 
@@ -113,6 +122,23 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[i64]) -> Result<String> {
         let ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
         self.inner.decode(&ids, true).map_err(|e| self.error(&e.to_string()))
+    }
+
+    /// The text that `ids` add to that of `prompt`, without special tokens.
+    ///
+    /// Decoded by themselves, ids of a SentencePiece tokenizer would lose the space before their first word.
+    pub fn decode_after(&self, prompt: &[i64], ids: &[i64]) -> Result<String> {
+        let whole = self.decode(&[prompt, ids].concat())?;
+        match whole.strip_prefix(&self.decode(prompt)?) {
+            Some(text) => Ok(text.to_string()),
+            None => self.decode(ids), // The border lies within a character.
+        }
+    }
+
+    /// The text of token ids, special tokens by their names.
+    pub(crate) fn decode_with_special(&self, ids: &[i64]) -> Result<String> {
+        let ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
+        self.inner.decode(&ids, false).map_err(|e| self.error(&e.to_string()))
     }
 
     /// The id of the token that ends a text, if the tokenizer names one.
