@@ -320,7 +320,7 @@ pub struct GenerateConfig {
     #[arg(long, help_heading = SAMPLING, value_delimiter = ',')]
     pub stop_token_ids: Vec<i64>,
     /// Stop with the token that completes this text; the flag several times for several.
-    #[arg(long, help_heading = SAMPLING, value_name = "TEXT")]
+    #[arg(long, help_heading = SAMPLING)]
     pub stop_strings: Vec<String>,
     /// Do not stop at the end-of-sequence tokens of the model and its tokenizer.
     #[arg(long, help_heading = SAMPLING)]
@@ -827,17 +827,20 @@ pub fn command<C: Args>(name: &'static str) -> Command {
                 .require_equals(true)
                 .default_missing_value("true");
         }
+        if arg.is_positional() {
+            return arg;
+        }
         let kind = typed::<usize>(&arg)
             .or_else(|| typed::<u64>(&arg))
             .or_else(|| typed::<i64>(&arg))
             .or_else(|| typed::<f64>(&arg))
             .or_else(|| typed::<PathBuf>(&arg))
+            .or_else(|| typed::<String>(&arg))
             .or_else(|| typed::<StopToken>(&arg))
             .or_else(|| typed::<Format>(&arg));
         match kind {
             Some((name, Some(parser))) => arg.value_name(name).value_parser(parser),
             Some((name, None)) => arg.value_name(name),
-            None if arg.is_positional() => arg,
             None => arg.value_name("NAME"),
         }
     })
@@ -952,6 +955,15 @@ impl Setting for bool {
 impl Setting for PathBuf {
     const NAME: &'static str = "PATH";
     const EXPECTED: &'static str = "a path";
+
+    fn read(text: &str) -> Option<Self> {
+        (!text.is_empty()).then(|| text.into())
+    }
+}
+
+impl Setting for String {
+    const NAME: &'static str = "TEXT";
+    const EXPECTED: &'static str = "some text";
 
     fn read(text: &str) -> Option<Self> {
         (!text.is_empty()).then(|| text.into())
