@@ -211,8 +211,8 @@ class Summary(unittest.TestCase):
             ],
         )
         row = {"prompt": prompt, "finish_reason": "stop"}
-        write("before.jsonl", [dict(row, response=ending.format("terrible", "sinks"))] * 2)
-        write("after.jsonl", [dict(row, response=ending.format(after, "soars"))] * 2)
+        write("before.jsonl", [dict(row, completion=ending.format("terrible", "sinks"))] * 2)
+        write("after.jsonl", [dict(row, completion=ending.format(after, "soars"))] * 2)
         pathlib.Path(folder, "timings.tsv").write_text("sft\t61\nppo\t20\n")
 
     def run_summary(self, folder):

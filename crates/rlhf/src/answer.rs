@@ -53,7 +53,7 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
             let text = tokenizer.decode_after(&prompt.tokens, &response.tokens)?;
             match format {
                 Format::Text => out.write(format_args!("{}{text}\n", prompt.text))?,
-                Format::Jsonl => out.write(json_row(prompt, text, response))?,
+                Format::Jsonl => out.write(json_row(prompt, &text, response))?,
             }
         }
         out.flush()?;
@@ -104,7 +104,7 @@ fn generation_config(config: &GenerateConfig, model: &CausalLm, tokenizer: &Toke
 }
 
 /// The answer with all fields of the prompt's row, so that it can be joined with what it belongs to.
-fn json_row(prompt: &Prompt, text: String, response: &Response) -> Value {
+fn json_row(prompt: &Prompt, text: &str, response: &Response) -> Value {
     let mut row = json!({
         "prompt": prompt.text,
         "prompt_ids": prompt.tokens,

@@ -38,7 +38,7 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
             }
         }
         let fields = texts.iter().zip(logprobs).map(|(text, logprobs)| {
-            let sum: f64 = logprobs.iter().copied().map(f64::from).sum();
+            let sum = logprobs.iter().fold(0.0, |sum, &logprob| sum + f64::from(logprob)); // `sum` of none is -0
             vec![
                 ("completion_ids", json!(text.tokens[text.border..])),
                 ("logprobs", json!(logprobs)),
