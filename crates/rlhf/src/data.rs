@@ -493,6 +493,40 @@ mod tests {
         }
     }
 
+    /// All rows of a reader, taken `count` at a time.
+    fn drain(mut reader: RowReader, count: usize) -> Result<Vec<(String, Value)>> {
+        let mut rows = Vec::new();
+        while let Some(part) = reader.next(count)? {
+            assert!(part.rows.len() <= count);
+            rows.extend(part.rows);
+        }
+        Ok(rows)
+    }
+
+    #[test]
+    fn rows_read_in_parts_are_those_read_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.jsonl");
+        std::fs::write(&path, "\u{feff}{\"a\": 1}\r\n\n  \n{\"a\": 2}\n{\"a\": 3}").unwrap();
+        let array = dir.path().join("a.json");
+        std::fs::write(&array, "[{\"a\": 1}, {\"a\": 2}]").unwrap();
+        for count in 1..5 {
+            let rows = drain(RowReader::open(&path, "test").unwrap(), count).unwrap();
+            assert_eq!(rows, Dataset::read(&path, "test").unwrap().rows);
+            let rows = drain(RowReader::open(&array, "test").unwrap(), count).unwrap();
+            assert_eq!(rows, Dataset::read(&array, "test").unwrap().rows);
+        }
+    }
+
+    #[test]
+    fn lines_of_text_are_prompts_and_lose_their_end_only() {
+        let rows = drain(RowReader::lines("pipe", &b" {\"x\"  \r\n\n\ty"[..], false), 2).unwrap();
+        let prompt = |text: &str| json!({"prompt": text});
+        assert_eq!(rows, [("line 1".into(), prompt(" {\"x\"  ")), ("line 3".into(), prompt("\ty"))]);
+        let error = drain(RowReader::lines("pipe", &b"x\n\xff\n"[..], false), 9).unwrap_err().to_string();
+        assert_eq!(error, "pipe: line 2: expected UTF-8, found bytes of another encoding");
+    }
+
     #[test]
     fn a_missing_field_is_named_with_what_is_there() {
         let row = serde_json::json!({"question": "x", "answer": 1});

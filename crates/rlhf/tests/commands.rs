@@ -291,6 +291,23 @@ fn generate_reads_rows_from_standard_input_and_takes_ids_before_text() {
 }
 
 #[test]
+fn prompt_and_completion_make_the_text_of_all_their_tokens() {
+    for family in ["gpt_neox", "llama_tied"] {
+        let scratch = Scratch::of_family(family);
+        let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
+        let line = "generate --model policy --dataset_name prompts.jsonl --max_new_tokens 3 --num_return_sequences 32";
+        let mut begin_with_space = 0;
+        for row in json_lines(&scratch.succeeds(line)) {
+            let text = |name: &str| row[name].as_str().unwrap();
+            let whole = tokenizer.decode(&[ids(&row["prompt_ids"]), ids(&row["completion_ids"])].concat()).unwrap();
+            assert_eq!(format!("{}{}", text("prompt"), text("completion")), whole);
+            begin_with_space += usize::from(text("completion").starts_with(' '));
+        }
+        assert!(begin_with_space > 0, "{family}: no answer tests what it should");
+    }
+}
+
+#[test]
 fn what_ends_an_answer_is_what_was_asked_for_and_every_eos_unless_ignored() {
     let scratch = Scratch::new();
     let answer = |flags: &str, words: &[&str]| {
