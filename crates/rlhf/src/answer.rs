@@ -10,7 +10,7 @@ use rlhf::generate::{GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// Answers the prompts that `config` names.
 pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
@@ -47,8 +47,7 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
 
     let mut stop_token_ids = match config.stop_token_id {
         Some(id) => vec![id],
-        // What the model says, and what its tokenizer says: either ends a text.
-        None => model.config().eos_token_ids.iter().copied().chain(tokenizer.eos()).collect(),
+        None => tokenizer.eos_ids().to_vec(),
     };
     if config.ignore_eos {
         stop_token_ids.clear();
@@ -87,7 +86,9 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
 /// The prompts: arguments, else the dataset's, else a line of standard input each.
 fn prompts(config: &GenerateConfig, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Prompt>> {
     if let (Some(path), true) = (&config.dataset_name, config.prompts.is_empty()) {
-        return Dataset::read(path, "test")?.prompts(tokenizer, vocab, most);
+        let dataset = Dataset::read(path, "test")?;
+        let dataset = if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset };
+        return dataset.prompts(tokenizer, vocab, most);
     }
     let (texts, place) = if config.prompts.is_empty() {
         let text = io::read_to_string(io::stdin()).map_err(Error::io("read", "standard input"))?;
@@ -103,7 +104,13 @@ fn prompts(config: &GenerateConfig, tokenizer: &Tokenizer, vocab: i64, most: usi
     texts
         .into_iter()
         .map(|(at, text)| {
-            let tokens = tokenizer.encode(&text)?;
+            let row = json!({"prompt": &text});
+            let (text, tokens) = if config.apply_chat_template {
+                tokenizer.encode_chat(&[json!({"role": "user", "content": text})], true, &Map::new())?
+            } else {
+                let tokens = tokenizer.encode(&text)?;
+                (text, tokens)
+            };
             if tokens.is_empty() || tokens.len() > most {
                 let message = format!(
                     "expected 1 to {most} tokens (the model's context less max_new_tokens = {}), found {}",
@@ -112,7 +119,7 @@ fn prompts(config: &GenerateConfig, tokenizer: &Tokenizer, vocab: i64, most: usi
                 );
                 return Err(Error::Row { path: place.into(), place: at, message });
             }
-            Ok(Prompt { tokens, row: json!({"prompt": &text}), text })
+            Ok(Prompt { tokens, row, text })
         })
         .collect()
 }

@@ -59,6 +59,9 @@ pub struct PpoConfig {
     /// Split of the dataset whose prompts the sample tables answer.
     #[arg(long, help_heading = DATA, default_value = "test")]
     pub dataset_test_split: String,
+    /// Put a prompt that is a string into the chat template, as what the user says.
+    #[arg(long, help_heading = DATA)]
+    pub apply_chat_template: bool,
 
     /// Sequences in one forward and backward pass.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
@@ -155,6 +158,9 @@ pub struct SftConfig {
     /// Folder to take the tokenizer from [default: the model's].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub tokenizer_name: std::option::Option<PathBuf>,
+    /// Chat template to use and to save [default: the tokenizer's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub chat_template_path: std::option::Option<PathBuf>,
 
     /// JSONL or JSON file of texts, or of prompts and completions, or a folder with a file per split.
     #[arg(long, help_heading = DATA)]
@@ -285,6 +291,9 @@ pub struct GenerateConfig {
     /// JSONL or JSON file whose `prompt` fields are answered.
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub dataset_name: std::option::Option<PathBuf>,
+    /// Put a prompt that is a string into the chat template, as what the user says.
+    #[arg(long, help_heading = DATA)]
+    pub apply_chat_template: bool,
     /// File to write to [default: standard output].
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub output_file: std::option::Option<PathBuf>,
@@ -1036,7 +1045,7 @@ mod tests {
                 "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
                 "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
                 "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
-                "score_position": "after_stop",
+                "score_position": "after_stop", "apply_chat_template": false,
             }),
         );
         assert_settings(
@@ -1045,6 +1054,7 @@ mod tests {
                 "model_name_or_path": "m", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
                 "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
                 "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
+                "chat_template_path": null,
             }),
         );
         assert_settings(
@@ -1061,7 +1071,7 @@ mod tests {
                 "model_name_or_path": "m", "prompts": [], "dataset_name": null, "output_file": null,
                 "output_format": null, "max_new_tokens": 53, "temperature": 1.0, "greedy": false, "top_k": 0,
                 "top_p": 1.0, "num_return_sequences": 1, "stop_token_id": null, "ignore_eos": false,
-                "batch_size": 32, "seed": 42, "num_threads": null,
+                "batch_size": 32, "seed": 42, "num_threads": null, "apply_chat_template": false,
             }),
         );
     }

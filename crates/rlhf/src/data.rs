@@ -1,9 +1,9 @@
 //! Rows of text in, token ids out: prompts, demonstrations, preference pairs; and the order in which they are taken.
 
 use crate::rng::{Purpose, Stream};
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{Tokenizer, shared_prefix, user_message};
 use crate::{Error, Result};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// A file of JSON objects, each with its place: "line 7", or "row 7" of a JSON array.
@@ -40,13 +40,29 @@ impl Dataset {
         Ok(Self { path, rows })
     }
 
-    /// The rows' prompts: a string `prompt`, or token ids `input_ids`.
+    /// Puts every prompt that is a string into a conversation: it becomes what the user says.
+    pub fn with_chat_prompts(mut self) -> Self {
+        for (_, row) in &mut self.rows {
+            if let Some(prompt) = row.get_mut("prompt")
+                && let Some(text) = prompt.as_str()
+            {
+                *prompt = Value::from(vec![user_message(text)]);
+            }
+        }
+        self
+    }
+
+    /// The rows' prompts: a string or a list of messages `prompt`, or token ids `input_ids`.
     ///
     /// # Errors
     /// If a row has neither, its prompt is empty or has more than `most` tokens, or an id is not below `vocab`.
     pub fn prompts(&self, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Prompt>> {
         self.map(|row| {
             let prompt = match (row.get("prompt"), row.get("input_ids")) {
+                (Some(Value::Array(_)), _) => {
+                    let (text, tokens) = encode_chat(row, tokenizer, &["prompt"], true)?;
+                    Prompt { tokens, text, row: row.clone() }
+                }
                 (Some(Value::String(text)), _) => {
                     Prompt { tokens: tokenizer.encode(text)?, text: text.clone(), row: row.clone() }
                 }
@@ -60,7 +76,7 @@ impl Dataset {
                     }
                     Prompt { text: tokenizer.decode(&tokens)?, tokens, row: row.clone() }
                 }
-                _ => return Err(Error::Run(expected("prompt", "a string", row))),
+                _ => return Err(Error::Run(expected("prompt", "a string or a list of messages", row))),
             };
             match prompt.tokens.len() {
                 0 => Err(Error::Run("the prompt is empty: expected at least one token".into())),
@@ -73,23 +89,34 @@ impl Dataset {
         })
     }
 
-    /// The rows' demonstrations: `prompt` and `completion`, or `text`; each ends with eos.
+    /// The rows' demonstrations: `text`, `prompt` and `completion`, or `messages`.
     ///
-    /// With `completion_only` the loss spares the prompt.
+    /// Prompt and completion are strings or lists of messages, both alike. A string ends with eos; a conversation ends as
+    /// the chat template ends it. With `completion_only` the loss spares the prompt.
     ///
     /// # Errors
-    /// If a row has neither form, or the tokenizer names no eos token.
+    /// If a row has none of these forms, the tokenizer names no eos token, or its chat template fails.
     pub fn demonstrations(&self, tokenizer: &Tokenizer, completion_only: bool) -> Result<Vec<Demonstration>> {
         self.map(|row| {
-            let (tokens, border) = match (row.get("text"), row.get("completion")) {
-                (Some(Value::String(text)), _) if text.is_empty() => {
+            let (tokens, border) = match (row.get("text"), row.get("completion"), row.get("messages")) {
+                (Some(Value::String(text)), ..) if text.is_empty() => {
                     return Err(Error::Run("field `text`: expected some text, found none".into()));
                 }
-                (Some(Value::String(text)), _) => tokenizer.encode_pair("", text)?,
-                (None, Some(Value::String(completion))) => {
+                (Some(Value::String(text)), ..) => tokenizer.encode_pair("", text)?,
+                (None, Some(Value::String(completion)), _) => {
                     tokenizer.encode_pair(text_field(row, "prompt")?, completion)?
                 }
-                _ => return Err(Error::Run(expected("text", "a string (or `prompt` and `completion`)", row))),
+                (None, Some(Value::Array(_)), _) => {
+                    let alone = encode_chat(row, tokenizer, &["prompt"], true)?.1;
+                    let whole = encode_chat(row, tokenizer, &["prompt", "completion"], false)?.1;
+                    let border = shared_prefix(&alone, &whole);
+                    (whole, border)
+                }
+                (None, None, Some(_)) => (encode_chat(row, tokenizer, &["messages"], false)?.1, 0),
+                _ => {
+                    let forms = "a string (or `prompt` and `completion`, or `messages`)";
+                    return Err(Error::Run(expected("text", forms, row)));
+                }
             };
             // Nothing comes before the first token, so it cannot be learned.
             let learn_from = if completion_only { border.max(1) } else { 1 };
@@ -97,14 +124,25 @@ impl Dataset {
         })
     }
 
-    /// The rows' preference pairs: `chosen` and `rejected`, behind a `prompt` where there is one; each ends with eos.
+    /// The rows' preference pairs: `chosen` and `rejected`, behind a `prompt` where there is one.
+    ///
+    /// All are strings, which end with eos, or all lists of messages, which end as the chat template ends them; but what
+    /// is blank behind its last eos is cut: answers of PPO end with eos, and scores are read at the last token.
     ///
     /// # Errors
-    /// If a row lacks one of the two, or the tokenizer names no eos token.
+    /// If a row lacks one of the two, the tokenizer names no eos token, or its chat template fails.
     pub fn pairs(&self, tokenizer: &Tokenizer) -> Result<Vec<Pair>> {
         self.map(|row| {
-            let prompt = if row.get("prompt").is_some() { text_field(row, "prompt")? } else { "" };
-            let side = |name| Ok::<_, Error>(tokenizer.encode_pair(prompt, text_field(row, name)?)?.0);
+            let has_prompt = row.get("prompt").is_some();
+            let side = |name| -> Result<Vec<i64>> {
+                if let Some(Value::Array(_)) = row.get(name) {
+                    let fields = if has_prompt { &["prompt", name][..] } else { &[name] };
+                    up_to_eos(encode_chat(row, tokenizer, fields, false)?.1, tokenizer)
+                } else {
+                    let prompt = if has_prompt { text_field(row, "prompt")? } else { "" };
+                    Ok(tokenizer.encode_pair(prompt, text_field(row, name)?)?.0)
+                }
+            };
             Ok(Pair { chosen: side("chosen")?, rejected: side("rejected")? })
         })
     }
@@ -134,6 +172,38 @@ impl Dataset {
     }
 }
 
+/// The text and the token ids of one conversation, whose parts are the messages in these fields of a row.
+fn encode_chat(row: &Value, tokenizer: &Tokenizer, fields: &[&str], prompt: bool) -> Result<(String, Vec<i64>)> {
+    let mut conversation = Vec::new();
+    for name in fields {
+        let messages = row.get(*name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
+        let wrong = || Error::Run(expected(name, "a list of at least one message", row));
+        conversation.extend_from_slice(messages.ok_or_else(wrong)?);
+    }
+    if prompt && conversation.last().is_some_and(|message| message["role"] == "assistant") {
+        return Err(Error::Run(
+            "field `prompt`: expected a message to answer at the end, found the assistant's".into(),
+        ));
+    }
+    let none = Map::new();
+    let variables = match row.get("chat_template_kwargs") {
+        None | Some(Value::Null) => &none,
+        Some(Value::Object(variables)) => variables,
+        Some(_) => return Err(Error::Run(expected("chat_template_kwargs", "an object", row))),
+    };
+    tokenizer.encode_chat(&conversation, prompt, variables)
+}
+
+/// `ids` without the blank that a template may put behind its last eos, a new line for instance.
+fn up_to_eos(mut ids: Vec<i64>, tokenizer: &Tokenizer) -> Result<Vec<i64>> {
+    if let Some(last) = ids.iter().rposition(|id| tokenizer.eos_ids().contains(id))
+        && tokenizer.decode_verbatim(&ids[last + 1..])?.trim().is_empty()
+    {
+        ids.truncate(last + 1);
+    }
+    Ok(ids)
+}
+
 /// What a response is asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
@@ -148,7 +218,7 @@ pub struct Prompt {
 /// A text to imitate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Demonstration {
-    /// Token ids, eos last.
+    /// Token ids.
     pub tokens: Vec<i64>,
     /// The first token that the loss counts; at least 1.
     pub learn_from: usize,
@@ -157,9 +227,9 @@ pub struct Demonstration {
 /// Two texts, one preferred.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pair {
-    /// Token ids of the better text, eos last.
+    /// Token ids of the better text.
     pub chosen: Vec<i64>,
-    /// Token ids of the worse text, eos last.
+    /// Token ids of the worse text.
     pub rejected: Vec<i64>,
 }
 

@@ -5,3 +5,4 @@ mod models;
 mod ppo_golden;
 mod ppo_invariance;
 mod support;
+mod tokenizers;
