@@ -3,7 +3,7 @@
 use crate::{Error, Result};
 use jiff::Zoned;
 use minijinja::value::{Kwargs, Serde, ValueKind};
-use minijinja::{AutoEscape, Environment, ErrorKind, State, Value as Item, syntax::SyntaxConfig};
+use minijinja::{AutoEscape, Environment, ErrorKind, Value as Item, syntax::SyntaxConfig};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
@@ -63,7 +63,7 @@ fn environment() -> Environment<'static> {
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_fuel(Some(FUEL));
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    environment.add_filter("tojson", to_json);
+    environment.add_filter("tojson", |value: &Item, options: Kwargs| to_json(value, &options));
     // In Python whatever has a length and an index is a sequence.
     environment.add_test("sequence", |value: &Item| {
         matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Undefined)
@@ -151,7 +151,7 @@ pub(crate) fn user_message(text: &str) -> Value {
 }
 
 /// The filter `tojson` as transformers defines it: Python's `json.dumps`, nothing escaped for HTML.
-fn to_json(_: &State<'_, '_>, value: &Item, options: Kwargs) -> Result<String, minijinja::Error> {
+fn to_json(value: &Item, options: &Kwargs) -> Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     let ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
     let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
