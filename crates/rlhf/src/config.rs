@@ -88,7 +88,7 @@ pub struct PpoConfig {
     /// Tokens of an answer, at most.
     #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
     pub response_length: usize,
-    /// Cut answers after this token: `eos` is the tokenizer's.
+    /// Cut answers after this token: `eos` is the tokenizer's, or another that its `generation_config.json` names.
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<StopToken>)]
     pub stop_token: std::option::Option<StopToken>,
     /// Cut answers after the token with this id.
