@@ -4,7 +4,7 @@ use std::io::{self, IsTerminal};
 
 use rlhf::config::{Format, GenerateConfig};
 use rlhf::data::{Prompt, RowReader};
-use rlhf::generate::{GenerationConfig, Response, Sampling, StopStrings, eos_of_generation_config, generate};
+use rlhf::generate::{GenerationConfig, Response, Sampling, StopStrings, generate};
 use rlhf::model::{CausalLm, ModelOptions};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
@@ -39,6 +39,7 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
     // In parts, so that answers appear, and are written, as they are made.
     let at_once = (config.rows.batch_size / config.num_return_sequences).max(1);
     while let Some(part) = rows.next(at_once)? {
+        let part = if config.apply_chat_template { part.with_chat_prompts() } else { part };
         let prompts = part.prompts(&tokenizer, vocab, most)?;
         let tokens: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
         let responses = generate(&model, &tokens, &generation)?;
@@ -76,10 +77,7 @@ fn generation_config(config: &GenerateConfig, model: &CausalLm, tokenizer: &Toke
     }
     let mut stop_token_ids = config.stop_token_ids.clone();
     if !config.ignore_eos {
-        // What the model says, and what its tokenizer says: any of them ends a text.
-        stop_token_ids.extend(&model.config().eos_token_ids);
-        stop_token_ids.extend(eos_of_generation_config(&config.model_name_or_path)?);
-        stop_token_ids.extend(tokenizer.eos());
+        stop_token_ids.extend(tokenizer.eos_ids());
     }
     let sampling = if config.is_greedy() {
         Sampling::Greedy

@@ -421,7 +421,7 @@ mod tests {
             flags("ppo"),
             format!(
                 "model_name_or_path sft_model_path reward_model_path value_model_path new_reward_head {data} \
-                 per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
+                 apply_chat_template per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
                  score_position kl_coef kl_estimator whiten_rewards gamma lam cliprange cliprange_value vf_coef \
@@ -431,7 +431,7 @@ mod tests {
         assert_eq!(
             flags("sft"),
             format!(
-                "model_name_or_path config_name tokenizer_name {data} eval_dataset_name max_length {steps} \
+                "model_name_or_path config_name tokenizer_name chat_template_path {data} eval_dataset_name max_length {steps} \
                  completion_only_loss {optimizer} {run}"
             )
         );
@@ -445,7 +445,7 @@ mod tests {
         assert_eq!(
             flags("generate"),
             format!(
-                "model_name_or_path prompts input_format output_format max_new_tokens min_new_tokens do_sample \
+                "model_name_or_path prompts input_format output_format apply_chat_template max_new_tokens min_new_tokens do_sample \
                  temperature top_k top_p min_p repetition_penalty num_return_sequences stop_token_ids stop_strings \
                  ignore_eos seed {rows}"
             )

@@ -59,6 +59,9 @@ pub struct PpoConfig {
     /// Split of the dataset whose prompts the sample tables answer.
     #[arg(long, help_heading = DATA, default_value = "test")]
     pub dataset_test_split: String,
+    /// Put a prompt that is a string into the chat template, as what the user says.
+    #[arg(long, help_heading = DATA)]
+    pub apply_chat_template: bool,
 
     /// Sequences in one forward and backward pass.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
@@ -85,7 +88,7 @@ pub struct PpoConfig {
     /// Tokens of an answer, at most.
     #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
     pub response_length: usize,
-    /// Cut answers after this token: `eos` is the tokenizer's.
+    /// Cut answers after this token: `eos` is the tokenizer's, or another that its `generation_config.json` names.
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<StopToken>)]
     pub stop_token: std::option::Option<StopToken>,
     /// Cut answers after the token with this id.
@@ -155,6 +158,9 @@ pub struct SftConfig {
     /// Folder to take the tokenizer from [default: the model's].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub tokenizer_name: std::option::Option<PathBuf>,
+    /// Chat template to use and to save [default: the tokenizer's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub chat_template_path: std::option::Option<PathBuf>,
 
     /// JSONL or JSON file of texts, or of prompts and completions, or a folder with a file per split.
     #[arg(long, help_heading = DATA)]
@@ -288,6 +294,9 @@ pub struct GenerateConfig {
     /// `text` to read, `jsonl` for programs [default: text on a terminal, else jsonl].
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<Format>)]
     pub output_format: std::option::Option<Format>,
+    /// Put a prompt that is a string into the chat template, as what the user says.
+    #[arg(long, help_heading = DATA)]
+    pub apply_chat_template: bool,
 
     /// Tokens of an answer, at most.
     #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
@@ -1149,7 +1158,7 @@ mod tests {
                 "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
                 "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
                 "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
-                "score_position": "after_stop",
+                "score_position": "after_stop", "apply_chat_template": false,
             }),
         );
         assert_settings(
@@ -1158,6 +1167,7 @@ mod tests {
                 "model_name_or_path": "m", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
                 "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
                 "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
+                "chat_template_path": null,
             }),
         );
         assert_settings(
@@ -1172,6 +1182,7 @@ mod tests {
             &GenerateConfig::new("m"),
             json!({
                 "model_name_or_path": "m", "prompts": [], "input_format": "text", "output_format": null,
+                "apply_chat_template": false,
                 "max_new_tokens": 53, "min_new_tokens": 0, "do_sample": true, "temperature": 1.0, "top_k": 0,
                 "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "num_return_sequences": 1,
                 "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null,

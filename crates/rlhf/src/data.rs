@@ -1,9 +1,9 @@
 //! Rows of text in, token ids out: prompts, demonstrations, preference pairs; and the order in which they are taken.
 
 use crate::rng::{Purpose, Stream};
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{Tokenizer, shared_prefix, user_message};
 use crate::{Error, Result};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -42,7 +42,19 @@ impl Dataset {
         Ok(Self { path, rows })
     }
 
-    /// The rows' prompts: token ids `prompt_ids`, else a string `prompt`, else token ids `input_ids`.
+    /// Puts every prompt that is a string into a conversation: it becomes what the user says.
+    pub fn with_chat_prompts(mut self) -> Self {
+        for (_, row) in &mut self.rows {
+            if let Some(prompt) = row.get_mut("prompt")
+                && let Some(text) = prompt.as_str()
+            {
+                *prompt = Value::from(vec![user_message(text)]);
+            }
+        }
+        self
+    }
+
+    /// The rows' prompts: token ids `prompt_ids`, else a string or a list of messages `prompt`, else token ids `input_ids`.
     ///
     /// # Errors
     /// If a row has neither, its prompt is empty or has more than `most` tokens, or an id is not below `vocab`.
@@ -55,10 +67,14 @@ impl Dataset {
             let prompt = match (ids, row.get("prompt")) {
                 (Some(tokens), Some(Value::String(text))) => Prompt { tokens, text: text.clone(), row: row.clone() },
                 (Some(tokens), _) => Prompt { text: tokenizer.decode(&tokens)?, tokens, row: row.clone() },
+                (None, Some(Value::Array(_))) => {
+                    let (text, tokens) = encode_chat(row, tokenizer, &["prompt"], true)?;
+                    Prompt { tokens, text, row: row.clone() }
+                }
                 (None, Some(Value::String(text))) => {
                     Prompt { tokens: tokenizer.encode(text)?, text: text.clone(), row: row.clone() }
                 }
-                (None, _) => return Err(Error::Run(expected("prompt", "a string", row))),
+                (None, _) => return Err(Error::Run(expected("prompt", "a string or a list of messages", row))),
             };
             match prompt.tokens.len() {
                 0 => Err(Error::Run("the prompt is empty: expected at least one token".into())),
@@ -71,23 +87,29 @@ impl Dataset {
         })
     }
 
-    /// The rows' demonstrations: `prompt` and `completion`, or `text`; each ends with eos.
+    /// The rows' demonstrations: `text`, `prompt` and `completion`, or `messages`.
     ///
-    /// With `completion_only` the loss spares the prompt.
+    /// Prompt and completion are strings or lists of messages, both alike. A string ends with eos; a conversation ends as
+    /// the chat template ends it. With `completion_only` the loss spares the prompt.
     ///
     /// # Errors
-    /// If a row has neither form, or the tokenizer names no eos token.
+    /// If a row has none of these forms, the tokenizer names no eos token, or its chat template fails.
     pub fn demonstrations(&self, tokenizer: &Tokenizer, completion_only: bool) -> Result<Vec<Demonstration>> {
         self.map(|row| {
-            let (tokens, border) = match (row.get("text"), row.get("completion")) {
-                (Some(Value::String(text)), _) if text.is_empty() => {
+            let (tokens, border) = match (row.get("text"), row.get("completion"), row.get("messages")) {
+                (Some(Value::String(text)), ..) if text.is_empty() => {
                     return Err(Error::Run("field `text`: expected some text, found none".into()));
                 }
-                (Some(Value::String(text)), _) => tokenizer.encode_pair("", text)?,
-                (None, Some(Value::String(completion))) => {
+                (Some(Value::String(text)), ..) => tokenizer.encode_pair("", text)?,
+                (None, Some(Value::String(completion)), _) => {
                     tokenizer.encode_pair(text_field(row, "prompt")?, completion)?
                 }
-                _ => return Err(Error::Run(expected("text", "a string (or `prompt` and `completion`)", row))),
+                (None, Some(Value::Array(_)), _) => completed_chat(row, tokenizer)?,
+                (None, None, Some(_)) => (encode_chat(row, tokenizer, &["messages"], false)?.1, 0),
+                _ => {
+                    let forms = "a string (or `prompt` and `completion`, or `messages`)";
+                    return Err(Error::Run(expected("text", forms, row)));
+                }
             };
             // Nothing comes before the first token, so it cannot be learned.
             let learn_from = if completion_only { border.max(1) } else { 1 };
@@ -95,20 +117,31 @@ impl Dataset {
         })
     }
 
-    /// The rows' preference pairs: `chosen` and `rejected`, behind a `prompt` where there is one; each ends with eos.
+    /// The rows' preference pairs: `chosen` and `rejected`, behind a `prompt` where there is one.
+    ///
+    /// All are strings, which end with eos, or all lists of messages, which end as the chat template ends them; but what
+    /// is blank behind its last eos is cut: answers of PPO end with eos, and scores are read at the last token.
     ///
     /// # Errors
-    /// If a row lacks one of the two, or the tokenizer names no eos token.
+    /// If a row lacks one of the two, the tokenizer names no eos token, or its chat template fails.
     pub fn pairs(&self, tokenizer: &Tokenizer) -> Result<Vec<Pair>> {
         self.map(|row| {
-            let prompt = if row.get("prompt").is_some() { text_field(row, "prompt")? } else { "" };
-            let side = |name| Ok::<_, Error>(tokenizer.encode_pair(prompt, text_field(row, name)?)?.0);
+            let has_prompt = row.get("prompt").is_some();
+            let side = |name| -> Result<Vec<i64>> {
+                if let Some(Value::Array(_)) = row.get(name) {
+                    let fields = if has_prompt { &["prompt", name][..] } else { &[name] };
+                    up_to_eos(encode_chat(row, tokenizer, fields, false)?.1, tokenizer)
+                } else {
+                    let prompt = if has_prompt { text_field(row, "prompt")? } else { "" };
+                    Ok(tokenizer.encode_pair(prompt, text_field(row, name)?)?.0)
+                }
+            };
             Ok(Pair { chosen: side("chosen")?, rejected: side("rejected")? })
         })
     }
 
     /// The rows' texts with the place where each completion begins: `prompt_ids` or `prompt`, then `completion_ids`, or
-    /// the strings `prompt` and `completion`, encoded as one text. No eos is added.
+    /// `prompt` and `completion`, which are strings, encoded as one text, or lists of messages. No eos is added.
     ///
     /// # Errors
     /// If a row has neither form, has more than `most` tokens, or an id is not below `vocab`; if nothing comes before a
@@ -127,7 +160,8 @@ impl Dataset {
     }
 
     /// The rows' whole texts: a prompt with its completion as [`Dataset::completions`] takes them, or token ids
-    /// `input_ids`, or a string `text`. No eos is added.
+    /// `input_ids`, or a string `text`, or a conversation `messages`. No eos is added; of a conversation, what is blank
+    /// behind its last eos is cut, as in [`Dataset::pairs`].
     ///
     /// # Errors
     /// If a row has no such form, is empty or has more than `most` tokens, or an id is not below `vocab`.
@@ -135,13 +169,17 @@ impl Dataset {
         self.map(|row| {
             let paired = row.get("completion").is_some() || row.get("completion_ids").is_some();
             let tokens = if paired {
-                completed(row, tokenizer, vocab)?.0
+                let (tokens, _) = completed(row, tokenizer, vocab)?;
+                let chat = row.get("completion_ids").is_none() && row["completion"].is_array();
+                if chat { up_to_eos(tokens, tokenizer)? } else { tokens }
+            } else if row.get("messages").is_some() {
+                up_to_eos(encode_chat(row, tokenizer, &["messages"], false)?.1, tokenizer)?
             } else if let Some(ids) = token_ids(row, "input_ids", vocab)? {
                 ids
             } else {
                 let text = row.get("text").and_then(Value::as_str);
-                let forms = "a string (or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and \
-                             `completion_ids`)";
+                let forms = "a string (or `messages`, or `prompt` and `completion`, or token ids: `input_ids`, or \
+                             `prompt_ids` and `completion_ids`)";
                 tokenizer.encode(text.ok_or_else(|| Error::Run(expected("text", forms, row)))?)?
             };
             if tokens.is_empty() {
@@ -187,6 +225,38 @@ impl Dataset {
     }
 }
 
+/// The text and the token ids of one conversation, whose parts are the messages in these fields of a row.
+fn encode_chat(row: &Value, tokenizer: &Tokenizer, fields: &[&str], prompt: bool) -> Result<(String, Vec<i64>)> {
+    let mut conversation = Vec::new();
+    for name in fields {
+        let messages = row.get(*name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
+        let wrong = || Error::Run(expected(name, "a list of at least one message", row));
+        conversation.extend_from_slice(messages.ok_or_else(wrong)?);
+    }
+    if prompt && conversation.last().is_some_and(|message| message["role"] == "assistant") {
+        return Err(Error::Run(
+            "field `prompt`: expected a message to answer at the end, found the assistant's".into(),
+        ));
+    }
+    let none = Map::new();
+    let variables = match row.get("chat_template_kwargs") {
+        None | Some(Value::Null) => &none,
+        Some(Value::Object(variables)) => variables,
+        Some(_) => return Err(Error::Run(expected("chat_template_kwargs", "an object", row))),
+    };
+    tokenizer.encode_chat(&conversation, prompt, variables)
+}
+
+/// `ids` without the blank that a template may put behind its last eos, a new line for instance.
+fn up_to_eos(mut ids: Vec<i64>, tokenizer: &Tokenizer) -> Result<Vec<i64>> {
+    if let Some(last) = ids.iter().rposition(|id| tokenizer.eos_ids().contains(id))
+        && tokenizer.decode_verbatim(&ids[last + 1..])?.trim().is_empty()
+    {
+        ids.truncate(last + 1);
+    }
+    Ok(ids)
+}
+
 /// What a response is asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
@@ -210,7 +280,7 @@ pub struct Completed {
 /// A text to imitate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Demonstration {
-    /// Token ids, eos last.
+    /// Token ids.
     pub tokens: Vec<i64>,
     /// The first token that the loss counts; at least 1.
     pub learn_from: usize,
@@ -219,9 +289,9 @@ pub struct Demonstration {
 /// Two texts, one preferred.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pair {
-    /// Token ids of the better text, eos last.
+    /// Token ids of the better text.
     pub chosen: Vec<i64>,
-    /// Token ids of the worse text, eos last.
+    /// Token ids of the worse text.
     pub rejected: Vec<i64>,
 }
 
@@ -412,15 +482,27 @@ fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<(Vec<i64>
         if prompt.is_some() && row.get("prompt").is_none() {
             return Err(Error::Run(expected("completion_ids", "a list of token ids, as `prompt_ids` is", row)));
         }
+        if let Some(Value::Array(_)) = row.get("completion") {
+            return completed_chat(row, tokenizer);
+        }
         return tokenizer.encode_open_pair(text_field(row, "prompt")?, text_field(row, "completion")?);
     };
-    let mut tokens = match prompt {
-        Some(prompt) => prompt,
-        None => tokenizer.encode(text_field(row, "prompt")?)?,
+    let mut tokens = match (prompt, row.get("prompt")) {
+        (Some(prompt), _) => prompt,
+        (None, Some(Value::Array(_))) => encode_chat(row, tokenizer, &["prompt"], true)?.1,
+        (None, _) => tokenizer.encode(text_field(row, "prompt")?)?,
     };
     let border = tokens.len();
     tokens.extend(completion);
     Ok((tokens, border))
+}
+
+/// Tokens of the messages `prompt` and `completion`, and how many of them those of the prompt are.
+fn completed_chat(row: &Value, tokenizer: &Tokenizer) -> Result<(Vec<i64>, usize)> {
+    let alone = encode_chat(row, tokenizer, &["prompt"], true)?.1;
+    let whole = encode_chat(row, tokenizer, &["prompt", "completion"], false)?.1;
+    let border = shared_prefix(&alone, &whole);
+    Ok((whole, border))
 }
 
 fn check_length(found: usize, most: usize) -> Result<()> {

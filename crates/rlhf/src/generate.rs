@@ -3,10 +3,7 @@
 use crate::model::CausalLm;
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
-use crate::weights::read_json;
 use crate::{Error, Result};
-use serde_json::Value;
-use std::path::Path;
 use tch::{Kind, Tensor};
 
 /// Below this, f32 logits divided by the temperature overflow.
@@ -143,12 +140,12 @@ impl StopStrings {
     fn completed_by_last(&self, tokens: &[i64]) -> Result<bool> {
         let Some((_, before)) = tokens.split_last() else { return Ok(false) };
         let from = tokens.len().saturating_sub(self.window);
-        let text = self.tokenizer.decode_with_special(&tokens[from..])?;
+        let text = self.tokenizer.decode_verbatim(&tokens[from..])?;
         if !self.strings.iter().any(|stop| text.contains(stop)) {
             return Ok(false);
         }
         // One that was complete before counts no longer: it was passed over.
-        let before = self.tokenizer.decode_with_special(&before[from..])?;
+        let before = self.tokenizer.decode_verbatim(&before[from..])?;
         Ok(self.strings.iter().any(|stop| text.matches(stop).count() > before.matches(stop).count()))
     }
 }
@@ -207,27 +204,6 @@ pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &Gener
         }
     }
     Ok(responses.into_iter().map(|response| response.expect("every row was in one batch")).collect())
-}
-
-/// The tokens that `generation_config.json` in the model folder `dir` says end a text; none where there is no such file.
-///
-/// Its sampling settings are not read: what is sampled is what was asked for.
-///
-/// # Errors
-/// If the file is no JSON object, or its `eos_token_id` is neither an id nor a list of ids.
-pub fn eos_of_generation_config(dir: &Path) -> Result<Vec<i64>> {
-    let path = dir.join("generation_config.json");
-    if !path.is_file() {
-        return Ok(Vec::new());
-    }
-    let found = &read_json(&path)?["eos_token_id"];
-    let ids: Option<Vec<i64>> = match found {
-        Value::Null => Some(Vec::new()),
-        Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
-        id => id.as_i64().map(|id| vec![id]),
-    };
-    let message = || format!("`eos_token_id`: expected a token id or a list of them, found {found}");
-    ids.ok_or_else(|| Error::invalid(&path, message()))
 }
 
 /// Generates the responses `rows`; those to one prompt are neighbours.
@@ -427,6 +403,9 @@ fn filter(logits: &Tensor, top_k: usize, top_p: f64, min_p: f64) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::weights::read_json;
+    use serde_json::Value;
+    use std::path::Path;
 
     fn row(values: &[f32]) -> Tensor {
         Tensor::from_slice(values).unsqueeze(0)

@@ -658,6 +658,110 @@ fn a_run_never_replaces_what_it_reads() {
 
 // generate.
 
+#[test]
+fn what_the_pad_token_is_changes_no_run_even_where_prompts_hold_end_tokens() {
+    let scratch = Scratch::new();
+    let lines = |row: fn(&str) -> Value| PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat();
+    let texts: fn(&str) -> Value = |p| {
+        serde_json::json!({"prompt": format!("{p}<|endoftext|> and<|endoftext|>"),
+        "completion": " so<|endoftext|> on", "chosen": " so<|endoftext|>on", "rejected": "<|endoftext|> no"})
+    };
+    for file in ["prompts.jsonl", "demos.jsonl", "pairs.jsonl"] {
+        scratch.write(file, &lines(texts));
+    }
+    let mut runs = Vec::new();
+    for (pad, saved) in [("null", 0), (r#""<|endoftext|>""#, 0), (r#""<|padding|>""#, 1)] {
+        let mut run = Vec::new();
+        for model in ["policy", "reward"] {
+            let config = format!(r#"{{"eos_token": "<|endoftext|>", "pad_token": {pad}}}"#);
+            scratch.write(&format!("{model}/tokenizer_config.json"), &config);
+            scratch.edit_config(model, "pad_token_id", Value::Null);
+        }
+        for (name, line) in [("ppo", PPO), ("sft", SFT), ("reward", REWARD)] {
+            let stop = if name == "ppo" { "--stop_token eos --missing_eos_penalty 1" } else { "" };
+            scratch.succeeds(&format!("{line} --output_dir {name}-{saved}-{} {stop}", runs.len()));
+            let out = format!("{name}-{saved}-{}", runs.len());
+            run.push(std::fs::read(scratch.path(&out).join("model.safetensors")).unwrap());
+            let config: Value = serde_json::from_str(&scratch.read(&format!("{out}/config.json"))).unwrap();
+            // A language model needs none; transformers scores no batch without one.
+            let pad = if name == "reward" || pad != "null" { Value::from(saved) } else { Value::Null };
+            assert_eq!(config["pad_token_id"], pad, "{out}");
+        }
+        run.push(scratch.succeeds(GENERATE).into_bytes());
+        runs.push(run);
+    }
+    assert!(runs[0] == runs[1] && runs[0] == runs[2]);
+    assert!(scratch.read("reward-0-0/README.md").contains("pad: none, not needed (saved as eos for transformers)"));
+}
+
+#[test]
+fn every_end_token_of_the_generation_config_ends_an_answer_and_is_kept() {
+    let scratch = Scratch::new();
+    let row = &json_lines(&scratch.succeeds(&format!("{GENERATE} --do_sample false")))[0];
+    let third = row["completion_ids"][2].as_i64().unwrap();
+    scratch.write("policy/generation_config.json", &format!("{{\"eos_token_id\": [0, {third}]}}"));
+    let row = &json_lines(&scratch.succeeds(&format!("{GENERATE} --do_sample false")))[0];
+    let ids = row["completion_ids"].as_array().unwrap();
+    assert!(ids.len() <= 3 && ids.last().unwrap() == third && row["finish_reason"] == "stop", "{row:?}");
+    scratch.succeeds(SFT);
+    let saved: Value = serde_json::from_str(&scratch.read("out/generation_config.json")).unwrap();
+    assert_eq!(saved["eos_token_id"], serde_json::json!([0, third]));
+}
+
+#[test]
+fn conversations_go_through_all_four_commands_and_the_template_travels_along() {
+    let scratch = Scratch::new();
+    let template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\n{% endfor %}\
+                    {% if add_generation_prompt %}a:{% endif %}";
+    let turn = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
+    let lines = |row: &dyn Fn(&str) -> Value| PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat();
+    scratch
+        .write("demos.jsonl", &lines(&|p| serde_json::json!({"messages": [turn("user", p), turn("assistant", "so")]})));
+    scratch.refuses(SFT, 1, &["demos.jsonl: line 1: ", "chat template", "policy, found neither"]);
+    scratch.write("ours.jinja", template);
+    trains(&scratch, &format!("{SFT} --chat_template_path ours.jinja"), "sft", 2, &["loss"]);
+    assert_eq!(scratch.read("sft/chat_template.jinja"), template);
+    scratch.write("reward/chat_template.jinja", template);
+    scratch.write(
+        "pairs.jsonl",
+        &lines(&|p| {
+            serde_json::json!({"prompt": [turn("user", p)], "chosen": [turn("assistant", "so")],
+            "rejected": [turn("assistant", "no")]})
+        }),
+    );
+    trains(&scratch, REWARD, "judge", 2, &["accuracy"]);
+    let strings = scratch.read("prompts.jsonl");
+    scratch.write("prompts.jsonl", &lines(&|p| serde_json::json!({"prompt": [turn("user", p)]})));
+    let ppo = format!("{PPO} --sft_model_path sft --reward_model_path judge");
+    trains(&scratch, &ppo, "ppo", 2, &PPO_METRICS);
+    let query = json_lines(&scratch.read("ppo/samples.jsonl"))[0]["query"].clone();
+    assert_eq!(query, format!("u:{}<|endoftext|>\na:", PROMPTS[0]));
+
+    // The flag makes of a string what a list of one message is.
+    let line = "generate --model_name_or_path ppo --max_new_tokens 4";
+    let of_lists = answers(&scratch.succeeds(&format!("{line} --dataset_name prompts.jsonl")));
+    assert_eq!(of_lists[0].0, query);
+    scratch.write("prompts.jsonl", &strings);
+    let of_strings = scratch.succeeds(&format!("{line} --dataset_name prompts.jsonl --apply_chat_template"));
+    assert_eq!(answers(&of_strings), of_lists);
+    let ran = scratch.run_with(&format!("{line} --apply_chat_template"), &PROMPTS);
+    assert_eq!((ran.code, answers(&ran.stdout)), (0, of_lists), "{}", ran.stderr);
+    trains(&scratch, &format!("{ppo} --apply_chat_template"), "again", 2, &PPO_METRICS);
+    for file in ["model.safetensors", "value_model/model.safetensors"] {
+        let weights = |run: &str| std::fs::read(scratch.path(run).join(file)).unwrap();
+        assert!(weights("ppo") == weights("again"), "{file}");
+    }
+}
+
+#[test]
+fn a_template_that_closes_no_answer_is_warned_of() {
+    let scratch = Scratch::new();
+    scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}");
+    scratch.write("demos.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"The movie\"}]}\n");
+    let ran = scratch.run(SFT);
+    assert!(ran.code == 0 && ran.stderr.contains("no row teaches the model to stop"), "{}", ran.stderr);
+}
+
 /// The fields of answers that do not depend on how they were asked for.
 fn answers(stdout: &str) -> Vec<(Value, Value, Value)> {
     json_lines(stdout)

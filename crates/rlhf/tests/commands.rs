@@ -169,6 +169,29 @@ fn scores_of_text_and_of_prompt_with_completion_are_those_of_their_ids() {
 }
 
 #[test]
+fn messages_are_measured_as_the_text_that_the_chat_template_makes_of_them() {
+    let scratch = Scratch::new();
+    let template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\n{% endfor %}\
+                    {% if add_generation_prompt %}a:{% endif %}";
+    for model in ["policy", "reward"] {
+        scratch.write(&format!("{model}/chat_template.jinja"), template);
+    }
+    let (user, assistant) =
+        (json!({"role": "user", "content": "Good?"}), json!({"role": "assistant", "content": " It was."}));
+    let (prompt, completion) = ("u:Good?<|endoftext|>\na:", " It was.<|endoftext|>");
+    let chat = json!({"prompt": [user], "completion": [assistant]});
+    let text = json!({"prompt": prompt, "completion": format!("{completion}\n")});
+    let found = piped(&scratch, "logprobs --model policy", &[chat.clone(), text]);
+    assert_eq!(found[0]["completion_ids"], found[1]["completion_ids"]);
+    assert_near(&numbers(&found[0]["logprobs"]), &numbers(&found[1]["logprobs"]));
+    // A score is read at the last eos, as in training; the line end of the template is behind it.
+    let text = json!({"text": format!("{prompt}{completion}")});
+    let found = piped(&scratch, "score --model reward", &[chat, json!({"messages": [user, assistant]}), text]);
+    let scores: Vec<f64> = found.iter().map(|row| row["score"].as_f64().unwrap()).collect();
+    assert_near(&scores, &[scores[2]; 3]);
+}
+
+#[test]
 fn rows_that_cannot_be_used_are_refused_with_their_place() {
     let scratch = Scratch::new();
     let long = vec![5; 65];

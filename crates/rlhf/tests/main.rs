@@ -6,3 +6,4 @@ mod models;
 mod ppo_golden;
 mod ppo_invariance;
 mod support;
+mod tokenizers;

@@ -345,13 +345,13 @@ fn a_saved_model_loads_back_with_equal_logits_and_says_what_it_is() {
     for dir in folders(false) {
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         let out = tempfile::tempdir().unwrap();
-        model.save_pretrained(out.path(), Some(0), Some(1)).unwrap();
+        model.save_pretrained(out.path(), &[0], Some(1)).unwrap();
         let again = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
         let ids = [vec![5i64, 6, 7, 8]];
         assert_close("logits", &again.logits(&ids).unwrap()[0], &model.logits(&ids).unwrap()[0], 0.0);
         assert!(!again.config().is_sequence_classifier());
         let value = SequenceClassifier::from_pretrained(out.path(), Some(3), ModelOptions::default()).unwrap();
-        value.save_pretrained(out.path(), Some(0), Some(1)).unwrap();
+        value.save_pretrained(out.path(), &[0], Some(1)).unwrap();
         let again = SequenceClassifier::from_pretrained(out.path(), None, ModelOptions::default()).unwrap();
         assert_close("scores", &again.scores(&ids).unwrap(), &value.scores(&ids).unwrap(), 0.0);
         assert!(again.config().is_sequence_classifier() && again.config().num_labels == 1);
