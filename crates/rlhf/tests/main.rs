@@ -1,7 +1,9 @@
 //! The integration tests: one binary, one module per subject.
 
 mod cli;
+mod commands;
 mod models;
 mod ppo_golden;
 mod ppo_invariance;
 mod support;
+mod tokenizers;
