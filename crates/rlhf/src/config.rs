@@ -40,10 +40,14 @@ pub struct PpoConfig {
     /// Folder of the causal language model that is trained; a frozen copy of it is the KL reference.
     #[arg(long, help_heading = MODELS)]
     pub sft_model_path: PathBuf,
-    /// Folder of the reward model, a sequence classifier with one label.
+    /// Folder of the reward model, a sequence classifier; one with another tokenizer than the policy reads decoded text.
     #[arg(long, help_heading = MODELS)]
     pub reward_model_path: PathBuf,
-    /// Folder that the value model starts from [default: the reward model's].
+    /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub reward_label: std::option::Option<String>,
+    /// Folder that the value model starts from [default: the reward model's, where that reads the policy's tokens, else
+    /// the policy's with a fresh head].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub value_model_path: std::option::Option<PathBuf>,
     /// Give a reward or value model that has no score head a fresh, random one.
@@ -367,6 +371,9 @@ pub struct ScoreConfig {
     /// Folder of the reward model, a sequence classifier.
     #[arg(long, alias = "model", help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
+    /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub reward_label: std::option::Option<String>,
     /// Where rows come from and go to.
     #[command(flatten)]
     #[serde(flatten)]
@@ -1151,7 +1158,7 @@ mod tests {
         assert_settings(
             &ppo(),
             json!({
-                "model_name_or_path": null, "sft_model_path": "policy", "reward_model_path": "judge",
+                "model_name_or_path": null, "sft_model_path": "policy", "reward_model_path": "judge", "reward_label": null,
                 "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
                 "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
                 "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
@@ -1199,8 +1206,8 @@ mod tests {
         assert_settings(
             &ScoreConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "dataset_name": null, "output_file": null, "batch_size": 32,
-                "num_threads": null,
+                "model_name_or_path": "m", "reward_label": null, "dataset_name": null, "output_file": null,
+                "batch_size": 32, "num_threads": null,
             }),
         );
     }

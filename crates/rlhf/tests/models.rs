@@ -537,9 +537,9 @@ fn a_value_head_begins_fresh_or_as_a_reward_models() {
     let (policy, reward) = (golden().join("models/gpt2"), golden().join("models/gpt2_cls"));
     let options = ModelOptions::default();
     let ids = [vec![5i64, 6, 7, 8]];
-    let spans = [0..4];
+    let spans = std::slice::from_ref(&(0..4));
     let with = |init| CausalLmWithValueHead::from_pretrained(&policy, init, options);
-    let values = |init| with(init).unwrap().values_at(&ids, &spans).unwrap();
+    let values = |init| with(init).unwrap().values_at(&ids, spans).unwrap();
     assert_close("same seed", &values(ValueHeadInit::Fresh(1)), &values(ValueHeadInit::Fresh(1)), 0.0);
     assert_ne!(values(ValueHeadInit::Fresh(1)), values(ValueHeadInit::Fresh(2)));
     let hidden = &with(ValueHeadInit::Fresh(1)).unwrap().lm().hidden_states(&ids).unwrap()[0];
