@@ -1,7 +1,8 @@
 //! Language models and sequence classifiers: Hugging Face folders in and out, ragged sequences in, no padding seen.
 //!
-//! Nothing here knows of reinforcement learning. Dropout is never applied: PPO compares the same tokens' probabilities
-//! before and after an update, and noise between the two passes would pass for a change of the policy.
+//! Nothing here knows of reinforcement learning. A model's own dropout is never applied: PPO compares the same tokens'
+//! probabilities before and after an update, and noise between the two passes would pass for a change of the policy. That of
+//! an adapter is applied where a pass asks for it by [`DropoutRows`].
 
 mod classifier;
 mod config;
@@ -9,6 +10,7 @@ mod decoder;
 mod families;
 mod layout;
 mod linear;
+mod lora;
 mod params;
 mod value_head;
 
@@ -17,6 +19,8 @@ pub(crate) use config::no_such_file;
 pub use config::{Activation, ModelConfig, NormKind, Order, Rope, RopeScaling, Shape};
 pub use families::Family;
 pub(crate) use layout::KvCache;
+pub(crate) use lora::AdapterFolder;
+pub use lora::{DropoutRows, LoraConfig};
 pub use params::Param;
 pub use value_head::{CausalLmWithValueHead, ValueHeadInit};
 
@@ -25,9 +29,11 @@ use crate::{Error, Result};
 use decoder::Decoder;
 use layout::Layout;
 use linear::Linear;
+use lora::{Adapter, Dropout};
 use params::{Builder, Init, Source};
+use serde_json::{Map, Value};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
 /// Shards of a saved checkpoint hold at most this many bytes, as transformers' do by default.
@@ -69,6 +75,7 @@ impl Dtype {
             (Dtype::BFloat16, _) => Kind::BFloat16,
             (Dtype::Float16, _) => Kind::Half,
             (Dtype::Auto, Source::Checkpoint(checkpoint)) => checkpoint.kind(),
+            (Dtype::Auto, Source::Shared(params)) => params.first().map_or(Kind::Float, |param| param.tensor.kind()),
         }
     }
 }
@@ -109,24 +116,123 @@ struct Body {
     device: Device,
     /// The dtype that the weights are held in.
     kind: Kind,
+    /// The folder that the weights were read from, as long as they are those of the folder.
+    origin: Option<PathBuf>,
+    /// What `adapter_config.json` says, where there is an adapter; without the base if that is `origin`.
+    adapter: Option<Map<String, Value>>,
 }
 
+/// The folder beside an adapter that holds its base, where no other folder does.
+pub(crate) const BASE_MODEL: &str = "base_model";
+
+/// The name of the base in `adapter_config.json`.
+const BASE_NAME: &str = "base_model_name_or_path";
+
 impl Body {
+    /// Beside a frozen base only the adapter is trained, and a classifier's head.
     fn set_trainable(&mut self, trainable: bool) {
+        let all = self.adapter.is_none();
         for param in &mut self.params {
-            let _ = param.tensor.requires_grad_(trainable);
+            let _ = param.tensor.requires_grad_(trainable && (all || lora::is_trained(&param.name)));
         }
+    }
+
+    fn trainable_params(&self) -> impl Iterator<Item = &Param> {
+        self.params.iter().filter(|param| param.tensor.requires_grad())
+    }
+
+    /// Checks that the model can get an adapter, and gives the layers that could have one; `extra` is that of the head.
+    fn linears<'a>(&'a mut self, extra: Option<&'a mut Linear>) -> Result<Vec<&'a mut Linear>> {
+        if self.adapter.is_some() {
+            return Err(Error::Run("the model has an adapter; fold it in before it gets another".into()));
+        }
+        Ok(self.decoder.linears_mut().chain(extra).filter(|linear| !lora::is_in_head(linear.name())).collect())
+    }
+
+    fn add_adapter(
+        &mut self,
+        extra: Option<&mut Linear>,
+        config: &LoraConfig,
+        seed: u64,
+        classifier: bool,
+    ) -> Result<()> {
+        let (family, device) = (self.config.family, self.device);
+        let mut params = Vec::new();
+        let mut linears = self.linears(extra)?;
+        let names: Vec<String> = linears.iter().map(|linear| linear.name().to_string()).collect();
+        let chosen = config.choose(family, &names)?;
+        let mut linears: Vec<_> = linears.drain(..).zip(chosen).filter_map(|(l, chosen)| chosen.then_some(l)).collect();
+        for (index, linear) in linears.iter_mut().enumerate() {
+            let adapter = Adapter::fresh(config, linear.widths(), device, seed, index as u64)?;
+            params.extend(adapter.params(linear.name()));
+            linear.set_adapter(adapter);
+        }
+        let layers: Vec<String> = linears.iter().map(|linear| linear.name().to_string()).collect();
+        self.params.extend(params);
+        self.adapter = Some(config.describe(family, &layers, classifier));
+        self.set_trainable(false);
+        Ok(())
+    }
+
+    fn load_adapter(&mut self, extra: Option<&mut Linear>, folder: &AdapterFolder, classifier: bool) -> Result<()> {
+        folder.check_task(classifier)?;
+        let mut params = std::mem::take(&mut self.params);
+        let device = self.device;
+        let applied = self.linears(extra).and_then(|linears| folder.apply(linears, &mut params, device));
+        self.params = params;
+        applied?;
+        self.adapter = Some(folder.described());
+        self.set_trainable(false);
+        Ok(())
+    }
+
+    fn merge_adapter(&mut self, extra: Option<&mut Linear>) {
+        if self.adapter.take().is_some() {
+            self.decoder.linears_mut().chain(extra).for_each(Linear::merge);
+            self.params.retain(|param| !lora::is_lora(&param.name));
+            self.origin = None;
+            self.set_trainable(false);
+        }
+    }
+
+    /// Writes the adapter, and the base beside it where no folder holds it; `config` is the base's.
+    fn save_adapter(&self, dir: &Path, config: &ModelConfig, adapter: &Map<String, Value>) -> Result<()> {
+        let mut described = adapter.clone();
+        if !described.contains_key(BASE_NAME) {
+            let base = match &self.origin {
+                Some(origin) => origin.clone(),
+                None => {
+                    self.save_model(&dir.join(BASE_MODEL), config, |_| None)?;
+                    dir.join(BASE_MODEL)
+                }
+            };
+            let base = base.canonicalize().map_err(Error::io("find", base))?;
+            let name = base.to_str().ok_or_else(|| Error::invalid(&base, "expected a path in UTF-8"))?;
+            described.insert(BASE_NAME.into(), name.into());
+            described.sort_keys();
+        }
+        lora::save(dir, &described, &self.params)
     }
 
     fn save(&self, dir: &Path, config: &ModelConfig) -> Result<()> {
         self.save_renamed(dir, config, |_| None)
     }
 
-    /// Writes the weights and the configuration; `stored` gives the names that are others in the file.
+    /// Writes the weights and the configuration, or the adapter; `stored` gives the names that are others in the file.
     fn save_renamed(&self, dir: &Path, config: &ModelConfig, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+        match &self.adapter {
+            Some(adapter) => self.save_adapter(dir, config, adapter),
+            None => self.save_model(dir, config, stored),
+        }
+    }
+
+    fn save_model(&self, dir: &Path, config: &ModelConfig, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
+        std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
         let name = |param: &Param| stored(&param.name).unwrap_or_else(|| param.name.clone());
-        let tensors: Vec<_> = self.params.iter().map(|p| (name(p), p.tensor.shallow_clone())).collect();
+        let params = self.params.iter().filter(|param| !lora::is_lora(&param.name));
+        // A classifier's head is held in f32 in any case.
+        let tensors: Vec<_> = params.map(|p| (name(p), p.tensor.detach().to_kind(self.kind))).collect();
         weights::save(dir, &tensors, MAX_SHARD_BYTES)?;
         config.save(dir, self.kind)
     }
@@ -169,9 +275,18 @@ impl Body {
     }
 
     fn hidden<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<(Layout, Tensor)> {
+        self.hidden_dropping(sequences, None)
+    }
+
+    fn hidden_dropping<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        dropout: Option<&DropoutRows>,
+    ) -> Result<(Layout, Tensor)> {
         self.check(sequences)?;
         let layout = Layout::new(sequences, self.device);
-        let hidden = self.decoder.forward(&layout, None);
+        let dropout = dropout.filter(|rows| rows.share > 0.0).map(|rows| Dropout::new(rows, &layout.lens));
+        let hidden = self.decoder.forward(&layout, None, dropout.as_ref());
         Ok((layout, hidden))
     }
 
@@ -203,15 +318,60 @@ pub struct TokenLogprobs {
 impl CausalLm {
     /// Reads a model folder: `config.json` and safetensors; frozen until [`CausalLm::set_trainable`].
     ///
+    /// The folder may hold a PEFT adapter and no model: then its base is read, and the adapter put on it.
+    ///
     /// A value head that stands beside the model is left out: [`CausalLmWithValueHead`] reads it.
     ///
     /// # Errors
     /// If the folder, the configuration or a tensor is not what it should be; all tensors at fault come in one error.
     pub fn from_pretrained(dir: &Path, options: ModelOptions) -> Result<Self> {
+        if let Some(folder) = AdapterFolder::find(dir)? {
+            folder.check_task(false)?;
+            let mut model = Self::from_pretrained(&folder.base_dir()?, options)?;
+            model.body.load_adapter(None, &folder, false)?;
+            return Ok(model);
+        }
         let config = ModelConfig::from_dir(dir)?;
         config.check_causal_lm(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
-        Ok(Self::build(config, Source::Checkpoint(&checkpoint), options, &["v_head."], |_, _| Ok(()))?.0)
+        let (mut model, ()) =
+            Self::build(config, Source::Checkpoint(&checkpoint), options, &["v_head."], |_, _| Ok(()))?;
+        model.body.origin = Some(dir.to_path_buf());
+        Ok(model)
+    }
+
+    /// Puts a fresh adapter, drawn from `seed`, beside the weights, which stay as they are from now on; it changes nothing
+    /// until it is trained.
+    ///
+    /// # Errors
+    /// If a target matches no layer; if there is an adapter already.
+    pub fn add_adapter(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
+        self.body.add_adapter(None, config, seed, false)
+    }
+
+    /// Puts the adapter in the folder `dir` on this model, whatever base the folder names.
+    ///
+    /// # Errors
+    /// If it is not for a model like this one, or there is an adapter already.
+    pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
+        self.body.load_adapter(None, &AdapterFolder::open(dir)?, false)
+    }
+
+    /// Folds the adapter, if there is one, into the weights: the sum is made in f32 and rounded to what they are held in.
+    pub fn merge_adapter(&mut self) {
+        self.body.merge_adapter(None);
+    }
+
+    /// The model with its adapter off: a view of the same weights, which costs no memory.
+    ///
+    /// # Errors
+    /// None that a model which was built can have.
+    pub fn base(&self) -> Result<Self> {
+        let compute = self.body.decoder.compute;
+        let precision = if compute == self.body.kind { Precision::F32 } else { Precision::Bf16 };
+        let options = ModelOptions { device: self.body.device, dtype: Dtype::Auto, precision };
+        let source = Source::Shared(&self.body.params);
+        Ok(Self::build(self.body.config.clone(), source, options, &[], |_, _| Ok(()))?.0)
     }
 
     /// A model of `config`'s shape with weights drawn from `seed` as transformers would draw them.
@@ -246,7 +406,8 @@ impl CausalLm {
         let tied = config.tie_word_embeddings.then_some(names.lm_head);
         let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
         let lm_head = Linear::new(head, None, compute);
-        let body = Body { decoder, params, config, device: options.device, kind: held };
+        let (origin, adapter) = (None, None);
+        let body = Body { decoder, params, config, device: options.device, kind: held, origin, adapter };
         Ok((Self { body, lm_head }, extra))
     }
 
@@ -265,12 +426,17 @@ impl CausalLm {
         self.body.device
     }
 
-    /// The parameters, in the order of the model.
+    /// The parameters, in the order of the model; those of an adapter come last.
     pub fn params(&self) -> &[Param] {
         &self.body.params
     }
 
-    /// Whether gradients reach the weights.
+    /// The parameters that gradients reach: after [`CausalLm::set_trainable`] all, or those of the adapter.
+    pub fn trainable_params(&self) -> impl Iterator<Item = &Param> {
+        self.body.trainable_params()
+    }
+
+    /// Whether gradients reach the weights; where there is an adapter, its own only.
     pub fn set_trainable(&mut self, trainable: bool) {
         self.body.set_trainable(trainable);
     }
@@ -304,8 +470,23 @@ impl CausalLm {
         temperature: f64,
         with_entropy: bool,
     ) -> Result<TokenLogprobs> {
+        self.token_logprobs_dropping(sequences, spans, temperature, with_entropy, None)
+    }
+
+    /// [`CausalLm::token_logprobs`] with dropout in front of the adapters, for training.
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`].
+    pub fn token_logprobs_dropping<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        temperature: f64,
+        with_entropy: bool,
+        dropout: Option<&DropoutRows>,
+    ) -> Result<TokenLogprobs> {
         self.body.check_spans(sequences, spans, 1)?;
-        let (layout, hidden) = self.body.hidden(sequences)?;
+        let (layout, hidden) = self.body.hidden_dropping(sequences, dropout)?;
         self.logprobs_of(sequences, spans, &layout, &hidden, temperature, with_entropy)
     }
 
@@ -352,7 +533,7 @@ impl CausalLm {
         self.body.check(prompts)?;
         let layout = Layout::new(prompts, self.body.device);
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity)?;
-        let hidden = self.body.decoder.forward(&layout, Some(&mut cache));
+        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), None);
         let last: Vec<i64> = layout.starts.iter().zip(&layout.lens).map(|(start, len)| start + len - 1).collect();
         let last = Tensor::from_slice(&last).to_device(self.body.device);
         Ok((cache, self.head(&hidden.index_select(0, &last))))
@@ -374,6 +555,9 @@ impl CausalLm {
     }
 
     /// Writes `config.json`, `generation_config.json` and the weights below `dir`; transformers reads them.
+    ///
+    /// Of a model with an adapter it writes the adapter, as PEFT does: the base stays where it was read from, and is written
+    /// to `dir/base_model` if it was not read from a folder or has changed since.
     ///
     /// `eos`, the one to append first, and `pad` are noted where they are given; all of `eos` end what is generated.
     ///

@@ -23,7 +23,7 @@ struct Group {
 
 impl AdamW {
     /// An optimizer of `params`, which share memory with the model's.
-    pub fn new(params: &[Param], config: &OptimizerConfig) -> Self {
+    pub fn new<'a>(params: impl IntoIterator<Item = &'a Param>, config: &OptimizerConfig) -> Self {
         let mut groups = [Group::default(), Group::default()];
         for param in params {
             let group = &mut groups[usize::from(!param.decay)];

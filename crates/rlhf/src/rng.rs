@@ -21,6 +21,10 @@ pub enum Purpose {
     MiniBatches = 4,
     /// Sampled tokens of the sample tables; counters: the update, the row.
     Samples = 5,
+    /// Fresh adapters; counters: the layer's index among those that get one, 0.
+    Adapter = 6,
+    /// What dropout leaves out; counters: the update, the row.
+    Dropout = 7,
 }
 
 /// A stream of random numbers.
@@ -45,6 +49,12 @@ impl Stream {
     /// `count` numbers from the normal distribution with mean 0 and standard deviation `std`.
     pub fn normals(&mut self, count: usize, std: f64) -> Vec<f32> {
         (0..count).map(|_| (std * Distribution::<f64>::sample(&StandardNormal, &mut self.0)) as f32).collect()
+    }
+
+    /// `count` times whether something of probability `share` happens.
+    pub fn chances(&mut self, count: usize, share: f64) -> impl Iterator<Item = bool> {
+        let below = (share * 2f64.powi(32)) as u64;
+        (0..count).map(move |_| u64::from(self.0.random::<u32>()) < below)
     }
 
     /// A permutation of `0..len`, each equally likely (Fisher and Yates).

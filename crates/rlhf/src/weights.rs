@@ -67,6 +67,22 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
+    /// Opens one safetensors file.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub(crate) fn open_file(path: &Path) -> Result<Self> {
+        let dir = path.parent().unwrap_or(Path::new("")).to_path_buf();
+        let mut checkpoint = Self { dir, files: Vec::new(), tensors: BTreeMap::new() };
+        checkpoint.add_file(path.to_path_buf())?;
+        Ok(checkpoint)
+    }
+
+    /// Whether `dir` holds a model's weights.
+    pub(crate) fn is_in(dir: &Path) -> bool {
+        [SINGLE, INDEX].iter().any(|name| dir.join(name).is_file())
+    }
+
     /// The names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
@@ -240,6 +256,11 @@ pub fn save(dir: &Path, tensors: &[(String, Tensor)], max_shard_bytes: usize) ->
         std::fs::remove_file(dir.join(name)).map_err(Error::io("remove the old", dir.join(name)))?;
     }
     Ok(())
+}
+
+/// Writes `tensors` as one safetensors file, beside its place and renamed.
+pub(crate) fn save_file(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
+    write_file(path, &tensors.iter().collect::<Vec<_>>())
 }
 
 /// The weight files of a checkpoint in `dir`.

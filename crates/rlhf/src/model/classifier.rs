@@ -4,6 +4,7 @@ use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::families::{HeadActivation, HeadNames};
 use super::linear::{Linear, LinearShape};
+use super::lora::{AdapterFolder, DropoutRows, LoraConfig};
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
 use super::{Body, ModelOptions};
 use crate::weights::Checkpoint;
@@ -51,9 +52,20 @@ impl SequenceClassifier {
     ///
     /// With `new_head: Some(seed)` the folder may hold a language model: its body is read, a head with one label is drawn.
     ///
+    /// The folder may hold a PEFT adapter and no model: then its base is read, and the adapter put on it, with the head
+    /// that was trained beside it.
+    ///
     /// # Errors
     /// As [`super::CausalLm::from_pretrained`]; a language model without `new_head` is an error that says so.
     pub fn from_pretrained(dir: &Path, new_head: Option<u64>, options: ModelOptions) -> Result<Self> {
+        if let Some(folder) = AdapterFolder::find(dir)? {
+            folder.check_task(true)?;
+            let own_head = folder.holds(SCORE_HEADS[0])?;
+            let mut model = Self::from_pretrained(&folder.base_dir()?, new_head.or(own_head.then_some(0)), options)?;
+            model.put_adapter(&folder)?;
+            model.new_head &= !own_head;
+            return Ok(model);
+        }
         let config = ModelConfig::from_dir(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
         let source = Source::Checkpoint(&checkpoint);
@@ -67,14 +79,18 @@ impl SequenceClassifier {
         let new_head = new_head.filter(|_| is_score && checkpoint.shape(name).is_none());
         let one = || vec!["LABEL_0".to_string()];
         let labels = if new_head.is_some() || name == SCORE_HEADS[1] { one() } else { config.labels.clone() };
+        // A head is small, and trained whole beside an adapter: held in f32 whatever the rest is held in.
+        let held = builder.hold_as(Kind::Float);
         let head = Head::build(&mut builder, &config, name, labels.len() as i64, new_head)?;
+        builder.hold_as(held);
         // Beside a head of its own, what a language model's head or a value head says does not matter.
         let ignored = if new_head.is_some() { vec![names.lm_head, "v_head."] } else { vec![] };
         let deepspeed_chat = builder.stored_prefix() == DEEPSPEED_CHAT || name == SCORE_HEADS[1];
         let params = builder.finish(&ignored)?;
         let chosen = if labels.len() == 1 { Label::Only } else { Label::One(0) };
         let new_head = new_head.is_some();
-        let body = Body { decoder, params, config, device: options.device, kind: held };
+        let origin = Some(dir.to_path_buf());
+        let body = Body { decoder, params, config, device: options.device, kind: held, origin, adapter: None };
         Ok(Self { body, head, labels, chosen, new_head, deepspeed_chat })
     }
 
@@ -83,9 +99,52 @@ impl SequenceClassifier {
         &self.body.config
     }
 
-    /// The parameters, in the order of the model.
+    /// Puts a fresh adapter, drawn from `seed`, beside the weights, which stay as they are from now on; the head is still
+    /// trained whole.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::add_adapter`]; if the model is DeepSpeed-Chat's, whose names PEFT does not know.
+    pub fn add_adapter(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
+        self.check_names()?;
+        self.body.add_adapter(self.head.inner(), config, seed, true)
+    }
+
+    /// Puts the adapter in the folder `dir` on this model, whatever base the folder names.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::load_adapter`]; if the model is DeepSpeed-Chat's, whose names PEFT does not know.
+    pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
+        self.put_adapter(&AdapterFolder::open(dir)?)
+    }
+
+    fn put_adapter(&mut self, folder: &AdapterFolder) -> Result<()> {
+        self.check_names()?;
+        self.body.load_adapter(self.head.inner(), folder, true)
+    }
+
+    fn check_names(&self) -> Result<()> {
+        match self.deepspeed_chat {
+            true => Err(Error::Run(
+                "an adapter needs a reward model with transformers' names, found DeepSpeed-Chat's".into(),
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// Folds the adapter, if there is one, into the weights, as [`super::CausalLm::merge_adapter`] does.
+    pub fn merge_adapter(&mut self) {
+        self.body.merge_adapter(self.head.inner());
+    }
+
+    /// The parameters, in the order of the model; those of an adapter come last.
     pub fn params(&self) -> &[Param] {
         &self.body.params
+    }
+
+    /// The parameters that gradients reach: after [`SequenceClassifier::set_trainable`] all, or those of the adapter and the
+    /// head.
+    pub fn trainable_params(&self) -> impl Iterator<Item = &Param> {
+        self.body.trainable_params()
     }
 
     /// The names of the labels.
@@ -93,7 +152,7 @@ impl SequenceClassifier {
         &self.labels
     }
 
-    /// Whether gradients reach the weights.
+    /// Whether gradients reach the weights; where there is an adapter, its own and the head's only.
     pub fn set_trainable(&mut self, trainable: bool) {
         self.body.set_trainable(trainable);
     }
@@ -183,7 +242,11 @@ impl SequenceClassifier {
     /// # Errors
     /// As [`super::CausalLm::logits`].
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
-        let (layout, hidden) = self.body.hidden(sequences)?;
+        self.logits_dropping(sequences, None)
+    }
+
+    fn logits_dropping<S: AsRef<[i64]>>(&self, sequences: &[S], dropout: Option<&DropoutRows>) -> Result<Tensor> {
+        let (layout, hidden) = self.body.hidden_dropping(sequences, dropout)?;
         let lens = sequences.iter().map(|s| s.as_ref().len());
         let spans: Vec<_> = match self.head {
             Head::Score(_) => lens.map(|len| len - 1..len).collect(),
@@ -207,7 +270,15 @@ impl SequenceClassifier {
     /// # Errors
     /// As [`super::CausalLm::logits`].
     pub fn scores<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
-        let logits = self.logits(sequences)?;
+        self.scores_dropping(sequences, None)
+    }
+
+    /// [`SequenceClassifier::scores`] with dropout in front of the adapters, for training.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::logits`].
+    pub fn scores_dropping<S: AsRef<[i64]>>(&self, sequences: &[S], dropout: Option<&DropoutRows>) -> Result<Tensor> {
+        let logits = self.logits_dropping(sequences, dropout)?;
         Ok(match self.chosen {
             Label::Only => logits.squeeze_dim(1),
             Label::One(i) => logits.select(1, i),
@@ -234,6 +305,14 @@ impl SequenceClassifier {
 }
 
 impl Head {
+    /// The layer that an adapter may be put on.
+    fn inner(&mut self) -> Option<&mut Linear> {
+        match self {
+            Head::Score(_) => None,
+            Head::Dense { inner, .. } => Some(inner),
+        }
+    }
+
     /// `name` is that of a one-product head.
     fn build(
         builder: &mut Builder<'_>,

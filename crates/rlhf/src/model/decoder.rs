@@ -4,6 +4,7 @@ use super::config::{Activation, Order, RopeScaling, Shape};
 use super::families::{MlpIn, Names, Qkv};
 use super::layout::{KvCache, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
+use super::lora::Dropout;
 use super::params::{Builder, Init};
 use crate::Result;
 use tch::{Kind, Tensor};
@@ -83,16 +84,21 @@ impl Decoder {
         self.embed.shallow_clone()
     }
 
+    /// The linear layers, which may get adapters.
+    pub(crate) fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        self.project.iter_mut().flatten().chain(self.layers.iter_mut().flat_map(Layer::linears_mut))
+    }
+
     /// Hidden states after the final norm, `[N, embedding size]` f32, of whole sequences; fills `cache` if there is one.
-    pub(crate) fn forward(&self, layout: &Layout, cache: Option<&mut KvCache>) -> Tensor {
-        self.run(&layout.tokens, &layout.positions, &mut Attention::Sequences(layout, cache))
+    pub(crate) fn forward(&self, layout: &Layout, cache: Option<&mut KvCache>, dropout: Option<&Dropout>) -> Tensor {
+        self.run(&layout.tokens, &layout.positions, &mut Attention::Sequences(layout, cache), dropout)
     }
 
     /// Hidden states, [rows, embedding size] f32, of one more token per row; `tokens` is `[rows]` i64.
     pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
         let positions = cache.next_positions();
         cache.begin_step();
-        self.run(tokens, &positions, &mut Attention::Step(cache))
+        self.run(tokens, &positions, &mut Attention::Step(cache), None)
     }
 
     /// A cache for `rows` sequences of at most `capacity` tokens.
@@ -108,31 +114,37 @@ impl Decoder {
     }
 
     #[allow(clippy::assign_op_pattern)] // `x += ...` adds in place, into what the norm keeps for its backward pass
-    fn run(&self, tokens: &Tensor, positions: &Tensor, attention: &mut Attention<'_>) -> Tensor {
-        let mut x = self.embed(tokens, positions);
+    fn run(
+        &self,
+        tokens: &Tensor,
+        positions: &Tensor,
+        attention: &mut Attention<'_>,
+        dropout: Option<&Dropout>,
+    ) -> Tensor {
+        let mut x = self.embed(tokens, positions, dropout);
         let rotation = self.rotation(positions, attention);
         for (i, layer) in self.layers.iter().enumerate() {
-            let mut attend = |x: &Tensor| self.attention(i, layer, x, rotation.as_ref(), attention);
+            let mut attend = |x: &Tensor| self.attention(i, layer, x, rotation.as_ref(), attention, dropout);
             match (self.shape.order, &layer.output_norms) {
                 (Order::Parallel, _) => {
                     let attended = attend(&layer.input_norm.forward(&x));
-                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x));
+                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x), dropout);
                     x = x + attended + fed;
                 }
                 (Order::Post, _) => {
                     x = layer.input_norm.forward(&(&x + attend(&x)));
-                    x = layer.mlp_norm.forward(&(&x + self.mlp(layer, &x)));
+                    x = layer.mlp_norm.forward(&(&x + self.mlp(layer, &x, dropout)));
                 }
                 (Order::Sandwich, Some([behind_attention, behind_mlp])) => {
                     let attended = attend(&layer.input_norm.forward(&x));
                     x = x + behind_attention.forward(&attended);
-                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x));
+                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x), dropout);
                     x = x + behind_mlp.forward(&fed);
                 }
                 (Order::Pre | Order::Sandwich, _) => {
                     let attended = attend(&layer.input_norm.forward(&x));
                     x = x + attended;
-                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x));
+                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x), dropout);
                     x = x + fed;
                 }
             }
@@ -141,19 +153,19 @@ impl Decoder {
             x = norm.forward(&x);
         }
         match &self.project {
-            Some([_, outward]) => outward.forward(&x),
+            Some([_, outward]) => outward.forward_dropping(&x, dropout),
             None => x,
         }
     }
 
-    fn embed(&self, tokens: &Tensor, positions: &Tensor) -> Tensor {
+    fn embed(&self, tokens: &Tensor, positions: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let row = |table: &Tensor, ids: &Tensor| Tensor::embedding(table, ids, -1, false, false).to_kind(Kind::Float);
         let mut x = row(&self.embed, tokens);
         if self.shape.embedding_scale != 1.0 {
             x *= self.shape.embedding_scale;
         }
         if let Some([inward, _]) = &self.project {
-            x = inward.forward(&x);
+            x = inward.forward_dropping(&x, dropout);
         }
         if let Some(table) = &self.positions {
             x += row(table, &(positions + self.shape.position_offset));
@@ -207,18 +219,19 @@ impl Decoder {
         x: &Tensor,
         rotation: Option<&(Tensor, Tensor)>,
         attention: &mut Attention<'_>,
+        dropout: Option<&Dropout>,
     ) -> Tensor {
         let c = &self.shape;
         let (heads, kv_heads, head_dim) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
         let split = |all: &Tensor, n: i64| all.view([-1, n, head_dim]);
         let (q, k, v) = match (layer.qkv.as_slice(), c.family.names.qkv) {
             ([fused], Qkv::FusedByHead(_)) => {
-                let [q, k, v] = three(fused.forward(x).view([-1, heads, 3, head_dim]).unbind(2));
+                let [q, k, v] = three(fused.forward_dropping(x, dropout).view([-1, heads, 3, head_dim]).unbind(2));
                 (q, k, v)
             }
             ([fused], _) => {
                 let widths = [heads, kv_heads, kv_heads].map(|n| n * head_dim);
-                let [q, k, v] = three(fused.forward(x).split_with_sizes(widths, -1));
+                let [q, k, v] = three(fused.forward_dropping(x, dropout).split_with_sizes(widths, -1));
                 (
                     q.unflatten(-1, [heads, head_dim]),
                     k.unflatten(-1, [kv_heads, head_dim]),
@@ -226,7 +239,7 @@ impl Decoder {
                 )
             }
             (separate, _) => {
-                let head = |i: usize, n: i64| split(&separate[i].forward(x), n);
+                let head = |i: usize, n: i64| split(&separate[i].forward_dropping(x, dropout), n);
                 (head(0, heads), head(1, kv_heads), head(2, kv_heads))
             }
         };
@@ -248,11 +261,11 @@ impl Decoder {
                 layout.attend(&layer.scores, &q, &k, &v)
             }
         };
-        layer.attention_out.forward(&out)
+        layer.attention_out.forward_dropping(&out, dropout)
     }
 
-    fn mlp(&self, layer: &Layer, x: &Tensor) -> Tensor {
-        let first = layer.mlp_in[0].forward(x);
+    fn mlp(&self, layer: &Layer, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
+        let first = layer.mlp_in[0].forward_dropping(x, dropout);
         let activate = |x: &Tensor| match self.shape.activation {
             Activation::Gelu => x.gelu("none"),
             Activation::GeluTanh => x.gelu("tanh"),
@@ -260,18 +273,23 @@ impl Decoder {
             Activation::Relu => x.relu(),
         };
         let inner = match (layer.mlp_in.get(1), self.shape.family.names.mlp_in) {
-            (Some(up), _) => activate(&first) * up.forward(x),
+            (Some(up), _) => activate(&first) * up.forward_dropping(x, dropout),
             (None, MlpIn::GatedFused(_)) => {
                 let parts = first.chunk(2, -1);
                 activate(&parts[0]) * &parts[1]
             }
             (None, _) => activate(&first),
         };
-        layer.mlp_out.forward(&inner)
+        layer.mlp_out.forward_dropping(&inner, dropout)
     }
 }
 
 impl Layer {
+    fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        let attention = self.qkv.iter_mut().chain([&mut self.attention_out]);
+        attention.chain(&mut self.mlp_in).chain([&mut self.mlp_out])
+    }
+
     fn new(i: usize, shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
         let (hidden, inner, std) = (shape.hidden_size, shape.intermediate_size, shape.initializer_range);
         let (heads_width, kv_width) =

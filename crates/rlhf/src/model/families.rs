@@ -53,6 +53,8 @@ pub(crate) struct Names {
     pub(crate) lm_head: &'static str,
     /// Linear weights are stored as `[in, out]` and not as `[out, in]`.
     pub(crate) transposed: bool,
+    /// The linear layers that get a low-rank adapter where the user names none, by the ends of their names: PEFT's choice.
+    pub(crate) lora_targets: &'static [&'static str],
     pub(crate) head: HeadNames,
     /// Endings of tensors that old checkpoints hold and nobody needs: masks, rotary tables, position numbers.
     pub(crate) harmless: &'static [&'static str],
@@ -114,6 +116,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             mlp_out: "mlp.c_proj",
             final_norm: "transformer.ln_f",
             transposed: true,
+            lora_targets: &["c_attn"],
             harmless: &[".attn.bias", ".attn.masked_bias"],
             ..LLAMA
         },
@@ -133,6 +136,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             mlp_out: "mlp.dense_4h_to_h",
             final_norm: "gpt_neox.final_layer_norm",
             lm_head: "embed_out.weight",
+            lora_targets: &["query_key_value"],
             harmless: &[".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"],
             ..LLAMA
         },
@@ -201,7 +205,13 @@ pub(crate) static FAMILIES: &[Family] = &[
         causal_lm_class: Some("Phi3ForCausalLM"),
         classifier_class: "Phi3ForSequenceClassification",
         shape: phi3,
-        names: Names { qkv: Qkv::Fused("self_attn.qkv_proj"), mlp_in: MlpIn::GatedFused("mlp.gate_up_proj"), ..LLAMA },
+        names: Names {
+            qkv: Qkv::Fused("self_attn.qkv_proj"),
+            mlp_in: MlpIn::GatedFused("mlp.gate_up_proj"),
+            // PEFT has no choice of its own for it.
+            lora_targets: &["qkv_proj"],
+            ..LLAMA
+        },
     },
     Family {
         name: "bert",
@@ -246,6 +256,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             mlp_norm: "output_layer_norm",
             mlp_in: MlpIn::Up("ffn.lin1"),
             mlp_out: "ffn.lin2",
+            lora_targets: &["q_lin", "v_lin"],
             head: HeadNames::Dense { inner: "pre_classifier", activation: HeadActivation::Relu, out: "classifier" },
             ..BERT
         },
@@ -272,6 +283,7 @@ const LLAMA: Names = Names {
     final_norm: "model.norm",
     lm_head: "lm_head.weight",
     transposed: false,
+    lora_targets: &["q_proj", "v_proj"],
     head: HeadNames::Score,
     harmless: &[".rotary_emb.inv_freq"],
 };
@@ -292,6 +304,7 @@ const BERT: Names = Names {
     mlp_out: "output.dense",
     final_norm: "",
     lm_head: "",
+    lora_targets: &["query", "value"],
     head: HeadNames::Dense { inner: "classifier.dense", activation: HeadActivation::Tanh, out: "classifier.out_proj" },
     harmless: &[".embeddings.position_ids"],
     ..LLAMA

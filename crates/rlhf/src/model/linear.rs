@@ -1,6 +1,7 @@
 //! The layers that hold weights: linear maps and norms, in whatever dtype the weights are held.
 
 use super::config::{NormKind, Shape};
+use super::lora::{Adapter, Dropout};
 use super::params::{Builder, Init};
 use crate::Result;
 use tch::{Kind, Tensor};
@@ -8,11 +9,14 @@ use tch::{Kind, Tensor};
 /// A linear layer: takes and gives f32; its product is done in `compute`, whatever dtype the weight is held in.
 #[derive(Debug)]
 pub(crate) struct Linear {
+    /// What comes before `.weight` in the name of its weight.
+    name: String,
     weight: Tensor,
     bias: Option<Tensor>,
     /// Stored as [in, out] (GPT-2) and not as [out, in].
     transposed: bool,
     compute: Kind,
+    adapter: Option<Adapter>,
 }
 
 /// What a linear layer looks like.
@@ -27,8 +31,9 @@ pub(crate) struct LinearShape {
 }
 
 impl Linear {
+    /// A head, which gets no adapter.
     pub(crate) fn new(weight: Tensor, bias: Option<Tensor>, compute: Kind) -> Self {
-        Self { weight, bias, transposed: false, compute }
+        Self { name: String::new(), weight, bias, transposed: false, compute, adapter: None }
     }
 
     /// The layer whose tensors are `{base}.weight` and `{base}.bias`.
@@ -40,14 +45,48 @@ impl Linear {
             true => Some(b.tensor(format!("{base}.bias"), &[width_out], Init::Zeros, false)?),
             false => None,
         };
-        Ok(Self { weight, bias, transposed, compute })
+        Ok(Self { name: base.to_string(), weight, bias, transposed, compute, adapter: None })
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// In and out.
+    pub(crate) fn widths(&self) -> [i64; 2] {
+        let size = self.weight.size();
+        if self.transposed { [size[0], size[1]] } else { [size[1], size[0]] }
+    }
+
+    pub(crate) fn set_adapter(&mut self, adapter: Adapter) {
+        self.adapter = Some(adapter);
+    }
+
+    /// Folds the adapter, if there is one, into the weight; the sum is made in f32.
+    pub(crate) fn merge(&mut self) {
+        let Some(adapter) = self.adapter.take() else { return };
+        tch::no_grad(|| {
+            let delta = adapter.delta();
+            let delta = if self.transposed { delta.tr() } else { delta };
+            let sum = self.weight.to_kind(Kind::Float) + delta;
+            self.weight.copy_(&sum);
+        });
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Tensor {
+        self.forward_dropping(x, None)
+    }
+
+    /// [`Linear::forward`] with dropout in front of the adapter.
+    pub(crate) fn forward_dropping(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let weight = self.weight.to_kind(self.compute);
         let weight = if self.transposed { weight.tr() } else { weight };
         let bias = self.bias.as_ref().map(|bias| bias.to_kind(self.compute));
-        x.to_kind(self.compute).linear(&weight, bias.as_ref()).to_kind(Kind::Float)
+        let out = x.to_kind(self.compute).linear(&weight, bias.as_ref()).to_kind(Kind::Float);
+        match &self.adapter {
+            Some(adapter) => out + adapter.forward(x, dropout),
+            None => out,
+        }
     }
 }
 

@@ -32,6 +32,8 @@ pub(crate) enum Source<'a> {
     Checkpoint(&'a Checkpoint),
     /// Drawn from the seed.
     Fresh(u64),
+    /// The memory of another model of the same shape.
+    Shared(&'a [Param]),
 }
 
 /// What DeepSpeed-Chat's reward models have before the base model's names.
@@ -58,7 +60,7 @@ pub(crate) struct Builder<'a> {
 impl<'a> Builder<'a> {
     pub(crate) fn new(source: Source<'a>, names: &'static Names, device: Device, kind: Kind) -> Self {
         let stored_prefix = match source {
-            Source::Fresh(_) => names.prefix,
+            Source::Fresh(_) | Source::Shared(_) => names.prefix,
             Source::Checkpoint(checkpoint) => {
                 let used = |prefix: &&str| checkpoint.names().any(|name| name.starts_with(prefix));
                 // Some checkpoints (OpenAI's GPT-2) leave the prefix out.
@@ -78,16 +80,25 @@ impl<'a> Builder<'a> {
     /// The first of `names` that the checkpoint holds; the first of all where there is no checkpoint or none of them.
     pub(crate) fn first_stored<'n>(&self, names: &[&'n str]) -> &'n str {
         let stored = |name: &&&str| match self.source {
-            Source::Fresh(_) => false,
+            Source::Fresh(_) | Source::Shared(_) => false,
             Source::Checkpoint(checkpoint) => checkpoint.shape(name).is_some(),
         };
         names.iter().find(stored).unwrap_or(&names[0])
+    }
+
+    /// The dtype that the next tensors get; gives that of those before.
+    pub(crate) fn hold_as(&mut self, kind: Kind) -> Kind {
+        std::mem::replace(&mut self.kind, kind)
     }
 
     /// The tensor `name` of `shape`: from the checkpoint, or as `init` says. Problems come together in `finish`.
     pub(crate) fn tensor(&mut self, name: String, shape: &[i64], init: Init, decay: bool) -> Result<Tensor> {
         let tensor = match self.source {
             Source::Fresh(seed) => self.fresh(seed, shape, init)?,
+            Source::Shared(params) => {
+                let shared = params.iter().find(|param| param.name == name);
+                shared.expect("both have the same shape").tensor.shallow_clone()
+            }
             Source::Checkpoint(checkpoint) => {
                 let stored = self.stored_name(checkpoint, &name);
                 let read = match checkpoint.shape(&stored) {

@@ -1,0 +1,498 @@
+//! Low-rank adapters (LoRA): small trained matrices beside frozen weights, in the files of PEFT.
+
+use super::families::Family;
+use super::linear::Linear;
+use super::params::Param;
+use crate::rng::{Purpose, Stream};
+use crate::weights::{self, Checkpoint, pretty, read_json, write_text};
+use crate::{Error, Result};
+use serde_json::{Map, Value, json};
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
+use tch::{Device, Kind, Tensor};
+
+/// PEFT's names of the two files.
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+
+/// What PEFT's names of tensors begin with.
+const PREFIX: &str = "base_model.model.";
+
+/// Ends of the names of an adapter's two tensors.
+const ENDS: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
+
+/// PEFT's names of classifiers' heads, which are trained whole and saved with the adapter.
+const HEADS: [&str; 2] = ["classifier", "score"];
+
+/// Stands for every linear layer but the output head.
+const ALL_LINEAR: &str = "all-linear";
+
+/// A low-rank adapter before training; the defaults are those of TRL.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoraConfig {
+    /// The rank.
+    pub r: usize,
+    /// The adapter's product is scaled by `alpha / r`.
+    pub alpha: f64,
+    /// Share of the adapter's inputs that SFT and reward training leave out; PPO never does.
+    pub dropout: f64,
+    /// The linear layers that get one: ends of their names, or `all-linear`; the family's own choice where `None`.
+    pub target_modules: Option<Vec<String>>,
+    /// Scale by `alpha / sqrt(r)`, so that a higher rank does not mean smaller steps.
+    pub use_rslora: bool,
+}
+
+impl Default for LoraConfig {
+    fn default() -> Self {
+        Self { r: 16, alpha: 32.0, dropout: 0.05, target_modules: None, use_rslora: false }
+    }
+}
+
+impl LoraConfig {
+    pub(super) fn scale(&self) -> f64 {
+        let r = self.r as f64;
+        self.alpha / if self.use_rslora { r.sqrt() } else { r }
+    }
+
+    /// What `adapter_config.json` says of an adapter of `layers`, but for the base.
+    pub(super) fn describe(&self, family: &Family, layers: &[String], classifier: bool) -> Map<String, Value> {
+        let all = self.target_modules.as_deref().is_some_and(is_all_linear);
+        let targets = match &self.target_modules {
+            Some(names) if !all => json!(names),
+            Some(_) => json!(layers),
+            None => json!(family.names.lora_targets),
+        };
+        let alpha = if self.alpha.fract() == 0.0 { json!(self.alpha as i64) } else { json!(self.alpha) };
+        let described = json!({
+            "bias": "none",
+            "fan_in_fan_out": family.names.transposed,
+            "inference_mode": true,
+            "init_lora_weights": true,
+            "lora_alpha": alpha,
+            "lora_dropout": self.dropout,
+            "modules_to_save": classifier.then_some(HEADS),
+            "peft_type": "LORA",
+            "r": self.r,
+            "target_modules": targets,
+            "task_type": if classifier { "SEQ_CLS" } else { "CAUSAL_LM" },
+            "use_dora": false,
+            "use_rslora": self.use_rslora,
+        });
+        described.as_object().cloned().unwrap_or_default()
+    }
+
+    /// Which of the linear layers get an adapter.
+    ///
+    /// # Errors
+    /// If a target matches none of them.
+    pub(super) fn choose(&self, family: &Family, layers: &[String]) -> Result<Vec<bool>> {
+        let own = || family.names.lora_targets.iter().map(ToString::to_string).collect();
+        let targets: Vec<String> = self.target_modules.clone().unwrap_or_else(own);
+        if is_all_linear(&targets) {
+            return Ok(vec![true; layers.len()]);
+        }
+        if let Some(target) = targets.iter().find(|target| !layers.iter().any(|layer| is_named(layer, target))) {
+            let mut known: Vec<&str> = layers.iter().filter_map(|layer| layer.rsplit('.').next()).collect();
+            known.sort_unstable();
+            known.dedup();
+            return Err(Error::Usage(format!(
+                "lora_target_modules: expected linear layers of {}, found `{target}`; there are {}, and {ALL_LINEAR}",
+                family.name,
+                known.join(", ")
+            )));
+        }
+        Ok(layers.iter().map(|layer| targets.iter().any(|target| is_named(layer, target))).collect())
+    }
+}
+
+fn is_all_linear(targets: &[String]) -> bool {
+    matches!(targets, [only] if only.eq_ignore_ascii_case(ALL_LINEAR))
+}
+
+/// Whether `target` is the layer's whole name or its last parts.
+fn is_named(layer: &str, target: &str) -> bool {
+    layer.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+}
+
+/// Whether a parameter of this name is one of an adapter's matrices.
+pub(super) fn is_lora(name: &str) -> bool {
+    ENDS.iter().any(|end| name.ends_with(end))
+}
+
+/// Whether a parameter of this name is trained beside a frozen base: the adapter's, and a classifier's head.
+pub(super) fn is_trained(name: &str) -> bool {
+    is_lora(name) || HEADS.iter().any(|head| is_below(name, head))
+}
+
+/// Whether this is a tensor, or a layer, of the module `module`.
+pub(super) fn is_below(name: &str, module: &str) -> bool {
+    name.strip_prefix(module).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+/// Whether the layer is part of a head that is trained whole, where an adapter would be one too many.
+pub(super) fn is_in_head(layer: &str) -> bool {
+    HEADS.iter().any(|head| is_below(layer, head))
+}
+
+/// The two matrices beside one weight: `scale * B A` is added to it. They are f32 whatever the weight is held in.
+#[derive(Debug)]
+pub(crate) struct Adapter {
+    /// `[r, in]`.
+    a: Tensor,
+    /// `[out, r]`.
+    b: Tensor,
+    scale: f64,
+}
+
+impl Adapter {
+    /// An adapter that changes nothing yet: A as PEFT draws it, uniform within 1 / sqrt(in), B zeros.
+    pub(super) fn fresh(config: &LoraConfig, widths: [i64; 2], device: Device, seed: u64, index: u64) -> Result<Self> {
+        let ([width_in, width_out], r) = (widths, config.r as i64);
+        let mut stream = Stream::new(seed, Purpose::Adapter, index, 0);
+        let bound = (width_in as f64).sqrt().recip();
+        let drawn: Vec<f32> = (0..r * width_in).map(|_| ((2.0 * stream.uniform() - 1.0) * bound) as f32).collect();
+        let a = Tensor::f_from_slice(&drawn)?.view([r, width_in]).to_device(device);
+        let b = Tensor::f_zeros([width_out, r], (Kind::Float, device))?;
+        Ok(Self { a, b, scale: config.scale() })
+    }
+
+    pub(super) fn params(&self, layer: &str) -> [Param; 2] {
+        let param = |end: &str, tensor: &Tensor| Param {
+            name: format!("{layer}.{end}"),
+            tensor: tensor.shallow_clone(),
+            decay: true,
+        };
+        [param(ENDS[0], &self.a), param(ENDS[1], &self.b)]
+    }
+
+    /// What is added to the layer's output, f32.
+    pub(super) fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
+        let x = x.to_kind(Kind::Float);
+        let x = dropout.map_or_else(|| x.shallow_clone(), |dropout| dropout.apply(&x));
+        x.linear::<&Tensor>(&self.a, None).linear::<&Tensor>(&self.b, None) * self.scale
+    }
+
+    /// What is added to the weight when the two are folded into one, `[out, in]` f32.
+    pub(super) fn delta(&self) -> Tensor {
+        self.b.matmul(&self.a) * self.scale
+    }
+}
+
+/// Which rows of which update are trained on, and how much of the adapters' inputs is left out there.
+#[derive(Debug, Clone)]
+pub struct DropoutRows {
+    /// The share that is left out.
+    pub share: f64,
+    /// The run's seed.
+    pub seed: u64,
+    /// The update.
+    pub update: u64,
+    /// The number of each sequence among all of the update.
+    pub rows: Vec<u64>,
+}
+
+/// Dropout in one forward pass. Each row has a stream of its own, read layer after layer, so what is left out does not
+/// depend on how rows are put into batches.
+pub(crate) struct Dropout {
+    share: f64,
+    rows: RefCell<Vec<(Stream, i64)>>,
+}
+
+impl Dropout {
+    /// `lens` are the lengths of the sequences.
+    pub(super) fn new(rows: &DropoutRows, lens: &[i64]) -> Self {
+        let stream = |&row| Stream::new(rows.seed, Purpose::Dropout, rows.update, row);
+        let streams = rows.rows.iter().map(stream).zip(lens.iter().copied());
+        Self { share: rows.share, rows: RefCell::new(streams.collect()) }
+    }
+
+    /// `x` `[N, width]` with some elements 0 and the others larger, so that their expectation stays.
+    fn apply(&self, x: &Tensor) -> Tensor {
+        let width = x.size()[1];
+        let mut dropped = Vec::with_capacity(x.numel());
+        for (stream, len) in self.rows.borrow_mut().iter_mut() {
+            dropped.extend(stream.chances((*len * width) as usize, self.share));
+        }
+        let dropped = Tensor::from_slice(&dropped).view([-1, width]).to_device(x.device());
+        x.masked_fill(&dropped, 0.0) / (1.0 - self.share)
+    }
+}
+
+/// A folder that holds an adapter and no model.
+pub(crate) struct AdapterFolder {
+    dir: PathBuf,
+    described: Map<String, Value>,
+}
+
+/// Settings of `adapter_config.json` that mean nothing to the numbers, or that are looked at one by one. Every other one
+/// must be off: it asks for an adapter of another kind.
+const SETTINGS: [&str; 19] = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "ensure_weight_tying",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "modules_to_save",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+];
+
+impl AdapterFolder {
+    /// The adapter in `dir`; `None` where there is none, or where there is a whole model beside it.
+    ///
+    /// # Errors
+    /// If it is an adapter of a kind that is not known here.
+    pub(crate) fn find(dir: &Path) -> Result<Option<Self>> {
+        if !dir.join(CONFIG).is_file() || Checkpoint::is_in(dir) {
+            return Ok(None);
+        }
+        Self::open(dir).map(Some)
+    }
+
+    /// The adapter in `dir`; errors as [`AdapterFolder::find`].
+    pub(super) fn open(dir: &Path) -> Result<Self> {
+        let path = dir.join(CONFIG);
+        let Value::Object(described) = read_json(&path)? else {
+            return Err(Error::invalid(path, "expected a JSON object"));
+        };
+        let folder = Self { dir: dir.to_path_buf(), described };
+        folder.expect("peft_type", |v| v == "LORA", "LORA")?;
+        folder.expect("bias", |v| v.is_null() || v == "none", "none: trained biases are not supported")?;
+        let drawn = |v: &Value| v.is_null() || v.is_boolean() || v == "gaussian" || v == "orthogonal" || v == "eva";
+        folder.expect(
+            "init_lora_weights",
+            drawn,
+            "true, false, gaussian, orthogonal or eva: others change the base",
+        )?;
+        let heads = |v: &Value| HEADS.iter().any(|head| v == head);
+        let heads = |v: &Value| v.is_null() || v.as_array().is_some_and(|names| names.iter().all(heads));
+        folder.expect("modules_to_save", heads, "none but the head, classifier or score")?;
+        let off = |v: &Value| match v {
+            Value::Null | Value::Bool(false) => true,
+            Value::Object(map) => map.is_empty(),
+            Value::Array(list) => list.is_empty(),
+            _ => false,
+        };
+        for name in folder.described.keys().filter(|name| !SETTINGS.contains(&name.as_str())) {
+            folder.expect(name, off, "none: this kind of adapter is not supported")?;
+        }
+        Ok(folder)
+    }
+
+    fn expect(&self, name: &str, holds: impl FnOnce(&Value) -> bool, expected: &str) -> Result<()> {
+        let found = self.described.get(name).unwrap_or(&Value::Null);
+        if holds(found) { Ok(()) } else { Err(self.wrong(name, expected)) }
+    }
+
+    fn wrong(&self, name: &str, expected: &str) -> Error {
+        let found = self.described.get(name).unwrap_or(&Value::Null);
+        Error::invalid(self.dir.join(CONFIG), format!("`{name}`: expected {expected}, found {found}"))
+    }
+
+    /// The folder of the model that the adapter belongs to: as it is named, else as named from the adapter's folder.
+    ///
+    /// # Errors
+    /// If there is none, or it is an adapter itself.
+    pub(crate) fn base_dir(&self) -> Result<PathBuf> {
+        let name =
+            self.described.get("base_model_name_or_path").and_then(Value::as_str).filter(|name| !name.is_empty());
+        let name = name.ok_or_else(|| self.wrong("base_model_name_or_path", "the base model's folder"))?;
+        let beside = self.dir.join(name);
+        let found = [PathBuf::from(name), beside].into_iter().find(|dir| dir.is_dir());
+        let base = found.ok_or_else(|| {
+            self.wrong("base_model_name_or_path", "the base model's folder, from here or from the adapter's folder")
+        })?;
+        match Self::find(&base)? {
+            None => Ok(base),
+            Some(_) => Err(Error::invalid(
+                &self.dir,
+                format!("its base {} is an adapter too; fold that one into a model with `rlhf merge`", base.display()),
+            )),
+        }
+    }
+
+    /// Whether it belongs to a sequence classifier; `None` where it does not say.
+    pub(crate) fn is_classifier(&self) -> Option<bool> {
+        match self.described.get("task_type").and_then(Value::as_str) {
+            Some("SEQ_CLS") => Some(true),
+            Some(_) => Some(false),
+            None => None,
+        }
+    }
+
+    /// Checks that the adapter is for the kind of model that it is asked for.
+    pub(super) fn check_task(&self, classifier: bool) -> Result<()> {
+        let task = if classifier { "SEQ_CLS" } else { "CAUSAL_LM" };
+        self.expect("task_type", |v| v.is_null() || v == task, task)
+    }
+
+    /// What `adapter_config.json` says, the base by the name under which it was found.
+    pub(super) fn described(&self) -> Map<String, Value> {
+        let mut described = self.described.clone();
+        let named = described.get("base_model_name_or_path").and_then(Value::as_str).map(PathBuf::from);
+        if let Some(name) = named.filter(|name| !name.is_dir())
+            && let Ok(base) = self.dir.join(name).canonicalize()
+            && let Some(base) = base.to_str()
+        {
+            described.insert("base_model_name_or_path".into(), base.into());
+        }
+        described
+    }
+
+    /// The settings that the numbers depend on.
+    fn config(&self) -> Result<LoraConfig> {
+        let get = |name: &str| self.described.get(name).unwrap_or(&Value::Null);
+        let r = get("r").as_u64().filter(|&r| r > 0 && r <= u32::MAX.into());
+        let r = r.ok_or_else(|| self.wrong("r", "a whole number of at least 1"))? as usize;
+        let alpha = get("lora_alpha").as_f64().ok_or_else(|| self.wrong("lora_alpha", "a number"))?;
+        let dropout = get("lora_dropout").as_f64().unwrap_or(0.0);
+        let target_modules = match get("target_modules") {
+            Value::Array(names) => Some(names.iter().filter_map(|n| Some(n.as_str()?.to_string())).collect()),
+            Value::String(name) if name.eq_ignore_ascii_case(ALL_LINEAR) => Some(vec![name.clone()]),
+            // An expression, or PEFT's own choice: the tensors say which layers these are.
+            _ => None,
+        };
+        let use_rslora = get("use_rslora") == &Value::Bool(true);
+        Ok(LoraConfig { r, alpha, dropout, target_modules, use_rslora })
+    }
+
+    /// Whether the weights hold the head `name`.
+    pub(super) fn holds(&self, name: &str) -> Result<bool> {
+        Ok(self.weights()?.shape(&format!("{PREFIX}{name}")).is_some())
+    }
+
+    fn weights(&self) -> Result<Checkpoint> {
+        let path = self.dir.join(WEIGHTS);
+        if path.is_file() {
+            return Checkpoint::open_file(&path);
+        }
+        let pickle = self.dir.join("adapter_model.bin").is_file();
+        let found = match pickle {
+            true => "only adapter_model.bin, a pickle, which can run code and is never opened",
+            false => "none",
+        };
+        Err(Error::invalid(&self.dir, format!("expected {WEIGHTS}, found {found}")))
+    }
+
+    /// Puts the adapter on `linears`, and the head that was saved with it into `params`; adds its matrices to these.
+    ///
+    /// # Errors
+    /// One error that lists what is missing, of another shape or not expected.
+    pub(super) fn apply(&self, linears: Vec<&mut Linear>, params: &mut Vec<Param>, device: Device) -> Result<()> {
+        let (config, weights) = (self.config()?, self.weights()?);
+        let mut problems = Vec::new();
+        let mut asked = Vec::new();
+        let r = config.r as i64;
+        let scale = config.scale();
+        let mut read = |name: String, shape: &[i64]| -> Result<Option<Tensor>> {
+            let tensor = match weights.shape(&name) {
+                None => {
+                    problems.push(format!("missing `{name}`"));
+                    None
+                }
+                Some(found) if found != shape => {
+                    problems.push(format!("tensor `{name}`: expected {shape:?}, found {found:?}"));
+                    None
+                }
+                Some(_) => Some(weights.read(&name, device, Kind::Float)?),
+            };
+            asked.push(name);
+            Ok(tensor)
+        };
+        for linear in linears {
+            let base = format!("{PREFIX}{}", linear.name());
+            let named = |target: &String| is_named(linear.name(), target);
+            let targeted = match config.target_modules.as_deref() {
+                Some(targets) => is_all_linear(targets) || targets.iter().any(named),
+                None => ENDS.iter().any(|end| weights.shape(&format!("{base}.{end}")).is_some()),
+            };
+            if !targeted {
+                continue;
+            }
+            let [width_in, width_out] = linear.widths();
+            let a = read(format!("{base}.{}", ENDS[0]), &[r, width_in])?;
+            let b = read(format!("{base}.{}", ENDS[1]), &[width_out, r])?;
+            if let (Some(a), Some(b)) = (a, b) {
+                let adapter = Adapter { a, b, scale };
+                params.extend(adapter.params(linear.name()));
+                linear.set_adapter(adapter);
+            }
+        }
+        let saves_head = self.described.get("modules_to_save").is_some_and(|v| !v.is_null());
+        for param in params.iter_mut().filter(|param| is_trained(&param.name) && !is_lora(&param.name)) {
+            let name = format!("{PREFIX}{}", param.name);
+            if !saves_head && weights.shape(&name).is_none() {
+                continue;
+            }
+            if let Some(head) = read(name, &param.tensor.size())? {
+                tch::no_grad(|| param.tensor.copy_(&head));
+            }
+        }
+        let unexpected = weights.names().filter(|name| !asked.iter().any(|asked| asked == name));
+        problems.extend(unexpected.map(|name| format!("unexpected `{name}`")));
+        if asked.is_empty() {
+            problems.push("no adapter for any layer of the base".into());
+        }
+        match problems.as_slice() {
+            [] => Ok(()),
+            [first] => Err(Error::invalid(&self.dir, first)),
+            [first, rest @ ..] => {
+                Err(Error::invalid(&self.dir, format!("{first}; {} and {} more", rest[0], rest.len() - 1)))
+            }
+        }
+    }
+}
+
+/// Writes an adapter as PEFT does; `described` is all that `adapter_config.json` says.
+pub(super) fn save(dir: &Path, described: &Map<String, Value>, params: &[Param]) -> Result<()> {
+    let trained = params.iter().filter(|param| is_trained(&param.name));
+    let tensors: Vec<_> =
+        trained.map(|p| (format!("{PREFIX}{}", p.name), p.tensor.detach().to_kind(Kind::Float))).collect();
+    weights::save_file(&dir.join(WEIGHTS), &tensors)?;
+    write_text(&dir.join(CONFIG), &pretty(&Value::Object(described.clone())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_out_depends_on_the_row_and_not_on_its_batch() {
+        let rows = |rows: &[u64]| DropoutRows { share: 0.25, seed: 1, update: 2, rows: rows.to_vec() };
+        let ones = Tensor::ones([5, 64], (Kind::Float, Device::Cpu));
+        let both = Dropout::new(&rows(&[7, 8]), &[2, 3]);
+        let (first, second) = (both.apply(&ones), both.apply(&ones));
+        assert_ne!(first, second, "each layer has its own draws");
+        let alone = Dropout::new(&rows(&[8]), &[3]);
+        let ones = Tensor::ones([3, 64], (Kind::Float, Device::Cpu));
+        assert_eq!(alone.apply(&ones), first.narrow(0, 2, 3));
+        assert_eq!(alone.apply(&ones), second.narrow(0, 2, 3));
+    }
+
+    #[test]
+    fn dropout_leaves_out_its_share_and_keeps_the_mean() {
+        let rows = DropoutRows { share: 0.25, seed: 1, update: 0, rows: vec![0] };
+        let x = Tensor::ones([100, 100], (Kind::Float, Device::Cpu));
+        let dropped = Dropout::new(&rows, &[100]).apply(&x);
+        let zeros = dropped.eq(0.0).sum(Kind::Float).double_value(&[]) / 1e4;
+        assert!((zeros - 0.25).abs() < 0.02, "{zeros}"); // 4.6 standard deviations of 10000 draws
+        assert!((dropped.max().double_value(&[]) - 4.0 / 3.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_target_is_a_whole_name_or_its_last_parts() {
+        assert!(is_named("h.0.attn.c_attn", "c_attn") && is_named("h.0.attn.c_attn", "attn.c_attn"));
+        assert!(is_named("c_attn", "c_attn") && !is_named("h.0.attn.c_attn", "attn") && !is_named("xc_attn", "c_attn"));
+    }
+}
