@@ -2,6 +2,7 @@
 
 mod cli;
 mod commands;
+mod lora;
 mod models;
 mod ppo_golden;
 mod ppo_invariance;

@@ -1,0 +1,381 @@
+//! Low-rank adapters against PEFT's values (`tests/golden/lora`), and their files.
+
+use crate::support::{Tensors, assert_close, golden};
+use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
+use rlhf::weights::Checkpoint;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use tch::{Device, Kind, Tensor};
+
+const TOLERANCE: f64 = 2e-5;
+const ADAPTERS: [&str; 4] = ["gpt2", "gpt_neox", "llama_untied", "llama_untied_rslora_all"];
+const IDS: [[i64; 6]; 1] = [[5, 6, 7, 8, 9, 10]];
+
+fn adapter(name: &str) -> PathBuf {
+    golden().join("lora").join(name)
+}
+
+fn base_of(name: &str) -> PathBuf {
+    golden().join(json_of(&adapter(name).join("info.json"))["base"].as_str().unwrap())
+}
+
+fn json_of(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))).unwrap()
+}
+
+fn base_rows(name: &str) -> Vec<Vec<i64>> {
+    Tensors::read(&base_of(name).join("golden.safetensors")).rows("unpadded.input_ids")
+}
+
+fn lm(name: &str) -> CausalLm {
+    let mut model = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+    model.load_adapter(&adapter(name)).unwrap();
+    model
+}
+
+fn model(name: &str) -> CausalLm {
+    CausalLm::from_pretrained(&golden().join("models").join(name), ModelOptions::default()).unwrap()
+}
+
+fn classifier() -> SequenceClassifier {
+    let name = "llama_untied_cls";
+    let mut model = SequenceClassifier::from_pretrained(&base_of(name), None, ModelOptions::default()).unwrap();
+    model.load_adapter(&adapter(name)).unwrap();
+    model
+}
+
+fn values_of(model: &SequenceClassifier, rows: &[Vec<i64>]) -> Tensor {
+    let spans: Vec<_> = rows.iter().map(|row| 0..row.len()).collect();
+    model.values_at(rows, &spans).unwrap()
+}
+
+fn assert_gradients<'a>(name: &str, params: impl Iterator<Item = &'a Param>) {
+    let expected = Tensors::read(&adapter(name).join("grads.safetensors"));
+    let info = &json_of(&adapter(name).join("info.json"))["grads"];
+    let (rounding, most) = (info["rounding"].as_f64().unwrap(), info["max_abs"].as_f64().unwrap());
+    let mut compared = 0;
+    for param in params {
+        let stored = format!("base_model.model.{}", param.name);
+        let what = format!("{name}: gradient of {}", param.name);
+        assert_close(&what, &param.tensor.grad(), expected.get(&stored), (5.0 * rounding).max(2e-5 * most));
+        compared += 1;
+    }
+    assert_eq!(compared, expected.names().count(), "{name}: the parameters that PEFT trains, and no other");
+}
+
+/// The fresh adapter that most tests put on a model.
+fn config() -> LoraConfig {
+    LoraConfig { r: 4, alpha: 8.0, dropout: 0.0, ..LoraConfig::default() }
+}
+
+/// Makes the adapter do something: B is zeros at first.
+fn stir(params: &[Param]) {
+    for param in params.iter().filter(|param| param.name.ends_with("lora_B.weight")) {
+        let numbers = Tensor::arange(param.tensor.numel() as i64, (Kind::Float, Device::Cpu)).sin() * 0.1;
+        tch::no_grad(|| param.tensor.shallow_clone().copy_(&numbers.view_as(&param.tensor)));
+    }
+}
+
+fn bits(params: &[Param]) -> Vec<(String, Tensor)> {
+    params.iter().map(|param| (param.name.clone(), param.tensor.detach().copy())).collect()
+}
+
+#[test]
+fn logits_with_an_adapter_equal_pefts() {
+    for name in ADAPTERS {
+        let golden = Tensors::read(&adapter(name).join("golden.safetensors"));
+        let mut model = lm(name);
+        let rows = base_rows(name);
+        let check = |what: &str, model: &CausalLm| {
+            for (i, logits) in model.logits(&rows).unwrap().iter().enumerate() {
+                assert_close(&format!("{name}: {what}"), logits, &golden.get("logits").get(i as i64), TOLERANCE);
+            }
+        };
+        check("beside the weights", &model);
+        model.merge_adapter();
+        check("folded in", &model);
+        let params = model.params();
+        assert!(params.iter().all(|param| !param.name.contains("lora_")));
+        for merged in golden.names().filter_map(|merged| merged.strip_prefix("merged.")) {
+            let param = params.iter().find(|param| param.name == merged).unwrap();
+            assert_close(merged, &param.tensor, golden.get(&format!("merged.{merged}")), 1e-6);
+        }
+    }
+    let golden = Tensors::read(&adapter("llama_untied_cls").join("golden.safetensors"));
+    let mut model = classifier();
+    let expected = golden.get("reward_logits").view([-1]);
+    assert_close("classifier", &values_of(&model, &base_rows("llama_untied_cls")), &expected, TOLERANCE);
+    model.merge_adapter();
+    assert_close("classifier", &values_of(&model, &base_rows("llama_untied_cls")), &expected, TOLERANCE);
+}
+
+#[test]
+fn gradients_reach_what_peft_trains_and_equal_its_own() {
+    for name in ADAPTERS {
+        let mut model = lm(name);
+        model.set_trainable(true);
+        let rows = base_rows(name);
+        let spans: Vec<_> = rows.iter().map(|row| 1..row.len()).collect();
+        (-model.token_logprobs(&rows, &spans, 1.0, false).unwrap().logprobs.sum(Kind::Float)).backward();
+        assert_gradients(name, model.trainable_params());
+        assert!(model.params().iter().all(|p| p.name.contains("lora_") || !p.tensor.grad().defined()));
+    }
+    let mut model = classifier();
+    model.set_trainable(true);
+    model.scores(&base_rows("llama_untied_cls")).unwrap().sum(Kind::Float).backward();
+    assert_gradients("llama_untied_cls", model.trainable_params());
+}
+
+#[test]
+fn an_adapter_of_peft_is_saved_as_it_was_read() {
+    for name in ADAPTERS {
+        let out = tempfile::tempdir().unwrap();
+        lm(name).save_pretrained(out.path(), &[0], None).unwrap();
+        assert_same_adapter(out.path(), &adapter(name));
+    }
+    let out = tempfile::tempdir().unwrap();
+    classifier().save_pretrained(out.path(), &[0], None).unwrap();
+    assert_same_adapter(out.path(), &adapter("llama_untied_cls"));
+}
+
+/// The same bytes, but for the line end that closes the JSON.
+fn assert_same_adapter(found: &Path, expected: &Path) {
+    let read = |dir: &Path, file: &str| std::fs::read(dir.join(file)).unwrap();
+    let what = expected.display();
+    assert!(read(found, "adapter_model.safetensors") == read(expected, "adapter_model.safetensors"), "{what}");
+    let text = |dir: &Path| String::from_utf8(read(dir, "adapter_config.json")).unwrap().trim_end().to_string();
+    assert_eq!(text(found), text(expected), "{what}");
+}
+
+#[test]
+fn a_saved_adapter_folder_opens_as_the_model_and_is_saved_again_byte_for_byte() {
+    let (out, again) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mut saved = model("gpt2");
+    let all = LoraConfig { target_modules: Some(vec!["all-linear".into()]), use_rslora: true, ..config() };
+    saved.add_adapter(&all, 1).unwrap();
+    stir(saved.params());
+    saved.save_pretrained(out.path(), &[0], None).unwrap();
+    assert!(!out.path().join("base_model").exists(), "the base is in the folder that it was read from");
+    let opened = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
+    assert_close("logits", &opened.logits(&IDS).unwrap()[0], &saved.logits(&IDS).unwrap()[0], 0.0);
+    assert_ne!(opened.logits(&IDS).unwrap()[0], opened.base().unwrap().logits(&IDS).unwrap()[0]);
+    opened.save_pretrained(again.path(), &[0], None).unwrap();
+    assert_same_adapter(again.path(), out.path());
+
+    let reward =
+        SequenceClassifier::from_pretrained(out.path(), None, ModelOptions::default()).unwrap_err().to_string();
+    assert!(reward.contains("`task_type`: expected SEQ_CLS, found \"CAUSAL_LM\""), "{reward}");
+}
+
+#[test]
+fn a_reward_adapter_on_a_language_model_brings_its_head() {
+    let out = tempfile::tempdir().unwrap();
+    let dir = golden().join("models/gpt_neox");
+    let options = ModelOptions { dtype: Dtype::BFloat16, ..ModelOptions::default() };
+    let mut saved = SequenceClassifier::from_pretrained(&dir, Some(3), options).unwrap();
+    saved.add_adapter(&config(), 1).unwrap();
+    stir(saved.params());
+    saved.save_pretrained(out.path(), &[0], None).unwrap();
+    let opened = SequenceClassifier::from_pretrained(out.path(), None, options).unwrap();
+    assert!(!opened.has_new_head());
+    assert_close("scores", &opened.scores(&IDS).unwrap(), &saved.scores(&IDS).unwrap(), 0.0);
+    // The base is bf16, what is trained is f32.
+    for param in opened.params() {
+        let trained = param.name.contains("lora_") || param.name == "score.weight";
+        assert_eq!(param.tensor.kind(), if trained { Kind::Float } else { Kind::BFloat16 }, "{}", param.name);
+    }
+}
+
+#[test]
+fn a_base_that_no_folder_holds_is_saved_beside_the_adapter() {
+    let out = tempfile::tempdir().unwrap();
+    let mut saved = model("gpt2");
+    for seed in [1, 2] {
+        saved.merge_adapter();
+        saved.add_adapter(&config(), seed).unwrap();
+        stir(saved.params());
+    }
+    saved.save_pretrained(out.path(), &[0], None).unwrap();
+    assert!(out.path().join("base_model/model.safetensors").is_file());
+    let opened = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
+    assert_close("logits", &opened.logits(&IDS).unwrap()[0], &saved.logits(&IDS).unwrap()[0], 0.0);
+}
+
+#[test]
+fn a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws_it() {
+    for (name, targets) in [
+        ("gpt2", 2),
+        ("gpt_neox", 2),
+        ("opt", 4),
+        ("llama_untied", 4),
+        ("mistral", 4),
+        ("qwen2", 4),
+        ("qwen3", 4),
+        ("gemma2", 4),
+        ("phi3", 2),
+    ] {
+        let mut model = model(name);
+        let before = model.logits(&IDS).unwrap();
+        let layers = model.config().num_hidden_layers;
+        model.add_adapter(&config(), 1).unwrap();
+        assert_close(name, &model.logits(&IDS).unwrap()[0], &before[0], 0.0);
+        assert_eq!(model.trainable_params().count(), 0, "{name}: frozen until asked");
+        model.set_trainable(true);
+        assert_eq!(model.trainable_params().count(), 2 * targets / 2 * layers as usize, "{name}");
+        for param in model.trainable_params().filter(|param| param.name.ends_with("lora_A.weight")) {
+            let bound = (param.tensor.size()[1] as f64).sqrt().recip();
+            let std = param.tensor.std(true).double_value(&[]) / (bound / 3f64.sqrt());
+            let most = param.tensor.abs().max().double_value(&[]) / bound;
+            assert!((0.9..1.1).contains(&std) && (0.95..=1.0).contains(&most), "{name}: {std}, {most}");
+        }
+    }
+    for (name, targets) in [("bert_cls2", 2), ("roberta_cls3", 2), ("distilbert_cls2", 2)] {
+        let dir = golden().join("models").join(name);
+        let mut model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
+        let layers = model.config().num_hidden_layers;
+        model.add_adapter(&config(), 1).unwrap();
+        model.set_trainable(true);
+        let (lora, head): (Vec<_>, Vec<_>) = model.trainable_params().partition(|param| param.name.contains("lora_"));
+        assert_eq!(lora.len(), 2 * targets * layers as usize, "{name}");
+        assert!(!head.is_empty() && head.iter().all(|param| param.name.starts_with("classifier.")), "{name}");
+    }
+}
+
+#[test]
+fn the_base_is_a_view_of_the_same_memory_and_does_not_see_the_adapter() {
+    for (dtype, precision) in
+        [(Dtype::Float32, Precision::F32), (Dtype::Float32, Precision::Bf16), (Dtype::BFloat16, Precision::F32)]
+    {
+        let options = ModelOptions { dtype, precision, ..ModelOptions::default() };
+        let dir = golden().join("models/llama_tied");
+        let plain = CausalLm::from_pretrained(&dir, options).unwrap();
+        let mut model = CausalLm::from_pretrained(&dir, options).unwrap();
+        model.add_adapter(&config(), 1).unwrap();
+        stir(model.params());
+        let base = model.base().unwrap();
+        assert_close("logits", &base.logits(&IDS).unwrap()[0], &plain.logits(&IDS).unwrap()[0], 0.0);
+        assert_ne!(model.logits(&IDS).unwrap()[0], plain.logits(&IDS).unwrap()[0]);
+        for (ours, theirs) in base.params().iter().zip(model.params()) {
+            assert_eq!((&ours.name, ours.tensor.data_ptr()), (&theirs.name, theirs.tensor.data_ptr()));
+        }
+    }
+}
+
+#[test]
+fn training_an_adapter_leaves_the_base_as_it_was_to_the_bit() {
+    let mut model = model("llama_untied");
+    let before = bits(model.params());
+    model.add_adapter(&config(), 1).unwrap();
+    model.set_trainable(true);
+    let optimizer = rlhf::config::SftConfig::new("m", "d", "o").optimizer;
+    let mut optimizer = rlhf::optim::AdamW::new(model.trainable_params(), &optimizer);
+    let loss = || -model.token_logprobs(&IDS, &[1..6], 1.0, false).unwrap().logprobs.sum(Kind::Float);
+    let first = loss().double_value(&[]);
+    for _ in 0..5 {
+        loss().backward();
+        optimizer.step(1e-2).unwrap();
+    }
+    assert!(loss().double_value(&[]) < first - 0.1, "the adapter learns");
+    for ((name, before), after) in before.iter().zip(model.params()) {
+        assert!(before == &after.tensor, "{name}");
+    }
+}
+
+#[test]
+fn a_target_that_matches_nothing_names_what_there_is() {
+    let with = |targets: &[&str]| {
+        let targets = targets.iter().map(ToString::to_string).collect();
+        let config = LoraConfig { target_modules: Some(targets), ..config() };
+        model("llama_untied").add_adapter(&config, 1).unwrap_err().to_string()
+    };
+    assert_eq!(
+        with(&["q_proj", "c_attn"]),
+        "lora_target_modules: expected linear layers of llama, found `c_attn`; there are down_proj, gate_proj, k_proj, \
+         o_proj, q_proj, up_proj, v_proj, and all-linear"
+    );
+    assert!(with(&["proj"]).contains("found `proj`") && with(&["lm_head"]).contains("found `lm_head`"));
+}
+
+/// A copy of PEFT's adapter on `models/llama_untied` whose configuration has `key` changed, and what opening it says.
+fn refusal(key: &str, value: Value) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(
+        adapter("llama_untied").join("adapter_model.safetensors"),
+        dir.path().join("adapter_model.safetensors"),
+    )
+    .unwrap();
+    let mut described = json_of(&adapter("llama_untied").join("adapter_config.json"));
+    described["base_model_name_or_path"] = json!(base_of("llama_untied"));
+    described[key] = value;
+    std::fs::write(dir.path().join("adapter_config.json"), described.to_string()).unwrap();
+    match CausalLm::from_pretrained(dir.path(), ModelOptions::default()) {
+        Ok(_) => "opened".into(),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn adapters_of_other_kinds_are_refused_by_the_name_of_what_they_ask_for() {
+    assert_eq!(refusal("revision", json!("main")), "opened");
+    assert_eq!(refusal("target_modules", json!(".*(q|v)_proj")), "opened"); // the tensors say which layers these are
+    for (key, value) in [
+        ("peft_type", json!("IA3")),
+        ("bias", json!("all")),
+        ("use_dora", json!(true)),
+        ("rank_pattern", json!({"q_proj": 8})),
+        ("alpha_pattern", json!({"q_proj": 8})),
+        ("modules_to_save", json!(["lm_head"])),
+        ("init_lora_weights", json!("pissa")),
+        ("layers_to_transform", json!([0])),
+        ("a_setting_of_tomorrow", json!("on")),
+        ("task_type", json!("SEQ_CLS")),
+        ("r", json!(0)),
+        ("lora_alpha", json!("x")),
+        ("base_model_name_or_path", json!("no/such/model")),
+        ("base_model_name_or_path", json!(null)),
+    ] {
+        let error = refusal(key, value);
+        assert!(error.contains("adapter_config.json") && error.contains(&format!("`{key}`: expected ")), "{error}");
+        assert!(!error.contains('\n'), "{error}");
+    }
+    for (key, value, message) in [
+        ("r", json!(8), "lora_A.weight`: expected [8, 32], found [4, 32]"),
+        (
+            "target_modules",
+            json!(["q_proj"]),
+            "unexpected `base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight`",
+        ),
+        (
+            "target_modules",
+            json!(["q_proj", "v_proj", "k_proj"]),
+            "missing `base_model.model.model.layers.0.self_attn.k_proj.",
+        ),
+    ] {
+        let error = refusal(key, value);
+        assert!(error.contains(message) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn a_second_adapter_is_refused_until_the_first_is_folded_in() {
+    let mut model = lm("gpt2");
+    for error in [model.add_adapter(&config(), 1).unwrap_err(), model.load_adapter(&adapter("gpt2")).unwrap_err()] {
+        assert!(error.to_string().contains("the model has an adapter"), "{error}");
+    }
+}
+
+#[test]
+fn merging_in_bf16_rounds_the_f32_sum_once() {
+    let options = ModelOptions { dtype: Dtype::BFloat16, ..ModelOptions::default() };
+    let mut model = CausalLm::from_pretrained(&base_of("gpt2"), options).unwrap();
+    model.load_adapter(&adapter("gpt2")).unwrap();
+    model.merge_adapter();
+    let name = "transformer.h.0.attn.c_attn.weight";
+    let base = Checkpoint::open(&base_of("gpt2")).unwrap();
+    let base = base.read(name, Device::Cpu, Kind::BFloat16).unwrap().to_kind(Kind::Float);
+    let lora = Tensors::read(&adapter("gpt2").join("adapter_model.safetensors"));
+    let of = |end: &str| lora.get(&format!("base_model.model.transformer.h.0.attn.c_attn.lora_{end}.weight"));
+    let sum = base + (of("B").matmul(of("A")) * 1.5).tr();
+    let found = &model.params().iter().find(|param| param.name == name).unwrap().tensor;
+    assert_eq!(found, &sum.to_kind(Kind::BFloat16));
+}
