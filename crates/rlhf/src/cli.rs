@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use clap::builder::ValueParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
-use rlhf::config::{self, GenerateConfig, LogprobsConfig, PpoConfig, RewardConfig, ScoreConfig, SftConfig};
+use rlhf::config::{
+    self, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, RewardConfig, ScoreConfig, SftConfig,
+};
 use rlhf::{Error, Result};
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_saphyr::Spanned;
@@ -22,6 +24,7 @@ pub(crate) enum Task {
     Generate(GenerateConfig),
     Logprobs(LogprobsConfig),
     Score(ScoreConfig),
+    Merge(MergeConfig),
 }
 
 /// Why there is no task.
@@ -81,7 +84,8 @@ impl Task {
             "ppo" => Task::Ppo(PpoConfig::from_arg_matches(flags)?),
             "generate" => Task::Generate(GenerateConfig::from_arg_matches(flags)?),
             "logprobs" => Task::Logprobs(LogprobsConfig::from_arg_matches(flags)?),
-            _ => Task::Score(ScoreConfig::from_arg_matches(flags)?),
+            "score" => Task::Score(ScoreConfig::from_arg_matches(flags)?),
+            _ => Task::Merge(MergeConfig::from_arg_matches(flags)?),
         })
     }
 
@@ -93,6 +97,7 @@ impl Task {
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),
+            Task::Merge(_) => Ok(()),
         }
     }
 }
@@ -132,6 +137,10 @@ fn rlhf_command() -> Command {
              `completion_ids`; each is written with its `score`. No eos is added.\n\n\
              Example:\n\
              \x20 rlhf generate --model runs/ppo --dataset_name prompts.jsonl | rlhf score --model runs/reward",
+        ),
+        config::command::<MergeConfig>("merge").about("Fold a LoRA adapter into a whole model").after_help(
+            "Example:\n\
+             \x20 rlhf merge --model_name_or_path runs/ppo --output_dir merged",
         ),
     ];
     let file = Arg::new("config")
@@ -340,7 +349,7 @@ fn one_line(error: &clap::Error) -> String {
         line += part;
     }
     if error.kind() == ErrorKind::InvalidSubcommand && !line.contains("tip:") {
-        line += "; the commands are sft, reward, ppo, generate, logprobs and score";
+        line += "; the commands are sft, reward, ppo, generate, logprobs, score and merge";
     }
     line
 }
@@ -646,7 +655,7 @@ mod tests {
         );
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, generate, logprobs and score"
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, generate, logprobs, score and merge"
         );
     }
 

@@ -12,6 +12,7 @@ use clap::builder::{PossibleValue, ValueParser};
 use clap::{Arg, ArgAction, Args, Command, ValueEnum};
 use serde::Serialize;
 
+use crate::model::LoraConfig;
 use crate::ppo::{KlEstimator, ScorePosition};
 use crate::{Error, Result};
 
@@ -21,6 +22,7 @@ const BATCHES: &str = "Batch sizes and length of the run";
 const PPO: &str = "PPO";
 const LOSS: &str = "Loss";
 const SAMPLING: &str = "Sampling";
+const LORA: &str = "LoRA";
 const OPTIMIZER: &str = "Optimizer";
 const RUN: &str = "Run";
 
@@ -136,6 +138,10 @@ pub struct PpoConfig {
     #[arg(long, help_heading = PPO, default_value_t = 0.1)]
     pub vf_coef: f64,
 
+    /// Low-rank adapters in place of all weights.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub peft: PeftConfig,
     /// Peak learning rate.
     #[arg(long, help_heading = OPTIMIZER, default_value = "3e-6")]
     pub learning_rate: f64,
@@ -205,6 +211,10 @@ pub struct SftConfig {
     #[arg(long, help_heading = LOSS, default_value_t = true)]
     pub completion_only_loss: bool,
 
+    /// Low-rank adapters in place of all weights.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub peft: PeftConfig,
     /// Peak learning rate.
     #[arg(long, help_heading = OPTIMIZER, default_value = "2e-5")]
     pub learning_rate: f64,
@@ -268,6 +278,10 @@ pub struct RewardConfig {
     #[arg(long, help_heading = LOSS, default_value = NONE, value_parser = optional::<f64>)]
     pub center_rewards_coefficient: std::option::Option<f64>,
 
+    /// Low-rank adapters in place of all weights.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub peft: PeftConfig,
     /// Peak learning rate.
     #[arg(long, help_heading = OPTIMIZER, default_value = "1e-4")]
     pub learning_rate: f64,
@@ -279,6 +293,22 @@ pub struct RewardConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub run: RunConfig,
+}
+
+/// What `rlhf merge` does.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct MergeConfig {
+    /// Folder of the adapter; it names its base.
+    #[arg(long, alias = "model", help_heading = MODELS)]
+    pub model_name_or_path: PathBuf,
+    /// Folder for the whole model.
+    #[arg(long, help_heading = RUN)]
+    pub output_dir: PathBuf,
+    /// Replace the run, or the merged model, that `output_dir` holds.
+    #[arg(long, help_heading = RUN)]
+    #[serde(skip)] // As for a run.
+    pub overwrite_output_dir: bool,
 }
 
 /// What `rlhf generate` does.
@@ -401,6 +431,30 @@ pub struct RowsConfig {
     /// Threads for tensor operations [default: one per core].
     #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
     pub num_threads: std::option::Option<usize>,
+}
+
+/// Low-rank adapters (LoRA): whether they are trained in place of all weights, and their shape.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PeftConfig {
+    /// Train low-rank adapters beside frozen weights, which are held in the checkpoint's own dtype.
+    #[arg(long, help_heading = LORA)]
+    pub use_peft: bool,
+    /// Rank of the adapters.
+    #[arg(long, help_heading = LORA, default_value_t = 16)]
+    pub lora_r: usize,
+    /// The adapters' products are scaled by this over `lora_r`.
+    #[arg(long, help_heading = LORA, default_value_t = 32)]
+    pub lora_alpha: usize,
+    /// Dropout in front of the adapters, in SFT and reward training; PPO applies none, as its ratios must begin at 1.
+    #[arg(long, help_heading = LORA, default_value_t = 0.05)]
+    pub lora_dropout: f64,
+    /// Linear layers that get an adapter, by the ends of their names, or `all-linear` [default: the family's].
+    #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
+    pub lora_target_modules: Vec<String>,
+    /// Scale by `lora_alpha` over the square root of `lora_r`.
+    #[arg(long, help_heading = LORA)]
+    pub use_rslora: bool,
 }
 
 /// AdamW and the learning rate's course; the learning rate itself is a field of each command, whose default it is.
@@ -571,6 +625,7 @@ impl PpoConfig {
             return usage(format!("stop_token = eos and stop_token_id = {id} exclude each other: set one of them"));
         }
         check_token_id(self.stop_token_id)?;
+        self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer)?;
         check_threads(self.run.num_threads)?;
         self.batch_sizes().map(drop)
@@ -672,6 +727,7 @@ impl SftConfig {
         at_least_one("max_length", self.max_length)?;
         at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
         at_least_one("logging_steps", self.logging_steps)?;
+        self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer)?;
         check_threads(self.run.num_threads)?;
         self.plan_for(1).map(drop)
@@ -715,6 +771,7 @@ impl RewardConfig {
         if let Some(weight) = self.center_rewards_coefficient {
             zero_or_more("center_rewards_coefficient", weight)?;
         }
+        self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer)?;
         check_threads(self.run.num_threads)?;
         self.plan_for(1).map(drop)
@@ -731,6 +788,43 @@ impl RewardConfig {
     fn plan_for(&self, num_pairs: usize) -> Result<TrainPlan> {
         let batch_size = batch_size(self.per_device_train_batch_size, self.gradient_accumulation_steps)?;
         train_plan(batch_size, self.num_train_epochs, self.max_steps, num_pairs)
+    }
+}
+
+impl MergeConfig {
+    /// A configuration with every default, for this adapter and this output folder.
+    pub fn new(model_name_or_path: impl Into<PathBuf>, output_dir: impl Into<PathBuf>) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = model_name_or_path.into();
+        config.output_dir = output_dir.into();
+        config
+    }
+}
+
+impl PeftConfig {
+    /// The adapter that is asked for, if one is.
+    pub fn lora(&self) -> Option<LoraConfig> {
+        let targets = &self.lora_target_modules;
+        self.use_peft.then(|| LoraConfig {
+            r: self.lora_r,
+            alpha: self.lora_alpha as f64,
+            dropout: self.lora_dropout,
+            target_modules: (!targets.is_empty()).then(|| targets.clone()),
+            use_rslora: self.use_rslora,
+        })
+    }
+
+    fn check(&self) -> Result<()> {
+        if !self.use_peft && *self != defaults() {
+            return usage(
+                "settings of LoRA are given, and use_peft = false: set --use_peft, else all weights are trained",
+            );
+        }
+        at_least_one("lora_r", self.lora_r)?;
+        expect(self.lora_r <= MOST_RANK, "lora_r", self.lora_r, &format!("at most {MOST_RANK}"))?;
+        at_least_one("lora_alpha", self.lora_alpha)?;
+        let below_one = (0.0..1.0).contains(&self.lora_dropout);
+        expect(below_one, "lora_dropout", self.lora_dropout, "a number from 0 to below 1")
     }
 }
 
@@ -1081,6 +1175,9 @@ fn check_learning(learning_rate: f64, optimizer: &OptimizerConfig) -> Result<()>
     optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm))
 }
 
+/// The highest rank of an adapter: above any model's width.
+const MOST_RANK: usize = 1 << 16;
+
 /// The most rows of an update: far above use, and small enough that a slip of the keyboard does not end in a crash.
 const MOST_ROWS: usize = 1 << 20;
 
@@ -1136,6 +1233,8 @@ mod tests {
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "seed": 42, "bf16": false, "gradient_checkpointing": false, "report_to": "none",
             "num_threads": null, "disable_tqdm": false,
+            "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
+            "use_rslora": false,
         })
     }
 
@@ -1326,6 +1425,28 @@ mod tests {
             change(&mut config);
             assert_eq!(usage_of(config.plan(10)), message);
         }
+    }
+
+    #[test]
+    fn settings_of_lora_without_use_peft_are_refused_and_with_it_checked() {
+        type Change = fn(&mut PeftConfig);
+        let changes: [(bool, Change, &str); 4] = [
+            (false, |c| c.lora_r = 8, "settings of LoRA are given, and use_peft = false"),
+            (true, |c| c.lora_r = 0, "lora_r = 0: expected at least 1"),
+            (true, |c| c.lora_alpha = 0, "lora_alpha = 0: expected at least 1"),
+            (true, |c| c.lora_dropout = 1.0, "lora_dropout = 1: expected a number from 0 to below 1"),
+        ];
+        for (use_peft, change, message) in changes {
+            let mut config = ppo();
+            config.peft.use_peft = use_peft;
+            change(&mut config.peft);
+            let error = usage_of(config.check());
+            assert!(error.starts_with(message), "{error}");
+        }
+        assert_eq!(ppo().peft.lora(), None);
+        let mut config = ppo();
+        config.peft.use_peft = true;
+        assert_eq!(config.peft.lora(), Some(LoraConfig::default()), "the library's defaults are the flags'");
     }
 
     #[test]

@@ -61,6 +61,7 @@ fn run(task: &Task) -> Result<()> {
         Task::Generate(config) => answer::answer(config),
         Task::Logprobs(config) => measure::logprobs(config),
         Task::Score(config) => measure::score(config),
+        Task::Merge(config) => rlhf::merge::merge(config),
     }
 }
 

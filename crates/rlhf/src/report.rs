@@ -2,6 +2,7 @@
 
 use crate::config::{ReportTo, RunConfig};
 use crate::metrics::Metrics;
+use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::{Error, Result};
 use comfy_table::{ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -173,7 +174,7 @@ impl Reporter {
 }
 
 /// Names of the files that a run writes into its folder, beside the tokenizer's, the shards and the event files.
-const RUN_FILES: [&str; 8] = [
+const RUN_FILES: [&str; 10] = [
     "metrics.jsonl",
     "samples.jsonl",
     RUN_YAML,
@@ -182,6 +183,8 @@ const RUN_FILES: [&str; 8] = [
     "model.safetensors",
     "model.safetensors.index.json",
     "README.md",
+    "adapter_config.json",
+    "adapter_model.safetensors",
 ];
 
 /// The resolved configuration of a run; a folder that has one holds a run.
@@ -207,11 +210,18 @@ fn is_run_file(name: &str) -> bool {
 /// If one of the run's own `inputs` is the folder or lies in it; if the folder holds anything and `overwrite_output_dir`
 /// is not set, or anything that is not a run and it is.
 pub(crate) fn check_output_dir(run: &RunConfig, inputs: &[&Path]) -> Result<()> {
-    let dir = &run.output_dir;
+    check_folder(&run.output_dir, run.overwrite_output_dir, inputs)
+}
+
+/// [`check_output_dir`] for what is no training run.
+pub(crate) fn check_folder(dir: &Path, overwrite: bool, inputs: &[&Path]) -> Result<()> {
     let whole = dir.canonicalize().ok();
     let inside =
         |input: &Path| input.canonicalize().is_ok_and(|input| whole.as_ref().is_some_and(|d| input.starts_with(d)));
-    if let Some(input) = inputs.iter().find(|input| inside(input)) {
+    let base = |input: &&Path| AdapterFolder::find(input).ok().flatten()?.base_dir().ok();
+    let bases: Vec<PathBuf> = inputs.iter().filter_map(base).collect();
+    let mut inputs = inputs.iter().copied().chain(bases.iter().map(PathBuf::as_path));
+    if let Some(input) = inputs.find(|input| inside(input)) {
         let message = format!("output_dir = {} holds what the run reads: {}", dir.display(), input.display());
         return Err(Error::Usage(message));
     }
@@ -227,7 +237,7 @@ pub(crate) fn check_output_dir(run: &RunConfig, inputs: &[&Path]) -> Result<()> 
     let name = entry.map_err(Error::io("read the folder", dir))?.file_name();
     let name = name.to_string_lossy();
     let holds_run = dir.join(RUN_YAML).is_file();
-    match (run.overwrite_output_dir, holds_run) {
+    match (overwrite, holds_run) {
         (true, true) => Ok(()),
         (true, false) => Err(Error::invalid(
             dir,
@@ -252,15 +262,20 @@ pub(crate) fn check_output_dir(run: &RunConfig, inputs: &[&Path]) -> Result<()> 
 /// As [`check_output_dir`], whose question is asked again since loading took time; if another run was quicker; if a file
 /// cannot be removed or written.
 pub(crate) fn claim_output_dir(run: &RunConfig, resolved: &impl Serialize) -> Result<()> {
-    let dir = &run.output_dir;
-    check_output_dir(run, &[])?;
+    claim_folder(&run.output_dir, run.overwrite_output_dir, resolved)
+}
+
+/// [`claim_output_dir`] for what is no training run.
+pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serialize) -> Result<()> {
+    check_folder(dir, overwrite, &[])?;
     std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
     remove_run_files(dir)?;
-    let value_model = dir.join("value_model");
-    if value_model.is_dir() {
-        remove_run_files(&value_model)?;
-        // It stays if it holds files of someone else's.
-        let _ = std::fs::remove_dir(&value_model);
+    for inner in [BASE_MODEL, "value_model/base_model", "value_model"].map(|inner| dir.join(inner)) {
+        if inner.is_dir() {
+            remove_run_files(&inner)?;
+            // It stays if it holds files of someone else's.
+            let _ = std::fs::remove_dir(&inner);
+        }
     }
     let path = dir.join(RUN_YAML);
     // Of two runs that begin at once on one folder, one fails here.
@@ -319,10 +334,16 @@ mod tests {
     #[test]
     fn overwriting_removes_the_old_run_and_no_other_file() {
         let dir = tempfile::tempdir().unwrap();
-        for folder in ["value_model", "model-backup"] {
-            std::fs::create_dir(dir.path().join(folder)).unwrap();
+        for folder in ["value_model/base_model", "model-backup"] {
+            std::fs::create_dir_all(dir.path().join(folder)).unwrap();
         }
-        let ours = ["metrics.jsonl", "run.yaml", "model-00001-of-00002.safetensors", "value_model/config.json"];
+        let ours = [
+            "value_model/base_model/model.safetensors",
+            "metrics.jsonl",
+            "run.yaml",
+            "model-00001-of-00002.safetensors",
+            "value_model/config.json",
+        ];
         let others = ["thesis.tex", "model-notes.txt", "model-backup/config.json", "value_model/mine"];
         for name in ours.iter().chain(&others) {
             std::fs::write(dir.path().join(name), "x").unwrap();

@@ -2,7 +2,7 @@
 
 mod chat;
 
-use crate::model::{ModelConfig, no_such_file};
+use crate::model::{AdapterFolder, ModelConfig, no_such_file};
 use crate::weights::read_json;
 use crate::{Error, Result};
 use chat::ChatTemplate;
@@ -54,10 +54,17 @@ impl Tokenizer {
     /// `config.json`, else that of `generation_config.json`; the ids of the latter two end a text in any case. The pad
     /// token comes from the same places and is not needed: lengths are explicit everywhere, so pad may also equal eos.
     ///
+    /// The folder of an adapter may have no tokenizer: then it is that of its base.
+    ///
     /// # Errors
     /// If there is no sound `tokenizer.json`, a named special token is not in the vocabulary, or an id of these files is none.
     pub fn from_pretrained(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
+        if !path.is_file()
+            && let Some(adapter) = AdapterFolder::find(dir)?
+        {
+            return Self::from_pretrained(&adapter.base_dir()?);
+        }
         if !path.is_file() {
             return Err(match SLOW_FILES.iter().find(|name| dir.join(name).is_file()) {
                 Some(name) => Error::invalid(

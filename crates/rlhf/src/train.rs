@@ -4,12 +4,27 @@ pub mod ppo;
 pub mod reward;
 pub mod sft;
 
-use crate::config::RunConfig;
-use crate::model::{ModelOptions, Precision};
+use crate::config::{PeftConfig, RunConfig};
+use crate::model::{Dtype, ModelOptions, Param, Precision};
 use crate::weights::write_text;
 use crate::{Error, Result};
 use std::fmt::Write;
 use std::path::Path;
+
+/// How the models that a run trains are put into memory: what is frozen beside an adapter need not be f32.
+fn trained_options(options: ModelOptions, peft: &PeftConfig) -> ModelOptions {
+    if peft.use_peft { ModelOptions { dtype: Dtype::Auto, ..options } } else { options }
+}
+
+/// How many of a model's numbers are trained, and their share, as PEFT's `print_trainable_parameters` counts them.
+fn trained_share(params: &[Param]) -> String {
+    let count = |trained: bool| -> usize {
+        let params = params.iter().filter(|param| !trained || param.tensor.requires_grad());
+        params.map(|param| param.tensor.numel()).sum()
+    };
+    let (trained, all) = (count(true), count(false));
+    format!("{trained} of {all} ({:.4} %)", 100.0 * trained as f64 / all as f64)
+}
 
 /// How a run's models are put into memory; also applies the number of threads.
 ///

@@ -322,12 +322,14 @@ impl AdapterFolder {
         }
     }
 
-    /// Whether it belongs to a sequence classifier; `None` where it does not say.
-    pub(crate) fn is_classifier(&self) -> Option<bool> {
+    /// Whether it belongs to a sequence classifier: what it says, else whether a head was saved with it.
+    ///
+    /// # Errors
+    /// If its weights cannot be read.
+    pub(crate) fn is_classifier(&self) -> Result<bool> {
         match self.described.get("task_type").and_then(Value::as_str) {
-            Some("SEQ_CLS") => Some(true),
-            Some(_) => Some(false),
-            None => None,
+            Some(task) => Ok(task == "SEQ_CLS"),
+            None => Ok(self.weights()?.names().any(|name| name.strip_prefix(PREFIX).is_some_and(is_in_head))),
         }
     }
 

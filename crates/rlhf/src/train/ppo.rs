@@ -1,11 +1,11 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
-use super::{model_options, small_dataset, write_model_card};
+use super::{model_options, small_dataset, trained_options, trained_share, write_model_card};
 use crate::config::{PpoConfig, PpoPlan, StopToken};
 use crate::data::{Cursor, Dataset, Prompt};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, SequenceClassifier};
+use crate::model::{CausalLm, LoraConfig, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::reward::RewardModel;
@@ -78,8 +78,23 @@ impl PpoTrainer {
         let reward_dir = config.reward_model_path.as_path();
         let new_head = config.new_reward_head.then_some(config.run.seed);
         let tokenizer = Tokenizer::from_pretrained(config.model_name_or_path.as_deref().unwrap_or(policy_dir))?;
-        let policy = CausalLm::from_pretrained(policy_dir, options)?;
-        let reference = CausalLm::from_pretrained(policy_dir, options)?;
+        // An adapter that is there already (SFT's) becomes part of the policy, and of the reference.
+        let folded = |options| -> Result<CausalLm> {
+            let mut model = CausalLm::from_pretrained(policy_dir, options)?;
+            model.merge_adapter();
+            Ok(model)
+        };
+        let trained = trained_options(options, &config.peft);
+        // Dropout would make the ratios differ from 1 before anything is learnt.
+        let lora = config.peft.lora().map(|lora| LoraConfig { dropout: 0.0, ..lora });
+        let mut policy = folded(trained)?;
+        let reference = match &lora {
+            Some(lora) => {
+                policy.add_adapter(lora, config.run.seed)?;
+                policy.base()?
+            }
+            None => folded(options)?,
+        };
         tokenizer.check_fits(policy.config(), policy_dir)?;
         let label = config.reward_label.as_deref();
         let reward = RewardModel::from_pretrained(reward_dir, label, new_head, &tokenizer, options)?;
@@ -89,8 +104,12 @@ impl PpoTrainer {
             None if reward.reads_text() || reward.model().labels().len() > 1 => (policy_dir, Some(config.run.seed)),
             None => (reward_dir, new_head),
         };
-        let value = SequenceClassifier::from_pretrained(value_dir, value_head, options)?;
+        let mut value = SequenceClassifier::from_pretrained(value_dir, value_head, trained)?;
         value.check_values(value_dir)?;
+        value.merge_adapter();
+        if let Some(lora) = &lora {
+            value.add_adapter(lora, config.run.seed)?;
+        }
         let read_ids = (!reward.reads_text()).then(|| (reward_dir, reward.model().config()));
         for (dir, model) in read_ids.into_iter().chain([(value_dir, value.config())]) {
             tokenizer.check_same(dir)?;
@@ -170,6 +189,9 @@ impl PpoTrainer {
         }
         if self.reward.reads_text() {
             report.note("reward model: reads the decoded text, by its own tokenizer");
+        }
+        for (name, trained) in self.trained() {
+            report.note(&format!("{name}: {trained}"));
         }
         if self.learner.value.has_new_head() {
             report.note("value model: begins with a fresh head");
@@ -264,10 +286,19 @@ impl PpoTrainer {
             ("prompts", format!("`{}`, {} rows", self.config.dataset_name.display(), self.prompts.len())),
             ("tokenizer", self.tokenizer.describe()),
         ];
+        facts.extend(self.trained());
         for (name, decimals) in [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)] {
             facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.decimals$}"))));
         }
         write_model_card(dir, "ppo", &facts)
+    }
+
+    /// How many numbers of the two models are trained.
+    fn trained(&self) -> [(&'static str, String); 2] {
+        [
+            ("trained parameters, policy", trained_share(self.learner.policy.params())),
+            ("trained parameters, value model", trained_share(self.learner.value.params())),
+        ]
     }
 
     fn generate(
@@ -378,8 +409,8 @@ impl Learner {
     pub fn new(mut policy: CausalLm, mut value: SequenceClassifier, config: &PpoConfig) -> Self {
         policy.set_trainable(true);
         value.set_trainable(true);
-        let policy_optimizer = AdamW::new(policy.params(), &config.optimizer);
-        let value_optimizer = AdamW::new(value.params(), &config.optimizer);
+        let policy_optimizer = AdamW::new(policy.trainable_params(), &config.optimizer);
+        let value_optimizer = AdamW::new(value.trainable_params(), &config.optimizer);
         Self { policy, value, policy_optimizer, value_optimizer }
     }
 

@@ -1,11 +1,11 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
 use super::sft::eval_path;
-use super::{model_options, small_dataset, write_model_card};
+use super::{model_options, small_dataset, trained_options, trained_share, write_model_card};
 use crate::config::{RewardConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Pair};
 use crate::metrics::Metrics;
-use crate::model::SequenceClassifier;
+use crate::model::{DropoutRows, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
@@ -20,7 +20,7 @@ use tch::{Kind, Tensor};
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     config.check()?;
-    let options = model_options(&config.run)?;
+    let options = trained_options(model_options(&config.run)?, &config.peft);
     let model_dir = config.model_name_or_path.as_path();
     let mut inputs: Vec<&Path> = vec![model_dir, &config.dataset_name];
     inputs.extend(config.eval_dataset_name.as_deref());
@@ -29,6 +29,11 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let new_head = config.new_reward_head.then_some(config.run.seed);
     let mut model = SequenceClassifier::from_pretrained(model_dir, new_head, options)?;
     model.choose_label(None, model_dir)?;
+    // An adapter that is there already becomes part of what is trained, or of what a fresh one is put on.
+    model.merge_adapter();
+    if let Some(lora) = config.peft.lora() {
+        model.add_adapter(&lora, config.run.seed)?;
+    }
     tokenizer.check_fits(model.config(), model_dir)?;
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
@@ -52,6 +57,8 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     report.note(&format!("tokenizer: {}", tokenizer.describe()));
     warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
+    let trained = trained_share(model.params());
+    report.note(&format!("trained parameters: {trained}"));
     let mut last_update = 0;
     let done = run_updates(config, &plan, &model, &pairs, &eval, &mut report, &mut last_update);
     report.finish();
@@ -64,6 +71,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         ("started from", format!("`{}`", model_dir.display())),
         ("data", format!("`{}`, {} pairs", config.dataset_name.display(), pairs.len())),
         ("tokenizer", tokenizer.describe()),
+        ("trained parameters", trained),
         ("updates", last_update.to_string()),
     ];
     write_model_card(dir, "reward", &facts)?;
@@ -85,15 +93,22 @@ fn run_updates(
     report: &mut Reporter,
     done: &mut usize,
 ) -> Result<()> {
-    let mut optimizer = AdamW::new(model.params(), &config.optimizer);
+    let mut optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
     let mut cursor = Cursor::new(config.run.seed, pairs.len());
     let mut since = Totals::default();
     let mut began = Instant::now();
     while *done < plan.num_updates && !stop_requested() {
         let mut batch: Vec<&Pair> = cursor.take(plan.batch_size).into_iter().map(|row| &pairs[row]).collect();
         batch.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
+        let mut pair = 0;
         for micro_batch in batch.chunks(config.per_device_train_batch_size) {
-            let loss = since.add(model, micro_batch, config)?;
+            let pairs = pair..pair + micro_batch.len() as u64;
+            pair = pairs.end;
+            // The two sides of a pair are rows of their own.
+            let rows = pairs.clone().map(|pair| 2 * pair).chain(pairs.map(|pair| 2 * pair + 1)).collect();
+            let (share, seed) = (config.peft.lora_dropout, config.run.seed);
+            let dropout = DropoutRows { share, seed, update: *done as u64, rows };
+            let loss = since.add(model, micro_batch, config, Some(&dropout))?;
             (loss / batch.len() as f64).backward();
         }
         let lr = config.learning_rate * lr_factor(&config.optimizer, *done, plan.num_updates);
@@ -113,7 +128,7 @@ fn run_updates(
             if last && !eval.is_empty() {
                 let mut totals = Totals::default();
                 for batch in eval.chunks(config.per_device_eval_batch_size) {
-                    let _ = tch::no_grad(|| totals.add(model, &batch.iter().collect::<Vec<_>>(), config))?;
+                    let _ = tch::no_grad(|| totals.add(model, &batch.iter().collect::<Vec<_>>(), config, None))?;
                 }
                 totals.push(&mut metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
             }
@@ -165,10 +180,16 @@ struct Totals {
 
 impl Totals {
     /// Scores both sides of the pairs; gives the sum of their losses, a scalar with a gradient.
-    fn add(&mut self, model: &SequenceClassifier, pairs: &[&Pair], config: &RewardConfig) -> Result<Tensor> {
+    fn add(
+        &mut self,
+        model: &SequenceClassifier,
+        pairs: &[&Pair],
+        config: &RewardConfig,
+        dropout: Option<&DropoutRows>,
+    ) -> Result<Tensor> {
         let texts: Vec<&Vec<i64>> =
             pairs.iter().map(|pair| &pair.chosen).chain(pairs.iter().map(|pair| &pair.rejected)).collect();
-        let scores = model.scores(&texts)?.view([2, -1]);
+        let scores = model.scores_dropping(&texts, dropout)?.view([2, -1]);
         let (chosen, rejected) = (scores.get(0), scores.get(1));
         let margin = &chosen - &rejected;
         let mut loss = -margin.log_sigmoid().sum(Kind::Float);

@@ -1,10 +1,10 @@
 //! Supervised fine-tuning: a language model learns to continue as the demonstrations do.
 
-use super::{model_options, small_dataset, write_model_card};
+use super::{model_options, small_dataset, trained_options, trained_share, write_model_card};
 use crate::config::{SftConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Demonstration};
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, ModelConfig};
+use crate::model::{CausalLm, DropoutRows, ModelConfig};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
@@ -19,7 +19,7 @@ use tch::{Kind, Tensor};
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     config.check()?;
-    let options = model_options(&config.run)?;
+    let options = trained_options(model_options(&config.run)?, &config.peft);
     let model_dir = config.model_name_or_path.as_deref();
     let tokenizer_dir = config.tokenizer_name.as_deref().or(model_dir).expect("`check` asks for one of them");
     let optional = [model_dir, config.config_name.as_deref(), config.eval_dataset_name.as_deref()];
@@ -38,6 +38,11 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
             CausalLm::from_config(shape, config.run.seed, options)?
         }
     };
+    // An adapter that is there already becomes part of what is trained, or of what a fresh one is put on.
+    model.merge_adapter();
+    if let Some(lora) = config.peft.lora() {
+        model.add_adapter(&lora, config.run.seed)?;
+    }
     tokenizer.check_fits(model.config(), model_dir.or(config.config_name.as_deref()).unwrap_or(Path::new("")))?;
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
@@ -70,6 +75,8 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     report.note(&format!("tokenizer: {}", tokenizer.describe()));
     warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
+    let trained = trained_share(model.params());
+    report.note(&format!("trained parameters: {trained}"));
     let mut last_update = 0;
     let done = run_updates(config, &plan, &model, &rows, &eval, &mut report, &mut last_update);
     report.finish();
@@ -87,6 +94,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
             ("started from", from),
             ("data", data),
             ("tokenizer", tokenizer.describe()),
+            ("trained parameters", trained),
             ("updates", last_update.to_string()),
         ],
     )?;
@@ -107,7 +115,7 @@ fn run_updates(
     report: &mut Reporter,
     done: &mut usize,
 ) -> Result<()> {
-    let mut optimizer = AdamW::new(model.params(), &config.optimizer);
+    let mut optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
     let mut cursor = Cursor::new(config.run.seed, rows.len());
     let mut since = Totals::default();
     let mut tokens_seen = 0.0;
@@ -117,8 +125,13 @@ fn run_updates(
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
         batch.sort_by_key(|row| row.tokens.len());
         let counted: usize = batch.iter().map(|row| row.tokens.len() - row.learn_from).sum();
+        let mut row = 0;
         for micro_batch in batch.chunks(config.per_device_train_batch_size) {
-            let nll = negative_log_likelihood(model, micro_batch)?;
+            let rows = (row..row + micro_batch.len() as u64).collect();
+            row += micro_batch.len() as u64;
+            let (share, seed) = (config.peft.lora_dropout, config.run.seed);
+            let dropout = DropoutRows { share, seed, update: *done as u64, rows };
+            let nll = negative_log_likelihood(model, micro_batch, Some(&dropout))?;
             since.loss += nll.double_value(&[]);
             (nll / counted as f64).backward();
         }
@@ -151,10 +164,10 @@ fn run_updates(
 }
 
 /// Sum of the negative log-likelihoods of the rows' counted tokens, a scalar with a gradient.
-fn negative_log_likelihood(model: &CausalLm, rows: &[&Demonstration]) -> Result<Tensor> {
+fn negative_log_likelihood(model: &CausalLm, rows: &[&Demonstration], dropout: Option<&DropoutRows>) -> Result<Tensor> {
     let sequences: Vec<&Vec<i64>> = rows.iter().map(|row| &row.tokens).collect();
     let spans: Vec<_> = rows.iter().map(|row| row.learn_from..row.tokens.len()).collect();
-    Ok(-model.token_logprobs(&sequences, &spans, 1.0, false)?.logprobs.sum(Kind::Float))
+    Ok(-model.token_logprobs_dropping(&sequences, &spans, 1.0, false, dropout)?.logprobs.sum(Kind::Float))
 }
 
 /// Mean negative log-likelihood per counted token.
@@ -163,7 +176,7 @@ fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Resu
     let mut loss = 0.0;
     for batch in rows.chunks(batch_size) {
         let batch: Vec<&Demonstration> = batch.iter().collect();
-        loss += tch::no_grad(|| negative_log_likelihood(model, &batch))?.double_value(&[]);
+        loss += tch::no_grad(|| negative_log_likelihood(model, &batch, None))?.double_value(&[]);
     }
     Ok(loss / counted as f64)
 }
