@@ -418,8 +418,8 @@ mod tests {
             let command = command.find_subcommand(name).unwrap();
             command.get_arguments().map(|arg| arg.get_id().as_str()).collect::<Vec<_>>().join(" ")
         };
-        let optimizer = "learning_rate lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon \
-                         max_grad_norm";
+        let optimizer = "use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora learning_rate \
+                         lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm";
         let run = "output_dir overwrite_output_dir seed bf16 gradient_checkpointing report_to num_threads disable_tqdm \
                    config help";
         let data = "dataset_name dataset_train_split dataset_test_split";
@@ -461,6 +461,7 @@ mod tests {
         );
         assert_eq!(flags("logprobs"), format!("model_name_or_path temperature {rows}"));
         assert_eq!(flags("score"), format!("model_name_or_path reward_label {rows}"));
+        assert_eq!(flags("merge"), "model_name_or_path output_dir overwrite_output_dir config help");
     }
 
     #[test]
@@ -559,6 +560,17 @@ mod tests {
         let words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", "--max_steps", "-1"];
         let task = parse_words(&[&["sft"][..], &words].concat()).unwrap();
         assert_eq!(task, Task::Sft(SftConfig::new("m", "d", "o")));
+    }
+
+    #[test]
+    fn targets_of_lora_stand_side_by_side_as_trl_takes_them_or_with_commas() {
+        for words in [&["q_proj", "v_proj", "--use_peft"][..], &["q_proj,v_proj", "--use_peft"]] {
+            let config = ppo(&[&["--lora_target_modules"], words].concat());
+            assert_eq!(
+                (config.peft.use_peft, config.peft.lora_target_modules),
+                (true, vec!["q_proj".into(), "v_proj".into()])
+            );
+        }
     }
 
     #[test]
@@ -690,6 +702,8 @@ mod tests {
         ppo.missing_eos_penalty = Some(1.0);
         ppo.score_position = ScorePosition::LastToken;
         ppo.kl_estimator = KlEstimator::K3;
+        ppo.peft.use_peft = true;
+        ppo.peft.lora_target_modules = vec!["q_proj".into(), "v_proj".into()];
         ppo.learning_rate = 1.41e-5;
         ppo.optimizer.lr_scheduler_type = LrSchedulerType::ConstantWithWarmup;
         ppo.optimizer.max_grad_norm = Some(0.1 + 0.2);

@@ -133,7 +133,7 @@ impl Scratch {
     }
 
     /// The lines of a run's `metrics.jsonl`.
-    fn metrics(&self, run: &str) -> Vec<Map<String, Value>> {
+    pub(crate) fn metrics(&self, run: &str) -> Vec<Map<String, Value>> {
         json_lines(&self.read(&format!("{run}/metrics.jsonl")))
     }
 }
@@ -603,7 +603,7 @@ fn settings_that_cannot_be_are_usage_errors() {
         &["required", "--reward_model_path", "--dataset_name", "--output_dir"],
     );
     scratch.refuses("sft --dataset_name demos.jsonl --output_dir out", 2, &["model_name_or_path", "config_name"]);
-    scratch.refuses("tune", 2, &["'tune'", "sft, reward, ppo, generate, logprobs and score"]);
+    scratch.refuses("tune", 2, &["'tune'", "sft, reward, ppo, generate, logprobs, score and merge"]);
     scratch.refuses(&format!("{PPO} --config nowhere.yaml"), 1, &["nowhere.yaml: cannot read"]);
     scratch.refuses(&format!("{GENERATE} --stop_token_ids 5,352"), 2, &["stop_token_ids = 352", "vocabulary of 352"]);
     let words = ["max_new_tokens = 1000", "no room", "context of 64 tokens"];

@@ -1,5 +1,6 @@
 //! Low-rank adapters against PEFT's values (`tests/golden/lora`), and their files.
 
+use crate::cli::{Scratch, json_lines};
 use crate::support::{Tensors, assert_close, golden};
 use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::weights::Checkpoint;
@@ -271,11 +272,14 @@ fn training_an_adapter_leaves_the_base_as_it_was_to_the_bit() {
     let mut optimizer = rlhf::optim::AdamW::new(model.trainable_params(), &optimizer);
     let loss = || -model.token_logprobs(&IDS, &[1..6], 1.0, false).unwrap().logprobs.sum(Kind::Float);
     let first = loss().double_value(&[]);
+    let base = model.base().unwrap();
+    let reference = base.logits(&IDS).unwrap();
     for _ in 0..5 {
         loss().backward();
         optimizer.step(1e-2).unwrap();
     }
     assert!(loss().double_value(&[]) < first - 0.1, "the adapter learns");
+    assert_close("the reference", &base.logits(&IDS).unwrap()[0], &reference[0], 0.0);
     for ((name, before), after) in before.iter().zip(model.params()) {
         assert!(before == &after.tensor, "{name}");
     }
@@ -378,4 +382,130 @@ fn merging_in_bf16_rounds_the_f32_sum_once() {
     let sum = base + (of("B").matmul(of("A")) * 1.5).tr();
     let found = &model.params().iter().find(|param| param.name == name).unwrap().tensor;
     assert_eq!(found, &sum.to_kind(Kind::BFloat16));
+}
+
+const SFT: &str = "sft --model_name_or_path policy --dataset_name demos.jsonl --max_steps 3 --logging_steps 1 --use_peft \
+                   --learning_rate 0.01 --lora_r 4";
+const PPO: &str = "ppo --reward_model_path reward --dataset_name prompts.jsonl --response_length 8 --total_episodes 8 \
+                   --per_device_train_batch_size 4 --use_peft --learning_rate 0.01 --num_sample_generations 0";
+
+/// The log-probabilities that `rlhf logprobs` gives for a few completions.
+fn logprobs(scratch: &Scratch, model: &str) -> Vec<f64> {
+    let rows = json_lines(&scratch.succeeds(&format!("logprobs --model {model} --dataset_name demos.jsonl")));
+    rows.iter().flat_map(|row| row["logprobs"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap())).collect()
+}
+
+fn scores(scratch: &Scratch, model: &str) -> Vec<f64> {
+    let rows = json_lines(&scratch.succeeds(&format!("score --model {model} --dataset_name demos.jsonl")));
+    rows.iter().map(|row| row["score"].as_f64().unwrap()).collect()
+}
+
+fn gap(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn sft_with_lora_saves_an_adapter_that_the_other_commands_open_and_merge_folds() {
+    let scratch = Scratch::new();
+    let base = std::fs::read(scratch.path("policy/model.safetensors")).unwrap();
+    scratch.succeeds(&format!("{SFT} --output_dir out --lora_target_modules query_key_value,dense"));
+    for (file, there) in [
+        ("adapter_config.json", true),
+        ("adapter_model.safetensors", true),
+        ("tokenizer.json", true),
+        ("run.yaml", true),
+        ("model.safetensors", false),
+        ("config.json", false),
+        ("base_model", false),
+    ] {
+        assert_eq!(scratch.path("out").join(file).exists(), there, "{file}");
+    }
+    assert!(std::fs::read(scratch.path("policy/model.safetensors")).unwrap() == base);
+    // Two layers of (32 + 96) * 4 and (32 + 32) * 4 numbers, of the model's own and these.
+    assert!(
+        scratch.read("out/README.md").contains("| trained parameters | 1536 of "),
+        "{}",
+        scratch.read("out/README.md")
+    );
+    let metrics = scratch.metrics("out");
+    assert!(metrics[2]["loss"].as_f64() < metrics[0]["loss"].as_f64());
+    let adapted = logprobs(&scratch, "out");
+    assert!(gap(&adapted, &logprobs(&scratch, "policy")) > 0.01);
+
+    scratch.succeeds("merge --model_name_or_path out --output_dir merged");
+    assert!(gap(&adapted, &logprobs(&scratch, "merged")) < TOLERANCE);
+    assert!(scratch.path("merged/config.json").is_file() && !scratch.path("merged/adapter_config.json").exists());
+    scratch.refuses("merge --model_name_or_path out --output_dir merged", 1, &["merged", "--overwrite_output_dir"]);
+    scratch.succeeds("merge --model_name_or_path out --output_dir merged --overwrite_output_dir");
+    scratch.refuses("merge --model_name_or_path policy --output_dir new", 1, &["policy", "expected an adapter"]);
+    scratch.refuses("merge --model_name_or_path out --output_dir policy", 2, &["holds what the run reads", "policy"]);
+
+    // An adapter without a tokenizer has its base's.
+    std::fs::remove_file(scratch.path("out/tokenizer.json")).unwrap();
+    assert!(gap(&adapted, &logprobs(&scratch, "out")) == 0.0);
+}
+
+#[test]
+fn dropout_in_training_is_the_same_however_rows_are_batched() {
+    let scratch = Scratch::new();
+    let reward = "reward --model_name_or_path policy --new_reward_head --dataset_name pairs.jsonl --max_steps 3 \
+                  --logging_steps 1 --use_peft --learning_rate 0.01";
+    for (command, losses) in [(SFT, "loss"), (reward, "loss")] {
+        let run = |name: &str, flags: &str| -> Vec<f64> {
+            scratch.succeeds(&format!("{command} --output_dir {name} --overwrite_output_dir {flags}"));
+            scratch.metrics(name).iter().map(|row| row[losses].as_f64().unwrap()).collect()
+        };
+        let whole = run("out", "--lora_dropout 0.3 --per_device_train_batch_size 4");
+        let parts = run("out", "--lora_dropout 0.3 --per_device_train_batch_size 1 --gradient_accumulation_steps 4");
+        let without = run("out", "--lora_dropout 0 --per_device_train_batch_size 4");
+        assert!(gap(&whole, &parts) < TOLERANCE, "{whole:?} {parts:?}");
+        assert!(gap(&whole, &without) > 10.0 * TOLERANCE, "{whole:?} {without:?}");
+    }
+    assert!(scores(&scratch, "out").iter().all(|score| score.is_finite()));
+}
+
+#[test]
+fn ppo_with_lora_begins_at_its_reference_and_saves_two_adapters() {
+    let scratch = Scratch::new();
+    let stored = |file: &str| std::fs::read(scratch.path(file)).unwrap();
+    let before = [stored("policy/model.safetensors"), stored("reward/model.safetensors")];
+    scratch.succeeds(&format!("{PPO} --sft_model_path policy --output_dir out"));
+    let metrics = scratch.metrics("out");
+    // The reference runs other batches than the sampling did: rounding.
+    assert!(metrics[0]["objective/kl"].as_f64().unwrap().abs() < 1e-4, "{:?}", metrics[0]["objective/kl"]);
+    assert!(metrics[1]["objective/kl"].as_f64().unwrap() > 1e-3, "{:?}", metrics[1]["objective/kl"]);
+    assert!(before == [stored("policy/model.safetensors"), stored("reward/model.safetensors")]);
+    let described = json_of(&scratch.path("out/adapter_config.json"));
+    assert_eq!(described["lora_dropout"], 0.0, "what was done, and not what the flag says for SFT");
+    assert_eq!(described["base_model_name_or_path"], scratch.path("policy").canonicalize().unwrap().to_str().unwrap());
+    assert!(gap(&logprobs(&scratch, "out"), &logprobs(&scratch, "policy")) > 0.01);
+    assert!(gap(&scores(&scratch, "out/value_model"), &scores(&scratch, "reward")) > 0.001);
+    assert!(scratch.read("out/README.md").contains("trained parameters, value model"));
+    scratch.succeeds("merge --model out/value_model --output_dir value");
+    assert!(gap(&scores(&scratch, "out/value_model"), &scores(&scratch, "value")) < TOLERANCE);
+    scratch.succeeds("generate --model out --dataset_name prompts.jsonl --max_new_tokens 4 --output_file a.jsonl");
+}
+
+#[test]
+fn ppo_goes_on_from_an_adapter_by_folding_it_into_policy_and_reference() {
+    let scratch = Scratch::new();
+    scratch.succeeds(&format!("{SFT} --output_dir sft"));
+    for (flags, base) in [("", true), ("--use_peft=false", false)] {
+        let line = format!("{PPO} --sft_model_path sft --output_dir out --overwrite_output_dir {flags}");
+        scratch.succeeds(&line);
+        let kl = scratch.metrics("out")[0]["objective/kl"].as_f64().unwrap();
+        assert!(kl.abs() < 1e-4, "{flags}: {kl}");
+        assert_eq!(scratch.path("out/base_model/model.safetensors").is_file(), base);
+        assert_eq!(scratch.path("out/adapter_config.json").is_file(), base);
+        assert!(!logprobs(&scratch, "out").is_empty());
+    }
+}
+
+#[test]
+fn settings_of_lora_that_cannot_be_are_refused_before_anything_is_written() {
+    let scratch = Scratch::new();
+    scratch.refuses(&format!("{SFT} --output_dir out --lora_target_modules c_attn"), 2, &["c_attn", "query_key_value"]);
+    scratch.refuses(&format!("{SFT} --output_dir out --use_peft false"), 2, &["use_peft"]);
+    scratch.refuses(&format!("{SFT} --output_dir out --lora_r 0"), 2, &["lora_r = 0"]);
 }
