@@ -22,7 +22,7 @@ test-setup: setup
 	tests/setup/test_setup.sh
 	python3 examples/sentiment/test_example.py
 
-test-interop: setup ## check what rlhf writes with transformers and tensorboard
+test-interop: setup ## check what rlhf writes with transformers, peft and tensorboard
 	scripts/test-interop.sh
 
 lint: setup ## formatting, clippy, docs

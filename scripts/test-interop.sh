@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks what rlhf writes with the programs that read it: transformers and tensorboard, in an environment of their own.
+# Checks what rlhf writes with the programs that read it: transformers, peft and tensorboard, in an environment of their own.
 # tests/interop/check.py exits with 0 only when every check ran and held; a check that was skipped is a failure.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
@@ -8,7 +8,7 @@ venv=.venv-interop
 
 # The stamp is the list of what is installed, written when that is complete.
 if ! cmp -s $requirements $venv/installed || [ ! -x $venv/bin/python ]; then
-    echo "interop: installing transformers and tensorboard into $venv (once; with torch about 3 GB)"
+    echo "interop: installing transformers, peft and tensorboard into $venv (once; with torch about 3 GB)"
     rm -rf $venv
     if python3 -m venv $venv >/dev/null 2>&1; then
         pip=($venv/bin/python -m pip)

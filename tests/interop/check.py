@@ -1,11 +1,11 @@
-"""Checks what `rlhf` writes with the readers that people will use: transformers and TensorBoard.
+"""Checks what `rlhf` writes with the readers that people will use: transformers, PEFT and TensorBoard.
 
     python tests/interop/check.py target/release/rlhf
 
 Runs the four commands on tiny models that transformers itself made. Prints one line per check and a total; a check
 never skips: what could not be tried has failed. Exit code 1 if any failed.
 
-Needs torch, transformers, tensorboard and safetensors; no network.
+Needs torch, transformers, peft, tensorboard and safetensors; no network.
 """
 
 import argparse
@@ -16,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
+import peft
 import torch
 import transformers
 from safetensors import safe_open
@@ -566,14 +568,98 @@ def pipeline_checks(work, family, layout, demonstrations):
     yield f"{family} ppo: TensorBoard reads what metrics.jsonl holds", lambda: events_agree(ppo())
 
 
+def adapted(base, folder, classifier):
+    """The base with the adapter in `folder`, by PEFT, which must find exactly the tensors that it wants."""
+    if classifier:
+        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    else:
+        model = load(AutoModelForCausalLM, base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of keys that are missing
+        return peft.PeftModel.from_pretrained(model, folder).eval()
+
+
+def measures_agree(model, folder, work, classifier):
+    """`rlhf logprobs`, or `rlhf score`, of some ids by the model in `folder` are those of `model`."""
+    ids = torch.arange(5, 17).view(1, -1)
+    rows, output = work / "ids.jsonl", work / "measured.jsonl"
+    write_jsonl(rows, [{"prompt_ids": ids[0, :4].tolist(), "completion_ids": ids[0, 4:].tolist()}])
+    command = "score" if classifier else "logprobs"
+    arguments = ["--model", folder, "--dataset_name", rows, "--output_file", output, "--overwrite_output_file"]
+    rlhf(command, *arguments)
+    with torch.no_grad():
+        logits = model(ids).logits
+    if classifier:
+        found, expected = torch.tensor([read_jsonl(output)[0]["score"]]), logits[0]
+    else:
+        found = torch.tensor(read_jsonl(output)[0]["logprobs"])
+        expected = logits[0, 3:-1].log_softmax(-1).gather(1, ids[0, 4:, None])[:, 0]
+    worst = (found - expected).abs().max().item()
+    expect(worst <= TOLERANCE, f"differ by up to {worst:.2e}, expected at most {TOLERANCE:.0e}")
+
+
+def lora_checks(work):
+    """Adapters trained by us, opened by PEFT; adapters written by PEFT, opened by us."""
+    settings = {  # flags of ours, settings of PEFT
+        "the family's targets": ([], {}),
+        "all-linear, rslora": (
+            ["--lora_target_modules", "all-linear", "--use_rslora"],
+            {"target_modules": "all-linear", "use_rslora": True},
+        ),
+    }
+    common = ["--use_peft", "--lora_r", 4, "--learning_rate", 1e-2, "--max_steps", 3]
+    for number, (family, (name, (flags, options)), classifier) in enumerate(
+        (f, s, c) for f in ("gpt2", "gpt_neox", "llama") for s in settings.items() for c in (False, True)
+    ):
+        folder = work / f"lora-{number}"
+        base = Once(lambda folder=folder, family=family: build(folder / "base", family))
+
+        def train(folder=folder, base=base, flags=flags, classifier=classifier):
+            demonstrations = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+            base()
+            data = write_jsonl(folder / "data.jsonl", PAIRS if classifier else demonstrations)
+            command = ["reward", "--new_reward_head"] if classifier else ["sft"]
+            places = ["--model_name_or_path", base(), "--dataset_name", data, "--output_dir", folder / "ours"]
+            rlhf(*command, *places, *common, *flags)
+            return folder / "ours"
+
+        ours = Once(train)
+
+        def opened(ours=ours, base=base, classifier=classifier):
+            measures_agree(adapted(base(), ours(), classifier), ours(), work, classifier)
+
+        def merged(ours=ours, folder=folder, classifier=classifier):
+            rlhf("merge", "--model", ours(), "--output_dir", folder / "merged")
+            auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+            measures_agree(load(auto, folder / "merged"), ours(), work, classifier)
+
+        def read(base=base, folder=folder, family=family, options=options, classifier=classifier):
+            torch.manual_seed(7)
+            auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+            task = peft.TaskType.SEQ_CLS if classifier else peft.TaskType.CAUSAL_LM
+            extra = {"num_labels": 1} if classifier else {}
+            config = peft.LoraConfig(task_type=task, r=4, lora_alpha=6, init_lora_weights=False, **options)
+            config.fan_in_fan_out = family == "gpt2"
+            model = peft.get_peft_model(auto.from_pretrained(base(), dtype=torch.float32, **extra), config).eval()
+            model.save_pretrained(folder / "theirs")
+            # The tokenizer is the base's: PEFT saves none.
+            measures_agree(model, folder / "theirs", work, classifier)
+
+        what = f"LoRA, {family}, {name}, {'reward model' if classifier else 'language model'}"
+        yield f"{what}: PEFT opens what we trained", opened
+        yield f"{what}: transformers opens what we merged", merged
+        yield f"{what}: we open PEFT's", read
+
+
 def main():
     torch.set_num_threads(2)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)
     passed = failed = 0
     with tempfile.TemporaryDirectory(prefix="rlhf-interop-") as folder:
         work = Path(folder)
-        checks = list(reading_checks(work))
+        checks = list(reading_checks(work)) + list(lora_checks(work))
         for family, layout, demonstrations in PIPELINES:
             (work / family).mkdir()
             checks += pipeline_checks(work / family, family, layout, demonstrations)
