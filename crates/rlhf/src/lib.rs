@@ -5,6 +5,7 @@ pub mod config;
 pub mod data;
 mod error;
 pub mod generate;
+pub mod hub;
 pub mod metrics;
 pub mod model;
 pub mod optim;
