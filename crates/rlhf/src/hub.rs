@@ -20,6 +20,7 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Seek, Write};
 use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use ureq::http::{HeaderMap, Response, StatusCode, header};
 use ureq::{Agent, Body};
@@ -472,6 +473,10 @@ impl Fetch<'_> {
     /// What a status other than success and redirect means.
     fn refusal(&self, url: &str, status: StatusCode, headers: &HeaderMap) -> Failure {
         let (name, endpoint) = (self.name, &self.hub.endpoint);
+        if origin(url) != origin(endpoint) {
+            // An address that the hub made up for this download: it may have expired, and it is not for other eyes.
+            return Failure::Passing(format!("HTTP status {status} from {}", origin(url)), None);
+        }
         let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
         let code = text("x-error-code").unwrap_or_default();
         let message = match status.as_u16() {
@@ -633,8 +638,10 @@ fn create_parent(path: &Path) -> Result<()> {
 
 /// Makes something beside `path` and renames it, so that a reader sees the old or the new, never a part.
 fn replace(path: &Path, make: impl FnOnce(&Path) -> io::Result<()>) -> Result<()> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let beside = path.with_file_name(format!(".{name}.{}", std::process::id()));
+    static MADE: AtomicUsize = AtomicUsize::new(0);
+    let (name, made) = (path.file_name().unwrap_or_default().to_string_lossy(), MADE.fetch_add(1, Ordering::Relaxed));
+    let beside = path.with_file_name(format!(".{name}.{}.{made}", std::process::id()));
+    // Of a process that died and had this number.
     let _ = fs::remove_file(&beside);
     make(&beside).and_then(|()| fs::rename(&beside, path)).map_err(Error::io("write", path))
 }

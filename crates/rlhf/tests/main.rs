@@ -1,6 +1,7 @@
 //! The integration tests: one binary, one module per subject.
 
 mod cli;
+mod hub;
 mod models;
 mod ppo_golden;
 mod ppo_invariance;
