@@ -396,7 +396,7 @@ mod tests {
         assert_eq!(
             flags("ppo"),
             format!(
-                "model_name_or_path sft_model_path reward_model_path value_model_path new_reward_head {data} \
+                "model_name_or_path sft_model_path model_revision reward_model_path value_model_path new_reward_head {data} \
                  per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
@@ -407,20 +407,20 @@ mod tests {
         assert_eq!(
             flags("sft"),
             format!(
-                "model_name_or_path config_name tokenizer_name {data} eval_dataset_name max_length {steps} \
+                "model_name_or_path model_revision config_name tokenizer_name {data} eval_dataset_name max_length {steps} \
                  completion_only_loss {optimizer} {run}"
             )
         );
         assert_eq!(
             flags("reward"),
             format!(
-                "model_name_or_path new_reward_head {data} eval_dataset_name max_length {steps} \
+                "model_name_or_path model_revision new_reward_head {data} eval_dataset_name max_length {steps} \
                  center_rewards_coefficient {optimizer} {run}"
             )
         );
         assert_eq!(
             flags("generate"),
-            "model_name_or_path prompts dataset_name output_file overwrite_output_file output_format max_new_tokens \
+            "model_name_or_path model_revision prompts dataset_name output_file overwrite_output_file output_format max_new_tokens \
              temperature greedy top_k top_p num_return_sequences stop_token_id ignore_eos batch_size seed num_threads \
              config help"
         );

@@ -34,16 +34,19 @@ const NONE: &str = "none";
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct PpoConfig {
-    /// Model folder to take the tokenizer from [default: the policy's].
+    /// Folder or hub name of the model to take the tokenizer from [default: the policy's].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub model_name_or_path: std::option::Option<PathBuf>,
-    /// Folder of the causal language model that is trained; a frozen copy of it is the KL reference.
+    /// Folder or hub name of the causal language model that is trained; a frozen copy of it is the KL reference.
     #[arg(long, help_heading = MODELS)]
     pub sft_model_path: PathBuf,
-    /// Folder of the reward model, a sequence classifier with one label.
+    /// Branch, tag or commit of `sft_model_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// Folder or hub name of the reward model, a sequence classifier with one label.
     #[arg(long, help_heading = MODELS)]
     pub reward_model_path: PathBuf,
-    /// Folder that the value model starts from [default: the reward model's].
+    /// Folder or hub name of what the value model starts from [default: the reward model's].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub value_model_path: std::option::Option<PathBuf>,
     /// Give a reward or value model that has no score head a fresh, random one.
@@ -146,13 +149,16 @@ pub struct PpoConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SftConfig {
-    /// Folder of the causal language model to start from.
+    /// Folder or hub name of the causal language model to start from.
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub model_name_or_path: std::option::Option<PathBuf>,
-    /// A `config.json`: start from random weights of this shape instead.
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// A `config.json`, or the hub name of a model that has it: start from random weights of this shape instead.
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub config_name: std::option::Option<PathBuf>,
-    /// Folder to take the tokenizer from [default: the model's].
+    /// Folder or hub name to take the tokenizer from [default: the model's].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub tokenizer_name: std::option::Option<PathBuf>,
 
@@ -212,9 +218,12 @@ pub struct SftConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct RewardConfig {
-    /// Folder of the model to start from: a sequence classifier with one label, or a language model that gets a head.
+    /// Folder or hub name of the model to start from: a sequence classifier with one label, or a language model that gets a head.
     #[arg(long, help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
     /// Give a model that has no score head a fresh, random one.
     #[arg(long, help_heading = MODELS)]
     pub new_reward_head: bool,
@@ -275,9 +284,12 @@ pub struct RewardConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct GenerateConfig {
-    /// Folder of the causal language model.
+    /// Folder or hub name of the causal language model.
     #[arg(long, help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
 
     /// Prompts [default: those of the dataset, else a prompt per line of standard input].
     #[arg(value_name = "PROMPT")]
@@ -1029,7 +1041,7 @@ mod tests {
         assert_settings(
             &ppo(),
             json!({
-                "model_name_or_path": null, "sft_model_path": "policy", "reward_model_path": "judge",
+                "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main", "reward_model_path": "judge",
                 "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
                 "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
                 "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
@@ -1042,7 +1054,7 @@ mod tests {
         assert_settings(
             &SftConfig::new("m", "d", "o"),
             json!({
-                "model_name_or_path": "m", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
+                "model_name_or_path": "m", "model_revision": "main", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
                 "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
                 "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
             }),
@@ -1050,7 +1062,7 @@ mod tests {
         assert_settings(
             &RewardConfig::new("m", "d", "o"),
             json!({
-                "model_name_or_path": "m", "new_reward_head": false, "dataset_name": "d", "eval_dataset_name": null,
+                "model_name_or_path": "m", "model_revision": "main", "new_reward_head": false, "dataset_name": "d", "eval_dataset_name": null,
                 "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null, "max_length": 1024,
                 "logging_steps": 10, "center_rewards_coefficient": null, "learning_rate": 1e-4,
             }),
@@ -1058,7 +1070,7 @@ mod tests {
         assert_settings(
             &GenerateConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "prompts": [], "dataset_name": null, "output_file": null,
+                "model_name_or_path": "m", "model_revision": "main", "prompts": [], "dataset_name": null, "output_file": null,
                 "output_format": null, "max_new_tokens": 53, "temperature": 1.0, "greedy": false, "top_k": 0,
                 "top_p": 1.0, "num_return_sequences": 1, "stop_token_id": null, "ignore_eos": false,
                 "batch_size": 32, "seed": 42, "num_threads": null,

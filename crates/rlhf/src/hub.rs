@@ -62,13 +62,32 @@ pub enum Part {
 }
 
 /// The folder of the model `name_or_path`: itself if it exists, else what the hub has under this name, from the cache or
-/// fetched into it. `revision` is a branch, a tag or a commit of the hub (None: `main`); a folder has none.
+/// fetched into it. `revision` is a branch, a tag or a commit of the hub (None: `main`).
 ///
 /// # Errors
-/// If it is neither a folder nor a name of the hub, the hub does not know it or cannot be reached, or what it has lacks
-/// weights in safetensors.
+/// If it is neither a folder nor a name of the hub, the hub does not know it or cannot be reached, what it has lacks
+/// weights in safetensors, or a folder is asked for a revision other than `main`.
 pub fn model_dir(name_or_path: &Path, revision: Option<&str>) -> Result<PathBuf> {
     Hub::from_env().find(name_or_path, revision, Part::Model)
+}
+
+/// A folder with the tokenizer of the model `name_or_path`; its weights are not fetched.
+///
+/// # Errors
+/// As [`model_dir`].
+pub fn tokenizer_dir(name_or_path: &Path, revision: Option<&str>) -> Result<PathBuf> {
+    Hub::from_env().find(name_or_path, revision, Part::Tokenizer)
+}
+
+/// The configuration file `name_or_path`: itself, unless it is a name of the hub; then that model's `config.json`.
+///
+/// # Errors
+/// As [`model_dir`].
+pub fn config_file(name_or_path: &Path, revision: Option<&str>) -> Result<PathBuf> {
+    if name_or_path.exists() || !name_or_path.to_str().is_some_and(is_hub_name) {
+        return Ok(name_or_path.to_path_buf());
+    }
+    Ok(Hub::from_env().find(name_or_path, revision, Part::Config)?.join(CONFIG))
 }
 
 /// Whether `name` has the form of a name on the hub: `name` or `owner/name`.
@@ -130,7 +149,14 @@ impl Hub {
     /// As [`model_dir`].
     pub fn find(&self, name_or_path: &Path, revision: Option<&str>, part: Part) -> Result<PathBuf> {
         if name_or_path.exists() {
-            return Ok(name_or_path.to_path_buf());
+            return match revision {
+                // Silently, the wrong weights.
+                Some(revision) if revision != "main" => Err(Error::Usage(format!(
+                    "model_revision = {revision}: {} is a folder here, and a folder has no revisions",
+                    name_or_path.display()
+                ))),
+                _ => Ok(name_or_path.to_path_buf()),
+            };
         }
         let Some(name) = name_or_path.to_str().filter(|name| is_hub_name(name)) else {
             let file = if part == Part::Tokenizer { "tokenizer.json" } else { CONFIG };

@@ -95,6 +95,8 @@ impl Scratch {
         command.args(line.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
         // One thread: sums in one order. A backtrace asked for, so that a panic cannot pass for an error.
         command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "1");
+        // What is not a folder is not asked for on the network.
+        command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.path("hf"));
         command
     }
 

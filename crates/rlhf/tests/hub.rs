@@ -10,6 +10,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -372,7 +373,7 @@ fn what_does_not_pass_is_told_at_once() {
         (401, "", None, &["no such folder", "HF_TOKEN", "private"][..]),
         (401, "", token.token.clone(), &["no such folder", "token of HF_TOKEN"]),
         (401, "GatedRepo", None, &["gated", "ask for access", "HF_TOKEN"]),
-        (403, "GatedRepo", token.token.clone(), &["gated", "ask for access", "HF_TOKEN"]),
+        (403, "GatedRepo", token.token, &["gated", "ask for access", "HF_TOKEN"]),
         (404, "RepoNotFound", None, &["no such folder", "no such model"]),
         (404, "RevisionNotFound", None, &["no revision main"]),
         (418, "", None, &["418"]),
@@ -500,8 +501,88 @@ fn a_tokenizer_or_a_configuration_comes_without_the_weights() {
 fn a_folder_is_itself_and_what_is_no_name_is_not_asked_for() {
     let server = Server::of("gpt2");
     let folder = server.cache.path();
-    assert_eq!(server.hub().find(folder, Some("v2"), Part::Model).unwrap(), folder);
+    assert_eq!(server.hub().find(folder, Some("main"), Part::Model).unwrap(), folder);
+    let error = server.hub().find(folder, Some("v2"), Part::Model).unwrap_err().to_string();
+    assert!(error.contains("model_revision = v2") && error.contains("no revisions"), "{error}");
     let error = server.hub().find(&folder.join("typo"), None, Part::Model).unwrap_err().to_string();
     assert!(error.contains("no such folder"), "{error}");
     assert!(server.asked().is_empty());
+}
+
+/// The program, with the variables of a user whose cache and token are below the server's folder.
+fn program(server: &Server, line: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
+    command.args(line.split_whitespace()).current_dir(server.cache.path()).env("OMP_NUM_THREADS", "1");
+    for name in ["HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"] {
+        command.env_remove(name);
+    }
+    command.env("HF_HOME", server.cache.path()).env("HF_ENDPOINT", &server.endpoint);
+    command
+}
+
+/// Standard output of a run that succeeds, and its standard error.
+#[track_caller]
+fn runs(command: &mut Command) -> (String, String) {
+    let output = command.output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    let (stdout, stderr) = (text(output.stdout), text(output.stderr));
+    assert!(output.status.success(), "{stderr}");
+    (stdout, stderr)
+}
+
+#[test]
+fn a_command_takes_a_name_of_the_hub_as_it_takes_a_folder() {
+    let server = Server::of("gpt2");
+    server.change(|state| {
+        let files = state.commits[COMMIT].clone();
+        state.commits.insert(NEXT.into(), files);
+        state.revisions.insert("v2".into(), NEXT.into());
+        state.token = Some("Bearer hf_saved".into());
+    });
+    fs::write(server.cache.path().join("token"), "hf_saved\n").unwrap();
+    let line = |model: &str| format!("generate --greedy --max_new_tokens 4 --model_name_or_path {model} The");
+    let folder = golden().join("models/gpt2").canonicalize().unwrap();
+    let expected = runs(&mut program(&server, &line(folder.to_str().unwrap()))).0;
+    assert_eq!(runs(&mut program(&server, &line(NAME))), (expected.clone(), String::new()));
+    runs(&mut program(&server, &format!("{} --model_revision v2", line(NAME))));
+    assert!(server.cached("snapshots").join(NEXT).join("model.safetensors").exists());
+
+    server.asked();
+    let offline = runs(program(&server, &line(NAME)).env("HF_HUB_OFFLINE", "1"));
+    assert_eq!((offline, server.asked().len()), ((expected.clone(), String::new()), 0));
+    let (stdout, stderr) = runs(program(&server, &line(NAME)).env("HF_ENDPOINT", "http://127.0.0.1:1"));
+    assert_eq!(stdout, expected);
+    assert!(stderr.starts_with("warning: http://127.0.0.1:1") && stderr.lines().count() == 1, "{stderr}");
+
+    let refused = program(&server, &line("someone/other")).env("HF_TOKEN", "hf_other").output().unwrap();
+    let error = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!((refused.status.code(), error.lines().count()), (Some(1), 1), "{error}");
+    assert!(error.contains("HF_TOKEN") && !error.contains("hf_other"), "{error}");
+}
+
+#[test]
+fn a_run_file_keeps_the_name_as_it_was_typed() {
+    let server = Server::of("gpt2");
+    let row = json!({"prompt": "The", "completion": " end"}).to_string();
+    fs::write(server.cache.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    let line = "sft --dataset_name rows.jsonl --max_steps 1 --per_device_train_batch_size 4 --report_to none";
+    runs(&mut program(
+        &server,
+        &format!("{line} --model_name_or_path {NAME} --model_revision main --output_dir tuned"),
+    ));
+    let written = fs::read_to_string(server.cache.path().join("tuned/run.yaml")).unwrap();
+    assert!(written.contains(&format!("model_name_or_path: {NAME}")), "{written}");
+
+    // From random weights: no weights are fetched.
+    let server = Server::of("gpt2");
+    fs::write(server.cache.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    runs(&mut program(&server, &format!("{line} --config_name {NAME} --tokenizer_name {NAME} --output_dir fresh")));
+    assert!(server.asked_for().iter().all(|what| !what.contains("safetensors")));
+
+    let server = Server::of("gpt2_cls");
+    fs::write(server.cache.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    let policy = golden().join("models/gpt2").canonicalize().unwrap();
+    let line = "ppo --dataset_name rows.jsonl --total_episodes 4 --per_device_train_batch_size 4 --response_length 4";
+    let models = format!("--sft_model_path {} --reward_model_path {NAME} --output_dir ppo", policy.display());
+    runs(&mut program(&server, &format!("{line} {models} --gradient_accumulation_steps 1 --report_to none")));
 }

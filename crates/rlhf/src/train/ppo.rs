@@ -4,6 +4,7 @@ use super::{model_options, small_dataset, write_model_card};
 use crate::config::{PpoConfig, PpoPlan, StopToken};
 use crate::data::{Cursor, Dataset, Prompt};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
+use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, Precision, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
@@ -72,16 +73,20 @@ impl PpoTrainer {
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
         config.check()?;
         let options = model_options(&config.run)?;
-        let policy_dir = config.sft_model_path.as_path();
-        let value_dir = config.value_model_path.as_deref().unwrap_or(&config.reward_model_path);
+        let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
+        let reward_dir = &hub::model_dir(&config.reward_model_path, None)?;
+        let value_dir =
+            &config.value_model_path.as_ref().map_or(Ok(reward_dir.clone()), |dir| hub::model_dir(dir, None))?;
         let new_head = config.new_reward_head.then_some(config.run.seed);
-        let tokenizer = Tokenizer::from_pretrained(config.model_name_or_path.as_deref().unwrap_or(policy_dir))?;
+        let tokenizer_of = config.model_name_or_path.as_ref();
+        let tokenizer_dir = tokenizer_of.map_or(Ok(policy_dir.clone()), |dir| hub::tokenizer_dir(dir, None))?;
+        let tokenizer = Tokenizer::from_pretrained(&tokenizer_dir)?;
         let policy = CausalLm::from_pretrained(policy_dir, options)?;
         let reference = CausalLm::from_pretrained(policy_dir, options)?;
-        let reward = SequenceClassifier::from_pretrained(&config.reward_model_path, new_head, options)?;
+        let reward = SequenceClassifier::from_pretrained(reward_dir, new_head, options)?;
         let value = SequenceClassifier::from_pretrained(value_dir, new_head, options)?;
         tokenizer.check_fits(policy.config(), policy_dir)?;
-        for (dir, model) in [(config.reward_model_path.as_path(), reward.config()), (value_dir, value.config())] {
+        for (dir, model) in [(reward_dir, reward.config()), (value_dir, value.config())] {
             tokenizer.check_same(dir)?;
             // The policy may sample any of its ids, also those behind the tokenizer's last.
             if model.vocab_size < policy.config().vocab_size {

@@ -4,6 +4,7 @@ use super::sft::eval_path;
 use super::{model_options, small_dataset, write_model_card};
 use crate::config::{RewardConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Pair};
+use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::SequenceClassifier;
 use crate::optim::{AdamW, lr_factor};
@@ -25,6 +26,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let mut inputs: Vec<&Path> = vec![model_dir, &config.dataset_name];
     inputs.extend(config.eval_dataset_name.as_deref());
     check_output_dir(&config.run, &inputs)?;
+    let model_dir = &hub::model_dir(model_dir, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(model_dir)?;
     let new_head = config.new_reward_head.then_some(config.run.seed);
     let mut model = SequenceClassifier::from_pretrained(model_dir, new_head, options)?;

@@ -3,6 +3,7 @@
 use super::{model_options, small_dataset, write_model_card};
 use crate::config::{SftConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Demonstration};
+use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, ModelConfig};
 use crate::optim::{AdamW, lr_factor};
@@ -26,11 +27,18 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let mut inputs: Vec<&Path> = vec![tokenizer_dir, &config.dataset_name];
     inputs.extend(optional.into_iter().flatten());
     check_output_dir(&config.run, &inputs)?;
-    let tokenizer = Tokenizer::from_pretrained(tokenizer_dir)?;
+    let revision = Some(config.model_revision.as_str());
+    let found_dir = model_dir.map(|dir| hub::model_dir(dir, revision)).transpose()?;
+    let model_dir = found_dir.as_deref();
+    let tokenizer = match (&config.tokenizer_name, model_dir) {
+        (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
+        _ => Tokenizer::from_pretrained(&hub::tokenizer_dir(tokenizer_dir, None)?)?,
+    };
     let mut model = match (model_dir, &config.config_name) {
         (Some(dir), _) => CausalLm::from_pretrained(dir, options)?,
         (None, shape) => {
-            let shape = ModelConfig::from_file(shape.as_deref().expect("`check` asks for one of them"))?;
+            let shape = shape.as_deref().expect("`check` asks for one of them");
+            let shape = ModelConfig::from_file(&hub::config_file(shape, revision)?)?;
             CausalLm::from_config(shape, config.run.seed, options)?
         }
     };
