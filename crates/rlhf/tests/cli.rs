@@ -327,7 +327,9 @@ fn a_folder_that_is_no_model_is_refused_by_every_command() {
     }
     for line in [PPO, GENERATE] {
         let line = line.replace(" policy ", " nowhere ");
-        scratch.refuses(&line, 1, &["nowhere: ", "expected", "found no such folder"]);
+        scratch.refuses(&line, 1, &["nowhere: ", "no such folder", "HF_HUB_OFFLINE"]);
+        let line = line.replace(" nowhere ", " ./nowhere ");
+        scratch.refuses(&line, 1, &["./nowhere: ", "expected", "found no such folder", "on the hub"]);
     }
 }
 
