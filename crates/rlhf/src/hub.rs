@@ -1,10 +1,10 @@
 //! Models by their name on the Hugging Face hub: fetched once, into the cache that transformers uses too.
 //!
 //! Files are named by the commit that the revision stands for, so a model is never put together from two commits. Each
-//! is written beside its place, checked and renamed: what has its final name is whole. Layout and names of the cache are
+//! is written under another name, checked and renamed: what has its final name is whole. Layout and names of the cache are
 //! those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token on to the host that a file is
 //! redirected to, appends to a partial file whatever the server answers, checks neither length nor hash, and does not
-//! try again when a status says that it could; version 1 needs an asynchronous runtime and a storage client of 200 crates.
+//! try again when a status says that it could; version 1 needs an asynchronous runtime and 200 more crates.
 
 use crate::model::no_such_file;
 use crate::report::stop_requested;
@@ -20,7 +20,6 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Seek, Write};
 use std::path::{Component, Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use ureq::http::{HeaderMap, Response, StatusCode, header};
 use ureq::{Agent, Body};
@@ -330,7 +329,8 @@ impl Fetch<'_> {
         let path = self.ref_path();
         if self.revision != commit && fs::read_to_string(&path).ok().as_deref() != Some(commit) {
             create_parent(&path)?;
-            replace(&path, |beside| fs::write(beside, commit))?;
+            // Not renamed into place: who reads a part of the 40 digits takes it for none, and asks the hub.
+            fs::write(&path, commit).map_err(Error::io("write", &path))?;
         }
         Ok(dir)
     }
@@ -349,7 +349,14 @@ impl Fetch<'_> {
         }
         create_parent(&place)?;
         let target = Path::new("../../blobs").join(&remote.etag);
-        replace(&place, |beside| std::os::unix::fs::symlink(&target, beside))
+        let link = || std::os::unix::fs::symlink(&target, &place);
+        let linked = match link() {
+            // Another process was quicker, or it is a link to bytes that someone deleted.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && place.is_file() => Ok(()),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => fs::remove_file(&place).and_then(|()| link()),
+            linked => linked,
+        };
+        linked.map_err(Error::io("write", &place))
     }
 
     fn describe(&self, url: &str) -> Result<Remote, Failure> {
@@ -660,16 +667,6 @@ fn sha256(file: &mut File) -> io::Result<String> {
 fn create_parent(path: &Path) -> Result<()> {
     let dir = path.parent().unwrap_or(path);
     fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))
-}
-
-/// Makes something beside `path` and renames it, so that a reader sees the old or the new, never a part.
-fn replace(path: &Path, make: impl FnOnce(&Path) -> io::Result<()>) -> Result<()> {
-    static MADE: AtomicUsize = AtomicUsize::new(0);
-    let (name, made) = (path.file_name().unwrap_or_default().to_string_lossy(), MADE.fetch_add(1, Ordering::Relaxed));
-    let beside = path.with_file_name(format!(".{name}.{}.{made}", std::process::id()));
-    // Of a process that died and had this number.
-    let _ = fs::remove_file(&beside);
-    make(&beside).and_then(|()| fs::rename(&beside, path)).map_err(Error::io("write", path))
 }
 
 #[cfg(test)]

@@ -294,6 +294,13 @@ fn what_is_in_the_cache_is_not_fetched_again() {
     assert_eq!(find(&server.hub()), dir);
     assert_eq!(server.asked_for(), ["GET main"]);
 
+    // A link to bytes that are gone is mended.
+    let config = dir.join("config.json");
+    fs::remove_file(config.canonicalize().unwrap()).unwrap();
+    find(&server.hub());
+    assert!(read_folder(&dir) == model_files("gpt2"));
+    server.asked();
+
     // A commit that changes one file: the others' bytes are there.
     let mut files = model_files("gpt2");
     files.insert("config.json".into(), b"{}".to_vec());
@@ -428,6 +435,7 @@ fn a_server_that_does_not_know_ranges_gives_the_same_bytes() {
     server.fault("CDN model.safetensors", Fault::Cut(50_000));
     server.fault("CDN model.safetensors", Fault::NoRange);
     assert!(read_folder(&find(&server.hub())) == model_files("gpt2"));
+    assert_eq!(server.ranges(), [0, 50_000]);
 }
 
 #[test]
