@@ -21,7 +21,7 @@ TOKEN = re.compile(r"[a-z']+|[^\sa-z']")
 
 
 def read_answers(path):
-    """The rows of a JSON Lines file that `rlhf generate` wrote: "prompt", "response", "finish_reason"."""
+    """The rows of a JSON Lines file that `rlhf generate` wrote: "prompt", "completion", "finish_reason"."""
     with open(path, encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
@@ -54,12 +54,12 @@ def judge(rows):
     """
     counts = []
     for row in rows:
-        words = tokens(row["response"])
+        words = tokens(row["completion"])
         counts.append((sum(word in POSITIVE for word in words), sum(word in NEGATIVE for word in words)))
     decided = [positive > negative for positive, negative in counts if positive != negative]
-    pairs = [bigrams(row["response"]) for row in rows]
+    pairs = [bigrams(row["completion"]) for row in rows]
     everything = [pair for found in pairs for pair in found]
-    whole = [row["finish_reason"] == "stop" and grammar.parses(row["prompt"] + row["response"]) for row in rows]
+    whole = [row["finish_reason"] == "stop" and grammar.parses(row["prompt"] + row["completion"]) for row in rows]
     return {
         "answers": len(rows),
         "mood": balance(sum(positive for positive, _ in counts), sum(negative for _, negative in counts)),
@@ -69,7 +69,7 @@ def judge(rows):
         "grammar": sum(whole) / max(len(rows), 1),
         "distinct_bigrams": len(set(everything)) / max(len(everything), 1),
         "distinct_bigrams_per_answer": sum(len(set(found)) / max(len(found), 1) for found in pairs) / max(len(rows), 1),
-        "words": sum(len(tokens(row["response"])) for row in rows) / max(len(rows), 1),
+        "words": sum(len(tokens(row["completion"])) for row in rows) / max(len(rows), 1),
     }
 
 

@@ -92,7 +92,7 @@ def summarise(folder):
             "distinct bigrams fell by no more than a tenth": kept("distinct_bigrams"),
         },
         "samples": [
-            {"prompt": old["prompt"], "before": old["response"], "after": new["response"]}
+            {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}
             for old, new in list(zip(before, after))[:SAMPLES]
         ],
         "seconds": read_timings(folder),

@@ -160,7 +160,7 @@ class Judge(unittest.TestCase):
     def test_only_words_of_half_b_count(self):
         self.assertEqual(judge.POSITIVE | judge.NEGATIVE, half("B"))
         found = judge.judge(
-            [{"prompt": "", "response": "brilliant dreadful wonderful, wonderful. terrible", "finish_reason": "stop"}]
+            [{"prompt": "", "completion": "brilliant dreadful wonderful, wonderful. terrible", "finish_reason": "stop"}]
         )
         self.assertEqual((found["positive_words"], found["negative_words"]), (2, 1))
         self.assertAlmostEqual(found["mood"], 1 / 3)
@@ -169,16 +169,16 @@ class Judge(unittest.TestCase):
         start, end = Grammar.review[:26], Grammar.review[26:]
         found = judge.judge(
             [
-                {"prompt": start, "response": end, "finish_reason": "stop"},
-                {"prompt": start, "response": end, "finish_reason": "length"},
-                {"prompt": start, "response": end[:-1], "finish_reason": "stop"},
-                {"prompt": start, "response": end + end, "finish_reason": "stop"},
+                {"prompt": start, "completion": end, "finish_reason": "stop"},
+                {"prompt": start, "completion": end, "finish_reason": "length"},
+                {"prompt": start, "completion": end[:-1], "finish_reason": "stop"},
+                {"prompt": start, "completion": end + end, "finish_reason": "stop"},
             ]
         )
         self.assertEqual(found["grammar"], 0.25)
 
     def test_repeated_text_lowers_the_share_of_distinct_bigrams(self):
-        found = judge.judge([{"prompt": "", "response": "a b a b", "finish_reason": "stop"}] * 2)
+        found = judge.judge([{"prompt": "", "completion": "a b a b", "finish_reason": "stop"}] * 2)
         self.assertAlmostEqual(found["distinct_bigrams"], 2 / 6)
         self.assertAlmostEqual(found["distinct_bigrams_per_answer"], 2 / 3)
 
@@ -211,8 +211,8 @@ class Summary(unittest.TestCase):
             ],
         )
         row = {"prompt": prompt, "finish_reason": "stop"}
-        write("before.jsonl", [dict(row, response=ending.format("terrible", "sinks"))] * 2)
-        write("after.jsonl", [dict(row, response=ending.format(after, "soars"))] * 2)
+        write("before.jsonl", [dict(row, completion=ending.format("terrible", "sinks"))] * 2)
+        write("after.jsonl", [dict(row, completion=ending.format(after, "soars"))] * 2)
         pathlib.Path(folder, "timings.tsv").write_text("sft\t61\nppo\t20\n")
 
     def run_summary(self, folder):

@@ -250,7 +250,7 @@ def generate(model, work):
         output,
         "--max_new_tokens",
         NEW_TOKENS,
-        "--greedy",
+        "--do_sample=false",
     )
     return read_jsonl(output)
 
@@ -308,12 +308,13 @@ def greedy_agrees(folder, rows, prompts=PROMPTS):
             pad_token_id=tokenizer.pad_token_id,
         )
         expected = whole[0, ids.shape[1] :].tolist()
-        expect(row["token_ids"] == expected, f"row {number}: tokens {row['token_ids']}, transformers {expected}")
+        expect(row["completion_ids"] == expected, f"row {number}: tokens {row['completion_ids']}, transformers {expected}")
         stopped = expected[-1] == tokenizer.eos_token_id
         finish = {"stop", "eos", "stop_token"} if stopped else {"length", "max_new_tokens"}
         expect(row["finish_reason"] in finish, f"row {number}: finish_reason {row['finish_reason']!r}")
-        text = tokenizer.decode(expected, skip_special_tokens=True)
-        expect(row["response"] == text, f"row {number}: response {row['response']!r}, transformers decodes {text!r}")
+        decoded = [tokenizer.decode(part, skip_special_tokens=True) for part in (whole[0], ids[0])]
+        text = decoded[0].removeprefix(decoded[1])
+        expect(row["completion"] == text, f"row {number}: completion {row['completion']!r}, transformers {text!r}")
         with torch.no_grad():
             logits = model(whole).logits[0, ids.shape[1] - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(expected)[:, None])[:, 0]

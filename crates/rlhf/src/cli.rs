@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use clap::builder::ValueParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
-use rlhf::config::{self, GenerateConfig, PpoConfig, RewardConfig, SftConfig};
+use rlhf::config::{self, GenerateConfig, LogprobsConfig, PpoConfig, RewardConfig, ScoreConfig, SftConfig};
 use rlhf::{Error, Result};
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_saphyr::Spanned;
@@ -20,6 +20,8 @@ pub(crate) enum Task {
     Reward(RewardConfig),
     Ppo(PpoConfig),
     Generate(GenerateConfig),
+    Logprobs(LogprobsConfig),
+    Score(ScoreConfig),
 }
 
 /// Why there is no task.
@@ -77,7 +79,9 @@ impl Task {
             "sft" => Task::Sft(SftConfig::from_arg_matches(flags)?),
             "reward" => Task::Reward(RewardConfig::from_arg_matches(flags)?),
             "ppo" => Task::Ppo(PpoConfig::from_arg_matches(flags)?),
-            _ => Task::Generate(GenerateConfig::from_arg_matches(flags)?),
+            "generate" => Task::Generate(GenerateConfig::from_arg_matches(flags)?),
+            "logprobs" => Task::Logprobs(LogprobsConfig::from_arg_matches(flags)?),
+            _ => Task::Score(ScoreConfig::from_arg_matches(flags)?),
         })
     }
 
@@ -87,6 +91,8 @@ impl Task {
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
             Task::Generate(config) => config.check(),
+            Task::Logprobs(config) => config.check(),
+            Task::Score(config) => config.check(),
         }
     }
 }
@@ -107,9 +113,26 @@ fn rlhf_command() -> Command {
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
              \x20     --dataset_name prompts.jsonl --output_dir runs/ppo",
         ),
-        config::command::<GenerateConfig>("generate")
-            .about("Answer prompts with a language model")
-            .after_help("Example:\n  rlhf generate --model_name_or_path runs/ppo \"The film was\""),
+        config::command::<GenerateConfig>("generate").about("Answer prompts with a language model").after_help(
+            "Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.\n\n\
+                 Examples:\n\
+                 \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\
+                 \x20 rlhf generate --model_name_or_path runs/ppo --dataset_name prompts.jsonl --do_sample false",
+        ),
+        config::command::<LogprobsConfig>("logprobs")
+            .about("Log-probabilities of given completions, row by row")
+            .after_help(
+                "Rows have `prompt` and `completion`, or `prompt_ids` and `completion_ids`; each is written with\n\
+                 `completion_ids`, `logprobs` (one per completion token) and `sum_logprobs`. No eos is added.\n\n\
+                 Example:\n\
+                 \x20 rlhf logprobs --model_name_or_path runs/ppo --dataset_name answers.jsonl",
+            ),
+        config::command::<ScoreConfig>("score").about("Scores of a reward model, row by row").after_help(
+            "Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and\n\
+             `completion_ids`; each is written with its `score`. No eos is added.\n\n\
+             Example:\n\
+             \x20 rlhf generate --model runs/ppo --dataset_name prompts.jsonl | rlhf score --model runs/reward",
+        ),
     ];
     let file = Arg::new("config")
         .long("config")
@@ -317,14 +340,14 @@ fn one_line(error: &clap::Error) -> String {
         line += part;
     }
     if error.kind() == ErrorKind::InvalidSubcommand && !line.contains("tip:") {
-        line += "; the commands are sft, reward, ppo and generate";
+        line += "; the commands are sft, reward, ppo, generate, logprobs and score";
     }
     line
 }
 
 #[cfg(test)]
 mod tests {
-    use rlhf::config::{LrSchedulerType, OutputFormat, ReportTo, StopToken};
+    use rlhf::config::{Format, LrSchedulerType, ReportTo, StopToken};
     use rlhf::ppo::{KlEstimator, ScorePosition};
 
     use super::*;
@@ -391,13 +414,14 @@ mod tests {
         let run = "output_dir overwrite_output_dir seed bf16 gradient_checkpointing report_to num_threads disable_tqdm \
                    config help";
         let data = "dataset_name dataset_train_split dataset_test_split";
+        let rows = "dataset_name output_file overwrite_output_file batch_size num_threads config help";
         let steps = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
                      num_train_epochs max_steps logging_steps";
         assert_eq!(
             flags("ppo"),
             format!(
                 "model_name_or_path sft_model_path model_revision reward_model_path value_model_path new_reward_head {data} \
-                 per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
+                 apply_chat_template per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
                  score_position kl_coef kl_estimator whiten_rewards gamma lam cliprange cliprange_value vf_coef \
@@ -407,7 +431,8 @@ mod tests {
         assert_eq!(
             flags("sft"),
             format!(
-                "model_name_or_path model_revision config_name tokenizer_name {data} eval_dataset_name max_length {steps} \
+                "model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
+                 max_length {steps} \
                  completion_only_loss {optimizer} {run}"
             )
         );
@@ -420,10 +445,15 @@ mod tests {
         );
         assert_eq!(
             flags("generate"),
-            "model_name_or_path model_revision prompts dataset_name output_file overwrite_output_file output_format max_new_tokens \
-             temperature greedy top_k top_p num_return_sequences stop_token_id ignore_eos batch_size seed num_threads \
-             config help"
+            format!(
+                "model_name_or_path model_revision prompts input_format output_format apply_chat_template max_new_tokens \
+                 min_new_tokens do_sample \
+                 temperature top_k top_p min_p repetition_penalty num_return_sequences stop_token_ids stop_strings \
+                 ignore_eos seed {rows}"
+            )
         );
+        assert_eq!(flags("logprobs"), format!("model_name_or_path model_revision temperature {rows}"));
+        assert_eq!(flags("score"), format!("model_name_or_path model_revision {rows}"));
     }
 
     #[test]
@@ -449,6 +479,10 @@ mod tests {
         assert_eq!(reward, Task::Reward(RewardConfig::new("m", "d", "o")));
         let generate = parse_words(&["generate", "--model_name_or_path", "m"]).unwrap();
         assert_eq!(generate, Task::Generate(GenerateConfig::new("m")));
+        let logprobs = parse_words(&["logprobs", "--model", "m"]).unwrap();
+        assert_eq!(logprobs, Task::Logprobs(LogprobsConfig::new("m")));
+        let score = parse_words(&["score", "--model=m"]).unwrap();
+        assert_eq!(score, Task::Score(ScoreConfig::new("m")));
     }
 
     #[test]
@@ -457,10 +491,11 @@ mod tests {
         assert_eq!(ppo(&["--score-position=last_token"]).score_position, ScorePosition::LastToken);
         assert_eq!(ppo(&["--value-model-path", "my-value-model"]).value_model_path, Some("my-value-model".into()));
         assert_eq!(ppo(&["--value-model-path=--a-b=c-d"]).value_model_path, Some("--a-b=c-d".into()));
-        let task = parse_words(&["generate", "--model-name-or-path", "m", "--", "--a-b", "--greedy", "true"]).unwrap();
+        let task =
+            parse_words(&["generate", "--model-name-or-path", "m", "--", "--a-b", "--ignore_eos", "true"]).unwrap();
         let Task::Generate(config) = task else { panic!("{task:?}") };
-        assert_eq!(config.prompts, ["--a-b", "--greedy", "true"]);
-        assert!(!config.greedy);
+        assert_eq!(config.prompts, ["--a-b", "--ignore_eos", "true"]);
+        assert!(!config.ignore_eos);
     }
 
     #[test]
@@ -484,10 +519,20 @@ mod tests {
 
     #[test]
     fn a_prompt_after_a_yes_or_no_flag_stays_a_prompt() {
-        let task = parse_words(&["generate", "--model_name_or_path", "m", "--greedy", "The film was"]).unwrap();
+        let task = parse_words(&["generate", "--model_name_or_path", "m", "--ignore_eos", "The film was"]).unwrap();
         let Task::Generate(config) = task else { panic!("{task:?}") };
-        assert!(config.greedy);
+        assert!(config.ignore_eos);
         assert_eq!(config.prompts, ["The film was"]);
+    }
+
+    #[test]
+    fn a_flag_of_many_values_takes_one_at_a_time_so_that_a_prompt_stays_a_prompt() {
+        let words =
+            ["--stop_token_ids", "1,2", "--stop_token_ids", "3", "--stop_strings", "a,b", "--stop_strings", "c"];
+        let task = parse_words(&[&["generate", "--model", "m"], &words[..], &["The film"]].concat()).unwrap();
+        let Task::Generate(config) = task else { panic!("{task:?}") };
+        assert_eq!((config.stop_token_ids, config.prompts), (vec![1, 2, 3], vec!["The film".to_string()]));
+        assert_eq!(config.stop_strings, ["a,b", "c"]);
     }
 
     #[test]
@@ -603,14 +648,14 @@ mod tests {
         );
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo and generate"
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, generate, logprobs and score"
         );
     }
 
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 25, "{help}");
+        assert!(help.lines().count() <= 27, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(
             help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --reward_model_path <PATH>"),
@@ -660,8 +705,12 @@ mod tests {
 
         let mut generate = GenerateConfig::new("m");
         generate.prompts =
-            ["two\nlines", "- x", "--greedy", "none", "", " 007 ", "\u{1F3AC} é\t\"'"].map(String::from).into();
-        generate.output_format = Some(OutputFormat::Jsonl);
+            ["two\nlines", "- x", "--do_sample", "none", "", " 007 ", "\u{1F3AC} é\t\"'"].map(String::from).into();
+        generate.stop_token_ids = vec![0, 50256];
+        generate.stop_strings = ["\n\n", "Human:", "7"].map(String::from).into();
+        generate.do_sample = false;
+        generate.min_p = 0.05;
+        generate.output_format = Some(Format::Jsonl);
         config::write_resolved(&generate, &path).unwrap();
         assert_eq!(reread("generate"), Task::Generate(generate));
     }

@@ -62,6 +62,9 @@ pub struct PpoConfig {
     /// Split of the dataset whose prompts the sample tables answer.
     #[arg(long, help_heading = DATA, default_value = "test")]
     pub dataset_test_split: String,
+    /// Put a prompt that is a string into the chat template, as what the user says.
+    #[arg(long, help_heading = DATA)]
+    pub apply_chat_template: bool,
 
     /// Sequences in one forward and backward pass.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
@@ -88,7 +91,7 @@ pub struct PpoConfig {
     /// Tokens of an answer, at most.
     #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
     pub response_length: usize,
-    /// Cut answers after this token: `eos` is the tokenizer's.
+    /// Cut answers after this token: `eos` is the tokenizer's, or another that its `generation_config.json` names.
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<StopToken>)]
     pub stop_token: std::option::Option<StopToken>,
     /// Cut answers after the token with this id.
@@ -161,6 +164,9 @@ pub struct SftConfig {
     /// Folder or hub name to take the tokenizer from [default: the model's].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub tokenizer_name: std::option::Option<PathBuf>,
+    /// Chat template to use and to save [default: the tokenizer's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub chat_template_path: std::option::Option<PathBuf>,
 
     /// JSONL or JSON file of texts, or of prompts and completions, or a folder with a file per split.
     #[arg(long, help_heading = DATA)]
@@ -285,16 +291,111 @@ pub struct RewardConfig {
 #[command(rename_all = "snake_case")]
 pub struct GenerateConfig {
     /// Folder or hub name of the causal language model.
-    #[arg(long, help_heading = MODELS)]
+    #[arg(long, alias = "model", help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
     /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
 
-    /// Prompts [default: those of the dataset, else a prompt per line of standard input].
+    /// Prompts [default: those of the dataset, else of standard input].
     #[arg(value_name = "PROMPT")]
     pub prompts: Vec<String>,
-    /// JSONL or JSON file whose `prompt` fields are answered.
+    /// What standard input holds: `text`, a prompt per line, or `jsonl`, a row per line as in a dataset.
+    #[arg(long, help_heading = DATA, default_value = "text")]
+    pub input_format: Format,
+    /// `text` to read, `jsonl` for programs [default: text on a terminal, else jsonl].
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<Format>)]
+    pub output_format: std::option::Option<Format>,
+    /// Put a prompt that is a string into the chat template, as what the user says.
+    #[arg(long, help_heading = DATA)]
+    pub apply_chat_template: bool,
+
+    /// Tokens of an answer, at most.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
+    pub max_new_tokens: usize,
+    /// Tokens of an answer, at least.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
+    pub min_new_tokens: usize,
+    /// Draw the next token; `false` always takes the likeliest.
+    #[arg(long, help_heading = SAMPLING, default_value_t = true)]
+    pub do_sample: bool,
+    /// Temperature; 0 always takes the likeliest token.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
+    pub temperature: f64,
+    /// Sample from this many likeliest tokens only; 0 for all.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
+    pub top_k: usize,
+    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
+    pub top_p: f64,
+    /// Sample from tokens at least this many times as likely as the likeliest; 0 for all.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 0.0)]
+    pub min_p: f64,
+    /// Make tokens of the prompt and the answer less likely to come again; 1 for no penalty.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
+    pub repetition_penalty: f64,
+    /// Answers to each prompt.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1)]
+    pub num_return_sequences: usize,
+    /// Stop at the token with this id too; several with commas between them, or the flag several times.
+    #[arg(long, help_heading = SAMPLING, value_delimiter = ',')]
+    pub stop_token_ids: Vec<i64>,
+    /// Stop with the token that completes this text; the flag several times for several.
+    #[arg(long, help_heading = SAMPLING)]
+    pub stop_strings: Vec<String>,
+    /// Do not stop at the end-of-sequence tokens of the model and its tokenizer.
+    #[arg(long, help_heading = SAMPLING)]
+    pub ignore_eos: bool,
+    /// Seed of the sampling.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
+    pub seed: u64,
+
+    /// Where rows come from and go to.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rows: RowsConfig,
+}
+
+/// What `rlhf logprobs` does.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct LogprobsConfig {
+    /// Folder or hub name of the causal language model.
+    #[arg(long, alias = "model", help_heading = MODELS)]
+    pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// Divides the logits; 1 for the model's own distribution.
+    #[arg(long, help_heading = MODELS, default_value_t = 1.0)]
+    pub temperature: f64,
+    /// Where rows come from and go to.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rows: RowsConfig,
+}
+
+/// What `rlhf score` does.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ScoreConfig {
+    /// Folder or hub name of the reward model, a sequence classifier.
+    #[arg(long, alias = "model", help_heading = MODELS)]
+    pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// Where rows come from and go to.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rows: RowsConfig,
+}
+
+/// Where `generate`, `logprobs` and `score` take rows from, and where they write them.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct RowsConfig {
+    /// JSONL or JSON file of rows [default: standard input].
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub dataset_name: std::option::Option<PathBuf>,
     /// File to write to [default: standard output].
@@ -304,41 +405,10 @@ pub struct GenerateConfig {
     #[arg(long, help_heading = DATA)]
     #[serde(skip)] // Consent to lose a file is given for one run, never by a file that the run left behind.
     pub overwrite_output_file: bool,
-    /// `text` to read, `jsonl` for programs [default: text on a terminal, else jsonl].
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<OutputFormat>)]
-    pub output_format: std::option::Option<OutputFormat>,
 
-    /// Tokens of an answer, at most.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
-    pub max_new_tokens: usize,
-    /// Temperature; 0 always takes the likeliest token.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
-    pub temperature: f64,
-    /// Always take the likeliest token.
-    #[arg(long, help_heading = SAMPLING)]
-    pub greedy: bool,
-    /// Sample from this many likeliest tokens only; 0 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
-    pub top_k: usize,
-    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
-    pub top_p: f64,
-    /// Answers to each prompt.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1)]
-    pub num_return_sequences: usize,
-    /// Stop at the token with this id instead of the model's.
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<i64>)]
-    pub stop_token_id: std::option::Option<i64>,
-    /// Do not stop at the end-of-sequence token.
-    #[arg(long, help_heading = SAMPLING)]
-    pub ignore_eos: bool,
-
-    /// Answers generated at a time; changes memory and speed.
+    /// Sequences that the model takes at a time; changes memory and speed.
     #[arg(long, help_heading = RUN, default_value_t = 32)]
     pub batch_size: usize,
-    /// Seed of the sampling.
-    #[arg(long, help_heading = RUN, default_value_t = 42)]
-    pub seed: u64,
     /// Threads for tensor operations [default: one per core].
     #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
     pub num_threads: std::option::Option<usize>,
@@ -435,11 +505,11 @@ pub enum ReportTo {
     Tensorboard,
 }
 
-/// How `rlhf generate` writes answers.
+/// How `rlhf generate` reads standard input, and how it writes answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
-pub enum OutputFormat {
-    /// Prompt and answer as they read.
+pub enum Format {
+    /// As a person would write and read them.
     Text,
     /// A JSON object per line.
     Jsonl,
@@ -683,16 +753,16 @@ impl GenerateConfig {
         config
     }
 
-    /// Whether every token is the likeliest one: `greedy`, or a temperature of 0.
+    /// Whether every token is the likeliest one: no sampling, or a temperature of 0.
     pub fn is_greedy(&self) -> bool {
-        self.greedy || self.temperature == 0.0
+        !self.do_sample || self.temperature == 0.0
     }
 
     /// Checks every setting.
     ///
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        if let (Some(dataset), [_, ..]) = (&self.dataset_name, &self.prompts[..]) {
+        if let (Some(dataset), [_, ..]) = (&self.rows.dataset_name, &self.prompts[..]) {
             let prompts = self.prompts.len();
             return usage(format!(
                 "dataset_name = {} and {prompts} prompts of your own exclude each other: give one of them",
@@ -700,21 +770,67 @@ impl GenerateConfig {
             ));
         }
         at_least_one("max_new_tokens", self.max_new_tokens)?;
-        at_least_one("batch_size", self.batch_size)?;
+        let most = format!("at most max_new_tokens = {}", self.max_new_tokens);
+        expect(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, &most)?;
         at_least_one("num_return_sequences", self.num_return_sequences)?;
         let most = format!("at most {MOST_ROWS}");
         expect(self.num_return_sequences <= MOST_ROWS, "num_return_sequences", self.num_return_sequences, &most)?;
         zero_or_more("temperature", self.temperature)?;
         above_zero("top_p", self.top_p)?;
         zero_to_one("top_p", self.top_p)?;
+        zero_to_one("min_p", self.min_p)?;
+        above_zero("repetition_penalty", self.repetition_penalty)?;
         if self.is_greedy() && self.num_return_sequences > 1 {
             return usage(format!(
                 "num_return_sequences = {} would give equal answers, as the likeliest token is always taken; set \
-                 num_return_sequences = 1, or a temperature above 0 without greedy",
+                 num_return_sequences = 1, or do_sample = true with a temperature above 0",
                 self.num_return_sequences
             ));
         }
-        check_token_id(self.stop_token_id)?;
+        for &id in &self.stop_token_ids {
+            expect(id >= 0, "stop_token_ids", id, "token ids, 0 or more")?;
+        }
+        expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text")?;
+        self.rows.check()
+    }
+}
+
+impl LogprobsConfig {
+    /// A configuration with every default, for this model; set `rows.dataset_name` next.
+    pub fn new(model_name_or_path: impl Into<PathBuf>) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = model_name_or_path.into();
+        config
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        above_zero("temperature", self.temperature)?;
+        self.rows.check()
+    }
+}
+
+impl ScoreConfig {
+    /// A configuration with every default, for this model; set `rows.dataset_name` next.
+    pub fn new(model_name_or_path: impl Into<PathBuf>) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = model_name_or_path.into();
+        config
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        self.rows.check()
+    }
+}
+
+impl RowsConfig {
+    fn check(&self) -> Result<()> {
+        at_least_one("batch_size", self.batch_size)?;
         check_threads(self.num_threads)
     }
 }
@@ -734,21 +850,24 @@ pub fn command<C: Args>(name: &'static str) -> Command {
                 .value_parser(required::<bool>)
                 .value_name(bool::NAME)
                 .num_args(0..=1)
-                // Else a prompt after `--greedy` would be its value.
+                // Else a prompt after `--ignore_eos` would be its value.
                 .require_equals(true)
                 .default_missing_value("true");
+        }
+        if arg.is_positional() {
+            return arg;
         }
         let kind = typed::<usize>(&arg)
             .or_else(|| typed::<u64>(&arg))
             .or_else(|| typed::<i64>(&arg))
             .or_else(|| typed::<f64>(&arg))
             .or_else(|| typed::<PathBuf>(&arg))
+            .or_else(|| typed::<String>(&arg))
             .or_else(|| typed::<StopToken>(&arg))
-            .or_else(|| typed::<OutputFormat>(&arg));
+            .or_else(|| typed::<Format>(&arg));
         match kind {
             Some((name, Some(parser))) => arg.value_name(name).value_parser(parser),
             Some((name, None)) => arg.value_name(name),
-            None if arg.is_positional() => arg,
             None => arg.value_name("NAME"),
         }
     })
@@ -869,6 +988,15 @@ impl Setting for PathBuf {
     }
 }
 
+impl Setting for String {
+    const NAME: &'static str = "TEXT";
+    const EXPECTED: &'static str = "some text";
+
+    fn read(text: &str) -> Option<Self> {
+        (!text.is_empty()).then(|| text.into())
+    }
+}
+
 impl Setting for StopToken {
     const NAME: &'static str = "TOKEN";
     const EXPECTED: &'static str = "eos or none; an id goes to stop_token_id";
@@ -878,7 +1006,7 @@ impl Setting for StopToken {
     }
 }
 
-impl Setting for OutputFormat {
+impl Setting for Format {
     const NAME: &'static str = "FORMAT";
     const EXPECTED: &'static str = "text or jsonl";
 
@@ -1048,7 +1176,7 @@ mod tests {
                 "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
                 "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
                 "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
-                "score_position": "after_stop",
+                "score_position": "after_stop", "apply_chat_template": false,
             }),
         );
         assert_settings(
@@ -1057,6 +1185,7 @@ mod tests {
                 "model_name_or_path": "m", "model_revision": "main", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
                 "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
                 "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
+                "chat_template_path": null,
             }),
         );
         assert_settings(
@@ -1070,10 +1199,26 @@ mod tests {
         assert_settings(
             &GenerateConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "model_revision": "main", "prompts": [], "dataset_name": null, "output_file": null,
-                "output_format": null, "max_new_tokens": 53, "temperature": 1.0, "greedy": false, "top_k": 0,
-                "top_p": 1.0, "num_return_sequences": 1, "stop_token_id": null, "ignore_eos": false,
-                "batch_size": 32, "seed": 42, "num_threads": null,
+                "model_name_or_path": "m", "model_revision": "main", "prompts": [], "input_format": "text", "output_format": null,
+                "apply_chat_template": false,
+                "max_new_tokens": 53, "min_new_tokens": 0, "do_sample": true, "temperature": 1.0, "top_k": 0,
+                "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "num_return_sequences": 1,
+                "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null,
+                "output_file": null, "batch_size": 32, "num_threads": null,
+            }),
+        );
+        assert_settings(
+            &LogprobsConfig::new("m"),
+            json!({
+                "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "output_file": null,
+                "batch_size": 32, "num_threads": null,
+            }),
+        );
+        assert_settings(
+            &ScoreConfig::new("m"),
+            json!({
+                "model_name_or_path": "m", "model_revision": "main", "dataset_name": null, "output_file": null, "batch_size": 32,
+                "num_threads": null,
             }),
         );
     }
@@ -1245,7 +1390,7 @@ mod tests {
         assert!(usage_of(config.check()).starts_with("num_return_sequences = 2 would give equal answers"));
         config.num_return_sequences = 1;
         config.prompts = vec!["a".into(), "b".into()];
-        config.dataset_name = Some("d.jsonl".into());
+        config.rows.dataset_name = Some("d.jsonl".into());
         assert_eq!(
             usage_of(config.check()),
             "dataset_name = d.jsonl and 2 prompts of your own exclude each other: give one of them"

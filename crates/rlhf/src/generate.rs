@@ -2,6 +2,7 @@
 
 use crate::model::CausalLm;
 use crate::rng::{Purpose, Stream};
+use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use tch::{Kind, Tensor};
 
@@ -13,21 +14,23 @@ const MIN_TEMPERATURE: f64 = 1e-4;
 pub enum Sampling {
     /// The most likely token.
     Greedy,
-    /// A draw from softmax(logits / temperature), after the filters.
+    /// A draw from softmax(logits / temperature), after the filters, which come in the order of the fields.
     Random {
         /// Divides the logits; above 0.
         temperature: f64,
         /// Keep only this many of the most likely tokens; 0 keeps all.
-        top_k: i64,
+        top_k: usize,
         /// Keep only the most likely tokens that together reach this probability; 1 keeps all.
         top_p: f64,
+        /// Keep only tokens at least this many times as likely as the likeliest; 0 keeps all.
+        min_p: f64,
     },
 }
 
 impl Sampling {
     /// The plain distribution at `temperature`: what PPO needs, since its losses know no filters.
     pub fn at_temperature(temperature: f64) -> Self {
-        Sampling::Random { temperature, top_k: 0, top_p: 1.0 }
+        Sampling::Random { temperature, top_k: 0, top_p: 1.0, min_p: 0.0 }
     }
 
     /// What divides the logits before log-probabilities are taken; 1 for greedy.
@@ -37,6 +40,14 @@ impl Sampling {
             Sampling::Random { temperature, .. } => temperature,
         }
     }
+
+    fn check(self) -> Result<()> {
+        let Sampling::Random { temperature, top_p, min_p, .. } = self else { return Ok(()) };
+        let within = format!("a number from {MIN_TEMPERATURE}; greedy decoding is its limit");
+        expect(temperature >= MIN_TEMPERATURE && temperature.is_finite(), "temperature", temperature, &within)?;
+        expect(top_p > 0.0 && top_p <= 1.0, "top_p", top_p, "a number above 0, and at most 1")?;
+        expect((0.0..=1.0).contains(&min_p), "min_p", min_p, "a number from 0 to 1")
+    }
 }
 
 /// What is generated, and from which random numbers.
@@ -44,10 +55,20 @@ impl Sampling {
 pub struct GenerationConfig {
     /// How the next token is chosen.
     pub sampling: Sampling,
+    /// Divides the logits above 0, and multiplies those below, of every token of the prompt and of the response so far,
+    /// before anything else; 1 changes nothing.
+    pub repetition_penalty: f64,
+    /// Before a response has this many tokens, it does not stop: a stop token cannot be drawn, a stop string is
+    /// passed over.
+    pub min_new_tokens: usize,
     /// The most tokens of a response.
     pub max_new_tokens: usize,
-    /// A response ends with the first of these, which it keeps; empty: every response has `max_new_tokens`.
+    /// A response ends with the first of these, which it keeps; empty: none ends it.
     pub stop_token_ids: Vec<i64>,
+    /// A response ends with the token that completes one of these texts, which it keeps whole.
+    pub stop_strings: Option<StopStrings>,
+    /// Responses to each prompt; their draws differ.
+    pub samples_per_prompt: usize,
     /// The run's seed.
     pub seed: u64,
     /// What the draws are for, with `step` and the row a part of their key.
@@ -61,12 +82,16 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Responses of at most `max_new_tokens`, without a stop token, seed 0, 32 rows at a time.
+    /// One response per prompt of at most `max_new_tokens`, which nothing else ends; seed 0, 32 rows at a time.
     pub fn new(sampling: Sampling, max_new_tokens: usize) -> Self {
         Self {
             sampling,
+            repetition_penalty: 1.0,
+            min_new_tokens: 0,
             max_new_tokens,
             stop_token_ids: Vec::new(),
+            stop_strings: None,
+            samples_per_prompt: 1,
             seed: 0,
             purpose: Purpose::Sampling,
             step: 0,
@@ -74,13 +99,62 @@ impl GenerationConfig {
             batch_size: 32,
         }
     }
+
+    fn check(&self) -> Result<()> {
+        self.sampling.check()?;
+        let penalty = self.repetition_penalty;
+        expect(penalty > 0.0 && penalty.is_finite(), "repetition_penalty", penalty, "a number above 0")?;
+        let most = format!("at most max_new_tokens = {}", self.max_new_tokens);
+        expect(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, &most)
+    }
+}
+
+fn expect(holds: bool, name: &str, found: impl std::fmt::Display, expected: &str) -> Result<()> {
+    if holds { Ok(()) } else { Err(Error::Usage(format!("{name} = {found}: expected {expected}"))) }
+}
+
+/// Texts that end a response, wherever the borders of its tokens lie; special tokens count with their names.
+#[derive(Debug, Clone)]
+pub struct StopStrings {
+    tokenizer: Tokenizer,
+    strings: Vec<String>,
+    /// So many of the last tokens hold any of the strings that the last one completes.
+    window: usize,
+}
+
+impl StopStrings {
+    /// The texts, as `tokenizer` makes them of tokens.
+    ///
+    /// # Errors
+    /// If one of them is empty.
+    pub fn new(tokenizer: &Tokenizer, strings: Vec<String>) -> Result<Self> {
+        if strings.iter().any(String::is_empty) {
+            return Err(Error::Usage("a stop string is empty: expected some text".into()));
+        }
+        // A token has a byte at least; a few more, for what a tokenizer does to the beginning of a text.
+        let window = strings.iter().map(String::len).max().unwrap_or(0) + 4;
+        Ok(Self { tokenizer: tokenizer.clone(), strings, window })
+    }
+
+    /// Whether the last of `tokens` completes one of the strings.
+    fn completed_by_last(&self, tokens: &[i64]) -> Result<bool> {
+        let Some((_, before)) = tokens.split_last() else { return Ok(false) };
+        let from = tokens.len().saturating_sub(self.window);
+        let text = self.tokenizer.decode_verbatim(&tokens[from..])?;
+        if !self.strings.iter().any(|stop| text.contains(stop)) {
+            return Ok(false);
+        }
+        // One that was complete before counts no longer: it was passed over.
+        let before = self.tokenizer.decode_verbatim(&before[from..])?;
+        Ok(self.strings.iter().any(|stop| text.matches(stop).count() > before.matches(stop).count()))
+    }
 }
 
 /// Why a response ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
-    /// Its last token is a stop token.
+    /// Its last token is a stop token, or completes a stop string.
     Stop,
     /// It has the most tokens allowed.
     Length,
@@ -89,31 +163,25 @@ pub enum FinishReason {
 /// One generated response.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Response {
-    /// Token ids, at least one; a stop token is included.
+    /// Token ids, at least one; a stop token is included, and so is the whole of the token that completes a stop string.
     pub tokens: Vec<i64>,
-    /// Log-probability of each token under softmax(logits / temperature), before top-k and top-p; 1 is greedy's
-    /// temperature.
+    /// Log-probability of each token under softmax(logits / temperature) of the model's own logits, so before the
+    /// repetition penalty, the minimum length and the filters; 1 is greedy's temperature.
     pub logprobs: Vec<f32>,
     /// Why it ended.
     pub finish: FinishReason,
 }
 
-/// Generates one response per prompt, in the prompts' order.
+/// Generates `samples_per_prompt` responses to each prompt, those of one prompt together, in the prompts' order.
 ///
-/// Row `i`'s draws depend on the seed, the purpose, the step and `first_row + i` alone, so the rest of the batch does not
-/// change them.
+/// The draws of response `i` depend on the seed, the purpose, the step and `first_row + i` alone, so the rest of the
+/// batch does not change them.
 ///
 /// # Errors
-/// If a prompt is empty, holds an id outside the vocabulary, or leaves no room in the model's context for
-/// `max_new_tokens`; if the temperature is not a number above 0; if the model's logits are not finite.
+/// If a setting is out of its range; if a prompt is empty, holds an id outside the vocabulary, or leaves no room in the
+/// model's context for `max_new_tokens`; if the model's logits are not finite.
 pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &GenerationConfig) -> Result<Vec<Response>> {
-    if let Sampling::Random { temperature, .. } = config.sampling
-        && !(temperature >= MIN_TEMPERATURE && temperature.is_finite())
-    {
-        return Err(Error::Usage(format!(
-            "temperature = {temperature}: expected a number from {MIN_TEMPERATURE}; greedy decoding is its limit"
-        )));
-    }
+    config.check()?;
     let context = model.config().max_position_embeddings;
     for (row, prompt) in prompts.iter().enumerate() {
         let len = prompt.as_ref().len();
@@ -124,10 +192,11 @@ pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &Gener
             )));
         }
     }
+    let samples = config.samples_per_prompt;
     // Rows of like length decode together: less of the cache is empty, and less attention is spent on it.
-    let mut order: Vec<usize> = (0..prompts.len()).collect();
-    order.sort_by_key(|&row| prompts[row].as_ref().len());
-    let mut responses: Vec<Option<Response>> = vec![None; prompts.len()];
+    let mut order: Vec<usize> = (0..prompts.len() * samples).collect();
+    order.sort_by_key(|&row| prompts[row / samples].as_ref().len());
+    let mut responses: Vec<Option<Response>> = vec![None; order.len()];
     for rows in order.chunks(config.batch_size.max(1)) {
         let done = tch::no_grad(|| generate_batch(model, prompts, rows, config))?;
         for (&row, response) in rows.iter().zip(done) {
@@ -137,14 +206,13 @@ pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &Gener
     Ok(responses.into_iter().map(|response| response.expect("every row was in one batch")).collect())
 }
 
+/// Generates the responses `rows`; those to one prompt are neighbours.
 fn generate_batch<P: AsRef<[i64]>>(
     model: &CausalLm,
     prompts: &[P],
     rows: &[usize],
     config: &GenerationConfig,
 ) -> Result<Vec<Response>> {
-    let batch: Vec<&[i64]> = rows.iter().map(|&row| prompts[row].as_ref()).collect();
-    let longest = batch.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
     let mut streams: Vec<Stream> = rows
         .iter()
         .map(|&row| Stream::new(config.seed, config.purpose, config.step, config.first_row + row as u64))
@@ -154,57 +222,141 @@ fn generate_batch<P: AsRef<[i64]>>(
     if config.max_new_tokens == 0 || rows.is_empty() {
         return Ok(responses);
     }
+    // Each prompt is read once; its other samples begin with a copy of its cache.
+    let (mut asked, mut copies) = (Vec::new(), Vec::new());
+    for row in rows {
+        let prompt = row / config.samples_per_prompt;
+        if asked.last() != Some(&prompt) {
+            asked.push(prompt);
+        }
+        copies.push(asked.len() as i64 - 1);
+    }
+    let batch: Vec<&[i64]> = asked.iter().map(|&prompt| prompts[prompt].as_ref()).collect();
+    let longest = batch.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
     let (mut cache, mut logits) = model.prefill(&batch, longest + config.max_new_tokens)?;
+    if asked.len() < rows.len() {
+        cache.keep_rows(&copies);
+        logits = logits.index_select(0, &Tensor::from_slice(&copies).to_device(logits.device()));
+    }
+    let mut seen = (config.repetition_penalty != 1.0).then(|| {
+        let rows: Vec<&[i64]> = copies.iter().map(|&copy| batch[copy as usize]).collect();
+        Seen::new(&rows, &logits)
+    });
     // `alive[i]` is the place in the batch of the cache's row i; a row that has stopped is decoded until enough have to
     // make closing the gaps worth a copy of the cache.
     let mut alive: Vec<usize> = (0..rows.len()).collect();
     let mut stopped = vec![false; rows.len()];
-    loop {
+    for length in 1.. {
         let draws: Vec<f64> = alive.iter().map(|&i| streams[i].uniform()).collect();
-        let (tokens, logprobs) = choose(&logits, config.sampling, &draws).map_err(|at| {
+        let mut adjusted = seen.as_ref().map(|seen| seen.penalise(&logits, config.repetition_penalty));
+        if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
+            adjusted = Some(without(adjusted.as_ref().unwrap_or(&logits), &config.stop_token_ids));
+        }
+        let (tokens, logprobs) = choose(&logits, adjusted.as_ref(), config.sampling, &draws).map_err(|at| {
             Error::Run(format!(
                 "prompt {}: the model's logits are not finite: its weights are damaged, or training diverged",
-                rows[alive[at]]
+                rows[alive[at]] / config.samples_per_prompt
             ))
         })?;
         for ((&i, &token), &logprob) in alive.iter().zip(&tokens).zip(&logprobs) {
             if stopped[i] {
                 continue;
             }
-            responses[i].tokens.push(token);
-            responses[i].logprobs.push(logprob);
-            if config.stop_token_ids.contains(&token) {
-                responses[i].finish = FinishReason::Stop;
-                stopped[i] = true;
-            } else {
-                stopped[i] = responses[i].tokens.len() == config.max_new_tokens;
+            let response = &mut responses[i];
+            response.tokens.push(token);
+            response.logprobs.push(logprob);
+            let ends = config.stop_token_ids.contains(&token)
+                || match &config.stop_strings {
+                    Some(strings) => length >= config.min_new_tokens && strings.completed_by_last(&response.tokens)?,
+                    None => false,
+                };
+            if ends {
+                response.finish = FinishReason::Stop;
             }
+            stopped[i] = ends || length == config.max_new_tokens;
         }
         let going = alive.iter().filter(|&&i| !stopped[i]).count();
         if going == 0 {
-            return Ok(responses);
+            break;
         }
         let mut next = tokens;
+        if let Some(seen) = &mut seen {
+            seen.add(&next);
+        }
         if going * 8 <= alive.len() * 7 {
             let kept: Vec<usize> = (0..alive.len()).filter(|&at| !stopped[alive[at]]).collect();
-            cache.keep_rows(&kept.iter().map(|&at| at as i64).collect::<Vec<_>>());
+            let index: Vec<i64> = kept.iter().map(|&at| at as i64).collect();
+            cache.keep_rows(&index);
+            if let Some(seen) = &mut seen {
+                seen.keep_rows(&index);
+            }
             next = kept.iter().map(|&at| next[at]).collect();
             alive = kept.iter().map(|&at| alive[at]).collect();
         }
         logits = model.decode(&next, &mut cache);
     }
+    Ok(responses)
 }
 
-/// Chooses one token per row of `logits` `[rows, vocab]`, with one uniform draw per row; gives tokens and
-/// log-probabilities, or the first row whose logits are not finite.
-fn choose(logits: &Tensor, sampling: Sampling, draws: &[f64]) -> Result<(Vec<i64>, Vec<f32>), usize> {
-    let logits = logits / sampling.temperature();
+/// Which tokens each row holds so far, `[rows, vocab]` bool.
+struct Seen(Tensor);
+
+impl Seen {
+    fn new(rows: &[&[i64]], logits: &Tensor) -> Self {
+        let seen = logits.zeros_like().to_kind(Kind::Bool);
+        for (tokens, row) in rows.iter().zip(0i64..) {
+            let tokens = Tensor::from_slice(tokens).to_device(logits.device());
+            let _ = seen.get(row).index_fill_(0, &tokens, 1);
+        }
+        Self(seen)
+    }
+
+    /// Adds a token to every row.
+    fn add(&mut self, tokens: &[i64]) {
+        let tokens = Tensor::from_slice(tokens).to_device(self.0.device()).unsqueeze(1);
+        let _ = self.0.scatter_value_(1, &tokens, 1);
+    }
+
+    fn keep_rows(&mut self, kept: &[i64]) {
+        self.0 = self.0.index_select(0, &Tensor::from_slice(kept).to_device(self.0.device()));
+    }
+
+    /// Makes seen tokens less likely; the formula of the CTRL paper, with logits below 0 multiplied, as transformers.
+    fn penalise(&self, logits: &Tensor, penalty: f64) -> Tensor {
+        let penalised = (logits * penalty).where_self(&logits.lt(0.0), &(logits / penalty));
+        penalised.where_self(&self.0, logits)
+    }
+}
+
+/// Sets the logits of the tokens `ids` to -inf.
+fn without(logits: &Tensor, ids: &[i64]) -> Tensor {
+    let vocab = logits.size()[1];
+    let ids: Vec<i64> = ids.iter().copied().filter(|id| (0..vocab).contains(id)).collect();
+    logits.index_fill(1, &Tensor::from_slice(&ids).to_device(logits.device()), f64::NEG_INFINITY)
+}
+
+/// Chooses one token per row of `logits` `[rows, vocab]`, with one uniform draw per row, by `adjusted` logits where there
+/// are any; gives tokens and log-probabilities of the plain logits, or the first row where these are not finite.
+fn choose(
+    logits: &Tensor,
+    adjusted: Option<&Tensor>,
+    sampling: Sampling,
+    draws: &[f64],
+) -> Result<(Vec<i64>, Vec<f32>), usize> {
+    let temperature = sampling.temperature();
+    let logits = logits / temperature;
     let all = logits.log_softmax(-1, Kind::Float);
+    let adjusted = adjusted.map(|adjusted| adjusted / temperature);
+    let by = adjusted.as_ref().unwrap_or(&logits);
     let tokens = match sampling {
-        Sampling::Greedy => logits.argmax(-1, true),
-        Sampling::Random { top_k, top_p, .. } => {
-            let kept = top_k > 0 || top_p < 1.0;
-            let probs = if kept { filter(&logits, top_k, top_p).softmax(-1, Kind::Float) } else { all.exp() };
+        Sampling::Greedy => by.argmax(-1, true),
+        Sampling::Random { top_k, top_p, min_p, .. } => {
+            let filtered = top_k > 0 || top_p < 1.0 || min_p > 0.0;
+            let probs = if filtered || adjusted.is_some() {
+                filter(by, top_k, top_p, min_p).softmax(-1, Kind::Float)
+            } else {
+                all.exp()
+            };
             // The inverse of the cumulative distribution at the draw. Summed in f64: an f32 sum over a large vocabulary
             // would shift the borders of rare tokens by more than their probability.
             let cumulative = probs.cumsum(-1, Kind::Double);
@@ -222,10 +374,11 @@ fn choose(logits: &Tensor, sampling: Sampling, draws: &[f64]) -> Result<(Vec<i64
     }
 }
 
-/// Sets the logits of tokens outside top-k, then outside top-p, to -inf; transformers' order.
-fn filter(logits: &Tensor, top_k: i64, top_p: f64) -> Tensor {
+/// Sets the logits of tokens outside top-k, then outside top-p, then below min-p to -inf; transformers' order.
+fn filter(logits: &Tensor, top_k: usize, top_p: f64, min_p: f64) -> Tensor {
     let vocab = logits.size()[1];
     let mut logits = logits.shallow_clone();
+    let top_k = i64::try_from(top_k).unwrap_or(i64::MAX);
     if top_k > 0 && top_k < vocab {
         let (best, _) = logits.topk(top_k, -1, true, true);
         logits = logits.masked_fill(&logits.lt_tensor(&best.narrow(1, top_k - 1, 1)), f64::NEG_INFINITY);
@@ -239,12 +392,20 @@ fn filter(logits: &Tensor, top_k: i64, top_p: f64) -> Tensor {
         let dropped = dropped.zeros_like().scatter(1, &order, &dropped);
         logits = logits.masked_fill(&dropped, f64::NEG_INFINITY);
     }
+    if min_p > 0.0 {
+        let probs = logits.softmax(-1, Kind::Float);
+        let least = probs.amax([-1i64].as_slice(), true) * min_p;
+        logits = logits.masked_fill(&probs.lt_tensor(&least), f64::NEG_INFINITY);
+    }
     logits
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::weights::read_json;
+    use serde_json::Value;
+    use std::path::Path;
 
     fn row(values: &[f32]) -> Tensor {
         Tensor::from_slice(values).unsqueeze(0)
@@ -258,7 +419,7 @@ mod tests {
             let mut counts = [0.0; 3];
             for i in 0..1000 {
                 let draw = (f64::from(i) + 0.5) / 1000.0;
-                let (tokens, logprobs) = choose(&logits, Sampling::at_temperature(temperature), &[draw]).unwrap();
+                let (tokens, logprobs) = choose(&logits, None, Sampling::at_temperature(temperature), &[draw]).unwrap();
                 counts[tokens[0] as usize] += 1e-3;
                 assert!((f64::from(logprobs[0]).exp() - expected[tokens[0] as usize]).abs() < 1e-6);
             }
@@ -271,27 +432,63 @@ mod tests {
     #[test]
     fn the_edges_of_the_draw_give_the_first_and_last_possible_token() {
         let logits = row(&[f32::NEG_INFINITY, 0.0, 0.0, f32::NEG_INFINITY]);
-        let at = |draw| choose(&logits, Sampling::at_temperature(1.0), &[draw]).unwrap().0[0];
+        let at = |draw| choose(&logits, None, Sampling::at_temperature(1.0), &[draw]).unwrap().0[0];
         assert_eq!((at(0.0), at(1.0 - f64::EPSILON)), (1, 2));
     }
 
     #[test]
-    fn top_k_and_top_p_keep_what_they_say() {
+    fn top_k_top_p_and_min_p_keep_what_they_say() {
         let logits = row(&[0.1f32.ln(), 0.4f32.ln(), 0.3f32.ln(), 0.2f32.ln()]);
-        let kept = |top_k, top_p| {
-            let finite = filter(&logits, top_k, top_p).isfinite().to_kind(Kind::Int64).squeeze_dim(0);
+        let kept = |top_k, top_p, min_p| {
+            let finite = filter(&logits, top_k, top_p, min_p).isfinite().to_kind(Kind::Int64).squeeze_dim(0);
             Vec::<i64>::try_from(finite).unwrap()
         };
-        assert_eq!(kept(2, 1.0), [0, 1, 1, 0]);
-        assert_eq!(kept(0, 0.75), [0, 1, 1, 1]); // .4 + .3 is short of .75, so the token that crosses it stays
-        assert_eq!(kept(0, 0.65), [0, 1, 1, 0]);
-        assert_eq!(kept(0, 0.01), [0, 1, 0, 0]); // at least one
-        assert_eq!(kept(0, 1.0), [1, 1, 1, 1]);
+        assert_eq!(kept(2, 1.0, 0.0), [0, 1, 1, 0]);
+        assert_eq!(kept(0, 0.75, 0.0), [0, 1, 1, 1]); // .4 + .3 is short of .75, so the token that crosses it stays
+        assert_eq!(kept(0, 0.65, 0.0), [0, 1, 1, 0]);
+        assert_eq!(kept(0, 0.01, 0.0), [0, 1, 0, 0]); // at least one
+        assert_eq!(kept(0, 1.0, 0.0), [1, 1, 1, 1]);
+        assert_eq!(kept(0, 1.0, 0.6), [0, 1, 1, 0]); // .2 is half of .4, .3 three quarters
+        assert_eq!(kept(0, 1.0, 1.0), [0, 1, 0, 0]);
+    }
+
+    #[test]
+    fn processors_give_what_those_of_transformers_give() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/sampling.json");
+        let rows = read_json(&path).unwrap()["filtered"].as_array().unwrap().clone();
+        for golden in rows {
+            let numbers = |name: &str| -> Vec<f32> {
+                let numbers = golden[name].as_array().unwrap().iter();
+                numbers.map(|x| x.as_f64().map_or(f32::NEG_INFINITY, |x| x as f32)).collect()
+            };
+            let ids = |value: &Value| -> Vec<i64> {
+                value.as_array().into_iter().flatten().map(|id| id.as_i64().unwrap()).collect()
+            };
+            let settings = &golden["settings"];
+            let set = |name: &str, off: f64| settings[name].as_f64().unwrap_or(off);
+            let mut logits = row(&numbers("logits"));
+            // As a step of `generate` has it: the prompt at the start, a token at a time from then on.
+            let tokens = ids(&golden["tokens"]);
+            let mut seen = Seen::new(&[&tokens[..2]], &logits);
+            tokens[2..].iter().for_each(|&token| seen.add(&[token]));
+            if settings.get("repetition_penalty").is_some() {
+                logits = seen.penalise(&logits, set("repetition_penalty", 1.0));
+            }
+            if settings.get("min_new_tokens").is_some() {
+                logits = without(&logits, &[ids(&settings["eos"]), vec![12]].concat()); // 12 is outside the vocabulary
+            }
+            let tempered = logits / set("temperature", 1.0);
+            let found = filter(&tempered, set("top_k", 0.0) as usize, set("top_p", 1.0), set("min_p", 0.0));
+            let found = Vec::<f32>::try_from(found.squeeze_dim(0)).unwrap();
+            for (found, expected) in found.iter().zip(numbers("filtered")) {
+                assert!((found - expected).abs() <= 1e-6 || *found == expected, "{settings}: {found} {expected}");
+            }
+        }
     }
 
     #[test]
     fn logits_that_are_not_finite_are_an_error_that_names_the_row() {
         let logits = Tensor::from_slice(&[0.0, 0.0, f32::NAN, 0.0]).view([2, 2]);
-        assert_eq!(choose(&logits, Sampling::at_temperature(1.0), &[0.5, 0.5]), Err(1));
+        assert_eq!(choose(&logits, None, Sampling::at_temperature(1.0), &[0.5, 0.5]), Err(1));
     }
 }

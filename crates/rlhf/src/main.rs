@@ -2,6 +2,8 @@
 
 mod answer;
 mod cli;
+mod measure;
+mod output;
 
 use std::backtrace::Backtrace;
 use std::io::{self, Write};
@@ -42,7 +44,7 @@ fn start() -> ExitCode {
 }
 
 fn run(task: &Task) -> Result<()> {
-    if !matches!(task, Task::Generate(_)) {
+    if matches!(task, Task::Sft(_) | Task::Reward(_) | Task::Ppo(_)) {
         // An interrupted training run saves what it has; a second signal ends it at once. Without a handler (another one
         // is in place) signals end it at once as ever.
         let _ = ctrlc::set_handler(|| {
@@ -57,6 +59,8 @@ fn run(task: &Task) -> Result<()> {
         Task::Reward(config) => rlhf::train::reward::reward(config, Console::detect()),
         Task::Ppo(config) => rlhf::train::ppo::ppo(config, Console::detect()),
         Task::Generate(config) => answer::answer(config),
+        Task::Logprobs(config) => measure::logprobs(config),
+        Task::Score(config) => measure::score(config),
     }
 }
 

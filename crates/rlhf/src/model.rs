@@ -290,16 +290,17 @@ impl CausalLm {
 
     /// Writes `config.json`, `generation_config.json` and the weights below `dir`; transformers reads them.
     ///
-    /// `eos` and `pad` are noted in the configuration where they are given.
+    /// `eos`, the one to append first, and `pad` are noted where they are given; all of `eos` end what is generated.
     ///
     /// # Errors
     /// If a file cannot be written.
-    pub fn save_pretrained(&self, dir: &Path, eos: Option<i64>, pad: Option<i64>) -> Result<()> {
-        let config = self.body.config.for_causal_lm(eos, pad);
+    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>) -> Result<()> {
+        let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
         self.body.save(dir, &config)?;
         let mut generation = serde_json::Map::from_iter([("_from_model_config".into(), true.into())]);
-        if !config.eos_token_ids.is_empty() {
-            let ids = match config.eos_token_ids.as_slice() {
+        let eos = if eos.is_empty() { config.eos_token_ids.as_slice() } else { eos };
+        if !eos.is_empty() {
+            let ids = match eos {
                 [only] => serde_json::json!(only),
                 several => serde_json::json!(several),
             };
@@ -401,9 +402,11 @@ impl SequenceClassifier {
 
     /// Writes `config.json` and the weights below `dir`; transformers reads them as a classifier with one label.
     ///
+    /// Without a `pad` the configuration names eos as such: transformers scores no batch without one.
+    ///
     /// # Errors
     /// If a file cannot be written.
-    pub fn save_pretrained(&self, dir: &Path, eos: Option<i64>, pad: Option<i64>) -> Result<()> {
-        self.body.save(dir, &self.body.config.for_sequence_classifier(eos, pad))
+    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>) -> Result<()> {
+        self.body.save(dir, &self.body.config.for_sequence_classifier(eos.first().copied(), pad))
     }
 }

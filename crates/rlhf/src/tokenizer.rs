@@ -1,45 +1,74 @@
-//! Text to token ids and back, with an explicit end-of-text token; `tokenizer.json` in and out.
+//! Text to token ids and back, with explicit end and pad tokens and chat templates; `tokenizer.json` in and out.
+
+mod chat;
 
 use crate::model::{ModelConfig, no_such_file};
 use crate::weights::read_json;
 use crate::{Error, Result};
-use serde_json::Value;
+use chat::ChatTemplate;
+pub(crate) use chat::user_message;
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// The files that make up a tokenizer; those that are there travel with every model we save.
-pub(crate) const FILES: [&str; 8] = [
+pub(crate) const FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    "spiece.model",
+    CHAT_TEMPLATE,
 ];
 
-/// A tokenizer and the tokens that end a text.
+/// Where a chat template has a file of its own.
+const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
+/// What a tokenizer without a tokenizer.json is made of.
+const SLOW_FILES: [&str; 4] = ["vocab.json", "vocab.txt", "tokenizer.model", "spiece.model"];
+
+/// The special tokens that have names, which chat templates know them by.
+const NAMED_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// A tokenizer, the tokens that end a text, and the chat template.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
-    eos: Option<i64>,
+    /// The special tokens by name.
+    named: Map<String, Value>,
+    eos: Vec<i64>,
     pad: Option<i64>,
+    template: Option<ChatTemplate>,
 }
 
 impl Tokenizer {
     /// Reads the tokenizer of a model folder.
     ///
     /// The eos token is what `tokenizer_config.json` or `special_tokens_map.json` says, else the `eos_token_id` of
-    /// `config.json`. A pad token is not needed: lengths are explicit everywhere, so pad may also equal eos.
+    /// `config.json`, else that of `generation_config.json`; the ids of the latter two end a text in any case. The pad
+    /// token comes from the same places and is not needed: lengths are explicit everywhere, so pad may also equal eos.
     ///
     /// # Errors
-    /// If there is no sound `tokenizer.json`, or a named special token is not in the vocabulary.
+    /// If there is no sound `tokenizer.json`, a named special token is not in the vocabulary, or an id of these files is none.
     pub fn from_pretrained(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         if !path.is_file() {
-            return Err(no_such_file(dir, "tokenizer.json"));
+            return Err(match SLOW_FILES.iter().find(|name| dir.join(name).is_file()) {
+                Some(name) => Error::invalid(
+                    dir,
+                    format!(
+                        "expected a tokenizer.json, found {name} without one; convert it with transformers: \
+                         `AutoTokenizer.from_pretrained(dir, use_fast=True).save_pretrained(new_dir)`"
+                    ),
+                ),
+                None => no_such_file(dir, "tokenizer.json"),
+            });
         }
         let mut inner = tokenizers::Tokenizer::from_file(&path)
             .map_err(|e| Error::invalid(&path, format!("not a tokenizer that can be read: {e}")))?;
@@ -52,33 +81,127 @@ impl Tokenizer {
                 files.push((name, std::fs::read(dir.join(name)).map_err(Error::io("read", dir.join(name)))?));
             }
         }
-        let special = |key: &str| -> Result<Option<i64>> {
-            for name in ["tokenizer_config.json", "special_tokens_map.json"] {
-                let path = dir.join(name);
-                if !path.is_file() {
-                    continue;
-                }
+        let json = |name: &str| -> Result<Value> {
+            let path = dir.join(name);
+            if path.is_file() { read_json(&path) } else { Ok(Value::Null) }
+        };
+        let mut named = Map::new();
+        let mut ids: Vec<(&str, i64)> = Vec::new();
+        let tokenizer_config = json("tokenizer_config.json")?;
+        let sources = [
+            ("tokenizer_config.json", &tokenizer_config),
+            ("special_tokens_map.json", &json("special_tokens_map.json")?),
+        ];
+        for (file, source) in sources {
+            for key in NAMED_TOKENS {
                 // A token is a string, or an object with its `content`.
-                let json = read_json(&path)?;
-                let value = &json[key];
-                if let Some(token) = value.as_str().or_else(|| value["content"].as_str()) {
-                    let id = inner.token_to_id(token).ok_or_else(|| {
-                        Error::invalid(&path, format!("`{key}`: the token {token:?} is not in tokenizer.json"))
-                    })?;
-                    return Ok(Some(i64::from(id)));
+                let value = &source[key];
+                let token = value.as_str().or_else(|| value["content"].as_str());
+                let Some(token) = token.filter(|_| !named.contains_key(key)) else { continue };
+                named.insert(key.into(), token.into());
+                match inner.token_to_id(token) {
+                    Some(id) => ids.push((key, i64::from(id))),
+                    // The others are for templates only.
+                    None if !["eos_token", "pad_token"].contains(&key) => {}
+                    None => {
+                        let message = format!("`{key}`: the token {token:?} is not in tokenizer.json");
+                        return Err(Error::invalid(dir.join(file), message));
+                    }
                 }
             }
-            Ok(None)
-        };
-        let (mut eos, mut pad) = (special("eos_token")?, special("pad_token")?);
-        if let Some(config) =
-            dir.join("config.json").is_file().then(|| read_json(&dir.join("config.json"))).transpose()?
-        {
-            let first = |value: &Value| value.as_i64().or_else(|| value.get(0)?.as_i64());
-            eos = eos.or_else(|| first(&config["eos_token_id"]));
-            pad = pad.or_else(|| first(&config["pad_token_id"]));
         }
-        Ok(Self { inner, dir: dir.to_path_buf(), files, eos, pad })
+        let id_of = |key: &str| ids.iter().find(|(name, _)| *name == key).map(|(_, id)| *id);
+        let mut eos = Vec::from_iter(id_of("eos_token"));
+        let mut pad = id_of("pad_token");
+        for file in ["config.json", "generation_config.json"] {
+            let config = json(file)?;
+            let ids = |key: &str| -> Result<Vec<i64>> {
+                let ids = match &config[key] {
+                    Value::Null => Some(Vec::new()),
+                    Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
+                    id => id.as_i64().map(|id| vec![id]),
+                };
+                let message = || format!("`{key}`: expected a token id or a list of them, found {}", config[key]);
+                ids.ok_or_else(|| Error::invalid(dir.join(file), message()))
+            };
+            for id in ids("eos_token_id")? {
+                if !eos.contains(&id) {
+                    eos.push(id);
+                }
+            }
+            pad = pad.or(ids("pad_token_id")?.first().copied());
+        }
+        let mut tokenizer = Self { inner, dir: dir.to_path_buf(), files, named, eos, pad, template: None };
+        if dir.join(CHAT_TEMPLATE).is_file() {
+            tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
+        } else {
+            tokenizer.template = template_of(&tokenizer_config)
+                .map(|source| ChatTemplate::new(dir.join("tokenizer_config.json"), source));
+        }
+        Ok(tokenizer)
+    }
+
+    /// Takes the chat template from `file`, which is then saved with the tokenizer.
+    ///
+    /// # Errors
+    /// If it cannot be read or is not UTF-8. Its syntax is looked at when it is first needed.
+    pub fn use_chat_template(&mut self, file: &Path) -> Result<()> {
+        let bytes = std::fs::read(file).map_err(Error::io("read", file))?;
+        let source =
+            std::str::from_utf8(&bytes).map_err(|_| Error::invalid(file, "expected UTF-8, found other bytes"))?;
+        self.template = Some(ChatTemplate::new(file.to_path_buf(), source));
+        self.files.retain(|(name, _)| *name != CHAT_TEMPLATE);
+        self.files.push((CHAT_TEMPLATE, bytes));
+        Ok(())
+    }
+
+    /// What a run tells of its tokenizer: the tokens that end a text, the pad token, the chat template.
+    pub fn describe(&self) -> String {
+        let show = |&id: &i64| {
+            let token = u32::try_from(id).ok().and_then(|id| self.inner.id_to_token(id));
+            token.map_or(format!("{id}, which is no token"), |token| format!("{token:?} ({id})"))
+        };
+        let mut ends = self.eos.iter().map(show);
+        let mut eos = ends.next().unwrap_or("none".into());
+        for also in ends {
+            eos += &format!(", also {also}");
+        }
+        let pad = match self.pad {
+            None if self.eos.is_empty() => "none, not needed".into(),
+            None => "none, not needed (saved as eos for transformers)".into(),
+            Some(pad) if self.eos() == Some(pad) => "the same".into(),
+            Some(pad) => show(&pad),
+        };
+        let template = self.template.as_ref().map_or("none".into(), |template| template.file().display().to_string());
+        format!("eos {eos}; pad: {pad}; chat template: {template}")
+    }
+
+    /// The text of a conversation by the chat template, and its token ids; `variables` are further ones for the template.
+    ///
+    /// With `add_generation_prompt` it ends where the assistant is to answer. No special token is added to the template's.
+    ///
+    /// # Errors
+    /// If there is no template, it is not sound, or it refuses the messages.
+    pub fn encode_chat(
+        &self,
+        messages: &[Value],
+        add_generation_prompt: bool,
+        variables: &Map<String, Value>,
+    ) -> Result<(String, Vec<i64>)> {
+        let template = self.template.as_ref().ok_or_else(|| {
+            Error::Run(format!(
+                "a list of messages needs a chat template: expected `chat_template` in tokenizer_config.json, or a \
+                 {CHAT_TEMPLATE}, in {}, found neither",
+                self.dir.display()
+            ))
+        })?;
+        let variables = self.named.iter().filter(|(name, _)| !variables.contains_key(*name)).chain(variables);
+        let variables = variables.map(|(name, value)| (name.clone(), value.clone()));
+        let text = template.render(messages, add_generation_prompt, variables)?;
+        match self.encode_verbatim(&text)? {
+            ids if ids.is_empty() => Err(Error::Run("the chat template makes no text of the messages".into())),
+            ids => Ok((text, ids)),
+        }
     }
 
     /// Token ids of `text`, with what the tokenizer puts around a text (a begin token, say).
@@ -86,7 +209,19 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot encode it.
     pub fn encode(&self, text: &str) -> Result<Vec<i64>> {
-        let encoding = self.inner.encode_fast(text, true).map_err(|e| self.error(&e.to_string()))?;
+        self.encode_with(text, true)
+    }
+
+    /// Token ids of `text` alone: special tokens are those that stand in it. For text from a chat template.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
+    pub fn encode_verbatim(&self, text: &str) -> Result<Vec<i64>> {
+        self.encode_with(text, false)
+    }
+
+    fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i64>> {
+        let encoding = self.inner.encode_fast(text, add_special_tokens).map_err(|e| self.error(&e.to_string()))?;
         Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
     }
 
@@ -100,27 +235,67 @@ impl Tokenizer {
     /// If the tokenizer cannot encode it, or names no eos token.
     pub fn encode_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
         let eos = self.require_eos()?;
-        let alone = self.encode(prompt)?;
-        let mut whole = self.encode(&format!("{prompt}{completion}"))?;
-        let shared = alone.iter().zip(&whole).take_while(|(a, b)| a == b).count();
+        let (mut whole, border) = self.encode_open_pair(prompt, completion)?;
         if whole.last() != Some(&eos) {
             whole.push(eos);
         }
+        Ok((whole, border))
+    }
+
+    /// As [`Tokenizer::encode_pair`], with no eos added: what the tokenizer makes of the text and nothing else.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
+    pub fn encode_open_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
+        let alone = self.encode(prompt)?;
+        let whole = self.encode(&format!("{prompt}{completion}"))?;
+        let shared = shared_prefix(&alone, &whole);
         Ok((whole, shared))
     }
 
     /// The text of token ids, without special tokens.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode them.
     pub fn decode(&self, ids: &[i64]) -> Result<String> {
+        self.decode_with(ids, true)
+    }
+
+    /// The text of token ids, special tokens and all.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode them.
+    pub fn decode_verbatim(&self, ids: &[i64]) -> Result<String> {
+        self.decode_with(ids, false)
+    }
+
+    fn decode_with(&self, ids: &[i64], skip_special_tokens: bool) -> Result<String> {
         let ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
-        self.inner.decode(&ids, true).map_err(|e| self.error(&e.to_string()))
+        self.inner.decode(&ids, skip_special_tokens).map_err(|e| self.error(&e.to_string()))
     }
 
-    /// The id of the token that ends a text, if the tokenizer names one.
+    /// The text that `ids` add to that of `prompt`, without special tokens.
+    ///
+    /// Decoded by themselves, ids of a SentencePiece tokenizer would lose the space before their first word.
+    pub fn decode_after(&self, prompt: &[i64], ids: &[i64]) -> Result<String> {
+        let whole = self.decode(&[prompt, ids].concat())?;
+        match whole.strip_prefix(&self.decode(prompt)?) {
+            Some(text) => Ok(text.to_string()),
+            None => self.decode(ids), // The border lies within a character.
+        }
+    }
+
+    /// The id of the token that is put at the end of a text, if there is one.
     pub fn eos(&self) -> Option<i64> {
-        self.eos
+        self.eos.first().copied()
     }
 
-    /// The id of the pad token, if the tokenizer names one; it is only noted in what we save.
+    /// The ids of all tokens that end a text, [`Tokenizer::eos`] first.
+    pub fn eos_ids(&self) -> &[i64] {
+        &self.eos
+    }
+
+    /// The id of the pad token, if there is one; it is only noted in what we save.
     pub fn pad(&self) -> Option<i64> {
         self.pad
     }
@@ -130,7 +305,7 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer names none.
     pub fn require_eos(&self) -> Result<i64> {
-        self.eos.ok_or_else(|| self.error("expected an `eos_token` in tokenizer_config.json, found none"))
+        self.eos().ok_or_else(|| self.error("expected an `eos_token` in tokenizer_config.json, found none"))
     }
 
     /// Checks that every id of this tokenizer has a row in `model`'s embedding.
@@ -139,7 +314,7 @@ impl Tokenizer {
     /// If it does not; `dir` is the model's folder.
     pub fn check_fits(&self, model: &ModelConfig, dir: &Path) -> Result<()> {
         let ids = self.inner.get_vocab(true).into_values().max().map_or(0, |id| i64::from(id) + 1);
-        let eos = self.eos.filter(|eos| !(0..model.vocab_size).contains(eos));
+        let eos = self.eos().filter(|eos| !(0..model.vocab_size).contains(eos));
         if let Some(eos) = eos {
             let message = format!("eos_token_id: expected an id below vocab_size {}, found {eos}", model.vocab_size);
             return Err(Error::invalid(&self.dir, message));
@@ -197,4 +372,16 @@ impl Tokenizer {
     fn error(&self, message: &str) -> Error {
         Error::invalid(self.dir.join("tokenizer.json"), message)
     }
+}
+
+/// The chat template in a tokenizer_config.json: a text, or the one of a list that is named "default".
+fn template_of(config: &Value) -> Option<&str> {
+    let template = &config["chat_template"];
+    let named = || template.as_array()?.iter().find(|one| one["name"] == "default")?["template"].as_str();
+    template.as_str().or_else(named)
+}
+
+/// How many ids two sequences begin with in common.
+pub(crate) fn shared_prefix(a: &[i64], b: &[i64]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

@@ -48,7 +48,7 @@ fn write_model_card(dir: &Path, command: &str, facts: &[(&str, String)]) -> Resu
     let title = dir.file_name().map_or("Model".into(), |name| name.to_string_lossy());
     let _ = write!(card, "{title}\n\nTrained by `rlhf {command}` {}.\n\n| | |\n|---|---|\n", env!("CARGO_PKG_VERSION"));
     for (name, value) in facts {
-        let _ = writeln!(card, "| {name} | {value} |");
+        let _ = writeln!(card, "| {name} | {} |", value.replace('|', "\\|"));
     }
     card.push_str("\n`run.yaml` holds every setting of the run, `metrics.jsonl` its course.\n");
     write_text(&dir.join("README.md"), &card)

@@ -10,13 +10,13 @@ use std::process::{Command, Stdio};
 use tch::{Device, Tensor};
 
 /// A folder to work in: `policy` and `reward` (GPT-NeoX, context 64, vocabulary 352), and data for each command.
-struct Scratch(tempfile::TempDir);
+pub(crate) struct Scratch(tempfile::TempDir);
 
 /// What a run left behind.
-struct Ran {
-    code: i32,
-    stdout: String,
-    stderr: String,
+pub(crate) struct Ran {
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 const PPO: &str = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --output_dir out \
@@ -27,17 +27,18 @@ const REWARD: &str = "reward --model_name_or_path reward --dataset_name pairs.js
                       --per_device_train_batch_size 4 --max_steps 2 --logging_steps 1";
 const GENERATE: &str = "generate --model_name_or_path policy --dataset_name prompts.jsonl --max_new_tokens 8";
 
-const PROMPTS: [&str; 8] = ["The movie", "A film", "the capital of France", "do", "human", "a sing", "2024", "is it"];
+pub(crate) const PROMPTS: [&str; 8] =
+    ["The movie", "A film", "the capital of France", "do", "human", "a sing", "2024", "is it"];
 
 impl Scratch {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let scratch = Self::of_family("gpt_neox");
         scratch.copy("reward", "gpt_neox_cls");
         scratch
     }
 
     /// With a policy of another family, and no reward model.
-    fn of_family(golden_model: &str) -> Self {
+    pub(crate) fn of_family(golden_model: &str) -> Self {
         let scratch = Self(tempfile::tempdir().unwrap());
         scratch.copy("policy", golden_model);
         let lines = |row: fn(&str) -> Value| PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat();
@@ -50,20 +51,20 @@ impl Scratch {
         scratch
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    fn write(&self, name: &str, text: &str) {
+    pub(crate) fn write(&self, name: &str, text: &str) {
         std::fs::write(self.path(name), text).unwrap();
     }
 
-    fn read(&self, name: &str) -> String {
+    pub(crate) fn read(&self, name: &str) -> String {
         std::fs::read_to_string(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
     }
 
     /// Copies a golden model, without its golden values.
-    fn copy(&self, name: &str, golden_model: &str) {
+    pub(crate) fn copy(&self, name: &str, golden_model: &str) {
         std::fs::create_dir(self.path(name)).unwrap();
         for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
             let from = golden().join("models").join(golden_model).join(file);
@@ -72,7 +73,7 @@ impl Scratch {
     }
 
     /// Changes the tensors of a model folder.
-    fn edit_tensors(&self, name: &str, edit: impl FnOnce(&mut BTreeMap<String, Tensor>)) {
+    pub(crate) fn edit_tensors(&self, name: &str, edit: impl FnOnce(&mut BTreeMap<String, Tensor>)) {
         let dir = self.path(name);
         let checkpoint = Checkpoint::open(&dir).unwrap();
         let mut tensors: BTreeMap<String, Tensor> =
@@ -90,7 +91,7 @@ impl Scratch {
     }
 
     /// The program with the words of `line` as arguments, in this folder.
-    fn command(&self, line: &str) -> Command {
+    pub(crate) fn command(&self, line: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
         command.args(line.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
         // One thread: sums in one order. A backtrace asked for, so that a panic cannot pass for an error.
@@ -100,18 +101,18 @@ impl Scratch {
         command
     }
 
-    fn run(&self, line: &str) -> Ran {
+    pub(crate) fn run(&self, line: &str) -> Ran {
         self.run_with(line, &[])
     }
 
     /// With further arguments, which may hold spaces.
-    fn run_with(&self, line: &str, words: &[&str]) -> Ran {
+    pub(crate) fn run_with(&self, line: &str, words: &[&str]) -> Ran {
         Ran::from(self.command(line).args(words).output().unwrap())
     }
 
     /// Runs what must succeed in silence on standard error; gives its standard output.
     #[track_caller]
-    fn succeeds(&self, line: &str) -> String {
+    pub(crate) fn succeeds(&self, line: &str) -> String {
         let ran = self.run(line);
         assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{line}");
         ran.stdout
@@ -119,12 +120,12 @@ impl Scratch {
 
     /// Runs what must end in one line of error with all of `words`, and change nothing.
     #[track_caller]
-    fn refuses(&self, line: &str, code: i32, words: &[&str]) {
+    pub(crate) fn refuses(&self, line: &str, code: i32, words: &[&str]) {
         self.refuses_with(line, &[], code, words);
     }
 
     #[track_caller]
-    fn refuses_with(&self, line: &str, arguments: &[&str], code: i32, words: &[&str]) {
+    pub(crate) fn refuses_with(&self, line: &str, arguments: &[&str], code: i32, words: &[&str]) {
         let before = snapshot(self.0.path());
         let ran = self.run_with(line, arguments);
         ran.is_one_error(line, code, words);
@@ -146,7 +147,7 @@ impl From<std::process::Output> for Ran {
 
 impl Ran {
     #[track_caller]
-    fn is_one_error(&self, line: &str, code: i32, words: &[&str]) {
+    pub(crate) fn is_one_error(&self, line: &str, code: i32, words: &[&str]) {
         assert_eq!((self.code, self.stdout.as_str()), (code, ""), "{line}: {}", self.stderr);
         let error = self.stderr.strip_suffix('\n').unwrap_or_default();
         assert!(error.starts_with("error: ") && error.lines().count() == 1, "{line}: {}", self.stderr);
@@ -175,7 +176,7 @@ fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Option<Vec<u8>>> {
     found
 }
 
-fn json_lines(text: &str) -> Vec<Map<String, Value>> {
+pub(crate) fn json_lines(text: &str) -> Vec<Map<String, Value>> {
     text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
 }
 
@@ -600,9 +601,9 @@ fn settings_that_cannot_be_are_usage_errors() {
         &["required", "--reward_model_path", "--dataset_name", "--output_dir"],
     );
     scratch.refuses("sft --dataset_name demos.jsonl --output_dir out", 2, &["model_name_or_path", "config_name"]);
-    scratch.refuses("tune", 2, &["'tune'", "sft, reward, ppo and generate"]);
+    scratch.refuses("tune", 2, &["'tune'", "sft, reward, ppo, generate, logprobs and score"]);
     scratch.refuses(&format!("{PPO} --config nowhere.yaml"), 1, &["nowhere.yaml: cannot read"]);
-    scratch.refuses(&format!("{GENERATE} --stop_token_id 352"), 2, &["stop_token_id = 352", "vocabulary of 352"]);
+    scratch.refuses(&format!("{GENERATE} --stop_token_ids 5,352"), 2, &["stop_token_ids = 352", "vocabulary of 352"]);
     let words = ["max_new_tokens = 1000", "no room", "context of 64 tokens"];
     scratch.refuses(&format!("{GENERATE} --max_new_tokens 1000"), 2, &words);
 }
@@ -611,8 +612,8 @@ fn settings_that_cannot_be_are_usage_errors() {
 fn help_and_version_are_no_errors() {
     let scratch = Scratch::new();
     assert!(scratch.succeeds("--version").starts_with("rlhf "));
-    for command in ["sft", "reward", "ppo", "generate"] {
-        assert!(scratch.succeeds(&format!("{command} --help")).contains("Example:"));
+    for command in ["sft", "reward", "ppo", "generate", "logprobs", "score"] {
+        assert!(scratch.succeeds(&format!("{command} --help")).contains("Example"));
     }
     let ran = scratch.run("");
     assert!(ran.code == 2 && ran.stdout.is_empty() && ran.stderr.contains("Usage: rlhf <COMMAND>"), "{}", ran.stderr);
@@ -661,11 +662,115 @@ fn a_run_never_replaces_what_it_reads() {
 
 // generate.
 
+#[test]
+fn what_the_pad_token_is_changes_no_run_even_where_prompts_hold_end_tokens() {
+    let scratch = Scratch::new();
+    let lines = |row: fn(&str) -> Value| PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat();
+    let texts: fn(&str) -> Value = |p| {
+        serde_json::json!({"prompt": format!("{p}<|endoftext|> and<|endoftext|>"),
+        "completion": " so<|endoftext|> on", "chosen": " so<|endoftext|>on", "rejected": "<|endoftext|> no"})
+    };
+    for file in ["prompts.jsonl", "demos.jsonl", "pairs.jsonl"] {
+        scratch.write(file, &lines(texts));
+    }
+    let mut runs = Vec::new();
+    for (pad, saved) in [("null", 0), (r#""<|endoftext|>""#, 0), (r#""<|padding|>""#, 1)] {
+        let mut run = Vec::new();
+        for model in ["policy", "reward"] {
+            let config = format!(r#"{{"eos_token": "<|endoftext|>", "pad_token": {pad}}}"#);
+            scratch.write(&format!("{model}/tokenizer_config.json"), &config);
+            scratch.edit_config(model, "pad_token_id", Value::Null);
+        }
+        for (name, line) in [("ppo", PPO), ("sft", SFT), ("reward", REWARD)] {
+            let stop = if name == "ppo" { "--stop_token eos --missing_eos_penalty 1" } else { "" };
+            scratch.succeeds(&format!("{line} --output_dir {name}-{saved}-{} {stop}", runs.len()));
+            let out = format!("{name}-{saved}-{}", runs.len());
+            run.push(std::fs::read(scratch.path(&out).join("model.safetensors")).unwrap());
+            let config: Value = serde_json::from_str(&scratch.read(&format!("{out}/config.json"))).unwrap();
+            // A language model needs none; transformers scores no batch without one.
+            let pad = if name == "reward" || pad != "null" { Value::from(saved) } else { Value::Null };
+            assert_eq!(config["pad_token_id"], pad, "{out}");
+        }
+        run.push(scratch.succeeds(GENERATE).into_bytes());
+        runs.push(run);
+    }
+    assert!(runs[0] == runs[1] && runs[0] == runs[2]);
+    assert!(scratch.read("reward-0-0/README.md").contains("pad: none, not needed (saved as eos for transformers)"));
+}
+
+#[test]
+fn every_end_token_of_the_generation_config_ends_an_answer_and_is_kept() {
+    let scratch = Scratch::new();
+    let row = &json_lines(&scratch.succeeds(&format!("{GENERATE} --do_sample false")))[0];
+    let third = row["completion_ids"][2].as_i64().unwrap();
+    scratch.write("policy/generation_config.json", &format!("{{\"eos_token_id\": [0, {third}]}}"));
+    let row = &json_lines(&scratch.succeeds(&format!("{GENERATE} --do_sample false")))[0];
+    let ids = row["completion_ids"].as_array().unwrap();
+    assert!(ids.len() <= 3 && ids.last().unwrap() == third && row["finish_reason"] == "stop", "{row:?}");
+    scratch.succeeds(SFT);
+    let saved: Value = serde_json::from_str(&scratch.read("out/generation_config.json")).unwrap();
+    assert_eq!(saved["eos_token_id"], serde_json::json!([0, third]));
+}
+
+#[test]
+fn conversations_go_through_all_four_commands_and_the_template_travels_along() {
+    let scratch = Scratch::new();
+    let template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\n{% endfor %}\
+                    {% if add_generation_prompt %}a:{% endif %}";
+    let turn = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
+    let lines = |row: &dyn Fn(&str) -> Value| PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat();
+    scratch
+        .write("demos.jsonl", &lines(&|p| serde_json::json!({"messages": [turn("user", p), turn("assistant", "so")]})));
+    scratch.refuses(SFT, 1, &["demos.jsonl: line 1: ", "chat template", "policy, found neither"]);
+    scratch.write("ours.jinja", template);
+    trains(&scratch, &format!("{SFT} --chat_template_path ours.jinja"), "sft", 2, &["loss"]);
+    assert_eq!(scratch.read("sft/chat_template.jinja"), template);
+    scratch.write("reward/chat_template.jinja", template);
+    scratch.write(
+        "pairs.jsonl",
+        &lines(&|p| {
+            serde_json::json!({"prompt": [turn("user", p)], "chosen": [turn("assistant", "so")],
+            "rejected": [turn("assistant", "no")]})
+        }),
+    );
+    trains(&scratch, REWARD, "judge", 2, &["accuracy"]);
+    let strings = scratch.read("prompts.jsonl");
+    scratch.write("prompts.jsonl", &lines(&|p| serde_json::json!({"prompt": [turn("user", p)]})));
+    let ppo = format!("{PPO} --sft_model_path sft --reward_model_path judge");
+    trains(&scratch, &ppo, "ppo", 2, &PPO_METRICS);
+    let query = json_lines(&scratch.read("ppo/samples.jsonl"))[0]["query"].clone();
+    assert_eq!(query, format!("u:{}<|endoftext|>\na:", PROMPTS[0]));
+
+    // The flag makes of a string what a list of one message is.
+    let line = "generate --model_name_or_path ppo --max_new_tokens 4";
+    let of_lists = answers(&scratch.succeeds(&format!("{line} --dataset_name prompts.jsonl")));
+    assert_eq!(of_lists[0].0, query);
+    scratch.write("prompts.jsonl", &strings);
+    let of_strings = scratch.succeeds(&format!("{line} --dataset_name prompts.jsonl --apply_chat_template"));
+    assert_eq!(answers(&of_strings), of_lists);
+    let ran = scratch.run_with(&format!("{line} --apply_chat_template"), &PROMPTS);
+    assert_eq!((ran.code, answers(&ran.stdout)), (0, of_lists), "{}", ran.stderr);
+    trains(&scratch, &format!("{ppo} --apply_chat_template"), "again", 2, &PPO_METRICS);
+    for file in ["model.safetensors", "value_model/model.safetensors"] {
+        let weights = |run: &str| std::fs::read(scratch.path(run).join(file)).unwrap();
+        assert!(weights("ppo") == weights("again"), "{file}");
+    }
+}
+
+#[test]
+fn a_template_that_closes_no_answer_is_warned_of() {
+    let scratch = Scratch::new();
+    scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}");
+    scratch.write("demos.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"The movie\"}]}\n");
+    let ran = scratch.run(SFT);
+    assert!(ran.code == 0 && ran.stderr.contains("no row teaches the model to stop"), "{}", ran.stderr);
+}
+
 /// The fields of answers that do not depend on how they were asked for.
 fn answers(stdout: &str) -> Vec<(Value, Value, Value)> {
     json_lines(stdout)
         .iter()
-        .map(|row| (row["prompt"].clone(), row["response"].clone(), row["token_ids"].clone()))
+        .map(|row| (row["prompt"].clone(), row["completion"].clone(), row["completion_ids"].clone()))
         .collect()
 }
 
@@ -690,7 +795,7 @@ fn prompts_as_arguments_by_standard_input_and_by_dataset_get_the_same_answers() 
         line,
         &["do", &"x".repeat(57)],
         1,
-        &["prompt: argument 2: ", "expected 1 to 56 tokens", "found 57"],
+        &["prompt: argument 2: ", "expected at most 56 tokens", "found 57"],
     );
 }
 
@@ -703,7 +808,7 @@ fn answers_come_as_text_or_as_json_with_the_rows_other_fields() {
     assert_eq!((rows[0]["id"].as_u64(), rows[0]["num_tokens"].as_u64()), (Some(7), Some(4)));
     assert_eq!((rows[0]["finish_reason"].as_str(), rows[0]["logprobs"].as_array().unwrap().len()), (Some("length"), 4));
     let text = scratch.run_with(&format!("{line} --output_format text"), &["do"]).stdout;
-    assert_eq!(text, format!("do{}\n\n", rows[0]["response"].as_str().unwrap()));
+    assert_eq!(text, format!("do{}\n\n", rows[0]["completion"].as_str().unwrap()));
 }
 
 #[test]
@@ -716,11 +821,11 @@ fn answers_depend_on_the_seed_and_not_on_the_batch_size() {
     assert_eq!(with("--seed 3 --batch_size 1 --num_return_sequences 3"), eight);
     assert_ne!(with("--seed 4 --batch_size 8 --num_return_sequences 3"), eight);
 
-    let greedy = with("--greedy --seed 1");
+    let greedy = with("--do_sample false --seed 1");
     assert_eq!(with("--temperature 0 --seed 2 --batch_size 1"), greedy);
     assert_ne!(with("--seed 1"), greedy);
     scratch.refuses(
-        &format!("{GENERATE} --greedy --num_return_sequences 2"),
+        &format!("{GENERATE} --do_sample false --num_return_sequences 2"),
         2,
         &["num_return_sequences = 2", "equal"],
     );

@@ -548,7 +548,7 @@ fn a_command_takes_a_name_of_the_hub_as_it_takes_a_folder() {
         state.token = Some("Bearer hf_saved".into());
     });
     fs::write(server.cache.path().join("token"), "hf_saved\n").unwrap();
-    let line = |model: &str| format!("generate --greedy --max_new_tokens 4 --model_name_or_path {model} The");
+    let line = |model: &str| format!("generate --do_sample false --max_new_tokens 4 --model_name_or_path {model} The");
     let folder = golden().join("models/gpt2").canonicalize().unwrap();
     let expected = runs(&mut program(&server, &line(folder.to_str().unwrap()))).0;
     assert_eq!(runs(&mut program(&server, &line(NAME))), (expected.clone(), String::new()));

@@ -1,8 +1,10 @@
 //! The integration tests: one binary, one module per subject.
 
 mod cli;
+mod commands;
 mod hub;
 mod models;
 mod ppo_golden;
 mod ppo_invariance;
 mod support;
+mod tokenizers;

@@ -1,8 +1,9 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
 use crate::support::{Tensors, assert_close, golden, say};
-use rlhf::generate::{FinishReason, GenerationConfig, Sampling, generate};
+use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{CausalLm, ModelConfig, ModelOptions, SequenceClassifier};
+use rlhf::tokenizer::Tokenizer;
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
@@ -158,6 +159,114 @@ fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
     }
 }
 
+#[test]
+fn greedy_tokens_under_a_penalty_a_minimum_and_a_stop_string_equal_transformers_generate() {
+    let text = std::fs::read_to_string(golden().join("sampling.json")).unwrap();
+    let file: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let ids = |value: &serde_json::Value| -> Vec<i64> {
+        value.as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect()
+    };
+    for golden_model in file["greedy"].as_array().unwrap() {
+        let dir = golden().join("models").join(golden_model["model"].as_str().unwrap());
+        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let prompt = ids(&golden_model["prompt_ids"]);
+        for run in golden_model["runs"].as_array().unwrap() {
+            let settings = &run["settings"];
+            let config = GenerationConfig {
+                repetition_penalty: settings["repetition_penalty"].as_f64().unwrap_or(1.0),
+                min_new_tokens: settings["min_new_tokens"].as_u64().unwrap_or(0) as usize,
+                stop_token_ids: settings["eos"].as_i64().into_iter().collect(),
+                ..GenerationConfig::new(Sampling::Greedy, 12)
+            };
+            // Beside a shorter prompt, which leaves the batch at another time.
+            let responses = generate(&model, &[prompt.clone(), vec![prompt[0], 9]], &config).unwrap();
+            assert_eq!(responses[0].tokens, ids(&run["tokens"]), "{}: {settings}", dir.display());
+        }
+
+        let (stop, tokenizer) = (&golden_model["stop"], Tokenizer::from_pretrained(&dir).unwrap());
+        let prompt = ids(&stop["prompt_ids"]);
+        let strings = ["no such text", stop["stop_string"].as_str().unwrap()].map(String::from);
+        let mut config = GenerationConfig {
+            stop_strings: Some(StopStrings::new(&tokenizer, strings.into()).unwrap()),
+            ..GenerationConfig::new(Sampling::Greedy, 12)
+        };
+        let response = generate(&model, std::slice::from_ref(&prompt), &config).unwrap().remove(0);
+        assert_eq!((response.tokens.clone(), response.finish), (ids(&stop["tokens"]), FinishReason::Stop));
+        // Text that was complete before the minimum is passed over for good; where it comes again, that counts.
+        config.min_new_tokens = response.tokens.len() + 1;
+        let response = generate(&model, &[prompt], &config).unwrap().remove(0);
+        let comes_again = dir.ends_with("gpt_neox");
+        let (len, finish) = if comes_again { (8, FinishReason::Stop) } else { (12, FinishReason::Length) };
+        assert_eq!((&response.tokens[..], response.finish), (&ids(&stop["plain"])[..len], finish));
+    }
+}
+
+#[test]
+fn samples_of_a_prompt_are_those_of_the_prompt_given_several_times() {
+    for dir in folders(false) {
+        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        let prompts = &prompts(&model)[..4];
+        let sampling = Sampling::Random { temperature: 0.9, top_k: 50, top_p: 0.95, min_p: 0.01 };
+        let once = GenerationConfig { repetition_penalty: 1.2, ..config(sampling, 12, &[7], 32) };
+        let repeated: Vec<_> = prompts.iter().flat_map(|prompt| [prompt; 3]).collect();
+        let expected = generate(&model, &repeated.iter().map(|p| p.as_slice()).collect::<Vec<_>>(), &once).unwrap();
+        assert_ne!(expected[9].tokens, expected[10].tokens, "samples differ");
+        for batch_size in [1, 5, 32] {
+            let config = GenerationConfig { samples_per_prompt: 3, batch_size, ..once.clone() };
+            let found = generate(&model, prompts, &config).unwrap();
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_eq!(found.tokens, expected.tokens, "{}: in batches of {batch_size}", dir.display());
+            }
+        }
+    }
+}
+
+#[test]
+fn logprobs_of_what_was_sampled_are_those_before_penalty_minimum_and_filters() {
+    let dir = &folders(false)[0];
+    let model = CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap();
+    let prompts = prompts(&model);
+    let sampling = Sampling::Random { temperature: 0.7, top_k: 20, top_p: 0.9, min_p: 0.02 };
+    let filtered = GenerationConfig {
+        repetition_penalty: 1.4,
+        min_new_tokens: 10,
+        ..config(sampling, 20, &(0..100).collect::<Vec<_>>(), 9)
+    };
+    let sampled = generate(&model, &prompts, &filtered).unwrap();
+    assert!(sampled.iter().all(|response| response.tokens.len() >= 10));
+    let sequences: Vec<Vec<i64>> = prompts.iter().zip(&sampled).map(|(p, r)| [&p[..], &r.tokens].concat()).collect();
+    let spans: Vec<_> = prompts.iter().zip(&sequences).map(|(p, s)| p.len()..s.len()).collect();
+    let expected = model.token_logprobs(&sequences, &spans, 0.7, false).unwrap().logprobs;
+    let found: Vec<f32> = sampled.iter().flat_map(|r| r.logprobs.clone()).collect();
+    assert_close("logprobs", &Tensor::from_slice(&found), &expected, TOLERANCE);
+}
+
+#[test]
+fn settings_of_sampling_out_of_their_range_are_refused_by_name() {
+    let dir = &folders(false)[0];
+    let model = CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap();
+    let plain = GenerationConfig::new(Sampling::at_temperature(1.0), 4);
+    let random = |temperature, top_p, min_p| GenerationConfig {
+        sampling: Sampling::Random { temperature, top_k: 0, top_p, min_p },
+        ..plain.clone()
+    };
+    for (config, message) in [
+        (random(0.0, 1.0, 0.0), "temperature = 0: expected a number from 0.0001; greedy decoding is its limit"),
+        (random(1.0, 0.0, 0.0), "top_p = 0: expected a number above 0, and at most 1"),
+        (random(1.0, 1.0, f64::NAN), "min_p = NaN: expected a number from 0 to 1"),
+        (
+            GenerationConfig { repetition_penalty: 0.0, ..plain.clone() },
+            "repetition_penalty = 0: expected a number above 0",
+        ),
+        (
+            GenerationConfig { min_new_tokens: 5, ..plain.clone() },
+            "min_new_tokens = 5: expected at most max_new_tokens = 4",
+        ),
+    ] {
+        assert_eq!(generate(&model, &[[5i64]], &config).unwrap_err().to_string(), message);
+    }
+}
+
 fn prompts(model: &CausalLm) -> Vec<Vec<i64>> {
     let vocab = model.config().vocab_size.min(300);
     (0..9i64).map(|row| (0..=row).map(|t| 5 + (row * 37 + t * 11) % (vocab - 5)).collect()).collect()
@@ -236,13 +345,13 @@ fn a_saved_model_loads_back_with_equal_logits_and_says_what_it_is() {
     for dir in folders(false) {
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         let out = tempfile::tempdir().unwrap();
-        model.save_pretrained(out.path(), Some(0), Some(1)).unwrap();
+        model.save_pretrained(out.path(), &[0], Some(1)).unwrap();
         let again = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
         let ids = [vec![5i64, 6, 7, 8]];
         assert_close("logits", &again.logits(&ids).unwrap()[0], &model.logits(&ids).unwrap()[0], 0.0);
         assert!(!again.config().is_sequence_classifier());
         let value = SequenceClassifier::from_pretrained(out.path(), Some(3), ModelOptions::default()).unwrap();
-        value.save_pretrained(out.path(), Some(0), Some(1)).unwrap();
+        value.save_pretrained(out.path(), &[0], Some(1)).unwrap();
         let again = SequenceClassifier::from_pretrained(out.path(), None, ModelOptions::default()).unwrap();
         assert_close("scores", &again.scores(&ids).unwrap(), &value.scores(&ids).unwrap(), 0.0);
         assert!(again.config().is_sequence_classifier() && again.config().num_labels == 1);

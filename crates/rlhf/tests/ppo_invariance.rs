@@ -5,7 +5,6 @@ use rlhf::config::PpoConfig;
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::report::Console;
-use rlhf::rng::Purpose;
 use rlhf::rollout::{Judges, experience, score, targets};
 use rlhf::train::ppo::{Learner, ppo};
 use rlhf::weights::Checkpoint;
@@ -132,14 +131,9 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
         let mut learner = Learner::new(policy(), classifier("llama_value"), &config);
         let prompts: Vec<Vec<i64>> = (0..8).map(|row| (5..6 + row).collect()).collect();
         let generation = GenerationConfig {
-            sampling: Sampling::at_temperature(config.temperature),
-            max_new_tokens: config.response_length,
             stop_token_ids: config.stop_token_id.into_iter().collect(),
             seed: 1,
-            purpose: Purpose::Sampling,
-            step: 0,
-            first_row: 0,
-            batch_size: 8,
+            ..GenerationConfig::new(Sampling::at_temperature(config.temperature), config.response_length)
         };
         let responses = generate(&learner.policy, &prompts, &generation).unwrap();
         let sequences: Vec<Vec<i64>> =

@@ -386,9 +386,11 @@ impl ModelConfig {
         config
     }
 
-    /// The configuration for saving a classifier with one label: transformers needs the pad id to find the last token.
+    /// The configuration for saving a classifier with one label: transformers needs a pad id to find the last token, so
+    /// where there is none it is eos.
     pub(crate) fn for_sequence_classifier(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
-        let mut config = self.with_tokens(eos, pad);
+        let own = self.raw.get("pad_token_id").and_then(Value::as_i64);
+        let mut config = self.with_tokens(eos, pad.or(own).or(eos));
         config.shape.architectures = vec![format!("{}ForSequenceClassification", self.family.class())];
         config.shape.num_labels = 1;
         config.raw.insert("architectures".into(), json!(config.architectures));

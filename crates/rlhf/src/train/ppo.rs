@@ -33,6 +33,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     let mut trainer = PpoTrainer::from_config(config)?;
     claim_output_dir(&config.run, config)?;
     let mut report = Reporter::create(&config.run, trainer.plan.num_total_batches, console)?;
+    report.note(&format!("tokenizer: {}", trainer.tokenizer.describe()));
     let done = trainer.train(&mut report);
     report.finish();
     // Also after an error: an optimizer refuses a step that is not finite, so the weights are those of the step before.
@@ -60,8 +61,8 @@ pub struct PpoTrainer {
     prompts: Vec<Prompt>,
     sample_prompts: Vec<Prompt>,
     cursor: Cursor,
-    /// The token that ends a response, where one does.
-    stop: Option<i64>,
+    /// The tokens that end a response; none where nothing does.
+    stop: Vec<i64>,
     last_metrics: Metrics,
 }
 
@@ -106,23 +107,29 @@ impl PpoTrainer {
             ))
         })?;
         let vocab = policy.config().vocab_size;
-        let prompts =
-            Dataset::read(&config.dataset_name, &config.dataset_train_split)?.prompts(&tokenizer, vocab, most)?;
+        let read = |path: &Path, split: &str| {
+            let dataset = Dataset::read(path, split)?;
+            Ok::<_, Error>(if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset })
+        };
+        let prompts = read(&config.dataset_name, &config.dataset_train_split)?.prompts(&tokenizer, vocab, most)?;
         let sample_prompts = match super::sft::eval_path(None, &config.dataset_name, &config.dataset_test_split) {
             Some(path) => {
-                let first = Dataset::read(&path, &config.dataset_test_split)?.first(SAMPLE_ROWS);
+                let first = read(&path, &config.dataset_test_split)?.first(SAMPLE_ROWS);
                 first.prompts(&tokenizer, vocab, most)?
             }
             None => prompts.iter().take(SAMPLE_ROWS).cloned().collect(),
         };
         let stop = match (config.stop_token, config.stop_token_id) {
-            (Some(StopToken::Eos), _) => Some(tokenizer.require_eos()?),
-            (None, id) => id,
+            (Some(StopToken::Eos), _) => {
+                tokenizer.require_eos()?;
+                tokenizer.eos_ids().to_vec()
+            }
+            (None, id) => Vec::from_iter(id),
         };
-        if config.missing_eos_penalty.is_some() && stop.is_none() {
+        if config.missing_eos_penalty.is_some() && stop.is_empty() {
             tokenizer.require_eos()?;
         }
-        if let Some(id) = stop.filter(|id| !(0..vocab).contains(id)) {
+        if let Some(id) = config.stop_token_id.filter(|id| !(0..vocab).contains(id)) {
             let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
             return Err(Error::Usage(message));
         }
@@ -233,7 +240,7 @@ impl PpoTrainer {
     /// # Errors
     /// If a file cannot be written.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
-        let (eos, pad) = (self.tokenizer.eos(), self.tokenizer.pad());
+        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
         self.learner.policy.save_pretrained(dir, eos, pad)?;
         self.tokenizer.save_pretrained(dir)?;
         let value_dir = dir.join("value_model");
@@ -243,6 +250,7 @@ impl PpoTrainer {
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
             ("reward model", format!("`{}`", self.config.reward_model_path.display())),
             ("prompts", format!("`{}`, {} rows", self.config.dataset_name.display(), self.prompts.len())),
+            ("tokenizer", self.tokenizer.describe()),
         ];
         for (name, decimals) in [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)] {
             facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.decimals$}"))));
@@ -258,7 +266,7 @@ impl PpoTrainer {
         step: usize,
     ) -> Result<Vec<Response>> {
         let config = GenerationConfig {
-            stop_token_ids: self.stop.into_iter().collect(),
+            stop_token_ids: self.stop.clone(),
             seed: self.config.run.seed,
             purpose,
             step: step as u64,
@@ -268,15 +276,15 @@ impl PpoTrainer {
         generate(&self.learner.policy, prompts, &config)
     }
 
-    /// Scores `[B]`, and how often each response holds the token that should end it: the stop token, or eos where none is
+    /// Scores `[B]`, and how often each response holds a token that should end it: a stop token, or eos where none is
     /// set.
     fn score(&self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<(Tensor, Vec<usize>)> {
         let sequences: Vec<Vec<i64>> =
             prompts.iter().zip(responses).map(|(prompt, r)| [prompt.as_slice(), &r.tokens].concat()).collect();
         let scores = score(&self.reward, &sequences, self.config.local_rollout_forward_batch_size)?;
-        let end = self.stop.or(self.tokenizer.eos());
+        let end = if self.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.stop };
         let ends: Vec<usize> =
-            responses.iter().map(|r| r.tokens.iter().filter(|&&id| Some(id) == end).count()).collect();
+            responses.iter().map(|r| r.tokens.iter().filter(|id| end.contains(id)).count()).collect();
         let stopped: Vec<bool> = ends.iter().map(|&count| count > 0).collect();
         let scores = match self.config.missing_eos_penalty {
             Some(penalty) => penalise_missing_stop(&scores, &stopped, penalty),

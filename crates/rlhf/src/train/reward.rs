@@ -50,6 +50,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
 
     claim_output_dir(&config.run, config)?;
     let mut report = Reporter::create(&config.run, plan.num_updates, console)?;
+    report.note(&format!("tokenizer: {}", tokenizer.describe()));
     warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
     let mut last_update = 0;
@@ -58,11 +59,12 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
     let dir = &config.run.output_dir;
-    model.save_pretrained(dir, tokenizer.eos(), tokenizer.pad())?;
+    model.save_pretrained(dir, tokenizer.eos_ids(), tokenizer.pad())?;
     tokenizer.save_pretrained(dir)?;
     let facts = [
         ("started from", format!("`{}`", model_dir.display())),
         ("data", format!("`{}`, {} pairs", config.dataset_name.display(), pairs.len())),
+        ("tokenizer", tokenizer.describe()),
         ("updates", last_update.to_string()),
     ];
     write_model_card(dir, "reward", &facts)?;

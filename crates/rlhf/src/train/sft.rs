@@ -26,14 +26,18 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let optional = [model_dir, config.config_name.as_deref(), config.eval_dataset_name.as_deref()];
     let mut inputs: Vec<&Path> = vec![tokenizer_dir, &config.dataset_name];
     inputs.extend(optional.into_iter().flatten());
+    inputs.extend(config.chat_template_path.as_deref());
     check_output_dir(&config.run, &inputs)?;
     let revision = Some(config.model_revision.as_str());
     let found_dir = model_dir.map(|dir| hub::model_dir(dir, revision)).transpose()?;
     let model_dir = found_dir.as_deref();
-    let tokenizer = match (&config.tokenizer_name, model_dir) {
+    let mut tokenizer = match (&config.tokenizer_name, model_dir) {
         (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
         _ => Tokenizer::from_pretrained(&hub::tokenizer_dir(tokenizer_dir, None)?)?,
     };
+    if let Some(file) = &config.chat_template_path {
+        tokenizer.use_chat_template(file)?;
+    }
     let mut model = match (model_dir, &config.config_name) {
         (Some(dir), _) => CausalLm::from_pretrained(dir, options)?,
         (None, shape) => {
@@ -47,7 +51,16 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let max_length = config.max_length.min(model.config().max_position_embeddings);
     let read = |path: &Path, split: &str| {
         let dataset = Dataset::read(path, split)?;
-        shorten(dataset.demonstrations(&tokenizer, config.completion_only_loss)?, max_length, dataset.path())
+        let rows = dataset.demonstrations(&tokenizer, config.completion_only_loss)?;
+        let ends =
+            |row: &Demonstration| row.tokens.iter().skip(row.learn_from).any(|id| tokenizer.eos_ids().contains(id));
+        let endless = (!rows.iter().any(ends)).then(|| {
+            let path = dataset.path().display();
+            format!("{path}: no row teaches the model to stop: the chat template closes no answer with an eos token")
+        });
+        let (rows, mut warnings) = shorten(rows, max_length, dataset.path())?;
+        warnings.extend(endless);
+        Ok::<_, Error>((rows, warnings))
     };
     let (rows, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
     let mut eval = Vec::new();
@@ -62,6 +75,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
 
     claim_output_dir(&config.run, config)?;
     let mut report = Reporter::create(&config.run, plan.num_updates, console)?;
+    report.note(&format!("tokenizer: {}", tokenizer.describe()));
     warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
     let mut last_update = 0;
@@ -70,11 +84,20 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
     let dir = &config.run.output_dir;
-    model.save_pretrained(dir, tokenizer.eos(), tokenizer.pad())?;
+    model.save_pretrained(dir, tokenizer.eos_ids(), tokenizer.pad())?;
     tokenizer.save_pretrained(dir)?;
     let from = model_dir.map_or("random weights".into(), |dir| format!("`{}`", dir.display()));
     let data = format!("`{}`, {} rows", config.dataset_name.display(), rows.len());
-    write_model_card(dir, "sft", &[("started from", from), ("data", data), ("updates", last_update.to_string())])?;
+    write_model_card(
+        dir,
+        "sft",
+        &[
+            ("started from", from),
+            ("data", data),
+            ("tokenizer", tokenizer.describe()),
+            ("updates", last_update.to_string()),
+        ],
+    )?;
     conclude(done.map(|()| last_update), plan.num_updates, dir)?;
     report.note(&format!("saved {}", dir.display()));
     Ok(())

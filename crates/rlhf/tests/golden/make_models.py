@@ -1,17 +1,21 @@
 """Makes the tiny models of `models/` and their reference values with transformers.
 
-    python make_models.py            # make gpt2_cls, llama_untied_cls, llama_tied and gpt_neox_seqres again
+    python make_models.py            # make every model of SPECS again
+    python make_models.py NAME...    # make these again
     python make_models.py --check    # recompute the values of every model in `models/` from its stored inputs
 
 Made with torch 2.11.0, transformers 5.23.0, trl 1.11.0 and safetensors 0.8.0 on a CPU, one thread, float32. README.md
 says what each tensor is.
 """
 
+import copy
 import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
 
@@ -21,15 +25,29 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    RobertaConfig,
+    RobertaTokenizer,
 )
 from trl.experimental.ppo.ppo_trainer import forward
 from trl.experimental.utils import get_reward
 
 MODELS = Path(__file__).resolve().parent / "models"
 CONTEXT, GREEDY_TOKENS = 7, 16
+ENCODERS = ("bert", "distilbert", "roberta")
+TEXTS = ["This movie was really great and I loved it.", "The movie was terrible", "x"]
+PAIRS = [("Was the movie great?", "I loved it."), ("x", "The movie was terrible")]
 
 bytelevel = dict(bos_token_id=0, eos_token_id=0, pad_token_id=1)
 llama = dict(
@@ -47,9 +65,73 @@ llama = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )
 
-# Name -> (config, name of the tokenizer, its size, the model whose tokenizer files are copied, first seed to try).
+# Without a tokenizer the vocabulary can be small, and so the files. Heads of 16 leave room for each band of `llama3`.
+small = dict(
+    vocab_size=96,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=64,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=3,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
+opt = dict(
+    vocab_size=96,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    ffn_dim=64,
+    max_position_embeddings=64,
+    dropout=0.0,
+    bos_token_id=2,
+    eos_token_id=2,
+    pad_token_id=1,
+)
+opt_proj_postln = dict(opt, word_embed_proj_dim=16, do_layer_norm_before=False)
+qwen3 = dict(small, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+gemma2 = dict(
+    qwen3,
+    query_pre_attn_scalar=24,  # neither the width of a head nor hidden_size / heads
+    attn_logit_softcapping=5.0,
+    final_logit_softcapping=3.0,
+    sliding_window=5,
+)
+
+encoder = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=64,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+
+
+def labels(*names):
+    return dict(id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+
+
+def rope(**parameters):
+    return dict(small, rope_parameters={"rope_theta": 10000.0, **parameters})
+
+
+class Spec(NamedTuple):
+    """A model to make: its tokenizer is copied from another model of this folder, if it has one."""
+
+    config: PreTrainedConfig
+    seed: int  # the first to try
+    tokenizer: str | None = None
+    tokenizer_source: str | None = None
+    tokens: int = 96  # as many ids as the tokenizer knows
+    rounding: float = 8e-6  # how far float32 may be from float64: well below the 2e-5 that tests allow
+
+
 SPECS = {
-    "gpt2_cls": (
+    "gpt2_cls": Spec(
         GPT2Config(
             vocab_size=320,
             n_positions=64,
@@ -62,20 +144,16 @@ SPECS = {
             num_labels=1,
             **bytelevel,
         ),
-        "bytelevel",
-        320,
-        "gpt2",
         201,
+        "bytelevel",
+        "gpt2",
+        320,
     ),
-    "llama_untied_cls": (
-        LlamaConfig(tie_word_embeddings=False, num_labels=1, **llama),
-        "llama2",
-        400,
-        "llama_untied",
-        202,
+    "llama_untied_cls": Spec(
+        LlamaConfig(tie_word_embeddings=False, num_labels=1, **llama), 202, "llama2", "llama_untied", 400
     ),
-    "llama_tied": (LlamaConfig(tie_word_embeddings=True, **llama), "llama2", 400, "llama_untied", 203),
-    "gpt_neox_seqres": (
+    "llama_tied": Spec(LlamaConfig(tie_word_embeddings=True, **llama), 203, "llama2", "llama_untied", 400),
+    "gpt_neox_seqres": Spec(
         GPTNeoXConfig(
             vocab_size=352,
             hidden_size=32,
@@ -90,27 +168,111 @@ SPECS = {
             **bytelevel,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
         ),
-        "bytelevel",
-        320,
-        "gpt_neox",
         204,
+        "bytelevel",
+        "gpt_neox",
+        320,
+        rounding=1e-5,
+    ),
+    "opt": Spec(OPTConfig(**opt), 205),
+    "opt_proj_postln": Spec(OPTConfig(**opt_proj_postln), 206),
+    "llama_rope3": Spec(
+        LlamaConfig(
+            **rope(
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            )
+            | {"max_position_embeddings": 512}
+        ),
+        207,
+    ),
+    "llama_linear": Spec(LlamaConfig(**rope(rope_type="linear", factor=2.0)), 208),
+    # Eight positions, so that rows of 12 are past what the model was made for.
+    "llama_dynamic": Spec(LlamaConfig(**rope(rope_type="dynamic", factor=2.0) | {"max_position_embeddings": 8}), 209),
+    "mistral": Spec(MistralConfig(sliding_window=5, **small), 210),
+    "qwen2": Spec(Qwen2Config(tie_word_embeddings=True, **small), 211),
+    "qwen3": Spec(Qwen3Config(tie_word_embeddings=False, **qwen3), 212),
+    "gemma2": Spec(Gemma2Config(**gemma2), 213),
+    "phi3": Spec(Phi3Config(sliding_window=6, **small), 214),
+    "opt_cls": Spec(OPTConfig(num_labels=1, **opt), 215),
+    "opt_proj_postln_cls": Spec(OPTConfig(num_labels=1, **opt_proj_postln), 216),
+    "mistral_cls": Spec(MistralConfig(num_labels=1, sliding_window=5, **small), 217),
+    "qwen2_cls": Spec(Qwen2Config(num_labels=1, tie_word_embeddings=True, **small), 218),
+    "qwen3_cls": Spec(Qwen3Config(num_labels=1, tie_word_embeddings=False, **qwen3), 219),
+    "gemma2_cls": Spec(Gemma2Config(num_labels=1, **gemma2), 220),
+    "phi3_cls": Spec(Phi3Config(num_labels=1, sliding_window=6, **small), 221),
+    "bert_cls1": Spec(
+        BertConfig(vocab_size=256, max_position_embeddings=64, num_labels=1, **encoder), 222, "bert", "distilbert_cls2"
+    ),
+    "bert_cls2": Spec(
+        BertConfig(vocab_size=256, max_position_embeddings=64, **labels("NEGATIVE", "POSITIVE"), **encoder),
+        223,
+        "bert",
+        "distilbert_cls2",
+    ),
+    "roberta_cls3": Spec(
+        RobertaConfig(
+            vocab_size=323,
+            max_position_embeddings=66,
+            type_vocab_size=1,
+            layer_norm_eps=1e-5,
+            **labels("negative", "neutral", "positive"),
+            **encoder,
+        ),
+        224,
+        "roberta",
+        "gpt2",
     ),
 }
+
+
+# One model for each kind of layer, with the gradient of every parameter beside its values.
+GRADIENTS = (
+    "gpt2",
+    "gpt_neox",
+    "llama_untied",
+    "llama_rope3",
+    "opt_proj_postln",
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "phi3",
+    "bert_cls2",
+    "roberta_cls3",
+)
 
 
 def is_classifier(config):
     return config.architectures[0].endswith("ForSequenceClassification")
 
 
+def attention(config):
+    """Only the eager attention of transformers knows Gemma's soft-caps."""
+    return "eager" if config.model_type == "gemma2" else "sdpa"
+
+
 def random_model(config, seed, classifier):
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     torch.manual_seed(seed)
-    model = auto.from_config(config)
+    model = auto.from_config(config, attn_implementation=attention(config))
+    norm_centre = 0.0 if config.model_type == "gemma2" else 1.0  # Gemma multiplies by 1 + weight
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_norm = weight.dim() == 1 and name.endswith("weight")
-            weight.normal_(0.0, 0.15 if is_norm else 0.3 if weight.dim() > 1 else 0.1).add_(1.0 if is_norm else 0.0)
+            weight.normal_(0.0, 0.15 if is_norm else 0.3 if weight.dim() > 1 else 0.1)
+            weight.add_(norm_centre if is_norm else 0.0)
     return model.eval()
+
+
+def forget_lengths(model):
+    """Dynamic rope keeps the base of the longest batch so far: begin again as a model just loaded does."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.inv_freq = module.original_inv_freq.clone()
+            module.max_seq_len_cached = module.original_max_seq_len
 
 
 def random_inputs(seed, tokens, config):
@@ -140,6 +302,7 @@ def lm_values(model, padded, unpadded, greedy_eos_id=None):
     pad = config.pad_token_id
     for name, ids in (("padded", padded), ("unpadded", unpadded)):
         mask = (ids != pad).long()
+        forget_lengths(model)
         output = forward(model, ids, pad)
         values |= {
             f"{name}.input_ids": ids,
@@ -154,6 +317,7 @@ def lm_values(model, padded, unpadded, greedy_eos_id=None):
     mask = (prompts != pad).long()
 
     def greedy(eos):
+        forget_lengths(model)
         return model.generate(
             prompts.masked_fill(mask == 0, 0),
             attention_mask=mask,
@@ -178,7 +342,33 @@ def lm_values(model, padded, unpadded, greedy_eos_id=None):
         "greedy.gap": top[..., 0] - top[..., 1],
         "greedy_eos.tokens": greedy(greedy_eos_id).sequences[:, CONTEXT:],
     }
+    if config.model_type == "llama" and config.rope_parameters["rope_type"] == "dynamic":
+        values |= values_alone(model, padded)
     return values, greedy_eos_id
+
+
+@torch.no_grad()
+def values_alone(model, padded):
+    """The rows of `padded` one at a time, without padding or cache: the base of dynamic rope is that of each length."""
+    pad = model.config.pad_token_id
+    logits = torch.zeros(*padded.shape, model.config.vocab_size)
+    tokens, gaps = [], []
+    for row, ids in enumerate(padded):
+        forget_lengths(model)
+        logits[row, ids != pad] = model(ids[ids != pad][None]).logits[0]
+        prompt = ids[:CONTEXT]
+        sequence = prompt[prompt != pad][None]
+        for _ in range(GREEDY_TOKENS):
+            forget_lengths(model)
+            top = model(sequence).logits[0, -1].topk(2)
+            sequence = torch.cat([sequence, top.indices[None, :1]], 1)
+            gaps.append(top.values[0] - top.values[1])
+        tokens.append(sequence[0, -GREEDY_TOKENS:])
+    return {
+        "alone.logits": logits,
+        "alone.greedy_tokens": torch.stack(tokens),
+        "alone.greedy_gap": torch.stack(gaps).view(-1, GREEDY_TOKENS),
+    }
 
 
 @torch.no_grad()
@@ -213,51 +403,123 @@ def classifier_values(model, padded, unpadded, plain):
     return values
 
 
+@torch.no_grad()
+def encoder_values(model, tokenizer):
+    def run(**inputs):
+        return model(**inputs, output_hidden_states=True)
+
+    inputs = dict(tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False))
+    output = run(**inputs)
+    values = {f"text.{name}": tensor for name, tensor in inputs.items()}
+    values |= {"text.logits": output.logits, "text.probs": output.logits.softmax(-1)}
+    values |= {f"text.hidden_states.{i}": hidden for i, hidden in enumerate(output.hidden_states)}
+    first = inputs["input_ids"][:1, : inputs["attention_mask"][0].sum()]
+    values |= {"unpadded.input_ids": first, "unpadded.logits": run(input_ids=first).logits}
+    if model.config.model_type == "bert":
+        inputs = tokenizer(*zip(*PAIRS, strict=True), padding=True, return_tensors="pt", return_token_type_ids=True)
+        values |= {f"pair.{name}": tensor for name, tensor in inputs.items()}
+        values["pair.logits"] = run(**inputs).logits
+    return values
+
+
+@torch.no_grad()
+def rounding(model, rows):
+    """How far the logits of each row alone are from those in float64."""
+    rows = [ids[ids != model.config.pad_token_id][None] for ids in rows]
+    logits = []
+    for at in (model, copy.deepcopy(model).double()):
+        forget_lengths(at)
+        logits.append([at(row).logits for row in rows])
+    return max((found - exact).abs().max().item() for found, exact in zip(*logits, strict=True))
+
+
 def config_of_transformers_4(config):
     """The same model in the keys that transformers wrote before 5."""
     config = dict(config, transformers_version="4.45.2", torch_dtype=config["dtype"])
-    for key in ("dtype", "add_cross_attention", "is_decoder"):
+    for key in ("dtype", "add_cross_attention", "is_decoder", "layer_types", "use_bidirectional_attention"):
         config.pop(key, None)
-    if config["model_type"] == "gpt2":
-        del config["tie_word_embeddings"]
+    kind = config["model_type"]
+    if kind in ("gpt2", "opt", "gemma2", *ENCODERS):
+        del config["tie_word_embeddings"]  # only what is not the default was written
+    if kind in ("bert", "roberta"):
+        config["position_embedding_type"] = "absolute"
+    if kind == "bert":
+        del config["bos_token_id"], config["eos_token_id"]
     rope = config.pop("rope_parameters", None)
     if rope:
-        config.update(rope_scaling=None, rope_theta=rope["rope_theta"])
-    if config["model_type"] == "gpt_neox":
-        share = rope["partial_rotary_factor"]
-        config.update(rotary_emb_base=int(rope["rope_theta"]), rotary_pct=share, partial_rotary_factor=share)
+        config.update(rope_scaling=None, rope_theta=rope.pop("rope_theta"))
+        share = rope.pop("partial_rotary_factor", None)
+        # First there was only `type`; 4.43 to 4.57 wrote both for the older kinds.
+        if rope["rope_type"] == "linear":
+            config["rope_scaling"] = {"type": "linear", "factor": rope["factor"]}
+        elif rope["rope_type"] == "dynamic":
+            config["rope_scaling"] = {"type": "dynamic", **rope}
+        elif rope["rope_type"] != "default":
+            config["rope_scaling"] = rope
+    if kind == "gpt_neox":
+        config.update(rotary_emb_base=int(config["rope_theta"]), rotary_pct=share, partial_rotary_factor=share)
+    if kind == "gemma2":
+        config.update(hidden_act=config["hidden_activation"], cache_implementation="hybrid")
+    if kind == "qwen2":
+        config["sliding_window"] = 5  # written, and without use_sliding_window of no effect
     return dict(sorted(config.items()))
 
 
+def roberta_tokenizer(folder):
+    """GPT-2's byte-level merges with RoBERTa's special tokens, four before and the mask behind the vocabulary."""
+    model = json.loads((MODELS / "gpt2" / "tokenizer.json").read_text())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)[2:]  # not GPT-2's own special tokens
+    vocab = {piece: i for i, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *pieces, "<mask>"])}
+    RobertaTokenizer(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]]).save_pretrained(folder)
+
+
 def make(name):
-    config, tokenizer, tokens, tokenizer_source, seed = SPECS[name]
-    classifier = name.endswith("_cls")
+    config, seed, tokenizer, tokenizer_source, tokens, limit = SPECS[name]
+    classifier, is_encoder = "_cls" in name, config.model_type in ENCODERS
     folder = MODELS / name
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    if tokenizer == "roberta":
+        roberta_tokenizer(folder)
+    elif tokenizer:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(MODELS / tokenizer_source / file, folder)
     entry = {"dir": f"models/{name}"}
     while True:
         model = random_model(config, seed, classifier)
-        padded, unpadded, plain = random_inputs(seed, tokens, config)
         entry |= {"cls": type(model).__name__, "weight_seed": seed, "tokenizer": tokenizer}
-        entry |= {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id, "context_length": CONTEXT}
+        entry |= {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id}
+        if is_encoder:
+            values = encoder_values(model, AutoTokenizer.from_pretrained(folder))
+            entry |= {"texts": TEXTS, "base_model_prefix": model.base_model_prefix}
+            if "pair.logits" in values:
+                entry["pairs"] = PAIRS
+            if rounding(model, values["text.input_ids"]) < limit:
+                break
+            seed += 100
+            continue
+        padded, unpadded, plain = random_inputs(seed, tokens, config)
+        entry["context_length"] = CONTEXT
         if classifier:
             values = classifier_values(model, padded, unpadded, plain)
             entry["base_model_prefix"] = model.base_model_prefix
-            break
+            if rounding(model, plain) < limit:
+                break
+            seed += 100
+            continue
         values, greedy_eos_id = lm_values(model, padded, unpadded)
-        gap = values["greedy.gap"].min().item()
+        gap = min(values[key].min().item() for key in values if key.endswith("gap"))
         ends = (values["greedy.tokens"] == config.eos_token_id).any()
-        if gap > 0.01 and not ends:  # no rounding can change a greedy token, and every row is full
+        # No rounding can change a greedy token, and every row is full.
+        if gap > 0.01 and not ends and rounding(model, [*padded, *unpadded]) < limit:
             entry |= {"greedy_eos_id": greedy_eos_id, "min_greedy_gap": gap}
             entry["logit_std"] = values["unpadded.logits"].std().item()
             break
         seed += 100
     model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODELS / tokenizer_source / file, folder)
     old = config_of_transformers_4(json.loads((folder / "config.json").read_text()))
     (folder / "config_v4.json").write_text(json.dumps(old, indent=1) + "\n")
-    save_file({k: v.contiguous() for k, v in sorted(values.items())}, folder / "golden.safetensors")
+    save_file({k: v.clone().contiguous() for k, v in sorted(values.items())}, folder / "golden.safetensors")
     entry["params"] = {k: list(v.shape) for k, v in load_file(folder / "model.safetensors").items()}
     entry["files"] = sorted(p.name for p in folder.iterdir() if p.name != "config_v4.json")
     entry["bytes"] = sum((folder / f).stat().st_size for f in entry["files"])
@@ -267,16 +529,63 @@ def make(name):
     print(f"{name}: seed {seed}, {entry['bytes']} bytes")
 
 
+def load(name, config_file="config.json"):
+    config = transformers.AutoConfig.from_pretrained(MODELS / name / config_file)
+    auto = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+    return auto.from_pretrained(
+        MODELS / name, config=config, dtype=torch.float32, attn_implementation=attention(config)
+    ).eval()
+
+
+def loss(model, values):
+    """Minus the summed log-probs of the tokens of `unpadded`; of a classifier, its logits times 1, -2 and 3, summed."""
+    if is_classifier(model.config):
+        logits = model(values["text.input_ids"], attention_mask=values["text.attention_mask"]).logits
+        return (logits * torch.tensor([1.0, -2.0, 3.0])[: logits.shape[1]]).sum()
+    ids = values["unpadded.input_ids"]
+    return -model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).sum()
+
+
+def gradients(model, values):
+    """By the names of the checkpoint, which `save_pretrained` knows."""
+    value = loss(model, values)
+    value.backward()
+    for weight in model.parameters():
+        weight.data = weight.grad
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return value.item(), load_file(Path(folder) / "model.safetensors")
+
+
+def make_gradients(name):
+    folder = MODELS / name
+    values = load_file(folder / "golden.safetensors")
+    value, found = gradients(load(name), values)
+    _, exact = gradients(load(name).double(), values)
+    save_file(found, folder / "grads.safetensors")
+    index = json.loads((MODELS / "index.json").read_text())
+    entry = index["models"][name]
+    entry["grads"] = {
+        "loss": value,
+        "max_abs": max(grad.abs().max().item() for grad in found.values()),
+        "rounding": max((found[key] - exact[key]).abs().max().item() for key in found),
+    }
+    entry["files"] = sorted({*entry["files"], "grads.safetensors"})
+    entry["bytes"] = sum((folder / f).stat().st_size for f in entry["files"])
+    (MODELS / "index.json").write_text(json.dumps(index, indent=1))
+    print(f"{name}: gradients {entry['grads']}")
+
+
 def check(name, entry):
     """Recomputes golden.safetensors, under both configs, and gives back the largest difference on real positions."""
     stored = load_file(MODELS / name / "golden.safetensors")
     worst = 0.0
     for config_file in ("config.json", "config_v4.json"):
-        config = transformers.AutoConfig.from_pretrained(MODELS / name / config_file)
-        auto = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
-        model = auto.from_pretrained(MODELS / name, config=config, dtype=torch.float32).eval()
-        padded, unpadded = stored["padded.input_ids"], stored["unpadded.input_ids"]
-        if auto is AutoModelForSequenceClassification:
+        model = load(name, config_file)
+        padded, unpadded = stored.get("padded.input_ids"), stored["unpadded.input_ids"]
+        if model.config.model_type in ENCODERS:
+            values = encoder_values(model, AutoTokenizer.from_pretrained(MODELS / name))
+        elif is_classifier(model.config):
             values = classifier_values(model, padded, unpadded, stored["hf_right.input_ids"])
         else:
             values, _ = lm_values(model, padded, unpadded, entry["greedy_eos_id"])
@@ -294,6 +603,14 @@ def check(name, entry):
                 real = stored["padded.attention_mask"].cumsum(1)[:, :-1] > 0
                 got, expected = got * real, expected * real
             worst = max(worst, (got - expected).abs().max().item())
+    if "grads" in entry:
+        stored = load_file(MODELS / name / "grads.safetensors")
+        _, values = gradients(load(name), load_file(MODELS / name / "golden.safetensors"))
+        weights = load_file(MODELS / name / "model.safetensors")
+        assert values.keys() == stored.keys() == weights.keys(), f"{name}: gradients"
+        gap = max((values[key] - stored[key]).abs().max().item() for key in stored)
+        print(f"{name}: gradients differ by {gap:.1e}")
+        worst = max(worst, gap / max(1.0, entry["grads"]["max_abs"]))
     print(f"{name}: largest difference {worst:.1e}")
     return worst
 
@@ -307,8 +624,11 @@ def main():
         index = json.loads((MODELS / "index.json").read_text())["models"]
         worst = [check(n, e) for n, e in index.items() if (MODELS / n / "golden.safetensors").exists()]
         sys.exit(max(worst) > 2e-5)
-    for name in SPECS:
-        make(name)
+    for name in sys.argv[1:] or dict.fromkeys([*SPECS, *GRADIENTS]):
+        if name in SPECS:
+            make(name)
+        if name in GRADIENTS:
+            make_gradients(name)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,369 @@
+//! `generate`, `logprobs` and `score` as a user pipes rows through them.
+
+use crate::cli::{Ran, Scratch, json_lines};
+use crate::support::{Tensors, golden};
+use serde_json::{Map, Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::process::Stdio;
+use tch::Tensor;
+
+const TOLERANCE: f64 = 2e-5;
+
+fn lines(rows: &[Value]) -> String {
+    rows.iter().map(|row| format!("{row}\n")).collect()
+}
+
+/// Runs `line` with `input` on standard input.
+fn pipe(scratch: &Scratch, line: &str, input: &str) -> Ran {
+    let mut child =
+        scratch.command(line).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    Ran::from(child.wait_with_output().unwrap())
+}
+
+/// The rows that `line` makes of `rows`.
+#[track_caller]
+fn piped(scratch: &Scratch, line: &str, rows: &[Value]) -> Vec<Map<String, Value>> {
+    let ran = pipe(scratch, line, &lines(rows));
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{line}");
+    json_lines(&ran.stdout)
+}
+
+fn numbers(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+}
+
+fn ids(value: &Value) -> Vec<i64> {
+    value.as_array().unwrap().iter().map(|x| x.as_i64().unwrap()).collect()
+}
+
+#[track_caller]
+fn assert_near(found: &[f64], expected: &[f64]) {
+    assert_eq!(found.len(), expected.len());
+    for (found, expected) in found.iter().zip(expected) {
+        assert!((found - expected).abs() <= TOLERANCE, "found {found}, expected {expected}");
+    }
+}
+
+fn golden_of(model: &str) -> Tensors {
+    Tensors::read(&golden().join("models").join(model).join("golden.safetensors"))
+}
+
+fn row_of(golden: &Tensors, name: &str, row: usize) -> Vec<f64> {
+    Vec::<f64>::try_from(golden.get(name).get(row as i64).to_kind(tch::Kind::Double)).unwrap()
+}
+
+#[test]
+fn logprobs_equal_those_of_transformers_in_every_batch_and_at_every_border() {
+    for model in ["gpt2", "gpt_neox", "llama_tied"] {
+        let (scratch, golden) = (Scratch::of_family(model), golden_of(model));
+        let ids = golden.rows("unpadded.input_ids");
+        // Prompts of 1, 2, ... tokens, the last one the whole row: an empty completion.
+        let len = ids[0].len();
+        let cases: Vec<(usize, usize)> = (0..ids.len()).flat_map(|row| (1..=len).map(move |at| (row, at))).collect();
+        let case = |&(row, at): &(usize, usize)| json!({"id": [row, at], "prompt_ids": ids[row][..at], "completion_ids": ids[row][at..]});
+        let rows: Vec<Value> = cases.iter().map(case).collect();
+        for batch_size in [1, 3, 32] {
+            let line = format!("logprobs --model policy --batch_size {batch_size}");
+            let found = piped(&scratch, &line, &rows);
+            assert_eq!(found.len(), rows.len());
+            for ((found, sent), &(row, at)) in found.iter().zip(&rows).zip(&cases) {
+                for (name, value) in sent.as_object().unwrap() {
+                    assert_eq!(&found[name], value, "rows keep their order and their fields");
+                }
+                let expected = &row_of(&golden, "unpadded.next_logprobs", row)[at - 1..];
+                assert_near(&numbers(&found["logprobs"]), expected);
+                assert_near(&[found["sum_logprobs"].as_f64().unwrap()], &[numbers(&found["logprobs"]).iter().sum()]);
+            }
+        }
+    }
+}
+
+#[test]
+fn scores_equal_those_of_transformers_whatever_the_form_of_the_row() {
+    for model in ["gpt2_cls", "gpt_neox_cls", "llama_untied_cls"] {
+        let scratch = Scratch::of_family("gpt_neox");
+        scratch.copy("judge", model);
+        let golden = golden_of(model);
+        let last = Vec::<i64>::try_from(golden.get("unpadded.score_index")).unwrap();
+        let expected = Vec::<f64>::try_from(golden.get("unpadded.score").to_kind(tch::Kind::Double)).unwrap();
+        let ids: Vec<Vec<i64>> = golden.rows("unpadded.input_ids");
+        let ids: Vec<&[i64]> = ids.iter().zip(&last).map(|(ids, &last)| &ids[..=last as usize]).collect();
+        let whole: Vec<Value> = ids.iter().map(|ids| json!({"input_ids": ids})).collect();
+        let cut: Vec<Value> =
+            ids.iter().map(|ids| json!({"prompt_ids": ids[..3], "completion_ids": ids[3..]})).collect();
+        for (rows, batch_size) in [(&whole, 1), (&whole, 32), (&cut, 2)] {
+            let line = format!("score --model_name_or_path judge --batch_size {batch_size}");
+            let found: Vec<f64> =
+                piped(&scratch, &line, rows).iter().map(|row| row["score"].as_f64().unwrap()).collect();
+            assert_near(&found, &expected);
+        }
+    }
+}
+
+#[test]
+fn logprobs_of_what_was_generated_are_those_that_generate_gave() {
+    let scratch = Scratch::new();
+    let flags = "--max_new_tokens 8 --temperature 0.7 --top_k 40 --repetition_penalty 1.2 --stop_token_ids 7,12";
+    scratch.succeeds(&format!(
+        "generate --model policy --dataset_name prompts.jsonl {flags} --num_return_sequences 3 --output_file a.jsonl"
+    ));
+    let answers = json_lines(&scratch.read("a.jsonl"));
+    assert_eq!(answers.len(), 24);
+    let line = "logprobs --model policy --temperature 0.7 --batch_size 5 --dataset_name a.jsonl";
+    let measured = json_lines(&scratch.succeeds(line));
+    for (answer, measured) in answers.iter().zip(&measured) {
+        assert_near(&numbers(&measured["logprobs"]), &numbers(&answer["logprobs"]));
+        for name in ["prompt", "prompt_ids", "completion", "completion_ids", "finish_reason", "num_tokens"] {
+            assert_eq!(measured[name], answer[name]);
+        }
+    }
+    let hotter = json_lines(&scratch.succeeds(&line.replace("0.7", "1")));
+    assert_ne!(hotter[0]["logprobs"], measured[0]["logprobs"]);
+    // The ids, eos and all, are what is scored, and not the text.
+    let whole = |row: &Map<String, Value>| [ids(&row["prompt_ids"]), ids(&row["completion_ids"])].concat();
+    let rows: Vec<Value> = answers.iter().map(|row| json!({"input_ids": whole(row)})).collect();
+    let scores =
+        |rows: &[Map<String, Value>]| rows.iter().map(|row| row["score"].as_f64().unwrap()).collect::<Vec<_>>();
+    let by_ids = piped(&scratch, "score --model reward", &rows);
+    let by_answer = json_lines(&scratch.succeeds("score --model reward --dataset_name a.jsonl"));
+    assert_near(&scores(&by_answer), &scores(&by_ids));
+}
+
+#[test]
+fn text_is_what_its_ids_are_joined_before_it_is_encoded_and_without_eos() {
+    for family in ["gpt_neox", "llama_tied"] {
+        let scratch = Scratch::of_family(family);
+        let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
+        let (prompt, completion) = ("The movie was", " a film, and the film was long");
+        let found = piped(
+            &scratch,
+            "logprobs --model policy",
+            &[json!({"prompt": prompt, "completion": completion}), json!({"prompt": "", "completion": ""})],
+        );
+        let whole = tokenizer.encode(&format!("{prompt}{completion}")).unwrap();
+        let completion_ids = ids(&found[0]["completion_ids"]);
+        let border = whole.len() - completion_ids.len();
+        assert_eq!((&whole[border..], tokenizer.encode(prompt).unwrap().len()), (&completion_ids[..], border));
+        assert_eq!(found[1]["logprobs"], json!([]));
+        assert_eq!(found[1]["sum_logprobs"], json!(0.0));
+        let by_ids = json!({"prompt_ids": whole[..border], "completion_ids": completion_ids});
+        let again = piped(&scratch, "logprobs --model policy", &[by_ids]);
+        assert_near(&numbers(&again[0]["logprobs"]), &numbers(&found[0]["logprobs"]));
+    }
+}
+
+#[test]
+fn scores_of_text_and_of_prompt_with_completion_are_those_of_their_ids() {
+    let scratch = Scratch::new();
+    let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("reward")).unwrap();
+    let ids = tokenizer.encode("The movie was long").unwrap();
+    let rows = [
+        json!({"input_ids": ids}),
+        json!({"text": "The movie was long", "score": "replaced"}),
+        json!({"prompt": "The movie", "completion": " was long"}),
+    ];
+    let found = piped(&scratch, "score --model reward", &rows);
+    let scores: Vec<f64> = found.iter().map(|row| row["score"].as_f64().unwrap()).collect();
+    assert_near(&scores, &[scores[0]; 3]);
+}
+
+#[test]
+fn messages_are_measured_as_the_text_that_the_chat_template_makes_of_them() {
+    let scratch = Scratch::new();
+    let template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\n{% endfor %}\
+                    {% if add_generation_prompt %}a:{% endif %}";
+    for model in ["policy", "reward"] {
+        scratch.write(&format!("{model}/chat_template.jinja"), template);
+    }
+    let (user, assistant) =
+        (json!({"role": "user", "content": "Good?"}), json!({"role": "assistant", "content": " It was."}));
+    let (prompt, completion) = ("u:Good?<|endoftext|>\na:", " It was.<|endoftext|>");
+    let chat = json!({"prompt": [user], "completion": [assistant]});
+    let text = json!({"prompt": prompt, "completion": format!("{completion}\n")});
+    let found = piped(&scratch, "logprobs --model policy", &[chat.clone(), text]);
+    assert_eq!(found[0]["completion_ids"], found[1]["completion_ids"]);
+    assert_near(&numbers(&found[0]["logprobs"]), &numbers(&found[1]["logprobs"]));
+    // A score is read at the last eos, as in training; the line end of the template is behind it.
+    let text = json!({"text": format!("{prompt}{completion}")});
+    let found = piped(&scratch, "score --model reward", &[chat, json!({"messages": [user, assistant]}), text]);
+    let scores: Vec<f64> = found.iter().map(|row| row["score"].as_f64().unwrap()).collect();
+    assert_near(&scores, &[scores[2]; 3]);
+}
+
+#[test]
+fn rows_that_cannot_be_used_are_refused_with_their_place() {
+    let scratch = Scratch::new();
+    let long = vec![5; 65];
+    let logprobs = [
+        (json!({"prompt": "x"}), &["expected a field `completion`", "`prompt`"][..]),
+        (json!({"completion": "x"}), &["expected a field `prompt`"]),
+        (json!({"prompt": "", "completion": "x"}), &["begins with the first token", "expected a prompt"]),
+        (json!({"prompt_ids": [], "completion_ids": [5]}), &["begins with the first token"]),
+        (json!({"prompt_ids": [5]}), &["expected a field `completion_ids`"]),
+        (json!({"prompt_ids": [5], "completion": "x"}), &["expected a field `completion_ids`"]),
+        (
+            json!({"prompt_ids": [5], "completion_ids": "x"}),
+            &["field `completion_ids`", "a list of token ids", "\"x\""],
+        ),
+        (json!({"prompt_ids": [5], "completion_ids": [352]}), &["`completion_ids`", "vocabulary of 352", "found 352"]),
+        (json!({"prompt_ids": [5], "completion_ids": long}), &["too long", "at most 64 tokens", "found 66"]),
+        (json!([5]), &["expected a JSON object"]),
+    ];
+    let score = [
+        (json!({"prompt": "x"}), &["expected a field `text`", "`input_ids`", "found `prompt`"][..]),
+        (json!({"text": ""}), &["the text is empty"]),
+        (json!({"input_ids": [-1]}), &["`input_ids`", "vocabulary of 352", "found -1"]),
+        (json!({"input_ids": long}), &["too long", "at most 64 tokens", "found 65"]),
+    ];
+    let good = json!({"prompt": "a", "completion": " b"});
+    for (line, cases) in [("logprobs --model policy", &logprobs[..]), ("score --model reward", &score[..])] {
+        for (row, words) in cases {
+            scratch.write("rows.jsonl", &lines(&[good.clone(), row.clone()]));
+            let words = [&["rows.jsonl: line 2: "], *words].concat();
+            scratch.refuses(&format!("{line} --dataset_name rows.jsonl --output_file out.jsonl"), 1, &words);
+        }
+        scratch.refuses(&format!("{line} --dataset_name nowhere.jsonl"), 1, &["nowhere.jsonl", "no such path"]);
+        scratch.refuses(line, 1, &["standard input: expected at least one row"]);
+        scratch.refuses(&format!("{line} --batch_size 0"), 2, &["batch_size = 0", "at least 1"]);
+        pipe(&scratch, line, "{}\n").is_one_error(line, 1, &["standard input: line 1: "]);
+        pipe(&scratch, line, "\n{\"a\": \n").is_one_error(line, 1, &["standard input: line 2: not valid JSON"]);
+        scratch.write("once.jsonl", "mine");
+        scratch.write("rows.jsonl", &lines(std::slice::from_ref(&good)));
+        let words = ["once.jsonl: the file exists", "--overwrite_output_file"];
+        scratch.refuses(&format!("{line} --dataset_name rows.jsonl --output_file once.jsonl"), 1, &words);
+    }
+    scratch.refuses("logprobs --model policy --temperature 0", 2, &["temperature = 0", "above 0"]);
+    scratch.refuses("logprobs --model reward --dataset_name rows.jsonl", 1, &["embed_out.weight"]);
+    scratch.refuses("score --model policy --dataset_name rows.jsonl", 1, &["score.weight"]);
+}
+
+#[test]
+fn a_model_whose_numbers_are_not_finite_is_refused_at_the_row() {
+    let scratch = Scratch::new();
+    for (dir, head) in [("policy", "embed_out.weight"), ("reward", "score.weight")] {
+        scratch.edit_tensors(dir, |tensors| {
+            let bad = Tensor::full_like(&tensors[head], f64::NAN);
+            tensors.insert(head.into(), bad);
+        });
+    }
+    for line in ["logprobs --model policy", "score --model reward"] {
+        let ran = pipe(&scratch, line, &lines(&[json!({"prompt_ids": [5], "completion_ids": [6]})]));
+        ran.is_one_error(line, 1, &["standard input: line 1: ", "not finite"]);
+    }
+}
+
+#[test]
+fn with_a_batch_size_of_one_each_row_is_answered_before_the_next_is_read() {
+    let scratch = Scratch::new();
+    for (line, field) in [
+        ("logprobs --model policy --batch_size 1", "logprobs"),
+        ("score --model reward --batch_size 1", "score"),
+        ("generate --model policy --batch_size 1 --max_new_tokens 2 --input_format jsonl", "completion_ids"),
+    ] {
+        let mut child = scratch.command(line).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (mut to, mut from) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()).lines());
+        for id in 0..3 {
+            writeln!(to, "{}", json!({"id": id, "prompt": "The film", "completion": " was"})).unwrap();
+            let row: Value = serde_json::from_str(&from.next().unwrap().unwrap()).unwrap();
+            assert!(row["id"] == id && !row[field].is_null(), "{line}: {row}");
+        }
+        drop(to);
+        assert!(child.wait().unwrap().success() && from.next().is_none());
+    }
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_ends_the_work_in_silence() {
+    let scratch = Scratch::new();
+    let row = json!({"prompt": "The film", "completion": " was"});
+    scratch.write("rows.jsonl", &lines(&vec![row; 2000]));
+    for line in ["logprobs --model policy", "score --model reward", "generate --model policy --max_new_tokens 1"] {
+        let line = format!("{line} --dataset_name rows.jsonl --batch_size 4");
+        let mut child = scratch.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut first = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
+        let ran = Ran::from(child.wait_with_output().unwrap());
+        assert_eq!((ran.code, ran.stderr.as_str(), first.ends_with("}\n")), (0, "", true), "{line}");
+    }
+}
+
+#[test]
+fn generate_reads_rows_from_standard_input_and_takes_ids_before_text() {
+    let scratch = Scratch::new();
+    let line = "generate --model policy --max_new_tokens 4 --do_sample false --input_format jsonl";
+    let found = piped(
+        &scratch,
+        line,
+        &[
+            json!({"prompt_ids": [275, 268], "id": 1}),
+            json!({"prompt": "ignored", "prompt_ids": [275, 268], "completion": "the row's own"}),
+            json!({"input_ids": [275, 268]}),
+        ],
+    );
+    for row in &found {
+        assert_eq!(row["completion_ids"], found[0]["completion_ids"]);
+        assert_eq!((&row["prompt_ids"], &row["completion"]), (&json!([275, 268]), &found[0]["completion"]));
+    }
+    assert_eq!((&found[0]["id"], &found[1]["prompt"]), (&json!(1), &json!("ignored")));
+    // Text it is by default, also where it looks like JSON.
+    let ran = pipe(&scratch, "generate --model policy --max_new_tokens 1", "{\"prompt\": \"x\"}\n");
+    assert_eq!(json_lines(&ran.stdout)[0]["prompt"], "{\"prompt\": \"x\"}");
+    let ran = pipe(&scratch, line, "{\"prompt\": \"x\"}\n\n{\"text\": \"x\"}\n");
+    ran.is_one_error(line, 1, &["standard input: line 3: expected a field `prompt`"]);
+}
+
+#[test]
+fn prompt_and_completion_make_the_text_of_all_their_tokens() {
+    for family in ["gpt_neox", "llama_tied"] {
+        let scratch = Scratch::of_family(family);
+        let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
+        let line = "generate --model policy --dataset_name prompts.jsonl --max_new_tokens 3 --num_return_sequences 32";
+        let mut begin_with_space = 0;
+        for row in json_lines(&scratch.succeeds(line)) {
+            let text = |name: &str| row[name].as_str().unwrap();
+            let whole = tokenizer.decode(&[ids(&row["prompt_ids"]), ids(&row["completion_ids"])].concat()).unwrap();
+            assert_eq!(format!("{}{}", text("prompt"), text("completion")), whole);
+            begin_with_space += usize::from(text("completion").starts_with(' '));
+        }
+        assert!(begin_with_space > 0, "{family}: no answer tests what it should");
+    }
+}
+
+#[test]
+fn what_ends_an_answer_is_what_was_asked_for_and_every_eos_unless_ignored() {
+    let scratch = Scratch::new();
+    let answer = |flags: &str, words: &[&str]| {
+        let line = format!("generate --model policy --do_sample false --max_new_tokens 12 {flags}");
+        let ran = scratch.run_with(&line, &[words, &["--", "The movie was a film"]].concat());
+        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""), "{line}");
+        let row = json_lines(&ran.stdout).remove(0);
+        (ids(&row["completion_ids"]), row["finish_reason"].as_str().unwrap().to_string())
+    };
+    let (plain, finish) = answer("", &[]);
+    assert_eq!((plain.len(), finish.as_str()), (12, "length"));
+    let ends_at = |(ids, finish): (Vec<i64>, String), at: usize| {
+        assert_eq!((&ids[..], finish.as_str()), (&plain[..=at], "stop"));
+    };
+    ends_at(answer(&format!("--stop_token_ids {},{}", plain[7], plain[4]), &[]), 4);
+    scratch.write("policy/generation_config.json", &json!({"eos_token_id": [350, plain[2]]}).to_string());
+    ends_at(answer("", &[]), 2);
+    ends_at(answer(&format!("--stop_token_ids {}", plain[4]), &[]), 2);
+    ends_at(answer(&format!("--ignore_eos --stop_token_ids {}", plain[4]), &[]), 4);
+    assert_eq!(answer("--ignore_eos", &[]).0, plain);
+    let (patient, _) = answer("--min_new_tokens 6", &[]);
+    assert!(patient.len() >= 6 && patient[..2] == plain[..2] && !patient[..6].contains(&plain[2]), "{patient:?}");
+    scratch.write("policy/generation_config.json", "{\"eos_token_id\": \"x\"}");
+    let words = ["generation_config.json", "`eos_token_id`", "found \"x\""];
+    scratch.refuses_with("generate --model policy", &["x"], 1, &words);
+    scratch.write("policy/generation_config.json", "{}");
+
+    // `stop_strings` as ids: the first text that the answer's tokens make, beginning within one of them.
+    let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
+    let text = |ids: &[i64]| tokenizer.decode(ids).unwrap();
+    let ascii = (1..12).find(|&at| text(&plain[at..=at]).is_ascii()).unwrap();
+    let stop = text(&plain[ascii..=ascii]);
+    let first = (0..12).find(|&at| text(&plain[..=at]).contains(&stop)).unwrap();
+    ends_at(answer("--stop_strings nothing", &["--stop_strings", &stop]), first);
+    scratch.refuses_with("generate --model policy", &["--stop_strings", "", "x"], 2, &["stop_strings", "some text"]);
+}

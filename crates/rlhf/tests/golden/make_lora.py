@@ -1,0 +1,139 @@
+"""Makes the LoRA adapters of `lora/` and their reference values with PEFT, on models of `models/`.
+
+    python make_lora.py            # make every adapter again
+    python make_lora.py --check    # open every adapter with PEFT and recompute its values
+
+Made with peft 0.21.2 and the versions of make_models.py, on a CPU, one thread, float32. README.md says what each
+tensor is.
+"""
+
+import json
+import os
+import shutil
+import sys
+
+os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from make_models import MODELS, load, loss
+
+LORA = MODELS.parent / "lora"
+
+# Name -> (the model below the adapter, its settings, spread of the weights, first seed to try).
+ADAPTERS = {
+    "gpt2": ("gpt2", dict(target_modules=["c_attn"], fan_in_fan_out=True), 0.2, 301),
+    "gpt_neox": ("gpt_neox", dict(target_modules=["query_key_value"]), 0.2, 302),
+    "llama_untied": ("llama_untied", {}, 0.2, 303),  # PEFT's own choice of targets
+    "llama_untied_rslora_all": ("llama_untied", dict(target_modules="all-linear", use_rslora=True), 0.1, 304),
+    "llama_untied_cls": ("llama_untied_cls", dict(task_type=TaskType.SEQ_CLS, modules_to_save=["score"]), 0.2, 305),
+}
+MERGED = ("gpt2", "llama_untied")  # with the merged weights
+
+
+def values_of(model, base_values):
+    """Logits, or a classifier's value at every position; and the gradient of all that is trained."""
+    ids = base_values["unpadded.input_ids"]
+    inner = model.get_base_model()
+    if hasattr(inner, "score"):
+        values = {"reward_logits": inner.score(inner.model(ids).last_hidden_state)}
+        total = model(ids).logits.sum()
+    else:
+        values = {"logits": model(ids).logits}
+        total = loss(inner, base_values)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    grads = dict(zip(trained, torch.autograd.grad(total, list(trained.values())), strict=True))
+    named = get_peft_model_state_dict(model, state_dict=grads, save_embedding_layers=False)  # as in the saved adapter
+    return {key: value.detach() for key, value in values.items()}, named
+
+
+def merged_of(model, base):
+    """Logits and the weights that differ from the base's after `merge_and_unload`."""
+    before = {name: weight.clone() for name, weight in load(base).state_dict().items()}
+    model = model.merge_and_unload()
+    after = model.state_dict()
+    return model, {name: after[name] for name in before if not torch.equal(after[name], before[name])}
+
+
+def recompute(name, model, base):
+    base_values = load_file(MODELS / base / "golden.safetensors")
+    values, grads = values_of(model, base_values)
+    ids = base_values["unpadded.input_ids"]
+    merged, changed = merged_of(model, base)
+    with torch.no_grad():
+        key = "reward_logits" if "reward_logits" in values else "logits"
+        after = merged.score(merged.model(ids).last_hidden_state) if key == "reward_logits" else merged(ids).logits
+    values[f"merged.{key}"] = after
+    if name in MERGED:
+        values |= {f"merged.{weight}": tensor for weight, tensor in changed.items()}
+    return values, grads
+
+
+def worst(found, expected):
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    return max((found[key] - expected[key]).abs().max().item() for key in expected)
+
+
+def make(name, seed):
+    base, settings, spread, _ = ADAPTERS[name]
+    folder = LORA / name
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = dict(task_type=TaskType.CAUSAL_LM) | settings
+    torch.manual_seed(seed)
+    model = get_peft_model(load(base), LoraConfig(r=4, lora_alpha=6, lora_dropout=0.0, **settings)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.normal_(0.0, spread)
+    model.peft_config["default"].base_model_name_or_path = f"models/{base}"
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    values, grads = recompute(name, PeftModel.from_pretrained(load(base), folder, is_trainable=True).eval(), base)
+    exact_model = PeftModel.from_pretrained(load(base), folder, is_trainable=True).eval().double()
+    exact, exact_grads = values_of(exact_model, load_file(MODELS / base / "golden.safetensors"))
+    assert load_file(folder / "adapter_model.safetensors").keys() == grads.keys()
+    key = next(iter(exact))
+    rounding = (values[key] - exact[key]).abs().max().item()
+    merged_differs_by = (values[key] - values.pop(f"merged.{key}")).abs().max().item()
+    if max(rounding, merged_differs_by) > 8e-6:
+        return make(name, seed + 100)
+    info = {"base": f"models/{base}", "seed": seed, "rounding": rounding, "merged_differs_by": merged_differs_by}
+    info["grads"] = {
+        "max_abs": max(grad.abs().max().item() for grad in grads.values()),
+        "rounding": worst(grads, exact_grads),
+    }
+    save_file({k: v.clone().contiguous() for k, v in sorted(values.items())}, folder / "golden.safetensors")
+    save_file({k: v.clone().contiguous() for k, v in sorted(grads.items())}, folder / "grads.safetensors")
+    (folder / "info.json").write_text(json.dumps(info, indent=1) + "\n")
+    print(f"{name}: {sum(f.stat().st_size for f in folder.iterdir())} bytes, {info}")
+
+
+def check(name):
+    base, folder = ADAPTERS[name][0], LORA / name
+    model = PeftModel.from_pretrained(load(base), folder, is_trainable=True).eval()
+    values, grads = recompute(name, model, base)
+    stored = load_file(folder / "golden.safetensors")
+    del values["merged.reward_logits" if "reward_logits" in values else "merged.logits"]
+    gaps = worst(values, stored), worst(grads, load_file(folder / "grads.safetensors"))
+    print(f"{name}: largest difference {gaps[0]:.1e}, of gradients {gaps[1]:.1e}")
+    info = json.loads((folder / "info.json").read_text())
+    return max(gaps[0], gaps[1] / max(1.0, info["grads"]["max_abs"]))
+
+
+def main():
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(max(check(name) for name in ADAPTERS) > 2e-5)
+    for name in sys.argv[1:] or ADAPTERS:
+        make(name, ADAPTERS[name][3])
+
+
+if __name__ == "__main__":
+    main()

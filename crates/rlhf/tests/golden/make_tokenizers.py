@@ -1,0 +1,107 @@
+"""Makes the tokenizers `split` and `t5` of `tokenizers/`, and the values of all five kinds with transformers.
+
+    python make_tokenizers.py            # make both and golden.json again
+    python make_tokenizers.py --check    # compare golden.json with what transformers gives now
+
+Made with transformers 5.23.0 and tokenizers 0.23.3. `bert` is that of a tiny DistilBERT; `bytelevel` and `llama2` lie in
+`models/`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+HERE = Path(__file__).resolve().parent / "tokenizers"
+GOLDEN = HERE / "golden.json"
+DIRS = {"bytelevel": "../models/gpt2", "split": "split", "llama2": "../models/llama_untied", "bert": "bert", "t5": "t5"}
+TEXTS = [
+    "The movie was great!",
+    " leading and  double  spaces",
+    "I don't think it's 2024-12-31.",
+    "naïve café — 東京 🙂",
+    "cafe\u0301 ﬁne",
+    "a\n\nb\tc\r\n",
+    "",
+    "x",
+    "Human: hi\n\nAssistant:",
+    "<|endoftext|>The end</s> [SEP]",
+    "price $1,234.56",
+]
+CORPUS = (
+    "The movie was great and the acting was great too. It's a film that I don't want to see again, but I think it's fine. "
+    "Human: what is the capital of France? Assistant: The capital of France is Paris, naïve café. 12 345 678 $9.50! "
+) * 4
+
+
+def split():
+    """The regular expression that Llama 3 and Qwen split by, NFC, and merges that whole words pass over."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|padding|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([CORPUS], trainer)
+    # As Llama 3: a begin token before every text.
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    return tokenizer, {"eos_token": "<|endoftext|>", "pad_token": "<|padding|>"}
+
+
+def t5():
+    """Unigram over SentencePiece's spaces, an end token after every text."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator([CORPUS], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return tokenizer, {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+def values(name):
+    tokenizer = AutoTokenizer.from_pretrained((HERE / DIRS[name]).resolve())
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        yield {
+            "text": text,
+            "ids": ids,
+            "ids_no_special": tokenizer(text, add_special_tokens=False)["input_ids"],
+            "decoded": tokenizer.decode(ids),
+            "decoded_skip_special": tokenizer.decode(ids, skip_special_tokens=True),
+        }
+
+
+if "--check" not in sys.argv:
+    for name, make in (("split", split), ("t5", t5)):
+        tokenizer, config = make()
+        (HERE / name).mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(HERE / name / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+        (HERE / name / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+golden = {name: {"dir": folder, "cases": list(values(name))} for name, folder in DIRS.items()}
+text = json.dumps(golden, ensure_ascii=False, indent=None).replace('{"text"', '\n{"text"') + "\n"
+if "--check" in sys.argv:
+    assert GOLDEN.read_text(encoding="utf-8") == text, "golden.json differs from what transformers gives"
+else:
+    GOLDEN.write_text(text, encoding="utf-8")

@@ -1,0 +1,254 @@
+//! Tokenizers of every kind and chat templates of every style, against transformers.
+
+use crate::support::golden;
+use rlhf::data::{Dataset, Demonstration};
+use rlhf::tokenizer::Tokenizer;
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+fn read_json(path: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))).unwrap()
+}
+
+fn ids(value: &Value) -> Vec<i64> {
+    value.as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect()
+}
+
+#[test]
+fn ids_and_texts_of_every_kind_of_tokenizer_are_those_of_transformers() {
+    let dir = golden().join("tokenizers");
+    let goldens = read_json(&dir.join("golden.json"));
+    let goldens = goldens.as_object().unwrap();
+    assert_eq!(goldens.len(), 5);
+    for (name, kind) in goldens {
+        let tokenizer = Tokenizer::from_pretrained(&dir.join(kind["dir"].as_str().unwrap())).unwrap();
+        for case in kind["cases"].as_array().unwrap() {
+            let text = case["text"].as_str().unwrap();
+            let with = ids(&case["ids"]);
+            assert_eq!(tokenizer.encode(text).unwrap(), with, "{name}: {text:?}");
+            assert_eq!(tokenizer.encode_verbatim(text).unwrap(), ids(&case["ids_no_special"]), "{name}: {text:?}");
+            assert_eq!(tokenizer.decode_verbatim(&with).unwrap(), case["decoded"], "{name}: {text:?}");
+            assert_eq!(tokenizer.decode(&with).unwrap(), case["decoded_skip_special"], "{name}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn conversations_are_rendered_and_encoded_as_transformers_does() {
+    let dir = golden().join("chat");
+    let goldens = read_json(&dir.join("golden.json"));
+    let mut tokenizer =
+        Tokenizer::from_pretrained(&golden().join("models").join(goldens["tokenizer"].as_str().unwrap())).unwrap();
+    let mut errors = 0;
+    for case in goldens["cases"].as_array().unwrap() {
+        let (template, name) = (case["template"].as_str().unwrap(), case["messages"].as_str().unwrap());
+        tokenizer.use_chat_template(&dir.join(template)).unwrap();
+        let messages = goldens["conversations"][name].as_array().unwrap();
+        let prompt = case["add_generation_prompt"].as_bool().unwrap();
+        let found = tokenizer.encode_chat(messages, prompt, case["kwargs"].as_object().unwrap());
+        match (found, case["error"].as_str()) {
+            (Ok((text, tokens)), None) => {
+                assert_eq!(text, case["text"].as_str().unwrap(), "{template}: {name}, prompt {prompt}");
+                assert_eq!(tokens, ids(&case["ids"]), "{template}: {name}, prompt {prompt}");
+            }
+            (Err(error), Some(wanted)) => {
+                assert!(error.to_string().ends_with(&format!(": {wanted}")), "{template}: {name}: {error}");
+                errors += 1;
+            }
+            (found, _) => panic!("{template}: {name}, prompt {prompt}: found {found:?}, expected {case}"),
+        }
+    }
+    assert!(errors > 0, "refusals are compared too");
+}
+
+/// A folder with the files of a golden tokenizer, and these of its own.
+fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(golden().join("models/gpt2").join(name), dir.path().join(name)).unwrap();
+    }
+    for (name, text) in files {
+        std::fs::write(dir.path().join(name), text).unwrap();
+    }
+    dir
+}
+
+fn open(files: &[(&str, &str)]) -> Tokenizer {
+    Tokenizer::from_pretrained(folder(files).path()).unwrap()
+}
+
+#[test]
+fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
+    const CONFIG: &str = "tokenizer_config.json";
+    const END: &str = r#"{"eos_token": {"content": "<|endoftext|>"}}"#;
+    let generation = ("generation_config.json", r#"{"eos_token_id": [7, 0, 9], "pad_token_id": 3}"#);
+    for (files, eos, pad) in [
+        (&[(CONFIG, END)][..], &[0][..], None),
+        (&[(CONFIG, "{}"), ("special_tokens_map.json", END)], &[0], None),
+        (&[(CONFIG, r#"{"eos_token": "<|padding|>", "pad_token": "<|padding|>"}"#)], &[1], Some(1)),
+        (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5, "pad_token_id": null}"#)], &[5], None),
+        (&[(CONFIG, "{}"), ("config.json", r#"{"eos_token_id": 5}"#), generation], &[5, 7, 0, 9], Some(3)),
+        (&[(CONFIG, END), generation], &[0, 7, 9], Some(3)),
+        (&[(CONFIG, r#"{"eos_token": null}"#)], &[], None),
+    ] {
+        let tokenizer = open(files);
+        assert_eq!((tokenizer.eos_ids(), tokenizer.pad()), (eos, pad), "{files:?}");
+        assert_eq!(tokenizer.eos(), eos.first().copied());
+    }
+    let dir = folder(&[(CONFIG, r#"{"eos_token": "<|stop|>"}"#)]);
+    let error = Tokenizer::from_pretrained(dir.path()).unwrap_err().to_string();
+    assert!(error.contains(r#"`eos_token`: the token "<|stop|>" is not in tokenizer.json"#), "{error}");
+}
+
+#[test]
+fn one_line_tells_which_tokens_end_and_fill_a_text() {
+    let generation = ("generation_config.json", r#"{"eos_token_id": [0, 900]}"#);
+    for (config, wanted) in [
+        (
+            r#"{"eos_token": "<|endoftext|>"}"#,
+            r#"eos "<|endoftext|>" (0), also 900, which is no token; pad: none, not needed (saved as eos for transformers)"#,
+        ),
+        (
+            r#"{"eos_token": "<|padding|>", "pad_token": "<|padding|>"}"#,
+            r#"eos "<|padding|>" (1), also "<|endoftext|>" (0), also 900, which is no token; pad: the same"#,
+        ),
+        (
+            r#"{"eos_token": "<|endoftext|>", "pad_token": "<|padding|>"}"#,
+            r#"eos "<|endoftext|>" (0), also 900, which is no token; pad: "<|padding|>" (1)"#,
+        ),
+    ] {
+        let found = open(&[("tokenizer_config.json", config), generation]).describe();
+        assert_eq!(found, format!("{wanted}; chat template: none"));
+    }
+}
+
+#[test]
+fn a_tokenizer_without_a_tokenizer_json_is_refused_with_the_way_out() {
+    for name in ["vocab.json", "vocab.txt", "tokenizer.model"] {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(name), "x").unwrap();
+        let error = Tokenizer::from_pretrained(dir.path()).unwrap_err().to_string();
+        assert!(error.contains(&format!("expected a tokenizer.json, found {name}")), "{error}");
+        assert!(error.contains("save_pretrained") && error.lines().count() == 1, "{error}");
+    }
+}
+
+#[test]
+fn a_template_has_a_file_of_its_own_or_is_the_default_one_of_the_configuration() {
+    let say = |files: &[(&str, &str)]| {
+        let messages = vec![json!({"role": "user", "content": "hi"})];
+        open(files).encode_chat(&messages, false, &Map::new()).map(|(text, _)| text).map_err(|e| e.to_string())
+    };
+    let config = ("tokenizer_config.json", r#"{"chat_template": "A{{ messages[0].content }}"}"#);
+    let list = r#"{"chat_template": [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]}"#;
+    assert_eq!(say(&[config]).unwrap(), "Ahi");
+    assert_eq!(say(&[config, ("chat_template.jinja", "B{{ messages[0].content }}")]).unwrap(), "Bhi");
+    assert_eq!(say(&[("tokenizer_config.json", list)]).unwrap(), "D");
+    let error = say(&[]).unwrap_err();
+    assert!(error.contains("expected `chat_template` in tokenizer_config.json"), "{error}");
+    // One that is not sound matters to those with messages only.
+    let broken = say(&[("chat_template.jinja", "{% for %}")]).unwrap_err();
+    assert!(broken.contains("chat_template.jinja: chat template, line 1: syntax error"), "{broken}");
+}
+
+#[test]
+fn a_template_is_saved_byte_for_byte_with_the_tokenizer() {
+    let template = "{# one #}\r\n{{ messages }}\n\n";
+    let source = folder(&[("chat_template.jinja", template), ("theirs.jinja", "{{ eos_token }}")]);
+    let mut tokenizer = Tokenizer::from_pretrained(source.path()).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    tokenizer.save_pretrained(out.path()).unwrap();
+    assert_eq!(std::fs::read_to_string(out.path().join("chat_template.jinja")).unwrap(), template);
+    tokenizer.use_chat_template(&source.path().join("theirs.jinja")).unwrap();
+    tokenizer.save_pretrained(out.path()).unwrap();
+    assert_eq!(std::fs::read_to_string(out.path().join("chat_template.jinja")).unwrap(), "{{ eos_token }}");
+}
+
+/// A template whose turns end with an end token and a new line, as ChatML's do.
+const TURNS: (&str, &str) = (
+    "chat_template.jinja",
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}\
+     {% if add_generation_prompt %}assistant: {{ note }}{% endif %}",
+);
+
+/// The rows of a dataset, with a tokenizer that has `TURNS`.
+fn rows(rows: &[Value]) -> (Tokenizer, Dataset, tempfile::TempDir) {
+    let dir = folder(&[TURNS, ("tokenizer_config.json", r#"{"eos_token": "<|endoftext|>"}"#)]);
+    let file = dir.path().join("rows.jsonl");
+    std::fs::write(&file, rows.iter().map(|row| format!("{row}\n")).collect::<String>()).unwrap();
+    (Tokenizer::from_pretrained(dir.path()).unwrap(), Dataset::read(&file, "train").unwrap(), dir)
+}
+
+fn turn(role: &str, content: &str) -> Value {
+    json!({"role": role, "content": content})
+}
+
+#[test]
+fn a_prompt_of_messages_ends_where_the_assistant_answers() {
+    let (tokenizer, dataset, _dir) = rows(&[
+        json!({"prompt": [turn("user", "hi")]}),
+        json!({"prompt": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]}),
+        json!({"prompt": [turn("user", "hi")], "chat_template_kwargs": {"note": "(briefly)"}}),
+        json!({"prompt": "hi"}),
+    ]);
+    let texts = |dataset: &Dataset| -> Vec<String> {
+        let prompts = dataset.prompts(&tokenizer, 320, 64).unwrap();
+        for prompt in &prompts {
+            assert_eq!(tokenizer.decode_verbatim(&prompt.tokens).unwrap(), prompt.text);
+        }
+        prompts.into_iter().map(|prompt| prompt.text).collect()
+    };
+    let asked = "user: hi<|endoftext|>\nassistant: ";
+    let noted = format!("{asked}(briefly)");
+    assert_eq!(texts(&dataset), [asked, asked, &noted, "hi"]);
+    assert_eq!(texts(&dataset.with_chat_prompts()), [asked, asked, &noted, asked]);
+}
+
+#[test]
+fn conversations_are_learned_whole_and_completions_alone() {
+    let (tokenizer, dataset, _dir) = rows(&[
+        json!({"messages": [turn("user", "hi"), turn("assistant", "oh")]}),
+        json!({"prompt": [turn("user", "hi")], "completion": [turn("assistant", "oh")]}),
+    ]);
+    let learned = |row: &Demonstration| tokenizer.decode_verbatim(&row.tokens[row.learn_from..]).unwrap();
+    let whole = "user: hi<|endoftext|>\nassistant: oh<|endoftext|>\n";
+    let found = dataset.demonstrations(&tokenizer, true).unwrap();
+    assert_eq!(found[0].tokens, tokenizer.encode_verbatim(whole).unwrap(), "the template alone says where texts end");
+    assert_eq!((found[0].learn_from, learned(&found[1]).as_str()), (1, "oh<|endoftext|>\n"));
+    let found = dataset.demonstrations(&tokenizer, false).unwrap();
+    assert_eq!((found[0].learn_from, found[1].learn_from), (1, 1));
+}
+
+#[test]
+fn both_sides_of_a_pair_end_with_the_end_token_that_scores_are_read_at() {
+    let (tokenizer, dataset, _dir) = rows(&[
+        json!({"prompt": [turn("user", "hi")], "chosen": [turn("assistant", "oh")], "rejected": [turn("assistant", "no")]}),
+        json!({"chosen": [turn("user", "hi"), turn("assistant", "oh")], "rejected": [turn("user", "hi"), turn("assistant", "no")]}),
+    ]);
+    let pairs = dataset.pairs(&tokenizer).unwrap();
+    assert_eq!(pairs[0], pairs[1]);
+    let text = |tokens: &[i64]| tokenizer.decode_verbatim(tokens).unwrap();
+    assert_eq!(text(&pairs[0].chosen), "user: hi<|endoftext|>\nassistant: oh<|endoftext|>");
+    assert_eq!(text(&pairs[0].rejected), "user: hi<|endoftext|>\nassistant: no<|endoftext|>");
+}
+
+#[test]
+fn rows_that_are_no_conversations_are_refused_with_their_line() {
+    let refuse = |row: Value, ask: fn(&Dataset, &Tokenizer) -> Option<rlhf::Error>, wanted: &str| {
+        let (tokenizer, dataset, _dir) = rows(&[row]);
+        let error = ask(&dataset, &tokenizer).unwrap().to_string();
+        assert!(error.contains("rows.jsonl: line 1: ") && error.contains(wanted), "{error}");
+    };
+    let prompts = |d: &Dataset, t: &Tokenizer| d.prompts(t, 320, 64).err();
+    let demonstrations = |d: &Dataset, t: &Tokenizer| d.demonstrations(t, true).err();
+    let pairs = |d: &Dataset, t: &Tokenizer| d.pairs(t).err();
+    refuse(json!({"prompt": []}), prompts, "field `prompt`: expected a list of at least one message, found []");
+    refuse(json!({"prompt": [turn("assistant", "oh")]}), prompts, "expected a message to answer at the end");
+    refuse(json!({"prompt": [{"role": "user", "content": 3}]}), prompts, "expected a string or a list of text parts");
+    refuse(json!({"prompt": [turn("user", "a")], "chat_template_kwargs": 1}), prompts, "expected an object, found 1");
+    refuse(json!({"messages": "hi"}), demonstrations, "field `messages`: expected a list of at least one message");
+    let mixed = json!({"prompt": "hi", "completion": [turn("assistant", "oh")]});
+    refuse(mixed, demonstrations, "field `prompt`: expected a list of at least one message, found \"hi\"");
+    let mixed = json!({"chosen": [turn("assistant", "oh")], "rejected": "no", "prompt": [turn("user", "hi")]});
+    refuse(mixed, pairs, "field `prompt`: expected a string, found [");
+}
