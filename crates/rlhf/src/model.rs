@@ -1,22 +1,30 @@
-//! Decoder language models and sequence classifiers: Hugging Face folders in and out, ragged sequences in, no padding seen.
+//! Language models and sequence classifiers: Hugging Face folders in and out, ragged sequences in, no padding seen.
 //!
 //! Nothing here knows of reinforcement learning. Dropout is never applied: PPO compares the same tokens' probabilities
 //! before and after an update, and noise between the two passes would pass for a change of the policy.
 
+mod classifier;
 mod config;
 mod decoder;
+mod families;
 mod layout;
+mod linear;
 mod params;
+mod value_head;
 
+pub use classifier::SequenceClassifier;
 pub(crate) use config::no_such_file;
-pub use config::{Activation, Family, ModelConfig, Rope, Shape};
+pub use config::{Activation, ModelConfig, NormKind, Order, Rope, RopeScaling, Shape};
+pub use families::Family;
 pub(crate) use layout::KvCache;
 pub use params::Param;
+pub use value_head::{CausalLmWithValueHead, ValueHeadInit};
 
 use crate::weights::{self, Checkpoint};
 use crate::{Error, Result};
-use decoder::{Decoder, Linear};
+use decoder::Decoder;
 use layout::Layout;
+use linear::Linear;
 use params::{Builder, Init, Source};
 use std::ops::Range;
 use std::path::Path;
@@ -28,7 +36,7 @@ const MAX_SHARD_BYTES: usize = 50_000_000_000;
 /// The most logits that are held at once where no gradient is needed, in elements (64 MiB of f32).
 const LOGITS_CHUNK: i64 = 1 << 24;
 
-/// In what arithmetic a model computes; its weights, their gradients and its results are f32 in any case.
+/// In what arithmetic a model that is held in f32 computes; its results are f32 in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
     /// f32 throughout.
@@ -38,11 +46,29 @@ pub enum Precision {
     Bf16,
 }
 
-impl Precision {
-    fn kind(self) -> Kind {
-        match self {
-            Precision::F32 => Kind::Float,
-            Precision::Bf16 => Kind::BFloat16,
+/// In what dtype a model's weights are held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+#[value(rename_all = "lowercase")]
+pub enum Dtype {
+    /// As most of the checkpoint's bytes are.
+    Auto,
+    /// f32: what is trained is held so.
+    #[default]
+    Float32,
+    /// bf16, and computed in bf16.
+    BFloat16,
+    /// f16, and computed in f16.
+    Float16,
+}
+
+impl Dtype {
+    fn kind(self, source: Source<'_>) -> Kind {
+        match (self, source) {
+            (Dtype::Float32, _) | (Dtype::Auto, Source::Fresh(_)) => Kind::Float,
+            (Dtype::BFloat16, _) => Kind::BFloat16,
+            (Dtype::Float16, _) => Kind::Half,
+            (Dtype::Auto, Source::Checkpoint(checkpoint)) => checkpoint.kind(),
         }
     }
 }
@@ -52,23 +78,37 @@ impl Precision {
 pub struct ModelOptions {
     /// Where it lives.
     pub device: Device,
-    /// How it computes.
+    /// How its weights are held.
+    pub dtype: Dtype,
+    /// How it computes, where its weights are held in f32; in what they are held, else.
     pub precision: Precision,
+}
+
+impl ModelOptions {
+    /// The dtype in which `source`'s weights are held, and that in which products are done.
+    fn kinds(self, source: Source<'_>) -> (Kind, Kind) {
+        match (self.dtype.kind(source), self.precision) {
+            (Kind::Float, Precision::Bf16) => (Kind::Float, Kind::BFloat16),
+            (held, _) => (held, held),
+        }
+    }
 }
 
 impl Default for ModelOptions {
     fn default() -> Self {
-        Self { device: Device::Cpu, precision: Precision::F32 }
+        Self { device: Device::Cpu, dtype: Dtype::Float32, precision: Precision::F32 }
     }
 }
 
-/// What both kinds of model share: the decoder, its parameters, its configuration.
+/// What all kinds of model share: the decoder, its parameters, its configuration.
 #[derive(Debug)]
 struct Body {
     decoder: Decoder,
     params: Vec<Param>,
     config: ModelConfig,
     device: Device,
+    /// The dtype that the weights are held in.
+    kind: Kind,
 }
 
 impl Body {
@@ -79,11 +119,16 @@ impl Body {
     }
 
     fn save(&self, dir: &Path, config: &ModelConfig) -> Result<()> {
+        self.save_renamed(dir, config, |_| None)
+    }
+
+    /// Writes the weights and the configuration; `stored` gives the names that are others in the file.
+    fn save_renamed(&self, dir: &Path, config: &ModelConfig, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
-        let tensors: Vec<_> = self.params.iter().map(|p| (p.name.clone(), p.tensor.shallow_clone())).collect();
+        let name = |param: &Param| stored(&param.name).unwrap_or_else(|| param.name.clone());
+        let tensors: Vec<_> = self.params.iter().map(|p| (name(p), p.tensor.shallow_clone())).collect();
         weights::save(dir, &tensors, MAX_SHARD_BYTES)?;
-        config.save(dir)?;
-        Ok(())
+        config.save(dir, self.kind)
     }
 
     /// Checks what a user can get wrong, so that libtorch need not fail on it.
@@ -129,6 +174,14 @@ impl Body {
         let hidden = self.decoder.forward(&layout, None);
         Ok((layout, hidden))
     }
+
+    /// The rows of packed `hidden` at the positions `spans` of each sequence, each moved by `shift`.
+    fn rows_at(&self, layout: &Layout, hidden: &Tensor, spans: &[Range<usize>], shift: i64) -> Tensor {
+        let spans = layout.starts.iter().zip(spans);
+        let rows: Vec<i64> =
+            spans.flat_map(|(start, span)| span.clone().map(move |t| start + t as i64 + shift)).collect();
+        hidden.index_select(0, &Tensor::from_slice(&rows).to_device(self.device))
+    }
 }
 
 /// A language model: a decoder and a head over its vocabulary.
@@ -150,38 +203,53 @@ pub struct TokenLogprobs {
 impl CausalLm {
     /// Reads a model folder: `config.json` and safetensors; frozen until [`CausalLm::set_trainable`].
     ///
+    /// A value head that stands beside the model is left out: [`CausalLmWithValueHead`] reads it.
+    ///
     /// # Errors
     /// If the folder, the configuration or a tensor is not what it should be; all tensors at fault come in one error.
     pub fn from_pretrained(dir: &Path, options: ModelOptions) -> Result<Self> {
         let config = ModelConfig::from_dir(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
-        // Some tied checkpoints hold the head too; it is the embedding again.
-        let ignored = if config.tie_word_embeddings { vec![config.family.names().lm_head] } else { vec![] };
-        Self::build(config, Source::Checkpoint(&checkpoint), &ignored, options)
+        Ok(Self::build(config, Source::Checkpoint(&checkpoint), options, &["v_head."], |_, _| Ok(()))?.0)
     }
 
     /// A model of `config`'s shape with weights drawn from `seed` as transformers would draw them.
     ///
     /// # Errors
-    /// If libtorch cannot allocate them.
+    /// If the family has no language models; if libtorch cannot allocate the weights.
     pub fn from_config(config: ModelConfig, seed: u64, options: ModelOptions) -> Result<Self> {
-        Self::build(config, Source::Fresh(seed), &[], options)
+        Ok(Self::build(config, Source::Fresh(seed), options, &[], |_, _| Ok(()))?.0)
     }
 
-    fn build(config: ModelConfig, source: Source<'_>, ignored: &[&str], options: ModelOptions) -> Result<Self> {
-        let names = config.family.names();
-        let compute = options.precision.kind();
-        let mut builder = Builder::new(source, names, options.device);
+    /// The model, and what `extra` builds beside it; tensors of the checkpoint that begin with `ignored` may be there.
+    fn build<T>(
+        config: ModelConfig,
+        source: Source<'_>,
+        options: ModelOptions,
+        ignored: &[&str],
+        extra: impl FnOnce(&mut Builder<'_>, &Shape) -> Result<T>,
+    ) -> Result<(Self, T)> {
+        let names = &config.family.names;
+        if config.family.causal_lm_class.is_none() {
+            let message = format!("expected a language model, found `{}`, an encoder", config.family.name);
+            return Err(Error::Run(message));
+        }
+        let (held, compute) = options.kinds(source);
+        let mut builder = Builder::new(source, names, options.device, held);
         let decoder = Decoder::new(&config, &mut builder, compute)?;
         let head = if config.tie_word_embeddings {
             decoder.embedding()
         } else {
-            let shape = [config.vocab_size, config.hidden_size];
+            let shape = [config.vocab_size, config.embedding_size];
             builder.tensor(names.lm_head.into(), &shape, Init::Normal(config.initializer_range), true)?
         };
-        let params = builder.finish(ignored)?;
-        let body = Body { decoder, params, config, device: options.device };
-        Ok(Self { body, lm_head: Linear::new(head, None, compute) })
+        let extra = extra(&mut builder, &config)?;
+        // Some tied checkpoints hold the head too; it is the embedding again.
+        let tied = config.tie_word_embeddings.then_some(names.lm_head);
+        let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
+        let lm_head = Linear::new(head, None, compute);
+        let body = Body { decoder, params, config, device: options.device, kind: held };
+        Ok((Self { body, lm_head }, extra))
     }
 
     /// The model's shape.
@@ -189,9 +257,9 @@ impl CausalLm {
         &self.body.config
     }
 
-    /// How the model computes.
-    pub fn precision(&self) -> Precision {
-        if self.body.decoder.compute == Kind::Float { Precision::F32 } else { Precision::Bf16 }
+    /// Whether the model computes in f32 throughout, so that the same tokens give the same numbers in any company.
+    pub fn is_exact(&self) -> bool {
+        self.body.decoder.compute == Kind::Float
     }
 
     /// Where the model lives.
@@ -215,7 +283,7 @@ impl CausalLm {
     /// If a sequence is empty, too long, or holds an id outside the vocabulary.
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
         let (layout, hidden) = self.body.hidden(sequences)?;
-        Ok(self.lm_head.forward(&hidden).split_with_sizes(&layout.lens, 0))
+        Ok(self.head(&hidden).split_with_sizes(&layout.lens, 0))
     }
 
     /// Hidden states after the final norm, one `[length, hidden]` f32 tensor per sequence; errors as [`CausalLm::logits`].
@@ -240,21 +308,31 @@ impl CausalLm {
     ) -> Result<TokenLogprobs> {
         self.body.check_spans(sequences, spans, 1)?;
         let (layout, hidden) = self.body.hidden(sequences)?;
-        let mut rows = Vec::new();
-        let mut targets = Vec::new();
-        for ((sequence, span), &start) in sequences.iter().zip(spans).zip(&layout.starts) {
-            rows.extend(span.clone().map(|t| start + t as i64 - 1));
-            targets.extend_from_slice(&sequence.as_ref()[span.clone()]);
-        }
-        let on_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(self.body.device);
-        let hidden = hidden.index_select(0, &on_device(&rows));
-        let targets = on_device(&targets).unsqueeze(1);
+        self.logprobs_of(sequences, spans, &layout, &hidden, temperature, with_entropy)
+    }
+
+    /// [`CausalLm::token_logprobs`] where the hidden states are there.
+    fn logprobs_of<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        layout: &Layout,
+        hidden: &Tensor,
+        temperature: f64,
+        with_entropy: bool,
+    ) -> Result<TokenLogprobs> {
+        let targets: Vec<i64> =
+            sequences.iter().zip(spans).flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
+        let targets = Tensor::from_slice(&targets).to_device(self.body.device).unsqueeze(1);
+        // Each token is predicted at the position before it.
+        let hidden = self.body.rows_at(layout, hidden, spans, -1);
+        let num_rows = hidden.size()[0];
         let (mut logprobs, mut entropy) = (Vec::new(), Vec::new());
         // In slices, so that without gradients only one slice's logits exist at a time.
         let slice = (LOGITS_CHUNK / self.body.config.vocab_size).max(1);
-        for from in (0..rows.len() as i64).step_by(slice as usize) {
-            let len = slice.min(rows.len() as i64 - from);
-            let logits = self.lm_head.forward(&hidden.narrow(0, from, len)) / temperature;
+        for from in (0..num_rows).step_by(slice as usize) {
+            let len = slice.min(num_rows - from);
+            let logits = self.head(&hidden.narrow(0, from, len)) / temperature;
             let all = logits.log_softmax(-1, Kind::Float);
             drop(logits);
             logprobs.push(all.gather(1, &targets.narrow(0, from, len), false).squeeze_dim(1));
@@ -279,13 +357,22 @@ impl CausalLm {
         let hidden = self.body.decoder.forward(&layout, Some(&mut cache));
         let last: Vec<i64> = layout.starts.iter().zip(&layout.lens).map(|(start, len)| start + len - 1).collect();
         let last = Tensor::from_slice(&last).to_device(self.body.device);
-        Ok((cache, self.lm_head.forward(&hidden.index_select(0, &last))))
+        Ok((cache, self.head(&hidden.index_select(0, &last))))
     }
 
     /// Appends one token to every row of the cache; gives the logits of the next, `[rows, vocab]` f32.
     pub(crate) fn decode(&self, tokens: &[i64], cache: &mut KvCache) -> Tensor {
         let tokens = Tensor::from_slice(tokens).to_device(self.body.device);
-        self.lm_head.forward(&self.body.decoder.forward_step(&tokens, cache))
+        self.head(&self.body.decoder.forward_step(&tokens, cache))
+    }
+
+    /// Logits of hidden states, `[M, vocab]` f32.
+    fn head(&self, hidden: &Tensor) -> Tensor {
+        let logits = self.lm_head.forward(hidden);
+        match self.body.config.final_softcap {
+            Some(cap) => (logits / cap).tanh() * cap,
+            None => logits,
+        }
     }
 
     /// Writes `config.json`, `generation_config.json` and the weights below `dir`; transformers reads them.
@@ -315,98 +402,4 @@ impl CausalLm {
 fn entropy_of(logprobs: &Tensor) -> Tensor {
     // As a product of a row and a column: no third tensor of this size comes to be.
     -logprobs.exp().unsqueeze(1).bmm(&logprobs.unsqueeze(2)).view([-1])
-}
-
-/// A decoder with one number per position: a reward model or a value model.
-#[derive(Debug)]
-pub struct SequenceClassifier {
-    body: Body,
-    score: Linear,
-    new_head: bool,
-}
-
-impl SequenceClassifier {
-    /// Reads a folder that holds a sequence classifier with one label; frozen until
-    /// [`SequenceClassifier::set_trainable`].
-    ///
-    /// With `new_head: Some(seed)` the folder may hold a language model: its body is read, the score head is drawn.
-    ///
-    /// # Errors
-    /// As [`CausalLm::from_pretrained`]; a language model without `new_head` is an error that says so.
-    pub fn from_pretrained(dir: &Path, new_head: Option<u64>, options: ModelOptions) -> Result<Self> {
-        let config = ModelConfig::from_dir(dir)?;
-        let checkpoint = Checkpoint::open(dir)?;
-        let names = config.family.names();
-        // A folder that has a head keeps it: `new_head` is for those that have none.
-        let new_head = new_head.filter(|_| checkpoint.shape("score.weight").is_none());
-        let ignored = if new_head.is_some() { vec![names.lm_head] } else { vec![] };
-        let compute = options.precision.kind();
-        let mut builder = Builder::new(Source::Checkpoint(&checkpoint), names, options.device);
-        let decoder = Decoder::new(&config, &mut builder, compute)?;
-        let (name, shape) = ("score.weight".to_string(), [1, config.hidden_size]);
-        let score = match new_head {
-            Some(seed) => builder.new_head(name, &shape, seed, config.initializer_range)?,
-            None => builder.tensor(name, &shape, Init::Zeros, true)?,
-        };
-        let params = builder.finish(&ignored)?;
-        let body = Body { decoder, params, config, device: options.device };
-        // The head's one product is done in f32: in bf16 scores would come in steps of 1/128 of their size.
-        Ok(Self { body, score: Linear::new(score, None, Kind::Float), new_head: new_head.is_some() })
-    }
-
-    /// The model's shape.
-    pub fn config(&self) -> &ModelConfig {
-        &self.body.config
-    }
-
-    /// The parameters, in the order of the model.
-    pub fn params(&self) -> &[Param] {
-        &self.body.params
-    }
-
-    /// Whether gradients reach the weights.
-    pub fn set_trainable(&mut self, trainable: bool) {
-        self.body.set_trainable(trainable);
-    }
-
-    /// Whether the score head was drawn when the model was read: its numbers mean nothing before training.
-    pub fn has_new_head(&self) -> bool {
-        self.new_head
-    }
-
-    /// The numbers at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
-    ///
-    /// # Errors
-    /// As [`CausalLm::logits`]; if a span is not within its sequence.
-    pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
-        self.body.check_spans(sequences, spans, 0)?;
-        let (layout, hidden) = self.body.hidden(sequences)?;
-        let rows: Vec<i64> = layout
-            .starts
-            .iter()
-            .zip(spans)
-            .flat_map(|(start, span)| span.clone().map(move |t| start + t as i64))
-            .collect();
-        let hidden = hidden.index_select(0, &Tensor::from_slice(&rows).to_device(self.body.device));
-        Ok(self.score.forward(&hidden).squeeze_dim(1))
-    }
-
-    /// The score of each sequence, read at its last token: `[rows]` f32.
-    ///
-    /// # Errors
-    /// As [`CausalLm::logits`].
-    pub fn scores<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
-        let spans: Vec<_> = sequences.iter().map(|s| s.as_ref().len()).map(|len| len.saturating_sub(1)..len).collect();
-        self.values_at(sequences, &spans)
-    }
-
-    /// Writes `config.json` and the weights below `dir`; transformers reads them as a classifier with one label.
-    ///
-    /// Without a `pad` the configuration names eos as such: transformers scores no batch without one.
-    ///
-    /// # Errors
-    /// If a file cannot be written.
-    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>) -> Result<()> {
-        self.body.save(dir, &self.body.config.for_sequence_classifier(eos.first().copied(), pad))
-    }
 }

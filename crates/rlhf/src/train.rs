@@ -10,7 +10,6 @@ use crate::weights::write_text;
 use crate::{Error, Result};
 use std::fmt::Write;
 use std::path::Path;
-use tch::Device;
 
 /// How a run's models are put into memory; also applies the number of threads.
 ///
@@ -28,7 +27,7 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
         tch::set_num_threads(threads as i32);
     }
     let precision = if run.bf16 { Precision::Bf16 } else { Precision::F32 };
-    Ok(ModelOptions { device: Device::Cpu, precision })
+    Ok(ModelOptions { precision, ..ModelOptions::default() })
 }
 
 /// What to tell of a dataset that does not fill one update.

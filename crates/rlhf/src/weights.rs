@@ -72,17 +72,28 @@ impl Checkpoint {
         &self.dir
     }
 
-    /// Reads the tensor `name` as f32 onto `device`.
+    /// The dtype that most of the checkpoint's bytes are in: f32, bf16 or f16.
+    pub fn kind(&self) -> Kind {
+        let bytes_of = |dtype: Dtype| -> usize {
+            let tensors = self.tensors.values().filter(|entry| entry.info.dtype == dtype);
+            tensors.map(|entry| entry.info.data_offsets.1 - entry.info.data_offsets.0).sum()
+        };
+        let kinds = [(Dtype::F32, Kind::Float), (Dtype::BF16, Kind::BFloat16), (Dtype::F16, Kind::Half)];
+        // Of equals the first, so that nothing is lost.
+        kinds.into_iter().rev().max_by_key(|&(dtype, _)| bytes_of(dtype)).expect("there are three").1
+    }
+
+    /// Reads the tensor `name` as `kind` onto `device`.
     ///
     /// # Errors
     /// If there is no such tensor, its dtype is not a float, or its bytes cannot be read.
-    pub fn read(&self, name: &str, device: Device) -> Result<Tensor> {
+    pub fn read(&self, name: &str, device: Device, kind: Kind) -> Result<Tensor> {
         let entry = self
             .tensors
             .get(name)
             .ok_or_else(|| Error::invalid(&self.dir, format!("expected the tensor `{name}`, found none")))?;
         let source = &self.files[entry.file];
-        let kind = match entry.info.dtype {
+        let stored = match entry.info.dtype {
             Dtype::F32 => Kind::Float,
             Dtype::F16 => Kind::Half,
             Dtype::BF16 => Kind::BFloat16,
@@ -99,7 +110,7 @@ impl Checkpoint {
             .read_exact_at(&mut bytes, source.data_start + start as u64)
             .map_err(Error::io("read", &source.path))?;
         let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
-        Ok(Tensor::f_from_data_size(&bytes, &shape, kind)?.to_kind(Kind::Float).to_device(device))
+        Ok(Tensor::f_from_data_size(&bytes, &shape, stored)?.to_kind(kind).to_device(device))
     }
 
     fn add_file(&mut self, path: PathBuf) -> Result<Vec<String>> {
@@ -339,7 +350,7 @@ mod tests {
             let read = Checkpoint::open(dir.path()).unwrap();
             assert_eq!(read.files.len(), files);
             for (name, tensor) in two_tensors() {
-                assert_eq!(read.read(&name, Device::Cpu).unwrap(), tensor.to_kind(Kind::Float), "{name}");
+                assert_eq!(read.read(&name, Device::Cpu, Kind::Float).unwrap(), tensor.to_kind(Kind::Float), "{name}");
             }
         }
     }

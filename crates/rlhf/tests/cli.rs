@@ -76,8 +76,10 @@ impl Scratch {
     pub(crate) fn edit_tensors(&self, name: &str, edit: impl FnOnce(&mut BTreeMap<String, Tensor>)) {
         let dir = self.path(name);
         let checkpoint = Checkpoint::open(&dir).unwrap();
-        let mut tensors: BTreeMap<String, Tensor> =
-            checkpoint.names().map(|n| (n.to_string(), checkpoint.read(n, Device::Cpu).unwrap())).collect();
+        let mut tensors: BTreeMap<String, Tensor> = checkpoint
+            .names()
+            .map(|n| (n.to_string(), checkpoint.read(n, Device::Cpu, tch::Kind::Float).unwrap()))
+            .collect();
         edit(&mut tensors);
         save(&dir, &Vec::from_iter(tensors), usize::MAX).unwrap();
     }
@@ -338,7 +340,7 @@ fn a_folder_that_is_no_model_is_refused_by_every_command() {
 fn an_unknown_model_type_is_refused_with_the_known_ones() {
     let scratch = Scratch::new();
     scratch.edit_config("policy", "model_type", "mamba");
-    scratch.refuses(PPO, 1, &["policy/config.json: ", "`model_type`", "gpt2, gpt_neox, llama", "found \"mamba\""]);
+    scratch.refuses(PPO, 1, &["policy/config.json: ", "`model_type`", "gpt2, gpt_neox, opt, llama", "found \"mamba\""]);
     let fresh = SFT.replace("--model_name_or_path policy", "--config_name policy/config.json --tokenizer_name policy");
     scratch.refuses(&fresh, 1, &["policy/config.json: ", "`model_type`", "found \"mamba\""]);
 }

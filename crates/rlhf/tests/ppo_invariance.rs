@@ -46,7 +46,7 @@ struct Outcome {
 
 fn weights(dir: &Path, prefix: &str) -> BTreeMap<String, Tensor> {
     let checkpoint = Checkpoint::open(dir).unwrap();
-    let read = |name: &str| (format!("{prefix}.{name}"), checkpoint.read(name, Device::Cpu).unwrap());
+    let read = |name: &str| (format!("{prefix}.{name}"), checkpoint.read(name, Device::Cpu, tch::Kind::Float).unwrap());
     checkpoint.names().map(read).collect()
 }
 

@@ -1,40 +1,11 @@
 //! `config.json` as transformers 4 and 5 write it, resolved into what the decoder needs: nothing left to interpret.
 
+use super::families::{FAMILIES, Family};
 use crate::weights::{pretty, read_json, write_text};
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::path::Path;
-
-/// A family of decoder models: what differs between them is data and the names of their tensors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    /// GPT-2 (`gpt2`): learned positions, tied head, weights stored as `[in, out]`.
-    Gpt2,
-    /// GPT-NeoX and Pythia (`gpt_neox`): partial rotary positions, parallel residual, fused QKV.
-    GptNeox,
-    /// Llama 1 and 2, and what shares their form (`llama`): rotary positions, RMS norm, gated MLP, grouped KV heads.
-    Llama,
-}
-
-impl Family {
-    const ALL: [(&'static str, Family); 3] =
-        [("gpt2", Family::Gpt2), ("gpt_neox", Family::GptNeox), ("llama", Family::Llama)];
-
-    /// The class name stem of transformers: `GPT2`, `GPTNeoX`, `Llama`.
-    fn class(self) -> &'static str {
-        match self {
-            Family::Gpt2 => "GPT2",
-            Family::GptNeox => "GPTNeoX",
-            Family::Llama => "Llama",
-        }
-    }
-
-    /// `GPT2LMHeadModel` is the one name that breaks the pattern.
-    fn causal_lm_class(self) -> String {
-        let suffix = if self == Family::Gpt2 { "LMHeadModel" } else { "ForCausalLM" };
-        format!("{}{suffix}", self.class())
-    }
-}
+use tch::Kind;
 
 /// The non-linearity of an MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +27,64 @@ pub struct Rope {
     pub theta: f64,
     /// How many of a head's dimensions turn.
     pub dim: i64,
+    /// How the angles are changed for texts longer than the model was first trained on.
+    pub scaling: RopeScaling,
+}
+
+/// How rotary angles are stretched over longer texts; named as transformers' `rope_type`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    Default,
+    /// All angles are divided by `factor`.
+    Linear {
+        /// How much longer texts may be.
+        factor: f64,
+    },
+    /// The base grows with the length of a text beyond `original` tokens (NTK).
+    ///
+    /// The length is each sequence's own, where transformers takes the longest of the batch: here a batch changes nothing.
+    Dynamic {
+        /// How much longer texts may be.
+        factor: f64,
+        /// The length up to which nothing changes.
+        original: f64,
+    },
+    /// Slow angles are divided by `factor`, fast ones kept, those between are blended (Llama 3.1).
+    Llama3 {
+        /// How much longer texts may be.
+        factor: f64,
+        /// `original` over this is the wavelength from which angles are divided.
+        low_freq_factor: f64,
+        /// `original` over this is the wavelength up to which angles are kept.
+        high_freq_factor: f64,
+        /// The length that the model was first trained on.
+        original: f64,
+    },
+}
+
+/// Where a layer's norms stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Before attention and before the MLP, and one at the end of the model.
+    Pre,
+    /// As `Pre`, and attention and MLP read the same input (GPT-NeoX).
+    Parallel,
+    /// Behind each sum; none at the end (BERT, the smaller OPT).
+    Post,
+    /// As `Pre`, and behind attention and MLP before their sums (Gemma 2).
+    Sandwich,
+}
+
+/// What a norm computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormKind {
+    /// Layer norm with a bias.
+    Layer,
+    /// RMS norm.
+    Rms,
+    /// RMS norm whose weight is counted from 1 (Gemma).
+    RmsPlusOne,
 }
 
 /// `config.json`: the shape of a model, and the file as it was read, which goes along when the model is saved.
@@ -75,13 +104,15 @@ impl std::ops::Deref for ModelConfig {
     }
 }
 
-/// The shape of a decoder, resolved: every field has its value.
+/// The shape of a model, resolved: every field has its value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
     /// The family.
-    pub family: Family,
+    pub family: &'static Family,
     /// Rows of the embedding; may exceed the tokenizer's.
     pub vocab_size: i64,
+    /// Width of the embedding and of the final hidden states; other than `hidden_size` in some OPT models.
+    pub embedding_size: i64,
     /// Width of the residual stream.
     pub hidden_size: i64,
     /// Width inside the MLP.
@@ -96,40 +127,87 @@ pub struct Shape {
     pub head_dim: i64,
     /// The longest sequence, in tokens.
     pub max_position_embeddings: usize,
+    /// Row of the first position in a table of learned ones.
+    pub position_offset: i64,
+    /// Kinds of segment that the embedding knows; 0: none.
+    pub token_types: i64,
+    /// What the embeddings are multiplied by.
+    pub embedding_scale: f64,
+    /// What the norms compute.
+    pub norm: NormKind,
     /// Added to the variance in the norms.
     pub norm_eps: f64,
+    /// Where the norms stand.
+    pub order: Order,
     /// The MLP's non-linearity.
     pub activation: Activation,
     /// Rotary positions; `None` means learned ones.
     pub rope: Option<Rope>,
-    /// Whether attention and MLP read the same input (GPT-NeoX) or follow one another.
-    pub parallel_residual: bool,
-    /// Whether the attention's projections have biases.
-    pub attention_bias: bool,
+    /// Whether a token sees only those before it, and itself.
+    pub causal: bool,
+    /// How many tokens, itself included, a token sees, for each layer; `None`: all.
+    pub windows: Vec<Option<i64>>,
+    /// What the products of queries and keys are multiplied by.
+    pub attention_scale: f64,
+    /// Attention scores `x` become `cap * tanh(x / cap)`.
+    pub attention_softcap: Option<f64>,
+    /// Logits `x` become `cap * tanh(x / cap)`.
+    pub final_softcap: Option<f64>,
+    /// Whether the projections to queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// Whether the attention's output projection has a bias.
+    pub attention_out_bias: bool,
     /// Whether the MLP's projections have biases.
     pub mlp_bias: bool,
     /// Whether the LM head is the embedding.
     pub tie_word_embeddings: bool,
     /// Standard deviation of fresh weights.
     pub initializer_range: f64,
+    /// Whether fresh weights that enter the residual stream shrink with the depth.
+    pub scale_residual_init: bool,
     /// The ids that end a text, first the one to append.
     pub eos_token_ids: Vec<i64>,
     /// The classes transformers should load the folder with.
     pub architectures: Vec<String>,
-    /// The number of labels, where this is a classifier.
-    pub num_labels: usize,
+    /// The names of the labels, where this is a classifier.
+    pub labels: Vec<String>,
 }
 
 /// Far above any model's sizes, and small enough that their products do not overflow.
 const MOST: i64 = 1 << 28;
 
+/// Encoder-decoders by name, for those whose files do not say it.
+const ENCODER_DECODERS: [&str; 12] = [
+    "t5",
+    "mt5",
+    "umt5",
+    "longt5",
+    "switch_transformers",
+    "bart",
+    "mbart",
+    "pegasus",
+    "marian",
+    "m2m_100",
+    "led",
+    "blenderbot",
+];
+
 /// The most layers; a hostile file could otherwise keep us building for hours.
 const MOST_LAYERS: i64 = 10_000;
 
 /// Reads fields of a JSON object; errors name the file and the field.
-struct Fields<'a> {
+pub(super) struct Fields<'a> {
     path: &'a Path,
     raw: &'a Map<String, Value>,
+    family: &'static Family,
+}
+
+/// Where files of before transformers 5 keep their rotary settings.
+pub(super) struct RopeKeys {
+    pub(super) theta: &'static str,
+    /// Which share of a head's dimensions turns.
+    pub(super) fraction: &'static str,
+    pub(super) default_fraction: f64,
 }
 
 impl Fields<'_> {
@@ -137,37 +215,105 @@ impl Fields<'_> {
         self.raw.get(name).filter(|value| !value.is_null())
     }
 
-    fn wrong(&self, name: &str, expected: &str) -> Error {
+    pub(super) fn wrong(&self, name: &str, expected: &str) -> Error {
         let found = self.raw.get(name).unwrap_or(&Value::Null);
-        Error::invalid(self.path, format!("`{name}`: expected {expected}, found {found}"))
+        Error::invalid(self.path, format!("`{name}`: expected {expected}, found {}", brief(found)))
     }
 
-    fn size(&self, name: &str, default: Option<i64>) -> Result<i64> {
-        match (self.present(name), default) {
-            (None, Some(default)) => Ok(default),
-            (value, _) => value
-                .and_then(Value::as_i64)
-                .filter(|n| (1..=MOST).contains(n))
-                .ok_or_else(|| self.wrong(name, &format!("an integer from 1 to {MOST}"))),
+    fn integer(&self, name: &str, least: i64, default: i64) -> Result<i64> {
+        match self.present(name) {
+            None => Ok(default),
+            Some(value) => value
+                .as_i64()
+                .filter(|n| (least..=MOST).contains(n))
+                .ok_or_else(|| self.wrong(name, &format!("an integer from {least} to {MOST}"))),
         }
     }
 
-    fn number(&self, name: &str, default: f64) -> Result<f64> {
+    /// An integer from 1.
+    pub(super) fn size(&self, name: &str, default: i64) -> Result<i64> {
+        self.integer(name, 1, default)
+    }
+
+    /// An integer from 0.
+    pub(super) fn count(&self, name: &str, default: i64) -> Result<i64> {
+        self.integer(name, 0, default)
+    }
+
+    pub(super) fn number(&self, name: &str, default: f64) -> Result<f64> {
         self.present(name).map_or(Ok(default), |v| v.as_f64().ok_or_else(|| self.wrong(name, "a number")))
     }
 
-    fn flag(&self, name: &str, default: bool) -> Result<bool> {
+    /// A number above 0.
+    fn positive(&self, name: &str, default: Option<f64>) -> Result<f64> {
+        let found = self.present(name).map_or(default, Value::as_f64);
+        found.filter(|&x| x > 0.0 && x.is_finite()).ok_or_else(|| self.wrong(name, "a number above 0"))
+    }
+
+    /// A bound on logits: a number above 0, `null` for none.
+    pub(super) fn cap(&self, name: &str, default: f64) -> Result<Option<f64>> {
+        match self.raw.get(name) {
+            Some(Value::Null) => Ok(None),
+            _ => self.positive(name, Some(default)).map(Some),
+        }
+    }
+
+    /// A width of attention: an integer from 1, `null` for none.
+    pub(super) fn window(&self, name: &str, default: Option<i64>) -> Result<Option<i64>> {
+        match self.raw.get(name) {
+            Some(Value::Null) => Ok(None),
+            None => Ok(default),
+            Some(_) => self.size(name, 1).map(Some),
+        }
+    }
+
+    /// The window of each layer: where `layer_types` says so, or, without that field, where `default` does.
+    pub(super) fn windows(
+        &self,
+        window: Option<i64>,
+        layers: i64,
+        default: impl Fn(i64) -> bool,
+    ) -> Result<Vec<Option<i64>>> {
+        let wrong = || {
+            let expected = format!("{layers} names, each full_attention or sliding_attention");
+            self.wrong("layer_types", &expected)
+        };
+        let sliding: Vec<bool> = match self.present("layer_types") {
+            None => (0..layers).map(default).collect(),
+            Some(Value::Array(kinds)) if kinds.len() as i64 == layers => kinds
+                .iter()
+                .map(|kind| match kind.as_str() {
+                    Some("sliding_attention") => Ok(true),
+                    Some("full_attention") => Ok(false),
+                    _ => Err(wrong()),
+                })
+                .collect::<Result<_>>()?,
+            Some(_) => return Err(wrong()),
+        };
+        Ok(sliding.into_iter().map(|sliding| window.filter(|_| sliding)).collect())
+    }
+
+    pub(super) fn flag(&self, name: &str, default: bool) -> Result<bool> {
         self.present(name).map_or(Ok(default), |v| v.as_bool().ok_or_else(|| self.wrong(name, "true or false")))
     }
 
-    /// A switch that this decoder knows in one position only.
-    fn must_be(&self, name: &str, expected: bool) -> Result<()> {
+    /// A switch that is known here in one position only.
+    pub(super) fn must_be(&self, name: &str, expected: bool) -> Result<()> {
         if self.flag(name, expected)? == expected { Ok(()) } else { Err(self.wrong(name, &format!("{expected}"))) }
     }
 
-    fn activation(&self, name: &str, default: &str) -> Result<Activation> {
+    /// As [`Fields::must_be`], for a name.
+    pub(super) fn must_be_text(&self, name: &str, expected: &str) -> Result<()> {
+        match self.present(name).map(Value::as_str) {
+            None => Ok(()),
+            Some(found) if found == Some(expected) => Ok(()),
+            Some(_) => Err(self.wrong(name, expected)),
+        }
+    }
+
+    pub(super) fn activation(&self, name: &str, default: &str) -> Result<Activation> {
         match self.present(name).map_or(Some(default), Value::as_str) {
-            Some("gelu") => Ok(Activation::Gelu),
+            Some("gelu" | "gelu_python") => Ok(Activation::Gelu),
             Some("gelu_new" | "gelu_fast" | "gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
             Some("silu" | "swish") => Ok(Activation::Silu),
             Some("relu") => Ok(Activation::Relu),
@@ -175,35 +321,65 @@ impl Fields<'_> {
         }
     }
 
-    /// Rotary settings: transformers 5 keeps them in `rope_parameters`, transformers 4 beside the other fields.
-    fn rope(&self, head_dim: i64, old_theta: &str, old_fraction: Option<&str>, fraction_default: f64) -> Result<Rope> {
+    /// Rotary settings: transformers 5 keeps them in `rope_parameters`, transformers 4 beside the other fields and in
+    /// `rope_scaling`.
+    pub(super) fn rope(&self, head_dim: i64, old: &RopeKeys) -> Result<Rope> {
         let empty = Map::new();
-        let nested = match self.present("rope_parameters") {
-            None => &empty,
-            Some(value) => value.as_object().ok_or_else(|| self.wrong("rope_parameters", "an object"))?,
+        let nested = |holder: &'static str| match self.present(holder) {
+            None => Ok(&empty),
+            Some(value) => value.as_object().ok_or_else(|| self.wrong(holder, "an object")),
         };
-        for (holder, object) in [
-            ("rope_parameters", Some(nested)),
-            ("rope_scaling", self.present("rope_scaling").and_then(Value::as_object)),
-        ] {
-            let kind = object.and_then(|o| o.get("rope_type").or_else(|| o.get("type"))).and_then(Value::as_str);
-            if kind.is_some_and(|kind| kind != "default") {
-                return Err(self.wrong(holder, "the rope type `default` (others are not supported yet)"));
-            }
-        }
-        let nested = Fields { path: self.path, raw: nested };
-        let theta = nested.number("rope_theta", self.number(old_theta, self.number("rope_theta", 10000.0)?)?)?;
-        let old_fraction = old_fraction.map_or(Ok(fraction_default), |name| self.number(name, fraction_default))?;
-        let fraction = nested.number("partial_rotary_factor", self.number("partial_rotary_factor", old_fraction)?)?;
+        let (new, scaling) = (nested("rope_parameters")?, nested("rope_scaling")?);
+        let within = |raw| Fields { path: self.path, raw, family: self.family };
+        let theta = within(new).number("rope_theta", self.number(old.theta, self.number("rope_theta", 10000.0)?)?)?;
+        let fraction = "partial_rotary_factor";
+        let old_fraction = self.number(fraction, self.number(old.fraction, old.default_fraction)?)?;
+        let fraction = within(new).number(fraction, old_fraction)?;
         let dim = (head_dim as f64 * fraction) as i64;
         if !(dim > 0 && dim % 2 == 0 && dim <= head_dim && theta > 0.0) {
             let message = format!("rotary positions: expected an even share of {head_dim} dimensions, found {dim}");
             return Err(Error::invalid(self.path, message));
         }
-        Ok(Rope { theta, dim })
+        let (holder, object) = if new.is_empty() { ("rope_scaling", scaling) } else { ("rope_parameters", new) };
+        let scaling = self.rope_scaling(holder, &within(object))?;
+        if matches!(scaling, RopeScaling::Dynamic { .. }) && dim <= 2 {
+            let message = format!("dynamic rotary positions: expected more than 2 dimensions, found {dim}");
+            return Err(Error::invalid(self.path, message));
+        }
+        Ok(Rope { theta, dim, scaling })
     }
 
-    fn ids(&self, name: &str) -> Result<Vec<i64>> {
+    fn rope_scaling(&self, holder: &str, f: &Fields<'_>) -> Result<RopeScaling> {
+        let kind = f.present("rope_type").or_else(|| f.present("type")).map_or(Some("default"), Value::as_str);
+        let factor = || f.positive("factor", None);
+        let original = || -> Result<f64> {
+            let longest = self.positive("max_position_embeddings", Some(2048.0))?;
+            f.positive("original_max_position_embeddings", Some(longest))
+        };
+        Ok(match kind {
+            Some("default") => RopeScaling::Default,
+            Some("linear") => RopeScaling::Linear { factor: factor()? },
+            Some("dynamic") => RopeScaling::Dynamic {
+                factor: factor()?,
+                original: self.positive("max_position_embeddings", Some(2048.0))?,
+            },
+            Some("llama3") => {
+                let (low, high) = (f.positive("low_freq_factor", None)?, f.positive("high_freq_factor", None)?);
+                if low >= high {
+                    return Err(f.wrong("low_freq_factor", &format!("a number below high_freq_factor = {high}")));
+                }
+                RopeScaling::Llama3 {
+                    factor: factor()?,
+                    low_freq_factor: low,
+                    high_freq_factor: high,
+                    original: original()?,
+                }
+            }
+            _ => return Err(self.wrong(holder, "a rope_type of default, linear, dynamic or llama3")),
+        })
+    }
+
+    pub(super) fn ids(&self, name: &str) -> Result<Vec<i64>> {
         let wrong = || self.wrong(name, "a token id or a list of token ids");
         match self.present(name) {
             None => Ok(Vec::new()),
@@ -241,129 +417,117 @@ impl ModelConfig {
         let Value::Object(raw) = read_json(path)? else {
             return Err(Error::invalid(path, "expected a JSON object"));
         };
-        let f = Fields { path, raw: &raw };
-        let known = Family::ALL.map(|(name, _)| name).join(", ");
-        let family = f
-            .present("model_type")
-            .and_then(Value::as_str)
-            .and_then(|found| Family::ALL.iter().find(|(name, _)| *name == found))
-            .map(|(_, family)| *family)
-            .ok_or_else(|| f.wrong("model_type", &format!("one of {known}")))?;
-        let mut shape = match family {
-            Family::Gpt2 => Shape::gpt2(&f)?,
-            Family::GptNeox => Shape::gpt_neox(&f)?,
-            Family::Llama => Shape::llama(&f)?,
-        };
-        shape.initializer_range = f.number("initializer_range", 0.02)?;
+        let family = family(path, &raw)?;
+        let f = Fields { path, raw: &raw, family };
+        if f.present("quantization_config").is_some() {
+            return Err(f.wrong("quantization_config", "none: quantised weights are not supported"));
+        }
+        let mut shape = (family.shape)(&f)?;
+        shape.initializer_range = f.number("initializer_range", shape.initializer_range)?;
         shape.eos_token_ids = f.ids("eos_token_id")?;
         shape.architectures = f
             .present("architectures")
             .and_then(Value::as_array)
             .map(|names| names.iter().filter_map(|name| Some(name.as_str()?.to_string())).collect())
             .unwrap_or_default();
-        shape.num_labels = f.present("id2label").and_then(Value::as_object).map_or(2, Map::len);
+        shape.labels = labels(&f)?;
         shape.check(path)?;
         Ok(Self { shape, raw })
     }
 }
 
+/// The family that `model_type` names.
+fn family(path: &Path, raw: &Map<String, Value>) -> Result<&'static Family> {
+    let found = raw.get("model_type").unwrap_or(&Value::Null);
+    if let Some(family) = FAMILIES.iter().find(|family| found == family.name) {
+        return Ok(family);
+    }
+    let known: Vec<_> = FAMILIES.iter().map(|family| family.name).collect();
+    let found = match raw.get("is_encoder_decoder") {
+        Some(Value::Bool(true)) => format!("{}, an encoder-decoder, which is not supported yet", brief(found)),
+        _ if ENCODER_DECODERS.iter().any(|name| found == name) => {
+            format!("{}, an encoder-decoder, which is not supported yet", brief(found))
+        }
+        _ => brief(found),
+    };
+    Err(Error::invalid(path, format!("`model_type`: expected one of {}, found {found}", known.join(", "))))
+}
+
+/// The names of the labels in their order; transformers' default is two.
+fn labels(f: &Fields<'_>) -> Result<Vec<String>> {
+    let Some(names) = f.present("id2label") else {
+        return Ok(vec!["LABEL_0".into(), "LABEL_1".into()]);
+    };
+    let wrong = || f.wrong("id2label", "an object of label names by their number, from \"0\"");
+    let names = names.as_object().filter(|names| !names.is_empty()).ok_or_else(wrong)?;
+    (0..names.len()).map(|i| Ok(names.get(&i.to_string()).and_then(Value::as_str).ok_or_else(wrong)?.into())).collect()
+}
+
+/// A JSON value for an error message: what is long, is cut.
+fn brief(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(120) {
+        None => text,
+        Some((end, _)) => format!("{}...", &text[..end]),
+    }
+}
+
 impl Shape {
-    fn gpt2(f: &Fields<'_>) -> Result<Self> {
-        f.must_be("scale_attn_weights", true)?;
-        f.must_be("scale_attn_by_inverse_layer_idx", false)?;
-        f.must_be("add_cross_attention", false)?;
-        let hidden_size = f.size("n_embd", Some(768))?;
-        let heads = f.size("n_head", Some(12))?;
+    /// What the families' readers change where they differ: a decoder with biases, layer norms and learned positions.
+    pub(super) fn biased(f: &Fields<'_>, vocab_size: i64, hidden_size: i64, heads: i64, layers: i64) -> Result<Self> {
+        if layers > MOST_LAYERS {
+            return Err(Error::invalid(f.path, format!("expected at most {MOST_LAYERS} layers, found {layers}")));
+        }
         Ok(Self {
-            intermediate_size: f.size("n_inner", Some(4 * hidden_size))?,
-            num_hidden_layers: f.size("n_layer", Some(12))?,
-            max_position_embeddings: f.size("n_positions", Some(1024))? as usize,
-            norm_eps: f.number("layer_norm_epsilon", 1e-5)?,
-            activation: f.activation("activation_function", "gelu_new")?,
-            tie_word_embeddings: f.flag("tie_word_embeddings", true)?,
-            attention_bias: true,
-            mlp_bias: true,
-            ..Self::base(Family::Gpt2, f.size("vocab_size", Some(50257))?, hidden_size, heads)
-        })
-    }
-
-    fn gpt_neox(f: &Fields<'_>) -> Result<Self> {
-        let hidden_size = f.size("hidden_size", Some(6144))?;
-        let heads = f.size("num_attention_heads", Some(64))?;
-        Ok(Self {
-            intermediate_size: f.size("intermediate_size", Some(24576))?,
-            num_hidden_layers: f.size("num_hidden_layers", Some(44))?,
-            max_position_embeddings: f.size("max_position_embeddings", Some(2048))? as usize,
-            norm_eps: f.number("layer_norm_eps", 1e-5)?,
-            activation: f.activation("hidden_act", "gelu")?,
-            rope: Some(f.rope(hidden_size / heads, "rotary_emb_base", Some("rotary_pct"), 0.25)?),
-            parallel_residual: f.flag("use_parallel_residual", true)?,
-            tie_word_embeddings: f.flag("tie_word_embeddings", false)?,
-            attention_bias: f.flag("attention_bias", true)?,
-            mlp_bias: true,
-            ..Self::base(Family::GptNeox, f.size("vocab_size", Some(50432))?, hidden_size, heads)
-        })
-    }
-
-    fn llama(f: &Fields<'_>) -> Result<Self> {
-        let hidden_size = f.size("hidden_size", Some(4096))?;
-        let heads = f.size("num_attention_heads", Some(32))?;
-        let head_dim = f.size("head_dim", Some(hidden_size / heads))?;
-        Ok(Self {
-            intermediate_size: f.size("intermediate_size", Some(11008))?,
-            num_hidden_layers: f.size("num_hidden_layers", Some(32))?,
-            num_key_value_heads: f.size("num_key_value_heads", Some(heads))?,
-            head_dim,
-            max_position_embeddings: f.size("max_position_embeddings", Some(2048))? as usize,
-            norm_eps: f.number("rms_norm_eps", 1e-6)?,
-            activation: f.activation("hidden_act", "silu")?,
-            rope: Some(f.rope(head_dim, "rope_theta", None, 1.0)?),
-            tie_word_embeddings: f.flag("tie_word_embeddings", false)?,
-            attention_bias: f.flag("attention_bias", false)?,
-            mlp_bias: f.flag("mlp_bias", false)?,
-            ..Self::base(Family::Llama, f.size("vocab_size", Some(32000))?, hidden_size, heads)
-        })
-    }
-
-    /// What the families' readers fill in further.
-    fn base(family: Family, vocab_size: i64, hidden_size: i64, heads: i64) -> Self {
-        Self {
-            family,
+            family: f.family,
             vocab_size,
+            embedding_size: hidden_size,
             hidden_size,
             intermediate_size: 0,
-            num_hidden_layers: 0,
+            num_hidden_layers: layers,
             num_attention_heads: heads,
             num_key_value_heads: heads,
             head_dim: hidden_size / heads,
-            max_position_embeddings: 0,
-            norm_eps: 0.0,
+            max_position_embeddings: f.size("max_position_embeddings", 2048)? as usize,
+            position_offset: 0,
+            token_types: 0,
+            embedding_scale: 1.0,
+            norm: NormKind::Layer,
+            norm_eps: 1e-5,
+            order: Order::Pre,
             activation: Activation::Gelu,
             rope: None,
-            parallel_residual: false,
-            attention_bias: false,
-            mlp_bias: false,
+            causal: true,
+            windows: vec![None; layers as usize],
+            attention_scale: ((hidden_size / heads) as f64).powf(-0.5),
+            attention_softcap: None,
+            final_softcap: None,
+            qkv_bias: true,
+            attention_out_bias: true,
+            mlp_bias: true,
             tie_word_embeddings: false,
             initializer_range: 0.02,
+            scale_residual_init: false,
             eos_token_ids: Vec::new(),
             architectures: Vec::new(),
-            num_labels: 2,
-        }
+            labels: Vec::new(),
+        })
     }
 
     fn check(&self, path: &Path) -> Result<()> {
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
-        if self.num_hidden_layers > MOST_LAYERS {
-            let message = format!("expected at most {MOST_LAYERS} layers, found {}", self.num_hidden_layers);
-            return Err(Error::invalid(path, message));
-        }
-        if self.family != Family::Llama && self.head_dim * heads != self.hidden_size {
+        // Llama and its successors project to heads of any width; the others cut the hidden size into heads.
+        let free = self.norm != NormKind::Layer;
+        if !free && self.head_dim * heads != self.hidden_size {
             let message = format!("hidden size {}: expected a multiple of {heads} attention heads", self.hidden_size);
             return Err(Error::invalid(path, message));
         }
         if heads % kv_heads != 0 {
             let message = format!("{heads} attention heads: expected a multiple of {kv_heads} key-value heads");
             return Err(Error::invalid(path, message));
+        }
+        if self.head_dim == 0 || !self.attention_scale.is_finite() {
+            return Err(Error::invalid(path, format!("{heads} attention heads: expected at most the hidden size")));
         }
         Ok(())
     }
@@ -378,7 +542,7 @@ impl ModelConfig {
     /// The configuration for saving a causal LM with these token ids.
     pub(crate) fn for_causal_lm(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
         let mut config = self.with_tokens(eos, pad);
-        config.shape.architectures = vec![self.family.causal_lm_class()];
+        config.shape.architectures = vec![self.family.causal_lm_class.unwrap_or(self.family.classifier_class).into()];
         config.raw.insert("architectures".into(), json!(config.architectures));
         for key in ["id2label", "label2id", "problem_type"] {
             config.raw.remove(key);
@@ -386,16 +550,18 @@ impl ModelConfig {
         config
     }
 
-    /// The configuration for saving a classifier with one label: transformers needs a pad id to find the last token, so
-    /// where there is none it is eos.
-    pub(crate) fn for_sequence_classifier(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
+    /// The configuration for saving a classifier: transformers needs a pad id to find the last token, so where there is
+    /// none it is eos.
+    pub(crate) fn for_sequence_classifier(&self, labels: &[String], eos: Option<i64>, pad: Option<i64>) -> Self {
         let own = self.raw.get("pad_token_id").and_then(Value::as_i64);
         let mut config = self.with_tokens(eos, pad.or(own).or(eos));
-        config.shape.architectures = vec![format!("{}ForSequenceClassification", self.family.class())];
-        config.shape.num_labels = 1;
+        config.shape.architectures = vec![self.family.classifier_class.into()];
+        config.shape.labels = labels.to_vec();
         config.raw.insert("architectures".into(), json!(config.architectures));
-        config.raw.insert("id2label".into(), json!({"0": "LABEL_0"}));
-        config.raw.insert("label2id".into(), json!({"LABEL_0": 0}));
+        let by_number = labels.iter().enumerate().map(|(i, label)| (i.to_string(), json!(label)));
+        let by_label = labels.iter().enumerate().map(|(i, label)| (label.clone(), json!(i)));
+        config.raw.insert("id2label".into(), Value::Object(by_number.collect()));
+        config.raw.insert("label2id".into(), Value::Object(by_label.collect()));
         config
     }
 
@@ -408,14 +574,19 @@ impl ModelConfig {
         if let Some(pad) = pad {
             config.raw.insert("pad_token_id".into(), json!(pad));
         }
-        // What we write is f32, whatever was read.
-        let dtype = if config.raw.contains_key("torch_dtype") { "torch_dtype" } else { "dtype" };
-        config.raw.insert(dtype.into(), json!("float32"));
         config
     }
 
-    /// Writes `dir/config.json`: what was read, with the fields that changed.
-    pub(crate) fn save(&self, dir: &Path) -> Result<()> {
-        write_text(&dir.join("config.json"), &pretty(&Value::Object(self.raw.clone())))
+    /// Writes `dir/config.json`: what was read, with the fields that changed, and the dtype of the weights beside it.
+    pub(crate) fn save(&self, dir: &Path, kind: Kind) -> Result<()> {
+        let mut raw = self.raw.clone();
+        let key = if raw.contains_key("torch_dtype") { "torch_dtype" } else { "dtype" };
+        let name = match kind {
+            Kind::BFloat16 => "bfloat16",
+            Kind::Half => "float16",
+            _ => "float32",
+        };
+        raw.insert(key.into(), json!(name));
+        write_text(&dir.join("config.json"), &pretty(&Value::Object(raw)))
     }
 }

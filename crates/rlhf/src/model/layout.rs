@@ -3,6 +3,37 @@
 use crate::Result;
 use tch::{Device, Kind, Tensor};
 
+/// How a layer weighs what a token attends to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scores {
+    /// What the products of queries and keys are multiplied by.
+    pub(crate) scale: f64,
+    /// Scores `x` become `cap * tanh(x / cap)`.
+    pub(crate) softcap: Option<f64>,
+    /// How many tokens, itself included, a token sees; `None`: all.
+    pub(crate) window: Option<i64>,
+    /// Whether a token sees only those before it, and itself.
+    pub(crate) causal: bool,
+}
+
+impl Scores {
+    /// Attention of `q` [rows, heads, queries, head_dim] over `k`, `v` [rows, heads, keys, head_dim].
+    ///
+    /// `visible` is bool and broadcasts to [rows, heads, queries, keys]; `None`: all, or with `causal` all before.
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, visible: Option<&Tensor>, causal: bool) -> Tensor {
+        let Some(cap) = self.softcap else {
+            return Tensor::scaled_dot_product_attention(q, k, v, visible, 0.0, causal, Some(self.scale), false);
+        };
+        // libtorch has no attention with a bound on its scores, so here they are, [rows, heads, queries, keys], in f32.
+        let scores = (q.matmul(&k.transpose(-2, -1)).to_kind(Kind::Float) * (self.scale / cap)).tanh() * cap;
+        let scores = match visible {
+            Some(visible) => scores.masked_fill(&visible.logical_not(), f64::NEG_INFINITY),
+            None => scores,
+        };
+        scores.softmax(-1, Kind::Float).to_kind(v.kind()).matmul(v)
+    }
+}
+
 /// Sequences of different lengths, packed: N tokens in all, no padding. Only attention sees them as [rows, width].
 pub(crate) struct Layout {
     /// Token ids, [N] i64.
@@ -46,8 +77,49 @@ impl Layout {
         self.lens.len() as i64
     }
 
+    /// Attention within each sequence; `q` [N, heads, head_dim], result [N, heads * head_dim].
+    pub(crate) fn attend(&self, scores: &Scores, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+        let heads = q.size()[1];
+        let by_head = |x: &Tensor| {
+            let padded = self.pad(x).transpose(1, 2);
+            let (rows, kv_heads, width, head_dim) = padded.size4().expect("[rows, heads, width, head_dim]");
+            if kv_heads == heads {
+                return padded;
+            }
+            let shape = [rows, kv_heads, heads / kv_heads, width, head_dim];
+            padded.unsqueeze(2).expand(shape, false).reshape([rows, heads, width, head_dim])
+        };
+        let visible = self.visible(scores);
+        let causal = scores.causal && visible.is_none();
+        let out = scores.attend(&by_head(q), &by_head(k), &by_head(v), visible.as_ref(), causal);
+        self.unpad(&out.transpose(1, 2).flatten(2, 3))
+    }
+
+    /// Which keys each query sees, where that is more than "those before it" or "all" say; bool, to [rows, 1, width, width].
+    fn visible(&self, scores: &Scores) -> Option<Tensor> {
+        let device = self.tokens.device();
+        let slots = || Tensor::arange(self.width, (Kind::Int64, device));
+        if !scores.causal {
+            // Behind a short row's end there is nothing to see.
+            let lens = || Tensor::from_slice(&self.lens).to_device(device).view([-1, 1, 1, 1]);
+            return self.ragged.is_some().then(|| slots().lt_tensor(&lens()));
+        }
+        let window = scores.window.filter(|&window| window < self.width);
+        if window.is_none() && scores.softcap.is_none() {
+            return None;
+        }
+        let back = slots().unsqueeze(1) - slots().unsqueeze(0);
+        Some(back.ge(0).logical_and(&back.lt(window.unwrap_or(self.width))))
+    }
+
+    /// The length of the sequence that each token stands in, `[N]` i64.
+    pub(crate) fn len_of_each_token(&self) -> Tensor {
+        let lens: Vec<i64> = self.lens.iter().flat_map(|&len| std::iter::repeat_n(len, len as usize)).collect();
+        Tensor::from_slice(&lens).to_device(self.tokens.device())
+    }
+
     /// Packed [N, ...] as [rows, width, ...].
-    pub(crate) fn pad(&self, packed: &Tensor) -> Tensor {
+    fn pad(&self, packed: &Tensor) -> Tensor {
         let mut shape = packed.size();
         shape.splice(0..1, [self.rows(), self.width]);
         match &self.ragged {
@@ -57,7 +129,7 @@ impl Layout {
     }
 
     /// [rows, width, ...] as packed [N, ...].
-    pub(crate) fn unpad(&self, padded: &Tensor) -> Tensor {
+    fn unpad(&self, padded: &Tensor) -> Tensor {
         let mut shape = padded.size();
         shape.splice(0..2, [-1]);
         let flat = padded.reshape(shape.as_slice());
@@ -79,8 +151,34 @@ pub(crate) struct KvCache {
     kv_heads: i64,
     head_dim: i64,
     device: Device,
-    /// Where the next tokens go, `[rows]` i64, and what they may attend to, [rows, 1, 1, width] f32 with 0 or -inf.
-    step: Option<(Tensor, Tensor, i64)>,
+    step: Option<Step>,
+}
+
+/// One more token in every row of a cache.
+struct Step {
+    /// Where the tokens go, `[rows]` i64.
+    places: Tensor,
+    /// How many of each row's first positions are filled, [rows, 1, 1, 1] i64.
+    lens: Tensor,
+    /// The most positions filled in a row.
+    width: i64,
+    /// What the tokens see under each window that layers have asked for, bool [rows, 1, 1, width].
+    visible: Vec<(Option<i64>, Tensor)>,
+}
+
+impl Step {
+    fn visible(&mut self, window: Option<i64>) -> Tensor {
+        if let Some((_, visible)) = self.visible.iter().find(|(of, _)| *of == window) {
+            return visible.shallow_clone();
+        }
+        let keys = Tensor::arange(self.width, (Kind::Int64, self.lens.device()));
+        let mut visible = keys.lt_tensor(&self.lens);
+        if let Some(window) = window {
+            visible = visible.logical_and(&keys.ge_tensor(&(&self.lens - window)));
+        }
+        self.visible.push((window, visible.shallow_clone()));
+        visible
+    }
 }
 
 impl KvCache {
@@ -122,30 +220,37 @@ impl KvCache {
         for len in &mut self.lens {
             *len += 1;
         }
-        let width = self.lens.iter().copied().max().unwrap_or(0);
-        let lens = Tensor::from_slice(&self.lens).to_device(self.device).unsqueeze(1);
-        let beyond = Tensor::arange(width, (Kind::Int64, self.device)).unsqueeze(0).ge_tensor(&lens);
-        let kind = self.layers[0].0.kind();
-        let mask = Tensor::zeros([self.lens.len() as i64, width], (kind, self.device))
-            .masked_fill_(&beyond, f64::NEG_INFINITY)
-            .unsqueeze(1)
-            .unsqueeze(1);
-        self.step = Some((Tensor::from_slice(&places).to_device(self.device), mask, width));
+        let on_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(self.device);
+        self.step = Some(Step {
+            places: on_device(&places),
+            lens: on_device(&self.lens).view([-1, 1, 1, 1]),
+            width: self.lens.iter().copied().max().unwrap_or(0),
+            visible: Vec::new(),
+        });
     }
 
     /// Attends from one new token per row, `queries` [rows, heads, head_dim], to all of its row; [rows, heads * head_dim].
-    pub(crate) fn attend_step(&mut self, layer: usize, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Tensor {
-        let (places, mask, width) = self.step.take().expect("begin_step comes before attend_step");
-        self.write(layer, &places, keys, values);
+    pub(crate) fn attend_step(
+        &mut self,
+        layer: usize,
+        scores: &Scores,
+        queries: &Tensor,
+        keys: &Tensor,
+        values: &Tensor,
+    ) -> Tensor {
+        let mut step = self.step.take().expect("begin_step comes before attend_step");
+        self.write(layer, &step.places, keys, values);
         let rows = self.lens.len() as i64;
         let view = |cache: &Tensor| {
-            cache.view([rows, self.capacity, self.kv_heads, self.head_dim]).narrow(1, 0, width).transpose(1, 2)
+            cache.view([rows, self.capacity, self.kv_heads, self.head_dim]).narrow(1, 0, step.width).transpose(1, 2)
         };
         let (keys, values) = (view(&self.layers[layer].0), view(&self.layers[layer].1));
         // Query heads that share a key head become that head's query positions: keys and values are never repeated.
         let grouped = queries.reshape([rows, self.kv_heads, -1, self.head_dim]);
-        let out = Tensor::scaled_dot_product_attention(&grouped, &keys, &values, Some(&mask), 0.0, false, None, false);
-        self.step = Some((places, mask, width));
+        let window = scores.window.filter(|&window| window < step.width);
+        let visible = step.visible(window);
+        let out = scores.attend(&grouped, &keys, &values, Some(&visible), false);
+        self.step = Some(step);
         out.reshape([rows, -1])
     }
 

@@ -1,18 +1,18 @@
 //! A model's parameters: named as in its checkpoint, read strictly or drawn fresh.
 
-use super::decoder::Names;
+use super::families::Names;
 use crate::rng::{Purpose, Stream};
 use crate::weights::Checkpoint;
 use crate::{Error, Result};
 use std::collections::HashSet;
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// One trainable tensor of a model.
 #[derive(Debug)]
 pub struct Param {
     /// Its name in the checkpoint, which is Hugging Face's.
     pub name: String,
-    /// The tensor, f32; it shares memory with the model's.
+    /// The tensor, in the dtype that the model is held in; it shares memory with the model's.
     pub tensor: Tensor,
     /// Whether weight decay applies: not to biases and norms, as in TRL.
     pub decay: bool,
@@ -34,6 +34,9 @@ pub(crate) enum Source<'a> {
     Fresh(u64),
 }
 
+/// What DeepSpeed-Chat's reward models have before the base model's names.
+pub(crate) const DEEPSPEED_CHAT: &str = "rwtransformer.";
+
 /// How many numbers are drawn before they are copied into their tensor.
 const DRAWN_AT_ONCE: usize = 1 << 20;
 
@@ -42,6 +45,10 @@ pub(crate) struct Builder<'a> {
     source: Source<'a>,
     names: &'static Names,
     device: Device,
+    /// The dtype that the tensors get.
+    kind: Kind,
+    /// What the checkpoint's names begin with where ours begin with `names.prefix`.
+    stored_prefix: &'static str,
     params: Vec<Param>,
     asked: HashSet<String>,
     missing: Vec<String>,
@@ -49,9 +56,32 @@ pub(crate) struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    pub(crate) fn new(source: Source<'a>, names: &'static Names, device: Device) -> Self {
+    pub(crate) fn new(source: Source<'a>, names: &'static Names, device: Device, kind: Kind) -> Self {
+        let stored_prefix = match source {
+            Source::Fresh(_) => names.prefix,
+            Source::Checkpoint(checkpoint) => {
+                let used = |prefix: &&str| checkpoint.names().any(|name| name.starts_with(prefix));
+                // Some checkpoints (OpenAI's GPT-2) leave the prefix out.
+                [names.prefix, DEEPSPEED_CHAT].into_iter().find(used).unwrap_or("")
+            }
+        };
         let (params, asked) = (Vec::new(), HashSet::new());
-        Self { source, names, device, params, asked, missing: Vec::new(), mismatched: Vec::new() }
+        let (missing, mismatched) = (Vec::new(), Vec::new());
+        Self { source, names, device, kind, stored_prefix, params, asked, missing, mismatched }
+    }
+
+    /// What the checkpoint's names begin with where ours begin with the family's prefix.
+    pub(crate) fn stored_prefix(&self) -> &'static str {
+        self.stored_prefix
+    }
+
+    /// The first of `names` that the checkpoint holds; the first of all where there is no checkpoint or none of them.
+    pub(crate) fn first_stored<'n>(&self, names: &[&'n str]) -> &'n str {
+        let stored = |name: &&&str| match self.source {
+            Source::Fresh(_) => false,
+            Source::Checkpoint(checkpoint) => checkpoint.shape(name).is_some(),
+        };
+        names.iter().find(stored).unwrap_or(&names[0])
     }
 
     /// The tensor `name` of `shape`: from the checkpoint, or as `init` says. Problems come together in `finish`.
@@ -59,7 +89,7 @@ impl<'a> Builder<'a> {
         let tensor = match self.source {
             Source::Fresh(seed) => self.fresh(seed, shape, init)?,
             Source::Checkpoint(checkpoint) => {
-                let stored = stored_name(checkpoint, self.names, &name);
+                let stored = self.stored_name(checkpoint, &name);
                 let read = match checkpoint.shape(&stored) {
                     None => {
                         self.missing.push(name.clone());
@@ -69,11 +99,11 @@ impl<'a> Builder<'a> {
                         self.mismatched.push(format!("tensor `{stored}`: expected {shape:?}, found {found:?}"));
                         None
                     }
-                    Some(_) => Some(checkpoint.read(&stored, self.device)?),
+                    Some(_) => Some(checkpoint.read(&stored, self.device, self.kind)?),
                 };
                 self.asked.insert(stored);
                 // The model is thrown away when anything is amiss; a placeholder lets us list all that is.
-                read.unwrap_or_else(|| Tensor::zeros([0], (tch::Kind::Float, self.device)))
+                read.unwrap_or_else(|| Tensor::zeros([0], (self.kind, self.device)))
             }
         };
         Ok(self.keep(name, tensor, decay))
@@ -85,26 +115,50 @@ impl<'a> Builder<'a> {
         Ok(self.keep(name, tensor, true))
     }
 
+    /// A bias of zeros, wherever the rest comes from.
+    pub(crate) fn zeros(&mut self, name: String, shape: &[i64]) -> Result<Tensor> {
+        let tensor = Tensor::f_zeros(shape, (self.kind, self.device))?;
+        Ok(self.keep(name, tensor, false))
+    }
+
+    /// A weight that comes from elsewhere, read for the builder's device and dtype.
+    pub(crate) fn given(&mut self, name: String, read: impl FnOnce(Device, Kind) -> Result<Tensor>) -> Result<Tensor> {
+        let tensor = read(self.device, self.kind)?;
+        Ok(self.keep(name, tensor, true))
+    }
+
+    /// The name under which the checkpoint holds `name`.
+    fn stored_name(&self, checkpoint: &Checkpoint, name: &str) -> String {
+        let stored = match name.strip_prefix(self.names.prefix) {
+            Some(rest) => format!("{}{rest}", self.stored_prefix),
+            None => name.to_string(),
+        };
+        // TensorFlow's names of a norm's two tensors live on in old BERTs.
+        let old = stored.strip_suffix("LayerNorm.weight").map(|base| format!("{base}LayerNorm.gamma"));
+        let old = old.or_else(|| stored.strip_suffix("LayerNorm.bias").map(|base| format!("{base}LayerNorm.beta")));
+        old.filter(|old| checkpoint.shape(&stored).is_none() && checkpoint.shape(old).is_some()).unwrap_or(stored)
+    }
+
     fn keep(&mut self, name: String, tensor: Tensor, decay: bool) -> Tensor {
         self.params.push(Param { name, tensor: tensor.shallow_clone(), decay });
         tensor
     }
 
     fn fresh(&self, seed: u64, shape: &[i64], init: Init) -> Result<Tensor> {
-        let options = (tch::Kind::Float, self.device);
+        let options = (self.kind, self.device);
         Ok(match init {
             Init::Zeros => Tensor::f_zeros(shape, options)?,
             Init::Ones => Tensor::f_ones(shape, options)?,
             Init::Normal(std) => {
                 let mut stream = Stream::new(seed, Purpose::Init, self.params.len() as u64, 0);
                 // libtorch first: it refuses a size that memory cannot hold, where a vector would end the program.
-                let mut tensor = Tensor::f_empty(shape, (tch::Kind::Float, tch::Device::Cpu))?.f_view([-1])?;
+                let mut tensor = Tensor::f_empty(shape, (Kind::Float, Device::Cpu))?.f_view([-1])?;
                 for from in (0..tensor.size()[0]).step_by(DRAWN_AT_ONCE) {
                     let len = (DRAWN_AT_ONCE as i64).min(tensor.size()[0] - from);
                     tensor.narrow(0, from, len).f_copy_(&Tensor::f_from_slice(&stream.normals(len as usize, std))?)?;
                 }
                 tensor = tensor.f_view(shape)?;
-                tensor.to_device(self.device)
+                tensor.to_device(self.device).to_kind(self.kind)
             }
         })
     }
@@ -112,12 +166,14 @@ impl<'a> Builder<'a> {
     /// The parameters in the order of the model.
     ///
     /// # Errors
-    /// One error that lists every tensor that is missing, of another shape, or not expected; tensors below `ignored`
-    /// (the head of another task) may be there.
+    /// One error that lists every tensor that is missing, of another shape, or not expected; tensors that begin with one
+    /// of `ignored` (the head of another task) may be there.
     pub(crate) fn finish(self, ignored: &[&str]) -> Result<Vec<Param>> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(self.params) };
-        let harmless =
-            |name: &str| self.names.harmless.iter().any(|suffix| name.ends_with(suffix)) || ignored.contains(&name);
+        let harmless = |name: &str| {
+            self.names.harmless.iter().any(|suffix| name.ends_with(suffix))
+                || ignored.iter().any(|prefix| name.starts_with(prefix))
+        };
         let unexpected: Vec<&str> =
             checkpoint.names().filter(|name| !self.asked.contains(*name) && !harmless(name)).collect();
         if self.missing.is_empty() && self.mismatched.is_empty() && unexpected.is_empty() {
@@ -143,13 +199,5 @@ impl<'a> Builder<'a> {
             ""
         };
         Err(Error::invalid(checkpoint.dir(), format!("{}{hint}", problems.join("; "))))
-    }
-}
-
-/// The name under which a checkpoint holds `name`: some (OpenAI's GPT-2) leave out the base model's prefix.
-fn stored_name(checkpoint: &Checkpoint, names: &Names, name: &str) -> String {
-    match name.strip_prefix(names.prefix) {
-        Some(bare) if !checkpoint.names().any(|n| n.starts_with(names.prefix)) => bare.to_string(),
-        _ => name.to_string(),
     }
 }

@@ -6,7 +6,7 @@ use crate::data::{Cursor, Dataset, Prompt};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, Precision, SequenceClassifier};
+use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::rng::{Purpose, Stream};
@@ -198,7 +198,7 @@ impl PpoTrainer {
         // 2. Responses to experience: scores, log-probabilities, values.
         let (scores, ends) = self.score(&prompts, &responses)?;
         let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
-        let recompute = self.learner.policy.precision() != Precision::F32;
+        let recompute = !self.learner.policy.is_exact();
         let experience = experience(judges, &prompts, &responses, scores, recompute, config)?;
 
         // 3. Experience to rewards, advantages, returns.

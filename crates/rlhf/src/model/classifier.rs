@@ -1,0 +1,268 @@
+//! Sequence classifiers: reward models and value models.
+
+use super::config::ModelConfig;
+use super::decoder::Decoder;
+use super::families::{HeadActivation, HeadNames};
+use super::linear::{Linear, LinearShape};
+use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
+use super::{Body, ModelOptions};
+use crate::weights::Checkpoint;
+use crate::{Error, Result};
+use std::ops::Range;
+use std::path::Path;
+use tch::{Kind, Tensor};
+
+/// Names of the one-product heads that are known: transformers', and DeepSpeed-Chat's.
+const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
+
+/// A model with a number per position, or, where it is an encoder, some per sequence: a reward model or a value model.
+#[derive(Debug)]
+pub struct SequenceClassifier {
+    body: Body,
+    head: Head,
+    labels: Vec<String>,
+    chosen: Label,
+    new_head: bool,
+    /// The names are DeepSpeed-Chat's.
+    deepspeed_chat: bool,
+}
+
+#[derive(Debug)]
+enum Head {
+    /// Applied at any position.
+    Score(Linear),
+    /// Applied at the first token.
+    Dense { inner: Linear, activation: HeadActivation, out: Linear },
+}
+
+/// What of a classifier's labels is the score.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Label {
+    /// The only one.
+    Only,
+    One(i64),
+    /// The first less the second.
+    Difference(i64, i64),
+}
+
+impl SequenceClassifier {
+    /// Reads a folder that holds a sequence classifier, also as DeepSpeed-Chat writes it (`v_head.weight`); frozen until
+    /// [`SequenceClassifier::set_trainable`].
+    ///
+    /// With `new_head: Some(seed)` the folder may hold a language model: its body is read, a head with one label is drawn.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::from_pretrained`]; a language model without `new_head` is an error that says so.
+    pub fn from_pretrained(dir: &Path, new_head: Option<u64>, options: ModelOptions) -> Result<Self> {
+        let config = ModelConfig::from_dir(dir)?;
+        let checkpoint = Checkpoint::open(dir)?;
+        let source = Source::Checkpoint(&checkpoint);
+        let names = &config.family.names;
+        let (held, compute) = options.kinds(source);
+        let mut builder = Builder::new(source, names, options.device, held);
+        let decoder = Decoder::new(&config, &mut builder, compute)?;
+        let name = builder.first_stored(&SCORE_HEADS);
+        let is_score = matches!(names.head, HeadNames::Score);
+        // A folder that has a head keeps it: `new_head` is for those that have none.
+        let new_head = new_head.filter(|_| is_score && checkpoint.shape(name).is_none());
+        let one = || vec!["LABEL_0".to_string()];
+        let labels = if new_head.is_some() || name == SCORE_HEADS[1] { one() } else { config.labels.clone() };
+        let head = Head::build(&mut builder, &config, name, labels.len() as i64, new_head)?;
+        // Beside a head of its own, what a language model's head or a value head says does not matter.
+        let ignored = if new_head.is_some() { vec![names.lm_head, "v_head."] } else { vec![] };
+        let deepspeed_chat = builder.stored_prefix() == DEEPSPEED_CHAT || name == SCORE_HEADS[1];
+        let params = builder.finish(&ignored)?;
+        let chosen = if labels.len() == 1 { Label::Only } else { Label::One(0) };
+        let new_head = new_head.is_some();
+        let body = Body { decoder, params, config, device: options.device, kind: held };
+        Ok(Self { body, head, labels, chosen, new_head, deepspeed_chat })
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &ModelConfig {
+        &self.body.config
+    }
+
+    /// The parameters, in the order of the model.
+    pub fn params(&self) -> &[Param] {
+        &self.body.params
+    }
+
+    /// The names of the labels.
+    pub fn labels(&self) -> &[String] {
+        &self.labels
+    }
+
+    /// Whether gradients reach the weights.
+    pub fn set_trainable(&mut self, trainable: bool) {
+        self.body.set_trainable(trainable);
+    }
+
+    /// Whether the score head was drawn when the model was read: its numbers mean nothing before training.
+    pub fn has_new_head(&self) -> bool {
+        self.new_head
+    }
+
+    /// Checks that the model says one number at every position, as a value model must.
+    ///
+    /// # Errors
+    /// If it is an encoder or has several labels.
+    pub fn check_values(&self, dir: &Path) -> Result<()> {
+        match self.head {
+            Head::Dense { .. } => Err(Error::invalid(
+                dir,
+                format!(
+                    "expected a decoder, found `{}`, an encoder: it has no value per token",
+                    self.config().family.name
+                ),
+            )),
+            Head::Score(_) if self.labels.len() > 1 => {
+                Err(Error::invalid(dir, format!("expected a classifier with one label, found {}", self.labels.len())))
+            }
+            Head::Score(_) => Ok(()),
+        }
+    }
+
+    /// Chooses which label is the score: a name, a number, or two of these with a minus between them.
+    ///
+    /// `None` is right for a model with one label only.
+    ///
+    /// # Errors
+    /// If there is no such label, or there are several and none is chosen; `dir` is the model's folder.
+    pub fn choose_label(&mut self, label: Option<&str>, dir: &Path) -> Result<()> {
+        let known = self.labels.join(", ");
+        let at = |name: &str| {
+            let by_name = self.labels.iter().position(|label| label == name);
+            let by_number = || name.parse().ok().filter(|&i: &usize| i < self.labels.len());
+            by_name.or_else(by_number).map(|i| i as i64)
+        };
+        self.chosen = match label {
+            None if self.labels.len() == 1 => Label::Only,
+            None => {
+                let message = format!(
+                    "the classifier has {} labels: {known}; choose one, or a difference such as {}-{}, with --reward_label",
+                    self.labels.len(),
+                    self.labels[1],
+                    self.labels[0]
+                );
+                return Err(Error::invalid(dir, message));
+            }
+            Some(text) => {
+                let halves = || text.match_indices('-').find_map(|(i, _)| Some((at(&text[..i])?, at(&text[i + 1..])?)));
+                match (at(text), halves()) {
+                    (Some(i), _) => Label::One(i),
+                    (None, Some((i, j))) => Label::Difference(i, j),
+                    (None, None) => {
+                        let message = format!(
+                            "reward_label = {text}: expected one of {known}, its number, or two of them with a minus between"
+                        );
+                        return Err(Error::invalid(dir, message));
+                    }
+                }
+            }
+        };
+        Ok(())
+    }
+
+    /// The numbers at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::logits`]; if a span is not within its sequence; if the model fails
+    /// [`SequenceClassifier::check_values`].
+    pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
+        let (Head::Score(score), 1) = (&self.head, self.labels.len()) else {
+            return Err(Error::Run("a value at a position: expected a decoder with one label".into()));
+        };
+        self.body.check_spans(sequences, spans, 0)?;
+        let (layout, hidden) = self.body.hidden(sequences)?;
+        Ok(score.forward(&self.body.rows_at(&layout, &hidden, spans, 0)).squeeze_dim(1))
+    }
+
+    /// The logits of each sequence, read at its last token, by an encoder at its first: `[rows, labels]` f32.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::logits`].
+    pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
+        let (layout, hidden) = self.body.hidden(sequences)?;
+        let lens = sequences.iter().map(|s| s.as_ref().len());
+        let spans: Vec<_> = match self.head {
+            Head::Score(_) => lens.map(|len| len - 1..len).collect(),
+            Head::Dense { .. } => lens.map(|_| 0..1).collect(),
+        };
+        let hidden = self.body.rows_at(&layout, &hidden, &spans, 0);
+        Ok(match &self.head {
+            Head::Score(score) => score.forward(&hidden),
+            Head::Dense { inner, activation, out } => {
+                let inner = inner.forward(&hidden);
+                out.forward(&match activation {
+                    HeadActivation::Tanh => inner.tanh(),
+                    HeadActivation::Relu => inner.relu(),
+                })
+            }
+        })
+    }
+
+    /// The score of each sequence: its logit for the chosen label, `[rows]` f32.
+    ///
+    /// # Errors
+    /// As [`super::CausalLm::logits`].
+    pub fn scores<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
+        let logits = self.logits(sequences)?;
+        Ok(match self.chosen {
+            Label::Only => logits.squeeze_dim(1),
+            Label::One(i) => logits.select(1, i),
+            Label::Difference(i, j) => logits.select(1, i) - logits.select(1, j),
+        })
+    }
+
+    /// Writes `config.json` and the weights below `dir`; transformers reads them, or DeepSpeed-Chat where they came from
+    /// there.
+    ///
+    /// Without a `pad` the configuration names eos as such: transformers scores no batch without one.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>) -> Result<()> {
+        let eos = eos.first().copied();
+        if !self.deepspeed_chat {
+            return self.body.save(dir, &self.config().for_sequence_classifier(&self.labels, eos, pad));
+        }
+        let prefix = self.config().family.names.prefix;
+        let stored = |name: &str| name.strip_prefix(prefix).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"));
+        self.body.save_renamed(dir, &self.config().for_causal_lm(eos, pad), stored)
+    }
+}
+
+impl Head {
+    /// `name` is that of a one-product head.
+    fn build(
+        builder: &mut Builder<'_>,
+        config: &ModelConfig,
+        name: &str,
+        labels: i64,
+        new_head: Option<u64>,
+    ) -> Result<Self> {
+        // A head's product is done in f32: in bf16 scores would come in steps of 1/128 of their size.
+        let compute = Kind::Float;
+        let std = config.initializer_range;
+        match config.family.names.head {
+            HeadNames::Score => {
+                let shape = [labels, config.embedding_size];
+                let weight = match new_head {
+                    Some(seed) => builder.new_head(name.to_string(), &shape, seed, std)?,
+                    None => builder.tensor(name.to_string(), &shape, Init::Zeros, true)?,
+                };
+                Ok(Head::Score(Linear::new(weight, None, compute)))
+            }
+            HeadNames::Dense { inner, activation, out } => {
+                let width_in = config.hidden_size;
+                let shape = |width_out| LinearShape { width_in, width_out, bias: true, transposed: false, std };
+                Ok(Head::Dense {
+                    inner: Linear::build(builder, inner, shape(width_in), compute)?,
+                    activation,
+                    out: Linear::build(builder, out, shape(labels), compute)?,
+                })
+            }
+        }
+    }
+}

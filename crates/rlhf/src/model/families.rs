@@ -1,0 +1,547 @@
+//! The families of models, as data: what `config.json` means for each, and what each calls its tensors.
+//!
+//! A new family is an entry in [`FAMILIES`], a reader that fills a [`Shape`], a table of [`Names`], and a golden model.
+
+use super::config::{Fields, NormKind, Order, RopeKeys, RopeScaling, Shape};
+use crate::Result;
+
+/// A family of models, known by the `model_type` of its `config.json`.
+#[derive(Debug)]
+pub struct Family {
+    /// The `model_type`.
+    pub name: &'static str,
+    /// The class of transformers for its language models; `None` for encoders, which are only classifiers here.
+    pub(crate) causal_lm_class: Option<&'static str>,
+    /// The class of transformers for its classifiers.
+    pub(crate) classifier_class: &'static str,
+    pub(super) shape: fn(&Fields<'_>) -> Result<Shape>,
+    pub(crate) names: Names,
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+/// What a family calls its tensors; `{base}.weight` and `{base}.bias` complete each name. `None`: it has no such part.
+#[derive(Debug)]
+pub(crate) struct Names {
+    /// What all of the base model's names begin with.
+    pub(crate) prefix: &'static str,
+    pub(crate) embed: &'static str,
+    /// Learned positions.
+    pub(crate) positions: Option<&'static str>,
+    /// Kinds of segment; every token is of kind 0 here.
+    pub(crate) token_types: Option<&'static str>,
+    pub(crate) embed_norm: Option<&'static str>,
+    /// From the width of the embeddings to that of the layers and back, where the two differ.
+    pub(crate) project: Option<[&'static str; 2]>,
+    pub(crate) layers: &'static str,
+    pub(crate) input_norm: &'static str,
+    pub(crate) qkv: Qkv,
+    /// Norms over each head of the queries and of the keys.
+    pub(crate) qk_norm: Option<[&'static str; 2]>,
+    pub(crate) attention_out: &'static str,
+    pub(crate) mlp_norm: &'static str,
+    /// Norms of what attention and MLP give back.
+    pub(crate) output_norms: Option<[&'static str; 2]>,
+    pub(crate) mlp_in: MlpIn,
+    pub(crate) mlp_out: &'static str,
+    pub(crate) final_norm: &'static str,
+    /// The whole name of the LM head's weight.
+    pub(crate) lm_head: &'static str,
+    /// Linear weights are stored as `[in, out]` and not as `[out, in]`.
+    pub(crate) transposed: bool,
+    pub(crate) head: HeadNames,
+    /// Endings of tensors that old checkpoints hold and nobody needs: masks, rotary tables, position numbers.
+    pub(crate) harmless: &'static [&'static str],
+}
+
+/// How queries, keys and values are projected.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Qkv {
+    Separate([&'static str; 3]),
+    /// One product: all queries, all keys, all values.
+    Fused(&'static str),
+    /// One product: query, key and value of each head in turn.
+    FusedByHead(&'static str),
+}
+
+/// How the MLP begins.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum MlpIn {
+    Up(&'static str),
+    /// The activated gate times the way up.
+    Gated([&'static str; 2]),
+    /// One product: gate, then up.
+    GatedFused(&'static str),
+}
+
+/// The head of a family's classifiers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum HeadNames {
+    /// One product per position, without bias, read at the last token: `score.weight`.
+    Score,
+    /// Two products, read at the first token: hidden layer, its activation, then one row per label.
+    Dense { inner: &'static str, activation: HeadActivation, out: &'static str },
+}
+
+/// The non-linearity of a two-layer head.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum HeadActivation {
+    Tanh,
+    Relu,
+}
+
+/// The families that there are.
+pub(crate) static FAMILIES: &[Family] = &[
+    Family {
+        name: "gpt2",
+        causal_lm_class: Some("GPT2LMHeadModel"),
+        classifier_class: "GPT2ForSequenceClassification",
+        shape: gpt2,
+        names: Names {
+            prefix: "transformer.",
+            embed: "transformer.wte",
+            positions: Some("transformer.wpe"),
+            layers: "transformer.h",
+            input_norm: "ln_1",
+            qkv: Qkv::Fused("attn.c_attn"),
+            attention_out: "attn.c_proj",
+            mlp_norm: "ln_2",
+            mlp_in: MlpIn::Up("mlp.c_fc"),
+            mlp_out: "mlp.c_proj",
+            final_norm: "transformer.ln_f",
+            transposed: true,
+            harmless: &[".attn.bias", ".attn.masked_bias"],
+            ..LLAMA
+        },
+    },
+    Family {
+        name: "gpt_neox",
+        causal_lm_class: Some("GPTNeoXForCausalLM"),
+        classifier_class: "GPTNeoXForSequenceClassification",
+        shape: gpt_neox,
+        names: Names {
+            prefix: "gpt_neox.",
+            embed: "gpt_neox.embed_in",
+            layers: "gpt_neox.layers",
+            qkv: Qkv::FusedByHead("attention.query_key_value"),
+            attention_out: "attention.dense",
+            mlp_in: MlpIn::Up("mlp.dense_h_to_4h"),
+            mlp_out: "mlp.dense_4h_to_h",
+            final_norm: "gpt_neox.final_layer_norm",
+            lm_head: "embed_out.weight",
+            harmless: &[".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"],
+            ..LLAMA
+        },
+    },
+    Family {
+        name: "opt",
+        causal_lm_class: Some("OPTForCausalLM"),
+        classifier_class: "OPTForSequenceClassification",
+        shape: opt,
+        names: Names {
+            embed: "model.decoder.embed_tokens",
+            positions: Some("model.decoder.embed_positions"),
+            project: Some(["model.decoder.project_in", "model.decoder.project_out"]),
+            layers: "model.decoder.layers",
+            input_norm: "self_attn_layer_norm",
+            attention_out: "self_attn.out_proj",
+            mlp_norm: "final_layer_norm",
+            mlp_in: MlpIn::Up("fc1"),
+            mlp_out: "fc2",
+            final_norm: "model.decoder.final_layer_norm",
+            harmless: &[],
+            ..LLAMA
+        },
+    },
+    Family {
+        name: "llama",
+        causal_lm_class: Some("LlamaForCausalLM"),
+        classifier_class: "LlamaForSequenceClassification",
+        shape: llama,
+        names: LLAMA,
+    },
+    Family {
+        name: "mistral",
+        causal_lm_class: Some("MistralForCausalLM"),
+        classifier_class: "MistralForSequenceClassification",
+        shape: mistral,
+        names: LLAMA,
+    },
+    Family {
+        name: "qwen2",
+        causal_lm_class: Some("Qwen2ForCausalLM"),
+        classifier_class: "Qwen2ForSequenceClassification",
+        shape: qwen2,
+        names: LLAMA,
+    },
+    Family {
+        name: "qwen3",
+        causal_lm_class: Some("Qwen3ForCausalLM"),
+        classifier_class: "Qwen3ForSequenceClassification",
+        shape: qwen3,
+        names: Names { qk_norm: Some(["self_attn.q_norm", "self_attn.k_norm"]), ..LLAMA },
+    },
+    Family {
+        name: "gemma2",
+        causal_lm_class: Some("Gemma2ForCausalLM"),
+        classifier_class: "Gemma2ForSequenceClassification",
+        shape: gemma2,
+        names: Names {
+            mlp_norm: "pre_feedforward_layernorm",
+            output_norms: Some(["post_attention_layernorm", "post_feedforward_layernorm"]),
+            ..LLAMA
+        },
+    },
+    Family {
+        name: "phi3",
+        causal_lm_class: Some("Phi3ForCausalLM"),
+        classifier_class: "Phi3ForSequenceClassification",
+        shape: phi3,
+        names: Names { qkv: Qkv::Fused("self_attn.qkv_proj"), mlp_in: MlpIn::GatedFused("mlp.gate_up_proj"), ..LLAMA },
+    },
+    Family {
+        name: "bert",
+        causal_lm_class: None,
+        classifier_class: "BertForSequenceClassification",
+        shape: bert,
+        names: Names {
+            head: HeadNames::Dense { inner: "bert.pooler.dense", activation: HeadActivation::Tanh, out: "classifier" },
+            ..BERT
+        },
+    },
+    Family {
+        name: "roberta",
+        causal_lm_class: None,
+        classifier_class: "RobertaForSequenceClassification",
+        shape: roberta,
+        names: Names {
+            prefix: "roberta.",
+            embed: "roberta.embeddings.word_embeddings",
+            positions: Some("roberta.embeddings.position_embeddings"),
+            token_types: Some("roberta.embeddings.token_type_embeddings"),
+            embed_norm: Some("roberta.embeddings.LayerNorm"),
+            layers: "roberta.encoder.layer",
+            ..BERT
+        },
+    },
+    Family {
+        name: "distilbert",
+        causal_lm_class: None,
+        classifier_class: "DistilBertForSequenceClassification",
+        shape: distilbert,
+        names: Names {
+            prefix: "distilbert.",
+            embed: "distilbert.embeddings.word_embeddings",
+            positions: Some("distilbert.embeddings.position_embeddings"),
+            token_types: None,
+            embed_norm: Some("distilbert.embeddings.LayerNorm"),
+            layers: "distilbert.transformer.layer",
+            input_norm: "sa_layer_norm",
+            qkv: Qkv::Separate(["attention.q_lin", "attention.k_lin", "attention.v_lin"]),
+            attention_out: "attention.out_lin",
+            mlp_norm: "output_layer_norm",
+            mlp_in: MlpIn::Up("ffn.lin1"),
+            mlp_out: "ffn.lin2",
+            head: HeadNames::Dense { inner: "pre_classifier", activation: HeadActivation::Relu, out: "classifier" },
+            ..BERT
+        },
+    },
+];
+
+/// Llama's names, which most decoders since share.
+const LLAMA: Names = Names {
+    prefix: "model.",
+    embed: "model.embed_tokens",
+    positions: None,
+    token_types: None,
+    embed_norm: None,
+    project: None,
+    layers: "model.layers",
+    input_norm: "input_layernorm",
+    qkv: Qkv::Separate(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+    qk_norm: None,
+    attention_out: "self_attn.o_proj",
+    mlp_norm: "post_attention_layernorm",
+    output_norms: None,
+    mlp_in: MlpIn::Gated(["mlp.gate_proj", "mlp.up_proj"]),
+    mlp_out: "mlp.down_proj",
+    final_norm: "model.norm",
+    lm_head: "lm_head.weight",
+    transposed: false,
+    head: HeadNames::Score,
+    harmless: &[".rotary_emb.inv_freq"],
+};
+
+/// BERT's names, which the encoders after it share inside their layers.
+const BERT: Names = Names {
+    prefix: "bert.",
+    embed: "bert.embeddings.word_embeddings",
+    positions: Some("bert.embeddings.position_embeddings"),
+    token_types: Some("bert.embeddings.token_type_embeddings"),
+    embed_norm: Some("bert.embeddings.LayerNorm"),
+    layers: "bert.encoder.layer",
+    input_norm: "attention.output.LayerNorm",
+    qkv: Qkv::Separate(["attention.self.query", "attention.self.key", "attention.self.value"]),
+    attention_out: "attention.output.dense",
+    mlp_norm: "output.LayerNorm",
+    mlp_in: MlpIn::Up("intermediate.dense"),
+    mlp_out: "output.dense",
+    final_norm: "",
+    lm_head: "",
+    head: HeadNames::Dense { inner: "classifier.dense", activation: HeadActivation::Tanh, out: "classifier.out_proj" },
+    harmless: &[".embeddings.position_ids"],
+    ..LLAMA
+};
+
+fn gpt2(f: &Fields<'_>) -> Result<Shape> {
+    f.must_be("scale_attn_weights", true)?;
+    f.must_be("scale_attn_by_inverse_layer_idx", false)?;
+    f.must_be("add_cross_attention", false)?;
+    let hidden_size = f.size("n_embd", 768)?;
+    Ok(Shape {
+        intermediate_size: f.size("n_inner", 4 * hidden_size)?,
+        max_position_embeddings: f.size("n_positions", 1024)? as usize,
+        norm_eps: f.number("layer_norm_epsilon", 1e-5)?,
+        activation: f.activation("activation_function", "gelu_new")?,
+        tie_word_embeddings: f.flag("tie_word_embeddings", true)?,
+        scale_residual_init: true,
+        ..Shape::biased(f, f.size("vocab_size", 50257)?, hidden_size, f.size("n_head", 12)?, f.size("n_layer", 12)?)?
+    })
+}
+
+fn gpt_neox(f: &Fields<'_>) -> Result<Shape> {
+    let (hidden_size, heads) = (f.size("hidden_size", 6144)?, f.size("num_attention_heads", 64)?);
+    let layers = f.size("num_hidden_layers", 44)?;
+    let bias = f.flag("attention_bias", true)?;
+    let rope = RopeKeys { theta: "rotary_emb_base", fraction: "rotary_pct", default_fraction: 0.25 };
+    Ok(Shape {
+        intermediate_size: f.size("intermediate_size", 24576)?,
+        norm_eps: f.number("layer_norm_eps", 1e-5)?,
+        activation: f.activation("hidden_act", "gelu")?,
+        rope: Some(f.rope(hidden_size / heads, &rope)?),
+        order: if f.flag("use_parallel_residual", true)? { Order::Parallel } else { Order::Pre },
+        tie_word_embeddings: f.flag("tie_word_embeddings", false)?,
+        qkv_bias: bias,
+        attention_out_bias: bias,
+        ..Shape::biased(f, f.size("vocab_size", 50432)?, hidden_size, heads, layers)?
+    })
+}
+
+fn opt(f: &Fields<'_>) -> Result<Shape> {
+    f.must_be("enable_bias", true)?;
+    f.must_be("layer_norm_elementwise_affine", true)?;
+    f.must_be("_remove_final_layer_norm", false)?;
+    let (hidden_size, heads) = (f.size("hidden_size", 768)?, f.size("num_attention_heads", 12)?);
+    Ok(Shape {
+        embedding_size: f.size("word_embed_proj_dim", hidden_size)?,
+        intermediate_size: f.size("ffn_dim", 3072)?,
+        // Its table begins with two rows that nobody reads any more.
+        position_offset: 2,
+        order: if f.flag("do_layer_norm_before", true)? { Order::Pre } else { Order::Post },
+        activation: f.activation("activation_function", "relu")?,
+        tie_word_embeddings: f.flag("tie_word_embeddings", true)?,
+        initializer_range: f.number("init_std", 0.02)?,
+        ..Shape::biased(f, f.size("vocab_size", 50272)?, hidden_size, heads, f.size("num_hidden_layers", 12)?)?
+    })
+}
+
+/// What Llama and its successors have in common.
+fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
+    let hidden_size = f.size("hidden_size", defaults.hidden_size)?;
+    let (heads, layers) =
+        (f.size("num_attention_heads", defaults.heads)?, f.size("num_hidden_layers", defaults.layers)?);
+    let head_dim = f.size("head_dim", defaults.head_dim.unwrap_or(hidden_size / heads))?;
+    let keys = RopeKeys { theta: "rope_theta", fraction: "partial_rotary_factor", default_fraction: 1.0 };
+    let rope = f.rope(head_dim, &keys)?;
+    let positions = f.size("max_position_embeddings", defaults.positions)?;
+    let longest = match rope.scaling {
+        RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor, .. } => (positions as f64 * factor) as i64,
+        RopeScaling::Default | RopeScaling::Llama3 { .. } => positions,
+    };
+    Ok(Shape {
+        intermediate_size: f.size("intermediate_size", defaults.intermediate_size)?,
+        num_key_value_heads: f.size("num_key_value_heads", defaults.kv_heads.unwrap_or(heads))?,
+        head_dim,
+        attention_scale: (head_dim as f64).powf(-0.5),
+        norm: NormKind::Rms,
+        norm_eps: f.number("rms_norm_eps", defaults.norm_eps)?,
+        activation: f.activation("hidden_act", "silu")?,
+        rope: Some(rope),
+        max_position_embeddings: longest as usize,
+        tie_word_embeddings: f.flag("tie_word_embeddings", false)?,
+        qkv_bias: false,
+        attention_out_bias: false,
+        mlp_bias: false,
+        ..Shape::biased(f, f.size("vocab_size", defaults.vocab_size)?, hidden_size, heads, layers)?
+    })
+}
+
+/// What transformers takes for fields that a `config.json` leaves out.
+struct Defaults {
+    vocab_size: i64,
+    hidden_size: i64,
+    intermediate_size: i64,
+    layers: i64,
+    heads: i64,
+    /// `None`: as many as query heads.
+    kv_heads: Option<i64>,
+    /// `None`: the hidden size over the heads.
+    head_dim: Option<i64>,
+    positions: i64,
+    norm_eps: f64,
+}
+
+const LLAMA_DEFAULTS: Defaults = Defaults {
+    vocab_size: 32000,
+    hidden_size: 4096,
+    intermediate_size: 11008,
+    layers: 32,
+    heads: 32,
+    kv_heads: None,
+    head_dim: None,
+    positions: 2048,
+    norm_eps: 1e-6,
+};
+
+fn llama(f: &Fields<'_>) -> Result<Shape> {
+    let bias = f.flag("attention_bias", false)?;
+    Ok(Shape {
+        qkv_bias: bias,
+        attention_out_bias: bias,
+        mlp_bias: f.flag("mlp_bias", false)?,
+        ..llama_like(f, &LLAMA_DEFAULTS)?
+    })
+}
+
+fn mistral(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults { intermediate_size: 14336, kv_heads: Some(8), positions: 4096 * 32, ..LLAMA_DEFAULTS };
+    let shape = llama_like(f, &defaults)?;
+    // An old file without the field means a window; `null` means none.
+    let window = f.window("sliding_window", Some(4096))?;
+    Ok(Shape { windows: f.windows(window, shape.num_hidden_layers, |_| true)?, ..shape })
+}
+
+/// The windows of Qwen2 and Qwen3: none unless asked for, then in the upper layers.
+fn qwen_windows(f: &Fields<'_>, layers: i64) -> Result<Vec<Option<i64>>> {
+    let used = f.flag("use_sliding_window", false)?;
+    let window = if used { f.window("sliding_window", Some(4096))? } else { None };
+    let first = f.count("max_window_layers", 28)?;
+    f.windows(window, layers, |layer| layer >= first)
+}
+
+fn qwen2(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults {
+        vocab_size: 151936,
+        intermediate_size: 22016,
+        kv_heads: Some(32),
+        positions: 32768,
+        ..LLAMA_DEFAULTS
+    };
+    let shape = llama_like(f, &defaults)?;
+    Ok(Shape { qkv_bias: true, windows: qwen_windows(f, shape.num_hidden_layers)?, ..shape })
+}
+
+fn qwen3(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults {
+        vocab_size: 151936,
+        intermediate_size: 22016,
+        kv_heads: Some(32),
+        head_dim: Some(128),
+        positions: 32768,
+        ..LLAMA_DEFAULTS
+    };
+    let shape = llama_like(f, &defaults)?;
+    let bias = f.flag("attention_bias", false)?;
+    let windows = qwen_windows(f, shape.num_hidden_layers)?;
+    Ok(Shape { qkv_bias: bias, attention_out_bias: bias, windows, ..shape })
+}
+
+fn gemma2(f: &Fields<'_>) -> Result<Shape> {
+    f.must_be("use_bidirectional_attention", false)?;
+    let bias = f.flag("attention_bias", false)?;
+    let defaults = Defaults {
+        vocab_size: 256_000,
+        hidden_size: 2304,
+        intermediate_size: 9216,
+        layers: 26,
+        heads: 8,
+        kv_heads: Some(4),
+        head_dim: Some(256),
+        positions: 8192,
+        norm_eps: 1e-6,
+    };
+    let shape = llama_like(f, &defaults)?;
+    Ok(Shape {
+        norm: NormKind::RmsPlusOne,
+        order: Order::Sandwich,
+        activation: f.activation("hidden_activation", "gelu_pytorch_tanh")?,
+        embedding_scale: (shape.hidden_size as f64).sqrt(),
+        attention_scale: f.number("query_pre_attn_scalar", 256.0)?.powf(-0.5),
+        attention_softcap: f.cap("attn_logit_softcapping", 50.0)?,
+        final_softcap: f.cap("final_logit_softcapping", 30.0)?,
+        tie_word_embeddings: f.flag("tie_word_embeddings", true)?,
+        windows: f.windows(f.window("sliding_window", Some(4096))?, shape.num_hidden_layers, |i| i % 2 == 0)?,
+        qkv_bias: bias,
+        attention_out_bias: bias,
+        ..shape
+    })
+}
+
+fn phi3(f: &Fields<'_>) -> Result<Shape> {
+    let defaults = Defaults {
+        vocab_size: 32064,
+        hidden_size: 3072,
+        intermediate_size: 8192,
+        positions: 4096,
+        norm_eps: 1e-5,
+        ..LLAMA_DEFAULTS
+    };
+    let shape = llama_like(f, &defaults)?;
+    Ok(Shape { windows: f.windows(f.window("sliding_window", None)?, shape.num_hidden_layers, |_| true)?, ..shape })
+}
+
+/// What BERT and RoBERTa have in common.
+fn bert(f: &Fields<'_>) -> Result<Shape> {
+    f.must_be("is_decoder", false)?;
+    f.must_be("add_cross_attention", false)?;
+    f.must_be_text("position_embedding_type", "absolute")?;
+    let (hidden_size, heads) = (f.size("hidden_size", 768)?, f.size("num_attention_heads", 12)?);
+    Ok(Shape {
+        intermediate_size: f.size("intermediate_size", 3072)?,
+        max_position_embeddings: f.size("max_position_embeddings", 512)? as usize,
+        token_types: f.size("type_vocab_size", 2)?,
+        norm_eps: f.number("layer_norm_eps", 1e-12)?,
+        activation: f.activation("hidden_act", "gelu")?,
+        order: Order::Post,
+        causal: false,
+        ..Shape::biased(f, f.size("vocab_size", 30522)?, hidden_size, heads, f.size("num_hidden_layers", 12)?)?
+    })
+}
+
+fn roberta(f: &Fields<'_>) -> Result<Shape> {
+    let shape = bert(f)?;
+    // Positions are counted from behind the pad token's id, so the table has that many rows more than there are places.
+    let offset = f.ids("pad_token_id")?.first().map_or(1, |pad| pad.saturating_add(1));
+    let positions = shape.max_position_embeddings as i64;
+    if !(0..positions).contains(&offset) {
+        return Err(f.wrong("pad_token_id", &format!("an id below max_position_embeddings = {positions}")));
+    }
+    Ok(Shape { position_offset: offset, max_position_embeddings: (positions - offset) as usize, ..shape })
+}
+
+fn distilbert(f: &Fields<'_>) -> Result<Shape> {
+    let (hidden_size, heads) = (f.size("dim", 768)?, f.size("n_heads", 12)?);
+    Ok(Shape {
+        intermediate_size: f.size("hidden_dim", 3072)?,
+        max_position_embeddings: f.size("max_position_embeddings", 512)? as usize,
+        norm_eps: 1e-12,
+        activation: f.activation("activation", "gelu")?,
+        order: Order::Post,
+        causal: false,
+        ..Shape::biased(f, f.size("vocab_size", 30522)?, hidden_size, heads, f.size("n_layers", 6)?)?
+    })
+}
