@@ -22,6 +22,7 @@ use std::io::{self, ErrorKind, Read, Seek, Write};
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 use ureq::http::{HeaderMap, Response, StatusCode, header};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
 const SINGLE: &str = "model.safetensors";
@@ -29,8 +30,14 @@ const INDEX: &str = "model.safetensors.index.json";
 const ADAPTER: &str = "adapter_model.safetensors";
 const CONFIG: &str = "config.json";
 /// What a tokenizer may consist of; the configuration says which one a model has.
-const TOKENIZER: [&str; 5] =
-    [CONFIG, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
+const TOKENIZER: [&str; 6] = [
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+];
 /// How often a request is sent before its failure counts.
 const ATTEMPTS: u32 = 4;
 
@@ -43,6 +50,8 @@ pub struct Hub {
     pub cache: PathBuf,
     /// What opens gated and private models; it is sent to `endpoint` only and never printed.
     pub token: Option<String>,
+    /// The certificate authorities to trust, a file in PEM, in place of the usual ones.
+    pub certificates: Option<PathBuf>,
     /// Whether only the cache is used, without a single request.
     pub offline: bool,
     /// The wait before the first repetition of a failed request; it doubles from one to the next.
@@ -116,8 +125,8 @@ impl fmt::Debug for Hub {
 }
 
 impl Hub {
-    /// As the variables `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` and `HF_HUB_OFFLINE` say, with the defaults
-    /// that they have everywhere.
+    /// As the variables `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE` say, with
+    /// the defaults that they have everywhere.
     pub fn from_env() -> Self {
         Self::from_vars(|name| std::env::var_os(name))
     }
@@ -137,6 +146,7 @@ impl Hub {
             endpoint: endpoint.trim_end_matches('/').to_string(),
             cache: var("HF_HUB_CACHE").map_or_else(|| home.join("hub"), PathBuf::from),
             token: text("HF_TOKEN").or_else(saved_token).filter(|token| !token.is_empty()),
+            certificates: var("SSL_CERT_FILE").map(PathBuf::from),
             offline: text("HF_HUB_OFFLINE").is_some_and(yes),
             pause: Duration::from_millis(500),
         }
@@ -170,7 +180,27 @@ impl Hub {
         let repo = Repo::with_revision(name.to_string(), RepoType::Model, revision.to_string());
         let dir = self.cache.join(repo.folder_name());
         let cached = Cache::new(self.cache.clone()).repo(repo);
-        Fetch { hub: self, name, revision, part, dir, cached, agent: agent() }.folder()
+        Fetch { hub: self, name, revision, part, dir, cached, agent: self.agent()? }.folder()
+    }
+
+    fn agent(&self) -> Result<Agent> {
+        let roots = match &self.certificates {
+            Some(file) if !self.offline => certificates(file)?,
+            _ => RootCerts::WebPki,
+        };
+        let config = Agent::config_builder()
+            .tls_config(TlsConfig::builder().root_certs(roots).build())
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            // A compressed answer has neither the length nor the ranges of the file.
+            .accept_encoding("identity")
+            .user_agent(concat!("rlhf/", env!("CARGO_PKG_VERSION")))
+            .timeout_connect(Some(Duration::from_secs(10)))
+            .timeout_recv_response(Some(Duration::from_secs(60)))
+            .timeout_per_read(Some(Duration::from_secs(60)))
+            .build();
+        Ok(config.into())
     }
 }
 
@@ -215,7 +245,13 @@ impl From<ureq::Error> for Failure {
             ureq::Error::BadUri(_) | ureq::Error::Http(_) => {
                 Self::Final(Error::Usage(format!("a request to the hub (HF_ENDPOINT, HF_TOKEN): {error}")))
             }
-            error => Self::Passing(error.to_string(), None),
+            error => {
+                let mut what = error.to_string();
+                if what.contains("UnknownIssuer") {
+                    what += "; if a proxy signs with certificates of its own, set SSL_CERT_FILE to them";
+                }
+                Self::Passing(what, None)
+            }
         }
     }
 }
@@ -305,7 +341,7 @@ impl Fetch<'_> {
         let small: Vec<&str> = match self.part {
             Part::Config => vec![CONFIG],
             Part::Tokenizer => TOKENIZER.to_vec(),
-            Part::Model => [&TOKENIZER[..], &["generation_config.json", "adapter_config.json"]].concat(),
+            Part::Model => [&TOKENIZER[..], &["adapter_config.json"]].concat(),
         };
         let has = |name: &str| files.contains(name);
         let single = has(SINGLE);
@@ -602,19 +638,19 @@ impl Drop for Bar {
     }
 }
 
-fn agent() -> Agent {
-    Agent::config_builder()
-        .http_status_as_error(false)
-        .max_redirects(0)
-        .max_redirects_will_error(false)
-        // A compressed answer has neither the length nor the ranges of the file.
-        .accept_encoding("identity")
-        .user_agent(concat!("rlhf/", env!("CARGO_PKG_VERSION")))
-        .timeout_connect(Some(Duration::from_secs(10)))
-        .timeout_recv_response(Some(Duration::from_secs(60)))
-        .timeout_per_read(Some(Duration::from_secs(60)))
-        .build()
-        .into()
+/// The certificates of a file.
+fn certificates(path: &Path) -> Result<RootCerts> {
+    let text = fs::read(path).map_err(Error::io("read the certificates of SSL_CERT_FILE", path))?;
+    let found: std::result::Result<Vec<_>, _> = parse_pem(&text).collect();
+    let found = found.map_err(|error| Error::invalid(path, format!("SSL_CERT_FILE: not sound PEM: {error}")))?;
+    let found: Vec<_> = found
+        .into_iter()
+        .filter_map(|item| if let PemItem::Certificate(certificate) = item { Some(certificate) } else { None })
+        .collect();
+    if found.is_empty() {
+        return Err(Error::invalid(path, "SSL_CERT_FILE: expected certificates in PEM, found none"));
+    }
+    Ok(RootCerts::new_with_certs(&found))
 }
 
 /// Scheme and authority of an address.

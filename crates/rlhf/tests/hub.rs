@@ -100,6 +100,7 @@ impl Server {
             endpoint: self.endpoint.clone(),
             cache: self.cache.path().join("hub"),
             token: None,
+            certificates: None,
             offline: false,
             pause: Duration::from_millis(1),
         }
@@ -229,7 +230,7 @@ fn model_files(model: &str) -> Files {
     let dir = golden().join("models").join(model);
     let names = fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     names
-        .filter(|name| !["golden.safetensors", "config_v4.json"].contains(&name.as_str()))
+        .filter(|name| !["golden.safetensors", "grads.safetensors", "config_v4.json"].contains(&name.as_str()))
         .map(|name| (name.clone(), fs::read(dir.join(name)).unwrap()))
         .collect()
 }
@@ -500,7 +501,10 @@ fn a_tokenizer_or_a_configuration_comes_without_the_weights() {
         read_folder(&dir).into_keys().collect::<Vec<_>>()
     };
     assert_eq!(names(Part::Config), ["config.json"]);
-    assert_eq!(names(Part::Tokenizer), ["config.json", "tokenizer.json", "tokenizer_config.json"]);
+    assert_eq!(
+        names(Part::Tokenizer),
+        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    );
     refuses(&server.offline(), None, &["no whole copy"]);
     assert!(names(Part::Model).contains(&"model.safetensors".to_string()));
 }
@@ -521,7 +525,16 @@ fn a_folder_is_itself_and_what_is_no_name_is_not_asked_for() {
 fn program(server: &Server, line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
     command.args(line.split_whitespace()).current_dir(server.cache.path()).env("OMP_NUM_THREADS", "1");
-    for name in ["HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"] {
+    for name in [
+        "HF_TOKEN",
+        "HF_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "SSL_CERT_FILE",
+        "http_proxy",
+        "HTTP_PROXY",
+        "ALL_PROXY",
+        "all_proxy",
+    ] {
         command.env_remove(name);
     }
     command.env("HF_HOME", server.cache.path()).env("HF_ENDPOINT", &server.endpoint);
@@ -566,6 +579,57 @@ fn a_command_takes_a_name_of_the_hub_as_it_takes_a_folder() {
     let error = String::from_utf8(refused.stderr).unwrap();
     assert_eq!((refused.status.code(), error.lines().count()), (Some(1), 1), "{error}");
     assert!(error.contains("HF_TOKEN") && !error.contains("hf_other"), "{error}");
+}
+
+#[test]
+fn every_command_that_measures_takes_a_name_of_the_hub() {
+    for (model, command) in [("gpt2", "logprobs"), ("gpt2_cls", "score")] {
+        let server = Server::of(model);
+        let row = json!({"prompt": "The", "completion": " end"}).to_string();
+        fs::write(server.cache.path().join("rows.jsonl"), row).unwrap();
+        let line = |model: &str| format!("{command} --dataset_name rows.jsonl --model_name_or_path {model}");
+        let folder = golden().join("models").join(model).canonicalize().unwrap();
+        let (expected, _) = runs(&mut program(&server, &line(folder.to_str().unwrap())));
+        assert_eq!(runs(&mut program(&server, &line(NAME))), (expected, String::new()));
+        let refused = program(&server, &format!("{} --model_revision v9", line(NAME))).output().unwrap();
+        let error = String::from_utf8(refused.stderr).unwrap();
+        assert!(error.contains("no revision v9"), "{error}");
+    }
+}
+
+#[test]
+fn a_dataset_that_is_not_there_is_told_before_anything_is_fetched() {
+    let server = Server::of("gpt2");
+    for models in [
+        "sft --model_name_or_path NAME --dataset_name nowhere.jsonl",
+        "sft --model_name_or_path NAME --dataset_name rows.jsonl --eval_dataset_name nowhere.jsonl",
+        "reward --model_name_or_path NAME --dataset_name nowhere.jsonl",
+        "ppo --sft_model_path NAME --reward_model_path NAME --dataset_name nowhere.jsonl",
+        "logprobs --model_name_or_path NAME --dataset_name nowhere.jsonl",
+    ] {
+        fs::write(server.cache.path().join("rows.jsonl"), "{}").unwrap();
+        let out = if models.starts_with("logprobs") { "" } else { " --output_dir out" };
+        let refused = program(&server, &(models.replace("NAME", NAME) + out)).output().unwrap();
+        let error = String::from_utf8(refused.stderr).unwrap();
+        assert!(error.contains("nowhere.jsonl: expected"), "{models}: {error}");
+        assert!(server.asked().is_empty(), "{models}");
+    }
+}
+
+#[test]
+fn certificates_that_cannot_be_used_are_named_and_offline_not_asked_for() {
+    let server = Server::of("gpt2");
+    find(&server.hub());
+    let file = server.cache.path().join("roots.pem");
+    let damaged = "-----BEGIN CERTIFICATE-----\n?\n-----END CERTIFICATE-----\n";
+    for (text, word) in [(None, "cannot read"), (Some("roots"), "found none"), (Some(damaged), "PEM")] {
+        if let Some(text) = text {
+            fs::write(&file, text).unwrap();
+        }
+        let hub = Hub { certificates: Some(file.clone()), ..server.hub() };
+        refuses(&hub, None, &["SSL_CERT_FILE", "roots.pem", word]);
+        find(&Hub { offline: true, ..hub });
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::{model_options, small_dataset, write_model_card};
 use crate::config::{PpoConfig, PpoPlan, StopToken};
-use crate::data::{Cursor, Dataset, Prompt};
+use crate::data::{Cursor, Dataset, Prompt, locate};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
 use crate::metrics::Metrics;
@@ -74,6 +74,8 @@ impl PpoTrainer {
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
         config.check()?;
         let options = model_options(&config.run)?;
+        // Before gigabytes are fetched in vain.
+        locate(&config.dataset_name, &config.dataset_train_split)?;
         let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
         let reward_dir = &hub::model_dir(&config.reward_model_path, None)?;
         let value_dir =

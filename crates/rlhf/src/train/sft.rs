@@ -2,7 +2,7 @@
 
 use super::{model_options, small_dataset, write_model_card};
 use crate::config::{SftConfig, TrainPlan};
-use crate::data::{Cursor, Dataset, Demonstration};
+use crate::data::{Cursor, Dataset, Demonstration, locate};
 use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, ModelConfig};
@@ -28,6 +28,10 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     inputs.extend(optional.into_iter().flatten());
     inputs.extend(config.chat_template_path.as_deref());
     check_output_dir(&config.run, &inputs)?;
+    // Before gigabytes are fetched in vain.
+    locate(&config.dataset_name, &config.dataset_train_split)?;
+    let eval_path = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split);
+    eval_path.as_ref().map(|path| locate(path, &config.dataset_test_split)).transpose()?;
     let revision = Some(config.model_revision.as_str());
     let found_dir = model_dir.map(|dir| hub::model_dir(dir, revision)).transpose()?;
     let model_dir = found_dir.as_deref();
@@ -64,8 +68,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     };
     let (rows, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
     let mut eval = Vec::new();
-    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split)
-    {
+    if let Some(path) = eval_path {
         let (rows, more) = read(&path, &config.dataset_test_split)?;
         eval = rows;
         warnings.extend(more);
