@@ -420,7 +420,8 @@ mod tests {
         assert_eq!(
             flags("ppo"),
             format!(
-                "model_name_or_path sft_model_path model_revision reward_model_path value_model_path new_reward_head {data} \
+                "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
+                 new_reward_head {data} \
                  apply_chat_template per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
@@ -453,7 +454,7 @@ mod tests {
             )
         );
         assert_eq!(flags("logprobs"), format!("model_name_or_path model_revision temperature {rows}"));
-        assert_eq!(flags("score"), format!("model_name_or_path model_revision {rows}"));
+        assert_eq!(flags("score"), format!("model_name_or_path model_revision reward_label {rows}"));
     }
 
     #[test]

@@ -43,10 +43,15 @@ pub struct PpoConfig {
     /// Branch, tag or commit of `sft_model_path`, where that is a hub name.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
-    /// Folder or hub name of the reward model, a sequence classifier with one label.
+    /// Folder or hub name of the reward model, a sequence classifier; one with another tokenizer than the policy reads
+    /// decoded text.
     #[arg(long, help_heading = MODELS)]
     pub reward_model_path: PathBuf,
-    /// Folder or hub name of what the value model starts from [default: the reward model's].
+    /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub reward_label: std::option::Option<String>,
+    /// Folder or hub name of what the value model starts from [default: the reward model's, where that reads the policy's
+    /// tokens, else the policy's with a fresh head].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub value_model_path: std::option::Option<PathBuf>,
     /// Give a reward or value model that has no score head a fresh, random one.
@@ -385,6 +390,9 @@ pub struct ScoreConfig {
     /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
+    /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub reward_label: std::option::Option<String>,
     /// Where rows come from and go to.
     #[command(flatten)]
     #[serde(flatten)]
@@ -1169,7 +1177,8 @@ mod tests {
         assert_settings(
             &ppo(),
             json!({
-                "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main", "reward_model_path": "judge",
+                "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main",
+                "reward_model_path": "judge", "reward_label": null,
                 "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
                 "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
                 "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
@@ -1217,8 +1226,8 @@ mod tests {
         assert_settings(
             &ScoreConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "model_revision": "main", "dataset_name": null, "output_file": null, "batch_size": 32,
-                "num_threads": null,
+                "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "dataset_name": null,
+                "output_file": null, "batch_size": 32, "num_threads": null,
             }),
         );
     }

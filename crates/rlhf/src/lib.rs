@@ -11,6 +11,7 @@ pub mod model;
 pub mod optim;
 pub mod ppo;
 pub mod report;
+pub mod reward;
 pub mod rng;
 pub mod rollout;
 mod tensorboard;

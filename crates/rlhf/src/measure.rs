@@ -57,7 +57,8 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     let rows = open_rows(&config.rows, true)?;
     let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(dir)?;
-    let model = SequenceClassifier::from_pretrained(dir, None, ModelOptions::default())?;
+    let mut model = SequenceClassifier::from_pretrained(dir, None, ModelOptions::default())?;
+    model.choose_label(config.reward_label.as_deref(), dir)?;
     tokenizer.check_fits(model.config(), dir)?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     annotate(&config.rows, rows, |part| {

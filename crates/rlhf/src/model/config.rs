@@ -539,6 +539,17 @@ impl Shape {
 }
 
 impl ModelConfig {
+    /// Checks that the family has language models; `place` is what the error names.
+    pub(crate) fn check_causal_lm(&self, place: &Path) -> Result<()> {
+        match self.family.causal_lm_class {
+            Some(_) => Ok(()),
+            None => {
+                let message = format!("expected a language model, found `{}`, an encoder", self.family.name);
+                Err(Error::invalid(place, message))
+            }
+        }
+    }
+
     /// The configuration for saving a causal LM with these token ids.
     pub(crate) fn for_causal_lm(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
         let mut config = self.with_tokens(eos, pad);

@@ -34,6 +34,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let tokenizer = Tokenizer::from_pretrained(model_dir)?;
     let new_head = config.new_reward_head.then_some(config.run.seed);
     let mut model = SequenceClassifier::from_pretrained(model_dir, new_head, options)?;
+    model.choose_label(None, model_dir)?;
     tokenizer.check_fits(model.config(), model_dir)?;
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
