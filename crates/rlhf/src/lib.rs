@@ -5,6 +5,7 @@ pub mod config;
 pub mod data;
 mod error;
 pub mod generate;
+pub mod hub;
 pub mod merge;
 pub mod metrics;
 pub mod model;

@@ -2,6 +2,7 @@
 
 use rlhf::config::{LogprobsConfig, RowsConfig, ScoreConfig};
 use rlhf::data::{Dataset, RowReader};
+use rlhf::hub;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
@@ -18,7 +19,7 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
     config.check()?;
     set_threads(&config.rows);
     let rows = open_rows(&config.rows, true)?;
-    let dir = config.model_name_or_path.as_path();
+    let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let model = CausalLm::from_pretrained(dir, ModelOptions::default())?;
     tokenizer.check_fits(model.config(), dir)?;
@@ -54,7 +55,7 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     config.check()?;
     set_threads(&config.rows);
     let rows = open_rows(&config.rows, true)?;
-    let dir = config.model_name_or_path.as_path();
+    let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let mut model = SequenceClassifier::from_pretrained(dir, None, ModelOptions::default())?;
     model.choose_label(config.reward_label.as_deref(), dir)?;

@@ -1,6 +1,7 @@
 //! `rlhf merge`: an adapter folded into its base, saved as a whole model.
 
 use crate::config::MergeConfig;
+use crate::hub;
 use crate::model::{AdapterFolder, CausalLm, Dtype, ModelOptions, SequenceClassifier};
 use crate::report::{check_folder, claim_folder};
 use crate::tokenizer::Tokenizer;
@@ -11,11 +12,11 @@ use crate::{Error, Result};
 /// # Errors
 /// If there is no sound adapter, or the folder may not be written to.
 pub fn merge(config: &MergeConfig) -> Result<()> {
-    let (dir, out) = (config.model_name_or_path.as_path(), config.output_dir.as_path());
+    let (dir, out) = (&hub::model_dir(&config.model_name_or_path, None)?, config.output_dir.as_path());
     let folder = AdapterFolder::find(dir)?.ok_or_else(|| {
         Error::invalid(dir, "expected an adapter (an adapter_config.json and no model beside it), found none")
     })?;
-    check_folder(out, config.overwrite_output_dir, &[dir, &folder.base_dir()?])?;
+    check_folder(out, config.overwrite_output_dir, &[dir])?;
     let options = ModelOptions { dtype: Dtype::Auto, ..ModelOptions::default() };
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let (eos, pad) = (tokenizer.eos_ids(), tokenizer.pad());

@@ -24,6 +24,7 @@ pub use lora::{DropoutRows, LoraConfig};
 pub use params::Param;
 pub use value_head::{CausalLmWithValueHead, ValueHeadInit};
 
+use crate::hub;
 use crate::weights::{self, Checkpoint};
 use crate::{Error, Result};
 use decoder::Decoder;
@@ -207,8 +208,16 @@ impl Body {
                 }
             };
             let base = base.canonicalize().map_err(Error::io("find", base))?;
-            let name = base.to_str().ok_or_else(|| Error::invalid(&base, "expected a path in UTF-8"))?;
-            described.insert(BASE_NAME.into(), name.into());
+            match hub::name_of(&base) {
+                Some((name, commit)) => {
+                    described.insert(BASE_NAME.into(), name.into());
+                    described.insert("revision".into(), commit.into());
+                }
+                None => {
+                    let name = base.to_str().ok_or_else(|| Error::invalid(&base, "expected a path in UTF-8"))?;
+                    described.insert(BASE_NAME.into(), name.into());
+                }
+            }
             described.sort_keys();
         }
         lora::save(dir, &described, &self.params)

@@ -218,7 +218,7 @@ pub(crate) fn check_folder(dir: &Path, overwrite: bool, inputs: &[&Path]) -> Res
     let whole = dir.canonicalize().ok();
     let inside =
         |input: &Path| input.canonicalize().is_ok_and(|input| whole.as_ref().is_some_and(|d| input.starts_with(d)));
-    let base = |input: &&Path| AdapterFolder::find(input).ok().flatten()?.base_dir().ok();
+    let base = |input: &&Path| AdapterFolder::find(input).ok().flatten()?.local_base();
     let bases: Vec<PathBuf> = inputs.iter().filter_map(base).collect();
     let mut inputs = inputs.iter().copied().chain(bases.iter().map(PathBuf::as_path));
     if let Some(input) = inputs.find(|input| inside(input)) {

@@ -49,20 +49,10 @@ impl Checkpoint {
         } else if dir.join(INDEX).is_file() {
             checkpoint.add_shards(&dir.join(INDEX))?;
         } else {
-            let pickle = std::fs::read_dir(dir)
-                .map_err(Error::io("read the folder", dir))?
-                .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
-                .find(|name| name.starts_with("pytorch_model") && name.ends_with(".bin"));
-            return Err(Error::invalid(
-                dir,
-                match pickle {
-                    Some(name) => format!(
-                        "expected {SINGLE}, found only {name}, a pickle, which can run code and is never opened; \
-                         convert it with transformers: `AutoModel...from_pretrained(dir).save_pretrained(new_dir)`"
-                    ),
-                    None => format!("expected {SINGLE} or {INDEX}, found neither"),
-                },
-            ));
+            let entries = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?;
+            let names: Vec<_> =
+                entries.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned())).collect();
+            return Err(no_safetensors(dir, names.iter().map(String::as_str)));
         }
         Ok(checkpoint)
     }
@@ -179,6 +169,18 @@ impl Checkpoint {
         }
         Ok(())
     }
+}
+
+/// The error for a folder, or a model of the hub, whose files have no weights that are read here.
+pub(crate) fn no_safetensors<'a>(place: &Path, mut files: impl Iterator<Item = &'a str>) -> Error {
+    let message = match files.find(|name| name.starts_with("pytorch_model") && name.ends_with(".bin")) {
+        Some(name) => format!(
+            "expected {SINGLE}, found only {name}, a pickle, which can run code and is never opened; \
+             convert it with transformers: `AutoModel...from_pretrained(dir).save_pretrained(new_dir)`"
+        ),
+        None => format!("expected {SINGLE} or {INDEX}, found neither"),
+    };
+    Error::invalid(place, message)
 }
 
 /// Reads a safetensors header; returns it with the position of the first tensor byte.

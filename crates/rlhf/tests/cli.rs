@@ -98,6 +98,8 @@ impl Scratch {
         command.args(line.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
         // One thread: sums in one order. A backtrace asked for, so that a panic cannot pass for an error.
         command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "1");
+        // What is not a folder is not asked for on the network.
+        command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.path("hf"));
         command
     }
 
@@ -328,7 +330,9 @@ fn a_folder_that_is_no_model_is_refused_by_every_command() {
     }
     for line in [PPO, GENERATE] {
         let line = line.replace(" policy ", " nowhere ");
-        scratch.refuses(&line, 1, &["nowhere: ", "expected", "found no such folder"]);
+        scratch.refuses(&line, 1, &["nowhere: ", "no such folder", "HF_HUB_OFFLINE"]);
+        let line = line.replace(" nowhere ", " ./nowhere ");
+        scratch.refuses(&line, 1, &["./nowhere: ", "expected", "found no such folder", "on the hub"]);
     }
 }
 

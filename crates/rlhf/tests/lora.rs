@@ -504,6 +504,27 @@ fn ppo_goes_on_from_an_adapter_by_folding_it_into_policy_and_reference() {
 }
 
 #[test]
+fn an_adapter_on_a_model_of_the_hub_names_it_as_the_hub_does() {
+    let scratch = Scratch::new();
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    let cached = format!("cache/models--me--base/snapshots/{commit}");
+    std::fs::create_dir_all(scratch.path("cache/models--me--base/refs")).unwrap();
+    std::fs::create_dir_all(scratch.path(&cached).parent().unwrap()).unwrap();
+    scratch.write("cache/models--me--base/refs/main", commit);
+    std::fs::rename(scratch.path("policy"), scratch.path(&cached)).unwrap();
+    let run = |line: &str| {
+        let mut command = scratch.command(line);
+        let done = command.env("HF_HUB_CACHE", "cache").env("HF_HUB_OFFLINE", "1").output().unwrap();
+        assert!(done.status.success(), "{line}: {}", String::from_utf8_lossy(&done.stderr));
+    };
+    run(&format!("{SFT} --model_name_or_path me/base --output_dir out"));
+    let described = json_of(&scratch.path("out/adapter_config.json"));
+    assert_eq!((&described["base_model_name_or_path"], &described["revision"]), (&json!("me/base"), &json!(commit)));
+    run("logprobs --model out --dataset_name demos.jsonl");
+    run("merge --model out --output_dir merged");
+}
+
+#[test]
 fn settings_of_lora_that_cannot_be_are_refused_before_anything_is_written() {
     let scratch = Scratch::new();
     scratch.refuses(&format!("{SFT} --output_dir out --lora_target_modules c_attn"), 2, &["c_attn", "query_key_value"]);

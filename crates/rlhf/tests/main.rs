@@ -2,6 +2,7 @@
 
 mod cli;
 mod commands;
+mod hub;
 mod lora;
 mod models;
 mod ppo_golden;

@@ -394,7 +394,7 @@ pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
     let found = match dir {
         dir if dir.is_dir() => "none in this folder",
         dir if dir.exists() => "a file in place of the folder",
-        _ => "no such folder (models are folders here: fetch one with `hf download NAME --local-dir FOLDER`)",
+        _ => "no such folder (nor is it the name of a model on the hub, as in `EleutherAI/pythia-160m`)",
     };
     Error::invalid(dir, format!("expected a model folder with a {name}, found {found}"))
 }

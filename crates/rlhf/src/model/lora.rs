@@ -3,6 +3,7 @@
 use super::families::Family;
 use super::linear::Linear;
 use super::params::Param;
+use crate::hub;
 use crate::rng::{Purpose, Stream};
 use crate::weights::{self, Checkpoint, pretty, read_json, write_text};
 use crate::{Error, Result};
@@ -300,19 +301,27 @@ impl AdapterFolder {
         Error::invalid(self.dir.join(CONFIG), format!("`{name}`: expected {expected}, found {found}"))
     }
 
-    /// The folder of the model that the adapter belongs to: as it is named, else as named from the adapter's folder.
+    /// The folder on this machine that the base is named by: from here, else from the adapter's folder.
+    pub(crate) fn local_base(&self) -> Option<PathBuf> {
+        let name = self.described.get("base_model_name_or_path")?.as_str().filter(|name| !name.is_empty())?;
+        [PathBuf::from(name), self.dir.join(name)].into_iter().find(|dir| dir.is_dir())
+    }
+
+    /// The folder of the model that the adapter belongs to, fetched from the hub if it is named by its name there.
     ///
     /// # Errors
     /// If there is none, or it is an adapter itself.
     pub(crate) fn base_dir(&self) -> Result<PathBuf> {
-        let name =
-            self.described.get("base_model_name_or_path").and_then(Value::as_str).filter(|name| !name.is_empty());
-        let name = name.ok_or_else(|| self.wrong("base_model_name_or_path", "the base model's folder"))?;
-        let beside = self.dir.join(name);
-        let found = [PathBuf::from(name), beside].into_iter().find(|dir| dir.is_dir());
-        let base = found.ok_or_else(|| {
-            self.wrong("base_model_name_or_path", "the base model's folder, from here or from the adapter's folder")
-        })?;
+        let text = |key: &str| self.described.get(key).and_then(Value::as_str);
+        let base = match (self.local_base(), text("base_model_name_or_path")) {
+            (Some(base), _) => base,
+            (None, Some(name)) if hub::is_hub_name(name) => hub::model_dir(Path::new(name), text("revision"))?,
+            _ => {
+                let expected =
+                    "the base model's folder, from here or from the adapter's folder, or its name on the hub";
+                return Err(self.wrong("base_model_name_or_path", expected));
+            }
+        };
         match Self::find(&base)? {
             None => Ok(base),
             Some(_) => Err(Error::invalid(

@@ -2,8 +2,9 @@
 
 use super::{model_options, small_dataset, trained_options, trained_share, write_model_card};
 use crate::config::{PpoConfig, PpoPlan, StopToken};
-use crate::data::{Cursor, Dataset, Prompt};
+use crate::data::{Cursor, Dataset, Prompt, locate};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
+use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, LoraConfig, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
@@ -74,10 +75,15 @@ impl PpoTrainer {
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
         config.check()?;
         let options = model_options(&config.run)?;
-        let policy_dir = config.sft_model_path.as_path();
-        let reward_dir = config.reward_model_path.as_path();
+        // Before gigabytes are fetched in vain.
+        locate(&config.dataset_name, &config.dataset_train_split)?;
+        let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
+        let reward_dir = &hub::model_dir(&config.reward_model_path, None)?;
+        let own_value_dir = config.value_model_path.as_ref().map(|dir| hub::model_dir(dir, None)).transpose()?;
         let new_head = config.new_reward_head.then_some(config.run.seed);
-        let tokenizer = Tokenizer::from_pretrained(config.model_name_or_path.as_deref().unwrap_or(policy_dir))?;
+        let tokenizer_of = config.model_name_or_path.as_ref();
+        let tokenizer_dir = tokenizer_of.map_or(Ok(policy_dir.clone()), |dir| hub::tokenizer_dir(dir, None))?;
+        let tokenizer = Tokenizer::from_pretrained(&tokenizer_dir)?;
         // An adapter that is there already (SFT's) becomes part of the policy, and of the reference.
         let folded = |options| -> Result<CausalLm> {
             let mut model = CausalLm::from_pretrained(policy_dir, options)?;
@@ -98,7 +104,7 @@ impl PpoTrainer {
         tokenizer.check_fits(policy.config(), policy_dir)?;
         let label = config.reward_label.as_deref();
         let reward = RewardModel::from_pretrained(reward_dir, label, new_head, &tokenizer, options)?;
-        let (value_dir, value_head) = match config.value_model_path.as_deref() {
+        let (value_dir, value_head) = match &own_value_dir {
             Some(dir) => (dir, new_head),
             // What reads other ids than the policy, or says more than one number, cannot be a value model's beginning.
             None if reward.reads_text() || reward.model().labels().len() > 1 => (policy_dir, Some(config.run.seed)),

@@ -3,7 +3,8 @@
 use super::sft::eval_path;
 use super::{model_options, small_dataset, trained_options, trained_share, write_model_card};
 use crate::config::{RewardConfig, TrainPlan};
-use crate::data::{Cursor, Dataset, Pair};
+use crate::data::{Cursor, Dataset, Pair, locate};
+use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{DropoutRows, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
@@ -25,6 +26,11 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let mut inputs: Vec<&Path> = vec![model_dir, &config.dataset_name];
     inputs.extend(config.eval_dataset_name.as_deref());
     check_output_dir(&config.run, &inputs)?;
+    // Before gigabytes are fetched in vain.
+    locate(&config.dataset_name, &config.dataset_train_split)?;
+    let eval_path = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split);
+    eval_path.as_ref().map(|path| locate(path, &config.dataset_test_split)).transpose()?;
+    let model_dir = &hub::model_dir(model_dir, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(model_dir)?;
     let new_head = config.new_reward_head.then_some(config.run.seed);
     let mut model = SequenceClassifier::from_pretrained(model_dir, new_head, options)?;
@@ -43,8 +49,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     };
     let (pairs, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
     let mut eval = Vec::new();
-    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split)
-    {
+    if let Some(path) = eval_path {
         let (pairs, more) = read(&path, &config.dataset_test_split)?;
         eval = pairs;
         warnings.extend(more);
