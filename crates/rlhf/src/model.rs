@@ -2,7 +2,7 @@
 //!
 //! Nothing here knows of reinforcement learning. A model's own dropout is never applied: PPO compares the same tokens'
 //! probabilities before and after an update, and noise between the two passes would pass for a change of the policy. That of
-//! an adapter is applied where a pass asks for it by [`DropoutRows`].
+//! an adapter is applied where a pass asks for it by `DropoutRows`.
 
 mod classifier;
 mod config;
@@ -20,7 +20,8 @@ pub use config::{Activation, ModelConfig, NormKind, Order, Rope, RopeScaling, Sh
 pub use families::Family;
 pub(crate) use layout::KvCache;
 pub(crate) use lora::AdapterFolder;
-pub use lora::{DropoutRows, LoraConfig};
+pub(crate) use lora::DropoutRows;
+pub use lora::LoraConfig;
 pub use params::Param;
 pub use value_head::{CausalLmWithValueHead, ValueHeadInit};
 
@@ -176,13 +177,12 @@ impl Body {
     }
 
     fn load_adapter(&mut self, extra: Option<&mut Linear>, folder: &AdapterFolder, classifier: bool) -> Result<()> {
-        folder.check_task(classifier)?;
         let mut params = std::mem::take(&mut self.params);
         let device = self.device;
         let applied = self.linears(extra).and_then(|linears| folder.apply(linears, &mut params, device));
         self.params = params;
         applied?;
-        self.adapter = Some(folder.described());
+        self.adapter = Some(folder.described(classifier));
         self.set_trainable(false);
         Ok(())
     }
@@ -294,7 +294,9 @@ impl Body {
     ) -> Result<(Layout, Tensor)> {
         self.check(sequences)?;
         let layout = Layout::new(sequences, self.device);
-        let dropout = dropout.filter(|rows| rows.share > 0.0).map(|rows| Dropout::new(rows, &layout.lens));
+        let dropout = dropout
+            .filter(|rows| rows.share > 0.0 && self.adapter.is_some())
+            .map(|rows| Dropout::new(rows, &layout.lens));
         let hidden = self.decoder.forward(&layout, None, dropout.as_ref());
         Ok((layout, hidden))
     }
@@ -363,7 +365,9 @@ impl CausalLm {
     /// # Errors
     /// If it is not for a model like this one, or there is an adapter already.
     pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
-        self.body.load_adapter(None, &AdapterFolder::open(dir)?, false)
+        let folder = AdapterFolder::open(dir)?;
+        folder.check_task(false)?;
+        self.body.load_adapter(None, &folder, false)
     }
 
     /// Folds the adapter, if there is one, into the weights: the sum is made in f32 and rounded to what they are held in.
@@ -486,7 +490,7 @@ impl CausalLm {
     ///
     /// # Errors
     /// As [`CausalLm::token_logprobs`].
-    pub fn token_logprobs_dropping<S: AsRef<[i64]>>(
+    pub(crate) fn token_logprobs_dropping<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         spans: &[Range<usize>],

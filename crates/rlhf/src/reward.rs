@@ -35,7 +35,7 @@ impl RewardModel {
         let mut model = SequenceClassifier::from_pretrained(dir, new_head, options)?;
         model.choose_label(label, dir)?;
         let mut tokenizer = None;
-        if dir.join("tokenizer.json").is_file() || !model.config().causal {
+        if Tokenizer::is_in(dir)? || !model.config().causal {
             let own = Tokenizer::from_pretrained(dir)?;
             tokenizer = (!model.config().causal || policy.difference(&own) > 0).then_some(own);
         }

@@ -59,12 +59,8 @@ impl Tokenizer {
     /// # Errors
     /// If there is no sound `tokenizer.json`, a named special token is not in the vocabulary, or an id of these files is none.
     pub fn from_pretrained(dir: &Path) -> Result<Self> {
+        let dir = &Self::folder(dir)?;
         let path = dir.join("tokenizer.json");
-        if !path.is_file()
-            && let Some(adapter) = AdapterFolder::find(dir)?
-        {
-            return Self::from_pretrained(&adapter.base_dir()?);
-        }
         if !path.is_file() {
             return Err(match SLOW_FILES.iter().find(|name| dir.join(name).is_file()) {
                 Some(name) => Error::invalid(
@@ -146,6 +142,22 @@ impl Tokenizer {
                 .map(|source| ChatTemplate::new(dir.join("tokenizer_config.json"), source));
         }
         Ok(tokenizer)
+    }
+
+    /// Where the tokenizer of the model in `dir` is: there, or, for an adapter without one, beside its base.
+    fn folder(dir: &Path) -> Result<PathBuf> {
+        match AdapterFolder::find(dir)? {
+            Some(adapter) if !dir.join("tokenizer.json").is_file() => adapter.base_dir(),
+            _ => Ok(dir.to_path_buf()),
+        }
+    }
+
+    /// Whether the model in `dir` has a tokenizer.
+    ///
+    /// # Errors
+    /// If it is an adapter whose base is not there.
+    pub(crate) fn is_in(dir: &Path) -> Result<bool> {
+        Ok(Self::folder(dir)?.join("tokenizer.json").is_file())
     }
 
     /// Takes the chat template from `file`, which is then saved with the tokenizer.
@@ -344,7 +356,7 @@ impl Tokenizer {
     /// # Errors
     /// If it does not: that model would read other words than this one's.
     pub fn check_same(&self, dir: &Path) -> Result<()> {
-        if !dir.join("tokenizer.json").is_file() {
+        if !Self::is_in(dir)? {
             return Ok(());
         }
         let differing = self.difference(&Self::from_pretrained(dir)?);

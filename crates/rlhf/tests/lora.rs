@@ -504,6 +504,31 @@ fn ppo_goes_on_from_an_adapter_by_folding_it_into_policy_and_reference() {
 }
 
 #[test]
+fn a_reward_model_may_begin_at_a_language_models_adapter() {
+    let scratch = Scratch::new();
+    scratch.succeeds(&format!("{SFT} --output_dir sft"));
+    let reward = "reward --model_name_or_path sft --dataset_name pairs.jsonl --max_steps 2 --use_peft";
+    scratch.refuses(&format!("{reward} --output_dir judge"), 1, &["sft", "`task_type`: expected SEQ_CLS"]);
+    scratch.succeeds(&format!("{reward} --new_reward_head --output_dir judge"));
+    assert!(scratch.path("judge/base_model/model.safetensors").is_file());
+    assert_eq!(json_of(&scratch.path("judge/adapter_config.json"))["task_type"], "SEQ_CLS");
+    scratch.succeeds(&format!("{PPO} --sft_model_path sft --reward_model_path judge --output_dir out"));
+    let (value, before) = (scores(&scratch, "out/value_model"), scores(&scratch, "judge"));
+    assert!(gap(&value, &before) > 1e-4, "the value model began at the reward model and went on");
+}
+
+#[test]
+fn an_adapter_that_does_not_fit_leaves_the_model_as_it_was() {
+    let mut model = model("llama_untied");
+    let before = (model.logits(&IDS).unwrap(), model.params().len());
+    let error = model.load_adapter(&adapter("gpt2")).unwrap_err().to_string();
+    assert!(error.contains("lora/gpt2: ") && error.contains("unexpected") && !error.contains('\n'), "{error}");
+    assert_eq!(model.params().len(), before.1);
+    assert_close("logits", &model.logits(&IDS).unwrap()[0], &before.0[0], 0.0);
+    model.add_adapter(&config(), 1).unwrap();
+}
+
+#[test]
 fn an_adapter_on_a_model_of_the_hub_names_it_as_the_hub_does() {
     let scratch = Scratch::new();
     let commit = "0123456789abcdef0123456789abcdef01234567";

@@ -53,13 +53,15 @@ impl SequenceClassifier {
     /// With `new_head: Some(seed)` the folder may hold a language model: its body is read, a head with one label is drawn.
     ///
     /// The folder may hold a PEFT adapter and no model: then its base is read, and the adapter put on it, with the head
-    /// that was trained beside it.
+    /// that was trained beside it; with `new_head` it may be a language model's.
     ///
     /// # Errors
     /// As [`super::CausalLm::from_pretrained`]; a language model without `new_head` is an error that says so.
     pub fn from_pretrained(dir: &Path, new_head: Option<u64>, options: ModelOptions) -> Result<Self> {
         if let Some(folder) = AdapterFolder::find(dir)? {
-            folder.check_task(true)?;
+            if new_head.is_none() {
+                folder.check_task(true)?;
+            }
             let own_head = folder.holds(SCORE_HEADS[0])?;
             let mut model = Self::from_pretrained(&folder.base_dir()?, new_head.or(own_head.then_some(0)), options)?;
             model.put_adapter(&folder)?;
@@ -114,7 +116,9 @@ impl SequenceClassifier {
     /// # Errors
     /// As [`super::CausalLm::load_adapter`]; if the model is DeepSpeed-Chat's, whose names PEFT does not know.
     pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
-        self.put_adapter(&AdapterFolder::open(dir)?)
+        let folder = AdapterFolder::open(dir)?;
+        folder.check_task(true)?;
+        self.put_adapter(&folder)
     }
 
     fn put_adapter(&mut self, folder: &AdapterFolder) -> Result<()> {
@@ -277,7 +281,11 @@ impl SequenceClassifier {
     ///
     /// # Errors
     /// As [`super::CausalLm::logits`].
-    pub fn scores_dropping<S: AsRef<[i64]>>(&self, sequences: &[S], dropout: Option<&DropoutRows>) -> Result<Tensor> {
+    pub(crate) fn scores_dropping<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        dropout: Option<&DropoutRows>,
+    ) -> Result<Tensor> {
         let logits = self.logits_dropping(sequences, dropout)?;
         Ok(match self.chosen {
             Label::Only => logits.squeeze_dim(1),

@@ -85,8 +85,11 @@ impl LoraConfig {
     /// Which of the linear layers get an adapter.
     ///
     /// # Errors
-    /// If a target matches none of them.
+    /// If a target matches none of them; if the rank is 0.
     pub(super) fn choose(&self, family: &Family, layers: &[String]) -> Result<Vec<bool>> {
+        if self.r == 0 {
+            return Err(Error::Usage("lora_r = 0: expected at least 1".into()));
+        }
         let own = || family.names.lora_targets.iter().map(ToString::to_string).collect();
         let targets: Vec<String> = self.target_modules.clone().unwrap_or_else(own);
         if is_all_linear(&targets) {
@@ -181,15 +184,15 @@ impl Adapter {
 
 /// Which rows of which update are trained on, and how much of the adapters' inputs is left out there.
 #[derive(Debug, Clone)]
-pub struct DropoutRows {
+pub(crate) struct DropoutRows {
     /// The share that is left out.
-    pub share: f64,
+    pub(crate) share: f64,
     /// The run's seed.
-    pub seed: u64,
+    pub(crate) seed: u64,
     /// The update.
-    pub update: u64,
+    pub(crate) update: u64,
     /// The number of each sequence among all of the update.
-    pub rows: Vec<u64>,
+    pub(crate) rows: Vec<u64>,
 }
 
 /// Dropout in one forward pass. Each row has a stream of its own, read layer after layer, so what is left out does not
@@ -348,9 +351,14 @@ impl AdapterFolder {
         self.expect("task_type", |v| v.is_null() || v == task, task)
     }
 
-    /// What `adapter_config.json` says, the base by the name under which it was found.
-    pub(super) fn described(&self) -> Map<String, Value> {
+    /// What `adapter_config.json` says, the base by the name under which it was found; of a language model's adapter on a
+    /// classifier what it says from now on.
+    pub(super) fn described(&self, classifier: bool) -> Map<String, Value> {
         let mut described = self.described.clone();
+        if classifier && self.check_task(true).is_err() {
+            described.insert("task_type".into(), "SEQ_CLS".into());
+            described.insert("modules_to_save".into(), json!(HEADS));
+        }
         let named = described.get("base_model_name_or_path").and_then(Value::as_str).map(PathBuf::from);
         if let Some(name) = named.filter(|name| !name.is_dir())
             && let Ok(base) = self.dir.join(name).canonicalize()
@@ -404,6 +412,7 @@ impl AdapterFolder {
         let (config, weights) = (self.config()?, self.weights()?);
         let mut problems = Vec::new();
         let mut asked = Vec::new();
+        let (mut adapters, mut heads) = (Vec::new(), Vec::new());
         let r = config.r as i64;
         let scale = config.scale();
         let mut read = |name: String, shape: &[i64]| -> Result<Option<Tensor>> {
@@ -435,19 +444,17 @@ impl AdapterFolder {
             let a = read(format!("{base}.{}", ENDS[0]), &[r, width_in])?;
             let b = read(format!("{base}.{}", ENDS[1]), &[width_out, r])?;
             if let (Some(a), Some(b)) = (a, b) {
-                let adapter = Adapter { a, b, scale };
-                params.extend(adapter.params(linear.name()));
-                linear.set_adapter(adapter);
+                adapters.push((linear, Adapter { a, b, scale }));
             }
         }
         let saves_head = self.described.get("modules_to_save").is_some_and(|v| !v.is_null());
-        for param in params.iter_mut().filter(|param| is_trained(&param.name) && !is_lora(&param.name)) {
+        for param in params.iter().filter(|param| is_trained(&param.name)) {
             let name = format!("{PREFIX}{}", param.name);
             if !saves_head && weights.shape(&name).is_none() {
                 continue;
             }
             if let Some(head) = read(name, &param.tensor.size())? {
-                tch::no_grad(|| param.tensor.copy_(&head));
+                heads.push((param.tensor.shallow_clone(), head));
             }
         }
         let unexpected = weights.names().filter(|name| !asked.iter().any(|asked| asked == name));
@@ -456,12 +463,22 @@ impl AdapterFolder {
             problems.push("no adapter for any layer of the base".into());
         }
         match problems.as_slice() {
-            [] => Ok(()),
-            [first] => Err(Error::invalid(&self.dir, first)),
-            [first, rest @ ..] => {
-                Err(Error::invalid(&self.dir, format!("{first}; {} and {} more", rest[0], rest.len() - 1)))
+            [] => {}
+            [first] => return Err(Error::invalid(&self.dir, first)),
+            [first, second, rest @ ..] => {
+                let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
+                return Err(Error::invalid(&self.dir, format!("{first}; {second}{more}")));
             }
         }
+        // Only now: a model is not left half changed.
+        for (linear, adapter) in adapters {
+            params.extend(adapter.params(linear.name()));
+            linear.set_adapter(adapter);
+        }
+        for (mut held, head) in heads {
+            tch::no_grad(|| held.copy_(&head));
+        }
+        Ok(())
     }
 }
 
