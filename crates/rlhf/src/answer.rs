@@ -5,24 +5,24 @@ use std::io::{self, IsTerminal};
 use rlhf::config::{Format, GenerateConfig};
 use rlhf::data::{Prompt, RowReader};
 use rlhf::generate::{GenerationConfig, Response, Sampling, StopStrings, generate};
-use rlhf::model::{CausalLm, ModelOptions};
+use rlhf::model::CausalLm;
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Value, json};
 
-use crate::output::{Output, open_rows, set_threads};
+use crate::output::{Output, model_options, open_rows};
 
 /// Answers the prompts that `config` names.
 pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
     config.check()?;
-    set_threads(&config.rows);
+    let options = model_options(&config.rows)?;
     let mut rows = open_rows(&config.rows, config.input_format == Format::Jsonl)?;
     if !config.prompts.is_empty() {
         rows = RowReader::arguments(&config.prompts);
     }
     let dir = config.model_name_or_path.as_path();
     let tokenizer = Tokenizer::from_pretrained(dir)?;
-    let model = CausalLm::from_pretrained(dir, ModelOptions::default())?;
+    let model = CausalLm::from_pretrained(dir, options)?;
     tokenizer.check_fits(model.config(), dir)?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     let most = context.checked_sub(config.max_new_tokens).filter(|&most| most > 0).ok_or_else(|| {

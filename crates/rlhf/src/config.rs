@@ -12,6 +12,8 @@ use clap::builder::{PossibleValue, ValueParser};
 use clap::{Arg, ArgAction, Args, Command, ValueEnum};
 use serde::Serialize;
 
+use crate::device::Device;
+use crate::model::Dtype;
 use crate::ppo::{KlEstimator, ScorePosition};
 use crate::{Error, Result};
 
@@ -391,6 +393,12 @@ pub struct RowsConfig {
     /// Sequences that the model takes at a time; changes memory and speed.
     #[arg(long, help_heading = RUN, default_value_t = 32)]
     pub batch_size: usize,
+    /// Dtype that the model is held in and computes in, `auto` for its files'.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    pub dtype: Dtype,
+    /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_parser = required::<Device>)]
+    pub device: Device,
     /// Threads for tensor operations [default: one per core].
     #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
     pub num_threads: std::option::Option<usize>,
@@ -440,6 +448,15 @@ pub struct RunConfig {
     /// Compute in bfloat16; the optimizer keeps float32 weights.
     #[arg(long, help_heading = RUN)]
     pub bf16: bool,
+    /// Dtype that frozen weights are held in, `auto` for their files'; what is trained is held in float32.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    pub dtype: Dtype,
+    /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_parser = required::<Device>)]
+    pub device: Device,
+    /// Write weights in files of at most this size each, such as 5GB or 500MB.
+    #[arg(long, help_heading = RUN, default_value = "50GB", value_parser = required::<ByteSize>)]
+    pub max_shard_size: ByteSize,
     /// Not in this version: refused, and not ignored.
     #[arg(long, help_heading = RUN)]
     pub gradient_checkpointing: bool,
@@ -452,6 +469,38 @@ pub struct RunConfig {
     /// Show no progress bar.
     #[arg(long, help_heading = RUN)]
     pub disable_tqdm: bool,
+}
+
+/// A number of bytes, written as Hugging Face writes it: `5GB`, `500MB`, `1GiB`, or a number alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ByteSize(pub usize);
+
+const UNITS: [(&str, u64); 8] = [
+    ("TIB", 1 << 40),
+    ("GIB", 1 << 30),
+    ("MIB", 1 << 20),
+    ("KIB", 1 << 10),
+    ("TB", 1_000_000_000_000),
+    ("GB", 1_000_000_000),
+    ("MB", 1_000_000),
+    ("KB", 1_000),
+];
+
+impl Display for ByteSize {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let bytes = self.0 as u64;
+        let whole = |(_, size): &&(&str, u64)| bytes >= *size && bytes.is_multiple_of(*size);
+        match UNITS[4..].iter().find(whole) {
+            Some((unit, size)) => write!(f, "{}{unit}", bytes / size),
+            None => write!(f, "{bytes}"),
+        }
+    }
+}
+
+impl Serialize for ByteSize {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
 }
 
 /// A stop token that goes by a name.
@@ -665,6 +714,7 @@ impl SftConfig {
         at_least_one("max_length", self.max_length)?;
         at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
         at_least_one("logging_steps", self.logging_steps)?;
+        check_trained_dtype(self.run.dtype)?;
         check_learning(self.learning_rate, &self.optimizer)?;
         check_threads(self.run.num_threads)?;
         self.plan_for(1).map(drop)
@@ -705,6 +755,7 @@ impl RewardConfig {
         at_least_one("max_length", self.max_length)?;
         at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
         at_least_one("logging_steps", self.logging_steps)?;
+        check_trained_dtype(self.run.dtype)?;
         if let Some(weight) = self.center_rewards_coefficient {
             zero_or_more("center_rewards_coefficient", weight)?;
         }
@@ -846,7 +897,9 @@ pub fn command<C: Args>(name: &'static str) -> Command {
             .or_else(|| typed::<PathBuf>(&arg))
             .or_else(|| typed::<String>(&arg))
             .or_else(|| typed::<StopToken>(&arg))
-            .or_else(|| typed::<Format>(&arg));
+            .or_else(|| typed::<Format>(&arg))
+            .or_else(|| typed::<Device>(&arg))
+            .or_else(|| typed::<ByteSize>(&arg));
         match kind {
             Some((name, Some(parser))) => arg.value_name(name).value_parser(parser),
             Some((name, None)) => arg.value_name(name),
@@ -979,6 +1032,28 @@ impl Setting for String {
     }
 }
 
+impl Setting for Device {
+    const NAME: &'static str = "DEVICE";
+    const EXPECTED: &'static str = "auto, cpu, cuda or cuda:N";
+
+    fn read(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+}
+
+impl Setting for ByteSize {
+    const NAME: &'static str = "SIZE";
+    const EXPECTED: &'static str = "a size above 0, such as 5GB or 500MB";
+
+    fn read(text: &str) -> Option<Self> {
+        let text = text.trim().to_ascii_uppercase();
+        let unit = UNITS.iter().find_map(|(unit, size)| Some((text.strip_suffix(unit)?, *size)));
+        let (number, size) = unit.unwrap_or((&text, 1));
+        let bytes = number.trim_end().parse::<f64>().ok()? * size as f64;
+        (bytes >= 1.0 && bytes < usize::MAX as f64).then_some(Self(bytes as usize))
+    }
+}
+
 impl Setting for StopToken {
     const NAME: &'static str = "TOKEN";
     const EXPECTED: &'static str = "eos or none; an id goes to stop_token_id";
@@ -1050,6 +1125,18 @@ fn zero_or_more(name: &str, found: f64) -> Result<()> {
 
 fn zero_to_one(name: &str, found: f64) -> Result<()> {
     expect((0.0..=1.0).contains(&found), name, found, "a number from 0 to 1")
+}
+
+/// A command that trains all it loads holds it in float32.
+fn check_trained_dtype(dtype: Dtype) -> Result<()> {
+    if matches!(dtype, Dtype::Auto | Dtype::Float32) {
+        return Ok(());
+    }
+    let name = dtype.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
+    usage(format!(
+        "dtype = {name}: expected auto or float32, as what is trained is held in float32, where small steps are not lost; \
+         bf16 = true computes in bfloat16"
+    ))
 }
 
 fn check_token_id(id: Option<i64>) -> Result<()> {

@@ -20,7 +20,7 @@ pub(crate) use layout::KvCache;
 pub use params::Param;
 pub use value_head::{CausalLmWithValueHead, ValueHeadInit};
 
-use crate::weights::{self, Checkpoint};
+use crate::weights::{self, Checkpoint, replace_files};
 use crate::{Error, Result};
 use decoder::Decoder;
 use layout::Layout;
@@ -30,17 +30,16 @@ use std::ops::Range;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
-/// Shards of a saved checkpoint hold at most this many bytes, as transformers' do by default.
-const MAX_SHARD_BYTES: usize = 50_000_000_000;
-
 /// The most logits that are held at once where no gradient is needed, in elements (64 MiB of f32).
 const LOGITS_CHUNK: i64 = 1 << 24;
 
-/// In what arithmetic a model that is held in f32 computes; its results are f32 in any case.
+/// In what arithmetic a model computes; its results are f32 in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
-    /// f32 throughout.
+    /// That of the dtype its weights are held in.
     #[default]
+    Held,
+    /// f32 throughout.
     F32,
     /// bf16 matrix products and attention, f32 residual stream, norms, log-probabilities and weights.
     Bf16,
@@ -56,9 +55,9 @@ pub enum Dtype {
     /// f32: what is trained is held so.
     #[default]
     Float32,
-    /// bf16, and computed in bf16.
+    /// bf16.
     BFloat16,
-    /// f16, and computed in f16.
+    /// f16.
     Float16,
 }
 
@@ -80,23 +79,26 @@ pub struct ModelOptions {
     pub device: Device,
     /// How its weights are held.
     pub dtype: Dtype,
-    /// How it computes, where its weights are held in f32; in what they are held, else.
+    /// How it computes.
     pub precision: Precision,
 }
 
 impl ModelOptions {
     /// The dtype in which `source`'s weights are held, and that in which products are done.
     fn kinds(self, source: Source<'_>) -> (Kind, Kind) {
-        match (self.dtype.kind(source), self.precision) {
-            (Kind::Float, Precision::Bf16) => (Kind::Float, Kind::BFloat16),
-            (held, _) => (held, held),
-        }
+        let held = self.dtype.kind(source);
+        let compute = match self.precision {
+            Precision::Held => held,
+            Precision::F32 => Kind::Float,
+            Precision::Bf16 => Kind::BFloat16,
+        };
+        (held, compute)
     }
 }
 
 impl Default for ModelOptions {
     fn default() -> Self {
-        Self { device: Device::Cpu, dtype: Dtype::Float32, precision: Precision::F32 }
+        Self { device: Device::Cpu, dtype: Dtype::Float32, precision: Precision::Held }
     }
 }
 
@@ -118,17 +120,24 @@ impl Body {
         }
     }
 
-    fn save(&self, dir: &Path, config: &ModelConfig) -> Result<()> {
-        self.save_renamed(dir, config, |_| None)
+    fn save(&self, dir: &Path, config: &ModelConfig, max_shard_bytes: usize) -> Result<()> {
+        self.save_renamed(dir, config, max_shard_bytes, |_| None)
     }
 
     /// Writes the weights and the configuration; `stored` gives the names that are others in the file.
-    fn save_renamed(&self, dir: &Path, config: &ModelConfig, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
-        std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+    fn save_renamed(
+        &self,
+        dir: &Path,
+        config: &ModelConfig,
+        max_shard_bytes: usize,
+        stored: impl Fn(&str) -> Option<String>,
+    ) -> Result<()> {
         let name = |param: &Param| stored(&param.name).unwrap_or_else(|| param.name.clone());
         let tensors: Vec<_> = self.params.iter().map(|p| (name(p), p.tensor.shallow_clone())).collect();
-        weights::save(dir, &tensors, MAX_SHARD_BYTES)?;
-        config.save(dir, self.kind)
+        replace_files(dir, |dir| {
+            weights::save(dir, &tensors, max_shard_bytes)?;
+            config.save(dir, self.kind)
+        })
     }
 
     /// Checks what a user can get wrong, so that libtorch need not fail on it.
@@ -257,9 +266,10 @@ impl CausalLm {
         &self.body.config
     }
 
-    /// Whether the model computes in f32 throughout, so that the same tokens give the same numbers in any company.
+    /// Whether the model computes in f32 throughout and on the processor, so that the same tokens give the same numbers in
+    /// any company; a GPU chooses its sums by the shape of the batch.
     pub fn is_exact(&self) -> bool {
-        self.body.decoder.compute == Kind::Float
+        self.body.decoder.compute == Kind::Float && self.body.device == Device::Cpu
     }
 
     /// Where the model lives.
@@ -377,13 +387,13 @@ impl CausalLm {
 
     /// Writes `config.json`, `generation_config.json` and the weights below `dir`; transformers reads them.
     ///
-    /// `eos`, the one to append first, and `pad` are noted where they are given; all of `eos` end what is generated.
+    /// `eos`, the one to append first, and `pad` are noted where they are given; all of `eos` end what is generated. Weights
+    /// of more than `max_shard_bytes` go to several files.
     ///
     /// # Errors
-    /// If a file cannot be written.
-    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>) -> Result<()> {
+    /// If a file cannot be written; the folder then holds what it held.
+    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
         let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
-        self.body.save(dir, &config)?;
         let mut generation = serde_json::Map::from_iter([("_from_model_config".into(), true.into())]);
         let eos = if eos.is_empty() { config.eos_token_ids.as_slice() } else { eos };
         if !eos.is_empty() {
@@ -394,7 +404,10 @@ impl CausalLm {
             generation.insert("eos_token_id".into(), ids);
         }
         generation.extend(pad.map(|pad| ("pad_token_id".into(), pad.into())));
-        weights::write_text(&dir.join("generation_config.json"), &weights::pretty(&generation.into()))
+        replace_files(dir, |dir| {
+            self.body.save(dir, &config, max_shard_bytes)?;
+            weights::write_text(&dir.join("generation_config.json"), &weights::pretty(&generation.into()))
+        })
     }
 }
 

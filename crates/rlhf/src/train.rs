@@ -5,16 +5,16 @@ pub mod reward;
 pub mod sft;
 
 use crate::config::RunConfig;
-use crate::model::{ModelOptions, Precision};
+use crate::model::{Dtype, ModelOptions, Precision};
 use crate::weights::write_text;
 use crate::{Error, Result};
 use std::fmt::Write;
 use std::path::Path;
 
-/// How a run's models are put into memory; also applies the number of threads.
+/// How the models that a run trains are put into memory; also applies the number of threads.
 ///
 /// # Errors
-/// If the run asks for what this version does not have.
+/// If the run asks for what this version or this machine does not have.
 fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     if run.gradient_checkpointing {
         return Err(Error::Usage(
@@ -27,7 +27,7 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
         tch::set_num_threads(threads as i32);
     }
     let precision = if run.bf16 { Precision::Bf16 } else { Precision::F32 };
-    Ok(ModelOptions { precision, ..ModelOptions::default() })
+    Ok(ModelOptions { device: run.device.resolve()?, dtype: Dtype::Float32, precision })
 }
 
 /// What to tell of a dataset that does not fill one update.

@@ -2,6 +2,8 @@
 
 mod cli;
 mod commands;
+mod corrupt;
+mod formats;
 mod models;
 mod ppo_golden;
 mod ppo_invariance;

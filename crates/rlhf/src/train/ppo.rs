@@ -5,12 +5,13 @@ use crate::config::{PpoConfig, PpoPlan, StopToken};
 use crate::data::{Cursor, Dataset, Prompt};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, SequenceClassifier};
+use crate::model::{CausalLm, ModelOptions, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, score, targets, to_slots};
 use crate::tokenizer::Tokenizer;
+use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
 use std::path::Path;
 use std::time::Instant;
@@ -73,13 +74,16 @@ impl PpoTrainer {
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
         config.check()?;
         let options = model_options(&config.run)?;
+        // Held as their files are, and computed as the policy is: to widen a weight loses nothing, so the reference gives
+        // the very numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
+        let frozen = ModelOptions { dtype: config.run.dtype, ..options };
         let policy_dir = config.sft_model_path.as_path();
         let value_dir = config.value_model_path.as_deref().unwrap_or(&config.reward_model_path);
         let new_head = config.new_reward_head.then_some(config.run.seed);
         let tokenizer = Tokenizer::from_pretrained(config.model_name_or_path.as_deref().unwrap_or(policy_dir))?;
         let policy = CausalLm::from_pretrained(policy_dir, options)?;
-        let reference = CausalLm::from_pretrained(policy_dir, options)?;
-        let reward = SequenceClassifier::from_pretrained(&config.reward_model_path, new_head, options)?;
+        let reference = CausalLm::from_pretrained(policy_dir, frozen)?;
+        let reward = SequenceClassifier::from_pretrained(&config.reward_model_path, new_head, frozen)?;
         let value = SequenceClassifier::from_pretrained(value_dir, new_head, options)?;
         tokenizer.check_fits(policy.config(), policy_dir)?;
         for (dir, model) in [(config.reward_model_path.as_path(), reward.config()), (value_dir, value.config())] {
@@ -236,11 +240,15 @@ impl PpoTrainer {
     /// If a file cannot be written.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
         let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
-        self.learner.policy.save_pretrained(dir, eos, pad)?;
-        self.tokenizer.save_pretrained(dir)?;
-        let value_dir = dir.join("value_model");
-        self.learner.value.save_pretrained(&value_dir, eos, pad)?;
-        self.tokenizer.save_pretrained(&value_dir)?;
+        let max_shard_bytes = self.config.run.max_shard_size.0;
+        replace_files(dir, |dir| {
+            self.learner.policy.save_pretrained(dir, eos, pad, max_shard_bytes)?;
+            self.tokenizer.save_pretrained(dir)
+        })?;
+        replace_files(&dir.join("value_model"), |dir| {
+            self.learner.value.save_pretrained(dir, eos, pad, max_shard_bytes)?;
+            self.tokenizer.save_pretrained(dir)
+        })?;
         let mut facts = vec![
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
             ("reward model", format!("`{}`", self.config.reward_model_path.display())),

@@ -8,6 +8,7 @@ use crate::model::{CausalLm, ModelConfig};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
+use crate::weights::replace_files;
 use crate::{Error, Result};
 use std::path::Path;
 use std::time::Instant;
@@ -76,8 +77,10 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
     let dir = &config.run.output_dir;
-    model.save_pretrained(dir, tokenizer.eos_ids(), tokenizer.pad())?;
-    tokenizer.save_pretrained(dir)?;
+    replace_files(dir, |dir| {
+        model.save_pretrained(dir, tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0)?;
+        tokenizer.save_pretrained(dir)
+    })?;
     let from = model_dir.map_or("random weights".into(), |dir| format!("`{}`", dir.display()));
     let data = format!("`{}`, {} rows", config.dataset_name.display(), rows.len());
     write_model_card(
