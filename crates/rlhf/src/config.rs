@@ -1214,8 +1214,8 @@ mod tests {
             "dataset_train_split": "train", "dataset_test_split": "test",
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
-            "seed": 42, "bf16": false, "gradient_checkpointing": false, "report_to": "none",
-            "num_threads": null, "disable_tqdm": false,
+            "seed": 42, "bf16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
+            "gradient_checkpointing": false, "report_to": "none", "num_threads": null, "disable_tqdm": false,
         })
     }
 
@@ -1273,23 +1273,53 @@ mod tests {
                 "max_new_tokens": 53, "min_new_tokens": 0, "do_sample": true, "temperature": 1.0, "top_k": 0,
                 "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "num_return_sequences": 1,
                 "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null,
-                "output_file": null, "batch_size": 32, "num_threads": null,
+                "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
         assert_settings(
             &LogprobsConfig::new("m"),
             json!({
                 "model_name_or_path": "m", "temperature": 1.0, "dataset_name": null, "output_file": null,
-                "batch_size": 32, "num_threads": null,
+                "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
         assert_settings(
             &ScoreConfig::new("m"),
             json!({
                 "model_name_or_path": "m", "dataset_name": null, "output_file": null, "batch_size": 32,
-                "num_threads": null,
+                "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
+    }
+
+    #[test]
+    fn sizes_are_read_as_hugging_face_reads_them_and_written_so_that_they_read_back() {
+        for (text, bytes, written) in [
+            ("5GB", 5_000_000_000, "5GB"),
+            ("500mb", 500_000_000, "500MB"),
+            ("1.5 GB", 1_500_000_000, "1500MB"),
+            ("2GiB", 1 << 31, "2147483648"),
+            ("300KB", 300_000, "300KB"),
+            ("10000", 10_000, "10KB"),
+            ("7", 7, "7"),
+        ] {
+            let size = ByteSize::read(text).unwrap();
+            assert_eq!((size.0, size.to_string().as_str()), (bytes, written), "{text}");
+            assert_eq!(ByteSize::read(&size.to_string()), Some(size));
+        }
+        for text in ["", "GB", "0", "-5GB", "5XB", "nan", "inf", "1e30GB", "five"] {
+            assert_eq!(ByteSize::read(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_trained_is_held_in_float32() {
+        let mut config = SftConfig::new("m", "d", "o");
+        for (dtype, allowed) in [(Dtype::Auto, true), (Dtype::Float32, true), (Dtype::BFloat16, false)] {
+            config.run.dtype = dtype;
+            assert_eq!(config.check().is_ok(), allowed, "{dtype:?}");
+        }
+        assert!(usage_of(config.check()).starts_with("dtype = bfloat16: expected auto or float32"));
     }
 
     #[test]

@@ -15,8 +15,9 @@ const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 /// The bound that the safetensors format itself sets on a header, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
-/// How many bytes of a tensor are read before they go to its memory; what loading takes beside the model itself.
-const READ_AT_ONCE: usize = 1 << 22;
+/// How many bytes of a tensor are read before they go to its memory: what loading takes beside the model itself. Buffers of
+/// several MiB would read no faster, and the allocator would keep some of them.
+const READ_AT_ONCE: usize = 1 << 19;
 /// Where a folder's new files wait until all of them are whole.
 const BESIDE: &str = ".saving";
 
@@ -132,7 +133,7 @@ impl Checkpoint {
             names.push(name.clone());
             if let Some(other) = self.tensors.insert(name.clone(), Entry { file: index, info: info.clone() }) {
                 let other = self.files[other.file].path.display();
-                return Err(Error::invalid(path, format!("the tensor `{name}` is also in {other}")));
+                return Err(Error::invalid(path, format!("the tensor `{}` is also in {other}", brief(&name))));
             }
         }
         self.files.push(TensorFile { path, file, data_start });
@@ -220,7 +221,7 @@ fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     let mut header = vec![0; size as usize];
     file.read_exact_at(&mut header, 8).map_err(Error::io("read", path))?;
     let metadata: Metadata = serde_json::from_slice(&header)
-        .map_err(|e| Error::invalid(path, format!("not a sound safetensors header: {e}")))?;
+        .map_err(|e| Error::invalid(path, format!("not a sound safetensors header: {}", brief(&e.to_string()))))?;
     let expected = 8 + size + metadata.data_len() as u64;
     if expected < file_len {
         let message = format!("damaged: its header speaks of {expected} bytes, found {file_len}");
@@ -374,6 +375,14 @@ fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
     serde_json::from_str(&text).map_err(|e| Error::invalid(path, format!("not valid JSON: {e}")))
+}
+
+/// A text from a file for an error message: what is long, is cut.
+pub(crate) fn brief(text: &str) -> Cow<'_, str> {
+    match text.char_indices().nth(120) {
+        None => text.into(),
+        Some((end, _)) => format!("{}...", &text[..end]).into(),
+    }
 }
 
 /// Formats JSON as Hugging Face's files are: two spaces, a newline at the end.

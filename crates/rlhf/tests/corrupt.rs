@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 /// Damaged copies of each golden model; with about forty models a few thousand in all.
-const CASES: u64 = 80;
+const CASES: u64 = 120;
 
 /// A stream of numbers that is the same in every run (splitmix64).
 struct Dice(u64);

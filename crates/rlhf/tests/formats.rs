@@ -1,5 +1,6 @@
 //! Files and dtypes: what is saved, how much memory loading takes, what a model held in fewer bits says.
 
+use crate::cli::{PPO, SFT, Scratch, timeless};
 use crate::support::{Child, golden, say};
 use rlhf::model::{
     CausalLm, CausalLmWithValueHead, Dtype, ModelConfig, ModelOptions, SequenceClassifier, ValueHeadInit,
@@ -193,4 +194,87 @@ fn child_loads_a_model() {
 fn a_sharded_folder_is_the_single_one() {
     let [single, sharded] = ["gpt_neox", "gpt_neox_sharded"].map(|name| golden().join("models").join(name));
     assert_eq!(tensors(&single), tensors(&sharded));
+}
+
+/// Rewrites the model `name` in bf16.
+fn narrow(scratch: &Scratch, name: &str) {
+    let (dir, options) = (scratch.path(name), ModelOptions { dtype: Dtype::BFloat16, ..AUTO });
+    if name == "reward" {
+        let model = SequenceClassifier::from_pretrained(&dir, None, options).unwrap();
+        model.save_pretrained(&dir, &[0], None, usize::MAX).unwrap();
+    } else {
+        CausalLm::from_pretrained(&dir, options).unwrap().save_pretrained(&dir, &[0], None, usize::MAX).unwrap();
+    }
+}
+
+#[test]
+fn a_reference_held_as_its_file_gives_ppo_the_numbers_of_one_held_in_f32() {
+    let scratch = Scratch::new();
+    narrow(&scratch, "policy");
+    narrow(&scratch, "reward");
+    for more in ["", "--bf16"] {
+        scratch.succeeds(&format!("{PPO} {more} --overwrite_output_dir --output_dir auto"));
+        scratch.succeeds(&format!("{PPO} {more} --overwrite_output_dir --output_dir f32 --dtype float32"));
+        let metrics = |run: &str| timeless(scratch.metrics(run));
+        assert_eq!(metrics("auto"), metrics("f32"), "{more}");
+        // The policy has not moved away from what it is a copy of.
+        let kl = metrics("auto")[0]["objective/kl"].as_f64().unwrap();
+        assert!(kl.abs() < 1e-5, "{more}: {kl}");
+    }
+    // A reference with fewer bits than its file is another model than the policy, and only on request.
+    let scratch = Scratch::new();
+    scratch.succeeds(&format!("{PPO} --output_dir narrow --dtype bfloat16"));
+    let kl = scratch.metrics("narrow")[0]["objective/kl"].as_f64().unwrap();
+    assert!(kl != 0.0 && kl.abs() < 1.0, "{kl}");
+}
+
+#[test]
+fn runs_save_in_shards_of_the_size_asked_for() {
+    let scratch = Scratch::new();
+    scratch.succeeds(&format!("{SFT} --max_shard_size 50KB --output_dir shards"));
+    scratch.succeeds(&format!("{SFT} --output_dir single"));
+    assert!(scratch.path("shards/model.safetensors.index.json").is_file());
+    assert!(!scratch.path("shards/model.safetensors").exists() && !scratch.path("shards/.saving").exists());
+    assert_eq!(tensors(&scratch.path("shards")), tensors(&scratch.path("single")));
+    assert!(scratch.read("shards/run.yaml").contains("max_shard_size: 50KB"), "{}", scratch.read("shards/run.yaml"));
+    let line = format!("{SFT} --output_dir other --max_shard_size");
+    scratch.refuses(&format!("{line} much"), 2, &["'much'", "--max_shard_size <SIZE>", "5GB or 500MB"]);
+    scratch.refuses(&format!("{SFT} --output_dir other --dtype bfloat16"), 2, &["dtype = bfloat16", "bf16 = true"]);
+}
+
+#[test]
+fn commands_hold_the_model_as_they_are_told_to() {
+    let scratch = Scratch::new();
+    narrow(&scratch, "policy");
+    let line = "logprobs --model policy --dataset_name demos.jsonl";
+    let rows = |dtype: &str| scratch.succeeds(&format!("{line} --dtype {dtype}"));
+    assert_eq!(rows("auto"), rows("bfloat16"));
+    assert_ne!(rows("auto"), rows("float32"));
+    assert_ne!(rows("float16"), rows("float32"));
+    let words = ["'int8'", "--dtype <NAME>", "auto, float32, bfloat16, float16"];
+    scratch.refuses(&format!("{line} --dtype int8"), 2, &words);
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_refused_with_what_is_missing_and_auto_does_without() {
+    let scratch = Scratch::new();
+    for line in [
+        PPO.to_string(),
+        SFT.to_string(),
+        "score --model reward --dataset_name demos.jsonl".to_string(),
+        "generate --model policy --dataset_name prompts.jsonl".to_string(),
+    ] {
+        // On a machine with a GPU the number is too large; without one a library, the driver or the GPU is missing.
+        scratch.refuses(&format!("{line} --device cuda:99"), 2, &["device = cuda:99: "]);
+        scratch.refuses(
+            &format!("{line} --device tpu"),
+            2,
+            &["'tpu'", "--device <DEVICE>", "auto, cpu, cuda or cuda:N"],
+        );
+    }
+    let answers =
+        |device: &str| scratch.succeeds(&format!("score --model reward --dataset_name demos.jsonl --device {device}"));
+    if !Path::new("/dev/nvidiactl").exists() {
+        assert_eq!(answers("auto"), answers("cpu"));
+    }
 }

@@ -463,13 +463,9 @@ fn labels(f: &Fields<'_>) -> Result<Vec<String>> {
     (0..names.len()).map(|i| Ok(names.get(&i.to_string()).and_then(Value::as_str).ok_or_else(wrong)?.into())).collect()
 }
 
-/// A JSON value for an error message: what is long, is cut.
+/// A JSON value for an error message.
 fn brief(value: &Value) -> String {
-    let text = value.to_string();
-    match text.char_indices().nth(120) {
-        None => text,
-        Some((end, _)) => format!("{}...", &text[..end]),
-    }
+    crate::weights::brief(&value.to_string()).into_owned()
 }
 
 impl Shape {

@@ -2,7 +2,7 @@
 
 use super::families::Names;
 use crate::rng::{Purpose, Stream};
-use crate::weights::Checkpoint;
+use crate::weights::{Checkpoint, brief};
 use crate::{Error, Result};
 use std::collections::HashSet;
 use tch::{Device, Kind, Tensor};
@@ -181,9 +181,11 @@ impl<'a> Builder<'a> {
         }
         let list = |what: &str, names: &[&str]| match names {
             [] => None,
-            [first] => Some(format!("{what} `{first}`")),
-            [first, second] => Some(format!("{what} `{first}`, `{second}`")),
-            [first, second, rest @ ..] => Some(format!("{what} `{first}`, `{second}` and {} more", rest.len())),
+            [first] => Some(format!("{what} `{}`", brief(first))),
+            [first, second] => Some(format!("{what} `{}`, `{}`", brief(first), brief(second))),
+            [first, second, rest @ ..] => {
+                Some(format!("{what} `{}`, `{}` and {} more", brief(first), brief(second), rest.len()))
+            }
         };
         let missing: Vec<&str> = self.missing.iter().map(String::as_str).collect();
         let mut problems: Vec<String> = self.mismatched.iter().take(3).cloned().collect();
