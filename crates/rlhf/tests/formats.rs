@@ -265,7 +265,9 @@ fn a_gpu_that_is_not_there_is_refused_with_what_is_missing_and_auto_does_without
         "generate --model policy --dataset_name prompts.jsonl".to_string(),
     ] {
         // On a machine with a GPU the number is too large; without one a library, the driver or the GPU is missing.
-        scratch.refuses(&format!("{line} --device cuda:99"), 2, &["device = cuda:99: "]);
+        let ran = scratch.run(&format!("{line} --device cuda:99"));
+        let one_line = ran.stderr.starts_with("error: device = cuda:99: ") && ran.stderr.lines().count() == 1;
+        assert!(ran.code == 2 && one_line && !scratch.path("out").exists(), "{line}: {}", ran.stderr);
         scratch.refuses(
             &format!("{line} --device tpu"),
             2,
