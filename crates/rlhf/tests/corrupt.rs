@@ -243,4 +243,13 @@ fn sizes_that_no_file_holds_are_refused_by_their_shapes() {
         let error = CausalLm::from_pretrained(scratch.path(), ModelOptions::default()).unwrap_err().to_string();
         assert!(error.contains("expected [") && error.contains("268435456"), "{key}: {error}");
     }
+    // Numbers that no f32 holds, which libtorch would not take.
+    for (key, value) in [("rope_theta", json!(1e308)), ("rope_scaling", json!({"type": "linear", "factor": 1e-320}))] {
+        let mut config: Map<String, Value> = serde_json::from_str(&text).unwrap();
+        config.remove("rope_parameters");
+        config.insert(key.into(), value);
+        std::fs::write(scratch.path().join("config.json"), Value::Object(config).to_string()).unwrap();
+        let error = CausalLm::from_pretrained(scratch.path(), ModelOptions::default()).unwrap_err().to_string();
+        assert!(error.contains("at most 1000000000000000"), "{key}: {error}");
+    }
 }
