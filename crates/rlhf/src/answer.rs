@@ -20,7 +20,7 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
     if !config.prompts.is_empty() {
         rows = RowReader::arguments(&config.prompts);
     }
-    let dir = config.model_name_or_path.as_path();
+    let dir = &rlhf::hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let model = CausalLm::from_pretrained(dir, options)?;
     tokenizer.check_fits(model.config(), dir)?;

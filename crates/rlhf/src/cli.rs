@@ -420,7 +420,8 @@ mod tests {
         assert_eq!(
             flags("ppo"),
             format!(
-                "model_name_or_path sft_model_path reward_model_path value_model_path new_reward_head {data} \
+                "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
+                 new_reward_head {data} \
                  apply_chat_template per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
@@ -431,27 +432,29 @@ mod tests {
         assert_eq!(
             flags("sft"),
             format!(
-                "model_name_or_path config_name tokenizer_name chat_template_path {data} eval_dataset_name max_length {steps} \
+                "model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
+                 max_length {steps} \
                  completion_only_loss {optimizer} {run}"
             )
         );
         assert_eq!(
             flags("reward"),
             format!(
-                "model_name_or_path new_reward_head {data} eval_dataset_name max_length {steps} \
+                "model_name_or_path model_revision new_reward_head {data} eval_dataset_name max_length {steps} \
                  center_rewards_coefficient {optimizer} {run}"
             )
         );
         assert_eq!(
             flags("generate"),
             format!(
-                "model_name_or_path prompts input_format output_format apply_chat_template max_new_tokens min_new_tokens do_sample \
+                "model_name_or_path model_revision prompts input_format output_format apply_chat_template max_new_tokens \
+                 min_new_tokens do_sample \
                  temperature top_k top_p min_p repetition_penalty num_return_sequences stop_token_ids stop_strings \
                  ignore_eos seed {rows}"
             )
         );
-        assert_eq!(flags("logprobs"), format!("model_name_or_path temperature {rows}"));
-        assert_eq!(flags("score"), format!("model_name_or_path {rows}"));
+        assert_eq!(flags("logprobs"), format!("model_name_or_path model_revision temperature {rows}"));
+        assert_eq!(flags("score"), format!("model_name_or_path model_revision reward_label {rows}"));
     }
 
     #[test]

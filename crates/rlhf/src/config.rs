@@ -36,16 +36,24 @@ const NONE: &str = "none";
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct PpoConfig {
-    /// Model folder to take the tokenizer from [default: the policy's].
+    /// Folder or hub name of the model to take the tokenizer from [default: the policy's].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub model_name_or_path: std::option::Option<PathBuf>,
-    /// Folder of the causal language model that is trained; a frozen copy of it is the KL reference.
+    /// Folder or hub name of the causal language model that is trained; a frozen copy of it is the KL reference.
     #[arg(long, help_heading = MODELS)]
     pub sft_model_path: PathBuf,
-    /// Folder of the reward model, a sequence classifier with one label.
+    /// Branch, tag or commit of `sft_model_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// Folder or hub name of the reward model, a sequence classifier; one with another tokenizer than the policy reads
+    /// decoded text.
     #[arg(long, help_heading = MODELS)]
     pub reward_model_path: PathBuf,
-    /// Folder that the value model starts from [default: the reward model's].
+    /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub reward_label: std::option::Option<String>,
+    /// Folder or hub name of what the value model starts from [default: the reward model's, where that reads the policy's
+    /// tokens, else the policy's with a fresh head].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub value_model_path: std::option::Option<PathBuf>,
     /// Give a reward or value model that has no score head a fresh, random one.
@@ -151,13 +159,16 @@ pub struct PpoConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SftConfig {
-    /// Folder of the causal language model to start from.
+    /// Folder or hub name of the causal language model to start from.
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub model_name_or_path: std::option::Option<PathBuf>,
-    /// A `config.json`: start from random weights of this shape instead.
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// A `config.json`, or the hub name of a model that has it: start from random weights of this shape instead.
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub config_name: std::option::Option<PathBuf>,
-    /// Folder to take the tokenizer from [default: the model's].
+    /// Folder or hub name to take the tokenizer from [default: the model's].
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub tokenizer_name: std::option::Option<PathBuf>,
     /// Chat template to use and to save [default: the tokenizer's].
@@ -220,9 +231,12 @@ pub struct SftConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct RewardConfig {
-    /// Folder of the model to start from: a sequence classifier with one label, or a language model that gets a head.
+    /// Folder or hub name of the model to start from: a sequence classifier with one label, or a language model that gets a head.
     #[arg(long, help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
     /// Give a model that has no score head a fresh, random one.
     #[arg(long, help_heading = MODELS)]
     pub new_reward_head: bool,
@@ -283,9 +297,12 @@ pub struct RewardConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct GenerateConfig {
-    /// Folder of the causal language model.
+    /// Folder or hub name of the causal language model.
     #[arg(long, alias = "model", help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
 
     /// Prompts [default: those of the dataset, else of standard input].
     #[arg(value_name = "PROMPT")]
@@ -350,9 +367,12 @@ pub struct GenerateConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct LogprobsConfig {
-    /// Folder of the causal language model.
+    /// Folder or hub name of the causal language model.
     #[arg(long, alias = "model", help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
     /// Divides the logits; 1 for the model's own distribution.
     #[arg(long, help_heading = MODELS, default_value_t = 1.0)]
     pub temperature: f64,
@@ -366,9 +386,15 @@ pub struct LogprobsConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ScoreConfig {
-    /// Folder of the reward model, a sequence classifier.
+    /// Folder or hub name of the reward model, a sequence classifier.
     #[arg(long, alias = "model", help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub reward_label: std::option::Option<String>,
     /// Where rows come from and go to.
     #[command(flatten)]
     #[serde(flatten)]
@@ -1238,7 +1264,8 @@ mod tests {
         assert_settings(
             &ppo(),
             json!({
-                "model_name_or_path": null, "sft_model_path": "policy", "reward_model_path": "judge",
+                "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main",
+                "reward_model_path": "judge", "reward_label": null,
                 "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
                 "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
                 "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
@@ -1251,7 +1278,7 @@ mod tests {
         assert_settings(
             &SftConfig::new("m", "d", "o"),
             json!({
-                "model_name_or_path": "m", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
+                "model_name_or_path": "m", "model_revision": "main", "config_name": null, "tokenizer_name": null, "dataset_name": "d",
                 "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
                 "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
                 "chat_template_path": null,
@@ -1260,7 +1287,7 @@ mod tests {
         assert_settings(
             &RewardConfig::new("m", "d", "o"),
             json!({
-                "model_name_or_path": "m", "new_reward_head": false, "dataset_name": "d", "eval_dataset_name": null,
+                "model_name_or_path": "m", "model_revision": "main", "new_reward_head": false, "dataset_name": "d", "eval_dataset_name": null,
                 "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null, "max_length": 1024,
                 "logging_steps": 10, "center_rewards_coefficient": null, "learning_rate": 1e-4,
             }),
@@ -1268,7 +1295,7 @@ mod tests {
         assert_settings(
             &GenerateConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "prompts": [], "input_format": "text", "output_format": null,
+                "model_name_or_path": "m", "model_revision": "main", "prompts": [], "input_format": "text", "output_format": null,
                 "apply_chat_template": false,
                 "max_new_tokens": 53, "min_new_tokens": 0, "do_sample": true, "temperature": 1.0, "top_k": 0,
                 "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "num_return_sequences": 1,
@@ -1279,15 +1306,15 @@ mod tests {
         assert_settings(
             &LogprobsConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "temperature": 1.0, "dataset_name": null, "output_file": null,
+                "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "output_file": null,
                 "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
         assert_settings(
             &ScoreConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "dataset_name": null, "output_file": null, "batch_size": 32,
-                "dtype": "auto", "device": "auto", "num_threads": null,
+                "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "dataset_name": null,
+                "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
     }

@@ -420,7 +420,11 @@ fn next_line(path: &Path, reader: &mut impl BufRead, json: bool, read: &mut usiz
 
 const NOT_UTF8: &str = "expected UTF-8, found bytes of another encoding";
 
-fn locate(path: &Path, split: &str) -> Result<PathBuf> {
+/// The file that is `path`, or that holds the rows of `split` in the folder `path`.
+///
+/// # Errors
+/// If there is none.
+pub(crate) fn locate(path: &Path, split: &str) -> Result<PathBuf> {
     if path.is_file() {
         return Ok(path.to_path_buf());
     }

@@ -2,6 +2,7 @@
 
 use rlhf::config::{LogprobsConfig, RowsConfig, ScoreConfig};
 use rlhf::data::{Dataset, RowReader};
+use rlhf::hub;
 use rlhf::model::{CausalLm, SequenceClassifier};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
@@ -18,7 +19,7 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
     config.check()?;
     let options = model_options(&config.rows)?;
     let rows = open_rows(&config.rows, true)?;
-    let dir = config.model_name_or_path.as_path();
+    let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let model = CausalLm::from_pretrained(dir, options)?;
     tokenizer.check_fits(model.config(), dir)?;
@@ -54,9 +55,10 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     config.check()?;
     let options = model_options(&config.rows)?;
     let rows = open_rows(&config.rows, true)?;
-    let dir = config.model_name_or_path.as_path();
+    let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(dir)?;
-    let model = SequenceClassifier::from_pretrained(dir, None, options)?;
+    let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
+    model.choose_label(config.reward_label.as_deref(), dir)?;
     tokenizer.check_fits(model.config(), dir)?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     annotate(&config.rows, rows, |part| {

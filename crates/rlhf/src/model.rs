@@ -218,6 +218,7 @@ impl CausalLm {
     /// If the folder, the configuration or a tensor is not what it should be; all tensors at fault come in one error.
     pub fn from_pretrained(dir: &Path, options: ModelOptions) -> Result<Self> {
         let config = ModelConfig::from_dir(dir)?;
+        config.check_causal_lm(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
         Ok(Self::build(config, Source::Checkpoint(&checkpoint), options, &["v_head."], |_, _| Ok(()))?.0)
     }
@@ -227,6 +228,7 @@ impl CausalLm {
     /// # Errors
     /// If the family has no language models; if libtorch cannot allocate the weights.
     pub fn from_config(config: ModelConfig, seed: u64, options: ModelOptions) -> Result<Self> {
+        config.check_causal_lm(Path::new("config"))?;
         Ok(Self::build(config, Source::Fresh(seed), options, &[], |_, _| Ok(()))?.0)
     }
 
@@ -239,10 +241,6 @@ impl CausalLm {
         extra: impl FnOnce(&mut Builder<'_>, &Shape) -> Result<T>,
     ) -> Result<(Self, T)> {
         let names = &config.family.names;
-        if config.family.causal_lm_class.is_none() {
-            let message = format!("expected a language model, found `{}`, an encoder", config.family.name);
-            return Err(Error::Run(message));
-        }
         let (held, compute) = options.kinds(source);
         let mut builder = Builder::new(source, names, options.device, held);
         let decoder = Decoder::new(&config, &mut builder, compute)?;

@@ -340,21 +340,34 @@ impl Tokenizer {
         if !dir.join("tokenizer.json").is_file() {
             return Ok(());
         }
-        let other = Self::from_pretrained(dir)?;
-        let (ours, theirs) = (self.inner.get_vocab(true), other.inner.get_vocab(true));
-        let differing = ours.iter().filter(|(token, id)| theirs.get(*token) != Some(id)).count();
+        let differing = self.difference(&Self::from_pretrained(dir)?);
         if differing == 0 {
             return Ok(());
         }
         Err(Error::invalid(
             dir,
             format!(
-                "expected the tokenizer of {}, found one that differs in {differing} of {} tokens: all models of a run \
-                 read the same ids",
+                "expected the tokenizer of {}, found one that differs in {differing} tokens: the two models read the same ids",
                 self.dir.display(),
-                ours.len()
             ),
         ))
+    }
+
+    /// How many of this tokenizer's tokens have another id, or none, in `other`.
+    pub(crate) fn difference(&self, other: &Self) -> usize {
+        let theirs = other.inner.get_vocab(true);
+        self.inner.get_vocab(true).iter().filter(|(token, id)| theirs.get(*token) != Some(id)).count()
+    }
+
+    /// From now on a text of more than `most` tokens is cut to its last ones; what the tokenizer puts around it stays.
+    ///
+    /// # Errors
+    /// If that is more than `most` already.
+    pub(crate) fn keep_last(&mut self, most: usize) -> Result<()> {
+        let direction = tokenizers::TruncationDirection::Left;
+        let truncation = tokenizers::TruncationParams { max_length: most, direction, ..Default::default() };
+        let done = self.inner.with_truncation(Some(truncation)).map(|_| ()).map_err(|e| e.to_string());
+        done.map_err(|message| self.error(&message))
     }
 
     /// Writes the tokenizer's files below `dir`, byte for byte as they were read.

@@ -55,7 +55,8 @@ impl Checkpoint {
         } else if dir.join(INDEX).is_file() {
             checkpoint.add_shards(&dir.join(INDEX))?;
         } else {
-            return Err(Error::invalid(dir, no_safetensors(dir)?));
+            let names = file_names(dir)?;
+            return Err(no_safetensors(dir, names.iter().map(String::as_str)));
         }
         Ok(checkpoint)
     }
@@ -166,37 +167,29 @@ impl Checkpoint {
     }
 }
 
-/// What to tell of a folder that holds no safetensors: which weights it does hold, and the way out.
-fn no_safetensors(dir: &Path) -> Result<String> {
-    let mut names: Vec<String> = std::fs::read_dir(dir)
-        .map_err(Error::io("read the folder", dir))?
-        .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
-        .collect();
-    names.sort();
+/// The error for a folder, or a model of the hub, whose files have no weights that are read here: which weights they do
+/// hold, and the way out.
+pub(crate) fn no_safetensors<'a>(place: &Path, files: impl Iterator<Item = &'a str>) -> Error {
+    let mut names: Vec<&str> = files.collect();
+    names.sort_unstable();
     let ends_with = |ends: &[&str]| names.iter().find(|name| ends.iter().any(|end| name.ends_with(end)));
-    let convert = "convert it with transformers: `AutoModel...from_pretrained(dir).save_pretrained(new_dir)`";
-    Ok(
-        if let Some(name) = names
-            .iter()
-            .find(|name| name.starts_with("pytorch_model") && name.contains(".bin"))
-            .or(ends_with(&[".pt", ".pth", ".ckpt"]))
-        {
-            format!("expected {SINGLE}, found only {name}, a pickle, which can run code and is never opened; {convert}")
-        } else if let Some(name) = ends_with(&[".gguf"]) {
-            format!(
-                "expected {SINGLE}, found only {name}, llama.cpp's format; fetch the model's safetensors, or convert it with \
-             transformers: `AutoModel...from_pretrained(dir, gguf_file={name:?}).save_pretrained(new_dir)`"
-            )
-        } else if let Some(name) = ends_with(&[".h5", ".msgpack"]) {
-            format!(
-                "expected {SINGLE}, found only {name}, weights of TensorFlow or Flax; fetch the model's safetensors"
-            )
-        } else if let Some(name) = names.iter().find(|name| name.starts_with("adapter_model.")) {
-            format!("expected {SINGLE}, found only {name}, an adapter without its base model")
-        } else {
-            format!("expected {SINGLE} or {INDEX}, found neither")
-        },
-    )
+    let pickle = names.iter().find(|name| name.starts_with("pytorch_model") && name.contains(".bin"));
+    let found_only = |name: &str, what: &str| format!("expected {SINGLE}, found only {name}, {what}");
+    let convert = "convert it with transformers: `AutoModel...from_pretrained(dir";
+    let message = if let Some(name) = pickle.or(ends_with(&[".pt", ".pth", ".ckpt"])) {
+        let what = "a pickle, which can run code and is never opened; ";
+        found_only(name, what) + convert + ").save_pretrained(new_dir)`"
+    } else if let Some(name) = ends_with(&[".gguf"]) {
+        let what = "llama.cpp's format; fetch the model's safetensors, or ";
+        found_only(name, what) + convert + &format!(", gguf_file={name:?}).save_pretrained(new_dir)`")
+    } else if let Some(name) = ends_with(&[".h5", ".msgpack"]) {
+        found_only(name, "weights of TensorFlow or Flax; fetch the model's safetensors")
+    } else if let Some(name) = names.iter().find(|name| name.starts_with("adapter_model.")) {
+        found_only(name, "an adapter without its base model")
+    } else {
+        format!("expected {SINGLE} or {INDEX}, found neither")
+    };
+    Error::invalid(place, message)
 }
 
 /// Reads a safetensors header; returns it with the position of the first tensor byte.

@@ -98,6 +98,8 @@ impl Scratch {
         command.args(line.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
         // One thread: sums in one order. A backtrace asked for, so that a panic cannot pass for an error.
         command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "1");
+        // What is not a folder is not asked for on the network.
+        command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.path("hf"));
         command
     }
 
@@ -328,7 +330,9 @@ fn a_folder_that_is_no_model_is_refused_by_every_command() {
     }
     for line in [PPO, GENERATE] {
         let line = line.replace(" policy ", " nowhere ");
-        scratch.refuses(&line, 1, &["nowhere: ", "expected", "found no such folder"]);
+        scratch.refuses(&line, 1, &["nowhere: ", "no such folder", "HF_HUB_OFFLINE"]);
+        let line = line.replace(" nowhere ", " ./nowhere ");
+        scratch.refuses(&line, 1, &["./nowhere: ", "expected", "found no such folder", "on the hub"]);
     }
 }
 
@@ -423,12 +427,16 @@ fn a_tokenizer_larger_than_the_models_vocabulary_is_refused() {
 }
 
 #[test]
-fn a_reward_model_with_another_tokenizer_or_a_smaller_vocabulary_is_refused() {
+fn a_value_model_with_another_tokenizer_or_a_smaller_vocabulary_is_refused() {
     let scratch = Scratch::new();
     scratch.copy("small_reward", "gpt2_cls");
     scratch.copy("large", "llama_untied");
-    let line = format!("{PPO} --sft_model_path large --reward_model_path small_reward");
-    scratch.refuses(&line, 1, &["small_reward: expected the tokenizer of large", "differs in"]);
+    let line = format!("{PPO} --sft_model_path large --reward_model_path small_reward --output_dir two_tokenizers");
+    let value = format!("{line} --value_model_path small_reward");
+    scratch.refuses(&value, 1, &["small_reward: expected the tokenizer of large", "differs in"]);
+    // A reward model may have one of its own: then it reads text, and the value model begins as the policy.
+    assert_eq!(scratch.run(&line).code, 0);
+    assert!(scratch.read("two_tokenizers/value_model/config.json").contains("LlamaForSequenceClassification"));
     // The same tokenizer, and fewer rows in the embedding than the policy may sample from.
     let line = format!("{PPO} --reward_model_path small_reward");
     scratch.refuses(&line, 1, &["small_reward: vocab_size: expected at least the policy's 352", "found 320"]);
@@ -841,4 +849,63 @@ fn an_output_file_is_written_once_and_replaced_only_when_asked_for() {
     assert_ne!(scratch.read("answers.jsonl"), once);
     let line = format!("{GENERATE} --output_file prompts.jsonl --overwrite_output_file");
     scratch.refuses(&line, 2, &["output_file = prompts.jsonl", "also the dataset"]);
+}
+
+#[test]
+fn a_sentiment_encoder_with_its_own_tokenizer_and_two_labels_is_a_reward_model() {
+    let scratch = Scratch::new();
+    scratch.copy("sentiment", "distilbert_cls2");
+    let ppo = PPO.replace("--reward_model_path reward", "--reward_model_path sentiment");
+    scratch.refuses(&ppo, 1, &["sentiment", "2 labels", "NEGATIVE, POSITIVE", "--reward_label"]);
+    let joy = format!("{ppo} --reward_label joy");
+    scratch.refuses(&joy, 1, &["reward_label = joy", "NEGATIVE, POSITIVE"]);
+    let value = format!("{ppo} --reward_label POSITIVE --value_model_path sentiment");
+    scratch.refuses(&value, 1, &["sentiment", "expected a decoder", "distilbert"]);
+
+    let ran = scratch.run(&format!("{ppo} --reward_label POSITIVE-NEGATIVE --num_sample_generations 1"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(scratch.metrics("out").iter().all(|m| m["objective/scores"].as_f64().unwrap().is_finite()));
+    // The value model cannot begin as an encoder: it is the policy's body with a head.
+    assert!(scratch.read("out/value_model/config.json").contains("GPTNeoXForSequenceClassification"));
+
+    // What the sample table says of a text is what `rlhf score` says of it.
+    let rows: Vec<Value> = scratch
+        .read("out/samples.jsonl")
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap())
+        .map(|row| serde_json::json!({"text": format!("{}{}", row["query"].as_str().unwrap(), row["response"].as_str().unwrap()), "expected": row["score"]}))
+        .collect();
+    scratch.write("texts.jsonl", &rows.iter().map(|row| format!("{row}\n")).collect::<String>());
+    let scored = json_lines(
+        &scratch.succeeds("score --model sentiment --dataset_name texts.jsonl --reward_label POSITIVE-NEGATIVE"),
+    );
+    assert!(scored.len() >= 5);
+    for row in &scored {
+        let (found, expected) = (row["score"].as_f64().unwrap(), row["expected"].as_f64().unwrap());
+        assert!((found - expected).abs() < 1e-4, "{row:?}");
+    }
+}
+
+#[test]
+fn encoder_decoders_quantised_weights_and_unknown_parts_are_refused_by_name() {
+    let scratch = Scratch::new();
+    for (key, value, words) in [
+        ("model_type", serde_json::json!("t5"), vec!["\"t5\"", "encoder-decoder", "not supported"]),
+        ("model_type", serde_json::json!("llava"), vec!["\"llava\"", "gpt_neox", "qwen3", "roberta"]),
+        ("quantization_config", serde_json::json!({"quant_method": "gptq"}), vec!["quantization_config", "gptq"]),
+        ("hidden_act", serde_json::json!("mish"), vec!["hidden_act", "mish", "gelu_new"]),
+        (
+            "rope_parameters",
+            serde_json::json!({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
+            vec!["rope_parameters", "yarn", "llama3"],
+        ),
+    ] {
+        let before = scratch.read("policy/config.json");
+        scratch.edit_config("policy", key, value);
+        scratch.refuses(GENERATE, 1, &[&["policy/config.json"], words.as_slice()].concat());
+        scratch.write("policy/config.json", &before);
+    }
+    let classifier = GENERATE.replace("policy", "sentiment");
+    scratch.copy("sentiment", "distilbert_cls2");
+    scratch.refuses(&classifier, 1, &["sentiment", "expected a language model", "distilbert"]);
 }

@@ -4,6 +4,7 @@ mod cli;
 mod commands;
 mod corrupt;
 mod formats;
+mod hub;
 mod models;
 mod ppo_golden;
 mod ppo_invariance;

@@ -1,6 +1,6 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
-use crate::support::{Tensors, assert_close, golden, say};
+use crate::support::{Tensors, assert_close, given_golden, golden, say};
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{
     CausalLm, CausalLmWithValueHead, ModelConfig, ModelOptions, Param, RopeScaling, SequenceClassifier, ValueHeadInit,
@@ -20,7 +20,7 @@ enum Hold {
 
 /// The golden model folders of a kind; prints which, so that a log says what was run.
 fn folders(hold: Hold) -> Vec<PathBuf> {
-    let dir = golden().join("models");
+    let dir = given_golden().join("models");
     let kind = |path: &Path| {
         let config = ModelConfig::from_dir(path).unwrap();
         match (config.is_sequence_classifier(), config.causal) {
@@ -153,7 +153,7 @@ fn config(sampling: Sampling, max_new_tokens: usize, stop: &[i64], batch_size: u
 #[test]
 fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
     let index: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(golden().join("models/index.json")).unwrap()).unwrap();
+        serde_json::from_str(&std::fs::read_to_string(given_golden().join("models/index.json")).unwrap()).unwrap();
     for dir in folders(Hold::Lm) {
         let golden = values(&dir);
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
@@ -472,7 +472,7 @@ fn assert_gradients(dir: &Path, params: &[Param], info: &serde_json::Value) {
 #[test]
 fn gradients_of_every_parameter_equal_autograd_of_transformers() {
     let index: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(golden().join("models/index.json")).unwrap()).unwrap();
+        serde_json::from_str(&std::fs::read_to_string(given_golden().join("models/index.json")).unwrap()).unwrap();
     let info = |dir: &Path| index["models"][dir.file_name().unwrap().to_str().unwrap()]["grads"].clone();
     let mut compared = 0;
     for dir in folders(Hold::Lm).into_iter().filter(|dir| dir.join("grads.safetensors").is_file()) {
@@ -537,9 +537,9 @@ fn a_value_head_begins_fresh_or_as_a_reward_models() {
     let (policy, reward) = (golden().join("models/gpt2"), golden().join("models/gpt2_cls"));
     let options = ModelOptions::default();
     let ids = [vec![5i64, 6, 7, 8]];
-    let spans = [0..4];
+    let spans = std::slice::from_ref(&(0..4));
     let with = |init| CausalLmWithValueHead::from_pretrained(&policy, init, options);
-    let values = |init| with(init).unwrap().values_at(&ids, &spans).unwrap();
+    let values = |init| with(init).unwrap().values_at(&ids, spans).unwrap();
     assert_close("same seed", &values(ValueHeadInit::Fresh(1)), &values(ValueHeadInit::Fresh(1)), 0.0);
     assert_ne!(values(ValueHeadInit::Fresh(1)), values(ValueHeadInit::Fresh(2)));
     let hidden = &with(ValueHeadInit::Fresh(1)).unwrap().lm().hidden_states(&ids).unwrap()[0];

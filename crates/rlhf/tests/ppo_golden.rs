@@ -1,6 +1,6 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
-use crate::support::{Tensors, assert_close, golden, say};
+use crate::support::{Tensors, assert_close, given_golden, say};
 use rlhf::config::{LrSchedulerType, PpoConfig, StopToken};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
@@ -262,7 +262,7 @@ fn compare_weights(variant: &Variant, model: &str, params: &[Param]) {
 
 #[test]
 fn every_golden_run_of_trls_trainer_is_reproduced_to_the_weights() {
-    let dir = golden().join("trl_new");
+    let dir = given_golden().join("trl_new");
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(&dir)
         .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
         .map(|entry| entry.unwrap().path())

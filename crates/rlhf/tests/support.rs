@@ -7,14 +7,17 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use tch::{Kind, Tensor};
 
-/// The folder of golden values: `$RLHF_GOLDEN`, else what is committed beside this file.
+/// The folder of golden values that is committed beside this file.
 pub(crate) fn golden() -> PathBuf {
     // The tests are threads already; more threads inside each would fight for the cores.
     tch::set_num_threads(1);
-    match std::env::var_os("RLHF_GOLDEN") {
-        Some(dir) => PathBuf::from(dir),
-        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"),
-    }
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+/// The folder whose models, tokenizers and PPO variants are compared, whatever they are: `$RLHF_GOLDEN`, else `golden`.
+pub(crate) fn given_golden() -> PathBuf {
+    let committed = golden();
+    std::env::var_os("RLHF_GOLDEN").map_or(committed, PathBuf::from)
 }
 
 /// The named tensors of one golden file.

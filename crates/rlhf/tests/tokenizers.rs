@@ -1,6 +1,6 @@
 //! Tokenizers of every kind and chat templates of every style, against transformers.
 
-use crate::support::golden;
+use crate::support::{given_golden, golden, say};
 use rlhf::data::{Dataset, Demonstration};
 use rlhf::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
@@ -14,6 +14,19 @@ fn ids(value: &Value) -> Vec<i64> {
     value.as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect()
 }
 
+/// Compares a tokenizer with what transformers said of each text.
+fn assert_cases(name: &str, dir: &Path, kind: &Value) {
+    let tokenizer = Tokenizer::from_pretrained(dir).unwrap();
+    for case in kind["cases"].as_array().unwrap() {
+        let text = case["text"].as_str().unwrap();
+        let with = ids(&case["ids"]);
+        assert_eq!(tokenizer.encode(text).unwrap(), with, "{name}: {text:?}");
+        assert_eq!(tokenizer.encode_verbatim(text).unwrap(), ids(&case["ids_no_special"]), "{name}: {text:?}");
+        assert_eq!(tokenizer.decode_verbatim(&with).unwrap(), case["decoded"], "{name}: {text:?}");
+        assert_eq!(tokenizer.decode(&with).unwrap(), case["decoded_skip_special"], "{name}: {text:?}");
+    }
+}
+
 #[test]
 fn ids_and_texts_of_every_kind_of_tokenizer_are_those_of_transformers() {
     let dir = golden().join("tokenizers");
@@ -21,14 +34,26 @@ fn ids_and_texts_of_every_kind_of_tokenizer_are_those_of_transformers() {
     let goldens = goldens.as_object().unwrap();
     assert_eq!(goldens.len(), 5);
     for (name, kind) in goldens {
-        let tokenizer = Tokenizer::from_pretrained(&dir.join(kind["dir"].as_str().unwrap())).unwrap();
-        for case in kind["cases"].as_array().unwrap() {
-            let text = case["text"].as_str().unwrap();
-            let with = ids(&case["ids"]);
-            assert_eq!(tokenizer.encode(text).unwrap(), with, "{name}: {text:?}");
-            assert_eq!(tokenizer.encode_verbatim(text).unwrap(), ids(&case["ids_no_special"]), "{name}: {text:?}");
-            assert_eq!(tokenizer.decode_verbatim(&with).unwrap(), case["decoded"], "{name}: {text:?}");
-            assert_eq!(tokenizer.decode(&with).unwrap(), case["decoded_skip_special"], "{name}: {text:?}");
+        assert_cases(name, &dir.join(kind["dir"].as_str().unwrap()), kind);
+    }
+}
+
+#[test]
+fn tokenizers_beside_given_golden_models_are_those_of_transformers() {
+    let dir = given_golden().join("models");
+    let path = dir.join("tokenizer_goldens.json");
+    if !path.is_file() {
+        return say(&format!("{}: none to compare", path.display()));
+    }
+    let models = read_json(&dir.join("index.json"));
+    let models = models["models"].as_object().unwrap();
+    for (name, kind) in read_json(&path).as_object().unwrap() {
+        let holder = models.iter().find(|(model, entry)| {
+            entry["tokenizer"] == name.as_str() && dir.join(model).join("tokenizer.json").is_file()
+        });
+        match holder {
+            Some((model, _)) => assert_cases(name, &dir.join(model), kind),
+            None => say(&format!("{name}: no model folder with this tokenizer")),
         }
     }
 }

@@ -400,7 +400,7 @@ pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
     let found = match dir {
         dir if dir.is_dir() => "none in this folder",
         dir if dir.exists() => "a file in place of the folder",
-        _ => "no such folder (models are folders here: fetch one with `hf download NAME --local-dir FOLDER`)",
+        _ => "no such folder (nor is it the name of a model on the hub, as in `EleutherAI/pythia-160m`)",
     };
     Error::invalid(dir, format!("expected a model folder with a {name}, found {found}"))
 }
@@ -541,6 +541,17 @@ impl Shape {
 }
 
 impl ModelConfig {
+    /// Checks that the family has language models; `place` is what the error names.
+    pub(crate) fn check_causal_lm(&self, place: &Path) -> Result<()> {
+        match self.family.causal_lm_class {
+            Some(_) => Ok(()),
+            None => {
+                let message = format!("expected a language model, found `{}`, an encoder", self.family.name);
+                Err(Error::invalid(place, message))
+            }
+        }
+    }
+
     /// The configuration for saving a causal LM with these token ids.
     pub(crate) fn for_causal_lm(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
         let mut config = self.with_tokens(eos, pad);

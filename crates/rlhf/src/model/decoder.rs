@@ -47,6 +47,7 @@ enum Attention<'a> {
 
 impl Decoder {
     pub(crate) fn new(shape: &Shape, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
+        b.check_layers(shape.num_hidden_layers)?;
         let names = &shape.family.names;
         let (width, std) = (shape.embedding_size, shape.initializer_range);
         let table = |b: &mut Builder<'_>, base: &str, rows: i64, width: i64| {
@@ -150,16 +151,16 @@ impl Decoder {
         let row = |table: &Tensor, ids: &Tensor| Tensor::embedding(table, ids, -1, false, false).to_kind(Kind::Float);
         let mut x = row(&self.embed, tokens);
         if self.shape.embedding_scale != 1.0 {
-            x = x * self.shape.embedding_scale;
+            x *= self.shape.embedding_scale;
         }
         if let Some([inward, _]) = &self.project {
             x = inward.forward(&x);
         }
         if let Some(table) = &self.positions {
-            x = x + row(table, &(positions + self.shape.position_offset));
+            x += row(table, &(positions + self.shape.position_offset));
         }
         if let Some(table) = &self.token_types {
-            x = x + table.get(0).to_kind(Kind::Float);
+            x += table.get(0).to_kind(Kind::Float);
         }
         match &self.embed_norm {
             Some(norm) => norm.forward(&x),

@@ -70,6 +70,18 @@ impl<'a> Builder<'a> {
         Self { source, names, device, kind, stored_prefix, params, asked, missing, mismatched }
     }
 
+    /// Checks that the checkpoint may hold as many layers as the configuration says: each has a tensor at least. Else a damaged
+    /// number would have us list hundreds of thousands of tensors that are missing.
+    pub(crate) fn check_layers(&self, layers: i64) -> Result<()> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
+        let tensors = checkpoint.names().count();
+        if layers <= tensors as i64 {
+            return Ok(());
+        }
+        let message = format!("{layers} layers in config.json: expected no more than tensors, found {tensors} tensors");
+        Err(Error::invalid(checkpoint.dir(), message))
+    }
+
     /// What the checkpoint's names begin with where ours begin with the family's prefix.
     pub(crate) fn stored_prefix(&self) -> &'static str {
         self.stored_prefix

@@ -40,6 +40,7 @@ impl CausalLmWithValueHead {
     /// As [`CausalLm::from_pretrained`]; if `init` names a head that is not there, or is of another width.
     pub fn from_pretrained(dir: &Path, init: ValueHeadInit<'_>, options: ModelOptions) -> Result<Self> {
         let config = ModelConfig::from_dir(dir)?;
+        config.check_causal_lm(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
         let ignored: &[&str] = if let ValueHeadInit::Checkpoint = init { &[] } else { &["v_head."] };
         let build = |b: &mut Builder<'_>, shape: &Shape| build_head(b, shape, init);

@@ -2,14 +2,16 @@
 
 use super::{model_options, small_dataset, write_model_card};
 use crate::config::{PpoConfig, PpoPlan, StopToken};
-use crate::data::{Cursor, Dataset, Prompt};
+use crate::data::{Cursor, Dataset, Prompt, locate};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
+use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, ModelOptions, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
+use crate::reward::RewardModel;
 use crate::rng::{Purpose, Stream};
-use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, score, targets, to_slots};
+use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, targets, to_slots};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
@@ -55,7 +57,7 @@ pub struct PpoTrainer {
     /// What the policy should not drift away from.
     pub reference: CausalLm,
     /// What scores the responses.
-    pub reward: SequenceClassifier,
+    pub reward: RewardModel,
     /// The tokenizer of all of them.
     pub tokenizer: Tokenizer,
     prompts: Vec<Prompt>,
@@ -77,16 +79,30 @@ impl PpoTrainer {
         // Held as their files are, and computed as the policy is: to widen a weight loses nothing, so the reference gives
         // the very numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
         let frozen = ModelOptions { dtype: config.run.dtype, ..options };
-        let policy_dir = config.sft_model_path.as_path();
-        let value_dir = config.value_model_path.as_deref().unwrap_or(&config.reward_model_path);
+        // Before gigabytes are fetched in vain.
+        locate(&config.dataset_name, &config.dataset_train_split)?;
+        let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
+        let reward_dir = &hub::model_dir(&config.reward_model_path, None)?;
+        let own_value_dir = config.value_model_path.as_ref().map(|dir| hub::model_dir(dir, None)).transpose()?;
         let new_head = config.new_reward_head.then_some(config.run.seed);
-        let tokenizer = Tokenizer::from_pretrained(config.model_name_or_path.as_deref().unwrap_or(policy_dir))?;
+        let tokenizer_of = config.model_name_or_path.as_ref();
+        let tokenizer_dir = tokenizer_of.map_or(Ok(policy_dir.clone()), |dir| hub::tokenizer_dir(dir, None))?;
+        let tokenizer = Tokenizer::from_pretrained(&tokenizer_dir)?;
         let policy = CausalLm::from_pretrained(policy_dir, options)?;
         let reference = CausalLm::from_pretrained(policy_dir, frozen)?;
-        let reward = SequenceClassifier::from_pretrained(&config.reward_model_path, new_head, frozen)?;
-        let value = SequenceClassifier::from_pretrained(value_dir, new_head, options)?;
         tokenizer.check_fits(policy.config(), policy_dir)?;
-        for (dir, model) in [(config.reward_model_path.as_path(), reward.config()), (value_dir, value.config())] {
+        let label = config.reward_label.as_deref();
+        let reward = RewardModel::from_pretrained(reward_dir, label, new_head, &tokenizer, options)?;
+        let (value_dir, value_head) = match &own_value_dir {
+            Some(dir) => (dir, new_head),
+            // What reads other ids than the policy, or says more than one number, cannot be a value model's beginning.
+            None if reward.reads_text() || reward.model().labels().len() > 1 => (policy_dir, Some(config.run.seed)),
+            None => (reward_dir, new_head),
+        };
+        let value = SequenceClassifier::from_pretrained(value_dir, value_head, options)?;
+        value.check_values(value_dir)?;
+        let read_ids = (!reward.reads_text()).then(|| (reward_dir, reward.model().config()));
+        for (dir, model) in read_ids.into_iter().chain([(value_dir, value.config())]) {
             tokenizer.check_same(dir)?;
             // The policy may sample any of its ids, also those behind the tokenizer's last.
             if model.vocab_size < policy.config().vocab_size {
@@ -97,8 +113,9 @@ impl PpoTrainer {
             }
         }
 
-        let contexts = [policy.config(), reward.config(), value.config()].map(|c| c.max_position_embeddings);
-        let context = contexts.into_iter().min().expect("there are three models");
+        let contexts = [Some(policy.config()), Some(value.config()), read_ids.map(|(_, model)| model)];
+        let contexts = contexts.into_iter().flatten().map(|c| c.max_position_embeddings);
+        let context = contexts.min().expect("there are two models");
         let most = context.checked_sub(config.response_length).filter(|&most| most > 0).ok_or_else(|| {
             Error::Usage(format!(
                 "response_length = {} leaves no room for a prompt in the models' context of {context} tokens",
@@ -155,11 +172,17 @@ impl PpoTrainer {
         if let Some(warning) = small_dataset(&self.config.dataset_name, self.prompts.len(), self.plan.batch_size) {
             report.warn(&warning);
         }
-        if self.reward.has_new_head() {
+        if self.reward.model().has_new_head() {
             report.warn(&format!(
                 "{}: the reward model has a fresh random head, so its scores mean nothing yet; train it by `rlhf reward`",
                 self.config.reward_model_path.display()
             ));
+        }
+        if self.reward.reads_text() {
+            report.note("reward model: reads the decoded text, by its own tokenizer");
+        }
+        if self.learner.value.has_new_head() {
+            report.note("value model: begins with a fresh head");
         }
         for update in 0..self.plan.num_total_batches {
             if self.plan.sample_every.is_some_and(|every| update % every == 0) {
@@ -282,9 +305,8 @@ impl PpoTrainer {
     /// Scores `[B]`, and how often each response holds a token that should end it: a stop token, or eos where none is
     /// set.
     fn score(&self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<(Tensor, Vec<usize>)> {
-        let sequences: Vec<Vec<i64>> =
-            prompts.iter().zip(responses).map(|(prompt, r)| [prompt.as_slice(), &r.tokens].concat()).collect();
-        let scores = score(&self.reward, &sequences, self.config.local_rollout_forward_batch_size)?;
+        let batch_size = self.config.local_rollout_forward_batch_size;
+        let scores = self.reward.score(prompts, responses, &self.tokenizer, batch_size)?;
         let end = if self.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.stop };
         let ends: Vec<usize> =
             responses.iter().map(|r| r.tokens.iter().filter(|id| end.contains(id)).count()).collect();

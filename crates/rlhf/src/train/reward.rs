@@ -3,7 +3,8 @@
 use super::sft::eval_path;
 use super::{model_options, small_dataset, write_model_card};
 use crate::config::{RewardConfig, TrainPlan};
-use crate::data::{Cursor, Dataset, Pair};
+use crate::data::{Cursor, Dataset, Pair, locate};
+use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::SequenceClassifier;
 use crate::optim::{AdamW, lr_factor};
@@ -26,9 +27,15 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let mut inputs: Vec<&Path> = vec![model_dir, &config.dataset_name];
     inputs.extend(config.eval_dataset_name.as_deref());
     check_output_dir(&config.run, &inputs)?;
+    // Before gigabytes are fetched in vain.
+    locate(&config.dataset_name, &config.dataset_train_split)?;
+    let eval_path = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split);
+    eval_path.as_ref().map(|path| locate(path, &config.dataset_test_split)).transpose()?;
+    let model_dir = &hub::model_dir(model_dir, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(model_dir)?;
     let new_head = config.new_reward_head.then_some(config.run.seed);
     let mut model = SequenceClassifier::from_pretrained(model_dir, new_head, options)?;
+    model.choose_label(None, model_dir)?;
     tokenizer.check_fits(model.config(), model_dir)?;
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
@@ -38,8 +45,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     };
     let (pairs, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
     let mut eval = Vec::new();
-    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split)
-    {
+    if let Some(path) = eval_path {
         let (pairs, more) = read(&path, &config.dataset_test_split)?;
         eval = pairs;
         warnings.extend(more);

@@ -2,7 +2,8 @@
 
 use super::{model_options, small_dataset, write_model_card};
 use crate::config::{SftConfig, TrainPlan};
-use crate::data::{Cursor, Dataset, Demonstration};
+use crate::data::{Cursor, Dataset, Demonstration, locate};
+use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, ModelConfig};
 use crate::optim::{AdamW, lr_factor};
@@ -28,14 +29,25 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     inputs.extend(optional.into_iter().flatten());
     inputs.extend(config.chat_template_path.as_deref());
     check_output_dir(&config.run, &inputs)?;
-    let mut tokenizer = Tokenizer::from_pretrained(tokenizer_dir)?;
+    // Before gigabytes are fetched in vain.
+    locate(&config.dataset_name, &config.dataset_train_split)?;
+    let eval_path = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split);
+    eval_path.as_ref().map(|path| locate(path, &config.dataset_test_split)).transpose()?;
+    let revision = Some(config.model_revision.as_str());
+    let found_dir = model_dir.map(|dir| hub::model_dir(dir, revision)).transpose()?;
+    let model_dir = found_dir.as_deref();
+    let mut tokenizer = match (&config.tokenizer_name, model_dir) {
+        (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
+        _ => Tokenizer::from_pretrained(&hub::tokenizer_dir(tokenizer_dir, None)?)?,
+    };
     if let Some(file) = &config.chat_template_path {
         tokenizer.use_chat_template(file)?;
     }
     let mut model = match (model_dir, &config.config_name) {
         (Some(dir), _) => CausalLm::from_pretrained(dir, options)?,
         (None, shape) => {
-            let shape = ModelConfig::from_file(shape.as_deref().expect("`check` asks for one of them"))?;
+            let shape = shape.as_deref().expect("`check` asks for one of them");
+            let shape = ModelConfig::from_file(&hub::config_file(shape, revision)?)?;
             CausalLm::from_config(shape, config.run.seed, options)?
         }
     };
@@ -57,8 +69,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     };
     let (rows, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
     let mut eval = Vec::new();
-    if let Some(path) = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split)
-    {
+    if let Some(path) = eval_path {
         let (rows, more) = read(&path, &config.dataset_test_split)?;
         eval = rows;
         warnings.extend(more);

@@ -1,0 +1,781 @@
+//! Models by their name on the Hugging Face hub: fetched once, into the cache that transformers uses too.
+//!
+//! Files are named by the commit that the revision stands for, so a model is never put together from two commits. Each
+//! is written under another name, checked and renamed: what has its final name is whole. Layout and names of the cache are
+//! those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token on to the host that a file is
+//! redirected to, appends to a partial file whatever the server answers, checks neither length nor hash, and does not
+//! try again when a status says that it could; version 1 needs an asynchronous runtime and 200 more crates.
+
+use crate::model::no_such_file;
+use crate::report::stop_requested;
+use crate::weights::{no_safetensors, read_json};
+use crate::{Error, Result};
+use hf_hub::{Cache, CacheRepo, Repo, RepoType};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use ring::digest;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Seek, Write};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
+use ureq::http::{HeaderMap, Response, StatusCode, header};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+use ureq::{Agent, Body};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const ADAPTER: &str = "adapter_model.safetensors";
+const CONFIG: &str = "config.json";
+/// What a tokenizer may consist of; the configuration says which one a model has.
+const TOKENIZER: [&str; 6] = [
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+];
+/// How often a request is sent before its failure counts.
+const ATTEMPTS: u32 = 4;
+
+/// Where models come from: the hub, its cache on this machine, and whether the one may be asked for what the other lacks.
+#[derive(Clone)]
+pub struct Hub {
+    /// The address of the hub, without a slash at its end.
+    pub endpoint: String,
+    /// The folder of the cache.
+    pub cache: PathBuf,
+    /// What opens gated and private models; it is sent to `endpoint` only and never printed.
+    pub token: Option<String>,
+    /// The certificate authorities to trust, a file in PEM, in place of the usual ones.
+    pub certificates: Option<PathBuf>,
+    /// Whether only the cache is used, without a single request.
+    pub offline: bool,
+    /// The wait before the first repetition of a failed request; it doubles from one to the next.
+    pub pause: Duration,
+}
+
+/// What is wanted of a model: nothing else is fetched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// Configuration, tokenizer and weights, or an adapter's.
+    Model,
+    /// The tokenizer.
+    Tokenizer,
+    /// The configuration.
+    Config,
+}
+
+/// The folder of the model `name_or_path`: itself if it exists, else what the hub has under this name, from the cache or
+/// fetched into it. `revision` is a branch, a tag or a commit of the hub (None: `main`).
+///
+/// # Errors
+/// If it is neither a folder nor a name of the hub, the hub does not know it or cannot be reached, what it has lacks
+/// weights in safetensors, or a folder is asked for a revision other than `main`.
+pub fn model_dir(name_or_path: &Path, revision: Option<&str>) -> Result<PathBuf> {
+    Hub::from_env().find(name_or_path, revision, Part::Model)
+}
+
+/// A folder with the tokenizer of the model `name_or_path`; its weights are not fetched.
+///
+/// # Errors
+/// As [`model_dir`].
+pub fn tokenizer_dir(name_or_path: &Path, revision: Option<&str>) -> Result<PathBuf> {
+    Hub::from_env().find(name_or_path, revision, Part::Tokenizer)
+}
+
+/// The configuration file `name_or_path`: itself, unless it is a name of the hub; then that model's `config.json`.
+///
+/// # Errors
+/// As [`model_dir`].
+pub fn config_file(name_or_path: &Path, revision: Option<&str>) -> Result<PathBuf> {
+    if name_or_path.exists() || !name_or_path.to_str().is_some_and(is_hub_name) {
+        return Ok(name_or_path.to_path_buf());
+    }
+    Ok(Hub::from_env().find(name_or_path, revision, Part::Config)?.join(CONFIG))
+}
+
+/// Whether `name` has the form of a name on the hub: `name` or `owner/name`.
+pub fn is_hub_name(name: &str) -> bool {
+    let sound = |part: &str| {
+        let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_');
+        edge(part.chars().next())
+            && edge(part.chars().next_back())
+            && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
+    };
+    name.len() <= 96
+        && name.split('/').count() <= 2
+        && name.split('/').all(sound)
+        && !name.contains("--")
+        && !name.contains("..")
+        // `.git` the hub forbids; the other would be a mistyped file.
+        && ![".git", ".json"].iter().any(|end| name.ends_with(end))
+}
+
+/// Without the token.
+impl fmt::Debug for Hub {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let token = self.token.as_ref().map(|_| "...");
+        let Self { endpoint, cache, offline, .. } = self;
+        write!(f, "Hub {{ endpoint: {endpoint:?}, cache: {cache:?}, token: {token:?}, offline: {offline} }}")
+    }
+}
+
+impl Hub {
+    /// As the variables `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE` say, with
+    /// the defaults that they have everywhere.
+    pub fn from_env() -> Self {
+        Self::from_vars(|name| std::env::var_os(name))
+    }
+
+    fn from_vars(var: impl Fn(&str) -> Option<OsString>) -> Self {
+        let var = |name: &str| var(name).filter(|value| !value.is_empty());
+        let text = |name: &str| Some(var(name)?.to_string_lossy().trim().to_string()).filter(|text| !text.is_empty());
+        let home = var("HF_HOME").map(PathBuf::from).unwrap_or_else(|| {
+            let home = || var("HOME").map(PathBuf::from).unwrap_or_default();
+            let caches = var("XDG_CACHE_HOME").map_or_else(|| home().join(".cache"), PathBuf::from);
+            caches.join("huggingface")
+        });
+        let saved_token = || fs::read_to_string(home.join("token")).ok().map(|text| text.trim().to_string());
+        let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
+        let yes = |text: String| ["1", "true", "yes", "on"].contains(&text.to_ascii_lowercase().as_str());
+        Self {
+            endpoint: endpoint.trim_end_matches('/').to_string(),
+            cache: var("HF_HUB_CACHE").map_or_else(|| home.join("hub"), PathBuf::from),
+            token: text("HF_TOKEN").or_else(saved_token).filter(|token| !token.is_empty()),
+            certificates: var("SSL_CERT_FILE").map(PathBuf::from),
+            offline: text("HF_HUB_OFFLINE").is_some_and(yes),
+            pause: Duration::from_millis(500),
+        }
+    }
+
+    /// The folder with this part of the model `name_or_path`, as [`model_dir`] says.
+    ///
+    /// # Errors
+    /// As [`model_dir`].
+    pub fn find(&self, name_or_path: &Path, revision: Option<&str>, part: Part) -> Result<PathBuf> {
+        if name_or_path.exists() {
+            return match revision {
+                // Silently, the wrong weights.
+                Some(revision) if revision != "main" => Err(Error::Usage(format!(
+                    "model_revision = {revision}: {} is a folder here, and a folder has no revisions",
+                    name_or_path.display()
+                ))),
+                _ => Ok(name_or_path.to_path_buf()),
+            };
+        }
+        let Some(name) = name_or_path.to_str().filter(|name| is_hub_name(name)) else {
+            let file = if part == Part::Tokenizer { "tokenizer.json" } else { CONFIG };
+            return Err(no_such_file(name_or_path, file));
+        };
+        let revision = revision.unwrap_or("main");
+        // It becomes a path below `refs`.
+        if revision.is_empty() || !Path::new(revision).components().all(|part| matches!(part, Component::Normal(_))) {
+            let message = format!("model_revision = {revision:?}: expected a branch, a tag or a commit of the hub");
+            return Err(Error::Usage(message));
+        }
+        let repo = Repo::with_revision(name.to_string(), RepoType::Model, revision.to_string());
+        let dir = self.cache.join(repo.folder_name());
+        let cached = Cache::new(self.cache.clone()).repo(repo);
+        Fetch { hub: self, name, revision, part, dir, cached, agent: self.agent()? }.folder()
+    }
+
+    fn agent(&self) -> Result<Agent> {
+        let roots = match &self.certificates {
+            Some(file) if !self.offline => certificates(file)?,
+            _ => RootCerts::WebPki,
+        };
+        let config = Agent::config_builder()
+            .tls_config(TlsConfig::builder().root_certs(roots).build())
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            // A compressed answer has neither the length nor the ranges of the file.
+            .accept_encoding("identity")
+            .user_agent(concat!("rlhf/", env!("CARGO_PKG_VERSION")))
+            .timeout_connect(Some(Duration::from_secs(10)))
+            .timeout_recv_response(Some(Duration::from_secs(60)))
+            .timeout_per_read(Some(Duration::from_secs(60)))
+            .build();
+        Ok(config.into())
+    }
+}
+
+/// One model at one revision, on its way into the cache.
+struct Fetch<'a> {
+    hub: &'a Hub,
+    name: &'a str,
+    revision: &'a str,
+    part: Part,
+    /// `models--owner--name` in the cache.
+    dir: PathBuf,
+    cached: CacheRepo,
+    agent: Agent,
+}
+
+/// A file as the hub describes it.
+struct Remote {
+    /// The name of its bytes in the cache.
+    etag: String,
+    size: u64,
+    /// Whether the etag is the SHA-256 of the bytes.
+    hashed: bool,
+}
+
+/// Why a request gave nothing.
+enum Failure {
+    /// It would give nothing if sent again.
+    Final(Error),
+    /// It may well succeed later: what happened, and how long the server asks to wait.
+    Passing(String, Option<Duration>),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Final(error)
+    }
+}
+
+impl From<ureq::Error> for Failure {
+    fn from(error: ureq::Error) -> Self {
+        match error {
+            ureq::Error::BadUri(_) | ureq::Error::Http(_) => {
+                Self::Final(Error::Usage(format!("a request to the hub (HF_ENDPOINT, HF_TOKEN): {error}")))
+            }
+            error => {
+                let mut what = error.to_string();
+                if what.contains("UnknownIssuer") {
+                    what += "; if a proxy signs with certificates of its own, set SSL_CERT_FILE to them";
+                }
+                Self::Passing(what, None)
+            }
+        }
+    }
+}
+
+impl Fetch<'_> {
+    fn folder(&self) -> Result<PathBuf> {
+        let cached = self.cached_folder();
+        if self.hub.offline {
+            return cached.ok_or_else(|| self.error(&format!("{}; HF_HUB_OFFLINE forbids to fetch it", self.absent())));
+        }
+        // With something to fall back on nobody is made to wait for a network that is not there.
+        let attempts = if cached.is_some() { 1 } else { ATTEMPTS };
+        match self.repeat(attempts, || self.listing()) {
+            Ok((commit, files)) => self.fetch(&commit, &files),
+            Err(Failure::Final(error)) => Err(error),
+            Err(Failure::Passing(what, _)) => match cached {
+                Some(dir) => {
+                    let _ = writeln!(
+                        io::stderr(),
+                        "warning: {} cannot be asked for {} ({what}): taking what is in the cache",
+                        self.hub.endpoint,
+                        self.name
+                    );
+                    Ok(dir)
+                }
+                None => Err(self.error(&format!(
+                    "{}, and {} cannot be asked for it: {what} (tried {attempts} times)",
+                    self.absent(),
+                    self.hub.endpoint
+                ))),
+            },
+        }
+    }
+
+    fn error(&self, message: &str) -> Error {
+        Error::invalid(self.name, message)
+    }
+
+    /// What to say of a model that is nowhere here.
+    fn absent(&self) -> String {
+        format!("no such folder, and no whole copy of its revision {} in {}", self.revision, self.hub.cache.display())
+    }
+
+    fn ref_path(&self) -> PathBuf {
+        self.dir.join("refs").join(self.revision)
+    }
+
+    /// The snapshot in the cache, if what is wanted of it is there.
+    fn cached_folder(&self) -> Option<PathBuf> {
+        let commit = match fs::read_to_string(self.ref_path()) {
+            Ok(commit) => commit.trim().to_string(),
+            Err(_) => self.revision.to_string(),
+        };
+        let dir = self.cached.pointer_path(is_commit(&commit).then_some(commit.as_str())?);
+        let has = |name: &str| dir.join(name).is_file();
+        let whole = match self.part {
+            Part::Config => has(CONFIG),
+            Part::Tokenizer => has("tokenizer.json"),
+            // Weights are fetched last.
+            Part::Model if has(SINGLE) => true,
+            Part::Model if has(INDEX) => shards(&dir.join(INDEX)).ok()?.iter().all(|shard| has(shard)),
+            Part::Model => has(ADAPTER),
+        };
+        whole.then_some(dir)
+    }
+
+    /// The commit that the revision stands for, and the names of its files.
+    fn listing(&self) -> Result<(String, BTreeSet<String>), Failure> {
+        let url = format!("{}/api/models/{}/revision/{}", self.hub.endpoint, self.name, escaped(self.revision));
+        let mut response = self.send(false, &url, 0)?;
+        let text = response.body_mut().with_config().limit(100 << 20).read_to_string()?;
+        let found = serde_json::from_str(&text).unwrap_or(Value::Null);
+        let commit = found["sha"].as_str().filter(|commit| is_commit(commit));
+        let (Some(commit), Some(files)) = (commit, found["siblings"].as_array()) else {
+            let message = format!("{url}: expected the hub's description of a model, found {}", excerpt(&text));
+            return Err(self.error(&message).into());
+        };
+        Ok((
+            commit.to_string(),
+            files.iter().filter_map(|file| Some(file["rfilename"].as_str()?.to_string())).collect(),
+        ))
+    }
+
+    /// Puts what is wanted of the commit into the cache.
+    fn fetch(&self, commit: &str, files: &BTreeSet<String>) -> Result<PathBuf> {
+        let dir = self.cached.pointer_path(commit);
+        let small: Vec<&str> = match self.part {
+            Part::Config => vec![CONFIG],
+            Part::Tokenizer => TOKENIZER.to_vec(),
+            Part::Model => [&TOKENIZER[..], &["adapter_config.json"]].concat(),
+        };
+        let has = |name: &str| files.contains(name);
+        let single = has(SINGLE);
+        if self.part == Part::Model && !single && !has(INDEX) && !has(ADAPTER) {
+            return Err(no_safetensors(Path::new(self.name), files.iter().map(String::as_str)));
+        }
+        for name in small.into_iter().filter(|name| has(name)) {
+            self.file(commit, name)?;
+        }
+        if self.part == Part::Model {
+            if !single && has(INDEX) {
+                self.file(commit, INDEX)?;
+                for shard in shards(&dir.join(INDEX))? {
+                    self.file(commit, &shard)?;
+                }
+            }
+            for name in [SINGLE, ADAPTER].into_iter().filter(|name| has(name)) {
+                self.file(commit, name)?;
+            }
+        }
+        let path = self.ref_path();
+        if self.revision != commit && fs::read_to_string(&path).ok().as_deref() != Some(commit) {
+            create_parent(&path)?;
+            // Not renamed into place: who reads a part of the 40 digits takes it for none, and asks the hub.
+            fs::write(&path, commit).map_err(Error::io("write", &path))?;
+        }
+        Ok(dir)
+    }
+
+    /// Puts one file into the snapshot, unless it is there.
+    fn file(&self, commit: &str, name: &str) -> Result<()> {
+        let place = self.cached.pointer_path(commit).join(name);
+        if place.is_file() {
+            return Ok(());
+        }
+        let url = format!("{}/{}/resolve/{commit}/{name}", self.hub.endpoint, self.name);
+        let remote = self.repeat(ATTEMPTS, || self.describe(&url)).map_err(|failure| self.give_up(name, failure))?;
+        let blob = self.dir.join("blobs").join(&remote.etag);
+        if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == remote.size) {
+            self.blob(name, &url, &remote, &blob)?;
+        }
+        create_parent(&place)?;
+        let target = Path::new("../../blobs").join(&remote.etag);
+        let link = || std::os::unix::fs::symlink(&target, &place);
+        let linked = match link() {
+            // Another process was quicker, or it is a link to bytes that someone deleted.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && place.is_file() => Ok(()),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => fs::remove_file(&place).and_then(|()| link()),
+            linked => linked,
+        };
+        linked.map_err(Error::io("write", &place))
+    }
+
+    fn describe(&self, url: &str) -> Result<Remote, Failure> {
+        let response = self.send(true, url, 0)?;
+        let text = |name: &str| response.headers().get(name)?.to_str().ok();
+        let linked = text("x-linked-etag");
+        let etag = linked.or(text("etag")).map(|etag| etag.trim_start_matches("W/").trim_matches('"'));
+        let size = text("x-linked-size").or(text("content-length")).and_then(|size| size.parse().ok());
+        // It becomes the name of a file.
+        let sound = |etag: &&str| !etag.is_empty() && etag.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+        match (etag.filter(sound), size) {
+            (Some(etag), Some(size)) => {
+                let hashed = linked.is_some() && etag.len() == 64 && etag.bytes().all(|b| b.is_ascii_hexdigit());
+                Ok(Remote { etag: etag.to_string(), size, hashed })
+            }
+            _ => Err(self.error(&format!("{url}: expected the ETag and the length of a file, found none")).into()),
+        }
+    }
+
+    /// Downloads the bytes of a file to `blob`, from where an earlier download of them ended.
+    fn blob(&self, name: &str, url: &str, remote: &Remote, blob: &Path) -> Result<()> {
+        // The lock, and the name of what is not whole, are transformers' too: whoever comes second waits, or goes on.
+        let folder = self.dir.file_name().unwrap_or_default();
+        let lock = self.hub.cache.join(".locks").join(folder).join(format!("{}.lock", remote.etag));
+        create_parent(&lock)?;
+        let lock = File::create(&lock).and_then(|file| file.lock().map(|()| file)).map_err(Error::io("lock", &lock))?;
+        if blob.metadata().is_ok_and(|found| found.len() == remote.size) {
+            return Ok(());
+        }
+        create_parent(blob)?;
+        let partial = blob.with_file_name(format!("{}.incomplete", remote.etag));
+        let mut file = OpenOptions::new()
+            .read(true)
+            .append(true)
+            .create(true)
+            .open(&partial)
+            .map_err(Error::io("write", &partial))?;
+        let bar = Bar::new(name, remote.size);
+        let (mut failed, mut furthest) = (0, 0);
+        while let Err(failure) = self.append(url, remote, &mut file, &partial, &bar) {
+            // What gets further each time ends some day, however often the line breaks.
+            let len = file.metadata().map_or(0, |found| found.len());
+            failed = if len > furthest { 1 } else { failed + 1 };
+            furthest = furthest.max(len);
+            self.wait(failed, ATTEMPTS, failure).map_err(|failure| self.give_up(name, failure))?;
+        }
+        file.sync_all().and_then(|()| fs::rename(&partial, blob)).map_err(Error::io("write", blob))?;
+        drop(lock);
+        Ok(())
+    }
+
+    /// One request for the rest of a file; succeeds if the file is whole then.
+    fn append(&self, url: &str, remote: &Remote, file: &mut File, path: &Path, bar: &Bar) -> Result<(), Failure> {
+        let restart = |file: &File| file.set_len(0).map_err(Error::io("write", path));
+        let mut have = file.metadata().map_err(Error::io("read", path))?.len();
+        if have > remote.size {
+            restart(file)?;
+            have = 0;
+        }
+        if have < remote.size {
+            let response = self.send(false, url, have)?;
+            let range = format!("bytes {have}-");
+            let goes_on = response.status() == StatusCode::PARTIAL_CONTENT
+                && response
+                    .headers()
+                    .get(header::CONTENT_RANGE)
+                    .is_some_and(|r| r.as_bytes().starts_with(range.as_bytes()));
+            // Not every server heeds a range: bytes from the start must not follow what is there.
+            if !goes_on {
+                restart(file)?;
+                have = 0;
+                if response.status() != StatusCode::OK {
+                    return Err(Failure::Passing(format!("{url}: not the bytes that were asked for"), None));
+                }
+            }
+            let mut body = response.into_body().into_reader().take(remote.size - have);
+            let mut buffer = vec![0; 1 << 16];
+            loop {
+                bar.at(have);
+                if stop_requested() {
+                    return Err(
+                        Error::Run(format!("interrupted while fetching {url}; the same command goes on")).into()
+                    );
+                }
+                match body.read(&mut buffer) {
+                    Ok(0) => break,
+                    Ok(n) => {
+                        file.write_all(&buffer[..n]).map_err(Error::io("write", path))?;
+                        have += n as u64;
+                    }
+                    Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                    Err(error) => {
+                        return Err(Failure::Passing(format!("{error}, after {have} of {} bytes", remote.size), None));
+                    }
+                }
+            }
+        }
+        if have < remote.size {
+            return Err(Failure::Passing(format!("the answer ended after {have} of {} bytes", remote.size), None));
+        }
+        if remote.hashed && sha256(file).map_err(Error::io("read", path))? != remote.etag.to_ascii_lowercase() {
+            restart(file)?;
+            return Err(Failure::Passing(
+                "the bytes that came do not have the SHA-256 that the hub tells".into(),
+                None,
+            ));
+        }
+        Ok(())
+    }
+
+    /// One request, with its redirects: what succeeds, or what the hub says of a file when it redirects to its bytes.
+    ///
+    /// Redirects are followed here, not by the agent, for two reasons: the token belongs to the hub and to no host that it
+    /// names, and a file's own name and size are told by the redirecting answer only.
+    fn send(&self, head: bool, url: &str, from: u64) -> Result<Response<Body>, Failure> {
+        let home = origin(&self.hub.endpoint);
+        let mut at = url.to_string();
+        for _ in 0..10 {
+            let mut request = if head { self.agent.head(&at) } else { self.agent.get(&at) };
+            if let Some(token) = self.hub.token.as_ref().filter(|_| origin(&at) == home) {
+                request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+            }
+            if from > 0 {
+                request = request.header(header::RANGE, format!("bytes={from}-"));
+            }
+            let response = request.call()?;
+            let status = response.status();
+            if status.is_success() || status == StatusCode::RANGE_NOT_SATISFIABLE {
+                return Ok(response);
+            }
+            if !status.is_redirection() {
+                return Err(self.refusal(&at, status, response.headers()));
+            }
+            if head && response.headers().contains_key("x-linked-etag") {
+                return Ok(response);
+            }
+            let to = response.headers().get(header::LOCATION).and_then(|to| to.to_str().ok()).unwrap_or_default();
+            at = match to {
+                to if to.starts_with("https://") || to.starts_with("http://") => to.to_string(),
+                to if to.starts_with('/') && !to.starts_with("//") => format!("{}{to}", origin(&at)),
+                to => return Err(self.error(&format!("{at}: expected a redirect to an address, found {to:?}")).into()),
+            };
+        }
+        Err(self.error(&format!("{url}: redirected more than 10 times")).into())
+    }
+
+    /// What a status other than success and redirect means.
+    fn refusal(&self, url: &str, status: StatusCode, headers: &HeaderMap) -> Failure {
+        let (name, endpoint) = (self.name, &self.hub.endpoint);
+        if origin(url) != origin(endpoint) {
+            // An address that the hub made up for this download: it may have expired, and it is not for other eyes.
+            return Failure::Passing(format!("HTTP status {status} from {}", origin(url)), None);
+        }
+        let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+        let code = text("x-error-code").unwrap_or_default();
+        let message = match status.as_u16() {
+            408 | 429 | 500.. => {
+                let wait = text("retry-after").and_then(|seconds| seconds.parse().ok()).map(Duration::from_secs);
+                return Failure::Passing(format!("{url}: HTTP status {status}"), wait);
+            }
+            401 | 403 if code == "GatedRepo" || status == StatusCode::FORBIDDEN => format!(
+                "gated or private (HTTP status {status}): ask for access at {endpoint}/{name}, and set HF_TOKEN to a token \
+                 of an account that has it"
+            ),
+            // The hub gives this answer for what is not there, too.
+            401 if self.hub.token.is_none() => format!(
+                "no such folder, and no such public model at {endpoint} (HTTP status {status}): check the name, or set \
+                 HF_TOKEN if the model is private or gated"
+            ),
+            401 => format!(
+                "no such folder, and {endpoint} does not show such a model to the token of HF_TOKEN (HTTP status {status})"
+            ),
+            404 if code == "RevisionNotFound" => format!("no revision {} at {endpoint}", self.revision),
+            404 if code == "EntryNotFound" => format!("{url}: no such file (HTTP status {status})"),
+            404 => format!("no such folder, and no such model, or no revision {} of it, at {endpoint}", self.revision),
+            _ => format!("{url}: HTTP status {status}"),
+        };
+        self.error(&message).into()
+    }
+
+    fn give_up(&self, file: &str, failure: Failure) -> Error {
+        match failure {
+            Failure::Final(error) => error,
+            Failure::Passing(what, _) => self.error(&format!(
+                "cannot fetch {file}: {what} (tried {ATTEMPTS} times); the same command goes on where this one ended"
+            )),
+        }
+    }
+
+    /// Sends a request up to `attempts` times.
+    fn repeat<T>(&self, attempts: u32, request: impl Fn() -> Result<T, Failure>) -> Result<T, Failure> {
+        let mut failed = 0;
+        loop {
+            match request() {
+                Ok(value) => return Ok(value),
+                Err(failure) => {
+                    failed += 1;
+                    self.wait(failed, attempts, failure)?;
+                }
+            }
+        }
+    }
+
+    /// Waits before the next attempt; gives the failure back if there is to be none.
+    fn wait(&self, failed: u32, attempts: u32, failure: Failure) -> Result<(), Failure> {
+        match failure {
+            Failure::Passing(_, asked) if failed < attempts && !stop_requested() => {
+                let pause = self.hub.pause * 2u32.pow(failed - 1);
+                std::thread::sleep(pause.max(asked.unwrap_or_default()).min(Duration::from_secs(60)));
+                Ok(())
+            }
+            failure => Err(failure),
+        }
+    }
+}
+
+/// The progress of one file; drawn after a second, and on a terminal only.
+struct Bar {
+    bar: ProgressBar,
+    since: Instant,
+}
+
+impl Bar {
+    fn new(name: &str, size: u64) -> Self {
+        let style = ProgressStyle::with_template("{msg} {bytes}/{total_bytes} {wide_bar} {bytes_per_sec} {eta}");
+        let bar = ProgressBar::with_draw_target(Some(size), ProgressDrawTarget::hidden())
+            .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+            .with_message(name.to_string());
+        Self { bar, since: Instant::now() }
+    }
+
+    fn at(&self, position: u64) {
+        if self.bar.is_hidden() && self.since.elapsed() > Duration::from_secs(1) {
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+        }
+        self.bar.set_position(position);
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// The certificates of a file.
+fn certificates(path: &Path) -> Result<RootCerts> {
+    let text = fs::read(path).map_err(Error::io("read the certificates of SSL_CERT_FILE", path))?;
+    let found: std::result::Result<Vec<_>, _> = parse_pem(&text).collect();
+    let found = found.map_err(|error| Error::invalid(path, format!("SSL_CERT_FILE: not sound PEM: {error}")))?;
+    let found: Vec<_> = found
+        .into_iter()
+        .filter_map(|item| if let PemItem::Certificate(certificate) = item { Some(certificate) } else { None })
+        .collect();
+    if found.is_empty() {
+        return Err(Error::invalid(path, "SSL_CERT_FILE: expected certificates in PEM, found none"));
+    }
+    Ok(RootCerts::new_with_certs(&found))
+}
+
+/// Scheme and authority of an address.
+fn origin(url: &str) -> &str {
+    let start = url.find("://").map_or(0, |at| at + 3);
+    let end = url[start..].find(['/', '?', '#']).map_or(url.len(), |at| start + at);
+    &url[..end]
+}
+
+fn escaped(revision: &str) -> String {
+    let keep = |b: u8| b.is_ascii_alphanumeric() || b"-_.~".contains(&b);
+    revision.bytes().map(|b| if keep(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+}
+
+fn is_commit(text: &str) -> bool {
+    text.len() == 40 && text.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+/// The start of an answer that is not what it should be, on one line.
+fn excerpt(text: &str) -> String {
+    format!("{:?}", text.chars().take(60).collect::<String>())
+}
+
+/// The files that an index names.
+fn shards(index: &Path) -> Result<BTreeSet<String>> {
+    let json = read_json(index)?;
+    let map = json["weight_map"].as_object();
+    let map = map.ok_or_else(|| Error::invalid(index, "expected an object `weight_map`, found none"))?;
+    let name = |value: &Value| {
+        let name = value.as_str().filter(|name| name.ends_with(".safetensors") && !name.contains(['/', '\\']));
+        let wrong = || Error::invalid(index, format!("expected the name of a safetensors file, found {value}"));
+        name.map(str::to_string).ok_or_else(wrong)
+    };
+    map.values().map(name).collect()
+}
+
+fn sha256(file: &mut File) -> io::Result<String> {
+    file.rewind()?;
+    let mut context = digest::Context::new(&digest::SHA256);
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        match file.read(&mut buffer)? {
+            0 => break,
+            n => context.update(&buffer[..n]),
+        }
+    }
+    Ok(context.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn create_parent(path: &Path) -> Result<()> {
+    let dir = path.parent().unwrap_or(path);
+    fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hub(vars: &[(&str, &str)]) -> Hub {
+        Hub::from_vars(|name| vars.iter().find(|(var, _)| *var == name).map(|(_, value)| value.into()))
+    }
+
+    #[test]
+    fn names_of_the_hub_are_told_from_paths() {
+        for name in ["gpt2", "EleutherAI/pythia-160m", "Qwen/Qwen2.5-0.5B", "a_b/c.d", "Meta-Llama-3.1-8B"] {
+            assert!(is_hub_name(name), "{name}");
+        }
+        let long = "x".repeat(97);
+        let paths = [
+            "",
+            ".",
+            "..",
+            "./gpt2",
+            "../gpt2",
+            "~/gpt2",
+            "/gpt2",
+            "gpt2/",
+            "a/b/c",
+            "a//b",
+            "a--b",
+            "a b",
+            "a/-b",
+            "a/b.",
+            "config.json",
+            "a/b.git",
+            "models/ä",
+            "x=y",
+            &long,
+        ];
+        for path in paths {
+            assert!(!is_hub_name(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn variables_have_the_meanings_and_defaults_that_they_have_elsewhere() {
+        let plain = hub(&[("HOME", "/h"), ("HF_TOKEN", ""), ("HF_HUB_OFFLINE", "0")]);
+        assert_eq!((plain.endpoint.as_str(), plain.token.as_deref()), ("https://huggingface.co", None));
+        assert_eq!((plain.cache.to_str(), plain.offline), (Some("/h/.cache/huggingface/hub"), false));
+        let cache = |vars: &[(&str, &str)]| hub(vars).cache.to_str().unwrap().to_string();
+        assert_eq!(cache(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]), "/x/huggingface/hub");
+        assert_eq!(cache(&[("HF_HOME", "/hf"), ("XDG_CACHE_HOME", "/x")]), "/hf/hub");
+        assert_eq!(cache(&[("HF_HOME", "/hf"), ("HF_HUB_CACHE", "/c")]), "/c");
+        assert_eq!(hub(&[("HF_ENDPOINT", "http://mirror:8080/")]).endpoint, "http://mirror:8080");
+        for (value, offline) in [("1", true), ("true", true), ("YES", true), ("On", true), ("no", false), ("2", false)]
+        {
+            assert_eq!(hub(&[("HF_HUB_OFFLINE", value)]).offline, offline, "{value}");
+        }
+    }
+
+    #[test]
+    fn the_token_comes_from_its_variable_else_from_the_saved_file_and_is_not_shown() {
+        let home = tempfile::tempdir().unwrap();
+        fs::write(home.path().join("token"), "hf_saved\n").unwrap();
+        let home = ("HF_HOME", home.path().to_str().unwrap());
+        assert_eq!(hub(&[home]).token.as_deref(), Some("hf_saved"));
+        let hub = hub(&[home, ("HF_TOKEN", "hf_given ")]);
+        assert_eq!(hub.token.as_deref(), Some("hf_given"));
+        assert!(!format!("{hub:?}").contains("hf_given"));
+    }
+
+    #[test]
+    fn an_origin_ends_where_the_path_begins() {
+        assert_eq!(origin("https://huggingface.co/a/b"), "https://huggingface.co");
+        assert_eq!(origin("http://127.0.0.1:80?x=http://y/"), "http://127.0.0.1:80");
+        assert_ne!(origin("https://huggingface.co@elsewhere/a"), "https://huggingface.co");
+    }
+}

@@ -1,0 +1,660 @@
+//! Models by their name on the hub, against a server on this machine that answers as the hub does.
+
+use crate::support::golden;
+use ring::digest;
+use rlhf::hub::{Hub, Part};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+const NEXT: &str = "89abcdef0123456789abcdef0123456789abcdef";
+const NAME: &str = "someone/tiny-model";
+const DIR: &str = "models--someone--tiny-model";
+
+type Files = BTreeMap<String, Vec<u8>>;
+
+/// What a server was asked.
+#[derive(Debug, Clone)]
+struct Request {
+    /// "HEAD config.json": the method, or CDN for the other host, and the end of the path.
+    what: String,
+    authorization: Option<String>,
+    range: Option<String>,
+}
+
+/// What goes wrong with one request.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    /// A status, and the hub's word for it.
+    Status(u16, &'static str),
+    /// The connection ends after so many bytes of the body.
+    Cut(usize),
+    /// The answer is the whole file, whatever range was asked for.
+    NoRange,
+    /// One byte is another.
+    Flip,
+}
+
+#[derive(Default)]
+struct State {
+    /// Commits by revision, and files by commit.
+    revisions: BTreeMap<String, String>,
+    commits: BTreeMap<String, Files>,
+    token: Option<String>,
+    /// By what is asked; the first that fits is taken, once.
+    faults: Vec<(&'static str, Fault)>,
+    log: Vec<Request>,
+}
+
+/// A hub with one model, and the other host that it redirects to for large files.
+struct Server {
+    state: Arc<Mutex<State>>,
+    endpoint: String,
+    cache: tempfile::TempDir,
+}
+
+impl Server {
+    fn with(files: Files) -> Self {
+        let state = State {
+            revisions: [("main".to_string(), COMMIT.to_string())].into(),
+            commits: [(COMMIT.to_string(), files)].into(),
+            ..State::default()
+        };
+        let state = Arc::new(Mutex::new(state));
+        let listen = || TcpListener::bind("127.0.0.1:0").unwrap();
+        let (hub, cdn) = (listen(), listen());
+        let address = |of: &TcpListener| format!("http://{}", of.local_addr().unwrap());
+        let (endpoint, cdn_address) = (address(&hub), address(&cdn));
+        for (listener, to_cdn) in [(hub, false), (cdn, true)] {
+            let (state, cdn) = (state.clone(), cdn_address.clone());
+            std::thread::spawn(move || {
+                for stream in listener.incoming() {
+                    let (state, cdn) = (state.clone(), cdn.clone());
+                    // A client that goes away early is its own business.
+                    std::thread::spawn(move || answer(stream?, &state, to_cdn, &cdn));
+                }
+            });
+        }
+        Self { state, endpoint, cache: tempfile::tempdir().unwrap() }
+    }
+
+    /// The golden model of this name, and beside it what must not be fetched.
+    fn of(model: &str) -> Self {
+        let mut files = model_files(model);
+        for extra in ["README.md", "pytorch_model.bin", "onnx/model.onnx", "model.fp16.safetensors", ".gitattributes"] {
+            files.insert(extra.into(), extra.into());
+        }
+        Self::with(files)
+    }
+
+    fn hub(&self) -> Hub {
+        Hub {
+            endpoint: self.endpoint.clone(),
+            cache: self.cache.path().join("hub"),
+            token: None,
+            certificates: None,
+            offline: false,
+            pause: Duration::from_millis(1),
+        }
+    }
+
+    fn offline(&self) -> Hub {
+        Hub { offline: true, ..self.hub() }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state.lock().unwrap());
+    }
+
+    fn fault(&self, what: &'static str, fault: Fault) {
+        self.change(|state| state.faults.push((what, fault)));
+    }
+
+    /// What was asked since the last time.
+    fn asked(&self) -> Vec<Request> {
+        std::mem::take(&mut self.state.lock().unwrap().log)
+    }
+
+    /// The same, in words.
+    fn asked_for(&self) -> Vec<String> {
+        self.asked().into_iter().map(|request| request.what).collect()
+    }
+
+    /// Where the downloads of the weights began.
+    fn ranges(&self) -> Vec<usize> {
+        let start = |range: Option<String>| range.map_or(0, |r| r[6..r.len() - 1].parse().unwrap());
+        let of_weights = |request: &Request| request.what == "CDN model.safetensors";
+        self.asked().into_iter().filter(of_weights).map(|request| start(request.range)).collect()
+    }
+
+    fn cached(&self, path: &str) -> PathBuf {
+        self.cache.path().join("hub").join(DIR).join(path)
+    }
+}
+
+fn answer(stream: TcpStream, state: &Mutex<State>, to_cdn: bool, cdn: &str) -> std::io::Result<()> {
+    let mut lines = BufReader::new(stream.try_clone()?).lines();
+    let first = lines.next().unwrap_or_else(|| Ok(String::new()))?;
+    let mut headers = BTreeMap::new();
+    for line in lines {
+        let line = line?;
+        let Some((name, value)) = line.split_once(": ") else { break };
+        headers.insert(name.to_ascii_lowercase(), value.to_string());
+    }
+    let mut words = first.split(' ').map(str::to_string);
+    let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    let asked = if to_cdn { "CDN" } else { method.as_str() };
+    let what = format!("{asked} {}", path.rsplit('/').next().unwrap_or_default());
+    let (authorization, range) = (headers.remove("authorization"), headers.remove("range"));
+    let mut state = state.lock().unwrap();
+    state.log.push(Request { what: what.clone(), authorization: authorization.clone(), range: range.clone() });
+    let fault = state.faults.iter().position(|(of, _)| *of == what).map(|at| state.faults.remove(at).1);
+    let (status, head, body) = match fault {
+        Some(Fault::Status(status, code)) => (status, format!("X-Error-Code: {code}\r\n"), b"{}".to_vec()),
+        _ if state.token.is_some() && !to_cdn && authorization != state.token => (401, String::new(), Vec::new()),
+        fault => file_or_listing(&state, &path, to_cdn, cdn, range.filter(|_| !matches!(fault, Some(Fault::NoRange)))),
+    };
+    drop(state);
+    let mut sent = if method == "HEAD" { Vec::new() } else { body.clone() };
+    match fault {
+        Some(Fault::Cut(len)) => sent.truncate(len),
+        Some(Fault::Flip) => sent[100] ^= 1,
+        _ => {}
+    }
+    let mut stream = stream;
+    // A redirect says nothing of the length of what it leads to.
+    write!(stream, "HTTP/1.1 {status} -\r\nConnection: close\r\nContent-Length: {}\r\n{head}\r\n", body.len())?;
+    stream.write_all(&sent)
+}
+
+/// Status, headers and body, as the hub's routes and its files' host give them.
+fn file_or_listing(
+    state: &State,
+    path: &str,
+    to_cdn: bool,
+    cdn: &str,
+    range: Option<String>,
+) -> (u16, String, Vec<u8>) {
+    let not_found = |code: &str| (404, format!("X-Error-Code: {code}\r\n"), Vec::new());
+    if let Some(revision) = path.strip_prefix(&format!("/api/models/{NAME}/revision/")) {
+        let revision = revision.replace("%2F", "/");
+        let commit = state.revisions.get(&revision).or(state.commits.contains_key(&revision).then_some(&revision));
+        let Some(commit) = commit else { return not_found("RevisionNotFound") };
+        let files: Vec<_> = state.commits[commit].keys().map(|name| json!({"rfilename": name})).collect();
+        return (200, String::new(), json!({"id": NAME, "sha": commit, "siblings": files}).to_string().into_bytes());
+    }
+    let prefix = if to_cdn { "/".into() } else { format!("/{NAME}/resolve/") };
+    let prefix = if path.starts_with("/moved/") { "/moved/" } else { &prefix };
+    let Some((commit, name)) = path.strip_prefix(prefix).and_then(|rest| rest.split_once('/')) else {
+        return not_found("RepoNotFound");
+    };
+    let Some(bytes) = state.commits.get(commit).and_then(|files| files.get(name)) else {
+        return not_found("EntryNotFound");
+    };
+    let mut head = format!("X-Repo-Commit: {commit}\r\n");
+    if name.ends_with(".safetensors") && !to_cdn {
+        let _ = write!(head, "X-Linked-Etag: \"{}\"\r\nX-Linked-Size: {}\r\n", etag(name, bytes), bytes.len());
+        let _ = write!(head, "Location: {cdn}/{commit}/{name}\r\n");
+        return (302, head, b"Found".to_vec());
+    }
+    if prefix != "/moved/" && !to_cdn && name == "tokenizer.json" {
+        return (307, format!("{head}Location: /moved/{commit}/{name}\r\n"), Vec::new());
+    }
+    // The files' host has a tag of its own.
+    let tag = if to_cdn { "\"of-another-kind\"".into() } else { format!("W/\"{}\"", etag(name, bytes)) };
+    let _ = write!(head, "ETag: {tag}\r\n");
+    match range.and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse::<usize>().ok()) {
+        Some(from) => {
+            let _ = write!(head, "Content-Range: bytes {from}-{}/{}\r\n", bytes.len() - 1, bytes.len());
+            (206, head, bytes[from..].to_vec())
+        }
+        None => (200, head, bytes.clone()),
+    }
+}
+
+/// The name of a file's bytes: SHA-256 for large files, git's for others (here of the bytes alone).
+fn etag(name: &str, bytes: &[u8]) -> String {
+    let kind = if name.ends_with(".safetensors") { &digest::SHA256 } else { &digest::SHA1_FOR_LEGACY_USE_ONLY };
+    digest::digest(kind, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn model_files(model: &str) -> Files {
+    let dir = golden().join("models").join(model);
+    let names = fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names
+        .filter(|name| !["golden.safetensors", "grads.safetensors", "config_v4.json"].contains(&name.as_str()))
+        .map(|name| (name.clone(), fs::read(dir.join(name)).unwrap()))
+        .collect()
+}
+
+fn read_folder(dir: &Path) -> Files {
+    let names = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.map(|name| (name.clone(), fs::read(dir.join(name)).unwrap())).collect()
+}
+
+fn find(hub: &Hub) -> PathBuf {
+    hub.find(Path::new(NAME), None, Part::Model).unwrap_or_else(|e| panic!("{e}"))
+}
+
+#[track_caller]
+fn refuses(hub: &Hub, revision: Option<&str>, words: &[&str]) {
+    let error = hub.find(Path::new(NAME), revision, Part::Model).expect_err("an error").to_string();
+    assert_eq!(error.lines().count(), 1, "{error}");
+    for word in words {
+        assert!(error.contains(word), "no `{word}` in {error}");
+    }
+}
+
+#[test]
+fn a_model_comes_with_what_it_needs_and_nothing_else() {
+    for model in ["gpt2", "gpt_neox_sharded"] {
+        let server = Server::of(model);
+        assert!(read_folder(&find(&server.hub())) == model_files(model), "{model}");
+    }
+}
+
+#[test]
+fn an_adapter_comes_without_a_base() {
+    let names = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"];
+    let files: Files = names.map(|name| (name.to_string(), name.as_bytes().to_vec())).into();
+    let server = Server::with(files.clone());
+    let dir = find(&server.hub());
+    assert_eq!(read_folder(&dir), files);
+    assert_eq!(find(&server.offline()), dir);
+}
+
+#[test]
+fn the_cache_has_the_standard_layout() {
+    let server = Server::of("gpt2");
+    let dir = find(&server.hub());
+    assert_eq!(dir, server.cached("snapshots").join(COMMIT));
+    assert_eq!(fs::read_to_string(server.cached("refs/main")).unwrap(), COMMIT);
+    let files = model_files("gpt2");
+    for (name, bytes) in &files {
+        let link = fs::read_link(dir.join(name)).unwrap();
+        assert_eq!(link, Path::new("../../blobs").join(etag(name, bytes)), "{name}");
+    }
+    // Nothing is left over.
+    assert_eq!(fs::read_dir(server.cached("blobs")).unwrap().count(), files.len());
+    assert_eq!(fs::read_dir(server.cached("refs")).unwrap().count(), 1);
+}
+
+#[test]
+fn what_is_in_the_cache_is_not_fetched_again() {
+    let server = Server::of("gpt2");
+    let dir = find(&server.hub());
+    server.asked();
+    assert_eq!(find(&server.hub()), dir);
+    assert_eq!(server.asked_for(), ["GET main"]);
+
+    // A link to bytes that are gone is mended.
+    let config = dir.join("config.json");
+    fs::remove_file(config.canonicalize().unwrap()).unwrap();
+    find(&server.hub());
+    assert!(read_folder(&dir) == model_files("gpt2"));
+    server.asked();
+
+    // A commit that changes one file: the others' bytes are there.
+    let mut files = model_files("gpt2");
+    files.insert("config.json".into(), b"{}".to_vec());
+    server.change(|state| {
+        state.commits.insert(NEXT.into(), files.clone());
+        state.revisions.insert("main".into(), NEXT.into());
+    });
+    assert!(read_folder(&find(&server.hub())) == files);
+    let fetched: Vec<_> = server.asked_for().into_iter().filter(|what| what.starts_with("GET")).collect();
+    assert_eq!(fetched, ["GET main", "GET config.json"]);
+    assert_eq!(fs::read_to_string(server.cached("refs/main")).unwrap(), NEXT);
+    assert!(read_folder(&dir) == model_files("gpt2"));
+}
+
+#[test]
+fn offline_the_cache_is_enough_and_nothing_is_asked() {
+    let server = Server::of("gpt_neox_sharded");
+    let dir = find(&server.hub());
+    server.asked();
+    assert_eq!(find(&server.offline()), dir);
+    let by_commit = server.offline().find(Path::new(NAME), Some(COMMIT), Part::Model).unwrap();
+    assert_eq!(by_commit, dir);
+    refuses(&server.offline(), Some("v2"), &["revision v2", "HF_HUB_OFFLINE"]);
+    fs::remove_file(dir.join("model-00003-of-00004.safetensors")).unwrap();
+    refuses(&server.offline(), None, &[NAME, "no such folder", "no whole copy", "revision main", "HF_HUB_OFFLINE"]);
+    assert!(server.asked().is_empty());
+}
+
+#[test]
+fn a_revision_is_a_branch_a_tag_or_a_commit() {
+    let server = Server::of("gpt2");
+    let tuned = Files::from([("model.safetensors".into(), vec![1; 200]), ("config.json".into(), b"{}".to_vec())]);
+    server.change(|state| {
+        state.commits.insert(NEXT.into(), tuned.clone());
+        state.revisions.insert("refs/pr/1".into(), NEXT.into());
+    });
+    for revision in ["refs/pr/1", NEXT] {
+        let dir = server.hub().find(Path::new(NAME), Some(revision), Part::Model).unwrap();
+        assert!(read_folder(&dir) == tuned, "{revision}");
+        assert_eq!(server.offline().find(Path::new(NAME), Some(revision), Part::Model).unwrap(), dir);
+    }
+    assert_eq!(fs::read_to_string(server.cached("refs/refs/pr/1")).unwrap(), NEXT);
+    assert!(!server.cached("refs").join(NEXT).exists(), "a commit stands for itself");
+    refuses(&server.hub(), Some("v2"), &["no revision v2", &server.endpoint]);
+    for escape in ["../main", "/main", ""] {
+        refuses(&server.hub(), Some(escape), &["model_revision", "branch"]);
+    }
+}
+
+#[test]
+fn the_token_goes_to_the_hub_and_to_no_other_host() {
+    let server = Server::of("gpt2");
+    server.change(|state| state.token = Some("Bearer hf_secret".into()));
+    find(&Hub { token: Some("hf_secret".into()), ..server.hub() });
+    let (cdn, hub): (Vec<_>, Vec<_>) = server.asked().into_iter().partition(|request| request.what.starts_with("CDN"));
+    assert_eq!(cdn.iter().map(|request| request.what.as_str()).collect::<Vec<_>>(), ["CDN model.safetensors"]);
+    assert!(cdn.iter().all(|request| request.authorization.is_none()), "{cdn:?}");
+    assert!(hub.iter().all(|request| request.authorization.as_deref() == Some("Bearer hf_secret")), "{hub:?}");
+}
+
+#[test]
+fn what_may_pass_is_tried_again() {
+    let server = Server::of("gpt2");
+    server.fault("GET main", Fault::Status(429, ""));
+    server.fault("GET main", Fault::Status(503, ""));
+    server.fault("HEAD config.json", Fault::Status(500, ""));
+    server.fault("GET model.safetensors", Fault::Status(502, ""));
+    server.fault("CDN model.safetensors", Fault::Status(403, "")); // an expired address
+    assert!(read_folder(&find(&server.hub())) == model_files("gpt2"));
+    assert_eq!(server.asked_for()[..3], ["GET main"; 3]);
+}
+
+#[test]
+fn what_does_not_pass_is_told_at_once() {
+    let token = Hub { token: Some("hf_secret".into()), ..Server::of("gpt2").hub() };
+    let cases = [
+        (401, "", None, &["no such folder", "HF_TOKEN", "private"][..]),
+        (401, "", token.token.clone(), &["no such folder", "token of HF_TOKEN"]),
+        (401, "GatedRepo", None, &["gated", "ask for access", "HF_TOKEN"]),
+        (403, "GatedRepo", token.token, &["gated", "ask for access", "HF_TOKEN"]),
+        (404, "RepoNotFound", None, &["no such folder", "no such model"]),
+        (404, "RevisionNotFound", None, &["no revision main"]),
+        (418, "", None, &["418"]),
+    ];
+    for (status, code, token, words) in cases {
+        let server = Server::of("gpt2");
+        server.fault("GET main", Fault::Status(status, code));
+        let hub = Hub { token, ..server.hub() };
+        refuses(&hub, None, &[words, &[NAME]].concat());
+        let error = hub.find(Path::new("no-such-name"), None, Part::Model).unwrap_err().to_string();
+        assert!(!error.contains("hf_secret"), "{error}");
+        assert_eq!(server.asked_for(), ["GET main"; 2], "{status} {code}: a single request for each");
+        assert!(!server.cache.path().join("hub").exists(), "{status} {code}");
+    }
+}
+
+#[test]
+fn a_broken_download_goes_on_where_it_ended() {
+    let server = Server::of("gpt2");
+    for len in [50_000, 60_000, 0, 1] {
+        server.fault("CDN model.safetensors", Fault::Cut(len));
+    }
+    assert!(read_folder(&find(&server.hub())) == model_files("gpt2"));
+    assert_eq!(server.ranges(), [0, 50_000, 110_000, 110_000, 110_001]);
+}
+
+#[test]
+fn a_download_that_fails_for_good_leaves_nothing_that_looks_whole_and_the_next_goes_on() {
+    let server = Server::of("gpt_neox_sharded");
+    let shard = "CDN model-00002-of-00004.safetensors";
+    server.fault(shard, Fault::Cut(10_000));
+    for _ in 1..4 {
+        server.fault(shard, Fault::Cut(0));
+    }
+    let place = "model-00002-of-00004.safetensors";
+    refuses(&server.hub(), None, &[NAME, "cannot fetch", place, "tried 4 times", "goes on"]);
+    let files = model_files("gpt_neox_sharded");
+    let snapshot = server.cached("snapshots").join(COMMIT);
+    assert!(read_folder(&snapshot).iter().all(|(name, bytes)| files[name] == *bytes));
+    assert!(!server.cached("blobs").join(etag(place, &files[place])).exists());
+    refuses(&server.offline(), None, &["no whole copy"]);
+
+    server.asked();
+    assert!(read_folder(&find(&server.hub())) == files);
+    let ranges: Vec<_> = server.asked().into_iter().filter(|r| r.what == shard).map(|r| r.range).collect();
+    assert_eq!(ranges, [Some("bytes=10000-".to_string())]);
+}
+
+#[test]
+fn a_server_that_does_not_know_ranges_gives_the_same_bytes() {
+    let server = Server::of("gpt2");
+    server.fault("CDN model.safetensors", Fault::Cut(50_000));
+    server.fault("CDN model.safetensors", Fault::NoRange);
+    assert!(read_folder(&find(&server.hub())) == model_files("gpt2"));
+    assert_eq!(server.ranges(), [0, 50_000]);
+}
+
+#[test]
+fn bytes_with_another_hash_are_thrown_away() {
+    let server = Server::of("gpt2");
+    server.fault("CDN model.safetensors", Fault::Flip);
+    assert!(read_folder(&find(&server.hub())) == model_files("gpt2"));
+    assert_eq!(server.ranges(), [0, 0]);
+
+    let server = Server::of("gpt2");
+    for _ in 0..4 {
+        server.fault("CDN model.safetensors", Fault::Flip);
+    }
+    refuses(&server.hub(), None, &["model.safetensors", "SHA-256"]);
+    assert!(!server.cached("snapshots").join(COMMIT).join("model.safetensors").exists());
+}
+
+#[test]
+fn two_that_fetch_at_once_get_one_whole_model() {
+    let server = Server::of("gpt_neox_sharded");
+    std::thread::scope(|scope| {
+        let found: Vec<_> = (0..4).map(|_| scope.spawn(|| find(&server.hub()))).collect();
+        for dir in found {
+            assert!(read_folder(&dir.join().unwrap()) == model_files("gpt_neox_sharded"));
+        }
+    });
+    let weights = server.asked_for().into_iter().filter(|what| what.starts_with("CDN")).count();
+    assert_eq!(weights, 4, "each shard once");
+}
+
+#[test]
+fn without_the_hub_the_cache_is_enough() {
+    let server = Server::of("gpt2");
+    let dir = find(&server.hub());
+    let down = Hub { endpoint: "http://127.0.0.1:1".into(), ..server.hub() };
+    assert_eq!(find(&down), dir);
+    refuses(&down, Some("v2"), &["no such folder", "revision v2", "http://127.0.0.1:1", "refused", "tried 4 times"]);
+    let wrong = Hub { endpoint: "no address".into(), ..server.hub() };
+    refuses(&wrong, None, &["HF_ENDPOINT"]);
+}
+
+#[test]
+fn weights_are_safetensors() {
+    for (extra, words) in
+        [("pytorch_model.bin", ["found only pytorch_model.bin", "convert"]), ("x", ["neither", "index"])]
+    {
+        let files: Files = ["config.json", extra].map(|name| (name.to_string(), b"{}".to_vec())).into();
+        let server = Server::with(files);
+        refuses(&server.hub(), None, &[&words[..], &[NAME]].concat());
+        assert_eq!(server.asked_for(), ["GET main"]);
+    }
+    let index = br#"{"weight_map": {"a": "../../elsewhere.safetensors"}}"#.to_vec();
+    let server = Server::with([("model.safetensors.index.json".to_string(), index)].into());
+    refuses(&server.hub(), None, &["elsewhere.safetensors", "expected the name of a safetensors file"]);
+}
+
+#[test]
+fn a_tokenizer_or_a_configuration_comes_without_the_weights() {
+    let server = Server::of("gpt2");
+    let names = |part| {
+        let dir = server.hub().find(Path::new(NAME), None, part).unwrap();
+        read_folder(&dir).into_keys().collect::<Vec<_>>()
+    };
+    assert_eq!(names(Part::Config), ["config.json"]);
+    assert_eq!(
+        names(Part::Tokenizer),
+        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    );
+    refuses(&server.offline(), None, &["no whole copy"]);
+    assert!(names(Part::Model).contains(&"model.safetensors".to_string()));
+}
+
+#[test]
+fn a_folder_is_itself_and_what_is_no_name_is_not_asked_for() {
+    let server = Server::of("gpt2");
+    let folder = server.cache.path();
+    assert_eq!(server.hub().find(folder, Some("main"), Part::Model).unwrap(), folder);
+    let error = server.hub().find(folder, Some("v2"), Part::Model).unwrap_err().to_string();
+    assert!(error.contains("model_revision = v2") && error.contains("no revisions"), "{error}");
+    let error = server.hub().find(&folder.join("typo"), None, Part::Model).unwrap_err().to_string();
+    assert!(error.contains("no such folder"), "{error}");
+    assert!(server.asked().is_empty());
+}
+
+/// The program, with the variables of a user whose cache and token are below the server's folder.
+fn program(server: &Server, line: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
+    command.args(line.split_whitespace()).current_dir(server.cache.path()).env("OMP_NUM_THREADS", "1");
+    for name in [
+        "HF_TOKEN",
+        "HF_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "SSL_CERT_FILE",
+        "http_proxy",
+        "HTTP_PROXY",
+        "ALL_PROXY",
+        "all_proxy",
+    ] {
+        command.env_remove(name);
+    }
+    command.env("HF_HOME", server.cache.path()).env("HF_ENDPOINT", &server.endpoint);
+    command
+}
+
+/// Standard output of a run that succeeds, and its standard error.
+#[track_caller]
+fn runs(command: &mut Command) -> (String, String) {
+    let output = command.output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    let (stdout, stderr) = (text(output.stdout), text(output.stderr));
+    assert!(output.status.success(), "{stderr}");
+    (stdout, stderr)
+}
+
+#[test]
+fn a_command_takes_a_name_of_the_hub_as_it_takes_a_folder() {
+    let server = Server::of("gpt2");
+    server.change(|state| {
+        let files = state.commits[COMMIT].clone();
+        state.commits.insert(NEXT.into(), files);
+        state.revisions.insert("v2".into(), NEXT.into());
+        state.token = Some("Bearer hf_saved".into());
+    });
+    fs::write(server.cache.path().join("token"), "hf_saved\n").unwrap();
+    let line = |model: &str| format!("generate --do_sample false --max_new_tokens 4 --model_name_or_path {model} The");
+    let folder = golden().join("models/gpt2").canonicalize().unwrap();
+    let expected = runs(&mut program(&server, &line(folder.to_str().unwrap()))).0;
+    assert_eq!(runs(&mut program(&server, &line(NAME))), (expected.clone(), String::new()));
+    runs(&mut program(&server, &format!("{} --model_revision v2", line(NAME))));
+    assert!(server.cached("snapshots").join(NEXT).join("model.safetensors").exists());
+
+    server.asked();
+    let offline = runs(program(&server, &line(NAME)).env("HF_HUB_OFFLINE", "1"));
+    assert_eq!((offline, server.asked().len()), ((expected.clone(), String::new()), 0));
+    let (stdout, stderr) = runs(program(&server, &line(NAME)).env("HF_ENDPOINT", "http://127.0.0.1:1"));
+    assert_eq!(stdout, expected);
+    assert!(stderr.starts_with("warning: http://127.0.0.1:1") && stderr.lines().count() == 1, "{stderr}");
+
+    let refused = program(&server, &line("someone/other")).env("HF_TOKEN", "hf_other").output().unwrap();
+    let error = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!((refused.status.code(), error.lines().count()), (Some(1), 1), "{error}");
+    assert!(error.contains("HF_TOKEN") && !error.contains("hf_other"), "{error}");
+}
+
+#[test]
+fn every_command_that_measures_takes_a_name_of_the_hub() {
+    for (model, command) in [("gpt2", "logprobs"), ("gpt2_cls", "score")] {
+        let server = Server::of(model);
+        let row = json!({"prompt": "The", "completion": " end"}).to_string();
+        fs::write(server.cache.path().join("rows.jsonl"), row).unwrap();
+        let line = |model: &str| format!("{command} --dataset_name rows.jsonl --model_name_or_path {model}");
+        let folder = golden().join("models").join(model).canonicalize().unwrap();
+        let (expected, _) = runs(&mut program(&server, &line(folder.to_str().unwrap())));
+        assert_eq!(runs(&mut program(&server, &line(NAME))), (expected, String::new()));
+        let refused = program(&server, &format!("{} --model_revision v9", line(NAME))).output().unwrap();
+        let error = String::from_utf8(refused.stderr).unwrap();
+        assert!(error.contains("no revision v9"), "{error}");
+    }
+}
+
+#[test]
+fn a_dataset_that_is_not_there_is_told_before_anything_is_fetched() {
+    let server = Server::of("gpt2");
+    for models in [
+        "sft --model_name_or_path NAME --dataset_name nowhere.jsonl",
+        "sft --model_name_or_path NAME --dataset_name rows.jsonl --eval_dataset_name nowhere.jsonl",
+        "reward --model_name_or_path NAME --dataset_name nowhere.jsonl",
+        "ppo --sft_model_path NAME --reward_model_path NAME --dataset_name nowhere.jsonl",
+        "logprobs --model_name_or_path NAME --dataset_name nowhere.jsonl",
+    ] {
+        fs::write(server.cache.path().join("rows.jsonl"), "{}").unwrap();
+        let out = if models.starts_with("logprobs") { "" } else { " --output_dir out" };
+        let refused = program(&server, &(models.replace("NAME", NAME) + out)).output().unwrap();
+        let error = String::from_utf8(refused.stderr).unwrap();
+        assert!(error.contains("nowhere.jsonl: expected"), "{models}: {error}");
+        assert!(server.asked().is_empty(), "{models}");
+    }
+}
+
+#[test]
+fn certificates_that_cannot_be_used_are_named_and_offline_not_asked_for() {
+    let server = Server::of("gpt2");
+    find(&server.hub());
+    let file = server.cache.path().join("roots.pem");
+    let damaged = "-----BEGIN CERTIFICATE-----\n?\n-----END CERTIFICATE-----\n";
+    for (text, word) in [(None, "cannot read"), (Some("roots"), "found none"), (Some(damaged), "PEM")] {
+        if let Some(text) = text {
+            fs::write(&file, text).unwrap();
+        }
+        let hub = Hub { certificates: Some(file.clone()), ..server.hub() };
+        refuses(&hub, None, &["SSL_CERT_FILE", "roots.pem", word]);
+        find(&Hub { offline: true, ..hub });
+    }
+}
+
+#[test]
+fn a_run_file_keeps_the_name_as_it_was_typed() {
+    let server = Server::of("gpt2");
+    let row = json!({"prompt": "The", "completion": " end"}).to_string();
+    fs::write(server.cache.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    let line = "sft --dataset_name rows.jsonl --max_steps 1 --per_device_train_batch_size 4 --report_to none";
+    runs(&mut program(
+        &server,
+        &format!("{line} --model_name_or_path {NAME} --model_revision main --output_dir tuned"),
+    ));
+    let written = fs::read_to_string(server.cache.path().join("tuned/run.yaml")).unwrap();
+    assert!(written.contains(&format!("model_name_or_path: {NAME}")), "{written}");
+
+    // From random weights: no weights are fetched.
+    let server = Server::of("gpt2");
+    fs::write(server.cache.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    runs(&mut program(&server, &format!("{line} --config_name {NAME} --tokenizer_name {NAME} --output_dir fresh")));
+    assert!(server.asked_for().iter().all(|what| !what.contains("safetensors")));
+
+    let server = Server::of("gpt2_cls");
+    fs::write(server.cache.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    let policy = golden().join("models/gpt2").canonicalize().unwrap();
+    let line = "ppo --dataset_name rows.jsonl --total_episodes 4 --per_device_train_batch_size 4 --response_length 4";
+    let models = format!("--sft_model_path {} --reward_model_path {NAME} --output_dir ppo", policy.display());
+    runs(&mut program(&server, &format!("{line} {models} --gradient_accumulation_steps 1 --report_to none")));
+}
