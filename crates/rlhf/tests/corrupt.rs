@@ -195,6 +195,14 @@ fn child_opens_damaged_folders() {
     let scratch = tempfile::tempdir().unwrap();
     let (mut cases, mut opened, mut errors, mut panics) = (0u64, 0u64, 0u64, Map::new());
     let before = Child::memory("VmRSS");
+    for key in ["hidden_size", "vocab_size", "num_hidden_layers"] {
+        let dir = golden().join("models/llama_untied");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
+        config[key] = json!(if key == "num_hidden_layers" { 10_000 } else { 1 << 28 });
+        std::fs::write(scratch.path().join("config.json"), config.to_string()).unwrap();
+        std::fs::copy(dir.join("model.safetensors"), scratch.path().join("model.safetensors")).unwrap();
+        assert!(open(scratch.path()).iter().all(Result::is_err), "{key}");
+    }
     for (which, dir) in dirs.iter().enumerate() {
         let read = |name: &str| std::fs::read(dir.join(name)).unwrap();
         let (config, weights) = (read("config.json"), read("model.safetensors"));

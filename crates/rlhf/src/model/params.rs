@@ -123,7 +123,12 @@ impl<'a> Builder<'a> {
 
     /// A tensor drawn fresh even where the rest comes from a checkpoint: a new head.
     pub(crate) fn new_head(&mut self, name: String, shape: &[i64], seed: u64, std: f64) -> Result<Tensor> {
-        let tensor = self.fresh(seed, shape, Init::Normal(std))?;
+        // Nothing is drawn for a model that will be refused: its sizes may be any.
+        let lost = !(self.missing.is_empty() && self.mismatched.is_empty());
+        let tensor = match lost {
+            true => Tensor::zeros([0], (self.kind, self.device)),
+            false => self.fresh(seed, shape, Init::Normal(std))?,
+        };
         Ok(self.keep(name, tensor, true))
     }
 
