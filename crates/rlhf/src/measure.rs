@@ -20,7 +20,7 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
     let options = model_options(&config.rows)?;
     let rows = open_rows(&config.rows, true)?;
     let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
-    let tokenizer = Tokenizer::from_pretrained(dir)?;
+    let tokenizer = Tokenizer::of_text_or_ids(dir)?;
     let model = CausalLm::from_pretrained(dir, options)?;
     tokenizer.check_fits(model.config(), dir)?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
@@ -56,7 +56,7 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     let options = model_options(&config.rows)?;
     let rows = open_rows(&config.rows, true)?;
     let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
-    let tokenizer = Tokenizer::from_pretrained(dir)?;
+    let tokenizer = Tokenizer::of_text_or_ids(dir)?;
     let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
     model.choose_label(config.reward_label.as_deref(), dir)?;
     tokenizer.check_fits(model.config(), dir)?;
