@@ -3,13 +3,16 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup demo test test-setup test-interop lint install
+.PHONY: help setup cuda demo test test-setup test-interop lint install
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## find or fetch libtorch 2.11.0 (the other targets do this first)
 	@scripts/setup.sh
+
+cuda: setup ## fetch CUDA's libraries for --device cuda (once, about 3 GB)
+	@scripts/cuda.sh
 
 demo: setup ## movie reviews learn to be positive: SFT, reward model, PPO, and a summary
 	cargo build --release --locked

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests of scripts/setup.sh in a checkout of its own with a PATH of its own: no network, no real libtorch.
+# Tests of scripts/setup.sh and scripts/cuda.sh in a checkout of its own with a PATH of its own: no network, no real libtorch.
 set -uo pipefail
 
 # A shell that was started in the background ignores SIGINT, and so would everything below; here it has to arrive.
@@ -17,7 +17,7 @@ trap 'rm -rf "$work"' EXIT
 repo=$work/repo
 bin=$work/bin
 python=$(python3 -c 'import sys; print(sys.executable)')
-tools="bash env awk cat df flock grep ln mkdir mv rm sleep tail uname"
+tools="bash env awk cat readlink df flock grep ln mkdir mv rm sleep tail uname"
 passed=0
 failed=0
 
@@ -25,7 +25,7 @@ failed=0
 fresh() {
     rm -rf "$repo" "$bin"
     mkdir -p "$repo/scripts" "$bin"
-    cp scripts/setup.sh "$repo/scripts/"
+    cp scripts/setup.sh scripts/cuda.sh "$repo/scripts/"
     local tool
     for tool in $tools; do ln -s "$(command -v "$tool")" "$bin/$tool"; done
     fake cargo 'exit 0'
@@ -68,9 +68,37 @@ libtorch() {
     : >"$1/lib/libtorch_cpu.so"
 }
 
+# A fake pip that delivers the torch wheel with its metadata, or, asked for what that names, wheels of NVIDIA's.
+fake_cuda_wheels() {
+    fake pip "[ \"\$1\" = --version ] && exit
+    while [ \"\$1\" != --dest ]; do shift; done
+    echo \"\${*:3}\" >>$work/asked
+    exec $python - \"\$2\" \"\${*:3}\" <<'PY'
+import sys, zipfile
+where, asked = sys.argv[1:]
+def wheel(name, files):
+    with zipfile.ZipFile(where + '/' + name + '.whl', 'w') as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+if 'torch==' in asked:
+    metadata = 'Requires-Dist: sympy>=1.13.3\nRequires-Dist: cuda-toolkit[cublas,cudart]==13.0.2; platform_system == \"Linux\"\n'
+    metadata += 'Requires-Dist: nvidia-nccl-cu13==2.28.9; platform_system == \"Linux\"\nRequires-Dist: triton==3.6.0; x\n'
+    libraries = ('libtorch_cpu', 'libtorch_cuda', 'libtorch_cuda_linalg', 'libtorch_nvshmem', 'libtorch_python')
+    files = {'torch/lib/' + name + '.so': name for name in libraries}
+    wheel('torch-2.11.0-any', {**files, 'torch-2.11.0.dist-info/METADATA': metadata})
+else:
+    wheel('nvidia_cublas-any', {'nvidia/cu13/lib/libcublas.so.13': '', 'nvidia/cu13/include/cublas.h': ''})
+    wheel('nvidia_nccl_cu13-any', {'nvidia/nccl/lib/libnccl.so.2': '', 'nvidia/__init__.py': ''})
+    wheel('nvidia_cuda_runtime-any', {'nvidia/cu13/lib/libcudart.so.13': ''})
+    wheel('cuda_toolkit-any', {'cuda_toolkit-13.0.2.dist-info/METADATA': ''})
+PY"
+}
+
 # Runs set-up; leaves its exit code in $rc, its output in $out and $err.
-setup() {
-    PATH=$bin "$repo/scripts/setup.sh" </dev/null >"$work/out" 2>"$work/err"
+setup() { run_script setup.sh; }
+cuda() { run_script cuda.sh; }
+run_script() {
+    PATH=$bin "$repo/scripts/$1" </dev/null >"$work/out" 2>"$work/err"
     rc=$?
     out=$(<"$work/out")
     err=$(<"$work/err")
@@ -192,6 +220,38 @@ check "a killed fetch is cleaned up by the next" [ "$rc$(ls "$repo/.libtorch" | 
 rm "$work/fetches"; fresh; fake_wheels 2.11.0
 PATH=$bin "$repo/scripts/setup.sh" >/dev/null 2>&1 & setup; wait $!
 check "two at once fetch once" fetched_times 1
+
+# scripts/cuda.sh
+
+fresh; cuda
+check "CUDA without libtorch" one_error "expected libtorch 2.11.0, found none" "make setup"
+
+fresh; libtorch "$work/mine" 2.11.0; LIBTORCH=$work/mine cuda
+check "the user's LIBTORCH is not written to" one_error "LIBTORCH=$work/mine" "unset it"
+
+fresh; mkdir -p "$repo/.libtorch"; libtorch "$work/site/torch" 2.11.0; ln -s "$work/site/torch" "$repo/.libtorch/torch"; cuda
+check "Python's torch is not written to" one_error "$work/site/torch" "built for CUDA"
+: >"$work/site/torch/lib/libtorch_cuda.so"; cuda
+check "a libtorch that has CUDA needs nothing" contains "$rc: $out" "0: cuda: libtorch's CUDA half is there"
+
+fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake_cuda_wheels; cuda
+files=$(cd "$repo/.libtorch" && find . -name '*.so*' -o -name '*.h' -path '*nvidia*' | LC_ALL=C sort | tr '\n' ' ')
+check "CUDA is unpacked where libtorch looks for it" [ "$rc:$files" = "0:./nvidia/cu13/lib/libcublas.so.13 \
+./nvidia/cu13/lib/libcudart.so.13 ./nvidia/nccl/lib/libnccl.so.2 ./torch/lib/libtorch_cpu.so ./torch/lib/libtorch_cuda.so \
+./torch/lib/libtorch_cuda_linalg.so ./torch/lib/libtorch_nvshmem.so " ]
+check "libtorch stays as it is" [ ! -s "$repo/.libtorch/torch/lib/libtorch_cpu.so" ]
+check "the wheels are those that torch's metadata pins" [ "$(<"$work/asked")" = "--no-deps torch==2.11.0
+cuda-toolkit[cublas,cudart]==13.0.2 nvidia-nccl-cu13==2.28.9" ]
+check "no partial folder is left" [ ! -e "$repo/.libtorch/partial" ]
+rm "$work/asked"; cuda
+check "a second run fetches nothing" [ "$rc" = 0 -a ! -e "$work/asked" ]
+
+fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake pip '[ "$1" = --version ] || { echo "ERROR: No matching distribution" >&2; exit 1; }'; cuda
+check "CUDA without a network" one_error "is there a network? pip said: ERROR: No matching distribution"
+check "a failed fetch of CUDA leaves nothing" [ "$(ls "$repo/.libtorch" | tr '\n' ' ')" = "lock torch " ]
+
+fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake pip 'exit 0'; rm "$bin/df"; fake df 'echo head; echo "fs 9999 9000 999 90% /"'; cuda
+check "too little disk for CUDA" one_error "expected 12000 MB free" "found 999 MB"
 
 echo "setup tests: $passed passed, $failed failed"
 [ $failed = 0 ]

@@ -63,7 +63,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .collect();
         learner.optimise(&experience, &targets, &orders, config.learning_rate, &plan, &config)?;
     }
-    learner.policy.save_pretrained(Path::new(out), tokenizer.eos_ids(), tokenizer.pad())?;
+    learner.policy.save_pretrained(Path::new(out), tokenizer.eos_ids(), tokenizer.pad(), usize::MAX)?;
     tokenizer.save_pretrained(Path::new(out))?;
     Ok(())
 }

@@ -5,24 +5,24 @@ use std::io::{self, IsTerminal};
 use rlhf::config::{Format, GenerateConfig};
 use rlhf::data::{Prompt, RowReader};
 use rlhf::generate::{GenerationConfig, Response, Sampling, StopStrings, generate};
-use rlhf::model::{CausalLm, ModelOptions};
+use rlhf::model::CausalLm;
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Value, json};
 
-use crate::output::{Output, open_rows, set_threads};
+use crate::output::{Output, model_options, open_rows};
 
 /// Answers the prompts that `config` names.
 pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
     config.check()?;
-    set_threads(&config.rows);
+    let options = model_options(&config.rows)?;
     let mut rows = open_rows(&config.rows, config.input_format == Format::Jsonl)?;
     if !config.prompts.is_empty() {
         rows = RowReader::arguments(&config.prompts);
     }
     let dir = &rlhf::hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
-    let tokenizer = Tokenizer::from_pretrained(dir)?;
-    let model = CausalLm::from_pretrained(dir, ModelOptions::default())?;
+    let tokenizer = Tokenizer::of_text_or_ids(dir)?;
+    let model = CausalLm::from_pretrained(dir, options)?;
     tokenizer.check_fits(model.config(), dir)?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     let most = context.checked_sub(config.max_new_tokens).filter(|&most| most > 0).ok_or_else(|| {
@@ -35,6 +35,10 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
 
     let terminal = config.rows.output_file.is_none() && io::stdout().is_terminal();
     let format = config.output_format.unwrap_or(if terminal { Format::Text } else { Format::Jsonl });
+    if !tokenizer.knows_text() && (format == Format::Text || !config.stop_strings.is_empty()) {
+        let message = "expected a tokenizer.json for text and stop_strings, found none; JSONL of token ids needs none";
+        return Err(Error::invalid(dir, message));
+    }
     let mut out = None;
     // In parts, so that answers appear, and are written, as they are made.
     let at_once = (config.rows.batch_size / config.num_return_sequences).max(1);
@@ -54,7 +58,7 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
             let text = tokenizer.decode_after(&prompt.tokens, &response.tokens)?;
             match format {
                 Format::Text => out.write(format_args!("{}{text}\n", prompt.text))?,
-                Format::Jsonl => out.write(json_row(prompt, &text, response))?,
+                Format::Jsonl => out.write(json_row(prompt, tokenizer.knows_text().then_some(&text), response))?,
             }
         }
         out.flush()?;
@@ -101,10 +105,10 @@ fn generation_config(config: &GenerateConfig, model: &CausalLm, tokenizer: &Toke
     })
 }
 
-/// The answer with all fields of the prompt's row, so that it can be joined with what it belongs to.
-fn json_row(prompt: &Prompt, text: &str, response: &Response) -> Value {
+/// The answer, without `text` where there is no tokenizer, with all fields of the prompt's row, so that it can be joined with what it belongs to.
+fn json_row(prompt: &Prompt, text: Option<&String>, response: &Response) -> Value {
     let mut row = json!({
-        "prompt": prompt.text,
+        "prompt": text.map(|_| &prompt.text),
         "prompt_ids": prompt.tokens,
         "completion": text,
         "completion_ids": response.tokens,

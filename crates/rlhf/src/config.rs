@@ -12,7 +12,8 @@ use clap::builder::{PossibleValue, ValueParser};
 use clap::{Arg, ArgAction, Args, Command, ValueEnum};
 use serde::Serialize;
 
-use crate::model::LoraConfig;
+use crate::device::Device;
+use crate::model::{Dtype, LoraConfig};
 use crate::ppo::{KlEstimator, ScorePosition};
 use crate::{Error, Result};
 
@@ -447,6 +448,12 @@ pub struct RowsConfig {
     /// Sequences that the model takes at a time; changes memory and speed.
     #[arg(long, help_heading = RUN, default_value_t = 32)]
     pub batch_size: usize,
+    /// Dtype that the model is held in and computes in, `auto` for its files'.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    pub dtype: Dtype,
+    /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_parser = required::<Device>)]
+    pub device: Device,
     /// Threads for tensor operations [default: one per core].
     #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
     pub num_threads: std::option::Option<usize>,
@@ -520,6 +527,15 @@ pub struct RunConfig {
     /// Compute in bfloat16; the optimizer keeps float32 weights.
     #[arg(long, help_heading = RUN)]
     pub bf16: bool,
+    /// Dtype that frozen weights are held in, `auto` for their files'; what is trained is held in float32.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    pub dtype: Dtype,
+    /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_parser = required::<Device>)]
+    pub device: Device,
+    /// Write weights in files of at most this size each, such as 5GB or 500MB.
+    #[arg(long, help_heading = RUN, default_value = "50GB", value_parser = required::<ByteSize>)]
+    pub max_shard_size: ByteSize,
     /// Not in this version: refused, and not ignored.
     #[arg(long, help_heading = RUN)]
     pub gradient_checkpointing: bool,
@@ -532,6 +548,38 @@ pub struct RunConfig {
     /// Show no progress bar.
     #[arg(long, help_heading = RUN)]
     pub disable_tqdm: bool,
+}
+
+/// A number of bytes, written as Hugging Face writes it: `5GB`, `500MB`, `1GiB`, or a number alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ByteSize(pub usize);
+
+const UNITS: [(&str, u64); 8] = [
+    ("TIB", 1 << 40),
+    ("GIB", 1 << 30),
+    ("MIB", 1 << 20),
+    ("KIB", 1 << 10),
+    ("TB", 1_000_000_000_000),
+    ("GB", 1_000_000_000),
+    ("MB", 1_000_000),
+    ("KB", 1_000),
+];
+
+impl Display for ByteSize {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let bytes = self.0 as u64;
+        let whole = |(_, size): &&(&str, u64)| bytes >= *size && bytes.is_multiple_of(*size);
+        match UNITS[4..].iter().find(whole) {
+            Some((unit, size)) => write!(f, "{}{unit}", bytes / size),
+            None => write!(f, "{bytes}"),
+        }
+    }
+}
+
+impl Serialize for ByteSize {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
 }
 
 /// A stop token that goes by a name.
@@ -747,6 +795,9 @@ impl SftConfig {
         at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
         at_least_one("logging_steps", self.logging_steps)?;
         self.peft.check()?;
+        if !self.peft.use_peft {
+            check_trained_dtype(self.run.dtype)?;
+        }
         check_learning(self.learning_rate, &self.optimizer)?;
         check_threads(self.run.num_threads)?;
         self.plan_for(1).map(drop)
@@ -787,6 +838,7 @@ impl RewardConfig {
         at_least_one("max_length", self.max_length)?;
         at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
         at_least_one("logging_steps", self.logging_steps)?;
+        check_trained_dtype(self.run.dtype)?;
         if let Some(weight) = self.center_rewards_coefficient {
             zero_or_more("center_rewards_coefficient", weight)?;
         }
@@ -966,7 +1018,9 @@ pub fn command<C: Args>(name: &'static str) -> Command {
             .or_else(|| typed::<PathBuf>(&arg))
             .or_else(|| typed::<String>(&arg))
             .or_else(|| typed::<StopToken>(&arg))
-            .or_else(|| typed::<Format>(&arg));
+            .or_else(|| typed::<Format>(&arg))
+            .or_else(|| typed::<Device>(&arg))
+            .or_else(|| typed::<ByteSize>(&arg));
         match kind {
             Some((name, Some(parser))) => arg.value_name(name).value_parser(parser),
             Some((name, None)) => arg.value_name(name),
@@ -1099,6 +1153,28 @@ impl Setting for String {
     }
 }
 
+impl Setting for Device {
+    const NAME: &'static str = "DEVICE";
+    const EXPECTED: &'static str = "auto, cpu, cuda or cuda:N";
+
+    fn read(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+}
+
+impl Setting for ByteSize {
+    const NAME: &'static str = "SIZE";
+    const EXPECTED: &'static str = "a size above 0, such as 5GB or 500MB";
+
+    fn read(text: &str) -> Option<Self> {
+        let text = text.trim().to_ascii_uppercase();
+        let unit = UNITS.iter().find_map(|(unit, size)| Some((text.strip_suffix(unit)?, *size)));
+        let (number, size) = unit.unwrap_or((&text, 1));
+        let bytes = number.trim_end().parse::<f64>().ok()? * size as f64;
+        (bytes >= 1.0 && bytes < usize::MAX as f64).then_some(Self(bytes as usize))
+    }
+}
+
 impl Setting for StopToken {
     const NAME: &'static str = "TOKEN";
     const EXPECTED: &'static str = "eos or none; an id goes to stop_token_id";
@@ -1170,6 +1246,18 @@ fn zero_or_more(name: &str, found: f64) -> Result<()> {
 
 fn zero_to_one(name: &str, found: f64) -> Result<()> {
     expect((0.0..=1.0).contains(&found), name, found, "a number from 0 to 1")
+}
+
+/// A command that trains all it loads holds it in float32.
+fn check_trained_dtype(dtype: Dtype) -> Result<()> {
+    if matches!(dtype, Dtype::Auto | Dtype::Float32) {
+        return Ok(());
+    }
+    let name = dtype.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
+    usage(format!(
+        "dtype = {name}: expected auto or float32, as what is trained is held in float32, where small steps are not lost; \
+         bf16 = true computes in bfloat16"
+    ))
 }
 
 fn check_token_id(id: Option<i64>) -> Result<()> {
@@ -1250,8 +1338,8 @@ mod tests {
             "dataset_train_split": "train", "dataset_test_split": "test",
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
-            "seed": 42, "bf16": false, "gradient_checkpointing": false, "report_to": "none",
-            "num_threads": null, "disable_tqdm": false,
+            "seed": 42, "bf16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
+            "gradient_checkpointing": false, "report_to": "none", "num_threads": null, "disable_tqdm": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "use_rslora": false,
         })
@@ -1312,23 +1400,53 @@ mod tests {
                 "max_new_tokens": 53, "min_new_tokens": 0, "do_sample": true, "temperature": 1.0, "top_k": 0,
                 "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "num_return_sequences": 1,
                 "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null,
-                "output_file": null, "batch_size": 32, "num_threads": null,
+                "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
         assert_settings(
             &LogprobsConfig::new("m"),
             json!({
                 "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "output_file": null,
-                "batch_size": 32, "num_threads": null,
+                "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
         assert_settings(
             &ScoreConfig::new("m"),
             json!({
                 "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "dataset_name": null,
-                "output_file": null, "batch_size": 32, "num_threads": null,
+                "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
+    }
+
+    #[test]
+    fn sizes_are_read_as_hugging_face_reads_them_and_written_so_that_they_read_back() {
+        for (text, bytes, written) in [
+            ("5GB", 5_000_000_000, "5GB"),
+            ("500mb", 500_000_000, "500MB"),
+            ("1.5 GB", 1_500_000_000, "1500MB"),
+            ("2GiB", 1 << 31, "2147483648"),
+            ("300KB", 300_000, "300KB"),
+            ("10000", 10_000, "10KB"),
+            ("7", 7, "7"),
+        ] {
+            let size = ByteSize::read(text).unwrap();
+            assert_eq!((size.0, size.to_string().as_str()), (bytes, written), "{text}");
+            assert_eq!(ByteSize::read(&size.to_string()), Some(size));
+        }
+        for text in ["", "GB", "0", "-5GB", "5XB", "nan", "inf", "1e30GB", "five"] {
+            assert_eq!(ByteSize::read(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_trained_is_held_in_float32() {
+        let mut config = SftConfig::new("m", "d", "o");
+        for (dtype, allowed) in [(Dtype::Auto, true), (Dtype::Float32, true), (Dtype::BFloat16, false)] {
+            config.run.dtype = dtype;
+            assert_eq!(config.check().is_ok(), allowed, "{dtype:?}");
+        }
+        assert!(usage_of(config.check()).starts_with("dtype = bfloat16: expected auto or float32"));
     }
 
     #[test]

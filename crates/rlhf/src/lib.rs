@@ -3,6 +3,7 @@
 
 pub mod config;
 pub mod data;
+pub mod device;
 mod error;
 pub mod generate;
 pub mod hub;

@@ -3,13 +3,13 @@
 use rlhf::config::{LogprobsConfig, RowsConfig, ScoreConfig};
 use rlhf::data::{Dataset, RowReader};
 use rlhf::hub;
-use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
+use rlhf::model::{CausalLm, SequenceClassifier};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 use tch::Tensor;
 
-use crate::output::{Output, open_rows, set_threads};
+use crate::output::{Output, model_options, open_rows};
 
 /// So many batches are read at once and sorted by length; with a batch size of 1 there is nothing to sort.
 const BATCHES_AT_ONCE: usize = 8;
@@ -17,11 +17,11 @@ const BATCHES_AT_ONCE: usize = 8;
 /// Writes the rows with the log-probabilities of their completions.
 pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
     config.check()?;
-    set_threads(&config.rows);
+    let options = model_options(&config.rows)?;
     let rows = open_rows(&config.rows, true)?;
     let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
-    let tokenizer = Tokenizer::from_pretrained(dir)?;
-    let model = CausalLm::from_pretrained(dir, ModelOptions::default())?;
+    let tokenizer = Tokenizer::of_text_or_ids(dir)?;
+    let model = CausalLm::from_pretrained(dir, options)?;
     tokenizer.check_fits(model.config(), dir)?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     annotate(&config.rows, rows, |part| {
@@ -53,11 +53,11 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
 /// Writes the rows with their scores.
 pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     config.check()?;
-    set_threads(&config.rows);
+    let options = model_options(&config.rows)?;
     let rows = open_rows(&config.rows, true)?;
     let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
-    let tokenizer = Tokenizer::from_pretrained(dir)?;
-    let mut model = SequenceClassifier::from_pretrained(dir, None, ModelOptions::default())?;
+    let tokenizer = Tokenizer::of_text_or_ids(dir)?;
+    let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
     model.choose_label(config.reward_label.as_deref(), dir)?;
     tokenizer.check_fits(model.config(), dir)?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);

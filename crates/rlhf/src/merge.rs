@@ -7,6 +7,9 @@ use crate::report::{check_folder, claim_folder};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 
+/// Weights go to files of at most this size, as where no other is asked for.
+const MAX_SHARD_BYTES: usize = 50_000_000_000;
+
 /// Writes the base of an adapter with the adapter folded in, in the base's dtype, with tokenizer, to `output_dir`.
 ///
 /// # Errors
@@ -24,12 +27,12 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         model.merge_adapter();
         claim_folder(out, config.overwrite_output_dir, config)?;
-        model.save_pretrained(out, eos, pad)?;
+        model.save_pretrained(out, eos, pad, MAX_SHARD_BYTES)?;
     } else {
         let mut model = CausalLm::from_pretrained(dir, options)?;
         model.merge_adapter();
         claim_folder(out, config.overwrite_output_dir, config)?;
-        model.save_pretrained(out, eos, pad)?;
+        model.save_pretrained(out, eos, pad, MAX_SHARD_BYTES)?;
     }
     tokenizer.save_pretrained(out)
 }

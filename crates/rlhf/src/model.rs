@@ -26,7 +26,7 @@ pub use params::Param;
 pub use value_head::{CausalLmWithValueHead, ValueHeadInit};
 
 use crate::hub;
-use crate::weights::{self, Checkpoint};
+use crate::weights::{self, Checkpoint, replace_files};
 use crate::{Error, Result};
 use decoder::Decoder;
 use layout::Layout;
@@ -38,17 +38,16 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
-/// Shards of a saved checkpoint hold at most this many bytes, as transformers' do by default.
-const MAX_SHARD_BYTES: usize = 50_000_000_000;
-
 /// The most logits that are held at once where no gradient is needed, in elements (64 MiB of f32).
 const LOGITS_CHUNK: i64 = 1 << 24;
 
-/// In what arithmetic a model that is held in f32 computes; its results are f32 in any case.
+/// In what arithmetic a model computes; its results are f32 in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
-    /// f32 throughout.
+    /// That of the dtype its weights are held in.
     #[default]
+    Held,
+    /// f32 throughout.
     F32,
     /// bf16 matrix products and attention, f32 residual stream, norms, log-probabilities and weights.
     Bf16,
@@ -64,9 +63,9 @@ pub enum Dtype {
     /// f32: what is trained is held so.
     #[default]
     Float32,
-    /// bf16, and computed in bf16.
+    /// bf16.
     BFloat16,
-    /// f16, and computed in f16.
+    /// f16.
     Float16,
 }
 
@@ -89,23 +88,26 @@ pub struct ModelOptions {
     pub device: Device,
     /// How its weights are held.
     pub dtype: Dtype,
-    /// How it computes, where its weights are held in f32; in what they are held, else.
+    /// How it computes.
     pub precision: Precision,
 }
 
 impl ModelOptions {
     /// The dtype in which `source`'s weights are held, and that in which products are done.
     fn kinds(self, source: Source<'_>) -> (Kind, Kind) {
-        match (self.dtype.kind(source), self.precision) {
-            (Kind::Float, Precision::Bf16) => (Kind::Float, Kind::BFloat16),
-            (held, _) => (held, held),
-        }
+        let held = self.dtype.kind(source);
+        let compute = match self.precision {
+            Precision::Held => held,
+            Precision::F32 => Kind::Float,
+            Precision::Bf16 => Kind::BFloat16,
+        };
+        (held, compute)
     }
 }
 
 impl Default for ModelOptions {
     fn default() -> Self {
-        Self { device: Device::Cpu, dtype: Dtype::Float32, precision: Precision::F32 }
+        Self { device: Device::Cpu, dtype: Dtype::Float32, precision: Precision::Held }
     }
 }
 
@@ -197,17 +199,23 @@ impl Body {
     }
 
     /// Writes the adapter, and the base beside it where no folder holds it; `config` is the base's.
-    fn save_adapter(&self, dir: &Path, config: &ModelConfig, adapter: &Map<String, Value>) -> Result<()> {
+    fn save_adapter(
+        &self,
+        dir: &Path,
+        config: &ModelConfig,
+        max_shard_bytes: usize,
+        adapter: &Map<String, Value>,
+    ) -> Result<()> {
         let mut described = adapter.clone();
         if !described.contains_key(BASE_NAME) {
             let base = match &self.origin {
                 Some(origin) => origin.clone(),
                 None => {
-                    self.save_model(&dir.join(BASE_MODEL), config, |_| None)?;
-                    dir.join(BASE_MODEL)
+                    self.save_model(&dir.join(BASE_MODEL), config, max_shard_bytes, |_| None)?;
+                    weights::destination(dir).join(BASE_MODEL)
                 }
             };
-            let base = base.canonicalize().map_err(Error::io("find", base))?;
+            let base = std::path::absolute(&base).map_err(Error::io("find", base))?;
             match hub::name_of(&base) {
                 Some((name, commit)) => {
                     described.insert(BASE_NAME.into(), name.into());
@@ -223,26 +231,37 @@ impl Body {
         lora::save(dir, &described, &self.params)
     }
 
-    fn save(&self, dir: &Path, config: &ModelConfig) -> Result<()> {
-        self.save_renamed(dir, config, |_| None)
+    fn save(&self, dir: &Path, config: &ModelConfig, max_shard_bytes: usize) -> Result<()> {
+        self.save_renamed(dir, config, max_shard_bytes, |_| None)
     }
 
     /// Writes the weights and the configuration, or the adapter; `stored` gives the names that are others in the file.
-    fn save_renamed(&self, dir: &Path, config: &ModelConfig, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
-        std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
-        match &self.adapter {
-            Some(adapter) => self.save_adapter(dir, config, adapter),
-            None => self.save_model(dir, config, stored),
-        }
+    fn save_renamed(
+        &self,
+        dir: &Path,
+        config: &ModelConfig,
+        max_shard_bytes: usize,
+        stored: impl Fn(&str) -> Option<String>,
+    ) -> Result<()> {
+        replace_files(dir, |dir| match &self.adapter {
+            Some(adapter) => self.save_adapter(dir, config, max_shard_bytes, adapter),
+            None => self.save_model(dir, config, max_shard_bytes, stored),
+        })
     }
 
-    fn save_model(&self, dir: &Path, config: &ModelConfig, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
+    fn save_model(
+        &self,
+        dir: &Path,
+        config: &ModelConfig,
+        max_shard_bytes: usize,
+        stored: impl Fn(&str) -> Option<String>,
+    ) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
         let name = |param: &Param| stored(&param.name).unwrap_or_else(|| param.name.clone());
         let params = self.params.iter().filter(|param| !lora::is_lora(&param.name));
         // A classifier's head is held in f32 in any case.
         let tensors: Vec<_> = params.map(|p| (name(p), p.tensor.detach().to_kind(self.kind))).collect();
-        weights::save(dir, &tensors, MAX_SHARD_BYTES)?;
+        weights::save(dir, &tensors, max_shard_bytes)?;
         config.save(dir, self.kind)
     }
 
@@ -381,7 +400,11 @@ impl CausalLm {
     /// None that a model which was built can have.
     pub fn base(&self) -> Result<Self> {
         let compute = self.body.decoder.compute;
-        let precision = if compute == self.body.kind { Precision::F32 } else { Precision::Bf16 };
+        let precision = match compute {
+            kind if kind == self.body.kind => Precision::Held,
+            Kind::Float => Precision::F32,
+            _ => Precision::Bf16,
+        };
         let options = ModelOptions { device: self.body.device, dtype: Dtype::Auto, precision };
         let source = Source::Shared(&self.body.params);
         Ok(Self::build(self.body.config.clone(), source, options, &[], |_, _| Ok(()))?.0)
@@ -429,9 +452,10 @@ impl CausalLm {
         &self.body.config
     }
 
-    /// Whether the model computes in f32 throughout, so that the same tokens give the same numbers in any company.
+    /// Whether the model computes in f32 throughout and on the processor, so that the same tokens give the same numbers in
+    /// any company; a GPU chooses its sums by the shape of the batch.
     pub fn is_exact(&self) -> bool {
-        self.body.decoder.compute == Kind::Float
+        self.body.decoder.compute == Kind::Float && self.body.device == Device::Cpu
     }
 
     /// Where the model lives.
@@ -572,13 +596,13 @@ impl CausalLm {
     /// Of a model with an adapter it writes the adapter, as PEFT does: the base stays where it was read from, and is written
     /// to `dir/base_model` if it was not read from a folder or has changed since.
     ///
-    /// `eos`, the one to append first, and `pad` are noted where they are given; all of `eos` end what is generated.
+    /// `eos`, the one to append first, and `pad` are noted where they are given; all of `eos` end what is generated. Weights
+    /// of more than `max_shard_bytes` go to several files.
     ///
     /// # Errors
-    /// If a file cannot be written.
-    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>) -> Result<()> {
+    /// If a file cannot be written; the folder then holds what it held.
+    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
         let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
-        self.body.save(dir, &config)?;
         let mut generation = serde_json::Map::from_iter([("_from_model_config".into(), true.into())]);
         let eos = if eos.is_empty() { config.eos_token_ids.as_slice() } else { eos };
         if !eos.is_empty() {
@@ -589,7 +613,10 @@ impl CausalLm {
             generation.insert("eos_token_id".into(), ids);
         }
         generation.extend(pad.map(|pad| ("pad_token_id".into(), pad.into())));
-        weights::write_text(&dir.join("generation_config.json"), &weights::pretty(&generation.into()))
+        replace_files(dir, |dir| {
+            self.body.save(dir, &config, max_shard_bytes)?;
+            weights::write_text(&dir.join("generation_config.json"), &weights::pretty(&generation.into()))
+        })
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use rlhf::config::RowsConfig;
 use rlhf::data::RowReader;
+use rlhf::model::ModelOptions;
 use rlhf::{Error, Result};
 
 /// The split that is read where a dataset is a folder.
@@ -34,11 +35,12 @@ fn check_output_file(config: &RowsConfig) -> Result<()> {
     Ok(())
 }
 
-/// Sets libtorch's number of threads, where one is asked for.
-pub(crate) fn set_threads(config: &RowsConfig) {
+/// How the model is put into memory; also sets libtorch's number of threads, where one is asked for.
+pub(crate) fn model_options(config: &RowsConfig) -> Result<ModelOptions> {
     if let Some(threads) = config.num_threads {
         tch::set_num_threads(threads as i32);
     }
+    Ok(ModelOptions { device: config.device.resolve()?, dtype: config.dtype, ..ModelOptions::default() })
 }
 
 /// Standard output, or a file, which appears whole when everything is in it.

@@ -37,7 +37,8 @@ const NAMED_TOKENS: [&str; 7] =
 /// A tokenizer, the tokens that end a text, and the chat template.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    /// `None` where the folder has no tokenizer.json and none was asked for.
+    inner: Option<tokenizers::Tokenizer>,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
     /// The special tokens by name.
@@ -61,23 +62,46 @@ impl Tokenizer {
     pub fn from_pretrained(dir: &Path) -> Result<Self> {
         let dir = &Self::folder(dir)?;
         let path = dir.join("tokenizer.json");
-        if !path.is_file() {
-            return Err(match SLOW_FILES.iter().find(|name| dir.join(name).is_file()) {
-                Some(name) => Error::invalid(
-                    dir,
-                    format!(
-                        "expected a tokenizer.json, found {name} without one; convert it with transformers: \
-                         `AutoTokenizer.from_pretrained(dir, use_fast=True).save_pretrained(new_dir)`"
-                    ),
-                ),
-                None => no_such_file(dir, "tokenizer.json"),
-            });
+        if path.is_file() {
+            return Self::read(dir);
         }
-        let mut inner = tokenizers::Tokenizer::from_file(&path)
-            .map_err(|e| Error::invalid(&path, format!("not a tokenizer that can be read: {e}")))?;
-        // A file may ask for padding or truncation; here both would change what a text means.
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(|e| Error::invalid(&path, e.to_string()))?;
+        Err(match SLOW_FILES.iter().find(|name| dir.join(name).is_file()) {
+            Some(name) => Error::invalid(
+                dir,
+                format!(
+                    "expected a tokenizer.json, found {name} without one; convert it with transformers: \
+                     `AutoTokenizer.from_pretrained(dir, use_fast=True).save_pretrained(new_dir)`"
+                ),
+            ),
+            None => no_such_file(dir, "tokenizer.json"),
+        })
+    }
+
+    /// As [`Tokenizer::from_pretrained`], also for a folder without a `tokenizer.json`: then text cannot be encoded, ids
+    /// have no text, and the end and pad tokens are those of `config.json` and `generation_config.json`.
+    ///
+    /// # Errors
+    /// If what there is, is not sound.
+    pub fn of_text_or_ids(dir: &Path) -> Result<Self> {
+        Self::read(&Self::folder(dir)?)
+    }
+
+    /// Whether text can be encoded and ids decoded.
+    pub fn knows_text(&self) -> bool {
+        self.inner.is_some()
+    }
+
+    fn read(dir: &Path) -> Result<Self> {
+        let path = dir.join("tokenizer.json");
+        let mut inner = None;
+        if path.is_file() {
+            let mut found = tokenizers::Tokenizer::from_file(&path)
+                .map_err(|e| Error::invalid(&path, format!("not a tokenizer that can be read: {e}")))?;
+            // A file may ask for padding or truncation; here both would change what a text means.
+            found.with_padding(None);
+            found.with_truncation(None).map_err(|e| Error::invalid(&path, e.to_string()))?;
+            inner = Some(found);
+        }
         let mut files = Vec::new();
         for name in FILES {
             if dir.join(name).is_file() {
@@ -95,14 +119,14 @@ impl Tokenizer {
             ("tokenizer_config.json", &tokenizer_config),
             ("special_tokens_map.json", &json("special_tokens_map.json")?),
         ];
-        for (file, source) in sources {
+        for (file, source) in sources.into_iter().filter(|_| inner.is_some()) {
             for key in NAMED_TOKENS {
                 // A token is a string, or an object with its `content`.
                 let value = &source[key];
                 let token = value.as_str().or_else(|| value["content"].as_str());
                 let Some(token) = token.filter(|_| !named.contains_key(key)) else { continue };
                 named.insert(key.into(), token.into());
-                match inner.token_to_id(token) {
+                match inner.as_ref().and_then(|inner| inner.token_to_id(token)) {
                     Some(id) => ids.push((key, i64::from(id))),
                     // The others are for templates only.
                     None if !["eos_token", "pad_token"].contains(&key) => {}
@@ -177,7 +201,7 @@ impl Tokenizer {
     /// What a run tells of its tokenizer: the tokens that end a text, the pad token, the chat template.
     pub fn describe(&self) -> String {
         let show = |&id: &i64| {
-            let token = u32::try_from(id).ok().and_then(|id| self.inner.id_to_token(id));
+            let token = u32::try_from(id).ok().and_then(|id| self.inner.as_ref()?.id_to_token(id));
             token.map_or(format!("{id}, which is no token"), |token| format!("{token:?} ({id})"))
         };
         let mut ends = self.eos.iter().map(show);
@@ -240,7 +264,13 @@ impl Tokenizer {
     }
 
     fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i64>> {
-        let encoding = self.inner.encode_fast(text, add_special_tokens).map_err(|e| self.error(&e.to_string()))?;
+        let inner = self.inner.as_ref().ok_or_else(|| {
+            Error::Run(format!(
+                "text needs a tokenizer, and {} has no tokenizer.json; rows of token ids (prompt_ids) need none",
+                self.dir.display()
+            ))
+        })?;
+        let encoding = inner.encode_fast(text, add_special_tokens).map_err(|e| self.error(&e.to_string()))?;
         Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
     }
 
@@ -290,7 +320,8 @@ impl Tokenizer {
 
     fn decode_with(&self, ids: &[i64], skip_special_tokens: bool) -> Result<String> {
         let ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
-        self.inner.decode(&ids, skip_special_tokens).map_err(|e| self.error(&e.to_string()))
+        let Some(inner) = &self.inner else { return Ok(String::new()) };
+        inner.decode(&ids, skip_special_tokens).map_err(|e| self.error(&e.to_string()))
     }
 
     /// The text that `ids` add to that of `prompt`, without special tokens.
@@ -332,7 +363,7 @@ impl Tokenizer {
     /// # Errors
     /// If it does not; `dir` is the model's folder.
     pub fn check_fits(&self, model: &ModelConfig, dir: &Path) -> Result<()> {
-        let ids = self.inner.get_vocab(true).into_values().max().map_or(0, |id| i64::from(id) + 1);
+        let ids = self.vocab().into_values().max().map_or(0, |id| i64::from(id) + 1);
         let eos = self.eos().filter(|eos| !(0..model.vocab_size).contains(eos));
         if let Some(eos) = eos {
             let message = format!("eos_token_id: expected an id below vocab_size {}, found {eos}", model.vocab_size);
@@ -372,10 +403,14 @@ impl Tokenizer {
         ))
     }
 
+    fn vocab(&self) -> std::collections::HashMap<String, u32> {
+        self.inner.as_ref().map(|inner| inner.get_vocab(true)).unwrap_or_default()
+    }
+
     /// How many of this tokenizer's tokens have another id, or none, in `other`.
     pub(crate) fn difference(&self, other: &Self) -> usize {
-        let theirs = other.inner.get_vocab(true);
-        self.inner.get_vocab(true).iter().filter(|(token, id)| theirs.get(*token) != Some(id)).count()
+        let theirs = other.vocab();
+        self.vocab().iter().filter(|(token, id)| theirs.get(*token) != Some(id)).count()
     }
 
     /// From now on a text of more than `most` tokens is cut to its last ones; what the tokenizer puts around it stays.
@@ -385,7 +420,8 @@ impl Tokenizer {
     pub(crate) fn keep_last(&mut self, most: usize) -> Result<()> {
         let direction = tokenizers::TruncationDirection::Left;
         let truncation = tokenizers::TruncationParams { max_length: most, direction, ..Default::default() };
-        let done = self.inner.with_truncation(Some(truncation)).map(|_| ()).map_err(|e| e.to_string());
+        let Some(inner) = &mut self.inner else { return Ok(()) };
+        let done = inner.with_truncation(Some(truncation)).map(|_| ()).map_err(|e| e.to_string());
         done.map_err(|message| self.error(&message))
     }
 

@@ -12,8 +12,8 @@ use std::fmt::Write;
 use std::path::Path;
 
 /// How the models that a run trains are put into memory: what is frozen beside an adapter need not be f32.
-fn trained_options(options: ModelOptions, peft: &PeftConfig) -> ModelOptions {
-    if peft.use_peft { ModelOptions { dtype: Dtype::Auto, ..options } } else { options }
+fn trained_options(options: ModelOptions, peft: &PeftConfig, run: &RunConfig) -> ModelOptions {
+    if peft.use_peft { ModelOptions { dtype: run.dtype, ..options } } else { options }
 }
 
 /// How many of a model's numbers are trained, and their share, as PEFT's `print_trainable_parameters` counts them.
@@ -26,10 +26,10 @@ fn trained_share(params: &[Param]) -> String {
     format!("{trained} of {all} ({:.4} %)", 100.0 * trained as f64 / all as f64)
 }
 
-/// How a run's models are put into memory; also applies the number of threads.
+/// How the models that a run trains are put into memory; also applies the number of threads.
 ///
 /// # Errors
-/// If the run asks for what this version does not have.
+/// If the run asks for what this version or this machine does not have.
 fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     if run.gradient_checkpointing {
         return Err(Error::Usage(
@@ -42,7 +42,7 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
         tch::set_num_threads(threads as i32);
     }
     let precision = if run.bf16 { Precision::Bf16 } else { Precision::F32 };
-    Ok(ModelOptions { precision, ..ModelOptions::default() })
+    Ok(ModelOptions { device: run.device.resolve()?, dtype: Dtype::Float32, precision })
 }
 
 /// What to tell of a dataset that does not fill one update.

@@ -12,8 +12,14 @@ use tch::{Device, Kind, Tensor};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+const CONFIG: &str = "config.json";
 /// The bound that the safetensors format itself sets on a header, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
+/// How many bytes of a tensor are read before they go to its memory: what loading takes beside the model itself. Buffers of
+/// several MiB would read no faster, and the allocator would keep some of them.
+const READ_AT_ONCE: usize = 1 << 19;
+/// Where a folder's new files wait until all of them are whole.
+const BESIDE: &str = ".saving";
 
 /// The tensors of a model folder, in one safetensors file or several; only the headers are in memory.
 #[derive(Debug)]
@@ -49,9 +55,7 @@ impl Checkpoint {
         } else if dir.join(INDEX).is_file() {
             checkpoint.add_shards(&dir.join(INDEX))?;
         } else {
-            let entries = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?;
-            let names: Vec<_> =
-                entries.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned())).collect();
+            let names = file_names(dir)?;
             return Err(no_safetensors(dir, names.iter().map(String::as_str)));
         }
         Ok(checkpoint)
@@ -119,14 +123,22 @@ impl Checkpoint {
                 return Err(Error::invalid(&source.path, message));
             }
         };
-        let (start, end) = entry.info.data_offsets;
-        let mut bytes = vec![0; end - start];
-        source
-            .file
-            .read_exact_at(&mut bytes, source.data_start + start as u64)
-            .map_err(Error::io("read", &source.path))?;
         let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
-        Ok(Tensor::f_from_data_size(&bytes, &shape, stored)?.to_kind(kind).to_device(device))
+        let tensor = Tensor::f_empty(&shape, (kind, device))?.f_view([-1])?;
+        let width = stored.elt_size_in_bytes();
+        let (mut at, end) = entry.info.data_offsets;
+        let mut bytes = vec![0; READ_AT_ONCE.min(end - at)];
+        let mut filled = 0;
+        // Through a small buffer into the tensor's own memory, converted on the way: no second copy of it ever exists.
+        while at < end {
+            let part = &mut bytes[..READ_AT_ONCE.min(end - at)];
+            let place = source.data_start + at as u64;
+            source.file.read_exact_at(part, place).map_err(Error::io("read", &source.path))?;
+            let len = (part.len() / width) as i64;
+            tensor.f_narrow(0, filled, len)?.f_copy_(&Tensor::f_from_data_size(part, &[len], stored)?)?;
+            (at, filled) = (at + part.len(), filled + len);
+        }
+        Ok(tensor.f_view(shape.as_slice())?)
     }
 
     fn add_file(&mut self, path: PathBuf) -> Result<Vec<String>> {
@@ -138,7 +150,7 @@ impl Checkpoint {
             names.push(name.clone());
             if let Some(other) = self.tensors.insert(name.clone(), Entry { file: index, info: info.clone() }) {
                 let other = self.files[other.file].path.display();
-                return Err(Error::invalid(path, format!("the tensor `{name}` is also in {other}")));
+                return Err(Error::invalid(path, format!("the tensor `{}` is also in {other}", brief(&name))));
             }
         }
         self.files.push(TensorFile { path, file, data_start });
@@ -171,14 +183,27 @@ impl Checkpoint {
     }
 }
 
-/// The error for a folder, or a model of the hub, whose files have no weights that are read here.
-pub(crate) fn no_safetensors<'a>(place: &Path, mut files: impl Iterator<Item = &'a str>) -> Error {
-    let message = match files.find(|name| name.starts_with("pytorch_model") && name.ends_with(".bin")) {
-        Some(name) => format!(
-            "expected {SINGLE}, found only {name}, a pickle, which can run code and is never opened; \
-             convert it with transformers: `AutoModel...from_pretrained(dir).save_pretrained(new_dir)`"
-        ),
-        None => format!("expected {SINGLE} or {INDEX}, found neither"),
+/// The error for a folder, or a model of the hub, whose files have no weights that are read here: which weights they do
+/// hold, and the way out.
+pub(crate) fn no_safetensors<'a>(place: &Path, files: impl Iterator<Item = &'a str>) -> Error {
+    let mut names: Vec<&str> = files.collect();
+    names.sort_unstable();
+    let ends_with = |ends: &[&str]| names.iter().find(|name| ends.iter().any(|end| name.ends_with(end)));
+    let pickle = names.iter().find(|name| name.starts_with("pytorch_model") && name.contains(".bin"));
+    let found_only = |name: &str, what: &str| format!("expected {SINGLE}, found only {name}, {what}");
+    let convert = "convert it with transformers: `AutoModel...from_pretrained(dir";
+    let message = if let Some(name) = pickle.or(ends_with(&[".pt", ".pth", ".ckpt"])) {
+        let what = "a pickle, which can run code and is never opened; ";
+        found_only(name, what) + convert + ").save_pretrained(new_dir)`"
+    } else if let Some(name) = ends_with(&[".gguf"]) {
+        let what = "llama.cpp's format; fetch the model's safetensors, or ";
+        found_only(name, what) + convert + &format!(", gguf_file={name:?}).save_pretrained(new_dir)`")
+    } else if let Some(name) = ends_with(&[".h5", ".msgpack"]) {
+        found_only(name, "weights of TensorFlow or Flax; fetch the model's safetensors")
+    } else if let Some(name) = names.iter().find(|name| name.starts_with("adapter_model.")) {
+        found_only(name, "an adapter without its base model")
+    } else {
+        format!("expected {SINGLE} or {INDEX}, found neither")
     };
     Error::invalid(place, message)
 }
@@ -205,7 +230,7 @@ fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     let mut header = vec![0; size as usize];
     file.read_exact_at(&mut header, 8).map_err(Error::io("read", path))?;
     let metadata: Metadata = serde_json::from_slice(&header)
-        .map_err(|e| Error::invalid(path, format!("not a sound safetensors header: {e}")))?;
+        .map_err(|e| Error::invalid(path, format!("not a sound safetensors header: {}", brief(&e.to_string()))))?;
     let expected = 8 + size + metadata.data_len() as u64;
     if expected < file_len {
         let message = format!("damaged: its header speaks of {expected} bytes, found {file_len}");
@@ -236,28 +261,21 @@ pub fn save(dir: &Path, tensors: &[(String, Tensor)], max_shard_bytes: usize) ->
         filled += bytes;
         shards.last_mut().expect("there is always one shard").push(item);
     }
-    let old = shard_files(dir)?;
-    let mut written = Vec::new();
-    if let [only] = shards.as_slice() {
-        write_file(&dir.join(SINGLE), only)?;
-        written.push(SINGLE.to_string());
-    } else {
+    replace_files(dir, |dir| {
+        if let [only] = shards.as_slice() {
+            return write_file(&dir.join(SINGLE), only);
+        }
         let mut weight_map = serde_json::Map::new();
         for (i, shard) in shards.iter().enumerate() {
             let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
             write_file(&dir.join(&name), shard)?;
             weight_map.extend(shard.iter().map(|(tensor, _)| (tensor.clone(), Value::String(name.clone()))));
-            written.push(name);
         }
+        weight_map.sort_keys();
         let total: usize = tensors.iter().map(|(_, t)| bytes_of(t)).sum();
         let index = serde_json::json!({"metadata": {"total_size": total}, "weight_map": weight_map});
-        write_text(&dir.join(INDEX), &pretty(&index))?;
-        written.push(INDEX.to_string());
-    }
-    for name in old.iter().filter(|name| !written.contains(name)) {
-        std::fs::remove_file(dir.join(name)).map_err(Error::io("remove the old", dir.join(name)))?;
-    }
-    Ok(())
+        write_text(&dir.join(INDEX), &pretty(&index))
+    })
 }
 
 /// Writes `tensors` as one safetensors file, beside its place and renamed.
@@ -265,16 +283,54 @@ pub(crate) fn save_file(path: &Path, tensors: &[(String, Tensor)]) -> Result<()>
     write_file(path, &tensors.iter().collect::<Vec<_>>())
 }
 
-/// The weight files of a checkpoint in `dir`.
-fn shard_files(dir: &Path) -> Result<Vec<String>> {
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
-        let name = entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned();
-        if name == SINGLE || name == INDEX || (name.starts_with("model-") && name.ends_with(".safetensors")) {
-            names.push(name);
-        }
+/// Replaces files of a model folder by those that `write` puts into the folder it is given: all of them, or none.
+///
+/// They are written beside, in `dir/.saving`, and moved when all are whole. A folder is a model by its `config.json`: where
+/// it is among them, the old one goes first and the new one comes last, so that a save that is killed while it moves files
+/// leaves a folder that nothing opens, never a mixture of two models. Old weights that the new do not replace are removed.
+///
+/// # Errors
+/// Those of `write`, which leave the folder as it was; if a file cannot be moved or removed.
+pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+    let beside = dir.join(BESIDE);
+    // What an earlier save left that was killed.
+    let clear = || match std::fs::remove_dir_all(&beside) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &beside)(e)),
+        _ => Ok(()),
+    };
+    clear()?;
+    std::fs::create_dir(&beside).map_err(Error::io("create the folder", &beside))?;
+    if let Err(error) = write(&beside) {
+        let _ = clear();
+        return Err(error);
     }
-    Ok(names)
+    let mut new = file_names(&beside)?;
+    new.sort_by_key(|name| name == CONFIG);
+    let mut old = Vec::from_iter(new.last().filter(|name| *name == CONFIG).cloned());
+    if new.iter().any(|name| is_weights(name)) {
+        old.extend(file_names(dir)?.into_iter().filter(|name| is_weights(name) && !new.contains(name)));
+    }
+    for path in old.iter().map(|name| dir.join(name)).filter(|path| path.exists()) {
+        std::fs::remove_file(&path).map_err(Error::io("remove the old", &path))?;
+    }
+    for name in &new {
+        std::fs::rename(beside.join(name), dir.join(name)).map_err(Error::io("write", dir.join(name)))?;
+    }
+    clear()
+}
+
+fn file_names(dir: &Path) -> Result<Vec<String>> {
+    let entries = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?;
+    entries
+        .map(|entry| Ok(entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned()))
+        .collect()
+}
+
+/// Whether this is the name of a checkpoint's weights.
+fn is_weights(name: &str) -> bool {
+    [SINGLE, INDEX, "adapter_model.safetensors"].contains(&name)
+        || (name.starts_with("model-") && name.ends_with(".safetensors"))
 }
 
 /// A tensor as the safetensors crate wants to see it; the bytes are copied only while they are written.
@@ -300,6 +356,14 @@ impl View for Written<'_> {
     fn data_len(&self) -> usize {
         self.tensor.numel() * self.tensor.kind().elt_size_in_bytes()
     }
+}
+
+/// Where the files that are written to `dir` will be when [`replace_files`] has moved them.
+pub(crate) fn destination(mut dir: &Path) -> &Path {
+    while dir.ends_with(BESIDE) {
+        dir = dir.parent().unwrap_or(dir);
+    }
+    dir
 }
 
 fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
@@ -334,6 +398,14 @@ fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
     serde_json::from_str(&text).map_err(|e| Error::invalid(path, format!("not valid JSON: {e}")))
+}
+
+/// A text from a file for an error message: what is long, is cut.
+pub(crate) fn brief(text: &str) -> Cow<'_, str> {
+    match text.char_indices().nth(120) {
+        None => text.into(),
+        Some((end, _)) => format!("{}...", &text[..end]).into(),
+    }
 }
 
 /// Formats JSON as Hugging Face's files are: two spaces, a newline at the end.
@@ -381,7 +453,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), &two_tensors(), 8).unwrap();
         save(dir.path(), &two_tensors(), 1 << 30).unwrap();
-        assert_eq!(shard_files(dir.path()).unwrap(), [SINGLE]);
+        assert_eq!(file_names(dir.path()).unwrap(), [SINGLE]);
     }
 
     #[test]
@@ -406,10 +478,57 @@ mod tests {
     }
 
     #[test]
-    fn a_pickle_is_refused_with_the_way_out() {
+    fn weights_in_another_format_are_refused_with_the_way_out() {
+        for (name, words) in [
+            ("pytorch_model.bin", ["pickle", "save_pretrained(new_dir)"]),
+            ("pytorch_model.bin.index.json", ["pickle", "save_pretrained(new_dir)"]),
+            ("consolidated.00.pth", ["pickle", "save_pretrained(new_dir)"]),
+            ("model.pt", ["pickle", "save_pretrained(new_dir)"]),
+            ("model-Q4_K_M.gguf", ["llama.cpp", "gguf_file=\"model-Q4_K_M.gguf\""]),
+            ("tf_model.h5", ["TensorFlow", "fetch the model's safetensors"]),
+            ("adapter_model.safetensors", ["adapter", "without its base model"]),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::write(dir.path().join(name), b"x").unwrap();
+            let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
+            assert!([name, words[0], words[1]].iter().all(|word| error.contains(word)), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_tensor_of_several_reads_is_whole_in_every_dtype() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("pytorch_model.bin"), b"x").unwrap();
-        let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("pytorch_model.bin") && error.contains("save_pretrained"), "{error}");
+        let rows = READ_AT_ONCE as i64 / 4 + 7; // not a multiple of what is read at once, in any of the dtypes
+        for kind in [Kind::Float, Kind::BFloat16, Kind::Half, Kind::Double] {
+            let tensor =
+                Tensor::arange(rows * 2, (Kind::Float, Device::Cpu)).remainder(251.0).to_kind(kind).view([rows, 2]);
+            save(dir.path(), &[("w".into(), tensor.shallow_clone())], usize::MAX).unwrap();
+            let read = Checkpoint::open(dir.path()).unwrap();
+            for as_kind in [Kind::Float, Kind::BFloat16] {
+                assert_eq!(read.read("w", Device::Cpu, as_kind).unwrap(), tensor.to_kind(as_kind), "{kind:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_save_that_fails_changes_nothing_and_one_that_was_killed_leaves_no_model() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let write = |dir: &Path, text: &str| {
+            write_text(&dir.join(CONFIG), text).and_then(|()| write_text(&dir.join("a"), text))
+        };
+        replace_files(dir.path(), |beside| write(beside, "old")).unwrap();
+        let failed = replace_files(dir.path(), |beside| write(beside, "new").and(Err(Error::Run("full".into()))));
+        assert!(failed.is_err() && !path(BESIDE).exists());
+        assert_eq!([CONFIG, "a"].map(|name| std::fs::read_to_string(path(name)).unwrap()), ["old", "old"]);
+        // A move that cannot be made stands for a kill in the middle: `a` is a folder now.
+        std::fs::remove_file(path("a")).unwrap();
+        std::fs::create_dir(path("a")).unwrap();
+        assert!(replace_files(dir.path(), |beside| write(beside, "new")).is_err());
+        assert!(!path(CONFIG).exists() && path(BESIDE).join(CONFIG).exists());
+        // The next save clears it away.
+        std::fs::remove_dir(path("a")).unwrap();
+        replace_files(dir.path(), |beside| write(beside, "new")).unwrap();
+        assert_eq!([CONFIG, "a"].map(|name| std::fs::read_to_string(path(name)).unwrap()), ["new", "new"]);
     }
 }

@@ -19,9 +19,9 @@ pub(crate) struct Ran {
     pub(crate) stderr: String,
 }
 
-const PPO: &str = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --output_dir out \
+pub(crate) const PPO: &str = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --output_dir out \
                    --response_length 8 --per_device_train_batch_size 4 --total_episodes 8";
-const SFT: &str = "sft --model_name_or_path policy --dataset_name demos.jsonl --output_dir out \
+pub(crate) const SFT: &str = "sft --model_name_or_path policy --dataset_name demos.jsonl --output_dir out \
                    --per_device_train_batch_size 4 --max_steps 2 --logging_steps 1";
 const REWARD: &str = "reward --model_name_or_path reward --dataset_name pairs.jsonl --output_dir out \
                       --per_device_train_batch_size 4 --max_steps 2 --logging_steps 1";
@@ -183,7 +183,7 @@ pub(crate) fn json_lines(text: &str) -> Vec<Map<String, Value>> {
 }
 
 /// Metrics without what the clock alone decides.
-fn timeless(lines: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
+pub(crate) fn timeless(lines: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
     let clock = |name: &str| name == "eps" || name.starts_with("time/") || name.starts_with("tokens_per_second/");
     lines.into_iter().map(|line| line.into_iter().filter(|(name, _)| !clock(name)).collect()).collect()
 }

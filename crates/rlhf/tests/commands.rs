@@ -367,3 +367,33 @@ fn what_ends_an_answer_is_what_was_asked_for_and_every_eos_unless_ignored() {
     ends_at(answer("--stop_strings nothing", &["--stop_strings", &stop]), first);
     scratch.refuses_with("generate --model policy", &["--stop_strings", "", "x"], 2, &["stop_strings", "some text"]);
 }
+
+#[test]
+fn token_ids_need_no_tokenizer_and_every_family_answers_them() {
+    let scratch = Scratch::new();
+    for model in ["opt", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "llama_rope3"] {
+        let (dir, golden) = (golden().join("models").join(model), golden_of(model));
+        let dir = dir.display();
+        let prompts = golden.rows("greedy.prompt_ids").into_iter().zip(golden.rows("greedy.prompt_mask"));
+        let prompts: Vec<Vec<i64>> = prompts
+            .map(|(ids, mask)| ids.iter().zip(mask).filter(|(_, mask)| *mask == 1).map(|(id, _)| *id).collect())
+            .collect();
+        let rows: Vec<Value> = prompts.iter().map(|ids| json!({"prompt_ids": ids})).collect();
+        let line =
+            format!("generate --model {dir} --do_sample false --ignore_eos --max_new_tokens 16 --input_format jsonl");
+        let answers = piped(&scratch, &line, &rows);
+        for (answer, expected) in answers.iter().zip(golden.rows("greedy.tokens")) {
+            assert_eq!(ids(&answer["completion_ids"]), expected, "{model}");
+            assert!(answer["completion"].is_null());
+        }
+        let rows: Vec<Value> = answers.into_iter().map(Value::Object).collect();
+        for row in piped(&scratch, &format!("logprobs --model {dir}"), &rows) {
+            let sampled: Vec<Value> = rows.iter().filter(|r| r["prompt_ids"] == row["prompt_ids"]).cloned().collect();
+            assert_near(&numbers(&row["logprobs"]), &numbers(&sampled[0]["logprobs"]));
+        }
+    }
+    let dir = golden().join("models/qwen3");
+    let ran =
+        pipe(&scratch, &format!("logprobs --model {}", dir.display()), "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
+    ran.is_one_error("text", 1, &["line 1", "text needs a tokenizer", "qwen3", "prompt_ids"]);
+}

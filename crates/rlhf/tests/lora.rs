@@ -131,11 +131,11 @@ fn gradients_reach_what_peft_trains_and_equal_its_own() {
 fn an_adapter_of_peft_is_saved_as_it_was_read() {
     for name in ADAPTERS {
         let out = tempfile::tempdir().unwrap();
-        lm(name).save_pretrained(out.path(), &[0], None).unwrap();
+        lm(name).save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
         assert_same_adapter(out.path(), &adapter(name));
     }
     let out = tempfile::tempdir().unwrap();
-    classifier().save_pretrained(out.path(), &[0], None).unwrap();
+    classifier().save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
     assert_same_adapter(out.path(), &adapter("llama_untied_cls"));
 }
 
@@ -155,12 +155,12 @@ fn a_saved_adapter_folder_opens_as_the_model_and_is_saved_again_byte_for_byte() 
     let all = LoraConfig { target_modules: Some(vec!["all-linear".into()]), use_rslora: true, ..config() };
     saved.add_adapter(&all, 1).unwrap();
     stir(saved.params());
-    saved.save_pretrained(out.path(), &[0], None).unwrap();
+    saved.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
     assert!(!out.path().join("base_model").exists(), "the base is in the folder that it was read from");
     let opened = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
     assert_close("logits", &opened.logits(&IDS).unwrap()[0], &saved.logits(&IDS).unwrap()[0], 0.0);
     assert_ne!(opened.logits(&IDS).unwrap()[0], opened.base().unwrap().logits(&IDS).unwrap()[0]);
-    opened.save_pretrained(again.path(), &[0], None).unwrap();
+    opened.save_pretrained(again.path(), &[0], None, usize::MAX).unwrap();
     assert_same_adapter(again.path(), out.path());
 
     let reward =
@@ -176,7 +176,7 @@ fn a_reward_adapter_on_a_language_model_brings_its_head() {
     let mut saved = SequenceClassifier::from_pretrained(&dir, Some(3), options).unwrap();
     saved.add_adapter(&config(), 1).unwrap();
     stir(saved.params());
-    saved.save_pretrained(out.path(), &[0], None).unwrap();
+    saved.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
     let opened = SequenceClassifier::from_pretrained(out.path(), None, options).unwrap();
     assert!(!opened.has_new_head());
     assert_close("scores", &opened.scores(&IDS).unwrap(), &saved.scores(&IDS).unwrap(), 0.0);
@@ -196,7 +196,7 @@ fn a_base_that_no_folder_holds_is_saved_beside_the_adapter() {
         saved.add_adapter(&config(), seed).unwrap();
         stir(saved.params());
     }
-    saved.save_pretrained(out.path(), &[0], None).unwrap();
+    saved.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
     assert!(out.path().join("base_model/model.safetensors").is_file());
     let opened = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
     assert_close("logits", &opened.logits(&IDS).unwrap()[0], &saved.logits(&IDS).unwrap()[0], 0.0);
@@ -244,9 +244,12 @@ fn a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws_it() {
 
 #[test]
 fn the_base_is_a_view_of_the_same_memory_and_does_not_see_the_adapter() {
-    for (dtype, precision) in
-        [(Dtype::Float32, Precision::F32), (Dtype::Float32, Precision::Bf16), (Dtype::BFloat16, Precision::F32)]
-    {
+    for (dtype, precision) in [
+        (Dtype::Float32, Precision::Held),
+        (Dtype::Float32, Precision::Bf16),
+        (Dtype::BFloat16, Precision::Held),
+        (Dtype::BFloat16, Precision::F32),
+    ] {
         let options = ModelOptions { dtype, precision, ..ModelOptions::default() };
         let dir = golden().join("models/llama_tied");
         let plain = CausalLm::from_pretrained(&dir, options).unwrap();

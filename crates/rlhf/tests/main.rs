@@ -2,6 +2,8 @@
 
 mod cli;
 mod commands;
+mod corrupt;
+mod formats;
 mod hub;
 mod lora;
 mod models;

@@ -385,13 +385,13 @@ fn a_saved_model_loads_back_with_equal_logits_and_says_what_it_is() {
     for dir in folders(Hold::Lm) {
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         let out = tempfile::tempdir().unwrap();
-        model.save_pretrained(out.path(), &[0], Some(1)).unwrap();
+        model.save_pretrained(out.path(), &[0], Some(1), usize::MAX).unwrap();
         let again = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
         let ids = [vec![5i64, 6, 7, 8]];
         assert_close("logits", &again.logits(&ids).unwrap()[0], &model.logits(&ids).unwrap()[0], 0.0);
         assert!(!again.config().is_sequence_classifier());
         let value = SequenceClassifier::from_pretrained(out.path(), Some(3), ModelOptions::default()).unwrap();
-        value.save_pretrained(out.path(), &[0], Some(1)).unwrap();
+        value.save_pretrained(out.path(), &[0], Some(1), usize::MAX).unwrap();
         let again = SequenceClassifier::from_pretrained(out.path(), None, ModelOptions::default()).unwrap();
         assert_close("scores", &again.scores(&ids).unwrap(), &value.scores(&ids).unwrap(), 0.0);
         assert!(again.config().is_sequence_classifier() && again.labels() == ["LABEL_0"]);
@@ -514,7 +514,7 @@ fn value_heads_of_trl_and_deepspeed_chat_give_their_values_and_keep_their_names(
     assert_close("logprobs", &logprobs.logprobs, &alone, 0.0);
     assert_close("values", &values, &model.values_at(&sequences, &from_1).unwrap(), 0.0);
     let out = tempfile::tempdir().unwrap();
-    model.save_pretrained(out.path(), &[0], None).unwrap();
+    model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
     assert_eq!(file(out.path()), file(&dir), "the tensors of the folder that TRL wrote");
     CausalLm::from_pretrained(out.path(), options).unwrap();
 
@@ -527,7 +527,7 @@ fn value_heads_of_trl_and_deepspeed_chat_give_their_values_and_keep_their_names(
         let spans: Vec<_> = sequences.iter().map(|row| 0..row.len()).collect();
         assert_close(name, &model.values_at(&sequences, &spans).unwrap(), &values_of(&golden, &rows), TOLERANCE);
         let out = tempfile::tempdir().unwrap();
-        model.save_pretrained(out.path(), &[2], None).unwrap();
+        model.save_pretrained(out.path(), &[2], None, usize::MAX).unwrap();
         assert_eq!(file(out.path()), file(&dir), "{name}");
     }
 }

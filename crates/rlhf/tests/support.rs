@@ -1,8 +1,10 @@
 //! Golden values and comparisons.
 
+use serde_json::Value;
 use std::collections::HashMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use tch::{Kind, Tensor};
 
 /// The folder of golden values that is committed beside this file.
@@ -62,4 +64,51 @@ pub(crate) fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolera
 /// Tells on standard error what a test compared, also when it passes: the test runner keeps `println!` to itself.
 pub(crate) fn say(message: &str) {
     let _ = writeln!(std::io::stderr(), "{message}");
+}
+
+/// A test that runs as a process of its own, so that its memory can be bounded and measured.
+///
+/// The test is `#[ignore]`d, so that only its parent runs it, and ends with [`Child::reports`].
+pub(crate) struct Child<'a> {
+    pub(crate) test: &'a str,
+    /// What the system refuses it beyond.
+    pub(crate) address_space_gib: u64,
+    pub(crate) vars: &'a [(&'a str, String)],
+}
+
+const REPORT: &str = "child reports: ";
+
+impl Child<'_> {
+    /// Runs the test, which must succeed; gives what it reported.
+    #[track_caller]
+    pub(crate) fn run(&self) -> Value {
+        let script = format!("ulimit -v {} && exec \"$0\" \"$@\"", self.address_space_gib << 20);
+        let output = Command::new("sh")
+            .args(["-c", &script])
+            .arg(std::env::current_exe().unwrap())
+            .args([self.test, "--exact", "--ignored", "--nocapture", "--test-threads=1"])
+            .env("OMP_NUM_THREADS", "1")
+            .envs(self.vars.iter().map(|(name, value)| (name, value)))
+            .output()
+            .unwrap();
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        let report = stdout.lines().find_map(|line| Some(line.split_once(REPORT)?.1));
+        match report.filter(|_| output.status.success()) {
+            Some(report) => serde_json::from_str(report).unwrap(),
+            None => panic!("{}: {}\n{stdout}{}", self.test, output.status, String::from_utf8_lossy(&output.stderr)),
+        }
+    }
+
+    /// In the child: hands `report` to the parent.
+    pub(crate) fn reports(report: &Value) {
+        let _ = writeln!(std::io::stdout(), "{REPORT}{report}");
+    }
+
+    /// In the child: a number of bytes that the system keeps of this process, `VmRSS` or `VmHWM`.
+    pub(crate) fn memory(name: &str) -> u64 {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line =
+            status.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name} in {status}"));
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+    }
 }

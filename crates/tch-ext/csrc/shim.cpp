@@ -4,7 +4,11 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <dlfcn.h>
+#include <link.h>
+
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -47,6 +51,29 @@ char* tch_ext_fused_adamw(at::Tensor* const* params, at::Tensor* const* grads, a
     std::vector<at::Tensor> steps(count, step_tensor);
     at::_fused_adamw_(p, tensors(grads, count), tensors(exp_avgs, count), tensors(exp_avg_sqs, count), {}, steps, lr,
                       beta1, beta2, weight_decay, eps, /*amsgrad=*/false, /*maximize=*/false);
+  });
+}
+
+// Loads libtorch's CUDA half from the folder of the libtorch_cpu.so in use, and sees that there is a driver. Everything
+// loads it globally, as if the program had been linked with it.
+char* tch_ext_load_cuda() {
+  return guard([] {
+    std::string folder;
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* found) {
+          std::string path = info->dlpi_name;
+          auto slash = path.rfind("/libtorch_cpu.so");
+          if (slash == std::string::npos) return 0;
+          *static_cast<std::string*>(found) = path.substr(0, slash);
+          return 1;
+        },
+        &folder);
+    if (folder.empty()) throw std::runtime_error("libtorch_cpu.so is not among the loaded libraries");
+    auto load = [](const std::string& library) {
+      if (!dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL)) throw std::runtime_error(dlerror());
+    };
+    load(folder + "/libtorch_cuda.so");
+    load("libcuda.so.1");
   });
 }
 

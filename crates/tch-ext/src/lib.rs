@@ -19,6 +19,7 @@ unsafe extern "C" {
         weight_decay: f64,
         eps: f64,
     ) -> *mut c_char;
+    fn tch_ext_load_cuda() -> *mut c_char;
 }
 
 /// The settings of one AdamW step; the names are torch's.
@@ -88,6 +89,23 @@ pub fn fused_adamw(
         )
     };
     into_result(message)
+}
+
+/// Loads `libtorch_cuda.so` from the folder of the libtorch in use, once for the whole program.
+///
+/// To be called before anything else asks libtorch of CUDA: it remembers the answer.
+///
+/// # Errors
+/// The dynamic linker's message, which names the library that is missing: libtorch's own, one of CUDA's, the driver's.
+pub fn load_cuda() -> Result<(), String> {
+    static LOADED: std::sync::OnceLock<Result<(), String>> = std::sync::OnceLock::new();
+    LOADED
+        .get_or_init(|| {
+            // SAFETY: the shim takes nothing; it runs the initialisers of the libraries it loads, libtorch's and CUDA's,
+            // which are made to be loaded this way (Python does), and `OnceLock` lets one thread do it.
+            into_result(unsafe { tch_ext_load_cuda() })
+        })
+        .clone()
 }
 
 /// Turns the shim's answer into a `Result` and frees the message.

@@ -301,14 +301,15 @@ impl SequenceClassifier {
     ///
     /// # Errors
     /// If a file cannot be written.
-    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>) -> Result<()> {
+    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
         let eos = eos.first().copied();
         if !self.deepspeed_chat {
-            return self.body.save(dir, &self.config().for_sequence_classifier(&self.labels, eos, pad));
+            let config = self.config().for_sequence_classifier(&self.labels, eos, pad);
+            return self.body.save(dir, &config, max_shard_bytes);
         }
         let prefix = self.config().family.names.prefix;
         let stored = |name: &str| name.strip_prefix(prefix).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"));
-        self.body.save_renamed(dir, &self.config().for_causal_lm(eos, pad), stored)
+        self.body.save_renamed(dir, &self.config().for_causal_lm(eos, pad), max_shard_bytes, stored)
     }
 }
 

@@ -176,6 +176,9 @@ pub struct Shape {
 /// Far above any model's sizes, and small enough that their products do not overflow.
 const MOST: i64 = 1 << 28;
 
+/// Far above any other number of a configuration, and small enough that the ratio of two is an f32.
+const LARGEST: f64 = 1e15;
+
 /// Encoder-decoders by name, for those whose files do not say it.
 const ENCODER_DECODERS: [&str; 12] = [
     "t5",
@@ -241,13 +244,16 @@ impl Fields<'_> {
     }
 
     pub(super) fn number(&self, name: &str, default: f64) -> Result<f64> {
-        self.present(name).map_or(Ok(default), |v| v.as_f64().ok_or_else(|| self.wrong(name, "a number")))
+        let expected = || format!("a number of at most {LARGEST}");
+        let found = self.present(name).map_or(Some(default), Value::as_f64);
+        found.filter(|x| x.abs() <= LARGEST).ok_or_else(|| self.wrong(name, &expected()))
     }
 
     /// A number above 0.
-    fn positive(&self, name: &str, default: Option<f64>) -> Result<f64> {
+    pub(super) fn positive(&self, name: &str, default: Option<f64>) -> Result<f64> {
         let found = self.present(name).map_or(default, Value::as_f64);
-        found.filter(|&x| x > 0.0 && x.is_finite()).ok_or_else(|| self.wrong(name, "a number above 0"))
+        let expected = || format!("a number above 0, at most {LARGEST}");
+        found.filter(|x| (1.0 / LARGEST..=LARGEST).contains(x)).ok_or_else(|| self.wrong(name, &expected()))
     }
 
     /// A bound on logits: a number above 0, `null` for none.
@@ -463,13 +469,9 @@ fn labels(f: &Fields<'_>) -> Result<Vec<String>> {
     (0..names.len()).map(|i| Ok(names.get(&i.to_string()).and_then(Value::as_str).ok_or_else(wrong)?.into())).collect()
 }
 
-/// A JSON value for an error message: what is long, is cut.
+/// A JSON value for an error message.
 fn brief(value: &Value) -> String {
-    let text = value.to_string();
-    match text.char_indices().nth(120) {
-        None => text,
-        Some((end, _)) => format!("{}...", &text[..end]),
-    }
+    crate::weights::brief(&value.to_string()).into_owned()
 }
 
 impl Shape {

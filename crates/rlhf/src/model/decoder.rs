@@ -48,6 +48,7 @@ enum Attention<'a> {
 
 impl Decoder {
     pub(crate) fn new(shape: &Shape, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
+        b.check_layers(shape.num_hidden_layers)?;
         let names = &shape.family.names;
         let (width, std) = (shape.embedding_size, shape.initializer_range);
         let table = |b: &mut Builder<'_>, base: &str, rows: i64, width: i64| {

@@ -493,7 +493,7 @@ fn gemma2(f: &Fields<'_>) -> Result<Shape> {
         order: Order::Sandwich,
         activation: f.activation("hidden_activation", "gelu_pytorch_tanh")?,
         embedding_scale: (shape.hidden_size as f64).sqrt(),
-        attention_scale: f.number("query_pre_attn_scalar", 256.0)?.powf(-0.5),
+        attention_scale: f.positive("query_pre_attn_scalar", Some(256.0))?.powf(-0.5),
         attention_softcap: f.cap("attn_logit_softcapping", 50.0)?,
         final_softcap: f.cap("final_logit_softcapping", 30.0)?,
         tie_word_embeddings: f.flag("tie_word_embeddings", true)?,

@@ -1,5 +1,6 @@
 //! Low-rank adapters (LoRA): small trained matrices beside frozen weights, in the files of PEFT.
 
+use super::BASE_MODEL;
 use super::families::Family;
 use super::linear::Linear;
 use super::params::Param;
@@ -307,7 +308,9 @@ impl AdapterFolder {
     /// The folder on this machine that the base is named by: from here, else from the adapter's folder.
     pub(crate) fn local_base(&self) -> Option<PathBuf> {
         let name = self.described.get("base_model_name_or_path")?.as_str().filter(|name| !name.is_empty())?;
-        [PathBuf::from(name), self.dir.join(name)].into_iter().find(|dir| dir.is_dir())
+        // A base that was saved beside its adapter has moved with it.
+        let beside = Path::new(name).ends_with(BASE_MODEL).then(|| self.dir.join(BASE_MODEL));
+        [PathBuf::from(name), self.dir.join(name)].into_iter().chain(beside).find(|dir| dir.is_dir())
     }
 
     /// The folder of the model that the adapter belongs to, fetched from the hub if it is named by its name there.

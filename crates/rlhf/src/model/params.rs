@@ -2,7 +2,7 @@
 
 use super::families::Names;
 use crate::rng::{Purpose, Stream};
-use crate::weights::Checkpoint;
+use crate::weights::{Checkpoint, brief};
 use crate::{Error, Result};
 use std::collections::HashSet;
 use tch::{Device, Kind, Tensor};
@@ -72,6 +72,18 @@ impl<'a> Builder<'a> {
         Self { source, names, device, kind, stored_prefix, params, asked, missing, mismatched }
     }
 
+    /// Checks that the checkpoint may hold as many layers as the configuration says: each has a tensor at least. Else a damaged
+    /// number would have us list hundreds of thousands of tensors that are missing.
+    pub(crate) fn check_layers(&self, layers: i64) -> Result<()> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
+        let tensors = checkpoint.names().count();
+        if layers <= tensors as i64 {
+            return Ok(());
+        }
+        let message = format!("{layers} layers in config.json: expected no more than tensors, found {tensors} tensors");
+        Err(Error::invalid(checkpoint.dir(), message))
+    }
+
     /// What the checkpoint's names begin with where ours begin with the family's prefix.
     pub(crate) fn stored_prefix(&self) -> &'static str {
         self.stored_prefix
@@ -122,7 +134,12 @@ impl<'a> Builder<'a> {
 
     /// A tensor drawn fresh even where the rest comes from a checkpoint: a new head.
     pub(crate) fn new_head(&mut self, name: String, shape: &[i64], seed: u64, std: f64) -> Result<Tensor> {
-        let tensor = self.fresh(seed, shape, Init::Normal(std))?;
+        // Nothing is drawn for a model that will be refused: its sizes may be any.
+        let lost = !(self.missing.is_empty() && self.mismatched.is_empty());
+        let tensor = match lost {
+            true => Tensor::zeros([0], (self.kind, self.device)),
+            false => self.fresh(seed, shape, Init::Normal(std))?,
+        };
         Ok(self.keep(name, tensor, true))
     }
 
@@ -192,9 +209,11 @@ impl<'a> Builder<'a> {
         }
         let list = |what: &str, names: &[&str]| match names {
             [] => None,
-            [first] => Some(format!("{what} `{first}`")),
-            [first, second] => Some(format!("{what} `{first}`, `{second}`")),
-            [first, second, rest @ ..] => Some(format!("{what} `{first}`, `{second}` and {} more", rest.len())),
+            [first] => Some(format!("{what} `{}`", brief(first))),
+            [first, second] => Some(format!("{what} `{}`, `{}`", brief(first), brief(second))),
+            [first, second, rest @ ..] => {
+                Some(format!("{what} `{}`, `{}` and {} more", brief(first), brief(second), rest.len()))
+            }
         };
         let missing: Vec<&str> = self.missing.iter().map(String::as_str).collect();
         let mut problems: Vec<String> = self.mismatched.iter().take(3).cloned().collect();

@@ -93,8 +93,8 @@ impl CausalLmWithValueHead {
     ///
     /// # Errors
     /// If a file cannot be written.
-    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>) -> Result<()> {
-        self.lm.save_pretrained(dir, eos, pad)
+    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
+        self.lm.save_pretrained(dir, eos, pad, max_shard_bytes)
     }
 }
 

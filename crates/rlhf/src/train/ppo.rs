@@ -6,13 +6,14 @@ use crate::data::{Cursor, Dataset, Prompt, locate};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, LoraConfig, SequenceClassifier};
+use crate::model::{CausalLm, LoraConfig, ModelOptions, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::reward::RewardModel;
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, targets, to_slots};
 use crate::tokenizer::Tokenizer;
+use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
 use std::path::Path;
 use std::time::Instant;
@@ -75,6 +76,9 @@ impl PpoTrainer {
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
         config.check()?;
         let options = model_options(&config.run)?;
+        // Held as their files are, and computed as the policy is: to widen a weight loses nothing, so the reference gives
+        // the very numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
+        let frozen = ModelOptions { dtype: config.run.dtype, ..options };
         // Before gigabytes are fetched in vain.
         locate(&config.dataset_name, &config.dataset_train_split)?;
         let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
@@ -90,7 +94,7 @@ impl PpoTrainer {
             model.merge_adapter();
             Ok(model)
         };
-        let trained = trained_options(options, &config.peft);
+        let trained = trained_options(options, &config.peft, &config.run);
         // Dropout would make the ratios differ from 1 before anything is learnt.
         let lora = config.peft.lora().map(|lora| LoraConfig { dropout: 0.0, ..lora });
         let mut policy = folded(trained)?;
@@ -99,7 +103,7 @@ impl PpoTrainer {
                 policy.add_adapter(lora, config.run.seed)?;
                 policy.base()?
             }
-            None => folded(options)?,
+            None => folded(frozen)?,
         };
         tokenizer.check_fits(policy.config(), policy_dir)?;
         let label = config.reward_label.as_deref();
@@ -281,11 +285,15 @@ impl PpoTrainer {
     /// If a file cannot be written.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
         let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
-        self.learner.policy.save_pretrained(dir, eos, pad)?;
-        self.tokenizer.save_pretrained(dir)?;
-        let value_dir = dir.join("value_model");
-        self.learner.value.save_pretrained(&value_dir, eos, pad)?;
-        self.tokenizer.save_pretrained(&value_dir)?;
+        let max_shard_bytes = self.config.run.max_shard_size.0;
+        replace_files(dir, |dir| {
+            self.learner.policy.save_pretrained(dir, eos, pad, max_shard_bytes)?;
+            self.tokenizer.save_pretrained(dir)
+        })?;
+        replace_files(&dir.join("value_model"), |dir| {
+            self.learner.value.save_pretrained(dir, eos, pad, max_shard_bytes)?;
+            self.tokenizer.save_pretrained(dir)
+        })?;
         let mut facts = vec![
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
             ("reward model", format!("`{}`", self.config.reward_model_path.display())),

@@ -10,6 +10,7 @@ use crate::model::{DropoutRows, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
+use crate::weights::replace_files;
 use crate::{Error, Result};
 use std::path::Path;
 use std::time::Instant;
@@ -21,7 +22,7 @@ use tch::{Kind, Tensor};
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     config.check()?;
-    let options = trained_options(model_options(&config.run)?, &config.peft);
+    let options = trained_options(model_options(&config.run)?, &config.peft, &config.run);
     let model_dir = config.model_name_or_path.as_path();
     let mut inputs: Vec<&Path> = vec![model_dir, &config.dataset_name];
     inputs.extend(config.eval_dataset_name.as_deref());
@@ -70,8 +71,10 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
     let dir = &config.run.output_dir;
-    model.save_pretrained(dir, tokenizer.eos_ids(), tokenizer.pad())?;
-    tokenizer.save_pretrained(dir)?;
+    replace_files(dir, |dir| {
+        model.save_pretrained(dir, tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0)?;
+        tokenizer.save_pretrained(dir)
+    })?;
     let facts = [
         ("started from", format!("`{}`", model_dir.display())),
         ("data", format!("`{}`, {} pairs", config.dataset_name.display(), pairs.len())),

@@ -1,0 +1,126 @@
+//! Where models live and compute: the processor, or a GPU whose libraries are loaded only when they are asked for.
+
+use crate::{Error, Result};
+use std::fmt;
+
+/// What `--device` says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Device {
+    /// The first GPU where there is one that libtorch can use, else the processor.
+    #[default]
+    Auto,
+    /// The processor.
+    Cpu,
+    /// The GPU of this number.
+    Cuda(usize),
+}
+
+impl Device {
+    /// Reads `auto`, `cpu`, `cuda` or `cuda:N`.
+    pub fn parse(text: &str) -> Option<Self> {
+        match text {
+            "auto" => Some(Self::Auto),
+            "cpu" => Some(Self::Cpu),
+            "cuda" => Some(Self::Cuda(0)),
+            _ => text.strip_prefix("cuda:")?.parse().ok().map(Self::Cuda),
+        }
+    }
+
+    /// The device that is meant; loads libtorch's CUDA half unless `self` is the processor.
+    ///
+    /// # Errors
+    /// If a GPU is asked for and something is missing: the message says what, a library, the driver or the GPU.
+    pub fn resolve(self) -> Result<tch::Device> {
+        match self {
+            Self::Cpu => Ok(tch::Device::Cpu),
+            // A machine without a driver has no use for a gigabyte of libraries.
+            Self::Auto if !has_driver() => Ok(tch::Device::Cpu),
+            Self::Auto => Ok(gpus().map_or(tch::Device::Cpu, |_| tch::Device::Cuda(0))),
+            Self::Cuda(number) => match gpus() {
+                Ok(count) if number < count => Ok(tch::Device::Cuda(number)),
+                Ok(count) => usage(self, &format!("expected a number below {count}, the number of GPUs")),
+                Err(reason) => usage(self, &reason),
+            },
+        }
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(0) => f.write_str("cuda"),
+            Self::Cuda(number) => write!(f, "cuda:{number}"),
+        }
+    }
+}
+
+impl serde::Serialize for Device {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+fn usage<T>(device: Device, reason: &str) -> Result<T> {
+    Err(Error::Usage(format!("device = {device}: {reason}")))
+}
+
+/// Whether the system has a driver for NVIDIA's GPUs loaded.
+fn has_driver() -> bool {
+    // /dev/dxg is the GPU of Windows under WSL.
+    ["/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"].iter().any(|path| std::path::Path::new(path).exists())
+}
+
+/// How many GPUs libtorch can use; or what is missing.
+fn gpus() -> Result<usize, String> {
+    tch_ext::load_cuda().map_err(|message| explain(&message))?;
+    match tch::Cuda::device_count() {
+        count @ 1.. => Ok(count as usize),
+        _ => Err("CUDA is there and no GPU that it can use: CUDA 13 needs an NVIDIA GPU of compute capability 7.5 or \
+                  newer and driver 580 or newer, and CUDA_VISIBLE_DEVICES must not hide it (`nvidia-smi` lists the GPUs)"
+            .into()),
+    }
+}
+
+/// The way out of what the dynamic linker said.
+fn explain(message: &str) -> String {
+    let library = message.split(':').next().unwrap_or_default();
+    if library == "libcuda.so.1" {
+        "no NVIDIA driver: libcuda.so.1 is not there; install the driver (580 or newer, for CUDA 13)".into()
+    } else if library.ends_with("/libtorch_cuda.so") && message.contains("No such file") {
+        format!("no CUDA for libtorch: expected {library}; `make cuda` fetches it")
+    } else {
+        format!("libtorch's CUDA half cannot be loaded: {message}; `make cuda` fetches what it needs")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_read_and_written_in_the_same_words() {
+        for (text, device) in
+            [("auto", Device::Auto), ("cpu", Device::Cpu), ("cuda", Device::Cuda(0)), ("cuda:3", Device::Cuda(3))]
+        {
+            assert_eq!((Device::parse(text), device.to_string().as_str()), (Some(device), text));
+        }
+        for text in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "mps"] {
+            assert_eq!(Device::parse(text), None, "{text}");
+        }
+        assert_eq!(Device::Cpu.resolve().unwrap(), tch::Device::Cpu);
+    }
+
+    #[test]
+    fn what_is_missing_for_a_gpu_is_named_with_the_way_out() {
+        let missing = |what: &str| format!("{what}: cannot open shared object file: No such file or directory");
+        let lib = "/opt/torch/lib/libtorch_cuda.so";
+        assert_eq!(
+            explain(&missing(lib)),
+            "no CUDA for libtorch: expected /opt/torch/lib/libtorch_cuda.so; `make cuda` fetches it"
+        );
+        assert!(explain(&missing("libcudnn.so.9")).contains("libcudnn.so.9: cannot open"));
+        assert!(explain(&missing("libcuda.so.1")).starts_with("no NVIDIA driver: libcuda.so.1"));
+    }
+}
