@@ -295,6 +295,8 @@ def generate(model, work):
         "--max_new_tokens",
         NEW_TOKENS,
         "--do_sample=false",
+        "--dtype",
+        "float32",
     )
     return read_jsonl(output)
 

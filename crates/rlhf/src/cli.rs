@@ -464,7 +464,10 @@ mod tests {
         );
         assert_eq!(flags("logprobs"), format!("model_name_or_path model_revision temperature {rows}"));
         assert_eq!(flags("score"), format!("model_name_or_path model_revision reward_label {rows}"));
-        assert_eq!(flags("merge"), "model_name_or_path output_dir overwrite_output_dir config help");
+        assert_eq!(
+            flags("merge"),
+            "model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help"
+        );
     }
 
     #[test]

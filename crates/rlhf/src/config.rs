@@ -310,9 +310,12 @@ pub struct RewardConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct MergeConfig {
-    /// Folder of the adapter; it names its base.
+    /// Folder or hub name of the adapter; it names its base.
     #[arg(long, alias = "model", help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
     /// Folder for the whole model.
     #[arg(long, help_heading = RUN)]
     pub output_dir: PathBuf,
@@ -320,6 +323,9 @@ pub struct MergeConfig {
     #[arg(long, help_heading = RUN)]
     #[serde(skip)] // As for a run.
     pub overwrite_output_dir: bool,
+    /// Write weights in files of at most this size each, such as 5GB or 500MB.
+    #[arg(long, help_heading = RUN, default_value = "50GB", value_parser = required::<ByteSize>)]
+    pub max_shard_size: ByteSize,
 }
 
 /// What `rlhf generate` does.

@@ -5,17 +5,20 @@ use crate::hub;
 use crate::model::{AdapterFolder, CausalLm, Dtype, ModelOptions, SequenceClassifier};
 use crate::report::{check_folder, claim_folder};
 use crate::tokenizer::Tokenizer;
+use crate::weights::replace_files;
 use crate::{Error, Result};
+use std::path::Path;
 
-/// Weights go to files of at most this size, as where no other is asked for.
-const MAX_SHARD_BYTES: usize = 50_000_000_000;
+/// Writes a model to a folder.
+type Save<'a> = Box<dyn Fn(&Path) -> Result<()> + 'a>;
 
 /// Writes the base of an adapter with the adapter folded in, in the base's dtype, with tokenizer, to `output_dir`.
 ///
 /// # Errors
 /// If there is no sound adapter, or the folder may not be written to.
 pub fn merge(config: &MergeConfig) -> Result<()> {
-    let (dir, out) = (&hub::model_dir(&config.model_name_or_path, None)?, config.output_dir.as_path());
+    let (dir, out) =
+        (&hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?, config.output_dir.as_path());
     let folder = AdapterFolder::find(dir)?.ok_or_else(|| {
         Error::invalid(dir, "expected an adapter (an adapter_config.json and no model beside it), found none")
     })?;
@@ -23,16 +26,20 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
     let options = ModelOptions { dtype: Dtype::Auto, ..ModelOptions::default() };
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let (eos, pad) = (tokenizer.eos_ids(), tokenizer.pad());
-    if folder.is_classifier()? {
+    let most = config.max_shard_size.0;
+    // The model is whole in memory before anything is written.
+    let save: Save<'_> = if folder.is_classifier()? {
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         model.merge_adapter();
-        claim_folder(out, config.overwrite_output_dir, config)?;
-        model.save_pretrained(out, eos, pad, MAX_SHARD_BYTES)?;
+        Box::new(move |dir| model.save_pretrained(dir, eos, pad, most))
     } else {
         let mut model = CausalLm::from_pretrained(dir, options)?;
         model.merge_adapter();
-        claim_folder(out, config.overwrite_output_dir, config)?;
-        model.save_pretrained(out, eos, pad, MAX_SHARD_BYTES)?;
-    }
-    tokenizer.save_pretrained(out)
+        Box::new(move |dir| model.save_pretrained(dir, eos, pad, most))
+    };
+    claim_folder(out, config.overwrite_output_dir, config)?;
+    replace_files(out, |dir| {
+        save(dir)?;
+        tokenizer.save_pretrained(dir)
+    })
 }
