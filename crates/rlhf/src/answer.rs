@@ -105,7 +105,7 @@ fn generation_config(config: &GenerateConfig, model: &CausalLm, tokenizer: &Toke
     })
 }
 
-/// The answer, without `text` where there is no tokenizer, with all fields of the prompt's row, so that it can be joined with what it belongs to.
+/// The answer, without `text` where there is no tokenizer, with all other fields of the prompt's row, so that it can be joined with what it belongs to.
 fn json_row(prompt: &Prompt, text: Option<&String>, response: &Response) -> Value {
     let mut row = json!({
         "prompt": text.map(|_| &prompt.text),

@@ -120,11 +120,12 @@ impl Dataset {
     /// The rows' preference pairs: `chosen` and `rejected`, behind a `prompt` where there is one.
     ///
     /// All are strings, which end with eos, or all lists of messages, which end as the chat template ends them; but what
-    /// is blank behind its last eos is cut: answers of PPO end with eos, and scores are read at the last token.
+    /// is blank behind its last eos is cut: answers of PPO end with eos, and scores are read at the last token. Without `end`
+    /// strings get no eos, for encoders, which read a score at the first token.
     ///
     /// # Errors
     /// If a row lacks one of the two, the tokenizer names no eos token, or its chat template fails.
-    pub fn pairs(&self, tokenizer: &Tokenizer) -> Result<Vec<Pair>> {
+    pub fn pairs(&self, tokenizer: &Tokenizer, end: bool) -> Result<Vec<Pair>> {
         self.map(|row| {
             let has_prompt = row.get("prompt").is_some();
             let side = |name| -> Result<Vec<i64>> {
@@ -133,7 +134,13 @@ impl Dataset {
                     up_to_eos(encode_chat(row, tokenizer, fields, false)?.1, tokenizer)
                 } else {
                     let prompt = if has_prompt { text_field(row, "prompt")? } else { "" };
-                    Ok(tokenizer.encode_pair(prompt, text_field(row, name)?)?.0)
+                    let text = text_field(row, name)?;
+                    let encoded = if end {
+                        tokenizer.encode_pair(prompt, text)
+                    } else {
+                        tokenizer.encode_open_pair(prompt, text)
+                    };
+                    Ok(encoded?.0)
                 }
             };
             Ok(Pair { chosen: side("chosen")?, rejected: side("rejected")? })
@@ -483,7 +490,7 @@ fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<(Vec<i64>
     let prompt = token_ids(row, "prompt_ids", vocab)?;
     let Some(completion) = token_ids(row, "completion_ids", vocab)? else {
         // A list of ids and a text would have to be joined in the middle of what may be one token.
-        if prompt.is_some() && row.get("prompt").is_none() {
+        if prompt.is_some() {
             return Err(Error::Run(expected("completion_ids", "a list of token ids, as `prompt_ids` is", row)));
         }
         if let Some(Value::Array(_)) = row.get("completion") {

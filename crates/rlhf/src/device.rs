@@ -2,6 +2,7 @@
 
 use crate::{Error, Result};
 use std::fmt;
+use std::io::Write;
 
 /// What `--device` says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -35,7 +36,13 @@ impl Device {
             Self::Cpu => Ok(tch::Device::Cpu),
             // A machine without a driver has no use for a gigabyte of libraries.
             Self::Auto if !has_driver() => Ok(tch::Device::Cpu),
-            Self::Auto => Ok(gpus().map_or(tch::Device::Cpu, |_| tch::Device::Cuda(0))),
+            Self::Auto => match gpus() {
+                Ok(_) => Ok(tch::Device::Cuda(0)),
+                Err(reason) => {
+                    warn(&reason);
+                    Ok(tch::Device::Cpu)
+                }
+            },
             Self::Cuda(number) => match gpus() {
                 Ok(count) if number < count => Ok(tch::Device::Cuda(number)),
                 Ok(count) => usage(self, &format!("expected a number below {count}, the number of GPUs")),
@@ -64,6 +71,14 @@ impl serde::Serialize for Device {
 
 fn usage<T>(device: Device, reason: &str) -> Result<T> {
     Err(Error::Usage(format!("device = {device}: {reason}")))
+}
+
+/// Tells, once, why a machine with a GPU computes on its processor.
+fn warn(reason: &str) {
+    static TOLD: std::sync::Once = std::sync::Once::new();
+    TOLD.call_once(|| {
+        let _ = writeln!(std::io::stderr(), "warning: device = auto: computing on the processor: {reason}");
+    });
 }
 
 /// Whether the system has a driver for NVIDIA's GPUs loaded.

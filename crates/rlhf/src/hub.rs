@@ -92,6 +92,9 @@ pub fn tokenizer_dir(name_or_path: &Path, revision: Option<&str>) -> Result<Path
 /// # Errors
 /// As [`model_dir`].
 pub fn config_file(name_or_path: &Path, revision: Option<&str>) -> Result<PathBuf> {
+    if name_or_path.is_dir() {
+        return Ok(Hub::from_env().find(name_or_path, revision, Part::Config)?.join(CONFIG));
+    }
     if name_or_path.exists() || !name_or_path.to_str().is_some_and(is_hub_name) {
         return Ok(name_or_path.to_path_buf());
     }

@@ -268,6 +268,9 @@ impl Body {
     /// Checks what a user can get wrong, so that libtorch need not fail on it.
     fn check<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<()> {
         let (vocab, most) = (self.config.vocab_size, self.config.max_position_embeddings);
+        if sequences.is_empty() {
+            return Err(Error::Run("expected at least one sequence, found none".into()));
+        }
         for (row, sequence) in sequences.iter().enumerate() {
             let sequence = sequence.as_ref();
             if sequence.is_empty() || sequence.len() > most {
@@ -421,7 +424,7 @@ impl CausalLm {
 
     /// The model, and what `extra` builds beside it; tensors of the checkpoint that begin with `ignored` may be there.
     fn build<T>(
-        config: ModelConfig,
+        mut config: ModelConfig,
         source: Source<'_>,
         options: ModelOptions,
         ignored: &[&str],
@@ -430,7 +433,12 @@ impl CausalLm {
         let names = &config.family.names;
         let (held, compute) = options.kinds(source);
         let mut builder = Builder::new(source, names, options.device, held);
+        builder.set_tied(config.tie_word_embeddings);
         let decoder = Decoder::new(&config, &mut builder, compute)?;
+        // As transformers 5: a head in the file with other values than the embedding's is a head of its own.
+        if config.tie_word_embeddings && builder.holds_other(names.lm_head, &decoder.embedding())? {
+            config.untie();
+        }
         let head = if config.tie_word_embeddings {
             decoder.embedding()
         } else {
@@ -452,10 +460,12 @@ impl CausalLm {
         &self.body.config
     }
 
-    /// Whether the model computes in f32 throughout and on the processor, so that the same tokens give the same numbers in
-    /// any company; a GPU chooses its sums by the shape of the batch.
+    /// Whether the same tokens give the same numbers in any company, and while decoding: the model computes in f32
+    /// throughout, on the processor (a GPU chooses its sums by the shape of the batch), and its rotary angles do not depend on
+    /// the length of the text.
     pub fn is_exact(&self) -> bool {
-        self.body.decoder.compute == Kind::Float && self.body.device == Device::Cpu
+        let dynamic = self.config().rope.is_some_and(|rope| matches!(rope.scaling, RopeScaling::Dynamic { .. }));
+        self.body.decoder.compute == Kind::Float && self.body.device == Device::Cpu && !dynamic
     }
 
     /// Where the model lives.
@@ -603,7 +613,7 @@ impl CausalLm {
     /// If a file cannot be written; the folder then holds what it held.
     pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
         let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
-        let mut generation = serde_json::Map::from_iter([("_from_model_config".into(), true.into())]);
+        let mut generation = config.generation();
         let eos = if eos.is_empty() { config.eos_token_ids.as_slice() } else { eos };
         if !eos.is_empty() {
             let ids = match eos {

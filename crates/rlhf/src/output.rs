@@ -60,9 +60,10 @@ impl Output {
             return Ok(Self { writer, name: "standard output".into(), beside: None, bar: hidden });
         };
         let mut beside = path.to_path_buf().into_os_string();
-        beside.push(".part");
+        // With the process's number: two that write the same file do not write into each other's.
+        beside.push(format!(".{}.part", std::process::id()));
         let beside = PathBuf::from(beside);
-        let file = File::create(&beside).map_err(Error::io("create", &beside))?;
+        let file = File::create_new(&beside).map_err(Error::io("create", &beside))?;
         // Where rows go to a file and a person waits, a count of them on standard error.
         let bar = if io::stderr().is_terminal() { indicatif::ProgressBar::no_length() } else { hidden };
         Ok(Self { writer: Box::new(BufWriter::new(file)), name: path.to_path_buf(), beside: Some(beside), bar })
@@ -90,10 +91,14 @@ impl Output {
 }
 
 impl Drop for Output {
-    /// Takes away a file that was not finished.
+    /// Of a file that was not finished keeps what is in it, and tells where; an empty one goes.
     fn drop(&mut self) {
         self.bar.finish_and_clear();
-        if let Some(beside) = &self.beside {
+        let Some(beside) = &self.beside else { return };
+        let _ = self.writer.flush();
+        if std::fs::metadata(beside).is_ok_and(|file| file.len() > 0) {
+            let _ = writeln!(io::stderr(), "note: the rows until then are in {}", beside.display());
+        } else {
             let _ = std::fs::remove_file(beside);
         }
     }

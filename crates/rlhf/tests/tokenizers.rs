@@ -250,7 +250,7 @@ fn both_sides_of_a_pair_end_with_the_end_token_that_scores_are_read_at() {
         json!({"prompt": [turn("user", "hi")], "chosen": [turn("assistant", "oh")], "rejected": [turn("assistant", "no")]}),
         json!({"chosen": [turn("user", "hi"), turn("assistant", "oh")], "rejected": [turn("user", "hi"), turn("assistant", "no")]}),
     ]);
-    let pairs = dataset.pairs(&tokenizer).unwrap();
+    let pairs = dataset.pairs(&tokenizer, true).unwrap();
     assert_eq!(pairs[0], pairs[1]);
     let text = |tokens: &[i64]| tokenizer.decode_verbatim(tokens).unwrap();
     assert_eq!(text(&pairs[0].chosen), "user: hi<|endoftext|>\nassistant: oh<|endoftext|>");
@@ -266,7 +266,7 @@ fn rows_that_are_no_conversations_are_refused_with_their_line() {
     };
     let prompts = |d: &Dataset, t: &Tokenizer| d.prompts(t, 320, 64).err();
     let demonstrations = |d: &Dataset, t: &Tokenizer| d.demonstrations(t, true).err();
-    let pairs = |d: &Dataset, t: &Tokenizer| d.pairs(t).err();
+    let pairs = |d: &Dataset, t: &Tokenizer| d.pairs(t, true).err();
     refuse(json!({"prompt": []}), prompts, "field `prompt`: expected a list of at least one message, found []");
     refuse(json!({"prompt": [turn("assistant", "oh")]}), prompts, "expected a message to answer at the end");
     refuse(json!({"prompt": [{"role": "user", "content": 3}]}), prompts, "expected a string or a list of text parts");

@@ -74,6 +74,7 @@ impl SequenceClassifier {
         let names = &config.family.names;
         let (held, compute) = options.kinds(source);
         let mut builder = Builder::new(source, names, options.device, held);
+        builder.set_tied(config.tie_word_embeddings);
         let decoder = Decoder::new(&config, &mut builder, compute)?;
         let name = builder.first_stored(&SCORE_HEADS);
         let is_score = matches!(names.head, HeadNames::Score);
@@ -86,8 +87,12 @@ impl SequenceClassifier {
         let head = Head::build(&mut builder, &config, name, labels.len() as i64, new_head)?;
         builder.hold_as(held);
         // Beside a head of its own, what a language model's head or a value head says does not matter.
-        let ignored = if new_head.is_some() { vec![names.lm_head, "v_head."] } else { vec![] };
-        let deepspeed_chat = builder.stored_prefix() == DEEPSPEED_CHAT || name == SCORE_HEADS[1];
+        let ignored = match (new_head, name == SCORE_HEADS[1]) {
+            (Some(_), _) => vec![names.lm_head, "v_head."],
+            (None, true) => vec![names.lm_head],
+            (None, false) => vec![],
+        };
+        let deepspeed_chat = builder.stored_prefix() == DEEPSPEED_CHAT;
         let params = builder.finish(&ignored)?;
         let chosen = if labels.len() == 1 { Label::Only } else { Label::One(0) };
         let new_head = new_head.is_some();

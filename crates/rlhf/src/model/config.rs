@@ -94,6 +94,8 @@ pub enum NormKind {
 pub struct ModelConfig {
     shape: Shape,
     raw: Map<String, Value>,
+    /// The `generation_config.json` beside it.
+    generation: Map<String, Value>,
 }
 
 impl std::ops::Deref for ModelConfig {
@@ -233,6 +235,21 @@ impl Fields<'_> {
         }
     }
 
+    /// An integer from 1 under the family's own name, or the one that all families know.
+    pub(super) fn size_as(&self, own: &str, common: &str, default: i64) -> Result<i64> {
+        self.size(if self.present(own).is_some() { own } else { common }, default)
+    }
+
+    /// The longest text, in tokens, of rotary positions that were trained on `positions` tokens.
+    pub(super) fn longest(positions: i64, rope: &Rope) -> usize {
+        match rope.scaling {
+            RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor, .. } => {
+                (positions as f64 * factor) as usize
+            }
+            RopeScaling::Default | RopeScaling::Llama3 { .. } => positions as usize,
+        }
+    }
+
     /// An integer from 1.
     pub(super) fn size(&self, name: &str, default: i64) -> Result<i64> {
         self.integer(name, 1, default)
@@ -336,10 +353,13 @@ impl Fields<'_> {
             Some(value) => value.as_object().ok_or_else(|| self.wrong(holder, "an object")),
         };
         let (new, scaling) = (nested("rope_parameters")?, nested("rope_scaling")?);
+        if !new.is_empty() && !scaling.is_empty() && new != scaling {
+            return Err(self.wrong("rope_scaling", "none beside `rope_parameters`, or the same"));
+        }
         let within = |raw| Fields { path: self.path, raw, family: self.family };
         let theta = within(new).number("rope_theta", self.number(old.theta, self.number("rope_theta", 10000.0)?)?)?;
         let fraction = "partial_rotary_factor";
-        let old_fraction = self.number(fraction, self.number(old.fraction, old.default_fraction)?)?;
+        let old_fraction = self.number(old.fraction, self.number(fraction, old.default_fraction)?)?;
         let fraction = within(new).number(fraction, old_fraction)?;
         let dim = (head_dim as f64 * fraction) as i64;
         if !(dim > 0 && dim % 2 == 0 && dim <= head_dim && theta > 0.0) {
@@ -415,7 +435,15 @@ impl ModelConfig {
         if !path.is_file() {
             return Err(no_such_file(dir, "config.json"));
         }
-        Self::from_file(&path)
+        let mut config = Self::from_file(&path)?;
+        let path = dir.join("generation_config.json");
+        if path.is_file() {
+            let Value::Object(generation) = read_json(&path)? else {
+                return Err(Error::invalid(&path, "expected a JSON object"));
+            };
+            config.generation = generation;
+        }
+        Ok(config)
     }
 
     /// Reads a configuration file; errors as [`ModelConfig::from_dir`].
@@ -429,6 +457,9 @@ impl ModelConfig {
             return Err(f.wrong("quantization_config", "none: quantised weights are not supported"));
         }
         let mut shape = (family.shape)(&f)?;
+        if shape.causal {
+            f.must_be("is_causal", true)?;
+        }
         shape.initializer_range = f.number("initializer_range", shape.initializer_range)?;
         shape.eos_token_ids = f.ids("eos_token_id")?;
         shape.architectures = f
@@ -436,9 +467,13 @@ impl ModelConfig {
             .and_then(Value::as_array)
             .map(|names| names.iter().filter_map(|name| Some(name.as_str()?.to_string())).collect())
             .unwrap_or_default();
-        shape.labels = labels(&f)?;
+        // A language model may say of labels what it likes.
+        shape.labels = match labels(&f) {
+            Err(error) if shape.is_sequence_classifier() => return Err(error),
+            labels => labels.unwrap_or_default(),
+        };
         shape.check(path)?;
-        Ok(Self { shape, raw })
+        Ok(Self { shape, raw, generation: Map::new() })
     }
 }
 
@@ -462,7 +497,8 @@ fn family(path: &Path, raw: &Map<String, Value>) -> Result<&'static Family> {
 /// The names of the labels in their order; transformers' default is two.
 fn labels(f: &Fields<'_>) -> Result<Vec<String>> {
     let Some(names) = f.present("id2label") else {
-        return Ok(vec!["LABEL_0".into(), "LABEL_1".into()]);
+        let count = f.size("num_labels", 2)?.min(MOST_LAYERS);
+        return Ok((0..count).map(|i| format!("LABEL_{i}")).collect());
     };
     let wrong = || f.wrong("id2label", "an object of label names by their number, from \"0\"");
     let names = names.as_object().filter(|names| !names.is_empty()).ok_or_else(wrong)?;
@@ -549,6 +585,21 @@ impl ModelConfig {
                 let message = format!("expected a language model, found `{}`, an encoder", self.family.name);
                 Err(Error::invalid(place, message))
             }
+        }
+    }
+
+    /// The head is no longer the embedding.
+    pub(crate) fn untie(&mut self) {
+        self.shape.tie_word_embeddings = false;
+        self.raw.insert("tie_word_embeddings".into(), json!(false));
+    }
+
+    /// What `generation_config.json` said, for saving; where there was none, that all comes from the configuration.
+    pub(crate) fn generation(&self) -> Map<String, Value> {
+        if self.generation.is_empty() {
+            Map::from_iter([("_from_model_config".into(), true.into())])
+        } else {
+            self.generation.clone()
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A new family is an entry in [`FAMILIES`], a reader that fills a [`Shape`], a table of [`Names`], and a golden model.
 
-use super::config::{Fields, NormKind, Order, RopeKeys, RopeScaling, Shape};
+use super::config::{Fields, NormKind, Order, RopeKeys, Shape};
 use crate::Result;
 
 /// A family of models, known by the `model_type` of its `config.json`.
@@ -235,6 +235,8 @@ pub(crate) static FAMILIES: &[Family] = &[
             token_types: Some("roberta.embeddings.token_type_embeddings"),
             embed_norm: Some("roberta.embeddings.LayerNorm"),
             layers: "roberta.encoder.layer",
+            // What pre-training left and its classifiers do not use.
+            harmless: &[".embeddings.position_ids", "roberta.pooler.dense.weight", "roberta.pooler.dense.bias"],
             ..BERT
         },
     },
@@ -314,15 +316,17 @@ fn gpt2(f: &Fields<'_>) -> Result<Shape> {
     f.must_be("scale_attn_weights", true)?;
     f.must_be("scale_attn_by_inverse_layer_idx", false)?;
     f.must_be("add_cross_attention", false)?;
-    let hidden_size = f.size("n_embd", 768)?;
+    let hidden_size = f.size_as("n_embd", "hidden_size", 768)?;
+    let heads = f.size_as("n_head", "num_attention_heads", 12)?;
+    let layers = f.size_as("n_layer", "num_hidden_layers", 12)?;
     Ok(Shape {
         intermediate_size: f.size("n_inner", 4 * hidden_size)?,
-        max_position_embeddings: f.size("n_positions", 1024)? as usize,
+        max_position_embeddings: f.size_as("n_positions", "max_position_embeddings", 1024)? as usize,
         norm_eps: f.number("layer_norm_epsilon", 1e-5)?,
         activation: f.activation("activation_function", "gelu_new")?,
         tie_word_embeddings: f.flag("tie_word_embeddings", true)?,
         scale_residual_init: true,
-        ..Shape::biased(f, f.size("vocab_size", 50257)?, hidden_size, f.size("n_head", 12)?, f.size("n_layer", 12)?)?
+        ..Shape::biased(f, f.size("vocab_size", 50257)?, hidden_size, heads, layers)?
     })
 }
 
@@ -330,12 +334,14 @@ fn gpt_neox(f: &Fields<'_>) -> Result<Shape> {
     let (hidden_size, heads) = (f.size("hidden_size", 6144)?, f.size("num_attention_heads", 64)?);
     let layers = f.size("num_hidden_layers", 44)?;
     let bias = f.flag("attention_bias", true)?;
-    let rope = RopeKeys { theta: "rotary_emb_base", fraction: "rotary_pct", default_fraction: 0.25 };
+    let keys = RopeKeys { theta: "rotary_emb_base", fraction: "rotary_pct", default_fraction: 0.25 };
+    let rope = f.rope(hidden_size / heads, &keys)?;
     Ok(Shape {
+        max_position_embeddings: Fields::longest(f.size("max_position_embeddings", 2048)?, &rope),
         intermediate_size: f.size("intermediate_size", 24576)?,
         norm_eps: f.number("layer_norm_eps", 1e-5)?,
         activation: f.activation("hidden_act", "gelu")?,
-        rope: Some(f.rope(hidden_size / heads, &rope)?),
+        rope: Some(rope),
         order: if f.flag("use_parallel_residual", true)? { Order::Parallel } else { Order::Pre },
         tie_word_embeddings: f.flag("tie_word_embeddings", false)?,
         qkv_bias: bias,
@@ -370,11 +376,7 @@ fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
     let head_dim = f.size("head_dim", defaults.head_dim.unwrap_or(hidden_size / heads))?;
     let keys = RopeKeys { theta: "rope_theta", fraction: "partial_rotary_factor", default_fraction: 1.0 };
     let rope = f.rope(head_dim, &keys)?;
-    let positions = f.size("max_position_embeddings", defaults.positions)?;
-    let longest = match rope.scaling {
-        RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor, .. } => (positions as f64 * factor) as i64,
-        RopeScaling::Default | RopeScaling::Llama3 { .. } => positions,
-    };
+    let longest = Fields::longest(f.size("max_position_embeddings", defaults.positions)?, &rope);
     Ok(Shape {
         intermediate_size: f.size("intermediate_size", defaults.intermediate_size)?,
         num_key_value_heads: f.size("num_key_value_heads", defaults.kv_heads.unwrap_or(heads))?,
@@ -384,7 +386,7 @@ fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
         norm_eps: f.number("rms_norm_eps", defaults.norm_eps)?,
         activation: f.activation("hidden_act", "silu")?,
         rope: Some(rope),
-        max_position_embeddings: longest as usize,
+        max_position_embeddings: longest,
         tie_word_embeddings: f.flag("tie_word_embeddings", false)?,
         qkv_bias: false,
         attention_out_bias: false,
@@ -514,7 +516,9 @@ fn phi3(f: &Fields<'_>) -> Result<Shape> {
         ..LLAMA_DEFAULTS
     };
     let shape = llama_like(f, &defaults)?;
-    Ok(Shape { windows: f.windows(f.window("sliding_window", None)?, shape.num_hidden_layers, |_| true)?, ..shape })
+    // Its `layer_types`, if there are any, mean nothing to transformers.
+    let windows = vec![f.window("sliding_window", None)?; shape.num_hidden_layers as usize];
+    Ok(Shape { windows, ..shape })
 }
 
 /// What BERT and RoBERTa have in common.
@@ -547,7 +551,9 @@ fn roberta(f: &Fields<'_>) -> Result<Shape> {
 }
 
 fn distilbert(f: &Fields<'_>) -> Result<Shape> {
-    let (hidden_size, heads) = (f.size("dim", 768)?, f.size("n_heads", 12)?);
+    let hidden_size = f.size_as("dim", "hidden_size", 768)?;
+    let heads = f.size_as("n_heads", "num_attention_heads", 12)?;
+    let layers = f.size_as("n_layers", "num_hidden_layers", 6)?;
     Ok(Shape {
         intermediate_size: f.size("hidden_dim", 3072)?,
         max_position_embeddings: f.size("max_position_embeddings", 512)? as usize,
@@ -555,6 +561,6 @@ fn distilbert(f: &Fields<'_>) -> Result<Shape> {
         activation: f.activation("activation", "gelu")?,
         order: Order::Post,
         causal: false,
-        ..Shape::biased(f, f.size("vocab_size", 30522)?, hidden_size, heads, f.size("n_layers", 6)?)?
+        ..Shape::biased(f, f.size("vocab_size", 30522)?, hidden_size, heads, layers)?
     })
 }

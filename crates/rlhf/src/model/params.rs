@@ -51,6 +51,8 @@ pub(crate) struct Builder<'a> {
     kind: Kind,
     /// What the checkpoint's names begin with where ours begin with `names.prefix`.
     stored_prefix: &'static str,
+    /// Whether the LM head is the embedding, so that a checkpoint may hold it under either name.
+    tied: bool,
     params: Vec<Param>,
     asked: HashSet<String>,
     missing: Vec<String>,
@@ -69,7 +71,7 @@ impl<'a> Builder<'a> {
         };
         let (params, asked) = (Vec::new(), HashSet::new());
         let (missing, mismatched) = (Vec::new(), Vec::new());
-        Self { source, names, device, kind, stored_prefix, params, asked, missing, mismatched }
+        Self { source, names, device, kind, stored_prefix, tied: false, params, asked, missing, mismatched }
     }
 
     /// Checks that the checkpoint may hold as many layers as the configuration says: each has a tensor at least. Else a damaged
@@ -87,6 +89,21 @@ impl<'a> Builder<'a> {
     /// What the checkpoint's names begin with where ours begin with the family's prefix.
     pub(crate) fn stored_prefix(&self) -> &'static str {
         self.stored_prefix
+    }
+
+    /// Says whether the LM head is the embedding.
+    pub(crate) fn set_tied(&mut self, tied: bool) {
+        self.tied = tied;
+    }
+
+    /// Whether the checkpoint holds the tensor `name` with other values than `tensor`'s.
+    pub(crate) fn holds_other(&self, name: &str, tensor: &Tensor) -> Result<bool> {
+        let Source::Checkpoint(checkpoint) = self.source else { return Ok(false) };
+        match checkpoint.shape(name) {
+            None => Ok(false),
+            Some(shape) if shape != tensor.size() => Ok(true),
+            Some(_) => Ok(checkpoint.read(name, self.device, self.kind)? != *tensor),
+        }
     }
 
     /// The first of `names` that the checkpoint holds; the first of all where there is no checkpoint or none of them.
@@ -164,6 +181,9 @@ impl<'a> Builder<'a> {
         // TensorFlow's names of a norm's two tensors live on in old BERTs.
         let old = stored.strip_suffix("LayerNorm.weight").map(|base| format!("{base}LayerNorm.gamma"));
         let old = old.or_else(|| stored.strip_suffix("LayerNorm.bias").map(|base| format!("{base}LayerNorm.beta")));
+        // Of two names for one tensor some writers keep only the head's.
+        let is_embedding = name.strip_suffix(".weight") == Some(self.names.embed);
+        let old = old.or_else(|| (self.tied && is_embedding).then(|| self.names.lm_head.to_string()));
         old.filter(|old| checkpoint.shape(&stored).is_none() && checkpoint.shape(old).is_some()).unwrap_or(stored)
     }
 
@@ -222,7 +242,7 @@ impl<'a> Builder<'a> {
         problems.extend(list("unexpected", &unexpected));
         let is_head = |name: &str| name == self.names.lm_head;
         let hint = if missing == ["score.weight"] {
-            ": this is a language model, not a reward or value model; ask for a fresh head with --new_reward_head"
+            ": this is a language model, not a reward or value model; `rlhf reward --new_reward_head` makes one of it"
         } else if unexpected == ["score.weight"] && missing.iter().all(|n| is_head(n)) {
             ": this is a reward or value model, not a language model"
         } else {

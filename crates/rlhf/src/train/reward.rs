@@ -35,7 +35,10 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let tokenizer = Tokenizer::from_pretrained(model_dir)?;
     let new_head = config.new_reward_head.then_some(config.run.seed);
     let mut model = SequenceClassifier::from_pretrained(model_dir, new_head, options)?;
-    model.choose_label(None, model_dir)?;
+    if model.labels().len() > 1 {
+        let message = format!("expected a classifier with one label, found {}", model.labels().join(", "));
+        return Err(Error::invalid(model_dir, message));
+    }
     // An adapter that is there already becomes part of what is trained, or of what a fresh one is put on.
     model.merge_adapter();
     if let Some(lora) = config.peft.lora() {
@@ -46,7 +49,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let max_length = config.max_length.min(model.config().max_position_embeddings);
     let read = |path: &Path, split: &str| {
         let dataset = Dataset::read(path, split)?;
-        leave_out_long(dataset.pairs(&tokenizer)?, max_length, dataset.path())
+        leave_out_long(dataset.pairs(&tokenizer, model.config().causal)?, max_length, dataset.path())
     };
     let (pairs, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
     let mut eval = Vec::new();
