@@ -909,3 +909,16 @@ fn encoder_decoders_quantised_weights_and_unknown_parts_are_refused_by_name() {
     scratch.copy("sentiment", "distilbert_cls2");
     scratch.refuses(&classifier, 1, &["sentiment", "expected a language model", "distilbert"]);
 }
+
+#[test]
+fn an_encoder_with_one_label_trains_as_a_reward_model() {
+    let scratch = Scratch::new();
+    scratch.copy("judge", "bert_cls1");
+    scratch.succeeds(&format!("{REWARD} --model_name_or_path judge --output_dir bert --learning_rate 1e-2"));
+    let losses: Vec<f64> = scratch.metrics("bert").iter().map(|m| m["loss"].as_f64().unwrap()).collect();
+    assert!(losses.iter().all(|loss| loss.is_finite()) && losses[0] != losses[1], "{losses:?}");
+    assert!(scratch.read("bert/config.json").contains("BertForSequenceClassification"));
+    scratch.copy("two", "bert_cls2");
+    let error = ["two", "expected a classifier with one label", "found"];
+    scratch.refuses(&format!("{REWARD} --model_name_or_path two --output_dir out2"), 1, &error);
+}

@@ -580,3 +580,73 @@ fn file(dir: &Path) -> Vec<(String, Tensor)> {
     all.sort_by(|a, b| a.0.cmp(&b.0));
     all
 }
+
+#[test]
+fn a_stored_head_that_differs_from_a_tied_embedding_is_kept_and_either_name_will_do() {
+    let dir = golden().join("models/gpt2");
+    let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
+    let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::Float).unwrap();
+    let (embed, head) = ("transformer.wte.weight", "lm_head.weight");
+    let all = |change: &dyn Fn(&mut Vec<(String, Tensor)>)| {
+        let out = tempfile::tempdir().unwrap();
+        std::fs::copy(dir.join("config.json"), out.path().join("config.json")).unwrap();
+        let mut tensors: Vec<_> = checkpoint.names().map(|name| (name.to_string(), read(name))).collect();
+        change(&mut tensors);
+        rlhf::weights::save(out.path(), &tensors, usize::MAX).unwrap();
+        out
+    };
+    let ids = [vec![5i64, 6, 7]];
+    let logits = |dir: &Path| CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap().logits(&ids).unwrap();
+    let plain = logits(&dir).remove(0);
+
+    let equal = all(&|tensors| tensors.push((head.into(), read(embed))));
+    assert_close("equal", &logits(equal.path())[0], &plain, 0.0);
+    let only_head = all(&|tensors| tensors.iter_mut().filter(|t| t.0 == embed).for_each(|t| t.0 = head.into()));
+    assert_close("only the head", &logits(only_head.path())[0], &plain, 0.0);
+
+    let differing = all(&|tensors| tensors.push((head.into(), read(embed) * 2.0)));
+    let model = CausalLm::from_pretrained(differing.path(), ModelOptions::default()).unwrap();
+    assert_close("twice the head", &model.logits(&ids).unwrap()[0], &(plain * 2.0), 1e-4);
+    let out = tempfile::tempdir().unwrap();
+    model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+    assert_close("saved", &logits(out.path())[0], &model.logits(&ids).unwrap()[0], 0.0);
+    assert!(!ModelConfig::from_dir(out.path()).unwrap().tie_word_embeddings);
+}
+
+#[test]
+fn what_a_generation_config_says_besides_its_tokens_travels_along() {
+    let dir = golden().join("models/gpt2");
+    let from = tempfile::tempdir().unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(dir.join(name), from.path().join(name)).unwrap();
+    }
+    let text = r#"{"bos_token_id": 0, "eos_token_id": 0, "temperature": 0.6, "top_p": 0.9}"#;
+    std::fs::write(from.path().join("generation_config.json"), text).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let model = CausalLm::from_pretrained(from.path(), ModelOptions::default()).unwrap();
+    model.save_pretrained(out.path(), &[0, 7], Some(1), usize::MAX).unwrap();
+    let saved = std::fs::read_to_string(out.path().join("generation_config.json")).unwrap();
+    let saved: serde_json::Value = serde_json::from_str(&saved).unwrap();
+    let expected = serde_json::json!({
+        "bos_token_id": 0, "eos_token_id": [0, 7], "temperature": 0.6, "top_p": 0.9, "pad_token_id": 1
+    });
+    assert_eq!(saved, expected);
+}
+
+#[test]
+fn settings_that_contradict_each_other_or_change_what_is_computed_are_refused() {
+    let dir = golden().join("models/llama_untied");
+    let config: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
+    let with = |key: &str, value: serde_json::Value| {
+        let mut config = config.clone();
+        config[key] = value;
+        let out = tempfile::tempdir().unwrap();
+        std::fs::write(out.path().join("config.json"), config.to_string()).unwrap();
+        ModelConfig::from_dir(out.path()).unwrap_err().to_string()
+    };
+    let scaling = with("rope_scaling", serde_json::json!({"rope_type": "linear", "factor": 2.0}));
+    assert!(scaling.contains("rope_scaling") && scaling.contains("rope_parameters"), "{scaling}");
+    let causal = with("is_causal", serde_json::json!(false));
+    assert!(causal.contains("`is_causal`: expected true, found false"), "{causal}");
+}
