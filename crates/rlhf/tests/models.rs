@@ -581,16 +581,19 @@ fn file(dir: &Path) -> Vec<(String, Tensor)> {
     all
 }
 
+/// Tensors by name.
+type Named = Vec<(String, Tensor)>;
+
 #[test]
 fn a_stored_head_that_differs_from_a_tied_embedding_is_kept_and_either_name_will_do() {
     let dir = golden().join("models/gpt2");
     let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
     let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::Float).unwrap();
     let (embed, head) = ("transformer.wte.weight", "lm_head.weight");
-    let all = |change: &dyn Fn(&mut Vec<(String, Tensor)>)| {
+    let all = |change: &dyn Fn(&mut Named)| {
         let out = tempfile::tempdir().unwrap();
         std::fs::copy(dir.join("config.json"), out.path().join("config.json")).unwrap();
-        let mut tensors: Vec<_> = checkpoint.names().map(|name| (name.to_string(), read(name))).collect();
+        let mut tensors: Named = checkpoint.names().map(|name| (name.to_string(), read(name))).collect();
         change(&mut tensors);
         rlhf::weights::save(out.path(), &tensors, usize::MAX).unwrap();
         out
