@@ -49,7 +49,8 @@ fn run(task: &Task) -> Result<()> {
         // is in place) signals end it at once as ever.
         let _ = ctrlc::set_handler(|| {
             if request_stop() {
-                exit_at_once();
+                // The exit code that shells give an interrupted program.
+                tch_ext::exit_at_once(130);
             }
             let _ = writeln!(io::stderr(), "\nending after this update; once more to end at once and lose the model");
         });
@@ -63,12 +64,6 @@ fn run(task: &Task) -> Result<()> {
         Task::Score(config) => measure::score(config),
         Task::Merge(config) => rlhf::merge::merge(config),
     }
-}
-
-/// Ends the program from the signal handler's thread, with the exit code that shells give an interrupted program.
-#[allow(clippy::exit)]
-fn exit_at_once() -> ! {
-    std::process::exit(130)
 }
 
 /// Prints the one line that ends a failed run.

@@ -25,6 +25,12 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
 
 fn check_output_file(config: &RowsConfig) -> Result<()> {
     let Some(path) = config.output_file.as_deref().filter(|path| path.exists()) else { return Ok(()) };
+    if !path.is_file() || path.is_symlink() {
+        return Err(Error::invalid(
+            path,
+            "expected a new name or a regular file; standard output needs no --output_file",
+        ));
+    }
     if !config.overwrite_output_file {
         return Err(Error::invalid(path, "the file exists; choose another, or set --overwrite_output_file"));
     }

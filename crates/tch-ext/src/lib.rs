@@ -20,6 +20,13 @@ unsafe extern "C" {
         eps: f64,
     ) -> *mut c_char;
     fn tch_ext_load_cuda() -> *mut c_char;
+    fn tch_ext_exit_at_once(code: std::ffi::c_int) -> !;
+}
+
+/// Ends the process at once, without destructors or exit handlers, while other threads may still compute.
+pub fn exit_at_once(code: i32) -> ! {
+    // SAFETY: it takes a number and does not return.
+    unsafe { tch_ext_exit_at_once(code) }
 }
 
 /// The settings of one AdamW step; the names are torch's.

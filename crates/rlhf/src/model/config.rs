@@ -204,7 +204,7 @@ const MOST_LAYERS: i64 = 10_000;
 pub(super) struct Fields<'a> {
     path: &'a Path,
     raw: &'a Map<String, Value>,
-    family: &'static Family,
+    pub(super) family: &'static Family,
 }
 
 /// Where files of before transformers 5 keep their rotary settings.

@@ -376,6 +376,10 @@ fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
     let head_dim = f.size("head_dim", defaults.head_dim.unwrap_or(hidden_size / heads))?;
     let keys = RopeKeys { theta: "rope_theta", fraction: "partial_rotary_factor", default_fraction: 1.0 };
     let rope = f.rope(head_dim, &keys)?;
+    if rope.dim != head_dim && f.family.name != "phi3" {
+        // transformers reads the field for Phi-3 and passes it over for the others.
+        return Err(f.wrong("partial_rotary_factor", "1, or none"));
+    }
     let longest = Fields::longest(f.size("max_position_embeddings", defaults.positions)?, &rope);
     Ok(Shape {
         intermediate_size: f.size("intermediate_size", defaults.intermediate_size)?,
