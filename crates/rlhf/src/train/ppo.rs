@@ -107,7 +107,7 @@ impl PpoTrainer {
         };
         tokenizer.check_fits(policy.config(), policy_dir)?;
         let label = config.reward_label.as_deref();
-        let reward = RewardModel::from_pretrained(reward_dir, label, new_head, &tokenizer, options)?;
+        let reward = RewardModel::from_pretrained(reward_dir, label, new_head, &tokenizer, frozen)?;
         let (value_dir, value_head) = match &own_value_dir {
             Some(dir) => (dir, new_head),
             // What reads other ids than the policy, or says more than one number, cannot be a value model's beginning.
