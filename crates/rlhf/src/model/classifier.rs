@@ -39,8 +39,6 @@ enum Head {
 /// What of a classifier's labels is the score.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Label {
-    /// The only one.
-    Only,
     One(i64),
     /// The first less the second.
     Difference(i64, i64),
@@ -94,7 +92,7 @@ impl SequenceClassifier {
         };
         let deepspeed_chat = builder.stored_prefix() == DEEPSPEED_CHAT;
         let params = builder.finish(&ignored)?;
-        let chosen = if labels.len() == 1 { Label::Only } else { Label::One(0) };
+        let chosen = Label::One(0);
         let new_head = new_head.is_some();
         let origin = Some(dir.to_path_buf());
         let body = Body { decoder, params, config, device: options.device, kind: held, origin, adapter: None };
@@ -205,7 +203,7 @@ impl SequenceClassifier {
             by_name.or_else(by_number).map(|i| i as i64)
         };
         self.chosen = match label {
-            None if self.labels.len() == 1 => Label::Only,
+            None if self.labels.len() == 1 => Label::One(0),
             None => {
                 let message = format!(
                     "the classifier has {} labels: {known}; choose one, or a difference such as {}-{}, with --reward_label",
@@ -293,7 +291,6 @@ impl SequenceClassifier {
     ) -> Result<Tensor> {
         let logits = self.logits_dropping(sequences, dropout)?;
         Ok(match self.chosen {
-            Label::Only => logits.squeeze_dim(1),
             Label::One(i) => logits.select(1, i),
             Label::Difference(i, j) => logits.select(1, i) - logits.select(1, j),
         })

@@ -19,19 +19,25 @@ pub(crate) struct Scores {
 impl Scores {
     /// Attention of `q` [rows, heads, queries, head_dim] over `k`, `v` [rows, heads, keys, head_dim].
     ///
-    /// `visible` is bool and broadcasts to [rows, heads, queries, keys]; `None`: all, or with `causal` all before.
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, visible: Option<&Tensor>, causal: bool) -> Tensor {
+    /// `mask` is that of [`mask_of`] and broadcasts to [rows, heads, queries, keys]; `None`: all, or with `causal` all before.
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, causal: bool) -> Tensor {
         let Some(cap) = self.softcap else {
-            return Tensor::scaled_dot_product_attention(q, k, v, visible, 0.0, causal, Some(self.scale), false);
+            return Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, causal, Some(self.scale), false);
         };
         // libtorch has no attention with a bound on its scores, so here they are, [rows, heads, queries, keys], in f32.
         let scores = (q.matmul(&k.transpose(-2, -1)).to_kind(Kind::Float) * (self.scale / cap)).tanh() * cap;
-        let scores = match visible {
-            Some(visible) => scores.masked_fill(&visible.logical_not(), f64::NEG_INFINITY),
+        let scores = match mask {
+            Some(mask) => scores + mask,
             None => scores,
         };
         scores.softmax(-1, Kind::Float).to_kind(v.kind()).matmul(v)
     }
+}
+
+/// What is added to scores so that only the `visible` (bool) count: 0 or -inf, of `kind`. libtorch would make the same of
+/// the bools anew in every layer.
+fn mask_of(visible: &Tensor, kind: Kind) -> Tensor {
+    Tensor::zeros(visible.size(), (kind, visible.device())).masked_fill_(&visible.logical_not(), f64::NEG_INFINITY)
 }
 
 /// Sequences of different lengths, packed: N tokens in all, no padding. Only attention sees them as [rows, width].
@@ -89,9 +95,9 @@ impl Layout {
             let shape = [rows, kv_heads, heads / kv_heads, width, head_dim];
             padded.unsqueeze(2).expand(shape, false).reshape([rows, heads, width, head_dim])
         };
-        let visible = self.visible(scores);
-        let causal = scores.causal && visible.is_none();
-        let out = scores.attend(&by_head(q), &by_head(k), &by_head(v), visible.as_ref(), causal);
+        let mask = self.visible(scores).map(|visible| mask_of(&visible, q.kind()));
+        let causal = scores.causal && mask.is_none();
+        let out = scores.attend(&by_head(q), &by_head(k), &by_head(v), mask.as_ref(), causal);
         self.unpad(&out.transpose(1, 2).flatten(2, 3))
     }
 
@@ -162,22 +168,23 @@ struct Step {
     lens: Tensor,
     /// The most positions filled in a row.
     width: i64,
-    /// What the tokens see under each window that layers have asked for, bool [rows, 1, 1, width].
-    visible: Vec<(Option<i64>, Tensor)>,
+    /// The mask for each window that layers have asked for, [rows, 1, 1, width] of the cache's kind.
+    masks: Vec<(Option<i64>, Tensor)>,
 }
 
 impl Step {
-    fn visible(&mut self, window: Option<i64>) -> Tensor {
-        if let Some((_, visible)) = self.visible.iter().find(|(of, _)| *of == window) {
-            return visible.shallow_clone();
+    fn mask(&mut self, window: Option<i64>, kind: Kind) -> Tensor {
+        if let Some((_, mask)) = self.masks.iter().find(|(of, _)| *of == window) {
+            return mask.shallow_clone();
         }
         let keys = Tensor::arange(self.width, (Kind::Int64, self.lens.device()));
         let mut visible = keys.lt_tensor(&self.lens);
         if let Some(window) = window {
             visible = visible.logical_and(&keys.ge_tensor(&(&self.lens - window)));
         }
-        self.visible.push((window, visible.shallow_clone()));
-        visible
+        let mask = mask_of(&visible, kind);
+        self.masks.push((window, mask.shallow_clone()));
+        mask
     }
 }
 
@@ -225,7 +232,7 @@ impl KvCache {
             places: on_device(&places),
             lens: on_device(&self.lens).view([-1, 1, 1, 1]),
             width: self.lens.iter().copied().max().unwrap_or(0),
-            visible: Vec::new(),
+            masks: Vec::new(),
         });
     }
 
@@ -248,8 +255,8 @@ impl KvCache {
         // Query heads that share a key head become that head's query positions: keys and values are never repeated.
         let grouped = queries.reshape([rows, self.kv_heads, -1, self.head_dim]);
         let window = scores.window.filter(|&window| window < step.width);
-        let visible = step.visible(window);
-        let out = scores.attend(&grouped, &keys, &values, Some(&visible), false);
+        let mask = step.mask(window, keys.kind());
+        let out = scores.attend(&grouped, &keys, &values, Some(&mask), false);
         self.step = Some(step);
         out.reshape([rows, -1])
     }
