@@ -235,7 +235,7 @@ impl Body {
         self.save_renamed(dir, config, max_shard_bytes, |_| None)
     }
 
-    /// Writes the weights and the configuration, or the adapter; `stored` gives the names that are others in the file.
+    /// Writes the weights and the configuration, or the adapter, into a folder that the caller puts in place; `stored` gives the names that are others in the file.
     fn save_renamed(
         &self,
         dir: &Path,
@@ -243,10 +243,10 @@ impl Body {
         max_shard_bytes: usize,
         stored: impl Fn(&str) -> Option<String>,
     ) -> Result<()> {
-        replace_files(dir, |dir| match &self.adapter {
+        match &self.adapter {
             Some(adapter) => self.save_adapter(dir, config, max_shard_bytes, adapter),
             None => self.save_model(dir, config, max_shard_bytes, stored),
-        })
+        }
     }
 
     fn save_model(

@@ -7,7 +7,7 @@ use super::linear::{Linear, LinearShape};
 use super::lora::{AdapterFolder, DropoutRows, LoraConfig};
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
 use super::{Body, ModelOptions};
-use crate::weights::Checkpoint;
+use crate::weights::{Checkpoint, replace_files};
 use crate::{Error, Result};
 use std::ops::Range;
 use std::path::Path;
@@ -305,13 +305,15 @@ impl SequenceClassifier {
     /// If a file cannot be written.
     pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
         let eos = eos.first().copied();
-        if !self.deepspeed_chat {
-            let config = self.config().for_sequence_classifier(&self.labels, eos, pad);
-            return self.body.save(dir, &config, max_shard_bytes);
-        }
-        let prefix = self.config().family.names.prefix;
-        let stored = |name: &str| name.strip_prefix(prefix).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"));
-        self.body.save_renamed(dir, &self.config().for_causal_lm(eos, pad), max_shard_bytes, stored)
+        replace_files(dir, |dir| {
+            if !self.deepspeed_chat {
+                let config = self.config().for_sequence_classifier(&self.labels, eos, pad);
+                return self.body.save(dir, &config, max_shard_bytes);
+            }
+            let prefix = self.config().family.names.prefix;
+            let stored = |name: &str| name.strip_prefix(prefix).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"));
+            self.body.save_renamed(dir, &self.config().for_causal_lm(eos, pad), max_shard_bytes, stored)
+        })
     }
 }
 
