@@ -6,23 +6,76 @@ use std::path::Path;
 const TORCH_VERSION: &str = "2.11.0";
 
 fn main() {
-    println!("cargo:rerun-if-changed=csrc/shim.cpp");
+    println!("cargo:rerun-if-changed=csrc");
     println!("cargo:rerun-if-env-changed=LIBTORCH");
     // torch-sys hands on the folder it linked against, whichever way it was found.
     let lib = std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys sets DEP_TCH_LIBTORCH_LIB");
     let torch = Path::new(&lib).parent().expect("libtorch's lib folder has a parent");
     check_version(torch);
-    cc::Build::new()
+    compile_kernels(torch);
+    compiler(torch).file("csrc/shim.cpp").file("csrc/ops.cpp").compile("tch_ext");
+    link_libgomp(&lib);
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");
+}
+
+fn compiler(torch: &Path) -> cc::Build {
+    let mut build = cc::Build::new();
+    build
         .cpp(true)
         .std("c++17")
         .pic(true)
         .warnings(false)
+        // libtorch's parallel loops are compiled into their callers.
+        .flag("-fopenmp")
         .flag("-D_GLIBCXX_USE_CXX11_ABI=1")
         .include(torch.join("include"))
-        .include(torch.join("include/torch/csrc/api/include"))
-        .file("csrc/shim.cpp")
-        .compile("tch_ext");
-    println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");
+        .include(torch.join("include/torch/csrc/api/include"));
+    if is_x86() {
+        build.define("TCH_EXT_X86", None);
+    }
+    build
+}
+
+/// Compiles the kernels once per instruction set, with the flags that libtorch gives its own; its vectors follow the macros.
+fn compile_kernels(torch: &Path) {
+    let mut sets: Vec<(&str, &[&str])> = vec![("DEFAULT", &[])];
+    if is_x86() {
+        sets.push(("AVX2", &["-mavx2", "-mfma", "-mf16c"]));
+        sets.push(("AVX512", &["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]));
+    }
+    for (name, flags) in sets {
+        let table = format!("kernels_{}", name.to_lowercase());
+        let mut build = compiler(torch);
+        build
+            // Whatever the profile: unoptimised vectors are slower than none, and tests run on them.
+            .opt_level(3)
+            .flag("-fno-math-errno")
+            .flag("-Wno-psabi")
+            .define("CPU_CAPABILITY", name)
+            .define(&format!("CPU_CAPABILITY_{name}"), None)
+            .define("TCH_EXT_KERNELS", table.as_str());
+        flags.iter().for_each(|flag| {
+            build.flag(flag);
+        });
+        build.file("csrc/kernels.cpp").compile(&format!("tch_ext_{table}"));
+    }
+}
+
+fn is_x86() -> bool {
+    std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64")
+}
+
+/// Links the very libgomp that libtorch brings, whatever its name: two of them would be two pools of threads.
+fn link_libgomp(lib: &str) {
+    let files = std::fs::read_dir(lib).into_iter().flatten().flatten();
+    let names = files.filter_map(|file| file.file_name().into_string().ok());
+    match names.filter(|name| name.starts_with("libgomp") && name.contains(".so")).min() {
+        Some(name) => {
+            println!("cargo:rustc-link-search=native={lib}");
+            println!("cargo:rustc-link-lib=dylib:+verbatim={name}");
+        }
+        None => println!("cargo:rustc-link-lib=dylib=gomp"),
+    }
 }
 
 /// Refuses a libtorch of another version: its ABI differs, and it would crash later and stranger.

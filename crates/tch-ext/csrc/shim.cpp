@@ -8,33 +8,14 @@
 #include <dlfcn.h>
 #include <link.h>
 
-#include <cstring>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-namespace {
+#include "common.h"
 
-template <typename F>
-char* guard(F&& body) {
-  try {
-    body();
-    return nullptr;
-  } catch (const std::exception& e) {
-    return strdup(e.what());
-  } catch (...) {
-    return strdup("unknown C++ exception");
-  }
-}
-
-std::vector<at::Tensor> tensors(at::Tensor* const* items, size_t count) {
-  std::vector<at::Tensor> out;
-  out.reserve(count);
-  for (size_t i = 0; i < count; i++) out.push_back(*items[i]);
-  return out;
-}
-
-}  // namespace
+using namespace tch_ext;
 
 extern "C" {
 

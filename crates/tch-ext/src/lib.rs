@@ -1,5 +1,12 @@
 //! What `rlhf` needs from libtorch and `tch` lacks: the only C++ and the only `unsafe` of the project.
 
+mod ops;
+
+pub use ops::{
+    Attention, Cache, LogitsStats, Norm, add_product_to_grad, attention, attention_step, backward, embedding,
+    has_kernels, linear, logits_gradient, logits_sample, logits_stats, norm,
+};
+
 use std::ffi::{CStr, c_char};
 use tch::Tensor;
 use torch_sys::C_tensor;

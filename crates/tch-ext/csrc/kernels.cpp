@@ -1,0 +1,628 @@
+// Compiled once per instruction set, with TCH_EXT_KERNELS naming the table that it fills. Vectors are libtorch's
+// (AVX-512, AVX2, NEON, or plain loops), threads are libtorch's pool.
+#include "kernels.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace tch_ext {
+namespace {
+
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t W = Vec::size();
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
+
+// Runs `f(task)` for each task on libtorch's threads. Which thread gets which task is open: a task writes what is its own.
+template <typename F>
+void for_each_task(int64_t tasks, const F& f) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(tasks, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t task; (task = next++) < tasks;) f(task);
+  });
+}
+
+// Floats that a thread keeps from call to call, cut into pieces.
+class Scratch {
+ public:
+  explicit Scratch(std::initializer_list<int64_t> sizes) {
+    thread_local std::vector<float> kept;
+    int64_t total = W;
+    for (int64_t size : sizes) total += padded(size);
+    if (static_cast<int64_t>(kept.size()) < total) kept.resize(total);
+    next_ = kept.data();
+  }
+  float* take(int64_t size) {
+    float* piece = next_;
+    next_ += padded(size);
+    return piece;
+  }
+
+ private:
+  float* next_;
+};
+
+void load_row(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+void load_row(const c10::BFloat16* from, float* to, int64_t n) { at::vec::convert(from, to, n); }
+void store_row(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+void store_row(const float* from, c10::BFloat16* to, int64_t n) { at::vec::convert(from, to, n); }
+
+// `n` floats at `from`: as they are, or widened into `buffer`.
+const float* floats(const float* from, float*, int64_t) { return from; }
+const float* floats(const c10::BFloat16* from, float* buffer, int64_t n) {
+  load_row(from, buffer, n);
+  return buffer;
+}
+
+template <typename F>
+float reduce(Vec x, const F& f) {
+  float lanes[W];
+  x.store(lanes);
+  float result = lanes[0];
+  for (int64_t i = 1; i < W; i++) result = f(result, lanes[i]);
+  return result;
+}
+float sum_of(Vec x) {
+  return reduce(x, [](float a, float b) { return a + b; });
+}
+// NaN where there is one.
+float max_of(Vec x) {
+  return reduce(x, [](float a, float b) { return a > b || std::isnan(a) ? a : b; });
+}
+
+// --- A small matrix product: C = A B, or C += A B ------------------------------------------------------------------
+// A's element (i, k) is a[i * a_row + k * a_col]; rows of B and C are contiguous and padded to whole vectors.
+
+struct Matrix {
+  const float* data;
+  int64_t row, col;
+};
+
+constexpr int TILE_COLS = W == 8 ? 2 : 4;
+constexpr int TILE_ROWS = 6;
+
+template <int ROWS, int COLS>
+inline void tile(int64_t depth, Matrix a, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+  Vec sums[ROWS][COLS];
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) sums[i][j] = add ? Vec::loadu(c + i * ldc + j * W) : Vec(0.f);
+  for (int64_t k = 0; k < depth; k++) {
+    Vec row[COLS];
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) row[j] = Vec::loadu(b + k * ldb + j * W);
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++) {
+      const Vec x(a.data[i * a.row + k * a.col]);
+#pragma GCC unroll 8
+      for (int j = 0; j < COLS; j++) sums[i][j] = at::vec::fmadd(x, row[j], sums[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) sums[i][j].store(c + i * ldc + j * W);
+}
+
+// All rows of a panel of COLS vectors.
+template <int COLS>
+void panel(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+  auto at_row = [&](int64_t i) { return Matrix{a.data + i * a.row, a.row, a.col}; };
+  int64_t i = 0;
+  for (; i + TILE_ROWS <= rows; i += TILE_ROWS) tile<TILE_ROWS, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+  switch (rows - i) {
+    case 5: return tile<5, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+    case 4: return tile<4, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+    case 3: return tile<3, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+    case 2: return tile<2, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+    case 1: return tile<1, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+  }
+}
+
+// `cols` is a multiple of W.
+void multiply(int64_t rows, int64_t cols, int64_t depth, Matrix a, const float* b, int64_t ldb, float* c, int64_t ldc,
+              bool add) {
+  for (int64_t j = 0; j < cols;) {
+    const int64_t vectors = std::min<int64_t>((cols - j) / W, TILE_COLS);
+    switch (vectors) {
+      case 4: panel<4>(rows, depth, a, b + j, ldb, c + j, ldc, add); break;
+      case 3: panel<3>(rows, depth, a, b + j, ldb, c + j, ldc, add); break;
+      case 2: panel<2>(rows, depth, a, b + j, ldb, c + j, ldc, add); break;
+      default: panel<1>(rows, depth, a, b + j, ldb, c + j, ldc, add);
+    }
+    j += vectors * W;
+  }
+}
+
+// --- Attention ------------------------------------------------------------------------------------------------------
+
+// Queries that share a pass over the keys.
+constexpr int64_t BLOCK = 48;
+
+// Turns one head of token `n` by its angles, or back.
+void rotate(const Rotation& rotation, int64_t n, float* x, bool back) {
+  if (!rotation.cos) return;
+  const float *cos = rotation.cos + n * rotation.half, *sin = rotation.sin + n * rotation.half;
+  float* y = x + rotation.half;
+  const float sign = back ? -1.f : 1.f;
+  for (int64_t i = 0; i < rotation.half; i++) {
+    const float a = x[i], b = y[i], s = sign * sin[i];
+    x[i] = a * cos[i] - b * s;
+    y[i] = b * cos[i] + a * s;
+  }
+}
+
+void scale_row(float* x, int64_t n, float by) {
+  for (int64_t i = 0; i < n; i++) x[i] *= by;
+}
+
+void clear(float* x, int64_t n) { std::memset(x, 0, n * sizeof(float)); }
+
+// The keys that a block of queries sees at least in part; `from` and `to` are whole vectors.
+struct Keys {
+  int64_t from, to;
+  Keys(const AttentionShape& shape, int64_t first_query, int64_t queries, int64_t len) {
+    const int64_t end = shape.causal ? first_query + queries : len;
+    from = shape.window ? std::max<int64_t>(0, first_query - shape.window + 1) / W * W : 0;
+    to = padded(end);
+  }
+  int64_t count() const { return to - from; }
+};
+
+// Puts the bound on the scores of query `i` and -inf where it sees no key; `scores` begins at key `keys.from`.
+void bound_and_mask(const AttentionShape& shape, const Keys& keys, int64_t i, int64_t len, float* scores) {
+  if (shape.softcap > 0) {
+    const Vec cap(shape.softcap), inverse(1 / shape.softcap);
+    for (int64_t j = 0; j < keys.count(); j += W)
+      (cap * (Vec::loadu(scores + j) * inverse).tanh()).store(scores + j);
+  }
+  const int64_t first = (shape.window ? std::max<int64_t>(0, i - shape.window + 1) : 0) - keys.from;
+  const int64_t end = (shape.causal ? i + 1 : len) - keys.from;
+  std::fill(scores, scores + std::max<int64_t>(0, first), -INF);
+  std::fill(scores + end, scores + keys.count(), -INF);
+}
+
+// One row's head as padded floats, turned.
+template <typename T>
+void load_head(Heads<const T> x, int64_t n, int64_t h, int64_t dim, const Rotation* rotation, float* to) {
+  load_row(x.at(n, h), to, dim);
+  if (rotation) rotate(*rotation, n, to, false);
+  std::fill(to + dim, to + padded(dim), 0.f);
+}
+
+// [len, ldx] to [dim, ldy], with zeros behind len.
+void transpose(const float* x, int64_t len, int64_t dim, int64_t ldx, float* y, int64_t ldy) {
+  for (int64_t d = 0; d < dim; d++) {
+    for (int64_t t = 0; t < len; t++) y[d * ldy + t] = x[t * ldx + d];
+    std::fill(y + d * ldy + len, y + (d + 1) * ldy, 0.f);
+  }
+}
+
+template <typename T>
+void attention_forward(const AttentionShape& shape, Packed packed, Heads<const T> q, Heads<const T> k, Heads<const T> v,
+                       Rotation rotation, T* out, float* lse, Cache<T> cache) {
+  const int64_t D = shape.head_dim, DP = padded(D), group = shape.heads / shape.kv_heads;
+  for_each_task(packed.rows * shape.kv_heads, [&](int64_t task) {
+    const int64_t row = task / shape.kv_heads, kv = task % shape.kv_heads;
+    const int64_t start = packed.starts[row], len = packed.starts[row + 1] - start, SP = padded(len);
+    Scratch scratch({len * DP, D * SP, len * DP, BLOCK * DP, BLOCK * SP, BLOCK * DP});
+    float *keys = scratch.take(len * DP), *keys_t = scratch.take(D * SP), *values = scratch.take(len * DP);
+    float *queries = scratch.take(BLOCK * DP), *scores = scratch.take(BLOCK * SP), *sums = scratch.take(BLOCK * DP);
+    for (int64_t t = 0; t < len; t++) {
+      load_head(k, start + t, kv, D, &rotation, keys + t * DP);
+      load_head(v, start + t, kv, D, nullptr, values + t * DP);
+      if (cache.keys) {
+        const int64_t place = ((row * cache.capacity + t) * shape.kv_heads + kv) * D;
+        store_row(keys + t * DP, cache.keys + place, D);
+        store_row(values + t * DP, cache.values + place, D);
+      }
+    }
+    transpose(keys, len, D, DP, keys_t, SP);
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+      for (int64_t first = 0; first < len; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, len - first);
+        const Keys seen(shape, first, count, len);
+        for (int64_t i = 0; i < count; i++) {
+          load_head(q, start + first + i, h, D, &rotation, queries + i * DP);
+          scale_row(queries + i * DP, D, shape.scale);
+        }
+        multiply(count, seen.count(), D, {queries, DP, 1}, keys_t + seen.from, SP, scores, SP, false);
+        for (int64_t i = 0; i < count; i++) {
+          float* x = scores + i * SP;
+          bound_and_mask(shape, seen, first + i, len, x);
+          Vec top(-INF);
+          for (int64_t j = 0; j < seen.count(); j += W) top = at::vec::maximum(top, Vec::loadu(x + j));
+          const float max = max_of(top);
+          Vec total(0.f);
+          for (int64_t j = 0; j < seen.count(); j += W) {
+            const Vec p = (Vec::loadu(x + j) - Vec(max)).exp();
+            p.store(x + j);
+            total = total + p;
+          }
+          const float sum = sum_of(total);
+          scale_row(x, seen.count(), 1 / sum);
+          lse[(start + first + i) * shape.heads + h] = max + std::log(sum);
+        }
+        const int64_t depth = std::min(seen.to, len) - seen.from;
+        multiply(count, DP, depth, {scores, SP, 1}, values + seen.from * DP, DP, sums, DP, false);
+        for (int64_t i = 0; i < count; i++)
+          store_row(sums + i * DP, out + ((start + first + i) * shape.heads + h) * D, D);
+      }
+    }
+  });
+}
+
+template <typename T>
+void attention_backward(const AttentionShape& shape, Packed packed, Heads<const T> q, Heads<const T> k,
+                        Heads<const T> v, Rotation rotation, const T* out, const float* lse, const T* d_out,
+                        Heads<T> dq, Heads<T> dk, Heads<T> dv) {
+  const int64_t D = shape.head_dim, DP = padded(D), group = shape.heads / shape.kv_heads;
+  for_each_task(packed.rows * shape.kv_heads, [&](int64_t task) {
+    const int64_t row = task / shape.kv_heads, kv = task % shape.kv_heads;
+    const int64_t start = packed.starts[row], len = packed.starts[row + 1] - start, SP = padded(len);
+    Scratch scratch({len * DP, D * SP, len * DP, D * SP, len * DP, len * DP, BLOCK * DP, BLOCK * DP, BLOCK * DP,
+                     BLOCK * SP, BLOCK * SP, DP});
+    float *keys = scratch.take(len * DP), *keys_t = scratch.take(D * SP);
+    float *values = scratch.take(len * DP), *values_t = scratch.take(D * SP);
+    float *d_keys = scratch.take(len * DP), *d_values = scratch.take(len * DP);
+    float *queries = scratch.take(BLOCK * DP), *d_queries = scratch.take(BLOCK * DP), *grads = scratch.take(BLOCK * DP);
+    float *scores = scratch.take(BLOCK * SP), *d_scores = scratch.take(BLOCK * SP), *result = scratch.take(DP);
+    for (int64_t t = 0; t < len; t++) {
+      load_head(k, start + t, kv, D, &rotation, keys + t * DP);
+      load_head(v, start + t, kv, D, nullptr, values + t * DP);
+    }
+    transpose(keys, len, D, DP, keys_t, SP);
+    transpose(values, len, D, DP, values_t, SP);
+    clear(d_keys, len * DP);
+    clear(d_values, len * DP);
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+      for (int64_t first = 0; first < len; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, len - first);
+        const Keys seen(shape, first, count, len);
+        const int64_t depth = std::min(seen.to, len) - seen.from;
+        for (int64_t i = 0; i < count; i++) {
+          load_head(q, start + first + i, h, D, &rotation, queries + i * DP);
+          scale_row(queries + i * DP, D, shape.scale);
+          load_head(Heads<const T>{d_out, shape.heads * D, D}, start + first + i, h, D, nullptr, grads + i * DP);
+        }
+        multiply(count, seen.count(), D, {queries, DP, 1}, keys_t + seen.from, SP, scores, SP, false);
+        multiply(count, seen.count(), D, {grads, DP, 1}, values_t + seen.from, SP, d_scores, SP, false);
+        for (int64_t i = 0; i < count; i++) {
+          const int64_t n = start + first + i;
+          load_head(Heads<const T>{out, shape.heads * D, D}, n, h, D, nullptr, result);
+          Vec products(0.f);
+          for (int64_t d = 0; d < DP; d += W)
+            products = at::vec::fmadd(Vec::loadu(result + d), Vec::loadu(grads + i * DP + d), products);
+          const Vec mean(sum_of(products)), log_sum(lse[n * shape.heads + h]);
+          float *x = scores + i * SP, *dx = d_scores + i * SP;
+          bound_and_mask(shape, seen, first + i, len, x);
+          for (int64_t j = 0; j < seen.count(); j += W) {
+            const Vec score = Vec::loadu(x + j);
+            const Vec p = (score - log_sum).exp();
+            Vec d = p * (Vec::loadu(dx + j) - mean);
+            if (shape.softcap > 0) {
+              // Where nothing is seen the score is -inf and p is 0, but 0 * inf is not.
+              const Vec share = at::vec::maximum(score, Vec(-shape.softcap)) * Vec(1 / shape.softcap);
+              d = d * (Vec(1.f) - share * share);
+            }
+            p.store(x + j);
+            d.store(dx + j);
+          }
+        }
+        multiply(depth, DP, count, {scores, 1, SP}, grads, DP, d_values + seen.from * DP, DP, true);
+        multiply(depth, DP, count, {d_scores, 1, SP}, queries, DP, d_keys + seen.from * DP, DP, true);
+        multiply(count, DP, depth, {d_scores, SP, 1}, keys + seen.from * DP, DP, d_queries, DP, false);
+        for (int64_t i = 0; i < count; i++) {
+          scale_row(d_queries + i * DP, D, shape.scale);
+          rotate(rotation, start + first + i, d_queries + i * DP, true);
+          store_row(d_queries + i * DP, dq.at(start + first + i, h), D);
+        }
+      }
+    }
+    for (int64_t t = 0; t < len; t++) {
+      rotate(rotation, start + t, d_keys + t * DP, true);
+      store_row(d_keys + t * DP, dk.at(start + t, kv), D);
+      store_row(d_values + t * DP, dv.at(start + t, kv), D);
+    }
+  });
+}
+
+template <typename T>
+void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* lens, Heads<const T> q, Heads<const T> k,
+                    Heads<const T> v, Rotation rotation, T* out, Cache<T> cache) {
+  const int64_t D = shape.head_dim, DP = padded(D), group = shape.heads / shape.kv_heads;
+  for_each_task(rows * shape.kv_heads, [&](int64_t task) {
+    const int64_t row = task / shape.kv_heads, kv = task % shape.kv_heads, len = lens[row] + 1;
+    const int64_t first = shape.window ? std::max<int64_t>(0, len - shape.window) : 0;
+    Scratch scratch({DP, group * DP, group * padded(len), group * DP});
+    float *head = scratch.take(DP), *queries = scratch.take(group * DP);
+    float *scores = scratch.take(group * padded(len)), *sums = scratch.take(group * DP);
+    const int64_t stride = shape.kv_heads * D;
+    T* keys = cache.keys + row * cache.capacity * stride + kv * D;
+    T* values = cache.values + row * cache.capacity * stride + kv * D;
+    load_head(k, row, kv, D, &rotation, head);
+    store_row(head, keys + lens[row] * stride, D);
+    load_head(v, row, kv, D, nullptr, head);
+    store_row(head, values + lens[row] * stride, D);
+    for (int64_t g = 0; g < group; g++) {
+      load_head(q, row, kv * group + g, D, &rotation, queries + g * DP);
+      scale_row(queries + g * DP, D, shape.scale);
+    }
+    for (int64_t t = first; t < len; t++) {
+      load_row(keys + t * stride, head, D);
+      std::fill(head + D, head + DP, 0.f);
+      for (int64_t g = 0; g < group; g++) {
+        Vec products(0.f);
+        for (int64_t d = 0; d < DP; d += W)
+          products = at::vec::fmadd(Vec::loadu(head + d), Vec::loadu(queries + g * DP + d), products);
+        const float score = sum_of(products);
+        scores[g * padded(len) + t] = shape.softcap > 0 ? shape.softcap * std::tanh(score / shape.softcap) : score;
+      }
+    }
+    for (int64_t g = 0; g < group; g++) {
+      float* x = scores + g * padded(len);
+      std::fill(x, x + first, -INF);
+      std::fill(x + len, x + padded(len), -INF);
+      Vec top(-INF), total(0.f);
+      for (int64_t t = 0; t < len; t += W) top = at::vec::maximum(top, Vec::loadu(x + t));
+      const Vec max(max_of(top));
+      for (int64_t t = 0; t < len; t += W) {
+        const Vec p = (Vec::loadu(x + t) - max).exp();
+        p.store(x + t);
+        total = total + p;
+      }
+      scale_row(x, len, 1 / sum_of(total));
+    }
+    clear(sums, group * DP);
+    for (int64_t t = first; t < len; t++) {
+      load_row(values + t * stride, head, D);
+      std::fill(head + D, head + DP, 0.f);
+      for (int64_t g = 0; g < group; g++) {
+        const Vec p(scores[g * padded(len) + t]);
+        for (int64_t d = 0; d < DP; d += W)
+          at::vec::fmadd(p, Vec::loadu(head + d), Vec::loadu(sums + g * DP + d)).store(sums + g * DP + d);
+      }
+    }
+    for (int64_t g = 0; g < group; g++) store_row(sums + g * DP, out + (row * shape.heads + kv * group + g) * D, D);
+  });
+}
+
+// --- Norms ----------------------------------------------------------------------------------------------------------
+
+// Rows that one thread takes at least: less is not worth waking it.
+constexpr int64_t NORM_GRAIN = 16;
+
+// Sums f(i, lanes) over whole vectors, and over the lanes that are left with zeros in the others.
+template <typename F>
+float sum_over(int64_t n, const F& f) {
+  Vec total(0.f);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) total = total + f(i, W);
+  return sum_of(i < n ? total + Vec::set(Vec(0.f), f(i, n - i), n - i) : total);
+}
+
+Vec some(const float* x, int64_t lanes) { return lanes == W ? Vec::loadu(x) : Vec::loadu(x, lanes); }
+
+template <typename T>
+void norm_forward(const NormShape& shape, const float* x, const float* weight, const float* bias, T* out,
+                  float* stats) {
+  const int64_t n = shape.width;
+  at::parallel_for(0, shape.rows, NORM_GRAIN, [&](int64_t from, int64_t to) {
+    Scratch scratch({n});
+    float* y = scratch.take(n);
+    for (int64_t row = from; row < to; row++) {
+      const float* in = x + row * n;
+      const float mean = shape.center ? sum_over(n, [&](int64_t i, int64_t lanes) { return some(in + i, lanes); }) / n : 0;
+      const float squares = sum_over(n, [&](int64_t i, int64_t lanes) {
+        const Vec centred = some(in + i, lanes) - Vec(mean);
+        return centred * centred;
+      });
+      const float scale = 1 / std::sqrt(squares / n + static_cast<float>(shape.eps));
+      for (int64_t i = 0; i < n; i++) {
+        const float normal = (in[i] - mean) * scale * (weight[i] + shape.offset);
+        y[i] = bias ? normal + bias[i] : normal;
+      }
+      store_row(y, out + row * n, n);
+      if (stats) {
+        stats[2 * row] = mean;
+        stats[2 * row + 1] = scale;
+      }
+    }
+  });
+}
+
+template <typename T>
+void norm_backward(const NormShape& shape, const float* x, const float* weight, const float* stats, const T* d_out,
+                   float* dx, float* d_weight, float* d_bias) {
+  const int64_t n = shape.width;
+  // Each part sums its own rows, and the parts are summed in their order: the same number of threads, the same bits.
+  const int64_t parts = std::min<int64_t>(at::get_num_threads(), (shape.rows + NORM_GRAIN - 1) / NORM_GRAIN);
+  std::vector<float> partial(parts * 2 * n, 0.f);
+  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    Scratch scratch({n, n});
+    float *buffer = scratch.take(n), *g = scratch.take(n);
+    for (int64_t part = first; part < last; part++) {
+      float *dw = partial.data() + part * 2 * n, *db = dw + n;
+      for (int64_t row = shape.rows * part / parts; row < shape.rows * (part + 1) / parts; row++) {
+        const float *in = x + row * n, *dy = floats(d_out + row * n, buffer, n);
+        const float mean = stats[2 * row], scale = stats[2 * row + 1];
+        for (int64_t i = 0; i < n; i++) {
+          dw[i] += dy[i] * (in[i] - mean) * scale;
+          db[i] += dy[i];
+          g[i] = dy[i] * (weight[i] + shape.offset);
+        }
+        const float g_mean =
+            shape.center ? sum_over(n, [&](int64_t i, int64_t lanes) { return some(g + i, lanes); }) / n : 0;
+        const float slope = sum_over(n, [&](int64_t i, int64_t lanes) {
+          return some(g + i, lanes) * (some(in + i, lanes) - Vec(mean));
+        }) * scale / n;
+        for (int64_t i = 0; i < n; i++) dx[row * n + i] = scale * (g[i] - g_mean - (in[i] - mean) * scale * slope);
+      }
+    }
+  });
+  for (int64_t part = 0; part < parts; part++) {
+    for (int64_t i = 0; i < n && d_weight; i++) d_weight[i] += partial[part * 2 * n + i];
+    for (int64_t i = 0; i < n && d_bias; i++) d_bias[i] += partial[part * 2 * n + n + i];
+  }
+}
+
+// --- Logits ---------------------------------------------------------------------------------------------------------
+
+// Logits that are read at once; they stay in the first cache while they are used twice.
+constexpr int64_t CHUNK = 1024;
+
+// Largest logit and, relative to it, sums of exp(x) and x exp(x) of one chunk, x = logit * inv_temperature.
+struct ChunkSums {
+  float max;
+  double sum, weighted;
+};
+
+template <bool WEIGHTED, typename T>
+ChunkSums sums_of_chunk(const T* logits, int64_t n, float inv_temperature, float* buffer) {
+  const float* x = floats(logits, buffer, n);
+  const Vec factor(inv_temperature);
+  Vec top(-INF);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) top = at::vec::maximum(top, Vec::loadu(x + i) * factor);
+  float max = max_of(top);
+  for (int64_t j = i; j < n; j++) {
+    const float last = x[j] * inv_temperature;
+    max = max > last || std::isnan(max) ? max : last;
+  }
+  if (max == -INF) return {max, 0, 0};
+  Vec sum(0.f), weighted(0.f);
+  auto add = [&](Vec logit, int64_t lanes) {
+    const Vec x = logit * factor;
+    Vec e = (x - Vec(max)).exp();
+    if (lanes < W) e = Vec::set(Vec(0.f), e, lanes);
+    sum = sum + e;
+    // A logit of -inf weighs nothing, but 0 * inf is not 0.
+    if (WEIGHTED) weighted = at::vec::fmadd(e, at::vec::maximum(x, Vec(std::numeric_limits<float>::lowest())), weighted);
+  };
+  for (i = 0; i + W <= n; i += W) add(Vec::loadu(x + i), W);
+  if (i < n) add(Vec::loadu(x + i, n - i), n - i);
+  return {max, sum_of(sum), WEIGHTED ? sum_of(weighted) : 0};
+}
+
+template <typename T>
+void logits_stats(int64_t rows, int64_t vocab, const T* logits, float inv_temperature, const int64_t* targets,
+                  float* logprobs, float* lse, float* entropy) {
+  at::parallel_for(0, rows, 1, [&](int64_t from, int64_t to) {
+    float buffer[CHUNK];
+    for (int64_t row = from; row < to; row++) {
+      const T* in = logits + row * vocab;
+      ChunkSums all{-INF, 0, 0};
+      for (int64_t i = 0; i < vocab; i += CHUNK) {
+        const int64_t n = std::min(CHUNK, vocab - i);
+        const ChunkSums part = entropy ? sums_of_chunk<true>(in + i, n, inv_temperature, buffer)
+                                       : sums_of_chunk<false>(in + i, n, inv_temperature, buffer);
+        if (part.max == -INF) continue;
+        const float max = all.max > part.max || std::isnan(all.max) ? all.max : part.max;
+        const double old = all.max == -INF ? 0 : std::exp(double(all.max) - max), fresh = std::exp(double(part.max) - max);
+        all = {max, all.sum * old + part.sum * fresh, all.weighted * old + part.weighted * fresh};
+      }
+      const double log_sum = all.max + std::log(all.sum);
+      lse[row] = log_sum;
+      logprobs[row] = static_cast<float>(in[targets[row]]) * inv_temperature - log_sum;
+      if (entropy) entropy[row] = log_sum - all.weighted / all.sum;
+    }
+  });
+}
+
+template <typename T>
+void logits_gradient(int64_t rows, int64_t vocab, T* logits, float inv_temperature, const int64_t* targets,
+                     const float* lse, const float* coefficients) {
+  at::parallel_for(0, rows, 1, [&](int64_t from, int64_t to) {
+    float buffer[CHUNK];
+    for (int64_t row = from; row < to; row++) {
+      T* x = logits + row * vocab;
+      const float scale = coefficients[row] * inv_temperature;
+      const Vec factor(inv_temperature), log_sum(lse[row]), minus(-scale);
+      const float at_target = static_cast<float>(x[targets[row]]);
+      for (int64_t i = 0; i < vocab; i += CHUNK) {
+        const int64_t n = std::min(CHUNK, vocab - i);
+        const float* in = floats(x + i, buffer, n);
+        for (int64_t j = 0; j < n; j += W) {
+          const int64_t lanes = std::min(W, n - j);
+          const Vec p = (some(in + j, lanes) * factor - log_sum).exp();
+          (minus * p).store(buffer + j, lanes);
+        }
+        store_row(buffer, x + i, n);
+      }
+      x[targets[row]] = scale * (1 - std::exp(at_target * inv_temperature - lse[row]));
+    }
+  });
+}
+
+template <typename T>
+void logits_sample(int64_t rows, int64_t vocab, const T* logits, float inv_temperature, const double* draws,
+                   int64_t* tokens, float* logprobs) {
+  at::parallel_for(0, rows, 1, [&](int64_t from, int64_t to) {
+    float buffer[CHUNK];
+    std::vector<ChunkSums> chunks((vocab + CHUNK - 1) / CHUNK);
+    for (int64_t row = from; row < to; row++) {
+      const T* in = logits + row * vocab;
+      auto size = [&](size_t chunk) { return std::min<int64_t>(CHUNK, vocab - chunk * CHUNK); };
+      float max = -INF;
+      for (size_t c = 0; c < chunks.size(); c++) {
+        chunks[c] = sums_of_chunk<false>(in + c * CHUNK, size(c), inv_temperature, buffer);
+        max = max > chunks[c].max || std::isnan(max) ? max : chunks[c].max;
+      }
+      double total = 0;
+      for (ChunkSums& chunk : chunks) {
+        chunk.sum = chunk.max == -INF ? 0 : chunk.sum * std::exp(double(chunk.max) - max);
+        total += chunk.sum;
+      }
+      int64_t token = 0;
+      if (draws) {
+        // The chunk that holds the border, then the token within: the first at which the sum passes the draw.
+        const double border = draws[row] * total;
+        double before = 0;
+        size_t chunk = 0;
+        while (chunk + 1 < chunks.size() && before + chunks[chunk].sum <= border) before += chunks[chunk++].sum;
+        while (chunk > 0 && chunks[chunk].sum == 0) chunk--;
+        const float* x = floats(in + chunk * CHUNK, buffer, size(chunk));
+        token = -1;
+        for (int64_t i = 0; i < size(chunk); i++) {
+          const double p = std::exp(double(x[i]) * inv_temperature - max);
+          if (p > 0) token = chunk * CHUNK + i;
+          before += p;
+          if (before > border && p > 0) break;
+        }
+        token = std::max<int64_t>(token, 0);
+      } else {
+        size_t chunk = 0;
+        while (chunk + 1 < chunks.size() && !(chunks[chunk].max == max)) chunk++;
+        const float* x = floats(in + chunk * CHUNK, buffer, size(chunk));
+        int64_t i = 0;
+        while (i + 1 < size(chunk) && !(x[i] * inv_temperature == max)) i++;
+        token = chunk * CHUNK + i;
+      }
+      tokens[row] = token;
+      logprobs[row] = static_cast<float>(in[token]) * inv_temperature - (max + std::log(total));
+    }
+  });
+}
+
+template <typename T>
+constexpr KernelsOf<T> kernels_of() {
+  return {{attention_forward<T>, attention_backward<T>, attention_step<T>},
+          {norm_forward<T>, norm_backward<T>},
+          {logits_stats<T>, logits_gradient<T>, logits_sample<T>}};
+}
+
+}  // namespace
+
+extern const Kernels TCH_EXT_KERNELS;
+const Kernels TCH_EXT_KERNELS = {kernels_of<float>(), kernels_of<c10::BFloat16>()};
+
+}  // namespace tch_ext

@@ -1,0 +1,440 @@
+// The kernels as functions of tensors, differentiable where training needs them. A weight's gradient is added to its
+// `.grad` where it lies: no tensor of the weight's size comes to be, and no sum of two.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "common.h"
+#include "kernels.h"
+
+namespace tch_ext {
+
+extern const Kernels kernels_default;
+#ifdef TCH_EXT_X86
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+const Kernels& kernels() {
+#ifdef TCH_EXT_X86
+  static const Kernels& chosen = [&]() -> const Kernels& {
+    const std::string capability = at::get_cpu_capability();
+    return capability == "AVX512" ? kernels_avx512 : capability == "AVX2" ? kernels_avx2 : kernels_default;
+  }();
+  return chosen;
+#else
+  return kernels_default;
+#endif
+}
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+template <typename F>
+void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
+  if (dtype == at::kFloat) return f(float{});
+  if (dtype == at::kBFloat16) return f(c10::BFloat16{});
+  TORCH_CHECK(false, what, ": expected f32 or bf16, found ", dtype);
+}
+
+// The gradient of a leaf, to be added to in place.
+Tensor& grad_of(const Tensor& leaf) {
+  Tensor& grad = leaf.mutable_grad();
+  if (!grad.defined()) grad = at::zeros_like(leaf, leaf.options().requires_grad(false));
+  return grad;
+}
+
+// grad += a b, in the dtype of `grad`.
+void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
+  Tensor& grad = grad_of(leaf);
+  if (a.scalar_type() == grad.scalar_type())
+    grad.addmm_(a, b);
+  else
+    grad.add_(a.mm(b));
+}
+
+const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data_ptr<float>() : nullptr; }
+
+// --- Linear ---------------------------------------------------------------------------------------------------------
+
+struct Linear : torch::autograd::Function<Linear> {
+  // `weight` and `bias` are the leaves, `used` and `used_bias` the same in the dtype of the product.
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& used,
+                        const Tensor& bias, const Tensor& used_bias, bool transposed) {
+    const Tensor input = x.to(used.scalar_type());
+    ctx->save_for_backward({input, weight, used, bias});
+    ctx->saved_data["transposed"] = transposed;
+    ctx->saved_data["dtype"] = x.scalar_type();
+    return at::linear(input, transposed ? used.t() : used, used_bias.defined() ? c10::make_optional(used_bias) : c10::nullopt);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &used = saved[2], &bias = saved[3];
+    const bool transposed = ctx->saved_data["transposed"].toBool();
+    const Tensor g = grads[0].to(used.scalar_type());
+    if (weight.requires_grad())
+      transposed ? add_product(weight, x.t(), g) : add_product(weight, g.t(), x);
+    if (bias.defined() && bias.requires_grad()) grad_of(bias).add_(g.sum(0, false, at::kFloat));
+    Tensor dx;
+    if (ctx->needs_input_grad(0)) dx = g.mm(transposed ? used.t() : used).to(ctx->saved_data["dtype"].toScalarType());
+    return {dx, {}, {}, {}, {}, {}};
+  }
+};
+
+// --- Embedding ------------------------------------------------------------------------------------------------------
+
+struct Embedding : torch::autograd::Function<Embedding> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& table, const Tensor& ids) {
+    ctx->save_for_backward({table, ids});
+    return table.index_select(0, ids);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    if (saved[0].requires_grad()) grad_of(saved[0]).index_add_(0, saved[1], grads[0].to(saved[0].scalar_type()));
+    return {{}, {}};
+  }
+};
+
+// --- Attention ------------------------------------------------------------------------------------------------------
+
+// One tensor [tokens, width] with queries, keys and values, or one of each.
+struct Projections {
+  std::vector<Tensor> tensors;
+  bool by_head;  // the one tensor has query, key and value of a head beside one another
+
+  // Places of queries, keys and values in `from`, which is like `tensors`.
+  template <typename T, typename Tensors>
+  std::array<Heads<T>, 3> heads(const AttentionShape& shape, const Tensors& from) const {
+    const int64_t dim = shape.head_dim;
+    std::array<Heads<T>, 3> result;
+    const int64_t before[3] = {0, shape.heads * dim, (shape.heads + shape.kv_heads) * dim};
+    for (int i = 0; i < 3; i++) {
+      const bool fused = from.size() == 1;
+      const Tensor& tensor = from[fused ? 0 : i];
+      T* data;
+      if constexpr (std::is_const_v<T>)
+        data = tensor.template const_data_ptr<std::remove_const_t<T>>();
+      else
+        data = tensor.template mutable_data_ptr<T>();
+      if (fused) data += by_head ? i * dim : before[i];
+      result[i] = {data, tensor.size(1), fused && by_head ? 3 * dim : dim};
+    }
+    return result;
+  }
+};
+
+void check_projections(const AttentionShape& shape, const Projections& x, int64_t tokens) {
+  const int64_t widths[3] = {shape.heads, shape.kv_heads, shape.kv_heads};
+  TORCH_CHECK(shape.heads > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0 && shape.head_dim > 0,
+              "attention: ", shape.heads, " heads of ", shape.head_dim, " over ", shape.kv_heads);
+  TORCH_CHECK(x.tensors.size() == 1 || x.tensors.size() == 3, "attention: expected one tensor or three");
+  TORCH_CHECK(!x.by_head || (x.tensors.size() == 1 && shape.heads == shape.kv_heads), "attention: by head is one tensor");
+  for (size_t i = 0; i < x.tensors.size(); i++) {
+    const int64_t width = (x.tensors.size() == 1 ? shape.heads + 2 * shape.kv_heads : widths[i]) * shape.head_dim;
+    const Tensor& tensor = x.tensors[i];
+    TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous() && tensor.sizes() == at::IntArrayRef({tokens, width}) &&
+                    tensor.scalar_type() == x.tensors[0].scalar_type(),
+                "attention: expected [", tokens, ", ", width, "], found ", tensor.sizes(), " ", tensor.options());
+  }
+}
+
+Rotation rotation_of(const AttentionShape& shape, const Tensor& cos, const Tensor& sin, int64_t tokens) {
+  if (!cos.defined()) return {nullptr, nullptr, 0};
+  for (const Tensor& x : {cos, sin})
+    TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kFloat && x.dim() == 2 && x.size(0) == tokens &&
+                    x.size(1) == cos.size(1) && 2 * x.size(1) <= shape.head_dim,
+                "attention: angles of shape ", x.sizes(), " for ", tokens, " tokens");
+  return {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), cos.size(1)};
+}
+
+template <typename T>
+Cache<T> cache_of(const AttentionShape& shape, const Tensor& keys, const Tensor& values, int64_t rows, int64_t capacity) {
+  if (!keys.defined()) return {nullptr, nullptr, 0};
+  const int64_t width = shape.kv_heads * shape.head_dim;
+  for (const Tensor& x : {keys, values})
+    TORCH_CHECK(x.is_contiguous() && x.sizes() == at::IntArrayRef({rows * capacity, width}), "attention: cache of shape ",
+                x.sizes(), " for ", rows, " rows of ", capacity);
+  return {keys.mutable_data_ptr<T>(), values.mutable_data_ptr<T>(), capacity};
+}
+
+struct AttentionCall {
+  AttentionShape shape;
+  std::vector<int64_t> starts;
+  bool by_head;
+
+  Packed packed() const { return {starts.data(), static_cast<int64_t>(starts.size()) - 1}; }
+  int64_t tokens() const { return starts.back(); }
+};
+
+// Gives the output and `lse`.
+std::pair<Tensor, Tensor> attend(const AttentionCall& call, const std::vector<Tensor>& inputs, const Tensor& cos,
+                                 const Tensor& sin, const Tensor& keys, const Tensor& values, int64_t capacity) {
+  const AttentionShape& shape = call.shape;
+  const Projections projections{inputs, call.by_head};
+  check_projections(shape, projections, call.tokens());
+  const auto options = inputs[0].options().requires_grad(false);
+  Tensor out = at::empty({call.tokens(), shape.heads * shape.head_dim}, options);
+  Tensor lse = at::empty({call.tokens(), shape.heads}, options.dtype(at::kFloat));
+  const Rotation rotation = rotation_of(shape, cos, sin, call.tokens());
+  for_dtype(out.scalar_type(), "attention", [&](auto zero) {
+    using T = decltype(zero);
+    const auto [q, k, v] = projections.heads<const T>(shape, inputs);
+    const Cache<T> cache = cache_of<T>(shape, keys, values, call.packed().rows, capacity);
+    kernels().of<T>().attention.forward(shape, call.packed(), q, k, v, rotation, out.mutable_data_ptr<T>(),
+                                        lse.mutable_data_ptr<float>(), cache);
+  });
+  return {out, lse};
+}
+
+struct Attention : torch::autograd::Function<Attention> {
+  // `k` and `v` are undefined where `q` has all three.
+  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
+                        const Tensor& sin, const AttentionCall* call) {
+    std::vector<Tensor> inputs{q};
+    if (k.defined()) inputs.insert(inputs.end(), {k, v});
+    auto [out, lse] = attend(*call, inputs, cos, sin, {}, {}, 0);
+    ctx->save_for_backward({q, k, v, cos, sin, out, lse});
+    const AttentionShape& s = call->shape;
+    ctx->saved_data["starts"] = call->starts;
+    ctx->saved_data["numbers"] =
+        std::vector<int64_t>{s.heads, s.kv_heads, s.head_dim, s.window, s.causal, call->by_head};
+    ctx->saved_data["scale"] = static_cast<double>(s.scale);
+    ctx->saved_data["softcap"] = static_cast<double>(s.softcap);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    const auto n = ctx->saved_data["numbers"].toIntVector();
+    const float scale = ctx->saved_data["scale"].toDouble(), softcap = ctx->saved_data["softcap"].toDouble();
+    const AttentionCall call{{n[0], n[1], n[2], scale, softcap, n[3], n[4] != 0},
+                             ctx->saved_data["starts"].toIntVector(), n[5] != 0};
+    std::vector<Tensor> inputs{saved[0]};
+    if (saved[1].defined()) inputs.insert(inputs.end(), {saved[1], saved[2]});
+    const Projections projections{inputs, call.by_head};
+    std::vector<Tensor> d_inputs;
+    for (const Tensor& input : inputs) d_inputs.push_back(at::empty_like(input, input.options().requires_grad(false)));
+    const Tensor &out = saved[5], &lse = saved[6], g = grads[0].to(out.scalar_type()).contiguous();
+    const Rotation rotation = rotation_of(call.shape, saved[3], saved[4], call.tokens());
+    for_dtype(out.scalar_type(), "attention", [&](auto zero) {
+      using T = decltype(zero);
+      const auto [q, k, v] = projections.heads<const T>(call.shape, inputs);
+      const auto [dq, dk, dv] = projections.heads<T>(call.shape, d_inputs);
+      kernels().of<T>().attention.backward(call.shape, call.packed(), q, k, v, rotation, out.const_data_ptr<T>(),
+                                           lse.const_data_ptr<float>(), g.const_data_ptr<T>(), dq, dk, dv);
+    });
+    d_inputs.resize(3);
+    return {d_inputs[0], d_inputs[1], d_inputs[2], {}, {}, {}};
+  }
+};
+
+// --- Norms ----------------------------------------------------------------------------------------------------------
+
+struct Norm : torch::autograd::Function<Norm> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
+                        bool center, double offset, at::ScalarType dtype) {
+    const Tensor input = x.contiguous(), used = weight.to(at::kFloat), used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
+    const int64_t width = input.size(-1);
+    TORCH_CHECK(input.is_cpu() && input.scalar_type() == at::kFloat && width > 0 && used.is_contiguous() && used.numel() == width &&
+                    (!bias.defined() || (used_bias.is_contiguous() && used_bias.numel() == width)),
+                "norm: x ", input.sizes(), " ", input.scalar_type(), ", weight ", weight.sizes());
+    const NormShape shape{input.numel() / width, width, eps, center, static_cast<float>(offset)};
+    Tensor out = at::empty(input.sizes(), input.options().dtype(dtype).requires_grad(false));
+    Tensor stats = at::empty({shape.rows, 2}, input.options().requires_grad(false));
+    for_dtype(dtype, "norm", [&](auto zero) {
+      using T = decltype(zero);
+      kernels().of<T>().norm.forward(shape, input.const_data_ptr<float>(), used.const_data_ptr<float>(),
+                                     floats_or_null(used_bias), out.mutable_data_ptr<T>(), stats.mutable_data_ptr<float>());
+    });
+    ctx->save_for_backward({input, weight, bias, stats});
+    ctx->saved_data["numbers"] = std::vector<double>{eps, center ? 1.0 : 0.0, offset};
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &stats = saved[3];
+    const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
+    const int64_t width = x.size(-1);
+    const NormShape shape{x.numel() / width, width, numbers[0], numbers[1] != 0, static_cast<float>(numbers[2])};
+    const Tensor g = grads[0].contiguous(), used = weight.to(at::kFloat);
+    Tensor dx = at::empty_like(x, x.options().requires_grad(false));
+    // A frozen weight has no gradient, one of another dtype than f32 is frozen.
+    auto grad_or_null = [](const Tensor& leaf) {
+      return leaf.defined() && leaf.requires_grad() ? grad_of(leaf).mutable_data_ptr<float>() : nullptr;
+    };
+    for_dtype(g.scalar_type(), "norm", [&](auto zero) {
+      using T = decltype(zero);
+      kernels().of<T>().norm.backward(shape, x.const_data_ptr<float>(), used.const_data_ptr<float>(),
+                                      stats.const_data_ptr<float>(), g.const_data_ptr<T>(), dx.mutable_data_ptr<float>(),
+                                      grad_or_null(weight), grad_or_null(bias));
+    });
+    return {dx, {}, {}, {}, {}, {}, {}};
+  }
+};
+
+void check_logits(const Tensor& logits, const Tensor& targets) {
+  TORCH_CHECK(logits.is_cpu() && logits.is_contiguous() && logits.dim() == 2 && targets.is_contiguous() &&
+                  targets.scalar_type() == at::kLong && targets.numel() == logits.size(0),
+              "logits of shape ", logits.sizes(), ", targets ", targets.sizes());
+  TORCH_CHECK(targets.numel() == 0 || (targets.min().item<int64_t>() >= 0 && targets.max().item<int64_t>() < logits.size(1)),
+              "logits: a target is outside the vocabulary of ", logits.size(1));
+}
+
+Tensor or_undefined(const Tensor* tensor) { return tensor ? *tensor : Tensor(); }
+
+}  // namespace
+}  // namespace tch_ext
+
+using namespace tch_ext;
+
+extern "C" {
+
+// What the Rust side says of an attention layer; the fields are those of `AttentionShape`.
+struct tch_ext_attention {
+  int64_t heads, kv_heads, head_dim, window;
+  double scale, softcap;
+  bool causal, by_head;
+};
+
+}  // extern "C"
+
+static AttentionShape shape_of(const tch_ext_attention* a) {
+  return {a->heads, a->kv_heads, a->head_dim, static_cast<float>(a->scale), static_cast<float>(a->softcap), a->window, a->causal};
+}
+
+extern "C" {
+
+// Tensors that may be left out are null; results are new tensors, which the caller owns.
+
+char* tch_ext_linear(Tensor** out, const Tensor* x, const Tensor* weight, const Tensor* used, const Tensor* bias,
+                     const Tensor* used_bias, bool transposed) {
+  return guard([&] {
+    *out = new Tensor(Linear::apply(*x, *weight, *used, or_undefined(bias), or_undefined(used_bias), transposed));
+  });
+}
+
+char* tch_ext_embedding(Tensor** out, const Tensor* table, const Tensor* ids) {
+  return guard([&] { *out = new Tensor(Embedding::apply(*table, *ids)); });
+}
+
+char* tch_ext_norm(Tensor** out, const Tensor* x, const Tensor* weight, const Tensor* bias, double eps, bool center,
+                   double offset, bool bf16) {
+  return guard([&] {
+    const auto dtype = bf16 ? at::kBFloat16 : at::kFloat;
+    *out = new Tensor(Norm::apply(*x, *weight, or_undefined(bias), eps, center, offset, dtype));
+  });
+}
+
+// `inputs` are one tensor or three; `starts` has an entry per row and one for the end. With a cache nothing is differentiable.
+char* tch_ext_attention_packed(Tensor** out, const tch_ext_attention* attention, Tensor* const* inputs, size_t count,
+                               const Tensor* cos, const Tensor* sin, const int64_t* starts, size_t rows,
+                               const Tensor* keys, const Tensor* values, int64_t capacity) {
+  return guard([&] {
+    const AttentionCall call{shape_of(attention), std::vector<int64_t>(starts, starts + rows + 1), attention->by_head};
+    auto q = tensors(inputs, count);
+    if (keys) {
+      *out = new Tensor(attend(call, q, or_undefined(cos), or_undefined(sin), *keys, *values, capacity).first);
+      return;
+    }
+    q.resize(3);
+    *out = new Tensor(Attention::apply(q[0], q[1], q[2], or_undefined(cos), or_undefined(sin), &call));
+  });
+}
+
+char* tch_ext_attention_step(Tensor** out, const tch_ext_attention* attention, Tensor* const* inputs, size_t count,
+                             const Tensor* cos, const Tensor* sin, const int64_t* lens, size_t rows, const Tensor* keys,
+                             const Tensor* values, int64_t capacity) {
+  return guard([&] {
+    const AttentionShape shape = shape_of(attention);
+    const Projections projections{tensors(inputs, count), attention->by_head};
+    check_projections(shape, projections, rows);
+    for (size_t row = 0; row < rows; row++)
+      TORCH_CHECK(lens[row] >= 0 && lens[row] < capacity, "attention: row ", row, " of the cache is full");
+    const Tensor& first = projections.tensors[0];
+    Tensor result = at::empty({static_cast<int64_t>(rows), shape.heads * shape.head_dim}, first.options());
+    const Rotation rotation = rotation_of(shape, or_undefined(cos), or_undefined(sin), rows);
+    for_dtype(first.scalar_type(), "attention", [&](auto zero) {
+      using T = decltype(zero);
+      const auto [q, k, v] = projections.heads<const T>(shape, projections.tensors);
+      const Cache<T> cache = cache_of<T>(shape, *keys, *values, rows, capacity);
+      kernels().of<T>().attention.step(shape, rows, lens, q, k, v, rotation, result.mutable_data_ptr<T>(), cache);
+    });
+    *out = new Tensor(result);
+  });
+}
+
+// Results are f32 of one number per row; `entropy` may be null.
+char* tch_ext_logits_stats(Tensor** logprobs, Tensor** lse, Tensor** entropy, const Tensor* logits,
+                           double inv_temperature, const Tensor* targets) {
+  return guard([&] {
+    check_logits(*logits, *targets);
+    const auto options = logits->options().dtype(at::kFloat).requires_grad(false);
+    const int64_t rows = logits->size(0);
+    Tensor l = at::empty({rows}, options), s = at::empty({rows}, options), e = entropy ? at::empty({rows}, options) : Tensor();
+    for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
+      using T = decltype(zero);
+      kernels().of<T>().logits.stats(rows, logits->size(1), logits->const_data_ptr<T>(), inv_temperature,
+                                     targets->const_data_ptr<int64_t>(), l.mutable_data_ptr<float>(),
+                                     s.mutable_data_ptr<float>(), entropy ? e.mutable_data_ptr<float>() : nullptr);
+    });
+    *logprobs = new Tensor(l);
+    *lse = new Tensor(s);
+    if (entropy) *entropy = new Tensor(e);
+  });
+}
+
+char* tch_ext_logits_gradient(Tensor* logits, double inv_temperature, const Tensor* targets, const Tensor* lse,
+                              const Tensor* coefficients) {
+  return guard([&] {
+    check_logits(*logits, *targets);
+    const int64_t rows = logits->size(0);
+    for (const Tensor* x : {lse, coefficients})
+      TORCH_CHECK(x->is_contiguous() && x->scalar_type() == at::kFloat && x->numel() == rows, "logits: ", x->sizes(),
+                  " numbers for ", rows, " rows");
+    for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
+      using T = decltype(zero);
+      kernels().of<T>().logits.gradient(rows, logits->size(1), logits->mutable_data_ptr<T>(), inv_temperature,
+                                        targets->const_data_ptr<int64_t>(), lse->const_data_ptr<float>(),
+                                        coefficients->const_data_ptr<float>());
+    });
+  });
+}
+
+// `draws` may be null; `tokens` and `logprobs` have room for a number per row.
+char* tch_ext_logits_sample(const Tensor* logits, double inv_temperature, const double* draws, int64_t* tokens,
+                            float* logprobs, size_t rows) {
+  return guard([&] {
+    TORCH_CHECK(logits->is_cpu() && logits->is_contiguous() && logits->dim() == 2 &&
+                    logits->size(0) == static_cast<int64_t>(rows) && logits->size(1) > 0,
+                "logits of shape ", logits->sizes(), " for ", rows, " rows");
+    for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
+      using T = decltype(zero);
+      kernels().of<T>().logits.sample(rows, logits->size(1), logits->const_data_ptr<T>(), inv_temperature, draws, tokens, logprobs);
+    });
+  });
+}
+
+// Adds to a leaf's gradient in place: grad += a b.
+char* tch_ext_add_product(const Tensor* leaf, const Tensor* a, const Tensor* b) {
+  return guard([&] {
+    at::NoGradGuard no_grad;
+    add_product(*leaf, *a, *b);
+  });
+}
+
+// Goes back from `x` through its graph with the gradient `grad`.
+char* tch_ext_backward(const Tensor* x, const Tensor* grad) {
+  return guard([&] { torch::autograd::backward({*x}, {*grad}); });
+}
+
+}  // extern "C"
