@@ -33,6 +33,11 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
+// What may be left out: autograd's functions take no undefined tensors.
+using MaybeTensor = std::optional<Tensor>;
+Tensor value_of(const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); }
+MaybeTensor maybe(const Tensor* tensor) { return tensor ? MaybeTensor(*tensor) : std::nullopt; }
+
 template <typename F>
 void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
   if (dtype == at::kFloat) return f(float{});
@@ -63,12 +68,12 @@ const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data
 struct Linear : torch::autograd::Function<Linear> {
   // `weight` and `bias` are the leaves, `used` and `used_bias` the same in the dtype of the product.
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& used,
-                        const Tensor& bias, const Tensor& used_bias, bool transposed) {
+                        const MaybeTensor& bias, const MaybeTensor& used_bias, bool transposed) {
     const Tensor input = x.to(used.scalar_type());
-    ctx->save_for_backward({input, weight, used, bias});
+    ctx->save_for_backward({input, weight, used, value_of(bias)});
     ctx->saved_data["transposed"] = transposed;
     ctx->saved_data["dtype"] = x.scalar_type();
-    return at::linear(input, transposed ? used.t() : used, used_bias.defined() ? c10::make_optional(used_bias) : c10::nullopt);
+    return at::linear(input, transposed ? used.t() : used, used_bias);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -194,13 +199,13 @@ std::pair<Tensor, Tensor> attend(const AttentionCall& call, const std::vector<Te
 }
 
 struct Attention : torch::autograd::Function<Attention> {
-  // `k` and `v` are undefined where `q` has all three.
-  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
-                        const Tensor& sin, const AttentionCall* call) {
+  // `k` and `v` are left out where `q` has all three.
+  static Tensor forward(AutogradContext* ctx, const Tensor& q, const MaybeTensor& k, const MaybeTensor& v,
+                        const MaybeTensor& cos, const MaybeTensor& sin, const AttentionCall* call) {
     std::vector<Tensor> inputs{q};
-    if (k.defined()) inputs.insert(inputs.end(), {k, v});
-    auto [out, lse] = attend(*call, inputs, cos, sin, {}, {}, 0);
-    ctx->save_for_backward({q, k, v, cos, sin, out, lse});
+    if (k) inputs.insert(inputs.end(), {*k, *v});
+    auto [out, lse] = attend(*call, inputs, value_of(cos), value_of(sin), {}, {}, 0);
+    ctx->save_for_backward({q, value_of(k), value_of(v), value_of(cos), value_of(sin), out, lse});
     const AttentionShape& s = call->shape;
     ctx->saved_data["starts"] = call->starts;
     ctx->saved_data["numbers"] =
@@ -231,17 +236,18 @@ struct Attention : torch::autograd::Function<Attention> {
       kernels().of<T>().attention.backward(call.shape, call.packed(), q, k, v, rotation, out.const_data_ptr<T>(),
                                            lse.const_data_ptr<float>(), g.const_data_ptr<T>(), dq, dk, dv);
     });
-    d_inputs.resize(3);
-    return {d_inputs[0], d_inputs[1], d_inputs[2], {}, {}, {}};
+    d_inputs.resize(6);  // nothing for the angles and the call
+    return d_inputs;
   }
 };
 
 // --- Norms ----------------------------------------------------------------------------------------------------------
 
 struct Norm : torch::autograd::Function<Norm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
-                        bool center, double offset, at::ScalarType dtype) {
-    const Tensor input = x.contiguous(), used = weight.to(at::kFloat), used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const MaybeTensor& maybe_bias,
+                        double eps, bool center, double offset, at::ScalarType dtype) {
+    const Tensor input = x.contiguous(), used = weight.to(at::kFloat), bias = value_of(maybe_bias);
+    const Tensor used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
     const int64_t width = input.size(-1);
     TORCH_CHECK(input.is_cpu() && input.scalar_type() == at::kFloat && width > 0 && used.is_contiguous() && used.numel() == width &&
                     (!bias.defined() || (used_bias.is_contiguous() && used_bias.numel() == width)),
@@ -319,7 +325,7 @@ extern "C" {
 char* tch_ext_linear(Tensor** out, const Tensor* x, const Tensor* weight, const Tensor* used, const Tensor* bias,
                      const Tensor* used_bias, bool transposed) {
   return guard([&] {
-    *out = new Tensor(Linear::apply(*x, *weight, *used, or_undefined(bias), or_undefined(used_bias), transposed));
+    *out = new Tensor(Linear::apply(*x, *weight, *used, maybe(bias), maybe(used_bias), transposed));
   });
 }
 
@@ -331,7 +337,7 @@ char* tch_ext_norm(Tensor** out, const Tensor* x, const Tensor* weight, const Te
                    double offset, bool bf16) {
   return guard([&] {
     const auto dtype = bf16 ? at::kBFloat16 : at::kFloat;
-    *out = new Tensor(Norm::apply(*x, *weight, or_undefined(bias), eps, center, offset, dtype));
+    *out = new Tensor(Norm::apply(*x, *weight, maybe(bias), eps, center, offset, dtype));
   });
 }
 
@@ -341,13 +347,12 @@ char* tch_ext_attention_packed(Tensor** out, const tch_ext_attention* attention,
                                const Tensor* keys, const Tensor* values, int64_t capacity) {
   return guard([&] {
     const AttentionCall call{shape_of(attention), std::vector<int64_t>(starts, starts + rows + 1), attention->by_head};
-    auto q = tensors(inputs, count);
     if (keys) {
-      *out = new Tensor(attend(call, q, or_undefined(cos), or_undefined(sin), *keys, *values, capacity).first);
+      *out = new Tensor(attend(call, tensors(inputs, count), or_undefined(cos), or_undefined(sin), *keys, *values, capacity).first);
       return;
     }
-    q.resize(3);
-    *out = new Tensor(Attention::apply(q[0], q[1], q[2], or_undefined(cos), or_undefined(sin), &call));
+    auto input = [&](size_t i) { return maybe(i < count ? inputs[i] : nullptr); };
+    *out = new Tensor(Attention::apply(*inputs[0], input(1), input(2), maybe(cos), maybe(sin), &call));
   });
 }
 
