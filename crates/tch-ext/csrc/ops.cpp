@@ -33,6 +33,12 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
+// An argument of autograd's functions that may be missing: they take no undefined tensors.
+using Maybe = std::optional<Tensor>;
+
+Maybe maybe(const Tensor* tensor) { return tensor ? Maybe(*tensor) : std::nullopt; }
+Tensor or_undefined(const Maybe& tensor) { return tensor.value_or(Tensor()); }
+
 template <typename F>
 void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
   if (dtype == at::kFloat) return f(float{});
@@ -63,12 +69,12 @@ const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data
 struct Linear : torch::autograd::Function<Linear> {
   // `weight` and `bias` are the leaves, `used` and `used_bias` the same in the dtype of the product.
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& used,
-                        const Tensor& bias, const Tensor& used_bias, bool transposed) {
+                        const Maybe& bias, const Maybe& used_bias, bool transposed) {
     const Tensor input = x.to(used.scalar_type());
-    ctx->save_for_backward({input, weight, used, bias});
+    ctx->save_for_backward({input, weight, used, or_undefined(bias)});
     ctx->saved_data["transposed"] = transposed;
     ctx->saved_data["dtype"] = x.scalar_type();
-    return at::linear(input, transposed ? used.t() : used, used_bias.defined() ? c10::make_optional(used_bias) : c10::nullopt);
+    return at::linear(input, transposed ? used.t() : used, used_bias);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -194,13 +200,14 @@ std::pair<Tensor, Tensor> attend(const AttentionCall& call, const std::vector<Te
 }
 
 struct Attention : torch::autograd::Function<Attention> {
-  // `k` and `v` are undefined where `q` has all three.
-  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
-                        const Tensor& sin, const AttentionCall* call) {
+  // `k` and `v` are missing where `q` has all three.
+  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Maybe& k, const Maybe& v, const Maybe& maybe_cos,
+                        const Maybe& maybe_sin, const AttentionCall* call) {
     std::vector<Tensor> inputs{q};
-    if (k.defined()) inputs.insert(inputs.end(), {k, v});
+    if (k) inputs.insert(inputs.end(), {*k, *v});
+    const Tensor cos = or_undefined(maybe_cos), sin = or_undefined(maybe_sin);
     auto [out, lse] = attend(*call, inputs, cos, sin, {}, {}, 0);
-    ctx->save_for_backward({q, k, v, cos, sin, out, lse});
+    ctx->save_for_backward({q, or_undefined(k), or_undefined(v), cos, sin, out, lse});
     const AttentionShape& s = call->shape;
     ctx->saved_data["starts"] = call->starts;
     ctx->saved_data["numbers"] =
@@ -239,9 +246,10 @@ struct Attention : torch::autograd::Function<Attention> {
 // --- Norms ----------------------------------------------------------------------------------------------------------
 
 struct Norm : torch::autograd::Function<Norm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Maybe& maybe_bias, double eps,
                         bool center, double offset, at::ScalarType dtype) {
-    const Tensor input = x.contiguous(), used = weight.to(at::kFloat), used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
+    const Tensor bias = or_undefined(maybe_bias), used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
+    const Tensor input = x.contiguous(), used = weight.to(at::kFloat);
     const int64_t width = input.size(-1);
     TORCH_CHECK(input.is_cpu() && input.scalar_type() == at::kFloat && width > 0 && used.is_contiguous() && used.numel() == width &&
                     (!bias.defined() || (used_bias.is_contiguous() && used_bias.numel() == width)),
@@ -290,8 +298,6 @@ void check_logits(const Tensor& logits, const Tensor& targets) {
               "logits: a target is outside the vocabulary of ", logits.size(1));
 }
 
-Tensor or_undefined(const Tensor* tensor) { return tensor ? *tensor : Tensor(); }
-
 }  // namespace
 }  // namespace tch_ext
 
@@ -319,7 +325,7 @@ extern "C" {
 char* tch_ext_linear(Tensor** out, const Tensor* x, const Tensor* weight, const Tensor* used, const Tensor* bias,
                      const Tensor* used_bias, bool transposed) {
   return guard([&] {
-    *out = new Tensor(Linear::apply(*x, *weight, *used, or_undefined(bias), or_undefined(used_bias), transposed));
+    *out = new Tensor(Linear::apply(*x, *weight, *used, maybe(bias), maybe(used_bias), transposed));
   });
 }
 
@@ -331,7 +337,7 @@ char* tch_ext_norm(Tensor** out, const Tensor* x, const Tensor* weight, const Te
                    double offset, bool bf16) {
   return guard([&] {
     const auto dtype = bf16 ? at::kBFloat16 : at::kFloat;
-    *out = new Tensor(Norm::apply(*x, *weight, or_undefined(bias), eps, center, offset, dtype));
+    *out = new Tensor(Norm::apply(*x, *weight, maybe(bias), eps, center, offset, dtype));
   });
 }
 
@@ -341,13 +347,13 @@ char* tch_ext_attention_packed(Tensor** out, const tch_ext_attention* attention,
                                const Tensor* keys, const Tensor* values, int64_t capacity) {
   return guard([&] {
     const AttentionCall call{shape_of(attention), std::vector<int64_t>(starts, starts + rows + 1), attention->by_head};
-    auto q = tensors(inputs, count);
     if (keys) {
-      *out = new Tensor(attend(call, q, or_undefined(cos), or_undefined(sin), *keys, *values, capacity).first);
+      const auto all = tensors(inputs, count);
+      *out = new Tensor(attend(call, all, or_undefined(maybe(cos)), or_undefined(maybe(sin)), *keys, *values, capacity).first);
       return;
     }
-    q.resize(3);
-    *out = new Tensor(Attention::apply(q[0], q[1], q[2], or_undefined(cos), or_undefined(sin), &call));
+    const auto input = [&](size_t i) { return maybe(i < count ? inputs[i] : nullptr); };
+    *out = new Tensor(Attention::apply(*input(0), input(1), input(2), maybe(cos), maybe(sin), &call));
   });
 }
 
@@ -362,7 +368,7 @@ char* tch_ext_attention_step(Tensor** out, const tch_ext_attention* attention, T
       TORCH_CHECK(lens[row] >= 0 && lens[row] < capacity, "attention: row ", row, " of the cache is full");
     const Tensor& first = projections.tensors[0];
     Tensor result = at::empty({static_cast<int64_t>(rows), shape.heads * shape.head_dim}, first.options());
-    const Rotation rotation = rotation_of(shape, or_undefined(cos), or_undefined(sin), rows);
+    const Rotation rotation = rotation_of(shape, or_undefined(maybe(cos)), or_undefined(maybe(sin)), rows);
     for_dtype(first.scalar_type(), "attention", [&](auto zero) {
       using T = decltype(zero);
       const auto [q, k, v] = projections.heads<const T>(shape, projections.tensors);
