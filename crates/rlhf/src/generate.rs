@@ -1,6 +1,6 @@
 //! Sampling with a key-value cache: ragged prompts in, responses out; a row that stops leaves the batch.
 
-use crate::model::CausalLm;
+use crate::model::{CausalLm, has_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -38,6 +38,14 @@ impl Sampling {
         match self {
             Sampling::Greedy => 1.0,
             Sampling::Random { temperature, .. } => temperature,
+        }
+    }
+
+    /// Whether some tokens cannot be drawn.
+    fn filters(self) -> bool {
+        match self {
+            Sampling::Greedy => false,
+            Sampling::Random { top_k, top_p, min_p, .. } => top_k > 0 || top_p < 1.0 || min_p > 0.0,
         }
     }
 
@@ -344,15 +352,22 @@ fn choose(
     draws: &[f64],
 ) -> Result<(Vec<i64>, Vec<f32>), usize> {
     let temperature = sampling.temperature();
-    let logits = logits / temperature;
+    let finite = |(tokens, logprobs): (Vec<i64>, Vec<f32>)| match logprobs.iter().position(|l| !l.is_finite()) {
+        Some(row) => Err(row),
+        None => Ok((tokens, logprobs)),
+    };
+    if adjusted.is_none() && !sampling.filters() && has_kernels(logits.kind(), logits.device()) {
+        let draws = (sampling != Sampling::Greedy).then_some(draws);
+        return finite(tch_ext::logits_sample(logits, temperature, draws));
+    }
+    let logits = logits.to_kind(Kind::Float) / temperature;
     let all = logits.log_softmax(-1, Kind::Float);
     let adjusted = adjusted.map(|adjusted| adjusted / temperature);
     let by = adjusted.as_ref().unwrap_or(&logits);
     let tokens = match sampling {
         Sampling::Greedy => by.argmax(-1, true),
         Sampling::Random { top_k, top_p, min_p, .. } => {
-            let filtered = top_k > 0 || top_p < 1.0 || min_p > 0.0;
-            let probs = if filtered || adjusted.is_some() {
+            let probs = if sampling.filters() || adjusted.is_some() {
                 filter(by, top_k, top_p, min_p).softmax(-1, Kind::Float)
             } else {
                 all.exp()
@@ -366,12 +381,8 @@ fn choose(
             target.searchsorted(&cumulative, false, true, "right", None::<&Tensor>).clamp_max(vocab - 1)
         }
     };
-    let list = |x: Tensor| Vec::<f32>::try_from(x.squeeze_dim(1)).expect("one number per row");
-    let logprobs = list(all.gather(1, &tokens, false));
-    match logprobs.iter().position(|logprob| !logprob.is_finite()) {
-        Some(row) => Err(row),
-        None => Ok((Vec::<i64>::try_from(tokens.squeeze_dim(1)).expect("one id per row"), logprobs)),
-    }
+    let logprobs = Vec::<f32>::try_from(all.gather(1, &tokens, false).squeeze_dim(1)).expect("one number per row");
+    finite((Vec::<i64>::try_from(tokens.squeeze_dim(1)).expect("one id per row"), logprobs))
 }
 
 /// Sets the logits of tokens outside top-k, then outside top-p, then below min-p to -inf; transformers' order.

@@ -39,8 +39,8 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use tch::{Device, Kind, Tensor};
 
-/// The most logits that are held at once where no gradient is needed, in elements (64 MiB of f32).
-const LOGITS_CHUNK: i64 = 1 << 24;
+/// The most logits that are held at once, in elements (32 MiB of f32).
+const LOGITS_CHUNK: i64 = 1 << 23;
 
 /// In what arithmetic a model computes; its results are f32 in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -114,7 +114,7 @@ impl Default for ModelOptions {
 
 /// Whether the kernels of tch-ext compute what is of this dtype on this device; `RLHF_KERNELS=plain` in the environment has
 /// libtorch's own operations compute everything, as they do where there are no kernels.
-fn has_kernels(kind: Kind, device: Device) -> bool {
+pub(crate) fn has_kernels(kind: Kind, device: Device) -> bool {
     static PLAIN: OnceLock<bool> = OnceLock::new();
     let plain = PLAIN.get_or_init(|| std::env::var_os("RLHF_KERNELS").is_some_and(|value| value == "plain"));
     !plain && tch_ext::has_kernels(kind, device)
@@ -133,6 +133,8 @@ struct Body {
     origin: Option<PathBuf>,
     /// What `adapter_config.json` says, where there is an adapter; without the base if that is `origin`.
     adapter: Option<Map<String, Value>>,
+    /// Whether training keeps only what goes into each layer, and computes the layer again on the way back.
+    gradient_checkpointing: bool,
 }
 
 /// The folder beside an adapter that holds its base, where no other folder does.
@@ -314,30 +316,65 @@ impl Body {
         Ok(())
     }
 
+    /// Hidden states of all tokens, packed.
     fn hidden<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<(Layout, Tensor)> {
-        self.hidden_dropping(sequences, None)
-    }
-
-    fn hidden_dropping<S: AsRef<[i64]>>(
-        &self,
-        sequences: &[S],
-        dropout: Option<&DropoutRows>,
-    ) -> Result<(Layout, Tensor)> {
         self.check(sequences)?;
         let layout = Layout::new(sequences, self.device);
-        let dropout = dropout
-            .filter(|rows| rows.share > 0.0 && self.adapter.is_some())
-            .map(|rows| Dropout::new(rows, &layout.lens));
-        let hidden = self.decoder.forward(&layout, None, dropout.as_ref());
+        let hidden = self.decoder.forward(&layout, None, None, None);
         Ok((layout, hidden))
     }
 
-    /// The rows of packed `hidden` at the positions `spans` of each sequence, each moved by `shift`.
-    fn rows_at(&self, layout: &Layout, hidden: &Tensor, spans: &[Range<usize>], shift: i64) -> Tensor {
+    /// Hidden states, `[M, embedding size]`, of the tokens at `spans` of each sequence, each moved by `shift`.
+    fn hidden_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>], shift: i64) -> Result<Tensor> {
+        self.check(sequences)?;
+        let layout = Layout::new(&self.needed(sequences, spans, shift), self.device);
+        let rows = self.rows_at(&layout, spans, shift);
+        Ok(self.decoder.forward(&layout, None, Some(&rows), None))
+    }
+
+    /// Has `f` make a gradient of [`Body::hidden_at`], and adds what follows from it to the gradients of the parameters. Where
+    /// `spans` are all empty nothing is asked or added.
+    fn learn<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        shift: i64,
+        dropout: Option<&DropoutRows>,
+        f: impl FnOnce(&Tensor) -> Result<Option<Tensor>>,
+    ) -> Result<()> {
+        self.check(sequences)?;
+        if spans.iter().all(Range::is_empty) {
+            return Ok(());
+        }
+        let dropout = dropout.filter(|rows| rows.share > 0.0 && self.adapter.is_some());
+        let layout = match dropout {
+            None => Layout::new(&self.needed(sequences, spans, shift), self.device),
+            Some(_) => Layout::new(sequences, self.device),
+        };
+        let dropout = dropout.map(|rows| Dropout::new(rows, &layout.lens));
+        let rows = self.rows_at(&layout, spans, shift);
+        self.decoder.learn(&layout, &rows, dropout.as_ref(), self.gradient_checkpointing, f)
+    }
+
+    /// The sequences as far as what is asked of them depends on them: not what comes behind, where tokens see only back.
+    fn needed<'s, S: AsRef<[i64]>>(&self, sequences: &'s [S], spans: &[Range<usize>], shift: i64) -> Vec<&'s [i64]> {
+        let whole = !self.config.causal || self.config.turns_by_length();
+        let pairs = sequences.iter().map(AsRef::as_ref).zip(spans);
+        pairs
+            .map(|(sequence, span)| match (whole, span.is_empty()) {
+                (true, _) => sequence,
+                (false, true) => &sequence[..1],
+                (false, false) => &sequence[..(span.end as i64 + shift) as usize],
+            })
+            .collect()
+    }
+
+    /// Where the positions `spans` of each sequence, each moved by `shift`, lie in the packed order.
+    fn rows_at(&self, layout: &Layout, spans: &[Range<usize>], shift: i64) -> Tensor {
         let spans = layout.starts.iter().zip(spans);
         let rows: Vec<i64> =
             spans.flat_map(|(start, span)| span.clone().map(move |t| start + t as i64 + shift)).collect();
-        hidden.index_select(0, &Tensor::from_slice(&rows).to_device(self.device))
+        Tensor::from_slice(&rows).to_device(self.device)
     }
 }
 
@@ -460,7 +497,8 @@ impl CausalLm {
         let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
         let lm_head = Linear::new(head, None, compute);
         let (origin, adapter) = (None, None);
-        let body = Body { decoder, params, config, device: options.device, kind: held, origin, adapter };
+        let (device, gradient_checkpointing) = (options.device, false);
+        let body = Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing };
         Ok((Self { body, lm_head }, extra))
     }
 
@@ -473,8 +511,7 @@ impl CausalLm {
     /// throughout, on the processor (a GPU chooses its sums by the shape of the batch), and its rotary angles do not depend on
     /// the length of the text.
     pub fn is_exact(&self) -> bool {
-        let dynamic = self.config().rope.is_some_and(|rope| matches!(rope.scaling, RopeScaling::Dynamic { .. }));
-        self.body.decoder.compute == Kind::Float && self.body.device == Device::Cpu && !dynamic
+        self.body.decoder.compute == Kind::Float && self.body.device == Device::Cpu && !self.config().turns_by_length()
     }
 
     /// Where the model lives.
@@ -497,13 +534,19 @@ impl CausalLm {
         self.body.set_trainable(trainable);
     }
 
+    /// Whether training keeps only what goes into each layer, and computes the layer again on the way back: less memory, about
+    /// a third more work, the same gradients.
+    pub fn set_gradient_checkpointing(&mut self, on: bool) {
+        self.body.gradient_checkpointing = on;
+    }
+
     /// Logits of every position, one `[length, vocab]` f32 tensor per sequence. For small things: all are in memory.
     ///
     /// # Errors
     /// If a sequence is empty, too long, or holds an id outside the vocabulary.
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
         let (layout, hidden) = self.body.hidden(sequences)?;
-        Ok(self.head(&hidden).split_with_sizes(&layout.lens, 0))
+        Ok(self.head(&hidden).to_kind(Kind::Float).split_with_sizes(&layout.lens, 0))
     }
 
     /// Hidden states after the final norm, one `[length, hidden]` f32 tensor per sequence; errors as [`CausalLm::logits`].
@@ -526,86 +569,144 @@ impl CausalLm {
         temperature: f64,
         with_entropy: bool,
     ) -> Result<TokenLogprobs> {
-        self.token_logprobs_dropping(sequences, spans, temperature, with_entropy, None)
+        self.body.check_spans(sequences, spans, 1)?;
+        // Each token is predicted at the position before it.
+        let hidden = self.body.hidden_at(sequences, spans, -1)?;
+        Ok(self.logprobs_of(&hidden, &self.targets(sequences, spans), temperature, with_entropy))
     }
 
-    /// [`CausalLm::token_logprobs`] with dropout in front of the adapters, for training.
+    /// [`CausalLm::token_logprobs`], detached, with the way back: adds the gradients of a loss to those of the parameters.
+    ///
+    /// `loss` gets the log-probabilities of some of the M tokens at a time, with their range among the M, and gives its share
+    /// of the loss, a scalar; what the loss says of one token may depend on that token alone. So logits are consumed where they
+    /// lie, in slices: none are kept.
     ///
     /// # Errors
     /// As [`CausalLm::token_logprobs`].
-    pub(crate) fn token_logprobs_dropping<S: AsRef<[i64]>>(
+    pub fn learn_logprobs<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        temperature: f64,
+        with_entropy: bool,
+        loss: impl FnMut(Range<i64>, &Tensor) -> Tensor,
+    ) -> Result<TokenLogprobs> {
+        self.learn_logprobs_dropping(sequences, spans, temperature, with_entropy, None, loss)
+    }
+
+    /// [`CausalLm::learn_logprobs`] with dropout in front of the adapters.
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`].
+    pub(crate) fn learn_logprobs_dropping<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         spans: &[Range<usize>],
         temperature: f64,
         with_entropy: bool,
         dropout: Option<&DropoutRows>,
+        mut loss: impl FnMut(Range<i64>, &Tensor) -> Tensor,
     ) -> Result<TokenLogprobs> {
         self.body.check_spans(sequences, spans, 1)?;
-        let (layout, hidden) = self.body.hidden_dropping(sequences, dropout)?;
-        self.logprobs_of(sequences, spans, &layout, &hidden, temperature, with_entropy)
+        let targets = self.targets(sequences, spans);
+        let mut found = Slices::new(with_entropy);
+        self.body.learn(sequences, spans, -1, dropout, |hidden| {
+            let gradient = hidden.zeros_like();
+            let by_kernels =
+                self.body.config.final_softcap.is_none() && has_kernels(self.body.decoder.compute, hidden.device());
+            for range in self.slices(hidden.size()[0]) {
+                let slice = |x: &Tensor| x.narrow(0, range.start, range.end - range.start);
+                let (hidden, targets, mut gradient) = (slice(hidden).detach(), slice(&targets), slice(&gradient));
+                if !by_kernels {
+                    let hidden = hidden.set_requires_grad(true);
+                    let now = self.plain_logprobs(&hidden, &targets, temperature, with_entropy);
+                    loss(range, &now.logprobs).backward();
+                    gradient.copy_(&hidden.grad());
+                    found.push(now);
+                    continue;
+                }
+                let (weight, used) = self.lm_head.weight();
+                let hidden = hidden.to_kind(used.kind());
+                let mut logits = tch::no_grad(|| hidden.linear::<&Tensor>(&used, None));
+                let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
+                let logprobs = stats.logprobs.set_requires_grad(true);
+                loss(range, &logprobs).backward();
+                tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &logprobs.grad());
+                gradient.copy_(&tch::no_grad(|| logits.matmul(&used)));
+                if weight.requires_grad() {
+                    tch_ext::add_product_to_grad(weight, &logits.tr(), &hidden);
+                }
+                found.push(TokenLogprobs { logprobs, entropy: stats.entropy });
+            }
+            Ok(Some(gradient))
+        })?;
+        Ok(found.join(self.body.device))
     }
 
-    /// [`CausalLm::token_logprobs`] where the hidden states are there.
-    fn logprobs_of<S: AsRef<[i64]>>(
-        &self,
-        sequences: &[S],
-        spans: &[Range<usize>],
-        layout: &Layout,
-        hidden: &Tensor,
-        temperature: f64,
-        with_entropy: bool,
-    ) -> Result<TokenLogprobs> {
-        let targets: Vec<i64> =
-            sequences.iter().zip(spans).flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
-        let targets = Tensor::from_slice(&targets).to_device(self.body.device).unsqueeze(1);
-        // Each token is predicted at the position before it.
-        let hidden = self.body.rows_at(layout, hidden, spans, -1);
-        let num_rows = hidden.size()[0];
-        let (mut logprobs, mut entropy) = (Vec::new(), Vec::new());
-        // In slices, so that without gradients only one slice's logits exist at a time.
-        let slice = (LOGITS_CHUNK / self.body.config.vocab_size).max(1);
-        for from in (0..num_rows).step_by(slice as usize) {
-            let len = slice.min(num_rows - from);
-            let logits = self.head(&hidden.narrow(0, from, len)) / temperature;
-            let all = logits.log_softmax(-1, Kind::Float);
-            drop(logits);
-            logprobs.push(all.gather(1, &targets.narrow(0, from, len), false).squeeze_dim(1));
-            if with_entropy {
-                entropy.push(entropy_of(&all.detach()));
-            }
+    /// The tokens at `spans`, `[M]` i64.
+    fn targets<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Tensor {
+        let pairs = sequences.iter().zip(spans);
+        let targets: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
+        Tensor::from_slice(&targets).to_device(self.body.device)
+    }
+
+    /// Ranges of rows whose logits may be held at once.
+    fn slices(&self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
+        let most = (LOGITS_CHUNK / self.body.config.vocab_size).max(1);
+        // All of a size: a short one at the end would be a product of a poor shape.
+        let len = (rows as u64).div_ceil((rows as u64).div_ceil(most as u64).max(1)).max(1) as i64;
+        (0..rows).step_by(len as usize).map(move |from| from..(from + len).min(rows))
+    }
+
+    /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`.
+    fn logprobs_of(&self, hidden: &Tensor, targets: &Tensor, temperature: f64, with_entropy: bool) -> TokenLogprobs {
+        let by_kernels = !hidden.requires_grad() && has_kernels(self.body.decoder.compute, hidden.device());
+        let mut found = Slices::new(with_entropy);
+        for range in self.slices(hidden.size()[0]) {
+            let slice = |x: &Tensor| x.narrow(0, range.start, range.end - range.start);
+            let (hidden, targets) = (slice(hidden), slice(targets));
+            found.push(match by_kernels {
+                true => {
+                    let stats = tch_ext::logits_stats(&self.head(&hidden), temperature, &targets, with_entropy);
+                    TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy }
+                }
+                false => self.plain_logprobs(&hidden, &targets, temperature, with_entropy),
+            });
         }
-        let join = |parts: Vec<Tensor>| match parts.len() {
-            0 => Tensor::zeros([0], (Kind::Float, self.body.device)),
-            _ => Tensor::cat(&parts, 0),
-        };
-        Ok(TokenLogprobs { logprobs: join(logprobs), entropy: with_entropy.then(|| join(entropy)) })
+        found.join(self.body.device)
+    }
+
+    /// [`CausalLm::logprobs_of`] by libtorch's own operations, differentiable, all logits at once.
+    fn plain_logprobs(&self, hidden: &Tensor, targets: &Tensor, temperature: f64, with_entropy: bool) -> TokenLogprobs {
+        let all = (self.head(hidden).to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float);
+        let logprobs = all.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1);
+        TokenLogprobs { logprobs, entropy: with_entropy.then(|| entropy_of(&all.detach())) }
     }
 
     /// Begins to decode: reads the prompts into a cache with room for `capacity` tokens per row.
     ///
-    /// Gives the cache and the logits of each row's next token, `[rows, vocab]` f32.
+    /// Gives the cache and the logits of each row's next token, `[rows, vocab]` f32 or bf16.
     pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: usize) -> Result<(KvCache, Tensor)> {
         self.body.check(prompts)?;
         let layout = Layout::new(prompts, self.body.device);
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity)?;
-        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), None);
-        let last: Vec<i64> = layout.starts.iter().zip(&layout.lens).map(|(start, len)| start + len - 1).collect();
-        let last = Tensor::from_slice(&last).to_device(self.body.device);
-        Ok((cache, self.head(&hidden.index_select(0, &last))))
+        let last: Vec<_> = layout.lens.iter().map(|&len| len as usize - 1..len as usize).collect();
+        let last = self.body.rows_at(&layout, &last, 0);
+        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None);
+        Ok((cache, self.head(&hidden)))
     }
 
-    /// Appends one token to every row of the cache; gives the logits of the next, `[rows, vocab]` f32.
+    /// Appends one token to every row of the cache; gives the logits of the next, `[rows, vocab]` f32 or bf16.
     pub(crate) fn decode(&self, tokens: &[i64], cache: &mut KvCache) -> Tensor {
         let tokens = Tensor::from_slice(tokens).to_device(self.body.device);
         self.head(&self.body.decoder.forward_step(&tokens, cache))
     }
 
-    /// Logits of hidden states, `[M, vocab]` f32.
+    /// Logits of hidden states, `[M, vocab]` in the dtype of products, or f32.
     fn head(&self, hidden: &Tensor) -> Tensor {
-        let logits = self.lm_head.forward(hidden).to_kind(Kind::Float);
+        let logits = self.lm_head.forward(hidden);
         match self.body.config.final_softcap {
-            Some(cap) => (logits / cap).tanh() * cap,
+            Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
             None => logits,
         }
     }
@@ -636,6 +737,31 @@ impl CausalLm {
             self.body.save(dir, &config, max_shard_bytes)?;
             weights::write_text(&dir.join("generation_config.json"), &weights::pretty(&generation.into()))
         })
+    }
+}
+
+/// Log-probabilities that come a slice at a time.
+struct Slices {
+    logprobs: Vec<Tensor>,
+    entropy: Option<Vec<Tensor>>,
+}
+
+impl Slices {
+    fn new(with_entropy: bool) -> Self {
+        Self { logprobs: Vec::new(), entropy: with_entropy.then(Vec::new) }
+    }
+
+    fn push(&mut self, slice: TokenLogprobs) {
+        self.logprobs.push(slice.logprobs);
+        self.entropy.iter_mut().for_each(|parts| parts.extend(slice.entropy.as_ref().map(Tensor::shallow_clone)));
+    }
+
+    fn join(self, device: Device) -> TokenLogprobs {
+        let join = |parts: Vec<Tensor>| match parts.len() {
+            0 => Tensor::zeros([0], (Kind::Float, device)),
+            _ => Tensor::cat(&parts, 0),
+        };
+        TokenLogprobs { logprobs: join(self.logprobs), entropy: self.entropy.map(join) }
     }
 }
 

@@ -95,7 +95,8 @@ impl SequenceClassifier {
         let chosen = Label::One(0);
         let new_head = new_head.is_some();
         let origin = Some(dir.to_path_buf());
-        let body = Body { decoder, params, config, device: options.device, kind: held, origin, adapter: None };
+        let (device, adapter, gradient_checkpointing) = (options.device, None, false);
+        let body = Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing };
         Ok(Self { body, head, labels, chosen, new_head, deepspeed_chat })
     }
 
@@ -236,12 +237,41 @@ impl SequenceClassifier {
     /// As [`super::CausalLm::logits`]; if a span is not within its sequence; if the model fails
     /// [`SequenceClassifier::check_values`].
     pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
-        let (Head::Score(score), 1) = (&self.head, self.labels.len()) else {
-            return Err(Error::Run("a value at a position: expected a decoder with one label".into()));
-        };
+        let score = self.value_head()?;
         self.body.check_spans(sequences, spans, 0)?;
-        let (layout, hidden) = self.body.hidden(sequences)?;
-        Ok(score.forward(&self.body.rows_at(&layout, &hidden, spans, 0)).squeeze_dim(1))
+        Ok(score.forward(&self.body.hidden_at(sequences, spans, 0)?).squeeze_dim(1))
+    }
+
+    /// [`SequenceClassifier::values_at`], detached, with the way back: adds the gradients of `loss`, a scalar made of the values
+    /// `[M]`, to those of the parameters.
+    ///
+    /// # Errors
+    /// As [`SequenceClassifier::values_at`].
+    pub fn learn_values<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        loss: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<()> {
+        let score = self.value_head()?;
+        self.body.check_spans(sequences, spans, 0)?;
+        self.body.learn(sequences, spans, 0, None, |hidden| {
+            loss(&score.forward(hidden).squeeze_dim(1)).backward();
+            Ok(Some(hidden.grad()))
+        })
+    }
+
+    /// The head of a model that passes [`SequenceClassifier::check_values`].
+    fn value_head(&self) -> Result<&Linear> {
+        match (&self.head, self.labels.len()) {
+            (Head::Score(score), 1) => Ok(score),
+            _ => Err(Error::Run("a value at a position: expected a decoder with one label".into())),
+        }
+    }
+
+    /// Whether training keeps only what goes into each layer, as [`super::CausalLm::set_gradient_checkpointing`] says.
+    pub fn set_gradient_checkpointing(&mut self, on: bool) {
+        self.body.gradient_checkpointing = on;
     }
 
     /// The logits of each sequence, read at its last token, by an encoder at its first: `[rows, labels]` f32.
@@ -249,27 +279,8 @@ impl SequenceClassifier {
     /// # Errors
     /// As [`super::CausalLm::logits`].
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
-        self.logits_dropping(sequences, None)
-    }
-
-    fn logits_dropping<S: AsRef<[i64]>>(&self, sequences: &[S], dropout: Option<&DropoutRows>) -> Result<Tensor> {
-        let (layout, hidden) = self.body.hidden_dropping(sequences, dropout)?;
-        let lens = sequences.iter().map(|s| s.as_ref().len());
-        let spans: Vec<_> = match self.head {
-            Head::Score(_) => lens.map(|len| len - 1..len).collect(),
-            Head::Dense { .. } => lens.map(|_| 0..1).collect(),
-        };
-        let hidden = self.body.rows_at(&layout, &hidden, &spans, 0);
-        Ok(match &self.head {
-            Head::Score(score) => score.forward(&hidden),
-            Head::Dense { inner, activation, out } => {
-                let inner = inner.forward(&hidden);
-                out.forward(&match activation {
-                    HeadActivation::Tanh => inner.tanh(),
-                    HeadActivation::Relu => inner.relu(),
-                })
-            }
-        })
+        self.body.check(sequences)?;
+        Ok(self.head.forward(&self.body.hidden_at(sequences, &self.read_at(sequences), 0)?))
     }
 
     /// The score of each sequence: its logit for the chosen label, `[rows]` f32.
@@ -277,23 +288,41 @@ impl SequenceClassifier {
     /// # Errors
     /// As [`super::CausalLm::logits`].
     pub fn scores<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
-        self.scores_dropping(sequences, None)
+        Ok(self.chosen_of(&self.logits(sequences)?))
     }
 
-    /// [`SequenceClassifier::scores`] with dropout in front of the adapters, for training.
+    /// [`SequenceClassifier::scores`], detached, with the way back and dropout in front of the adapters: adds the gradients of
+    /// `loss`, a scalar made of the scores `[rows]`, to those of the parameters.
     ///
     /// # Errors
     /// As [`super::CausalLm::logits`].
-    pub(crate) fn scores_dropping<S: AsRef<[i64]>>(
+    pub(crate) fn learn_scores<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         dropout: Option<&DropoutRows>,
-    ) -> Result<Tensor> {
-        let logits = self.logits_dropping(sequences, dropout)?;
-        Ok(match self.chosen {
+        loss: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<()> {
+        self.body.check(sequences)?;
+        self.body.learn(sequences, &self.read_at(sequences), 0, dropout, |hidden| {
+            loss(&self.chosen_of(&self.head.forward(hidden))).backward();
+            Ok(Some(hidden.grad()))
+        })
+    }
+
+    /// Where the label is read.
+    fn read_at<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Vec<Range<usize>> {
+        let lens = sequences.iter().map(|s| s.as_ref().len());
+        match self.head {
+            Head::Score(_) => lens.map(|len| len - 1..len).collect(),
+            Head::Dense { .. } => lens.map(|_| 0..1).collect(),
+        }
+    }
+
+    fn chosen_of(&self, logits: &Tensor) -> Tensor {
+        match self.chosen {
             Label::One(i) => logits.select(1, i),
             Label::Difference(i, j) => logits.select(1, i) - logits.select(1, j),
-        })
+        }
     }
 
     /// Writes `config.json` and the weights below `dir`; transformers reads them, or DeepSpeed-Chat where they came from
@@ -323,6 +352,20 @@ impl Head {
         match self {
             Head::Score(_) => None,
             Head::Dense { inner, .. } => Some(inner),
+        }
+    }
+
+    /// Hidden states to logits, f32.
+    fn forward(&self, hidden: &Tensor) -> Tensor {
+        match self {
+            Head::Score(score) => score.forward(hidden),
+            Head::Dense { inner, activation, out } => {
+                let inner = inner.forward(hidden);
+                out.forward(&match activation {
+                    HeadActivation::Tanh => inner.tanh(),
+                    HeadActivation::Relu => inner.relu(),
+                })
+            }
         }
     }
 

@@ -511,6 +511,11 @@ fn brief(value: &Value) -> String {
 }
 
 impl Shape {
+    /// Whether a token's rotary angles depend on the length of the whole text.
+    pub(super) fn turns_by_length(&self) -> bool {
+        self.rope.is_some_and(|rope| matches!(rope.scaling, RopeScaling::Dynamic { .. }))
+    }
+
     /// What the families' readers change where they differ: a decoder with biases, layer norms and learned positions.
     pub(super) fn biased(f: &Fields<'_>, vocab_size: i64, hidden_size: i64, heads: i64, layers: i64) -> Result<Self> {
         if layers > MOST_LAYERS {

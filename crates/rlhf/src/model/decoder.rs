@@ -47,6 +47,13 @@ enum Attention<'a> {
     Step(&'a mut KvCache),
 }
 
+/// What all layers of one forward pass share.
+struct Pass<'a> {
+    attention: Attention<'a>,
+    rotation: Option<(Tensor, Tensor)>,
+    dropout: Option<&'a Dropout>,
+}
+
 impl Decoder {
     pub(crate) fn new(shape: &Shape, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
         b.check_layers(shape.num_hidden_layers)?;
@@ -91,16 +98,87 @@ impl Decoder {
         self.project.iter_mut().flatten().chain(self.layers.iter_mut().flat_map(Layer::linears_mut))
     }
 
-    /// Hidden states after the final norm, `[N, embedding size]` f32, of whole sequences; fills `cache` if there is one.
-    pub(crate) fn forward(&self, layout: &Layout, cache: Option<&mut KvCache>, dropout: Option<&Dropout>) -> Tensor {
-        self.run(&layout.tokens, &layout.positions, &mut Attention::Sequences(layout, cache), dropout)
+    /// Hidden states after the final norm, f32, of whole sequences: of the tokens at `rows` `[M]` i64 of the packed order, or
+    /// of all; `[M, embedding size]`. Fills `cache` if there is one.
+    pub(crate) fn forward(
+        &self,
+        layout: &Layout,
+        cache: Option<&mut KvCache>,
+        rows: Option<&Tensor>,
+        dropout: Option<&Dropout>,
+    ) -> Tensor {
+        let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
+        let mut pass = self.pass(&layout.positions, Attention::Sequences(layout, cache), dropout);
+        for i in 0..self.layers.len() {
+            x = self.layer(i, &x, &mut pass, rows);
+        }
+        self.finish(x, rows, dropout)
     }
 
     /// Hidden states, [rows, embedding size] f32, of one more token per row; `tokens` is `[rows]` i64.
     pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
         let positions = cache.next_positions();
         cache.begin_step();
-        self.run(tokens, &positions, &mut Attention::Step(cache), None)
+        let mut x = self.embed(tokens, &positions, None);
+        let mut pass = self.pass(&positions, Attention::Step(cache), None);
+        for i in 0..self.layers.len() {
+            x = self.layer(i, &x, &mut pass, None);
+        }
+        self.finish(x, None, None)
+    }
+
+    /// [`Decoder::forward`], and back by the gradient that `f` makes of the hidden states.
+    ///
+    /// With `checkpoints` only what goes into each layer is kept, and the layer is computed again on the way back.
+    pub(crate) fn learn(
+        &self,
+        layout: &Layout,
+        rows: &Tensor,
+        dropout: Option<&Dropout>,
+        checkpoints: bool,
+        f: impl FnOnce(&Tensor) -> Result<Option<Tensor>>,
+    ) -> Result<()> {
+        let gradient_of = |hidden: &Tensor| f(&hidden.detach().set_requires_grad(true));
+        if !checkpoints {
+            let hidden = self.forward(layout, None, Some(rows), dropout);
+            if let Some(gradient) = gradient_of(&hidden)? {
+                tch_ext::backward(&hidden, &gradient);
+            }
+            return Ok(());
+        }
+        let rows = Some(rows);
+        let state = || dropout.map(Dropout::state);
+        let recall = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
+        let mut pass = self.pass(&layout.positions, Attention::Sequences(layout, None), dropout);
+        let mut kept = Vec::with_capacity(self.layers.len());
+        let begin = state();
+        let top = tch::no_grad(|| {
+            let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
+            for i in 0..self.layers.len() {
+                let state = state();
+                let out = self.layer(i, &x, &mut pass, rows);
+                kept.push((std::mem::replace(&mut x, out), state));
+            }
+            x
+        });
+        let top = top.set_requires_grad(true);
+        let hidden = self.finish(top.shallow_clone(), rows, dropout);
+        let Some(gradient) = gradient_of(&hidden)? else { return Ok(()) };
+        tch_ext::backward(&hidden, &gradient);
+        let mut gradient = top.grad();
+        for i in (0..self.layers.len()).rev() {
+            let (x, state) = kept.pop().expect("one per layer");
+            recall(state);
+            let x = x.set_requires_grad(true);
+            tch_ext::backward(&self.layer(i, &x, &mut pass, rows), &gradient);
+            gradient = x.grad();
+        }
+        recall(begin);
+        let x = self.embed(&layout.tokens, &layout.positions, dropout);
+        if x.requires_grad() {
+            tch_ext::backward(&x, &gradient);
+        }
+        Ok(())
     }
 
     /// A cache for `rows` sequences of at most `capacity` tokens.
@@ -115,49 +193,63 @@ impl Decoder {
         )
     }
 
-    #[allow(clippy::assign_op_pattern)] // `x += ...` adds in place, into what the norm keeps for its backward pass
-    fn run(
-        &self,
-        tokens: &Tensor,
-        positions: &Tensor,
-        attention: &mut Attention<'_>,
-        dropout: Option<&Dropout>,
-    ) -> Tensor {
-        let mut x = self.embed(tokens, positions, dropout);
-        let rotation = self.rotation(positions, attention);
-        for (i, layer) in self.layers.iter().enumerate() {
-            let mut attend = |x: &Tensor| self.attention(i, layer, x, rotation.as_ref(), attention, dropout);
-            match (self.shape.order, &layer.output_norms) {
-                (Order::Parallel, _) => {
-                    let attended = attend(&layer.input_norm.forward(&x, self.compute));
-                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, self.compute), dropout);
-                    x = x + attended + fed;
-                }
-                (Order::Post, _) => {
-                    x = layer.input_norm.forward(&(&x + attend(&x)), Kind::Float);
-                    x = layer.mlp_norm.forward(&(&x + self.mlp(layer, &x, dropout)), Kind::Float);
-                }
-                (Order::Sandwich, Some([behind_attention, behind_mlp])) => {
-                    let behind = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
-                    let attended = attend(&layer.input_norm.forward(&x, self.compute));
-                    x = x + behind(behind_attention, &attended);
-                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, self.compute), dropout);
-                    x = x + behind(behind_mlp, &fed);
-                }
-                (Order::Pre | Order::Sandwich, _) => {
-                    let attended = attend(&layer.input_norm.forward(&x, self.compute));
-                    x = x + attended;
-                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, self.compute), dropout);
-                    x = x + fed;
-                }
+    fn pass<'a>(&self, positions: &Tensor, attention: Attention<'a>, dropout: Option<&'a Dropout>) -> Pass<'a> {
+        Pass { rotation: self.rotation(positions, &attention), attention, dropout }
+    }
+
+    /// The rows that the last layer goes on with: behind its attention nothing but what is asked for is computed. With dropout
+    /// all rows go on to the end, so that its draws do not depend on what is asked for.
+    fn rows_from<'r>(&self, i: usize, rows: Option<&'r Tensor>, dropout: Option<&Dropout>) -> Option<&'r Tensor> {
+        rows.filter(|_| i + 1 == self.layers.len() && dropout.is_none())
+    }
+
+    /// The residual stream behind layer `i`.
+    fn layer(&self, i: usize, x: &Tensor, pass: &mut Pass<'_>, rows: Option<&Tensor>) -> Tensor {
+        let layer = &self.layers[i];
+        let (compute, dropout) = (self.compute, pass.dropout);
+        let rows = self.rows_from(i, rows, dropout);
+        let keep = |x: &Tensor| rows.map_or_else(|| x.shallow_clone(), |rows| x.index_select(0, rows));
+        let mut attend =
+            |x: &Tensor| layer.attention_out.forward_dropping(&keep(&self.attention(i, layer, x, pass)), dropout);
+        match (self.shape.order, &layer.output_norms) {
+            (Order::Parallel, _) => {
+                let attended = attend(&layer.input_norm.forward(x, compute));
+                let x = keep(x);
+                let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
+                x + attended + fed
+            }
+            (Order::Post, _) => {
+                let attended = attend(x);
+                let x = layer.input_norm.forward(&(keep(x) + attended), Kind::Float);
+                layer.mlp_norm.forward(&(&x + self.mlp(layer, &x, dropout)), Kind::Float)
+            }
+            (Order::Sandwich, Some([behind_attention, behind_mlp])) => {
+                let behind = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
+                let attended = attend(&layer.input_norm.forward(x, compute));
+                let x = keep(x) + behind(behind_attention, &attended);
+                let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
+                x + behind(behind_mlp, &fed)
+            }
+            (Order::Pre | Order::Sandwich, _) => {
+                let attended = attend(&layer.input_norm.forward(x, compute));
+                let x = keep(x) + attended;
+                let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
+                x + fed
             }
         }
+    }
+
+    /// What comes behind the layers.
+    fn finish(&self, mut x: Tensor, rows: Option<&Tensor>, dropout: Option<&Dropout>) -> Tensor {
         if let Some(norm) = &self.final_norm {
             x = norm.forward(&x, Kind::Float);
         }
-        match &self.project {
-            Some([_, outward]) => outward.forward_dropping(&x, dropout).to_kind(Kind::Float),
-            None => x,
+        if let Some([_, outward]) = &self.project {
+            x = outward.forward_dropping(&x, dropout).to_kind(Kind::Float);
+        }
+        match (rows, dropout) {
+            (Some(rows), Some(_)) => x.index_select(0, rows),
+            _ => x,
         }
     }
 
@@ -221,23 +313,16 @@ impl Decoder {
         Some((angles.cos(), angles.sin()))
     }
 
-    fn attention(
-        &self,
-        index: usize,
-        layer: &Layer,
-        x: &Tensor,
-        rotation: Option<&(Tensor, Tensor)>,
-        attention: &mut Attention<'_>,
-        dropout: Option<&Dropout>,
-    ) -> Tensor {
-        let projections: Vec<Tensor> = layer.qkv.iter().map(|linear| linear.forward_dropping(x, dropout)).collect();
+    /// The heads' results, [N, heads * head_dim].
+    fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
+        let projections: Vec<Tensor> = layer.qkv.iter().map(project).collect();
         let fits = layer.qk_norm.is_none() || projections.len() == 3;
-        let out = if fits && has_kernels(self.compute, x.device()) {
-            self.attend_by_kernels(index, layer, projections, rotation, attention)
+        if fits && has_kernels(self.compute, x.device()) {
+            self.attend_by_kernels(index, layer, projections, pass)
         } else {
-            self.attend_plainly(index, layer, &projections, rotation, attention)
-        };
-        layer.attention_out.forward_dropping(&out, dropout)
+            self.attend_plainly(index, layer, &projections, pass)
+        }
     }
 
     fn attend_by_kernels(
@@ -245,9 +330,9 @@ impl Decoder {
         index: usize,
         layer: &Layer,
         mut projections: Vec<Tensor>,
-        rotation: Option<&(Tensor, Tensor)>,
-        attention: &mut Attention<'_>,
+        pass: &mut Pass<'_>,
     ) -> Tensor {
+        let rotation = pass.rotation.as_ref();
         let c = &self.shape;
         for (norm, x) in layer.qk_norm.iter().flatten().zip(&mut projections) {
             let by_head = x.view([-1, c.head_dim]).to_kind(Kind::Float);
@@ -255,7 +340,7 @@ impl Decoder {
         }
         let by_head = matches!(c.family.names.qkv, Qkv::FusedByHead(_));
         let kernel = layer.scores.kernel(c.num_attention_heads, c.num_key_value_heads, c.head_dim, by_head);
-        match attention {
+        match &mut pass.attention {
             Attention::Step(cache) => cache.attend_step_by_kernel(index, &kernel, &projections, rotation),
             Attention::Sequences(layout, cache) => {
                 let cache = cache.as_mut().map(|cache| cache.fill(index, layout));
@@ -265,14 +350,7 @@ impl Decoder {
     }
 
     /// Attention by libtorch's own operations: what the kernels are measured by, and what runs where there are none.
-    fn attend_plainly(
-        &self,
-        index: usize,
-        layer: &Layer,
-        projections: &[Tensor],
-        rotation: Option<&(Tensor, Tensor)>,
-        attention: &mut Attention<'_>,
-    ) -> Tensor {
+    fn attend_plainly(&self, index: usize, layer: &Layer, projections: &[Tensor], pass: &mut Pass<'_>) -> Tensor {
         let c = &self.shape;
         let (heads, kv_heads, head_dim) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
         let [q, k, v] = match (projections, c.family.names.qkv) {
@@ -290,12 +368,12 @@ impl Decoder {
                 (norm(q_norm, &q), norm(k_norm, &k))
             }
         };
-        let (q, k) = match rotation {
+        let (q, k) = match &pass.rotation {
             None => (q, k),
             Some(angles) => (rotate(&q, angles), rotate(&k, angles)),
         };
         let (q, k, v) = (q.to_kind(self.compute), k.to_kind(self.compute), v.to_kind(self.compute));
-        match attention {
+        match &mut pass.attention {
             Attention::Step(cache) => cache.attend_step(index, &layer.scores, &q, &k, &v),
             Attention::Sequences(layout, cache) => {
                 if let Some(cache) = cache {

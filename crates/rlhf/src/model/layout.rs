@@ -94,8 +94,7 @@ impl Layout {
                 .flat_map(|(&start, &len)| (0..self.width).map(move |t| start + t.min(len - 1).max(0)))
                 .collect();
             let rows = self.lens.iter().zip(0i64..);
-            let places: Vec<i64> =
-                rows.flat_map(|(&len, row)| (0..len).map(move |t| row * self.width + t)).collect();
+            let places: Vec<i64> = rows.flat_map(|(&len, row)| (0..len).map(move |t| row * self.width + t)).collect();
             let on_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(self.tokens.device());
             (on_device(&slots), on_device(&places))
         })

@@ -211,6 +211,16 @@ impl Dropout {
         Self { share: rows.share, rows: RefCell::new(streams.collect()) }
     }
 
+    /// Where the draws stand.
+    pub(super) fn state(&self) -> Vec<(Stream, i64)> {
+        self.rows.borrow().clone()
+    }
+
+    /// Goes back to where [`Dropout::state`] was asked for, so that a layer that is computed again leaves out the same.
+    pub(super) fn set_state(&self, state: Vec<(Stream, i64)>) {
+        *self.rows.borrow_mut() = state;
+    }
+
     /// `x` `[N, width]` with some elements 0 and the others larger, so that their expectation stays.
     fn apply(&self, x: &Tensor) -> Tensor {
         let width = x.size()[1];

@@ -65,8 +65,7 @@ impl CausalLmWithValueHead {
     pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
         let body = &self.lm.body;
         body.check_spans(sequences, spans, 0)?;
-        let (layout, hidden) = body.hidden(sequences)?;
-        Ok(self.head.forward(&body.rows_at(&layout, &hidden, spans, 0)).squeeze_dim(1))
+        Ok(self.head.forward(&body.hidden_at(sequences, spans, 0)?).squeeze_dim(1))
     }
 
     /// [`CausalLm::token_logprobs`] of the tokens at `token_spans` and [`CausalLmWithValueHead::values_at`] of
@@ -83,9 +82,10 @@ impl CausalLmWithValueHead {
         body.check_spans(sequences, token_spans, 1)?;
         body.check_spans(sequences, value_spans, 0)?;
         let (layout, hidden) = body.hidden(sequences)?;
-        let values = self.head.forward(&body.rows_at(&layout, &hidden, value_spans, 0)).squeeze_dim(1);
-        let logprobs = self.lm.logprobs_of(sequences, token_spans, &layout, &hidden, temperature, with_entropy)?;
-        Ok((logprobs, values))
+        let at = |spans, shift| hidden.index_select(0, &body.rows_at(&layout, spans, shift));
+        let values = self.head.forward(&at(value_spans, 0)).squeeze_dim(1);
+        let targets = self.lm.targets(sequences, token_spans);
+        Ok((self.lm.logprobs_of(&at(token_spans, -1), &targets, temperature, with_entropy), values))
     }
 
     /// Writes the language model with its value head in the same files, as TRL does; [`CausalLm::from_pretrained`] and

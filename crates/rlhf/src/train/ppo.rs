@@ -11,7 +11,7 @@ use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::reward::RewardModel;
 use crate::rng::{Purpose, Stream};
-use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, targets, to_slots};
+use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, targets};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
@@ -474,50 +474,39 @@ impl Learner {
         stats: &mut StepStats,
         config: &PpoConfig,
     ) -> Result<()> {
-        let width = experience.width();
         let sequences: Vec<&Vec<i64>> = rows.iter().map(|&row| &experience.sequences[row]).collect();
-        let lengths: Vec<i64> = rows.iter().map(|&row| experience.lengths[row]).collect();
-        let counts: Vec<i64> = rows.iter().map(|&row| experience.value_counts[row]).collect();
         let index = Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>());
         let index = index.to_device(self.policy.device());
-        let slots = |x: &Tensor| x.index_select(0, &index);
+        // The counted slots of these rows, row after row: as the models give their numbers.
+        let packed = |x: &Tensor, mask: &Tensor| x.index_select(0, &index).masked_select(&mask.index_select(0, &index));
+        let all = |x: &Tensor| x.ones_like().to_kind(Kind::Bool);
         let number = |x: &Tensor| x.double_value(&[]);
 
+        let old = packed(&experience.logprobs, &experience.response_mask);
+        let advantages = packed(&targets.advantages, &experience.response_mask);
         let spans: Vec<_> = rows.iter().map(|&row| experience.token_span(row)).collect();
-        let new = self.policy.token_logprobs(&sequences, &spans, config.temperature, true)?;
-        let policy = ppo::policy_loss(
-            &to_slots(&new.logprobs, &lengths, width),
-            &slots(&experience.logprobs),
-            &slots(&targets.advantages),
-            &slots(&experience.response_mask),
-            config.cliprange,
-        );
-        // The two models share nothing, so the policy's activations go before the value model's come.
-        // Without a single response token there is nothing to learn, and no graph to go back through.
-        if lengths.iter().any(|&len| len > 0) {
-            (&policy.sum / stats.tokens).backward();
-        }
-
-        let spans: Vec<_> = rows.iter().map(|&row| experience.value_span(row)).collect();
-        let values = self.value.values_at(&sequences, &spans)?;
-        let value = ppo::value_loss(
-            &to_slots(&values, &counts, width),
-            &slots(&experience.values),
-            &slots(&targets.returns),
-            &slots(&experience.value_mask),
-            config.cliprange_value,
-        );
-        (&value.sum * (config.vf_coef / stats.value_slots)).backward();
-
-        stats.policy_loss += number(&policy.sum);
-        stats.value_loss += number(&value.sum);
-        stats.policy_clipped += number(&policy.clipped);
-        stats.value_clipped += number(&value.clipped);
-        stats.approx_kl += number(&policy.approx_kl);
+        let new = self.policy.learn_logprobs(&sequences, &spans, config.temperature, true, |tokens, logprobs| {
+            let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
+            let loss = ppo::policy_loss(logprobs, &here(&old), &here(&advantages), &all(logprobs), config.cliprange);
+            stats.policy_loss += number(&loss.sum);
+            stats.policy_clipped += number(&loss.clipped);
+            stats.approx_kl += number(&loss.approx_kl);
+            stats.ratio += number(&loss.ratio.sum(Kind::Float));
+            stats.ratio_squared += number(&loss.ratio.square().sum(Kind::Float));
+            loss.sum / stats.tokens
+        })?;
         stats.entropy += new.entropy.map_or(0.0, |entropy| number(&entropy.sum(Kind::Float)));
-        stats.ratio += number(&policy.ratio.sum(Kind::Float));
-        stats.ratio_squared += number(&policy.ratio.square().sum(Kind::Float));
-        Ok(())
+
+        // The two models share nothing, so the policy's activations are gone before the value model's come.
+        let old = packed(&experience.values, &experience.value_mask);
+        let returns = packed(&targets.returns, &experience.value_mask);
+        let spans: Vec<_> = rows.iter().map(|&row| experience.value_span(row)).collect();
+        self.value.learn_values(&sequences, &spans, |values| {
+            let loss = ppo::value_loss(values, &old, &returns, &all(values), config.cliprange_value);
+            stats.value_loss += number(&loss.sum);
+            stats.value_clipped += number(&loss.clipped);
+            loss.sum * (config.vf_coef / stats.value_slots)
+        })
     }
 }
 

@@ -119,8 +119,9 @@ fn run_updates(
             let rows = pairs.clone().map(|pair| 2 * pair).chain(pairs.map(|pair| 2 * pair + 1)).collect();
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
             let dropout = DropoutRows { share, seed, update: *done as u64, rows };
-            let loss = since.add(model, micro_batch, config, Some(&dropout))?;
-            (loss / batch.len() as f64).backward();
+            model.learn_scores(&sides(micro_batch), Some(&dropout), |scores| {
+                since.add(scores, config) / batch.len() as f64
+            })?;
         }
         let lr = config.learning_rate * lr_factor(&config.optimizer, *done, plan.num_updates);
         since.grad_norm += optimizer.step(lr)?;
@@ -139,7 +140,8 @@ fn run_updates(
             if last && !eval.is_empty() {
                 let mut totals = Totals::default();
                 for batch in eval.chunks(config.per_device_eval_batch_size) {
-                    let _ = tch::no_grad(|| totals.add(model, &batch.iter().collect::<Vec<_>>(), config, None))?;
+                    let scores = tch::no_grad(|| model.scores(&sides(&batch.iter().collect::<Vec<_>>())))?;
+                    let _ = totals.add(&scores, config);
                 }
                 totals.push(&mut metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
             }
@@ -178,6 +180,11 @@ fn leave_out_long(mut pairs: Vec<Pair>, max_length: usize, path: &Path) -> Resul
     Ok((pairs, warnings))
 }
 
+/// All chosen sides, then all rejected ones.
+fn sides<'p>(pairs: &[&'p Pair]) -> Vec<&'p Vec<i64>> {
+    pairs.iter().map(|pair| &pair.chosen).chain(pairs.iter().map(|pair| &pair.rejected)).collect()
+}
+
 /// Sums over pairs.
 #[derive(Default)]
 struct Totals {
@@ -190,17 +197,9 @@ struct Totals {
 }
 
 impl Totals {
-    /// Scores both sides of the pairs; gives the sum of their losses, a scalar with a gradient.
-    fn add(
-        &mut self,
-        model: &SequenceClassifier,
-        pairs: &[&Pair],
-        config: &RewardConfig,
-        dropout: Option<&DropoutRows>,
-    ) -> Result<Tensor> {
-        let texts: Vec<&Vec<i64>> =
-            pairs.iter().map(|pair| &pair.chosen).chain(pairs.iter().map(|pair| &pair.rejected)).collect();
-        let scores = model.scores_dropping(&texts, dropout)?.view([2, -1]);
+    /// Adds the pairs with these scores, all chosen sides and then all rejected ones; gives the sum of their losses.
+    fn add(&mut self, scores: &Tensor, config: &RewardConfig) -> Tensor {
+        let scores = scores.view([2, -1]);
         let (chosen, rejected) = (scores.get(0), scores.get(1));
         let margin = &chosen - &rejected;
         let mut loss = -margin.log_sigmoid().sum(Kind::Float);
@@ -208,12 +207,12 @@ impl Totals {
             loss += (&chosen + &rejected).square().sum(Kind::Float) * weight;
         }
         let number = |x: Tensor| x.double_value(&[]);
-        self.pairs += pairs.len() as f64;
+        self.pairs += margin.numel() as f64;
         self.loss += number(loss.detach());
         self.correct += number(margin.detach().gt(0.0).sum(Kind::Float));
         self.margin += number(margin.detach().sum(Kind::Float));
         self.reward += number(scores.detach().sum(Kind::Float)) / 2.0;
-        Ok(loss)
+        loss
     }
 
     fn push(&self, metrics: &mut Metrics, names: [&'static str; 4]) {

@@ -11,9 +11,10 @@ use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, concl
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
+use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
-use tch::{Kind, Tensor};
+use tch::Kind;
 
 /// Fine-tunes a model as `config` says and saves it in `output_dir`.
 ///
@@ -145,9 +146,12 @@ fn run_updates(
             row += micro_batch.len() as u64;
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
             let dropout = DropoutRows { share, seed, update: *done as u64, rows };
-            let nll = negative_log_likelihood(model, micro_batch, Some(&dropout))?;
-            since.loss += nll.double_value(&[]);
-            (nll / counted as f64).backward();
+            let (sequences, spans) = counted_tokens(micro_batch);
+            let found =
+                model.learn_logprobs_dropping(&sequences, &spans, 1.0, false, Some(&dropout), |_, logprobs| {
+                    -logprobs.sum(Kind::Float) / counted as f64
+                })?;
+            since.loss -= found.logprobs.sum(Kind::Float).double_value(&[]);
         }
         let lr = config.learning_rate * lr_factor(&config.optimizer, *done, plan.num_updates);
         since.tokens += counted as f64;
@@ -177,11 +181,9 @@ fn run_updates(
     Ok(())
 }
 
-/// Sum of the negative log-likelihoods of the rows' counted tokens, a scalar with a gradient.
-fn negative_log_likelihood(model: &CausalLm, rows: &[&Demonstration], dropout: Option<&DropoutRows>) -> Result<Tensor> {
-    let sequences: Vec<&Vec<i64>> = rows.iter().map(|row| &row.tokens).collect();
-    let spans: Vec<_> = rows.iter().map(|row| row.learn_from..row.tokens.len()).collect();
-    Ok(-model.token_logprobs_dropping(&sequences, &spans, 1.0, false, dropout)?.logprobs.sum(Kind::Float))
+/// The rows' tokens, and which of them count.
+fn counted_tokens<'r>(rows: &[&'r Demonstration]) -> (Vec<&'r Vec<i64>>, Vec<Range<usize>>) {
+    rows.iter().map(|row| (&row.tokens, row.learn_from..row.tokens.len())).unzip()
 }
 
 /// Mean negative log-likelihood per counted token.
@@ -189,8 +191,9 @@ fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Resu
     let counted: usize = rows.iter().map(|row| row.tokens.len() - row.learn_from).sum();
     let mut loss = 0.0;
     for batch in rows.chunks(batch_size) {
-        let batch: Vec<&Demonstration> = batch.iter().collect();
-        loss += tch::no_grad(|| negative_log_likelihood(model, &batch, None))?.double_value(&[]);
+        let (sequences, spans) = counted_tokens(&batch.iter().collect::<Vec<_>>());
+        let found = tch::no_grad(|| model.token_logprobs(&sequences, &spans, 1.0, false))?;
+        loss -= found.logprobs.sum(Kind::Float).double_value(&[]);
     }
     Ok(loss / counted as f64)
 }

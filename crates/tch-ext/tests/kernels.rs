@@ -1,0 +1,531 @@
+//! Every kernel against the plain composition of libtorch's operations in f64, values and gradients.
+//!
+//! A bf16 kernel is compared with f64 of the same rounded inputs. The last test runs the others on lesser instruction sets.
+
+use tch::{Device, IndexOp, Kind, Tensor, no_grad};
+use tch_ext::{Attention, Cache, Norm};
+
+const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)];
+
+/// Lengths on both sides of a block of queries, and of a vector.
+const LENS: [i64; 6] = [1, 47, 48, 49, 97, 130];
+
+fn starts(lens: &[i64]) -> Vec<i64> {
+    let sums = lens.iter().scan(0, |sum, len| {
+        *sum += len;
+        Some(*sum)
+    });
+    std::iter::once(0).chain(sums).collect()
+}
+
+/// Normal numbers of our own, the same whatever other tests draw.
+fn randn(size: &[i64], seed: u64) -> Tensor {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut uniform = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        ((state >> 11) as f64 + 0.5) / (1u64 << 53) as f64
+    };
+    let numbers: Vec<f64> = (0..size.iter().product())
+        .map(|_| (-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos())
+        .collect();
+    Tensor::from_slice(&numbers).reshape(size)
+}
+
+fn leaf(x: &Tensor, kind: Kind) -> Tensor {
+    x.detach().to_kind(kind).copy().set_requires_grad(true)
+}
+
+/// f64 leaves with the values of `leaves`.
+fn doubles(leaves: &[Tensor]) -> Vec<Tensor> {
+    leaves.iter().map(|x| leaf(x, Kind::Double)).collect()
+}
+
+/// The largest difference, relative to the largest number expected or to 1: gradients that cancel have the round-off of their terms.
+fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
+    assert_eq!(found.size(), expected.size(), "{what}");
+    if found.numel() == 0 {
+        return;
+    }
+    let (found, expected) = (found.detach().to_kind(Kind::Double), expected.detach().to_kind(Kind::Double));
+    let scale = expected.abs().max().double_value(&[]).max(1.0);
+    let difference = (found - expected).abs().max().double_value(&[]) / scale;
+    assert!(difference <= tolerance, "{what}: relative difference {difference:e}, expected at most {tolerance:e}");
+}
+
+fn assert_grads_close(what: &str, found: &[Tensor], expected: &[Tensor], tolerance: f64) {
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert_close(&format!("{what}, gradient {i}"), &found.grad(), &expected.grad(), tolerance);
+    }
+}
+
+/// The bytes, so that NaN equals itself and -0 is not 0.
+fn bits(x: &Tensor) -> Vec<u8> {
+    let x = x.detach().contiguous();
+    let mut bytes = vec![0; x.numel() * x.kind().elt_size_in_bytes()];
+    x.copy_data_u8(&mut bytes, x.numel());
+    bytes
+}
+
+// --- Attention ------------------------------------------------------------------------------------------------------
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Layout {
+    ByHead,
+    Fused,
+    Three,
+}
+
+fn attention_of(heads: i64, kv_heads: i64, head_dim: i64) -> Attention {
+    let scale = (head_dim as f64).powf(-0.5);
+    Attention { heads, kv_heads, head_dim, scale, softcap: None, window: None, causal: true, by_head: false }
+}
+
+fn masks(attention: Attention) -> [Attention; 6] {
+    [
+        attention,
+        Attention { window: Some(1), ..attention },
+        Attention { window: Some(5), softcap: Some(1.5), ..attention },
+        Attention { window: Some(200), ..attention },
+        Attention { softcap: Some(0.7), ..attention },
+        Attention { causal: false, ..attention },
+    ]
+}
+
+fn angles(tokens: i64, half: i64) -> Option<(Tensor, Tensor)> {
+    let angles = randn(&[tokens, half], 5).to_kind(Kind::Float) * 3.0;
+    (half > 0).then(|| (angles.cos(), angles.sin()))
+}
+
+/// Leaves for `tokens` tokens as the layout has them.
+fn projections(attention: &Attention, layout: Layout, tokens: i64, kind: Kind) -> Vec<Tensor> {
+    let Attention { heads, kv_heads, head_dim, .. } = *attention;
+    let widths = match layout {
+        Layout::Three => vec![heads, kv_heads, kv_heads],
+        _ => vec![heads + 2 * kv_heads],
+    };
+    (0u64..).zip(widths).map(|(i, width)| leaf(&randn(&[tokens, width * head_dim], i + 1), kind)).collect()
+}
+
+/// Attention written out.
+fn plain_attention(
+    attention: &Attention,
+    projections: &[Tensor],
+    rotation: Option<&(Tensor, Tensor)>,
+    starts: &[i64],
+) -> Tensor {
+    let Attention { heads, kv_heads, head_dim, .. } = *attention;
+    let split = |x: &Tensor, heads| x.view([-1, heads, head_dim]);
+    let [q, k, v] = match projections {
+        [q, k, v] => [split(q, heads), split(k, kv_heads), split(v, kv_heads)],
+        [all] if attention.by_head => [0, 1, 2].map(|i| all.view([-1, heads, 3, head_dim]).select(2, i)),
+        [all] => {
+            let all = split(all, heads + 2 * kv_heads);
+            [all.narrow(1, 0, heads), all.narrow(1, heads, kv_heads), all.narrow(1, heads + kv_heads, kv_heads)]
+        }
+        _ => panic!("one projection or three"),
+    };
+    let turned = |x: Tensor| match rotation {
+        None => x,
+        Some((cos, sin)) => {
+            let (half, cos, sin) = (cos.size()[1], cos.unsqueeze(1), sin.unsqueeze(1));
+            let (a, b) = (x.narrow(2, 0, half), x.narrow(2, half, half));
+            let rest = x.narrow(2, 2 * half, head_dim - 2 * half);
+            Tensor::cat(&[&a * &cos - &b * &sin, &b * &cos + &a * &sin, rest], 2)
+        }
+    };
+    let (q, k) = (turned(q), turned(k));
+    let rows = starts.windows(2).map(|pair| {
+        let row =
+            |x: &Tensor| x.i(pair[0]..pair[1]).transpose(0, 1).repeat_interleave_self_int(heads / x.size()[1], 0, None);
+        let (q, k, v) = (row(&q), row(&k), row(&v));
+        let mut scores = q.matmul(&k.transpose(1, 2)) * attention.scale;
+        if let Some(cap) = attention.softcap {
+            scores = (scores / cap).tanh() * cap;
+        }
+        let places = Tensor::arange(pair[1] - pair[0], (Kind::Int64, Device::Cpu));
+        let distance = places.unsqueeze(1) - places.unsqueeze(0);
+        let mut hidden = distance.ge(attention.window.unwrap_or(i64::MAX));
+        if attention.causal {
+            hidden = hidden.logical_or(&distance.lt(0));
+        }
+        let weights = scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, Kind::Double);
+        weights.matmul(&v).transpose(0, 1).reshape([-1, heads * head_dim])
+    });
+    Tensor::cat(&rows.collect::<Vec<_>>(), 0)
+}
+
+#[test]
+fn packed_attention_and_its_gradients_are_those_of_each_sequence() {
+    let starts = starts(&LENS);
+    let tokens = starts[LENS.len()];
+    let grad = randn(&[tokens, 4 * 80], 9);
+    for (i, head_dim) in [4, 8, 20, 64, 80].into_iter().enumerate() {
+        for (j, mask) in masks(attention_of(4, 4, head_dim)).into_iter().enumerate() {
+            for (kind, tolerance) in KINDS {
+                let kv_heads = [4, 2, 1][(i + j) % 3];
+                let layout = match (kv_heads, j / 3) {
+                    (4, 0) => Layout::ByHead,
+                    (2, _) => Layout::Three,
+                    _ => Layout::Fused,
+                };
+                let attention = Attention { kv_heads, by_head: layout == Layout::ByHead, ..mask };
+                let rotation = angles(tokens, [0, head_dim / 4, head_dim / 2][(i + j / 2) % 3]);
+                let what = format!("{attention:?}, {layout:?}, {kind:?}");
+                let inputs = projections(&attention, layout, tokens, kind);
+                let expected_inputs = doubles(&inputs);
+                let rotation64 =
+                    rotation.as_ref().map(|(cos, sin)| (cos.to_kind(Kind::Double), sin.to_kind(Kind::Double)));
+
+                let out = tch_ext::attention(&attention, &inputs, rotation.as_ref(), &starts, None);
+                let expected = plain_attention(&attention, &expected_inputs, rotation64.as_ref(), &starts);
+                assert_eq!(out.kind(), kind, "{what}");
+                assert_close(&what, &out, &expected, tolerance);
+
+                let grad = grad.narrow(1, 0, 4 * head_dim).to_kind(kind);
+                tch_ext::backward(&out, &grad);
+                tch_ext::backward(&expected, &grad.to_kind(Kind::Double));
+                assert_grads_close(&what, &inputs, &expected_inputs, tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_at_a_time_behind_a_cache_is_attention_over_the_longer_sequences() {
+    const STEPS: i64 = 3;
+    let (ends, capacity) = (starts(&LENS.map(|len| len + STEPS)), 134);
+    let tokens = ends[LENS.len()];
+    let rows = |places: &mut dyn Iterator<Item = i64>| Tensor::from_slice(&places.collect::<Vec<_>>());
+    let prompt = rows(&mut LENS.iter().zip(&ends).flat_map(|(len, start)| *start..start + len));
+    for (i, head_dim) in [4, 20, 64].into_iter().enumerate() {
+        for mask in masks(attention_of(4, [4, 2, 1][i], head_dim)).into_iter().filter(|mask| mask.causal) {
+            for (kind, tolerance) in KINDS {
+                let attention = Attention { by_head: i == 0, ..mask };
+                let layout = [Layout::ByHead, Layout::Three, Layout::Fused][i];
+                let inputs: Vec<_> = projections(&attention, layout, tokens, kind).iter().map(Tensor::detach).collect();
+                let rotation = angles(tokens, head_dim / 4);
+                let expected = tch_ext::attention(&attention, &inputs, rotation.as_ref(), &ends, None);
+                let select = |at: &Tensor| {
+                    let inputs: Vec<_> = inputs.iter().map(|x| x.index_select(0, at)).collect();
+                    (inputs, rotation.as_ref().map(|(cos, sin)| (cos.index_select(0, at), sin.index_select(0, at))))
+                };
+
+                // NaN: what no token has been stored in must never be read.
+                let empty = Tensor::full(
+                    [LENS.len() as i64 * capacity, attention.kv_heads * head_dim],
+                    f64::NAN,
+                    (kind, Device::Cpu),
+                );
+                let (mut keys, mut values) = (empty.copy(), empty);
+                let (prompts, turns) = select(&prompt);
+                let cache = Cache { keys: &mut keys, values: &mut values, capacity };
+                let out = tch_ext::attention(&attention, &prompts, turns.as_ref(), &starts(&LENS), Some(cache));
+                assert_close(
+                    &format!("{attention:?}, {kind:?}, prompt"),
+                    &out,
+                    &expected.index_select(0, &prompt),
+                    tolerance,
+                );
+                for step in 0..STEPS {
+                    let at = rows(&mut LENS.iter().zip(&ends).map(|(len, start)| start + len + step));
+                    let (inputs, turns) = select(&at);
+                    let cache = Cache { keys: &mut keys, values: &mut values, capacity };
+                    let lens = LENS.map(|len| len + step);
+                    let out = tch_ext::attention_step(&attention, &inputs, turns.as_ref(), &lens, cache);
+                    let what = format!("{attention:?}, {kind:?}, step {step}");
+                    assert_close(&what, &out, &expected.index_select(0, &at), tolerance);
+                }
+                let stored = LENS.iter().map(|len| (len + STEPS) * attention.kv_heads * head_dim).sum::<i64>();
+                for cache in [keys, values] {
+                    assert_eq!(cache.isfinite().sum(Kind::Int64).int64_value(&[]), stored, "{attention:?}");
+                }
+            }
+        }
+    }
+}
+
+// --- Weights --------------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_norm_and_its_gradients_are_the_formula_and_add_up() {
+    for width in [1, 7, 16, 100, 512] {
+        for rows in [1, 3, 100] {
+            for (norm, with_bias) in [
+                (Norm { eps: 1e-5, center: true, offset: 0.0 }, true),
+                (Norm { eps: 1e-5, center: true, offset: 0.0 }, false),
+                (Norm { eps: 1e-6, center: false, offset: 0.0 }, false),
+                (Norm { eps: 1e-6, center: false, offset: 1.0 }, false),
+            ] {
+                for (kind, tolerance) in KINDS {
+                    let what = format!("{norm:?}, [{rows}, {width}], {kind:?}");
+                    let mut leaves = vec![randn(&[rows, width], 1) + 0.5, randn(&[width], 2)];
+                    leaves.extend(with_bias.then(|| randn(&[width], 3)));
+                    let leaves: Vec<_> = leaves.iter().map(|x| leaf(x, Kind::Float)).collect();
+                    let expected_leaves = doubles(&leaves);
+                    for call in 0..2 {
+                        let out = tch_ext::norm(norm, &leaves[0], &leaves[1], leaves.get(2), kind);
+                        let x = &expected_leaves[0];
+                        let x = if norm.center {
+                            x - x.mean_dim([-1].as_slice(), true, Kind::Double)
+                        } else {
+                            x.shallow_clone()
+                        };
+                        let square = (&x * &x).mean_dim([-1].as_slice(), true, Kind::Double);
+                        let mut expected = x / (square + norm.eps).sqrt() * (&expected_leaves[1] + norm.offset);
+                        if let Some(bias) = expected_leaves.get(2) {
+                            expected = expected + bias;
+                        }
+                        assert_eq!(out.kind(), kind);
+                        assert_close(&what, &out, &expected, tolerance);
+                        let grad = randn(&[rows, width], 4 + call).to_kind(kind);
+                        tch_ext::backward(&out, &grad);
+                        tch_ext::backward(&expected, &grad.to_kind(Kind::Double));
+                    }
+                    assert_grads_close(&what, &leaves, &expected_leaves, 1e-5_f64.max(tolerance / 10.0));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_linear_layer_adds_its_gradients_to_the_master_weights() {
+    for (transposed, with_bias) in [(false, true), (true, true), (false, false)] {
+        for (kind, tolerance) in KINDS {
+            let what = format!("transposed {transposed}, {kind:?}");
+            let sizes: [&[i64]; 3] = [&[37, 24], if transposed { &[24, 10] } else { &[10, 24] }, &[10]];
+            let leaves: Vec<_> = (0u64..).zip(sizes).map(|(i, size)| leaf(&randn(size, i + 1), Kind::Float)).collect();
+            let used: Vec<_> = leaves.iter().map(|x| x.detach().to_kind(kind)).collect();
+            let expected_leaves: Vec<_> = used.iter().map(|x| leaf(x, Kind::Double)).collect();
+            for call in 0..2 {
+                let bias = with_bias.then_some((&leaves[2], &used[2]));
+                let out = tch_ext::linear(&leaves[0], &leaves[1], &used[1], bias, transposed);
+                let [x, weight, bias] = expected_leaves.as_slice() else { unreachable!() };
+                let weight = if transposed { weight.shallow_clone() } else { weight.tr() };
+                let expected = x.matmul(&weight) + if with_bias { bias.shallow_clone() } else { bias.zeros_like() };
+                assert_close(&what, &out, &expected, tolerance);
+                let grad = randn(&[37, 10], 4 + call).to_kind(kind);
+                tch_ext::backward(&out, &grad);
+                tch_ext::backward(&expected, &grad.to_kind(Kind::Double));
+            }
+            let leaves = if with_bias { &leaves[..] } else { &leaves[..2] };
+            assert!(leaves.iter().all(|x| x.grad().kind() == Kind::Float));
+            assert_grads_close(&what, leaves, &expected_leaves, tolerance);
+        }
+    }
+}
+
+#[test]
+fn frozen_weights_get_no_gradient() {
+    let x = leaf(&randn(&[5, 8], 1), Kind::Float);
+    let frozen = randn(&[8, 8], 2).to_kind(Kind::Float);
+    let norm = Norm { eps: 1e-5, center: true, offset: 0.0 };
+    let y = tch_ext::norm(norm, &x, &frozen.get(0), Some(&frozen.get(1)), Kind::Float);
+    let y = tch_ext::linear(&y, &frozen, &frozen, None, false);
+    tch_ext::backward(&y, &y.ones_like());
+    assert!(x.grad().defined() && !frozen.grad().defined());
+    assert!(!tch_ext::embedding(&frozen, &Tensor::from_slice(&[1i64])).requires_grad());
+}
+
+#[test]
+fn an_embedding_adds_up_the_gradients_of_a_repeated_token() {
+    let table = leaf(&randn(&[7, 5], 1), Kind::Float);
+    let ids = Tensor::from_slice(&[3i64, 0, 3, 6, 3]);
+    let grad = randn(&[5, 5], 2).to_kind(Kind::Float);
+    let mut expected = table.zeros_like();
+    for _ in 0..2 {
+        let out = tch_ext::embedding(&table, &ids);
+        assert_close("rows", &out, &table.index_select(0, &ids), 0.0);
+        tch_ext::backward(&out, &grad);
+        let _ = no_grad(|| expected.index_add_(0, &ids, &grad));
+    }
+    assert_close("gradient", &table.grad(), &expected, 1e-6);
+}
+
+#[test]
+fn a_product_is_added_to_a_gradient_in_place() {
+    let weight = leaf(&randn(&[4, 6], 1), Kind::Float);
+    let (a, b) = (randn(&[4, 9], 2), randn(&[9, 6], 3));
+    tch_ext::add_product_to_grad(&weight, &a.to_kind(Kind::Float), &b.to_kind(Kind::Float));
+    let place = weight.grad().data_ptr();
+    tch_ext::add_product_to_grad(&weight, &a.to_kind(Kind::BFloat16), &b.to_kind(Kind::BFloat16));
+    assert_eq!(weight.grad().data_ptr(), place);
+    assert_close("gradient", &weight.grad(), &(a.matmul(&b) * 2.0), 1e-2);
+}
+
+// --- Logits ---------------------------------------------------------------------------------------------------------
+
+const TEMPERATURE: f64 = 0.7;
+
+/// Logits of which every third is -inf, but for the first; targets are finite ones, the first and the last among them.
+fn logits_and_targets(rows: i64, vocab: i64, kind: Kind) -> (Tensor, Tensor) {
+    let logits = randn(&[rows, vocab], vocab as u64) * 3.0;
+    let places = Tensor::arange(vocab, (Kind::Int64, Device::Cpu));
+    let hidden = places.remainder(3).eq(1).logical_and(&places.ne(vocab - 1));
+    let targets: Vec<i64> = (0..rows).map(|row| [0, vocab - 1, vocab / 2 / 3 * 3][row as usize % 3]).collect();
+    (logits.masked_fill(&hidden, f64::NEG_INFINITY).to_kind(kind), Tensor::from_slice(&targets))
+}
+
+#[test]
+fn statistics_of_logits_and_their_gradient_are_those_of_the_softmax() {
+    let rows = 5;
+    for vocab in [1, 5, 1000, 1024, 1025, 5000] {
+        for (kind, tolerance) in KINDS {
+            let what = format!("vocabulary {vocab}, {kind:?}");
+            let (mut logits, targets) = logits_and_targets(rows, vocab, kind);
+            let expected = leaf(&logits, Kind::Double);
+            let log_softmax = (&expected / TEMPERATURE).log_softmax(-1, Kind::Double);
+            let logprobs = log_softmax.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1);
+            let lse = (&expected / TEMPERATURE).logsumexp([-1].as_slice(), false);
+            let weighted = (log_softmax.exp() * &log_softmax).nan_to_num(0.0, None, None);
+            let entropy = -weighted.sum_dim_intlist([-1].as_slice(), false, Kind::Double);
+
+            let stats = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, true);
+            // The kernel's sums are f32 whatever the logits are.
+            assert_close(&what, &stats.logprobs, &logprobs, 1e-5);
+            assert_close(&what, &stats.lse, &lse, 1e-5);
+            assert_close(&what, &stats.entropy.expect("asked for"), &entropy, 1e-5);
+            let without = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, false);
+            assert!(without.entropy.is_none());
+            assert_eq!(bits(&without.logprobs), bits(&stats.logprobs), "{what}");
+
+            let coefficients = randn(&[rows], 3).to_kind(Kind::Float);
+            tch_ext::backward(&logprobs, &coefficients.to_kind(Kind::Double));
+            tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &coefficients);
+            assert_close(&what, &logits, &expected.grad(), tolerance);
+        }
+    }
+}
+
+#[test]
+fn draws_on_a_grid_meet_every_token_as_often_as_it_is_likely() {
+    const DRAWS: i64 = 4000;
+    let draws: Vec<f64> = (0..DRAWS).map(|i| (i as f64 + 0.5) / DRAWS as f64).collect();
+    for vocab in [1, 5, 1000, 1024, 1025, 5000] {
+        for (kind, _) in KINDS {
+            let what = format!("vocabulary {vocab}, {kind:?}");
+            let (logits, _) = logits_and_targets(1, vocab, kind);
+            let log_softmax = (logits.to_kind(Kind::Double) / TEMPERATURE).log_softmax(-1, Kind::Double).squeeze_dim(0);
+            let rows = logits.expand([DRAWS, vocab], false).contiguous();
+            let (tokens, logprobs) = tch_ext::logits_sample(&rows, TEMPERATURE, Some(&draws));
+            let tokens = Tensor::from_slice(&tokens);
+            assert_close(&what, &Tensor::from_slice(&logprobs), &log_softmax.index_select(0, &tokens), 1e-5);
+            let counts = tokens.bincount::<Tensor>(None, vocab).to_kind(Kind::Double);
+            let excess = (counts - log_softmax.exp() * DRAWS as f64).abs().max().double_value(&[]);
+            assert!(excess < 1.1, "{what}: {excess} draws too many or too few");
+            // The cumulative distribution is inverted: larger draws give later tokens.
+            assert!(bool::try_from((tokens.i(1..) - tokens.i(..DRAWS - 1)).ge(0).all()).unwrap(), "{what}");
+        }
+    }
+}
+
+/// Row, draw, token. Log-probabilities are those of the softmax, and not finite where a logit is not.
+#[test]
+fn sampling_stands_at_the_edges() {
+    const NEVER: f32 = f32::NEG_INFINITY;
+    let below_one = 1.0 - f64::EPSILON / 2.0;
+    let far = |x: f32| [vec![NEVER; 2000], vec![0.0, x], vec![NEVER; 2000]].concat();
+    let cases = [
+        (vec![NEVER, 1.0, 1.0, NEVER], Some(0.0), 1),
+        (vec![NEVER, 1.0, 1.0, NEVER], Some(below_one), 2),
+        (vec![NEVER, 1.0, 1.0, NEVER], Some(1.0), 2),
+        (vec![1.0, 2.0, 2.0, 2.0], None, 1),
+        (far(0.0), Some(0.0), 2000),
+        (far(0.0), Some(0.25), 2000),
+        (far(0.0), Some(below_one), 2001),
+        (far(0.0), None, 2000),
+        (far(-200.0), Some(below_one), 2000),
+        (far(5.0), None, 2001),
+    ];
+    for (logits, draw, token) in cases {
+        for (kind, _) in KINDS {
+            let row = Tensor::from_slice(&logits).to_kind(kind).unsqueeze(0);
+            let (tokens, logprobs) = tch_ext::logits_sample(&row, 1.0, draw.as_ref().map(std::slice::from_ref));
+            assert_eq!(tokens, [token], "{} logits, {kind:?}, {draw:?}", logits.len());
+            let expected = row.to_kind(Kind::Double).log_softmax(-1, Kind::Double).double_value(&[0, token]);
+            assert!((f64::from(logprobs[0]) - expected).abs() < 1e-6, "{} is not {expected}", logprobs[0]);
+        }
+    }
+    for bad in [f32::NAN, f32::INFINITY, NEVER] {
+        for place in [0, 1023, 1024, 2499] {
+            let mut logits = vec![if bad == NEVER { bad } else { 0.5 }; 2500];
+            logits[place] = bad;
+            let row = Tensor::from_slice(&logits).unsqueeze(0);
+            for draw in [None, Some(0.0), Some(0.5), Some(below_one)] {
+                let (tokens, logprobs) = tch_ext::logits_sample(&row, 1.0, draw.as_ref().map(std::slice::from_ref));
+                assert!((0..2500).contains(&tokens[0]), "{bad} at {place}, {draw:?}: token {}", tokens[0]);
+                assert!(!logprobs[0].is_finite(), "{bad} at {place}, {draw:?}: log-probability {}", logprobs[0]);
+            }
+            let stats = tch_ext::logits_stats(&row, 1.0, &Tensor::from_slice(&[7i64]), true);
+            assert!(!stats.logprobs.double_value(&[0]).is_finite(), "{bad} at {place}");
+        }
+    }
+}
+
+// --- Threads and instruction sets -----------------------------------------------------------------------------------
+
+/// Bytes of what all kernels give; those of the gradients of norms' weights last.
+fn everything(kind: Kind) -> Vec<Vec<u8>> {
+    let starts = starts(&LENS);
+    let tokens = starts[LENS.len()];
+    let attention = Attention { kv_heads: 2, ..attention_of(4, 4, 20) };
+    let inputs = projections(&attention, Layout::Three, tokens, kind);
+    let out = tch_ext::attention(&attention, &inputs, angles(tokens, 5).as_ref(), &starts, None);
+    tch_ext::backward(&out, &randn(&[tokens, 80], 9).to_kind(kind));
+
+    let mut cached: Vec<_> =
+        inputs[1..].iter().map(|_| randn(&[LENS.len() as i64 * 140, 40], 4).to_kind(kind)).collect();
+    let [keys, values] = cached.as_mut_slice() else { unreachable!() };
+    let one_each: Vec<_> = inputs.iter().map(|x| x.detach().narrow(0, 0, LENS.len() as i64)).collect();
+    let step = tch_ext::attention_step(&attention, &one_each, None, &LENS, Cache { keys, values, capacity: 140 });
+
+    let (mut logits, targets) = logits_and_targets(7, 5000, kind);
+    let draws = [0.1, 0.9, 0.3, 0.4, 0.0, 0.6, 0.7];
+    let (sampled, logprobs) = tch_ext::logits_sample(&logits, TEMPERATURE, Some(&draws));
+    let stats = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, true);
+    tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &stats.logprobs);
+
+    let norm_leaves: Vec<_> =
+        [[100, 48].as_slice(), &[48], &[48]].map(|size| leaf(&randn(size, 6), Kind::Float)).into();
+    let norm = Norm { eps: 1e-5, center: true, offset: 0.0 };
+    let normal = tch_ext::norm(norm, &norm_leaves[0], &norm_leaves[1], Some(&norm_leaves[2]), kind);
+    tch_ext::backward(&normal, &randn(&[100, 48], 7).to_kind(kind));
+
+    let mut all = vec![out, step, logits, stats.logprobs, stats.lse, normal];
+    all.extend([Tensor::from_slice(&sampled), Tensor::from_slice(&logprobs)]);
+    all.extend(stats.entropy);
+    all.extend(inputs.iter().chain(&norm_leaves).map(Tensor::grad));
+    all.iter().map(bits).collect()
+}
+
+#[test]
+fn the_same_bits_come_out_again_and_with_any_number_of_threads() {
+    for (kind, _) in KINDS {
+        let of_threads = [1, 2, 3].map(|threads| {
+            tch::set_num_threads(threads);
+            let first = everything(kind);
+            assert!(first == everything(kind), "{kind:?}: not the same again with {threads} threads");
+            first
+        });
+        // The gradients of a norm's weights are sums over the rows, cut by threads.
+        let free = of_threads[0].len() - 2;
+        for more in &of_threads[1..] {
+            let differing: Vec<_> = (0..free).filter(|&i| more[i] != of_threads[0][i]).collect();
+            assert!(differing.is_empty(), "{kind:?}: results {differing:?} differ with the number of threads");
+        }
+    }
+}
+
+#[test]
+fn lesser_instruction_sets_pass_the_same_tests() {
+    let program = std::env::current_exe().unwrap();
+    for capability in ["avx2", "default"] {
+        let mut run = std::process::Command::new(&program);
+        run.args(["--skip", "lesser_instruction_sets"]).env("ATEN_CPU_CAPABILITY", capability);
+        let output = run.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "with {capability}: {}\n{text}", output.status);
+    }
+}
