@@ -152,6 +152,8 @@ def chosen(patterns):
 
 def run(args):
     cells = chosen(args.cells)
+    if args.rounds < 1 or (args.updates or 2) < 2:
+        raise Failed("expected one round at least, and two updates, of which the first is not counted")
     if not os.access(args.rlhf, os.X_OK):
         raise Failed(f"{args.rlhf}: no such program; build it with 'cargo build --release --locked', or name one in --rlhf")
     WORK.mkdir(parents=True, exist_ok=True)
@@ -165,15 +167,22 @@ def run(args):
         "cells": {},
     }
     path = args.results / f"{now:%Y-%m-%dT%H%M%S}-{commit}.json"
-    bench = Bench(args)
+    bench, failed = Bench(args), []
     for cell in cells:
         say(f"{cell} (load {os.getloadavg()[0]:.1f})")
         experiment, *settings = CELLS[cell]
-        report["cells"][cell] = experiment(bench, *settings)
+        try:
+            report["cells"][cell] = experiment(bench, *settings)
+        except Failed as error:
+            failed.append(cell)
+            say(f"{cell}: {error}")
+            continue
         # After each cell: what is measured is kept, whatever comes after it.
         path.write_text(json.dumps(report, indent=1) + "\n")
         table.write(args.results)
-    say(f"wrote {path} and {args.results / table.NAME}")
+        say(f"wrote {path} and {args.results / table.NAME}")
+    if failed:
+        raise Failed(f"{', '.join(failed)}: not measured, see above")
 
 
 def say(text):

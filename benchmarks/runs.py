@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from models import TEMPERATURE
 
@@ -44,10 +45,10 @@ class Output:
         return [(at, json.loads(line)) for at, line in zip(self.arrivals, self.lines) if line.startswith('{"')]
 
 
-def watch(command, timeout=None, env=()):
+def watch(command, timeout=None):
     """Runs `command` to its end; `Failed` with what it said last if it fails or takes longer than `timeout` seconds."""
     command = [str(word) for word in command]
-    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"} | dict(env)
+    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as errors:
         began = time.perf_counter()
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env)
@@ -166,7 +167,10 @@ class Job:
 
 
 def transformers_rates(model, prompts, dtype, batches, new_tokens):
-    """Generated tokens per second by batch size; `batches` says how many batches of each size, the first not counted."""
+    """Generated tokens per second by batch size, the median of the batches.
+
+    `batches` says how many batches of each size there are; the first is not counted.
+    """
     flags = {
         "model": model,
         "prompts": prompts,
@@ -178,15 +182,13 @@ def transformers_rates(model, prompts, dtype, batches, new_tokens):
     }
     command = [sys.executable, HERE / "hf_generate.py"]
     output = watch(command + [word for name, value in flags.items() for word in (f"--{name}", value)])
-    rates = {}
-    for _, row in output.json_lines():
-        tokens, seconds = map(sum, zip(*row["batches"]))
-        rates[row["batch"]] = tokens / seconds
-    return rates
+    return {
+        row["batch"]: median(tokens / seconds for tokens, seconds in row["batches"]) for _, row in output.json_lines()
+    }
 
 
 def rlhf_rate(binary, model, prompts, dtype, batch, count, new_tokens):
-    """Generated tokens per second of `rlhf generate`, its first batch not counted.
+    """Generated tokens per second of `rlhf generate`, the median of its batches but the first.
 
     It writes each batch when it has it, so the time between the last rows of two batches is all that a batch takes:
     reading and decoding the rows is in it, starting and loading the model is not.
@@ -206,9 +208,10 @@ def rlhf_rate(binary, model, prompts, dtype, batch, count, new_tokens):
         raise Failed(f"rlhf generate: expected {batch * count} answers, found {len(answers)}")
     ends = [at for at, _ in answers[batch - 1 :: batch]]
     took = [after - before for before, after in zip(ends, ends[1:])]
-    if min(took) < 0.2 * max(took):
-        raise Failed(f"rlhf generate: expected an answer to be written with its batch, found batches of {took} seconds")
-    return sum(answer["num_tokens"] for _, answer in answers[batch:]) / sum(took)
+    if min(took) < 0.2 * median(took):
+        raise Failed(f"rlhf generate: expected answers to come batch by batch, found seconds between batches of {took}")
+    tokens = [answer["num_tokens"] for _, answer in answers]
+    return median(sum(tokens[i * batch : (i + 1) * batch]) / seconds for i, seconds in enumerate(took, start=1))
 
 
 def gemm_rate(size, dtype, tokens, head_rows):
