@@ -1,7 +1,7 @@
 """rlhf against TRL and transformers, on this machine; README.md says what is compared and how.
 
     bench.py cells                  lists the cells of the benchmark
-    bench.py run [CELL ...]         measures the cells, all by default, and writes results/DATE-COMMIT.json and the table
+    bench.py run [CELL ...]         measures cells, all by default; writes results/DATE-COMMIT.json and the table
     bench.py table                  writes the table anew from the files of results/, for each cell from the newest
 
 A CELL may be a pattern: 'update/*' is every cell of updates.
@@ -155,7 +155,7 @@ def run(args):
     if args.rounds < 1 or (args.updates or 2) < 2:
         raise Failed("expected one round at least, and two updates, of which the first is not counted")
     if not os.access(args.rlhf, os.X_OK):
-        raise Failed(f"{args.rlhf}: no such program; build it with 'cargo build --release --locked', or name one in --rlhf")
+        raise Failed(f"{args.rlhf}: no such program; 'cargo build --release --locked' builds it, --rlhf names another")
     WORK.mkdir(parents=True, exist_ok=True)
     args.results.mkdir(parents=True, exist_ok=True)
     now, commit = datetime.now(timezone.utc), runs.commit()

@@ -2,9 +2,9 @@
 
     gemm.py SIZE DTYPE TOKENS HEAD_ROWS THREADS       TOKENS and HEAD_ROWS are those of a micro-batch
 
-Each linear layer has three products: the output, the gradient of the input, the gradient of the weight. The operands are
-laid out as training has them, and each product writes into a tensor that is there already. A shape's rate is the median of
-its repetitions; the mean over the shapes is by their FLOPs.
+Each linear layer has three products: the output, the gradient of the input, the gradient of the weight. The operands
+are laid out as training has them, and each product writes into a tensor that is there already. A shape's rate is the
+median of its repetitions; the mean over the shapes is by their FLOPs.
 """
 
 import json

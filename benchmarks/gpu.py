@@ -3,9 +3,9 @@
     python3 gpu.py --rlhf BINARY [--wheels FOLDER] [--out FOLDER]
     python3 gpu.py --rlhf BINARY --device cpu --tiny              the same on a CPU with a tiny model, to try the script
 
-Nothing is fetched. The Python it runs in has torch 2.11.0, whose libtorch rlhf is run with too, and transformers. What it
-lacks for TRL comes from FOLDER, a folder of wheels. The table is printed, and written with the raw numbers to gpu.md and
-gpu.json.
+Nothing is fetched. The Python it runs in has torch 2.11.0, whose libtorch rlhf is run with too, and transformers. What
+it lacks for TRL comes from FOLDER, a folder of wheels. The table is printed, and written with the raw numbers to gpu.md
+and gpu.json.
 """
 
 import argparse
@@ -35,10 +35,10 @@ MODE_ORDER = [("rlhf", "bf16"), ("TRL", "autocast"), ("TRL", "bf16-weights")]
 
 
 class CardMemory:
-    """The most memory of the GPU in use while the block runs, less what was in use before; nothing where there is no GPU."""
+    """The most memory of the GPU in use while the block runs, less what was in use before; on a CPU nothing."""
 
     def __init__(self, device):
-        self.command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        self.command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
         self.watching = device == "cuda"
 
     def __enter__(self):
@@ -53,7 +53,7 @@ class CardMemory:
             self.sampler.terminate()
             self.sampler.wait()
             self.log.seek(0)
-            # Of several GPUs the first is the one in use; one line per GPU and sample. A last line may be cut off.
+            # The last line may be cut off.
             samples = [int(line) for line in self.log.read().split(b"\n")[:-1]]
             self.peak_bytes = (max(samples, default=self.before) - self.before) * 2**20
 
@@ -108,14 +108,21 @@ def measure(args, folder, deadline):
     runs.watch([sys.executable, HERE / "models.py", folder, name, "--device", args.device], deadline - time.monotonic())
     write_prompts(folder / "prompts.jsonl", prompts, size.vocab)
     job = Job(
-        folder, folder / "prompts.jsonl", batch, len(prompts) // batch, args.updates, device=args.device, rollout_batch=2 * batch
+        folder,
+        folder / "prompts.jsonl",
+        batch,
+        len(prompts) // batch,
+        args.updates,
+        device=args.device,
+        rollout_batch=2 * batch,
     )
-    for program, precision in MODE_ORDER:
+    for number, (program, precision) in enumerate(MODE_ORDER):
         say(MODES[program, precision])
         run = {"program": program, "precision": precision}
         try:
             with CardMemory(args.device) as memory:
-                timeout = max(1, deadline - time.monotonic())
+                # Each leaves the others their share of the time.
+                timeout = max(1, deadline - time.monotonic()) / (len(MODE_ORDER) - number)
                 if program == "rlhf":
                     run = job.rlhf(args.rlhf, precision, timeout=timeout)
                 else:
@@ -138,26 +145,30 @@ def page(report):
         if "error" in run:
             rows.append([name, "failed"] + [""] * 9)
             continue
-        update, generate, rollout, optimise = (median(run[key]) for key in ("update", "generate", "rollout", "optimise"))
+        phases = update, generate, _, optimise = [
+            median(run[key]) for key in ("update", "generate", "rollout", "optimise")
+        ]
         ours = ours or (update, generate)
         answered = len(prompts) * median(run["response_length"])
         rows.append(
             [name]
-            + [f"{seconds:.2f}" for seconds in (update, generate, rollout, optimise)]
+            + [f"{seconds:.2f}" for seconds in phases]
             + [f"{answered / generate:.0f}", f"{answered / update:.0f}"]
             + [f"{report['optimise_flops'] / optimise / peak:.1%}" if peak else "-"]
             + [gigabytes([run], key) if key in run else "-" for key in ("card_bytes", "allocated_bytes")]
             + [f"{update / ours[0]:.2f}, {generate / ours[1]:.2f}"]
         )
-    header = ["seconds", "update", "generation", "rest of rollout", "optimise", "tokens/s, generation", "tokens/s, update"]
-    header += ["MFU, optimise", "GB of the card", "GB allocated", "times rlhf: update, generation"]
+    header = ["seconds", "update", "generation", "rest of rollout", "optimise"]
+    header += ["tokens/s, generation", "tokens/s, update", "MFU, optimise"]
+    header += ["GB of the card", "GB allocated", "times rlhf: update, generation"]
     versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     return (
         f"{report['card']}, {report['date']}. {versions}. {len(prompts)} episodes, prompts of {min(prompts)} to "
         f"{max(prompts)} tokens, answers of 53, {runs.EPOCHS} epochs. Tokens are response tokens.\n\n"
         + markdown(header, rows)
-        + f"MFU: the {report['optimise_flops'] / 1e12:.1f} TFLOP that the optimise phase cannot do without, over its seconds "
-        "and the card's dense bf16 peak. GB of the card: the most that nvidia-smi saw; GB allocated: torch's own count.\n"
+        + f"MFU: the {report['optimise_flops'] / 1e12:.1f} TFLOP that the optimise phase cannot do without, over its "
+        "seconds and the card's dense bf16 peak. GB of the card: the most that nvidia-smi saw; GB allocated: torch's "
+        "own count.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers of transformers' `generate`: a JSON line per batch size, with the tokens and seconds of each counted batch."""
+"""Answers of transformers' `generate`: a JSON line per batch size, with the tokens and seconds of each batch."""
 
 import argparse
 import json

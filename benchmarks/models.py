@@ -32,12 +32,12 @@ class Size:
         return body + [(head_rows, h, self.vocab, 1)] * (head_rows > 0)
 
     def optimise_flops(self, prompts, response, epochs):
-        """FLOPs that `epochs` passes over answers of `response` tokens each to prompts of these lengths cannot do without.
+        """FLOPs that `epochs` passes over answers of `response` tokens to prompts of these lengths cannot do without.
 
-        A sequence is T = prompt + response - 1 tokens: nothing is asked of the last one. Forward, for policy and value model
-        each: 2 FLOPs per weight and token, and in each layer 2 T (T + 1) hidden for the scores and the sums of causal
-        attention. The policy's head is on the response's rows only; the value model's, of one row, is not counted. The
-        backward pass is twice the forward one. Nothing is counted for a forward pass done again in the backward one.
+        A sequence is T = prompt + response - 1 tokens: nothing is asked of the last one. Forward, for policy and value
+        model each: 2 FLOPs per weight and token, and in each layer 2 T (T + 1) hidden for the scores and the sums of
+        causal attention. The policy's head is on the response's rows only; the value model's, of one row, is not
+        counted. The backward pass is twice the forward one. A forward pass done again in it counts nothing.
         """
         lengths = [prompt + response - 1 for prompt in prompts]
         body = sum(2 * rows * a * b * n for rows, a, b, n in self.products(sum(lengths)))

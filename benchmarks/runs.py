@@ -37,7 +37,6 @@ class Output:
 
     lines: list  # of standard output
     arrivals: list  # of the lines, in seconds since the start of the program
-    seconds: float
     peak_bytes: int
 
     def json_lines(self):
@@ -52,12 +51,14 @@ def watch(command, timeout=None):
     with tempfile.TemporaryFile("w+") as errors:
         began = time.perf_counter()
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env)
-        timer = threading.Timer(timeout or 86400, child.kill)
+        timer = threading.Timer(timeout or threading.TIMEOUT_MAX, child.kill)
+        timer.daemon = True
         timer.start()
         lines, arrivals = [], []
-        for line in child.stdout:
-            arrivals.append(time.perf_counter() - began)
-            lines.append(line.decode())
+        with child.stdout:
+            for line in child.stdout:
+                arrivals.append(time.perf_counter() - began)
+                lines.append(line.decode())
         # The peak of this one child; getrusage would give the largest of all children so far.
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
@@ -68,7 +69,7 @@ def watch(command, timeout=None):
             said = errors.read().strip().splitlines()[-3:]
             reason = f"killed after {seconds:.0f} s" if child.returncode == -9 else f"exit code {child.returncode}"
             raise Failed(f"{' '.join(command)}: {reason}: {' / '.join(said) or 'nothing on standard error'}")
-    return Output(lines, arrivals, seconds, usage.ru_maxrss * 1024)
+    return Output(lines, arrivals, usage.ru_maxrss * 1024)
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,8 @@ def versions(binary):
 
 
 def commit():
-    """The checkout's commit, with `-dirty` where files differ from it."""
-    git = ["git", "-C", HERE, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    found = subprocess.run(git, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+    """The checkout's commit, with `-dirty` where files other than results differ from it."""
+    git = ["git", "-C", HERE.parent]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"]).returncode
+    return (head or "unknown") + "-dirty" * (changed == 1)

@@ -128,7 +128,8 @@ def update_tables(cells):
                 start_up = f"{median(run['start_up'] for run in of_mode):.1f}"
                 rows.append([MODES[mode], each, *phases, gigabytes(of_mode), start_up])
         if rows:
-            header = [size, "update, rounds", "update", "generation", "rest of rollout", "optimise", "peak GB", "start-up"]
+            header = [size, "update, rounds", "update", "generation", "rest of rollout", "optimise"]
+            header += ["peak GB", "start-up"]
             text += markdown(header, rows)
     return text
 
@@ -155,7 +156,8 @@ def gemm_table(cells):
             rate = median(run["gemm"]["gflops"] for run in runs)
             reached = median(work / median(run["optimise"]) for run in runs)
             fraction = median(map(gemm_fraction, runs))
-            rows.append([cell.removeprefix("update/"), f"{work:.0f}", f"{rate:.0f}", f"{reached:.0f}", f"{fraction:.2f}"])
+            numbers = [f"{number:.0f}" for number in (work, rate, reached)]
+            rows.append([cell.removeprefix("update/"), *numbers, f"{fraction:.2f}"])
     return markdown(["", "GFLOP of an update", "machine, GFLOP/s", "rlhf, GFLOP/s", "fraction"], rows) if rows else ""
 
 
@@ -170,7 +172,8 @@ def growth_table(cells):
         phases = medians(of_row, "update", "generate", "rollout", "optimise")
         growth = f"{seconds / first:.2f}"
         rows.append([f"{episodes} episodes of {limit} tokens", *phases, growth, per_token, gigabytes(of_row)])
-    header = ["", "update", "generation", "rest of rollout", "optimise", "times the first", "ms per response token", "peak GB"]
+    header = ["", "update", "generation", "rest of rollout", "optimise"]
+    header += ["times the first", "ms per response token", "peak GB"]
     return markdown(header, rows) if rows else ""
 
 
@@ -219,15 +222,14 @@ def page(cells):
     sections = [
         (
             "Targets",
-            "TRL's or transformers' seconds over ours (for memory and for the GEMM rate ours over theirs), a number for each "
-            "round and their median.",
+            "TRL's or transformers' seconds over ours (for memory our bytes over TRL's): each round, and the median.",
             target_table(cells),
         ),
         (
             "Seconds per update",
-            "Medians over the rounds of each run's median update; the first update of a run is not counted. Start-up is from "
-            "the program's start to its first rollout. TRL's `bf16=True` does nothing on a CPU: it computes in f32, and takes "
-            "the time and memory of f32. So both of its modes are here.",
+            "Medians over the rounds of each run's median update; the first update of a run is not counted. Start-up "
+            "is from the program's start to its first rollout. TRL's `bf16=True` does nothing on a CPU: it computes in "
+            "f32, and takes the time and memory of f32. So both of its modes are here.",
             update_tables(cells),
         ),
         ("Generated tokens per second", "53 new tokens, sampled, prefill included.", generation_table(cells)),
@@ -239,14 +241,14 @@ def page(cells):
         ),
         (
             "Growth",
-            "rlhf, s, f32. Twice the episodes are twice the tokens. Twice the response length is less than twice the tokens, as "
-            "the prompts stay as they are.",
+            "rlhf, s, f32. Twice the episodes are twice the tokens. Twice the response length is less than twice the "
+            "tokens, as the prompts stay as they are.",
             growth_table(cells),
         ),
         (
             "Answers that stop early",
-            "s, f32, the same model but for the logit of the end of text. In brackets: against the answers that never stop. "
-            "Generation should follow the response tokens, the rest all tokens.",
+            "s, f32, the same model but for the logit of the end of text. In brackets: against the answers that never "
+            "stop. Generation should follow the response tokens, the rest all tokens.",
             early_table(cells),
         ),
     ]
