@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo test test-setup test-interop lint install
+.PHONY: help setup cuda demo test test-setup test-interop bench lint install
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,10 @@ test-setup: setup
 
 test-interop: setup ## check what rlhf writes with transformers, peft and tensorboard
 	scripts/test-interop.sh
+
+bench: setup ## time rlhf against TRL, about an hour; CELLS='update/s/f32 ...' for a part
+	cargo build --release --locked
+	benchmarks/bench.sh run $(CELLS)
 
 lint: setup ## formatting, clippy, docs
 	cargo fmt --all --check

@@ -1,0 +1,253 @@
+"""Runs of rlhf and of its peers as processes of their own, watched from outside; and what the machine is.
+
+Only the standard library, on purpose: Linux counts the memory of the process that starts a program into the program's
+peak, so the one that measures must be smaller than all that it measures.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from models import TEMPERATURE
+
+HERE = Path(__file__).resolve().parent
+THREADS = len(os.sched_getaffinity(0))
+
+# Settings that no cell of the benchmark varies.
+EPOCHS = 4
+LEARNING_RATE = 3e-6
+ROLLOUT_BATCH = 64
+
+
+class Failed(Exception):
+    """A program did not do what it was run for; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a program wrote, and what it took."""
+
+    lines: list  # of standard output
+    arrivals: list  # of the lines, in seconds since the start of the program
+    peak_bytes: int
+
+    def json_lines(self):
+        """The lines that are JSON objects, each with the time when it came."""
+        return [(at, json.loads(line)) for at, line in zip(self.arrivals, self.lines) if line.startswith('{"')]
+
+
+def watch(command, timeout=None):
+    """Runs `command` to its end; `Failed` with what it said last if it fails or takes longer than `timeout` seconds."""
+    command = [str(word) for word in command]
+    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as errors:
+        began = time.perf_counter()
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env)
+        timer = threading.Timer(timeout or threading.TIMEOUT_MAX, child.kill)
+        timer.daemon = True
+        timer.start()
+        lines, arrivals = [], []
+        with child.stdout:
+            for line in child.stdout:
+                arrivals.append(time.perf_counter() - began)
+                lines.append(line.decode())
+        # The peak of this one child; getrusage would give the largest of all children so far.
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        timer.cancel()
+        seconds = time.perf_counter() - began
+        if child.returncode != 0:
+            errors.seek(0)
+            said = errors.read().strip().splitlines()[-3:]
+            reason = f"killed after {seconds:.0f} s" if child.returncode == -9 else f"exit code {child.returncode}"
+            raise Failed(f"{' '.join(command)}: {reason}: {' / '.join(said) or 'nothing on standard error'}")
+    return Output(lines, arrivals, usage.ru_maxrss * 1024)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One PPO run, the same for rlhf and TRL; every update answers every prompt once."""
+
+    models: Path
+    prompts: Path
+    batch: int
+    accumulation: int
+    updates: int
+    response_length: int = 53
+    device: str = "cpu"
+    rollout_batch: int = ROLLOUT_BATCH
+
+    @property
+    def episodes(self):
+        return self.batch * self.accumulation
+
+    def rlhf(self, binary, precision, **watching):
+        """Precisions: `f32`; `bf16` computes in bf16 with f32 master weights, frozen models are held in bf16."""
+        flags = {
+            "sft_model_path": self.models / "policy",
+            "reward_model_path": self.models / "reward",
+            "dataset_name": self.prompts,
+            "output_dir": self.models / "output-rlhf",
+            "overwrite_output_dir": "true",
+            "per_device_train_batch_size": self.batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "num_mini_batches": 1,
+            "total_episodes": self.episodes * self.updates,
+            "local_rollout_forward_batch_size": self.rollout_batch,
+            "response_length": self.response_length,
+            "num_ppo_epochs": EPOCHS,
+            "temperature": TEMPERATURE,
+            "learning_rate": LEARNING_RATE,
+            "stop_token": "eos",
+            "num_sample_generations": 0,
+            "disable_tqdm": "true",
+            "num_threads": THREADS,
+            "device": self.device,
+            "bf16": str(precision == "bf16").lower(),
+            "dtype": "bfloat16" if precision == "bf16" else "float32",
+        }
+        command = [binary, "ppo"] + [word for name, value in flags.items() for word in (f"--{name}", value)]
+        return self._summary("rlhf", precision, watch(command, **watching))
+
+    def trl(self, precision, **watching):
+        """Precisions: those of trl_ppo.py."""
+        flags = {
+            "models": self.models,
+            "prompts": self.prompts,
+            "output_dir": self.models / "output-trl",
+            "precision": precision,
+            "batch": self.batch,
+            "accumulation": self.accumulation,
+            "updates": self.updates,
+            "response_length": self.response_length,
+            "epochs": EPOCHS,
+            "temperature": TEMPERATURE,
+            "learning_rate": LEARNING_RATE,
+            "rollout_batch": self.rollout_batch,
+            "threads": THREADS,
+            "device": self.device,
+        }
+        command = [sys.executable, HERE / "trl_ppo.py"]
+        command += [word for name, value in flags.items() for word in (f"--{name}", value)]
+        return self._summary("TRL", precision, watch(command, **watching))
+
+    def _summary(self, program, precision, output):
+        """Numbers of each update; the first is told apart, as it is not counted.
+
+        An update's seconds are from the end of the one before it to its own end, whatever the program does in between.
+        """
+        updates = output.json_lines()
+        if len(updates) != self.updates or len(updates) < 2:
+            raise Failed(f"{program}: expected {self.updates} updates, two at least, found {len(updates)}")
+        ends = [at for at, _ in updates]
+        counted = [update for _, update in updates[1:]]
+        first = updates[0][1]
+        summary = {
+            "program": program,
+            "precision": precision,
+            "update": [after - before for before, after in zip(ends, ends[1:])],
+            "generate": [update["time/generate"] for update in counted],
+            "rollout": [update["time/rollout"] - update["time/generate"] for update in counted],
+            "optimise": [update["time/optimise"] for update in counted],
+            "response_length": [update["val/response_length"] for update in counted],
+            "first_update": first["time/update"],
+            "start_up": ends[0] - first["time/update"],
+            "peak_bytes": output.peak_bytes,
+        }
+        if "memory/allocated" in first:
+            summary["allocated_bytes"] = max(update["memory/allocated"] for _, update in updates)
+        return summary
+
+
+def transformers_rates(model, prompts, dtype, batches, new_tokens):
+    """Generated tokens per second by batch size, the median of the batches.
+
+    `batches` says how many batches of each size there are; the first is not counted.
+    """
+    flags = {
+        "model": model,
+        "prompts": prompts,
+        "dtype": dtype,
+        "max_new_tokens": new_tokens,
+        "temperature": TEMPERATURE,
+        "threads": THREADS,
+        "batches": json.dumps(batches),
+    }
+    command = [sys.executable, HERE / "hf_generate.py"]
+    output = watch(command + [word for name, value in flags.items() for word in (f"--{name}", value)])
+    return {
+        row["batch"]: median(tokens / seconds for tokens, seconds in row["batches"]) for _, row in output.json_lines()
+    }
+
+
+def rlhf_rate(binary, model, prompts, dtype, batch, count, new_tokens):
+    """Generated tokens per second of `rlhf generate`, the median of its batches but the first.
+
+    It writes each batch when it has it, so the time between the last rows of two batches is all that a batch takes:
+    reading and decoding the rows is in it, starting and loading the model is not.
+    """
+    with open(prompts) as lines:
+        rows = [line for line, _ in zip(lines, range(batch * count))]
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as some:
+        some.writelines(rows)
+        some.flush()
+        output = watch(
+            [binary, "generate", "--model_name_or_path", model, "--dataset_name", some.name, "--device", "cpu"]
+            + ["--dtype", dtype, "--batch_size", batch, "--max_new_tokens", new_tokens, "--temperature", TEMPERATURE]
+            + ["--num_threads", THREADS]
+        )
+    answers = output.json_lines()
+    if len(answers) != batch * count:
+        raise Failed(f"rlhf generate: expected {batch * count} answers, found {len(answers)}")
+    ends = [at for at, _ in answers[batch - 1 :: batch]]
+    took = [after - before for before, after in zip(ends, ends[1:])]
+    if min(took) < 0.2 * median(took):
+        raise Failed(f"rlhf generate: expected answers to come batch by batch, found seconds between batches of {took}")
+    tokens = [answer["num_tokens"] for _, answer in answers]
+    return median(sum(tokens[i * batch : (i + 1) * batch]) / seconds for i, seconds in enumerate(took, start=1))
+
+
+def gemm_rate(size, dtype, tokens, head_rows):
+    """GFLOP/s of matrix products, see gemm.py."""
+    [(_, rate)] = watch([sys.executable, HERE / "gemm.py", size, dtype, tokens, head_rows, THREADS]).json_lines()
+    return rate
+
+
+def machine():
+    """What the numbers were measured on; nothing that names the machine."""
+    cpu = dict(line.split(":", 1) for line in open("/proc/cpuinfo").read().split("\n\n")[0].splitlines() if ":" in line)
+    cpu = {name.strip(): value.strip() for name, value in cpu.items()}
+    flags = cpu.get("flags", cpu.get("Features", "")).split()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu.get("model name", platform.machine()),
+        "vectors": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve") if flag in flags],
+        "cores": os.cpu_count(),
+        "threads": THREADS,
+        "memory_bytes": memory,
+    }
+
+
+def versions(binary):
+    """The programs that were measured."""
+    from importlib.metadata import version
+
+    found = {name: version(name) for name in ("trl", "torch", "transformers", "accelerate")}
+    rlhf = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
+    return {"rlhf": rlhf, "python": platform.python_version()} | found
+
+
+def commit():
+    """The checkout's commit, with `-dirty` where files other than results differ from it."""
+    git = ["git", "-C", HERE.parent]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"]).returncode
+    return (head or "unknown") + "-dirty" * (changed == 1)

@@ -1,0 +1,274 @@
+"""The results as Markdown: for each cell the newest of the files of raw numbers."""
+
+import json
+from statistics import median
+
+from models import SIZES
+
+NAME = "README.md"
+
+# What is aimed at: (gate, stretch) of the median over the rounds.
+UPDATE = {"f32": (2.0, 2.5), "bf16-weights": (2.5, 3.3), "bf16-flag": (4, 5)}
+GENERATE, GENERATE_ONE = (2.5, 3.5), (1.3, 2)
+MEMORY = {("s", "f32"): (0.5, 0.4), ("m", "f32"): (0.55, 0.4), ("s", "bf16"): (0.5, None), ("m", "bf16"): (0.9, 0.75)}
+GEMM = (0.70, 0.85)
+
+MODES = {
+    ("TRL", "f32"): "TRL, f32",
+    ("rlhf", "f32"): "rlhf, f32",
+    ("TRL", "bf16-weights"): "TRL, bf16 weights, gradients and Adam states",
+    ("rlhf", "bf16"): "rlhf, bf16 compute; f32 master weights, gradients and Adam states",
+    ("TRL", "bf16-flag"): "TRL, `bf16=True` (does nothing on a CPU)",
+    ("TRL", "autocast"): "TRL, `bf16=True`; f32 weights, frozen models bf16",
+}
+
+
+def newest(folder):
+    """The newest report of each cell: {cell: (report, runs)}."""
+    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    cells = {}
+    for report in sorted(reports, key=lambda report: report["date"]):
+        cells |= {cell: (report, runs) for cell, runs in report["cells"].items()}
+    return cells
+
+
+def rounds(runs, *wanted):
+    """For each round the runs that match each of `wanted`."""
+    for number in sorted({run["round"] for run in runs}):
+        of_round = [run for run in runs if run["round"] == number]
+        yield [next(run for run in of_round if want.items() <= run.items()) for want in wanted]
+
+
+def gemm_fraction(run):
+    """Share of the machine's rate of matrix products that an optimise phase reached."""
+    return run["optimise_flops"] / median(run["optimise"]) / (run["gemm"]["gflops"] * 1e9)
+
+
+def targets(cells):
+    """(name, (gate, stretch), whether less is better, numbers of the rounds) of each target that was measured."""
+    runs = {cell: runs for cell, (_, runs) in cells.items()}
+    sizes = ("s", "m")
+    for ours, theirs in (("f32", "f32"), ("bf16", "bf16-weights"), ("bf16", "bf16-flag")):
+        for size in sizes:
+            pairs = rounds(
+                runs.get(f"update/{size}/{ours}", []),
+                {"program": "TRL", "precision": theirs},
+                {"program": "rlhf", "precision": ours},
+            )
+            numbers = [median(trl["update"]) / median(rlhf["update"]) for trl, rlhf in pairs]
+            yield f"update, {size}: {ours} against TRL {theirs.replace('-', ' ')}", UPDATE[theirs], False, numbers
+    for size in sizes:
+        for precision in ("f32", "bf16"):
+            of_cell = runs.get(f"generate/{size}/{precision}", [])
+            for batch in sorted({run["batch"] for run in of_cell}):
+                aim = GENERATE if batch > 1 else GENERATE_ONE if size == "m" else (None, None)
+                numbers = [run["rlhf"] / run["transformers"] for [run] in rounds(of_cell, {"batch": batch})]
+                yield f"generation, {size}: {precision}, batch {batch}", aim, False, numbers
+    for (size, precision), aim in MEMORY.items():
+        pairs = rounds(
+            runs.get(f"update/{size}/{precision}", []),
+            {"program": "TRL", "precision": {"f32": "f32", "bf16": "bf16-weights"}[precision]},
+            {"program": "rlhf"},
+        )
+        numbers = [rlhf["peak_bytes"] / trl["peak_bytes"] for trl, rlhf in pairs]
+        yield f"peak memory, {size}: {precision} against TRL's", aim, True, numbers
+    for size in sizes:
+        for precision in ("f32", "bf16"):
+            numbers = [
+                gemm_fraction(run) for [run] in rounds(runs.get(f"update/{size}/{precision}", []), {"program": "rlhf"})
+            ]
+            aim = GEMM if (size, precision) == ("m", "f32") else (None, None)
+            yield f"fraction of the GEMM rate while optimising, {size}: {precision}", aim, False, numbers
+
+
+def verdict(number, aim, less):
+    gate, stretch = aim
+    if gate is None:
+        return "no target"
+    reached = [bar is not None and (number <= bar if less else number >= bar) for bar in (gate, stretch)]
+    return "stretch" if reached[1] else "gate" if reached[0] else "**missed**"
+
+
+def markdown(header, rows):
+    """A table; the first column is text, the others are numbers."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines) + "\n"
+
+
+def target_table(cells):
+    rows = []
+    for name, aim, less, numbers in targets(cells):
+        if numbers:
+            middle = median(numbers)
+            bars = ["" if bar is None else f"{'<=' if less else '>='} {bar:g}" for bar in aim]
+            each = " ".join(f"{number:.2f}" for number in numbers)
+            rows.append([name, *bars, each, f"**{middle:.2f}**", verdict(middle, aim, less)])
+    return markdown(["", "gate", "stretch", "rounds", "median", "reached"], rows) if rows else ""
+
+
+def medians(runs, *keys):
+    """The medians of the runs' medians, in seconds."""
+    return [f"{median(median(run[key]) for run in runs):.2f}" for key in keys]
+
+
+def gigabytes(runs, key="peak_bytes"):
+    return f"{median(run[key] for run in runs) / 1e9:.2f}"
+
+
+def update_tables(cells):
+    text = ""
+    for size in ("s", "m"):
+        rows = []
+        for precision in ("f32", "bf16"):
+            _, runs = cells.get(f"update/{size}/{precision}", (None, []))
+            for mode in dict.fromkeys((run["program"], run["precision"]) for run in runs):
+                of_mode = [run for run in runs if (run["program"], run["precision"]) == mode]
+                each = " ".join(medians([run], "update")[0] for run in of_mode)
+                phases = medians(of_mode, "update", "generate", "rollout", "optimise")
+                start_up = f"{median(run['start_up'] for run in of_mode):.1f}"
+                rows.append([MODES[mode], each, *phases, gigabytes(of_mode), start_up])
+        if rows:
+            header = [size, "update, rounds", "update", "generation", "rest of rollout", "optimise"]
+            header += ["peak GB", "start-up"]
+            text += markdown(header, rows)
+    return text
+
+
+def generation_table(cells):
+    rows = []
+    for cell, (_, runs) in cells.items():
+        experiment, size, *precision = cell.split("/")
+        if experiment == "generate":
+            for batch in sorted({run["batch"] for run in runs}):
+                of_batch = [run for run in runs if run["batch"] == batch]
+                rates = [f"{median(run[key] for run in of_batch):.0f}" for key in ("transformers", "rlhf")]
+                each = " ".join(f"{run['rlhf'] / run['transformers']:.2f}" for run in of_batch)
+                rows.append([f"{size}, {precision[0]}, batch {batch}", *rates, each])
+    return markdown(["", "transformers", "rlhf", "ratio, rounds"], sorted(rows)) if rows else ""
+
+
+def gemm_table(cells):
+    rows = []
+    for cell, (_, runs) in sorted(cells.items()):
+        runs = [run for run in runs if "gemm" in run]
+        if runs:
+            work = runs[0]["optimise_flops"] / 1e9
+            rate = median(run["gemm"]["gflops"] for run in runs)
+            reached = median(work / median(run["optimise"]) for run in runs)
+            fraction = median(map(gemm_fraction, runs))
+            numbers = [f"{number:.0f}" for number in (work, rate, reached)]
+            rows.append([cell.removeprefix("update/"), *numbers, f"{fraction:.2f}"])
+    return markdown(["", "GFLOP of an update", "machine, GFLOP/s", "rlhf, GFLOP/s", "fraction"], rows) if rows else ""
+
+
+def growth_table(cells):
+    _, runs = cells.get("growth/s", (None, []))
+    rows, first = [], None
+    for episodes, limit in dict.fromkeys((run["episodes"], run["limit"]) for run in runs):
+        of_row = [run for run in runs if (run["episodes"], run["limit"]) == (episodes, limit)]
+        seconds = median(median(run["update"]) for run in of_row)
+        first = first or seconds
+        per_token = f"{1e3 * seconds / episodes / limit:.2f}"
+        phases = medians(of_row, "update", "generate", "rollout", "optimise")
+        growth = f"{seconds / first:.2f}"
+        rows.append([f"{episodes} episodes of {limit} tokens", *phases, growth, per_token, gigabytes(of_row)])
+    header = ["", "update", "generation", "rest of rollout", "optimise"]
+    header += ["times the first", "ms per response token", "peak GB"]
+    return markdown(header, rows) if rows else ""
+
+
+def early_table(cells):
+    _, runs = cells.get("early/s", (None, []))
+    rows = []
+    for program in ("TRL", "rlhf"):
+        never = [run for run in runs if run["program"] == program and run["stops"] == "never"]
+        for run_kind in ("never", "early"):
+            of_row = [run for run in runs if run["program"] == program and run["stops"] == run_kind]
+            if of_row:
+                response = median(median(run["response_length"]) for run in of_row)
+                full = median(median(run["response_length"]) for run in never)
+                prompt = of_row[0]["prompt_length"]
+                row = [f"{program}, {run_kind}", f"{response:.1f}"]
+                row += [f"{response / full:.2f}", f"{(prompt + response) / (prompt + full):.2f}"]
+                for key in ("update", "generate", "rollout", "optimise"):
+                    seconds, whole = (median(median(run[key]) for run in some) for some in (of_row, never))
+                    row.append(f"{seconds:.2f} ({seconds / whole:.2f})")
+                rows.append(row)
+    header = ["stops", "response", "of response tokens", "of all tokens"]
+    header += ["update", "generation", "rest of rollout", "optimise"]
+    return markdown(header, rows) if rows else ""
+
+
+def sources(cells):
+    text = ""
+    for report in {id(report): report for report, _ in cells.values()}.values():
+        machine, versions = report["machine"], report["versions"]
+        names = ", ".join(f"`{cell}`" for cell, (of_cell, _) in cells.items() if of_cell is report)
+        text += (
+            f"- {report['date']}, commit `{report['commit']}`: {names}. {machine['cpu']}, {machine['cores']} cores, "
+            f"{machine['memory_bytes'] / 2**30:.0f} GiB, {' '.join(machine['vectors'])}; {machine['threads']} threads. "
+            f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
+        )
+    return text
+
+
+def page(cells):
+    """The whole page."""
+    sizes = "; ".join(
+        f"{name}: hidden {size.hidden}, {size.layers} layers, vocabulary {size.vocab}"
+        for name, size in SIZES.items()
+        if name in ("s", "m")
+    )
+    sections = [
+        (
+            "Targets",
+            "TRL's or transformers' seconds over ours (for memory our bytes over TRL's): each round, and the median.",
+            target_table(cells),
+        ),
+        (
+            "Seconds per update",
+            "Medians over the rounds of each run's median update; the first update of a run is not counted. Start-up "
+            "is from the program's start to its first rollout. TRL's `bf16=True` does nothing on a CPU: it computes in "
+            "f32, and takes the time and memory of f32. So both of its modes are here.",
+            update_tables(cells),
+        ),
+        ("Generated tokens per second", "53 new tokens, sampled, prefill included.", generation_table(cells)),
+        (
+            "GEMM rate",
+            "FLOPs that the optimise phase cannot do without, over its seconds, against this machine's rate of matrix "
+            "products alone in the same shapes.",
+            gemm_table(cells),
+        ),
+        (
+            "Growth",
+            "rlhf, s, f32. Twice the episodes are twice the tokens. Twice the response length is less than twice the "
+            "tokens, as the prompts stay as they are.",
+            growth_table(cells),
+        ),
+        (
+            "Answers that stop early",
+            "s, f32, the same model but for the logit of the end of text. In brackets: against the answers that never "
+            "stop. Generation should follow the response tokens, the rest all tokens.",
+            early_table(cells),
+        ),
+    ]
+    text = (
+        "# Results\n\nWritten by `benchmarks/bench.py table` from the raw numbers beside it. "
+        f"[The guide](../README.md) says what is compared. GPT-NeoX, random weights. {sizes}.\n\n"
+    )
+    for title, words, body in sections:
+        if body:
+            text += f"## {title}\n\n{words}\n\n{body}"
+    return text + "## Where and when\n\n" + sources(cells)
+
+
+def write(folder):
+    """Writes the page of the results of `folder` into it."""
+    (folder / NAME).write_text(page(newest(folder)))
+
+
+def one_line(run):
+    """A run in short, to watch it by."""
+    if "transformers" in run:
+        return f"batch {run['batch']}: transformers {run['transformers']:.0f}, rlhf {run['rlhf']:.0f} tokens/s"
+    return f"{MODES[run['program'], run['precision']]}: {median(run['update']):.2f} s, {run['peak_bytes'] / 1e9:.2f} GB"
