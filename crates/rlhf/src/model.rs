@@ -36,6 +36,7 @@ use params::{Builder, Init, Source};
 use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use tch::{Device, Kind, Tensor};
 
 /// The most logits that are held at once where no gradient is needed, in elements (64 MiB of f32).
@@ -109,6 +110,14 @@ impl Default for ModelOptions {
     fn default() -> Self {
         Self { device: Device::Cpu, dtype: Dtype::Float32, precision: Precision::Held }
     }
+}
+
+/// Whether the kernels of tch-ext compute what is of this dtype on this device; `RLHF_KERNELS=plain` in the environment has
+/// libtorch's own operations compute everything, as they do where there are no kernels.
+fn has_kernels(kind: Kind, device: Device) -> bool {
+    static PLAIN: OnceLock<bool> = OnceLock::new();
+    let plain = PLAIN.get_or_init(|| std::env::var_os("RLHF_KERNELS").is_some_and(|value| value == "plain"));
+    !plain && tch_ext::has_kernels(kind, device)
 }
 
 /// What all kinds of model share: the decoder, its parameters, its configuration.
@@ -594,7 +603,7 @@ impl CausalLm {
 
     /// Logits of hidden states, `[M, vocab]` f32.
     fn head(&self, hidden: &Tensor) -> Tensor {
-        let logits = self.lm_head.forward(hidden);
+        let logits = self.lm_head.forward(hidden).to_kind(Kind::Float);
         match self.body.config.final_softcap {
             Some(cap) => (logits / cap).tanh() * cap,
             None => logits,

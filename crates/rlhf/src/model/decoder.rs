@@ -2,6 +2,7 @@
 
 use super::config::{Activation, Order, RopeScaling, Shape};
 use super::families::{MlpIn, Names, Qkv};
+use super::has_kernels;
 use super::layout::{KvCache, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
@@ -128,45 +129,52 @@ impl Decoder {
             let mut attend = |x: &Tensor| self.attention(i, layer, x, rotation.as_ref(), attention, dropout);
             match (self.shape.order, &layer.output_norms) {
                 (Order::Parallel, _) => {
-                    let attended = attend(&layer.input_norm.forward(&x));
-                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x), dropout);
+                    let attended = attend(&layer.input_norm.forward(&x, self.compute));
+                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, self.compute), dropout);
                     x = x + attended + fed;
                 }
                 (Order::Post, _) => {
-                    x = layer.input_norm.forward(&(&x + attend(&x)));
-                    x = layer.mlp_norm.forward(&(&x + self.mlp(layer, &x, dropout)));
+                    x = layer.input_norm.forward(&(&x + attend(&x)), Kind::Float);
+                    x = layer.mlp_norm.forward(&(&x + self.mlp(layer, &x, dropout)), Kind::Float);
                 }
                 (Order::Sandwich, Some([behind_attention, behind_mlp])) => {
-                    let attended = attend(&layer.input_norm.forward(&x));
-                    x = x + behind_attention.forward(&attended);
-                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x), dropout);
-                    x = x + behind_mlp.forward(&fed);
+                    let behind = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
+                    let attended = attend(&layer.input_norm.forward(&x, self.compute));
+                    x = x + behind(behind_attention, &attended);
+                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, self.compute), dropout);
+                    x = x + behind(behind_mlp, &fed);
                 }
                 (Order::Pre | Order::Sandwich, _) => {
-                    let attended = attend(&layer.input_norm.forward(&x));
+                    let attended = attend(&layer.input_norm.forward(&x, self.compute));
                     x = x + attended;
-                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x), dropout);
+                    let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, self.compute), dropout);
                     x = x + fed;
                 }
             }
         }
         if let Some(norm) = &self.final_norm {
-            x = norm.forward(&x);
+            x = norm.forward(&x, Kind::Float);
         }
         match &self.project {
-            Some([_, outward]) => outward.forward_dropping(&x, dropout),
+            Some([_, outward]) => outward.forward_dropping(&x, dropout).to_kind(Kind::Float),
             None => x,
         }
     }
 
     fn embed(&self, tokens: &Tensor, positions: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let row = |table: &Tensor, ids: &Tensor| Tensor::embedding(table, ids, -1, false, false).to_kind(Kind::Float);
+        let row = |table: &Tensor, ids: &Tensor| {
+            let rows = match has_kernels(Kind::Float, table.device()) {
+                true => tch_ext::embedding(table, ids),
+                false => Tensor::embedding(table, ids, -1, false, false),
+            };
+            rows.to_kind(Kind::Float)
+        };
         let mut x = row(&self.embed, tokens);
         if self.shape.embedding_scale != 1.0 {
             x *= self.shape.embedding_scale;
         }
         if let Some([inward, _]) = &self.project {
-            x = inward.forward_dropping(&x, dropout);
+            x = inward.forward_dropping(&x, dropout).to_kind(Kind::Float);
         }
         if let Some(table) = &self.positions {
             x += row(table, &(positions + self.shape.position_offset));
@@ -175,12 +183,12 @@ impl Decoder {
             x += table.get(0).to_kind(Kind::Float);
         }
         match &self.embed_norm {
-            Some(norm) => norm.forward(&x),
+            Some(norm) => norm.forward(&x, Kind::Float),
             None => x,
         }
     }
 
-    /// Cosines and sines of the rotary angles, [N, 1, dim / 2] each.
+    /// Cosines and sines of the rotary angles, [N, dim / 2] each.
     fn rotation(&self, positions: &Tensor, attention: &Attention<'_>) -> Option<(Tensor, Tensor)> {
         let rope = self.shape.rope?;
         let options = (Kind::Float, positions.device());
@@ -209,7 +217,7 @@ impl Decoder {
                 &inv_freq * &fast + &inv_freq * (1.0 - &fast) / factor
             }
         };
-        let angles = (positions.to_kind(Kind::Float).unsqueeze(1) * inv_freq).unsqueeze(1);
+        let angles = positions.to_kind(Kind::Float).unsqueeze(1) * inv_freq;
         Some((angles.cos(), angles.sin()))
     }
 
@@ -222,38 +230,72 @@ impl Decoder {
         attention: &mut Attention<'_>,
         dropout: Option<&Dropout>,
     ) -> Tensor {
+        let projections: Vec<Tensor> = layer.qkv.iter().map(|linear| linear.forward_dropping(x, dropout)).collect();
+        let fits = layer.qk_norm.is_none() || projections.len() == 3;
+        let out = if fits && has_kernels(self.compute, x.device()) {
+            self.attend_by_kernels(index, layer, projections, rotation, attention)
+        } else {
+            self.attend_plainly(index, layer, &projections, rotation, attention)
+        };
+        layer.attention_out.forward_dropping(&out, dropout)
+    }
+
+    fn attend_by_kernels(
+        &self,
+        index: usize,
+        layer: &Layer,
+        mut projections: Vec<Tensor>,
+        rotation: Option<&(Tensor, Tensor)>,
+        attention: &mut Attention<'_>,
+    ) -> Tensor {
+        let c = &self.shape;
+        for (norm, x) in layer.qk_norm.iter().flatten().zip(&mut projections) {
+            let by_head = x.view([-1, c.head_dim]).to_kind(Kind::Float);
+            *x = norm.forward(&by_head, self.compute).view_as(x);
+        }
+        let by_head = matches!(c.family.names.qkv, Qkv::FusedByHead(_));
+        let kernel = layer.scores.kernel(c.num_attention_heads, c.num_key_value_heads, c.head_dim, by_head);
+        match attention {
+            Attention::Step(cache) => cache.attend_step_by_kernel(index, &kernel, &projections, rotation),
+            Attention::Sequences(layout, cache) => {
+                let cache = cache.as_mut().map(|cache| cache.fill(index, layout));
+                tch_ext::attention(&kernel, &projections, rotation, &layout.starts, cache)
+            }
+        }
+    }
+
+    /// Attention by libtorch's own operations: what the kernels are measured by, and what runs where there are none.
+    fn attend_plainly(
+        &self,
+        index: usize,
+        layer: &Layer,
+        projections: &[Tensor],
+        rotation: Option<&(Tensor, Tensor)>,
+        attention: &mut Attention<'_>,
+    ) -> Tensor {
         let c = &self.shape;
         let (heads, kv_heads, head_dim) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
-        let split = |all: &Tensor, n: i64| all.view([-1, n, head_dim]);
-        let (q, k, v) = match (layer.qkv.as_slice(), c.family.names.qkv) {
-            ([fused], Qkv::FusedByHead(_)) => {
-                let [q, k, v] = three(fused.forward_dropping(x, dropout).view([-1, heads, 3, head_dim]).unbind(2));
-                (q, k, v)
-            }
+        let [q, k, v] = match (projections, c.family.names.qkv) {
+            ([fused], Qkv::FusedByHead(_)) => three(fused.view([-1, heads, 3, head_dim]).unbind(2)),
             ([fused], _) => {
                 let widths = [heads, kv_heads, kv_heads].map(|n| n * head_dim);
-                let [q, k, v] = three(fused.forward_dropping(x, dropout).split_with_sizes(widths, -1));
-                (
-                    q.unflatten(-1, [heads, head_dim]),
-                    k.unflatten(-1, [kv_heads, head_dim]),
-                    v.unflatten(-1, [kv_heads, head_dim]),
-                )
+                three(fused.split_with_sizes(widths, -1)).map(|x| x.unflatten(-1, [-1, head_dim]))
             }
-            (separate, _) => {
-                let head = |i: usize, n: i64| split(&separate[i].forward_dropping(x, dropout), n);
-                (head(0, heads), head(1, kv_heads), head(2, kv_heads))
-            }
+            (separate, _) => three(separate.iter().map(|x| x.view([-1, x.size()[1] / head_dim, head_dim])).collect()),
         };
         let (q, k) = match &layer.qk_norm {
             None => (q, k),
-            Some([q_norm, k_norm]) => (q_norm.forward(&q), k_norm.forward(&k)),
+            Some([q_norm, k_norm]) => {
+                let norm = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), self.compute);
+                (norm(q_norm, &q), norm(k_norm, &k))
+            }
         };
         let (q, k) = match rotation {
             None => (q, k),
             Some(angles) => (rotate(&q, angles), rotate(&k, angles)),
         };
         let (q, k, v) = (q.to_kind(self.compute), k.to_kind(self.compute), v.to_kind(self.compute));
-        let out = match attention {
+        match attention {
             Attention::Step(cache) => cache.attend_step(index, &layer.scores, &q, &k, &v),
             Attention::Sequences(layout, cache) => {
                 if let Some(cache) = cache {
@@ -261,8 +303,7 @@ impl Decoder {
                 }
                 layout.attend(&layer.scores, &q, &k, &v)
             }
-        };
-        layer.attention_out.forward_dropping(&out, dropout)
+        }
     }
 
     fn mlp(&self, layer: &Layer, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
@@ -345,6 +386,7 @@ fn three(parts: Vec<Tensor>) -> [Tensor; 3] {
 
 /// Turns the first dimensions of each head by the rotary angles, pairing dimension i with i + dim / 2 as Hugging Face does.
 fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor)) -> Tensor {
+    let (cos, sin) = (&cos.unsqueeze(1), &sin.unsqueeze(1));
     let half = *cos.size().last().expect("the angles have dimensions");
     let head_dim = *x.size().last().expect("a head has dimensions");
     let (a, b) = (x.narrow(-1, 0, half), x.narrow(-1, half, half));

@@ -1,6 +1,7 @@
 //! How tokens lie in memory: several sequences packed one after another, and the keys and values kept while decoding.
 
 use crate::Result;
+use std::cell::OnceCell;
 use tch::{Device, Kind, Tensor};
 
 /// How a layer weighs what a token attends to.
@@ -17,6 +18,12 @@ pub(crate) struct Scores {
 }
 
 impl Scores {
+    /// The same as the kernels have it.
+    pub(crate) fn kernel(&self, heads: i64, kv_heads: i64, head_dim: i64, by_head: bool) -> tch_ext::Attention {
+        let Scores { scale, softcap, window, causal } = *self;
+        tch_ext::Attention { heads, kv_heads, head_dim, scale, softcap, window, causal, by_head }
+    }
+
     /// Attention of `q` [rows, heads, queries, head_dim] over `k`, `v` [rows, heads, keys, head_dim].
     ///
     /// `mask` is that of [`mask_of`] and broadcasts to [rows, heads, queries, keys]; `None`: all, or with `causal` all before.
@@ -48,35 +55,50 @@ pub(crate) struct Layout {
     pub(crate) positions: Tensor,
     /// Length of each sequence.
     pub(crate) lens: Vec<i64>,
-    /// Where each sequence begins in the packed order.
+    /// Where each sequence begins in the packed order, and the end of the last.
     pub(crate) starts: Vec<i64>,
     /// Length of the longest.
     pub(crate) width: i64,
-    /// Packed index of each slot of [rows, width], and slot of each packed token; `None` when no row is short.
-    ragged: Option<(Tensor, Tensor)>,
+    /// Packed index of each slot of [rows, width], and slot of each packed token; made when it is first asked for.
+    slots: OnceCell<(Tensor, Tensor)>,
 }
 
 impl Layout {
     pub(crate) fn new<S: AsRef<[i64]>>(sequences: &[S], device: Device) -> Self {
         let lens: Vec<i64> = sequences.iter().map(|s| s.as_ref().len() as i64).collect();
         let width = lens.iter().copied().max().unwrap_or(0);
-        let starts: Vec<i64> = lens.iter().scan(0, |end, len| Some(std::mem::replace(end, *end + len))).collect();
+        let ends = lens.iter().scan(0, |end, len| {
+            *end += len;
+            Some(*end)
+        });
+        let starts = std::iter::once(0).chain(ends).collect();
         let tokens: Vec<i64> = sequences.iter().flat_map(|s| s.as_ref()).copied().collect();
         let positions: Vec<i64> = lens.iter().flat_map(|&len| 0..len).collect();
         let on_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(device);
-        let ragged = lens.iter().any(|&len| len != width).then(|| {
+        let (tokens, positions) = (on_device(&tokens), on_device(&positions));
+        Self { tokens, positions, lens, starts, width, slots: OnceCell::new() }
+    }
+
+    fn is_ragged(&self) -> bool {
+        self.lens.iter().any(|&len| len != self.width)
+    }
+
+    fn slots(&self) -> &(Tensor, Tensor) {
+        self.slots.get_or_init(|| {
             // A slot behind a short row's end repeats the row's last token. Nothing attends to it from before, and what
             // it computes is dropped, so its content is free; a finite one keeps the backward pass finite.
-            let slots: Vec<i64> = starts
+            let slots: Vec<i64> = self
+                .starts
                 .iter()
-                .zip(&lens)
-                .flat_map(|(&start, &len)| (0..width).map(move |t| start + t.min(len - 1).max(0)))
+                .zip(&self.lens)
+                .flat_map(|(&start, &len)| (0..self.width).map(move |t| start + t.min(len - 1).max(0)))
                 .collect();
+            let rows = self.lens.iter().zip(0i64..);
             let places: Vec<i64> =
-                lens.iter().zip(0i64..).flat_map(|(&len, row)| (0..len).map(move |t| row * width + t)).collect();
+                rows.flat_map(|(&len, row)| (0..len).map(move |t| row * self.width + t)).collect();
+            let on_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(self.tokens.device());
             (on_device(&slots), on_device(&places))
-        });
-        Self { tokens: on_device(&tokens), positions: on_device(&positions), lens, starts, width, ragged }
+        })
     }
 
     pub(crate) fn rows(&self) -> i64 {
@@ -108,7 +130,7 @@ impl Layout {
         if !scores.causal {
             // Behind a short row's end there is nothing to see.
             let lens = || Tensor::from_slice(&self.lens).to_device(device).view([-1, 1, 1, 1]);
-            return self.ragged.is_some().then(|| slots().lt_tensor(&lens()));
+            return self.is_ragged().then(|| slots().lt_tensor(&lens()));
         }
         let window = scores.window.filter(|&window| window < self.width);
         if window.is_none() && scores.softcap.is_none() {
@@ -128,9 +150,9 @@ impl Layout {
     fn pad(&self, packed: &Tensor) -> Tensor {
         let mut shape = packed.size();
         shape.splice(0..1, [self.rows(), self.width]);
-        match &self.ragged {
-            None => packed.view(shape.as_slice()),
-            Some((slots, _)) => packed.index_select(0, slots).view(shape.as_slice()),
+        match self.is_ragged() {
+            false => packed.view(shape.as_slice()),
+            true => packed.index_select(0, &self.slots().0).view(shape.as_slice()),
         }
     }
 
@@ -139,9 +161,9 @@ impl Layout {
         let mut shape = padded.size();
         shape.splice(0..2, [-1]);
         let flat = padded.reshape(shape.as_slice());
-        match &self.ragged {
-            None => flat,
-            Some((_, places)) => flat.index_select(0, places),
+        match self.is_ragged() {
+            false => flat,
+            true => flat.index_select(0, &self.slots().1),
         }
     }
 }
@@ -160,7 +182,7 @@ pub(crate) struct KvCache {
     step: Option<Step>,
 }
 
-/// One more token in every row of a cache.
+/// One more token in every row of a cache, as libtorch's operations see it.
 struct Step {
     /// Where the tokens go, `[rows]` i64.
     places: Tensor,
@@ -221,19 +243,46 @@ impl KvCache {
         self.lens.clone_from(&layout.lens);
     }
 
-    /// Prepares for one more token in every row; the decoder calls it once per forward pass.
+    /// The cache as a kernel fills it with the whole sequences of `layout`.
+    pub(crate) fn fill(&mut self, layer: usize, layout: &Layout) -> tch_ext::Cache<'_> {
+        self.lens.clone_from(&layout.lens);
+        self.layer(layer)
+    }
+
+    fn layer(&mut self, layer: usize) -> tch_ext::Cache<'_> {
+        let (keys, values) = &mut self.layers[layer];
+        tch_ext::Cache { keys, values, capacity: self.capacity }
+    }
+
+    /// [`KvCache::attend_step`] with the projections as they come from the linear layers.
+    pub(crate) fn attend_step_by_kernel(
+        &mut self,
+        layer: usize,
+        attention: &tch_ext::Attention,
+        projections: &[Tensor],
+        rotation: Option<&(Tensor, Tensor)>,
+    ) -> Tensor {
+        let before: Vec<i64> = self.lens.iter().map(|len| len - 1).collect();
+        tch_ext::attention_step(attention, projections, rotation, &before, self.layer(layer))
+    }
+
+    /// Makes room for one more token in every row; the decoder calls it once per forward pass.
     pub(crate) fn begin_step(&mut self) {
-        let places: Vec<i64> = self.lens.iter().zip(0i64..).map(|(len, row)| row * self.capacity + len).collect();
         for len in &mut self.lens {
             *len += 1;
         }
+        self.step = None;
+    }
+
+    fn new_step(&self) -> Step {
+        let places: Vec<i64> = self.lens.iter().zip(0i64..).map(|(len, row)| row * self.capacity + len - 1).collect();
         let on_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(self.device);
-        self.step = Some(Step {
+        Step {
             places: on_device(&places),
             lens: on_device(&self.lens).view([-1, 1, 1, 1]),
             width: self.lens.iter().copied().max().unwrap_or(0),
             masks: Vec::new(),
-        });
+        }
     }
 
     /// Attends from one new token per row, `queries` [rows, heads, head_dim], to all of its row; [rows, heads * head_dim].
@@ -245,7 +294,7 @@ impl KvCache {
         keys: &Tensor,
         values: &Tensor,
     ) -> Tensor {
-        let mut step = self.step.take().expect("begin_step comes before attend_step");
+        let mut step = self.step.take().unwrap_or_else(|| self.new_step());
         self.write(layer, &step.places, keys, values);
         let rows = self.lens.len() as i64;
         let view = |cache: &Tensor| {

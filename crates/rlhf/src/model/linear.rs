@@ -1,22 +1,58 @@
 //! The layers that hold weights: linear maps and norms, in whatever dtype the weights are held.
 
 use super::config::{NormKind, Shape};
+use super::has_kernels;
 use super::lora::{Adapter, Dropout};
 use super::params::{Builder, Init};
 use crate::Result;
+use std::cell::RefCell;
 use tch::{Kind, Tensor};
 
-/// A linear layer: takes and gives f32; its product is done in `compute`, whatever dtype the weight is held in.
+/// A linear layer: takes any float dtype and gives `compute`, in which its product is done, whatever dtype the weight is held
+/// in.
 #[derive(Debug)]
 pub(crate) struct Linear {
     /// What comes before `.weight` in the name of its weight.
     name: String,
-    weight: Tensor,
-    bias: Option<Tensor>,
+    weight: Weight,
+    bias: Option<Weight>,
     /// Stored as [in, out] (GPT-2) and not as [out, in].
     transposed: bool,
     compute: Kind,
     adapter: Option<Adapter>,
+}
+
+/// A tensor as it is held and, where products are done in another dtype, a copy in that.
+#[derive(Debug)]
+struct Weight {
+    held: Tensor,
+    /// With the version of the held tensor that it was made from.
+    copy: RefCell<Option<(i64, Tensor)>>,
+}
+
+impl Weight {
+    fn new(held: Tensor) -> Self {
+        Self { held, copy: RefCell::new(None) }
+    }
+
+    /// The tensor in `kind`, detached from the held one if that is of another dtype.
+    fn used(&self, kind: Kind) -> Tensor {
+        if self.held.kind() == kind {
+            return self.held.shallow_clone();
+        }
+        let version = self.held.internal_version();
+        let mut copy = self.copy.borrow_mut();
+        match &mut *copy {
+            Some((of, _)) if *of == version => {}
+            // Into the memory of the last copy: an optimizer step makes one of every weight.
+            Some((of, old)) => {
+                tch::no_grad(|| old.copy_(&self.held));
+                *of = version;
+            }
+            None => *copy = Some((version, tch::no_grad(|| self.held.to_kind(kind)))),
+        }
+        copy.as_ref().expect("it was just made").1.shallow_clone()
+    }
 }
 
 /// What a linear layer looks like.
@@ -33,6 +69,7 @@ pub(crate) struct LinearShape {
 impl Linear {
     /// A head, which gets no adapter.
     pub(crate) fn new(weight: Tensor, bias: Option<Tensor>, compute: Kind) -> Self {
+        let (weight, bias) = (Weight::new(weight), bias.map(Weight::new));
         Self { name: String::new(), weight, bias, transposed: false, compute, adapter: None }
     }
 
@@ -45,6 +82,7 @@ impl Linear {
             true => Some(b.tensor(format!("{base}.bias"), &[width_out], Init::Zeros, false)?),
             false => None,
         };
+        let (weight, bias) = (Weight::new(weight), bias.map(Weight::new));
         Ok(Self { name: base.to_string(), weight, bias, transposed, compute, adapter: None })
     }
 
@@ -54,7 +92,7 @@ impl Linear {
 
     /// In and out.
     pub(crate) fn widths(&self) -> [i64; 2] {
-        let size = self.weight.size();
+        let size = self.weight.held.size();
         if self.transposed { [size[0], size[1]] } else { [size[1], size[0]] }
     }
 
@@ -68,8 +106,8 @@ impl Linear {
         tch::no_grad(|| {
             let delta = adapter.delta();
             let delta = if self.transposed { delta.tr() } else { delta };
-            let sum = self.weight.to_kind(Kind::Float) + delta;
-            self.weight.copy_(&sum);
+            let sum = self.weight.held.to_kind(Kind::Float) + delta;
+            self.weight.held.copy_(&sum);
         });
     }
 
@@ -79,14 +117,25 @@ impl Linear {
 
     /// [`Linear::forward`] with dropout in front of the adapter.
     pub(crate) fn forward_dropping(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let weight = self.weight.to_kind(self.compute);
-        let weight = if self.transposed { weight.tr() } else { weight };
-        let bias = self.bias.as_ref().map(|bias| bias.to_kind(self.compute));
-        let out = x.to_kind(self.compute).linear(&weight, bias.as_ref()).to_kind(Kind::Float);
+        let out = if has_kernels(self.compute, x.device()) {
+            let (weight, bias) = (self.weight.used(self.compute), self.bias.as_ref().map(|b| b.used(self.compute)));
+            let bias = self.bias.as_ref().map(|b| &b.held).zip(bias.as_ref());
+            tch_ext::linear(x, &self.weight.held, &weight, bias, self.transposed)
+        } else {
+            let weight = self.weight.held.to_kind(self.compute);
+            let weight = if self.transposed { weight.tr() } else { weight };
+            let bias = self.bias.as_ref().map(|bias| bias.held.to_kind(self.compute));
+            x.to_kind(self.compute).linear(&weight, bias.as_ref())
+        };
         match &self.adapter {
-            Some(adapter) => out + adapter.forward(x, dropout),
+            Some(adapter) => (out + adapter.forward(x, dropout)).to_kind(self.compute),
             None => out,
         }
+    }
+
+    /// The layer's weight and the same in the dtype of products, detached, `[out, in]`; for a head.
+    pub(crate) fn weight(&self) -> (&Tensor, Tensor) {
+        (&self.weight.held, self.weight.used(self.compute))
     }
 }
 
@@ -112,16 +161,24 @@ impl Norm {
         Ok(Self { kind, weight, bias, eps: shape.norm_eps })
     }
 
-    pub(crate) fn forward(&self, x: &Tensor) -> Tensor {
+    /// The norm of `x`, which is f32, as `kind`.
+    pub(crate) fn forward(&self, x: &Tensor, kind: Kind) -> Tensor {
+        if has_kernels(kind, x.device()) {
+            let center = self.kind == NormKind::Layer;
+            let offset = f64::from(u8::from(self.kind == NormKind::RmsPlusOne));
+            let norm = tch_ext::Norm { eps: self.eps, center, offset };
+            return tch_ext::norm(norm, x, &self.weight, self.bias.as_ref(), kind);
+        }
         let shape = self.weight.size();
         let weight = self.weight.to_kind(Kind::Float);
-        match self.kind {
+        let normed = match self.kind {
             NormKind::Layer => {
                 let bias = self.bias.as_ref().map(|bias| bias.to_kind(Kind::Float));
                 x.layer_norm(shape, Some(&weight), bias.as_ref(), self.eps, false)
             }
             NormKind::Rms => x.rms_norm(shape, Some(&weight), self.eps),
             NormKind::RmsPlusOne => x.rms_norm(shape, Some(&(weight + 1.0)), self.eps),
-        }
+        };
+        normed.to_kind(kind)
     }
 }
