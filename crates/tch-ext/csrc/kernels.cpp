@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <vector>
 
 namespace tch_ext {
@@ -30,14 +31,45 @@ void for_each_task(int64_t tasks, const F& f) {
   });
 }
 
+// Floats where whole vectors lie within cache lines. Not a std::vector: of its code the linker keeps one copy for all
+// instruction sets, perhaps one that the machine lacks.
+class Floats {
+ public:
+  explicit Floats(int64_t size = 0) { grow(size); }
+  ~Floats() { release(); }
+  Floats(const Floats&) = delete;
+  Floats& operator=(const Floats&) = delete;
+
+  float* data() { return data_; }
+
+  // What was there before is lost.
+  void grow(int64_t size) {
+    if (size <= size_) return;
+    release();
+    data_ = static_cast<float*>(::operator new(size * sizeof(float), LINE));
+    size_ = size;
+  }
+
+ private:
+  static constexpr std::align_val_t LINE{64};
+  float* data_ = nullptr;
+  int64_t size_ = 0;
+
+  void release() {
+    ::operator delete(data_, LINE);
+    data_ = nullptr;
+    size_ = 0;
+  }
+};
+
 // Floats that a thread keeps from call to call, cut into pieces.
 class Scratch {
  public:
   explicit Scratch(std::initializer_list<int64_t> sizes) {
-    thread_local std::vector<float> kept;
-    int64_t total = W;
+    thread_local Floats kept;
+    int64_t total = 0;
     for (int64_t size : sizes) total += padded(size);
-    if (static_cast<int64_t>(kept.size()) < total) kept.resize(total);
+    kept.grow(total);
     next_ = kept.data();
   }
   float* take(int64_t size) {
@@ -49,6 +81,8 @@ class Scratch {
  private:
   float* next_;
 };
+
+void clear(float* x, int64_t n) { std::memset(x, 0, n * sizeof(float)); }
 
 void load_row(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
 void load_row(const c10::BFloat16* from, float* to, int64_t n) { at::vec::convert(from, to, n); }
@@ -164,8 +198,6 @@ void rotate(const Rotation& rotation, int64_t n, float* x, bool back) {
 void scale_row(float* x, int64_t n, float by) {
   for (int64_t i = 0; i < n; i++) x[i] *= by;
 }
-
-void clear(float* x, int64_t n) { std::memset(x, 0, n * sizeof(float)); }
 
 // The keys that a block of queries sees at least in part; `from` and `to` are whole vectors.
 struct Keys {
@@ -446,7 +478,8 @@ void norm_backward(const NormShape& shape, const float* x, const float* weight, 
   const int64_t n = shape.width;
   // Each part sums its own rows, and the parts are summed in their order: the same number of threads, the same bits.
   const int64_t parts = std::min<int64_t>(at::get_num_threads(), (shape.rows + NORM_GRAIN - 1) / NORM_GRAIN);
-  std::vector<float> partial(parts * 2 * n, 0.f);
+  Floats partial(parts * 2 * n);
+  clear(partial.data(), parts * 2 * n);
   at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
     Scratch scratch({n, n});
     float *buffer = scratch.take(n), *g = scratch.take(n);
@@ -470,8 +503,8 @@ void norm_backward(const NormShape& shape, const float* x, const float* weight, 
     }
   });
   for (int64_t part = 0; part < parts; part++) {
-    for (int64_t i = 0; i < n && d_weight; i++) d_weight[i] += partial[part * 2 * n + i];
-    for (int64_t i = 0; i < n && d_bias; i++) d_bias[i] += partial[part * 2 * n + n + i];
+    for (int64_t i = 0; i < n && d_weight; i++) d_weight[i] += partial.data()[part * 2 * n + i];
+    for (int64_t i = 0; i < n && d_bias; i++) d_bias[i] += partial.data()[part * 2 * n + n + i];
   }
 }
 

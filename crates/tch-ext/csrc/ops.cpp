@@ -33,11 +33,10 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// An argument of autograd's functions that may be missing: they take no undefined tensors.
-using Maybe = std::optional<Tensor>;
-
-Maybe maybe(const Tensor* tensor) { return tensor ? Maybe(*tensor) : std::nullopt; }
-Tensor or_undefined(const Maybe& tensor) { return tensor.value_or(Tensor()); }
+// What may be left out: autograd's functions take no undefined tensors.
+using MaybeTensor = std::optional<Tensor>;
+Tensor value_of(const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); }
+MaybeTensor maybe(const Tensor* tensor) { return tensor ? MaybeTensor(*tensor) : std::nullopt; }
 
 template <typename F>
 void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
@@ -69,9 +68,9 @@ const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data
 struct Linear : torch::autograd::Function<Linear> {
   // `weight` and `bias` are the leaves, `used` and `used_bias` the same in the dtype of the product.
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& used,
-                        const Maybe& bias, const Maybe& used_bias, bool transposed) {
+                        const MaybeTensor& bias, const MaybeTensor& used_bias, bool transposed) {
     const Tensor input = x.to(used.scalar_type());
-    ctx->save_for_backward({input, weight, used, or_undefined(bias)});
+    ctx->save_for_backward({input, weight, used, value_of(bias)});
     ctx->saved_data["transposed"] = transposed;
     ctx->saved_data["dtype"] = x.scalar_type();
     return at::linear(input, transposed ? used.t() : used, used_bias);
@@ -200,14 +199,13 @@ std::pair<Tensor, Tensor> attend(const AttentionCall& call, const std::vector<Te
 }
 
 struct Attention : torch::autograd::Function<Attention> {
-  // `k` and `v` are missing where `q` has all three.
-  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Maybe& k, const Maybe& v, const Maybe& maybe_cos,
-                        const Maybe& maybe_sin, const AttentionCall* call) {
+  // `k` and `v` are left out where `q` has all three.
+  static Tensor forward(AutogradContext* ctx, const Tensor& q, const MaybeTensor& k, const MaybeTensor& v,
+                        const MaybeTensor& cos, const MaybeTensor& sin, const AttentionCall* call) {
     std::vector<Tensor> inputs{q};
     if (k) inputs.insert(inputs.end(), {*k, *v});
-    const Tensor cos = or_undefined(maybe_cos), sin = or_undefined(maybe_sin);
-    auto [out, lse] = attend(*call, inputs, cos, sin, {}, {}, 0);
-    ctx->save_for_backward({q, or_undefined(k), or_undefined(v), cos, sin, out, lse});
+    auto [out, lse] = attend(*call, inputs, value_of(cos), value_of(sin), {}, {}, 0);
+    ctx->save_for_backward({q, value_of(k), value_of(v), value_of(cos), value_of(sin), out, lse});
     const AttentionShape& s = call->shape;
     ctx->saved_data["starts"] = call->starts;
     ctx->saved_data["numbers"] =
@@ -238,18 +236,18 @@ struct Attention : torch::autograd::Function<Attention> {
       kernels().of<T>().attention.backward(call.shape, call.packed(), q, k, v, rotation, out.const_data_ptr<T>(),
                                            lse.const_data_ptr<float>(), g.const_data_ptr<T>(), dq, dk, dv);
     });
-    d_inputs.resize(3);
-    return {d_inputs[0], d_inputs[1], d_inputs[2], {}, {}, {}};
+    d_inputs.resize(6);  // nothing for the angles and the call
+    return d_inputs;
   }
 };
 
 // --- Norms ----------------------------------------------------------------------------------------------------------
 
 struct Norm : torch::autograd::Function<Norm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Maybe& maybe_bias, double eps,
-                        bool center, double offset, at::ScalarType dtype) {
-    const Tensor bias = or_undefined(maybe_bias), used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
-    const Tensor input = x.contiguous(), used = weight.to(at::kFloat);
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const MaybeTensor& maybe_bias,
+                        double eps, bool center, double offset, at::ScalarType dtype) {
+    const Tensor input = x.contiguous(), used = weight.to(at::kFloat), bias = value_of(maybe_bias);
+    const Tensor used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
     const int64_t width = input.size(-1);
     TORCH_CHECK(input.is_cpu() && input.scalar_type() == at::kFloat && width > 0 && used.is_contiguous() && used.numel() == width &&
                     (!bias.defined() || (used_bias.is_contiguous() && used_bias.numel() == width)),
@@ -297,6 +295,8 @@ void check_logits(const Tensor& logits, const Tensor& targets) {
   TORCH_CHECK(targets.numel() == 0 || (targets.min().item<int64_t>() >= 0 && targets.max().item<int64_t>() < logits.size(1)),
               "logits: a target is outside the vocabulary of ", logits.size(1));
 }
+
+Tensor or_undefined(const Tensor* tensor) { return tensor ? *tensor : Tensor(); }
 
 }  // namespace
 }  // namespace tch_ext
@@ -348,12 +348,11 @@ char* tch_ext_attention_packed(Tensor** out, const tch_ext_attention* attention,
   return guard([&] {
     const AttentionCall call{shape_of(attention), std::vector<int64_t>(starts, starts + rows + 1), attention->by_head};
     if (keys) {
-      const auto all = tensors(inputs, count);
-      *out = new Tensor(attend(call, all, or_undefined(maybe(cos)), or_undefined(maybe(sin)), *keys, *values, capacity).first);
+      *out = new Tensor(attend(call, tensors(inputs, count), or_undefined(cos), or_undefined(sin), *keys, *values, capacity).first);
       return;
     }
-    const auto input = [&](size_t i) { return maybe(i < count ? inputs[i] : nullptr); };
-    *out = new Tensor(Attention::apply(*input(0), input(1), input(2), maybe(cos), maybe(sin), &call));
+    auto input = [&](size_t i) { return maybe(i < count ? inputs[i] : nullptr); };
+    *out = new Tensor(Attention::apply(*inputs[0], input(1), input(2), maybe(cos), maybe(sin), &call));
   });
 }
 
@@ -368,7 +367,7 @@ char* tch_ext_attention_step(Tensor** out, const tch_ext_attention* attention, T
       TORCH_CHECK(lens[row] >= 0 && lens[row] < capacity, "attention: row ", row, " of the cache is full");
     const Tensor& first = projections.tensors[0];
     Tensor result = at::empty({static_cast<int64_t>(rows), shape.heads * shape.head_dim}, first.options());
-    const Rotation rotation = rotation_of(shape, or_undefined(maybe(cos)), or_undefined(maybe(sin)), rows);
+    const Rotation rotation = rotation_of(shape, or_undefined(cos), or_undefined(sin), rows);
     for_dtype(first.scalar_type(), "attention", [&](auto zero) {
       using T = decltype(zero);
       const auto [q, k, v] = projections.heads<const T>(shape, projections.tensors);

@@ -171,11 +171,11 @@ pub fn attention(
         "attention: expected rows of at least one token, found them to begin at {starts:?}"
     );
     let inputs: Vec<_> = projections.iter().map(|t| t.as_ptr().cast_mut()).collect();
-    let (keys, values, capacity) = match &cache {
-        Some(cache) => (cache.keys.as_ptr(), cache.values.as_ptr(), cache.capacity),
-        None => (null(), null(), 0),
+    let (keys, values, capacity) = match cache {
+        Some(Cache { keys, values, capacity }) => (keys.as_ptr(), values.as_ptr(), capacity),
+        None => (null(), null(), i64::MAX),
     };
-    let fits = cache.is_none() || starts.windows(2).all(|pair| pair[1] - pair[0] <= capacity);
+    let fits = starts.windows(2).all(|pair| pair[1] - pair[0] <= capacity);
     assert!(fits, "attention: a sequence is longer than the cache's {capacity} places");
     let (cos, sin) = rotation.map_or((null(), null()), |(cos, sin)| (cos.as_ptr(), sin.as_ptr()));
     // SAFETY: the pointers are those of tensors and slices that this call borrows, the cache's mutably; the shim checks all
@@ -209,7 +209,7 @@ pub fn attention_step(
     projections: &[Tensor],
     rotation: Option<&(Tensor, Tensor)>,
     lens: &[i64],
-    cache: Cache<'_>,
+    Cache { keys, values, capacity }: Cache<'_>,
 ) -> Tensor {
     let inputs: Vec<_> = projections.iter().map(|t| t.as_ptr().cast_mut()).collect();
     let (cos, sin) = rotation.map_or((null(), null()), |(cos, sin)| (cos.as_ptr(), sin.as_ptr()));
@@ -224,9 +224,9 @@ pub fn attention_step(
             sin,
             lens.as_ptr(),
             lens.len(),
-            cache.keys.as_ptr(),
-            cache.values.as_ptr(),
-            cache.capacity,
+            keys.as_ptr(),
+            values.as_ptr(),
+            capacity,
         )
     })
 }

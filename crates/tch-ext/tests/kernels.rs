@@ -275,7 +275,7 @@ fn a_norm_and_its_gradients_are_the_formula_and_add_up() {
                         let square = (&x * &x).mean_dim([-1].as_slice(), true, Kind::Double);
                         let mut expected = x / (square + norm.eps).sqrt() * (&expected_leaves[1] + norm.offset);
                         if let Some(bias) = expected_leaves.get(2) {
-                            expected = expected + bias;
+                            expected += bias;
                         }
                         assert_eq!(out.kind(), kind);
                         assert_close(&what, &out, &expected, tolerance);
