@@ -327,7 +327,7 @@ impl Body {
     /// Hidden states, `[M, embedding size]`, of the tokens at `spans` of each sequence, each moved by `shift`.
     fn hidden_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>], shift: i64) -> Result<Tensor> {
         self.check(sequences)?;
-        let layout = Layout::new(&self.needed(sequences, spans, shift), self.device);
+        let layout = self.padded_layout(&self.needed(sequences, spans, shift));
         let rows = self.rows_at(&layout, spans, shift);
         Ok(self.decoder.forward(&layout, None, Some(&rows), None))
     }
@@ -348,12 +348,18 @@ impl Body {
         }
         let dropout = dropout.filter(|rows| rows.share > 0.0 && self.adapter.is_some());
         let layout = match dropout {
-            None => Layout::new(&self.needed(sequences, spans, shift), self.device),
+            None => self.padded_layout(&self.needed(sequences, spans, shift)),
             Some(_) => Layout::new(sequences, self.device),
         };
         let dropout = dropout.map(|rows| Dropout::new(rows, &layout.lens));
         let rows = self.rows_at(&layout, spans, shift);
         self.decoder.learn(&layout, &rows, dropout.as_ref(), self.gradient_checkpointing, f)
+    }
+
+    /// The layout for a pass of which only some rows are asked for.
+    fn padded_layout<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Layout {
+        let layout = Layout::new(sequences, self.device);
+        if has_kernels(self.decoder.compute, self.device) { layout.padded() } else { layout }
     }
 
     /// The sequences as far as what is asked of them depends on them: not what comes behind, where tokens see only back.
@@ -627,12 +633,12 @@ impl CausalLm {
                 }
                 let (weight, used) = self.lm_head.weight();
                 let hidden = hidden.to_kind(used.kind());
-                let mut logits = tch::no_grad(|| hidden.linear::<&Tensor>(&used, None));
+                let mut logits = tch_ext::product(&hidden, &used.tr());
                 let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
                 let logprobs = stats.logprobs.set_requires_grad(true);
                 loss(range, &logprobs).backward();
                 tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &logprobs.grad());
-                gradient.copy_(&tch::no_grad(|| logits.matmul(&used)));
+                gradient.copy_(&tch_ext::product(&logits, &used));
                 if weight.requires_grad() {
                     tch_ext::add_product_to_grad(weight, &logits.tr(), &hidden);
                 }
@@ -688,7 +694,7 @@ impl CausalLm {
     /// Gives the cache and the logits of each row's next token, `[rows, vocab]` f32 or bf16.
     pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: usize) -> Result<(KvCache, Tensor)> {
         self.body.check(prompts)?;
-        let layout = Layout::new(prompts, self.body.device);
+        let layout = self.body.padded_layout(prompts);
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity)?;
         let last: Vec<_> = layout.lens.iter().map(|&len| len as usize - 1..len as usize).collect();
         let last = self.body.rows_at(&layout, &last, 0);

@@ -6,6 +6,14 @@
 #include "common.h"
 #include "kernels.h"
 
+// libtorch exports these and gives them no header.
+namespace at::native {
+void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& out, float beta, float alpha) __attribute__((weak));
+Tensor mkldnn_linear_pointwise(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                               std::string_view activation, c10::List<std::optional<Scalar>> numbers,
+                               std::optional<std::string_view> algorithm) __attribute__((weak));
+}  // namespace at::native
+
 namespace tch_ext {
 
 extern const Kernels kernels_default;
@@ -45,6 +53,40 @@ void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
   TORCH_CHECK(false, what, ": expected f32 or bf16, found ", dtype);
 }
 
+// --- Products -------------------------------------------------------------------------------------------------------
+
+// Multiplications below which oneDNN's time to find its kernel is longer than the product's.
+constexpr int64_t ONEDNN_LEAST = 1 << 20;
+
+// Whether a product [m, k] by [k, n] is oneDNN's to make. libtorch gives f32 to MKL, which uses no AVX-512 on processors
+// that are not Intel's: there oneDNN is twice as fast, at the same precision. A row by a matrix is bound by memory, not by that.
+bool prefers_onednn(const Tensor& like, int64_t m, int64_t k, int64_t n) {
+#ifdef TCH_EXT_X86
+  static const bool foreign_avx512 = at::get_cpu_capability() == "AVX512" && !__builtin_cpu_is("intel") &&
+                                     at::native::mkldnn_matmul && at::native::mkldnn_linear_pointwise &&
+                                     at::globalContext().userEnabledMkldnn();
+  return foreign_avx512 && like.is_cpu() && like.scalar_type() == at::kFloat && m > 1 && n > 1 && m * k * n >= ONEDNN_LEAST;
+#else
+  return false;
+#endif
+}
+
+// out = a b, or out += a b.
+void multiply_into(const Tensor& out, const Tensor& a, const Tensor& b, bool add) {
+  if (prefers_onednn(out, a.size(0), a.size(1), b.size(1)))
+    at::native::mkldnn_matmul(a, b, out, add ? 1.f : 0.f, 1.f);
+  else if (add)
+    Tensor(out).addmm_(a, b);
+  else
+    at::mm_out(const_cast<Tensor&>(out), a, b);
+}
+
+Tensor product(const Tensor& a, const Tensor& b) {
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().requires_grad(false));
+  multiply_into(out, a, b, false);
+  return out;
+}
+
 // The gradient of a leaf, to be added to in place.
 Tensor& grad_of(const Tensor& leaf) {
   Tensor& grad = leaf.mutable_grad();
@@ -56,9 +98,9 @@ Tensor& grad_of(const Tensor& leaf) {
 void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
   Tensor& grad = grad_of(leaf);
   if (a.scalar_type() == grad.scalar_type())
-    grad.addmm_(a, b);
+    multiply_into(grad, a, b, true);
   else
-    grad.add_(a.mm(b));
+    grad.add_(product(a, b));
 }
 
 const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data_ptr<float>() : nullptr; }
@@ -73,7 +115,10 @@ struct Linear : torch::autograd::Function<Linear> {
     ctx->save_for_backward({input, weight, used, value_of(bias)});
     ctx->saved_data["transposed"] = transposed;
     ctx->saved_data["dtype"] = x.scalar_type();
-    return at::linear(input, transposed ? used.t() : used, used_bias);
+    const Tensor matrix = transposed ? used.t() : used;
+    if (prefers_onednn(input, input.size(0), input.size(1), matrix.size(0)))
+      return at::native::mkldnn_linear_pointwise(input, matrix, used_bias, "none", c10::List<std::optional<at::Scalar>>(), std::nullopt);
+    return at::linear(input, matrix, used_bias);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -86,7 +131,7 @@ struct Linear : torch::autograd::Function<Linear> {
       transposed ? add_product(weight, x.t(), g) : add_product(weight, g.t(), x);
     if (bias.defined() && bias.requires_grad()) grad_of(bias).add_(g.sum(0, false, at::kFloat));
     Tensor dx;
-    if (ctx->needs_input_grad(0)) dx = g.mm(transposed ? used.t() : used).to(ctx->saved_data["dtype"].toScalarType());
+    if (ctx->needs_input_grad(0)) dx = product(g, transposed ? used.t() : used).to(ctx->saved_data["dtype"].toScalarType());
     return {dx, {}, {}, {}, {}, {}};
   }
 };
@@ -175,7 +220,6 @@ struct AttentionCall {
   bool by_head;
 
   Packed packed() const { return {starts.data(), static_cast<int64_t>(starts.size()) - 1}; }
-  int64_t tokens() const { return starts.back(); }
 };
 
 // Gives the output and `lse`.
@@ -183,11 +227,15 @@ std::pair<Tensor, Tensor> attend(const AttentionCall& call, const std::vector<Te
                                  const Tensor& sin, const Tensor& keys, const Tensor& values, int64_t capacity) {
   const AttentionShape& shape = call.shape;
   const Projections projections{inputs, call.by_head};
-  check_projections(shape, projections, call.tokens());
+  // What lies behind the last sequence is padding: nothing sees it, and it gets 0.
+  const int64_t tokens = inputs[0].size(0), counted = call.starts.back();
+  TORCH_CHECK(counted <= tokens, "attention: sequences of ", counted, " tokens in ", tokens);
+  check_projections(shape, projections, tokens);
   const auto options = inputs[0].options().requires_grad(false);
-  Tensor out = at::empty({call.tokens(), shape.heads * shape.head_dim}, options);
-  Tensor lse = at::empty({call.tokens(), shape.heads}, options.dtype(at::kFloat));
-  const Rotation rotation = rotation_of(shape, cos, sin, call.tokens());
+  Tensor out = at::empty({tokens, shape.heads * shape.head_dim}, options);
+  out.narrow(0, counted, tokens - counted).zero_();
+  Tensor lse = at::empty({tokens, shape.heads}, options.dtype(at::kFloat));
+  const Rotation rotation = rotation_of(shape, cos, sin, tokens);
   for_dtype(out.scalar_type(), "attention", [&](auto zero) {
     using T = decltype(zero);
     const auto [q, k, v] = projections.heads<const T>(shape, inputs);
@@ -226,9 +274,12 @@ struct Attention : torch::autograd::Function<Attention> {
     if (saved[1].defined()) inputs.insert(inputs.end(), {saved[1], saved[2]});
     const Projections projections{inputs, call.by_head};
     std::vector<Tensor> d_inputs;
-    for (const Tensor& input : inputs) d_inputs.push_back(at::empty_like(input, input.options().requires_grad(false)));
+    for (const Tensor& input : inputs) {
+      d_inputs.push_back(at::empty_like(input, input.options().requires_grad(false)));
+      d_inputs.back().narrow(0, call.starts.back(), input.size(0) - call.starts.back()).zero_();
+    }
     const Tensor &out = saved[5], &lse = saved[6], g = grads[0].to(out.scalar_type()).contiguous();
-    const Rotation rotation = rotation_of(call.shape, saved[3], saved[4], call.tokens());
+    const Rotation rotation = rotation_of(call.shape, saved[3], saved[4], out.size(0));
     for_dtype(out.scalar_type(), "attention", [&](auto zero) {
       using T = decltype(zero);
       const auto [q, k, v] = projections.heads<const T>(call.shape, inputs);
@@ -426,6 +477,13 @@ char* tch_ext_logits_sample(const Tensor* logits, double inv_temperature, const 
       using T = decltype(zero);
       kernels().of<T>().logits.sample(rows, logits->size(1), logits->const_data_ptr<T>(), inv_temperature, draws, tokens, logprobs);
     });
+  });
+}
+
+char* tch_ext_product(Tensor** out, const Tensor* a, const Tensor* b) {
+  return guard([&] {
+    at::NoGradGuard no_grad;
+    *out = new Tensor(product(*a, *b));
   });
 }
 

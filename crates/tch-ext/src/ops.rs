@@ -92,6 +92,7 @@ unsafe extern "C" {
         logprobs: *mut f32,
         rows: usize,
     ) -> *mut c_char;
+    fn tch_ext_product(out: *mut *mut C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
     fn tch_ext_add_product(leaf: *const C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
     fn tch_ext_backward(x: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
 }
@@ -153,7 +154,7 @@ pub struct Cache<'a> {
 ///
 /// `projections` are one tensor `[N, (heads + 2 * kv_heads) * head_dim]` or queries, keys and values; `rotation` holds cosines
 /// and sines, `[N, half]` f32 each: dimension i of a head turns with i + half. `starts` says where each sequence begins, and
-/// has the end last. Sums are made in f32. Differentiable in the projections; with a cache, where keys and values are stored
+/// has the end last; tokens behind it are padding, which gets 0. Sums are made in f32. Differentiable in the projections; with a cache, where keys and values are stored
 /// at the beginning of the rows, it is not.
 ///
 /// # Panics
@@ -366,6 +367,15 @@ pub fn logits_sample(logits: &Tensor, temperature: f64, draws: Option<&[f64]>) -
         )
     }));
     (tokens, logprobs)
+}
+
+/// The product of two matrices, by the faster of libtorch's two libraries; not differentiable.
+///
+/// # Panics
+/// If the shapes do not go together.
+pub fn product(a: &Tensor, b: &Tensor) -> Tensor {
+    // SAFETY: two borrowed tensors.
+    new_tensor(|out| unsafe { tch_ext_product(out, a.as_ptr(), b.as_ptr()) })
 }
 
 /// Adds the product of `a` and `b` to the gradient of `leaf`, in place.

@@ -317,8 +317,7 @@ impl Decoder {
     fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
         let projections: Vec<Tensor> = layer.qkv.iter().map(project).collect();
-        let fits = layer.qk_norm.is_none() || projections.len() == 3;
-        if fits && has_kernels(self.compute, x.device()) {
+        if has_kernels(self.compute, x.device()) {
             self.attend_by_kernels(index, layer, projections, pass)
         } else {
             self.attend_plainly(index, layer, &projections, pass)
@@ -334,6 +333,7 @@ impl Decoder {
     ) -> Tensor {
         let rotation = pass.rotation.as_ref();
         let c = &self.shape;
+        assert!(layer.qk_norm.is_none() || projections.len() == 3, "a norm of queries and keys: they are apart");
         for (norm, x) in layer.qk_norm.iter().flatten().zip(&mut projections) {
             let by_head = x.view([-1, c.head_dim]).to_kind(Kind::Float);
             *x = norm.forward(&by_head, self.compute).view_as(x);

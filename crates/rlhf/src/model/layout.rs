@@ -4,6 +4,9 @@ use crate::Result;
 use std::cell::OnceCell;
 use tch::{Device, Kind, Tensor};
 
+/// The number of tokens that [`Layout::padded`] makes multiples of.
+const ROUND_TOKENS: u64 = 128;
+
 /// How a layer weighs what a token attends to.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scores {
@@ -79,6 +82,18 @@ impl Layout {
         Self { tokens, positions, lens, starts, width, slots: OnceCell::new() }
     }
 
+    /// The same with tokens behind the last sequence, which nothing sees, so that their number is a round one: every new shape
+    /// of a product costs oneDNN milliseconds.
+    pub(crate) fn padded(self) -> Self {
+        let total = self.tokens.size()[0];
+        let pad = (total as u64).next_multiple_of(ROUND_TOKENS) as i64 - total;
+        if total < ROUND_TOKENS as i64 || pad == 0 {
+            return self;
+        }
+        let padded = |x: &Tensor| x.constant_pad_nd([0, pad]);
+        Self { tokens: padded(&self.tokens), positions: padded(&self.positions), ..self }
+    }
+
     fn is_ragged(&self) -> bool {
         self.lens.iter().any(|&len| len != self.width)
     }
@@ -141,7 +156,8 @@ impl Layout {
 
     /// The length of the sequence that each token stands in, `[N]` i64.
     pub(crate) fn len_of_each_token(&self) -> Tensor {
-        let lens: Vec<i64> = self.lens.iter().flat_map(|&len| std::iter::repeat_n(len, len as usize)).collect();
+        let mut lens: Vec<i64> = self.lens.iter().flat_map(|&len| std::iter::repeat_n(len, len as usize)).collect();
+        lens.resize(self.tokens.size()[0] as usize, 1);
         Tensor::from_slice(&lens).to_device(self.tokens.device())
     }
 
