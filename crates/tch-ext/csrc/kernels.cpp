@@ -246,13 +246,17 @@ void bound_and_mask(const AttentionShape& shape, const Keys& keys, int64_t i, in
   std::fill(scores + end, scores + keys.count(), -INF);
 }
 
+// Asks for what is to be read soon: tokens lie so far apart that the processor does not foresee it.
+template <typename T>
+void prefetch(const T* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(x + i);
+}
 constexpr int64_t AHEAD = 8;
 
 // One row's head as padded floats, turned.
 template <typename T>
 void load_head(Heads<const T> x, int64_t n, int64_t h, int64_t dim, const Rotation* rotation, float* to) {
-  // Tokens lie far apart: the processor does not foresee that the next ones are wanted.
-  for (int64_t d = 0; d < dim; d += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(x.at(n + AHEAD, h) + d);
+  prefetch(x.at(n + AHEAD, h), dim);
   load_row(x.at(n, h), to, dim);
   if (rotation) rotate(*rotation, n, to, false);
   std::fill(to + dim, to + padded(dim), 0.f);
@@ -413,6 +417,7 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
       scale_row(queries + g * DP, D, shape.scale);
     }
     for (int64_t t = first; t < len; t++) {
+      prefetch(keys + (t + AHEAD) * stride, D);
       load_row(keys + t * stride, head, D);
       std::fill(head + D, head + DP, 0.f);
       for (int64_t g = 0; g < group; g++) {
@@ -438,6 +443,7 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
     }
     clear(sums, group * DP);
     for (int64_t t = first; t < len; t++) {
+      prefetch(values + (t + AHEAD) * stride, D);
       load_row(values + t * stride, head, D);
       std::fill(head + D, head + DP, 0.f);
       for (int64_t g = 0; g < group; g++) {
