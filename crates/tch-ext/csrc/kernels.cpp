@@ -96,6 +96,16 @@ const float* floats(const c10::BFloat16* from, float* buffer, int64_t n) {
   return buffer;
 }
 
+Vec some(const float* x, int64_t lanes) { return lanes == W ? Vec::loadu(x) : Vec::loadu(x, lanes); }
+
+// Calls f(i, lanes) for each whole vector of `n` numbers, and for the lanes that are left; `some` has zeros in the others.
+template <typename F>
+void for_vectors(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) f(i, W);
+  if (i < n) f(i, n - i);
+}
+
 template <typename F>
 float reduce(Vec x, const F& f) {
   float lanes[W];
@@ -107,9 +117,22 @@ float reduce(Vec x, const F& f) {
 float sum_of(Vec x) {
   return reduce(x, [](float a, float b) { return a + b; });
 }
+
 // NaN where there is one.
-float max_of(Vec x) {
-  return reduce(x, [](float a, float b) { return a > b || std::isnan(a) ? a : b; });
+float max_of(const float* x, int64_t n) {
+  // Several at a time: one maximum would wait for the other.
+  constexpr int CHAINS = 4;
+  Vec tops[CHAINS] = {Vec(-INF), Vec(-INF), Vec(-INF), Vec(-INF)};
+  int64_t i = 0;
+  for (; i + CHAINS * W <= n; i += CHAINS * W)
+#pragma GCC unroll 4
+    for (int j = 0; j < CHAINS; j++) tops[j] = at::vec::maximum(tops[j], Vec::loadu(x + i + j * W));
+  for_vectors(n - i, [&](int64_t j, int64_t lanes) {
+    const Vec last = some(x + i + j, lanes);
+    tops[0] = at::vec::maximum(tops[0], lanes == W ? last : Vec::set(Vec(-INF), last, lanes));
+  });
+  const Vec top = at::vec::maximum(at::vec::maximum(tops[0], tops[1]), at::vec::maximum(tops[2], tops[3]));
+  return reduce(top, [](float a, float b) { return a > b || std::isnan(a) ? a : b; });
 }
 
 // --- A small matrix product: C = A B, or C += A B ------------------------------------------------------------------
@@ -223,20 +246,26 @@ void bound_and_mask(const AttentionShape& shape, const Keys& keys, int64_t i, in
   std::fill(scores + end, scores + keys.count(), -INF);
 }
 
+// Asks for what is to be read soon: tokens lie so far apart that the processor does not foresee it.
+template <typename T>
+void prefetch(const T* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(x + i);
+}
+constexpr int64_t AHEAD = 8;
+
 // One row's head as padded floats, turned.
 template <typename T>
 void load_head(Heads<const T> x, int64_t n, int64_t h, int64_t dim, const Rotation* rotation, float* to) {
+  prefetch(x.at(n + AHEAD, h), dim);
   load_row(x.at(n, h), to, dim);
   if (rotation) rotate(*rotation, n, to, false);
   std::fill(to + dim, to + padded(dim), 0.f);
 }
 
-// [len, ldx] to [dim, ldy], with zeros behind len.
+// [len, dim] to [dim, len], with zeros behind.
 void transpose(const float* x, int64_t len, int64_t dim, int64_t ldx, float* y, int64_t ldy) {
-  for (int64_t d = 0; d < dim; d++) {
-    for (int64_t t = 0; t < len; t++) y[d * ldy + t] = x[t * ldx + d];
-    std::fill(y + d * ldy + len, y + (d + 1) * ldy, 0.f);
-  }
+  at::vec::transpose_mxn<float>(x, ldx, y, ldy, static_cast<int>(len), static_cast<int>(dim));
+  for (int64_t d = 0; d < dim; d++) std::fill(y + d * ldy + len, y + (d + 1) * ldy, 0.f);
 }
 
 template <typename T>
@@ -271,9 +300,7 @@ void attention_forward(const AttentionShape& shape, Packed packed, Heads<const T
         for (int64_t i = 0; i < count; i++) {
           float* x = scores + i * SP;
           bound_and_mask(shape, seen, first + i, len, x);
-          Vec top(-INF);
-          for (int64_t j = 0; j < seen.count(); j += W) top = at::vec::maximum(top, Vec::loadu(x + j));
-          const float max = max_of(top);
+          const float max = max_of(x, seen.count());
           Vec total(0.f);
           for (int64_t j = 0; j < seen.count(); j += W) {
             const Vec p = (Vec::loadu(x + j) - Vec(max)).exp();
@@ -390,6 +417,7 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
       scale_row(queries + g * DP, D, shape.scale);
     }
     for (int64_t t = first; t < len; t++) {
+      prefetch(keys + (t + AHEAD) * stride, D);
       load_row(keys + t * stride, head, D);
       std::fill(head + D, head + DP, 0.f);
       for (int64_t g = 0; g < group; g++) {
@@ -404,9 +432,8 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
       float* x = scores + g * padded(len);
       std::fill(x, x + first, -INF);
       std::fill(x + len, x + padded(len), -INF);
-      Vec top(-INF), total(0.f);
-      for (int64_t t = 0; t < len; t += W) top = at::vec::maximum(top, Vec::loadu(x + t));
-      const Vec max(max_of(top));
+      const Vec max(max_of(x, len));
+      Vec total(0.f);
       for (int64_t t = 0; t < len; t += W) {
         const Vec p = (Vec::loadu(x + t) - max).exp();
         p.store(x + t);
@@ -416,6 +443,7 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
     }
     clear(sums, group * DP);
     for (int64_t t = first; t < len; t++) {
+      prefetch(values + (t + AHEAD) * stride, D);
       load_row(values + t * stride, head, D);
       std::fill(head + D, head + DP, 0.f);
       for (int64_t g = 0; g < group; g++) {
@@ -433,16 +461,15 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
 // Rows that one thread takes at least: less is not worth waking it.
 constexpr int64_t NORM_GRAIN = 16;
 
-// Sums f(i, lanes) over whole vectors, and over the lanes that are left with zeros in the others.
+// Sums f(i, lanes), in the lanes that there are.
 template <typename F>
 float sum_over(int64_t n, const F& f) {
   Vec total(0.f);
-  int64_t i = 0;
-  for (; i + W <= n; i += W) total = total + f(i, W);
-  return sum_of(i < n ? total + Vec::set(Vec(0.f), f(i, n - i), n - i) : total);
+  for_vectors(n, [&](int64_t i, int64_t lanes) {
+    total = total + (lanes == W ? f(i, lanes) : Vec::set(Vec(0.f), f(i, lanes), lanes));
+  });
+  return sum_of(total);
 }
-
-Vec some(const float* x, int64_t lanes) { return lanes == W ? Vec::loadu(x) : Vec::loadu(x, lanes); }
 
 template <typename T>
 void norm_forward(const NormShape& shape, const float* x, const float* weight, const float* bias, T* out,
@@ -483,22 +510,26 @@ void norm_backward(const NormShape& shape, const float* x, const float* weight, 
   at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
     Scratch scratch({n, n});
     float *buffer = scratch.take(n), *g = scratch.take(n);
+    const Vec offset(shape.offset);
     for (int64_t part = first; part < last; part++) {
       float *dw = partial.data() + part * 2 * n, *db = dw + n;
       for (int64_t row = shape.rows * part / parts; row < shape.rows * (part + 1) / parts; row++) {
         const float *in = x + row * n, *dy = floats(d_out + row * n, buffer, n);
-        const float mean = stats[2 * row], scale = stats[2 * row + 1];
-        for (int64_t i = 0; i < n; i++) {
-          dw[i] += dy[i] * (in[i] - mean) * scale;
-          db[i] += dy[i];
-          g[i] = dy[i] * (weight[i] + shape.offset);
-        }
-        const float g_mean =
-            shape.center ? sum_over(n, [&](int64_t i, int64_t lanes) { return some(g + i, lanes); }) / n : 0;
-        const float slope = sum_over(n, [&](int64_t i, int64_t lanes) {
-          return some(g + i, lanes) * (some(in + i, lanes) - Vec(mean));
-        }) * scale / n;
-        for (int64_t i = 0; i < n; i++) dx[row * n + i] = scale * (g[i] - g_mean - (in[i] - mean) * scale * slope);
+        const Vec mean(stats[2 * row]), scale(stats[2 * row + 1]);
+        auto normal = [&](int64_t i, int64_t lanes) { return (some(in + i, lanes) - mean) * scale; };
+        Vec sum(0.f), slope(0.f);
+        for_vectors(n, [&](int64_t i, int64_t lanes) {
+          const Vec y = normal(i, lanes), d = some(dy + i, lanes), part_of_x = d * (some(weight + i, lanes) + offset);
+          at::vec::fmadd(d, y, some(dw + i, lanes)).store(dw + i, lanes);
+          (some(db + i, lanes) + d).store(db + i, lanes);
+          part_of_x.store(g + i, lanes);
+          sum = sum + part_of_x;
+          slope = at::vec::fmadd(part_of_x, y, slope);
+        });
+        const Vec g_mean(shape.center ? sum_of(sum) / n : 0), g_slope(sum_of(slope) / n);
+        for_vectors(n, [&](int64_t i, int64_t lanes) {
+          (scale * (some(g + i, lanes) - g_mean - normal(i, lanes) * g_slope)).store(dx + row * n + i, lanes);
+        });
       }
     }
   });
@@ -522,27 +553,18 @@ struct ChunkSums {
 template <bool WEIGHTED, typename T>
 ChunkSums sums_of_chunk(const T* logits, int64_t n, float inv_temperature, float* buffer) {
   const float* x = floats(logits, buffer, n);
-  const Vec factor(inv_temperature);
-  Vec top(-INF);
-  int64_t i = 0;
-  for (; i + W <= n; i += W) top = at::vec::maximum(top, Vec::loadu(x + i) * factor);
-  float max = max_of(top);
-  for (int64_t j = i; j < n; j++) {
-    const float last = x[j] * inv_temperature;
-    max = max > last || std::isnan(max) ? max : last;
-  }
+  const float max = max_of(x, n) * inv_temperature;
   if (max == -INF) return {max, 0, 0};
+  const Vec factor(inv_temperature), top(max);
   Vec sum(0.f), weighted(0.f);
-  auto add = [&](Vec logit, int64_t lanes) {
-    const Vec x = logit * factor;
-    Vec e = (x - Vec(max)).exp();
+  for_vectors(n, [&](int64_t i, int64_t lanes) {
+    const Vec scaled = some(x + i, lanes) * factor;
+    Vec e = (scaled - top).exp();
     if (lanes < W) e = Vec::set(Vec(0.f), e, lanes);
     sum = sum + e;
     // A logit of -inf weighs nothing, but 0 * inf is not 0.
-    if (WEIGHTED) weighted = at::vec::fmadd(e, at::vec::maximum(x, Vec(std::numeric_limits<float>::lowest())), weighted);
-  };
-  for (i = 0; i + W <= n; i += W) add(Vec::loadu(x + i), W);
-  if (i < n) add(Vec::loadu(x + i, n - i), n - i);
+    if (WEIGHTED) weighted = at::vec::fmadd(e, at::vec::maximum(scaled, Vec(std::numeric_limits<float>::lowest())), weighted);
+  });
   return {max, sum_of(sum), WEIGHTED ? sum_of(weighted) : 0};
 }
 
@@ -550,7 +572,7 @@ template <typename T>
 void logits_stats(int64_t rows, int64_t vocab, const T* logits, float inv_temperature, const int64_t* targets,
                   float* logprobs, float* lse, float* entropy) {
   at::parallel_for(0, rows, 1, [&](int64_t from, int64_t to) {
-    float buffer[CHUNK];
+    alignas(64) float buffer[CHUNK];
     for (int64_t row = from; row < to; row++) {
       const T* in = logits + row * vocab;
       ChunkSums all{-INF, 0, 0};
@@ -575,7 +597,7 @@ template <typename T>
 void logits_gradient(int64_t rows, int64_t vocab, T* logits, float inv_temperature, const int64_t* targets,
                      const float* lse, const float* coefficients) {
   at::parallel_for(0, rows, 1, [&](int64_t from, int64_t to) {
-    float buffer[CHUNK];
+    alignas(64) float buffer[CHUNK];
     for (int64_t row = from; row < to; row++) {
       T* x = logits + row * vocab;
       const float scale = coefficients[row] * inv_temperature;
@@ -584,11 +606,9 @@ void logits_gradient(int64_t rows, int64_t vocab, T* logits, float inv_temperatu
       for (int64_t i = 0; i < vocab; i += CHUNK) {
         const int64_t n = std::min(CHUNK, vocab - i);
         const float* in = floats(x + i, buffer, n);
-        for (int64_t j = 0; j < n; j += W) {
-          const int64_t lanes = std::min(W, n - j);
-          const Vec p = (some(in + j, lanes) * factor - log_sum).exp();
-          (minus * p).store(buffer + j, lanes);
-        }
+        for_vectors(n, [&](int64_t j, int64_t lanes) {
+          (minus * (some(in + j, lanes) * factor - log_sum).exp()).store(buffer + j, lanes);
+        });
         store_row(buffer, x + i, n);
       }
       x[targets[row]] = scale * (1 - std::exp(at_target * inv_temperature - lse[row]));
@@ -600,7 +620,7 @@ template <typename T>
 void logits_sample(int64_t rows, int64_t vocab, const T* logits, float inv_temperature, const double* draws,
                    int64_t* tokens, float* logprobs) {
   at::parallel_for(0, rows, 1, [&](int64_t from, int64_t to) {
-    float buffer[CHUNK];
+    alignas(64) float buffer[CHUNK];
     std::vector<ChunkSums> chunks((vocab + CHUNK - 1) / CHUNK);
     for (int64_t row = from; row < to; row++) {
       const T* in = logits + row * vocab;

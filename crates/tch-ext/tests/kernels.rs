@@ -434,6 +434,7 @@ fn sampling_stands_at_the_edges() {
         (vec![1.0, 2.0, 2.0, 2.0], None, 1),
         (far(0.0), Some(0.0), 2000),
         (far(0.0), Some(0.25), 2000),
+        (far(0.0), Some(0.5), 2001),
         (far(0.0), Some(below_one), 2001),
         (far(0.0), None, 2000),
         (far(-200.0), Some(below_one), 2000),
