@@ -620,6 +620,8 @@ impl CausalLm {
             let gradient = hidden.zeros_like();
             let by_kernels =
                 self.body.config.final_softcap.is_none() && has_kernels(self.body.decoder.compute, hidden.device());
+            let (weight, used) = self.lm_head.weight();
+            let mut buffer: Option<Tensor> = None;
             for range in self.slices(hidden.size()[0]) {
                 let slice = |x: &Tensor| x.narrow(0, range.start, range.end - range.start);
                 let (hidden, targets, mut gradient) = (slice(hidden).detach(), slice(&targets), slice(&gradient));
@@ -631,14 +633,19 @@ impl CausalLm {
                     found.push(now);
                     continue;
                 }
-                let (weight, used) = self.lm_head.weight();
                 let hidden = hidden.to_kind(used.kind());
-                let mut logits = tch_ext::product(&hidden, &used.tr());
+                let shape = [range.end - range.start, self.body.config.vocab_size];
+                // The first slice is the longest.
+                let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
+                let mut logits = buffer.narrow(0, 0, shape[0]);
+                tch_ext::product_into(&mut logits, &hidden, &used.tr());
                 let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
                 let logprobs = stats.logprobs.set_requires_grad(true);
                 loss(range, &logprobs).backward();
                 tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &logprobs.grad());
-                gradient.copy_(&tch_ext::product(&logits, &used));
+                let mut back = hidden.empty_like();
+                tch_ext::product_into(&mut back, &logits, &used);
+                gradient.copy_(&back);
                 if weight.requires_grad() {
                     tch_ext::add_product_to_grad(weight, &logits.tr(), &hidden);
                 }

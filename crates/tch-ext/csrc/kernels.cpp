@@ -666,11 +666,31 @@ void logits_sample(int64_t rows, int64_t vocab, const T* logits, float inv_tempe
   });
 }
 
+// --- Sums -----------------------------------------------------------------------------------------------------------
+
+template <typename T>
+void sum(int64_t n, const float* x, const T* a, const T* b, float* out) {
+  at::parallel_for(0, (n + CHUNK - 1) / CHUNK, 16, [&](int64_t first, int64_t last) {
+    float buffers[2][CHUNK];
+    for (int64_t from = first * CHUNK; from < std::min(n, last * CHUNK); from += CHUNK) {
+      const int64_t count = std::min(CHUNK, n - from);
+      const float *y = floats(a + from, buffers[0], count), *z = b ? floats(b + from, buffers[1], count) : nullptr;
+      for (int64_t i = 0; i < count; i += W) {
+        const int64_t lanes = std::min(W, count - i);
+        Vec total = some(x + from + i, lanes) + some(y + i, lanes);
+        if (z) total = total + some(z + i, lanes);
+        total.store(out + from + i, lanes);
+      }
+    }
+  });
+}
+
 template <typename T>
 constexpr KernelsOf<T> kernels_of() {
   return {{attention_forward<T>, attention_backward<T>, attention_step<T>},
           {norm_forward<T>, norm_backward<T>},
-          {logits_stats<T>, logits_gradient<T>, logits_sample<T>}};
+          {logits_stats<T>, logits_gradient<T>, logits_sample<T>},
+          sum<T>};
 }
 
 }  // namespace

@@ -102,6 +102,8 @@ struct KernelsOf {
   AttentionKernels<T> attention;
   NormKernels<T> norm;
   LogitsKernels<T> logits;
+  // out = x + a + b, of `n` numbers each; `b` may be null, and `out` be `x`.
+  void (*sum)(int64_t n, const float* x, const T* a, const T* b, float* out);
 };
 
 struct Kernels {

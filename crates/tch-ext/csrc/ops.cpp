@@ -94,13 +94,27 @@ Tensor& grad_of(const Tensor& leaf) {
   return grad;
 }
 
+// Elements of a rounded product that are held at once: they stay in the cache until they are added.
+constexpr int64_t PIECE = 1 << 21;
+
 // grad += a b, in the dtype of `grad`.
 void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
   Tensor& grad = grad_of(leaf);
   if (a.scalar_type() == grad.scalar_type())
-    multiply_into(grad, a, b, true);
-  else
+    return multiply_into(grad, a, b, true);
+  if (!(grad.is_cpu() && grad.scalar_type() == at::kFloat && a.scalar_type() == at::kBFloat16 && grad.is_contiguous())) {
     grad.add_(product(a, b));
+    return;
+  }
+  const int64_t rows = a.size(0), width = b.size(1), pieces = (rows * width + PIECE - 1) / PIECE;
+  const int64_t most = pieces ? (rows + pieces - 1) / pieces : 0;
+  const Tensor piece = at::empty({most, width}, a.options().requires_grad(false));
+  for (int64_t from = 0; from < rows; from += most) {
+    const int64_t count = std::min(most, rows - from);
+    multiply_into(piece.narrow(0, 0, count), a.narrow(0, from, count), b, false);
+    float* sums = grad.mutable_data_ptr<float>() + from * width;
+    kernels().bf16.sum(count * width, sums, piece.const_data_ptr<c10::BFloat16>(), nullptr, sums);
+  }
 }
 
 const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data_ptr<float>() : nullptr; }
@@ -133,6 +147,32 @@ struct Linear : torch::autograd::Function<Linear> {
     Tensor dx;
     if (ctx->needs_input_grad(0)) dx = product(g, transposed ? used.t() : used).to(ctx->saved_data["dtype"].toScalarType());
     return {dx, {}, {}, {}, {}, {}};
+  }
+};
+
+// --- The residual stream --------------------------------------------------------------------------------------------
+
+struct Residual : torch::autograd::Function<Residual> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& a, const MaybeTensor& b) {
+    const Tensor second = value_of(b);
+    for (const Tensor& branch : {a, b ? second : a})
+      TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == at::kFloat && branch.is_contiguous() &&
+                      branch.sizes() == x.sizes() && branch.scalar_type() == a.scalar_type(),
+                  "residual: x ", x.sizes(), " ", x.scalar_type(), ", branch ", branch.sizes(), " ", branch.scalar_type());
+    ctx->saved_data["dtype"] = a.scalar_type();
+    Tensor out = at::empty_like(x, x.options().requires_grad(false));
+    for_dtype(a.scalar_type(), "residual", [&](auto zero) {
+      using T = decltype(zero);
+      kernels().of<T>().sum(x.numel(), x.const_data_ptr<float>(), a.const_data_ptr<T>(),
+                            b ? second.const_data_ptr<T>() : nullptr, out.mutable_data_ptr<float>());
+    });
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const Tensor branch = grads[0].to(ctx->saved_data["dtype"].toScalarType());
+    return {grads[0], branch, ctx->needs_input_grad(2) ? branch : Tensor()};
   }
 };
 
@@ -380,6 +420,10 @@ char* tch_ext_linear(Tensor** out, const Tensor* x, const Tensor* weight, const 
   });
 }
 
+char* tch_ext_residual(Tensor** out, const Tensor* x, const Tensor* a, const Tensor* b) {
+  return guard([&] { *out = new Tensor(Residual::apply(*x, *a, maybe(b))); });
+}
+
 char* tch_ext_embedding(Tensor** out, const Tensor* table, const Tensor* ids) {
   return guard([&] { *out = new Tensor(Embedding::apply(*table, *ids)); });
 }
@@ -480,10 +524,10 @@ char* tch_ext_logits_sample(const Tensor* logits, double inv_temperature, const 
   });
 }
 
-char* tch_ext_product(Tensor** out, const Tensor* a, const Tensor* b) {
+char* tch_ext_product_into(Tensor* out, const Tensor* a, const Tensor* b) {
   return guard([&] {
     at::NoGradGuard no_grad;
-    *out = new Tensor(product(*a, *b));
+    multiply_into(*out, *a, *b, false);
   });
 }
 

@@ -92,7 +92,13 @@ unsafe extern "C" {
         logprobs: *mut f32,
         rows: usize,
     ) -> *mut c_char;
-    fn tch_ext_product(out: *mut *mut C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
+    fn tch_ext_residual(
+        out: *mut *mut C_tensor,
+        x: *const C_tensor,
+        a: *const C_tensor,
+        b: *const C_tensor,
+    ) -> *mut c_char;
+    fn tch_ext_product_into(out: *mut C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
     fn tch_ext_add_product(leaf: *const C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
     fn tch_ext_backward(x: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
 }
@@ -369,13 +375,22 @@ pub fn logits_sample(logits: &Tensor, temperature: f64, draws: Option<&[f64]>) -
     (tokens, logprobs)
 }
 
-/// The product of two matrices, by the faster of libtorch's two libraries; not differentiable.
+/// Fills `out` with the product of two matrices, by the faster of libtorch's two libraries; not differentiable.
 ///
 /// # Panics
-/// If the shapes do not go together.
-pub fn product(a: &Tensor, b: &Tensor) -> Tensor {
-    // SAFETY: two borrowed tensors.
-    new_tensor(|out| unsafe { tch_ext_product(out, a.as_ptr(), b.as_ptr()) })
+/// If the tensors do not go together.
+pub fn product_into(out: &mut Tensor, a: &Tensor, b: &Tensor) {
+    // SAFETY: `out` is borrowed mutably, the others are read.
+    expect(into_result(unsafe { tch_ext_product_into(out.as_mut_ptr(), a.as_ptr(), b.as_ptr()) }));
+}
+
+/// The residual stream `x`, f32, with one or two branches, both f32 or both bf16, added; differentiable in all.
+///
+/// # Panics
+/// If the tensors do not go together.
+pub fn residual(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
+    // SAFETY: as in `linear`.
+    new_tensor(|out| unsafe { tch_ext_residual(out, x.as_ptr(), a.as_ptr(), b.map_or(null(), |b| b.as_ptr())) })
 }
 
 /// Adds the product of `a` and `b` to the gradient of `leaf`, in place.

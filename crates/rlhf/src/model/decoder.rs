@@ -216,25 +216,25 @@ impl Decoder {
                 let attended = attend(&layer.input_norm.forward(x, compute));
                 let x = keep(x);
                 let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
-                x + attended + fed
+                add(&x, &attended, Some(&fed))
             }
             (Order::Post, _) => {
                 let attended = attend(x);
-                let x = layer.input_norm.forward(&(keep(x) + attended), Kind::Float);
-                layer.mlp_norm.forward(&(&x + self.mlp(layer, &x, dropout)), Kind::Float)
+                let x = layer.input_norm.forward(&add(&keep(x), &attended, None), Kind::Float);
+                layer.mlp_norm.forward(&add(&x, &self.mlp(layer, &x, dropout), None), Kind::Float)
             }
             (Order::Sandwich, Some([behind_attention, behind_mlp])) => {
                 let behind = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
                 let attended = attend(&layer.input_norm.forward(x, compute));
-                let x = keep(x) + behind(behind_attention, &attended);
+                let x = add(&keep(x), &behind(behind_attention, &attended), None);
                 let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
-                x + behind(behind_mlp, &fed)
+                add(&x, &behind(behind_mlp, &fed), None)
             }
             (Order::Pre | Order::Sandwich, _) => {
                 let attended = attend(&layer.input_norm.forward(x, compute));
-                let x = keep(x) + attended;
+                let x = add(&keep(x), &attended, None);
                 let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
-                x + fed
+                add(&x, &fed, None)
             }
         }
     }
@@ -455,6 +455,17 @@ impl Layer {
             causal: shape.causal,
         };
         Ok(Self { input_norm, qkv, qk_norm, attention_out, mlp_norm, output_norms, mlp_in, mlp_out, scores })
+    }
+}
+
+/// The residual stream `x` with one or two branches added.
+fn add(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
+    if has_kernels(a.kind(), x.device()) {
+        return tch_ext::residual(x, a, b);
+    }
+    match b {
+        Some(b) => x + a + b,
+        None => x + a,
     }
 }
 
