@@ -420,7 +420,8 @@ mod tests {
         };
         let optimizer = "use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora learning_rate \
                          lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm";
-        let run = "output_dir overwrite_output_dir seed bf16 dtype device max_shard_size gradient_checkpointing report_to num_threads disable_tqdm \
+        let run = "output_dir overwrite_output_dir seed bf16 dtype device max_shard_size gradient_checkpointing \
+                   max_tokens_per_micro_batch report_to num_threads disable_tqdm \
                    config help";
         let data = "dataset_name dataset_train_split dataset_test_split";
         let rows = "dataset_name output_file overwrite_output_file batch_size dtype device num_threads config help";

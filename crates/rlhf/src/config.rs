@@ -542,9 +542,12 @@ pub struct RunConfig {
     /// Write weights in files of at most this size each, such as 5GB or 500MB.
     #[arg(long, help_heading = RUN, default_value = "50GB", value_parser = required::<ByteSize>)]
     pub max_shard_size: ByteSize,
-    /// Not in this version: refused, and not ignored.
+    /// Keep only what goes into each layer, and compute the layer again on the way back: less memory, more time.
     #[arg(long, help_heading = RUN)]
     pub gradient_checkpointing: bool,
+    /// Most tokens in one forward and backward pass; it changes no result [default: by the memory there is].
+    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub max_tokens_per_micro_batch: std::option::Option<usize>,
     /// Where metrics go besides `metrics.jsonl`.
     #[arg(long, help_heading = RUN, value_enum, default_value = "none")]
     pub report_to: ReportTo,
@@ -554,6 +557,13 @@ pub struct RunConfig {
     /// Show no progress bar.
     #[arg(long, help_heading = RUN)]
     pub disable_tqdm: bool,
+}
+
+impl RunConfig {
+    fn check(&self) -> Result<()> {
+        check_threads(self.num_threads)?;
+        self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most))
+    }
 }
 
 /// A number of bytes, written as Hugging Face writes it: `5GB`, `500MB`, `1GiB`, or a number alone.
@@ -700,7 +710,7 @@ impl PpoConfig {
         check_token_id(self.stop_token_id)?;
         self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer)?;
-        check_threads(self.run.num_threads)?;
+        self.run.check()?;
         self.batch_sizes().map(drop)
     }
 
@@ -805,7 +815,7 @@ impl SftConfig {
             check_trained_dtype(self.run.dtype)?;
         }
         check_learning(self.learning_rate, &self.optimizer)?;
-        check_threads(self.run.num_threads)?;
+        self.run.check()?;
         self.plan_for(1).map(drop)
     }
 
@@ -850,7 +860,7 @@ impl RewardConfig {
         }
         self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer)?;
-        check_threads(self.run.num_threads)?;
+        self.run.check()?;
         self.plan_for(1).map(drop)
     }
 
@@ -1345,7 +1355,7 @@ mod tests {
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "seed": 42, "bf16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
-            "gradient_checkpointing": false, "report_to": "none", "num_threads": null, "disable_tqdm": false,
+            "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "num_threads": null, "disable_tqdm": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "use_rslora": false,
         })

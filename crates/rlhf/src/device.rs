@@ -52,6 +52,20 @@ impl Device {
     }
 }
 
+/// The memory that there is for a program on `device`, in bytes: the machine's, or the container's where that is less; unknown
+/// of a GPU.
+pub(crate) fn memory(device: tch::Device) -> Option<usize> {
+    if device != tch::Device::Cpu {
+        return None;
+    }
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let machine = read("/proc/meminfo")?;
+    let total = machine.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+    let total = total?.parse::<usize>().ok()? << 10;
+    let limit = read("/sys/fs/cgroup/memory.max").and_then(|text| text.trim().parse().ok());
+    Some(limit.map_or(total, |limit: usize| limit.min(total)))
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

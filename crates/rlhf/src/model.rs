@@ -29,6 +29,7 @@ use crate::hub;
 use crate::weights::{self, Checkpoint, replace_files};
 use crate::{Error, Result};
 use decoder::Decoder;
+use families::MlpIn;
 use layout::Layout;
 use linear::Linear;
 use lora::{Adapter, Dropout};
@@ -316,6 +317,21 @@ impl Body {
         Ok(())
     }
 
+    /// Bytes that a token leaves in memory on its way forward, for the way back.
+    fn activation_bytes(&self) -> usize {
+        let (c, kind) = (&self.config, self.decoder.compute.elt_size_in_bytes() as i64);
+        let stream = c.hidden_size * 4;
+        let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
+        let inner = match c.family.names.mlp_in {
+            MlpIn::Up(_) => 2 * c.intermediate_size,
+            MlpIn::Gated(_) | MlpIn::GatedFused(_) => 4 * c.intermediate_size,
+        };
+        // The stream behind attention and behind the MLP, both norms, projections and heads' results, the MLP.
+        let layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
+        let layers = c.num_hidden_layers;
+        (if self.gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
+    }
+
     /// Hidden states of all tokens, packed.
     fn hidden<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<(Layout, Tensor)> {
         self.check(sequences)?;
@@ -544,6 +560,11 @@ impl CausalLm {
     /// a third more work, the same gradients.
     pub fn set_gradient_checkpointing(&mut self, on: bool) {
         self.body.gradient_checkpointing = on;
+    }
+
+    /// Bytes that a token leaves in memory on its way forward through the layers, for the way back; about.
+    pub fn activation_bytes(&self) -> usize {
+        self.body.activation_bytes()
     }
 
     /// Logits of every position, one `[length, vocab]` f32 tensor per sequence. For small things: all are in memory.

@@ -4,10 +4,11 @@ pub mod ppo;
 pub mod reward;
 pub mod sft;
 
+use crate::Result;
 use crate::config::{PeftConfig, RunConfig};
+use crate::device::memory;
 use crate::model::{Dtype, ModelOptions, Param, Precision};
 use crate::weights::write_text;
-use crate::{Error, Result};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -31,18 +32,50 @@ fn trained_share(params: &[Param]) -> String {
 /// # Errors
 /// If the run asks for what this version or this machine does not have.
 fn model_options(run: &RunConfig) -> Result<ModelOptions> {
-    if run.gradient_checkpointing {
-        return Err(Error::Usage(
-            "gradient_checkpointing = true: not in this version; to save memory lower per_device_train_batch_size and \
-             raise gradient_accumulation_steps by the same factor, which changes no result"
-                .into(),
-        ));
-    }
     if let Some(threads) = run.num_threads {
         tch::set_num_threads(threads as i32);
     }
     let precision = if run.bf16 { Precision::Bf16 } else { Precision::F32 };
     Ok(ModelOptions { device: run.device.resolve()?, dtype: Dtype::Float32, precision })
+}
+
+/// The most tokens that go through a model at once, whose every token leaves `activation_bytes` for the way back: as set, or
+/// an eighth of the memory. More than the most there is by itself makes nothing faster.
+fn micro_batch_tokens(run: &RunConfig, activation_bytes: usize, device: tch::Device) -> usize {
+    let most = if device == tch::Device::Cpu { 2048 } else { 16384 };
+    run.max_tokens_per_micro_batch.unwrap_or_else(|| match memory(device) {
+        Some(bytes) => (bytes / 8 / activation_bytes.max(1)).clamp(256, most),
+        None => most,
+    })
+}
+
+/// What to tell of the memory that a micro-batch takes.
+fn describe_micro_batch(run: &RunConfig, tokens: usize, activation_bytes: usize) -> String {
+    let layers =
+        if run.gradient_checkpointing { "each layer's input, computed again on the way back" } else { "all layers" };
+    let mib = (tokens * activation_bytes) as f64 / f64::from(1 << 20);
+    format!("micro-batches: at most {tokens} tokens, of which {layers} take {mib:.0} MiB")
+}
+
+/// Cuts `rows` into micro-batches of at most `most_rows`, and these into about equal parts where they have more than
+/// `most_tokens` tokens; a row that alone has more is a part by itself.
+fn micro_batches<T>(rows: &[T], most_rows: usize, most_tokens: usize, tokens: impl Fn(&T) -> usize) -> Vec<&[T]> {
+    let mut parts = Vec::new();
+    for chunk in rows.chunks(most_rows) {
+        let total: usize = chunk.iter().map(&tokens).sum();
+        let share = total.div_ceil(total.div_ceil(most_tokens).max(1));
+        let (mut from, mut held) = (0, 0);
+        for (at, row) in chunk.iter().enumerate() {
+            let more = tokens(row);
+            if at > from && (held + more > most_tokens || held >= share) {
+                parts.push(&chunk[from..at]);
+                (from, held) = (at, 0);
+            }
+            held += more;
+        }
+        parts.push(&chunk[from..]);
+    }
+    parts
 }
 
 /// What to tell of a dataset that does not fill one update.
@@ -66,4 +99,24 @@ fn write_model_card(dir: &Path, command: &str, facts: &[(&str, String)]) -> Resu
     }
     card.push_str("\n`run.yaml` holds every setting of the run, `metrics.jsonl` its course.\n");
     write_text(&dir.join("README.md"), &card)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn micro_batches_keep_all_rows_in_order_within_both_bounds() {
+        let lens = [5, 5, 5, 5, 30, 1, 1, 1, 1, 1, 9];
+        for (most_rows, most_tokens) in [(1, 100), (3, 100), (100, 100), (100, 10), (4, 12), (100, 1)] {
+            let parts = micro_batches(&lens, most_rows, most_tokens, |&len| len);
+            assert_eq!(parts.concat(), lens);
+            for part in parts {
+                let total: usize = part.iter().sum();
+                assert!(part.len() <= most_rows && (total <= most_tokens || part.len() == 1), "{part:?}");
+            }
+        }
+        // About equal: 40 tokens at most 30 at once are 20 and 20, not 30 and 10.
+        assert_eq!(micro_batches(&[10; 4], 4, 30, |&len| len), [&[10; 2], &[10; 2]]);
+    }
 }

@@ -597,7 +597,7 @@ fn settings_that_cannot_be_are_usage_errors() {
         ("--learning_rat 1", &["--learning_rat", "similar", "--learning_rate"]),
         ("--config unknown.yaml", &["unknown.yaml:2: unknown key `learning_rat`", "`learning_rate`"]),
         ("--config value.yaml", &["value.yaml:1: `seed`", "expected a whole number", "found `one`"]),
-        ("--gradient_checkpointing", &["gradient_checkpointing = true", "not in this version"]),
+        ("--max_tokens_per_micro_batch 0", &["max_tokens_per_micro_batch = 0"]),
     ] {
         scratch.refuses(&format!("{PPO} {line}"), 2, words);
     }

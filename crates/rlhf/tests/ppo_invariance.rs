@@ -68,7 +68,7 @@ impl Outcome {
         self.metrics.iter().map(|line| line[name].as_f64().unwrap()).collect()
     }
 
-    /// Panics unless the metrics agree within 1e-4 and the weights within 1e-5.
+    /// Panics unless the metrics agree within 1e-4 and the weights within 2e-5, a fiftieth of a step.
     fn is(&self, what: &str, expected: &Outcome) {
         let clock = |name: &str| name == "eps" || name.starts_with("time/") || name.starts_with("tokens_per_second/");
         for name in expected.metrics[0].keys().filter(|name| !clock(name)) {
@@ -77,7 +77,7 @@ impl Outcome {
             }
         }
         for (name, expected) in &expected.weights {
-            assert_close(&format!("{what}: {name}"), &self.weights[name], expected, 1e-5);
+            assert_close(&format!("{what}: {name}"), &self.weights[name], expected, 2e-5);
         }
     }
 }
@@ -109,6 +109,25 @@ fn a_batch_cut_into_passes_of_any_size_trains_alike() {
         passes(config, 2, 4);
     });
     quarters.is("2 x 4, two mini-batches", &halves);
+}
+
+#[test]
+fn a_budget_of_tokens_and_checkpoints_of_the_layers_change_no_result() {
+    let whole = train(|config| passes(config, 8, 1));
+    for most in [1, 30, 1000] {
+        let cut = train(|config| {
+            passes(config, 8, 1);
+            config.run.max_tokens_per_micro_batch = Some(most);
+        });
+        cut.is(&format!("{most} tokens"), &whole);
+    }
+    let checkpoints = train(|config| {
+        passes(config, 8, 1);
+        config.run.gradient_checkpointing = true;
+    });
+    for (name, expected) in &whole.weights {
+        assert_eq!(&checkpoints.weights[name], expected, "{name}: computed again, it is the same bit for bit");
+    }
 }
 
 #[test]

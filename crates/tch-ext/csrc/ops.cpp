@@ -160,6 +160,7 @@ struct Residual : torch::autograd::Function<Residual> {
                       branch.sizes() == x.sizes() && branch.scalar_type() == a.scalar_type(),
                   "residual: x ", x.sizes(), " ", x.scalar_type(), ", branch ", branch.sizes(), " ", branch.scalar_type());
     ctx->saved_data["dtype"] = a.scalar_type();
+    ctx->saved_data["two"] = b.has_value();
     Tensor out = at::empty_like(x, x.options().requires_grad(false));
     for_dtype(a.scalar_type(), "residual", [&](auto zero) {
       using T = decltype(zero);
@@ -172,7 +173,7 @@ struct Residual : torch::autograd::Function<Residual> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     at::NoGradGuard no_grad;
     const Tensor branch = grads[0].to(ctx->saved_data["dtype"].toScalarType());
-    return {grads[0], branch, ctx->needs_input_grad(2) ? branch : Tensor()};
+    return {grads[0], branch, ctx->saved_data["two"].toBool() ? branch : Tensor()};
   }
 };
 

@@ -11,7 +11,7 @@ use crate::weights::{Checkpoint, replace_files};
 use crate::{Error, Result};
 use std::ops::Range;
 use std::path::Path;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Names of the one-product heads that are known: transformers', and DeepSpeed-Chat's.
 const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
@@ -98,6 +98,11 @@ impl SequenceClassifier {
         let (device, adapter, gradient_checkpointing) = (options.device, None, false);
         let body = Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing };
         Ok(Self { body, head, labels, chosen, new_head, deepspeed_chat })
+    }
+
+    /// Where the model lives.
+    pub fn device(&self) -> Device {
+        self.body.device
     }
 
     /// The model's shape.
@@ -272,6 +277,11 @@ impl SequenceClassifier {
     /// Whether training keeps only what goes into each layer, as [`super::CausalLm::set_gradient_checkpointing`] says.
     pub fn set_gradient_checkpointing(&mut self, on: bool) {
         self.body.gradient_checkpointing = on;
+    }
+
+    /// As [`super::CausalLm::activation_bytes`].
+    pub fn activation_bytes(&self) -> usize {
+        self.body.activation_bytes()
     }
 
     /// The logits of each sequence, read at its last token, by an encoder at its first: `[rows, labels]` f32.

@@ -1,6 +1,9 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
-use super::{model_options, small_dataset, trained_options, trained_share, write_model_card};
+use super::{
+    describe_micro_batch, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
+    trained_share, write_model_card,
+};
 use crate::config::{PpoConfig, PpoPlan, StopToken};
 use crate::data::{Cursor, Dataset, Prompt, locate};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
@@ -203,6 +206,8 @@ impl PpoTrainer {
         for (name, trained) in self.trained() {
             report.note(&format!("{name}: {trained}"));
         }
+        let (run, tokens) = (&self.config.run, self.learner.micro_batch_tokens);
+        report.note(&describe_micro_batch(run, tokens, self.learner.policy.activation_bytes()));
         if self.learner.value.has_new_head() {
             report.note("value model: begins with a fresh head");
         }
@@ -387,6 +392,8 @@ pub struct Learner {
     pub value: SequenceClassifier,
     policy_optimizer: AdamW,
     value_optimizer: AdamW,
+    /// Most tokens that go through a model at once.
+    micro_batch_tokens: usize,
 }
 
 /// What one optimizer step did. Sums are over the tokens (or value slots) of its mini-batch.
@@ -423,9 +430,13 @@ impl Learner {
     pub fn new(mut policy: CausalLm, mut value: SequenceClassifier, config: &PpoConfig) -> Self {
         policy.set_trainable(true);
         value.set_trainable(true);
+        policy.set_gradient_checkpointing(config.run.gradient_checkpointing);
+        value.set_gradient_checkpointing(config.run.gradient_checkpointing);
+        let activation_bytes = policy.activation_bytes().max(value.activation_bytes());
+        let micro_batch_tokens = micro_batch_tokens(&config.run, activation_bytes, policy.device());
         let policy_optimizer = AdamW::new(policy.trainable_params(), &config.optimizer);
         let value_optimizer = AdamW::new(value.trainable_params(), &config.optimizer);
-        Self { policy, value, policy_optimizer, value_optimizer }
+        Self { policy, value, policy_optimizer, value_optimizer, micro_batch_tokens }
     }
 
     /// Learns from one batch of experience: one pass per entry of `orders`, a permutation of the rows each.
@@ -453,7 +464,8 @@ impl Learner {
                     stats.tokens += experience.lengths[row] as f64;
                     stats.value_slots += experience.value_counts[row] as f64;
                 }
-                for micro_batch in mini_batch.chunks(plan.micro_batch_size) {
+                let tokens = |&row: &usize| experience.sequences[row].len();
+                for micro_batch in micro_batches(mini_batch, plan.micro_batch_size, self.micro_batch_tokens, tokens) {
                     self.accumulate(experience, targets, micro_batch, &mut stats, config)?;
                 }
                 let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));

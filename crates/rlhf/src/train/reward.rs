@@ -1,7 +1,10 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
 use super::sft::eval_path;
-use super::{model_options, small_dataset, trained_options, trained_share, write_model_card};
+use super::{
+    describe_micro_batch, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
+    trained_share, write_model_card,
+};
 use crate::config::{RewardConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Pair, locate};
 use crate::hub;
@@ -66,6 +69,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     report.note(&format!("tokenizer: {}", tokenizer.describe()));
     warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
+    model.set_gradient_checkpointing(config.run.gradient_checkpointing);
     let trained = trained_share(model.params());
     report.note(&format!("trained parameters: {trained}"));
     let mut last_update = 0;
@@ -105,6 +109,8 @@ fn run_updates(
     done: &mut usize,
 ) -> Result<()> {
     let mut optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
+    let most_tokens = micro_batch_tokens(&config.run, model.activation_bytes(), model.device());
+    report.note(&describe_micro_batch(&config.run, most_tokens, model.activation_bytes()));
     let mut cursor = Cursor::new(config.run.seed, pairs.len());
     let mut since = Totals::default();
     let mut began = Instant::now();
@@ -112,7 +118,8 @@ fn run_updates(
         let mut batch: Vec<&Pair> = cursor.take(plan.batch_size).into_iter().map(|row| &pairs[row]).collect();
         batch.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
         let mut pair = 0;
-        for micro_batch in batch.chunks(config.per_device_train_batch_size) {
+        let tokens = |pair: &&Pair| pair.chosen.len() + pair.rejected.len();
+        for micro_batch in micro_batches(&batch, config.per_device_train_batch_size, most_tokens, tokens) {
             let pairs = pair..pair + micro_batch.len() as u64;
             pair = pairs.end;
             // The two sides of a pair are rows of their own.

@@ -1,6 +1,9 @@
 //! Supervised fine-tuning: a language model learns to continue as the demonstrations do.
 
-use super::{model_options, small_dataset, trained_options, trained_share, write_model_card};
+use super::{
+    describe_micro_batch, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
+    trained_share, write_model_card,
+};
 use crate::config::{SftConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Demonstration, locate};
 use crate::hub;
@@ -88,6 +91,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     report.note(&format!("tokenizer: {}", tokenizer.describe()));
     warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
+    model.set_gradient_checkpointing(config.run.gradient_checkpointing);
     let trained = trained_share(model.params());
     report.note(&format!("trained parameters: {trained}"));
     let mut last_update = 0;
@@ -131,6 +135,8 @@ fn run_updates(
     done: &mut usize,
 ) -> Result<()> {
     let mut optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
+    let most_tokens = micro_batch_tokens(&config.run, model.activation_bytes(), model.device());
+    report.note(&describe_micro_batch(&config.run, most_tokens, model.activation_bytes()));
     let mut cursor = Cursor::new(config.run.seed, rows.len());
     let mut since = Totals::default();
     let mut tokens_seen = 0.0;
@@ -141,7 +147,8 @@ fn run_updates(
         batch.sort_by_key(|row| row.tokens.len());
         let counted: usize = batch.iter().map(|row| row.tokens.len() - row.learn_from).sum();
         let mut row = 0;
-        for micro_batch in batch.chunks(config.per_device_train_batch_size) {
+        let tokens = |row: &&Demonstration| row.tokens.len();
+        for micro_batch in micro_batches(&batch, config.per_device_train_batch_size, most_tokens, tokens) {
             let rows = (row..row + micro_batch.len() as u64).collect();
             row += micro_batch.len() as u64;
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
