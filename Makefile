@@ -20,6 +20,7 @@ demo: setup ## movie reviews learn to be positive: SFT, reward model, PPO, and a
 
 test: test-setup lint ## formatting, clippy, docs, every test
 	cargo test --workspace --locked
+	RLHF_KERNELS=plain cargo test -p rlhf --locked --test main -- golden models:: lora:: ppo_
 
 test-setup: setup
 	tests/setup/test_setup.sh

@@ -36,11 +36,14 @@ class Size:
 
         A sequence is T = prompt + response - 1 tokens: nothing is asked of the last one. Forward, for policy and value
         model each: 2 FLOPs per weight and token, and in each layer 2 T (T + 1) hidden for the scores and the sums of
-        causal attention. The policy's head is on the response's rows only; the value model's, of one row, is not
-        counted. The backward pass is twice the forward one. A forward pass done again in it counts nothing.
+        causal attention; behind the last layer's attention only the response's rows count. So for the policy's head;
+        the value model's, of one row, is not counted. The backward pass is twice the forward one. A forward pass done
+        again in it counts nothing.
         """
         lengths = [prompt + response - 1 for prompt in prompts]
         body = sum(2 * rows * a * b * n for rows, a, b, n in self.products(sum(lengths)))
+        # Attention's output (h x h) and both products of the MLP (h x 4 h).
+        body -= 2 * sum(t - response for t in lengths) * 9 * self.hidden**2
         attention = sum(2 * t * (t + 1) * self.hidden * self.layers for t in lengths)
         head = 2 * len(prompts) * response * self.hidden * self.vocab
         return 3 * epochs * (2 * (body + attention) + head)

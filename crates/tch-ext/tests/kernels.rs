@@ -292,10 +292,13 @@ fn a_norm_and_its_gradients_are_the_formula_and_add_up() {
 
 #[test]
 fn a_linear_layer_adds_its_gradients_to_the_master_weights() {
-    for (transposed, with_bias) in [(false, true), (true, true), (false, false)] {
+    // The wider layer is large enough for the other of libtorch's two libraries, where that is the faster.
+    let cases = [(false, true), (true, true), (false, false)].into_iter().zip([[24, 10], [24, 10], [24, 10]]);
+    for ((transposed, with_bias), [wide, out_width]) in cases.clone().chain(cases.map(|(case, _)| (case, [200, 170]))) {
         for (kind, tolerance) in KINDS {
-            let what = format!("transposed {transposed}, {kind:?}");
-            let sizes: [&[i64]; 3] = [&[37, 24], if transposed { &[24, 10] } else { &[10, 24] }, &[10]];
+            let what = format!("transposed {transposed}, {kind:?}, {wide} to {out_width}");
+            let weight = if transposed { [wide, out_width] } else { [out_width, wide] };
+            let sizes: [&[i64]; 3] = [&[37, wide], &weight, &[out_width]];
             let leaves: Vec<_> = (0u64..).zip(sizes).map(|(i, size)| leaf(&randn(size, i + 1), Kind::Float)).collect();
             let used: Vec<_> = leaves.iter().map(|x| x.detach().to_kind(kind)).collect();
             let expected_leaves: Vec<_> = used.iter().map(|x| leaf(x, Kind::Double)).collect();
@@ -306,7 +309,7 @@ fn a_linear_layer_adds_its_gradients_to_the_master_weights() {
                 let weight = if transposed { weight.shallow_clone() } else { weight.tr() };
                 let expected = x.matmul(&weight) + if with_bias { bias.shallow_clone() } else { bias.zeros_like() };
                 assert_close(&what, &out, &expected, tolerance);
-                let grad = randn(&[37, 10], 4 + call).to_kind(kind);
+                let grad = randn(&[37, out_width], 4 + call).to_kind(kind);
                 tch_ext::backward(&out, &grad);
                 tch_ext::backward(&expected, &grad.to_kind(Kind::Double));
             }
@@ -353,6 +356,55 @@ fn a_product_is_added_to_a_gradient_in_place() {
     tch_ext::add_product_to_grad(&weight, &a.to_kind(Kind::BFloat16), &b.to_kind(Kind::BFloat16));
     assert_eq!(weight.grad().data_ptr(), place);
     assert_close("gradient", &weight.grad(), &(a.matmul(&b) * 2.0), 1e-2);
+}
+
+#[test]
+fn a_rounded_product_larger_than_a_piece_is_added_whole() {
+    let weight = leaf(&Tensor::zeros([1100, 2000], (Kind::Float, Device::Cpu)), Kind::Float);
+    let (a, b) = (randn(&[1100, 3], 2).to_kind(Kind::BFloat16), randn(&[3, 2000], 3).to_kind(Kind::BFloat16));
+    tch_ext::add_product_to_grad(&weight, &a, &b);
+    assert_close("gradient", &weight.grad(), &a.to_kind(Kind::Double).matmul(&b.to_kind(Kind::Double)), 1e-2);
+}
+
+#[test]
+fn branches_are_added_to_the_residual_stream_and_get_its_gradient() {
+    for (kind, tolerance) in KINDS {
+        for two in [false, true] {
+            let x = leaf(&randn(&[3, 700], 1), Kind::Float);
+            let (a, b) = (leaf(&randn(&[3, 700], 2), kind), leaf(&randn(&[3, 700], 3), kind));
+            let out = tch_ext::residual(&x, &a, two.then_some(&b));
+            let expected = x.to_kind(Kind::Double) + a.to_kind(Kind::Double);
+            let expected = if two { expected + b.to_kind(Kind::Double) } else { expected };
+            assert_eq!(out.kind(), Kind::Float);
+            assert_close("sum", &out, &expected, 1e-6);
+            let grad = randn(&[3, 700], 4).to_kind(Kind::Float);
+            tch_ext::backward(&out, &grad);
+            assert_close("stream", &x.grad(), &grad, 0.0);
+            assert_close("branch", &a.grad(), &grad, tolerance);
+            assert_eq!(b.grad().defined(), two);
+        }
+    }
+}
+
+#[test]
+fn tokens_behind_the_last_sequence_get_zeros_and_give_none_of_theirs() {
+    let attention = attention_of(4, 4, 8);
+    let starts = [0, 5, 12];
+    let inputs = projections(&attention, Layout::Three, 20, Kind::Float);
+    let short: Vec<_> = inputs.iter().map(|x| leaf(&x.narrow(0, 0, 12), Kind::Float)).collect();
+    let (padded, alone) = (
+        tch_ext::attention(&attention, &inputs, None, &starts, None),
+        tch_ext::attention(&attention, &short, None, &starts, None),
+    );
+    assert_close("output", &padded.narrow(0, 0, 12), &alone, 0.0);
+    assert_eq!(padded.narrow(0, 12, 8).abs().max().double_value(&[]), 0.0);
+    let grad = randn(&[20, 32], 9).to_kind(Kind::Float);
+    tch_ext::backward(&padded, &grad);
+    tch_ext::backward(&alone, &grad.narrow(0, 0, 12).contiguous());
+    for (padded, alone) in inputs.iter().zip(&short) {
+        assert_close("gradient", &padded.grad().narrow(0, 0, 12), &alone.grad(), 0.0);
+        assert_eq!(padded.grad().narrow(0, 12, 8).abs().max().double_value(&[]), 0.0);
+    }
 }
 
 // --- Logits ---------------------------------------------------------------------------------------------------------
