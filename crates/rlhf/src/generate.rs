@@ -4,7 +4,11 @@ use crate::model::{CausalLm, has_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
+
+/// So many steps a GPU decodes before the host looks at what they chose: to look is to wait, and what a response chose behind
+/// its end is lost work.
+const STEPS_ON_GPU: usize = 16;
 
 /// Below this, f32 logits divided by the temperature overflow.
 const MIN_TEMPERATURE: f64 = 1e-4;
@@ -189,6 +193,20 @@ pub struct Response {
 /// If a setting is out of its range; if a prompt is empty, holds an id outside the vocabulary, or leaves no room in the
 /// model's context for `max_new_tokens`; if the model's logits are not finite.
 pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &GenerationConfig) -> Result<Vec<Response>> {
+    let steps = match model.device() {
+        Device::Cuda(_) => STEPS_ON_GPU,
+        _ => 1,
+    };
+    generate_by(steps, model, prompts, config)
+}
+
+/// [`generate`] that looks at what was chosen every `steps` steps, which changes nothing but speed.
+fn generate_by<P: AsRef<[i64]>>(
+    steps: usize,
+    model: &CausalLm,
+    prompts: &[P],
+    config: &GenerationConfig,
+) -> Result<Vec<Response>> {
     config.check()?;
     let context = model.config().max_position_embeddings;
     for (row, prompt) in prompts.iter().enumerate() {
@@ -206,7 +224,7 @@ pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &Gener
     order.sort_by_key(|&row| prompts[row / samples].as_ref().len());
     let mut responses: Vec<Option<Response>> = vec![None; order.len()];
     for rows in order.chunks(config.batch_size.max(1)) {
-        let done = tch::no_grad(|| generate_batch(model, prompts, rows, config))?;
+        let done = tch::no_grad(|| generate_batch(steps, model, prompts, rows, config))?;
         for (&row, response) in rows.iter().zip(done) {
             responses[row] = Some(response);
         }
@@ -216,6 +234,7 @@ pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &Gener
 
 /// Generates the responses `rows`; those to one prompt are neighbours.
 fn generate_batch<P: AsRef<[i64]>>(
+    steps: usize,
     model: &CausalLm,
     prompts: &[P],
     rows: &[usize],
@@ -250,46 +269,63 @@ fn generate_batch<P: AsRef<[i64]>>(
         let rows: Vec<&[i64]> = copies.iter().map(|&copy| batch[copy as usize]).collect();
         Seen::new(&rows, &logits)
     });
+    let stop_ids = ids_within(&config.stop_token_ids, &logits);
     // `alive[i]` is the place in the batch of the cache's row i; a row that has stopped is decoded until enough have to
     // make closing the gaps worth a copy of the cache.
     let mut alive: Vec<usize> = (0..rows.len()).collect();
     let mut stopped = vec![false; rows.len()];
-    for length in 1.. {
-        let draws: Vec<f64> = alive.iter().map(|&i| streams[i].uniform()).collect();
-        let mut adjusted = seen.as_ref().map(|seen| seen.penalise(&logits, config.repetition_penalty));
-        if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
-            adjusted = Some(without(adjusted.as_ref().unwrap_or(&logits), &config.stop_token_ids));
+    let mut next: Option<Tensor> = None;
+    for first in (1..=config.max_new_tokens).step_by(steps) {
+        let lengths = first..(first + steps).min(config.max_new_tokens + 1);
+        let draws: Vec<f64> = lengths.clone().flat_map(|_| &alive).map(|&i| streams[i].uniform()).collect();
+        let draws = Tensor::from_slice(&draws).to_device(model.device()).view([lengths.len() as i64, -1]);
+        // All of this is asked of the device without waiting for any of it.
+        let mut chosen = Vec::with_capacity(lengths.len());
+        for (length, draws) in lengths.clone().zip(draws.unbind(0)) {
+            if let Some(tokens) = &next {
+                logits = model.decode(tokens, &mut cache);
+            }
+            let mut adjusted = seen.as_ref().map(|seen| seen.penalise(&logits, config.repetition_penalty));
+            if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
+                adjusted = Some(without(adjusted.as_ref().unwrap_or(&logits), &stop_ids));
+            }
+            let (tokens, logprobs) = choose(&logits, adjusted.as_ref(), config.sampling, &draws);
+            if let Some(seen) = &mut seen {
+                seen.add(&tokens);
+            }
+            next = Some(tokens.shallow_clone());
+            chosen.push((tokens, logprobs));
         }
-        let (tokens, logprobs) = choose(&logits, adjusted.as_ref(), config.sampling, &draws).map_err(|at| {
-            Error::Run(format!(
-                "prompt {}: the model's logits are not finite: its weights are damaged, or training diverged",
-                rows[alive[at]] / config.samples_per_prompt
-            ))
-        })?;
-        for ((&i, &token), &logprob) in alive.iter().zip(&tokens).zip(&logprobs) {
-            if stopped[i] {
-                continue;
+        for (length, (tokens, logprobs)) in lengths.zip(on_host(chosen)) {
+            for ((&i, &token), &logprob) in alive.iter().zip(&tokens).zip(&logprobs) {
+                if stopped[i] {
+                    continue;
+                }
+                if !logprob.is_finite() {
+                    let prompt = rows[i] / config.samples_per_prompt;
+                    return Err(Error::Run(format!(
+                        "prompt {prompt}: the model's logits are not finite: its weights are damaged, or training diverged"
+                    )));
+                }
+                let response = &mut responses[i];
+                response.tokens.push(token);
+                response.logprobs.push(logprob);
+                let ends = config.stop_token_ids.contains(&token)
+                    || match &config.stop_strings {
+                        Some(strings) => {
+                            length >= config.min_new_tokens && strings.completed_by_last(&response.tokens)?
+                        }
+                        None => false,
+                    };
+                if ends {
+                    response.finish = FinishReason::Stop;
+                }
+                stopped[i] = ends;
             }
-            let response = &mut responses[i];
-            response.tokens.push(token);
-            response.logprobs.push(logprob);
-            let ends = config.stop_token_ids.contains(&token)
-                || match &config.stop_strings {
-                    Some(strings) => length >= config.min_new_tokens && strings.completed_by_last(&response.tokens)?,
-                    None => false,
-                };
-            if ends {
-                response.finish = FinishReason::Stop;
-            }
-            stopped[i] = ends || length == config.max_new_tokens;
         }
         let going = alive.iter().filter(|&&i| !stopped[i]).count();
         if going == 0 {
             break;
-        }
-        let mut next = tokens;
-        if let Some(seen) = &mut seen {
-            seen.add(&next);
         }
         if going * 8 <= alive.len() * 7 {
             let kept: Vec<usize> = (0..alive.len()).filter(|&at| !stopped[alive[at]]).collect();
@@ -298,12 +334,22 @@ fn generate_batch<P: AsRef<[i64]>>(
             if let Some(seen) = &mut seen {
                 seen.keep_rows(&index);
             }
-            next = kept.iter().map(|&at| next[at]).collect();
+            let index = Tensor::from_slice(&index).to_device(model.device());
+            next = next.map(|tokens| tokens.index_select(0, &index));
             alive = kept.iter().map(|&at| alive[at]).collect();
         }
-        logits = model.decode(&next, &mut cache);
     }
     Ok(responses)
+}
+
+/// What each of some steps chose, tokens and log-probabilities by row.
+fn on_host(chosen: Vec<(Tensor, Tensor)>) -> Vec<(Vec<i64>, Vec<f32>)> {
+    let (tokens, logprobs): (Vec<_>, Vec<_>) = chosen.into_iter().unzip();
+    let rows = tokens[0].size()[0] as usize;
+    let tokens = Vec::<i64>::try_from(Tensor::cat(&tokens, 0)).expect("one id per step and row");
+    let logprobs = Vec::<f32>::try_from(Tensor::cat(&logprobs, 0)).expect("one number per step and row");
+    let by_step = tokens.chunks(rows).zip(logprobs.chunks(rows));
+    by_step.map(|(tokens, logprobs)| (tokens.to_vec(), logprobs.to_vec())).collect()
 }
 
 /// Which tokens each row holds so far, `[rows, vocab]` bool.
@@ -319,10 +365,9 @@ impl Seen {
         Self(seen)
     }
 
-    /// Adds a token to every row.
-    fn add(&mut self, tokens: &[i64]) {
-        let tokens = Tensor::from_slice(tokens).to_device(self.0.device()).unsqueeze(1);
-        let _ = self.0.scatter_value_(1, &tokens, 1);
+    /// Adds a token to every row, `[rows]` i64.
+    fn add(&mut self, tokens: &Tensor) {
+        let _ = self.0.scatter_value_(1, &tokens.unsqueeze(1), 1);
     }
 
     fn keep_rows(&mut self, kept: &[i64]) {
@@ -336,29 +381,28 @@ impl Seen {
     }
 }
 
-/// Sets the logits of the tokens `ids` to -inf.
-fn without(logits: &Tensor, ids: &[i64]) -> Tensor {
+/// Those of `ids` that are columns of `logits`, on its device.
+fn ids_within(ids: &[i64], logits: &Tensor) -> Tensor {
     let vocab = logits.size()[1];
     let ids: Vec<i64> = ids.iter().copied().filter(|id| (0..vocab).contains(id)).collect();
-    logits.index_fill(1, &Tensor::from_slice(&ids).to_device(logits.device()), f64::NEG_INFINITY)
+    Tensor::from_slice(&ids).to_device(logits.device())
+}
+
+/// Sets the logits of the tokens `ids` to -inf.
+fn without(logits: &Tensor, ids: &Tensor) -> Tensor {
+    logits.index_fill(1, ids, f64::NEG_INFINITY)
 }
 
 /// Chooses one token per row of `logits` `[rows, vocab]`, with one uniform draw per row, by `adjusted` logits where there
-/// are any; gives tokens and log-probabilities of the plain logits, or the first row where these are not finite.
-fn choose(
-    logits: &Tensor,
-    adjusted: Option<&Tensor>,
-    sampling: Sampling,
-    draws: &[f64],
-) -> Result<(Vec<i64>, Vec<f32>), usize> {
+/// are any; gives tokens, `[rows]` i64, and their log-probabilities by the plain logits, `[rows]` f32, which are not finite
+/// where the logits are not. A GPU is not waited for.
+fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, draws: &Tensor) -> (Tensor, Tensor) {
     let temperature = sampling.temperature();
-    let finite = |(tokens, logprobs): (Vec<i64>, Vec<f32>)| match logprobs.iter().position(|l| !l.is_finite()) {
-        Some(row) => Err(row),
-        None => Ok((tokens, logprobs)),
-    };
     if adjusted.is_none() && !sampling.filters() && has_kernels(logits.kind(), logits.device()) {
-        let draws = (sampling != Sampling::Greedy).then_some(draws);
-        return finite(tch_ext::logits_sample(logits, temperature, draws));
+        let draws = Vec::<f64>::try_from(draws).expect("one number per row");
+        let draws = (sampling != Sampling::Greedy).then_some(draws.as_slice());
+        let (tokens, logprobs) = tch_ext::logits_sample(logits, temperature, draws);
+        return (Tensor::from_slice(&tokens), Tensor::from_slice(&logprobs));
     }
     let logits = logits.to_kind(Kind::Float) / temperature;
     let all = logits.log_softmax(-1, Kind::Float);
@@ -377,12 +421,12 @@ fn choose(
             let cumulative = probs.cumsum(-1, Kind::Double);
             let vocab = cumulative.size()[1];
             let total = cumulative.narrow(1, vocab - 1, 1);
-            let target = Tensor::from_slice(draws).to_device(logits.device()).unsqueeze(1) * total;
+            let target = draws.unsqueeze(1) * total;
             target.searchsorted(&cumulative, false, true, "right", None::<&Tensor>).clamp_max(vocab - 1)
         }
     };
-    let logprobs = Vec::<f32>::try_from(all.gather(1, &tokens, false).squeeze_dim(1)).expect("one number per row");
-    finite((Vec::<i64>::try_from(tokens.squeeze_dim(1)).expect("one id per row"), logprobs))
+    let logprobs = all.gather(1, &tokens, false).squeeze_dim(1);
+    (tokens.squeeze_dim(1), logprobs)
 }
 
 /// Sets the logits of tokens outside top-k, then outside top-p, then below min-p to -inf; transformers' order.
@@ -414,6 +458,7 @@ fn filter(logits: &Tensor, top_k: usize, top_p: f64, min_p: f64) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::ModelOptions;
     use crate::weights::read_json;
     use serde_json::Value;
     use std::path::Path;
@@ -430,9 +475,9 @@ mod tests {
             let mut counts = [0.0; 3];
             for i in 0..1000 {
                 let draw = (f64::from(i) + 0.5) / 1000.0;
-                let (tokens, logprobs) = choose(&logits, None, Sampling::at_temperature(temperature), &[draw]).unwrap();
-                counts[tokens[0] as usize] += 1e-3;
-                assert!((f64::from(logprobs[0]).exp() - expected[tokens[0] as usize]).abs() < 1e-6);
+                let (token, logprob) = chosen(&logits, Sampling::at_temperature(temperature), draw);
+                counts[token as usize] += 1e-3;
+                assert!((f64::from(logprob).exp() - expected[token as usize]).abs() < 1e-6);
             }
             for (count, expected) in counts.iter().zip(expected) {
                 assert!((count - expected).abs() < 2e-3, "{counts:?}");
@@ -443,7 +488,7 @@ mod tests {
     #[test]
     fn the_edges_of_the_draw_give_the_first_and_last_possible_token() {
         let logits = row(&[f32::NEG_INFINITY, 0.0, 0.0, f32::NEG_INFINITY]);
-        let at = |draw| choose(&logits, None, Sampling::at_temperature(1.0), &[draw]).unwrap().0[0];
+        let at = |draw| chosen(&logits, Sampling::at_temperature(1.0), draw).0;
         assert_eq!((at(0.0), at(1.0 - f64::EPSILON)), (1, 2));
     }
 
@@ -481,12 +526,13 @@ mod tests {
             // As a step of `generate` has it: the prompt at the start, a token at a time from then on.
             let tokens = ids(&golden["tokens"]);
             let mut seen = Seen::new(&[&tokens[..2]], &logits);
-            tokens[2..].iter().for_each(|&token| seen.add(&[token]));
+            tokens[2..].iter().for_each(|token| seen.add(&Tensor::from_slice(std::slice::from_ref(token))));
             if settings.get("repetition_penalty").is_some() {
                 logits = seen.penalise(&logits, set("repetition_penalty", 1.0));
             }
             if settings.get("min_new_tokens").is_some() {
-                logits = without(&logits, &[ids(&settings["eos"]), vec![12]].concat()); // 12 is outside the vocabulary
+                let stops = [ids(&settings["eos"]), vec![12]].concat(); // 12 is outside the vocabulary
+                logits = without(&logits, &ids_within(&stops, &logits));
             }
             let tempered = logits / set("temperature", 1.0);
             let found = filter(&tempered, set("top_k", 0.0) as usize, set("top_p", 1.0), set("min_p", 0.0));
@@ -497,9 +543,73 @@ mod tests {
         }
     }
 
+    /// The token that `draw` gives of one row of logits, and its log-probability.
+    fn chosen(logits: &Tensor, sampling: Sampling, draw: f64) -> (i64, f32) {
+        let (tokens, logprobs) = choose(logits, None, sampling, &Tensor::from_slice(&[draw]));
+        let (tokens, logprobs) = on_host(vec![(tokens, logprobs)]).remove(0);
+        (tokens[0], logprobs[0])
+    }
+
+    fn golden_model(name: &str) -> (CausalLm, Tokenizer) {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+        let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        (model, Tokenizer::from_pretrained(&dir).unwrap())
+    }
+
+    /// Nine prompts of 1 to 9 tokens.
+    fn prompts() -> Vec<Vec<i64>> {
+        (0..9i64).map(|row| (0..=row).map(|t| 5 + (row * 37 + t * 11) % 250).collect()).collect()
+    }
+
     #[test]
-    fn logits_that_are_not_finite_are_an_error_that_names_the_row() {
-        let logits = Tensor::from_slice(&[0.0, 0.0, f32::NAN, 0.0]).view([2, 2]);
-        assert_eq!(choose(&logits, None, Sampling::at_temperature(1.0), &[0.5, 0.5]), Err(1));
+    fn how_many_steps_are_decoded_between_two_looks_changes_nothing() {
+        for name in ["gpt_neox", "llama_tied"] {
+            let (model, tokenizer) = golden_model(name);
+            let stops: Vec<i64> = (0..model.config().vocab_size).filter(|id| id % 12 == 0).collect();
+            let plain = GenerationConfig { seed: 3, ..GenerationConfig::new(Sampling::at_temperature(0.7), 20) };
+            let stopping = GenerationConfig { stop_token_ids: stops, ..plain.clone() };
+            let filters = Sampling::Random { temperature: 1.3, top_k: 50, top_p: 0.95, min_p: 0.01 };
+            // A letter that samples hold early and late.
+            let strings = StopStrings::new(&tokenizer, vec!["a".into(), "he".into()]).unwrap();
+            let settings = [
+                plain.clone(),
+                GenerationConfig { max_new_tokens: 1, ..stopping.clone() },
+                GenerationConfig { max_new_tokens: 16, sampling: Sampling::Greedy, ..stopping.clone() },
+                GenerationConfig { sampling: filters, min_new_tokens: 4, repetition_penalty: 1.4, ..stopping.clone() },
+                GenerationConfig { samples_per_prompt: 3, batch_size: 5, max_new_tokens: 17, ..stopping },
+                GenerationConfig { stop_strings: Some(strings), min_new_tokens: 2, ..plain },
+            ];
+            for (i, config) in settings.iter().enumerate() {
+                let expected = generate_by(1, &model, &prompts(), config).unwrap();
+                let early = |r: &Response| r.finish == FinishReason::Stop && r.tokens.len() < config.max_new_tokens;
+                assert_eq!(expected.iter().any(early), ![0, 1].contains(&i), "{name}, settings {i}: who stops early");
+                for steps in [3, 16] {
+                    let found = generate_by(steps, &model, &prompts(), config).unwrap();
+                    for (found, expected) in found.iter().zip(&expected) {
+                        let what = format!("{name}, settings {i}: {steps} steps");
+                        assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish), "{what}");
+                        assert_eq!(found.logprobs.len(), expected.logprobs.len(), "{what}");
+                        // Rows leave the batch at other times, and products round by its size.
+                        let pairs = found.logprobs.iter().zip(&expected.logprobs);
+                        assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 1e-5), "{what}: {found:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn logits_that_are_not_finite_are_an_error_that_names_the_first_prompt_however_many_steps() {
+        let (model, _) = golden_model("gpt_neox");
+        // The embedding of one token is damaged, which the third prompt holds, and the fifth.
+        let embedding = &model.params()[0];
+        assert!(embedding.name.ends_with("embed_in.weight"), "{}", embedding.name);
+        let _ = embedding.tensor.get(200).fill_(f64::NAN);
+        let prompts: [&[i64]; 5] = [&[5], &[6, 7, 8], &[9, 200], &[10], &[200]];
+        for steps in [1, 3, 16] {
+            let config = GenerationConfig::new(Sampling::at_temperature(0.7), 5);
+            let error = generate_by(steps, &model, &prompts, &config).unwrap_err().to_string();
+            assert!(error.starts_with("prompt 4: the model's logits are not finite"), "{error}");
+        }
     }
 }

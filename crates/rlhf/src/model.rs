@@ -730,10 +730,10 @@ impl CausalLm {
         Ok((cache, self.head(&hidden)))
     }
 
-    /// Appends one token to every row of the cache; gives the logits of the next, `[rows, vocab]` f32 or bf16.
-    pub(crate) fn decode(&self, tokens: &[i64], cache: &mut KvCache) -> Tensor {
-        let tokens = Tensor::from_slice(tokens).to_device(self.body.device);
-        self.head(&self.body.decoder.forward_step(&tokens, cache))
+    /// Appends one token to every row of the cache, `tokens` `[rows]` i64; gives the logits of the next, `[rows, vocab]` f32 or
+    /// bf16. Neither waits for the device nor copies anything to it.
+    pub(crate) fn decode(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
+        self.head(&self.body.decoder.forward_step(tokens, cache))
     }
 
     /// Logits of hidden states, `[M, vocab]` in the dtype of products, or f32.

@@ -103,10 +103,13 @@ impl Decoder {
     pub(crate) fn forward(
         &self,
         layout: &Layout,
-        cache: Option<&mut KvCache>,
+        mut cache: Option<&mut KvCache>,
         rows: Option<&Tensor>,
         dropout: Option<&Dropout>,
     ) -> Tensor {
+        if let Some(cache) = &mut cache {
+            cache.begin_sequences(layout);
+        }
         let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
         let mut pass = self.pass(&layout.positions, Attention::Sequences(layout, cache), dropout);
         for i in 0..self.layers.len() {
@@ -117,8 +120,7 @@ impl Decoder {
 
     /// Hidden states, [rows, embedding size] f32, of one more token per row; `tokens` is `[rows]` i64.
     pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
-        let positions = cache.next_positions();
-        cache.begin_step();
+        let positions = cache.begin_step();
         let mut x = self.embed(tokens, &positions, None);
         let mut pass = self.pass(&positions, Attention::Step(cache), None);
         for i in 0..self.layers.len() {
@@ -343,7 +345,7 @@ impl Decoder {
         match &mut pass.attention {
             Attention::Step(cache) => cache.attend_step_by_kernel(index, &kernel, &projections, rotation),
             Attention::Sequences(layout, cache) => {
-                let cache = cache.as_mut().map(|cache| cache.fill(index, layout));
+                let cache = cache.as_mut().map(|cache| cache.layer(index));
                 tch_ext::attention(&kernel, &projections, rotation, &layout.starts, cache)
             }
         }
@@ -377,7 +379,7 @@ impl Decoder {
             Attention::Step(cache) => cache.attend_step(index, &layer.scores, &q, &k, &v),
             Attention::Sequences(layout, cache) => {
                 if let Some(cache) = cache {
-                    cache.store_sequences(index, layout, &k, &v);
+                    cache.store_sequences(index, &k, &v);
                 }
                 layout.attend(&layer.scores, &q, &k, &v)
             }

@@ -77,8 +77,9 @@ impl Layout {
         let starts = std::iter::once(0).chain(ends).collect();
         let tokens: Vec<i64> = sequences.iter().flat_map(|s| s.as_ref()).copied().collect();
         let positions: Vec<i64> = lens.iter().flat_map(|&len| 0..len).collect();
-        let on_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(device);
-        let (tokens, positions) = (on_device(&tokens), on_device(&positions));
+        // One copy: to a GPU each waits until everything before it is done.
+        let both = Tensor::from_slice(&[tokens, positions].concat()).to_device(device).view([2, -1]);
+        let (tokens, positions) = (both.get(0), both.get(1));
         Self { tokens, positions, lens, starts, width, slots: OnceCell::new() }
     }
 
@@ -190,10 +191,14 @@ pub(crate) struct KvCache {
     layers: Vec<(Tensor, Tensor)>,
     /// How many positions of each row are filled.
     lens: Vec<i64>,
+    /// The same on the device, `[rows]` i64, from the first step on; a step counts it up there, so that nothing is copied.
+    filled: Option<Tensor>,
     capacity: i64,
     kv_heads: i64,
     head_dim: i64,
     device: Device,
+    /// Where the tokens of whole sequences go, `[N]` i64; made for the first layer that stores them.
+    places: Option<Tensor>,
     step: Option<Step>,
 }
 
@@ -237,34 +242,29 @@ impl KvCache {
         // Zeros, not empty memory: a masked NaN would still spoil the weighted sum of the values.
         let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
         let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
-        Ok(Self { layers, lens: vec![0; rows as usize], capacity, kv_heads, head_dim, device: options.1, step: None })
+        let (lens, device) = (vec![0; rows as usize], options.1);
+        Ok(Self { layers, lens, filled: None, capacity, kv_heads, head_dim, device, places: None, step: None })
     }
 
-    /// Places of each row's next token in its sequence.
-    pub(crate) fn next_positions(&self) -> Tensor {
-        Tensor::from_slice(&self.lens).to_device(self.device)
-    }
-
-    /// Stores whole sequences, [N, kv_heads, head_dim] each, at the beginning of the rows.
-    pub(crate) fn store_sequences(&mut self, layer: usize, layout: &Layout, keys: &Tensor, values: &Tensor) {
-        let places: Vec<i64> = layout
-            .lens
-            .iter()
-            .zip(0i64..)
-            .flat_map(|(&len, row)| (0..len).map(move |t| (row, t)))
-            .map(|(row, t)| row * self.capacity + t)
-            .collect();
-        self.write(layer, &Tensor::from_slice(&places).to_device(self.device), keys, values);
+    /// Makes room for the whole sequences of `layout` at the beginning of the rows; the decoder calls it once per forward pass.
+    pub(crate) fn begin_sequences(&mut self, layout: &Layout) {
         self.lens.clone_from(&layout.lens);
+        (self.filled, self.places, self.step) = (None, None, None);
     }
 
-    /// The cache as a kernel fills it with the whole sequences of `layout`.
-    pub(crate) fn fill(&mut self, layer: usize, layout: &Layout) -> tch_ext::Cache<'_> {
-        self.lens.clone_from(&layout.lens);
-        self.layer(layer)
+    /// Stores whole sequences, [N, kv_heads, head_dim] each.
+    pub(crate) fn store_sequences(&mut self, layer: usize, keys: &Tensor, values: &Tensor) {
+        let places = self.places.take().unwrap_or_else(|| {
+            let rows = self.lens.iter().zip(0i64..).map(|(&len, row)| (len, row * self.capacity));
+            let places: Vec<i64> = rows.flat_map(|(len, first)| first..first + len).collect();
+            Tensor::from_slice(&places).to_device(self.device)
+        });
+        self.write(layer, &places, keys, values);
+        self.places = Some(places);
     }
 
-    fn layer(&mut self, layer: usize) -> tch_ext::Cache<'_> {
+    /// A layer's part, as a kernel fills it.
+    pub(crate) fn layer(&mut self, layer: usize) -> tch_ext::Cache<'_> {
         let (keys, values) = &mut self.layers[layer];
         tch_ext::Cache { keys, values, capacity: self.capacity }
     }
@@ -281,20 +281,24 @@ impl KvCache {
         tch_ext::attention_step(attention, projections, rotation, &before, self.layer(layer))
     }
 
-    /// Makes room for one more token in every row; the decoder calls it once per forward pass.
-    pub(crate) fn begin_step(&mut self) {
+    /// Makes room for one more token in every row, and gives the place of each in its sequence, `[rows]` i64; the decoder calls
+    /// it once per forward pass.
+    pub(crate) fn begin_step(&mut self) -> Tensor {
+        let positions = self.filled.take().unwrap_or_else(|| Tensor::from_slice(&self.lens).to_device(self.device));
+        self.filled = Some(&positions + 1);
         for len in &mut self.lens {
             *len += 1;
         }
         self.step = None;
+        positions
     }
 
     fn new_step(&self) -> Step {
-        let places: Vec<i64> = self.lens.iter().zip(0i64..).map(|(len, row)| row * self.capacity + len - 1).collect();
-        let on_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(self.device);
+        let filled = self.filled.as_ref().expect("a step has begun");
+        let rows = Tensor::arange(self.lens.len() as i64, (Kind::Int64, self.device));
         Step {
-            places: on_device(&places),
-            lens: on_device(&self.lens).view([-1, 1, 1, 1]),
+            places: rows * self.capacity + filled - 1,
+            lens: filled.view([-1, 1, 1, 1]),
             width: self.lens.iter().copied().max().unwrap_or(0),
             masks: Vec::new(),
         }
@@ -336,6 +340,7 @@ impl KvCache {
             }
         }
         self.lens = kept.iter().map(|&row| self.lens[row as usize]).collect();
+        self.filled = self.filled.as_ref().map(|filled| filled.index_select(0, &index));
         self.step = None;
     }
 
