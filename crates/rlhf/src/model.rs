@@ -113,12 +113,15 @@ impl Default for ModelOptions {
     }
 }
 
-/// Whether the kernels of tch-ext compute what is of this dtype on this device; `RLHF_KERNELS=plain` in the environment has
-/// libtorch's own operations compute everything, as they do where there are no kernels.
-pub(crate) fn has_kernels(kind: Kind, device: Device) -> bool {
+/// Whether `RLHF_KERNELS=plain` in the environment has libtorch's own operations compute everything.
+fn plain() -> bool {
     static PLAIN: OnceLock<bool> = OnceLock::new();
-    let plain = PLAIN.get_or_init(|| std::env::var_os("RLHF_KERNELS").is_some_and(|value| value == "plain"));
-    !plain && tch_ext::has_kernels(kind, device)
+    *PLAIN.get_or_init(|| std::env::var_os("RLHF_KERNELS").is_some_and(|value| value == "plain"))
+}
+
+/// Whether the kernels of tch-ext compute what is of this dtype on this device.
+pub(crate) fn has_kernels(kind: Kind, device: Device) -> bool {
+    !plain() && tch_ext::has_kernels(kind, device)
 }
 
 /// What all kinds of model share: the decoder, its parameters, its configuration.

@@ -540,6 +540,21 @@ char* tch_ext_add_product(const Tensor* leaf, const Tensor* a, const Tensor* b) 
   });
 }
 
+// libtorch's attention over packed sequences, which tch leaves out; there is none on the processor. `window` is 0 where a token
+// sees all.
+char* tch_ext_packed_attention(Tensor** out, const tch_ext_attention* attention, const Tensor* q, const Tensor* k,
+                               const Tensor* v, const Tensor* starts, int64_t width) {
+  return guard([&] {
+    std::optional<int64_t> left, right;
+    // libtorch counts how far back a token sees, without itself.
+    if (attention->causal && attention->window > 0) left = attention->window - 1, right = 0;
+    auto results = at::_flash_attention_forward(*q, *k, *v, *starts, *starts, width, width, /*dropout_p=*/0,
+                                                attention->causal, /*return_debug_mask=*/false, attention->scale, left,
+                                                right);
+    *out = new Tensor(std::get<0>(results));
+  });
+}
+
 // Goes back from `x` through its graph with the gradient `grad`.
 char* tch_ext_backward(const Tensor* x, const Tensor* grad) {
   return guard([&] { torch::autograd::backward({*x}, {*grad}); });

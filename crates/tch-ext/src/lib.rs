@@ -4,7 +4,7 @@ mod ops;
 
 pub use ops::{
     Attention, Cache, LogitsStats, Norm, add_product_to_grad, attention, attention_step, backward, embedding,
-    has_kernels, linear, logits_gradient, logits_sample, logits_stats, norm, product_into, residual,
+    has_kernels, linear, logits_gradient, logits_sample, logits_stats, norm, packed_attention, product_into, residual,
 };
 
 use std::ffi::{CStr, c_char};

@@ -100,6 +100,15 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_ext_product_into(out: *mut C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
     fn tch_ext_add_product(leaf: *const C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
+    fn tch_ext_packed_attention(
+        out: *mut *mut C_tensor,
+        attention: *const RawAttention,
+        q: *const C_tensor,
+        k: *const C_tensor,
+        v: *const C_tensor,
+        starts: *const C_tensor,
+        width: i64,
+    ) -> *mut c_char;
     fn tch_ext_backward(x: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
 }
 
@@ -236,6 +245,28 @@ pub fn attention_step(
             capacity,
         )
     })
+}
+
+/// libtorch's flash attention within each of several packed sequences, on a GPU that has it: `q` `[N, heads, head_dim]`, `k` and
+/// `v` with their own number of heads, all f16 or bf16, to `[N, heads, head_dim]`; differentiable in all three.
+///
+/// `starts` `[sequences + 1]` i32 says where each sequence begins, and the end of the last; `width` is the longest's length.
+/// Soft-caps are not known to it.
+///
+/// # Panics
+/// If the tensors do not go together, or lie on the processor.
+pub fn packed_attention(
+    attention: &Attention,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    starts: &Tensor,
+    width: i64,
+) -> Tensor {
+    assert!(attention.softcap.is_none(), "packed attention: no soft-cap");
+    let (q, k, v, starts) = (q.as_ptr(), k.as_ptr(), v.as_ptr(), starts.as_ptr());
+    // SAFETY: as in `linear`.
+    new_tensor(|out| unsafe { tch_ext_packed_attention(out, &attention.raw(), q, k, v, starts, width) })
 }
 
 /// A linear layer `[N, in]` to `[N, out]` in the dtype of `used`, which is `weight` in the dtype of the product; of the bias,

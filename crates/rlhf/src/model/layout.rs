@@ -44,6 +44,34 @@ impl Scores {
     }
 }
 
+/// What libtorch names the implementations that it chooses among for attention.
+const CHOICE_FLASH: i64 = 1;
+const CHOICE_CUDNN: i64 = 3;
+
+/// Whether libtorch's flash attention over packed sequences takes heads like `q`, [N, heads, head_dim], of sequences of at most
+/// `width` tokens.
+fn flash_takes(scores: &Scores, q: &Tensor, width: i64) -> bool {
+    let head_dim = q.size()[2];
+    let known = matches!(q.device(), Device::Cuda(_)) && flash_takes_shape(scores, q.kind(), head_dim, width);
+    if !known {
+        return false;
+    }
+    // Whether the GPU has it is not to be asked: but where one sequence could go to it, or to what newer ones prefer, it has.
+    let q = q.unsqueeze(0).transpose(1, 2);
+    let choice = Tensor::internal_fused_sdp_choice(&q, &q, &q, None::<&Tensor>, 0.0, true, Some(scores.scale), false);
+    [CHOICE_FLASH, CHOICE_CUDNN].contains(&choice)
+}
+
+fn flash_takes_shape(scores: &Scores, kind: Kind, head_dim: i64, width: i64) -> bool {
+    // For single tokens it puts the heads elsewhere, and its way back does not know.
+    matches!(kind, Kind::Half | Kind::BFloat16)
+        && scores.softcap.is_none()
+        && (scores.causal || scores.window.is_none())
+        && head_dim % 8 == 0
+        && head_dim <= 256
+        && width > 1
+}
+
 /// What is added to scores so that only the `visible` (bool) count: 0 or -inf, of `kind`. libtorch would make the same of
 /// the bools anew in every layer.
 fn mask_of(visible: &Tensor, kind: Kind) -> Tensor {
@@ -64,6 +92,8 @@ pub(crate) struct Layout {
     pub(crate) width: i64,
     /// Packed index of each slot of [rows, width], and slot of each packed token; made when it is first asked for.
     slots: OnceCell<(Tensor, Tensor)>,
+    /// `starts` on the device, i32; made when it is first asked for.
+    device_starts: OnceCell<Tensor>,
 }
 
 impl Layout {
@@ -80,7 +110,7 @@ impl Layout {
         // One copy: to a GPU each waits until everything before it is done.
         let both = Tensor::from_slice(&[tokens, positions].concat()).to_device(device).view([2, -1]);
         let (tokens, positions) = (both.get(0), both.get(1));
-        Self { tokens, positions, lens, starts, width, slots: OnceCell::new() }
+        Self { tokens, positions, lens, starts, width, slots: OnceCell::new(), device_starts: OnceCell::new() }
     }
 
     /// The same with tokens behind the last sequence, which nothing sees, so that their number is a round one: every new shape
@@ -116,6 +146,11 @@ impl Layout {
         })
     }
 
+    fn device_starts(&self) -> &Tensor {
+        let device = self.tokens.device();
+        self.device_starts.get_or_init(|| Tensor::from_slice(&self.starts).to_kind(Kind::Int).to_device(device))
+    }
+
     pub(crate) fn rows(&self) -> i64 {
         self.lens.len() as i64
     }
@@ -123,6 +158,10 @@ impl Layout {
     /// Attention within each sequence; `q` [N, heads, head_dim], result [N, heads * head_dim].
     pub(crate) fn attend(&self, scores: &Scores, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
         let heads = q.size()[1];
+        if flash_takes(scores, q, self.width) {
+            let attention = scores.kernel(heads, k.size()[1], q.size()[2], false);
+            return tch_ext::packed_attention(&attention, q, k, v, self.device_starts(), self.width).flatten(1, 2);
+        }
         let by_head = |x: &Tensor| {
             let padded = self.pad(x).transpose(1, 2);
             let (rows, kv_heads, width, head_dim) = padded.size4().expect("[rows, heads, width, head_dim]");
@@ -348,5 +387,37 @@ impl KvCache {
         let (all_keys, all_values) = &mut self.layers[layer];
         let _ = all_keys.index_copy_(0, places, &keys.flatten(1, -1));
         let _ = all_values.index_copy_(0, places, &values.flatten(1, -1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flash_attention_is_asked_for_only_what_it_knows() {
+        let plain = Scores { scale: 0.125, softcap: None, window: None, causal: true };
+        let takes = |scores, kind, head_dim, width| flash_takes_shape(&scores, kind, head_dim, width);
+        for kind in [Kind::Half, Kind::BFloat16] {
+            assert!(takes(plain, kind, 64, 9));
+        }
+        assert!(takes(plain, Kind::BFloat16, 256, 9));
+        assert!(takes(Scores { causal: false, ..plain }, Kind::BFloat16, 64, 9));
+        assert!(takes(Scores { window: Some(4), ..plain }, Kind::BFloat16, 64, 9));
+        assert!(!takes(Scores { window: Some(4), causal: false, ..plain }, Kind::BFloat16, 64, 9));
+        assert!(!takes(Scores { softcap: Some(50.0), ..plain }, Kind::BFloat16, 64, 9));
+        assert!(!takes(plain, Kind::Float, 64, 9));
+        assert!(!takes(plain, Kind::BFloat16, 20, 9));
+        assert!(!takes(plain, Kind::BFloat16, 264, 9));
+        assert!(!takes(plain, Kind::BFloat16, 64, 1));
+        let on_cpu = Tensor::zeros([9, 2, 64], (Kind::BFloat16, Device::Cpu));
+        assert!(!flash_takes(&plain, &on_cpu, 9));
+    }
+
+    #[test]
+    fn starts_on_the_device_are_the_sums_of_the_lengths_in_i32() {
+        let layout = Layout::new(&[vec![1; 3], vec![1; 1], vec![1; 5]], Device::Cpu);
+        let starts = layout.device_starts();
+        assert_eq!((starts.kind(), Vec::<i32>::try_from(starts).unwrap()), (Kind::Int, vec![0, 3, 4, 9]));
     }
 }

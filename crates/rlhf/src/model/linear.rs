@@ -1,9 +1,9 @@
 //! The layers that hold weights: linear maps and norms, in whatever dtype the weights are held.
 
 use super::config::{NormKind, Shape};
-use super::has_kernels;
 use super::lora::{Adapter, Dropout};
 use super::params::{Builder, Init};
+use super::{has_kernels, plain};
 use crate::Result;
 use std::cell::RefCell;
 use tch::{Kind, Tensor};
@@ -117,7 +117,8 @@ impl Linear {
 
     /// [`Linear::forward`] with dropout in front of the adapter.
     pub(crate) fn forward_dropping(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let out = if has_kernels(self.compute, x.device()) {
+        // On any device: this one keeps its copy of the weight, and adds to its gradient in place.
+        let out = if !plain() {
             let (weight, bias) = (self.weight.used(self.compute), self.bias.as_ref().map(|b| b.used(self.compute)));
             let bias = self.bias.as_ref().map(|b| &b.held).zip(bias.as_ref());
             tch_ext::linear(x, &self.weight.held, &weight, bias, self.transposed)
