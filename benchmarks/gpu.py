@@ -148,7 +148,8 @@ def page(report):
         phases = update, generate, _, optimise = [
             median(run[key]) for key in ("update", "generate", "rollout", "optimise")
         ]
-        ours = ours or (update, generate)
+        if run["program"] == "rlhf":
+            ours = (update, generate)
         answered = len(prompts) * median(run["response_length"])
         rows.append(
             [name]
@@ -156,7 +157,7 @@ def page(report):
             + [f"{answered / generate:.0f}", f"{answered / update:.0f}"]
             + [f"{report['optimise_flops'] / optimise / peak:.1%}" if peak else "-"]
             + [gigabytes([run], key) if key in run else "-" for key in ("card_bytes", "allocated_bytes")]
-            + [f"{update / ours[0]:.2f}, {generate / ours[1]:.2f}"]
+            + [f"{update / ours[0]:.2f}, {generate / ours[1]:.2f}" if ours else "-"]
         )
     header = ["seconds", "update", "generation", "rest of rollout", "optimise"]
     header += ["tokens/s, generation", "tokens/s, update", "MFU, optimise"]

@@ -32,7 +32,7 @@ class Size:
         return body + [(head_rows, h, self.vocab, 1)] * (head_rows > 0)
 
     def optimise_flops(self, prompts, response, epochs):
-        """FLOPs that `epochs` passes over answers of `response` tokens to prompts of these lengths cannot do without.
+        """FLOPs of `epochs` passes over answers of `response` tokens to prompts of these lengths, without padding.
 
         A sequence is T = prompt + response - 1 tokens: nothing is asked of the last one. Forward, for policy and value
         model each: 2 FLOPs per weight and token, and in each layer 2 T (T + 1) hidden for the scores and the sums of

@@ -321,7 +321,7 @@ impl Body {
     }
 
     /// Bytes that a token leaves in memory on its way forward, for the way back.
-    fn activation_bytes(&self) -> usize {
+    fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
         let (c, kind) = (&self.config, self.decoder.compute.elt_size_in_bytes() as i64);
         let stream = c.hidden_size * 4;
         let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
@@ -332,7 +332,7 @@ impl Body {
         // The stream behind attention and behind the MLP, both norms, projections and heads' results, the MLP.
         let layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
         let layers = c.num_hidden_layers;
-        (if self.gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
+        (if gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
     }
 
     /// Hidden states of all tokens, packed.
@@ -468,7 +468,8 @@ impl CausalLm {
         self.body.merge_adapter(None);
     }
 
-    /// The model with its adapter off: a view of the same weights, which costs no memory.
+    /// The model with its adapter off: a view of the same weights, which costs no memory but for copies of them in the dtype of
+    /// products, where that is narrower.
     ///
     /// # Errors
     /// None that a model which was built can have.
@@ -532,7 +533,7 @@ impl CausalLm {
         &self.body.config
     }
 
-    /// Whether the same tokens give the same numbers in any company, and while decoding: the model computes in f32
+    /// Whether the same tokens give the same numbers, up to f32 rounding, in any company, and while decoding: the model computes in f32
     /// throughout, on the processor (a GPU chooses its sums by the shape of the batch), and its rotary angles do not depend on
     /// the length of the text.
     pub fn is_exact(&self) -> bool {
@@ -566,8 +567,8 @@ impl CausalLm {
     }
 
     /// Bytes that a token leaves in memory on its way forward through the layers, for the way back; about.
-    pub fn activation_bytes(&self) -> usize {
-        self.body.activation_bytes()
+    pub fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
+        self.body.activation_bytes(gradient_checkpointing)
     }
 
     /// Logits of every position, one `[length, vocab]` f32 tensor per sequence. For small things: all are in memory.
@@ -612,7 +613,7 @@ impl CausalLm {
     /// lie, in slices: none are kept.
     ///
     /// # Errors
-    /// As [`CausalLm::token_logprobs`].
+    /// As [`CausalLm::token_logprobs`]; if the model is frozen.
     pub fn learn_logprobs<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
@@ -666,7 +667,9 @@ impl CausalLm {
                 let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
                 let logprobs = stats.logprobs.set_requires_grad(true);
                 loss(range, &logprobs).backward();
-                tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &logprobs.grad());
+                let slope = logprobs.grad();
+                let slope = if slope.defined() { slope } else { logprobs.detach().zeros_like() };
+                tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &slope);
                 let mut back = hidden.empty_like();
                 tch_ext::product_into(&mut back, &logits, &used);
                 gradient.copy_(&back);

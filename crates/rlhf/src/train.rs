@@ -39,22 +39,28 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     Ok(ModelOptions { device: run.device.resolve()?, dtype: Dtype::Float32, precision })
 }
 
-/// The most tokens that go through a model at once, whose every token leaves `activation_bytes` for the way back: as set, or
-/// an eighth of the memory. More than the most there is by itself makes nothing faster.
-fn micro_batch_tokens(run: &RunConfig, activation_bytes: usize, device: tch::Device) -> usize {
-    let most = if device == tch::Device::Cpu { 2048 } else { 16384 };
+/// The most tokens that go through a model at once, as set, or such that what they leave in memory for the way back takes an
+/// eighth of it; more than the most there is by itself makes nothing faster.
+///
+/// `activation_bytes` gives what a token leaves, with gradient checkpointing and without.
+fn micro_batch_tokens(run: &RunConfig, device: tch::Device, activation_bytes: impl Fn(bool) -> usize) -> usize {
+    let most = if device == tch::Device::Cpu { 1024 } else { 16384 };
+    let of_token = activation_bytes(run.gradient_checkpointing).max(1);
     run.max_tokens_per_micro_batch.unwrap_or_else(|| match memory(device) {
-        Some(bytes) => (bytes / 8 / activation_bytes.max(1)).clamp(256, most),
+        Some(bytes) => (bytes / 8 / of_token).clamp(256, most),
         None => most,
     })
 }
 
-/// What to tell of the memory that a micro-batch takes.
-fn describe_micro_batch(run: &RunConfig, tokens: usize, activation_bytes: usize) -> String {
-    let layers =
-        if run.gradient_checkpointing { "each layer's input, computed again on the way back" } else { "all layers" };
-    let mib = (tokens * activation_bytes) as f64 / f64::from(1 << 20);
-    format!("micro-batches: at most {tokens} tokens, of which {layers} take {mib:.0} MiB")
+/// What to tell of the memory that a micro-batch of `tokens` tokens takes.
+fn describe_micro_batch(run: &RunConfig, tokens: usize, activation_bytes: impl Fn(bool) -> usize) -> String {
+    let mib = |checkpointing| (tokens * activation_bytes(checkpointing)).div_ceil(1 << 20);
+    let without = match run.gradient_checkpointing {
+        true => format!(" ({} MiB without gradient_checkpointing)", mib(false)),
+        false => String::new(),
+    };
+    let taken = mib(run.gradient_checkpointing);
+    format!("micro-batches: at most {tokens} tokens, whose activations take about {taken} MiB{without}")
 }
 
 /// Cuts `rows` into micro-batches of at most `most_rows`, and these into about equal parts where they have more than

@@ -249,6 +249,8 @@ fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
 /// # Errors
 /// If a file cannot be written.
 pub fn save(dir: &Path, tensors: &[(String, Tensor)], max_shard_bytes: usize) -> Result<()> {
+    // Each tensor is copied while it is written: not on top of what the allocator keeps of a training step.
+    tch_ext::release_memory();
     let bytes_of = |t: &Tensor| t.numel() * t.kind().elt_size_in_bytes();
     let mut shards: Vec<Vec<&(String, Tensor)>> = vec![Vec::new()];
     let mut filled = 0;

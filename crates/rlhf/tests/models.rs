@@ -1,10 +1,13 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
 use crate::support::{Tensors, assert_close, given_golden, golden, say};
+use rlhf::config::SftConfig;
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{
-    CausalLm, CausalLmWithValueHead, ModelConfig, ModelOptions, Param, RopeScaling, SequenceClassifier, ValueHeadInit,
+    CausalLm, CausalLmWithValueHead, ModelConfig, ModelOptions, Param, Precision, RopeScaling, SequenceClassifier,
+    ValueHeadInit,
 };
+use rlhf::optim::AdamW;
 use rlhf::tokenizer::Tokenizer;
 use std::path::{Path, PathBuf};
 use tch::Tensor;
@@ -395,6 +398,27 @@ fn a_saved_model_loads_back_with_equal_logits_and_says_what_it_is() {
         let again = SequenceClassifier::from_pretrained(out.path(), None, ModelOptions::default()).unwrap();
         assert_close("scores", &again.scores(&ids).unwrap(), &value.scores(&ids).unwrap(), 0.0);
         assert!(again.config().is_sequence_classifier() && again.labels() == ["LABEL_0"]);
+    }
+}
+
+#[test]
+fn a_step_of_the_optimizer_changes_what_is_computed_in_bf16_at_once() {
+    let options = ModelOptions { precision: Precision::Bf16, ..ModelOptions::default() };
+    for name in ["gpt_neox", "llama_tied", "gpt2"] {
+        let mut model = CausalLm::from_pretrained(&golden().join("models").join(name), options).unwrap();
+        model.set_trainable(true);
+        let (ids, span) = ([vec![5i64, 9, 2, 7, 1, 3]], std::slice::from_ref(&(1..6)));
+        let logprobs = |m: &CausalLm| tch::no_grad(|| m.token_logprobs(&ids, span, 1.0, false).unwrap().logprobs);
+        let before = logprobs(&model);
+        model.learn_logprobs(&ids, span, 1.0, false, |_, logprobs| -logprobs.sum(tch::Kind::Float)).unwrap();
+        let mut optimizer = AdamW::new(model.trainable_params(), &SftConfig::new("m", "d", "o").optimizer);
+        optimizer.step(1e-2).unwrap();
+        let after = logprobs(&model);
+        assert!((&after - before).abs().min().double_value(&[]) > 1e-3, "{name}: it learnt");
+        let out = tempfile::tempdir().unwrap();
+        model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+        let saved = CausalLm::from_pretrained(out.path(), options).unwrap();
+        assert_close(name, &after, &logprobs(&saved), 0.0);
     }
 }
 

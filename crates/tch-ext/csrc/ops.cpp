@@ -106,8 +106,9 @@ void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
     grad.add_(product(a, b));
     return;
   }
+  if (grad.numel() == 0) return;
   const int64_t rows = a.size(0), width = b.size(1), pieces = (rows * width + PIECE - 1) / PIECE;
-  const int64_t most = pieces ? (rows + pieces - 1) / pieces : 0;
+  const int64_t most = (rows + pieces - 1) / pieces;
   const Tensor piece = at::empty({most, width}, a.options().requires_grad(false));
   for (int64_t from = 0; from < rows; from += most) {
     const int64_t count = std::min(most, rows - from);
@@ -156,7 +157,7 @@ struct Residual : torch::autograd::Function<Residual> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& a, const MaybeTensor& b) {
     const Tensor second = value_of(b);
     for (const Tensor& branch : {a, b ? second : a})
-      TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == at::kFloat && branch.is_contiguous() &&
+      TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == at::kFloat && branch.is_cpu() && branch.is_contiguous() &&
                       branch.sizes() == x.sizes() && branch.scalar_type() == a.scalar_type(),
                   "residual: x ", x.sizes(), " ", x.scalar_type(), ", branch ", branch.sizes(), " ", branch.scalar_type());
     ctx->saved_data["dtype"] = a.scalar_type();
@@ -239,7 +240,7 @@ void check_projections(const AttentionShape& shape, const Projections& x, int64_
 Rotation rotation_of(const AttentionShape& shape, const Tensor& cos, const Tensor& sin, int64_t tokens) {
   if (!cos.defined()) return {nullptr, nullptr, 0};
   for (const Tensor& x : {cos, sin})
-    TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kFloat && x.dim() == 2 && x.size(0) == tokens &&
+    TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == at::kFloat && x.dim() == 2 && x.size(0) == tokens &&
                     x.size(1) == cos.size(1) && 2 * x.size(1) <= shape.head_dim,
                 "attention: angles of shape ", x.sizes(), " for ", tokens, " tokens");
   return {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), cos.size(1)};
@@ -250,7 +251,7 @@ Cache<T> cache_of(const AttentionShape& shape, const Tensor& keys, const Tensor&
   if (!keys.defined()) return {nullptr, nullptr, 0};
   const int64_t width = shape.kv_heads * shape.head_dim;
   for (const Tensor& x : {keys, values})
-    TORCH_CHECK(x.is_contiguous() && x.sizes() == at::IntArrayRef({rows * capacity, width}), "attention: cache of shape ",
+    TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.sizes() == at::IntArrayRef({rows * capacity, width}), "attention: cache of shape ",
                 x.sizes(), " for ", rows, " rows of ", capacity);
   return {keys.mutable_data_ptr<T>(), values.mutable_data_ptr<T>(), capacity};
 }
@@ -341,8 +342,8 @@ struct Norm : torch::autograd::Function<Norm> {
     const Tensor input = x.contiguous(), used = weight.to(at::kFloat), bias = value_of(maybe_bias);
     const Tensor used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
     const int64_t width = input.size(-1);
-    TORCH_CHECK(input.is_cpu() && input.scalar_type() == at::kFloat && width > 0 && used.is_contiguous() && used.numel() == width &&
-                    (!bias.defined() || (used_bias.is_contiguous() && used_bias.numel() == width)),
+    TORCH_CHECK(input.is_cpu() && input.scalar_type() == at::kFloat && width > 0 && used.is_cpu() && used.is_contiguous() && used.numel() == width &&
+                    (!bias.defined() || (used_bias.is_cpu() && used_bias.is_contiguous() && used_bias.numel() == width)),
                 "norm: x ", input.sizes(), " ", input.scalar_type(), ", weight ", weight.sizes());
     const NormShape shape{input.numel() / width, width, eps, center, static_cast<float>(offset)};
     Tensor out = at::empty(input.sizes(), input.options().dtype(dtype).requires_grad(false));
@@ -381,7 +382,7 @@ struct Norm : torch::autograd::Function<Norm> {
 };
 
 void check_logits(const Tensor& logits, const Tensor& targets) {
-  TORCH_CHECK(logits.is_cpu() && logits.is_contiguous() && logits.dim() == 2 && targets.is_contiguous() &&
+  TORCH_CHECK(logits.is_cpu() && logits.is_contiguous() && logits.dim() == 2 && targets.is_cpu() && targets.is_contiguous() &&
                   targets.scalar_type() == at::kLong && targets.numel() == logits.size(0),
               "logits of shape ", logits.sizes(), ", targets ", targets.sizes());
   TORCH_CHECK(targets.numel() == 0 || (targets.min().item<int64_t>() >= 0 && targets.max().item<int64_t>() < logits.size(1)),
@@ -500,7 +501,7 @@ char* tch_ext_logits_gradient(Tensor* logits, double inv_temperature, const Tens
     check_logits(*logits, *targets);
     const int64_t rows = logits->size(0);
     for (const Tensor* x : {lse, coefficients})
-      TORCH_CHECK(x->is_contiguous() && x->scalar_type() == at::kFloat && x->numel() == rows, "logits: ", x->sizes(),
+      TORCH_CHECK(x->is_cpu() && x->is_contiguous() && x->scalar_type() == at::kFloat && x->numel() == rows, "logits: ", x->sizes(),
                   " numbers for ", rows, " rows");
     for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
       using T = decltype(zero);
@@ -542,7 +543,7 @@ char* tch_ext_add_product(const Tensor* leaf, const Tensor* a, const Tensor* b) 
 
 // libtorch's attention over packed sequences, which tch leaves out; there is none on the processor. `window` is 0 where a token
 // sees all.
-char* tch_ext_packed_attention(Tensor** out, const tch_ext_attention* attention, const Tensor* q, const Tensor* k,
+char* tch_ext_flash_attention_varlen(Tensor** out, const tch_ext_attention* attention, const Tensor* q, const Tensor* k,
                                const Tensor* v, const Tensor* starts, int64_t width) {
   return guard([&] {
     std::optional<int64_t> left, right;

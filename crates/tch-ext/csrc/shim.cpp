@@ -7,6 +7,7 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <malloc.h>
 
 #include <cstdlib>
 #include <stdexcept>
@@ -33,7 +34,16 @@ char* tch_ext_fused_adamw(at::Tensor* const* params, at::Tensor* const* grads, a
     std::vector<at::Tensor> steps(count, step_tensor);
     at::_fused_adamw_(p, tensors(grads, count), tensors(exp_avgs, count), tensors(exp_avg_sqs, count), {}, steps, lr,
                       beta1, beta2, weight_decay, eps, /*amsgrad=*/false, /*maximize=*/false);
+    // The operation itself does not: who keeps a copy of a parameter would not know that it is old.
+    for (auto& tensor : p) tensor.unsafeGetTensorImpl()->bump_version();
   });
+}
+
+// Gives freed memory that the allocator keeps back to the system.
+void tch_ext_release_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
 }
 
 // Loads libtorch's CUDA half from the folder of the libtorch_cpu.so in use, and sees that there is a driver. Everything

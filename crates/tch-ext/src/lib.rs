@@ -4,7 +4,8 @@ mod ops;
 
 pub use ops::{
     Attention, Cache, LogitsStats, Norm, add_product_to_grad, attention, attention_step, backward, embedding,
-    has_kernels, linear, logits_gradient, logits_sample, logits_stats, norm, packed_attention, product_into, residual,
+    flash_attention_varlen, has_kernels, linear, logits_gradient, logits_sample, logits_stats, norm, product_into,
+    residual,
 };
 
 use std::ffi::{CStr, c_char};
@@ -27,6 +28,7 @@ unsafe extern "C" {
         eps: f64,
     ) -> *mut c_char;
     fn tch_ext_load_cuda() -> *mut c_char;
+    fn tch_ext_release_memory();
     fn tch_ext_exit_at_once(code: std::ffi::c_int) -> !;
 }
 
@@ -34,6 +36,12 @@ unsafe extern "C" {
 pub fn exit_at_once(code: i32) -> ! {
     // SAFETY: it takes a number and does not return.
     unsafe { tch_ext_exit_at_once(code) }
+}
+
+/// Gives memory that was freed, and that the allocator keeps for later, back to the system.
+pub fn release_memory() {
+    // SAFETY: it takes nothing, and moves nothing that is in use.
+    unsafe { tch_ext_release_memory() }
 }
 
 /// The settings of one AdamW step; the names are torch's.
@@ -161,7 +169,9 @@ mod tests {
                 p64[k] -= 1e-2 * m_hat / (v_hat.sqrt() + 1e-8);
             }
             let grads = vec![Tensor::from_slice(gradient).to_kind(Kind::Float)];
+            let version = params[0].internal_version();
             fused_adamw(&mut params, &grads, &mut m, &mut v, i64::from(step), settings).unwrap();
+            assert!(params[0].internal_version() > version, "who keeps a copy must see that it is old");
         }
         let found = Vec::<f64>::try_from(params[0].to_kind(Kind::Double)).unwrap();
         for (found, expected) in found.iter().zip(p64) {

@@ -100,7 +100,7 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_ext_product_into(out: *mut C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
     fn tch_ext_add_product(leaf: *const C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
-    fn tch_ext_packed_attention(
+    fn tch_ext_flash_attention_varlen(
         out: *mut *mut C_tensor,
         attention: *const RawAttention,
         q: *const C_tensor,
@@ -181,6 +181,7 @@ pub fn attention(
     starts: &[i64],
     cache: Option<Cache<'_>>,
 ) -> Tensor {
+    assert!(matches!(projections.len(), 1 | 3), "attention: expected one projection or three");
     let rows = starts.len().checked_sub(1).expect("`starts` has an end");
     assert!(
         starts[0] == 0 && starts.windows(2).all(|pair| pair[0] < pair[1]),
@@ -227,6 +228,7 @@ pub fn attention_step(
     lens: &[i64],
     Cache { keys, values, capacity }: Cache<'_>,
 ) -> Tensor {
+    assert!(matches!(projections.len(), 1 | 3), "attention: expected one projection or three");
     let inputs: Vec<_> = projections.iter().map(|t| t.as_ptr().cast_mut()).collect();
     let (cos, sin) = rotation.map_or((null(), null()), |(cos, sin)| (cos.as_ptr(), sin.as_ptr()));
     // SAFETY: as in `attention`; the shim checks that each of `lens` leaves room in its row.
@@ -255,7 +257,7 @@ pub fn attention_step(
 ///
 /// # Panics
 /// If the tensors do not go together, or lie on the processor.
-pub fn packed_attention(
+pub fn flash_attention_varlen(
     attention: &Attention,
     q: &Tensor,
     k: &Tensor,
@@ -263,10 +265,10 @@ pub fn packed_attention(
     starts: &Tensor,
     width: i64,
 ) -> Tensor {
-    assert!(attention.softcap.is_none(), "packed attention: no soft-cap");
+    assert!(attention.softcap.is_none(), "flash attention: no soft-cap");
     let (q, k, v, starts) = (q.as_ptr(), k.as_ptr(), v.as_ptr(), starts.as_ptr());
     // SAFETY: as in `linear`.
-    new_tensor(|out| unsafe { tch_ext_packed_attention(out, &attention.raw(), q, k, v, starts, width) })
+    new_tensor(|out| unsafe { tch_ext_flash_attention_varlen(out, &attention.raw(), q, k, v, starts, width) })
 }
 
 /// A linear layer `[N, in]` to `[N, out]` in the dtype of `used`, which is `weight` in the dtype of the product; of the bias,

@@ -251,7 +251,7 @@ impl SequenceClassifier {
     /// `[M]`, to those of the parameters.
     ///
     /// # Errors
-    /// As [`SequenceClassifier::values_at`].
+    /// As [`SequenceClassifier::values_at`]; if the model is frozen.
     pub fn learn_values<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
@@ -280,8 +280,8 @@ impl SequenceClassifier {
     }
 
     /// As [`super::CausalLm::activation_bytes`].
-    pub fn activation_bytes(&self) -> usize {
-        self.body.activation_bytes()
+    pub fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
+        self.body.activation_bytes(gradient_checkpointing)
     }
 
     /// The logits of each sequence, read at its last token, by an encoder at its first: `[rows, labels]` f32.

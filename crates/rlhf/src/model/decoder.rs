@@ -7,7 +7,7 @@ use super::layout::{KvCache, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::params::{Builder, Init};
-use crate::Result;
+use crate::{Error, Result};
 use tch::{Kind, Tensor};
 
 #[derive(Debug)]
@@ -143,6 +143,9 @@ impl Decoder {
         let gradient_of = |hidden: &Tensor| f(&hidden.detach().set_requires_grad(true));
         if !checkpoints {
             let hidden = self.forward(layout, None, Some(rows), dropout);
+            if !hidden.requires_grad() {
+                return Err(Error::Run("the model is frozen: nothing of it can learn; set_trainable first".into()));
+            }
             if let Some(gradient) = gradient_of(&hidden)? {
                 tch_ext::backward(&hidden, &gradient);
             }

@@ -1,5 +1,6 @@
 //! How tokens lie in memory: several sequences packed one after another, and the keys and values kept while decoding.
 
+use super::plain;
 use crate::Result;
 use std::cell::OnceCell;
 use tch::{Device, Kind, Tensor};
@@ -78,7 +79,8 @@ fn mask_of(visible: &Tensor, kind: Kind) -> Tensor {
     Tensor::zeros(visible.size(), (kind, visible.device())).masked_fill_(&visible.logical_not(), f64::NEG_INFINITY)
 }
 
-/// Sequences of different lengths, packed: N tokens in all, no padding. Only attention sees them as [rows, width].
+/// Sequences of different lengths, packed: N tokens in all. Only attention without kernels sees them as [rows, width]. Behind
+/// the last sequence there may be padding, of which `lens` and `starts` do not know ([`Layout::padded`]).
 pub(crate) struct Layout {
     /// Token ids, [N] i64.
     pub(crate) tokens: Tensor,
@@ -158,9 +160,10 @@ impl Layout {
     /// Attention within each sequence; `q` [N, heads, head_dim], result [N, heads * head_dim].
     pub(crate) fn attend(&self, scores: &Scores, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
         let heads = q.size()[1];
-        if flash_takes(scores, q, self.width) {
+        if !plain() && flash_takes(scores, q, self.width) {
             let attention = scores.kernel(heads, k.size()[1], q.size()[2], false);
-            return tch_ext::packed_attention(&attention, q, k, v, self.device_starts(), self.width).flatten(1, 2);
+            return tch_ext::flash_attention_varlen(&attention, q, k, v, self.device_starts(), self.width)
+                .flatten(1, 2);
         }
         let by_head = |x: &Tensor| {
             let padded = self.pad(x).transpose(1, 2);

@@ -22,7 +22,7 @@ pub(crate) struct Linear {
     adapter: Option<Adapter>,
 }
 
-/// A tensor as it is held and, where products are done in another dtype, a copy in that.
+/// A tensor as it is held and, where products are done in a narrower dtype, a copy in that.
 #[derive(Debug)]
 struct Weight {
     held: Tensor,
@@ -39,6 +39,10 @@ impl Weight {
     fn used(&self, kind: Kind) -> Tensor {
         if self.held.kind() == kind {
             return self.held.shallow_clone();
+        }
+        // Who holds a model in few bits wants no copy in more of them.
+        if self.held.kind().elt_size_in_bytes() <= kind.elt_size_in_bytes() {
+            return tch::no_grad(|| self.held.to_kind(kind));
         }
         let version = self.held.internal_version();
         let mut copy = self.copy.borrow_mut();

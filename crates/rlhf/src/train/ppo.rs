@@ -207,7 +207,7 @@ impl PpoTrainer {
             report.note(&format!("{name}: {trained}"));
         }
         let (run, tokens) = (&self.config.run, self.learner.micro_batch_tokens);
-        report.note(&describe_micro_batch(run, tokens, self.learner.policy.activation_bytes()));
+        report.note(&describe_micro_batch(run, tokens, |on| self.learner.policy.activation_bytes(on)));
         if self.learner.value.has_new_head() {
             report.note("value model: begins with a fresh head");
         }
@@ -432,8 +432,8 @@ impl Learner {
         value.set_trainable(true);
         policy.set_gradient_checkpointing(config.run.gradient_checkpointing);
         value.set_gradient_checkpointing(config.run.gradient_checkpointing);
-        let activation_bytes = policy.activation_bytes().max(value.activation_bytes());
-        let micro_batch_tokens = micro_batch_tokens(&config.run, activation_bytes, policy.device());
+        let activation_bytes = |on| policy.activation_bytes(on).max(value.activation_bytes(on));
+        let micro_batch_tokens = micro_batch_tokens(&config.run, policy.device(), activation_bytes);
         let policy_optimizer = AdamW::new(policy.trainable_params(), &config.optimizer);
         let value_optimizer = AdamW::new(value.trainable_params(), &config.optimizer);
         Self { policy, value, policy_optimizer, value_optimizer, micro_batch_tokens }

@@ -135,8 +135,9 @@ fn run_updates(
     done: &mut usize,
 ) -> Result<()> {
     let mut optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
-    let most_tokens = micro_batch_tokens(&config.run, model.activation_bytes(), model.device());
-    report.note(&describe_micro_batch(&config.run, most_tokens, model.activation_bytes()));
+    let activation_bytes = |on| model.activation_bytes(on);
+    let most_tokens = micro_batch_tokens(&config.run, model.device(), activation_bytes);
+    report.note(&describe_micro_batch(&config.run, most_tokens, activation_bytes));
     let mut cursor = Cursor::new(config.run.seed, rows.len());
     let mut since = Totals::default();
     let mut tokens_seen = 0.0;
