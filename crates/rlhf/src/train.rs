@@ -39,16 +39,25 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     Ok(ModelOptions { device: run.device.resolve()?, dtype: Dtype::Float32, precision })
 }
 
-/// The most tokens that go through a model at once, as set, or such that what they leave in memory for the way back takes an
-/// eighth of it; more than the most there is by itself makes nothing faster.
+/// Activations that are always worth their memory, in bytes.
+const LEAST_ACTIVATIONS: usize = 192 << 20;
+
+/// The most tokens that go through a model with these parameters at once, as set, or such that what they leave in memory for the
+/// way back stays small beside what training holds anyway: half of the weights, and an eighth of the memory there is.
 ///
+/// More tokens spread the cost of adding to every weight's gradient over more work, which is soon too little to see.
 /// `activation_bytes` gives what a token leaves, with gradient checkpointing and without.
-fn micro_batch_tokens(run: &RunConfig, device: tch::Device, activation_bytes: impl Fn(bool) -> usize) -> usize {
-    let most = if device == tch::Device::Cpu { 1024 } else { 16384 };
+fn micro_batch_tokens(
+    run: &RunConfig,
+    device: tch::Device,
+    params: &[Param],
+    activation_bytes: impl Fn(bool) -> usize,
+) -> usize {
+    let weights: usize = params.iter().map(|param| param.tensor.numel() * 4).sum();
     let of_token = activation_bytes(run.gradient_checkpointing).max(1);
     run.max_tokens_per_micro_batch.unwrap_or_else(|| match memory(device) {
-        Some(bytes) => (bytes / 8 / of_token).clamp(256, most),
-        None => most,
+        Some(bytes) => (LEAST_ACTIVATIONS.max(weights / 2).min(bytes / 8) / of_token).clamp(256, 2048),
+        None => 16384,
     })
 }
 

@@ -261,6 +261,8 @@ impl PpoTrainer {
                 Stream::new(config.run.seed, Purpose::MiniBatches, update as u64, epoch).permutation(plan.batch_size)
             })
             .collect();
+        // The rollout's pieces are of other sizes than training's, and would stand between them.
+        tch_ext::release_memory();
         let steps = self.learner.optimise(&experience, &targets, &orders, lr, plan, config)?;
 
         // 5. What happened.
@@ -433,7 +435,7 @@ impl Learner {
         policy.set_gradient_checkpointing(config.run.gradient_checkpointing);
         value.set_gradient_checkpointing(config.run.gradient_checkpointing);
         let activation_bytes = |on| policy.activation_bytes(on).max(value.activation_bytes(on));
-        let micro_batch_tokens = micro_batch_tokens(&config.run, policy.device(), activation_bytes);
+        let micro_batch_tokens = micro_batch_tokens(&config.run, policy.device(), policy.params(), activation_bytes);
         let policy_optimizer = AdamW::new(policy.trainable_params(), &config.optimizer);
         let value_optimizer = AdamW::new(value.trainable_params(), &config.optimizer);
         Self { policy, value, policy_optimizer, value_optimizer, micro_batch_tokens }

@@ -110,7 +110,7 @@ fn run_updates(
 ) -> Result<()> {
     let mut optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
     let activation_bytes = |on| model.activation_bytes(on);
-    let most_tokens = micro_batch_tokens(&config.run, model.device(), activation_bytes);
+    let most_tokens = micro_batch_tokens(&config.run, model.device(), model.params(), activation_bytes);
     report.note(&describe_micro_batch(&config.run, most_tokens, activation_bytes));
     let mut cursor = Cursor::new(config.run.seed, pairs.len());
     let mut since = Totals::default();
