@@ -2,24 +2,7 @@
 # bench.sh ARGUMENTS: bench.py in an environment of its own that has TRL, made once. See README.md.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
-requirements=benchmarks/requirements.txt
-venv=.venv-bench
+scripts/venv.sh .venv-bench benchmarks/requirements.txt \
+    "bench: installing TRL and what it needs into .venv-bench (once; with torch about 6 GB)"
 
-# The stamp is the list of what is installed, written when that is complete.
-if ! cmp -s $requirements $venv/installed || [ ! -x $venv/bin/python ]; then
-    echo "bench: installing TRL and what it needs into $venv (once; with torch about 6 GB)" >&2
-    rm -rf $venv
-    if python3 -m venv $venv >/dev/null 2>&1; then
-        pip=($venv/bin/python -m pip)
-    else
-        # Debian without python3-venv: an environment without pip, filled by the pip outside (22.3 or newer).
-        rm -rf $venv
-        python3 -m venv --without-pip $venv
-        pip=(python3 -m pip --python $venv/bin/python)
-    fi
-    "${pip[@]}" --disable-pip-version-check install --quiet --only-binary=:all: -r $requirements ||
-        { echo "error: $venv: pip could not install $requirements; is there a network?" >&2; exit 1; }
-    cp $requirements $venv/installed
-fi
-
-exec $venv/bin/python benchmarks/bench.py "$@"
+exec .venv-bench/bin/python benchmarks/bench.py "$@"

@@ -362,6 +362,9 @@ impl Body {
         f: impl FnOnce(&Tensor) -> Result<Option<Tensor>>,
     ) -> Result<()> {
         self.check(sequences)?;
+        if self.trainable_params().next().is_none() {
+            return Err(Error::Run("the model is frozen: nothing of it can learn; set_trainable first".into()));
+        }
         if spans.iter().all(Range::is_empty) {
             return Ok(());
         }

@@ -423,6 +423,20 @@ fn a_step_of_the_optimizer_changes_what_is_computed_in_bf16_at_once() {
 }
 
 #[test]
+fn a_frozen_model_refuses_to_learn_and_an_empty_sequence_is_an_error_of_its_own() {
+    let mut model = CausalLm::from_pretrained(&golden().join("models/gpt2"), ModelOptions::default()).unwrap();
+    for checkpointing in [false, true] {
+        model.set_gradient_checkpointing(checkpointing);
+        let learnt = model
+            .learn_logprobs(&[[1i64, 2]], std::slice::from_ref(&(1..2)), 1.0, false, |_, x| -x.sum(tch::Kind::Float));
+        assert!(learnt.unwrap_err().to_string().contains("the model is frozen"), "checkpointing {checkpointing}");
+    }
+    let reward = SequenceClassifier::from_pretrained(&golden().join("models/gpt2"), Some(1), ModelOptions::default());
+    let error = reward.unwrap().scores(&[vec![1i64], vec![]]).unwrap_err().to_string();
+    assert!(error.contains("sequence 1: expected 1 to"), "{error}");
+}
+
+#[test]
 fn bf16_compute_stays_near_f32_and_keeps_f32_weights_and_gradients() {
     for dir in folders(Hold::Lm) {
         let options = ModelOptions { precision: rlhf::model::Precision::Bf16, ..ModelOptions::default() };

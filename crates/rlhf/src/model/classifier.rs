@@ -289,7 +289,6 @@ impl SequenceClassifier {
     /// # Errors
     /// As [`super::CausalLm::logits`].
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
-        self.body.check(sequences)?;
         Ok(self.head.forward(&self.body.hidden_at(sequences, &self.read_at(sequences), 0)?))
     }
 
@@ -312,7 +311,6 @@ impl SequenceClassifier {
         dropout: Option<&DropoutRows>,
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
-        self.body.check(sequences)?;
         self.body.learn(sequences, &self.read_at(sequences), 0, dropout, |hidden| {
             loss(&self.chosen_of(&self.head.forward(hidden))).backward();
             Ok(Some(hidden.grad()))
@@ -323,7 +321,7 @@ impl SequenceClassifier {
     fn read_at<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Vec<Range<usize>> {
         let lens = sequences.iter().map(|s| s.as_ref().len());
         match self.head {
-            Head::Score(_) => lens.map(|len| len - 1..len).collect(),
+            Head::Score(_) => lens.map(|len| len.saturating_sub(1)..len).collect(),
             Head::Dense { .. } => lens.map(|_| 0..1).collect(),
         }
     }

@@ -7,7 +7,7 @@ use super::layout::{KvCache, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::params::{Builder, Init};
-use crate::{Error, Result};
+use crate::Result;
 use tch::{Kind, Tensor};
 
 #[derive(Debug)]
@@ -143,9 +143,6 @@ impl Decoder {
         let gradient_of = |hidden: &Tensor| f(&hidden.detach().set_requires_grad(true));
         if !checkpoints {
             let hidden = self.forward(layout, None, Some(rows), dropout);
-            if !hidden.requires_grad() {
-                return Err(Error::Run("the model is frozen: nothing of it can learn; set_trainable first".into()));
-            }
             if let Some(gradient) = gradient_of(&hidden)? {
                 tch_ext::backward(&hidden, &gradient);
             }
@@ -202,17 +199,13 @@ impl Decoder {
         Pass { rotation: self.rotation(positions, &attention), attention, dropout }
     }
 
-    /// The rows that the last layer goes on with: behind its attention nothing but what is asked for is computed. With dropout
-    /// all rows go on to the end, so that its draws do not depend on what is asked for.
-    fn rows_from<'r>(&self, i: usize, rows: Option<&'r Tensor>, dropout: Option<&Dropout>) -> Option<&'r Tensor> {
-        rows.filter(|_| i + 1 == self.layers.len() && dropout.is_none())
-    }
-
     /// The residual stream behind layer `i`.
     fn layer(&self, i: usize, x: &Tensor, pass: &mut Pass<'_>, rows: Option<&Tensor>) -> Tensor {
         let layer = &self.layers[i];
         let (compute, dropout) = (self.compute, pass.dropout);
-        let rows = self.rows_from(i, rows, dropout);
+        // Behind the last layer's attention nothing but what is asked for is computed. With dropout all rows go on to the end,
+        // so that its draws do not depend on what is asked for.
+        let rows = rows.filter(|_| i + 1 == self.layers.len() && dropout.is_none());
         let keep = |x: &Tensor| rows.map_or_else(|| x.shallow_clone(), |rows| x.index_select(0, rows));
         let mut attend =
             |x: &Tensor| layer.attention_out.forward_dropping(&keep(&self.attention(i, layer, x, pass)), dropout);
