@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 namespace tch_ext {
@@ -22,7 +24,8 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
-// Runs `f(task)` for each task on libtorch's threads. Which thread gets which task is open: a task writes what is its own.
+// Runs `f(task)` for each task on libtorch's threads. Which thread gets which task is open: a task writes what is its
+// own.
 template <typename F>
 void for_each_task(int64_t tasks, const F& f) {
   std::atomic<int64_t> next{0};
@@ -98,7 +101,8 @@ const float* floats(const c10::BFloat16* from, float* buffer, int64_t n) {
 
 Vec some(const float* x, int64_t lanes) { return lanes == W ? Vec::loadu(x) : Vec::loadu(x, lanes); }
 
-// Calls f(i, lanes) for each whole vector of `n` numbers, and for the lanes that are left; `some` has zeros in the others.
+// Calls f(i, lanes) for each whole vector of `n` numbers, and for the lanes that are left; `some` has zeros in the
+// others.
 template <typename F>
 void for_vectors(int64_t n, const F& f) {
   int64_t i = 0;
@@ -177,11 +181,16 @@ void panel(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t ldb, f
   int64_t i = 0;
   for (; i + TILE_ROWS <= rows; i += TILE_ROWS) tile<TILE_ROWS, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
   switch (rows - i) {
-    case 5: return tile<5, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
-    case 4: return tile<4, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
-    case 3: return tile<3, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
-    case 2: return tile<2, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
-    case 1: return tile<1, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+    case 5:
+      return tile<5, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+    case 4:
+      return tile<4, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+    case 3:
+      return tile<3, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+    case 2:
+      return tile<2, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
+    case 1:
+      return tile<1, COLS>(depth, at_row(i), b, ldb, c + i * ldc, ldc, add);
   }
 }
 
@@ -191,13 +200,117 @@ void multiply(int64_t rows, int64_t cols, int64_t depth, Matrix a, const float* 
   for (int64_t j = 0; j < cols;) {
     const int64_t vectors = std::min<int64_t>((cols - j) / W, TILE_COLS);
     switch (vectors) {
-      case 4: panel<4>(rows, depth, a, b + j, ldb, c + j, ldc, add); break;
-      case 3: panel<3>(rows, depth, a, b + j, ldb, c + j, ldc, add); break;
-      case 2: panel<2>(rows, depth, a, b + j, ldb, c + j, ldc, add); break;
-      default: panel<1>(rows, depth, a, b + j, ldb, c + j, ldc, add);
+      case 4:
+        panel<4>(rows, depth, a, b + j, ldb, c + j, ldc, add);
+        break;
+      case 3:
+        panel<3>(rows, depth, a, b + j, ldb, c + j, ldc, add);
+        break;
+      case 2:
+        panel<2>(rows, depth, a, b + j, ldb, c + j, ldc, add);
+        break;
+      default:
+        panel<1>(rows, depth, a, b + j, ldb, c + j, ldc, add);
     }
     j += vectors * W;
   }
+}
+
+// --- Products of few rows -------------------------------------------------------------------------------------------
+// Tokens that are decoded one at a time are few rows: their products take the time that the weights take to come from
+// memory. Libraries made for large products get a quarter of its bandwidth; here each weight is asked for early, and
+// used for all rows.
+
+// Weights' rows that are used at once, and rows that share them: their sums and operands fill the registers.
+constexpr int DOT_COLS = W == 16 ? 6 : 3;
+constexpr int DOT_ROWS = W == 16 ? 4 : 3;
+
+Vec load_floats(const float* x) { return Vec::loadu(x); }
+Vec load_floats(const c10::BFloat16* x) {
+  Vec out;
+  at::vec::load_fp32_from_bf16(x, out);
+  return out;
+}
+
+// Whatever the tile, a sum's terms are added in the same order: a row's result does not depend on the rows beside it.
+template <int ROWS, int COLS, typename T>
+inline void dots(int64_t depth, const float* x, const T* weight, const T* bias, T* out, int64_t width, bool ahead) {
+  Vec sums[ROWS][COLS];
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) sums[i][j] = Vec(0.f);
+  int64_t k = 0;
+  for (; k + W <= depth; k += W) {
+    Vec row[COLS];
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) {
+      row[j] = load_floats(weight + j * depth + k);
+      if (ahead) __builtin_prefetch(weight + (j + COLS) * depth + k);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++) {
+      const Vec y = Vec::loadu(x + i * depth + k);
+#pragma GCC unroll 8
+      for (int j = 0; j < COLS; j++) sums[i][j] = at::vec::fmadd(y, row[j], sums[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < COLS; j++) {
+      float sum = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, sums[i][j]);
+      for (int64_t l = k; l < depth; l++) sum += x[i * depth + l] * static_cast<float>(weight[j * depth + l]);
+      out[i * width + j] = static_cast<T>(bias ? sum + static_cast<float>(bias[j]) : sum);
+    }
+}
+
+// All rows of COLS columns.
+template <int COLS, typename T>
+void dots_of(int64_t rows, int64_t depth, const float* x, const T* weight, const T* bias, T* out, int64_t width) {
+  for (int64_t i = 0; i < rows;) {
+    const int64_t count = std::min<int64_t>(rows - i, DOT_ROWS);
+    const float* from = x + i * depth;
+    T* to = out + i * width;
+    switch (count) {
+      case 4:
+        dots<4, COLS>(depth, from, weight, bias, to, width, i == 0);
+        break;
+      case 3:
+        dots<3, COLS>(depth, from, weight, bias, to, width, i == 0);
+        break;
+      case 2:
+        dots<2, COLS>(depth, from, weight, bias, to, width, i == 0);
+        break;
+      default:
+        dots<1, COLS>(depth, from, weight, bias, to, width, i == 0);
+    }
+    i += count;
+  }
+}
+
+template <typename T>
+void few_rows(int64_t rows, int64_t depth, int64_t width, const T* x, const T* weight, const T* bias, T* out) {
+  const float* from;
+  if constexpr (std::is_same_v<T, float>) {
+    from = x;
+  } else {
+    float* widened = Scratch{rows * depth}.take(rows * depth);
+    load_row(x, widened, rows * depth);
+    from = widened;
+  }
+  // Pieces large enough to be read as a stream, small enough to share out evenly.
+  const int64_t tiles = (width + DOT_COLS - 1) / DOT_COLS;
+  const int64_t each = std::clamp<int64_t>(tiles / (8 * at::get_num_threads()), 1, 64);
+  for_each_task((tiles + each - 1) / each, [&](int64_t task) {
+    const int64_t end = std::min(width, (task + 1) * each * DOT_COLS);
+    auto columns = [&](auto cols, int64_t j) {
+      dots_of<cols()>(rows, depth, from, weight + j * depth, bias ? bias + j : nullptr, out + j, width);
+    };
+    int64_t j = task * each * DOT_COLS;
+    for (; j + DOT_COLS <= end; j += DOT_COLS) columns(std::integral_constant<int, DOT_COLS>{}, j);
+    for (; j < end; j++) columns(std::integral_constant<int, 1>{}, j);
+  });
 }
 
 // --- Attention ------------------------------------------------------------------------------------------------------
@@ -237,8 +350,7 @@ struct Keys {
 void bound_and_mask(const AttentionShape& shape, const Keys& keys, int64_t i, int64_t len, float* scores) {
   if (shape.softcap > 0) {
     const Vec cap(shape.softcap), inverse(1 / shape.softcap);
-    for (int64_t j = 0; j < keys.count(); j += W)
-      (cap * (Vec::loadu(scores + j) * inverse).tanh()).store(scores + j);
+    for (int64_t j = 0; j < keys.count(); j += W) (cap * (Vec::loadu(scores + j) * inverse).tanh()).store(scores + j);
   }
   const int64_t first = (shape.window ? std::max<int64_t>(0, i - shape.window + 1) : 0) - keys.from;
   const int64_t end = (shape.causal ? i + 1 : len) - keys.from;
@@ -480,7 +592,8 @@ void norm_forward(const NormShape& shape, const float* x, const float* weight, c
     float* y = scratch.take(n);
     for (int64_t row = from; row < to; row++) {
       const float* in = x + row * n;
-      const float mean = shape.center ? sum_over(n, [&](int64_t i, int64_t lanes) { return some(in + i, lanes); }) / n : 0;
+      const float mean =
+          shape.center ? sum_over(n, [&](int64_t i, int64_t lanes) { return some(in + i, lanes); }) / n : 0;
       const float squares = sum_over(n, [&](int64_t i, int64_t lanes) {
         const Vec centred = some(in + i, lanes) - Vec(mean);
         return centred * centred;
@@ -563,7 +676,8 @@ ChunkSums sums_of_chunk(const T* logits, int64_t n, float inv_temperature, float
     if (lanes < W) e = Vec::set(Vec(0.f), e, lanes);
     sum = sum + e;
     // A logit of -inf weighs nothing, but 0 * inf is not 0.
-    if (WEIGHTED) weighted = at::vec::fmadd(e, at::vec::maximum(scaled, Vec(std::numeric_limits<float>::lowest())), weighted);
+    if (WEIGHTED)
+      weighted = at::vec::fmadd(e, at::vec::maximum(scaled, Vec(std::numeric_limits<float>::lowest())), weighted);
   });
   return {max, sum_of(sum), WEIGHTED ? sum_of(weighted) : 0};
 }
@@ -582,7 +696,8 @@ void logits_stats(int64_t rows, int64_t vocab, const T* logits, float inv_temper
                                        : sums_of_chunk<false>(in + i, n, inv_temperature, buffer);
         if (part.max == -INF) continue;
         const float max = all.max > part.max || std::isnan(all.max) ? all.max : part.max;
-        const double old = all.max == -INF ? 0 : std::exp(double(all.max) - max), fresh = std::exp(double(part.max) - max);
+        const double old = all.max == -INF ? 0 : std::exp(double(all.max) - max),
+                     fresh = std::exp(double(part.max) - max);
         all = {max, all.sum * old + part.sum * fresh, all.weighted * old + part.weighted * fresh};
       }
       const double log_sum = all.max + std::log(all.sum);
@@ -685,11 +800,18 @@ void sum(int64_t n, const float* x, const T* a, const T* b, float* out) {
   });
 }
 
+#if defined(CPU_CAPABILITY_DEFAULT) && !defined(__aarch64__)
+constexpr bool PLAIN_LOOPS = true;
+#else
+constexpr bool PLAIN_LOOPS = false;
+#endif
+
 template <typename T>
 constexpr KernelsOf<T> kernels_of() {
   return {{attention_forward<T>, attention_backward<T>, attention_step<T>},
           {norm_forward<T>, norm_backward<T>},
           {logits_stats<T>, logits_gradient<T>, logits_sample<T>},
+          PLAIN_LOOPS ? nullptr : few_rows<T>,
           sum<T>};
 }
 

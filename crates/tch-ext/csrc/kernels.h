@@ -1,5 +1,5 @@
-// The kernels that libtorch has no equal of on the CPU: raw memory in, raw memory out. `kernels.cpp` is compiled once for
-// each instruction set and `kernels()` chooses, as libtorch does for its own.
+// The kernels that libtorch has no equal of on the CPU: raw memory in, raw memory out. `kernels.cpp` is compiled once
+// for each instruction set and `kernels()` chooses, as libtorch does for its own.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -52,8 +52,8 @@ struct Cache {
 // T is float or c10::BFloat16; sums are float.
 template <typename T>
 struct AttentionKernels {
-  // Gives `out` [tokens, heads * head_dim] and the logarithms of the softmax's sums, `lse` [tokens, heads]; stores keys and
-  // values at the beginning of the cache's rows where there is one.
+  // Gives `out` [tokens, heads * head_dim] and the logarithms of the softmax's sums, `lse` [tokens, heads]; stores keys
+  // and values at the beginning of the cache's rows where there is one.
   void (*forward)(const AttentionShape&, Packed, Heads<const T> q, Heads<const T> k, Heads<const T> v, Rotation, T* out,
                   float* lse, Cache<T>);
   void (*backward)(const AttentionShape&, Packed, Heads<const T> q, Heads<const T> k, Heads<const T> v, Rotation,
@@ -90,8 +90,8 @@ struct LogitsKernels {
   // Turns logits into the gradient of sum(coefficients * logprobs).
   void (*gradient)(int64_t rows, int64_t vocab, T* logits, float inv_temperature, const int64_t* targets,
                    const float* lse, const float* coefficients);
-  // Draws one token per row by the inverse of the cumulative distribution at `draws` (0 to 1); `draws` null: the likeliest.
-  // A row whose logits are not finite gives a log-probability that is not.
+  // Draws one token per row by the inverse of the cumulative distribution at `draws` (0 to 1); `draws` null: the
+  // likeliest. A row whose logits are not finite gives a log-probability that is not.
   void (*sample)(int64_t rows, int64_t vocab, const T* logits, float inv_temperature, const double* draws,
                  int64_t* tokens, float* logprobs);
 };
@@ -102,6 +102,10 @@ struct KernelsOf {
   AttentionKernels<T> attention;
   NormKernels<T> norm;
   LogitsKernels<T> logits;
+  // A linear layer's `out` [rows, width] of `x` [rows, depth], `weight` [width, depth] and `bias` [width], which may be
+  // null; for rows so few that reading the weights is what takes time. Null where vectors are plain loops: they would
+  // take longer.
+  void (*few_rows)(int64_t rows, int64_t depth, int64_t width, const T* x, const T* weight, const T* bias, T* out);
   // out = x + a + b, of `n` numbers each; `b` may be null, and `out` be `x`.
   void (*sum)(int64_t n, const float* x, const T* a, const T* b, float* out);
 };

@@ -44,6 +44,7 @@ using torch::autograd::variable_list;
 // What may be left out: autograd's functions take no undefined tensors.
 using MaybeTensor = std::optional<Tensor>;
 Tensor value_of(const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); }
+Tensor value_of(const Tensor* tensor) { return tensor ? *tensor : Tensor(); }
 MaybeTensor maybe(const Tensor* tensor) { return tensor ? MaybeTensor(*tensor) : std::nullopt; }
 
 template <typename F>
@@ -58,14 +59,15 @@ void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
 // Multiplications below which oneDNN's time to find its kernel is longer than the product's.
 constexpr int64_t ONEDNN_LEAST = 1 << 20;
 
-// Whether a product [m, k] by [k, n] is oneDNN's to make. libtorch gives f32 to MKL, which uses no AVX-512 on processors
-// that are not Intel's: there oneDNN is twice as fast, at the same precision. A row by a matrix is bound by memory, not by that.
+// Whether a product [m, k] by [k, n] is oneDNN's to make. libtorch gives f32 to MKL, which uses no AVX-512 on
+// processors that are not Intel's: there oneDNN is twice as fast, at the same precision. A matrix by a column is bound
+// by memory, not by that.
 bool prefers_onednn(const Tensor& like, int64_t m, int64_t k, int64_t n) {
 #ifdef TCH_EXT_X86
   static const bool foreign_avx512 = at::get_cpu_capability() == "AVX512" && !__builtin_cpu_is("intel") &&
                                      at::native::mkldnn_matmul && at::native::mkldnn_linear_pointwise &&
                                      at::globalContext().userEnabledMkldnn();
-  return foreign_avx512 && like.is_cpu() && like.scalar_type() == at::kFloat && m > 1 && n > 1 && m * k * n >= ONEDNN_LEAST;
+  return foreign_avx512 && like.is_cpu() && like.scalar_type() == at::kFloat && n > 1 && m * k * n >= ONEDNN_LEAST;
 #else
   return false;
 #endif
@@ -100,9 +102,9 @@ constexpr int64_t PIECE = 1 << 21;
 // grad += a b, in the dtype of `grad`.
 void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
   Tensor& grad = grad_of(leaf);
-  if (a.scalar_type() == grad.scalar_type())
-    return multiply_into(grad, a, b, true);
-  if (!(grad.is_cpu() && grad.scalar_type() == at::kFloat && a.scalar_type() == at::kBFloat16 && grad.is_contiguous())) {
+  if (a.scalar_type() == grad.scalar_type()) return multiply_into(grad, a, b, true);
+  if (!(grad.is_cpu() && grad.scalar_type() == at::kFloat && a.scalar_type() == at::kBFloat16 &&
+        grad.is_contiguous())) {
     grad.add_(product(a, b));
     return;
   }
@@ -120,6 +122,34 @@ void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
 
 const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data_ptr<float>() : nullptr; }
 
+// Whether the kernel for few rows is the fastest: measured against MKL and oneDNN from 1 to 64 rows, and weights of 256
+// to 4096.
+bool are_few(at::ScalarType dtype, int64_t rows, int64_t depth) {
+  // Processors that multiply bf16 by themselves are the faster with more rows.
+  return dtype == at::kBFloat16 ? rows < 16 : dtype == at::kFloat && rows <= 64 && rows * depth <= 1 << 15;
+}
+
+// A linear layer by the kernel for few rows, where that is the one to take.
+std::optional<Tensor> few_rows(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
+  const auto dtype = x.scalar_type();
+  const auto plain = [&](const Tensor& t) { return t.is_cpu() && t.is_contiguous() && t.scalar_type() == dtype; };
+  if (!are_few(dtype, x.size(0), x.size(1)) || !plain(x) || !plain(weight) || (bias && !plain(*bias)))
+    return std::nullopt;
+  const int64_t rows = x.size(0), depth = x.size(1), width = weight.size(0);
+  TORCH_CHECK(weight.size(1) == depth && (!bias || bias->numel() == width), "linear: x ", x.sizes(), ", weight ",
+              weight.sizes());
+  std::optional<Tensor> result;
+  for_dtype(dtype, "linear", [&](auto zero) {
+    using T = decltype(zero);
+    const auto kernel = kernels().of<T>().few_rows;
+    if (!kernel) return;
+    result = at::empty({rows, width}, x.options().requires_grad(false));
+    kernel(rows, depth, width, x.const_data_ptr<T>(), weight.const_data_ptr<T>(),
+           bias ? bias->const_data_ptr<T>() : nullptr, result->template mutable_data_ptr<T>());
+  });
+  return result;
+}
+
 // --- Linear ---------------------------------------------------------------------------------------------------------
 
 struct Linear : torch::autograd::Function<Linear> {
@@ -131,8 +161,10 @@ struct Linear : torch::autograd::Function<Linear> {
     ctx->saved_data["transposed"] = transposed;
     ctx->saved_data["dtype"] = x.scalar_type();
     const Tensor matrix = transposed ? used.t() : used;
+    if (auto out = few_rows(input, matrix, used_bias)) return *out;
     if (prefers_onednn(input, input.size(0), input.size(1), matrix.size(0)))
-      return at::native::mkldnn_linear_pointwise(input, matrix, used_bias, "none", c10::List<std::optional<at::Scalar>>(), std::nullopt);
+      return at::native::mkldnn_linear_pointwise(input, matrix, used_bias, "none",
+                                                 c10::List<std::optional<at::Scalar>>(), std::nullopt);
     return at::linear(input, matrix, used_bias);
   }
 
@@ -142,11 +174,11 @@ struct Linear : torch::autograd::Function<Linear> {
     const Tensor &x = saved[0], &weight = saved[1], &used = saved[2], &bias = saved[3];
     const bool transposed = ctx->saved_data["transposed"].toBool();
     const Tensor g = grads[0].to(used.scalar_type());
-    if (weight.requires_grad())
-      transposed ? add_product(weight, x.t(), g) : add_product(weight, g.t(), x);
+    if (weight.requires_grad()) transposed ? add_product(weight, x.t(), g) : add_product(weight, g.t(), x);
     if (bias.defined() && bias.requires_grad()) grad_of(bias).add_(g.sum(0, false, at::kFloat));
     Tensor dx;
-    if (ctx->needs_input_grad(0)) dx = product(g, transposed ? used.t() : used).to(ctx->saved_data["dtype"].toScalarType());
+    if (ctx->needs_input_grad(0))
+      dx = product(g, transposed ? used.t() : used).to(ctx->saved_data["dtype"].toScalarType());
     return {dx, {}, {}, {}, {}, {}};
   }
 };
@@ -157,9 +189,10 @@ struct Residual : torch::autograd::Function<Residual> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& a, const MaybeTensor& b) {
     const Tensor second = value_of(b);
     for (const Tensor& branch : {a, b ? second : a})
-      TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == at::kFloat && branch.is_cpu() && branch.is_contiguous() &&
-                      branch.sizes() == x.sizes() && branch.scalar_type() == a.scalar_type(),
-                  "residual: x ", x.sizes(), " ", x.scalar_type(), ", branch ", branch.sizes(), " ", branch.scalar_type());
+      TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == at::kFloat && branch.is_cpu() &&
+                      branch.is_contiguous() && branch.sizes() == x.sizes() && branch.scalar_type() == a.scalar_type(),
+                  "residual: x ", x.sizes(), " ", x.scalar_type(), ", branch ", branch.sizes(), " ",
+                  branch.scalar_type());
     ctx->saved_data["dtype"] = a.scalar_type();
     ctx->saved_data["two"] = b.has_value();
     Tensor out = at::empty_like(x, x.options().requires_grad(false));
@@ -227,7 +260,8 @@ void check_projections(const AttentionShape& shape, const Projections& x, int64_
   TORCH_CHECK(shape.heads > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0 && shape.head_dim > 0,
               "attention: ", shape.heads, " heads of ", shape.head_dim, " over ", shape.kv_heads);
   TORCH_CHECK(x.tensors.size() == 1 || x.tensors.size() == 3, "attention: expected one tensor or three");
-  TORCH_CHECK(!x.by_head || (x.tensors.size() == 1 && shape.heads == shape.kv_heads), "attention: by head is one tensor");
+  TORCH_CHECK(!x.by_head || (x.tensors.size() == 1 && shape.heads == shape.kv_heads),
+              "attention: by head is one tensor");
   for (size_t i = 0; i < x.tensors.size(); i++) {
     const int64_t width = (x.tensors.size() == 1 ? shape.heads + 2 * shape.kv_heads : widths[i]) * shape.head_dim;
     const Tensor& tensor = x.tensors[i];
@@ -240,19 +274,20 @@ void check_projections(const AttentionShape& shape, const Projections& x, int64_
 Rotation rotation_of(const AttentionShape& shape, const Tensor& cos, const Tensor& sin, int64_t tokens) {
   if (!cos.defined()) return {nullptr, nullptr, 0};
   for (const Tensor& x : {cos, sin})
-    TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == at::kFloat && x.dim() == 2 && x.size(0) == tokens &&
-                    x.size(1) == cos.size(1) && 2 * x.size(1) <= shape.head_dim,
+    TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == at::kFloat && x.dim() == 2 &&
+                    x.size(0) == tokens && x.size(1) == cos.size(1) && 2 * x.size(1) <= shape.head_dim,
                 "attention: angles of shape ", x.sizes(), " for ", tokens, " tokens");
   return {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), cos.size(1)};
 }
 
 template <typename T>
-Cache<T> cache_of(const AttentionShape& shape, const Tensor& keys, const Tensor& values, int64_t rows, int64_t capacity) {
+Cache<T> cache_of(const AttentionShape& shape, const Tensor& keys, const Tensor& values, int64_t rows,
+                  int64_t capacity) {
   if (!keys.defined()) return {nullptr, nullptr, 0};
   const int64_t width = shape.kv_heads * shape.head_dim;
   for (const Tensor& x : {keys, values})
-    TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.sizes() == at::IntArrayRef({rows * capacity, width}), "attention: cache of shape ",
-                x.sizes(), " for ", rows, " rows of ", capacity);
+    TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.sizes() == at::IntArrayRef({rows * capacity, width}),
+                "attention: cache of shape ", x.sizes(), " for ", rows, " rows of ", capacity);
   return {keys.mutable_data_ptr<T>(), values.mutable_data_ptr<T>(), capacity};
 }
 
@@ -310,8 +345,8 @@ struct Attention : torch::autograd::Function<Attention> {
     const auto saved = ctx->get_saved_variables();
     const auto n = ctx->saved_data["numbers"].toIntVector();
     const float scale = ctx->saved_data["scale"].toDouble(), softcap = ctx->saved_data["softcap"].toDouble();
-    const AttentionCall call{{n[0], n[1], n[2], scale, softcap, n[3], n[4] != 0},
-                             ctx->saved_data["starts"].toIntVector(), n[5] != 0};
+    const AttentionCall call{
+        {n[0], n[1], n[2], scale, softcap, n[3], n[4] != 0}, ctx->saved_data["starts"].toIntVector(), n[5] != 0};
     std::vector<Tensor> inputs{saved[0]};
     if (saved[1].defined()) inputs.insert(inputs.end(), {saved[1], saved[2]});
     const Projections projections{inputs, call.by_head};
@@ -342,16 +377,19 @@ struct Norm : torch::autograd::Function<Norm> {
     const Tensor input = x.contiguous(), used = weight.to(at::kFloat), bias = value_of(maybe_bias);
     const Tensor used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
     const int64_t width = input.size(-1);
-    TORCH_CHECK(input.is_cpu() && input.scalar_type() == at::kFloat && width > 0 && used.is_cpu() && used.is_contiguous() && used.numel() == width &&
-                    (!bias.defined() || (used_bias.is_cpu() && used_bias.is_contiguous() && used_bias.numel() == width)),
-                "norm: x ", input.sizes(), " ", input.scalar_type(), ", weight ", weight.sizes());
+    TORCH_CHECK(
+        input.is_cpu() && input.scalar_type() == at::kFloat && width > 0 && used.is_cpu() && used.is_contiguous() &&
+            used.numel() == width &&
+            (!bias.defined() || (used_bias.is_cpu() && used_bias.is_contiguous() && used_bias.numel() == width)),
+        "norm: x ", input.sizes(), " ", input.scalar_type(), ", weight ", weight.sizes());
     const NormShape shape{input.numel() / width, width, eps, center, static_cast<float>(offset)};
     Tensor out = at::empty(input.sizes(), input.options().dtype(dtype).requires_grad(false));
     Tensor stats = at::empty({shape.rows, 2}, input.options().requires_grad(false));
     for_dtype(dtype, "norm", [&](auto zero) {
       using T = decltype(zero);
       kernels().of<T>().norm.forward(shape, input.const_data_ptr<float>(), used.const_data_ptr<float>(),
-                                     floats_or_null(used_bias), out.mutable_data_ptr<T>(), stats.mutable_data_ptr<float>());
+                                     floats_or_null(used_bias), out.mutable_data_ptr<T>(),
+                                     stats.mutable_data_ptr<float>());
     });
     ctx->save_for_backward({input, weight, bias, stats});
     ctx->saved_data["numbers"] = std::vector<double>{eps, center ? 1.0 : 0.0, offset};
@@ -374,22 +412,21 @@ struct Norm : torch::autograd::Function<Norm> {
     for_dtype(g.scalar_type(), "norm", [&](auto zero) {
       using T = decltype(zero);
       kernels().of<T>().norm.backward(shape, x.const_data_ptr<float>(), used.const_data_ptr<float>(),
-                                      stats.const_data_ptr<float>(), g.const_data_ptr<T>(), dx.mutable_data_ptr<float>(),
-                                      grad_or_null(weight), grad_or_null(bias));
+                                      stats.const_data_ptr<float>(), g.const_data_ptr<T>(),
+                                      dx.mutable_data_ptr<float>(), grad_or_null(weight), grad_or_null(bias));
     });
     return {dx, {}, {}, {}, {}, {}, {}};
   }
 };
 
 void check_logits(const Tensor& logits, const Tensor& targets) {
-  TORCH_CHECK(logits.is_cpu() && logits.is_contiguous() && logits.dim() == 2 && targets.is_cpu() && targets.is_contiguous() &&
-                  targets.scalar_type() == at::kLong && targets.numel() == logits.size(0),
+  TORCH_CHECK(logits.is_cpu() && logits.is_contiguous() && logits.dim() == 2 && targets.is_cpu() &&
+                  targets.is_contiguous() && targets.scalar_type() == at::kLong && targets.numel() == logits.size(0),
               "logits of shape ", logits.sizes(), ", targets ", targets.sizes());
-  TORCH_CHECK(targets.numel() == 0 || (targets.min().item<int64_t>() >= 0 && targets.max().item<int64_t>() < logits.size(1)),
-              "logits: a target is outside the vocabulary of ", logits.size(1));
+  TORCH_CHECK(
+      targets.numel() == 0 || (targets.min().item<int64_t>() >= 0 && targets.max().item<int64_t>() < logits.size(1)),
+      "logits: a target is outside the vocabulary of ", logits.size(1));
 }
-
-Tensor or_undefined(const Tensor* tensor) { return tensor ? *tensor : Tensor(); }
 
 }  // namespace
 }  // namespace tch_ext
@@ -408,7 +445,8 @@ struct tch_ext_attention {
 }  // extern "C"
 
 static AttentionShape shape_of(const tch_ext_attention* a) {
-  return {a->heads, a->kv_heads, a->head_dim, static_cast<float>(a->scale), static_cast<float>(a->softcap), a->window, a->causal};
+  return {a->heads,  a->kv_heads, a->head_dim, static_cast<float>(a->scale), static_cast<float>(a->softcap),
+          a->window, a->causal};
 }
 
 extern "C" {
@@ -417,9 +455,8 @@ extern "C" {
 
 char* tch_ext_linear(Tensor** out, const Tensor* x, const Tensor* weight, const Tensor* used, const Tensor* bias,
                      const Tensor* used_bias, bool transposed) {
-  return guard([&] {
-    *out = new Tensor(Linear::apply(*x, *weight, *used, maybe(bias), maybe(used_bias), transposed));
-  });
+  return guard(
+      [&] { *out = new Tensor(Linear::apply(*x, *weight, *used, maybe(bias), maybe(used_bias), transposed)); });
 }
 
 char* tch_ext_residual(Tensor** out, const Tensor* x, const Tensor* a, const Tensor* b) {
@@ -438,14 +475,16 @@ char* tch_ext_norm(Tensor** out, const Tensor* x, const Tensor* weight, const Te
   });
 }
 
-// `inputs` are one tensor or three; `starts` has an entry per row and one for the end. With a cache nothing is differentiable.
+// `inputs` are one tensor or three; `starts` has an entry per row and one for the end. With a cache nothing is
+// differentiable.
 char* tch_ext_attention_packed(Tensor** out, const tch_ext_attention* attention, Tensor* const* inputs, size_t count,
                                const Tensor* cos, const Tensor* sin, const int64_t* starts, size_t rows,
                                const Tensor* keys, const Tensor* values, int64_t capacity) {
   return guard([&] {
     const AttentionCall call{shape_of(attention), std::vector<int64_t>(starts, starts + rows + 1), attention->by_head};
     if (keys) {
-      *out = new Tensor(attend(call, tensors(inputs, count), or_undefined(cos), or_undefined(sin), *keys, *values, capacity).first);
+      *out = new Tensor(
+          attend(call, tensors(inputs, count), value_of(cos), value_of(sin), *keys, *values, capacity).first);
       return;
     }
     auto input = [&](size_t i) { return maybe(i < count ? inputs[i] : nullptr); };
@@ -464,7 +503,7 @@ char* tch_ext_attention_step(Tensor** out, const tch_ext_attention* attention, T
       TORCH_CHECK(lens[row] >= 0 && lens[row] < capacity, "attention: row ", row, " of the cache is full");
     const Tensor& first = projections.tensors[0];
     Tensor result = at::empty({static_cast<int64_t>(rows), shape.heads * shape.head_dim}, first.options());
-    const Rotation rotation = rotation_of(shape, or_undefined(cos), or_undefined(sin), rows);
+    const Rotation rotation = rotation_of(shape, value_of(cos), value_of(sin), rows);
     for_dtype(first.scalar_type(), "attention", [&](auto zero) {
       using T = decltype(zero);
       const auto [q, k, v] = projections.heads<const T>(shape, projections.tensors);
@@ -482,7 +521,8 @@ char* tch_ext_logits_stats(Tensor** logprobs, Tensor** lse, Tensor** entropy, co
     check_logits(*logits, *targets);
     const auto options = logits->options().dtype(at::kFloat).requires_grad(false);
     const int64_t rows = logits->size(0);
-    Tensor l = at::empty({rows}, options), s = at::empty({rows}, options), e = entropy ? at::empty({rows}, options) : Tensor();
+    Tensor l = at::empty({rows}, options), s = at::empty({rows}, options),
+           e = entropy ? at::empty({rows}, options) : Tensor();
     for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
       using T = decltype(zero);
       kernels().of<T>().logits.stats(rows, logits->size(1), logits->const_data_ptr<T>(), inv_temperature,
@@ -501,8 +541,8 @@ char* tch_ext_logits_gradient(Tensor* logits, double inv_temperature, const Tens
     check_logits(*logits, *targets);
     const int64_t rows = logits->size(0);
     for (const Tensor* x : {lse, coefficients})
-      TORCH_CHECK(x->is_cpu() && x->is_contiguous() && x->scalar_type() == at::kFloat && x->numel() == rows, "logits: ", x->sizes(),
-                  " numbers for ", rows, " rows");
+      TORCH_CHECK(x->is_cpu() && x->is_contiguous() && x->scalar_type() == at::kFloat && x->numel() == rows,
+                  "logits: ", x->sizes(), " numbers for ", rows, " rows");
     for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
       using T = decltype(zero);
       kernels().of<T>().logits.gradient(rows, logits->size(1), logits->mutable_data_ptr<T>(), inv_temperature,
@@ -521,7 +561,8 @@ char* tch_ext_logits_sample(const Tensor* logits, double inv_temperature, const 
                 "logits of shape ", logits->sizes(), " for ", rows, " rows");
     for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
       using T = decltype(zero);
-      kernels().of<T>().logits.sample(rows, logits->size(1), logits->const_data_ptr<T>(), inv_temperature, draws, tokens, logprobs);
+      kernels().of<T>().logits.sample(rows, logits->size(1), logits->const_data_ptr<T>(), inv_temperature, draws,
+                                      tokens, logprobs);
     });
   });
 }
@@ -541,17 +582,17 @@ char* tch_ext_add_product(const Tensor* leaf, const Tensor* a, const Tensor* b) 
   });
 }
 
-// libtorch's attention over packed sequences, which tch leaves out; there is none on the processor. `window` is 0 where a token
-// sees all.
+// libtorch's attention over packed sequences, which tch leaves out; there is none on the processor. `window` is 0 where
+// a token sees all.
 char* tch_ext_flash_attention_varlen(Tensor** out, const tch_ext_attention* attention, const Tensor* q, const Tensor* k,
-                               const Tensor* v, const Tensor* starts, int64_t width) {
+                                     const Tensor* v, const Tensor* starts, int64_t width) {
   return guard([&] {
     std::optional<int64_t> left, right;
     // libtorch counts how far back a token sees, without itself.
     if (attention->causal && attention->window > 0) left = attention->window - 1, right = 0;
-    auto results = at::_flash_attention_forward(*q, *k, *v, *starts, *starts, width, width, /*dropout_p=*/0,
-                                                attention->causal, /*return_debug_mask=*/false, attention->scale, left,
-                                                right);
+    auto results =
+        at::_flash_attention_forward(*q, *k, *v, *starts, *starts, width, width, /*dropout_p=*/0, attention->causal,
+                                     /*return_debug_mask=*/false, attention->scale, left, right);
     *out = new Tensor(std::get<0>(results));
   });
 }

@@ -292,13 +292,16 @@ fn a_norm_and_its_gradients_are_the_formula_and_add_up() {
 
 #[test]
 fn a_linear_layer_adds_its_gradients_to_the_master_weights() {
-    // The wider layer is large enough for the other of libtorch's two libraries, where that is the faster.
-    let cases = [(false, true), (true, true), (false, false)].into_iter().zip([[24, 10], [24, 10], [24, 10]]);
-    for ((transposed, with_bias), [wide, out_width]) in cases.clone().chain(cases.map(|(case, _)| (case, [200, 170]))) {
+    // The larger product is one of many rows, and for the other of libtorch's two libraries, where that is the faster.
+    let cases = [(false, true), (true, true), (false, false)];
+    let sizes = [[13, 24, 10], [67, 200, 170]];
+    for ((transposed, with_bias), [rows, wide, out_width]) in
+        cases.into_iter().flat_map(|case| sizes.map(|size| (case, size)))
+    {
         for (kind, tolerance) in KINDS {
-            let what = format!("transposed {transposed}, {kind:?}, {wide} to {out_width}");
+            let what = format!("transposed {transposed}, {kind:?}, {rows} rows of {wide} to {out_width}");
             let weight = if transposed { [wide, out_width] } else { [out_width, wide] };
-            let sizes: [&[i64]; 3] = [&[37, wide], &weight, &[out_width]];
+            let sizes: [&[i64]; 3] = [&[rows, wide], &weight, &[out_width]];
             let leaves: Vec<_> = (0u64..).zip(sizes).map(|(i, size)| leaf(&randn(size, i + 1), Kind::Float)).collect();
             let used: Vec<_> = leaves.iter().map(|x| x.detach().to_kind(kind)).collect();
             let expected_leaves: Vec<_> = used.iter().map(|x| leaf(x, Kind::Double)).collect();
@@ -309,13 +312,36 @@ fn a_linear_layer_adds_its_gradients_to_the_master_weights() {
                 let weight = if transposed { weight.shallow_clone() } else { weight.tr() };
                 let expected = x.matmul(&weight) + if with_bias { bias.shallow_clone() } else { bias.zeros_like() };
                 assert_close(&what, &out, &expected, tolerance);
-                let grad = randn(&[37, out_width], 4 + call).to_kind(kind);
+                let grad = randn(&[rows, out_width], 4 + call).to_kind(kind);
                 tch_ext::backward(&out, &grad);
                 tch_ext::backward(&expected, &grad.to_kind(Kind::Double));
             }
             let leaves = if with_bias { &leaves[..] } else { &leaves[..2] };
             assert!(leaves.iter().all(|x| x.grad().kind() == Kind::Float));
             assert_grads_close(&what, leaves, &expected_leaves, tolerance);
+        }
+    }
+}
+
+#[test]
+fn a_row_of_a_linear_layer_has_the_same_bits_whatever_few_rows_are_beside_it_and_with_any_number_of_threads() {
+    // Plain loops have no such kernel.
+    let same_bits = std::env::var("ATEN_CPU_CAPABILITY").as_deref() != Ok("default");
+    // Depths with and without lanes left over, and all heights of a tile.
+    for [depth, width] in [[20, 31], [64, 48], [500, 1300]] {
+        for ((kind, tolerance), most) in KINDS.into_iter().zip([64, 15]) {
+            let of = |size: &[i64], seed| randn(size, seed).to_kind(kind);
+            let (x, weight, bias) = (of(&[most, depth], 1), of(&[width, depth], 2), of(&[width], 3));
+            let linear = |x: &Tensor| tch_ext::linear(x, &weight, &weight, Some((&bias, &bias)), false);
+            let all = linear(&x);
+            let doubles = [&x, &weight, &bias].map(|x| x.to_kind(Kind::Double));
+            let expected = doubles[0].linear(&doubles[1], Some(&doubles[2]));
+            assert_close(&format!("{depth} to {width}, {kind:?}"), &all, &expected, tolerance);
+            for (threads, (first, rows)) in (1..).zip([(most - 1, 1), (3, 2), (7, 3), (1, 4), (5, 7), (1, most - 1)]) {
+                tch::set_num_threads(threads);
+                let equal = bits(&linear(&x.narrow(0, first, rows))) == bits(&all.narrow(0, first, rows));
+                assert!(equal || !same_bits, "{depth} to {width}, {kind:?}, {rows} rows");
+            }
         }
     }
 }
