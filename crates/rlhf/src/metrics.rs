@@ -1,25 +1,26 @@
 //! Numbers with names, in the order in which they are told.
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
+use std::borrow::Cow;
 
 /// The metrics of one update.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Metrics(Vec<(&'static str, f64)>);
+pub struct Metrics(Vec<(Cow<'static, str>, f64)>);
 
 impl Metrics {
     /// Adds a number under `name`.
-    pub fn push(&mut self, name: &'static str, value: f64) {
-        self.0.push((name, value));
+    pub fn push(&mut self, name: impl Into<Cow<'static, str>>, value: f64) {
+        self.0.push((name.into(), value));
     }
 
     /// The number under `name`, if there is one.
     pub fn get(&self, name: &str) -> Option<f64> {
-        self.0.iter().find(|(found, _)| *found == name).map(|(_, value)| *value)
+        self.0.iter().find(|(found, _)| found == name).map(|(_, value)| *value)
     }
 
     /// All numbers, in order.
-    pub fn iter(&self) -> impl Iterator<Item = (&'static str, f64)> {
-        self.0.iter().copied()
+    pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
+        self.0.iter().map(|(name, value)| (name.as_ref(), *value))
     }
 }
 
@@ -28,7 +29,7 @@ impl Serialize for Metrics {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(self.0.len()))?;
         for (name, value) in &self.0 {
-            if value.fract() == 0.0 && value.abs() < 1e15 && COUNTS.contains(name) {
+            if value.fract() == 0.0 && value.abs() < 1e15 && COUNTS.contains(&name.as_ref()) {
                 map.serialize_entry(name, &(*value as i64))?;
             } else {
                 map.serialize_entry(name, value)?;
