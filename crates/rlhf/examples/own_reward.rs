@@ -1,22 +1,10 @@
-//! PPO with a reward of one's own: any Rust function of prompt and response, here one that likes brevity.
+//! PPO with a reward of one's own: any Rust closure that sees prompts, responses, tokens and rows of the dataset.
 //!
 //!     cargo run --release --example own_reward -- SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 
 use rlhf::config::PpoConfig;
-use rlhf::data::{Cursor, Dataset};
-use rlhf::generate::{GenerationConfig, Sampling, generate};
-use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
-use rlhf::rng::{Purpose, Stream};
-use rlhf::rollout::{Judges, experience, targets};
-use rlhf::tokenizer::Tokenizer;
-use rlhf::train::ppo::Learner;
-use std::path::Path;
-use tch::Tensor;
-
-/// Short answers are good answers: a tenth off for every word.
-fn reward(_prompt: &str, response: &str) -> f32 {
-    -(response.split_whitespace().count() as f32) / 10.0
-}
+use rlhf::reward::{FnReward, Rewards};
+use rlhf::train::ppo::PpoTrainer;
 
 #[allow(clippy::print_stdout)]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -24,46 +12,20 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let [sft, prompts, out] = arguments.as_slice() else {
         return Err("usage: own_reward SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER".into());
     };
-    let mut config = PpoConfig::new(sft, sft, prompts, out);
+    // Short answers are good answers: a tenth off for every word.
+    let brevity = FnReward::new(|batch| {
+        let words = batch.iter().map(|input| input.response.split_whitespace().count());
+        Ok(words.map(|words| -(words as f64) / 10.0).collect())
+    });
+    let mut config = PpoConfig::without_reward(sft, prompts, out);
     config.per_device_train_batch_size = 16;
     config.learning_rate = 1e-4;
     config.response_length = 32;
-
-    let (dir, options) = (Path::new(sft), ModelOptions::default());
-    let tokenizer = Tokenizer::from_pretrained(dir)?;
-    let reference = CausalLm::from_pretrained(dir, options)?;
-    // The value model starts from the language model, with a fresh head.
-    let value = SequenceClassifier::from_pretrained(dir, Some(config.run.seed), options)?;
-    let mut learner = Learner::new(CausalLm::from_pretrained(dir, options)?, value, &config);
-
-    let prompts = Dataset::read(Path::new(prompts), "train")?.prompts(&tokenizer, reference.config().vocab_size, 64)?;
-    let plan = config.plan(prompts.len())?;
-    let mut cursor = Cursor::new(config.run.seed, prompts.len());
-    for update in 0..plan.num_total_batches as u64 {
-        let rows = cursor.take(plan.batch_size);
-        let batch: Vec<Vec<i64>> = rows.iter().map(|&row| prompts[row].tokens.clone()).collect();
-        let generation = GenerationConfig {
-            stop_token_ids: tokenizer.eos().into_iter().collect(),
-            seed: config.run.seed,
-            step: update,
-            ..GenerationConfig::new(Sampling::at_temperature(config.temperature), config.response_length)
-        };
-        let responses = generate(&learner.policy, &batch, &generation)?;
-        let mut scores = Vec::new();
-        for (&row, response) in rows.iter().zip(&responses) {
-            scores.push(reward(&prompts[row].text, &tokenizer.decode(&response.tokens)?));
-        }
-        println!("update {update}: mean reward {:.3}", scores.iter().sum::<f32>() / scores.len() as f32);
-
-        let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
-        let experience = experience(judges, &batch, &responses, Tensor::from_slice(&scores), false, &config)?;
-        let targets = targets(&experience, &config);
-        let orders: Vec<Vec<usize>> = (0..config.num_ppo_epochs as u64)
-            .map(|epoch| Stream::new(config.run.seed, Purpose::MiniBatches, update, epoch).permutation(plan.batch_size))
-            .collect();
-        learner.optimise(&experience, &targets, &orders, config.learning_rate, &plan, &config)?;
+    let mut trainer = PpoTrainer::from_config_with(&config, Rewards::new().with("brevity", brevity))?;
+    for update in 0..trainer.plan.num_total_batches {
+        let metrics = trainer.update(update)?;
+        println!("update {update}: mean score {:?}", metrics.get("objective/scores"));
     }
-    learner.policy.save_pretrained(Path::new(out), tokenizer.eos_ids(), tokenizer.pad(), usize::MAX)?;
-    tokenizer.save_pretrained(Path::new(out))?;
+    trainer.save_model(out.as_ref())?;
     Ok(())
 }

@@ -17,6 +17,7 @@ use serde_saphyr::Spanned;
 
 /// A command with its configuration, checked.
 #[derive(Debug, Clone, PartialEq)]
+#[allow(clippy::large_enum_variant)] // There is one of it in a process.
 pub(crate) enum Task {
     Sft(SftConfig),
     Reward(RewardConfig),
@@ -113,7 +114,7 @@ fn rlhf_command() -> Command {
              \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
              \x20     --dataset_name pairs.jsonl --output_dir runs/reward",
         ),
-        config::command::<PpoConfig>("ppo").about("Train a language model with PPO against a reward model").after_help(
+        config::command::<PpoConfig>("ppo").about("Train a language model with PPO against a reward").after_help(
             "Example:\n\
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
              \x20     --dataset_name prompts.jsonl --output_dir runs/ppo",
@@ -431,7 +432,8 @@ mod tests {
             flags("ppo"),
             format!(
                 "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
-                 new_reward_head {data} \
+                 new_reward_head reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
+                 reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries {data} \
                  apply_chat_template per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
@@ -581,6 +583,16 @@ mod tests {
     }
 
     #[test]
+    fn rewards_keep_their_commas_and_their_settings_are_split_at_them() {
+        let words = ["--reward", "length:target=40,unit=words", "--reward", "regex:a,b", "--reward_weights"];
+        let config = ppo(&[&words[..], &["model=1,length=0.1", "--reward_clip=5"]].concat());
+        assert_eq!(config.rewards.reward, ["length:target=40,unit=words", "regex:a,b"]);
+        assert_eq!(config.rewards.reward_weights, ["model=1", "length=0.1"]);
+        assert_eq!(config.rewards.reward_clip, ["5"]);
+        assert!(ppo_error(&["--reward", "rhyme:x"]).starts_with("reward = rhyme:x: expected one of model, command"));
+    }
+
+    #[test]
     fn the_last_flag_wins() {
         assert_eq!(ppo(&["--seed", "1", "--seed", "2"]).run.seed, 2);
     }
@@ -683,10 +695,7 @@ mod tests {
         let help = parse_words(&["--help"]).unwrap_err();
         assert!(help.lines().count() <= 27, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
-        assert!(
-            help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --reward_model_path <PATH>"),
-            "{help}"
-        );
+        assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");
     }
 
@@ -701,6 +710,9 @@ mod tests {
 
         let mut ppo = PpoConfig::new("a: b # c", "007", "yes", "~");
         ppo.value_model_path = Some("1.0".into());
+        ppo.rewards.reward = ["tags=regex:^<a>, \"b\": 'c' #", "length:40"].map(String::from).into();
+        ppo.rewards.reward_command = Some("python3 reward.py --x 'a b'".into());
+        ppo.rewards.reward_weights = ["model=0.5", "tags=-1"].map(String::from).into();
         ppo.new_reward_head = true;
         ppo.dataset_test_split = "- 'quoted' \"twice\"".into();
         ppo.total_episodes = Some(1000);

@@ -18,6 +18,7 @@ use crate::ppo::{KlEstimator, ScorePosition};
 use crate::{Error, Result};
 
 const MODELS: &str = "Models";
+const REWARDS: &str = "Rewards";
 const DATA: &str = "Data";
 const BATCHES: &str = "Batch sizes and length of the run";
 const PPO: &str = "PPO";
@@ -48,8 +49,8 @@ pub struct PpoConfig {
     pub model_revision: String,
     /// Folder or hub name of the reward model, a sequence classifier; one with another tokenizer than the policy reads
     /// decoded text.
-    #[arg(long, help_heading = MODELS)]
-    pub reward_model_path: PathBuf,
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub reward_model_path: std::option::Option<PathBuf>,
     /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
     pub reward_label: std::option::Option<String>,
@@ -60,6 +61,11 @@ pub struct PpoConfig {
     /// Give a reward or value model that has no score head a fresh, random one.
     #[arg(long, help_heading = MODELS)]
     pub new_reward_head: bool,
+
+    /// Rewards beside, or in place of, the reward model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rewards: RewardsConfig,
 
     /// JSONL or JSON file of prompts, or a folder with a file per split.
     #[arg(long, help_heading = DATA)]
@@ -465,6 +471,51 @@ pub struct RowsConfig {
     pub num_threads: std::option::Option<usize>,
 }
 
+/// What scores the answers beside, or in place of, the reward model; the score is the sum.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct RewardsConfig {
+    /// A reward, as KIND:ARGUMENT or NAME=KIND:ARGUMENT; the flag several times for several. Kinds: length:target=40,
+    /// regex:EXPRESSION, words:FILE, json, exact:COLUMN, numeric:COLUMN, bleu:COLUMN, rouge_l:COLUMN, repetition:n=3,
+    /// model:FOLDER, command:LINE, url:ADDRESS.
+    #[arg(long, help_heading = REWARDS)]
+    pub reward: Vec<String>,
+    /// Command line of a program that scores answers: JSON lines in, JSON lines out.
+    #[arg(long, help_heading = REWARDS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub reward_command: std::option::Option<String>,
+    /// Address of a service that scores answers; RLHF_REWARD_TOKEN in the environment is its token.
+    #[arg(long, help_heading = REWARDS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub reward_url: std::option::Option<String>,
+    /// Weights in the sum, as NAME=X with commas between them, or X for all [default: 1].
+    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
+    pub reward_weights: Vec<String>,
+    /// Divide a reward's scores by their running standard deviation, NAME=std, less their running mean before that,
+    /// NAME=mean_std.
+    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
+    pub reward_normalize: Vec<String>,
+    /// Multiply a reward's scores, after that, as NAME=X.
+    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
+    pub reward_scale: Vec<String>,
+    /// Clip a reward's scores to plus or minus this, after that and before they are weighted, as NAME=X.
+    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
+    pub reward_clip: Vec<String>,
+    /// Column of the dataset that a service gets as `labels`.
+    #[arg(long, help_heading = REWARDS, default_value = "label")]
+    pub reward_label_column: String,
+    /// Answers in one request to a service.
+    #[arg(long, help_heading = REWARDS, default_value_t = 32)]
+    pub reward_batch_size: usize,
+    /// Requests to a service at a time.
+    #[arg(long, help_heading = REWARDS, default_value_t = 4)]
+    pub reward_concurrency: usize,
+    /// Seconds to wait for the next score of a program, or for a service.
+    #[arg(long, help_heading = REWARDS, default_value_t = 120.0)]
+    pub reward_timeout: f64,
+    /// How often a program that fails is started again, and a service asked again, before the run ends.
+    #[arg(long, help_heading = REWARDS, default_value_t = 3)]
+    pub reward_retries: usize,
+}
+
 /// Low-rank adapters (LoRA): whether they are trained in place of all weights, and their shape.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
@@ -677,10 +728,20 @@ impl PpoConfig {
     ) -> Self {
         let mut config: Self = defaults();
         config.sft_model_path = sft_model_path.into();
-        config.reward_model_path = reward_model_path.into();
+        config.reward_model_path = Some(reward_model_path.into());
         config.dataset_name = dataset_name.into();
         config.run.output_dir = output_dir.into();
         config
+    }
+
+    /// A configuration with every default and no reward: name one in `rewards`, or bring your own to
+    /// [`crate::train::ppo::PpoTrainer::from_config_with`].
+    pub fn without_reward(
+        sft_model_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        Self { reward_model_path: None, ..Self::new(sft_model_path, "", dataset_name, output_dir) }
     }
 
     /// Checks every setting that needs no dataset to be checked.
@@ -708,6 +769,8 @@ impl PpoConfig {
             return usage(format!("stop_token = eos and stop_token_id = {id} exclude each other: set one of them"));
         }
         check_token_id(self.stop_token_id)?;
+        self.rewards.check()?;
+        crate::reward::specs(self)?;
         self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer)?;
         self.run.check()?;
@@ -885,6 +948,18 @@ impl MergeConfig {
         config.model_name_or_path = model_name_or_path.into();
         config.output_dir = output_dir.into();
         config
+    }
+}
+
+impl RewardsConfig {
+    fn check(&self) -> Result<()> {
+        at_least_one("reward_batch_size", self.reward_batch_size)?;
+        at_least_one("reward_concurrency", self.reward_concurrency)?;
+        let most = format!("at most {MOST_REQUESTS}");
+        expect(self.reward_concurrency <= MOST_REQUESTS, "reward_concurrency", self.reward_concurrency, &most)?;
+        let seconds = self.reward_timeout;
+        let expected = "a number of seconds above 0, at most a week";
+        expect(seconds > 0.0 && seconds <= LONGEST_TIMEOUT, "reward_timeout", seconds, expected)
     }
 }
 
@@ -1298,6 +1373,12 @@ fn check_learning(learning_rate: f64, optimizer: &OptimizerConfig) -> Result<()>
     optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm))
 }
 
+/// The most requests to a reward service at a time: each has a thread.
+const MOST_REQUESTS: usize = 1024;
+
+/// The longest wait for a reward, in seconds.
+const LONGEST_TIMEOUT: f64 = 7.0 * 24.0 * 3600.0;
+
 /// The highest rank of an adapter: above any model's width.
 const MOST_RANK: usize = 1 << 16;
 
@@ -1377,20 +1458,24 @@ mod tests {
 
     #[test]
     fn defaults_are_those_of_trl_1_11() {
-        assert_settings(
-            &ppo(),
-            json!({
-                "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main",
-                "reward_model_path": "judge", "reward_label": null,
-                "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
-                "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
-                "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
-                "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
-                "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
-                "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
-                "score_position": "after_stop", "apply_chat_template": false,
-            }),
-        );
+        let rewards = json!({
+            "reward": [], "reward_command": null, "reward_url": null, "reward_weights": [], "reward_normalize": [],
+            "reward_scale": [], "reward_clip": [], "reward_label_column": "label", "reward_batch_size": 32,
+            "reward_concurrency": 4, "reward_timeout": 120.0, "reward_retries": 3,
+        });
+        let mut expected = json!({
+            "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main",
+            "reward_model_path": "judge", "reward_label": null,
+            "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
+            "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
+            "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
+            "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
+            "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
+            "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
+            "score_position": "after_stop", "apply_chat_template": false,
+        });
+        expected.as_object_mut().unwrap().extend(rewards.as_object().unwrap().clone());
+        assert_settings(&ppo(), expected);
         assert_settings(
             &SftConfig::new("m", "d", "o"),
             json!({
@@ -1557,7 +1642,13 @@ mod tests {
     #[test]
     fn values_out_of_range_are_refused_by_name() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 15] = [
+        let changes: [(Change, &str); 18] = [
+            (|c| c.rewards.reward_batch_size = 0, "reward_batch_size = 0: expected at least 1"),
+            (|c| c.rewards.reward_concurrency = 9999, "reward_concurrency = 9999: expected at most 1024"),
+            (
+                |c| c.rewards.reward_timeout = f64::NAN,
+                "reward_timeout = NaN: expected a number of seconds above 0, at most a week",
+            ),
             (|c| c.per_device_train_batch_size = 0, "per_device_train_batch_size = 0: expected at least 1"),
             (|c| c.gradient_accumulation_steps = 0, "gradient_accumulation_steps = 0: expected at least 1"),
             (|c| c.num_mini_batches = 0, "num_mini_batches = 0: expected at least 1"),

@@ -233,7 +233,12 @@ impl Dataset {
 }
 
 /// The text and the token ids of one conversation, whose parts are the messages in these fields of a row.
-fn encode_chat(row: &Value, tokenizer: &Tokenizer, fields: &[&str], prompt: bool) -> Result<(String, Vec<i64>)> {
+pub(crate) fn encode_chat(
+    row: &Value,
+    tokenizer: &Tokenizer,
+    fields: &[&str],
+    prompt: bool,
+) -> Result<(String, Vec<i64>)> {
     let mut conversation = Vec::new();
     for name in fields {
         let messages = row.get(*name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
@@ -255,7 +260,7 @@ fn encode_chat(row: &Value, tokenizer: &Tokenizer, fields: &[&str], prompt: bool
 }
 
 /// `ids` without the blank that a template may put behind its last eos, a new line for instance.
-fn up_to_eos(mut ids: Vec<i64>, tokenizer: &Tokenizer) -> Result<Vec<i64>> {
+pub(crate) fn up_to_eos(mut ids: Vec<i64>, tokenizer: &Tokenizer) -> Result<Vec<i64>> {
     if let Some(last) = ids.iter().rposition(|id| tokenizer.eos_ids().contains(id))
         && tokenizer.decode_verbatim(&ids[last + 1..])?.trim().is_empty()
     {

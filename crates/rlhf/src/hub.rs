@@ -650,7 +650,7 @@ impl Drop for Bar {
 }
 
 /// The certificates of a file.
-fn certificates(path: &Path) -> Result<RootCerts> {
+pub(crate) fn certificates(path: &Path) -> Result<RootCerts> {
     let text = fs::read(path).map_err(Error::io("read the certificates of SSL_CERT_FILE", path))?;
     let found: std::result::Result<Vec<_>, _> = parse_pem(&text).collect();
     let found = found.map_err(|error| Error::invalid(path, format!("SSL_CERT_FILE: not sound PEM: {error}")))?;
@@ -665,7 +665,7 @@ fn certificates(path: &Path) -> Result<RootCerts> {
 }
 
 /// Scheme and authority of an address.
-fn origin(url: &str) -> &str {
+pub(crate) fn origin(url: &str) -> &str {
     let start = url.find("://").map_or(0, |at| at + 3);
     let end = url[start..].find(['/', '?', '#']).map_or(url.len(), |at| start + at);
     &url[..end]

@@ -1,103 +1,694 @@
-//! What scores responses: a reward model, which may read text by a tokenizer of its own.
+//! What scores responses: models, rules, programs, services, closures; several at once, with weights.
 
-use crate::generate::Response;
-use crate::model::{ModelOptions, SequenceClassifier};
-use crate::rollout::score;
-use crate::tokenizer::Tokenizer;
+mod command;
+mod http;
+mod model;
+mod rules;
+mod spec;
+
+pub use command::CommandReward;
+pub use http::{HttpReward, HttpSettings};
+pub use model::RewardModel;
+pub use rules::Rule;
+pub(crate) use spec::{Spec, resolve, specs};
+
+use crate::generate::FinishReason;
+use crate::metrics::Metrics;
+use crate::rollout::Scores;
 use crate::{Error, Result};
-use std::path::Path;
-use tch::Tensor;
+use serde_json::{Map, Value, json};
+use std::fmt::{self, Write};
+use std::time::{Duration, Instant};
+use tch::{Device, Tensor};
 
-/// A reward model for the responses of a policy.
-#[derive(Debug)]
-pub struct RewardModel {
-    model: SequenceClassifier,
-    /// Its own tokenizer, where it reads other ids than the policy.
-    tokenizer: Option<Tokenizer>,
+/// One response, with all that a reward may want to know of it.
+#[derive(Debug, Clone, Copy)]
+pub struct RewardInput<'a> {
+    /// The text of the prompt.
+    pub prompt: &'a str,
+    /// The text of the response, without special tokens.
+    pub response: &'a str,
+    /// Token ids of the prompt.
+    pub prompt_ids: &'a [i64],
+    /// Token ids of the response, the stop token included.
+    pub response_ids: &'a [i64],
+    /// Why the response ended.
+    pub finish: FinishReason,
+    /// The prompt's row of the dataset.
+    pub row: &'a Value,
 }
 
-impl RewardModel {
-    /// Reads the reward model in `dir` for a policy whose tokenizer is `policy`.
-    ///
-    /// A folder with another tokenizer than the policy's keeps it: then the model reads the decoded text, without special
-    /// tokens, the last part of it where it is longer than the model's context; an encoder always does. `label` is that of
-    /// [`SequenceClassifier::choose_label`], `new_head` that of [`SequenceClassifier::from_pretrained`].
+impl RewardInput<'_> {
+    /// Why the response ended, as `rlhf generate` writes it: `stop` or `length`.
+    pub fn finish_reason(&self) -> &'static str {
+        match self.finish {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+        }
+    }
+}
+
+/// What a reward says of one response.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Score {
+    /// One number for the whole response; it lands where `score_position` says.
+    Response(f64),
+    /// One number for each of its tokens, each of which lands on its token.
+    Tokens(Vec<f64>),
+}
+
+impl Score {
+    /// The numbers: one, or one per token.
+    pub fn numbers(&self) -> &[f64] {
+        match self {
+            Score::Response(score) => std::slice::from_ref(score),
+            Score::Tokens(scores) => scores,
+        }
+    }
+
+    /// The sum of the numbers.
+    pub fn total(&self) -> f64 {
+        self.numbers().iter().sum()
+    }
+}
+
+impl From<f64> for Score {
+    fn from(score: f64) -> Self {
+        Score::Response(score)
+    }
+}
+
+impl From<Vec<f64>> for Score {
+    fn from(scores: Vec<f64>) -> Self {
+        Score::Tokens(scores)
+    }
+}
+
+/// Something that scores responses.
+pub trait Reward: Send {
+    /// One score per response, in order.
     ///
     /// # Errors
-    /// As these two; if an encoder has no tokenizer, or a tokenizer does not fit its model.
-    pub fn from_pretrained(
-        dir: &Path,
-        label: Option<&str>,
-        new_head: Option<u64>,
-        policy: &Tokenizer,
-        options: ModelOptions,
-    ) -> Result<Self> {
-        let mut model = SequenceClassifier::from_pretrained(dir, new_head, options)?;
-        model.choose_label(label, dir)?;
-        let mut tokenizer = None;
-        if Tokenizer::is_in(dir)? || !model.config().causal {
-            let own = Tokenizer::from_pretrained(dir)?;
-            tokenizer = (!model.config().causal || policy.difference(&own) > 0).then_some(own);
-        }
-        if let Some(tokenizer) = &mut tokenizer {
-            tokenizer.check_fits(model.config(), dir)?;
-            // Room for the end token that a decoder reads last.
-            let room = model.config().max_position_embeddings - usize::from(model.config().causal);
-            tokenizer.keep_last(room)?;
-        }
-        Ok(Self { model, tokenizer })
-    }
+    /// If there is no sound score for one of them. [`Rewards`] checks the count and that the numbers are finite.
+    fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>>;
 
-    /// A model that reads the policy's ids.
-    pub fn new(model: SequenceClassifier) -> Self {
-        Self { model, tokenizer: None }
-    }
-
-    /// The model.
-    pub fn model(&self) -> &SequenceClassifier {
-        &self.model
-    }
-
-    /// Whether the model reads the decoded text by its own tokenizer, and not the policy's ids.
-    pub fn reads_text(&self) -> bool {
-        self.tokenizer.is_some()
-    }
-
-    /// Scores of prompts with their responses: `[B]` f32. `policy` is the tokenizer that the ids are of.
+    /// Checks that a row of the dataset has what this reward needs; asked of every row before training begins.
     ///
     /// # Errors
-    /// If a sequence does not fit the model, or a score is not finite.
-    pub fn score(
-        &self,
-        prompts: &[Vec<i64>],
-        responses: &[Response],
-        policy: &Tokenizer,
-        batch_size: usize,
-    ) -> Result<Tensor> {
-        let pairs = prompts.iter().zip(responses);
-        let joined = pairs.map(|(prompt, response)| [prompt.as_slice(), &response.tokens].concat());
-        let sequences: Vec<Vec<i64>> = match &self.tokenizer {
-            None => joined.collect(),
-            Some(own) => joined.map(|ids| self.translate(&ids, policy, own)).collect::<Result<_>>()?,
+    /// If it has not.
+    fn check_row(&self, _row: &Value) -> Result<()> {
+        Ok(())
+    }
+
+    /// Further numbers about the last batch, which are logged as `reward/NAME/KEY`.
+    fn extra(&self) -> Vec<(String, f64)> {
+        Vec::new()
+    }
+
+    /// The model, if this is one: training asks what it reads, and may begin its value model there.
+    fn model(&self) -> Option<&RewardModel> {
+        None
+    }
+}
+
+/// A reward that is a closure.
+pub struct FnReward(Box<Scorer>);
+
+type Scorer = dyn FnMut(&[RewardInput<'_>]) -> Result<Vec<Score>> + Send;
+
+impl FnReward {
+    /// A reward that calls `f` with each batch; a score is an `f64`, or a `Vec<f64>` with a number per token.
+    pub fn new<S: Into<Score>>(mut f: impl FnMut(&[RewardInput<'_>]) -> Result<Vec<S>> + Send + 'static) -> Self {
+        Self(Box::new(move |batch| Ok(f(batch)?.into_iter().map(Into::into).collect())))
+    }
+}
+
+impl Reward for FnReward {
+    fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
+        (self.0)(batch)
+    }
+}
+
+/// What is made of a reward's numbers before they are summed: normalised, scaled, clipped, weighted, in this order.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Shaping {
+    /// By running moments, or not.
+    pub normalize: Normalize,
+    /// Multiplies.
+    pub scale: f64,
+    /// Clips to plus or minus this.
+    pub clip: Option<f64>,
+    /// Multiplies, last.
+    pub weight: f64,
+}
+
+impl Default for Shaping {
+    /// Numbers stay as they are.
+    fn default() -> Self {
+        Self { normalize: Normalize::None, scale: 1.0, clip: None, weight: 1.0 }
+    }
+}
+
+/// How numbers are normalised by the moments of all that the run has seen, the current batch included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Normalize {
+    /// Not at all.
+    None,
+    /// Divided by the standard deviation.
+    Std,
+    /// Less the mean, and then divided by the standard deviation.
+    MeanStd,
+}
+
+/// Running moments of the numbers that a reward gave: count, mean and sum of squared distances from it.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Moments {
+    count: f64,
+    mean: f64,
+    m2: f64,
+}
+
+impl Moments {
+    /// Adds numbers. Source: Chan, Golub and LeVeque 1979, the pairwise update.
+    fn update(&mut self, numbers: &[f64]) {
+        let count = numbers.len() as f64;
+        if numbers.is_empty() {
+            return;
+        }
+        let mean = numbers.iter().sum::<f64>() / count;
+        let m2: f64 = numbers.iter().map(|x| (x - mean).powi(2)).sum();
+        let (total, gap) = (self.count + count, mean - self.mean);
+        self.m2 += m2 + gap * gap * self.count * count / total;
+        self.mean += gap * count / total;
+        self.count = total;
+    }
+
+    /// The unbiased standard deviation; 1 as long as there is none to divide by.
+    fn std(&self) -> f64 {
+        let variance = if self.count > 1.0 { self.m2 / (self.count - 1.0) } else { 0.0 };
+        if variance > 0.0 { variance.sqrt() } else { 1.0 }
+    }
+}
+
+/// One of several rewards.
+struct Component {
+    name: String,
+    reward: Box<dyn Reward>,
+    shaping: Shaping,
+    moments: Moments,
+    /// What the model card says of it.
+    about: String,
+}
+
+impl Component {
+    fn shape(&self, number: f64) -> f64 {
+        let Shaping { normalize, scale, clip, weight } = self.shaping;
+        let number = match normalize {
+            Normalize::None => number,
+            Normalize::Std => number / self.moments.std(),
+            Normalize::MeanStd => (number - self.moments.mean) / self.moments.std(),
         };
-        score(&self.model, &sequences, batch_size)
+        let number = number * scale;
+        weight * clip.map_or(number, |most| number.clamp(-most, most))
+    }
+}
+
+/// The rewards of a run: a response's score is the sum of what they say, each with its weight.
+#[derive(Default)]
+pub struct Rewards {
+    components: Vec<Component>,
+}
+
+impl fmt::Debug for Rewards {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.components.iter().map(|c| (&c.name, &c.shaping))).finish()
+    }
+}
+
+impl Rewards {
+    /// No reward yet.
+    pub fn new() -> Self {
+        Self::default()
     }
 
-    /// The ids by which this model reads the policy's `ids`.
-    fn translate(&self, ids: &[i64], policy: &Tokenizer, own: &Tokenizer) -> Result<Vec<i64>> {
-        let mut translated = own.encode(&policy.decode(ids)?)?;
-        // A decoder was trained to score at the end token, where the text has one.
-        let ended = ids.last().is_some_and(|id| policy.eos_ids().contains(id));
-        if let (true, true, Some(eos)) = (self.model.config().causal, ended, own.eos())
-            && translated.last() != Some(&eos)
+    /// Adds a reward with the weight 1; `name` stands for it in metrics and errors.
+    #[must_use]
+    pub fn with(self, name: &str, reward: impl Reward + 'static) -> Self {
+        self.with_shaping(name, reward, Shaping::default())
+    }
+
+    /// Adds a reward whose numbers are shaped; `name` stands for it in metrics and errors.
+    #[must_use]
+    pub fn with_shaping(mut self, name: &str, reward: impl Reward + 'static, shaping: Shaping) -> Self {
+        self.push(name, Box::new(reward), shaping, "a function".into());
+        self
+    }
+
+    /// A name that is taken gets a number behind it.
+    fn push(&mut self, name: &str, reward: Box<dyn Reward>, shaping: Shaping, about: String) {
+        let taken = |name: &str| self.components.iter().any(|component| component.name == name);
+        let mut unique = name.to_string();
+        for number in 2.. {
+            if !taken(&unique) {
+                break;
+            }
+            unique = format!("{name}_{number}");
+        }
+        self.components.push(Component { name: unique, reward, shaping, moments: Moments::default(), about });
+    }
+
+    /// Adds those of `more` behind these.
+    pub(crate) fn extend(&mut self, more: Rewards) {
+        for Component { name, reward, shaping, about, .. } in more.components {
+            self.push(&name, reward, shaping, about);
+        }
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.components.is_empty()
+    }
+
+    /// Their names, in order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.components.iter().map(|component| component.name.as_str())
+    }
+
+    /// Those that are models.
+    pub fn models(&self) -> impl Iterator<Item = &RewardModel> {
+        self.components.iter().filter_map(|component| component.reward.model())
+    }
+
+    /// One line for people: each reward with what it is and its weight, where that is not 1.
+    pub fn describe(&self) -> String {
+        let mut text = String::new();
+        for Component { name, about, shaping, .. } in &self.components {
+            let weight = if shaping.weight == 1.0 { String::new() } else { format!(", weight {}", shaping.weight) };
+            let separator = if text.is_empty() { "" } else { "; " };
+            let _ = write!(text, "{separator}{name}: {about}{weight}");
+        }
+        text
+    }
+
+    /// Checks that every row has what the rewards need, before a run is spent on finding out.
+    ///
+    /// # Errors
+    /// If a row has not; the error names the reward and the row.
+    pub fn check_rows<'a>(&self, rows: impl Iterator<Item = &'a Value>) -> Result<()> {
+        for (at, row) in (1..).zip(rows) {
+            for Component { name, reward, .. } in &self.components {
+                let named = |e| Error::Run(format!("reward `{name}`: row {at} of the dataset: {e}"));
+                reward.check_row(row).map_err(named)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Scores of a batch. With `learn` its numbers enter the running moments; samples and evaluations leave those alone.
+    ///
+    /// # Errors
+    /// If a reward fails, gives another count than that of the responses or of a response's tokens, or a number is not
+    /// finite; the error names the reward and, where it is known, the row.
+    pub fn score(&mut self, batch: &[RewardInput<'_>], learn: bool) -> Result<Scored> {
+        let mut scored = Scored { responses: vec![0.0; batch.len()], tokens: None, components: Vec::new() };
+        for component in &mut self.components {
+            let began = Instant::now();
+            let name = component.name.clone();
+            let named = |what: &dyn fmt::Display| Error::Run(format!("reward `{name}`: {what}"));
+            let found = component.reward.score(batch).map_err(|e| named(&e))?;
+            let seconds = began.elapsed().as_secs_f64();
+            check(&found, batch).map_err(|problem| named(&problem.describe(batch)))?;
+            if learn && component.shaping.normalize != Normalize::None {
+                let numbers: Vec<f64> = found.iter().flat_map(|score| score.numbers().iter().copied()).collect();
+                component.moments.update(&numbers);
+            }
+            for (row, score) in found.iter().enumerate() {
+                match score {
+                    Score::Response(number) => scored.responses[row] += component.shape(*number),
+                    Score::Tokens(numbers) => {
+                        let zeros = || batch.iter().map(|input| vec![0.0; input.response_ids.len()]).collect();
+                        let slots = &mut scored.tokens.get_or_insert_with(zeros)[row];
+                        slots.iter_mut().zip(numbers).for_each(|(slot, number)| *slot += component.shape(*number));
+                    }
+                }
+            }
+            let scores = found.iter().map(Score::total).collect();
+            let extra = component.reward.extra();
+            scored.components.push(ComponentScores { name, scores, seconds, extra });
+        }
+        // Finite numbers may still be too large when they are summed, or held in f32 as tensors are.
+        let sums = scored.totals();
+        match sums.iter().position(|sum| !(*sum as f32).is_finite()) {
+            Some(row) => {
+                let problem = Problem::at(row, format!("expected a finite score, found {:?}", sums[row]));
+                Err(Error::Run(format!("the sum of the rewards: {}", problem.describe(batch))))
+            }
+            None => Ok(scored),
+        }
+    }
+
+    /// What a checkpoint keeps of them: the running moments by name.
+    pub fn state(&self) -> Value {
+        let normalised = self.components.iter().filter(|c| c.shaping.normalize != Normalize::None);
+        let moments = |m: &Moments| json!({"count": m.count, "mean": m.mean, "m2": m.m2});
+        Value::Object(normalised.map(|c| (c.name.clone(), moments(&c.moments))).collect::<Map<_, _>>())
+    }
+
+    /// Goes on from the running moments of [`Rewards::state`].
+    ///
+    /// # Errors
+    /// If those of a reward that is normalised are not in it.
+    pub fn load_state(&mut self, state: &Value) -> Result<()> {
+        for component in self.components.iter_mut().filter(|c| c.shaping.normalize != Normalize::None) {
+            let found = &state[&component.name];
+            let number = |name: &str| found[name].as_f64();
+            let (Some(count), Some(mean), Some(m2)) = (number("count"), number("mean"), number("m2")) else {
+                return Err(Error::Run(format!(
+                    "reward `{}`: expected its running moments (count, mean, m2), found {found}",
+                    component.name
+                )));
+            };
+            component.moments = Moments { count, mean, m2 };
+        }
+        Ok(())
+    }
+}
+
+/// What the rewards of a run say of a batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scored {
+    /// The sum of the scores per response, `[B]`.
+    pub responses: Vec<f64>,
+    /// The sum of the scores per token, a row per response, where a reward gave any.
+    pub tokens: Option<Vec<Vec<f64>>>,
+    /// Each reward's own.
+    pub components: Vec<ComponentScores>,
+}
+
+/// What one reward says of a batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ComponentScores {
+    /// The reward's name.
+    pub name: String,
+    /// Its numbers as it gave them, those of a response's tokens summed, `[B]`.
+    pub scores: Vec<f64>,
+    /// Seconds that it took.
+    pub seconds: f64,
+    /// Further numbers, by name.
+    pub extra: Vec<(String, f64)>,
+}
+
+impl Scored {
+    /// The whole score of each response, `[B]`.
+    pub fn totals(&self) -> Vec<f64> {
+        let tokens = |row: usize| self.tokens.as_ref().map_or(0.0, |tokens| tokens[row].iter().sum());
+        self.responses.iter().enumerate().map(|(row, score)| score + tokens(row)).collect()
+    }
+
+    /// The scores as the rollout takes them.
+    pub fn to_scores(&self, device: Device) -> Scores {
+        let f32s = |numbers: &Vec<f64>| numbers.iter().map(|&x| x as f32).collect::<Vec<f32>>();
+        Scores {
+            responses: Tensor::from_slice(&f32s(&self.responses)).to_device(device),
+            tokens: self.tokens.as_ref().map(|rows| rows.iter().map(f32s).collect()),
+        }
+    }
+
+    /// Adds mean, spread and time of each reward to the metrics. `docs/algorithm.md` defines them.
+    pub fn push_metrics(&self, m: &mut Metrics) {
+        for ComponentScores { name, scores, seconds, extra } in &self.components {
+            let mut moments = Moments::default();
+            moments.update(scores);
+            let spread = (moments.m2 / (moments.count - 1.0).max(1.0)).sqrt();
+            m.push(format!("objective/scores/{name}"), moments.mean);
+            m.push(format!("objective/scores_std/{name}"), spread);
+            m.push(format!("time/reward/{name}"), *seconds);
+            for (key, value) in extra {
+                m.push(format!("reward/{name}/{key}"), *value);
+            }
+        }
+    }
+}
+
+/// How long a reward outside this program is waited for, and how often it is asked.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Patience {
+    /// The wait for the next score of a program, or for a service's answer.
+    pub timeout: Duration,
+    /// How often a batch is asked for before its failure counts; at least 1.
+    pub attempts: u32,
+    /// The wait before the first repetition; it doubles from one to the next.
+    pub pause: Duration,
+}
+
+impl Default for Patience {
+    /// Two minutes, four times, half a second.
+    fn default() -> Self {
+        Self { timeout: Duration::from_secs(120), attempts: 4, pause: Duration::from_millis(500) }
+    }
+}
+
+/// No wait before a repetition is longer.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+impl Patience {
+    /// Asks until there is an answer, or the last attempt has failed.
+    fn repeat<T>(&self, mut ask: impl FnMut() -> Result<T, Problem>) -> Result<T, Problem> {
+        let mut failed = 0;
+        loop {
+            match ask() {
+                Ok(answer) => return Ok(answer),
+                Err(problem) => {
+                    failed += 1;
+                    if !problem.again || failed >= self.attempts {
+                        return Err(Problem { tried: failed, ..problem });
+                    }
+                    let pause = self.pause.saturating_mul(1 << (failed - 1).min(16));
+                    std::thread::sleep(pause.max(problem.wait.unwrap_or_default()).min(LONGEST_PAUSE));
+                }
+            }
+        }
+    }
+}
+
+/// Why a batch has no sound scores.
+#[derive(Debug)]
+struct Problem {
+    /// The row of the batch that is to blame.
+    row: Option<usize>,
+    what: String,
+    /// Whether it may go well another time.
+    again: bool,
+    /// How long the other side asks to wait before that.
+    wait: Option<Duration>,
+    /// How often it was tried.
+    tried: u32,
+}
+
+impl Problem {
+    fn new(what: impl Into<String>) -> Self {
+        Self { row: None, what: what.into(), again: true, wait: None, tried: 1 }
+    }
+
+    fn at(row: usize, what: impl Into<String>) -> Self {
+        Self { row: Some(row), ..Self::new(what) }
+    }
+
+    /// One that would come again.
+    fn lasting(what: impl Into<String>) -> Self {
+        Self { again: false, ..Self::new(what) }
+    }
+
+    /// One line, with the beginning of the row's prompt.
+    fn describe(&self, batch: &[RewardInput<'_>]) -> String {
+        let mut text = String::new();
+        if let Some(row) = self.row {
+            let _ = write!(text, "row {} of {}", row + 1, batch.len());
+            if let Some(input) = batch.get(row) {
+                let _ = write!(text, " (prompt {})", excerpt(input.prompt, 40));
+            }
+            text += ": ";
+        }
+        text += &self.what;
+        if self.tried > 1 {
+            let _ = write!(text, " (tried {} times)", self.tried);
+        }
+        text
+    }
+}
+
+/// The beginning of a text, quoted, on one line.
+fn excerpt(text: &str, most: usize) -> String {
+    let start: String = text.chars().take(most).collect();
+    let more = if start.len() < text.len() { "..." } else { "" };
+    format!("{start:?}{more}")
+}
+
+/// Checks that there is one score per response, one number per token where there are several, and that all are finite.
+fn check(scores: &[Score], batch: &[RewardInput<'_>]) -> Result<(), Problem> {
+    if scores.len() != batch.len() {
+        let (expected, found) = (batch.len(), scores.len());
+        return Err(Problem::new(format!("expected {expected} scores, one per response, found {found}")));
+    }
+    for (row, (score, input)) in scores.iter().zip(batch).enumerate() {
+        let tokens = input.response_ids.len();
+        if let Score::Tokens(numbers) = score
+            && numbers.len() != tokens
         {
-            translated.push(eos);
+            let found = numbers.len();
+            return Err(Problem::at(row, format!("expected {tokens} scores, one per token, found {found}")));
         }
-        if translated.is_empty() {
-            return Err(Error::Run(
-                "reward model: the text of a response is empty, and its tokenizer adds nothing".into(),
-            ));
+        if let Some(number) = score.numbers().iter().find(|number| !number.is_finite()) {
+            return Err(Problem::at(row, format!("expected a finite score, found {number}")));
         }
-        Ok(translated)
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A batch of responses of these lengths, to prompts "prompt 0", "prompt 1", ...
+    pub(super) fn with_batch<T>(lengths: &[usize], f: impl FnOnce(&[RewardInput<'_>]) -> T) -> T {
+        let (prompts, row): (Vec<String>, _) = ((0..lengths.len()).map(|i| format!("prompt {i}")).collect(), json!({}));
+        let ids = vec![7; lengths.iter().copied().max().unwrap_or(0)];
+        let batch: Vec<RewardInput<'_>> = prompts
+            .iter()
+            .zip(lengths)
+            .map(|(prompt, &len)| RewardInput {
+                prompt,
+                response: "fine",
+                prompt_ids: &[1],
+                response_ids: &ids[..len],
+                finish: FinishReason::Length,
+                row: &row,
+            })
+            .collect();
+        f(&batch)
+    }
+
+    fn constant(scores: &'static [f64]) -> FnReward {
+        FnReward::new(move |_| Ok(scores.to_vec()))
+    }
+
+    fn shaping(change: impl FnOnce(&mut Shaping)) -> Shaping {
+        let mut shaping = Shaping::default();
+        change(&mut shaping);
+        shaping
+    }
+
+    #[test]
+    fn scores_are_summed_with_their_weights_and_each_reward_is_told_apart() {
+        let tokens = FnReward::new(|batch| Ok(batch.iter().map(|i| vec![1.0; i.response_ids.len()]).collect()));
+        let mut rewards = Rewards::new()
+            .with("a", constant(&[1.0, 3.0]))
+            .with_shaping("b", constant(&[10.0, -10.0]), shaping(|s| s.weight = 0.5))
+            .with_shaping("tokens", tokens, shaping(|s| s.weight = -1.0));
+        let scored = with_batch(&[2, 3], |batch| rewards.score(batch, true)).unwrap();
+        assert_eq!(scored.responses, [6.0, -2.0]);
+        assert_eq!(scored.tokens, Some(vec![vec![-1.0; 2], vec![-1.0; 3]]));
+        assert_eq!(scored.totals(), [4.0, -5.0]);
+        let mut m = Metrics::default();
+        scored.push_metrics(&mut m);
+        for (name, expected) in [
+            ("objective/scores/a", 2.0),
+            ("objective/scores_std/a", 2f64.sqrt()), // ((1 - 2)^2 + (3 - 2)^2) / (2 - 1) = 2
+            ("objective/scores/b", 0.0),
+            ("objective/scores/tokens", 2.5),
+        ] {
+            assert!((m.get(name).unwrap() - expected).abs() < 1e-12, "{name}");
+        }
+        assert!(m.get("time/reward/b").is_some());
+    }
+
+    #[test]
+    fn a_name_that_is_taken_gets_a_number() {
+        let rewards = Rewards::new().with("a", constant(&[])).with("a", constant(&[])).with("a", constant(&[]));
+        assert_eq!(rewards.names().collect::<Vec<_>>(), ["a", "a_2", "a_3"]);
+    }
+
+    #[test]
+    fn numbers_are_normalised_then_scaled_then_clipped_then_weighted() {
+        let shaping = Shaping { normalize: Normalize::MeanStd, scale: 2.0, clip: Some(1.5), weight: 10.0 };
+        let mut rewards = Rewards::new().with_shaping("a", constant(&[0.0, 2.0, 4.0]), shaping);
+        // Mean 2, deviation 2: -1, 0, 1; times 2: -2, 0, 2; within 1.5: -1.5, 0, 1.5; times 10.
+        let scored = with_batch(&[1; 3], |batch| rewards.score(batch, true)).unwrap();
+        assert_eq!(scored.responses, [-15.0, 0.0, 15.0]);
+        assert_eq!(scored.components[0].scores, [0.0, 2.0, 4.0], "logged as they were given");
+    }
+
+    #[test]
+    fn running_moments_equal_the_direct_computation_and_survive_a_checkpoint() {
+        let batches: [&'static [f64]; 4] = [&[1.0, 2.5, -3.0], &[7.0], &[0.1, 0.2, 0.3, 1e3], &[5.0, 5.0]];
+        let normalised = || shaping(|s| s.normalize = Normalize::Std);
+        let mut moments = Moments::default();
+        for upto in 1..=batches.len() {
+            moments.update(batches[upto - 1]);
+            let all: Vec<f64> = batches[..upto].concat();
+            let mean = all.iter().sum::<f64>() / all.len() as f64;
+            let variance = all.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (all.len() as f64 - 1.0);
+            assert!((moments.mean - mean).abs() < 1e-12 * mean.abs().max(1.0));
+            assert!((moments.std() - variance.sqrt()).abs() < 1e-12 * variance.sqrt());
+        }
+        let run = |rewards: &mut Rewards, from: usize| {
+            let mut found = Vec::new();
+            for numbers in &batches[from..] {
+                rewards.components[0].reward = Box::new(constant(numbers));
+                let scored = with_batch(&vec![1; numbers.len()], |batch| rewards.score(batch, true)).unwrap();
+                found.extend(scored.responses);
+            }
+            found
+        };
+        let whole = run(&mut Rewards::new().with_shaping("a", constant(&[]), normalised()), 0);
+        let mut first = Rewards::new().with_shaping("a", constant(&[]), normalised());
+        for numbers in &batches[..2] {
+            first.components[0].moments.update(numbers);
+        }
+        let state = serde_json::from_str(&first.state().to_string()).unwrap();
+        let mut resumed = Rewards::new().with_shaping("a", constant(&[]), normalised());
+        resumed.load_state(&state).unwrap();
+        assert_eq!(run(&mut resumed, 2), whole[4..], "bit for bit");
+        let error = resumed.load_state(&json!({"b": {}})).unwrap_err().to_string();
+        assert!(error.contains("reward `a`") && error.contains("running moments"), "{error}");
+    }
+
+    #[test]
+    fn samples_leave_the_running_moments_alone_and_one_number_has_no_deviation() {
+        let mut rewards =
+            Rewards::new().with_shaping("a", constant(&[4.0]), shaping(|s| s.normalize = Normalize::MeanStd));
+        with_batch(&[1], |batch| {
+            assert_eq!(rewards.score(batch, false).unwrap().responses, [4.0]);
+            assert_eq!(rewards.state()["a"]["count"], 0.0);
+            assert_eq!(rewards.score(batch, true).unwrap().responses, [0.0]);
+            assert_eq!(rewards.state()["a"]["count"], 1.0);
+        });
+    }
+
+    #[test]
+    fn what_is_no_score_is_one_error_with_the_reward_and_the_row() {
+        let tokens = FnReward::new(|_| Ok(vec![vec![1.0], vec![1.0]]));
+        let failing = FnReward::new(|_| Err::<Vec<f64>, _>(Error::Run("out of ideas".into())));
+        for (reward, message) in [
+            (constant(&[1.0]), "reward `a`: expected 2 scores, one per response, found 1"),
+            (
+                constant(&[1.0, f64::NAN]),
+                "reward `a`: row 2 of 2 (prompt \"prompt 1\"): expected a finite score, found NaN",
+            ),
+            (
+                constant(&[f64::NEG_INFINITY, 1.0]),
+                "reward `a`: row 1 of 2 (prompt \"prompt 0\"): expected a finite score, found -inf",
+            ),
+            (tokens, "reward `a`: row 2 of 2 (prompt \"prompt 1\"): expected 2 scores, one per token, found 1"),
+            (failing, "reward `a`: out of ideas"),
+            (
+                constant(&[1e300, 1.0]),
+                "the sum of the rewards: row 1 of 2 (prompt \"prompt 0\"): expected a finite score, found 1e300",
+            ),
+        ] {
+            let mut rewards = Rewards::new().with("a", reward);
+            let error = with_batch(&[1, 2], |batch| rewards.score(batch, true)).unwrap_err().to_string();
+            assert_eq!(error, message);
+        }
     }
 }

@@ -30,6 +30,23 @@ pub struct Experience {
     pub values: Tensor,
     /// Score of each row, `[B]`; the penalty for a missing stop token is already in it.
     pub scores: Tensor,
+    /// Scores of single tokens, within `response_mask`, where a reward gives any.
+    pub token_scores: Option<Tensor>,
+}
+
+/// Scores of responses.
+#[derive(Debug)]
+pub struct Scores {
+    /// One number per response, `[B]` f32.
+    pub responses: Tensor,
+    /// One number per token, a row per response, if there are such.
+    pub tokens: Option<Vec<Vec<f32>>>,
+}
+
+impl From<Tensor> for Scores {
+    fn from(responses: Tensor) -> Self {
+        Self { responses, tokens: None }
+    }
 }
 
 /// Rewards and what follows from them, `[B, R]` f32.
@@ -37,7 +54,7 @@ pub struct Experience {
 pub struct Targets {
     /// Estimate of KL(policy || reference) per token.
     pub kl: Tensor,
-    /// -kl_coef * kl, and the score at its place; whitened if the configuration says so.
+    /// -kl_coef * kl, and the scores at their places; whitened if the configuration says so.
     pub rewards: Tensor,
     /// Advantages, whitened over the whole batch.
     pub advantages: Tensor,
@@ -46,6 +63,14 @@ pub struct Targets {
 }
 
 impl Experience {
+    /// The whole score of each row, `[B]`: those of its tokens too.
+    pub fn total_scores(&self) -> Tensor {
+        match &self.token_scores {
+            Some(tokens) => &self.scores + tokens.sum_dim_intlist(1i64, false, Kind::Float),
+            None => self.scores.shallow_clone(),
+        }
+    }
+
     /// Slots in a row.
     pub fn width(&self) -> i64 {
         self.response_mask.size()[1]
@@ -111,7 +136,7 @@ pub fn penalise_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) ->
 
 /// Asks the models about `responses` to `prompts`.
 ///
-/// `scores` `[B]` are final. In f32 the policy's log-probabilities are those of the sampling; `recompute_logprobs` takes
+/// `scores` are final: `[B]`, or [`Scores`] with some per token. In f32 the policy's log-probabilities are those of the sampling; `recompute_logprobs` takes
 /// them anew in the pass that training uses (for responses from elsewhere, and for bf16, where the two passes differ).
 ///
 /// # Errors
@@ -120,10 +145,11 @@ pub fn experience(
     judges: Judges<'_>,
     prompts: &[Vec<i64>],
     responses: &[Response],
-    scores: Tensor,
+    scores: impl Into<Scores>,
     recompute_logprobs: bool,
     config: &PpoConfig,
 ) -> Result<Experience> {
+    let scores = scores.into();
     check_rows(prompts, responses, &scores, recompute_logprobs, config.response_length)?;
     let width = config.response_length as i64;
     let device = judges.policy.device();
@@ -136,7 +162,10 @@ pub fn experience(
         logprobs: Tensor::new(),
         ref_logprobs: Tensor::new(),
         values: Tensor::new(),
-        scores,
+        token_scores: scores
+            .tokens
+            .map(|rows| to_slots(&Tensor::from_slice(&rows.concat()).to_device(device), &lengths, width)),
+        scores: scores.responses,
         value_counts: value_counts(config, &lengths, width),
         sequences,
         lengths,
@@ -171,14 +200,19 @@ pub fn experience(
 fn check_rows(
     prompts: &[Vec<i64>],
     responses: &[Response],
-    scores: &Tensor,
+    scores: &Scores,
     recompute_logprobs: bool,
     most: usize,
 ) -> Result<()> {
-    let rows = prompts.len();
-    if responses.len() != rows || scores.size() != [rows as i64] {
-        let found = format!("{} responses and scores of shape {:?}", responses.len(), scores.size());
+    let (rows, shape) = (prompts.len(), scores.responses.size());
+    if responses.len() != rows || shape != [rows as i64] {
+        let found = format!("{} responses and scores of shape {shape:?}", responses.len());
         return Err(Error::Run(format!("expected {rows} responses and scores, one per prompt, found {found}")));
+    }
+    if let Some(tokens) = &scores.tokens
+        && !tokens.iter().map(Vec::len).eq(responses.iter().map(|response| response.tokens.len()))
+    {
+        return Err(Error::Run("expected a score for each token of each response, found others".into()));
     }
     for (row, (prompt, response)) in prompts.iter().zip(responses).enumerate() {
         let (tokens, logprobs) = (response.tokens.len(), response.logprobs.len());
@@ -202,6 +236,9 @@ fn check_rows(
 pub fn targets(e: &Experience, config: &PpoConfig) -> Targets {
     let kl = ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, config.kl_estimator);
     let mut rewards = ppo::rewards(&kl, &e.scores, &e.lengths, config.kl_coef, config.score_position);
+    if let Some(token_scores) = &e.token_scores {
+        rewards += token_scores;
+    }
     if config.whiten_rewards {
         rewards = ppo::whiten(&rewards, &e.value_mask, false);
     }
@@ -211,7 +248,11 @@ pub fn targets(e: &Experience, config: &PpoConfig) -> Targets {
 }
 
 /// Calls `f` on consecutive ranges of at most `batch_size` rows and joins what it gives.
-fn in_batches<T>(rows: &[T], batch_size: usize, f: impl Fn(Range<usize>) -> Result<Tensor>) -> Result<Tensor> {
+pub(crate) fn in_batches<T>(
+    rows: &[T],
+    batch_size: usize,
+    f: impl Fn(Range<usize>) -> Result<Tensor>,
+) -> Result<Tensor> {
     let parts = (0..rows.len())
         .step_by(batch_size.max(1))
         .map(|from| f(from..(from + batch_size.max(1)).min(rows.len())))

@@ -198,6 +198,17 @@ impl Tokenizer {
         Ok(())
     }
 
+    /// Whether there is a chat template.
+    pub fn has_chat_template(&self) -> bool {
+        self.template.is_some()
+    }
+
+    /// Whether there is a chat template, and `other` has none or another.
+    pub(crate) fn has_other_chat_template(&self, other: &Self) -> bool {
+        let same = |own: &ChatTemplate| other.template.as_ref().is_some_and(|theirs| theirs.is_same(own));
+        self.template.as_ref().is_some_and(|own| !same(own))
+    }
+
     /// What a run tells of its tokenizer: the tokens that end a text, the pad token, the chat template.
     pub fn describe(&self) -> String {
         let show = |&id: &i64| {

@@ -454,7 +454,10 @@ fn damaged_weights_end_in_one_error() {
     for (line, words) in [
         (format!("{GENERATE} --model_name_or_path damaged_policy"), &["logits", "not finite", "weights"][..]),
         (format!("{PPO} --sft_model_path damaged_policy --output_dir ppo"), &["logits", "not finite", "weights"]),
-        (format!("{PPO} --reward_model_path damaged_reward --output_dir ppo2"), &["reward model", "score", "NaN"]),
+        (
+            format!("{PPO} --reward_model_path damaged_reward --output_dir ppo2"),
+            &["reward `model`", "row 1 of 5", "score", "NaN"],
+        ),
         (format!("{SFT} --model_name_or_path damaged_policy --output_dir sft"), &["step 1", "NaN"]),
         (format!("{REWARD} --model_name_or_path damaged_reward --output_dir reward_out"), &["step 1", "NaN"]),
     ] {
@@ -601,11 +604,7 @@ fn settings_that_cannot_be_are_usage_errors() {
     ] {
         scratch.refuses(&format!("{PPO} {line}"), 2, words);
     }
-    scratch.refuses(
-        "ppo --sft_model_path policy",
-        2,
-        &["required", "--reward_model_path", "--dataset_name", "--output_dir"],
-    );
+    scratch.refuses("ppo --sft_model_path policy", 2, &["required", "--dataset_name", "--output_dir"]);
     scratch.refuses("sft --dataset_name demos.jsonl --output_dir out", 2, &["model_name_or_path", "config_name"]);
     scratch.refuses("tune", 2, &["'tune'", "sft, reward, ppo, generate, logprobs, score and merge"]);
     scratch.refuses(&format!("{PPO} --config nowhere.yaml"), 1, &["nowhere.yaml: cannot read"]);

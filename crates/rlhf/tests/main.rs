@@ -9,5 +9,6 @@ mod lora;
 mod models;
 mod ppo_golden;
 mod ppo_invariance;
+mod rewards;
 mod support;
 mod tokenizers;

@@ -14,6 +14,7 @@ const FUEL: u64 = 10_000_000;
 #[derive(Debug, Clone)]
 pub(super) struct ChatTemplate {
     file: PathBuf,
+    source: String,
     compiled: Result<Environment<'static>, String>,
 }
 
@@ -23,7 +24,12 @@ impl ChatTemplate {
         let mut environment = environment();
         let compiled = environment.add_template_owned("chat", plain_blocks(&unix_lines(source)));
         let compiled = compiled.map(|()| environment).map_err(|e| explain(&e));
-        Self { file, compiled }
+        Self { file, source: source.to_string(), compiled }
+    }
+
+    /// Whether it has the same text as another.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        self.source == other.source
     }
 
     /// Where it stands.

@@ -12,9 +12,9 @@ use crate::metrics::Metrics;
 use crate::model::{CausalLm, LoraConfig, ModelOptions, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
-use crate::reward::RewardModel;
+use crate::reward::{RewardInput, RewardModel, Rewards, Scored, Spec, resolve, specs};
 use crate::rng::{Purpose, Stream};
-use crate::rollout::{Experience, Judges, Targets, experience, penalise_missing_stop, targets};
+use crate::rollout::{Experience, Judges, Scores, Targets, experience, penalise_missing_stop, targets};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
@@ -32,8 +32,9 @@ const SAMPLE_ROWS: usize = 5;
 pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     config.check()?;
     let optional = [config.value_model_path.as_deref(), config.model_name_or_path.as_deref()];
-    let mut inputs: Vec<&Path> = vec![&config.sft_model_path, &config.reward_model_path, &config.dataset_name];
-    inputs.extend(optional.into_iter().flatten());
+    let rewards = specs(config)?;
+    let mut inputs: Vec<&Path> = vec![&config.sft_model_path, &config.dataset_name];
+    inputs.extend(optional.into_iter().flatten().chain(rewards.iter().filter_map(Spec::model_path)));
     check_output_dir(&config.run, &inputs)?;
     let mut trainer = PpoTrainer::from_config(config)?;
     claim_output_dir(&config.run, config)?;
@@ -48,7 +49,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     Ok(())
 }
 
-/// A whole PPO run: four models, a tokenizer, prompts.
+/// A whole PPO run: models, rewards, a tokenizer, prompts.
 #[derive(Debug)]
 pub struct PpoTrainer {
     /// The settings.
@@ -60,7 +61,7 @@ pub struct PpoTrainer {
     /// What the policy should not drift away from.
     pub reference: CausalLm,
     /// What scores the responses.
-    pub reward: RewardModel,
+    pub rewards: Rewards,
     /// The tokenizer of all of them.
     pub tokenizer: Tokenizer,
     prompts: Vec<Prompt>,
@@ -72,11 +73,19 @@ pub struct PpoTrainer {
 }
 
 impl PpoTrainer {
-    /// Loads what `config` names: the policy and its frozen copy, the reward and the value model, the prompts.
+    /// Loads what `config` names: the policy and its frozen copy, the rewards and the value model, the prompts.
     ///
     /// # Errors
-    /// If an input is not what it should be; nothing is written.
+    /// If an input is not what it should be, or there is no reward; nothing is written.
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
+        Self::from_config_with(config, Rewards::new())
+    }
+
+    /// As [`PpoTrainer::from_config`], with rewards of the caller's beside those that `config` names, which may be none.
+    ///
+    /// # Errors
+    /// As [`PpoTrainer::from_config`].
+    pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
         let options = model_options(&config.run)?;
         // Held as their files are, and computed as the policy is: to widen a weight loses nothing, so the reference gives
@@ -85,7 +94,11 @@ impl PpoTrainer {
         // Before gigabytes are fetched in vain.
         locate(&config.dataset_name, &config.dataset_train_split)?;
         let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
-        let reward_dir = &hub::model_dir(&config.reward_model_path, None)?;
+        let specs = resolve(config)?;
+        if specs.is_empty() && more.is_empty() {
+            let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
+            return Err(Error::Usage(message.into()));
+        }
         let own_value_dir = config.value_model_path.as_ref().map(|dir| hub::model_dir(dir, None)).transpose()?;
         let new_head = config.new_reward_head.then_some(config.run.seed);
         let tokenizer_of = config.model_name_or_path.as_ref();
@@ -109,13 +122,13 @@ impl PpoTrainer {
             None => folded(frozen)?,
         };
         tokenizer.check_fits(policy.config(), policy_dir)?;
-        let label = config.reward_label.as_deref();
-        let reward = RewardModel::from_pretrained(reward_dir, label, new_head, &tokenizer, frozen)?;
-        let (value_dir, value_head) = match &own_value_dir {
-            Some(dir) => (dir, new_head),
+        let mut rewards = Rewards::load(specs, config, &tokenizer, frozen)?;
+        rewards.extend(more);
+        let beginning = rewards.models().find(|model| model.can_be_value_model()).map(RewardModel::dir);
+        let (value_dir, value_head) = match (own_value_dir.as_deref(), beginning) {
+            (Some(dir), _) | (None, Some(dir)) => (dir, new_head),
             // What reads other ids than the policy, or says more than one number, cannot be a value model's beginning.
-            None if reward.reads_text() || reward.model().labels().len() > 1 => (policy_dir, Some(config.run.seed)),
-            None => (reward_dir, new_head),
+            (None, None) => (policy_dir.as_path(), Some(config.run.seed)),
         };
         let mut value = SequenceClassifier::from_pretrained(value_dir, value_head, trained)?;
         value.check_values(value_dir)?;
@@ -123,8 +136,9 @@ impl PpoTrainer {
         if let Some(lora) = &lora {
             value.add_adapter(lora, config.run.seed)?;
         }
-        let read_ids = (!reward.reads_text()).then(|| (reward_dir, reward.model().config()));
-        for (dir, model) in read_ids.into_iter().chain([(value_dir, value.config())]) {
+        let read_ids = rewards.models().filter(|model| !model.reads_text());
+        let read_ids: Vec<_> = read_ids.map(|model| (model.dir(), model.classifier().config())).collect();
+        for (dir, model) in read_ids.iter().copied().chain([(value_dir, value.config())]) {
             tokenizer.check_same(dir)?;
             // The policy may sample any of its ids, also those behind the tokenizer's last.
             if model.vocab_size < policy.config().vocab_size {
@@ -135,8 +149,8 @@ impl PpoTrainer {
             }
         }
 
-        let contexts = [Some(policy.config()), Some(value.config()), read_ids.map(|(_, model)| model)];
-        let contexts = contexts.into_iter().flatten().map(|c| c.max_position_embeddings);
+        let contexts = read_ids.iter().map(|(_, model)| *model).chain([policy.config(), value.config()]);
+        let contexts = contexts.map(|c| c.max_position_embeddings);
         let context = contexts.min().expect("there are two models");
         let most = context.checked_sub(config.response_length).filter(|&most| most > 0).ok_or_else(|| {
             Error::Usage(format!(
@@ -157,6 +171,7 @@ impl PpoTrainer {
             }
             None => prompts.iter().take(SAMPLE_ROWS).cloned().collect(),
         };
+        rewards.check_rows(prompts.iter().chain(&sample_prompts).map(|prompt| &prompt.row))?;
         let stop = match (config.stop_token, config.stop_token_id) {
             (Some(StopToken::Eos), _) => {
                 tokenizer.require_eos()?;
@@ -178,7 +193,7 @@ impl PpoTrainer {
             sample_prompts,
             config: config.clone(),
             reference,
-            reward,
+            rewards,
             tokenizer,
             prompts,
             stop,
@@ -194,14 +209,15 @@ impl PpoTrainer {
         if let Some(warning) = small_dataset(&self.config.dataset_name, self.prompts.len(), self.plan.batch_size) {
             report.warn(&warning);
         }
-        if self.reward.model().has_new_head() {
+        for model in self.rewards.models().filter(|model| model.classifier().has_new_head()) {
             report.warn(&format!(
                 "{}: the reward model has a fresh random head, so its scores mean nothing yet; train it by `rlhf reward`",
-                self.config.reward_model_path.display()
+                model.dir().display()
             ));
         }
-        if self.reward.reads_text() {
-            report.note("reward model: reads the decoded text, by its own tokenizer");
+        report.note(&format!("rewards: {}", self.rewards.describe()));
+        for model in self.rewards.models().filter(|model| model.reads_text()) {
+            report.note(&format!("{}: reads the decoded text, by its own tokenizer", model.dir().display()));
         }
         for (name, trained) in self.trained() {
             report.note(&format!("{name}: {trained}"));
@@ -213,7 +229,8 @@ impl PpoTrainer {
         }
         for update in 0..self.plan.num_total_batches {
             if self.plan.sample_every.is_some_and(|every| update % every == 0) {
-                report.samples(update * self.plan.batch_size, &self.samples(update)?)?;
+                let samples = self.samples(update)?;
+                report.samples(update * self.plan.batch_size, &samples)?;
             }
             let metrics = self.update(update)?;
             report.record((update + 1) as i64, &metrics)?;
@@ -224,7 +241,8 @@ impl PpoTrainer {
         }
         if self.plan.sample_every.is_some() {
             let end = self.plan.num_total_batches;
-            report.samples(end * self.plan.batch_size, &self.samples(end)?)?;
+            let samples = self.samples(end)?;
+            report.samples(end * self.plan.batch_size, &samples)?;
         }
         Ok(self.plan.num_total_batches)
     }
@@ -245,7 +263,9 @@ impl PpoTrainer {
         let generated = began.elapsed().as_secs_f64();
 
         // 2. Responses to experience: scores, log-probabilities, values.
-        let (scores, ends) = self.score(&prompts, &responses)?;
+        let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+        let scored = score(&mut self.rewards, &self.tokenizer, &asked, &responses, true)?;
+        let (scores, ends) = self.penalised(&scored, &responses);
         let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
         let recompute = !self.learner.policy.is_exact();
         let experience = experience(judges, &prompts, &responses, scores, recompute, config)?;
@@ -273,6 +293,7 @@ impl PpoTrainer {
         m.push("episode", ((update + 1) * plan.batch_size) as f64);
         m.push("eps", plan.batch_size as f64 / took);
         metrics(&mut m, &experience, &targets, &steps, config);
+        scored.push_metrics(&mut m);
         m.push("val/num_eos_tokens", ends.iter().sum::<usize>() as f64);
         m.push("lr", lr);
         m.push("time/generate", generated);
@@ -303,7 +324,7 @@ impl PpoTrainer {
         })?;
         let mut facts = vec![
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
-            ("reward model", format!("`{}`", self.config.reward_model_path.display())),
+            ("rewards", self.rewards.describe()),
             ("prompts", format!("`{}`, {} rows", self.config.dataset_name.display(), self.prompts.len())),
             ("tokenizer", self.tokenizer.describe()),
         ];
@@ -340,27 +361,29 @@ impl PpoTrainer {
         generate(&self.learner.policy, prompts, &config)
     }
 
-    /// Scores `[B]`, and how often each response holds a token that should end it: a stop token, or eos where none is
-    /// set.
-    fn score(&self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<(Tensor, Vec<usize>)> {
-        let batch_size = self.config.local_rollout_forward_batch_size;
-        let scores = self.reward.score(prompts, responses, &self.tokenizer, batch_size)?;
+    /// Scores less the penalty of responses that did not stop, and how often each response holds a token that should end
+    /// it: a stop token, or eos where none is set.
+    fn penalised(&self, scored: &Scored, responses: &[Response]) -> (Scores, Vec<usize>) {
         let end = if self.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.stop };
         let ends: Vec<usize> =
             responses.iter().map(|r| r.tokens.iter().filter(|id| end.contains(id)).count()).collect();
         let stopped: Vec<bool> = ends.iter().map(|&count| count > 0).collect();
-        let scores = match self.config.missing_eos_penalty {
-            Some(penalty) => penalise_missing_stop(&scores, &stopped, penalty),
-            None => scores,
-        };
-        Ok((scores, ends))
+        let mut scores = scored.to_scores(self.learner.policy.device());
+        if let Some(penalty) = self.config.missing_eos_penalty {
+            scores.responses = penalise_missing_stop(&scores.responses, &stopped, penalty);
+        }
+        (scores, ends)
     }
 
     /// Greedy answers to the sample prompts, with their scores.
-    fn samples(&self, update: usize) -> Result<Vec<Sample>> {
+    fn samples(&mut self, update: usize) -> Result<Vec<Sample>> {
         let prompts: Vec<Vec<i64>> = self.sample_prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Samples, update)?;
-        let scores = Vec::<f64>::try_from(self.score(&prompts, &responses)?.0.to_kind(Kind::Double))?;
+        let asked: Vec<&Prompt> = self.sample_prompts.iter().collect();
+        let mut scored = score(&mut self.rewards, &self.tokenizer, &asked, &responses, false)?;
+        (scored.responses, scored.tokens) = (scored.totals(), None);
+        let scores = self.penalised(&scored, &responses).0.responses;
+        let scores = Vec::<f64>::try_from(scores.to_kind(Kind::Double))?;
         self.sample_prompts
             .iter()
             .zip(&responses)
@@ -371,6 +394,28 @@ impl PpoTrainer {
             })
             .collect()
     }
+}
+
+/// What `rewards` say of the responses; with `learn` their running moments learn from it.
+fn score(
+    rewards: &mut Rewards,
+    tokenizer: &Tokenizer,
+    prompts: &[&Prompt],
+    responses: &[Response],
+    learn: bool,
+) -> Result<Scored> {
+    let pairs = || prompts.iter().zip(responses);
+    let texts = pairs().map(|(prompt, response)| tokenizer.decode_after(&prompt.tokens, &response.tokens));
+    let texts: Vec<String> = texts.collect::<Result<_>>()?;
+    let inputs = pairs().zip(&texts).map(|((prompt, answer), response)| RewardInput {
+        prompt: &prompt.text,
+        response,
+        prompt_ids: &prompt.tokens,
+        response_ids: &answer.tokens,
+        finish: answer.finish,
+        row: &prompt.row,
+    });
+    rewards.score(&inputs.collect::<Vec<_>>(), learn)
 }
 
 /// The few numbers that people watch.
@@ -532,7 +577,8 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
     let sum = |f: fn(&StepStats) -> f64| steps.iter().map(f).sum::<f64>();
     let (tokens, value_slots) = (sum(|s| s.tokens).max(1.0), sum(|s| s.value_slots).max(1.0));
     let kl = per_row(&targets.kl);
-    let score = per_row(&experience.scores);
+    let scores = experience.total_scores();
+    let score = per_row(&scores);
     let ratio = sum(|s| s.ratio) / tokens;
     let mean_norm = |f: fn(&StepStats) -> f64| sum(f) / steps.len().max(1) as f64;
     let response_tokens = experience.lengths.iter().sum::<i64>() as f64;
@@ -542,7 +588,7 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
     m.push("objective/non_score_reward", -config.kl_coef * kl);
     m.push("objective/rlhf_reward", score - config.kl_coef * kl);
     m.push("objective/scores", score);
-    m.push("objective/scores_std", if rows > 1.0 { experience.scores.std(true).double_value(&[]) } else { 0.0 });
+    m.push("objective/scores_std", if rows > 1.0 { scores.std(true).double_value(&[]) } else { 0.0 });
     m.push("policy/approxkl_avg", sum(|s| s.approx_kl) / tokens);
     m.push("policy/clipfrac_avg", sum(|s| s.policy_clipped) / tokens);
     m.push("policy/entropy_avg", sum(|s| s.entropy) / tokens);

@@ -1,0 +1,300 @@
+//! The rewards that a configuration asks for: how they are written, and how they are made of that.
+
+use super::http::{TOKEN, address};
+use super::rules::KINDS;
+use super::{
+    CommandReward, HttpReward, HttpSettings, Normalize, Patience, Reward, RewardModel, Rewards, Rule, Shaping,
+};
+use crate::config::{PpoConfig, RewardsConfig};
+use crate::model::ModelOptions;
+use crate::tokenizer::Tokenizer;
+use crate::{Error, Result, hub};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// One reward that is asked for.
+#[derive(Debug)]
+pub(crate) struct Spec {
+    name: String,
+    kind: Kind,
+    shaping: Shaping,
+    /// What the model card says of it.
+    about: String,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Model { path: PathBuf, label: Option<String> },
+    Command(String),
+    Url(String),
+    Rule(Rule),
+}
+
+impl Spec {
+    /// The folder or the name of the model that it is, if it is one.
+    pub(crate) fn model_path(&self) -> Option<&Path> {
+        match &self.kind {
+            Kind::Model { path, .. } => Some(path),
+            _ => None,
+        }
+    }
+}
+
+/// The rewards that a configuration names, in order: those with a flag of their own first. There may be none.
+///
+/// # Errors
+/// If one is not written as it should be; if a weight or the like belongs to none of them.
+pub(crate) fn specs(config: &PpoConfig) -> Result<Vec<Spec>> {
+    let settings = &config.rewards;
+    let mut found: Vec<(String, Kind, String)> = Vec::new();
+    let mut add = |name: &str, kind, about| match found.iter().any(|(taken, ..)| taken == name) {
+        true => usage(format!(
+            "reward: `{name}` is there twice; give one of them another name, as in other={}",
+            if name == "model" { "model:FOLDER" } else { name }
+        )),
+        false => {
+            found.push((name.to_string(), kind, about));
+            Ok(())
+        }
+    };
+    match (&config.reward_model_path, &config.reward_label) {
+        (Some(path), label) => {
+            let kind = Kind::Model { path: path.clone(), label: label.clone() };
+            add("model", kind, format!("`{}`", path.display()))?;
+        }
+        (None, Some(label)) => usage(format!("reward_label = {label} needs reward_model_path, whose label it is"))?,
+        (None, None) => {}
+    }
+    if let Some(command) = &settings.reward_command {
+        add("command", Kind::Command(command.clone()), format!("`{command}`"))?;
+    }
+    if let Some(url) = &settings.reward_url {
+        add("url", Kind::Url(url.clone()), address(url).to_string())?;
+    }
+    for written in &settings.reward {
+        let (name, kind, about) = read(written)?;
+        add(&name, kind, about)?;
+    }
+    let names: Vec<&str> = found.iter().map(|(name, ..)| name.as_str()).collect();
+    let number = |text: &str| text.parse().ok().filter(|x: &f64| x.is_finite());
+    let normalize = |text: &str| match text {
+        "std" => Some(Normalize::Std),
+        "mean_std" => Some(Normalize::MeanStd),
+        "none" => Some(Normalize::None),
+        _ => None,
+    };
+    let above_zero = |text: &str| number(text).filter(|&x| x > 0.0);
+    let weights = by_name("reward_weights", &settings.reward_weights, &names, "a number", number)?;
+    let scales = by_name("reward_scale", &settings.reward_scale, &names, "a number", number)?;
+    let clips = by_name("reward_clip", &settings.reward_clip, &names, "a number above 0", above_zero)?;
+    let normalized =
+        by_name("reward_normalize", &settings.reward_normalize, &names, "std, mean_std or none", normalize)?;
+    let shapings = weights.into_iter().zip(scales).zip(clips).zip(normalized);
+    let shapings = shapings.map(|(((weight, scale), clip), normalize)| Shaping {
+        normalize: normalize.unwrap_or(Normalize::None),
+        scale: scale.unwrap_or(1.0),
+        clip,
+        weight: weight.unwrap_or(1.0),
+    });
+    let shapings: Vec<Shaping> = shapings.collect();
+    let with = |((name, kind, about), shaping)| Spec { name, kind, shaping, about };
+    Ok(found.into_iter().zip(shapings).map(with).collect())
+}
+
+/// `KIND`, `KIND:ARGUMENT`, or one of these behind `NAME=`.
+fn read(written: &str) -> Result<(String, Kind, String)> {
+    let (head, argument) = written.split_once(':').unwrap_or((written, ""));
+    let (name, kind) = head.split_once('=').unwrap_or((head, head));
+    let sound = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+    if name.is_empty() || !name.chars().all(sound) {
+        return usage(format!("reward = {written}: expected a name of letters, digits, _, - and ., found {name:?}"));
+    }
+    let needs = |what: &str| match argument.is_empty() {
+        true => usage(format!("reward = {written}: expected {what} behind {kind}:")),
+        false => Ok(()),
+    };
+    let about = |argument: &str| {
+        if argument.is_empty() { kind.to_string() } else { format!("`{kind}:{argument}`") }
+    };
+    let (kind, about) = match kind {
+        "model" => {
+            needs("a folder or a hub name")?;
+            let (path, label) = argument.rsplit_once('#').map_or((argument, None), |(path, label)| (path, Some(label)));
+            (Kind::Model { path: path.into(), label: label.map(str::to_string) }, about(argument))
+        }
+        "command" => {
+            needs("a command line")?;
+            (Kind::Command(argument.to_string()), about(argument))
+        }
+        "url" => {
+            needs("an address")?;
+            (Kind::Url(argument.to_string()), address(argument).to_string())
+        }
+        rule if KINDS.contains(&rule) => (Kind::Rule(Rule::parse(rule, argument)?), about(argument)),
+        other => {
+            return usage(format!(
+                "reward = {written}: expected one of model, command, url, {}, found {other:?}",
+                KINDS.join(", ")
+            ));
+        }
+    };
+    Ok((name.to_string(), kind, about))
+}
+
+/// The settings `NAME=VALUE`, or `VALUE` for all, in the order of the names; the last one counts.
+fn by_name<T: Copy>(
+    flag: &str,
+    entries: &[String],
+    names: &[&str],
+    expected: &str,
+    parse: impl Fn(&str) -> Option<T>,
+) -> Result<Vec<Option<T>>> {
+    let mut found = vec![None; names.len()];
+    for entry in entries {
+        let (name, value) =
+            entry.split_once('=').map_or((None, entry.as_str()), |(name, value)| (Some(name.trim()), value));
+        let Some(value) = parse(value.trim()) else {
+            return usage(format!("{flag} = {entry}: expected NAME=VALUE with {expected}"));
+        };
+        let mut places = (0..names.len()).filter(|&at| name.is_none_or(|name| name == names[at])).peekable();
+        if places.peek().is_none() {
+            let known = if names.is_empty() { "none".to_string() } else { names.join(", ") };
+            return usage(format!("{flag} = {entry}: expected the name of a reward, of which there are: {known}"));
+        }
+        places.for_each(|at| found[at] = Some(value));
+    }
+    Ok(found)
+}
+
+/// [`specs`], with models as folders: those of the hub are fetched.
+///
+/// # Errors
+/// As [`specs`]; if a model is not there.
+pub(crate) fn resolve(config: &PpoConfig) -> Result<Vec<Spec>> {
+    let mut specs = specs(config)?;
+    for spec in &mut specs {
+        if let Kind::Model { path, .. } = &mut spec.kind {
+            *path = hub::model_dir(path, None)?;
+        }
+    }
+    Ok(specs)
+}
+
+impl Rewards {
+    /// Makes the rewards that `specs` ask for: reads models, starts programs.
+    ///
+    /// # Errors
+    /// If one cannot be made.
+    pub(crate) fn load(
+        specs: Vec<Spec>,
+        config: &PpoConfig,
+        policy: &Tokenizer,
+        options: ModelOptions,
+    ) -> Result<Self> {
+        let settings = &config.rewards;
+        let new_head = config.new_reward_head.then_some(config.run.seed);
+        let batch_size = config.local_rollout_forward_batch_size;
+        let mut rewards = Rewards::new();
+        for Spec { name, kind, shaping, about } in specs {
+            let reward: Box<dyn Reward> = match kind {
+                Kind::Model { path, label } => {
+                    let label = label.as_deref();
+                    Box::new(RewardModel::from_pretrained(&path, label, new_head, policy, batch_size, options)?)
+                }
+                Kind::Command(command) => {
+                    let mut reward = CommandReward::new(command, patience(settings));
+                    // It gets ready while models and prompts are read.
+                    reward.start()?;
+                    Box::new(reward)
+                }
+                Kind::Url(url) => Box::new(HttpReward::new(&url, http_settings(settings))?),
+                Kind::Rule(rule) => Box::new(rule),
+            };
+            rewards.push(&name, reward, shaping, about);
+        }
+        Ok(rewards)
+    }
+}
+
+fn patience(settings: &RewardsConfig) -> Patience {
+    Patience {
+        timeout: Duration::from_secs_f64(settings.reward_timeout),
+        attempts: u32::try_from(settings.reward_retries).unwrap_or(u32::MAX).saturating_add(1),
+        ..Patience::default()
+    }
+}
+
+fn http_settings(settings: &RewardsConfig) -> HttpSettings {
+    HttpSettings {
+        token: std::env::var(TOKEN).ok().map(|token| token.trim().to_string()).filter(|token| !token.is_empty()),
+        label_column: settings.reward_label_column.clone(),
+        batch_size: settings.reward_batch_size,
+        concurrency: settings.reward_concurrency,
+        patience: patience(settings),
+    }
+}
+
+fn usage<T>(message: impl Into<String>) -> Result<T> {
+    Err(Error::Usage(message.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(change: impl FnOnce(&mut RewardsConfig)) -> PpoConfig {
+        let mut config = PpoConfig::without_reward("policy", "prompts.jsonl", "out");
+        change(&mut config.rewards);
+        config
+    }
+
+    fn texts(list: &[&str]) -> Vec<String> {
+        list.iter().map(|text| text.to_string()).collect()
+    }
+
+    #[test]
+    fn every_form_of_a_reward_is_read_in_order_with_its_shaping() {
+        let mut config = config(|c| {
+            c.reward_command = Some("python3 reward.py".into());
+            c.reward_url = Some("http://host/score?key=1".into());
+            c.reward = texts(&["length:target=40", "tags=regex:<a=b>:", "model:other#POSITIVE", "json"]);
+            c.reward_weights = texts(&["0.5", "length=-2"]);
+            c.reward_clip = texts(&["model=5"]);
+            c.reward_normalize = texts(&["url=mean_std", "url=std"]);
+        });
+        config.rewards.reward_scale = texts(&["json=3"]);
+        let specs = specs(&config).unwrap();
+        let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+        assert_eq!(names, ["command", "url", "length", "tags", "model", "json"]);
+        assert_eq!(specs.iter().map(|spec| spec.shaping.weight).collect::<Vec<_>>(), [0.5, 0.5, -2.0, 0.5, 0.5, 0.5]);
+        assert!(matches!(&specs[3].kind, Kind::Rule(Rule::Regex(regex)) if regex.as_str() == "<a=b>:"));
+        assert!(matches!(&specs[4].kind, Kind::Model { path, label: Some(label) }
+            if path.to_str() == Some("other") && label == "POSITIVE"));
+        assert_eq!((specs[4].shaping.clip, specs[5].shaping.scale), (Some(5.0), 3.0));
+        assert_eq!(specs[1].shaping.normalize, Normalize::Std, "the last one counts");
+        assert_eq!(specs[1].about, "http://host/score", "what may be secret is not for the model card");
+    }
+
+    #[test]
+    fn what_is_not_written_as_a_reward_is_refused() {
+        for (rewards, weights, message) in [
+            (&["rhyme"][..], &[][..], "reward = rhyme: expected one of model, command, url, length, regex"),
+            (&["a b=json"], &[], "reward = a b=json: expected a name of letters"),
+            (&["model:"], &[], "reward = model:: expected a folder or a hub name behind model:"),
+            (&["json", "json:a"], &[], "reward: `json` is there twice; give one of them another name"),
+            (&["json"], &["x=1"], "reward_weights = x=1: expected the name of a reward, of which there are: json"),
+            (&["json"], &["json=much"], "reward_weights = json=much: expected NAME=VALUE with a number"),
+            (&[], &["1"], "reward_weights = 1: expected the name of a reward, of which there are: none"),
+            (&["length:x"], &[], "reward = length:x: expected a length above 0"),
+        ] {
+            let config = config(|c| (c.reward, c.reward_weights) = (texts(rewards), texts(weights)));
+            let error = specs(&config).unwrap_err();
+            assert!(error.to_string().starts_with(message), "{error}");
+            assert_eq!(error.exit_code(), 2);
+        }
+        let mut config = config(|_| ());
+        assert!(specs(&config).unwrap().is_empty());
+        config.reward_label = Some("POSITIVE".into());
+        assert!(specs(&config).unwrap_err().to_string().starts_with("reward_label = POSITIVE needs reward_model_path"));
+    }
+}

@@ -1,0 +1,726 @@
+//! Rewards that are no model of the policy's: programs, services, rules, closures, other chat templates; and PPO with them.
+
+use crate::cli::{PPO, PROMPTS, Scratch, json_lines, timeless};
+use crate::support::golden;
+use rlhf::config::PpoConfig;
+use rlhf::generate::FinishReason;
+use rlhf::model::ModelOptions;
+use rlhf::ppo::ScorePosition;
+use rlhf::reward::{
+    CommandReward, FnReward, HttpReward, HttpSettings, Patience, Reward, RewardInput, RewardModel, Rewards, Score,
+};
+use rlhf::tokenizer::Tokenizer;
+use rlhf::train::ppo::PpoTrainer;
+use serde_json::{Map, Value, json};
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tch::Kind;
+
+/// Responses of two tokens to "prompt 0", "prompt 1", ...
+struct Batch {
+    prompts: Vec<String>,
+    rows: Vec<Value>,
+    response: String,
+}
+
+impl Batch {
+    fn of(count: usize) -> Self {
+        Self {
+            prompts: (0..count).map(|i| format!("prompt {i}")).collect(),
+            rows: (0..count).map(|i| json!({"label": i})).collect(),
+            response: " fine".into(),
+        }
+    }
+
+    fn inputs(&self) -> Vec<RewardInput<'_>> {
+        let input = |(prompt, row)| RewardInput {
+            prompt,
+            response: &self.response,
+            prompt_ids: &[5, 6],
+            response_ids: &[7, 8],
+            finish: FinishReason::Stop,
+            row,
+        };
+        self.prompts.iter().map(String::as_str).zip(&self.rows).map(input).collect()
+    }
+
+    /// What the reward says of each.
+    #[track_caller]
+    fn scored(&self, reward: &mut impl Reward) -> Vec<Score> {
+        reward.score(&self.inputs()).unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    #[track_caller]
+    fn numbers(&self, reward: &mut impl Reward) -> Vec<f64> {
+        self.scored(reward).iter().map(Score::total).collect()
+    }
+
+    /// The error of a reward named `judge`, which is one line with all of `words`.
+    #[track_caller]
+    fn refused(&self, reward: impl Reward + 'static, words: &[&str]) -> String {
+        let error = Rewards::new().with("judge", reward).score(&self.inputs(), true).unwrap_err().to_string();
+        assert!(error.starts_with("reward `judge`: ") && error.lines().count() == 1, "{error}");
+        for word in words {
+            assert!(error.contains(word), "no `{word}` in {error}");
+        }
+        error
+    }
+}
+
+/// Tried twice, without long waits.
+fn patience(timeout: Duration) -> Patience {
+    Patience { timeout, attempts: 2, pause: Duration::from_millis(1) }
+}
+
+const LONG: Duration = Duration::from_secs(30);
+
+fn command(line: &str) -> CommandReward {
+    CommandReward::new(line, patience(LONG))
+}
+
+/// Whether a process with this number, which stands in a file, is dead soon.
+fn dies(pid_file: &Path) -> bool {
+    let began = Instant::now();
+    while lives(pid_file) && began.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    !lives(pid_file)
+}
+
+/// Whether it is alive.
+fn lives(pid_file: &Path) -> bool {
+    let pid = std::fs::read_to_string(pid_file).unwrap();
+    // A dead one whose parent has not asked for its end yet is dead, too.
+    let status = std::fs::read_to_string(format!("/proc/{}/status", pid.trim()));
+    status.is_ok_and(|status| !status.contains("State:\tZ"))
+}
+
+// Programs.
+
+#[test]
+fn a_program_answers_line_by_line_in_each_of_the_three_forms() {
+    let batch = Batch::of(3);
+    let mut numbers = command("while read -r line; do echo 1.5; done");
+    assert_eq!(batch.numbers(&mut numbers), [1.5; 3]);
+    assert_eq!(batch.numbers(&mut numbers), [1.5; 3], "again, without a start");
+    let mut objects = command(r#"echo "ready" >&2; while read -r line; do echo '{"score": -2, "why": "so"}'; done"#);
+    assert_eq!(batch.numbers(&mut objects), [-2.0; 3]);
+    let mut tokens = command(r#"while read -r line; do echo '{"scores": [1, 2.5]}'; done"#);
+    assert_eq!(batch.scored(&mut tokens), vec![Score::Tokens(vec![1.0, 2.5]); 3]);
+}
+
+#[test]
+fn a_program_is_told_all_there_is_to_know_of_a_response() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("asked.jsonl");
+    let mut batch = Batch::of(2);
+    batch.response = "a \"quoted\"\nline".into();
+    let line = format!("while read -r line; do printf '%s\\n' \"$line\" >> {}; echo 0; done", file.display());
+    batch.numbers(&mut command(&line));
+    let asked = json_lines(&std::fs::read_to_string(&file).unwrap());
+    let expected = json!({
+        "prompt": "prompt 0", "response": "a \"quoted\"\nline", "prompt_ids": [5, 6], "response_ids": [7, 8],
+        "finish_reason": "stop", "row": {"label": 0}, "left": 1,
+    });
+    assert_eq!(Value::Object(asked[0].clone()), expected);
+    assert_eq!((&asked[1]["prompt"], &asked[1]["left"]), (&json!("prompt 1"), &json!(0)));
+}
+
+#[test]
+fn a_program_that_crashes_is_started_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let mark = dir.path().join("mark");
+    let line = format!(
+        "if [ -e {0} ]; then while read -r l; do echo 5; done; else touch {0}; read -r l; echo 1; exit 3; fi",
+        mark.display()
+    );
+    assert_eq!(Batch::of(3).numbers(&mut command(&line)), [5.0; 3]);
+}
+
+#[test]
+fn a_program_that_keeps_failing_is_one_error_with_its_last_words() {
+    let batch = Batch::of(3);
+    let crash = "read -r l; echo 1; echo one >&2; echo Traceback: no such film >&2; exit 3";
+    batch.refused(
+        command(crash),
+        &[
+            "row 2 of 3 (prompt \"prompt 1\"): the program ended after 1 of 3 answers",
+            "exit status: 3",
+            "its standard error ends with: one / Traceback: no such film",
+            "(tried 2 times)",
+        ],
+    );
+    // There is no use in trying that again.
+    let error = batch.refused(command("no-such-program-anywhere"), &["row 1 of 3", "127", "no-such-program-anywhere"]);
+    assert!(!error.contains("tried"), "{error}");
+    for (answer, words) in [
+        ("many words", "found \"many words\""),
+        ("{\"score\": NaN}", "found \"{\\\"score\\\": NaN}\""),
+        ("{\"score\": \"high\"}", "expected {\"score\": x}, {\"scores\": [x, ...]} or a number"),
+        ("null", "found \"null\""),
+        ("{\"scores\": [1]}", "expected 2 scores, one per token, found 1"),
+        ("{\"scores\": [1, null]}", "expected {\"score\": x}"),
+        ("1e999", "expected"),
+    ] {
+        let line = format!("read -r l; echo 1; while read -r l; do echo '{answer}'; done");
+        batch.refused(command(&line), &["row 2 of 3 (prompt \"prompt 1\")", words, "tried 2 times"]);
+    }
+}
+
+#[test]
+fn an_answer_that_nobody_has_asked_for_is_not_taken_for_the_next_rows() {
+    let line = "read -r l; echo 1; sleep 0.1; echo 2; while read -r l; do echo 3; done";
+    let mut chatty = CommandReward::new(line, Patience { attempts: 1, ..patience(LONG) });
+    assert_eq!(Batch::of(1).numbers(&mut chatty), [1.0]);
+    std::thread::sleep(Duration::from_millis(500));
+    Batch::of(1).refused(chatty, &["expected a line per response on standard output, found one more: \"2"]);
+}
+
+#[test]
+fn a_program_that_says_nothing_is_ended_with_all_that_it_started() {
+    let dir = tempfile::tempdir().unwrap();
+    let pids = [dir.path().join("shell"), dir.path().join("child")];
+    let line = format!(
+        "echo $$ > {}; sleep 1000 & echo $! > {}; echo starting >&2; wait",
+        pids[0].display(),
+        pids[1].display()
+    );
+    let slow = CommandReward::new(line, Patience { attempts: 1, ..patience(Duration::from_millis(300)) });
+    Batch::of(1).refused(slow, &["row 1 of 1", "no answer within 0.3 s", "ends with: starting"]);
+    assert!(pids.iter().all(|pid| dies(pid)));
+}
+
+#[test]
+fn a_program_ends_with_the_reward_whether_it_looks_at_its_input_or_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let pid = dir.path().join("pid");
+    for tail in ["while read -r l; do echo 1; done", "read -r l; echo 1; sleep 1000"] {
+        let mut reward = command(&format!("echo $$ > {}; {tail}", pid.display()));
+        assert_eq!(Batch::of(1).numbers(&mut reward), [1.0]);
+        assert!(lives(&pid));
+        drop(reward);
+        assert!(dies(&pid), "{tail}");
+    }
+}
+
+#[test]
+fn no_pipe_that_is_full_stops_a_large_batch() {
+    // 6 MB in, 6 MB out and 1 MB of complaints; a pipe holds 64 KB.
+    let mut batch = Batch::of(2000);
+    batch.response = "x".repeat(3000);
+    let noise = "head -c 1000000 /dev/zero | tr '\\0' '\\n' >&2";
+    let line = format!("{noise}; sed -u 's/^.*\"response\":\"\\(x*\\)\".*$/{{\"score\": 2, \"echo\": \"\\1\"}}/'");
+    assert_eq!(batch.numbers(&mut command(&line)), vec![2.0; 2000]);
+}
+
+#[test]
+fn the_programs_of_the_examples_score() {
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/rewards");
+    let mut batch = Batch::of(2);
+    batch.response = " It was \"good\"! Really! prompt_ids: none!".into();
+    let mut shell = command(&format!("sh {}", examples.join("reward.sh").display()));
+    assert_eq!(batch.numbers(&mut shell), [-0.3; 2]);
+    batch.response = " the film the film the film the film the film.".into();
+    let mut python = command(&format!("python3 {}", examples.join("reward.py").display()));
+    // Ends a sentence: 1; 10 words for 20: -0.5; "the", "film" and "film." of 10: 0.3.
+    let found = batch.numbers(&mut python);
+    assert!(found.iter().all(|score| (score - 0.8).abs() < 1e-12), "{found:?}");
+}
+
+// Services.
+
+/// What a service is asked.
+#[derive(Debug, Clone)]
+struct Asked {
+    authorization: Option<String>,
+    body: Value,
+}
+
+type Answers = dyn Fn(&Asked) -> (u16, String, String) + Send + Sync;
+
+/// A service on this machine; `answer` gives status, further headers and body.
+struct Service {
+    url: String,
+    asked: Arc<Mutex<Vec<Asked>>>,
+}
+
+impl Service {
+    fn new(answer: impl Fn(&Asked) -> (u16, String, String) + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/score?key=hidden", listener.local_addr().unwrap());
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let (log, answer): (_, Arc<Answers>) = (asked.clone(), Arc::new(answer));
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (log, answer) = (log.clone(), answer.clone());
+                std::thread::spawn(move || serve(stream?, &log, &*answer));
+            }
+        });
+        Self { url, asked }
+    }
+
+    /// Answers each request with a reward per query, which `reward` makes of query and label.
+    fn scoring(reward: impl Fn(&str, &Value) -> Value + Send + Sync + 'static) -> Self {
+        Self::new(move |asked| {
+            let rewards = rewards_of(asked, &reward);
+            (200, String::new(), json!({"rewards": rewards, "scores": []}).to_string())
+        })
+    }
+
+    fn asked(&self) -> Vec<Asked> {
+        std::mem::take(&mut self.asked.lock().unwrap())
+    }
+
+    fn reward(&self, change: impl FnOnce(&mut HttpSettings)) -> HttpReward {
+        let mut settings = HttpSettings { patience: patience(LONG), ..HttpSettings::default() };
+        change(&mut settings);
+        HttpReward::new(&self.url, settings).unwrap()
+    }
+}
+
+fn rewards_of(asked: &Asked, reward: impl Fn(&str, &Value) -> Value) -> Vec<Value> {
+    let (queries, labels) = (asked.body["query"].as_array().unwrap(), asked.body["labels"].as_array().unwrap());
+    queries.iter().zip(labels).map(|(query, label)| reward(query.as_str().unwrap(), label)).collect()
+}
+
+fn serve(stream: TcpStream, log: &Mutex<Vec<Asked>>, answer: &Answers) -> std::io::Result<()> {
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let (mut length, mut authorization, mut line) = (0, None, String::new());
+    loop {
+        line.clear();
+        reader.read_line(&mut line)?;
+        let Some((name, value)) = line.trim_end().split_once(": ") else {
+            if line.trim().is_empty() { break } else { continue }
+        };
+        match name.to_ascii_lowercase().as_str() {
+            "content-length" => length = value.parse().unwrap(),
+            "authorization" => authorization = Some(value.to_string()),
+            _ => {}
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    let asked = Asked { authorization, body: serde_json::from_slice(&body).unwrap() };
+    log.lock().unwrap().push(asked.clone());
+    let (status, head, body) = answer(&asked);
+    let mut stream = stream;
+    write!(stream, "HTTP/1.1 {status} -\r\nConnection: close\r\nContent-Length: {}\r\n{head}\r\n{body}", body.len())
+}
+
+#[test]
+fn a_service_gets_batches_in_openrlhfs_shape_and_rows_keep_their_order() {
+    let service = Service::scoring(|_, label| label.clone());
+    let mut reward = service.reward(|s| s.batch_size = 3);
+    let expected: Vec<f64> = (0..10).map(f64::from).collect();
+    assert_eq!(Batch::of(10).numbers(&mut reward), expected);
+    let mut asked = service.asked();
+    asked.sort_by_key(|asked| asked.body["labels"][0].as_i64());
+    let sizes: Vec<usize> = asked.iter().map(|asked| asked.body["query"].as_array().unwrap().len()).collect();
+    assert_eq!(sizes, [3, 3, 3, 1]);
+    assert_eq!(asked[3].body, json!({"query": ["prompt 9 fine"], "prompts": ["prompt 9"], "labels": [9]}));
+    assert_eq!(asked[0].authorization, None);
+    let mut reward = service.reward(|s| s.label_column = "answer".into());
+    Batch::of(1).refused(std::mem::replace(&mut reward, service.reward(|_| ())), &["row 1 of 1", "found null"]);
+    assert_eq!(service.asked()[0].body["labels"], json!([null]), "a row without the column has no label");
+}
+
+#[test]
+fn requests_to_a_service_run_at_the_same_time() {
+    let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (n, m) = (now, most.clone());
+    let service = Service::new(move |asked| {
+        m.fetch_max(n.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        let began = Instant::now();
+        // Each waits for a second one, and in vain if there is none.
+        while m.load(Ordering::SeqCst) < 2 && began.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        n.fetch_sub(1, Ordering::SeqCst);
+        (200, String::new(), json!({"rewards": rewards_of(asked, |_, label| label.clone())}).to_string())
+    });
+    let mut reward = service.reward(|s| (s.batch_size, s.concurrency) = (1, 2));
+    assert_eq!(Batch::of(6).numbers(&mut reward), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    assert_eq!(most.load(Ordering::SeqCst), 2);
+}
+
+#[test]
+fn numbers_per_token_and_further_logs_of_a_service_are_taken() {
+    let service = Service::new(|asked| {
+        let rewards = rewards_of(asked, |_, _| json!([1, 2]));
+        let mean = if rewards.len() == 2 { 1.0 } else { 4.0 };
+        let logs = json!({"accuracy": mean, "lengths": [mean, mean + 1.0], "note": "no number"});
+        (200, String::new(), json!({"rewards": rewards, "extra_logs": logs}).to_string())
+    });
+    let mut reward = service.reward(|s| s.batch_size = 2);
+    assert_eq!(Batch::of(3).scored(&mut reward), vec![Score::Tokens(vec![1.0, 2.0]); 3]);
+    // Two rows of 1 and one of 4; the means of the lists are 1.5 and 4.5.
+    assert_eq!(reward.extra(), [("accuracy".to_string(), 2.0), ("lengths".to_string(), 2.5)]);
+}
+
+/// A service that gives these answers, one after another, and then sound ones.
+fn failing(answers: &[(u16, &str, &str)]) -> Service {
+    let own = |(status, head, body): &(u16, &str, &str)| (*status, head.to_string(), body.to_string());
+    let answers: Mutex<VecDeque<_>> = Mutex::new(answers.iter().map(own).collect());
+    Service::new(move |asked| {
+        let sound = || (200, String::new(), json!({"rewards": rewards_of(asked, |_, _| json!(1))}).to_string());
+        answers.lock().unwrap().pop_front().unwrap_or_else(sound)
+    })
+}
+
+#[test]
+fn what_may_go_well_another_time_is_asked_again() {
+    let batch = Batch::of(2);
+    for passing in [
+        (500, "", "{}"),
+        (429, "Retry-After: 0\r\n", ""),
+        (200, "", "Bad Gateway"),
+        (200, "", "{\"rewards\": [1]}"),
+        (200, "", "{\"rewards\": [1, null]}"),
+    ] {
+        let service = failing(&[passing]);
+        assert_eq!(batch.numbers(&mut service.reward(|_| ())), [1.0; 2], "{passing:?}");
+        assert_eq!(service.asked().len(), 2, "{passing:?}");
+    }
+}
+
+#[test]
+fn a_service_that_keeps_failing_is_one_error_that_keeps_its_secrets() {
+    let batch = Batch::of(2);
+    for (answer, tries, words) in [
+        ((503, "", "{}"), 2, &["HTTP status 503", "(tried 2 times)"][..]),
+        ((200, "", "secret"), 2, &["expected a JSON object with a list `rewards`, found \"...\""]),
+        ((200, "", "{\"rewards\": [1, 2, 3]}"), 2, &["expected 2 scores, one per response, found 3"]),
+        ((200, "", "{\"rewards\": [1, \"secret\"]}"), 2, &["row 2 of 2 (prompt \"prompt 1\")", "found \"...\""]),
+        ((200, "", "{\"rewards\": [1, [1, 2, 3]]}"), 2, &["row 2 of 2", "expected 2 scores, one per token, found 3"]),
+        ((404, "", ""), 1, &["HTTP status 404"]),
+        ((401, "", "secret"), 1, &["HTTP status 401", "RLHF_REWARD_TOKEN is not accepted"]),
+        ((307, "Location: http://127.0.0.1:1/\r\n", ""), 1, &["HTTP status 307", "not followed"]),
+    ] {
+        let service = failing(&[answer; 2]);
+        let reward = service.reward(|s| s.token = Some("secret".into()));
+        let error = batch.refused(reward, words);
+        assert!(error.contains("http://127.0.0.1:"), "{error}");
+        assert!(!error.contains("secret") && !error.contains("hidden"), "{error}");
+        let asked = service.asked();
+        assert_eq!(asked.len(), tries, "{error}");
+        assert!(asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer secret")));
+    }
+    let service = failing(&[(401, "", "")]);
+    batch.refused(service.reward(|_| ()), &["a token goes to the environment variable RLHF_REWARD_TOKEN"]);
+    let silent = Service::new(|_| {
+        std::thread::sleep(Duration::from_secs(5));
+        (200, String::new(), String::new())
+    });
+    let reward = silent.reward(|s| s.patience = patience(Duration::from_millis(100)));
+    batch.refused(reward, &["no answer within 0.1 s", "(tried 2 times)"]);
+    let gone =
+        HttpReward::new("http://127.0.0.1:1/", HttpSettings { patience: patience(LONG), ..HttpSettings::default() });
+    batch.refused(gone.unwrap(), &["http://127.0.0.1:1/", "(tried 2 times)"]);
+    // The row of a later request counts from the first.
+    let service = Service::scoring(|_, label| if label == 4 { json!("x") } else { json!(1) });
+    Batch::of(6).refused(service.reward(|s| s.batch_size = 2), &["row 5 of 6 (prompt \"prompt 4\")"]);
+}
+
+#[test]
+fn the_service_of_the_examples_scores_for_those_who_know_its_token() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/rewards/serve.py");
+    let mut service = Command::new("python3");
+    let mut service =
+        service.arg(file).arg("0").env("RLHF_REWARD_TOKEN", "sesame").stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(service.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let url = line.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("{line}"));
+    let reward = |token: &str| {
+        let settings = HttpSettings { token: Some(token.into()), patience: patience(LONG), ..HttpSettings::default() };
+        HttpReward::new(url, settings).unwrap()
+    };
+    assert_eq!(Batch::of(3).numbers(&mut reward("sesame")), [0.05; 3]); // " fine", of 100 characters
+    Batch::of(1).refused(reward("wheat"), &["HTTP status 401", "not accepted"]);
+    service.kill().unwrap();
+    service.wait().unwrap();
+}
+
+// Models with a chat template of their own.
+
+#[test]
+fn a_conversation_is_rendered_by_the_reward_models_own_template() {
+    let scratch = Scratch::new();
+    scratch.copy("sentiment", "llama_untied_cls");
+    let template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}";
+    scratch.write("reward/chat_template.jinja", template);
+    scratch.write("sentiment/chat_template.jinja", template);
+    scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
+    let policy = Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
+    let messages = json!([{"role": "user", "content": "Good?"}]);
+    let rows = [json!({"prompt": messages}), json!({"prompt": "Good?"})];
+    let prompt_ids = policy.encode("Good?").unwrap();
+    let response_ids = policy.encode(" It was.").unwrap();
+    for (model, line) in [("reward", "score --model reward"), ("sentiment", "score --model sentiment")] {
+        let dir = scratch.path(model);
+        let mut reward = RewardModel::from_pretrained(&dir, None, None, &policy, 8, ModelOptions::default()).unwrap();
+        // The one has the policy's ids and another template, the other ids of its own.
+        assert_eq!(reward.reads_text(), model == "sentiment");
+        let input = |row| RewardInput {
+            prompt: "Good?",
+            response: " It was.",
+            prompt_ids: &prompt_ids,
+            response_ids: &response_ids,
+            finish: FinishReason::Length,
+            row,
+        };
+        let inputs: Vec<RewardInput<'_>> = rows.iter().map(input).collect();
+        let found: Vec<f64> = reward.score(&inputs).unwrap().iter().map(Score::total).collect();
+        let whole = json!({"messages": [messages[0], {"role": "assistant", "content": " It was."}]});
+        let text = json!({"text": "Good? It was."});
+        scratch.write("rows.jsonl", &format!("{whole}\n{text}\n"));
+        let expected = json_lines(&scratch.succeeds(&format!("{line} --dataset_name rows.jsonl")));
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!((found - expected["score"].as_f64().unwrap()).abs() < 2e-5, "{model}: {found}, {expected:?}");
+        }
+        assert!((found[0] - found[1]).abs() > 1e-4, "the template changes the score");
+    }
+}
+
+// PPO.
+
+fn init(model: &str) -> PathBuf {
+    golden().join("trl_new/init").join(model)
+}
+
+/// Two updates of 8 answers.
+fn config(dir: &Path) -> PpoConfig {
+    let prompts = dir.join("prompts.jsonl");
+    let rows = PROMPTS.map(|prompt| format!("{}\n", json!({"prompt": prompt, "answer": "a film"})));
+    std::fs::write(&prompts, rows.concat()).unwrap();
+    let mut config = PpoConfig::without_reward(init("llama_policy"), prompts, dir.join("out"));
+    config.model_name_or_path = Some(golden().join("models/gpt_neox"));
+    config.response_length = 8;
+    config.stop_token_id = Some(192);
+    config.temperature = 0.4;
+    config.total_episodes = Some(16);
+    config.num_sample_generations = 0;
+    config.learning_rate = 1e-3;
+    config
+}
+
+/// The metrics of a run's updates, and the sums of its weights.
+fn train(rewards: Rewards, change: impl FnOnce(&mut PpoConfig)) -> (Vec<Map<String, Value>>, Vec<f64>) {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path());
+    change(&mut config);
+    let mut trainer = PpoTrainer::from_config_with(&config, rewards).unwrap();
+    let updates = 0..trainer.plan.num_total_batches;
+    let lines: Vec<String> =
+        updates.map(|update| serde_json::to_string(&trainer.update(update).unwrap()).unwrap()).collect();
+    let params = trainer.learner.policy.params().iter().chain(trainer.learner.value.params());
+    let sums = params.map(|param| param.tensor.sum(Kind::Double).double_value(&[])).collect();
+    (timeless(json_lines(&lines.join("\n"))), sums)
+}
+
+fn number(line: &Map<String, Value>, name: &str) -> f64 {
+    line[name].as_f64().unwrap_or_else(|| panic!("no number `{name}` in {line:?}"))
+}
+
+#[test]
+fn ppo_trains_with_a_closure_and_no_reward_model() {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let log = seen.clone();
+    let brevity = FnReward::new(move |batch| {
+        let mut seen = log.lock().unwrap();
+        seen.extend(
+            batch.iter().map(|i| (i.prompt.to_string(), i.row.clone(), i.finish_reason(), i.response_ids.len())),
+        );
+        Ok(batch.iter().map(|input| -(input.response_ids.len() as f64)).collect())
+    });
+    let (lines, weights) = train(Rewards::new().with("brevity", brevity), |_| ());
+    assert_eq!(lines.len(), 2);
+    for line in &lines {
+        assert_eq!(number(line, "objective/scores/brevity"), number(line, "objective/scores"));
+        assert!((number(line, "objective/scores") + number(line, "val/response_length")).abs() < 1e-6);
+        let (own, all) = (number(line, "objective/scores_std/brevity"), number(line, "objective/scores_std"));
+        assert!((own - all).abs() < 1e-5, "{own} is not {all}");
+    }
+    let seen = seen.lock().unwrap();
+    assert_eq!(seen.len(), 16);
+    for (prompt, row, finish, tokens) in seen.iter() {
+        assert!(row["prompt"] == prompt.as_str() && row["answer"] == "a film");
+        assert!(*finish == "stop" || *tokens == 8);
+    }
+    let (_, untouched) = train(Rewards::new().with("brevity", FnReward::new(|b| Ok(vec![0.0; b.len()]))), |config| {
+        config.learning_rate = 0.0;
+    });
+    assert_ne!(weights, untouched);
+}
+
+#[test]
+fn scores_on_the_last_token_are_scores_of_the_response_at_score_position_last_token() {
+    let of = |input: &RewardInput<'_>| input.response_ids.iter().map(|&id| id as f64).sum::<f64>() / 100.0;
+    let whole = FnReward::new(move |batch| Ok(batch.iter().map(of).collect()));
+    let last = FnReward::new(move |batch| {
+        let tokens = |input: &RewardInput<'_>| {
+            let mut scores = vec![0.0; input.response_ids.len()];
+            *scores.last_mut().unwrap() = of(input);
+            scores
+        };
+        Ok(batch.iter().map(tokens).collect())
+    });
+    let spread = FnReward::new(move |batch| {
+        let tokens = |i: &RewardInput<'_>| vec![of(i) / i.response_ids.len() as f64; i.response_ids.len()];
+        Ok(batch.iter().map(tokens).collect())
+    });
+    let at_last_token = |config: &mut PpoConfig| config.score_position = ScorePosition::LastToken;
+    let (expected, expected_weights) = train(Rewards::new().with("r", whole), at_last_token);
+    let (found, weights) = train(Rewards::new().with("r", last), at_last_token);
+    assert_eq!((found, weights), (expected.clone(), expected_weights), "bit for bit");
+    let (spread, _) = train(Rewards::new().with("r", spread), at_last_token);
+    let sums = |lines: &[Map<String, Value>]| number(&lines[0], "objective/scores");
+    assert!((sums(&spread) - sums(&expected)).abs() < 1e-4, "the same sums, elsewhere");
+    assert_ne!(spread[0]["loss/value_avg"], expected[0]["loss/value_avg"]);
+}
+
+#[test]
+fn rewards_of_the_caller_are_added_to_those_of_the_configuration() {
+    let model = |config: &mut PpoConfig| config.reward_model_path = Some(init("llama_reward"));
+    let (alone, _) = train(Rewards::new(), model);
+    let one = Rewards::new().with("one", FnReward::new(|batch| Ok(vec![1.0; batch.len()])));
+    let (both, _) = train(one, model);
+    assert_eq!(both[0]["objective/scores/model"], alone[0]["objective/scores/model"]);
+    let gap = number(&both[0], "objective/scores") - number(&alone[0], "objective/scores");
+    assert!((gap - 1.0).abs() < 1e-5, "{gap}");
+    assert_eq!(number(&alone[0], "objective/scores/model") as f32, number(&alone[0], "objective/scores") as f32);
+}
+
+const NO_MODEL: &str = "ppo --sft_model_path policy --dataset_name prompts.jsonl --output_dir out \
+                        --response_length 8 --per_device_train_batch_size 4 --total_episodes 8";
+
+#[test]
+fn a_program_and_rules_together_train_from_the_command_line_and_again_from_their_settings() {
+    let scratch = Scratch::new();
+    scratch.write("score.sh", "while read -r line; do echo 0.25; done");
+    let words = [
+        "--reward_command",
+        "sh score.sh",
+        "--reward",
+        "short=length:target=4,unit=tokens",
+        "--reward",
+        "regex:[a-z]",
+        "--reward_weights",
+        "command=2,short=0.5,regex=-1",
+        "--reward_normalize=short=mean_std",
+    ];
+    let ran = scratch.run_with(NO_MODEL, &words);
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    let lines = scratch.metrics("out");
+    assert_eq!(lines.len(), 2);
+    for line in &lines {
+        assert_eq!(
+            (number(line, "objective/scores/command"), number(line, "objective/scores_std/command")),
+            (0.25, 0.0)
+        );
+        assert_eq!(number(line, "objective/scores/short"), -1.0, "8 tokens for 4");
+        // What is normalised is 0 here, as all have one length.
+        let regex = number(line, "objective/scores/regex");
+        assert!((number(line, "objective/scores") - (2.0 * 0.25 - regex)).abs() < 1e-6);
+        assert!(["command", "short", "regex"].iter().all(|name| number(line, &format!("time/reward/{name}")) >= 0.0));
+    }
+    // Without a reward model the value model begins as the policy.
+    assert!(scratch.read("out/value_model/config.json").contains("GPTNeoXForSequenceClassification"));
+    assert!(
+        scratch
+            .read("out/README.md")
+            .contains("command: `sh score.sh`, weight 2; short: `length:target=4,unit=tokens`")
+    );
+    scratch.succeeds("ppo --config out/run.yaml --output_dir again");
+    assert_eq!(timeless(scratch.metrics("again")), timeless(lines));
+}
+
+#[test]
+fn a_service_scores_a_run_and_its_token_is_nowhere_but_in_the_request() {
+    let scratch = Scratch::new();
+    let service = Service::new(|asked| {
+        let rewards = rewards_of(asked, |query, _| json!(query.len()));
+        (200, String::new(), json!({"rewards": rewards, "extra_logs": {"seen": rewards.len()}}).to_string())
+    });
+    let line = format!("{NO_MODEL} --reward_url {} --reward_batch_size 3 --reward_clip 5", service.url);
+    let ran = crate::cli::Ran::from(scratch.command(&line).env("RLHF_REWARD_TOKEN", " sesame\n").output().unwrap());
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    let asked = service.asked();
+    assert!(!asked.is_empty() && asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer sesame")));
+    for line in scratch.metrics("out") {
+        assert!(number(&line, "objective/scores/url") > 5.0 && number(&line, "objective/scores") == 5.0);
+        assert_eq!(number(&line, "reward/url/seen"), (3.0 * 3.0 + 1.0) / 4.0);
+    }
+    for file in std::fs::read_dir(scratch.path("out")).unwrap() {
+        let path = file.unwrap().path();
+        let bytes = if path.is_file() { std::fs::read(&path).unwrap() } else { Vec::new() };
+        assert!(!String::from_utf8_lossy(&bytes).contains("sesame"), "{}", path.display());
+    }
+    assert!(!scratch.read("out/README.md").contains("hidden"), "the card is for others' eyes");
+}
+
+#[test]
+fn a_run_whose_reward_fails_ends_in_one_error_and_saves_what_it_has() {
+    let scratch = Scratch::new();
+    // Sound for the samples before the run and for the first update, and then no more.
+    scratch.write(
+        "score.sh",
+        "n=0; while read -r l; do n=$((n + 1)); if [ $n -gt 9 ]; then echo nan; else echo 1; fi; done",
+    );
+    let line = format!("{NO_MODEL} --reward_retries 0");
+    let ran = scratch.run_with(&line, &["--reward_command", "sh score.sh"]);
+    assert_eq!(ran.code, 1);
+    let error = ran.stderr.lines().last().unwrap();
+    for words in ["reward `command`: row 1 of", "(prompt \"", "found \"nan\"", "the model as far as it came is in out"]
+    {
+        assert!(error.contains(words), "no `{words}` in {error}");
+    }
+    assert!(scratch.path("out/model.safetensors").is_file());
+    assert_eq!(scratch.metrics("out").len(), 1);
+}
+
+#[test]
+fn rewards_that_cannot_be_are_refused_before_a_run_begins() {
+    let scratch = Scratch::new();
+    scratch.refuses(NO_MODEL, 2, &["no reward", "reward_model_path, reward, reward_command and reward_url"]);
+    for (words, code, expected) in [
+        (
+            &["--reward", "exact:answer"][..],
+            1,
+            &["reward `exact`: row 1 of the dataset", "`answer`", "found prompt"][..],
+        ),
+        (&["--reward", "rhyme"], 2, &["reward = rhyme: expected one of model, command, url, length"]),
+        (&["--reward", "words:nowhere.txt"], 1, &["nowhere.txt: cannot read"]),
+        (&["--reward", "json", "--reward_weights", "model=1"], 2, &["reward_weights = model=1", "there are: json"]),
+        (&["--reward_url", "http://me:pass@host/"], 2, &["reward_url = host/", "without a password"]),
+        (&["--reward", "model:nowhere"], 1, &["nowhere: ", "no such folder"]),
+        (
+            &["--reward", "json", "--reward_timeout", "0"],
+            2,
+            &["reward_timeout = 0: expected a number of seconds above 0"],
+        ),
+        (&["--reward", "json", "--reward_label", "POSITIVE"], 2, &["reward_label = POSITIVE needs reward_model_path"]),
+    ] {
+        scratch.refuses_with(NO_MODEL, words, code, expected);
+    }
+    let words = ["--reward", "model:reward", "--output_dir", "reward", "--overwrite_output_dir"];
+    scratch.refuses_with(NO_MODEL, &words, 2, &["holds what the run reads"]);
+}
+
+#[test]
+fn two_reward_models_are_added_each_with_its_own_label_and_weight() {
+    let scratch = Scratch::new();
+    scratch.copy("sentiment", "distilbert_cls2");
+    let words = ["--reward", "mood=model:sentiment#POSITIVE-NEGATIVE", "--reward_weights", "model=0.5,mood=2"];
+    let ran = scratch.run_with(PPO, &words);
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    for line in scratch.metrics("out") {
+        let expected = 0.5 * number(&line, "objective/scores/model") + 2.0 * number(&line, "objective/scores/mood");
+        assert!((number(&line, "objective/scores") - expected).abs() < 1e-5);
+    }
+}
