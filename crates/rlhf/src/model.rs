@@ -30,7 +30,7 @@ use crate::weights::{self, Checkpoint, replace_files};
 use crate::{Error, Result};
 use decoder::Decoder;
 use families::MlpIn;
-use layout::Layout;
+use layout::{Layout, rounded};
 use linear::Linear;
 use lora::{Adapter, Dropout};
 use params::{Builder, Init, Source};
@@ -347,8 +347,8 @@ impl Body {
     fn hidden_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>], shift: i64) -> Result<Tensor> {
         self.check(sequences)?;
         let layout = self.padded_layout(&self.needed(sequences, spans, shift));
-        let rows = self.rows_at(&layout, spans, shift);
-        Ok(self.decoder.forward(&layout, None, Some(&rows), None))
+        let (rows, count) = self.rounded_rows_at(&layout, spans, shift);
+        Ok(self.decoder.forward(&layout, None, Some(&rows), None).narrow(0, 0, count))
     }
 
     /// Has `f` make a gradient of [`Body::hidden_at`], and adds what follows from it to the gradients of the parameters. Where
@@ -374,8 +374,8 @@ impl Body {
             Some(_) => Layout::new(sequences, self.device),
         };
         let dropout = dropout.map(|rows| Dropout::new(rows, &layout.lens));
-        let rows = self.rows_at(&layout, spans, shift);
-        self.decoder.learn(&layout, &rows, dropout.as_ref(), self.gradient_checkpointing, f)
+        let (rows, count) = self.rounded_rows_at(&layout, spans, shift);
+        self.decoder.learn(&layout, &rows, count, dropout.as_ref(), self.gradient_checkpointing, f)
     }
 
     /// The layout for a pass of which only some rows are asked for.
@@ -403,6 +403,16 @@ impl Body {
         let rows: Vec<i64> =
             spans.flat_map(|(start, span)| span.clone().map(move |t| start + t as i64 + shift)).collect();
         Tensor::from_slice(&rows).to_device(self.device)
+    }
+
+    /// [`Body::rows_at`] with more behind it that nothing reads, and how many count.
+    fn rounded_rows_at(&self, layout: &Layout, spans: &[Range<usize>], shift: i64) -> (Tensor, i64) {
+        let rows = self.rows_at(layout, spans, shift);
+        let count = rows.size()[0];
+        match has_kernels(self.decoder.compute, self.device) {
+            true => (rows.constant_pad_nd([0, rounded(count) - count]), count),
+            false => (rows, count),
+        }
     }
 }
 
@@ -651,7 +661,8 @@ impl CausalLm {
             let (weight, used) = self.lm_head.weight();
             let mut buffer: Option<Tensor> = None;
             for range in self.slices(hidden.size()[0]) {
-                let slice = |x: &Tensor| x.narrow(0, range.start, range.end - range.start);
+                let count = range.end - range.start;
+                let slice = |x: &Tensor| x.narrow(0, range.start, count);
                 let (hidden, targets, mut gradient) = (slice(hidden).detach(), slice(&targets), slice(&gradient));
                 if !by_kernels {
                     let hidden = hidden.set_requires_grad(true);
@@ -661,23 +672,26 @@ impl CausalLm {
                     found.push(now);
                     continue;
                 }
-                let hidden = hidden.to_kind(used.kind());
-                let shape = [range.end - range.start, self.body.config.vocab_size];
+                let hidden = with_rounded_rows(&hidden.to_kind(used.kind()));
+                let rows = hidden.size()[0];
+                let shape = [rows, self.body.config.vocab_size];
                 // The first slice is the longest.
                 let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
-                let mut logits = buffer.narrow(0, 0, shape[0]);
-                tch_ext::product_into(&mut logits, &hidden, &used.tr());
+                let mut all = buffer.narrow(0, 0, rows);
+                tch_ext::product_into(&mut all, &hidden, &used.tr());
+                let mut logits = all.narrow(0, 0, count);
                 let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
                 let logprobs = stats.logprobs.set_requires_grad(true);
                 loss(range, &logprobs).backward();
                 let slope = logprobs.grad();
                 let slope = if slope.defined() { slope } else { logprobs.detach().zeros_like() };
                 tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &slope);
+                let _ = all.narrow(0, count, rows - count).zero_();
                 let mut back = hidden.empty_like();
-                tch_ext::product_into(&mut back, &logits, &used);
-                gradient.copy_(&back);
+                tch_ext::product_into(&mut back, &all, &used);
+                gradient.copy_(&back.narrow(0, 0, count));
                 if weight.requires_grad() {
-                    tch_ext::add_product_to_grad(weight, &logits.tr(), &hidden);
+                    tch_ext::add_product_to_grad(weight, &all.tr(), &hidden);
                 }
                 found.push(TokenLogprobs { logprobs, entropy: stats.entropy });
             }
@@ -696,8 +710,9 @@ impl CausalLm {
     /// Ranges of rows whose logits may be held at once.
     fn slices(&self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
         let most = (LOGITS_CHUNK / self.body.config.vocab_size).max(1);
-        // All of a size: a short one at the end would be a product of a poor shape.
-        let len = (rows as u64).div_ceil((rows as u64).div_ceil(most as u64).max(1)).max(1) as i64;
+        // About equal, as a short one at the end would be a product of a poor shape; and of few different sizes.
+        let share = rows.max(1).unsigned_abs().div_ceil(rows.unsigned_abs().div_ceil(most.unsigned_abs()).max(1));
+        let len = rounded(share as i64).min(if most < 64 { most } else { most / 32 * 32 });
         (0..rows).step_by(len as usize).map(move |from| from..(from + len).min(rows))
     }
 
@@ -710,7 +725,8 @@ impl CausalLm {
             let (hidden, targets) = (slice(hidden), slice(targets));
             found.push(match by_kernels {
                 true => {
-                    let stats = tch_ext::logits_stats(&self.head(&hidden), temperature, &targets, with_entropy);
+                    let logits = self.head(&with_rounded_rows(&hidden)).narrow(0, 0, targets.size()[0]);
+                    let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
                     TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy }
                 }
                 false => self.plain_logprobs(&hidden, &targets, temperature, with_entropy),
@@ -806,6 +822,12 @@ impl Slices {
         };
         TokenLogprobs { logprobs: join(self.logprobs), entropy: self.entropy.map(join) }
     }
+}
+
+/// `hidden` with rows of 0 behind it, so that their number is a round one.
+fn with_rounded_rows(hidden: &Tensor) -> Tensor {
+    let count = hidden.size()[0];
+    hidden.constant_pad_nd([0, 0, 0, rounded(count) - count])
 }
 
 /// Entropy in nats of each row of log-probabilities, [M, vocab] to `[M]`.

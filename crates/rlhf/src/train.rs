@@ -40,7 +40,7 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
 }
 
 /// Activations that are always worth their memory, in bytes.
-const LEAST_ACTIVATIONS: usize = 192 << 20;
+const LEAST_ACTIVATIONS: usize = 128 << 20;
 
 /// The most tokens that go through a model with these parameters at once, as set, or such that what they leave in memory for the
 /// way back stays small beside what training holds anyway: half of the weights, and an eighth of the memory there is.

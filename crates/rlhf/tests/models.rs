@@ -537,6 +537,44 @@ fn gradients_of_every_parameter_equal_autograd_of_transformers() {
 }
 
 #[test]
+fn rows_together_give_the_numbers_and_gradients_of_each_alone_whatever_is_computed_beside_them() {
+    let dir = golden().join("models/gpt_neox");
+    // Tokens asked for on both sides of where their number is rounded up for the products.
+    let rows: Vec<Vec<i64>> = (0..15).map(|row| (0..10).map(|t| (7 * row + 3 * t) % 50 + 1).collect()).collect();
+    let spans: Vec<_> = (0..15).map(|row| 2..10 - row % 4).collect();
+    for checkpointing in [false, true] {
+        let models = || {
+            let mut lm = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+            let mut value = SequenceClassifier::from_pretrained(&dir, Some(1), ModelOptions::default()).unwrap();
+            lm.set_trainable(true);
+            value.set_trainable(true);
+            lm.set_gradient_checkpointing(checkpointing);
+            value.set_gradient_checkpointing(checkpointing);
+            (lm, value)
+        };
+        let learn = |(lm, value): &(CausalLm, SequenceClassifier), rows: &[Vec<i64>], spans: &[_]| {
+            let asked = lm.token_logprobs(rows, spans, 0.7, true).unwrap();
+            let found = lm.learn_logprobs(rows, spans, 0.7, true, |_, x| x.square().sum(tch::Kind::Float)).unwrap();
+            value.learn_values(rows, spans, |values| values.square().sum(tch::Kind::Float)).unwrap();
+            let values = value.values_at(rows, spans).unwrap();
+            assert_close("what is read", &asked.logprobs, &found.logprobs, 1e-5);
+            Tensor::cat(&[&found.logprobs, &found.entropy.unwrap(), &values], 0).detach().view([3, -1])
+        };
+        let (together, alone) = (models(), models());
+        let numbers = learn(&together, &rows, &spans);
+        assert!(numbers.size()[1] > 64, "as many as are rounded");
+        let each: Vec<_> = (0..15).map(|i| learn(&alone, &rows[i..=i], &spans[i..=i])).collect();
+        assert_close("numbers", &numbers, &Tensor::cat(&each, 1), 1e-5);
+        for (a, b) in [(together.0.params(), alone.0.params()), (together.1.params(), alone.1.params())] {
+            for (a, b) in a.iter().zip(b) {
+                let scale = b.tensor.grad().abs().max().double_value(&[]).max(1.0);
+                assert_close(&a.name, &a.tensor.grad(), &b.tensor.grad(), 2e-5 * scale);
+            }
+        }
+    }
+}
+
+#[test]
 fn value_heads_of_trl_and_deepspeed_chat_give_their_values_and_keep_their_names() {
     let dir = golden().join("value_heads/gpt2_vhead");
     let golden = Tensors::read(&dir.join("golden.safetensors"));

@@ -129,18 +129,22 @@ impl Decoder {
         self.finish(x, None, None)
     }
 
-    /// [`Decoder::forward`], and back by the gradient that `f` makes of the hidden states.
+    /// [`Decoder::forward`], and back by the gradient that `f` makes of the first `count` hidden states.
     ///
     /// With `checkpoints` only what goes into each layer is kept, and the layer is computed again on the way back.
     pub(crate) fn learn(
         &self,
         layout: &Layout,
         rows: &Tensor,
+        count: i64,
         dropout: Option<&Dropout>,
         checkpoints: bool,
         f: impl FnOnce(&Tensor) -> Result<Option<Tensor>>,
     ) -> Result<()> {
-        let gradient_of = |hidden: &Tensor| f(&hidden.detach().set_requires_grad(true));
+        let gradient_of = |hidden: &Tensor| -> Result<Option<Tensor>> {
+            let gradient = f(&hidden.narrow(0, 0, count).detach().set_requires_grad(true))?;
+            Ok(gradient.map(|gradient| gradient.constant_pad_nd([0, 0, 0, hidden.size()[0] - count])))
+        };
         if !checkpoints {
             let hidden = self.forward(layout, None, Some(rows), dropout);
             if let Some(gradient) = gradient_of(&hidden)? {

@@ -8,6 +8,15 @@ use tch::{Device, Kind, Tensor};
 /// The number of tokens that [`Layout::padded`] makes multiples of.
 const ROUND_TOKENS: u64 = 128;
 
+/// `rows` rounded up by at most an eighth: every new shape of a product costs oneDNN milliseconds and memory, so there
+/// should be few.
+pub(crate) fn rounded(rows: i64) -> i64 {
+    match rows as u64 {
+        0..64 => rows,
+        many => many.next_multiple_of((many.next_power_of_two() / 16).max(32)) as i64,
+    }
+}
+
 /// How a layer weighs what a token attends to.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scores {
