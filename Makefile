@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo test test-setup test-interop bench lint install
+.PHONY: help setup cuda demo test test-setup test-kills test-interop bench lint install
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test: test-setup lint ## formatting, clippy, docs, every test
 test-setup: setup
 	tests/setup/test_setup.sh
 	python3 examples/sentiment/test_example.py
+
+test-kills: setup ## kill a run fifty times at random moments, resume it each time, compare every bit
+	cargo test -p rlhf --locked --test main -- --ignored --nocapture a_run_killed_fifty_times
 
 test-interop: setup ## check what rlhf writes with transformers, peft and tensorboard
 	scripts/test-interop.sh

@@ -422,8 +422,8 @@ mod tests {
         let optimizer = "use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora learning_rate \
                          lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm";
         let run = "output_dir overwrite_output_dir seed bf16 dtype device max_shard_size gradient_checkpointing \
-                   max_tokens_per_micro_batch report_to num_threads disable_tqdm \
-                   config help";
+                   max_tokens_per_micro_batch report_to num_threads disable_tqdm save_steps save_total_limit \
+                   resume_from_checkpoint config help";
         let data = "dataset_name dataset_train_split dataset_test_split";
         let rows = "dataset_name output_file overwrite_output_file batch_size dtype device num_threads config help";
         let steps = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
@@ -438,7 +438,7 @@ mod tests {
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
                  score_position kl_coef kl_estimator whiten_rewards gamma lam cliprange cliprange_value vf_coef \
-                 {optimizer} {run}"
+                 {optimizer} eval_steps num_eval_prompts metric_for_best_model greater_is_better {run}"
             )
         );
         assert_eq!(

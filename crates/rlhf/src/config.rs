@@ -26,6 +26,8 @@ const LOSS: &str = "Loss";
 const SAMPLING: &str = "Sampling";
 const LORA: &str = "LoRA";
 const OPTIMIZER: &str = "Optimizer";
+const CHECKPOINTS: &str = "Checkpoints";
+const EVALUATION: &str = "Evaluation";
 const RUN: &str = "Run";
 
 /// How an unset option is written.
@@ -160,6 +162,10 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
+    /// Evaluation on the way, and the best model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub eval: EvalConfig,
     /// Output folder, seed, precision, reports.
     #[command(flatten)]
     #[serde(flatten)]
@@ -608,11 +614,98 @@ pub struct RunConfig {
     /// Show no progress bar.
     #[arg(long, help_heading = RUN)]
     pub disable_tqdm: bool,
+    /// What is kept on the way, and what the run goes on from.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub checkpoints: CheckpointConfig,
+}
+
+/// Checkpoints on the way, and how a run goes on from one.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct CheckpointConfig {
+    /// Save a checkpoint every this many updates, and after the last; without it only a run that ends early saves one.
+    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_parser = optional::<usize>)]
+    pub save_steps: std::option::Option<usize>,
+    /// Keep this many checkpoints, the newest [default: all].
+    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub save_total_limit: std::option::Option<usize>,
+    /// Go on from this checkpoint; `true` is the newest whole one in `output_dir`, and the beginning where there is none.
+    #[arg(
+        long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_parser = resume_or_false,
+        num_args = 0..=1, default_missing_value = "true"
+    )]
+    #[serde(skip)] // A run is gone on with when that is asked for, not when its settings are used again.
+    pub resume_from_checkpoint: std::option::Option<Resume>,
+}
+
+impl CheckpointConfig {
+    fn check(&self) -> Result<()> {
+        self.save_steps.map_or(Ok(()), |steps| at_least_one("save_steps", steps))?;
+        self.save_total_limit.map_or(Ok(()), |limit| at_least_one("save_total_limit", limit))
+    }
+}
+
+/// What a run goes on from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resume {
+    /// The newest whole checkpoint in the output folder; the beginning, where there is none.
+    Latest,
+    /// The checkpoint in this folder.
+    From(PathBuf),
+}
+
+/// Evaluation on the way, and the best model by what it finds.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct EvalConfig {
+    /// Answer prompts of the test split every this many updates, and after the last.
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<usize>)]
+    pub eval_steps: std::option::Option<usize>,
+    /// Prompts to answer in an evaluation, at most: the first of the split.
+    #[arg(long, help_heading = EVALUATION, default_value_t = 128)]
+    pub num_eval_prompts: usize,
+    /// Keep the model at which this metric was best in `output_dir/best`; it is looked at after each evaluation, or else each
+    /// `save_steps`.
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
+    pub metric_for_best_model: std::option::Option<String>,
+    /// Whether more of that metric is better [default: unless `loss` or `kl` is in its name].
+    #[arg(
+        long, help_heading = EVALUATION, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>,
+        num_args = 0..=1, default_missing_value = "true"
+    )]
+    pub greater_is_better: std::option::Option<bool>,
+}
+
+/// What begins the names of an evaluation's metrics.
+pub(crate) const EVAL_METRICS: &str = "eval/";
+
+impl EvalConfig {
+    fn check(&self, save_steps: Option<usize>) -> Result<()> {
+        self.eval_steps.map_or(Ok(()), |steps| at_least_one("eval_steps", steps))?;
+        at_least_one("num_eval_prompts", self.num_eval_prompts)?;
+        let Some(metric) = &self.metric_for_best_model else {
+            return match self.greater_is_better {
+                Some(greater) => usage(format!(
+                    "greater_is_better = {greater} needs metric_for_best_model: no best model is looked for without one"
+                )),
+                None => Ok(()),
+            };
+        };
+        let needs =
+            |what: &str| usage(format!("metric_for_best_model = {metric} needs {what}: nothing looks at it else"));
+        match (self.eval_steps, save_steps) {
+            (None, _) if metric.starts_with(EVAL_METRICS) => needs("eval_steps"),
+            (None, None) => needs("eval_steps or save_steps"),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl RunConfig {
     fn check(&self) -> Result<()> {
         check_threads(self.num_threads)?;
+        self.checkpoints.check()?;
         self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most))
     }
 }
@@ -774,6 +867,7 @@ impl PpoConfig {
         self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer)?;
         self.run.check()?;
+        self.eval.check(self.run.checkpoints.save_steps)?;
         self.batch_sizes().map(drop)
     }
 
@@ -1106,6 +1200,8 @@ pub fn command<C: Args>(name: &'static str) -> Command {
             .or_else(|| typed::<u64>(&arg))
             .or_else(|| typed::<i64>(&arg))
             .or_else(|| typed::<f64>(&arg))
+            .or_else(|| typed::<bool>(&arg))
+            .or_else(|| typed::<Resume>(&arg))
             .or_else(|| typed::<PathBuf>(&arg))
             .or_else(|| typed::<String>(&arg))
             .or_else(|| typed::<StopToken>(&arg))
@@ -1235,6 +1331,18 @@ impl Setting for PathBuf {
     }
 }
 
+impl Setting for Resume {
+    const NAME: &'static str = "PATH";
+    const EXPECTED: &'static str = "the folder of a checkpoint, or true for the newest";
+
+    fn read(text: &str) -> Option<Self> {
+        match text.to_ascii_lowercase().as_str() {
+            "true" | "latest" => Some(Self::Latest),
+            _ => (!text.is_empty()).then(|| Self::From(text.into())),
+        }
+    }
+}
+
 impl Setting for String {
     const NAME: &'static str = "TEXT";
     const EXPECTED: &'static str = "some text";
@@ -1298,6 +1406,11 @@ fn optional<T: Setting>(text: &str) -> Result<Option<T>, String> {
 /// TRL writes "not set" as -1 here.
 fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
     if text == "-1" { Ok(None) } else { optional(text) }
+}
+
+/// A yes-or-no question that also takes a path.
+fn resume_or_false(text: &str) -> Result<Option<Resume>, String> {
+    if text.eq_ignore_ascii_case("false") { Ok(None) } else { optional(text) }
 }
 
 /// A norm of 0 turns clipping off.
@@ -1438,7 +1551,7 @@ mod tests {
             "seed": 42, "bf16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "num_threads": null, "disable_tqdm": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
-            "use_rslora": false,
+            "use_rslora": false, "save_steps": null, "save_total_limit": null,
         })
     }
 
@@ -1472,7 +1585,8 @@ mod tests {
             "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
             "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
             "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
-            "score_position": "after_stop", "apply_chat_template": false,
+            "score_position": "after_stop", "apply_chat_template": false, "eval_steps": null,
+            "num_eval_prompts": 128, "metric_for_best_model": null, "greater_is_better": null,
         });
         expected.as_object_mut().unwrap().extend(rewards.as_object().unwrap().clone());
         assert_settings(&ppo(), expected);
@@ -1692,6 +1806,46 @@ mod tests {
         let mut config = ppo();
         config.peft.use_peft = true;
         assert_eq!(config.peft.lora(), Some(LoraConfig::default()), "the library's defaults are the flags'");
+    }
+
+    #[test]
+    fn a_best_model_needs_something_that_looks_for_it() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 5] = [
+            (|c| c.run.checkpoints.save_steps = Some(0), "save_steps = 0: expected at least 1"),
+            (|c| c.eval.eval_steps = Some(0), "eval_steps = 0: expected at least 1"),
+            (|c| c.eval.greater_is_better = Some(true), "greater_is_better = true needs metric_for_best_model"),
+            (
+                |c| c.eval.metric_for_best_model = Some("objective/kl".into()),
+                "metric_for_best_model = objective/kl needs eval_steps or save_steps",
+            ),
+            (
+                |c| {
+                    c.eval.metric_for_best_model = Some("eval/score".into());
+                    c.run.checkpoints.save_steps = Some(5);
+                },
+                "metric_for_best_model = eval/score needs eval_steps",
+            ),
+        ];
+        for (change, message) in changes {
+            let mut config = ppo();
+            change(&mut config);
+            let error = usage_of(config.check());
+            assert!(error.starts_with(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_is_named_by_its_folder_or_asked_for_as_the_newest() {
+        for (text, expected) in [
+            ("true", Some(Resume::Latest)),
+            ("Latest", Some(Resume::Latest)),
+            ("false", None),
+            ("none", None),
+            ("runs/ppo/checkpoint-5", Some(Resume::From("runs/ppo/checkpoint-5".into()))),
+        ] {
+            assert_eq!(resume_or_false(text), Ok(expected), "{text}");
+        }
     }
 
     #[test]

@@ -332,14 +332,39 @@ impl Cursor {
     pub fn take(&mut self, count: usize) -> Vec<usize> {
         (0..count)
             .map(|_| {
-                let (pass, place) = (self.taken / self.len, self.taken % self.len);
-                if place == 0 {
-                    self.order = Stream::new(self.seed, Purpose::DataOrder, pass as u64, 0).permutation(self.len);
+                let place = self.taken % self.len;
+                if place == 0 || self.order.is_empty() {
+                    let pass = (self.taken / self.len) as u64;
+                    self.order = Stream::new(self.seed, Purpose::DataOrder, pass, 0).permutation(self.len);
                 }
                 self.taken += 1;
                 self.order[place]
             })
             .collect()
+    }
+
+    /// Where it stands, for a checkpoint.
+    pub fn state(&self) -> Value {
+        json!({"taken": self.taken, "rows": self.len})
+    }
+
+    /// Goes to where [`Cursor::state`] was taken.
+    ///
+    /// # Errors
+    /// If that was over another number of rows: the data has changed.
+    pub fn load_state(&mut self, state: &Value) -> Result<()> {
+        let number = |name: &str| state[name].as_u64().map(|number| number as usize);
+        match (number("taken"), number("rows")) {
+            (Some(taken), Some(rows)) if rows == self.len => {
+                (self.taken, self.order) = (taken, Vec::new());
+                Ok(())
+            }
+            (Some(_), Some(rows)) => {
+                let found = self.len;
+                Err(Error::Run(format!("expected the {rows} rows of data that the run began with, found {found}")))
+            }
+            _ => Err(Error::Run(format!("expected a place in the data, found {state}"))),
+        }
     }
 }
 

@@ -40,6 +40,14 @@ pub enum Error {
     /// A run cannot go on: a number is not finite, a reward is missing.
     #[error("{0}")]
     Run(String),
+    /// A run ended before its end because it was asked to.
+    #[error("{message}")]
+    Stopped {
+        /// How far it came, and what it left.
+        message: String,
+        /// The exit code of the program: 128 and the number of the signal that asked.
+        code: u8,
+    },
     /// libtorch refused an operation.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
@@ -60,8 +68,12 @@ impl Error {
         Error::Invalid { path: path.as_ref().to_path_buf(), message: message.into() }
     }
 
-    /// The exit code of the program: 2 for usage, else 1.
+    /// The exit code of the program: 2 for usage, 128 and a signal's number for a run that it ended, else 1.
     pub fn exit_code(&self) -> u8 {
-        if matches!(self, Error::Usage(_)) { 2 } else { 1 }
+        match self {
+            Error::Usage(_) => 2,
+            Error::Stopped { code, .. } => *code,
+            _ => 1,
+        }
     }
 }

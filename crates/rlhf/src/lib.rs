@@ -1,6 +1,7 @@
 //! RLHF with PPO for language models, on libtorch.
 #![forbid(unsafe_code)]
 
+mod checkpoint;
 pub mod config;
 pub mod data;
 pub mod device;

@@ -1,10 +1,13 @@
-//! The program `rlhf`: a command line over the library. Exit codes: 0, 2 for usage, 1 for every other error.
+//! The program `rlhf`: a command line over the library. Exit codes: 0, 2 for usage, 128 and the number of the signal that
+//! ended a training run, 1 for every other error.
 
 mod answer;
 mod cli;
 mod measure;
 mod output;
 
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 use std::backtrace::Backtrace;
 use std::io::{self, Write};
 use std::panic::{self, PanicHookInfo};
@@ -45,15 +48,8 @@ fn start() -> ExitCode {
 
 fn run(task: &Task) -> Result<()> {
     if matches!(task, Task::Sft(_) | Task::Reward(_) | Task::Ppo(_)) {
-        // An interrupted training run saves what it has; a second signal ends it at once. Without a handler (another one
-        // is in place) signals end it at once as ever.
-        let _ = ctrlc::set_handler(|| {
-            if request_stop() {
-                // The exit code that shells give an interrupted program.
-                tch_ext::exit_at_once(130);
-            }
-            let _ = writeln!(io::stderr(), "\nending after this update; once more to end at once and lose the model");
-        });
+        // Without a handler signals end the run at once, as ever.
+        let _ = stop_on_signals();
     }
     match task {
         Task::Sft(config) => rlhf::train::sft::sft(config, Console::detect()),
@@ -64,6 +60,34 @@ fn run(task: &Task) -> Result<()> {
         Task::Score(config) => measure::score(config),
         Task::Merge(config) => rlhf::merge::merge(config),
     }
+}
+
+/// Has a signal end the training run after its update, so that it saves what it has, and a second one end it at once.
+fn stop_on_signals() -> io::Result<()> {
+    // What `nohup` has the system ignore stays ignored.
+    let signals = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP));
+    let mut signals = Signals::new(signals)?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        for signal in signals.forever() {
+            // The exit code that shells give a program which the signal ended.
+            let code = 128 + signal;
+            if request_stop(code as u8) {
+                tch_ext::exit_at_once(code);
+            }
+            let _ = writeln!(
+                io::stderr(),
+                "\nending after this update; once more to end at once and lose what is not saved"
+            );
+        }
+    })?;
+    Ok(())
+}
+
+/// Whether the program was started with this signal ignored.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
 /// Prints the one line that ends a failed run.

@@ -144,6 +144,11 @@ struct Body {
 /// The folder beside an adapter that holds its base, where no other folder does.
 pub(crate) const BASE_MODEL: &str = "base_model";
 
+/// Whether `dir` holds a model or an adapter.
+pub(crate) fn is_model(dir: &Path) -> bool {
+    ["config.json", "adapter_config.json"].iter().any(|name| dir.join(name).is_file())
+}
+
 /// The name of the base in `adapter_config.json`.
 const BASE_NAME: &str = "base_model_name_or_path";
 
@@ -278,6 +283,40 @@ impl Body {
         let tensors: Vec<_> = params.map(|p| (name(p), p.tensor.detach().to_kind(self.kind))).collect();
         weights::save(dir, &tensors, max_shard_bytes)?;
         config.save(dir, self.kind)
+    }
+
+    /// Writes the base of an adapter to `dir` where no folder holds it, so that every adapter that is saved from now on names
+    /// that one; what is there from an earlier run that began alike is left.
+    fn keep_base(&mut self, dir: &Path, config: &ModelConfig, max_shard_bytes: usize) -> Result<()> {
+        if self.adapter.is_none() || self.origin.is_some() {
+            return Ok(());
+        }
+        if !is_model(dir) {
+            replace_files(dir, |dir| self.save_model(dir, config, max_shard_bytes, |_| None))?;
+            weights::sync(dir)?;
+        }
+        self.origin = Some(dir.to_path_buf());
+        Ok(())
+    }
+
+    /// Reads back what [`Body::save_renamed`] wrote to `dir`, into the weights that are trained.
+    fn load_trained(&mut self, dir: &Path, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
+        let adapter = self.adapter.is_some();
+        let file = if adapter { lora::open_weights(dir)? } else { Checkpoint::open(dir)? };
+        for param in self.params.iter_mut().filter(|param| !adapter || lora::is_trained(&param.name)) {
+            let name = match adapter {
+                true => lora::stored_name(&param.name),
+                false => stored(&param.name).unwrap_or_else(|| param.name.clone()),
+            };
+            let (expected, found) = (param.tensor.size(), file.shape(&name));
+            if found.as_ref() != Some(&expected) {
+                let found = found.map_or("none".into(), |found| format!("{found:?}"));
+                return Err(Error::invalid(dir, format!("tensor `{name}`: expected {expected:?}, found {found}")));
+            }
+            let saved = file.read(&name, self.device, param.tensor.kind())?;
+            tch::no_grad(|| param.tensor.copy_(&saved));
+        }
+        Ok(())
     }
 
     /// Checks what a user can get wrong, so that libtorch need not fail on it.
@@ -768,6 +807,29 @@ impl CausalLm {
             Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
             None => logits,
         }
+    }
+
+    /// Writes the base of an adapter to `dir` where no folder holds it, for all adapters that are saved from now on.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub(crate) fn keep_base(
+        &mut self,
+        dir: &Path,
+        eos: &[i64],
+        pad: Option<i64>,
+        max_shard_bytes: usize,
+    ) -> Result<()> {
+        let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
+        self.body.keep_base(dir, &config, max_shard_bytes)
+    }
+
+    /// Reads the trained weights that [`CausalLm::save_pretrained`] wrote to `dir` back into this model.
+    ///
+    /// # Errors
+    /// If they are not there, or not of a model like this one.
+    pub(crate) fn load_trained(&mut self, dir: &Path) -> Result<()> {
+        self.body.load_trained(dir, |_| None)
     }
 
     /// Writes `config.json`, `generation_config.json` and the weights below `dir`; transformers reads them.

@@ -2,8 +2,13 @@
 
 use crate::config::{LrSchedulerType, OptimizerConfig};
 use crate::model::Param;
+use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
+use std::path::Path;
 use tch::{Kind, Tensor};
+
+/// The name of the number of steps in a saved state.
+const STEPS: &str = "step";
 
 /// AdamW over one model's parameters; weight decay spares biases and norms (see [`Param::decay`]).
 #[derive(Debug)]
@@ -16,6 +21,7 @@ pub struct AdamW {
 
 #[derive(Debug, Default)]
 struct Group {
+    names: Vec<String>,
     params: Vec<Tensor>,
     exp_avgs: Vec<Tensor>,
     exp_avg_sqs: Vec<Tensor>,
@@ -27,6 +33,7 @@ impl AdamW {
         let mut groups = [Group::default(), Group::default()];
         for param in params {
             let group = &mut groups[usize::from(!param.decay)];
+            group.names.push(param.name.clone());
             group.params.push(param.tensor.shallow_clone());
             group.exp_avgs.push(param.tensor.detach().zeros_like());
             group.exp_avg_sqs.push(param.tensor.detach().zeros_like());
@@ -80,6 +87,60 @@ impl AdamW {
         }
         self.zero_grad();
         Ok(norm)
+    }
+
+    /// Steps taken.
+    pub fn steps(&self) -> i64 {
+        self.steps
+    }
+
+    /// Writes both moments of every parameter, as `NAME.exp_avg` and `NAME.exp_avg_sq`, and the number of steps to one
+    /// safetensors file.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let mut tensors = vec![(STEPS.to_string(), Tensor::from_slice(&[self.steps as f64]))];
+        for group in &self.groups {
+            for (at, name) in group.names.iter().enumerate() {
+                for (moment, tensors_of) in [("exp_avg", &group.exp_avgs), ("exp_avg_sq", &group.exp_avg_sqs)] {
+                    tensors.push((format!("{name}.{moment}"), tensors_of[at].shallow_clone()));
+                }
+            }
+        }
+        save_file(path, &tensors)
+    }
+
+    /// Takes up the state that [`AdamW::save`] wrote for the same parameters.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is not of these parameters.
+    pub fn load(&mut self, path: &Path) -> Result<()> {
+        let file = Checkpoint::open_file(path)?;
+        let expected = 1 + 2 * self.groups.iter().map(|group| group.names.len()).sum::<usize>();
+        let found = file.names().count();
+        if found != expected {
+            return Err(Error::invalid(
+                path,
+                format!("expected an optimizer's state of {expected} tensors, found {found}"),
+            ));
+        }
+        for group in &mut self.groups {
+            let Group { names, exp_avgs, exp_avg_sqs, .. } = group;
+            for (moment, tensors) in [("exp_avg", exp_avgs), ("exp_avg_sq", exp_avg_sqs)] {
+                for (name, tensor) in names.iter().zip(tensors) {
+                    let name = format!("{name}.{moment}");
+                    if file.shape(&name) != Some(tensor.size()) {
+                        let message =
+                            format!("tensor `{name}`: expected {:?}, found {:?}", tensor.size(), file.shape(&name));
+                        return Err(Error::invalid(path, message));
+                    }
+                    tensor.copy_(&file.read(&name, tensor.device(), tensor.kind())?);
+                }
+            }
+        }
+        self.steps = file.read(STEPS, tch::Device::Cpu, Kind::Double)?.double_value(&[0]) as i64;
+        Ok(())
     }
 
     fn zero_grad(&mut self) {
@@ -182,6 +243,45 @@ mod tests {
         (&params[0].tensor * f64::NAN).sum(Kind::Float).backward();
         assert!(optimizer.step(0.1).unwrap_err().to_string().contains("optimizer step 1"));
         assert_eq!(params[0].tensor.double_value(&[0]), 1.0);
+    }
+
+    #[test]
+    fn a_saved_state_goes_on_to_the_bit_and_is_refused_by_other_parameters() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("optimizer.safetensors");
+        let named = |name: &str, values: &[f32], decay| Param { name: name.into(), ..param(values, decay) };
+        let fresh = || [named("a.weight", &[1.0, -2.0], true), named("a.bias", &[0.5], false)];
+        let learn = |params: &[Param], optimizer: &mut AdamW, steps: i32| {
+            for step in 0..steps {
+                params
+                    .iter()
+                    .map(|p| (&p.tensor * f64::from(step + 1)).sin().sum(Kind::Float))
+                    .sum::<Tensor>()
+                    .backward();
+                optimizer.step(0.1).unwrap();
+            }
+        };
+        let whole = fresh();
+        let mut optimizer = AdamW::new(&whole, &config());
+        learn(&whole, &mut optimizer, 3);
+        optimizer.save(&path).unwrap();
+        let half = fresh();
+        for (to, from) in half.iter().zip(&whole) {
+            tch::no_grad(|| to.tensor.shallow_clone().copy_(&from.tensor));
+        }
+        let mut resumed = AdamW::new(&half, &config());
+        resumed.load(&path).unwrap();
+        assert_eq!(resumed.steps(), 3);
+        learn(&whole, &mut optimizer, 2);
+        learn(&half, &mut resumed, 2);
+        for (found, expected) in half.iter().zip(&whole) {
+            assert_eq!(found.tensor, expected.tensor);
+        }
+        for others in
+            [vec![named("a.weight", &[1.0, -2.0], true)], vec![named("b", &[1.0, 2.0], true), param(&[0.0], false)]]
+        {
+            assert!(AdamW::new(&others, &config()).load(&path).unwrap_err().to_string().contains("expected"));
+        }
     }
 
     #[test]

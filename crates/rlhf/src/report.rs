@@ -1,16 +1,19 @@
 //! What a run tells: `metrics.jsonl` and TensorBoard for programs, a progress bar and tables for people.
 
+use crate::checkpoint::{self, Start};
 use crate::config::{ReportTo, RunConfig};
 use crate::metrics::Metrics;
 use crate::model::{AdapterFolder, BASE_MODEL};
+use crate::weights::write_text;
 use crate::{Error, Result};
 use comfy_table::{ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
-use std::fs::File;
-use std::io::{IsTerminal, Write};
+use serde_json::Value;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 /// Where a run's words go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,17 +34,21 @@ impl Console {
     }
 }
 
-/// Whether the user has asked the run to end. A signal concerns the whole process, so this is one flag for all of it.
-static STOP: AtomicBool = AtomicBool::new(false);
+/// The exit code with which the user has asked the run to end, else 0. A signal concerns the whole process, so this is one
+/// number for all of it.
+static STOP: AtomicU8 = AtomicU8::new(0);
 
 /// Asks the running training loop to end after its current update and to save; gives whether that was asked before.
-pub fn request_stop() -> bool {
-    STOP.swap(true, Ordering::SeqCst)
+///
+/// The loop then ends in [`Error::Stopped`] with this exit code: 128 and the number of the signal that asks, or any other but
+/// 0.
+pub fn request_stop(code: u8) -> bool {
+    STOP.swap(code, Ordering::SeqCst) != 0
 }
 
 /// Whether [`request_stop`] was called; the training loops look between updates.
 pub fn stop_requested() -> bool {
-    STOP.load(Ordering::SeqCst)
+    STOP.load(Ordering::SeqCst) != 0
 }
 
 /// One row of a sample table.
@@ -61,6 +68,7 @@ pub struct Reporter {
     console: Console,
     metrics: File,
     samples: Option<File>,
+    eval_samples: Option<File>,
     tensorboard: Option<crate::TensorBoard>,
     bar: ProgressBar,
 }
@@ -73,9 +81,26 @@ impl Reporter {
     /// # Errors
     /// If a file cannot be created.
     pub fn create(run: &RunConfig, total: usize, console: Console) -> Result<Self> {
+        Self::resume(run, total, Reached::default(), console)
+    }
+
+    /// [`Reporter::create`] for a run that goes on from where it has `reached`: what the files say of later updates is cut
+    /// off, and the rest goes on behind what is left.
+    ///
+    /// # Errors
+    /// As [`Reporter::create`].
+    pub(crate) fn resume(run: &RunConfig, total: usize, reached: Reached, console: Console) -> Result<Self> {
         let dir = run.output_dir.clone();
-        let path = dir.join("metrics.jsonl");
-        let metrics = File::create(&path).map_err(Error::io("create", &path))?;
+        let path = dir.join(METRICS);
+        let goes_on = reached.updates > 0;
+        cut_lines(&path, "step", goes_on.then_some(reached.recorded))?;
+        for name in [SAMPLES, EVAL_SAMPLES] {
+            cut_lines(&dir.join(name), "episode", goes_on.then_some(reached.episodes))?;
+        }
+        if goes_on {
+            crate::TensorBoard::cut(&dir, reached.recorded as i64)?;
+        }
+        let metrics = append_to(&path)?;
         let tensorboard = match run.report_to {
             ReportTo::None => None,
             ReportTo::Tensorboard => Some(crate::TensorBoard::create(&dir)?),
@@ -86,9 +111,20 @@ impl Reporter {
         let style = ProgressStyle::with_template("{bar:24} {pos}/{len} [{elapsed_precise}, {eta_precise} left] {msg}")
             .expect("the template is sound");
         let bar = ProgressBar::with_draw_target(Some(total as u64), target).with_style(style);
+        bar.set_position(reached.updates as u64);
+        bar.reset_eta();
         // A long update moves the clock too.
         bar.enable_steady_tick(std::time::Duration::from_millis(500));
-        Ok(Self { dir, console, metrics, samples: None, tensorboard, bar })
+        Ok(Self { dir, console, metrics, samples: None, eval_samples: None, tensorboard, bar })
+    }
+
+    /// Brings what was written to the disk, before a checkpoint counts on it.
+    pub(crate) fn sync(&self) -> Result<()> {
+        let files = [(METRICS, Some(&self.metrics)), (SAMPLES, self.samples.as_ref())];
+        for (name, file) in files.into_iter().chain([(EVAL_SAMPLES, self.eval_samples.as_ref())]) {
+            file.map_or(Ok(()), File::sync_data).map_err(Error::io("write to the disk", self.dir.join(name)))?;
+        }
+        Ok(())
     }
 
     /// Writes one line of metrics.
@@ -97,8 +133,9 @@ impl Reporter {
     /// If it cannot be written.
     pub fn record(&mut self, step: i64, metrics: &Metrics) -> Result<()> {
         let line = serde_json::to_string(metrics).expect("numbers have a JSON form");
-        let path = self.dir.join("metrics.jsonl");
-        writeln!(self.metrics, "{line}").map_err(Error::io("write", path))?;
+        // In one write: a kill leaves no half of a line that is followed by another.
+        let path = self.dir.join(METRICS);
+        self.metrics.write_all(format!("{line}\n").as_bytes()).map_err(Error::io("write", path))?;
         if self.console == Console::Program {
             self.print(&line);
         }
@@ -119,17 +156,7 @@ impl Reporter {
     /// # Errors
     /// If it cannot be written.
     pub fn samples(&mut self, episode: usize, samples: &[Sample]) -> Result<()> {
-        let path = self.dir.join("samples.jsonl");
-        if self.samples.is_none() {
-            self.samples = Some(File::create(&path).map_err(Error::io("create", &path))?);
-        }
-        for sample in samples {
-            let mut row = serde_json::json!({"episode": episode});
-            let sample = serde_json::to_value(sample).expect("a sample has a JSON form");
-            row.as_object_mut().expect("an object").extend(sample.as_object().expect("an object").clone());
-            let file = self.samples.as_mut().expect("opened above");
-            writeln!(file, "{row}").map_err(Error::io("write", &path))?;
-        }
+        write_samples(&mut self.samples, &self.dir.join(SAMPLES), episode, samples)?;
         if self.console == Console::Person {
             let mut table = Table::new();
             table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
@@ -140,6 +167,14 @@ impl Reporter {
             self.print(&format!("Episode {episode}\n{table}"));
         }
         Ok(())
+    }
+
+    /// Adds the answers of an evaluation to `eval_samples.jsonl`.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub(crate) fn eval_samples(&mut self, episode: usize, samples: &[Sample]) -> Result<()> {
+        write_samples(&mut self.eval_samples, &self.dir.join(EVAL_SAMPLES), episode, samples)
     }
 
     /// Tells something that a person should know and that stops nothing.
@@ -173,10 +208,63 @@ impl Reporter {
     }
 }
 
-/// Names of the files that a run writes into its folder, beside the tokenizer's, the shards and the event files.
-const RUN_FILES: [&str; 10] = [
-    "metrics.jsonl",
-    "samples.jsonl",
+/// How far a run is that goes on.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Reached {
+    /// Updates done.
+    pub(crate) updates: usize,
+    /// The last of them that a line of metrics was due after.
+    pub(crate) recorded: usize,
+    /// Answers trained on.
+    pub(crate) episodes: usize,
+}
+
+/// Cuts off the lines of a JSONL file whose number `key` is above `most`, or all, and what a killed run left half, by a rename;
+/// a file that is not there has none.
+fn cut_lines(path: &Path, key: &str, most: Option<usize>) -> Result<()> {
+    let bytes = match std::fs::read(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        read => read.map_err(Error::io("read", path))?,
+    };
+    let text = String::from_utf8_lossy(&bytes);
+    let number = |line: &str| serde_json::from_str::<Value>(line).ok()?[key].as_f64();
+    let stays = |line: &&str| {
+        line.ends_with('\n') && number(line).zip(most).is_some_and(|(number, most)| number <= most as f64)
+    };
+    let kept: String = text.split_inclusive('\n').filter(stays).collect();
+    if kept.len() == bytes.len() { Ok(()) } else { write_text(path, &kept) }
+}
+
+fn append_to(path: &Path) -> Result<File> {
+    OpenOptions::new().create(true).append(true).open(path).map_err(Error::io("create", path))
+}
+
+/// Adds `samples` to the file at `path`, which is opened for the first of them.
+fn write_samples(file: &mut Option<File>, path: &Path, episode: usize, samples: &[Sample]) -> Result<()> {
+    let mut lines = String::new();
+    for sample in samples {
+        let mut row = serde_json::json!({"episode": episode});
+        let sample = serde_json::to_value(sample).expect("a sample has a JSON form");
+        row.as_object_mut().expect("an object").extend(sample.as_object().expect("an object").clone());
+        lines.push_str(&format!("{row}\n"));
+    }
+    let file = match file {
+        Some(file) => file,
+        None => file.insert(append_to(path)?),
+    };
+    file.write_all(lines.as_bytes()).map_err(Error::io("write", path))
+}
+
+const METRICS: &str = "metrics.jsonl";
+const SAMPLES: &str = "samples.jsonl";
+const EVAL_SAMPLES: &str = "eval_samples.jsonl";
+
+/// Names of the files that a run writes into its folder, beside the tokenizer's, the shards, the event files and what is in
+/// checkpoints only.
+const RUN_FILES: [&str; 11] = [
+    METRICS,
+    SAMPLES,
+    EVAL_SAMPLES,
     RUN_YAML,
     "config.json",
     "generation_config.json",
@@ -200,21 +288,37 @@ fn is_run_file(name: &str) -> bool {
         .is_some_and(|(part, parts)| digits(part) && digits(parts));
     shard
         || RUN_FILES.contains(&name)
+        || checkpoint::FILES.contains(&name)
         || crate::tokenizer::FILES.contains(&name)
-        || name.starts_with("events.out.tfevents.")
+        || name.starts_with(crate::tensorboard::PREFIX)
 }
 
 /// Checks that a run may write to `run.output_dir`, before anything slow begins. Nothing is changed yet.
 ///
 /// # Errors
 /// If one of the run's own `inputs` is the folder or lies in it; if the folder holds anything and `overwrite_output_dir`
-/// is not set, or anything that is not a run and it is.
-pub(crate) fn check_output_dir(run: &RunConfig, inputs: &[&Path]) -> Result<()> {
-    check_folder(&run.output_dir, run.overwrite_output_dir, inputs)
+/// is not set, or anything that is not a run and it is. A run that goes on where it began finds its own.
+pub(crate) fn check_output_dir(run: &RunConfig, start: &Start, inputs: &[&Path]) -> Result<()> {
+    if start.in_place {
+        return check_inputs(&run.output_dir, inputs);
+    }
+    let inputs: Vec<&Path> = inputs.iter().copied().chain(start.input()).collect();
+    check_folder(&run.output_dir, may_overwrite(run, start), &inputs)
+}
+
+/// Whether what a run left in `run.output_dir` may go.
+fn may_overwrite(run: &RunConfig, start: &Start) -> bool {
+    run.overwrite_output_dir || (start.replaces && run.output_dir.join(RUN_YAML).is_file())
 }
 
 /// [`check_output_dir`] for what is no training run.
 pub(crate) fn check_folder(dir: &Path, overwrite: bool, inputs: &[&Path]) -> Result<()> {
+    check_inputs(dir, inputs)?;
+    check_contents(dir, overwrite)
+}
+
+/// Checks that nothing which is read is, or lies in, the folder `dir`.
+fn check_inputs(dir: &Path, inputs: &[&Path]) -> Result<()> {
     let whole = dir.canonicalize().ok();
     let inside =
         |input: &Path| input.canonicalize().is_ok_and(|input| whole.as_ref().is_some_and(|d| input.starts_with(d)));
@@ -225,6 +329,11 @@ pub(crate) fn check_folder(dir: &Path, overwrite: bool, inputs: &[&Path]) -> Res
         let message = format!("output_dir = {} holds what the run reads: {}", dir.display(), input.display());
         return Err(Error::Usage(message));
     }
+    Ok(())
+}
+
+/// Checks that the folder `dir` is empty or new, or a run's that may be overwritten.
+fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
     if dir.is_file() {
         return Err(Error::invalid(dir, "output_dir: expected a folder or nothing, found a file"));
     }
@@ -246,7 +355,7 @@ pub(crate) fn check_folder(dir: &Path, overwrite: bool, inputs: &[&Path]) -> Res
         (false, true) => Err(Error::invalid(
             dir,
             "output_dir: expected an empty or new folder, found a run in it; choose another folder, or set \
-             --overwrite_output_dir to replace the run",
+             --resume_from_checkpoint to go on with the run, or --overwrite_output_dir to replace it",
         )),
         (false, false) => Err(Error::invalid(
             dir,
@@ -255,54 +364,109 @@ pub(crate) fn check_folder(dir: &Path, overwrite: bool, inputs: &[&Path]) -> Res
     }
 }
 
+/// A run's hold on its folder, for as long as it lives.
+#[derive(Debug)]
+pub(crate) struct Claim(#[expect(dead_code, reason = "it is held, not read")] File);
+
 /// Makes `run.output_dir` this run's own when it is ready to begin: removes an old run's files if it may, and writes the
-/// resolved configuration.
+/// resolved configuration; a run that goes on where it began finds it there.
 ///
 /// # Errors
-/// As [`check_output_dir`], whose question is asked again since loading took time; if another run was quicker; if a file
-/// cannot be removed or written.
-pub(crate) fn claim_output_dir(run: &RunConfig, resolved: &impl Serialize) -> Result<()> {
-    claim_folder(&run.output_dir, run.overwrite_output_dir, resolved)
+/// As [`check_output_dir`], whose question is asked again since loading took time; if another run was quicker, or is at work
+/// there; if a file cannot be removed or written.
+pub(crate) fn claim_output_dir(run: &RunConfig, start: &Start, resolved: &impl Serialize) -> Result<Claim> {
+    let (dir, overwrite) = (&run.output_dir, may_overwrite(run, start));
+    if !start.in_place {
+        if overwrite && dir.join(RUN_YAML).is_file() {
+            lock(dir)?;
+        }
+        claim_folder(dir, overwrite, resolved)?;
+    }
+    lock(dir)
+}
+
+/// Takes hold of the run in `dir`; the system lets go of it when the process ends, however it ends.
+fn lock(dir: &Path) -> Result<Claim> {
+    let path = dir.join(RUN_YAML);
+    let file = File::open(&path).map_err(Error::io("read", &path))?;
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(Error::invalid(dir, "output_dir: another run is at work in this folder")),
+        // Some file systems have no locks: then nobody is kept out.
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(Claim(file)),
+    }
 }
 
 /// [`claim_output_dir`] for what is no training run.
 pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serialize) -> Result<()> {
     check_folder(dir, overwrite, &[])?;
     std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+    checkpoint::clear(dir)?;
     remove_run_files(dir)?;
-    for inner in [BASE_MODEL, "value_model/base_model", "value_model"].map(|inner| dir.join(inner)) {
-        if inner.is_dir() {
-            remove_run_files(&inner)?;
-            // It stays if it holds files of someone else's.
-            let _ = std::fs::remove_dir(&inner);
+    for folder in checkpoint::folders(dir)?.iter().map(PathBuf::as_path).chain([dir]) {
+        for inner in [BASE_MODEL, "value_model/base_model", "value_model"].map(|inner| folder.join(inner)) {
+            remove_run_folder(&inner)?;
+        }
+        if folder != dir {
+            remove_run_folder(folder)?;
         }
     }
     let path = dir.join(RUN_YAML);
+    if path.is_file() {
+        std::fs::remove_file(&path).map_err(Error::io("remove", &path))?;
+    }
     // Of two runs that begin at once on one folder, one fails here.
     File::create_new(&path).map_err(Error::io("create", &path))?;
     crate::config::write_resolved(resolved, &path)
 }
 
+/// Removes a run's files from a folder of its own, and the folder; it stays if it holds files of someone else's.
+fn remove_run_folder(dir: &Path) -> Result<()> {
+    if dir.is_dir() {
+        remove_run_files(dir)?;
+        let _ = std::fs::remove_dir(dir);
+    }
+    Ok(())
+}
+
 fn remove_run_files(dir: &Path) -> Result<()> {
     for entry in std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
         let entry = entry.map_err(Error::io("read the folder", dir))?;
-        if is_run_file(&entry.file_name().to_string_lossy()) && entry.path().is_file() {
+        let name = entry.file_name();
+        // By that one the folder is a run's: it goes last, so that what is killed on the way can begin again.
+        if is_run_file(&name.to_string_lossy()) && name != RUN_YAML && entry.path().is_file() {
             std::fs::remove_file(entry.path()).map_err(Error::io("remove", entry.path()))?;
         }
     }
     Ok(())
 }
 
-/// How a training command ends, once it has saved: `done` updates of `total`, or what stopped it.
+/// How a training command ends: `done` updates of `total`, or what stopped it; and whether the model could be `saved` in
+/// `dir`.
 ///
 /// # Errors
-/// If the run was stopped, by the user or by an error: whatever comes next should not go on as if it were whole.
-pub(crate) fn conclude(done: Result<usize>, total: usize, dir: &Path) -> Result<()> {
-    let saved = format!("the model as far as it came is in {}", dir.display());
+/// If the run was stopped, by the user or by an error, or the model is not saved: whatever comes next should not go on as if
+/// it were whole.
+pub(crate) fn conclude(done: Result<usize>, saved: Result<()>, total: usize, dir: &Path) -> Result<()> {
+    let left = |saved: &Result<()>| {
+        let model = match saved {
+            Ok(()) => format!("the model as far as it came is in {}", dir.display()),
+            Err(error) => format!("the model was not saved: {error}"),
+        };
+        match checkpoint::newest(dir) {
+            Some(newest) => format!("{model}; --resume_from_checkpoint {} goes on", newest.display()),
+            None => model,
+        }
+    };
     match done {
-        Ok(done) if done == total => Ok(()),
-        Ok(done) => Err(Error::Run(format!("stopped as asked after update {done} of {total}; {saved}"))),
-        Err(error) => Err(Error::Run(format!("{error}; {saved}"))),
+        Ok(done) if done == total => saved,
+        Ok(done) => {
+            let message = format!("stopped as asked after update {done} of {total}; {}", left(&saved));
+            match saved {
+                Ok(()) => Err(Error::Stopped { message, code: STOP.load(Ordering::SeqCst).max(1) }),
+                Err(_) => Err(Error::Run(message)),
+            }
+        }
+        Err(error) => Err(Error::Run(format!("{error}; {}", left(&saved)))),
     }
 }
 
@@ -320,7 +484,9 @@ mod tests {
     #[test]
     fn a_folder_that_holds_something_is_refused_unless_it_is_a_run_and_overwriting_is_asked_for() {
         let dir = tempfile::tempdir().unwrap();
-        let check = |overwrite| check_output_dir(&run(dir.path(), overwrite), &[]).map_err(|e| e.to_string());
+        let check = |overwrite| {
+            check_output_dir(&run(dir.path(), overwrite), &Start::default(), &[]).map_err(|e| e.to_string())
+        };
         check(false).unwrap();
         std::fs::write(dir.path().join("thesis.tex"), "old").unwrap();
         assert!(check(false).unwrap_err().contains("thesis.tex"));
@@ -334,7 +500,7 @@ mod tests {
     #[test]
     fn overwriting_removes_the_old_run_and_no_other_file() {
         let dir = tempfile::tempdir().unwrap();
-        for folder in ["value_model/base_model", "model-backup"] {
+        for folder in ["value_model/base_model", "model-backup", "checkpoint-4/value_model", "best", "checkpoint-old"] {
             std::fs::create_dir_all(dir.path().join(folder)).unwrap();
         }
         let ours = [
@@ -343,13 +509,24 @@ mod tests {
             "run.yaml",
             "model-00001-of-00002.safetensors",
             "value_model/config.json",
+            "checkpoint-4/trainer_state.json",
+            "checkpoint-4/value_model/optimizer.safetensors",
+            "best/model.safetensors",
+            "best/best.json",
         ];
-        let others = ["thesis.tex", "model-notes.txt", "model-backup/config.json", "value_model/mine"];
+        let others = [
+            "thesis.tex",
+            "model-notes.txt",
+            "model-backup/config.json",
+            "value_model/mine",
+            "checkpoint-old/config.json",
+        ];
         for name in ours.iter().chain(&others) {
             std::fs::write(dir.path().join(name), "x").unwrap();
         }
         let run = run(dir.path(), true);
-        claim_output_dir(&run, &serde_json::json!({"seed": 1})).unwrap();
+        claim_output_dir(&run, &Start::default(), &serde_json::json!({"seed": 1})).unwrap();
+        assert!(!dir.path().join("checkpoint-4").exists() && !dir.path().join("best").exists());
         for name in others {
             assert!(dir.path().join(name).is_file(), "{name}");
         }
@@ -362,9 +539,29 @@ mod tests {
     fn of_two_runs_on_one_new_folder_the_second_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let run = run(&dir.path().join("new"), false);
-        claim_output_dir(&run, &serde_json::json!({})).unwrap();
-        let error = claim_output_dir(&run, &serde_json::json!({})).unwrap_err().to_string();
+        let claim = |run: &RunConfig| claim_output_dir(run, &Start::default(), &serde_json::json!({}));
+        let held = claim(&run).unwrap();
+        let error = claim(&run).unwrap_err().to_string();
         assert!(error.contains("found a run in it"), "{error}");
+        // Not even with consent, while the first is at work.
+        let overwriting = RunConfig { overwrite_output_dir: true, ..run };
+        let error = claim(&overwriting).unwrap_err().to_string();
+        assert!(error.contains("another run is at work"), "{error}");
+        drop(held);
+        claim(&overwriting).unwrap();
+    }
+
+    #[test]
+    fn lines_behind_a_step_and_half_lines_are_cut_off_and_the_rest_stays_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(METRICS);
+        let lines = ["{\"step\": 1, \"x\": 0.10}\n", "{\"step\":2}\n", "{\"step\":3}\n", "{\"step\":4,\"x\":1"];
+        for (most, left) in [(Some(9), 3), (Some(2), 2), (Some(0), 0), (None, 0)] {
+            std::fs::write(&path, lines.concat()).unwrap();
+            cut_lines(&path, "step", most).unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), lines[..left].concat());
+        }
+        cut_lines(&dir.path().join("none"), "step", Some(1)).unwrap();
     }
 
     #[test]
@@ -372,7 +569,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("prompts.jsonl"), "{}").unwrap();
         for input in [dir.path().to_path_buf(), dir.path().join("prompts.jsonl")] {
-            let error = check_output_dir(&run(dir.path(), true), &[&input]).unwrap_err().to_string();
+            let run = run(dir.path(), true);
+            let error = check_output_dir(&run, &Start::default(), &[&input]).unwrap_err().to_string();
             assert!(error.contains("holds what the run reads"), "{error}");
         }
     }

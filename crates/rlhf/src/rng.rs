@@ -25,6 +25,8 @@ pub enum Purpose {
     Adapter = 6,
     /// What dropout leaves out; counters: the update, the row.
     Dropout = 7,
+    /// Sampled tokens of evaluations, the same each time; counters: 0, the row.
+    Evaluation = 8,
 }
 
 /// A stream of random numbers.

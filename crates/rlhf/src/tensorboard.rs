@@ -12,6 +12,9 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+/// What the names of event files begin with.
+pub(crate) const PREFIX: &str = "events.out.tfevents.";
+
 /// One event file of scalars, which TensorBoard can follow while it grows.
 #[derive(Debug)]
 pub struct TensorBoard {
@@ -29,7 +32,7 @@ impl TensorBoard {
         let now = wall_time();
         // TensorBoard takes any file with `tfevents` in its name and reads those of one folder in the order of the
         // seconds; the rest of the name only keeps apart the writers of one second.
-        let stem = format!("events.out.tfevents.{:010}.{}.{}", now as u64, host_name(), std::process::id());
+        let stem = format!("{PREFIX}{:010}.{}.{}", now as u64, host_name(), std::process::id());
         let mut serial = 0;
         let (file, path) = loop {
             let path = dir.join(format!("{stem}.{serial}"));
@@ -57,6 +60,32 @@ impl TensorBoard {
     /// The event file.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Cuts off what the event files in `dir` say of the steps after `step`, and what a killed writer left half; each by a
+    /// rename.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if a file cannot be read or written.
+    pub(crate) fn cut(dir: &Path, step: i64) -> Result<()> {
+        for entry in std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
+            let path = entry.map_err(Error::io("read the folder", dir))?.path();
+            if !path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX)) {
+                continue;
+            }
+            let bytes = std::fs::read(&path).map_err(Error::io("read", &path))?;
+            let mut kept = 0;
+            while let Some(event) = event_at(&bytes, kept).filter(|event| step_of(event) <= step) {
+                kept += event.len() + FRAME;
+            }
+            if kept < bytes.len() {
+                // TensorBoard reads every file with `tfevents` in its name.
+                let beside = dir.join(".events.tmp");
+                std::fs::write(&beside, &bytes[..kept]).map_err(Error::io("write", &beside))?;
+                std::fs::rename(&beside, &path).map_err(Error::io("write", &path))?;
+            }
+        }
+        Ok(())
     }
 
     /// One record in one write, so that a reader who comes in between finds no half of it.
@@ -139,6 +168,34 @@ fn record(data: &[u8]) -> Vec<u8> {
     record
 }
 
+/// Bytes of a TFRecord beside its data: length and two checksums.
+const FRAME: usize = 16;
+
+/// The data of the TFRecord that begins at `at`, if all of it is there.
+fn event_at(bytes: &[u8], at: usize) -> Option<&[u8]> {
+    let record = bytes.get(at..)?;
+    let length = u64::from_le_bytes(record.get(..8)?.try_into().ok()?);
+    let length = usize::try_from(length).ok()?;
+    (record.len() >= length.checked_add(FRAME)?).then(|| &record[12..12 + length])
+}
+
+/// The step of an event that this file's functions wrote; 0 where it has none.
+fn step_of(event: &[u8]) -> i64 {
+    // Behind the wall time: a key of one byte and eight bytes.
+    let Some((&key, rest)) = event.get(9..).and_then(<[u8]>::split_first) else { return 0 };
+    if u64::from(key) != (EVENT_STEP << 3) | VARINT {
+        return 0;
+    }
+    let mut step = 0;
+    for (place, byte) in rest.iter().take(10).enumerate() {
+        step |= u64::from(byte & 0x7f) << (7 * place);
+        if byte & 0x80 == 0 {
+            break;
+        }
+    }
+    step as i64
+}
+
 /// CRC-32C, rotated and shifted by a constant so that a checksum of data which holds checksums stays a good one.
 fn masked_crc32c(data: &[u8]) -> u32 {
     const CRC32C: Crc<u32, Table<1>> = Crc::<u32, Table<1>>::new(&CRC_32_ISCSI);
@@ -212,6 +269,26 @@ mod tests {
             assert_eq!(without_time(records[0].clone()), without_time(version_event(0.0)));
             let last = scalars_event(0.0, step, [("loss", step as f64)]);
             assert_eq!(without_time(records[step as usize].clone()), without_time(last));
+        }
+    }
+
+    #[test]
+    fn cutting_keeps_the_whole_events_up_to_a_step_in_every_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut paths = Vec::new();
+        for steps in [&[1, 2, 300, 301][..], &[301, 302]] {
+            let mut writer = TensorBoard::create(dir.path()).unwrap();
+            steps.iter().for_each(|&step| writer.scalars(step, [("loss", 0.5)]).unwrap());
+            paths.push(writer.path().to_path_buf());
+        }
+        let torn = [&std::fs::read(&paths[0]).unwrap()[..], &[7; 30]].concat();
+        std::fs::write(&paths[0], torn).unwrap();
+        let steps = |path: &Path| -> Vec<i64> {
+            records(&std::fs::read(path).unwrap()).iter().map(|event| step_of(event)).collect()
+        };
+        for (step, first, second) in [(301, &[0, 1, 2, 300, 301][..], &[0, 301][..]), (299, &[0, 1, 2], &[0])] {
+            TensorBoard::cut(dir.path(), step).unwrap();
+            assert_eq!((steps(&paths[0]), steps(&paths[1])), (first.to_vec(), second.to_vec()));
         }
     }
 

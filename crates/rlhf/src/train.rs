@@ -5,12 +5,107 @@ pub mod reward;
 pub mod sft;
 
 use crate::Result;
+use crate::checkpoint::{Checkpoints, OPTIMIZER, Saved};
 use crate::config::{PeftConfig, RunConfig};
+use crate::data::Cursor;
 use crate::device::memory;
 use crate::model::{Dtype, ModelOptions, Param, Precision};
+use crate::optim::AdamW;
+use crate::report::{Reached, Reporter};
 use crate::weights::write_text;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::Path;
+
+/// How far a run of SFT or of a reward model is, whose updates take one optimizer step each.
+struct Progress<T> {
+    /// Updates done.
+    done: usize,
+    optimizer: AdamW,
+    cursor: Cursor,
+    /// Sums since the last line of metrics.
+    since: T,
+    /// The state of cursor and sums after the last whole update: an error may come in the midst of one.
+    whole: Map<String, Value>,
+}
+
+impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
+    fn new(optimizer: AdamW, cursor: Cursor) -> Self {
+        Self { done: 0, optimizer, cursor, since: T::default(), whole: Map::new() }
+    }
+
+    /// Goes to where `saved` was written, but for the model.
+    fn load(&mut self, saved: &Saved, num_updates: usize) -> Result<()> {
+        self.cursor.load_state(saved.part("cursor")?).map_err(|e| crate::Error::invalid(&saved.dir, e.to_string()))?;
+        saved.check_updates(num_updates)?;
+        self.since = saved.parsed("since")?;
+        self.optimizer.load(&saved.dir.join(OPTIMIZER))?;
+        self.done = saved.state.update;
+        Ok(())
+    }
+
+    /// Counts a whole update; the sums go with a line of metrics.
+    fn advance(&mut self, told: bool) {
+        self.done += 1;
+        if told {
+            self.since = T::default();
+        }
+        self.whole = Map::from_iter([("cursor".into(), self.cursor.state()), ("since".into(), json!(self.since))]);
+    }
+}
+
+/// Writes the checkpoints of such a run; `write` writes its model to a folder.
+struct Saver<'a> {
+    checkpoints: Checkpoints,
+    write: &'a dyn Fn(&Path) -> Result<()>,
+}
+
+impl Saver<'_> {
+    fn save<T>(&mut self, progress: &Progress<T>, report: &Reporter) -> Result<()> {
+        report.sync()?;
+        self.checkpoints.save(progress.done, Map::new(), progress.whole.clone(), |dir| {
+            (self.write)(dir)?;
+            progress.optimizer.save(&dir.join(OPTIMIZER))
+        })
+    }
+
+    /// Writes the checkpoint that is due, if one is.
+    fn after_update<T>(&mut self, progress: &Progress<T>, report: &Reporter) -> Result<()> {
+        if self.checkpoints.is_due(progress.done) { self.save(progress, report) } else { Ok(()) }
+    }
+
+    /// Writes a checkpoint where the run ended early; gives how many updates are done.
+    fn at_end<T>(&mut self, ended: Result<()>, progress: &Progress<T>, report: &Reporter) -> Result<usize> {
+        let wanted =
+            progress.optimizer.steps() == progress.done as i64 && self.checkpoints.is_wanted_at_end(progress.done);
+        leave_checkpoint(ended.map(|()| progress.done), wanted, report, || self.save(progress, report))
+    }
+}
+
+/// How a run ends that `wanted` to leave a checkpoint: as it `ended`, or in the error of the checkpoint.
+fn leave_checkpoint(
+    ended: Result<usize>,
+    wanted: bool,
+    report: &Reporter,
+    save: impl FnOnce() -> Result<()>,
+) -> Result<usize> {
+    match (if wanted { save() } else { Ok(()) }, ended) {
+        (Ok(()), ended) => ended,
+        (Err(unsaved), Ok(_)) => Err(unsaved),
+        (Err(unsaved), Err(error)) => {
+            report.warn(&format!("no checkpoint at the end: {unsaved}"));
+            Err(error)
+        }
+    }
+}
+
+/// How far a run with a line of metrics every `logging_steps` updates, and after the last, is after `done` of them: a line
+/// that an early end brought is none of the whole run's.
+fn reached(done: usize, num_updates: usize, logging_steps: usize) -> Reached {
+    let recorded = if done == num_updates { done } else { done - done % logging_steps };
+    Reached { updates: done, recorded, episodes: 0 }
+}
 
 /// How the models that a run trains are put into memory: what is frozen beside an adapter need not be f32.
 fn trained_options(options: ModelOptions, peft: &PeftConfig, run: &RunConfig) -> ModelOptions {

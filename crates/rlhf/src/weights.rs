@@ -316,10 +316,31 @@ pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Res
     for path in old.iter().map(|name| dir.join(name)).filter(|path| path.exists()) {
         std::fs::remove_file(&path).map_err(Error::io("remove the old", &path))?;
     }
+    // A folder takes no other's place: the old one goes first.
+    for name in new.iter().filter(|name| beside.join(name).is_dir() && dir.join(name).is_dir()) {
+        let old = beside.join(format!("{name}.old"));
+        std::fs::rename(dir.join(name), &old).map_err(Error::io("remove the old", dir.join(name)))?;
+    }
     for name in &new {
         std::fs::rename(beside.join(name), dir.join(name)).map_err(Error::io("write", dir.join(name)))?;
     }
     clear()
+}
+
+/// Brings every file below `dir`, and the folders themselves, to the disk.
+///
+/// # Errors
+/// If the system cannot.
+pub(crate) fn sync(dir: &Path) -> Result<()> {
+    for name in file_names(dir)? {
+        let path = dir.join(name);
+        if path.is_dir() {
+            sync(&path)?;
+        } else {
+            File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io("write to the disk", &path))?;
+        }
+    }
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(Error::io("write to the disk", dir))
 }
 
 fn file_names(dir: &Path) -> Result<Vec<String>> {

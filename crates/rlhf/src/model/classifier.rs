@@ -333,6 +333,30 @@ impl SequenceClassifier {
         }
     }
 
+    /// As [`super::CausalLm::keep_base`].
+    pub(crate) fn keep_base(
+        &mut self,
+        dir: &Path,
+        eos: &[i64],
+        pad: Option<i64>,
+        max_shard_bytes: usize,
+    ) -> Result<()> {
+        let config = self.config().for_sequence_classifier(&self.labels, eos.first().copied(), pad);
+        self.body.keep_base(dir, &config, max_shard_bytes)
+    }
+
+    /// As [`super::CausalLm::load_trained`].
+    pub(crate) fn load_trained(&mut self, dir: &Path) -> Result<()> {
+        let stored = self.stored_names();
+        self.body.load_trained(dir, stored)
+    }
+
+    /// The names in the file, where they are others.
+    fn stored_names(&self) -> impl Fn(&str) -> Option<String> + use<> {
+        let prefix = self.deepspeed_chat.then_some(self.config().family.names.prefix);
+        move |name| prefix.and_then(|prefix| name.strip_prefix(prefix)).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"))
+    }
+
     /// Writes `config.json` and the weights below `dir`; transformers reads them, or DeepSpeed-Chat where they came from
     /// there.
     ///
@@ -347,9 +371,7 @@ impl SequenceClassifier {
                 let config = self.config().for_sequence_classifier(&self.labels, eos, pad);
                 return self.body.save(dir, &config, max_shard_bytes);
             }
-            let prefix = self.config().family.names.prefix;
-            let stored = |name: &str| name.strip_prefix(prefix).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"));
-            self.body.save_renamed(dir, &self.config().for_causal_lm(eos, pad), max_shard_bytes, stored)
+            self.body.save_renamed(dir, &self.config().for_causal_lm(eos, pad), max_shard_bytes, self.stored_names())
         })
     }
 }

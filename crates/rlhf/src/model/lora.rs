@@ -495,11 +495,20 @@ impl AdapterFolder {
     }
 }
 
+/// The weights of the adapter in `dir`.
+pub(super) fn open_weights(dir: &Path) -> Result<Checkpoint> {
+    Checkpoint::open_file(&dir.join(WEIGHTS))
+}
+
+/// The name that a parameter has in an adapter's file.
+pub(super) fn stored_name(name: &str) -> String {
+    format!("{PREFIX}{name}")
+}
+
 /// Writes an adapter as PEFT does; `described` is all that `adapter_config.json` says.
 pub(super) fn save(dir: &Path, described: &Map<String, Value>, params: &[Param]) -> Result<()> {
     let trained = params.iter().filter(|param| is_trained(&param.name));
-    let tensors: Vec<_> =
-        trained.map(|p| (format!("{PREFIX}{}", p.name), p.tensor.detach().to_kind(Kind::Float))).collect();
+    let tensors: Vec<_> = trained.map(|p| (stored_name(&p.name), p.tensor.detach().to_kind(Kind::Float))).collect();
     weights::save_file(&dir.join(WEIGHTS), &tensors)?;
     write_text(&dir.join(CONFIG), &pretty(&Value::Object(described.clone())))
 }

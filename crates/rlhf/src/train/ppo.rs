@@ -1,29 +1,37 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
 use super::{
-    describe_micro_batch, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
-    trained_share, write_model_card,
+    describe_micro_batch, leave_checkpoint, micro_batch_tokens, micro_batches, model_options, small_dataset,
+    trained_options, trained_share, write_model_card,
 };
-use crate::config::{PpoConfig, PpoPlan, StopToken};
+use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start};
+use crate::config::{EVAL_METRICS, PpoConfig, PpoPlan, StopToken};
 use crate::data::{Cursor, Dataset, Prompt, locate};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, LoraConfig, ModelOptions, SequenceClassifier};
+use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
-use crate::report::{Console, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
+use crate::report::{Console, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::reward::{RewardInput, RewardModel, Rewards, Scored, Spec, resolve, specs};
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{Experience, Judges, Scores, Targets, experience, penalise_missing_stop, targets};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
+use serde_json::{Map, Value};
 use std::path::Path;
 use std::time::Instant;
 use tch::{Kind, Tensor};
 
 /// Rows of a sample table.
 const SAMPLE_ROWS: usize = 5;
+
+/// The metrics that the model card tells, with their decimals.
+const CARD_METRICS: [(&str, usize); 3] = [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)];
+
+/// The folder of the value model, below the policy's.
+const VALUE_MODEL: &str = "value_model";
 
 /// Trains a policy as `config` says and saves it, with its value model, in `output_dir`.
 ///
@@ -35,19 +43,37 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     let rewards = specs(config)?;
     let mut inputs: Vec<&Path> = vec![&config.sft_model_path, &config.dataset_name];
     inputs.extend(optional.into_iter().flatten().chain(rewards.iter().filter_map(Spec::model_path)));
-    check_output_dir(&config.run, &inputs)?;
+    let start = Start::find(&config.run)?;
+    check_output_dir(&config.run, &start, &inputs)?;
+    let mut warnings = start.warnings.clone();
+    if let Some(saved) = &start.from {
+        warnings.extend(saved.check(COMMAND, config)?);
+    }
     let mut trainer = PpoTrainer::from_config(config)?;
-    claim_output_dir(&config.run, config)?;
-    let mut report = Reporter::create(&config.run, trainer.plan.num_total_batches, console)?;
+    if let Some(saved) = &start.from {
+        trainer.load_checkpoint(saved)?;
+        warnings.extend(saved.threads_warning());
+    }
+    let _claim = claim_output_dir(&config.run, &start, config)?;
+    let (out, total) = (&config.run.output_dir, trainer.plan.num_total_batches);
+    let reached =
+        Reached { updates: trainer.done, recorded: trainer.done, episodes: trainer.done * trainer.plan.batch_size };
+    let mut report = Reporter::resume(&config.run, total, reached, console)?;
+    warnings.extend(start.finished(total));
+    warnings.iter().for_each(|warning| report.warn(warning));
+    start.describe(&config.run, total).iter().for_each(|note| report.note(note));
     report.note(&format!("tokenizer: {}", trainer.tokenizer.describe()));
     let done = trainer.train(&mut report);
     report.finish();
     // Also after an error: an optimizer refuses a step that is not finite, so the weights are those of the step before.
-    trainer.save_model(&config.run.output_dir)?;
-    conclude(done, trainer.plan.num_total_batches, &config.run.output_dir)?;
-    report.note(&format!("saved {}", config.run.output_dir.display()));
+    let saved = trainer.save_model(out);
+    conclude(done, saved, total, out)?;
+    report.note(&format!("saved {}", out.display()));
     Ok(())
 }
+
+/// The command, as checkpoints name it.
+const COMMAND: &str = "ppo";
 
 /// A whole PPO run: models, rewards, a tokenizer, prompts.
 #[derive(Debug)]
@@ -66,10 +92,17 @@ pub struct PpoTrainer {
     pub tokenizer: Tokenizer,
     prompts: Vec<Prompt>,
     sample_prompts: Vec<Prompt>,
+    eval_prompts: Vec<Prompt>,
     cursor: Cursor,
     /// The tokens that end a response; none where nothing does.
     stop: Vec<i64>,
     last_metrics: Metrics,
+    best: Option<Best>,
+    /// Updates done.
+    done: usize,
+    /// The state of all parts after the last whole update, as [`PpoTrainer::state`] gives it, and the optimizers' steps until
+    /// then: an error may come in the midst of an update.
+    whole: (Map<String, Value>, i64),
 }
 
 impl PpoTrainer {
@@ -93,6 +126,15 @@ impl PpoTrainer {
         let frozen = ModelOptions { dtype: config.run.dtype, ..options };
         // Before gigabytes are fetched in vain.
         locate(&config.dataset_name, &config.dataset_train_split)?;
+        let held_out = super::sft::eval_path(None, &config.dataset_name, &config.dataset_test_split);
+        if let (Some(every), None) = (config.eval.eval_steps, &held_out) {
+            return Err(Error::Usage(format!(
+                "eval_steps = {every}: expected prompts that are held out, {split}.jsonl or {split}.json in the folder \
+                 dataset_name = {}, found neither",
+                config.dataset_name.display(),
+                split = config.dataset_test_split
+            )));
+        }
         let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
         let specs = resolve(config)?;
         if specs.is_empty() && more.is_empty() {
@@ -164,14 +206,18 @@ impl PpoTrainer {
             Ok::<_, Error>(if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset })
         };
         let prompts = read(&config.dataset_name, &config.dataset_train_split)?.prompts(&tokenizer, vocab, most)?;
-        let sample_prompts = match super::sft::eval_path(None, &config.dataset_name, &config.dataset_test_split) {
+        let eval_rows = config.eval.eval_steps.map_or(0, |_| config.eval.num_eval_prompts);
+        let (sample_prompts, eval_prompts) = match held_out {
             Some(path) => {
-                let first = read(&path, &config.dataset_test_split)?.first(SAMPLE_ROWS);
-                first.prompts(&tokenizer, vocab, most)?
+                let first = read(&path, &config.dataset_test_split)?.first(SAMPLE_ROWS.max(eval_rows));
+                let first = first.prompts(&tokenizer, vocab, most)?;
+                let take = |rows| first.iter().take(rows).cloned().collect();
+                (take(SAMPLE_ROWS), take(eval_rows))
             }
-            None => prompts.iter().take(SAMPLE_ROWS).cloned().collect(),
+            None => (prompts.iter().take(SAMPLE_ROWS).cloned().collect(), Vec::new()),
         };
-        rewards.check_rows(prompts.iter().chain(&sample_prompts).map(|prompt| &prompt.row))?;
+        let all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
+        rewards.check_rows(all.map(|prompt| &prompt.row))?;
         let stop = match (config.stop_token, config.stop_token_id) {
             (Some(StopToken::Eos), _) => {
                 tokenizer.require_eos()?;
@@ -186,11 +232,12 @@ impl PpoTrainer {
             let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
             return Err(Error::Usage(message));
         }
-        Ok(Self {
+        let mut trainer = Self {
             plan: config.plan(prompts.len())?,
             learner: Learner::new(policy, value, config),
             cursor: Cursor::new(config.run.seed, prompts.len()),
             sample_prompts,
+            eval_prompts,
             config: config.clone(),
             reference,
             rewards,
@@ -198,14 +245,32 @@ impl PpoTrainer {
             prompts,
             stop,
             last_metrics: Metrics::default(),
-        })
+            best: Best::new(&config.eval),
+            done: 0,
+            whole: (Map::new(), 0),
+        };
+        trainer.note_whole();
+        Ok(trainer)
     }
 
-    /// Runs all updates, or those until [`crate::report::request_stop`] is called; gives how many it ran.
+    /// Runs all updates that are left, or those until [`crate::report::request_stop`] is called; gives how many are done.
+    ///
+    /// On the way it saves checkpoints and the best model as the settings say. A run that ends early leaves a checkpoint in any
+    /// case, unless it ends in the midst of an update that has changed weights.
     ///
     /// # Errors
-    /// If a number stops being finite, or the report cannot be written.
+    /// If a number stops being finite, or the report or a checkpoint cannot be written.
     pub fn train(&mut self, report: &mut Reporter) -> Result<usize> {
+        let total = self.plan.num_total_batches;
+        let mut checkpoints = Checkpoints::new(COMMAND, &self.config.run, &self.config, total)?;
+        let ended = self.run_updates(report, &mut checkpoints);
+        let is_whole = self.learner.steps() == self.whole.1;
+        let wanted = is_whole && checkpoints.is_wanted_at_end(self.done);
+        let report = &*report;
+        leave_checkpoint(ended, wanted, report, || self.save_checkpoint(&mut checkpoints, report))
+    }
+
+    fn run_updates(&mut self, report: &mut Reporter, checkpoints: &mut Checkpoints) -> Result<usize> {
         if let Some(warning) = small_dataset(&self.config.dataset_name, self.prompts.len(), self.plan.batch_size) {
             report.warn(&warning);
         }
@@ -227,24 +292,150 @@ impl PpoTrainer {
         if self.learner.value.has_new_head() {
             report.note("value model: begins with a fresh head");
         }
-        for update in 0..self.plan.num_total_batches {
-            if self.plan.sample_every.is_some_and(|every| update % every == 0) {
-                let samples = self.samples(update)?;
-                report.samples(update * self.plan.batch_size, &samples)?;
+        let total = self.plan.num_total_batches;
+        let is_due =
+            |every: Option<usize>, done: usize| every.is_some_and(|every| done.is_multiple_of(every) || done == total);
+        if self.done == 0 && self.plan.sample_every.is_some() {
+            let samples = self.samples(0)?;
+            report.samples(0, &samples)?;
+        }
+        while self.done < total && !stop_requested() {
+            let mut metrics = self.update(self.done)?;
+            let done = self.done + 1;
+            let episode = done * self.plan.batch_size;
+            let evaluates = is_due(self.config.eval.eval_steps, done);
+            if evaluates {
+                let samples = self.evaluate(&mut metrics)?;
+                report.eval_samples(episode, &samples)?;
             }
-            let metrics = self.update(update)?;
-            report.record((update + 1) as i64, &metrics)?;
+            report.record(done as i64, &metrics)?;
             report.advance(watched(&metrics));
-            if stop_requested() {
-                return Ok(update + 1);
+            if is_due(self.plan.sample_every, done) {
+                report.samples(episode, &self.samples(done)?)?;
+            }
+            let looks = if self.config.eval.eval_steps.is_some() { evaluates } else { checkpoints.is_due(done) };
+            self.keep_best(&metrics, done, looks)?;
+            self.done = done;
+            self.note_whole();
+            if checkpoints.is_due(done) {
+                self.save_checkpoint(checkpoints, report)?;
             }
         }
-        if self.plan.sample_every.is_some() {
-            let end = self.plan.num_total_batches;
-            let samples = self.samples(end)?;
-            report.samples(end * self.plan.batch_size, &samples)?;
+        Ok(self.done)
+    }
+
+    /// What each part remembers beside weights and optimizers, by its name; each has a line here and one in
+    /// [`PpoTrainer::load_state`].
+    fn state(&self) -> Map<String, Value> {
+        let mut state = Map::new();
+        state.insert("cursor".into(), self.cursor.state());
+        state.insert("rewards".into(), self.rewards.state());
+        state.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
+        state
+    }
+
+    fn load_state(&mut self, saved: &Saved) -> Result<()> {
+        self.cursor.load_state(saved.part("cursor")?)?;
+        self.rewards.load_state(saved.part("rewards")?)?;
+        if let (Some(best), Ok(state)) = (&mut self.best, saved.part("best")) {
+            best.load_state(state);
         }
-        Ok(self.plan.num_total_batches)
+        Ok(())
+    }
+
+    /// Takes note of the state of all parts: an update is whole.
+    fn note_whole(&mut self) {
+        self.whole = (self.state(), self.learner.steps());
+    }
+
+    /// Writes a checkpoint of the last whole update, after which no weight has changed.
+    fn save_checkpoint(&mut self, checkpoints: &mut Checkpoints, report: &Reporter) -> Result<()> {
+        report.sync()?;
+        self.keep_bases()?;
+        let told = |&(name, _): &(&str, usize)| Some((name.to_string(), self.last_metrics.get(name)?.into()));
+        let metrics = CARD_METRICS.iter().filter_map(told).collect();
+        checkpoints.save(self.done, metrics, self.whole.0.clone(), |dir| {
+            self.write_models(dir)?;
+            self.learner.policy_optimizer.save(&dir.join(OPTIMIZER))?;
+            self.learner.value_optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER))
+        })
+    }
+
+    /// Writes the bases of adapters, if no folder holds them, once for all checkpoints: they never change.
+    fn keep_bases(&mut self) -> Result<()> {
+        let out = &self.config.run.output_dir;
+        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        self.learner.policy.keep_base(&out.join(BASE_MODEL), eos, pad, most)?;
+        self.learner.value.keep_base(&out.join(VALUE_MODEL).join(BASE_MODEL), eos, pad, most)
+    }
+
+    /// Goes to where `saved` was written.
+    ///
+    /// # Errors
+    /// If it is not of a run like this one.
+    fn load_checkpoint(&mut self, saved: &Saved) -> Result<()> {
+        self.load_state(saved).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
+        saved.check_updates(self.plan.num_total_batches)?;
+        let value_dir = saved.dir.join(VALUE_MODEL);
+        self.learner.policy.load_trained(&saved.dir)?;
+        self.learner.value.load_trained(&value_dir)?;
+        self.learner.policy_optimizer.load(&saved.dir.join(OPTIMIZER))?;
+        self.learner.value_optimizer.load(&value_dir.join(OPTIMIZER))?;
+        for (name, _) in CARD_METRICS {
+            if let Some(value) = saved.state.metrics.get(name).and_then(Value::as_f64) {
+                self.last_metrics.push(name, value);
+            }
+        }
+        self.done = saved.state.update;
+        self.note_whole();
+        Ok(())
+    }
+
+    /// Keeps the models as the best ones where the chosen metric says so, if this update `looks` at it.
+    ///
+    /// # Errors
+    /// If there is no such metric; if a file cannot be written.
+    fn keep_best(&mut self, metrics: &Metrics, done: usize, looks: bool) -> Result<()> {
+        let Some(mut best) = self.best.take() else { return Ok(()) };
+        self.keep_bases()?;
+        let value = metrics.get(best.metric());
+        if value.is_none() && (looks || !best.metric().starts_with(EVAL_METRICS)) {
+            let known: Vec<String> = metrics.iter().map(|(name, _)| name.to_string()).collect();
+            return Err(Error::Usage(format!(
+                "metric_for_best_model = {}: expected a metric of the run, one of {}",
+                best.metric(),
+                known.join(", ")
+            )));
+        }
+        let kept = match value.filter(|&value| looks && best.is_beaten_by(value)) {
+            Some(value) => best.save(&self.config.run.output_dir, value, done, |dir| self.write_models(dir)),
+            None => Ok(()),
+        };
+        self.best = Some(best);
+        kept
+    }
+
+    /// Answers the held-out prompts as training does, adds what came out to `m`, and gives the answers.
+    fn evaluate(&mut self, m: &mut Metrics) -> Result<Vec<Sample>> {
+        let began = Instant::now();
+        let asked = self.eval_prompts.clone();
+        let asked: Vec<&Prompt> = asked.iter().collect();
+        let prompts: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
+        let sampling = Sampling::at_temperature(self.config.temperature);
+        // The same draws each time: where two evaluations differ, the policy does.
+        let responses = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
+        let scores = self.whole_scores(&asked, &responses)?;
+        let samples = self.sample_rows(&asked, &responses, &scores)?;
+        let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        let recompute = !self.learner.policy.is_exact();
+        let e = experience(judges, &prompts, &responses, scores, recompute, &self.config)?;
+        let rows = prompts.len() as f64;
+        let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
+        m.push("eval/score", per_row(&e.scores));
+        m.push("eval/kl", per_row(&(&e.logprobs - &e.ref_logprobs)));
+        m.push("eval/response_length", e.lengths.iter().sum::<i64>() as f64 / rows);
+        m.push("time/eval", began.elapsed().as_secs_f64());
+        Ok(samples)
     }
 
     /// One update: answer prompts, judge the answers, learn from them. Gives the update's metrics.
@@ -318,7 +509,7 @@ impl PpoTrainer {
             self.learner.policy.save_pretrained(dir, eos, pad, max_shard_bytes)?;
             self.tokenizer.save_pretrained(dir)
         })?;
-        replace_files(&dir.join("value_model"), |dir| {
+        replace_files(&dir.join(VALUE_MODEL), |dir| {
             self.learner.value.save_pretrained(dir, eos, pad, max_shard_bytes)?;
             self.tokenizer.save_pretrained(dir)
         })?;
@@ -329,10 +520,20 @@ impl PpoTrainer {
             ("tokenizer", self.tokenizer.describe()),
         ];
         facts.extend(self.trained());
-        for (name, decimals) in [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)] {
+        for (name, decimals) in CARD_METRICS {
             facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.decimals$}"))));
         }
         write_model_card(dir, "ppo", &facts)
+    }
+
+    /// Writes both models with tokenizers to a folder that nothing is in.
+    fn write_models(&self, dir: &Path) -> Result<()> {
+        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        let value_dir = dir.join(VALUE_MODEL);
+        self.learner.policy.save_pretrained(dir, eos, pad, most)?;
+        self.tokenizer.save_pretrained(dir)?;
+        self.learner.value.save_pretrained(&value_dir, eos, pad, most)?;
+        self.tokenizer.save_pretrained(&value_dir)
     }
 
     /// How many numbers of the two models are trained.
@@ -379,14 +580,24 @@ impl PpoTrainer {
     fn samples(&mut self, update: usize) -> Result<Vec<Sample>> {
         let prompts: Vec<Vec<i64>> = self.sample_prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Samples, update)?;
-        let asked: Vec<&Prompt> = self.sample_prompts.iter().collect();
-        let mut scored = score(&mut self.rewards, &self.tokenizer, &asked, &responses, false)?;
+        let asked = self.sample_prompts.clone();
+        let asked: Vec<&Prompt> = asked.iter().collect();
+        let scores = self.whole_scores(&asked, &responses)?;
+        self.sample_rows(&asked, &responses, &scores)
+    }
+
+    /// One score per response, what is said of its tokens included, less the penalty; nothing learns from them.
+    fn whole_scores(&mut self, prompts: &[&Prompt], responses: &[Response]) -> Result<Tensor> {
+        let mut scored = score(&mut self.rewards, &self.tokenizer, prompts, responses, false)?;
         (scored.responses, scored.tokens) = (scored.totals(), None);
-        let scores = self.penalised(&scored, &responses).0.responses;
+        Ok(self.penalised(&scored, responses).0.responses)
+    }
+
+    fn sample_rows(&self, prompts: &[&Prompt], responses: &[Response], scores: &Tensor) -> Result<Vec<Sample>> {
         let scores = Vec::<f64>::try_from(scores.to_kind(Kind::Double))?;
-        self.sample_prompts
+        prompts
             .iter()
-            .zip(&responses)
+            .zip(responses)
             .zip(scores)
             .map(|((prompt, response), score)| {
                 let response = self.tokenizer.decode(&response.tokens)?;
@@ -484,6 +695,11 @@ impl Learner {
         let policy_optimizer = AdamW::new(policy.trainable_params(), &config.optimizer);
         let value_optimizer = AdamW::new(value.trainable_params(), &config.optimizer);
         Self { policy, value, policy_optimizer, value_optimizer, micro_batch_tokens }
+    }
+
+    /// Optimizer steps taken, of both models.
+    fn steps(&self) -> i64 {
+        self.policy_optimizer.steps() + self.value_optimizer.steps()
     }
 
     /// Learns from one batch of experience: one pass per entry of `orders`, a permutation of the rows each.

@@ -2,19 +2,21 @@
 
 use super::sft::eval_path;
 use super::{
-    describe_micro_batch, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
-    trained_share, write_model_card,
+    Progress, Saver, describe_micro_batch, micro_batch_tokens, micro_batches, model_options, reached, small_dataset,
+    trained_options, trained_share, write_model_card,
 };
+use crate::checkpoint::{Checkpoints, Start};
 use crate::config::{RewardConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Pair, locate};
 use crate::hub;
 use crate::metrics::Metrics;
-use crate::model::{DropoutRows, SequenceClassifier};
+use crate::model::{BASE_MODEL, DropoutRows, SequenceClassifier};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::time::Instant;
 use tch::{Kind, Tensor};
@@ -29,7 +31,9 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let model_dir = config.model_name_or_path.as_path();
     let mut inputs: Vec<&Path> = vec![model_dir, &config.dataset_name];
     inputs.extend(config.eval_dataset_name.as_deref());
-    check_output_dir(&config.run, &inputs)?;
+    let start = Start::find(&config.run)?;
+    check_output_dir(&config.run, &start, &inputs)?;
+    let differences = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
     // Before gigabytes are fetched in vain.
     locate(&config.dataset_name, &config.dataset_train_split)?;
     let eval_path = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split);
@@ -64,41 +68,59 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let plan = config.plan(pairs.len())?;
     warnings.extend(small_dataset(&config.dataset_name, pairs.len(), plan.batch_size));
 
-    claim_output_dir(&config.run, config)?;
-    let mut report = Reporter::create(&config.run, plan.num_updates, console)?;
-    report.note(&format!("tokenizer: {}", tokenizer.describe()));
-    warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
+    let optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
+    let mut progress = Progress::new(optimizer, Cursor::new(config.run.seed, pairs.len()));
+    if let Some(saved) = &start.from {
+        progress.load(saved, plan.num_updates)?;
+        model.load_trained(&saved.dir)?;
+        warnings.extend(saved.threads_warning());
+    }
+    let _claim = claim_output_dir(&config.run, &start, config)?;
+    let dir = &config.run.output_dir;
+    let (eos, pad, most) = (tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0);
+    model.keep_base(&dir.join(BASE_MODEL), eos, pad, most)?;
+    let reached = reached(progress.done, plan.num_updates, config.logging_steps);
+    let mut report = Reporter::resume(&config.run, plan.num_updates, reached, console)?;
+    report.note(&format!("tokenizer: {}", tokenizer.describe()));
+    warnings.extend(start.warnings.iter().cloned().chain(differences).chain(start.finished(plan.num_updates)));
+    warnings.iter().for_each(|warning| report.warn(warning));
+    start.describe(&config.run, plan.num_updates).iter().for_each(|note| report.note(note));
     let trained = trained_share(model.params());
     report.note(&format!("trained parameters: {trained}"));
-    let mut last_update = 0;
-    let done = run_updates(config, &plan, &model, &pairs, &eval, &mut report, &mut last_update);
+    let write = |dir: &Path| {
+        model.save_pretrained(dir, eos, pad, most)?;
+        tokenizer.save_pretrained(dir)
+    };
+    let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates)?;
+    let mut saver = Saver { checkpoints, write: &write };
+    let ended = run_updates(config, &plan, &model, &pairs, &eval, &mut report, &mut progress, &mut saver);
+    let ended = saver.at_end(ended, &progress, &report);
     report.finish();
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
-    let dir = &config.run.output_dir;
-    replace_files(dir, |dir| {
-        model.save_pretrained(dir, tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0)?;
-        tokenizer.save_pretrained(dir)
-    })?;
     let facts = [
         ("started from", format!("`{}`", model_dir.display())),
         ("data", format!("`{}`, {} pairs", config.dataset_name.display(), pairs.len())),
         ("tokenizer", tokenizer.describe()),
         ("trained parameters", trained),
-        ("updates", last_update.to_string()),
+        ("updates", progress.done.to_string()),
     ];
-    write_model_card(dir, "reward", &facts)?;
-    conclude(done.map(|()| last_update), plan.num_updates, dir)?;
+    let saved = replace_files(dir, write).and_then(|()| write_model_card(dir, "reward", &facts));
+    conclude(ended, saved, plan.num_updates, dir)?;
     report.note(&format!("saved {}", dir.display()));
     Ok(())
 }
 
-/// The loop; `done` counts its finished updates.
+/// The command, as checkpoints name it.
+const COMMAND: &str = "reward";
+
+/// The loop.
 ///
 /// The loss of a pair is -log sigmoid(chosen - rejected) (Bradley and Terry; Ouyang et al. 2022, eq. 1), scores being
 /// read at the last token; an update's loss is the mean over its pairs, whatever the micro-batches.
+#[expect(clippy::too_many_arguments, reason = "it is the second half of one function")]
 fn run_updates(
     config: &RewardConfig,
     plan: &TrainPlan,
@@ -106,17 +128,16 @@ fn run_updates(
     pairs: &[Pair],
     eval: &[Pair],
     report: &mut Reporter,
-    done: &mut usize,
+    progress: &mut Progress<Totals>,
+    saver: &mut Saver<'_>,
 ) -> Result<()> {
-    let mut optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
     let activation_bytes = |on| model.activation_bytes(on);
     let most_tokens = micro_batch_tokens(&config.run, model.device(), model.params(), activation_bytes);
     report.note(&describe_micro_batch(&config.run, most_tokens, activation_bytes));
-    let mut cursor = Cursor::new(config.run.seed, pairs.len());
-    let mut since = Totals::default();
     let mut began = Instant::now();
-    while *done < plan.num_updates && !stop_requested() {
-        let mut batch: Vec<&Pair> = cursor.take(plan.batch_size).into_iter().map(|row| &pairs[row]).collect();
+    while progress.done < plan.num_updates && !stop_requested() {
+        let taken = progress.cursor.take(plan.batch_size);
+        let mut batch: Vec<&Pair> = taken.into_iter().map(|row| &pairs[row]).collect();
         batch.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
         let mut pair = 0;
         let tokens = |pair: &&Pair| pair.chosen.len() + pair.rejected.len();
@@ -126,26 +147,28 @@ fn run_updates(
             // The two sides of a pair are rows of their own.
             let rows = pairs.clone().map(|pair| 2 * pair).chain(pairs.map(|pair| 2 * pair + 1)).collect();
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
-            let dropout = DropoutRows { share, seed, update: *done as u64, rows };
+            let dropout = DropoutRows { share, seed, update: progress.done as u64, rows };
             model.learn_scores(&sides(micro_batch), Some(&dropout), |scores| {
-                since.add(scores, config) / batch.len() as f64
+                progress.since.add(scores, config) / batch.len() as f64
             })?;
         }
-        let lr = config.learning_rate * lr_factor(&config.optimizer, *done, plan.num_updates);
-        since.grad_norm += optimizer.step(lr)?;
-        *done += 1;
+        let lr = config.learning_rate * lr_factor(&config.optimizer, progress.done, plan.num_updates);
+        let since = &mut progress.since;
+        since.grad_norm += progress.optimizer.step(lr)?;
+        let done = progress.done + 1;
         report.advance(format!("loss {:.3} accuracy {:.2}", since.loss / since.pairs, since.correct / since.pairs));
-        let last = *done == plan.num_updates || stop_requested();
-        if done.is_multiple_of(config.logging_steps) || last {
+        let (finished, stopping) = (done == plan.num_updates, stop_requested());
+        let due = done.is_multiple_of(config.logging_steps) || finished;
+        if due || stopping {
             let updates = since.pairs / plan.batch_size as f64;
             let mut metrics = Metrics::default();
-            metrics.push("step", *done as f64);
-            metrics.push("epoch", (*done * plan.batch_size) as f64 / pairs.len() as f64);
+            metrics.push("step", done as f64);
+            metrics.push("epoch", (done * plan.batch_size) as f64 / pairs.len() as f64);
             since.push(&mut metrics, ["loss", "accuracy", "margin", "mean_reward"]);
             metrics.push("grad_norm", since.grad_norm / updates);
             metrics.push("learning_rate", lr);
             metrics.push("time/update", began.elapsed().as_secs_f64() / updates);
-            if last && !eval.is_empty() {
+            if (finished || stopping) && !eval.is_empty() {
                 let mut totals = Totals::default();
                 for batch in eval.chunks(config.per_device_eval_batch_size) {
                     let scores = tch::no_grad(|| model.scores(&sides(&batch.iter().collect::<Vec<_>>())))?;
@@ -153,10 +176,11 @@ fn run_updates(
                 }
                 totals.push(&mut metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
             }
-            report.record(*done as i64, &metrics)?;
-            since = Totals::default();
+            report.record(done as i64, &metrics)?;
             began = Instant::now();
         }
+        progress.advance(due);
+        saver.after_update(progress, report)?;
     }
     Ok(())
 }
@@ -194,7 +218,7 @@ fn sides<'p>(pairs: &[&'p Pair]) -> Vec<&'p Vec<i64>> {
 }
 
 /// Sums over pairs.
-#[derive(Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 struct Totals {
     pairs: f64,
     loss: f64,

@@ -1,19 +1,21 @@
 //! Supervised fine-tuning: a language model learns to continue as the demonstrations do.
 
 use super::{
-    describe_micro_batch, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
-    trained_share, write_model_card,
+    Progress, Saver, describe_micro_batch, micro_batch_tokens, micro_batches, model_options, reached, small_dataset,
+    trained_options, trained_share, write_model_card,
 };
+use crate::checkpoint::{Checkpoints, Start};
 use crate::config::{SftConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Demonstration, locate};
 use crate::hub;
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, DropoutRows, ModelConfig};
+use crate::model::{BASE_MODEL, CausalLm, DropoutRows, ModelConfig};
 use crate::optim::{AdamW, lr_factor};
 use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
@@ -32,7 +34,9 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let mut inputs: Vec<&Path> = vec![tokenizer_dir, &config.dataset_name];
     inputs.extend(optional.into_iter().flatten());
     inputs.extend(config.chat_template_path.as_deref());
-    check_output_dir(&config.run, &inputs)?;
+    let start = Start::find(&config.run)?;
+    check_output_dir(&config.run, &start, &inputs)?;
+    let differences = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
     // Before gigabytes are fetched in vain.
     locate(&config.dataset_name, &config.dataset_train_split)?;
     let eval_path = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split);
@@ -86,45 +90,60 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let plan = config.plan(rows.len())?;
     warnings.extend(small_dataset(&config.dataset_name, rows.len(), plan.batch_size));
 
-    claim_output_dir(&config.run, config)?;
-    let mut report = Reporter::create(&config.run, plan.num_updates, console)?;
-    report.note(&format!("tokenizer: {}", tokenizer.describe()));
-    warnings.iter().for_each(|warning| report.warn(warning));
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
+    let optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
+    let mut progress = Progress::new(optimizer, Cursor::new(config.run.seed, rows.len()));
+    if let Some(saved) = &start.from {
+        progress.load(saved, plan.num_updates)?;
+        model.load_trained(&saved.dir)?;
+        warnings.extend(saved.threads_warning());
+    }
+    let _claim = claim_output_dir(&config.run, &start, config)?;
+    let dir = &config.run.output_dir;
+    let (eos, pad, most) = (tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0);
+    model.keep_base(&dir.join(BASE_MODEL), eos, pad, most)?;
+    let reached = reached(progress.done, plan.num_updates, config.logging_steps);
+    let mut report = Reporter::resume(&config.run, plan.num_updates, reached, console)?;
+    report.note(&format!("tokenizer: {}", tokenizer.describe()));
+    warnings.extend(start.warnings.iter().cloned().chain(differences).chain(start.finished(plan.num_updates)));
+    warnings.iter().for_each(|warning| report.warn(warning));
+    start.describe(&config.run, plan.num_updates).iter().for_each(|note| report.note(note));
     let trained = trained_share(model.params());
     report.note(&format!("trained parameters: {trained}"));
-    let mut last_update = 0;
-    let done = run_updates(config, &plan, &model, &rows, &eval, &mut report, &mut last_update);
+    let write = |dir: &Path| {
+        model.save_pretrained(dir, eos, pad, most)?;
+        tokenizer.save_pretrained(dir)
+    };
+    let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates)?;
+    let mut saver = Saver { checkpoints, write: &write };
+    let ended = run_updates(config, &plan, &model, &rows, &eval, &mut report, &mut progress, &mut saver);
+    let ended = saver.at_end(ended, &progress, &report);
     report.finish();
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
-    let dir = &config.run.output_dir;
-    replace_files(dir, |dir| {
-        model.save_pretrained(dir, tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0)?;
-        tokenizer.save_pretrained(dir)
-    })?;
     let from = model_dir.map_or("random weights".into(), |dir| format!("`{}`", dir.display()));
     let data = format!("`{}`, {} rows", config.dataset_name.display(), rows.len());
-    write_model_card(
-        dir,
-        "sft",
-        &[
-            ("started from", from),
-            ("data", data),
-            ("tokenizer", tokenizer.describe()),
-            ("trained parameters", trained),
-            ("updates", last_update.to_string()),
-        ],
-    )?;
-    conclude(done.map(|()| last_update), plan.num_updates, dir)?;
+    let facts = [
+        ("started from", from),
+        ("data", data),
+        ("tokenizer", tokenizer.describe()),
+        ("trained parameters", trained),
+        ("updates", progress.done.to_string()),
+    ];
+    let saved = replace_files(dir, write).and_then(|()| write_model_card(dir, "sft", &facts));
+    conclude(ended, saved, plan.num_updates, dir)?;
     report.note(&format!("saved {}", dir.display()));
     Ok(())
 }
 
-/// The loop; `done` counts its finished updates.
+/// The command, as checkpoints name it.
+const COMMAND: &str = "sft";
+
+/// The loop.
 ///
 /// The loss of an update is the mean negative log-likelihood over all of its counted tokens, whatever the micro-batches.
+#[expect(clippy::too_many_arguments, reason = "it is the second half of one function")]
 fn run_updates(
     config: &SftConfig,
     plan: &TrainPlan,
@@ -132,18 +151,19 @@ fn run_updates(
     rows: &[Demonstration],
     eval: &[Demonstration],
     report: &mut Reporter,
-    done: &mut usize,
+    progress: &mut Progress<Totals>,
+    saver: &mut Saver<'_>,
 ) -> Result<()> {
-    let mut optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
     let activation_bytes = |on| model.activation_bytes(on);
     let most_tokens = micro_batch_tokens(&config.run, model.device(), model.params(), activation_bytes);
     report.note(&describe_micro_batch(&config.run, most_tokens, activation_bytes));
-    let mut cursor = Cursor::new(config.run.seed, rows.len());
-    let mut since = Totals::default();
-    let mut tokens_seen = 0.0;
+    let length = |row: usize| rows[row].tokens.len();
+    let before = Cursor::new(config.run.seed, rows.len()).take(progress.done * plan.batch_size);
+    let mut tokens_seen = before.into_iter().map(length).sum::<usize>() as f64;
     let mut began = Instant::now();
-    while *done < plan.num_updates && !stop_requested() {
-        let mut batch: Vec<&Demonstration> = cursor.take(plan.batch_size).into_iter().map(|row| &rows[row]).collect();
+    while progress.done < plan.num_updates && !stop_requested() {
+        let taken = progress.cursor.take(plan.batch_size);
+        let mut batch: Vec<&Demonstration> = taken.into_iter().map(|row| &rows[row]).collect();
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
         batch.sort_by_key(|row| row.tokens.len());
         let counted: usize = batch.iter().map(|row| row.tokens.len() - row.learn_from).sum();
@@ -153,38 +173,41 @@ fn run_updates(
             let rows = (row..row + micro_batch.len() as u64).collect();
             row += micro_batch.len() as u64;
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
-            let dropout = DropoutRows { share, seed, update: *done as u64, rows };
+            let dropout = DropoutRows { share, seed, update: progress.done as u64, rows };
             let (sequences, spans) = counted_tokens(micro_batch);
             let found =
                 model.learn_logprobs_dropping(&sequences, &spans, 1.0, false, Some(&dropout), |_, logprobs| {
                     -logprobs.sum(Kind::Float) / counted as f64
                 })?;
-            since.loss -= found.logprobs.sum(Kind::Float).double_value(&[]);
+            progress.since.loss -= found.logprobs.sum(Kind::Float).double_value(&[]);
         }
-        let lr = config.learning_rate * lr_factor(&config.optimizer, *done, plan.num_updates);
+        let lr = config.learning_rate * lr_factor(&config.optimizer, progress.done, plan.num_updates);
+        let since = &mut progress.since;
         since.tokens += counted as f64;
-        since.grad_norm += optimizer.step(lr)?;
+        since.grad_norm += progress.optimizer.step(lr)?;
         since.updates += 1.0;
         tokens_seen += batch.iter().map(|row| row.tokens.len()).sum::<usize>() as f64;
-        *done += 1;
+        let done = progress.done + 1;
         report.advance(format!("loss {:.3}", since.loss / since.tokens));
-        let last = *done == plan.num_updates || stop_requested();
-        if done.is_multiple_of(config.logging_steps) || last {
+        let (finished, stopping) = (done == plan.num_updates, stop_requested());
+        let due = done.is_multiple_of(config.logging_steps) || finished;
+        if due || stopping {
             let mut metrics = Metrics::default();
-            metrics.push("step", *done as f64);
-            metrics.push("epoch", (*done * plan.batch_size) as f64 / rows.len() as f64);
+            metrics.push("step", done as f64);
+            metrics.push("epoch", (done * plan.batch_size) as f64 / rows.len() as f64);
             metrics.push("loss", since.loss / since.tokens);
             metrics.push("grad_norm", since.grad_norm / since.updates);
             metrics.push("learning_rate", lr);
             metrics.push("num_tokens", tokens_seen);
             metrics.push("time/update", began.elapsed().as_secs_f64() / since.updates);
-            if last && !eval.is_empty() {
+            if (finished || stopping) && !eval.is_empty() {
                 metrics.push("eval_loss", evaluate(model, eval, config.per_device_eval_batch_size)?);
             }
-            report.record(*done as i64, &metrics)?;
-            since = Totals::default();
+            report.record(done as i64, &metrics)?;
             began = Instant::now();
         }
+        progress.advance(due);
+        saver.after_update(progress, report)?;
     }
     Ok(())
 }
@@ -242,7 +265,7 @@ fn shorten(mut rows: Vec<Demonstration>, max_length: usize, path: &Path) -> Resu
 }
 
 /// Sums since the last line of metrics.
-#[derive(Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 struct Totals {
     loss: f64,
     tokens: f64,

@@ -1,0 +1,728 @@
+//! Checkpoints: all that a run needs to go on as if it had never stopped, in a folder that appears by one rename.
+//!
+//! `output_dir/checkpoint-N` is the run after N updates: its models as Hugging Face folders, the optimizers' states beside
+//! them, and `trainer_state.json`, which is written last and lists every other file with its size. The folder is written
+//! under another name and brought to the disk before it gets its own, so that one with that name is whole; what a killed run
+//! leaves under other names, the next one clears away.
+
+use crate::config::{EvalConfig, Resume, RunConfig};
+use crate::weights::{pretty, read_json, sync, write_text};
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What the name of a checkpoint's folder begins with; the number of updates follows.
+const PREFIX: &str = "checkpoint-";
+/// What a folder's name begins with while it is written.
+const WRITING: &str = ".saving-";
+/// What a folder's name begins with while it is removed.
+const LEAVING: &str = ".removing-";
+/// The folder of the best model.
+const BEST: &str = "best";
+/// What `best` says of itself.
+const BEST_FILE: &str = "best.json";
+/// The state of everything but weights and optimizers.
+const STATE: &str = "trainer_state.json";
+/// An optimizer's state, beside the model that it belongs to.
+pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
+
+/// The files in a checkpoint that are no model's.
+pub(crate) const FILES: [&str; 3] = [STATE, OPTIMIZER, BEST_FILE];
+
+/// Settings that decide no result: a resumed run may change them.
+const FREE: [&str; 13] = [
+    "output_dir",
+    "save_steps",
+    "save_total_limit",
+    "max_shard_size",
+    "report_to",
+    "num_threads", // what it comes to is compared
+    "disable_tqdm",
+    "num_sample_generations",
+    "eval_steps",
+    "reward_batch_size",
+    "reward_concurrency",
+    "reward_timeout",
+    "reward_retries",
+];
+
+/// Settings of which only the best model depends; it is looked for anew where they change.
+const OF_BEST: [&str; 2] = ["metric_for_best_model", "greater_is_better"];
+
+/// Settings on which results depend by rounding at most: a resumed run may change them, and says so.
+const ROUNDING: [&str; 4] =
+    ["device", "gradient_checkpointing", "max_tokens_per_micro_batch", "local_rollout_forward_batch_size"];
+
+/// What `trainer_state.json` says.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct State {
+    /// The version of rlhf that wrote it.
+    version: String,
+    /// The command whose run this is.
+    command: String,
+    /// Updates done.
+    pub(crate) update: usize,
+    /// Updates of the whole run.
+    num_updates: usize,
+    /// Threads that libtorch computed with: sums depend on them.
+    threads: i32,
+    /// The metrics of the last update, as far as the model card tells them.
+    pub(crate) metrics: Map<String, Value>,
+    /// What each part of the run remembers beside weights and optimizers, by the part's name.
+    pub(crate) state: Map<String, Value>,
+    /// Every setting.
+    config: Map<String, Value>,
+    /// Every other file with its size in bytes.
+    files: BTreeMap<String, u64>,
+}
+
+/// A checkpoint that was found whole.
+#[derive(Debug)]
+pub(crate) struct Saved {
+    /// Its folder.
+    pub(crate) dir: PathBuf,
+    /// What its `trainer_state.json` says.
+    pub(crate) state: State,
+}
+
+impl Saved {
+    /// Reads the state in the folder `dir`, and looks that every file is there in its length.
+    ///
+    /// # Errors
+    /// If it is no checkpoint, or not a whole one.
+    pub(crate) fn read(dir: &Path) -> Result<Self> {
+        let path = dir.join(STATE);
+        if !path.is_file() {
+            let found = if dir.is_dir() { format!("no {STATE} in this folder") } else { "no such folder".into() };
+            return Err(Error::invalid(dir, format!("expected a checkpoint of a run, found {found}")));
+        }
+        let state: State = serde_json::from_value(read_json(&path)?)
+            .map_err(|e| Error::invalid(&path, format!("expected the state of a run: {e}")))?;
+        for (name, &expected) in &state.files {
+            let path = dir.join(name);
+            match fs::metadata(&path).map(|file| file.len()) {
+                Ok(found) if found == expected => {}
+                Ok(found) => {
+                    let message = format!("expected {expected} bytes, found {found}: the checkpoint is damaged");
+                    return Err(Error::invalid(path, message));
+                }
+                Err(_) => {
+                    let message = format!("expected the file {name}, found none: the checkpoint is not whole");
+                    return Err(Error::invalid(dir, message));
+                }
+            }
+        }
+        Ok(Self { dir: dir.to_path_buf(), state })
+    }
+
+    /// Checks that the run goes on as it began; gives what a person should know of its differences.
+    ///
+    /// # Errors
+    /// If it is another command's, or a setting that decides the result differs: the error names it with both values.
+    pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
+        let (dir, state) = (self.dir.display(), &self.state);
+        if state.command != command {
+            let message = format!("expected a checkpoint of `rlhf {command}`, found one of `rlhf {}`", state.command);
+            return Err(Error::invalid(&self.dir, message));
+        }
+        let config = settings(config)?;
+        let mut warnings = Vec::new();
+        let mut refused = Vec::new();
+        for (name, now) in &config {
+            // A setting that only one version knows cannot be compared.
+            let Some(then) = state.config.get(name).filter(|then| !is_same(then, now)) else { continue };
+            let (then, now) = (shown(then), shown(now));
+            match name.as_str() {
+                name if FREE.contains(&name) || OF_BEST.contains(&name) => {}
+                name if ROUNDING.contains(&name) => warnings.push(format!(
+                    "{name} = {now}: it was {then} before {dir}, so that results may differ by rounding"
+                )),
+                name => refused.push((name.to_string(), then, now)),
+            }
+        }
+        if let [(name, then, now), more @ ..] = refused.as_slice() {
+            let more: Vec<&str> = more.iter().map(|(name, ..)| name.as_str()).collect();
+            let more = if more.is_empty() { String::new() } else { format!("; so does {}", more.join(", ")) };
+            return Err(Error::Usage(format!(
+                "{name} = {now}: expected {then}, as in {dir}: a resumed run keeps what decides its result{more}"
+            )));
+        }
+        let version = env!("CARGO_PKG_VERSION");
+        if state.version != version {
+            warnings.push(format!("{dir} was written by rlhf {}, and this is {version}", state.version));
+        }
+        Ok(warnings)
+    }
+
+    /// What a person should know of the threads that libtorch now computes with.
+    pub(crate) fn threads_warning(&self) -> Option<String> {
+        let (then, now) = (self.state.threads, tch::get_num_threads());
+        let dir = self.dir.display();
+        (then != now)
+            .then(|| format!("{now} threads: it was {then} before {dir}, so that results may differ by rounding"))
+    }
+
+    /// Checks that the run still has as many updates as it had.
+    ///
+    /// # Errors
+    /// If it has not, since its data has changed.
+    pub(crate) fn check_updates(&self, num_updates: usize) -> Result<()> {
+        let expected = self.state.num_updates;
+        if num_updates == expected {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            &self.dir,
+            format!("expected a run of {expected} updates, found {num_updates}: the data has changed"),
+        ))
+    }
+
+    /// What the part `name` remembers.
+    ///
+    /// # Errors
+    /// If it remembers nothing.
+    pub(crate) fn part(&self, name: &str) -> Result<&Value> {
+        self.state
+            .state
+            .get(name)
+            .ok_or_else(|| Error::invalid(self.dir.join(STATE), format!("expected the state of `{name}`, found none")))
+    }
+
+    /// [`Saved::part`] as a value of one's own.
+    ///
+    /// # Errors
+    /// If it remembers nothing, or something else.
+    pub(crate) fn parsed<T: for<'a> Deserialize<'a>>(&self, name: &str) -> Result<T> {
+        serde_json::from_value(self.part(name)?.clone())
+            .map_err(|e| Error::invalid(self.dir.join(STATE), format!("state of `{name}`: {e}")))
+    }
+}
+
+/// The settings of a run by name.
+fn settings(config: &impl Serialize) -> Result<Map<String, Value>> {
+    match serde_json::to_value(config) {
+        Ok(Value::Object(settings)) => Ok(settings),
+        Ok(_) => Ok(Map::new()),
+        Err(e) => Err(Error::Usage(format!("the settings cannot be written to a checkpoint: {e}"))),
+    }
+}
+
+/// Whether a setting is what it was; a path may be written in another way.
+fn is_same(then: &Value, now: &Value) -> bool {
+    let place = |value: &Value| fs::canonicalize(value.as_str()?).ok();
+    then == now || place(then).is_some_and(|then| place(now) == Some(then))
+}
+
+/// A setting as it stands in an error message.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Null => "none".into(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// How a run begins.
+#[derive(Debug, Default)]
+pub(crate) struct Start {
+    /// What it goes on from.
+    pub(crate) from: Option<Saved>,
+    /// Whether it goes on in the folder that the checkpoint lies in.
+    pub(crate) in_place: bool,
+    /// Whether it may replace the run in `output_dir`, which came to nothing: no checkpoint, no model.
+    pub(crate) replaces: bool,
+    /// What a person should know.
+    pub(crate) warnings: Vec<String>,
+}
+
+impl Start {
+    /// Finds what `run.checkpoints.resume_from_checkpoint` asks for; nothing is changed.
+    ///
+    /// # Errors
+    /// If it names no whole checkpoint, or one that newer ones lie beside in `output_dir`; if there are checkpoints in
+    /// `output_dir`, the newest is asked for, and none is whole.
+    pub(crate) fn find(run: &RunConfig) -> Result<Self> {
+        let out = run.output_dir.as_path();
+        let asked = match &run.checkpoints.resume_from_checkpoint {
+            None => return Ok(Self::default()),
+            Some(asked) => asked,
+        };
+        let numbers = numbered(out)?;
+        let Resume::From(dir) = asked else { return Self::newest(out, &numbers) };
+        let saved = Saved::read(dir)?;
+        let parent = fs::canonicalize(dir).ok().and_then(|dir| dir.parent().map(Path::to_path_buf));
+        let in_place = parent.is_some() && parent == fs::canonicalize(out).ok();
+        let newer = numbers.iter().rev().filter(|&&number| number > saved.state.update);
+        let mut newer = newer.map(|&number| out.join(name_of(number)));
+        if let Some(newer) = newer.find(|path| in_place && Saved::read(path).is_ok()) {
+            return Err(Error::Usage(format!(
+                "resume_from_checkpoint = {}: {} is newer: resume from that one, remove it, or go on in another output_dir",
+                dir.display(),
+                newer.display()
+            )));
+        }
+        Ok(Self { from: Some(saved), in_place, ..Self::default() })
+    }
+
+    /// The newest whole checkpoint in `out`, where there are those of these `numbers`.
+    fn newest(out: &Path, numbers: &[usize]) -> Result<Self> {
+        let mut warnings = Vec::new();
+        let mut first = None;
+        for number in numbers.iter().rev() {
+            match Saved::read(&out.join(name_of(*number))) {
+                Ok(saved) => return Ok(Self { from: Some(saved), in_place: true, replaces: false, warnings }),
+                Err(error) => {
+                    warnings.push(format!("passed over: {error}"));
+                    first.get_or_insert(error);
+                }
+            }
+        }
+        match first {
+            Some(error) => Err(Error::Run(format!("no whole checkpoint to go on from: {error}"))),
+            // What was killed before its first checkpoint begins again.
+            None => Ok(Self { replaces: !crate::model::is_model(out), ..Self::default() }),
+        }
+    }
+
+    /// Updates that are done already.
+    pub(crate) fn done(&self) -> usize {
+        self.from.as_ref().map_or(0, |saved| saved.state.update)
+    }
+
+    /// What the run reads of the folder of another run.
+    pub(crate) fn input(&self) -> Option<&Path> {
+        self.from.as_ref().filter(|_| !self.in_place).map(|saved| saved.dir.as_path())
+    }
+
+    /// What to tell a person of how the run begins.
+    pub(crate) fn describe(&self, run: &RunConfig, num_updates: usize) -> Option<String> {
+        match (&self.from, &run.checkpoints.resume_from_checkpoint) {
+            (Some(saved), _) => {
+                Some(format!("goes on from {}, after update {} of {num_updates}", saved.dir.display(), self.done()))
+            }
+            (None, Some(_)) => {
+                Some(format!("no checkpoint in {}: begins with the first update", run.output_dir.display()))
+            }
+            (None, None) => None,
+        }
+    }
+
+    /// What to say where nothing is left to do.
+    pub(crate) fn finished(&self, num_updates: usize) -> Option<String> {
+        let saved = self.from.as_ref().filter(|saved| saved.state.update == num_updates)?;
+        Some(format!("{}: the run is finished, all {num_updates} updates are done", saved.dir.display()))
+    }
+}
+
+/// The checkpoints that a run writes.
+#[derive(Debug)]
+pub(crate) struct Checkpoints {
+    dir: PathBuf,
+    command: &'static str,
+    config: Map<String, Value>,
+    num_updates: usize,
+    every: Option<usize>,
+    limit: Option<usize>,
+    /// The update whose checkpoint was written last, or tried.
+    last: Option<usize>,
+}
+
+impl Checkpoints {
+    /// Those of the run of `command` with the settings `config`; clears away what a killed run left half.
+    ///
+    /// # Errors
+    /// If that cannot be removed.
+    pub(crate) fn new(
+        command: &'static str,
+        run: &RunConfig,
+        config: &impl Serialize,
+        num_updates: usize,
+    ) -> Result<Self> {
+        let dir = run.output_dir.clone();
+        clear(&dir)?;
+        let (every, limit) = (run.checkpoints.save_steps, run.checkpoints.save_total_limit);
+        Ok(Self { dir, command, config: settings(config)?, num_updates, every, limit, last: None })
+    }
+
+    /// Whether the settings ask for one after `done` updates: every `save_steps` of them, and the last.
+    pub(crate) fn is_due(&self, done: usize) -> bool {
+        self.every.is_some_and(|every| done.is_multiple_of(every) || done == self.num_updates)
+    }
+
+    /// Whether a run that ends after `done` updates should leave one: it is not finished, there is something to keep, and
+    /// none was written or tried at this point.
+    pub(crate) fn is_wanted_at_end(&self, done: usize) -> bool {
+        (1..self.num_updates).contains(&done)
+            && self.last != Some(done)
+            && Saved::read(&self.dir.join(name_of(done))).is_err()
+    }
+
+    /// Writes the checkpoint after `done` updates, and then removes old ones beyond `save_total_limit`.
+    ///
+    /// `write` puts models and optimizers into the folder that it is given; `state` is that of all other parts, by name.
+    ///
+    /// # Errors
+    /// Those of `write`; if a file or folder cannot be written, renamed or removed. Older checkpoints are whole in any case.
+    pub(crate) fn save(
+        &mut self,
+        done: usize,
+        metrics: Map<String, Value>,
+        state: Map<String, Value>,
+        write: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<()> {
+        self.last = Some(done);
+        commit(&self.dir, &name_of(done), |dir| {
+            write(dir)?;
+            let mut files = BTreeMap::new();
+            sizes(dir, "", &mut files)?;
+            let state = State {
+                version: env!("CARGO_PKG_VERSION").into(),
+                command: self.command.into(),
+                update: done,
+                num_updates: self.num_updates,
+                threads: tch::get_num_threads(),
+                metrics,
+                state,
+                config: self.config.clone(),
+                files,
+            };
+            write_text(&dir.join(STATE), &pretty(&json!(state)))
+        })?;
+        let Some(limit) = self.limit else { return Ok(()) };
+        // Those behind this one are no older state of this run: `Start` passed over them as damaged.
+        let numbers: Vec<usize> = numbered(&self.dir)?.into_iter().filter(|&number| number <= done).collect();
+        for number in &numbers[..numbers.len().saturating_sub(limit)] {
+            remove(&self.dir, &name_of(*number))?;
+        }
+        Ok(())
+    }
+}
+
+/// The best model of a run so far, by one of its metrics.
+#[derive(Debug)]
+pub(crate) struct Best {
+    metric: String,
+    greater: bool,
+    /// The metric's best value, and the update that it was found after.
+    found: Option<(f64, usize)>,
+}
+
+impl Best {
+    /// What `config` asks for.
+    pub(crate) fn new(config: &EvalConfig) -> Option<Self> {
+        let metric = config.metric_for_best_model.clone()?;
+        let lower = ["loss", "kl"].iter().any(|word| metric.contains(word));
+        Some(Self { greater: config.greater_is_better.unwrap_or(!lower), metric, found: None })
+    }
+
+    /// The metric's name.
+    pub(crate) fn metric(&self) -> &str {
+        &self.metric
+    }
+
+    /// Whether `value` is better than what came before; a number that is not finite never is.
+    pub(crate) fn is_beaten_by(&self, value: f64) -> bool {
+        let better = |best: f64| if self.greater { value > best } else { value < best };
+        value.is_finite() && self.found.is_none_or(|(best, _)| better(best))
+    }
+
+    /// Replaces `output_dir/best` by what `write` puts into the folder that it is given.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::save`].
+    pub(crate) fn save(
+        &mut self,
+        output_dir: &Path,
+        value: f64,
+        done: usize,
+        write: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<()> {
+        self.found = Some((value, done));
+        let described = self.state();
+        commit(output_dir, BEST, |dir| {
+            write(dir)?;
+            write_text(&dir.join(BEST_FILE), &pretty(&described))
+        })
+    }
+
+    /// What a checkpoint keeps of it.
+    pub(crate) fn state(&self) -> Value {
+        let (value, update) = self.found.unzip();
+        json!({"metric": self.metric, "greater_is_better": self.greater, "value": value, "update": update})
+    }
+
+    /// Takes up what [`Best::state`] gave, unless it was of another metric.
+    pub(crate) fn load_state(&mut self, state: &Value) {
+        if state["metric"] == self.metric.as_str() && state["greater_is_better"] == self.greater {
+            self.found = state["value"].as_f64().zip(state["update"].as_u64().map(|update| update as usize));
+        }
+    }
+}
+
+/// Makes the folder `dir/name` of what `write` puts into the folder it is given: all of it, or nothing.
+///
+/// It is written beside, brought to the disk and renamed. A folder that has the name is renamed away just before, and removed
+/// after.
+fn commit(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    clear(dir)?;
+    let (beside, place) = (dir.join(format!("{WRITING}{name}")), dir.join(name));
+    fs::create_dir(&beside).map_err(Error::io("create the folder", &beside))?;
+    if let Err(error) = write(&beside).and_then(|()| sync(&beside)) {
+        // The disk may be full: others need the room.
+        let _ = fs::remove_dir_all(&beside);
+        return Err(error);
+    }
+    let old = dir.join(format!("{LEAVING}{name}"));
+    if place.exists() {
+        fs::rename(&place, &old).map_err(Error::io("rename", &place))?;
+    }
+    fs::rename(&beside, &place).map_err(Error::io("write", &place))?;
+    fs::File::open(dir).and_then(|dir| dir.sync_all()).map_err(Error::io("write to the disk", dir))?;
+    // What is left of it, `clear` finds.
+    let _ = fs::remove_dir_all(&old);
+    Ok(())
+}
+
+/// Removes the folder `dir/name`: first from sight, so that nobody finds half of it.
+fn remove(dir: &Path, name: &str) -> Result<()> {
+    let (place, old) = (dir.join(name), dir.join(format!("{LEAVING}{name}")));
+    fs::rename(&place, &old).map_err(Error::io("remove", &place))?;
+    let _ = fs::remove_dir_all(&old);
+    Ok(())
+}
+
+/// Clears away what a killed run left in `dir`: folders that are half written or half removed. A best model that was to be
+/// replaced, and is not, gets its place back.
+///
+/// # Errors
+/// If what is half written cannot be removed.
+pub(crate) fn clear(dir: &Path) -> Result<()> {
+    for name in names(dir)? {
+        let path = dir.join(&name);
+        if name.starts_with(WRITING) {
+            fs::remove_dir_all(&path).map_err(Error::io("remove", &path))?;
+        } else if name.strip_prefix(LEAVING) == Some(BEST) && !dir.join(BEST).exists() {
+            fs::rename(&path, dir.join(BEST)).map_err(Error::io("rename", &path))?;
+        } else if name.starts_with(LEAVING) {
+            // It is in nobody's way: the next save tries again.
+            let _ = fs::remove_dir_all(&path);
+        }
+    }
+    Ok(())
+}
+
+/// The folders of checkpoints and of the best model in `dir`.
+pub(crate) fn folders(dir: &Path) -> Result<Vec<PathBuf>> {
+    let best = dir.join(BEST);
+    let checkpoints = numbered(dir)?.into_iter().map(|number| dir.join(name_of(number)));
+    Ok(checkpoints.chain(best.join(BEST_FILE).is_file().then_some(best)).collect())
+}
+
+/// The newest checkpoint in `dir`.
+pub(crate) fn newest(dir: &Path) -> Option<PathBuf> {
+    Some(dir.join(name_of(numbered(dir).ok()?.pop()?)))
+}
+
+fn name_of(number: usize) -> String {
+    format!("{PREFIX}{number}")
+}
+
+/// The numbers of the checkpoints in `dir`, rising.
+fn numbered(dir: &Path) -> Result<Vec<usize>> {
+    let number = |name: &String| name.strip_prefix(PREFIX)?.parse().ok().filter(|number| name_of(*number) == *name);
+    let mut numbers: Vec<usize> = names(dir)?.iter().filter_map(number).collect();
+    numbers.sort_unstable();
+    Ok(numbers)
+}
+
+/// The names of the folders in `dir`; none where there is no `dir`.
+fn names(dir: &Path) -> Result<Vec<String>> {
+    if !dir.is_dir() {
+        return Ok(Vec::new());
+    }
+    let entries = fs::read_dir(dir).map_err(Error::io("read the folder", dir))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(Error::io("read the folder", dir))?;
+        if entry.path().is_dir() {
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+    }
+    Ok(names)
+}
+
+/// Adds every file below `dir` with its size to `found`, under its path from where `below` begins.
+fn sizes(dir: &Path, below: &str, found: &mut BTreeMap<String, u64>) -> Result<()> {
+    for entry in fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
+        let entry = entry.map_err(Error::io("read the folder", dir))?;
+        let name = format!("{below}{}", entry.file_name().to_string_lossy());
+        let meta = fs::metadata(entry.path()).map_err(Error::io("read", entry.path()))?;
+        if meta.is_dir() {
+            sizes(&entry.path(), &format!("{name}/"), found)?;
+        } else {
+            found.insert(name, meta.len());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::SftConfig;
+
+    fn run(dir: &Path, limit: Option<usize>, resume: Option<Resume>) -> RunConfig {
+        let mut run = SftConfig::new("model", "data", dir).run;
+        run.checkpoints.save_steps = Some(2);
+        run.checkpoints.save_total_limit = limit;
+        run.checkpoints.resume_from_checkpoint = resume;
+        run
+    }
+
+    fn save(dir: &Path, limit: Option<usize>, updates: &[usize]) {
+        let run = run(dir, limit, None);
+        let mut checkpoints = Checkpoints::new("sft", &run, &json!({"seed": 1, "device": "cpu"}), 9).unwrap();
+        for &update in updates {
+            let write = |dir: &Path| {
+                fs::create_dir(dir.join("value_model")).unwrap();
+                write_text(&dir.join("model"), "weights")?;
+                write_text(&dir.join("value_model/model"), "more weights")
+            };
+            checkpoints.save(update, Map::new(), Map::new(), write).unwrap();
+        }
+    }
+
+    fn sorted(dir: &Path) -> Vec<String> {
+        let mut names = names(dir).unwrap();
+        names.sort_unstable();
+        names
+    }
+
+    fn found(dir: &Path) -> Result<Option<usize>> {
+        Ok(Start::find(&run(dir, None, Some(Resume::Latest)))?.from.map(|saved| saved.state.update))
+    }
+
+    #[test]
+    fn the_limit_keeps_the_newest_checkpoints_and_touches_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["checkpoint-01", "checkpoint-old", "best", "notes"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        save(dir.path(), Some(2), &[2, 4, 10]);
+        let expected = ["best", "checkpoint-01", "checkpoint-10", "checkpoint-4", "checkpoint-old", "notes"];
+        assert_eq!(sorted(dir.path()), expected);
+        assert_eq!(found(dir.path()).unwrap(), Some(10));
+    }
+
+    #[test]
+    fn what_is_cut_short_is_passed_over_and_named_and_replaced_when_its_turn_comes() {
+        for name in ["model", "value_model/model", STATE] {
+            for missing in [true, false] {
+                let dir = tempfile::tempdir().unwrap();
+                save(dir.path(), None, &[2, 4]);
+                let path = dir.path().join("checkpoint-4").join(name);
+                match missing {
+                    true => fs::remove_file(&path).unwrap(),
+                    false => fs::write(&path, "wei").unwrap(),
+                }
+                let start = Start::find(&run(dir.path(), None, Some(Resume::Latest))).unwrap();
+                assert_eq!(start.done(), 2, "{name}");
+                assert!(start.warnings[0].contains("checkpoint-4"), "{:?}", start.warnings);
+                let error = Saved::read(&dir.path().join("checkpoint-4")).unwrap_err().to_string();
+                assert!(error.contains("expected") || error.contains("JSON"), "{error}");
+                save(dir.path(), Some(2), &[3, 4]);
+                assert_eq!(sorted(dir.path()), ["checkpoint-3", "checkpoint-4"]);
+                assert_eq!(found(dir.path()).unwrap(), Some(4));
+            }
+        }
+    }
+
+    #[test]
+    fn where_no_checkpoint_is_whole_nothing_begins_again_by_itself() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), None, &[2]);
+        fs::remove_file(dir.path().join("checkpoint-2/model")).unwrap();
+        let error = found(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("no whole checkpoint") && error.contains("the file model"), "{error}");
+    }
+
+    #[test]
+    fn what_a_killed_run_left_half_is_no_checkpoint_and_goes() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), None, &[2]);
+        for name in [".saving-checkpoint-4", ".removing-checkpoint-1", ".removing-best", ".saving-best"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+            fs::write(dir.path().join(name).join("half"), name).unwrap();
+        }
+        assert_eq!(found(dir.path()).unwrap(), Some(2));
+        save(dir.path(), None, &[4]);
+        // The old best model was out of its place, and the new one not yet in it.
+        assert_eq!(sorted(dir.path()), ["best", "checkpoint-2", "checkpoint-4"]);
+        assert_eq!(fs::read_to_string(dir.path().join("best/half")).unwrap(), ".removing-best");
+    }
+
+    #[test]
+    fn a_write_that_fails_leaves_the_checkpoints_before_it_and_nothing_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), Some(1), &[2]);
+        let run = run(dir.path(), Some(1), None);
+        let mut checkpoints = Checkpoints::new("sft", &run, &json!({}), 9).unwrap();
+        let full = |dir: &Path| write_text(&dir.join("model"), "wei").and(Err(Error::Run("full".into())));
+        assert!(checkpoints.save(4, Map::new(), Map::new(), full).is_err());
+        assert_eq!(sorted(dir.path()), ["checkpoint-2"]);
+        assert!(!checkpoints.is_wanted_at_end(4), "what failed is not tried again at once");
+    }
+
+    #[test]
+    fn settings_that_decide_the_result_must_stay_and_others_may_change() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), None, &[2]);
+        let saved = Saved::read(&dir.path().join("checkpoint-2")).unwrap();
+        let error = saved.check("sft", &json!({"seed": 2, "device": "cpu"})).unwrap_err().to_string();
+        assert!(error.starts_with("seed = 2: expected 1, as in ") && error.contains("checkpoint-2"), "{error}");
+        let warnings = saved.check("sft", &json!({"seed": 1, "device": "auto", "save_steps": 7})).unwrap();
+        assert!(warnings.iter().any(|warning| warning.starts_with("device = auto: it was cpu")), "{warnings:?}");
+        assert!(!warnings.iter().any(|warning| warning.contains("save_steps")), "{warnings:?}");
+        let error = saved.check("ppo", &json!({})).unwrap_err().to_string();
+        assert!(error.contains("expected a checkpoint of `rlhf ppo`, found one of `rlhf sft`"), "{error}");
+    }
+
+    #[test]
+    fn an_older_checkpoint_is_not_taken_where_a_newer_one_would_be_lost() {
+        let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        save(dir.path(), None, &[2, 4, 6]);
+        let from = || Some(Resume::From(dir.path().join("checkpoint-2")));
+        let error = Start::find(&run(dir.path(), None, from())).unwrap_err().to_string();
+        assert!(error.contains("checkpoint-6 is newer"), "{error}");
+        let start = Start::find(&run(&other.path().join("new"), None, from())).unwrap();
+        assert!(start.done() == 2 && !start.in_place && start.input().is_some());
+    }
+
+    #[test]
+    fn the_best_is_by_its_metric_and_survives_a_checkpoint_unless_the_metric_changes() {
+        let config = |metric: &str, greater| EvalConfig {
+            metric_for_best_model: Some(metric.into()),
+            greater_is_better: greater,
+            ..crate::config::PpoConfig::new("p", "r", "d", "o").eval
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let mut best = Best::new(&config("eval/score", None)).unwrap();
+        for (value, better) in [(1.0, true), (1.0, false), (f64::NAN, false), (0.5, false), (2.0, true)] {
+            assert_eq!(best.is_beaten_by(value), better, "{value}");
+            if better {
+                best.save(dir.path(), value, 7, |_| Ok(())).unwrap();
+            }
+        }
+        let loss = Best::new(&config("loss/value_avg", None)).unwrap();
+        assert!(!loss.greater && Best::new(&config("loss/value_avg", Some(true))).unwrap().greater);
+        let mut again = Best::new(&config("eval/score", None)).unwrap();
+        again.load_state(&best.state());
+        assert_eq!(again.found, Some((2.0, 7)));
+        let mut other = Best::new(&config("eval/kl", None)).unwrap();
+        other.load_state(&best.state());
+        assert_eq!(other.found, None);
+    }
+}

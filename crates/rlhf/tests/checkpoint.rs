@@ -1,0 +1,540 @@
+//! What a stopped, killed or failed run leaves, and that it goes on from there to the same bits.
+
+use crate::cli::{PPO, Ran, SFT, Scratch, json_lines, timeless};
+use crate::support::{golden, say};
+use rlhf::config::{LrSchedulerType, PpoConfig, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
+use rlhf::report::Console;
+use rlhf::rng::{Purpose, Stream};
+use serde_json::{Map, Value, json};
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const PROMPTS: [&str; 6] = ["The movie", "A film", "the capital of France", "do", "human", "a sing"];
+
+fn write_rows(path: &Path, row: fn(&str) -> Value) {
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    std::fs::write(path, PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat()).unwrap();
+}
+
+/// Five updates of 4 answers to 6 prompts, with everything on that a step depends on.
+fn ppo_config(dir: &Path) -> PpoConfig {
+    for split in ["train", "test"] {
+        write_rows(&dir.join(format!("prompts/{split}.jsonl")), |prompt| json!({"prompt": prompt}));
+    }
+    let init = |model: &str| golden().join("trl_new/init").join(model);
+    let mut config = PpoConfig::new(init("llama_policy"), init("llama_reward"), dir.join("prompts"), dir.join("whole"));
+    config.model_name_or_path = Some(golden().join("models/gpt_neox"));
+    config.response_length = 6;
+    config.stop_token_id = Some(192);
+    config.per_device_train_batch_size = 4;
+    config.num_mini_batches = 2;
+    config.num_ppo_epochs = 2;
+    config.total_episodes = Some(20);
+    config.num_sample_generations = 2;
+    config.learning_rate = 1e-3;
+    config.optimizer.lr_scheduler_type = LrSchedulerType::Cosine;
+    config.optimizer.warmup_steps = 2;
+    config.optimizer.weight_decay = 0.1;
+    config.optimizer.max_grad_norm = Some(1.0);
+    config.rewards.reward = vec!["short=length:target=3".into()];
+    config.rewards.reward_normalize = vec!["short=mean_std".into()];
+    config.eval.eval_steps = Some(2);
+    config.eval.metric_for_best_model = Some("eval/score".into());
+    config.run.report_to = ReportTo::Tensorboard;
+    config
+}
+
+fn copy_dir(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy_dir(&entry.path(), &to),
+            false => std::fs::write(&to, std::fs::read(entry.path()).unwrap()).unwrap(),
+        }
+    }
+}
+
+/// The folder of a run that was killed some time after its checkpoint `stop`: later checkpoints and the model are missing,
+/// and metrics of later updates are there, the last of them in half.
+fn stopped(whole: &Path, stop: usize) -> PathBuf {
+    let dir = whole.with_file_name(format!("stopped-{stop}"));
+    copy_dir(whole, &dir);
+    for later in stop + 1..10 {
+        let _ = std::fs::remove_dir_all(dir.join(format!("checkpoint-{later}")));
+    }
+    for name in ["model.safetensors", "config.json", "adapter_model.safetensors", "adapter_config.json"] {
+        let _ = std::fs::remove_file(dir.join(name));
+    }
+    let best = std::fs::read(dir.join("best/best.json")).map(|text| serde_json::from_slice::<Value>(&text).unwrap());
+    if best.is_ok_and(|best| best["update"].as_u64().unwrap() > stop as u64) {
+        std::fs::remove_dir_all(dir.join("best")).unwrap();
+    }
+    let metrics = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
+    std::fs::write(dir.join("metrics.jsonl"), &metrics[..metrics.len() - 9]).unwrap();
+    dir
+}
+
+/// Every file below `dir` but those that name the folder itself, by its path.
+fn files(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let named = ["trainer_state.json", "adapter_config.json", "README.md"];
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let name = PathBuf::from(path.file_name().unwrap());
+        if path.is_dir() {
+            found.extend(files(&path).into_iter().map(|(inner, bytes)| (name.join(inner), bytes)));
+        } else if !named.iter().any(|other| name == Path::new(other)) {
+            found.push((name, std::fs::read(&path).unwrap()));
+        }
+    }
+    found.sort();
+    found
+}
+
+fn state(checkpoint: &Path) -> Value {
+    let mut state: Value =
+        serde_json::from_slice(&std::fs::read(checkpoint.join("trainer_state.json")).unwrap()).unwrap();
+    for name in ["output_dir", "save_steps"] {
+        state["config"][name] = Value::Null;
+    }
+    state["files"] = Value::Null; // one is a path longer or shorter: adapter_config.json
+    state
+}
+
+/// Checks that two runs left the same: metrics, samples, models, and the checkpoint of the last update with its optimizers.
+#[track_caller]
+fn assert_same(found: &Path, expected: &Path, last: usize) {
+    let metrics = |dir: &Path| timeless(json_lines(&std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap()));
+    assert_eq!(metrics(found), metrics(expected));
+    let last = format!("checkpoint-{last}");
+    assert_eq!(state(&found.join(&last)), state(&expected.join(&last)));
+    let files = |dir: &Path| -> Vec<(PathBuf, Vec<u8>)> {
+        let ours = |path: &Path| {
+            let name = path.to_string_lossy();
+            let others = ["metrics.jsonl", "run.yaml", "events.out", "checkpoint-"];
+            name.starts_with(&last) || !others.iter().any(|other| name.starts_with(other))
+        };
+        files(dir).into_iter().filter(|(path, _)| ours(path)).collect()
+    };
+    let (found, expected) = (files(found), files(expected));
+    let names = |files: &[(PathBuf, Vec<u8>)]| files.iter().map(|(path, _)| path.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&found), names(&expected));
+    for ((name, found), (_, expected)) in found.iter().zip(&expected) {
+        assert!(found == expected, "{} differs", name.display());
+    }
+}
+
+/// Runs the whole of it with a checkpoint after each update, and from each of them to the end.
+fn goes_on_from_everywhere(updates: usize, run: impl Fn(&dyn Fn(&mut RunConfig))) {
+    let mut whole = PathBuf::new();
+    let out = std::cell::RefCell::new(&mut whole);
+    run(&|run| {
+        run.checkpoints.save_steps = Some(1);
+        **out.borrow_mut() = run.output_dir.clone();
+    });
+    for stop in 1..updates {
+        let dir = stopped(&whole, stop);
+        run(&|run| {
+            run.output_dir.clone_from(&dir);
+            run.checkpoints.save_steps = Some(updates);
+            run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
+        });
+        assert_same(&dir, &whole, updates);
+    }
+}
+
+fn ppo_goes_on(change: impl Fn(&mut PpoConfig)) {
+    let dir = tempfile::tempdir().unwrap();
+    goes_on_from_everywhere(5, |with| {
+        let mut config = ppo_config(dir.path());
+        change(&mut config);
+        with(&mut config.run);
+        rlhf::train::ppo::ppo(&config, Console::Silent).unwrap();
+    });
+}
+
+#[test]
+fn a_run_stopped_after_any_update_goes_on_to_the_same_bits() {
+    ppo_goes_on(|_| ());
+}
+
+#[test]
+fn a_run_with_adapters_stopped_after_any_update_goes_on_to_the_same_bits() {
+    ppo_goes_on(|config| config.peft.use_peft = true);
+}
+
+#[test]
+fn sft_and_a_reward_model_go_on_to_the_same_bits_in_the_midst_of_what_a_line_of_metrics_sums_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let (demos, pairs) = (dir.path().join("demos.jsonl"), dir.path().join("pairs.jsonl"));
+    write_rows(&demos, |p| json!({"prompt": p, "completion": " and then some"}));
+    write_rows(&pairs, |p| json!({"prompt": p, "chosen": " yes", "rejected": " no, no"}));
+    let models = golden().join("models");
+    goes_on_from_everywhere(5, |with| {
+        let mut config = SftConfig::new(models.join("gpt_neox"), &demos, dir.path().join("sft/whole"));
+        (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, 4);
+        config.peft.use_peft = true; // with dropout
+        with(&mut config.run);
+        rlhf::train::sft::sft(&config, Console::Silent).unwrap();
+    });
+    goes_on_from_everywhere(5, |with| {
+        let mut config = RewardConfig::new(models.join("gpt_neox_cls"), &pairs, dir.path().join("reward/whole"));
+        (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, 4);
+        with(&mut config.run);
+        rlhf::train::reward::reward(&config, Console::Silent).unwrap();
+    });
+}
+
+/// Eight updates with a checkpoint after each.
+fn steps(out: &str) -> String {
+    let line = PPO.replace("--output_dir out", &format!("--output_dir {out}"));
+    format!(
+        "{line} --total_episodes 32 --num_sample_generations 2 --num_ppo_epochs 2 --save_steps 1 --save_total_limit 2"
+    )
+}
+
+#[test]
+fn an_adapter_on_a_folded_one_has_its_base_once_and_every_checkpoint_opens() {
+    let scratch = Scratch::new();
+    scratch.succeeds(&format!("{SFT} --use_peft --output_dir adapter"));
+    let line = steps("out").replace("--sft_model_path policy", "--sft_model_path adapter") + " --use_peft";
+    scratch.succeeds(&format!("{line} --total_episodes 12 --save_total_limit none --metric_for_best_model step"));
+    for dir in ["out/checkpoint-1", "out/checkpoint-2", "out/best", "out"] {
+        assert!(dir == "out" || !scratch.path(dir).join("base_model").exists(), "{dir}");
+        let answers =
+            scratch.succeeds(&format!("generate --model {dir} --dataset_name prompts.jsonl --max_new_tokens 4"));
+        assert_eq!(json_lines(&answers).len(), crate::cli::PROMPTS.len());
+    }
+    let whole = scratch.path("out");
+    let stopped = stopped(&whole, 1);
+    scratch.succeeds(&format!(
+        "{line} --total_episodes 12 --save_total_limit none --metric_for_best_model step --output_dir {} \
+         --resume_from_checkpoint true",
+        stopped.display()
+    ));
+    assert_same(&stopped, &whole, 3);
+}
+
+// Kills.
+
+/// Whether something in `dir` is being written.
+fn writing(dir: &Path) -> Option<String> {
+    let names = std::fs::read_dir(dir).ok()?.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    names.into_iter().find(|name| name.starts_with(".saving"))
+}
+
+/// How a run that is killed now and then comes to its end: each time it is started again with the same words.
+fn killed_at_random(kills: usize) {
+    let scratch = Scratch::new();
+    let began = Instant::now();
+    scratch.succeeds(&steps("whole"));
+    let whole = began.elapsed();
+    let mut draw = Stream::new(7, Purpose::Samples, 0, 0);
+    let (mut killed, mut while_writing) = (0, 0);
+    for round in 0.. {
+        let out = format!("out-{round}");
+        let dir = scratch.path(&out);
+        loop {
+            let mut child = scratch.command(&steps(&out));
+            child.args(["--resume_from_checkpoint", "true"]).stdout(Stdio::null()).stderr(Stdio::piped());
+            let mut child = child.spawn().unwrap();
+            // At any moment, or some moments after the second, third or fourth folder appears that is being written.
+            let moment = whole.mul_f64(draw.uniform());
+            let mut folders = (draw.uniform() < 0.6).then_some(2 + (3.0 * draw.uniform()) as usize);
+            let (began, mut last) = (Instant::now(), None);
+            let ended = loop {
+                if let Some(status) = child.try_wait().unwrap() {
+                    break Some(status);
+                }
+                match &mut folders {
+                    None if began.elapsed() > moment => break None,
+                    None => std::thread::sleep(Duration::from_millis(1)),
+                    Some(left) => {
+                        let now = writing(&dir);
+                        if now.is_some() && now != last {
+                            *left -= 1;
+                            last = now;
+                            if *left == 0 {
+                                std::thread::sleep(Duration::from_micros((20_000.0 * draw.uniform()) as u64));
+                                break None;
+                            }
+                        }
+                    }
+                }
+            };
+            if let Some(status) = ended {
+                let mut stderr = String::new();
+                child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+                assert!(status.success(), "{out}: {stderr}");
+                break;
+            }
+            child.kill().unwrap();
+            child.wait().unwrap();
+            killed += 1;
+            while_writing += usize::from(writing(&dir).is_some());
+        }
+        assert_same(&dir, &scratch.path("whole"), 8);
+        assert_eq!(writing(&dir), None);
+        if killed >= kills {
+            say(&format!("{killed} kills, {while_writing} of them while something was written, {} runs", round + 1));
+            assert!(while_writing > 0, "none of {killed} kills came while something was written");
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_run_killed_at_random_moments_ends_in_the_same_bits() {
+    killed_at_random(10);
+}
+
+#[test]
+#[ignore = "a minute: `make test-kills`"]
+fn a_run_killed_fifty_times_ends_in_the_same_bits() {
+    killed_at_random(50);
+}
+
+// Signals.
+
+fn signal(child: &Child, name: &str) {
+    let sent = Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+}
+
+#[test]
+fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_goes_on() {
+    let scratch = Scratch::new();
+    let line = steps("whole").replace("--total_episodes 32", "--total_episodes 160");
+    let line = line.replace("--save_steps 1 ", "");
+    scratch.succeeds(&format!("{line} --save_steps 40"));
+    for (name, code) in [("INT", 130), ("TERM", 143)] {
+        let line = line.replace("whole", name);
+        let child = scratch.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let lines =
+            || std::fs::read_to_string(scratch.path(name).join("metrics.jsonl")).map_or(0, |text| text.lines().count());
+        while lines() < 2 {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        signal(&child, name);
+        let ran = Ran::from(child.wait_with_output().unwrap());
+        assert_eq!(ran.code, code, "{}", ran.stderr);
+        let done = lines();
+        let error = ran.stderr.lines().last().unwrap();
+        assert!(error.starts_with(&format!("error: stopped as asked after update {done} of 40; ")), "{}", ran.stderr);
+        assert!(error.ends_with(&format!("--resume_from_checkpoint {name}/checkpoint-{done} goes on")), "{error}");
+        assert!(scratch.path(name).join("model.safetensors").is_file());
+        scratch.succeeds(&format!("{line} --save_steps 40 --resume_from_checkpoint {name}/checkpoint-{done}"));
+        assert_same(&scratch.path(name), &scratch.path("whole"), 40);
+    }
+}
+
+#[test]
+fn a_second_signal_ends_a_run_at_once() {
+    let scratch = Scratch::new();
+    let line = format!("{PPO} --num_ppo_epochs 10000000 --num_sample_generations 0");
+    let mut child = scratch.command(&line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    while !scratch.path("out/metrics.jsonl").exists() {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    signal(&child, "INT");
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains("once more to end at once")));
+    signal(&child, "TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+    assert!(!scratch.path("out/model.safetensors").exists());
+}
+
+// What goes wrong.
+
+#[test]
+fn a_checkpoint_that_cannot_be_written_is_one_error_and_the_one_before_it_is_whole() {
+    let scratch = Scratch::new();
+    let line = steps("whole").replace("--save_total_limit 2", "--save_total_limit 9");
+    scratch.succeeds(&line);
+    let stopped = stopped(&scratch.path("whole"), 3);
+    let line = line.replace("whole", "stopped-3") + " --resume_from_checkpoint true";
+    let optimizer = stopped.join("checkpoint-3/optimizer.safetensors").metadata().unwrap().len();
+    // A file of this size is refused, as on a full disk; shells count in 512 or in 1024 bytes.
+    let script = format!("trap '' XFSZ; ulimit -f {}; exec \"$0\" \"$@\"", optimizer * 3 / 4 / 1024);
+    let run = scratch.command(&line);
+    let mut limited = Command::new("sh");
+    limited.args(["-c", &script]).arg(run.get_program()).args(run.get_args()).current_dir(scratch.path("."));
+    for (name, value) in run.get_envs() {
+        limited.env(name, value.unwrap());
+    }
+    let ran = Ran::from(limited.stdin(Stdio::null()).output().unwrap());
+    assert_eq!((ran.code, ran.stderr.lines().count()), (1, 1), "{}", ran.stderr);
+    for words in
+        ["error: stopped-3/.saving-checkpoint-4/", "cannot write", "--resume_from_checkpoint stopped-3/checkpoint-3"]
+    {
+        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    scratch.succeeds(&line);
+    assert_same(&stopped, &scratch.path("whole"), 8);
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_to_is_one_error() {
+    let scratch = Scratch::new();
+    // Nobody may make a folder there, not even root.
+    scratch.refuses(&steps("/proc/rlhf"), 1, &["/proc/rlhf: cannot create the folder"]);
+}
+
+#[test]
+fn a_run_that_fails_in_the_midst_of_an_update_leaves_a_checkpoint_of_the_last_whole_one() {
+    let scratch = Scratch::new();
+    scratch.copy("value", "gpt_neox_cls");
+    let weights = scratch.path("reward/model.safetensors");
+    let sound = std::fs::read(&weights).unwrap();
+    // A reward model that knows no score for one of the prompts.
+    let ids = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("policy")).unwrap().encode(PROMPTS[2]).unwrap();
+    scratch.edit_tensors("reward", |tensors| {
+        let embedding = tensors.get_mut("gpt_neox.embed_in.weight").unwrap();
+        let _ = embedding.get(*ids.last().unwrap()).fill_(f64::NAN);
+    });
+    let line = |out: &str, seed: u32| {
+        // The sample tables would ask for its score, too.
+        let line =
+            steps(out).replace("--save_steps 1 --save_total_limit 2", "--save_steps 8 --num_sample_generations 0");
+        format!("{line} --value_model_path value --seed {seed}")
+    };
+    // With one of these seeds that prompt comes in the second half of the first pass.
+    let failed = |seed: &u32| {
+        let ran = scratch.run(&line(&format!("failed-{seed}"), *seed));
+        assert!(ran.code == 1 && ran.stderr.contains("expected a finite score, found NaN"), "{}", ran.stderr);
+        scratch.path(&format!("failed-{seed}/checkpoint-1")).is_dir().then_some(ran)
+    };
+    let (seed, ran) = (1..20).find_map(|seed| Some((seed, failed(&seed)?))).unwrap();
+    let (failed, whole) = (format!("failed-{seed}"), format!("whole-{seed}"));
+    assert!(ran.stderr.contains(&format!("--resume_from_checkpoint {failed}/checkpoint-1 goes on")), "{}", ran.stderr);
+    std::fs::write(&weights, sound).unwrap();
+    scratch.succeeds(&line(&whole, seed));
+    scratch.succeeds(&format!("{} --resume_from_checkpoint {failed}/checkpoint-1", line(&failed, seed)));
+    assert_same(&scratch.path(&failed), &scratch.path(&whole), 8);
+}
+
+#[test]
+fn what_cannot_be_gone_on_with_is_refused_and_changes_nothing() {
+    let scratch = Scratch::new();
+    let line = steps("out");
+    scratch.succeeds(&line);
+    let resumed = format!("{line} --resume_from_checkpoint out/checkpoint-8");
+    for (flags, code, words) in [
+        ("--learning_rate 1e-5", 2, &["learning_rate = 0.00001: expected 3e-6, as in out/checkpoint-8"][..]),
+        ("--total_episodes 36", 2, &["total_episodes = 36: expected 32", "checkpoint-8"]),
+        ("--seed 7 --kl_coef 0.1", 2, &["kl_coef = 0.1: expected 0.05", "so does seed"]),
+        (
+            "--resume_from_checkpoint out/checkpoint-3",
+            1,
+            &["out/checkpoint-3: expected a checkpoint", "no such folder"],
+        ),
+        ("--resume_from_checkpoint policy", 1, &["policy: expected a checkpoint", "no trainer_state.json"]),
+        ("--resume_from_checkpoint out/checkpoint-7", 2, &["out/checkpoint-8 is newer"]),
+        ("--metric_for_best_model eval/score", 2, &["metric_for_best_model = eval/score needs eval_steps"]),
+        ("--eval_steps 2", 2, &["eval_steps = 2", "held out", "test.jsonl", "prompts.jsonl"]),
+    ] {
+        scratch.refuses(&format!("{resumed} {flags}"), code, words);
+    }
+    let sft = format!("{SFT} --resume_from_checkpoint out/checkpoint-8");
+    scratch.refuses(&sft, 1, &["expected a checkpoint of `rlhf sft`, found one of `rlhf ppo`"]);
+    // The same data in another place is the same run; other data is not.
+    scratch.write("prompts.jsonl", "{\"prompt\": \"do\"}\n");
+    scratch.refuses(&resumed, 1, &["out/checkpoint-8", "expected the 8 rows", "found 1"]);
+}
+
+#[test]
+fn a_finished_run_says_so_and_one_without_a_checkpoint_begins() {
+    let scratch = Scratch::new();
+    let line = format!("{} --resume_from_checkpoint", steps("out"));
+    // New, or killed before its first checkpoint.
+    std::fs::create_dir(scratch.path("out")).unwrap();
+    scratch.write("out/run.yaml", "");
+    scratch.write("out/metrics.jsonl", "{\"step\": 1}\n{\"st");
+    scratch.succeeds(&line);
+    let (metrics, model) = (scratch.read("out/metrics.jsonl"), files(&scratch.path("out")));
+    assert_eq!(json_lines(&metrics).len(), 8);
+    let ran = scratch.run(&line);
+    assert_eq!((ran.code, ran.stdout.as_str()), (0, ""), "{}", ran.stderr);
+    assert_eq!(ran.stderr, "warning: out/checkpoint-8: the run is finished, all 8 updates are done\n");
+    assert!(files(&scratch.path("out")) == model, "it changes nothing");
+    // A run that left its model, and no checkpoint, is not begun again by itself.
+    let line = PPO.replace("--output_dir out", "--output_dir plain");
+    scratch.succeeds(&line);
+    scratch.refuses(&format!("{line} --resume_from_checkpoint true"), 1, &["plain: output_dir", "found a run in it"]);
+}
+
+#[test]
+fn a_checkpoint_begins_a_branch_in_another_folder() {
+    let scratch = Scratch::new();
+    let line = steps("out");
+    scratch.succeeds(&format!("{line} --save_total_limit none"));
+    let branch = line.replace("--output_dir out", "--output_dir branch");
+    scratch.succeeds(&format!("{branch} --resume_from_checkpoint out/checkpoint-3"));
+    let tail = &timeless(scratch.metrics("out"))[3..];
+    assert_eq!(timeless(scratch.metrics("branch")), tail);
+    for file in ["model.safetensors", "value_model/model.safetensors", "checkpoint-8/optimizer.safetensors"] {
+        let read = |run: &str| std::fs::read(scratch.path(run).join(file)).unwrap();
+        assert!(read("branch") == read("out"), "{file} differs");
+    }
+    assert!(scratch.path("out/checkpoint-8").is_dir());
+}
+
+// Evaluation and the best model.
+
+#[test]
+fn an_evaluation_changes_no_training_and_its_samples_are_what_it_tells() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |name: &str, change: &dyn Fn(&mut PpoConfig)| -> Vec<Map<String, Value>> {
+        let mut config = ppo_config(dir.path());
+        config.run.output_dir = dir.path().join(name);
+        config.rewards.reward_normalize.clear(); // scores of the same answers are then the same
+        change(&mut config);
+        rlhf::train::ppo::ppo(&config, Console::Silent).unwrap();
+        timeless(json_lines(&std::fs::read_to_string(config.run.output_dir.join("metrics.jsonl")).unwrap()))
+    };
+    let with = run("with", &|config| config.eval.num_eval_prompts = 3);
+    let without = run("without", &|config| (config.eval.eval_steps, config.eval.metric_for_best_model) = (None, None));
+    let training = |lines: &[Map<String, Value>]| -> Vec<Map<String, Value>> {
+        let ours = |line: &Map<String, Value>| {
+            line.clone().into_iter().filter(|(name, _)| !name.starts_with("eval/")).collect()
+        };
+        lines.iter().map(ours).collect()
+    };
+    assert_eq!(training(&with), without);
+    let steps: Vec<u64> =
+        with.iter().filter(|m| m.contains_key("eval/score")).map(|m| m["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [2, 4, 5]);
+    let samples = json_lines(&std::fs::read_to_string(dir.path().join("with/eval_samples.jsonl")).unwrap());
+    assert_eq!(samples.len(), 9);
+    for (metrics, samples) in [1, 3, 4].into_iter().zip(samples.chunks(3)) {
+        let mean = samples.iter().map(|sample| sample["score"].as_f64().unwrap()).sum::<f64>() / 3.0;
+        assert!((mean - with[metrics]["eval/score"].as_f64().unwrap()).abs() < 1e-5);
+    }
+    // A policy that does not move is its reference, and gives the same answers each time.
+    let still = run("still", &|config| config.learning_rate = 0.0);
+    let of = |name: &str| [1, 3, 4].map(|line| still[line][name].as_f64().unwrap());
+    assert!(of("eval/kl").iter().all(|kl| kl.abs() < 1e-5), "{:?}", of("eval/kl"));
+    assert!(of("eval/score").iter().all(|&score| score == of("eval/score")[0]));
+}
+
+#[test]
+fn the_best_model_is_kept_by_its_metric_beside_the_limit() {
+    let scratch = Scratch::new();
+    for (out, greater, best) in [("rising", true, 8), ("falling", false, 1)] {
+        let line = steps(out).replace("--save_total_limit 2", "--save_total_limit 8");
+        scratch.succeeds(&format!("{line} --metric_for_best_model step --greater_is_better {greater}"));
+        let told: Value = serde_json::from_str(&scratch.read(&format!("{out}/best/best.json"))).unwrap();
+        assert_eq!(told, json!({"metric": "step", "greater_is_better": greater, "value": best as f64, "update": best}));
+        for file in ["model.safetensors", "value_model/model.safetensors", "tokenizer.json"] {
+            let read = |dir: &str| std::fs::read(scratch.path(out).join(dir).join(file)).unwrap();
+            assert!(read("best") == read(&format!("checkpoint-{best}")), "{file}");
+        }
+    }
+    let ran = scratch.run(&format!("{} --metric_for_best_model objective/score", steps("none")));
+    assert_eq!((ran.code, ran.stderr.lines().count()), (1, 1), "{}", ran.stderr);
+    assert!(ran.stderr.contains("metric_for_best_model = objective/score: expected a metric of the run, one of"));
+}
