@@ -6,6 +6,7 @@ use rlhf::config::PpoConfig;
 use rlhf::data::{Cursor, Dataset};
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
+use rlhf::optim::LearningRates;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::rollout::{Judges, experience, targets};
 use rlhf::tokenizer::Tokenizer;
@@ -57,11 +58,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
         let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
         let experience = experience(judges, &batch, &responses, Tensor::from_slice(&scores), false, &config)?;
-        let targets = targets(&experience, &config);
+        let targets = targets(&experience, config.kl_coef, &config);
         let orders: Vec<Vec<usize>> = (0..config.num_ppo_epochs as u64)
             .map(|epoch| Stream::new(config.run.seed, Purpose::MiniBatches, update, epoch).permutation(plan.batch_size))
             .collect();
-        learner.optimise(&experience, &targets, &orders, config.learning_rate, &plan, &config)?;
+        let rates = LearningRates::at(&config, update as usize, plan.num_total_batches);
+        learner.optimise(&experience, &targets, &orders, rates, &plan, &config)?;
     }
     learner.policy.save_pretrained(Path::new(out), tokenizer.eos_ids(), tokenizer.pad(), usize::MAX)?;
     tokenizer.save_pretrained(Path::new(out))?;

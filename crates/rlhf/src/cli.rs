@@ -357,7 +357,7 @@ fn one_line(error: &clap::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rlhf::config::{Format, LrSchedulerType, ReportTo, StopToken};
+    use rlhf::config::{Format, LrSchedulerType, Preset, ReportTo, StopToken, WhitenAdvantages};
     use rlhf::ppo::{KlEstimator, ScorePosition};
 
     use super::*;
@@ -420,7 +420,8 @@ mod tests {
             command.get_arguments().map(|arg| arg.get_id().as_str()).collect::<Vec<_>>().join(" ")
         };
         let optimizer = "use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora learning_rate \
-                         lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm";
+                         lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
+                         adam_epsilon max_grad_norm";
         let run = "output_dir overwrite_output_dir seed bf16 dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to num_threads disable_tqdm save_steps save_total_limit \
                    resume_from_checkpoint config help";
@@ -434,11 +435,15 @@ mod tests {
                 "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
                  new_reward_head reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                  reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries {data} \
-                 apply_chat_template per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
+                 apply_chat_template preset per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
-                 score_position kl_coef kl_estimator whiten_rewards gamma lam cliprange cliprange_value vf_coef \
-                 {optimizer} eval_steps num_eval_prompts metric_for_best_model greater_is_better {run}"
+                 non_eos_penalty penalty_reward_value \
+                 score_position kl_coef kl_estimator kl_in_loss adap_kl_ctrl target horizon kl_coef_end whiten_rewards \
+                 whiten_advantages gamma lam cliprange cliprange_value vf_coef cliprange_high dual_clip entropy_coef \
+                 target_kl ratio_threshold {optimizer} value_warmup_updates value_learning_rate \
+                 value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \
+                 eval_steps num_eval_prompts metric_for_best_model greater_is_better {run}"
             )
         );
         assert_eq!(
@@ -644,7 +649,12 @@ mod tests {
             ("\nseed: abc\n", "run.yaml:2: `seed`: expected a whole number, 0 or more, found `abc`"),
             ("kl_coef: .inf\n", "run.yaml:1: `kl_coef`: expected a number, found `.inf`"),
             ("bf16: maybe\n", "run.yaml:1: `bf16`: expected true or false, found `maybe`"),
-            ("kl_estimator: k2\n", "run.yaml:1: `kl_estimator`: expected one of k1, k3, found `k2`"),
+            ("kl_estimator: k2\n", "run.yaml:1: `kl_estimator`: expected one of k1, k3, abs, mse, full, found `k2`"),
+            (
+                "value_lr_scheduler_type: step\n",
+                "run.yaml:1: `value_lr_scheduler_type`: expected linear, cosine, polynomial, constant or \
+                 constant_with_warmup, found `step`",
+            ),
             ("output_dir: ''\n", "run.yaml:1: `output_dir`: expected a path, found ``"),
             ("seed:\n  value: 1\n", "run.yaml:1: `seed`: expected one value, found a list or a map"),
             ("seed: [1]\n", "run.yaml:1: `seed`: expected one value, found a list or a map"),
@@ -666,7 +676,10 @@ mod tests {
                 &["--learning-rat", "1"][..],
                 "unexpected argument '--learning_rat' found; tip: a similar argument exists: '--learning_rate'",
             ),
-            (&["--kl_estimator", "k2"], "invalid value 'k2' for '--kl_estimator <NAME>' [possible values: k1, k3]"),
+            (
+                &["--kl_estimator", "k2"],
+                "invalid value 'k2' for '--kl_estimator <NAME>' [possible values: k1, k3, abs, mse, full]",
+            ),
             (&["--seed", "-1"], "invalid value '-1' for '--seed <N>': expected a whole number, 0 or more"),
             (&["--learning_rate", "nan"], "invalid value 'nan' for '--learning_rate <X>': expected a number"),
             (
@@ -720,12 +733,25 @@ mod tests {
         ppo.stop_token = Some(StopToken::Eos);
         ppo.missing_eos_penalty = Some(1.0);
         ppo.score_position = ScorePosition::LastToken;
-        ppo.kl_estimator = KlEstimator::K3;
+        ppo.kl_estimator = KlEstimator::Mse;
+        ppo.preset = Preset::TrlPpov2;
+        ppo.num_mini_batches = 2;
+        ppo.whiten_advantages = WhitenAdvantages::MiniBatch;
+        ppo.kl.kl_in_loss = true;
+        ppo.kl.adap_kl_ctrl = true;
+        ppo.kl.horizon = 1e5;
+        ppo.step.cliprange_high = Some(0.28);
+        ppo.step.dual_clip = Some(3.0);
+        ppo.step.target_kl = Some(0.1);
+        ppo.value.value_learning_rate = Some(1e-5);
+        ppo.value.value_lr_scheduler_type = Some(LrSchedulerType::ConstantWithWarmup);
+        ppo.value.value_max_grad_norm = Some(0.0);
         ppo.peft.use_peft = true;
         ppo.peft.lora_target_modules = vec!["q_proj".into(), "v_proj".into()];
         ppo.learning_rate = 1.41e-5;
         ppo.optimizer.lr_scheduler_type = LrSchedulerType::ConstantWithWarmup;
         ppo.optimizer.max_grad_norm = Some(0.1 + 0.2);
+        ppo.optimizer.warmup_ratio = 0.1;
         ppo.run.seed = u64::MAX;
         ppo.run.report_to = ReportTo::Tensorboard;
         ppo.run.num_threads = Some(1);

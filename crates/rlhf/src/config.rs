@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::device::Device;
 use crate::model::{Dtype, LoraConfig};
-use crate::ppo::{KlEstimator, ScorePosition};
+use crate::ppo::{KlEstimator, PolicyClip, ScorePosition};
 use crate::{Error, Result};
 
 const MODELS: &str = "Models";
@@ -82,6 +82,9 @@ pub struct PpoConfig {
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
 
+    /// Whose meaning `num_mini_batches` has: with `trl-ppov2`, that of TRL 0.9 to 0.11, it is a factor of an update's size.
+    #[arg(long, help_heading = BATCHES, value_enum, default_value = "trl")]
+    pub preset: Preset,
     /// Sequences in one forward and backward pass.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
     pub per_device_train_batch_size: usize,
@@ -123,18 +126,31 @@ pub struct PpoConfig {
     /// Subtract this from the score of an answer without its stop token.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub missing_eos_penalty: std::option::Option<f64>,
+    /// Replace the score of an answer without its stop token by `penalty_reward_value`.
+    #[arg(long, help_heading = PPO)]
+    pub non_eos_penalty: bool,
+    /// The score of an answer without its stop token, with `non_eos_penalty`.
+    #[arg(long, help_heading = PPO, default_value_t = -1.0)]
+    pub penalty_reward_value: f64,
     /// Where the score lands: one slot after the stop token, or on the answer's last token.
     #[arg(long, help_heading = PPO, value_enum, default_value = "after_stop")]
     pub score_position: ScorePosition,
     /// Weight of the KL penalty per token.
     #[arg(long, help_heading = PPO, default_value_t = 0.05)]
     pub kl_coef: f64,
-    /// Estimator of the KL: `k1` is the plain log-ratio, `k3` is never negative.
+    /// How the KL is estimated from each sampled token, or measured over the whole vocabulary (`full`).
     #[arg(long, help_heading = PPO, value_enum, default_value = "k1")]
     pub kl_estimator: KlEstimator,
+    /// How the KL's weight moves, and where the KL goes.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub kl: KlConfig,
     /// Scale the rewards of an update to variance 1.
     #[arg(long, help_heading = PPO)]
     pub whiten_rewards: bool,
+    /// Shift and scale the advantages to mean 0 and variance 1 over an update's tokens, over those of each mini-batch, or not.
+    #[arg(long, help_heading = PPO, value_enum, default_value = "batch")]
+    pub whiten_advantages: WhitenAdvantages,
     /// Discount of later rewards.
     #[arg(long, help_heading = PPO, default_value_t = 1.0)]
     pub gamma: f64,
@@ -150,6 +166,10 @@ pub struct PpoConfig {
     /// Weight of the value loss.
     #[arg(long, help_heading = PPO, default_value_t = 0.1)]
     pub vf_coef: f64,
+    /// Further terms and limits of the policy's steps.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub step: StepConfig,
 
     /// Low-rank adapters in place of all weights.
     #[command(flatten)]
@@ -162,6 +182,10 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
+    /// Where the value model's settings differ.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub value: ValueConfig,
     /// Evaluation on the way, and the best model.
     #[command(flatten)]
     #[serde(flatten)]
@@ -546,6 +570,72 @@ pub struct PeftConfig {
     pub use_rslora: bool,
 }
 
+/// How the weight of the KL moves, and where the KL goes.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct KlConfig {
+    /// Add the KL to the policy's loss, in place of the rewards.
+    #[arg(long, help_heading = PPO)]
+    pub kl_in_loss: bool,
+    /// Adapt the KL's weight after each update, so that the KL of an answer comes near `target`.
+    #[arg(long, help_heading = PPO)]
+    pub adap_kl_ctrl: bool,
+    /// KL of an answer, in nats, that `adap_kl_ctrl` aims at.
+    #[arg(long, help_heading = PPO, default_value_t = 6.0)]
+    pub target: f64,
+    /// Answers over which `adap_kl_ctrl` takes up an error; smaller is faster.
+    #[arg(long, help_heading = PPO, default_value_t = 10000.0)]
+    pub horizon: f64,
+    /// The KL's weight in the last update, reached in a straight line from `kl_coef`.
+    #[arg(long, help_heading = PPO, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub kl_coef_end: std::option::Option<f64>,
+}
+
+/// Further terms and limits of the policy's steps.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct StepConfig {
+    /// Clip the probability ratio to at most 1 plus this [default: `cliprange`].
+    #[arg(long, help_heading = PPO, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub cliprange_high: std::option::Option<f64>,
+    /// Count a token of negative advantage with a ratio of at most this, above 1; 3 is usual.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub dual_clip: std::option::Option<f64>,
+    /// Weight of the policy's entropy, which its loss is lowered by.
+    #[arg(long, help_heading = PPO, default_value_t = 0.0)]
+    pub entropy_coef: f64,
+    /// End an update's epochs after one whose last mini-batch is 1.5 times this KL per token away from the sampling policy.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub target_kl: std::option::Option<f64>,
+    /// Skip the step of a mini-batch whose mean probability ratio is above this.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub ratio_threshold: std::option::Option<f64>,
+}
+
+/// Where the value model's optimizer differs from the policy's; what is not set is the policy's.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ValueConfig {
+    /// Updates at the beginning in which the value model learns and the policy does not.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0)]
+    pub value_warmup_updates: usize,
+    /// Peak learning rate of the value model [default: `learning_rate`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub value_learning_rate: std::option::Option<f64>,
+    /// Its schedule [default: `lr_scheduler_type`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<LrSchedulerType>)]
+    pub value_lr_scheduler_type: std::option::Option<LrSchedulerType>,
+    /// Updates in which its learning rate rises [default: those of `warmup_steps` or `warmup_ratio`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub value_lr_warmup_steps: std::option::Option<usize>,
+    /// Its weight decay [default: `weight_decay`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub value_weight_decay: std::option::Option<f64>,
+    /// Clip its gradients to this norm; 0 for no clipping [default: `max_grad_norm`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub value_max_grad_norm: std::option::Option<f64>,
+}
+
 /// AdamW and the learning rate's course; the learning rate itself is a field of each command, whose default it is.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
@@ -556,6 +646,15 @@ pub struct OptimizerConfig {
     /// Updates in which the learning rate rises from 0 to its peak.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0)]
     pub warmup_steps: usize,
+    /// The same as a share of all updates, rounded up.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
+    pub warmup_ratio: f64,
+    /// What the learning rate falls to [default: 0, `polynomial` 1e-7].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub lr_end: std::option::Option<f64>,
+    /// Power of the schedule `polynomial`.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 1.0)]
+    pub power: f64,
     /// Decoupled weight decay.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
     pub weight_decay: f64,
@@ -750,6 +849,30 @@ pub enum StopToken {
     Eos,
 }
 
+/// Whose meaning the sizes have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+#[value(rename_all = "kebab-case")]
+pub enum Preset {
+    /// TRL 1: an update answers `per_device_train_batch_size * gradient_accumulation_steps` prompts.
+    Trl,
+    /// The PPOv2 of TRL 0.9 to 0.11: `num_mini_batches` times as many.
+    TrlPpov2,
+}
+
+/// Over which tokens advantages are shifted and scaled to mean 0 and variance 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum WhitenAdvantages {
+    /// All of an update.
+    Batch,
+    /// Those of each mini-batch.
+    MiniBatch,
+    /// Not at all.
+    None,
+}
+
 /// The learning rate's course after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
@@ -759,10 +882,23 @@ pub enum LrSchedulerType {
     Linear,
     /// Half a cosine to 0.
     Cosine,
+    /// A power of the share of updates that are left.
+    Polynomial,
     /// The peak throughout, without warm-up.
     Constant,
     /// The peak throughout, after the warm-up.
     ConstantWithWarmup,
+}
+
+impl LrSchedulerType {
+    /// Whether the rate falls after the warm-up.
+    pub(crate) fn falls(self) -> bool {
+        matches!(self, Self::Linear | Self::Cosine | Self::Polynomial)
+    }
+
+    fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
+    }
 }
 
 /// Where metrics go besides `metrics.jsonl`.
@@ -788,7 +924,8 @@ pub enum Format {
 /// The sizes of a PPO run, each checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PpoPlan {
-    /// Prompts answered in one update: `per_device_train_batch_size * gradient_accumulation_steps`.
+    /// Prompts answered in one update: `per_device_train_batch_size * gradient_accumulation_steps`, with the preset
+    /// `trl-ppov2` times `num_mini_batches`.
     pub batch_size: usize,
     /// Answers in one optimizer step: `batch_size / num_mini_batches`, exactly.
     pub mini_batch_size: usize,
@@ -858,6 +995,24 @@ impl PpoConfig {
         if let Some(penalty) = self.missing_eos_penalty {
             zero_or_more("missing_eos_penalty", penalty)?;
         }
+        if let (Some(penalty), true) = (self.missing_eos_penalty, self.non_eos_penalty) {
+            return usage(format!(
+                "missing_eos_penalty = {penalty}, which is subtracted from the score, and non_eos_penalty, which replaces it, \
+                 exclude each other: set one of them"
+            ));
+        }
+        expect(self.penalty_reward_value.is_finite(), "penalty_reward_value", self.penalty_reward_value, "a number")?;
+        if self.penalty_reward_value != -1.0 && !self.non_eos_penalty {
+            return no_effect("penalty_reward_value", self.penalty_reward_value, "without non_eos_penalty = true");
+        }
+        if self.whiten_advantages == WhitenAdvantages::MiniBatch && self.num_mini_batches == 1 {
+            return usage(
+                "whiten_advantages = mini_batch is the same as batch where num_mini_batches = 1: set one of the two",
+            );
+        }
+        self.kl.check(self)?;
+        self.step.check(self)?;
+        self.value.check(self)?;
         if let (Some(StopToken::Eos), Some(id)) = (self.stop_token, self.stop_token_id) {
             return usage(format!("stop_token = eos and stop_token_id = {id} exclude each other: set one of them"));
         }
@@ -865,7 +1020,7 @@ impl PpoConfig {
         self.rewards.check()?;
         crate::reward::specs(self)?;
         self.peft.check()?;
-        check_learning(self.learning_rate, &self.optimizer)?;
+        check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type))?;
         self.run.check()?;
         self.eval.check(self.run.checkpoints.save_steps)?;
         self.batch_sizes().map(drop)
@@ -886,6 +1041,9 @@ impl PpoConfig {
             ));
         }
         let num_total_batches = total_episodes.div_ceil(batch_size);
+        let frozen = self.value.value_warmup_updates;
+        let expected = format!("less than the run's {num_total_batches} updates: else the policy never learns");
+        expect(frozen < num_total_batches, "value_warmup_updates", frozen, &expected)?;
         Ok(PpoPlan {
             batch_size,
             mini_batch_size,
@@ -896,11 +1054,37 @@ impl PpoConfig {
         })
     }
 
+    /// Peak learning rate and settings of the value model's optimizer.
+    pub fn value_optimizer(&self) -> (f64, OptimizerConfig) {
+        let (own, mut optimizer) = (&self.value, self.optimizer.clone());
+        optimizer.lr_scheduler_type = own.value_lr_scheduler_type.unwrap_or(optimizer.lr_scheduler_type);
+        if let Some(steps) = own.value_lr_warmup_steps {
+            (optimizer.warmup_steps, optimizer.warmup_ratio) = (steps, 0.0);
+        }
+        optimizer.weight_decay = own.value_weight_decay.unwrap_or(optimizer.weight_decay);
+        if let Some(norm) = own.value_max_grad_norm {
+            optimizer.max_grad_norm = (norm != 0.0).then_some(norm);
+        }
+        (own.value_learning_rate.unwrap_or(self.learning_rate), optimizer)
+    }
+
+    /// Where the policy's ratio is clipped.
+    pub fn policy_clip(&self) -> PolicyClip {
+        let high = self.step.cliprange_high.unwrap_or(self.cliprange);
+        PolicyClip { low: self.cliprange, high, dual: self.step.dual_clip }
+    }
+
     /// `batch_size` and `mini_batch_size`.
     fn batch_sizes(&self) -> Result<(usize, usize)> {
         let (rows, accumulated) = (self.per_device_train_batch_size, self.gradient_accumulation_steps);
         let (batch_size, parts) = (batch_size(rows, accumulated)?, self.num_mini_batches);
         at_least_one("num_mini_batches", parts)?;
+        if self.preset == Preset::TrlPpov2 {
+            let all = batch_size.saturating_mul(parts);
+            let product = "per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches";
+            expect(all <= MOST_ROWS, product, all, &format!("at most {MOST_ROWS}"))?;
+            return Ok((all, batch_size));
+        }
         if !batch_size.is_multiple_of(parts) {
             let below = (1..parts.min(batch_size)).rev().find(|&n| batch_size.is_multiple_of(n));
             let above = (parts + 1..=batch_size).find(|&n| batch_size.is_multiple_of(n));
@@ -971,7 +1155,7 @@ impl SftConfig {
         if !self.peft.use_peft {
             check_trained_dtype(self.run.dtype)?;
         }
-        check_learning(self.learning_rate, &self.optimizer)?;
+        check_learning(self.learning_rate, &self.optimizer, None)?;
         self.run.check()?;
         self.plan_for(1).map(drop)
     }
@@ -1016,7 +1200,7 @@ impl RewardConfig {
             zero_or_more("center_rewards_coefficient", weight)?;
         }
         self.peft.check()?;
-        check_learning(self.learning_rate, &self.optimizer)?;
+        check_learning(self.learning_rate, &self.optimizer, None)?;
         self.run.check()?;
         self.plan_for(1).map(drop)
     }
@@ -1054,6 +1238,109 @@ impl RewardsConfig {
         let seconds = self.reward_timeout;
         let expected = "a number of seconds above 0, at most a week";
         expect(seconds > 0.0 && seconds <= LONGEST_TIMEOUT, "reward_timeout", seconds, expected)
+    }
+}
+
+impl KlConfig {
+    fn check(&self, config: &PpoConfig) -> Result<()> {
+        above_zero("target", self.target)?;
+        above_zero("horizon", self.horizon)?;
+        self.kl_coef_end.map_or(Ok(()), |end| zero_or_more("kl_coef_end", end))?;
+        let usual: Self = defaults();
+        for (name, found, usual) in [("target", self.target, usual.target), ("horizon", self.horizon, usual.horizon)] {
+            if found != usual && !self.adap_kl_ctrl {
+                return no_effect(name, found, "without adap_kl_ctrl = true");
+            }
+        }
+        match self.kl_coef_end {
+            Some(end) if self.adap_kl_ctrl => usage(format!(
+                "adap_kl_ctrl = true and kl_coef_end = {end} exclude each other: the KL's weight follows its target or a schedule"
+            ))?,
+            None if self.adap_kl_ctrl && config.kl_coef == 0.0 => usage(
+                "kl_coef = 0 with adap_kl_ctrl = true: expected a number above 0, as the weight is only ever multiplied",
+            )?,
+            _ => {}
+        }
+        if !self.kl_in_loss {
+            return Ok(());
+        }
+        if config.kl_coef == 0.0 && self.kl_coef_end.unwrap_or(0.0) == 0.0 {
+            return no_effect("kl_in_loss", true, "with kl_coef = 0");
+        }
+        match config.kl_estimator {
+            KlEstimator::K1 => usage(
+                "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average; expected mse, whose gradient \
+                 is that of the KL on average, k3 or abs",
+            ),
+            KlEstimator::Full => usage(
+                "kl_in_loss = true with kl_estimator = full: the KL over the vocabulary can be a reward and no loss; expected \
+                 mse, k3 or abs",
+            ),
+            KlEstimator::K3 | KlEstimator::Abs | KlEstimator::Mse => Ok(()),
+        }
+    }
+}
+
+impl StepConfig {
+    fn check(&self, config: &PpoConfig) -> Result<()> {
+        self.cliprange_high.map_or(Ok(()), |range| above_zero("cliprange_high", range))?;
+        zero_or_more("entropy_coef", self.entropy_coef)?;
+        self.target_kl.map_or(Ok(()), |kl| above_zero("target_kl", kl))?;
+        let above_one = |name, found: Option<f64>| {
+            found.map_or(Ok(()), |x| expect(x.is_finite() && x > 1.0, name, x, "a number above 1"))
+        };
+        above_one("dual_clip", self.dual_clip)?;
+        above_one("ratio_threshold", self.ratio_threshold)?;
+        if let Some(kl) = self.target_kl.filter(|_| config.num_ppo_epochs == 1) {
+            return no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to leave out");
+        }
+        if config.num_ppo_epochs * config.num_mini_batches > 1 {
+            return Ok(());
+        }
+        let limits = [
+            ("cliprange_high", self.cliprange_high),
+            ("dual_clip", self.dual_clip),
+            ("ratio_threshold", self.ratio_threshold),
+        ];
+        match limits.iter().find_map(|(name, set)| Some((name, (*set)?))) {
+            Some((name, found)) => {
+                let why =
+                    "with num_ppo_epochs = 1 and num_mini_batches = 1: in an update's first step every ratio is 1";
+                no_effect(name, found, why)
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl ValueConfig {
+    /// Whether any of it is set.
+    pub(crate) fn differs(&self) -> bool {
+        *self != defaults()
+    }
+
+    fn check(&self, config: &PpoConfig) -> Result<()> {
+        for (name, found) in [
+            ("value_learning_rate", self.value_learning_rate),
+            ("value_weight_decay", self.value_weight_decay),
+            ("value_max_grad_norm", self.value_max_grad_norm),
+        ] {
+            found.map_or(Ok(()), |found| zero_or_more(name, found))?;
+        }
+        if config.vf_coef == 0.0 && self.differs() {
+            return usage("vf_coef = 0, so the value model does not learn, and settings of its learning are given");
+        }
+        let (peak, optimizer) = config.value_optimizer();
+        let schedule = optimizer.lr_scheduler_type;
+        if let Some(steps) = self.value_lr_warmup_steps.filter(|&n| n > 0 && schedule == LrSchedulerType::Constant) {
+            let why = "with the value model's schedule constant; constant_with_warmup has a warm-up";
+            return no_effect("value_lr_warmup_steps", steps, why);
+        }
+        let too_high = |end: &f64| schedule.falls() && *end >= peak;
+        match (self.value_learning_rate, optimizer.lr_end.filter(too_high)) {
+            (Some(_), Some(end)) => usage(format!("lr_end = {end}: expected less than value_learning_rate = {peak}")),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -1239,13 +1526,16 @@ fn defaults<C: Args>() -> C {
 // By hand, because `ppo` knows tensors only.
 impl ValueEnum for KlEstimator {
     fn value_variants<'a>() -> &'a [Self] {
-        &[Self::K1, Self::K3]
+        &[Self::K1, Self::K3, Self::Abs, Self::Mse, Self::Full]
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
         Some(PossibleValue::new(match self {
             Self::K1 => "k1",
             Self::K3 => "k3",
+            Self::Abs => "abs",
+            Self::Mse => "mse",
+            Self::Full => "full",
         }))
     }
 }
@@ -1383,6 +1673,15 @@ impl Setting for StopToken {
     }
 }
 
+impl Setting for LrSchedulerType {
+    const NAME: &'static str = "NAME";
+    const EXPECTED: &'static str = "linear, cosine, polynomial, constant or constant_with_warmup";
+
+    fn read(text: &str) -> Option<Self> {
+        Self::from_str(text, true).ok()
+    }
+}
+
 impl Setting for Format {
     const NAME: &'static str = "FORMAT";
     const EXPECTED: &'static str = "text or jsonl";
@@ -1436,6 +1735,11 @@ fn expect(holds: bool, name: &str, found: impl Display, expected: &str) -> Resul
     if holds { Ok(()) } else { usage(format!("{name} = {found}: expected {expected}")) }
 }
 
+/// Refuses a setting that does nothing.
+fn no_effect(name: &str, found: impl Display, why: &str) -> Result<()> {
+    usage(format!("{name} = {found} has no effect {why}"))
+}
+
 fn at_least_one(name: &str, found: usize) -> Result<()> {
     expect(found >= 1, name, found, "at least 1")
 }
@@ -1476,14 +1780,43 @@ fn check_threads(threads: Option<usize>) -> Result<()> {
     expect((1..=most).contains(&threads), "num_threads", threads, &expected)
 }
 
-fn check_learning(learning_rate: f64, optimizer: &OptimizerConfig) -> Result<()> {
+/// `value_schedule` is that of a value model, which shares what it has no setting of its own for.
+fn check_learning(
+    learning_rate: f64,
+    optimizer: &OptimizerConfig,
+    value_schedule: Option<LrSchedulerType>,
+) -> Result<()> {
     let below_one = |beta: f64| (0.0..1.0).contains(&beta);
     zero_or_more("learning_rate", learning_rate)?;
     zero_or_more("weight_decay", optimizer.weight_decay)?;
     expect(below_one(optimizer.adam_beta1), "adam_beta1", optimizer.adam_beta1, "a number from 0 to below 1")?;
     expect(below_one(optimizer.adam_beta2), "adam_beta2", optimizer.adam_beta2, "a number from 0 to below 1")?;
     above_zero("adam_epsilon", optimizer.adam_epsilon)?;
-    optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm))
+    optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm))?;
+
+    let (steps, ratio) = (optimizer.warmup_steps, optimizer.warmup_ratio);
+    zero_to_one("warmup_ratio", ratio)?;
+    if steps > 0 && ratio > 0.0 {
+        return usage(format!("warmup_steps = {steps} and warmup_ratio = {ratio} exclude each other: set one of them"));
+    }
+    let own = optimizer.lr_scheduler_type;
+    let no_schedule = |does: fn(LrSchedulerType) -> bool| !does(own) && !value_schedule.is_some_and(does);
+    let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", own.name());
+    if no_schedule(|schedule| schedule != LrSchedulerType::Constant) && (steps > 0 || ratio > 0.0) {
+        let (name, found) = if steps > 0 { ("warmup_steps", steps as f64) } else { ("warmup_ratio", ratio) };
+        return no_effect(name, found, &with_schedule("; constant_with_warmup has a warm-up"));
+    }
+    above_zero("power", optimizer.power)?;
+    if no_schedule(|schedule| schedule == LrSchedulerType::Polynomial) && optimizer.power != 1.0 {
+        return no_effect("power", optimizer.power, &with_schedule("; polynomial has it"));
+    }
+    let Some(end) = optimizer.lr_end else { return Ok(()) };
+    zero_or_more("lr_end", end)?;
+    if no_schedule(LrSchedulerType::falls) {
+        return no_effect("lr_end", end, &with_schedule(""));
+    }
+    let expected = format!("less than learning_rate = {learning_rate}");
+    expect(!own.falls() || end < learning_rate, "lr_end", end, &expected)
 }
 
 /// The most requests to a reward service at a time: each has a thread.
@@ -1548,11 +1881,21 @@ mod tests {
             "dataset_train_split": "train", "dataset_test_split": "test",
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
+            "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
             "seed": 42, "bf16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "num_threads": null, "disable_tqdm": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "use_rslora": false, "save_steps": null, "save_total_limit": null,
         })
+    }
+
+    /// The entries of all of them: `json!` itself has no room for so many.
+    fn joined<const N: usize>(parts: [serde_json::Value; N]) -> serde_json::Value {
+        let entries = parts.into_iter().flat_map(|part| match part {
+            serde_json::Value::Object(entries) => entries,
+            other => panic!("no object: {other}"),
+        });
+        entries.collect()
     }
 
     #[track_caller]
@@ -1576,20 +1919,32 @@ mod tests {
             "reward_scale": [], "reward_clip": [], "reward_label_column": "label", "reward_batch_size": 32,
             "reward_concurrency": 4, "reward_timeout": 120.0, "reward_retries": 3,
         });
-        let mut expected = json!({
-            "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main",
-            "reward_model_path": "judge", "reward_label": null,
-            "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
-            "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
-            "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
-            "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
-            "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
-            "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
-            "score_position": "after_stop", "apply_chat_template": false, "eval_steps": null,
-            "num_eval_prompts": 128, "metric_for_best_model": null, "greater_is_better": null,
-        });
-        expected.as_object_mut().unwrap().extend(rewards.as_object().unwrap().clone());
-        assert_settings(&ppo(), expected);
+        assert_settings(
+            &ppo(),
+            joined([
+                json!({
+                    "model_name_or_path": null, "sft_model_path": "policy", "model_revision": "main",
+                    "reward_model_path": "judge", "reward_label": null,
+                    "value_model_path": null, "new_reward_head": false, "dataset_name": "prompts.jsonl",
+                    "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
+                    "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
+                    "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
+                    "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
+                    "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
+                    "score_position": "after_stop", "apply_chat_template": false, "eval_steps": null,
+                    "num_eval_prompts": 128, "metric_for_best_model": null, "greater_is_better": null,
+                }),
+                json!({
+                    "preset": "trl", "non_eos_penalty": false, "penalty_reward_value": -1.0, "whiten_advantages": "batch",
+                    "kl_in_loss": false, "adap_kl_ctrl": false, "target": 6.0, "horizon": 10000.0, "kl_coef_end": null,
+                    "cliprange_high": null, "dual_clip": null, "entropy_coef": 0.0, "target_kl": null,
+                    "ratio_threshold": null, "value_warmup_updates": 0, "value_learning_rate": null,
+                    "value_lr_scheduler_type": null, "value_lr_warmup_steps": null, "value_weight_decay": null,
+                    "value_max_grad_norm": null,
+                }),
+                rewards,
+            ]),
+        );
         assert_settings(
             &SftConfig::new("m", "d", "o"),
             json!({
@@ -1733,6 +2088,119 @@ mod tests {
             "batch size = per_device_train_batch_size * gradient_accumulation_steps = 2 * 2 = 4 is not a multiple of \
              num_mini_batches = 5; the nearest that divides it is 4"
         );
+    }
+
+    #[test]
+    fn with_the_preset_of_ppo_v2_the_batch_includes_the_mini_batches() {
+        let mut config = ppo();
+        config.preset = Preset::TrlPpov2;
+        config.per_device_train_batch_size = 2;
+        config.gradient_accumulation_steps = 4;
+        config.num_mini_batches = 3;
+        config.total_episodes = Some(100);
+        let plan = config.plan(50).unwrap();
+        // 2 * 4 * 3 = 24 answers an update, in steps of 2 * 4; 100 / 24 = 4.2.
+        assert_eq!((plan.batch_size, plan.mini_batch_size, plan.micro_batch_size), (24, 8, 2));
+        assert_eq!(plan.num_total_batches, 5);
+        config.num_mini_batches = 1 << 19;
+        assert!(usage_of(config.plan(50)).contains("num_mini_batches = 4194304: expected at most 1048576"));
+    }
+
+    #[test]
+    fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 27] = [
+            (
+                |c| c.penalty_reward_value = -2.0,
+                "penalty_reward_value = -2 has no effect without non_eos_penalty = true",
+            ),
+            (
+                |c| (c.non_eos_penalty, c.missing_eos_penalty) = (true, Some(1.0)),
+                "missing_eos_penalty = 1, which is subtracted from the score, and non_eos_penalty, which replaces it, exclude",
+            ),
+            (
+                |c| c.whiten_advantages = WhitenAdvantages::MiniBatch,
+                "whiten_advantages = mini_batch is the same as batch",
+            ),
+            (|c| c.kl.target = 3.0, "target = 3 has no effect without adap_kl_ctrl = true"),
+            (|c| c.kl.horizon = 3.0, "horizon = 3 has no effect without adap_kl_ctrl = true"),
+            (|c| (c.kl.adap_kl_ctrl, c.kl.target) = (true, 0.0), "target = 0: expected a number above 0"),
+            (
+                |c| (c.kl.adap_kl_ctrl, c.kl.kl_coef_end) = (true, Some(0.1)),
+                "adap_kl_ctrl = true and kl_coef_end = 0.1 exclude each other",
+            ),
+            (|c| (c.kl.adap_kl_ctrl, c.kl_coef) = (true, 0.0), "kl_coef = 0 with adap_kl_ctrl = true: expected"),
+            (|c| c.kl.kl_coef_end = Some(-1.0), "kl_coef_end = -1: expected a number of 0 or more"),
+            (|c| (c.kl.kl_in_loss, c.kl_coef) = (true, 0.0), "kl_in_loss = true has no effect with kl_coef = 0"),
+            (
+                |c| c.kl.kl_in_loss = true,
+                "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average",
+            ),
+            (
+                |c| (c.kl.kl_in_loss, c.kl_estimator) = (true, KlEstimator::Full),
+                "kl_in_loss = true with kl_estimator = full: ",
+            ),
+            (|c| c.step.dual_clip = Some(1.0), "dual_clip = 1: expected a number above 1"),
+            (|c| c.step.ratio_threshold = Some(0.9), "ratio_threshold = 0.9: expected a number above 1"),
+            (|c| c.step.cliprange_high = Some(0.0), "cliprange_high = 0: expected a number above 0"),
+            (|c| c.step.entropy_coef = -0.1, "entropy_coef = -0.1: expected a number of 0 or more"),
+            (
+                |c| (c.num_ppo_epochs, c.num_mini_batches, c.step.target_kl) = (1, 2, Some(0.1)),
+                "target_kl = 0.1 has no effect with num_ppo_epochs = 1",
+            ),
+            (
+                |c| (c.num_ppo_epochs, c.step.ratio_threshold) = (1, Some(10.0)),
+                "ratio_threshold = 10 has no effect with num_ppo_epochs = 1 and num_mini_batches = 1",
+            ),
+            (
+                |c| (c.vf_coef, c.value.value_warmup_updates) = (0.0, 1),
+                "vf_coef = 0, so the value model does not learn",
+            ),
+            (|c| c.value.value_learning_rate = Some(-1.0), "value_learning_rate = -1: expected a number of 0 or more"),
+            (|c| c.value.value_warmup_updates = 4, "value_warmup_updates = 4: expected less than the run's 4 updates"),
+            (
+                |c| (c.optimizer.warmup_steps, c.optimizer.warmup_ratio) = (2, 0.1),
+                "warmup_steps = 2 and warmup_ratio = 0.1 exclude each other",
+            ),
+            (
+                |c| (c.optimizer.lr_scheduler_type, c.optimizer.warmup_steps) = (LrSchedulerType::Constant, 2),
+                "warmup_steps = 2 has no effect with lr_scheduler_type = constant; constant_with_warmup has",
+            ),
+            (|c| c.optimizer.power = 2.0, "power = 2 has no effect with lr_scheduler_type = linear; polynomial has it"),
+            (|c| c.optimizer.lr_end = Some(1.0), "lr_end = 1: expected less than learning_rate = 0.000003"),
+            (
+                |c| (c.optimizer.lr_scheduler_type, c.optimizer.lr_end) = (LrSchedulerType::Constant, Some(0.0)),
+                "lr_end = 0 has no effect with lr_scheduler_type = constant",
+            ),
+            (
+                |c| (c.value.value_learning_rate, c.optimizer.lr_end) = (Some(1e-7), Some(1e-6)),
+                "lr_end = 0.000001: expected less than value_learning_rate = 0.0000001",
+            ),
+        ];
+        for (change, message) in changes {
+            let mut config = ppo();
+            change(&mut config);
+            let error = usage_of(config.plan(10));
+            assert!(error.starts_with(message), "{error}\nis not {message}");
+        }
+    }
+
+    #[test]
+    fn a_value_model_has_its_own_settings_where_they_are_set_and_the_policys_elsewhere() {
+        let mut config = ppo();
+        config.optimizer.warmup_ratio = 0.1;
+        config.optimizer.max_grad_norm = Some(1.0);
+        config.optimizer.weight_decay = 0.5;
+        assert_eq!(config.value_optimizer(), (3e-6, config.optimizer.clone()));
+        config.value.value_learning_rate = Some(1e-5);
+        config.value.value_lr_scheduler_type = Some(LrSchedulerType::Cosine);
+        config.value.value_lr_warmup_steps = Some(3);
+        config.value.value_max_grad_norm = Some(0.0);
+        config.check().unwrap();
+        let (rate, own) = config.value_optimizer();
+        assert_eq!((rate, own.warmup_steps, own.warmup_ratio), (1e-5, 3, 0.0));
+        assert_eq!((own.lr_scheduler_type, own.max_grad_norm), (LrSchedulerType::Cosine, None));
+        assert_eq!(own.weight_decay, 0.5);
     }
 
     #[test]

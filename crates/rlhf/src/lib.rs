@@ -8,6 +8,7 @@ pub mod device;
 mod error;
 pub mod generate;
 pub mod hub;
+pub mod kl;
 pub mod merge;
 pub mod metrics;
 pub mod model;

@@ -40,4 +40,5 @@ impl Serialize for Metrics {
 }
 
 /// Names whose numbers are counts.
-const COUNTS: [&str; 4] = ["episode", "step", "val/num_eos_tokens", "num_tokens"];
+const COUNTS: [&str; 6] =
+    ["episode", "step", "val/num_eos_tokens", "num_tokens", "policy/epochs", "policy/skipped_steps"];

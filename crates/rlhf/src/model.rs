@@ -467,8 +467,14 @@ pub struct CausalLm {
 pub struct TokenLogprobs {
     /// Log-probability of each token given those before it, `[M]` f32; differentiable.
     pub logprobs: Tensor,
-    /// Entropy in nats of the distribution each token was drawn from, `[M]` f32; detached.
+    /// Entropy in nats of the distribution each token was drawn from, `[M]` f32; differentiable.
     pub entropy: Option<Tensor>,
+}
+
+impl TokenLogprobs {
+    fn detached(&self) -> Self {
+        Self { logprobs: self.logprobs.detach(), entropy: self.entropy.as_ref().map(Tensor::detach) }
+    }
 }
 
 impl CausalLm {
@@ -658,11 +664,49 @@ impl CausalLm {
         Ok(self.logprobs_of(&hidden, &self.targets(sequences, spans), temperature, with_entropy))
     }
 
+    /// KL divergence from this model's distribution to that of `other`, both under softmax(logits / `temperature`), where
+    /// each token at `spans` was drawn: `[M]` f32, exact over the whole vocabulary. Not differentiable.
+    ///
+    /// Logits are held a slice at a time, as in [`CausalLm::token_logprobs`].
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`]; if the two vocabularies are of different sizes.
+    pub fn kl_to<S: AsRef<[i64]>>(
+        &self,
+        other: &Self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        temperature: f64,
+    ) -> Result<Tensor> {
+        let (own, others) = (self.config().vocab_size, other.config().vocab_size);
+        if own != others {
+            return Err(Error::Run(format!(
+                "KL over the vocabulary: expected another of {own} tokens, found {others}"
+            )));
+        }
+        self.body.check_spans(sequences, spans, 1)?;
+        tch::no_grad(|| {
+            let hidden = self.body.hidden_at(sequences, spans, -1)?;
+            let others = other.body.hidden_at(sequences, spans, -1)?;
+            let parts: Vec<Tensor> = self
+                .slices(hidden.size()[0])
+                .map(|range| {
+                    let logprobs = |model: &Self, hidden: &Tensor| {
+                        let logits = model.head(&hidden.narrow(0, range.start, range.end - range.start));
+                        (logits.to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
+                    };
+                    divergence_of(&logprobs(self, &hidden), &logprobs(other, &others))
+                })
+                .collect();
+            Ok(if parts.is_empty() { Tensor::zeros([0], (Kind::Float, self.device())) } else { Tensor::cat(&parts, 0) })
+        })
+    }
+
     /// [`CausalLm::token_logprobs`], detached, with the way back: adds the gradients of a loss to those of the parameters.
     ///
-    /// `loss` gets the log-probabilities of some of the M tokens at a time, with their range among the M, and gives its share
-    /// of the loss, a scalar; what the loss says of one token may depend on that token alone. So logits are consumed where they
-    /// lie, in slices: none are kept.
+    /// `loss` gets the log-probabilities (and entropies) of some of the M tokens at a time, with their range among the M, and
+    /// gives its share of the loss, a scalar; what the loss says of one token may depend on that token alone. So logits are
+    /// consumed where they lie, in slices: none are kept.
     ///
     /// # Errors
     /// As [`CausalLm::token_logprobs`]; if the model is frozen.
@@ -672,7 +716,7 @@ impl CausalLm {
         spans: &[Range<usize>],
         temperature: f64,
         with_entropy: bool,
-        loss: impl FnMut(Range<i64>, &Tensor) -> Tensor,
+        loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> Result<TokenLogprobs> {
         self.learn_logprobs_dropping(sequences, spans, temperature, with_entropy, None, loss)
     }
@@ -688,7 +732,7 @@ impl CausalLm {
         temperature: f64,
         with_entropy: bool,
         dropout: Option<&DropoutRows>,
-        mut loss: impl FnMut(Range<i64>, &Tensor) -> Tensor,
+        mut loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> Result<TokenLogprobs> {
         self.body.check_spans(sequences, spans, 1)?;
         let targets = self.targets(sequences, spans);
@@ -706,9 +750,9 @@ impl CausalLm {
                 if !by_kernels {
                     let hidden = hidden.set_requires_grad(true);
                     let now = self.plain_logprobs(&hidden, &targets, temperature, with_entropy);
-                    loss(range, &now.logprobs).backward();
+                    loss(range, &now).backward();
                     gradient.copy_(&hidden.grad());
-                    found.push(now);
+                    found.push(now.detached());
                     continue;
                 }
                 let hidden = with_rounded_rows(&hidden.to_kind(used.kind()));
@@ -720,11 +764,17 @@ impl CausalLm {
                 tch_ext::product_into(&mut all, &hidden, &used.tr());
                 let mut logits = all.narrow(0, 0, count);
                 let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
-                let logprobs = stats.logprobs.set_requires_grad(true);
-                loss(range, &logprobs).backward();
-                let slope = logprobs.grad();
-                let slope = if slope.defined() { slope } else { logprobs.detach().zeros_like() };
-                tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &slope);
+                let now = TokenLogprobs {
+                    logprobs: stats.logprobs.set_requires_grad(true),
+                    entropy: stats.entropy.map(|entropy| entropy.set_requires_grad(true)),
+                };
+                loss(range, &now).backward();
+                let slope = now.logprobs.grad();
+                let slope = if slope.defined() { slope } else { now.logprobs.detach().zeros_like() };
+                let entropy = now.entropy.as_ref().map(|entropy| (entropy.detach(), entropy.grad()));
+                let entropy =
+                    entropy.as_ref().filter(|(_, slope)| slope.defined()).map(|(value, slope)| (value, slope));
+                tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &slope, entropy);
                 let _ = all.narrow(0, count, rows - count).zero_();
                 let mut back = hidden.empty_like();
                 tch_ext::product_into(&mut back, &all, &used);
@@ -732,7 +782,7 @@ impl CausalLm {
                 if weight.requires_grad() {
                     tch_ext::add_product_to_grad(weight, &all.tr(), &hidden);
                 }
-                found.push(TokenLogprobs { logprobs, entropy: stats.entropy });
+                found.push(now.detached());
             }
             Ok(Some(gradient))
         })?;
@@ -778,7 +828,7 @@ impl CausalLm {
     fn plain_logprobs(&self, hidden: &Tensor, targets: &Tensor, temperature: f64, with_entropy: bool) -> TokenLogprobs {
         let all = (self.head(hidden).to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float);
         let logprobs = all.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1);
-        TokenLogprobs { logprobs, entropy: with_entropy.then(|| entropy_of(&all.detach())) }
+        TokenLogprobs { logprobs, entropy: with_entropy.then(|| entropy_of(&all)) }
     }
 
     /// Begins to decode: reads the prompts into a cache with room for `capacity` tokens per row.
@@ -896,4 +946,24 @@ fn with_rounded_rows(hidden: &Tensor) -> Tensor {
 fn entropy_of(logprobs: &Tensor) -> Tensor {
     // As a product of a row and a column: no third tensor of this size comes to be.
     -logprobs.exp().unsqueeze(1).bmm(&logprobs.unsqueeze(2)).view([-1])
+}
+
+/// KL(p || q) in nats of each row of log-probabilities, [M, vocab] to `[M]`.
+fn divergence_of(p: &Tensor, q: &Tensor) -> Tensor {
+    p.exp().unsqueeze(1).bmm(&(p - q).unsqueeze(2)).view([-1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_divergence_is_not_symmetric_and_that_of_trl_0_11() {
+        let row = |logits: &[f32]| Tensor::from_slice(logits).log_softmax(-1, Kind::Float).unsqueeze(0);
+        let (p, q) = (row(&[1.0, 1.0, 0.0]), row(&[0.0, 1.0, 2.0]));
+        let found = |p: &Tensor, q: &Tensor| divergence_of(p, q).double_value(&[0]);
+        assert!((found(&p, &q) - 0.657205).abs() < 1e-6, "{}", found(&p, &q)); // TRL 0.11.4, kl_penalty = full
+        assert!((found(&q, &p) - found(&p, &q)).abs() > 1e-2);
+        assert_eq!(found(&p, &p), 0.0);
+    }
 }

@@ -1,6 +1,6 @@
 //! AdamW, gradient clipping, learning-rate schedules.
 
-use crate::config::{LrSchedulerType, OptimizerConfig};
+use crate::config::{LrSchedulerType, OptimizerConfig, PpoConfig};
 use crate::model::Param;
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
@@ -143,7 +143,8 @@ impl AdamW {
         Ok(())
     }
 
-    fn zero_grad(&mut self) {
+    /// Clears the gradients without a step.
+    pub fn zero_grad(&mut self) {
         for param in self.groups.iter_mut().flat_map(|group| &mut group.params) {
             param.zero_grad();
         }
@@ -169,22 +170,60 @@ fn global_norm<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> f64 {
     if norms.is_empty() { 0.0 } else { Tensor::stack(&norms, 0).norm().double_value(&[]) }
 }
 
-/// What multiplies the peak learning rate in update `update` (from 0) of `num_updates`.
+/// What the schedule `polynomial` falls to unless told otherwise, as in transformers.
+const POLYNOMIAL_END: f64 = 1e-7;
+
+/// The learning rate in update `update` (from 0) of `num_updates`, where `peak` is the highest.
 ///
-/// Source: transformers' schedules of the same names.
-pub fn lr_factor(config: &OptimizerConfig, update: usize, num_updates: usize) -> f64 {
-    let warmup = config.warmup_steps;
-    if config.lr_scheduler_type == LrSchedulerType::Constant {
-        return 1.0;
+/// Source: transformers' schedules of the same names; `lr_end` raises what `linear` and `cosine` fall to as it does for
+/// `polynomial`.
+pub fn learning_rate(peak: f64, config: &OptimizerConfig, update: usize, num_updates: usize) -> f64 {
+    let schedule = config.lr_scheduler_type;
+    if schedule == LrSchedulerType::Constant {
+        return peak;
     }
+    let warmup = match config.warmup_steps {
+        0 => (config.warmup_ratio * num_updates as f64).ceil() as usize,
+        steps => steps,
+    };
     if update < warmup {
-        return update as f64 / warmup as f64;
+        return peak * (update as f64 / warmup as f64);
     }
     let progress = (update - warmup) as f64 / (num_updates.saturating_sub(warmup)).max(1) as f64;
-    match config.lr_scheduler_type {
+    let left = match schedule {
         LrSchedulerType::Linear => (1.0 - progress).max(0.0),
         LrSchedulerType::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress.min(1.0)).cos()),
+        LrSchedulerType::Polynomial => (1.0 - progress).max(0.0).powf(config.power),
         LrSchedulerType::Constant | LrSchedulerType::ConstantWithWarmup => 1.0,
+    };
+    let end = match (config.lr_end, schedule) {
+        (Some(end), schedule) if schedule.falls() => end,
+        (None, LrSchedulerType::Polynomial) => POLYNOMIAL_END.min(peak),
+        _ => 0.0,
+    };
+    end + (peak - end) * left
+}
+
+/// The learning rates of one update of PPO.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LearningRates {
+    /// That of the policy; none while only the value model learns.
+    pub policy: Option<f64>,
+    /// That of the value model.
+    pub value: f64,
+}
+
+impl LearningRates {
+    /// Those of update `update` (from 0) of `num_updates`: the policy's schedule covers the updates in which it learns.
+    pub fn at(config: &PpoConfig, update: usize, num_updates: usize) -> Self {
+        let frozen = config.value.value_warmup_updates;
+        let of_policy =
+            |update| learning_rate(config.learning_rate, &config.optimizer, update, num_updates.saturating_sub(frozen));
+        let (peak, optimizer) = config.value_optimizer();
+        Self {
+            policy: update.checked_sub(frozen).map(of_policy),
+            value: learning_rate(peak, &optimizer, update, num_updates),
+        }
     }
 }
 
@@ -287,7 +326,8 @@ mod tests {
     #[test]
     fn schedules_follow_transformers() {
         let with = |lr_scheduler_type, warmup_steps| OptimizerConfig { lr_scheduler_type, warmup_steps, ..config() };
-        let course = |config: OptimizerConfig| -> Vec<f64> { (0..4).map(|i| lr_factor(&config, i, 4)).collect() };
+        let course =
+            |config: OptimizerConfig| -> Vec<f64> { (0..4).map(|i| learning_rate(1.0, &config, i, 4)).collect() };
         assert_eq!(course(with(LrSchedulerType::Linear, 0)), [1.0, 0.75, 0.5, 0.25]);
         assert_eq!(course(with(LrSchedulerType::Linear, 2)), [0.0, 0.5, 1.0, 0.5]);
         assert_eq!(course(with(LrSchedulerType::ConstantWithWarmup, 2)), [0.0, 0.5, 1.0, 1.0]);
@@ -295,5 +335,44 @@ mod tests {
         for (found, expected) in course(with(LrSchedulerType::Cosine, 1)).iter().zip([0.0, 1.0, 0.75, 0.25]) {
             assert!((found - expected).abs() < 1e-12);
         }
+    }
+
+    #[test]
+    fn a_warm_up_of_a_share_is_rounded_up_and_an_end_and_a_power_are_those_of_transformers() {
+        // get_polynomial_decay_schedule_with_warmup(lr 1, warmup 1, 5 steps, lr_end .1, power 2): .1 + .9 * (1 - i / 4)^2.
+        let polynomial = OptimizerConfig {
+            lr_scheduler_type: LrSchedulerType::Polynomial,
+            warmup_ratio: 0.15, // of 5 updates .75
+            lr_end: Some(0.1),
+            power: 2.0,
+            ..config()
+        };
+        // get_cosine_with_min_lr_schedule_with_warmup(lr 1, no warmup, 4 steps, min_lr .1): .1 + .9 * (1 + cos) / 2.
+        let cosine = OptimizerConfig { lr_scheduler_type: LrSchedulerType::Cosine, lr_end: Some(0.1), ..config() };
+        let linear = OptimizerConfig { lr_end: Some(0.2), ..config() };
+        for (config, updates, expected) in [
+            (&polynomial, 5, &[0.0, 1.0, 0.60625, 0.325, 0.15625, 0.1][..]),
+            (&cosine, 4, &[1.0, 0.868_198_051_533_946_4, 0.55, 0.231_801_948_466_053_6]),
+            (&linear, 4, &[1.0, 0.8, 0.6, 0.4]),
+        ] {
+            for (update, expected) in expected.iter().enumerate() {
+                let found = learning_rate(1.0, config, update, updates);
+                assert!((found - expected).abs() < 1e-12, "{config:?}, update {update}: {found} is not {expected}");
+            }
+        }
+        // Without an end transformers takes 1e-7.
+        let usual = OptimizerConfig { lr_end: None, power: 1.0, warmup_ratio: 0.0, ..polynomial };
+        assert!((learning_rate(3e-6, &usual, 2, 4) - (1e-7 + 2.9e-6 / 2.0)).abs() < 1e-18);
+    }
+
+    #[test]
+    fn while_the_policy_is_frozen_it_has_no_rate_and_its_schedule_waits() {
+        let mut config = PpoConfig::new("policy", "judge", "prompts.jsonl", "out");
+        config.learning_rate = 1.0;
+        config.value.value_learning_rate = Some(4.0);
+        config.value.value_warmup_updates = 2;
+        let rates: Vec<_> = (0..4).map(|update| LearningRates::at(&config, update, 4)).collect();
+        assert_eq!(rates.iter().map(|r| r.policy).collect::<Vec<_>>(), [None, None, Some(1.0), Some(0.5)]);
+        assert_eq!(rates.iter().map(|r| r.value).collect::<Vec<_>>(), [4.0, 3.0, 2.0, 1.0]);
     }
 }

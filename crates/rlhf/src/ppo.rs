@@ -6,9 +6,9 @@
 
 use tch::{Device, Kind, Tensor};
 
-/// How the divergence between policy and reference is estimated from one sampled token.
+/// How the divergence of the policy from the reference is measured at a sampled token; with r = ref_logprob - logprob.
 ///
-/// Source: Schulman 2020, "Approximating KL Divergence"; with r = ref_logprob - logprob.
+/// Sources: Schulman 2020, "Approximating KL Divergence"; TRL 0.11 for `Abs` and `Full`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlEstimator {
@@ -16,6 +16,12 @@ pub enum KlEstimator {
     K1,
     /// exp(r) - 1 - r: unbiased, never negative.
     K3,
+    /// |r|: never negative, larger than the divergence.
+    Abs,
+    /// r^2 / 2 (k2): biased a little, never negative; its gradient is an unbiased one of the divergence.
+    Mse,
+    /// The divergence itself, over the whole vocabulary.
+    Full,
 }
 
 /// Where a response's score is added to its rewards.
@@ -70,12 +76,17 @@ pub fn whiten(x: &Tensor, mask: &Tensor, shift_mean: bool) -> Tensor {
     if shift_mean { whitened } else { keep(&(whitened + mean), mask) }
 }
 
-/// Estimate of KL(policy || reference) per token, `[B, R]` f32, 0 outside `mask`.
+/// Estimate of KL(policy || reference) per token, `[B, R]` f32, 0 outside `mask`; differentiable in `logprobs`.
+///
+/// Panics for [`KlEstimator::Full`], which two numbers per token do not tell: `CausalLm::kl_to` measures it.
 pub fn kl(logprobs: &Tensor, ref_logprobs: &Tensor, mask: &Tensor, estimator: KlEstimator) -> Tensor {
     let log_ratio = keep(&(ref_logprobs - logprobs), mask);
     match estimator {
         KlEstimator::K1 => -log_ratio,
         KlEstimator::K3 => log_ratio.expm1() - log_ratio,
+        KlEstimator::Abs => log_ratio.abs(),
+        KlEstimator::Mse => log_ratio.square() / 2.0,
+        KlEstimator::Full => unreachable!("the whole divergence is no function of one token's log-probabilities"),
     }
 }
 
@@ -118,39 +129,65 @@ pub fn gae(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lam: f6
     (advantages, returns)
 }
 
+/// Where the policy's probability ratio is clipped.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PolicyClip {
+    /// Ratios below 1 less this are clipped.
+    pub low: f64,
+    /// Ratios above 1 plus this are clipped; another one than `low` is "clip-higher". Source: Yu et al. 2025, DAPO.
+    pub high: f64,
+    /// Above 1: the loss of a token with a negative advantage A is at most this times -A. Source: Ye et al. 2020, dual-clip PPO.
+    pub dual: Option<f64>,
+}
+
 /// The clipped policy objective, summed over `mask`, with what is worth knowing about it.
 #[derive(Debug)]
 pub struct PolicyLoss {
-    /// Sum over tokens of max(-A r, -A clip(r)), a scalar with a gradient; divide it by the mini-batch's token count.
+    /// Sum over tokens of max(-A r, -A clip(r)), bounded by the dual clip where there is one: a scalar with a gradient; divide
+    /// it by the mini-batch's token count.
     pub sum: Tensor,
     /// Ratio of new to old probability, `[B, R]` f32, detached, 0 outside the mask.
     pub ratio: Tensor,
     /// Number of tokens at which the clipped side was the larger, a scalar.
     pub clipped: Tensor,
+    /// Number of tokens at which the dual clip was the smaller, a scalar.
+    pub dual_clipped: Tensor,
     /// Sum over tokens of (new - old log-probability)^2 / 2, a scalar.
     pub approx_kl: Tensor,
+    /// Sum over tokens of old - new log-probability, a scalar: k1 of KL(old || new).
+    pub policy_kl: Tensor,
 }
 
 /// Loss of the policy over the tokens of `mask`. Source: Schulman et al. 2017, eq. 7, negated.
 ///
-/// All `[B, R]`; `logprobs` carries the gradient, `old_logprobs` are those of the policy that sampled.
+/// Tensors are all `[B, R]`; `logprobs` carries the gradient, `old_logprobs` are those of the policy that sampled.
 pub fn policy_loss(
     logprobs: &Tensor,
     old_logprobs: &Tensor,
     advantages: &Tensor,
     mask: &Tensor,
-    clip_range: f64,
+    clip: PolicyClip,
 ) -> PolicyLoss {
     let log_ratio = keep(&(logprobs - old_logprobs), mask);
     let ratio = log_ratio.exp();
     let unclipped = -advantages * &ratio;
-    let clipped = -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range);
+    let clipped = -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high);
+    let mut loss = unclipped.max_other(&clipped);
+    let mut dual_clipped = Tensor::zeros([], (Kind::Float, mask.device()));
+    if let Some(most) = clip.dual {
+        let bound = -advantages * most;
+        let above = advantages.lt(0.0).logical_and(&loss.gt_tensor(&bound));
+        dual_clipped = masked_sum(&above.to_kind(Kind::Float), mask);
+        loss = bound.where_self(&above, &loss);
+    }
     let detached = log_ratio.detach();
     PolicyLoss {
-        sum: masked_sum(&unclipped.max_other(&clipped), mask),
+        sum: masked_sum(&loss, mask),
         clipped: masked_sum(&clipped.gt_tensor(&unclipped).to_kind(Kind::Float), mask),
+        dual_clipped,
         ratio: keep(&ratio.detach(), mask),
         approx_kl: detached.square().sum(Kind::Float) / 2.0,
+        policy_kl: -detached.sum(Kind::Float),
     }
 }
 
@@ -190,6 +227,8 @@ mod tests {
         let gap = (found - expected).abs().max().double_value(&[]);
         assert!(gap <= tolerance, "largest difference {gap}\nfound {found}\nexpected {expected}");
     }
+
+    const CLIP: PolicyClip = PolicyClip { low: 0.2, high: 0.2, dual: None };
 
     /// Two rows of five slots, from TRL 1.11's own code: lengths 3 and 5, pad 0, eos 9 (reference/peers, vector B5).
     struct Vector {
@@ -259,7 +298,7 @@ mod tests {
         let nan = f32::NAN;
         let new = rows(&[&[-1.3, -1.5, -0.5, nan, nan], &[-1.2, -0.7, -1.0, -0.9, -1.0]]);
         let predicted = rows(&[&[0.5, 0.1, 0.35, 0.7, nan], &[0.5, 0.9, 0.3, -0.3, 0.1]]);
-        let policy = policy_loss(&new, &v.logprobs, &advantages, &mask, 0.2);
+        let policy = policy_loss(&new, &v.logprobs, &advantages, &mask, CLIP);
         let value = value_loss(&predicted, &v.values, &returns, &p1, 0.2);
         let number = |t: &Tensor| t.double_value(&[]);
         for (name, found, expected) in [
@@ -289,7 +328,7 @@ mod tests {
         let mask = response_mask(&[1], 3, Device::Cpu);
         let new = rows(&[&[-1.0, 1e30, -1e30]]).set_requires_grad(true);
         let old = rows(&[&[-1.1, -1e30, 1e30]]);
-        policy_loss(&new, &old, &rows(&[&[1.0, 0.0, 0.0]]), &mask, 0.2).sum.backward();
+        policy_loss(&new, &old, &rows(&[&[1.0, 0.0, 0.0]]), &mask, CLIP).sum.backward();
         let gradient = Vec::<f32>::try_from(new.grad().view([-1])).unwrap();
         assert!(gradient[0].is_finite() && gradient[0] != 0.0);
         assert_eq!(gradient[1..], [0.0, 0.0]);
@@ -302,6 +341,72 @@ mod tests {
         assert_close(&kl(&new, &reference, &mask, KlEstimator::K1), &rows(&[&[-0.5, 0.5]]), 1e-7);
         // exp(.5) - 1.5 and exp(-.5) - .5
         assert_close(&kl(&new, &reference, &mask, KlEstimator::K3), &rows(&[&[0.148_721_3, 0.106_530_7]]), 1e-6);
+    }
+
+    #[test]
+    fn sums_of_each_estimator_are_those_of_trl_0_11() {
+        let new = rows(&[&[-0.3, -1.0, -2.0, -0.5, -4.0], &[-0.1, -0.2, -1.0, -1.0, -4.0]]);
+        let reference = rows(&[&[-0.3, -1.2, -1.5, -0.6, -4.5], &[-0.1, -0.2, -1.5, -0.5, -3.0]]);
+        let mask = rows(&[&[0., 1., 1., 1., 0.], &[0., 0., 1., 1., 0.]]).to_kind(Kind::Bool);
+        // TRL 0.11.4's `objective/kl`, the mean over rows of their sums.
+        for (estimator, expected) in [(KlEstimator::K1, -0.1), (KlEstimator::Abs, 0.9), (KlEstimator::Mse, 0.2)] {
+            let found = kl(&new, &reference, &mask, estimator).sum(Kind::Float).double_value(&[]) / 2.0;
+            assert!((found - expected).abs() < 1e-6, "{estimator:?}: {found}");
+        }
+    }
+
+    #[test]
+    fn in_a_loss_each_estimator_has_its_own_gradient() {
+        let mask = response_mask(&[2], 3, Device::Cpu);
+        let reference = rows(&[&[-0.5, -1.5, f32::NAN]]);
+        // r = .5 and -.5: of -r, exp(r) - 1 - r, |r| and r^2 / 2 by the log-probability, which is -1 each time.
+        for (estimator, expected) in [
+            (KlEstimator::K1, [1.0, 1.0]),
+            (KlEstimator::K3, [1.0 - 0.5f32.exp(), 1.0 - (-0.5f32).exp()]),
+            (KlEstimator::Abs, [-1.0, 1.0]),
+            (KlEstimator::Mse, [-0.5, 0.5]),
+        ] {
+            let new = rows(&[&[-1.0, -1.0, -1.0]]).set_requires_grad(true);
+            kl(&new, &reference, &mask, estimator).sum(Kind::Float).backward();
+            assert_close(&new.grad(), &rows(&[&[expected[0], expected[1], 0.0]]), 1e-6);
+        }
+    }
+
+    /// Losses and gradients of tokens with these ratios and advantages.
+    fn losses(ratios: &[f32], advantages: &[f32], clip: PolicyClip) -> (PolicyLoss, Vec<f32>) {
+        let new = Tensor::from_slice(ratios).log().unsqueeze(0).set_requires_grad(true);
+        let mask = response_mask(&[ratios.len() as i64], ratios.len() as i64, Device::Cpu);
+        let loss = policy_loss(&new, &new.zeros_like(), &rows(&[advantages]), &mask, clip);
+        loss.sum.backward();
+        let gradient = new.grad().squeeze_dim(0);
+        (loss, Vec::try_from(gradient).unwrap())
+    }
+
+    #[test]
+    fn clip_higher_moves_the_upper_bound_alone() {
+        let clip = PolicyClip { high: 0.5, ..CLIP };
+        // Advantage 1: -1.4 is within 1.5, and 2 is clipped to it. Advantage -1: 0.7 is clipped to 0.8, and 2 counts whole.
+        let (loss, gradient) = losses(&[1.4, 2.0, 0.7, 2.0], &[1.0, 1.0, -1.0, -1.0], clip);
+        assert!((loss.sum.double_value(&[]) - (-1.4 - 1.5 + 0.8 + 2.0)).abs() < 1e-6);
+        assert_eq!(loss.clipped.double_value(&[]), 2.0);
+        // The derivative of -A * ratio by the log-probability is itself.
+        for (found, expected) in gradient.into_iter().zip([-1.4, 0.0, 0.0, 2.0]) {
+            assert!((found - expected).abs() < 1e-6, "{found} is not {expected}");
+        }
+    }
+
+    #[test]
+    fn the_dual_clip_bounds_what_a_token_of_negative_advantage_can_cost() {
+        let clip = PolicyClip { dual: Some(3.0), ..CLIP };
+        // Of advantage -2 a ratio of 5 costs 3 * 2 and no more, one of 2.5 its 5; of advantage 2 nothing is bounded.
+        let (loss, gradient) = losses(&[5.0, 2.5, 5.0], &[-2.0, -2.0, 2.0], clip);
+        assert!((loss.sum.double_value(&[]) - (6.0 + 5.0 - 2.4)).abs() < 1e-5);
+        assert_eq!((loss.dual_clipped.double_value(&[]), loss.clipped.double_value(&[])), (1.0, 1.0));
+        for (found, expected) in gradient.into_iter().zip([0.0, 5.0, 0.0]) {
+            assert!((found - expected).abs() < 1e-5, "{found} is not {expected}");
+        }
+        // k1 of the move: log 5 + log 2.5 + log 5, negated.
+        assert!((loss.policy_kl.double_value(&[]) + 62.5f64.ln()).abs() < 1e-5);
     }
 
     #[test]

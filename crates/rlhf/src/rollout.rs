@@ -1,8 +1,9 @@
 //! The half of a PPO step that needs no gradient: what the models say of the responses.
 
-use crate::config::PpoConfig;
+use crate::config::{PpoConfig, WhitenAdvantages};
 use crate::generate::Response;
 use crate::model::{CausalLm, SequenceClassifier};
+use crate::ppo::KlEstimator;
 use crate::{Error, Result, ppo};
 use std::ops::Range;
 use tch::{Device, Kind, Tensor};
@@ -26,6 +27,8 @@ pub struct Experience {
     pub logprobs: Tensor,
     /// Log-probabilities under the reference, within `response_mask`.
     pub ref_logprobs: Tensor,
+    /// KL(policy || reference) over the whole vocabulary, within `response_mask`, where that is the estimator.
+    pub full_kl: Option<Tensor>,
     /// Values of the states before each token, and after the last, within `value_mask`.
     pub values: Tensor,
     /// Score of each row, `[B]`; the penalty for a missing stop token is already in it.
@@ -54,9 +57,11 @@ impl From<Tensor> for Scores {
 pub struct Targets {
     /// Estimate of KL(policy || reference) per token.
     pub kl: Tensor,
-    /// -kl_coef * kl, and the scores at their places; whitened if the configuration says so.
+    /// What the KL is weighed with in this update, in the rewards or in the policy's loss.
+    pub kl_coef: f64,
+    /// -kl_coef * kl, unless the loss has that, and the scores at their places; whitened if the configuration says so.
     pub rewards: Tensor,
-    /// Advantages, whitened over the whole batch.
+    /// Advantages, whitened over the whole batch unless the configuration says otherwise.
     pub advantages: Tensor,
     /// What the value model should say; not whitened.
     pub returns: Tensor,
@@ -134,6 +139,11 @@ pub fn penalise_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) ->
     scores - missing.to_kind(Kind::Float) * penalty
 }
 
+/// `scores`, and `value` for each row that did not stop; `[B]`.
+pub fn replace_missing_stop(scores: &Tensor, stopped: &[bool], value: f64) -> Tensor {
+    scores.masked_fill(&Tensor::from_slice(stopped).to_device(scores.device()).logical_not(), value)
+}
+
 /// Asks the models about `responses` to `prompts`.
 ///
 /// `scores` are final: `[B]`, or [`Scores`] with some per token. In f32 the policy's log-probabilities are those of the sampling; `recompute_logprobs` takes
@@ -161,6 +171,7 @@ pub fn experience(
         value_mask: ppo::value_mask(&lengths, width, config.score_position, device),
         logprobs: Tensor::new(),
         ref_logprobs: Tensor::new(),
+        full_kl: None,
         values: Tensor::new(),
         token_scores: scores
             .tokens
@@ -180,6 +191,14 @@ pub fn experience(
         })?;
         Ok::<_, Error>(to_slots(&parts, &experience.lengths, width))
     };
+    let full_kl = (config.kl_estimator == KlEstimator::Full).then(|| {
+        let parts = in_batches(sequences, batch_size, |rows| {
+            let spans = &token_spans[rows.clone()];
+            judges.policy.kl_to(judges.reference, &sequences[rows], spans, config.temperature)
+        })?;
+        Ok::<_, Error>(to_slots(&parts, &experience.lengths, width))
+    });
+    let full_kl = full_kl.transpose()?;
     let (policy, reference, values) = tch::no_grad(|| {
         let policy = if recompute_logprobs {
             logprobs(judges.policy)?
@@ -193,6 +212,7 @@ pub fn experience(
         Ok::<_, Error>((policy, logprobs(judges.reference)?, to_slots(&values, &experience.value_counts, width)))
     })?;
     (experience.logprobs, experience.ref_logprobs, experience.values) = (policy, reference, values);
+    experience.full_kl = full_kl;
     Ok(experience)
 }
 
@@ -232,10 +252,14 @@ fn check_rows(
     Ok(())
 }
 
-/// Rewards, advantages and returns of one update's experience.
-pub fn targets(e: &Experience, config: &PpoConfig) -> Targets {
-    let kl = ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, config.kl_estimator);
-    let mut rewards = ppo::rewards(&kl, &e.scores, &e.lengths, config.kl_coef, config.score_position);
+/// Rewards, advantages and returns of one update's experience, whose KL weighs `kl_coef`.
+pub fn targets(e: &Experience, kl_coef: f64, config: &PpoConfig) -> Targets {
+    let kl = match &e.full_kl {
+        Some(kl) => kl.shallow_clone(),
+        None => ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, config.kl_estimator),
+    };
+    let in_rewards = if config.kl.kl_in_loss { 0.0 } else { kl_coef };
+    let mut rewards = ppo::rewards(&kl, &e.scores, &e.lengths, in_rewards, config.score_position);
     if let Some(token_scores) = &e.token_scores {
         rewards += token_scores;
     }
@@ -243,8 +267,12 @@ pub fn targets(e: &Experience, config: &PpoConfig) -> Targets {
         rewards = ppo::whiten(&rewards, &e.value_mask, false);
     }
     let (advantages, returns) = ppo::gae(&rewards, &e.values, &e.value_mask, config.gamma, config.lam);
-    let advantages = ppo::whiten(&advantages, &e.response_mask, true);
-    Targets { kl, rewards, advantages, returns }
+    let advantages = match config.whiten_advantages {
+        WhitenAdvantages::Batch => ppo::whiten(&advantages, &e.response_mask, true),
+        // Each mini-batch by itself, when it comes.
+        WhitenAdvantages::MiniBatch | WhitenAdvantages::None => ppo::keep(&advantages, &e.response_mask),
+    };
+    Targets { kl, kl_coef, rewards, advantages, returns }
 }
 
 /// Calls `f` on consecutive ranges of at most `batch_size` rows and joins what it gives.
@@ -260,5 +288,19 @@ pub(crate) fn in_batches<T>(
     match parts.len() {
         0 => Ok(Tensor::zeros([0], (Kind::Float, Device::Cpu))),
         _ => Ok(Tensor::cat(&parts, 0)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_stop_lowers_the_score_or_replaces_it_whatever_it_was() {
+        let scores = Tensor::from_slice(&[3.0f32, 5.0, f32::NAN]);
+        let replaced = replace_missing_stop(&scores, &[true, false, false], -1.0);
+        assert_eq!(Vec::<f32>::try_from(replaced).unwrap(), [3.0, -1.0, -1.0]);
+        let lowered = penalise_missing_stop(&scores.narrow(0, 0, 2), &[true, false], 1.5);
+        assert_eq!(Vec::<f32>::try_from(lowered).unwrap(), [3.0, 3.5]);
     }
 }

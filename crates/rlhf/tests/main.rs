@@ -10,6 +10,7 @@ mod lora;
 mod models;
 mod ppo_golden;
 mod ppo_invariance;
+mod ppo_knobs;
 mod rewards;
 mod support;
 mod tokenizers;

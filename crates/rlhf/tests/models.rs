@@ -410,7 +410,7 @@ fn a_step_of_the_optimizer_changes_what_is_computed_in_bf16_at_once() {
         let (ids, span) = ([vec![5i64, 9, 2, 7, 1, 3]], std::slice::from_ref(&(1..6)));
         let logprobs = |m: &CausalLm| tch::no_grad(|| m.token_logprobs(&ids, span, 1.0, false).unwrap().logprobs);
         let before = logprobs(&model);
-        model.learn_logprobs(&ids, span, 1.0, false, |_, logprobs| -logprobs.sum(tch::Kind::Float)).unwrap();
+        model.learn_logprobs(&ids, span, 1.0, false, |_, now| -now.logprobs.sum(tch::Kind::Float)).unwrap();
         let mut optimizer = AdamW::new(model.trainable_params(), &SftConfig::new("m", "d", "o").optimizer);
         optimizer.step(1e-2).unwrap();
         let after = logprobs(&model);
@@ -427,8 +427,9 @@ fn a_frozen_model_refuses_to_learn_and_an_empty_sequence_is_an_error_of_its_own(
     let mut model = CausalLm::from_pretrained(&golden().join("models/gpt2"), ModelOptions::default()).unwrap();
     for checkpointing in [false, true] {
         model.set_gradient_checkpointing(checkpointing);
-        let learnt = model
-            .learn_logprobs(&[[1i64, 2]], std::slice::from_ref(&(1..2)), 1.0, false, |_, x| -x.sum(tch::Kind::Float));
+        let learnt = model.learn_logprobs(&[[1i64, 2]], std::slice::from_ref(&(1..2)), 1.0, false, |_, now| {
+            -now.logprobs.sum(tch::Kind::Float)
+        });
         assert!(learnt.unwrap_err().to_string().contains("the model is frozen"), "checkpointing {checkpointing}");
     }
     let reward = SequenceClassifier::from_pretrained(&golden().join("models/gpt2"), Some(1), ModelOptions::default());
@@ -554,7 +555,9 @@ fn rows_together_give_the_numbers_and_gradients_of_each_alone_whatever_is_comput
         };
         let learn = |(lm, value): &(CausalLm, SequenceClassifier), rows: &[Vec<i64>], spans: &[_]| {
             let asked = lm.token_logprobs(rows, spans, 0.7, true).unwrap();
-            let found = lm.learn_logprobs(rows, spans, 0.7, true, |_, x| x.square().sum(tch::Kind::Float)).unwrap();
+            let found = lm
+                .learn_logprobs(rows, spans, 0.7, true, |_, now| now.logprobs.square().sum(tch::Kind::Float))
+                .unwrap();
             value.learn_values(rows, spans, |values| values.square().sum(tch::Kind::Float)).unwrap();
             let values = value.values_at(rows, spans).unwrap();
             assert_close("what is read", &asked.logprobs, &found.logprobs, 1e-5);

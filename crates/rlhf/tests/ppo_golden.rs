@@ -5,7 +5,7 @@ use rlhf::config::{LrSchedulerType, PpoConfig, StopToken};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
-use rlhf::optim::lr_factor;
+use rlhf::optim::LearningRates;
 use rlhf::ppo::KlEstimator;
 use rlhf::rollout::{Judges, experience, penalise_missing_stop, score, targets};
 use rlhf::train::ppo::{Learner, metrics};
@@ -168,7 +168,7 @@ fn compare(variant: &Variant) {
 
         let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
         let e = experience(judges, &prompts, &responses, scores, true, config).unwrap();
-        let t = targets(&e, config);
+        let t = targets(&e, config.kl_coef, config);
         variant.check(it, "logprobs", &e.logprobs, &e.response_mask);
         variant.check(it, "ref_logprobs", &e.ref_logprobs, &e.response_mask);
         variant.check(it, "values", &e.values, &e.value_mask);
@@ -187,12 +187,12 @@ fn compare(variant: &Variant) {
             .iter()
             .map(|row| row.iter().map(|&i| i as usize).collect())
             .collect();
-        let lr = config.learning_rate * lr_factor(&config.optimizer, it, plan.num_total_batches);
-        let steps = learner.optimise(&e, &t, &orders, lr, &plan, config).unwrap();
+        let rates = LearningRates::at(config, it, plan.num_total_batches);
+        let steps = learner.optimise(&e, &t, &orders, rates, &plan, config).unwrap();
         compare_steps(variant, it, &steps);
         let mut found = Metrics::default();
         metrics(&mut found, &e, &t, &steps, config);
-        compare_metrics(variant, it, &found, lr);
+        compare_metrics(variant, it, &found, rates.value);
     }
     compare_weights(variant, "policy", learner.policy.params());
     compare_weights(variant, "value_model", learner.value.params());

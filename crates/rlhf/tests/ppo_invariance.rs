@@ -4,6 +4,7 @@ use crate::support::{assert_close, golden};
 use rlhf::config::PpoConfig;
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
+use rlhf::optim::LearningRates;
 use rlhf::report::Console;
 use rlhf::rollout::{Judges, experience, score, targets};
 use rlhf::train::ppo::{Learner, ppo};
@@ -161,11 +162,12 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
         let reference = policy();
         let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
         let experience = experience(judges, &prompts, &responses, scores, false, &config).unwrap();
-        let targets = targets(&experience, &config);
+        let targets = targets(&experience, config.kl_coef, &config);
 
         let plan = config.plan(prompts.len()).unwrap();
         let orders = vec![vec![0, 1, 2, 3, 4, 5, 6, 7], vec![7, 6, 5, 4, 3, 2, 1, 0]];
-        let steps = learner.optimise(&experience, &targets, &orders, 1e-6, &plan, &config).unwrap();
+        let rates = LearningRates { policy: Some(1e-6), value: 1e-6 };
+        let steps = learner.optimise(&experience, &targets, &orders, rates, &plan, &config).unwrap();
         let rows: Vec<f64> = orders.concat().iter().map(|&row| experience.lengths[row] as f64).collect();
         let tokens: Vec<f64> = rows.chunks(8 / num_mini_batches).map(|rows| rows.iter().sum()).collect();
         assert_eq!(steps.iter().map(|step| step.tokens).collect::<Vec<_>>(), tokens);

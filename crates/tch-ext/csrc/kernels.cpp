@@ -710,23 +710,35 @@ void logits_stats(int64_t rows, int64_t vocab, const T* logits, float inv_temper
 
 template <typename T>
 void logits_gradient(int64_t rows, int64_t vocab, T* logits, float inv_temperature, const int64_t* targets,
-                     const float* lse, const float* coefficients) {
+                     const float* lse, const float* coefficients, const float* entropy, const float* of_entropy) {
+  // Below this a probability is 0 in f32, and stays it: a logit of -inf would make NaN of 0.
+  constexpr float LEAST = -200;
   at::parallel_for(0, rows, 1, [&](int64_t from, int64_t to) {
     alignas(64) float buffer[CHUNK];
     for (int64_t row = from; row < to; row++) {
       T* x = logits + row * vocab;
-      const float scale = coefficients[row] * inv_temperature;
-      const Vec factor(inv_temperature), log_sum(lse[row]), minus(-scale);
-      const float at_target = static_cast<float>(x[targets[row]]);
+      const float scale = coefficients[row] * inv_temperature, slope = entropy ? of_entropy[row] * inv_temperature : 0;
+      const float whole = entropy ? entropy[row] : 0;
+      const Vec factor(inv_temperature), log_sum(lse[row]), minus(-scale), turn(slope), least(LEAST), all(whole);
+      const float log_p = static_cast<float>(x[targets[row]]) * inv_temperature - lse[row];
       for (int64_t i = 0; i < vocab; i += CHUNK) {
         const int64_t n = std::min(CHUNK, vocab - i);
         const float* in = floats(x + i, buffer, n);
-        for_vectors(n, [&](int64_t j, int64_t lanes) {
-          (minus * (some(in + j, lanes) * factor - log_sum).exp()).store(buffer + j, lanes);
-        });
+        auto log_ps = [&](int64_t j, int64_t lanes) { return some(in + j, lanes) * factor - log_sum; };
+        if (slope == 0) {
+          for_vectors(n, [&](int64_t j, int64_t lanes) { (minus * log_ps(j, lanes).exp()).store(buffer + j, lanes); });
+        } else {
+          for_vectors(n, [&](int64_t j, int64_t lanes) {
+            const Vec log_p = at::vec::maximum(log_ps(j, lanes), least);
+            (log_p.exp() * (minus - turn * (log_p + all))).store(buffer + j, lanes);
+          });
+        }
         store_row(buffer, x + i, n);
       }
-      x[targets[row]] = scale * (1 - std::exp(at_target * inv_temperature - lse[row]));
+      const float p = std::exp(log_p);
+      float at_target = scale * (1 - p);
+      if (slope != 0) at_target -= slope * p * (std::max(log_p, LEAST) + whole);
+      x[targets[row]] = at_target;
     }
   });
 }

@@ -87,9 +87,10 @@ struct LogitsKernels {
   // softmax's sum, entropy (which may be null).
   void (*stats)(int64_t rows, int64_t vocab, const T* logits, float inv_temperature, const int64_t* targets,
                 float* logprobs, float* lse, float* entropy);
-  // Turns logits into the gradient of sum(coefficients * logprobs).
+  // Turns logits into the gradient of sum(coefficients * logprobs) + sum(of_entropy * entropy). The last two may be null,
+  // both of them.
   void (*gradient)(int64_t rows, int64_t vocab, T* logits, float inv_temperature, const int64_t* targets,
-                   const float* lse, const float* coefficients);
+                   const float* lse, const float* coefficients, const float* entropy, const float* of_entropy);
   // Draws one token per row by the inverse of the cumulative distribution at `draws` (0 to 1); `draws` null: the
   // likeliest. A row whose logits are not finite gives a log-probability that is not.
   void (*sample)(int64_t rows, int64_t vocab, const T* logits, float inv_temperature, const double* draws,

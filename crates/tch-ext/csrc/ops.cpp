@@ -535,19 +535,21 @@ char* tch_ext_logits_stats(Tensor** logprobs, Tensor** lse, Tensor** entropy, co
   });
 }
 
+// `entropy` and the coefficients of the entropies may be null, both of them.
 char* tch_ext_logits_gradient(Tensor* logits, double inv_temperature, const Tensor* targets, const Tensor* lse,
-                              const Tensor* coefficients) {
+                              const Tensor* coefficients, const Tensor* entropy, const Tensor* of_entropy) {
   return guard([&] {
     check_logits(*logits, *targets);
     const int64_t rows = logits->size(0);
-    for (const Tensor* x : {lse, coefficients})
-      TORCH_CHECK(x->is_cpu() && x->is_contiguous() && x->scalar_type() == at::kFloat && x->numel() == rows,
+    for (const Tensor* x : {lse, coefficients, entropy, of_entropy})
+      TORCH_CHECK(!x || (x->is_cpu() && x->is_contiguous() && x->scalar_type() == at::kFloat && x->numel() == rows),
                   "logits: ", x->sizes(), " numbers for ", rows, " rows");
+    auto numbers = [](const Tensor* x) { return x ? x->const_data_ptr<float>() : nullptr; };
     for_dtype(logits->scalar_type(), "logits", [&](auto zero) {
       using T = decltype(zero);
       kernels().of<T>().logits.gradient(rows, logits->size(1), logits->mutable_data_ptr<T>(), inv_temperature,
                                         targets->const_data_ptr<int64_t>(), lse->const_data_ptr<float>(),
-                                        coefficients->const_data_ptr<float>());
+                                        coefficients->const_data_ptr<float>(), numbers(entropy), numbers(of_entropy));
     });
   });
 }

@@ -83,6 +83,8 @@ unsafe extern "C" {
         targets: *const C_tensor,
         lse: *const C_tensor,
         coefficients: *const C_tensor,
+        entropy: *const C_tensor,
+        of_entropy: *const C_tensor,
     ) -> *mut c_char;
     fn tch_ext_logits_sample(
         logits: *const C_tensor,
@@ -368,9 +370,19 @@ pub fn logits_stats(logits: &Tensor, temperature: f64, targets: &Tensor, with_en
 
 /// Turns logits, in place, into the gradient of sum(`coefficients` * logprobs), as [`logits_stats`] gives these and `lse`.
 ///
+/// `entropy` holds the rows' entropies and the coefficients of a second sum, that of the entropies, which is added.
+///
 /// # Panics
 /// If the tensors do not go together.
-pub fn logits_gradient(logits: &mut Tensor, temperature: f64, targets: &Tensor, lse: &Tensor, coefficients: &Tensor) {
+pub fn logits_gradient(
+    logits: &mut Tensor,
+    temperature: f64,
+    targets: &Tensor,
+    lse: &Tensor,
+    coefficients: &Tensor,
+    entropy: Option<(&Tensor, &Tensor)>,
+) {
+    let (entropy, of_entropy) = entropy.map_or((null(), null()), |(value, slope)| (value.as_ptr(), slope.as_ptr()));
     // SAFETY: `logits` is borrowed mutably, the others are read; the shim checks their shapes.
     expect(into_result(unsafe {
         tch_ext_logits_gradient(
@@ -379,6 +391,8 @@ pub fn logits_gradient(logits: &mut Tensor, temperature: f64, targets: &Tensor, 
             targets.as_ptr(),
             lse.as_ptr(),
             coefficients.as_ptr(),
+            entropy,
+            of_entropy,
         )
     }));
 }

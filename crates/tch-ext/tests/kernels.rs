@@ -471,9 +471,50 @@ fn statistics_of_logits_and_their_gradient_are_those_of_the_softmax() {
 
             let coefficients = randn(&[rows], 3).to_kind(Kind::Float);
             tch_ext::backward(&logprobs, &coefficients.to_kind(Kind::Double));
-            tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &coefficients);
+            tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &coefficients, None);
             assert_close(&what, &logits, &expected.grad(), tolerance);
         }
+    }
+}
+
+#[test]
+fn the_gradient_of_log_probabilities_and_entropies_together_is_that_of_the_softmax() {
+    let rows = 5;
+    for vocab in [1, 5, 1000, 1024, 1025, 5000] {
+        for (kind, tolerance) in KINDS {
+            let what = format!("vocabulary {vocab}, {kind:?}");
+            let (mut logits, targets) = logits_and_targets(rows, vocab, kind);
+            // For autograd a probability of 0 must come from a finite logit: 0 * -inf is NaN.
+            let expected = leaf(&logits.clamp_min(-1e4), Kind::Double);
+            let log_softmax = (&expected / TEMPERATURE).log_softmax(-1, Kind::Double);
+            let logprobs = log_softmax.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1);
+            let entropy = -(log_softmax.exp() * &log_softmax).sum_dim_intlist([-1].as_slice(), false, Kind::Double);
+            let (of_logprobs, of_entropy) = (randn(&[rows], 3), randn(&[rows], 4));
+            (logprobs * &of_logprobs + entropy * &of_entropy).sum(Kind::Double).backward();
+
+            let stats = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, true);
+            let of_logprobs = of_logprobs.to_kind(Kind::Float);
+            let of_entropy = of_entropy.to_kind(Kind::Float);
+            let entropy = Some((stats.entropy.as_ref().expect("asked for"), &of_entropy));
+            tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &of_logprobs, entropy);
+            assert_close(&what, &logits, &expected.grad(), tolerance);
+        }
+    }
+}
+
+#[test]
+fn a_coefficient_of_0_leaves_the_gradient_of_log_probabilities_as_it_is_to_the_bit() {
+    for (kind, _) in KINDS {
+        let (logits, targets) = logits_and_targets(4, 1025, kind);
+        let stats = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, true);
+        let zeros = stats.lse.zeros_like();
+        let entropies = Some((stats.entropy.as_ref().expect("asked for"), &zeros));
+        let [with, without] = [entropies, None].map(|entropy| {
+            let mut logits = logits.copy();
+            tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &stats.logprobs, entropy);
+            bits(&logits)
+        });
+        assert!(with == without, "{kind:?}");
     }
 }
 
@@ -564,7 +605,8 @@ fn everything(kind: Kind) -> Vec<Vec<u8>> {
     let draws = [0.1, 0.9, 0.3, 0.4, 0.0, 0.6, 0.7];
     let (sampled, logprobs) = tch_ext::logits_sample(&logits, TEMPERATURE, Some(&draws));
     let stats = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, true);
-    tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &stats.logprobs);
+    let entropy = stats.entropy.as_ref().map(|entropy| (entropy, &stats.lse));
+    tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &stats.logprobs, entropy);
 
     let norm_leaves: Vec<_> =
         [[100, 48].as_slice(), &[48], &[48]].map(|size| leaf(&randn(size, 6), Kind::Float)).into();

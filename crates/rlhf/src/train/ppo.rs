@@ -5,17 +5,20 @@ use super::{
     trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start};
-use crate::config::{EVAL_METRICS, PpoConfig, PpoPlan, StopToken};
+use crate::config::{EVAL_METRICS, PpoConfig, PpoPlan, StopToken, WhitenAdvantages};
 use crate::data::{Cursor, Dataset, Prompt, locate};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
+use crate::kl::KlController;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier};
-use crate::optim::{AdamW, lr_factor};
+use crate::optim::{AdamW, LearningRates};
 use crate::report::{Console, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::reward::{RewardInput, RewardModel, Rewards, Scored, Spec, resolve, specs};
 use crate::rng::{Purpose, Stream};
-use crate::rollout::{Experience, Judges, Scores, Targets, experience, penalise_missing_stop, targets};
+use crate::rollout::{
+    Experience, Judges, Scores, Targets, experience, penalise_missing_stop, replace_missing_stop, targets,
+};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
@@ -32,6 +35,9 @@ const CARD_METRICS: [(&str, usize); 3] = [("episode", 0), ("objective/scores", 4
 
 /// The folder of the value model, below the policy's.
 const VALUE_MODEL: &str = "value_model";
+
+/// An update's epochs end early beyond this many times `target_kl`; as TRL 0.11.
+const EARLY_STOP: f64 = 1.5;
 
 /// Trains a policy as `config` says and saves it, with its value model, in `output_dir`.
 ///
@@ -94,6 +100,8 @@ pub struct PpoTrainer {
     sample_prompts: Vec<Prompt>,
     eval_prompts: Vec<Prompt>,
     cursor: Cursor,
+    /// What the KL weighs.
+    kl_controller: KlController,
     /// The tokens that end a response; none where nothing does.
     stop: Vec<i64>,
     last_metrics: Metrics,
@@ -225,15 +233,17 @@ impl PpoTrainer {
             }
             (None, id) => Vec::from_iter(id),
         };
-        if config.missing_eos_penalty.is_some() && stop.is_empty() {
+        if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() {
             tokenizer.require_eos()?;
         }
         if let Some(id) = config.stop_token_id.filter(|id| !(0..vocab).contains(id)) {
             let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
             return Err(Error::Usage(message));
         }
+        let plan = config.plan(prompts.len())?;
         let mut trainer = Self {
-            plan: config.plan(prompts.len())?,
+            kl_controller: KlController::new(config, plan.num_total_batches),
+            plan,
             learner: Learner::new(policy, value, config),
             cursor: Cursor::new(config.run.seed, prompts.len()),
             sample_prompts,
@@ -330,6 +340,7 @@ impl PpoTrainer {
         let mut state = Map::new();
         state.insert("cursor".into(), self.cursor.state());
         state.insert("rewards".into(), self.rewards.state());
+        state.insert("kl_controller".into(), self.kl_controller.state());
         state.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
         state
     }
@@ -337,6 +348,7 @@ impl PpoTrainer {
     fn load_state(&mut self, saved: &Saved) -> Result<()> {
         self.cursor.load_state(saved.part("cursor")?)?;
         self.rewards.load_state(saved.part("rewards")?)?;
+        self.kl_controller.load_state(saved.part("kl_controller")?)?;
         if let (Some(best), Ok(state)) = (&mut self.best, saved.part("best")) {
             best.load_state(state);
         }
@@ -462,11 +474,11 @@ impl PpoTrainer {
         let experience = experience(judges, &prompts, &responses, scores, recompute, config)?;
 
         // 3. Experience to rewards, advantages, returns.
-        let targets = targets(&experience, config);
+        let targets = targets(&experience, self.kl_controller.coef(update), config);
         let rollout = began.elapsed().as_secs_f64();
 
         // 4. Epochs of mini-batches.
-        let lr = config.learning_rate * lr_factor(&config.optimizer, update, plan.num_total_batches);
+        let rates = LearningRates::at(config, update, plan.num_total_batches);
         let orders: Vec<Vec<usize>> = (0..config.num_ppo_epochs as u64)
             .map(|epoch| {
                 Stream::new(config.run.seed, Purpose::MiniBatches, update as u64, epoch).permutation(plan.batch_size)
@@ -474,7 +486,7 @@ impl PpoTrainer {
             .collect();
         // The rollout's pieces are of other sizes than training's, and would stand between them.
         tch_ext::release_memory();
-        let steps = self.learner.optimise(&experience, &targets, &orders, lr, plan, config)?;
+        let steps = self.learner.optimise(&experience, &targets, &orders, rates, plan, config)?;
 
         // 5. What happened.
         let took = began.elapsed().as_secs_f64();
@@ -486,13 +498,17 @@ impl PpoTrainer {
         metrics(&mut m, &experience, &targets, &steps, config);
         scored.push_metrics(&mut m);
         m.push("val/num_eos_tokens", ends.iter().sum::<usize>() as f64);
-        m.push("lr", lr);
+        m.push("lr", rates.policy.unwrap_or(0.0));
+        if config.value.differs() {
+            m.push("val/lr", rates.value);
+        }
         m.push("time/generate", generated);
         m.push("time/rollout", rollout);
         m.push("time/optimise", took - rollout);
         m.push("time/update", took);
         m.push("tokens_per_second/generate", tokens / generated);
         m.push("tokens_per_second/update", tokens / took);
+        self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), plan.batch_size);
         self.last_metrics.clone_from(&m);
         Ok(m)
     }
@@ -570,8 +586,16 @@ impl PpoTrainer {
             responses.iter().map(|r| r.tokens.iter().filter(|id| end.contains(id)).count()).collect();
         let stopped: Vec<bool> = ends.iter().map(|&count| count > 0).collect();
         let mut scores = scored.to_scores(self.learner.policy.device());
-        if let Some(penalty) = self.config.missing_eos_penalty {
-            scores.responses = penalise_missing_stop(&scores.responses, &stopped, penalty);
+        match self.config.missing_eos_penalty {
+            Some(penalty) => scores.responses = penalise_missing_stop(&scores.responses, &stopped, penalty),
+            None if self.config.non_eos_penalty => {
+                let value = self.config.penalty_reward_value;
+                scores.responses = replace_missing_stop(&scores.responses, &stopped, value);
+                // What is replaced is all that a response got.
+                let of_tokens = scores.tokens.iter_mut().flatten().zip(&stopped);
+                of_tokens.filter(|(_, stopped)| !**stopped).for_each(|(row, _)| row.fill(0.0));
+            }
+            None => {}
         }
         (scores, ends)
     }
@@ -657,20 +681,26 @@ pub struct Learner {
 /// What one optimizer step did. Sums are over the tokens (or value slots) of its mini-batch.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepStats {
-    /// Response tokens of the mini-batch.
+    /// Response tokens of the mini-batch that the policy learnt from; 0 while it is frozen.
     pub tokens: f64,
     /// Value slots of the mini-batch.
     pub value_slots: f64,
-    /// Sum of the clipped policy objective, negated.
+    /// Sum of the clipped policy objective, negated; without the KL and the entropy that may be added.
     pub policy_loss: f64,
     /// Sum of the clipped value loss, without `vf_coef`.
     pub value_loss: f64,
     /// Tokens at which the policy's clip was active.
     pub policy_clipped: f64,
+    /// Tokens at which the dual clip was active.
+    pub dual_clipped: f64,
     /// Slots at which the value's clip was active.
     pub value_clipped: f64,
     /// Sum of (new - old log-probability)^2 / 2.
     pub approx_kl: f64,
+    /// Sum of old - new log-probability.
+    pub policy_kl: f64,
+    /// Sum of the estimates of KL(policy || reference), where they are in the loss.
+    pub ref_kl: f64,
     /// Sum of the entropies of the distributions over the vocabulary, in nats.
     pub entropy: f64,
     /// Sum of the probability ratios.
@@ -681,6 +711,8 @@ pub struct StepStats {
     pub policy_grad_norm: f64,
     /// Norm of the value model's gradient before clipping.
     pub value_grad_norm: f64,
+    /// Whether the mean ratio was above `ratio_threshold`: then nothing was learnt, and the norms are 0.
+    pub skipped: bool,
 }
 
 impl Learner {
@@ -693,7 +725,7 @@ impl Learner {
         let activation_bytes = |on| policy.activation_bytes(on).max(value.activation_bytes(on));
         let micro_batch_tokens = micro_batch_tokens(&config.run, policy.device(), policy.params(), activation_bytes);
         let policy_optimizer = AdamW::new(policy.trainable_params(), &config.optimizer);
-        let value_optimizer = AdamW::new(value.trainable_params(), &config.optimizer);
+        let value_optimizer = AdamW::new(value.trainable_params(), &config.value_optimizer().1);
         Self { policy, value, policy_optimizer, value_optimizer, micro_batch_tokens }
     }
 
@@ -706,7 +738,10 @@ impl Learner {
     ///
     /// A pass is `num_mini_batches` optimizer steps of `mini_batch_size` rows. A mini-batch goes through the models in
     /// micro-batches; its losses are sums over them, divided by the token count of the whole mini-batch, so the size of
-    /// a micro-batch changes memory and speed and nothing else. Gives one entry per optimizer step.
+    /// a micro-batch changes memory and speed and nothing else. Gives one entry per mini-batch.
+    ///
+    /// A mini-batch above `ratio_threshold` is skipped. A pass that ends too far from the policy that sampled, by
+    /// `target_kl`, is the last. Where `rates` has none for the policy, only the value model learns.
     ///
     /// # Errors
     /// If a gradient is not finite.
@@ -715,7 +750,7 @@ impl Learner {
         experience: &Experience,
         targets: &Targets,
         orders: &[Vec<usize>],
-        lr: f64,
+        rates: LearningRates,
         plan: &PpoPlan,
         config: &PpoConfig,
     ) -> Result<Vec<StepStats>> {
@@ -724,24 +759,95 @@ impl Learner {
             for mini_batch in order.chunks(plan.mini_batch_size) {
                 let mut stats = StepStats::default();
                 for &row in mini_batch {
-                    stats.tokens += experience.lengths[row] as f64;
+                    if rates.policy.is_some() {
+                        stats.tokens += experience.lengths[row] as f64;
+                    }
                     stats.value_slots += experience.value_counts[row] as f64;
                 }
+                let advantages = match config.whiten_advantages {
+                    WhitenAdvantages::MiniBatch => {
+                        whiten_rows(&targets.advantages, mini_batch, &experience.response_mask)
+                    }
+                    WhitenAdvantages::Batch | WhitenAdvantages::None => targets.advantages.shallow_clone(),
+                };
                 let tokens = |&row: &usize| experience.sequences[row].len();
                 for micro_batch in micro_batches(mini_batch, plan.micro_batch_size, self.micro_batch_tokens, tokens) {
-                    self.accumulate(experience, targets, micro_batch, &mut stats, config)?;
+                    if rates.policy.is_some() {
+                        self.accumulate_policy(experience, targets, &advantages, micro_batch, &mut stats, config)?;
+                    }
+                    self.accumulate_value(experience, targets, micro_batch, &mut stats, config)?;
                 }
+                stats.skipped = config.step.ratio_threshold.is_some_and(|most| stats.ratio > most * stats.tokens);
                 let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));
-                stats.policy_grad_norm = self.policy_optimizer.step(lr).map_err(named("policy"))?;
-                stats.value_grad_norm = self.value_optimizer.step(lr).map_err(named("value model"))?;
+                if stats.skipped {
+                    self.policy_optimizer.zero_grad();
+                    self.value_optimizer.zero_grad();
+                } else {
+                    if let Some(lr) = rates.policy {
+                        stats.policy_grad_norm = self.policy_optimizer.step(lr).map_err(named("policy"))?;
+                    }
+                    stats.value_grad_norm = self.value_optimizer.step(rates.value).map_err(named("value model"))?;
+                }
                 steps.push(stats);
+            }
+            let moved = steps.last().map_or(0.0, |last| last.policy_kl / last.tokens.max(1.0));
+            if config.step.target_kl.is_some_and(|target| moved > EARLY_STOP * target) {
+                break;
             }
         }
         Ok(steps)
     }
 
-    /// Adds the gradients of one micro-batch's share of the mini-batch's losses, and its share of the sums.
-    fn accumulate(
+    /// Adds the gradients of one micro-batch's share of the policy's loss over the mini-batch, and its share of the sums.
+    fn accumulate_policy(
+        &self,
+        experience: &Experience,
+        targets: &Targets,
+        advantages: &Tensor,
+        rows: &[usize],
+        stats: &mut StepStats,
+        config: &PpoConfig,
+    ) -> Result<()> {
+        let sequences: Vec<&Vec<i64>> = rows.iter().map(|&row| &experience.sequences[row]).collect();
+        let spans: Vec<_> = rows.iter().map(|&row| experience.token_span(row)).collect();
+        let mine = |x: &Tensor| packed(x, &experience.response_mask, rows);
+        let (old, advantages) = (mine(&experience.logprobs), mine(advantages));
+        let reference = config.kl.kl_in_loss.then(|| mine(&experience.ref_logprobs));
+        let clip = config.policy_clip();
+        let new = self.policy.learn_logprobs(&sequences, &spans, config.temperature, true, |tokens, now| {
+            let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
+            let all = all(&now.logprobs);
+            let loss = ppo::policy_loss(&now.logprobs, &here(&old), &here(&advantages), &all, clip);
+            stats.policy_loss += number(&loss.sum);
+            stats.policy_clipped += number(&loss.clipped);
+            stats.dual_clipped += number(&loss.dual_clipped);
+            stats.approx_kl += number(&loss.approx_kl);
+            stats.policy_kl += number(&loss.policy_kl);
+            stats.ratio += number(&loss.ratio.sum(Kind::Float));
+            stats.ratio_squared += number(&loss.ratio.square().sum(Kind::Float));
+            let sum = match &reference {
+                Some(reference) => {
+                    let kl = ppo::kl(&now.logprobs, &here(reference), &all, config.kl_estimator).sum(Kind::Float);
+                    stats.ref_kl += number(&kl);
+                    loss.sum + kl * targets.kl_coef
+                }
+                None => loss.sum,
+            };
+            let sum = match &now.entropy {
+                Some(entropy) if config.step.entropy_coef > 0.0 => {
+                    sum - entropy.sum(Kind::Float) * config.step.entropy_coef
+                }
+                _ => sum,
+            };
+            sum / stats.tokens
+        })?;
+        stats.entropy += new.entropy.map_or(0.0, |entropy| number(&entropy.sum(Kind::Float)));
+        Ok(())
+    }
+
+    /// As [`Learner::accumulate_policy`], of the value model. The two models share nothing, so the policy's activations are
+    /// gone before the value model's come.
+    fn accumulate_value(
         &self,
         experience: &Experience,
         targets: &Targets,
@@ -750,32 +856,9 @@ impl Learner {
         config: &PpoConfig,
     ) -> Result<()> {
         let sequences: Vec<&Vec<i64>> = rows.iter().map(|&row| &experience.sequences[row]).collect();
-        let index = Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>());
-        let index = index.to_device(self.policy.device());
-        // The counted slots of these rows, row after row: as the models give their numbers.
-        let packed = |x: &Tensor, mask: &Tensor| x.index_select(0, &index).masked_select(&mask.index_select(0, &index));
-        let all = |x: &Tensor| x.ones_like().to_kind(Kind::Bool);
-        let number = |x: &Tensor| x.double_value(&[]);
-
-        let old = packed(&experience.logprobs, &experience.response_mask);
-        let advantages = packed(&targets.advantages, &experience.response_mask);
-        let spans: Vec<_> = rows.iter().map(|&row| experience.token_span(row)).collect();
-        let new = self.policy.learn_logprobs(&sequences, &spans, config.temperature, true, |tokens, logprobs| {
-            let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
-            let loss = ppo::policy_loss(logprobs, &here(&old), &here(&advantages), &all(logprobs), config.cliprange);
-            stats.policy_loss += number(&loss.sum);
-            stats.policy_clipped += number(&loss.clipped);
-            stats.approx_kl += number(&loss.approx_kl);
-            stats.ratio += number(&loss.ratio.sum(Kind::Float));
-            stats.ratio_squared += number(&loss.ratio.square().sum(Kind::Float));
-            loss.sum / stats.tokens
-        })?;
-        stats.entropy += new.entropy.map_or(0.0, |entropy| number(&entropy.sum(Kind::Float)));
-
-        // The two models share nothing, so the policy's activations are gone before the value model's come.
-        let old = packed(&experience.values, &experience.value_mask);
-        let returns = packed(&targets.returns, &experience.value_mask);
         let spans: Vec<_> = rows.iter().map(|&row| experience.value_span(row)).collect();
+        let mine = |x: &Tensor| packed(x, &experience.value_mask, rows);
+        let (old, returns) = (mine(&experience.values), mine(&targets.returns));
         self.value.learn_values(&sequences, &spans, |values| {
             let loss = ppo::value_loss(values, &old, &returns, &all(values), config.cliprange_value);
             stats.value_loss += number(&loss.sum);
@@ -785,35 +868,84 @@ impl Learner {
     }
 }
 
+/// The counted slots of `rows` of `x`, row after row: as the models give their numbers.
+fn packed(x: &Tensor, mask: &Tensor, rows: &[usize]) -> Tensor {
+    let index = row_index(rows, x);
+    x.index_select(0, &index).masked_select(&mask.index_select(0, &index))
+}
+
+/// `x` whitened over the counted slots of `rows` alone; 0 in other rows.
+fn whiten_rows(x: &Tensor, rows: &[usize], mask: &Tensor) -> Tensor {
+    let index = row_index(rows, x);
+    let theirs = mask.zeros_like().index_copy(0, &index, &mask.index_select(0, &index));
+    ppo::whiten(x, &theirs, true)
+}
+
+fn row_index(rows: &[usize], like: &Tensor) -> Tensor {
+    Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>()).to_device(like.device())
+}
+
+/// A mask that is true throughout.
+fn all(x: &Tensor) -> Tensor {
+    x.ones_like().to_kind(Kind::Bool)
+}
+
+fn number(x: &Tensor) -> f64 {
+    x.double_value(&[])
+}
+
 /// Adds the metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the other
-/// averages are over real tokens, of all optimizer steps together. `docs/algorithm.md` defines each.
+/// averages are over real tokens, of all mini-batches together. `docs/algorithm.md` defines each.
+///
+/// What belongs to a setting that is off by default is there only where it is on; of a policy that is frozen there is
+/// nothing to tell.
 pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, steps: &[StepStats], config: &PpoConfig) {
     let rows = experience.lengths.len() as f64;
     let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
     let sum = |f: fn(&StepStats) -> f64| steps.iter().map(f).sum::<f64>();
-    let (tokens, value_slots) = (sum(|s| s.tokens).max(1.0), sum(|s| s.value_slots).max(1.0));
+    let (tokens, value_slots) = (sum(|s| s.tokens), sum(|s| s.value_slots).max(1.0));
     let kl = per_row(&targets.kl);
     let scores = experience.total_scores();
     let score = per_row(&scores);
-    let ratio = sum(|s| s.ratio) / tokens;
-    let mean_norm = |f: fn(&StepStats) -> f64| sum(f) / steps.len().max(1) as f64;
+    let in_rewards = if config.kl.kl_in_loss { 0.0 } else { targets.kl_coef };
+    let taken = steps.iter().filter(|step| !step.skipped).count();
+    let mean_norm = |f: fn(&StepStats) -> f64| sum(f) / taken.max(1) as f64;
     let response_tokens = experience.lengths.iter().sum::<i64>() as f64;
 
     m.push("objective/kl", kl);
+    m.push("objective/kl_coef", targets.kl_coef);
     m.push("objective/entropy", -per_row(&experience.logprobs));
-    m.push("objective/non_score_reward", -config.kl_coef * kl);
-    m.push("objective/rlhf_reward", score - config.kl_coef * kl);
+    m.push("objective/non_score_reward", -in_rewards * kl);
+    m.push("objective/rlhf_reward", score - in_rewards * kl);
     m.push("objective/scores", score);
     m.push("objective/scores_std", if rows > 1.0 { scores.std(true).double_value(&[]) } else { 0.0 });
-    m.push("policy/approxkl_avg", sum(|s| s.approx_kl) / tokens);
-    m.push("policy/clipfrac_avg", sum(|s| s.policy_clipped) / tokens);
-    m.push("policy/entropy_avg", sum(|s| s.entropy) / tokens);
-    m.push("policy/grad_norm", mean_norm(|s| s.policy_grad_norm));
-    m.push("loss/policy_avg", sum(|s| s.policy_loss) / tokens);
+    if tokens > 0.0 {
+        m.push("policy/approxkl_avg", sum(|s| s.approx_kl) / tokens);
+        m.push("policy/clipfrac_avg", sum(|s| s.policy_clipped) / tokens);
+        if config.step.dual_clip.is_some() {
+            m.push("policy/dual_clipfrac_avg", sum(|s| s.dual_clipped) / tokens);
+        }
+        m.push("policy/entropy_avg", sum(|s| s.entropy) / tokens);
+        m.push("policy/grad_norm", mean_norm(|s| s.policy_grad_norm));
+        if config.step.target_kl.is_some() {
+            m.push("policy/policykl_avg", sum(|s| s.policy_kl) / tokens);
+            m.push("policy/epochs", (steps.len() / config.num_mini_batches) as f64);
+        }
+        if config.step.ratio_threshold.is_some() {
+            m.push("policy/skipped_steps", (steps.len() - taken) as f64);
+        }
+        m.push("loss/policy_avg", sum(|s| s.policy_loss) / tokens);
+        if config.kl.kl_in_loss {
+            m.push("loss/kl_avg", sum(|s| s.ref_kl) / tokens);
+        }
+    }
     m.push("loss/value_avg", sum(|s| s.value_loss) / value_slots);
     m.push("val/clipfrac_avg", sum(|s| s.value_clipped) / value_slots);
-    m.push("val/ratio", ratio);
-    m.push("val/ratio_var", (sum(|s| s.ratio_squared) / tokens - ratio * ratio).max(0.0));
+    if tokens > 0.0 {
+        let ratio = sum(|s| s.ratio) / tokens;
+        m.push("val/ratio", ratio);
+        m.push("val/ratio_var", (sum(|s| s.ratio_squared) / tokens - ratio * ratio).max(0.0));
+    }
     m.push("val/explained_variance", explained_variance(experience, targets));
     m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm));
     m.push("val/response_length", response_tokens / rows);

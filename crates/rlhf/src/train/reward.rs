@@ -11,7 +11,7 @@ use crate::data::{Cursor, Dataset, Pair, locate};
 use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, DropoutRows, SequenceClassifier};
-use crate::optim::{AdamW, lr_factor};
+use crate::optim::{AdamW, learning_rate};
 use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
@@ -152,7 +152,7 @@ fn run_updates(
                 progress.since.add(scores, config) / batch.len() as f64
             })?;
         }
-        let lr = config.learning_rate * lr_factor(&config.optimizer, progress.done, plan.num_updates);
+        let lr = learning_rate(config.learning_rate, &config.optimizer, progress.done, plan.num_updates);
         let since = &mut progress.since;
         since.grad_norm += progress.optimizer.step(lr)?;
         let done = progress.done + 1;

@@ -10,7 +10,7 @@ use crate::data::{Cursor, Dataset, Demonstration, locate};
 use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, DropoutRows, ModelConfig};
-use crate::optim::{AdamW, lr_factor};
+use crate::optim::{AdamW, learning_rate};
 use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
@@ -175,13 +175,12 @@ fn run_updates(
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
             let dropout = DropoutRows { share, seed, update: progress.done as u64, rows };
             let (sequences, spans) = counted_tokens(micro_batch);
-            let found =
-                model.learn_logprobs_dropping(&sequences, &spans, 1.0, false, Some(&dropout), |_, logprobs| {
-                    -logprobs.sum(Kind::Float) / counted as f64
-                })?;
+            let found = model.learn_logprobs_dropping(&sequences, &spans, 1.0, false, Some(&dropout), |_, now| {
+                -now.logprobs.sum(Kind::Float) / counted as f64
+            })?;
             progress.since.loss -= found.logprobs.sum(Kind::Float).double_value(&[]);
         }
-        let lr = config.learning_rate * lr_factor(&config.optimizer, progress.done, plan.num_updates);
+        let lr = learning_rate(config.learning_rate, &config.optimizer, progress.done, plan.num_updates);
         let since = &mut progress.since;
         since.tokens += counted as f64;
         since.grad_norm += progress.optimizer.step(lr)?;

@@ -1,0 +1,156 @@
+//! What the KL to the reference weighs, from update to update: fixed, adapted to a target, or on a schedule.
+
+use crate::config::PpoConfig;
+use crate::{Error, Result};
+use serde_json::{Value, json};
+
+/// How far one update may move an adaptive coefficient, as a share of its horizon.
+const MOST_ERROR: f64 = 0.2;
+
+/// The coefficient of the KL, which may move after each update.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KlController {
+    coef: f64,
+    rule: Rule,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Rule {
+    Fixed,
+    /// Raises the coefficient while the KL is above the target, and lowers it below.
+    Adaptive {
+        target: f64,
+        horizon: f64,
+    },
+    /// In a straight line from the first coefficient to this one, which the last update has.
+    Linear {
+        end: f64,
+        num_updates: usize,
+    },
+}
+
+impl KlController {
+    /// The controller of a run of `num_updates` updates.
+    pub fn new(config: &PpoConfig, num_updates: usize) -> Self {
+        let kl = &config.kl;
+        let rule = match kl.kl_coef_end {
+            Some(end) => Rule::Linear { end, num_updates },
+            None if kl.adap_kl_ctrl => Rule::Adaptive { target: kl.target, horizon: kl.horizon },
+            None => Rule::Fixed,
+        };
+        Self { coef: config.kl_coef, rule }
+    }
+
+    /// What the KL weighs in update `update`, from 0.
+    pub fn coef(&self, update: usize) -> f64 {
+        match self.rule {
+            Rule::Linear { end, num_updates } => {
+                let progress = update as f64 / num_updates.saturating_sub(1).max(1) as f64;
+                self.coef + (end - self.coef) * progress.min(1.0)
+            }
+            Rule::Fixed | Rule::Adaptive { .. } => self.coef,
+        }
+    }
+
+    /// Takes note of an update's `objective/kl`, the mean over its `responses` responses of their sums.
+    ///
+    /// Source: Ziegler et al. 2019, section 2.2; as TRL 0.11.
+    pub fn observe(&mut self, kl: f64, responses: usize) {
+        if let Rule::Adaptive { target, horizon } = self.rule
+            && kl.is_finite()
+        {
+            let error = (kl / target - 1.0).clamp(-MOST_ERROR, MOST_ERROR);
+            self.coef *= 1.0 + error * responses as f64 / horizon;
+        }
+    }
+
+    /// What a checkpoint keeps of it.
+    pub fn state(&self) -> Value {
+        json!({"kl_coef": self.coef})
+    }
+
+    /// Goes on from what [`KlController::state`] gave.
+    ///
+    /// # Errors
+    /// If `state` is something else.
+    pub fn load_state(&mut self, state: &Value) -> Result<()> {
+        let coef = state.get("kl_coef").and_then(Value::as_f64).filter(|coef| coef.is_finite());
+        self.coef = coef.ok_or_else(|| {
+            Error::Run(format!("state of the KL controller: expected a number `kl_coef`, found {state}"))
+        })?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config() -> PpoConfig {
+        PpoConfig::new("policy", "judge", "prompts.jsonl", "out")
+    }
+
+    fn adaptive(kl_coef: f64) -> KlController {
+        let mut config = config();
+        config.kl_coef = kl_coef;
+        config.kl.adap_kl_ctrl = true;
+        KlController::new(&config, 100)
+    }
+
+    #[test]
+    fn an_adaptive_coefficient_moves_as_that_of_trl_0_11() {
+        // TRL 0.11.4 with target 6, horizon 10000 and 256 responses; of the errors -0.5, 1 and 0.05 the first two are clipped.
+        let mut controller = adaptive(0.2);
+        for (kl, expected) in [(3.0, 0.198976), (12.0, 0.199_994_76), (6.3, 0.200_250_75)] {
+            controller.observe(kl, 256);
+            assert!((controller.coef(7) - expected).abs() < 1e-8, "{}", controller.coef(7));
+        }
+        // Its own run of 8 responses, in f32: .2, then .19996801 and .19993602.
+        let mut controller = adaptive(0.2);
+        for (kl, expected) in [(0.014_923_9, 0.199_968_01), (-0.046_610_4, 0.199_936_02)] {
+            controller.observe(kl, 8);
+            assert!((controller.coef(1) - expected).abs() < 2e-8, "{}", controller.coef(1));
+        }
+    }
+
+    #[test]
+    fn at_its_target_or_at_a_number_that_is_none_the_coefficient_stays() {
+        for kl in [6.0, f64::NAN, f64::INFINITY] {
+            let mut controller = adaptive(0.2);
+            controller.observe(kl, 256);
+            assert_eq!(controller.coef(1), 0.2, "{kl}");
+        }
+    }
+
+    #[test]
+    fn a_scheduled_coefficient_has_its_end_in_the_last_update_and_a_fixed_one_never_moves() {
+        let mut config = config();
+        config.kl_coef = 0.2;
+        let mut fixed = KlController::new(&config, 5);
+        fixed.observe(100.0, 1000);
+        assert_eq!(fixed.coef(4), 0.2);
+        config.kl.kl_coef_end = Some(0.1);
+        let mut linear = KlController::new(&config, 5);
+        linear.observe(100.0, 1000);
+        for (update, expected) in [0.2, 0.175, 0.15, 0.125, 0.1, 0.1].into_iter().enumerate() {
+            assert!((linear.coef(update) - expected).abs() < 1e-15, "{update}: {}", linear.coef(update));
+        }
+        assert_eq!(KlController::new(&config, 1).coef(0), 0.2);
+    }
+
+    #[test]
+    fn a_controller_goes_on_from_its_state_bit_for_bit() {
+        let (mut one, mut other) = (adaptive(0.2), adaptive(0.2));
+        for kl in [3.7, 11.1, 6.3] {
+            one.observe(kl, 37);
+        }
+        let text = one.state().to_string();
+        other.load_state(&serde_json::from_str(&text).unwrap()).unwrap();
+        assert_eq!(other, one);
+        for state in [json!(null), json!({}), json!({"kl_coef": "0.2"}), json!({"kl_coef": null})] {
+            let error = other.load_state(&state).unwrap_err().to_string();
+            assert!(error.contains("KL controller: expected a number `kl_coef`"), "{error}");
+        }
+        assert_eq!(other, one);
+    }
+}

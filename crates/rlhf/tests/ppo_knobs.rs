@@ -1,0 +1,491 @@
+//! What each setting of a PPO step does, and what it leaves alone; and TRL's command lines.
+
+use crate::cli::{Scratch, json_lines};
+use crate::support::{assert_close, golden};
+use rlhf::config::{PpoConfig, PpoPlan, WhitenAdvantages};
+use rlhf::generate::{GenerationConfig, Sampling, generate};
+use rlhf::metrics::Metrics;
+use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
+use rlhf::optim::LearningRates;
+use rlhf::ppo::{KlEstimator, gae, keep};
+use rlhf::report::Console;
+use rlhf::rollout::{Experience, Judges, Targets, experience, score, targets};
+use rlhf::train::ppo::{Learner, PpoTrainer, StepStats, metrics, ppo};
+use serde_json::{Map, Value};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use tch::{Kind, Tensor};
+
+fn init(model: &str) -> PathBuf {
+    golden().join("trl_new/init").join(model)
+}
+
+fn policy(name: &str) -> CausalLm {
+    CausalLm::from_pretrained(&init(name), ModelOptions::default()).unwrap()
+}
+
+fn classifier(name: &str) -> SequenceClassifier {
+    SequenceClassifier::from_pretrained(&init(name), None, ModelOptions::default()).unwrap()
+}
+
+/// One update of eight answers, up to the point where it learns; the reference is another model than the policy.
+struct Update {
+    learner: Learner,
+    reference: CausalLm,
+    experience: Experience,
+    plan: PpoPlan,
+    config: PpoConfig,
+}
+
+fn update(change: impl FnOnce(&mut PpoConfig)) -> Update {
+    let mut config = PpoConfig::new("policy", "reward", "prompts.jsonl", "out");
+    config.response_length = 10;
+    config.total_episodes = Some(32);
+    config.learning_rate = 1e-3;
+    change(&mut config);
+    let plan = config.plan(8).unwrap();
+    let (learner, reference) =
+        (Learner::new(policy("llama_policy"), classifier("llama_value"), &config), policy("llama_ref"));
+    let prompts: Vec<Vec<i64>> = (0..8).map(|row| (5..6 + row).collect()).collect();
+    let generation = GenerationConfig {
+        stop_token_ids: vec![192],
+        seed: 1,
+        ..GenerationConfig::new(Sampling::at_temperature(config.temperature), config.response_length)
+    };
+    let responses = generate(&learner.policy, &prompts, &generation).unwrap();
+    let sequences: Vec<Vec<i64>> = prompts.iter().zip(&responses).map(|(p, r)| [&p[..], &r.tokens].concat()).collect();
+    let scores = score(&classifier("llama_reward"), &sequences, 8).unwrap();
+    let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
+    let experience = experience(judges, &prompts, &responses, scores, false, &config).unwrap();
+    Update { learner, reference, experience, plan, config }
+}
+
+impl Update {
+    fn targets(&self) -> Targets {
+        targets(&self.experience, self.config.kl_coef, &self.config)
+    }
+
+    /// Learns from rows in these orders, at the rates of the run's first update.
+    fn learn_orders(&mut self, targets: &Targets, orders: &[Vec<usize>]) -> Vec<StepStats> {
+        let rates = LearningRates::at(&self.config, 0, self.plan.num_total_batches);
+        self.learner.optimise(&self.experience, targets, orders, rates, &self.plan, &self.config).unwrap()
+    }
+
+    fn learn(&mut self, epochs: usize) -> Vec<StepStats> {
+        let targets = self.targets();
+        self.learn_orders(&targets, &vec![(0..8).collect(); epochs])
+    }
+
+    /// As [`Update::learn`], with no advantages: only other terms of the loss move the policy.
+    fn learn_without_advantages(&mut self, epochs: usize) -> Vec<StepStats> {
+        let mut targets = self.targets();
+        targets.advantages = targets.advantages.zeros_like();
+        self.learn_orders(&targets, &vec![(0..8).collect(); epochs])
+    }
+
+    /// As if the policy that sampled had found these rows' tokens a hundred times less likely: ratios of about 148.
+    fn surprise(&mut self, rows: Range<i64>) {
+        let logprobs = self.experience.logprobs.copy();
+        let _ = logprobs.narrow(0, rows.start, rows.end - rows.start).g_sub_scalar_(5.0);
+        self.experience.logprobs = logprobs;
+    }
+
+    fn metrics(&self, steps: &[StepStats]) -> Metrics {
+        let mut found = Metrics::default();
+        metrics(&mut found, &self.experience, &self.targets(), steps, &self.config);
+        found
+    }
+
+    fn policy_weights(&self) -> Vec<Tensor> {
+        weights(self.learner.policy.params())
+    }
+
+    fn value_weights(&self) -> Vec<Tensor> {
+        weights(self.learner.value.params())
+    }
+}
+
+fn weights(params: &[Param]) -> Vec<Tensor> {
+    params.iter().map(|param| param.tensor.detach().copy()).collect()
+}
+
+// The steps.
+
+#[test]
+fn epochs_end_after_the_first_that_is_one_and_a_half_times_target_kl_away() {
+    let free = update(|c| c.num_mini_batches = 2).learn(4);
+    // Of each epoch's last mini-batch.
+    let moved: Vec<f64> = free.iter().skip(1).step_by(2).map(|step| step.policy_kl / step.tokens).collect();
+    let reached = moved[..3].iter().copied().fold(0.0, f64::max);
+    assert!(reached > 0.0, "the policy does not move away: {moved:?}");
+    for (target, epochs) in [
+        (reached / 1.5 * 0.999, 1 + moved.iter().position(|&kl| kl >= reached).unwrap()),
+        (moved.iter().copied().fold(0.0, f64::max) / 1.5 * 1.001, 4),
+    ] {
+        let mut stopped = update(|c| {
+            c.num_mini_batches = 2;
+            c.step.target_kl = Some(target);
+        });
+        let steps = stopped.learn(4);
+        assert_eq!(steps, free[..2 * epochs], "target {target}, moved {moved:?}");
+        assert_eq!(stopped.metrics(&steps).get("policy/epochs"), Some(epochs as f64));
+    }
+}
+
+#[test]
+fn a_mini_batch_above_the_ratio_threshold_takes_no_step_and_leaves_nothing_behind() {
+    let surprised = |threshold| {
+        let mut update = update(|c| {
+            c.num_mini_batches = 4;
+            c.step.ratio_threshold = threshold;
+        });
+        update.surprise(0..2);
+        update
+    };
+    let all: Vec<usize> = (0..8).collect();
+    let mut skipping = surprised(Some(10.0));
+    let targets = skipping.targets();
+    let steps = skipping.learn_orders(&targets, std::slice::from_ref(&all));
+    assert_eq!(steps.iter().map(|step| step.skipped).collect::<Vec<_>>(), [true, false, false, false]);
+    assert!(steps[0].ratio / steps[0].tokens > 10.0 && steps[0].policy_grad_norm == 0.0);
+    assert_eq!(skipping.metrics(&steps).get("policy/skipped_steps"), Some(1.0));
+    // As if the first two rows had not been there.
+    let mut without = surprised(Some(10.0));
+    assert_eq!(without.learn_orders(&targets, &[all[2..].to_vec()]), steps[1..]);
+    assert_eq!(skipping.policy_weights(), without.policy_weights());
+    assert_eq!(skipping.value_weights(), without.value_weights());
+    let mut patient = surprised(Some(1000.0));
+    assert!(patient.learn_orders(&targets, &[all]).iter().all(|step| !step.skipped));
+    assert_ne!(patient.policy_weights(), skipping.policy_weights());
+}
+
+#[test]
+fn a_run_of_nothing_but_skipped_steps_changes_no_weight() {
+    let mut update = update(|c| c.step.ratio_threshold = Some(10.0));
+    update.surprise(0..8);
+    let before = (update.policy_weights(), update.value_weights());
+    let steps = update.learn(4);
+    assert!(steps.len() == 4 && steps.iter().all(|step| step.skipped));
+    assert_eq!((update.policy_weights(), update.value_weights()), before);
+}
+
+#[test]
+fn an_entropy_bonus_alone_raises_the_entropy_and_none_moves_nothing() {
+    let entropies = |steps: &[StepStats]| steps.iter().map(|step| step.entropy / step.tokens).collect::<Vec<_>>();
+    let rising = entropies(&update(|c| c.step.entropy_coef = 0.5).learn_without_advantages(4));
+    assert!(rising.windows(2).all(|pair| pair[1] > pair[0] + 1e-4), "{rising:?}");
+    let still = entropies(&update(|_| ()).learn_without_advantages(4));
+    assert!(still.windows(2).all(|pair| pair[1] == pair[0]), "{still:?}");
+}
+
+#[test]
+fn the_kl_in_the_loss_draws_the_policy_to_the_reference_and_leaves_the_rewards_to_the_scores() {
+    for estimator in [KlEstimator::Mse, KlEstimator::K3, KlEstimator::Abs] {
+        let mut update = update(|c| {
+            c.kl_coef = 0.5;
+            c.kl_estimator = estimator;
+            c.kl.kl_in_loss = true;
+        });
+        let targets = update.targets();
+        let sum = |x: &Tensor| x.sum(Kind::Double).double_value(&[]);
+        assert!((sum(&targets.rewards) - sum(&update.experience.scores)).abs() < 1e-4);
+        let steps = update.learn_without_advantages(4);
+        let kl: Vec<f64> = steps.iter().map(|step| step.ref_kl / step.tokens).collect();
+        assert!(kl[0] > 0.0 && kl[3] < kl[0], "{estimator:?}: {kl:?}");
+        // At the first step the policy is the one that sampled, so its KL is that of the rollout.
+        let rollout = sum(&targets.kl) / steps[0].tokens;
+        assert!((kl[0] - rollout).abs() < 1e-4 * rollout, "{estimator:?}: {} is not {rollout}", kl[0]);
+        let metrics = update.metrics(&steps);
+        assert_eq!(metrics.get("objective/non_score_reward"), Some(0.0));
+        assert!(metrics.get("objective/kl").unwrap() > 0.0 && metrics.get("loss/kl_avg").unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn advantages_are_whitened_over_the_update_over_each_mini_batch_or_not() {
+    let first_loss = |whiten| {
+        let mut update = update(|c| {
+            c.whiten_advantages = whiten;
+            c.num_mini_batches = 2;
+            c.learning_rate = 0.0;
+        });
+        // With every ratio 1 a mini-batch's loss is the mean of its advantages, negated.
+        let steps = update.learn(1);
+        (update, steps[0].policy_loss / steps[0].tokens)
+    };
+    assert!(first_loss(WhitenAdvantages::MiniBatch).1.abs() < 1e-5);
+    assert!(first_loss(WhitenAdvantages::Batch).1.abs() > 1e-3);
+    let (update, loss) = first_loss(WhitenAdvantages::None);
+    let (e, targets) = (&update.experience, update.targets());
+    let (raw, _) = gae(&targets.rewards, &e.values, &e.value_mask, update.config.gamma, update.config.lam);
+    let raw = keep(&raw, &e.response_mask);
+    assert_close("advantages", &targets.advantages, &raw, 0.0);
+    let tokens: i64 = e.lengths[..4].iter().sum();
+    let expected = -raw.narrow(0, 0, 4).sum(Kind::Double).double_value(&[]) / tokens as f64;
+    assert!((loss - expected).abs() < 1e-5, "{loss} is not {expected}");
+}
+
+// The two models' optimizers.
+
+#[test]
+fn each_setting_of_the_value_model_moves_the_value_model_alone() {
+    let learnt = |change: fn(&mut PpoConfig)| {
+        let mut update = update(change);
+        update.learn(2);
+        (update.policy_weights(), update.value_weights())
+    };
+    let start = update(|_| ());
+    let start = (start.policy_weights(), start.value_weights());
+    let usual = learnt(|_| ());
+    assert!(usual.0 != start.0 && usual.1 != start.1);
+    let changes: [fn(&mut PpoConfig); 4] = [
+        |c| c.value.value_learning_rate = Some(5e-3),
+        |c| c.value.value_weight_decay = Some(0.5),
+        |c| c.value.value_max_grad_norm = Some(1e-9),
+        |c| c.value.value_lr_warmup_steps = Some(2),
+    ];
+    for change in changes {
+        let found = learnt(change);
+        assert_eq!(found.0, usual.0);
+        assert_ne!(found.1, usual.1);
+    }
+    let still = learnt(|c| c.value.value_learning_rate = Some(0.0));
+    assert_eq!(still, (usual.0, start.1));
+    let still = learnt(|c| (c.learning_rate, c.value.value_learning_rate) = (0.0, Some(1e-3)));
+    assert_eq!(still, (start.0, usual.1));
+    // A clip for the policy alone.
+    let clipped = learnt(|c| (c.optimizer.max_grad_norm, c.value.value_max_grad_norm) = (Some(1e-9), Some(0.0)));
+    assert_ne!(clipped.0, learnt(|_| ()).0);
+    assert_eq!(clipped.1, learnt(|_| ()).1);
+}
+
+/// Three updates of 8 answers.
+fn run_config(dir: &Path) -> PpoConfig {
+    let prompts = dir.join("prompts.jsonl");
+    let rows = ["The movie", "A film", "do", "human", "a sing", "2024", "is it", "one"];
+    std::fs::write(&prompts, rows.map(|prompt| format!("{}\n", serde_json::json!({"prompt": prompt}))).concat())
+        .unwrap();
+    let mut config = PpoConfig::new(init("llama_policy"), init("llama_reward"), prompts, dir.join("out"));
+    config.model_name_or_path = Some(golden().join("models/gpt_neox"));
+    config.response_length = 8;
+    config.total_episodes = Some(24);
+    config.num_sample_generations = 0;
+    config.learning_rate = 1e-3;
+    config
+}
+
+/// The lines of metrics of such a run.
+fn run(change: impl FnOnce(&mut PpoConfig)) -> Vec<Map<String, Value>> {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = run_config(dir.path());
+    change(&mut config);
+    ppo(&config, Console::Silent).unwrap();
+    json_lines(&std::fs::read_to_string(config.run.output_dir.join("metrics.jsonl")).unwrap())
+}
+
+fn column(lines: &[Map<String, Value>], name: &str) -> Vec<f64> {
+    lines.iter().map(|line| line[name].as_f64().unwrap_or_else(|| panic!("no {name}"))).collect()
+}
+
+#[test]
+fn while_the_value_model_warms_up_the_policy_stays_bit_for_bit_and_then_learns() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = run_config(dir.path());
+    config.value.value_warmup_updates = 2;
+    let mut trainer = PpoTrainer::from_config(&config).unwrap();
+    let start = weights(trainer.learner.policy.params());
+    for update in 0..3 {
+        let value = weights(trainer.learner.value.params());
+        let line = trainer.update(update).unwrap();
+        assert_ne!(weights(trainer.learner.value.params()), value, "update {update}");
+        let frozen = update < 2;
+        assert_eq!(weights(trainer.learner.policy.params()) == start, frozen, "update {update}");
+        // The policy's schedule begins with its first update: of one update, at its peak.
+        assert_eq!(line.get("lr"), Some(if frozen { 0.0 } else { 1e-3 }));
+        assert!((line.get("val/lr").unwrap() - 1e-3 * (3 - update) as f64 / 3.0).abs() < 1e-15);
+        for name in ["policy/approxkl_avg", "policy/grad_norm", "loss/policy_avg", "val/ratio"] {
+            assert_eq!(line.get(name).is_none(), frozen, "update {update}: {name}");
+        }
+        assert!(line.get("val/grad_norm").unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn the_weight_of_the_kl_follows_its_target_or_its_schedule() {
+    let lines = run(|c| {
+        c.kl.adap_kl_ctrl = true;
+        c.kl.target = 0.01;
+        c.kl.horizon = 40.0;
+    });
+    let (kl, coef) = (column(&lines, "objective/kl"), column(&lines, "objective/kl_coef"));
+    assert_eq!(coef[0], 0.05);
+    for i in 0..2 {
+        // 8 answers of a horizon of 40.
+        let expected = coef[i] * (1.0 + (kl[i] / 0.01 - 1.0).clamp(-0.2, 0.2) * 8.0 / 40.0);
+        assert!((coef[i + 1] - expected).abs() < 1e-12, "{coef:?} by {kl:?}");
+    }
+    assert_ne!(coef[1], coef[0]);
+    let lines = run(|c| c.kl.kl_coef_end = Some(0.25));
+    for (found, expected) in column(&lines, "objective/kl_coef").into_iter().zip([0.05, 0.15, 0.25]) {
+        assert!((found - expected).abs() < 1e-15, "{found} is not {expected}");
+    }
+    let penalty = column(&lines, "objective/non_score_reward");
+    for (i, (penalty, kl)) in penalty.iter().zip(column(&lines, "objective/kl")).enumerate() {
+        assert!((penalty + [0.05, 0.15, 0.25][i] * kl).abs() < 1e-9);
+    }
+}
+
+// The KL over the vocabulary, and the gradient of the entropy.
+
+#[test]
+fn the_kl_over_the_vocabulary_is_that_of_the_softmaxes_in_f64() {
+    for family in ["llama", "neox"] {
+        let (policy, reference) = (policy(&format!("{family}_policy")), policy(&format!("{family}_ref")));
+        let sequences = [vec![5i64, 9, 2, 7, 1, 3], vec![4, 4, 8], vec![6, 11]];
+        let spans = [2..6, 1..3, 1..1];
+        for temperature in [0.7, 1.0] {
+            let found = policy.kl_to(&reference, &sequences, &spans, temperature).unwrap();
+            let logprobs = |model: &CausalLm| {
+                let logits = tch::no_grad(|| model.logits(&sequences)).unwrap();
+                // Each token is predicted at the position before it.
+                let rows = logits.iter().zip(&spans).map(|(x, s)| x.narrow(0, s.start as i64 - 1, s.len() as i64));
+                let logits = Tensor::cat(&rows.collect::<Vec<_>>(), 0).to_kind(Kind::Double);
+                (logits / temperature).log_softmax(-1, Kind::Double)
+            };
+            let (p, q) = (logprobs(&policy), logprobs(&reference));
+            let expected = (p.exp() * (&p - q)).sum_dim_intlist([-1i64].as_slice(), false, Kind::Double);
+            assert_eq!(found.size(), [6]);
+            assert!(expected.min().double_value(&[]) > 1e-5, "the two models differ");
+            assert_close(family, &found.to_kind(Kind::Double), &expected, 1e-5);
+            let itself = policy.kl_to(&policy, &sequences, &spans, temperature).unwrap();
+            assert_eq!(itself.abs().max().double_value(&[]), 0.0);
+        }
+    }
+    let larger = CausalLm::from_pretrained(&golden().join("models/gpt_neox"), ModelOptions::default()).unwrap();
+    let error = policy("llama_policy").kl_to(&larger, &[[1i64, 2]], std::slice::from_ref(&(1..2)), 1.0);
+    let message = "KL over the vocabulary: expected another of 320 tokens, found 352";
+    assert_eq!(error.unwrap_err().to_string(), message);
+}
+
+#[test]
+fn as_an_estimator_the_kl_over_the_vocabulary_makes_the_rewards() {
+    let update = update(|c| {
+        c.kl_estimator = KlEstimator::Full;
+        c.kl_coef = 0.3;
+    });
+    let (e, targets) = (&update.experience, update.targets());
+    let spans: Vec<_> = e.sequences.iter().zip(&e.lengths).map(|(s, &n)| s.len() - n as usize..s.len()).collect();
+    let kl = update.learner.policy.kl_to(&update.reference, &e.sequences, &spans, update.config.temperature).unwrap();
+    assert_close("KL", &targets.kl.masked_select(&e.response_mask), &kl, 1e-6);
+    let outside = targets.kl.masked_fill(&e.response_mask, 0.0);
+    assert_eq!(outside.abs().max().double_value(&[]), 0.0);
+    let sum = |x: &Tensor| x.sum(Kind::Double).double_value(&[]);
+    assert!((sum(&targets.rewards) - sum(&e.scores) + 0.3 * sum(&kl)).abs() < 1e-4);
+    // Every estimator is one of the same number.
+    let k3 = rlhf::ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, KlEstimator::K3);
+    assert!((sum(&k3) / sum(&kl)).ln().abs() < 1.0, "{} and {}", sum(&k3), sum(&kl));
+}
+
+#[test]
+fn learning_from_log_probabilities_and_entropies_adds_the_gradients_of_autograd() {
+    let ids = [vec![5i64, 9, 2, 7, 1, 3], vec![4, 4, 8], vec![6, 11]];
+    let spans = [2..6, 1..3, 1..1];
+    let weights = |seed: f64| Tensor::from_slice(&[0.5f32, -1.0, 2.0, 0.25, -0.75, 1.5]) * seed;
+    let (of_logprobs, of_entropy) = (weights(1.0), weights(-0.7));
+    for name in ["gpt2", "gpt_neox", "llama_tied", "gemma2"] {
+        let load = || {
+            let dir = golden().join("models").join(name);
+            let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+            model.set_trainable(true);
+            model
+        };
+        let (found, expected) = (load(), load());
+        let learnt = found
+            .learn_logprobs(&ids, &spans, 0.7, true, |tokens, now| {
+                let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
+                let entropy = now.entropy.as_ref().unwrap();
+                (&now.logprobs * here(&of_logprobs) + entropy * here(&of_entropy)).sum(Kind::Float)
+            })
+            .unwrap();
+        assert!(!learnt.logprobs.requires_grad() && !learnt.entropy.unwrap().requires_grad());
+        let now = expected.token_logprobs(&ids, &spans, 0.7, true).unwrap();
+        (now.logprobs * &of_logprobs + now.entropy.unwrap() * &of_entropy).sum(Kind::Float).backward();
+        for (found, expected) in found.params().iter().zip(expected.params()) {
+            let gradient = expected.tensor.grad();
+            let tolerance = 2e-5 * gradient.abs().max().double_value(&[]).max(1.0);
+            assert_close(&format!("{name}: {}", found.name), &found.tensor.grad(), &gradient, tolerance);
+        }
+    }
+}
+
+// Command lines.
+
+/// The command lines that TRL's documentation gave for its PPO scripts (0.9's PPOv2 and 1.x), from the script's name on.
+const TRLS_COMMAND_LINES: [&str; 4] = [
+    "--learning_rate 3e-6 --num_ppo_epochs 1 --num_mini_batches 1 --output_dir models/minimal/ppo \
+     --per_device_train_batch_size 64 --gradient_accumulation_steps 1 --total_episodes 10000 \
+     --model_name_or_path EleutherAI/pythia-1b-deduped --non_eos_penalty",
+    "--output_dir models/minimal/ppo_tldr --learning_rate 3e-6 --per_device_train_batch_size 16 \
+     --gradient_accumulation_steps 4 --total_episodes 1000000 --model_name_or_path EleutherAI/pythia-1b-deduped \
+     --sft_model_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr \
+     --reward_model_path cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr --local_rollout_forward_batch_size 16 \
+     --non_eos_penalty --stop_token eos",
+    "--output_dir models/minimal/ppo_tldr_6.9b --learning_rate 3e-6 --per_device_train_batch_size 1 \
+     --gradient_accumulation_steps 64 --total_episodes 100000 --model_name_or_path EleutherAI/pythia-6.9b-deduped \
+     --sft_model_path cleanrl/EleutherAI_pythia-6.9b-deduped__sft__tldr \
+     --reward_model_path cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr --local_rollout_forward_batch_size 2 \
+     --non_eos_penalty --stop_token eos",
+    "--num_ppo_epochs 1 --num_mini_batches 1 --per_device_train_batch_size 1 --gradient_accumulation_steps 16 \
+     --total_episodes 10000 --local_rollout_forward_batch_size 1",
+];
+
+#[test]
+fn the_command_lines_of_trls_documentation_run_on_stand_ins_of_their_models() {
+    let scratch = Scratch::new();
+    for folder in ["EleutherAI", "cleanrl", "models"] {
+        std::fs::create_dir(scratch.path(folder)).unwrap();
+    }
+    for size in ["1b", "6.9b"] {
+        scratch.copy(&format!("EleutherAI/pythia-{size}-deduped"), "gpt_neox");
+        scratch.copy(&format!("cleanrl/EleutherAI_pythia-{size}-deduped__sft__tldr"), "gpt_neox");
+        scratch.copy(&format!("cleanrl/EleutherAI_pythia-{size}-deduped__reward__tldr"), "gpt_neox_cls");
+    }
+    for line in TRLS_COMMAND_LINES {
+        // What the line leaves to the script: the models, the dataset, a folder. And the size of the run.
+        let mut given = "--dataset_name prompts.jsonl --total_episodes 64 --response_length 8".to_string();
+        if !line.contains("--sft_model_path") {
+            given += " --sft_model_path policy --reward_model_path reward";
+        }
+        let out = match line.split_whitespace().skip_while(|word| *word != "--output_dir").nth(1) {
+            Some(out) => out,
+            None => {
+                given += " --output_dir out";
+                "out"
+            }
+        };
+        let ran = scratch.run(&format!("ppo {line} {given}"));
+        assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
+        assert_eq!(scratch.metrics(out).len(), if line.contains("_steps 16 ") { 4 } else { 1 }, "{line}");
+        assert!(scratch.path(out).join("value_model/model.safetensors").is_file(), "{line}");
+    }
+}
+
+#[test]
+fn a_penalty_for_no_eos_replaces_scores_by_what_it_is_told() {
+    let scratch = Scratch::new();
+    // No answer of one token is cut, so none stops but by chance.
+    let line = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl \
+                --response_length 1 --per_device_train_batch_size 4 --total_episodes 4 --stop_token_id 351";
+    let scores = |words: &str, out: &str| {
+        scratch.succeeds(&format!("{line} {words} --output_dir {out}"));
+        let line = &scratch.metrics(out)[0];
+        assert_eq!(line["val/num_eos_tokens"], 0, "of four tokens none is the last of the vocabulary");
+        (line["objective/scores"].as_f64().unwrap(), line["objective/scores_std"].as_f64().unwrap())
+    };
+    let usual = scores("", "usual");
+    assert!(usual.1 > 0.0);
+    assert_eq!(scores("--non_eos_penalty", "replaced"), (-1.0, 0.0));
+    assert_eq!(scores("--non_eos_penalty --penalty_reward_value -2.5", "lower"), (-2.5, 0.0));
+    let subtracted = scores("--missing_eos_penalty 1.5", "subtracted");
+    assert!((subtracted.0 - usual.0 + 1.5).abs() < 1e-5 && (subtracted.1 - usual.1).abs() < 1e-5);
+}
