@@ -168,6 +168,17 @@ fn a_run_with_adapters_stopped_after_any_update_goes_on_to_the_same_bits() {
 }
 
 #[test]
+fn a_run_whose_kl_weight_follows_a_target_and_whose_policy_begins_late_goes_on_to_the_same_bits() {
+    ppo_goes_on(|config| {
+        config.kl.adap_kl_ctrl = true;
+        config.kl.target = 0.01;
+        config.kl.horizon = 40.0;
+        config.value.value_warmup_updates = 2;
+        config.value.value_learning_rate = Some(2e-3);
+    });
+}
+
+#[test]
 fn sft_and_a_reward_model_go_on_to_the_same_bits_in_the_midst_of_what_a_line_of_metrics_sums_up() {
     let dir = tempfile::tempdir().unwrap();
     let (demos, pairs) = (dir.path().join("demos.jsonl"), dir.path().join("pairs.jsonl"));
