@@ -12,7 +12,7 @@ use rlhf::config::{
     self, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, RewardConfig, ScoreConfig, SftConfig,
 };
 use rlhf::{Error, Result};
-use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
 /// A command with its configuration, checked.
@@ -155,7 +155,7 @@ fn rlhf_command() -> Command {
         .version(env!("CARGO_PKG_VERSION"))
         .about("RLHF with PPO for language models: supervised fine-tuning, a reward model, then PPO.")
         .after_help(
-            "From a language model to a tuned one; models are Hugging Face folders, data is JSONL:\n\
+            "From a language model to a tuned one; models are Hugging Face folders, data is JSONL or Parquet:\n\
              \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft\n\
              \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
              \x20     --dataset_name pairs.jsonl --output_dir runs/reward\n\
@@ -270,10 +270,10 @@ fn read_yaml<'c>(text: &str, flag: impl Fn(&str) -> Option<&'c Arg>) -> Result<V
             while let Some(key) = map.next_key::<Spanned<String>>()? {
                 let (key, line) = (key.value.replace('-', "_"), key.referenced.line());
                 let arg = (self.flag)(&key);
-                let list = arg.is_some_and(|arg| matches!(arg.get_action(), ArgAction::Append));
+                let list = arg.is_some_and(is_list);
                 *self.reading = Some((key.clone(), line, list));
                 let values = match arg {
-                    Some(_) if list => map.next_value::<Option<Vec<String>>>()?.unwrap_or_default(),
+                    Some(_) if list => map.next_value::<Texts>()?.0,
                     Some(_) => map.next_value::<Option<String>>()?.into_iter().collect(),
                     None => map.next_value::<IgnoredAny>().map(|_| Vec::new())?,
                 };
@@ -290,10 +290,10 @@ fn read_yaml<'c>(text: &str, flag: impl Fn(&str) -> Option<&'c Arg>) -> Result<V
     })
     .map_err(|error| {
         let line = error.location().map_or(1, |location| location.line());
+        let no_list = error.to_string().contains(NO_LIST);
         match (error, reading) {
-            (serde_saphyr::Error::Unexpected { .. }, Some((key, line, true))) => {
-                (line, format!("`{key}`: expected a list of texts, found something else"))
-            }
+            (_, Some((key, line, true))) if no_list => (line, format!("`{key}`: {NO_LIST}")),
+            (serde_saphyr::Error::Unexpected { .. }, Some((key, line, true))) => (line, format!("`{key}`: {NO_LIST}")),
             (serde_saphyr::Error::Unexpected { .. }, Some((key, line, false))) => {
                 (line, format!("`{key}`: expected one value, found a list or a map"))
             }
@@ -311,6 +311,70 @@ fn read_yaml<'c>(text: &str, flag: impl Fn(&str) -> Option<&'c Arg>) -> Result<V
             }
         }
     })
+}
+
+const NO_LIST: &str = "expected a text or a list of texts, found something else";
+
+/// Whether a flag takes several values.
+fn is_list(arg: &Arg) -> bool {
+    matches!(arg.get_action(), ArgAction::Append) || arg.get_num_args().is_some_and(|count| count.max_values() > 1)
+}
+
+/// A list of texts; a text alone is a list of one, and null of none.
+struct Texts(Vec<String>);
+
+impl<'de> Deserialize<'de> for Texts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reader;
+        impl<'de> Visitor<'de> for Reader {
+            type Value = Texts;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a text or a list of texts")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Texts, A::Error> {
+                let mut texts = Vec::new();
+                while let Some(text) = list.next_element()? {
+                    texts.push(text);
+                }
+                Ok(Texts(texts))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, _: A) -> Result<Texts, A::Error> {
+                Err(A::Error::custom(NO_LIST))
+            }
+
+            fn visit_unit<E>(self) -> Result<Texts, E> {
+                Ok(Texts(Vec::new()))
+            }
+
+            fn visit_none<E>(self) -> Result<Texts, E> {
+                Ok(Texts(Vec::new()))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Texts, E> {
+                Ok(Texts(vec![text.to_string()]))
+            }
+
+            fn visit_bool<E>(self, value: bool) -> Result<Texts, E> {
+                Ok(Texts(vec![value.to_string()]))
+            }
+
+            fn visit_i64<E>(self, value: i64) -> Result<Texts, E> {
+                Ok(Texts(vec![value.to_string()]))
+            }
+
+            fn visit_u64<E>(self, value: u64) -> Result<Texts, E> {
+                Ok(Texts(vec![value.to_string()]))
+            }
+
+            fn visit_f64<E>(self, value: f64) -> Result<Texts, E> {
+                Ok(Texts(vec![value.to_string()]))
+            }
+        }
+        deserializer.deserialize_any(Reader)
+    }
 }
 
 /// What `arg` expected, if it does not accept `value`.
@@ -357,7 +421,7 @@ fn one_line(error: &clap::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rlhf::config::{Format, LrSchedulerType, Preset, ReportTo, StopToken, WhitenAdvantages};
+    use rlhf::config::{Format, LongPrompts, LrSchedulerType, Preset, ReportTo, StopToken, WhitenAdvantages};
     use rlhf::ppo::{KlEstimator, ScorePosition};
 
     use super::*;
@@ -425,8 +489,8 @@ mod tests {
         let run = "output_dir overwrite_output_dir seed bf16 dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to num_threads disable_tqdm save_steps save_total_limit \
                    resume_from_checkpoint config help";
-        let data = "dataset_name dataset_train_split dataset_test_split";
-        let rows = "dataset_name output_file overwrite_output_file batch_size dtype device num_threads config help";
+        let data = "dataset_name dataset_weights dataset_config dataset_train_split dataset_test_split eval_split_size";
+        let rows = "dataset_name dataset_split output_file overwrite_output_file batch_size dtype device num_threads config help";
         let steps = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
                      num_train_epochs max_steps logging_steps";
         assert_eq!(
@@ -435,6 +499,7 @@ mod tests {
                 "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
                  new_reward_head reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                  reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries {data} \
+                 max_prompt_length long_prompts \
                  apply_chat_template preset per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
@@ -598,7 +663,52 @@ mod tests {
     }
 
     #[test]
+    fn several_datasets_stand_side_by_side_or_in_a_list_and_one_needs_none() {
+        let names = |config: &PpoConfig| {
+            config.data.dataset_name.iter().map(|name| name.display().to_string()).collect::<Vec<_>>()
+        };
+        let config = ppo(&["--dataset_name", "a.jsonl", "b", "--dataset_weights", "0.7", "0.3"]);
+        assert_eq!((names(&config), config.data.dataset_weights), (vec!["a.jsonl".into(), "b".into()], vec![0.7, 0.3]));
+        let rest = ["ppo", "--sft_model_path", "s", "--reward_model_path", "r", "--output_dir", "o"];
+        for (text, expected) in [
+            ("dataset_name: [a, b]\ndataset_weights: [1, 2.5]\n", &["a", "b"][..]),
+            ("dataset_name: a\ndataset_weights: 3\n", &["a"]),
+            ("dataset_name:\n- 'a'\ndataset_weights:\n", &["a"]),
+        ] {
+            let Task::Ppo(config) = with_file(text, &rest).unwrap() else { panic!() };
+            assert_eq!(names(&config), expected, "{text}");
+        }
+        let no_list = "`: expected a text or a list of texts, found something else";
+        for (text, message) in [
+            ("dataset_name: {a: 1}\n", format!("run.yaml:1: `dataset_name{no_list}")),
+            ("dataset_name: [a, [b]]\n", format!("run.yaml:1: `dataset_name{no_list}")),
+            (
+                "dataset_name: [a, b]\ndataset_weights: [1, x]\n",
+                "run.yaml:2: `dataset_weights`: expected a number, found `x`".into(),
+            ),
+        ] {
+            assert_eq!(with_file(text, &rest).unwrap_err(), message);
+        }
+        for (words, message) in [
+            (
+                &["--dataset_weights", "1", "2"][..],
+                "numbers in dataset_weights = 2: expected one for each of the datasets, which are 1",
+            ),
+            (&["--dataset_weights", "0"], "dataset_weights = 0: expected a number above 0"),
+            (
+                &["--eval_split_size", "1.5"],
+                "eval_split_size = 1.5: expected a share below 1, or a whole number of rows",
+            ),
+            (&["--max_prompt_length", "0"], "max_prompt_length = 0: expected at least 1"),
+        ] {
+            assert_eq!(ppo_error(words), message);
+        }
+    }
+
+    #[test]
     fn the_last_flag_wins() {
+        let config = ppo(&["--dataset_name", "a", "b", "--dataset_name", "c"]);
+        assert_eq!(config.data.dataset_name, [PathBuf::from("c")]);
         assert_eq!(ppo(&["--seed", "1", "--seed", "2"]).run.seed, 2);
     }
 
@@ -695,7 +805,7 @@ mod tests {
         }
         assert_eq!(
             parse_words(&["reward", "--model_name_or_path", "m"]).unwrap_err(),
-            "the following required arguments were not provided: --dataset_name <PATH>, --output_dir <PATH>"
+            "the following required arguments were not provided: --dataset_name <PATH>..., --output_dir <PATH>"
         );
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
@@ -727,7 +837,12 @@ mod tests {
         ppo.rewards.reward_command = Some("python3 reward.py --x 'a b'".into());
         ppo.rewards.reward_weights = ["model=0.5", "tags=-1"].map(String::from).into();
         ppo.new_reward_head = true;
-        ppo.dataset_test_split = "- 'quoted' \"twice\"".into();
+        ppo.data.dataset_test_split = "- 'quoted' \"twice\"".into();
+        ppo.data.dataset_name.push("007".into());
+        ppo.data.dataset_weights = vec![0.7, 1.0 / 3.0];
+        ppo.data.eval_split_size = Some(0.05);
+        ppo.prompt_length.max_prompt_length = Some(512);
+        ppo.prompt_length.long_prompts = LongPrompts::TruncateLeft;
         ppo.total_episodes = Some(1000);
         ppo.num_train_epochs = 1.0 / 3.0;
         ppo.stop_token = Some(StopToken::Eos);

@@ -33,6 +33,9 @@ const RUN: &str = "Run";
 /// How an unset option is written.
 const NONE: &str = "none";
 
+/// The split that is evaluated on if there is one and no other is named.
+pub(crate) const TEST: &str = "test";
+
 // An optional field's type is spelled `std::option::Option`: clap reads a bare `Option` as "the flag may be absent",
 // and then `none` could not unset on the command line what a file has set.
 
@@ -69,15 +72,14 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub rewards: RewardsConfig,
 
-    /// JSONL or JSON file of prompts, or a folder with a file per split.
-    #[arg(long, help_heading = DATA)]
-    pub dataset_name: PathBuf,
-    /// Split of the dataset to train on.
-    #[arg(long, help_heading = DATA, default_value = "train")]
-    pub dataset_train_split: String,
-    /// Split of the dataset whose prompts the sample tables answer.
-    #[arg(long, help_heading = DATA, default_value = "test")]
-    pub dataset_test_split: String,
+    /// Where prompts come from.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub data: DataConfig,
+    /// How long they may be.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub prompt_length: PromptLengthConfig,
     /// Put a prompt that is a string into the chat template, as what the user says.
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
@@ -216,15 +218,10 @@ pub struct SftConfig {
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub chat_template_path: std::option::Option<PathBuf>,
 
-    /// JSONL or JSON file of texts, or of prompts and completions, or a folder with a file per split.
-    #[arg(long, help_heading = DATA)]
-    pub dataset_name: PathBuf,
-    /// Split of the dataset to train on.
-    #[arg(long, help_heading = DATA, default_value = "train")]
-    pub dataset_train_split: String,
-    /// Split of the dataset to evaluate on.
-    #[arg(long, help_heading = DATA, default_value = "test")]
-    pub dataset_test_split: String,
+    /// Where rows come from.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub data: DataConfig,
     /// A dataset of its own for evaluation.
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub eval_dataset_name: std::option::Option<PathBuf>,
@@ -286,15 +283,10 @@ pub struct RewardConfig {
     #[arg(long, help_heading = MODELS)]
     pub new_reward_head: bool,
 
-    /// JSONL or JSON file of preference pairs, or a folder with a file per split.
-    #[arg(long, help_heading = DATA)]
-    pub dataset_name: PathBuf,
-    /// Split of the dataset to train on.
-    #[arg(long, help_heading = DATA, default_value = "train")]
-    pub dataset_train_split: String,
-    /// Split of the dataset to evaluate on.
-    #[arg(long, help_heading = DATA, default_value = "test")]
-    pub dataset_test_split: String,
+    /// Where rows come from.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub data: DataConfig,
     /// A dataset of its own for evaluation.
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub eval_dataset_name: std::option::Option<PathBuf>,
@@ -476,9 +468,12 @@ pub struct ScoreConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct RowsConfig {
-    /// JSONL or JSON file of rows [default: standard input].
+    /// Dataset to take rows from: a file, a folder or a hub name [default: standard input].
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub dataset_name: std::option::Option<PathBuf>,
+    /// Split of the dataset, where it is a folder or on the hub.
+    #[arg(long, help_heading = DATA, default_value = "test")]
+    pub dataset_split: String,
     /// File to write to [default: standard output].
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub output_file: std::option::Option<PathBuf>,
@@ -544,6 +539,43 @@ pub struct RewardsConfig {
     /// How often a program that fails is started again, and a service asked again, before the run ends.
     #[arg(long, help_heading = REWARDS, default_value_t = 3)]
     pub reward_retries: usize,
+}
+
+/// Where a training run takes its rows from, and which of them it keeps for evaluation.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct DataConfig {
+    /// JSONL, JSON, CSV or Parquet file of rows, a folder with files per split, or a dataset's name on the hub; or several.
+    #[arg(long, help_heading = DATA, required = true, num_args = 1.., action = ArgAction::Set)]
+    #[serde(serialize_with = "one_or_list")]
+    pub dataset_name: Vec<PathBuf>,
+    /// How often several datasets are drawn from, a number for each [default: every row as often as every other].
+    #[arg(long, help_heading = DATA, num_args = 1.., value_delimiter = ',', action = ArgAction::Set)]
+    pub dataset_weights: Vec<f64>,
+    /// Folder of the dataset to take, where several have the split.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub dataset_config: std::option::Option<String>,
+    /// Split of the dataset to train on.
+    #[arg(long, help_heading = DATA, default_value = "train")]
+    pub dataset_train_split: String,
+    /// Split of the dataset to evaluate on; in PPO the sample tables answer its prompts.
+    #[arg(long, help_heading = DATA, default_value = TEST)]
+    pub dataset_test_split: String,
+    /// Without a split to evaluate on, keep so many rows for it, or this share of them if below 1.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<f64>)]
+    pub eval_split_size: std::option::Option<f64>,
+}
+
+/// How many tokens a prompt may have, and what becomes of longer ones.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PromptLengthConfig {
+    /// Tokens of a prompt, at most [default: the models' context less `response_length`].
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub max_prompt_length: std::option::Option<usize>,
+    /// What becomes of longer prompts: an `error`, or they are dropped, or lose tokens on one side.
+    #[arg(long, help_heading = DATA, value_enum, default_value = "error")]
+    pub long_prompts: LongPrompts,
 }
 
 /// Low-rank adapters (LoRA): whether they are trained in place of all weights, and their shape.
@@ -841,6 +873,21 @@ impl Serialize for ByteSize {
     }
 }
 
+/// What becomes of prompts that are too long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum LongPrompts {
+    /// The run ends before it begins.
+    Error,
+    /// They are left out.
+    Drop,
+    /// Their first tokens go, but for those that the tokenizer puts in front of every text.
+    TruncateLeft,
+    /// Their last tokens go.
+    TruncateRight,
+}
+
 /// A stop token that goes by a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
@@ -959,7 +1006,7 @@ impl PpoConfig {
         let mut config: Self = defaults();
         config.sft_model_path = sft_model_path.into();
         config.reward_model_path = Some(reward_model_path.into());
-        config.dataset_name = dataset_name.into();
+        config.data.dataset_name = vec![dataset_name.into()];
         config.run.output_dir = output_dir.into();
         config
     }
@@ -1019,6 +1066,8 @@ impl PpoConfig {
         check_token_id(self.stop_token_id)?;
         self.rewards.check()?;
         crate::reward::specs(self)?;
+        self.data.check(None)?;
+        self.prompt_length.check()?;
         self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type))?;
         self.run.check()?;
@@ -1110,7 +1159,7 @@ impl SftConfig {
     ) -> Self {
         let mut config: Self = defaults();
         config.model_name_or_path = Some(model_name_or_path.into());
-        config.dataset_name = dataset_name.into();
+        config.data.dataset_name = vec![dataset_name.into()];
         config.run.output_dir = output_dir.into();
         config
     }
@@ -1126,7 +1175,7 @@ impl SftConfig {
         let mut config: Self = defaults();
         config.config_name = Some(config_name.into());
         config.tokenizer_name = Some(tokenizer_name.into());
-        config.dataset_name = dataset_name.into();
+        config.data.dataset_name = vec![dataset_name.into()];
         config.run.output_dir = output_dir.into();
         config
     }
@@ -1148,6 +1197,7 @@ impl SftConfig {
             ))?,
             _ => {}
         }
+        self.data.check(self.eval_dataset_name.as_deref())?;
         at_least_one("max_length", self.max_length)?;
         at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
         at_least_one("logging_steps", self.logging_steps)?;
@@ -1183,7 +1233,7 @@ impl RewardConfig {
     ) -> Self {
         let mut config: Self = defaults();
         config.model_name_or_path = model_name_or_path.into();
-        config.dataset_name = dataset_name.into();
+        config.data.dataset_name = vec![dataset_name.into()];
         config.run.output_dir = output_dir.into();
         config
     }
@@ -1192,6 +1242,7 @@ impl RewardConfig {
     ///
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
+        self.data.check(self.eval_dataset_name.as_deref())?;
         at_least_one("max_length", self.max_length)?;
         at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
         at_least_one("logging_steps", self.logging_steps)?;
@@ -1451,6 +1502,46 @@ impl ScoreConfig {
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         self.rows.check()
+    }
+}
+
+impl DataConfig {
+    /// All names, for messages.
+    pub fn describe(&self) -> String {
+        let names: Vec<String> = self.dataset_name.iter().map(|name| name.display().to_string()).collect();
+        names.join(", ")
+    }
+
+    /// `own_eval` is a dataset of its own for evaluation.
+    fn check(&self, own_eval: Option<&Path>) -> Result<()> {
+        let (names, weights) = (self.dataset_name.len(), self.dataset_weights.len());
+        expect(names > 0, "datasets", names, "at least 1")?;
+        if weights > 0 {
+            let expected = format!("one for each of the datasets, which are {names}");
+            expect(weights == names, "numbers in dataset_weights", weights, &expected)?;
+        }
+        self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight))?;
+        let Some(size) = self.eval_split_size else { return Ok(()) };
+        let sound = size > 0.0 && size.is_finite() && (size < 1.0 || size.fract() == 0.0);
+        expect(sound, "eval_split_size", size, "a share below 1, or a whole number of rows")?;
+        own_eval.map_or(Ok(()), |own| {
+            let own = own.display();
+            usage(format!("eval_split_size = {size} and eval_dataset_name = {own} exclude each other: set one of them"))
+        })
+    }
+}
+
+impl PromptLengthConfig {
+    fn check(&self) -> Result<()> {
+        self.max_prompt_length.map_or(Ok(()), |most| at_least_one("max_prompt_length", most))
+    }
+}
+
+/// One dataset is written as its name, several as a list of them.
+fn one_or_list<S: serde::Serializer>(names: &[PathBuf], serializer: S) -> Result<S::Ok, S::Error> {
+    match names {
+        [one] => one.serialize(serializer),
+        several => several.serialize(serializer),
     }
 }
 
@@ -1878,7 +1969,8 @@ mod tests {
     fn inherited() -> serde_json::Value {
         json!({
             "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
-            "dataset_train_split": "train", "dataset_test_split": "test",
+            "dataset_train_split": "train", "dataset_test_split": "test", "dataset_weights": [], "dataset_config": null,
+            "eval_split_size": null,
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
@@ -1933,6 +2025,7 @@ mod tests {
                     "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
                     "score_position": "after_stop", "apply_chat_template": false, "eval_steps": null,
                     "num_eval_prompts": 128, "metric_for_best_model": null, "greater_is_better": null,
+                    "max_prompt_length": null, "long_prompts": "error",
                 }),
                 json!({
                     "preset": "trl", "non_eos_penalty": false, "penalty_reward_value": -1.0, "whiten_advantages": "batch",
@@ -1969,21 +2062,21 @@ mod tests {
                 "apply_chat_template": false,
                 "max_new_tokens": 53, "min_new_tokens": 0, "do_sample": true, "temperature": 1.0, "top_k": 0,
                 "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "num_return_sequences": 1,
-                "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null,
+                "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_split": "test",
                 "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
         assert_settings(
             &LogprobsConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "output_file": null,
+                "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "dataset_split": "test", "output_file": null,
                 "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
         assert_settings(
             &ScoreConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "dataset_name": null,
+                "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "dataset_name": null, "dataset_split": "test",
                 "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );

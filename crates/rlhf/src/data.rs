@@ -1,90 +1,308 @@
-//! Rows of text in, token ids out: prompts, demonstrations, preference pairs; and the order in which they are taken.
+//! Rows in, token ids out: prompts, demonstrations, preference pairs; where rows come from, and the order in which they are
+//! taken.
 
+mod cursor;
+mod files;
+mod formats;
+
+pub use cursor::Cursor;
+pub use files::Files;
+
+use crate::config::{DataConfig, LongPrompts, PromptLengthConfig, TEST};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::{Tokenizer, shared_prefix, user_message};
 use crate::{Error, Result};
+use formats::{next_line, read_rows};
 use serde_json::{Map, Value, json};
+use std::fmt;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-/// A file of JSON objects, each with its place: "line 7", or "row 7" of a JSON array.
+/// Rows, each a JSON object that knows its file and its place there.
 #[derive(Debug)]
 pub struct Dataset {
-    path: PathBuf,
-    rows: Vec<(String, Value)>,
+    name: PathBuf,
+    rows: Vec<Row>,
+}
+
+/// One row.
+#[derive(Debug, Clone, PartialEq)]
+struct Row {
+    file: Arc<Path>,
+    place: Place,
+    value: Value,
+}
+
+/// Where a row stands in its file; counted from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// Of a text.
+    Line(usize),
+    /// Of a JSON array or of Parquet.
+    Row(usize),
+    /// Of the command line.
+    Argument(usize),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Line(at) => write!(f, "line {at}"),
+            Self::Row(at) => write!(f, "row {at}"),
+            Self::Argument(at) => write!(f, "argument {at}"),
+        }
+    }
+}
+
+impl Place {
+    fn error(self, file: &Path, message: impl Into<String>) -> Error {
+        Error::Row { path: file.to_path_buf(), place: self.to_string(), message: message.into() }
+    }
+}
+
+impl Row {
+    fn new(file: &Arc<Path>, place: Place, value: Value) -> Result<Self> {
+        if value.is_object() {
+            Ok(Self { file: file.clone(), place, value })
+        } else {
+            Err(place.error(file, "expected a JSON object"))
+        }
+    }
+}
+
+/// Where the rows of a training run are: looked up before anything slow begins.
+#[derive(Debug)]
+pub struct Sources<'c> {
+    config: &'c DataConfig,
+    train: Vec<Files>,
+    eval: Vec<Files>,
+}
+
+impl<'c> Sources<'c> {
+    /// Finds the files to train on, and those to evaluate on: of the dataset `own_eval`, else of the test split of those datasets
+    /// that have it.
+    ///
+    /// # Errors
+    /// As [`Files::find`]; if a test split is named that no dataset has, or rows are to be held out beside a test split.
+    pub fn find(config: &'c DataConfig, own_eval: Option<&Path>) -> Result<Self> {
+        let folder = config.dataset_config.as_deref();
+        let (train_split, test_split) = (&config.dataset_train_split, &config.dataset_test_split);
+        let names = &config.dataset_name;
+        let train = names.iter().map(|name| Files::find(name, folder, train_split)).collect::<Result<_>>()?;
+        if let Some(own) = own_eval {
+            return Ok(Self { config, train, eval: vec![Files::find(own, None, test_split)?] });
+        }
+        let mut eval = Vec::new();
+        for name in names {
+            eval.extend(Files::find_if_there(name, folder, test_split)?);
+        }
+        match (config.eval_split_size, names.iter().find(|name| !name.is_file())) {
+            (Some(size), _) if !eval.is_empty() => {
+                return Err(Error::Usage(format!(
+                    "eval_split_size = {size} takes rows to evaluate on from the training rows, and {} has a split \
+                     `{test_split}` for that: leave eval_split_size out",
+                    eval[0].name.display()
+                )));
+            }
+            // Who names a split wants it; a file has none, and `test` is only the default.
+            (None, Some(name)) if eval.is_empty() && test_split != TEST => {
+                Files::find(name, folder, test_split)?;
+            }
+            _ => {}
+        }
+        Ok(Self { config, train, eval })
+    }
+
+    /// Whether there will be rows to evaluate on.
+    pub fn hold_rows_out(&self) -> bool {
+        !self.eval.is_empty() || self.config.eval_split_size.is_some()
+    }
+
+    /// Reads all of them: the rows to train on, a dataset per source, and those to evaluate on, which may be held out from
+    /// them as the seed decides.
+    ///
+    /// # Errors
+    /// If a file is not what it should be, or nothing would be left to train on.
+    pub fn read(&self, seed: u64) -> Result<(Vec<Dataset>, Option<Dataset>)> {
+        let read = |files: &Vec<Files>| files.iter().map(Dataset::of).collect::<Result<Vec<_>>>();
+        let (mut train, eval) = (read(&self.train)?, read(&self.eval)?);
+        let eval = match self.config.eval_split_size {
+            Some(size) if eval.is_empty() => Some(hold_out(&mut train, size, seed)?),
+            _ => eval.into_iter().reduce(Dataset::and),
+        };
+        Ok((train, eval))
+    }
+}
+
+/// Takes rows out of `train`, so many or this share of all of them: which ones, the seed decides, and no row is on both sides.
+fn hold_out(train: &mut [Dataset], size: f64, seed: u64) -> Result<Dataset> {
+    let all: usize = train.iter().map(|dataset| dataset.rows.len()).sum();
+    let count = if size < 1.0 { (size * all as f64).ceil() as usize } else { size as usize };
+    let mut held = vec![false; all];
+    Stream::new(seed, Purpose::HeldOut, 0, 0).permutation(all).into_iter().take(count).for_each(|row| held[row] = true);
+    let mut held = held.into_iter();
+    let mut taken: Vec<Row> = Vec::new();
+    for dataset in &mut *train {
+        let rows = std::mem::take(&mut dataset.rows);
+        let (out, left): (Vec<Row>, Vec<Row>) = rows.into_iter().partition(|_| held.next() == Some(true));
+        dataset.rows = left;
+        taken.extend(out);
+        if dataset.rows.is_empty() {
+            let name = dataset.name.display();
+            return Err(Error::Usage(format!("eval_split_size = {size} leaves no row of {name} to train on")));
+        }
+    }
+    Ok(Dataset { name: format!("rows held out from {}", names(train)).into(), rows: taken })
+}
+
+fn names(datasets: &[Dataset]) -> String {
+    datasets.iter().map(|dataset| dataset.name.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
+/// How many tokens a prompt may have, and what becomes of one that has more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PromptLimit {
+    most: usize,
+    long: LongPrompts,
+    /// Where `most` comes from, for messages.
+    reason: &'static str,
+    /// What may be done about a longer one.
+    hint: &'static str,
+}
+
+impl PromptLimit {
+    /// Prompts that leave room for a response in the models' context; a longer one is an error.
+    pub fn of_context(most: usize) -> Self {
+        Self { most, long: LongPrompts::Error, reason: "the models' context less the response", hint: "" }
+    }
+
+    /// As the settings say, where the models' context has room for `room` tokens of a prompt.
+    ///
+    /// # Errors
+    /// If more are allowed than there is room for.
+    pub fn new(config: &PromptLengthConfig, room: usize) -> Result<Self> {
+        let (long, hint) = (config.long_prompts, "; --long_prompts says what else may become of it");
+        match config.max_prompt_length {
+            Some(most) if most > room => Err(Error::Usage(format!(
+                "max_prompt_length = {most}: expected at most {room}, the models' context less response_length"
+            ))),
+            Some(most) => Ok(Self { most, long, reason: "max_prompt_length", hint }),
+            None => Ok(Self { long, hint, ..Self::of_context(room) }),
+        }
+    }
 }
 
 impl Dataset {
-    /// Reads a JSONL file (an object per line), a JSON file (an array of objects), or `split`.jsonl or `split`.json in a
-    /// folder. Blank lines of JSONL are passed over.
+    /// Reads `split` of the dataset `name`, as [`Files::find`] finds it: JSONL (an object per line; blank lines are passed
+    /// over), JSON (an array of objects), CSV (a cell is text, but a JSON list in columns of token ids and messages) or Parquet.
     ///
     /// # Errors
-    /// If there is no such file, a line is not a JSON object, or there is no row at all.
-    pub fn read(path: &Path, split: &str) -> Result<Self> {
-        let path = locate(path, split)?;
-        let text = read_text(&path)?;
-        let rows: Vec<(String, Value)> =
-            if path.extension().is_some_and(|extension| extension == "json") && text.trim_start().starts_with('[') {
-                let rows: Vec<Value> =
-                    serde_json::from_str(&text).map_err(|e| Error::invalid(&path, format!("not a JSON array: {e}")))?;
-                (1..).zip(rows).map(|(row, value)| (format!("row {row}"), value)).collect()
-            } else {
-                let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
-                lines.map(|(line, text)| parse_line(&path, line, text)).collect::<Result<_>>()?
-            };
-        if let Some((place, _)) = rows.iter().find(|(_, row)| !row.is_object()) {
-            return Err(row_error(&path, place, "expected a JSON object"));
+    /// If there is no such file, a row is not what it should be, or there is no row at all.
+    pub fn read(name: &Path, split: &str) -> Result<Self> {
+        Self::of(&Files::find(name, None, split)?)
+    }
+
+    /// The rows of all these files.
+    ///
+    /// # Errors
+    /// As [`Dataset::read`].
+    pub fn of(files: &Files) -> Result<Self> {
+        let mut rows = Vec::new();
+        for path in &files.paths {
+            rows.extend(read_rows(path)?);
         }
+        let name = files.describe().to_path_buf();
         if rows.is_empty() {
-            return Err(Error::invalid(&path, "expected at least one row, found an empty dataset"));
+            return Err(Error::invalid(&name, "expected at least one row, found an empty dataset"));
         }
-        Ok(Self { path, rows })
+        Ok(Self { name, rows })
+    }
+
+    /// The rows of both.
+    fn and(mut self, other: Self) -> Self {
+        self.name = format!("{}, {}", self.name.display(), other.name.display()).into();
+        self.rows.extend(other.rows);
+        self
     }
 
     /// Puts every prompt that is a string into a conversation: it becomes what the user says.
     pub fn with_chat_prompts(mut self) -> Self {
-        for (_, row) in &mut self.rows {
-            if let Some(prompt) = row.get_mut("prompt")
-                && let Some(text) = prompt.as_str()
-            {
-                *prompt = Value::from(vec![user_message(text)]);
+        for row in &mut self.rows {
+            if let Some((name, Value::String(text))) = prompt_field(&row.value) {
+                let message = user_message(text);
+                row.value[name] = Value::from(vec![message]);
             }
         }
         self
     }
 
-    /// The rows' prompts: token ids `prompt_ids`, else a string or a list of messages `prompt`, else token ids `input_ids`.
+    /// The rows' prompts: token ids `prompt_ids`, else a string or a list of messages `prompt`, else token ids `input_ids`,
+    /// else `query`, which is as `prompt`.
     ///
     /// # Errors
-    /// If a row has neither, its prompt is empty or has more than `most` tokens, or an id is not below `vocab`.
+    /// If a row has none of them, its prompt is empty or has more than `most` tokens, or an id is not below `vocab`.
     pub fn prompts(&self, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Prompt>> {
-        self.map(|row| {
-            let ids = match (token_ids(row, "prompt_ids", vocab)?, row.get("prompt")) {
-                (None, None) => token_ids(row, "input_ids", vocab)?,
-                (ids, _) => ids,
-            };
-            let prompt = match (ids, row.get("prompt")) {
-                (Some(tokens), Some(Value::String(text))) => Prompt { tokens, text: text.clone(), row: row.clone() },
-                (Some(tokens), _) => Prompt { text: tokenizer.decode(&tokens)?, tokens, row: row.clone() },
-                (None, Some(Value::Array(_))) => {
-                    let (text, tokens) = encode_chat(row, tokenizer, &["prompt"], true)?;
-                    Prompt { tokens, text, row: row.clone() }
-                }
-                (None, Some(Value::String(text))) => {
-                    Prompt { tokens: tokenizer.encode(text)?, text: text.clone(), row: row.clone() }
-                }
-                (None, _) => return Err(Error::Run(expected("prompt", "a string or a list of messages", row))),
-            };
-            match prompt.tokens.len() {
-                0 => Err(Error::Run("the prompt is empty: expected at least one token".into())),
-                found if found > most => Err(Error::Run(format!(
-                    "the prompt is too long: expected at most {most} tokens (the models' context less the response), \
-                     found {found}"
-                ))),
-                _ => Ok(prompt),
+        Ok(self.prompts_within(tokenizer, vocab, PromptLimit::of_context(most))?.0)
+    }
+
+    /// As [`Dataset::prompts`], with a choice of what becomes of long ones; and what to tell of them, if there are any.
+    ///
+    /// # Errors
+    /// As [`Dataset::prompts`]; if none is left.
+    pub fn prompts_within(
+        &self,
+        tokenizer: &Tokenizer,
+        vocab: i64,
+        limit: PromptLimit,
+    ) -> Result<(Vec<Prompt>, Option<String>)> {
+        let PromptLimit { most, long, reason, hint } = limit;
+        // What the tokenizer puts in front of every text stays there.
+        let front = if long == LongPrompts::TruncateLeft && tokenizer.knows_text() {
+            tokenizer.encode("")?
+        } else {
+            Vec::new()
+        };
+        let prompts = self.map(|row| {
+            let mut prompt = prompt_of(row, tokenizer, vocab)?;
+            let found = prompt.tokens.len();
+            if found == 0 {
+                return Err(Error::Run("the prompt is empty: expected at least one token".into()));
             }
-        })
+            if found <= most {
+                return Ok((Some(prompt), false));
+            }
+            match long {
+                LongPrompts::Error => {
+                    return Err(Error::Run(format!(
+                        "the prompt is too long: expected at most {most} tokens ({reason}), found {found}{hint}"
+                    )));
+                }
+                LongPrompts::Drop => return Ok((None, true)),
+                LongPrompts::TruncateLeft => {
+                    let kept = if prompt.tokens.starts_with(&front) && front.len() < most { front.len() } else { 0 };
+                    prompt.tokens.drain(kept..kept + found - most);
+                }
+                LongPrompts::TruncateRight => prompt.tokens.truncate(most),
+            }
+            let chat = prompt_field(row).is_some_and(|(_, prompt)| prompt.is_array());
+            prompt.text =
+                if chat { tokenizer.decode_verbatim(&prompt.tokens)? } else { tokenizer.decode(&prompt.tokens)? };
+            Ok((Some(prompt), true))
+        })?;
+        let (all, too_long) = (prompts.len(), prompts.iter().filter(|(_, long)| *long).count());
+        let prompts: Vec<Prompt> = prompts.into_iter().filter_map(|(prompt, _)| prompt).collect();
+        if prompts.is_empty() {
+            let message = format!("each of {all} prompts has more than {most} tokens ({reason})");
+            return Err(Error::invalid(&self.name, message));
+        }
+        let done = if long == LongPrompts::Drop { "dropped" } else { "cut" };
+        let note = (too_long > 0).then(|| {
+            let name = self.name.display();
+            format!("{name}: {too_long} of {all} prompts were {done}: more than {most} tokens ({reason})")
+        });
+        Ok((prompts, note))
     }
 
     /// The rows' demonstrations: `text`, `prompt` and `completion`, or `messages`.
@@ -96,7 +314,7 @@ impl Dataset {
     /// If a row has none of these forms, the tokenizer names no eos token, or its chat template fails.
     pub fn demonstrations(&self, tokenizer: &Tokenizer, completion_only: bool) -> Result<Vec<Demonstration>> {
         self.map(|row| {
-            let (tokens, border) = match (row.get("text"), row.get("completion"), row.get("messages")) {
+            let (tokens, border) = match (field(row, "text"), field(row, "completion"), field(row, "messages")) {
                 (Some(Value::String(text)), ..) if text.is_empty() => {
                     return Err(Error::Run("field `text`: expected some text, found none".into()));
                 }
@@ -127,9 +345,9 @@ impl Dataset {
     /// If a row lacks one of the two, the tokenizer names no eos token, or its chat template fails.
     pub fn pairs(&self, tokenizer: &Tokenizer, end: bool) -> Result<Vec<Pair>> {
         self.map(|row| {
-            let has_prompt = row.get("prompt").is_some();
+            let has_prompt = field(row, "prompt").is_some();
             let side = |name| -> Result<Vec<i64>> {
-                if let Some(Value::Array(_)) = row.get(name) {
+                if let Some(Value::Array(_)) = field(row, name) {
                     let fields = if has_prompt { &["prompt", name][..] } else { &[name] };
                     up_to_eos(encode_chat(row, tokenizer, fields, false)?.1, tokenizer)
                 } else {
@@ -174,17 +392,17 @@ impl Dataset {
     /// If a row has no such form, is empty or has more than `most` tokens, or an id is not below `vocab`.
     pub fn texts(&self, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Vec<i64>>> {
         self.map(|row| {
-            let paired = row.get("completion").is_some() || row.get("completion_ids").is_some();
+            let paired = field(row, "completion").is_some() || field(row, "completion_ids").is_some();
             let tokens = if paired {
                 let (tokens, _) = completed(row, tokenizer, vocab)?;
-                let chat = row.get("completion_ids").is_none() && row["completion"].is_array();
+                let chat = field(row, "completion_ids").is_none() && row["completion"].is_array();
                 if chat { up_to_eos(tokens, tokenizer)? } else { tokens }
-            } else if row.get("messages").is_some() {
+            } else if field(row, "messages").is_some() {
                 up_to_eos(encode_chat(row, tokenizer, &["messages"], false)?.1, tokenizer)?
             } else if let Some(ids) = token_ids(row, "input_ids", vocab)? {
                 ids
             } else {
-                let text = row.get("text").and_then(Value::as_str);
+                let text = field(row, "text").and_then(Value::as_str);
                 let forms = "a string (or `messages`, or `prompt` and `completion`, or token ids: `input_ids`, or \
                              `prompt_ids` and `completion_ids`)";
                 tokenizer.encode(text.ok_or_else(|| Error::Run(expected("text", forms, row)))?)?
@@ -199,12 +417,12 @@ impl Dataset {
 
     /// The rows themselves, each a JSON object.
     pub fn rows(&self) -> impl Iterator<Item = &Value> {
-        self.rows.iter().map(|(_, row)| row)
+        self.rows.iter().map(|row| &row.value)
     }
 
     /// An error about the row at `index`, with the file and the place.
     pub fn error(&self, index: usize, message: impl Into<String>) -> Error {
-        row_error(&self.path, &self.rows[index].0, message)
+        self.rows[index].place.error(&self.rows[index].file, message)
     }
 
     /// The first `count` rows.
@@ -213,18 +431,18 @@ impl Dataset {
         self
     }
 
-    /// The file.
+    /// The file, or what stands for several.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.name
     }
 
     /// Applies `f` to every row; its errors get the file and the place.
     fn map<T>(&self, f: impl Fn(&Value) -> Result<T>) -> Result<Vec<T>> {
         self.rows
             .iter()
-            .map(|(place, row)| {
-                f(row).map_err(|e| match e {
-                    Error::Run(message) => row_error(&self.path, place, message),
+            .map(|row| {
+                f(&row.value).map_err(|e| match e {
+                    Error::Run(message) => row.place.error(&row.file, message),
                     other => other,
                 })
             })
@@ -241,18 +459,17 @@ pub(crate) fn encode_chat(
 ) -> Result<(String, Vec<i64>)> {
     let mut conversation = Vec::new();
     for name in fields {
-        let messages = row.get(*name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
+        let messages = field(row, name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
         let wrong = || Error::Run(expected(name, "a list of at least one message", row));
         conversation.extend_from_slice(messages.ok_or_else(wrong)?);
     }
     if prompt && conversation.last().is_some_and(|message| message["role"] == "assistant") {
-        return Err(Error::Run(
-            "field `prompt`: expected a message to answer at the end, found the assistant's".into(),
-        ));
+        let message = format!("field `{}`: expected a message to answer at the end, found the assistant's", fields[0]);
+        return Err(Error::Run(message));
     }
     let none = Map::new();
-    let variables = match row.get("chat_template_kwargs") {
-        None | Some(Value::Null) => &none,
+    let variables = match field(row, "chat_template_kwargs") {
+        None => &none,
         Some(Value::Object(variables)) => variables,
         Some(_) => return Err(Error::Run(expected("chat_template_kwargs", "an object", row))),
     };
@@ -307,104 +524,53 @@ pub struct Pair {
     pub rejected: Vec<i64>,
 }
 
-/// Hands out row indices in shuffled passes: each row once per pass, in an order that the seed and the pass fix.
-///
-/// A batch that a pass cannot fill goes on into the next: no row is dropped.
-#[derive(Debug, Clone)]
-pub struct Cursor {
-    seed: u64,
-    len: usize,
-    taken: usize,
-    order: Vec<usize>,
-}
-
-impl Cursor {
-    /// A cursor at the beginning of the first pass over `len` rows.
-    ///
-    /// # Panics
-    /// If there are no rows.
-    pub fn new(seed: u64, len: usize) -> Self {
-        assert!(len > 0, "a cursor needs rows");
-        Self { seed, len, taken: 0, order: Vec::new() }
-    }
-
-    /// The next `count` rows.
-    pub fn take(&mut self, count: usize) -> Vec<usize> {
-        (0..count)
-            .map(|_| {
-                let place = self.taken % self.len;
-                if place == 0 || self.order.is_empty() {
-                    let pass = (self.taken / self.len) as u64;
-                    self.order = Stream::new(self.seed, Purpose::DataOrder, pass, 0).permutation(self.len);
-                }
-                self.taken += 1;
-                self.order[place]
-            })
-            .collect()
-    }
-
-    /// Where it stands, for a checkpoint.
-    pub fn state(&self) -> Value {
-        json!({"taken": self.taken, "rows": self.len})
-    }
-
-    /// Goes to where [`Cursor::state`] was taken.
-    ///
-    /// # Errors
-    /// If that was over another number of rows: the data has changed.
-    pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        let number = |name: &str| state[name].as_u64().map(|number| number as usize);
-        match (number("taken"), number("rows")) {
-            (Some(taken), Some(rows)) if rows == self.len => {
-                (self.taken, self.order) = (taken, Vec::new());
-                Ok(())
-            }
-            (Some(_), Some(rows)) => {
-                let found = self.len;
-                Err(Error::Run(format!("expected the {rows} rows of data that the run began with, found {found}")))
-            }
-            _ => Err(Error::Run(format!("expected a place in the data, found {state}"))),
-        }
-    }
-}
-
 /// Rows that come one after another, from a file or a pipe: only those asked for are in memory.
 pub struct RowReader {
-    path: PathBuf,
+    name: PathBuf,
     source: RowSource,
 }
 
 enum RowSource {
     /// JSON objects or prompts, a line each; with the number of lines read.
-    Lines { reader: Box<dyn BufRead>, json: bool, read: usize },
+    Lines { file: Arc<Path>, reader: Box<dyn BufRead>, json: bool, read: usize },
     /// What was in memory from the start.
-    Rows(std::vec::IntoIter<(String, Value)>),
+    Rows(std::vec::IntoIter<Row>),
 }
 
 impl RowReader {
-    /// Reads what [`Dataset::read`] reads; a JSON array, which cannot be read in parts, at once.
+    /// Reads what [`Dataset::read`] reads; all at once, unless it is one file of JSONL.
     ///
     /// # Errors
-    /// If there is no such file, or it is not a sound array.
-    pub fn open(path: &Path, split: &str) -> Result<Self> {
-        let path = locate(path, split)?;
-        if path.extension().is_some_and(|extension| extension == "json") {
-            let Dataset { path, rows } = Dataset::read(&path, split)?;
-            return Ok(Self { path, source: RowSource::Rows(rows.into_iter()) });
+    /// If there is no such file, or what cannot be read in parts is not what it should be.
+    pub fn open(name: &Path, split: &str) -> Result<Self> {
+        let files = Files::find(name, None, split)?;
+        let whole = |path: &Path| path.extension().is_some_and(|end| end == "json" || end == "csv" || end == "parquet");
+        match files.paths.as_slice() {
+            [path] if !whole(path) => {
+                let file = File::open(path).map_err(Error::io("read", path))?;
+                Ok(Self::lines(path, BufReader::new(file), true))
+            }
+            _ => {
+                let Dataset { name, rows } = Dataset::of(&files)?;
+                Ok(Self { name, source: RowSource::Rows(rows.into_iter()) })
+            }
         }
-        let file = File::open(&path).map_err(Error::io("read", &path))?;
-        Ok(Self::lines(path, BufReader::new(file), true))
     }
 
     /// Reads JSON objects, or with `json: false` prompts, a line each; `name` stands for them in errors.
     pub fn lines(name: impl Into<PathBuf>, reader: impl BufRead + 'static, json: bool) -> Self {
-        Self { path: name.into(), source: RowSource::Lines { reader: Box::new(reader), json, read: 0 } }
+        let name = name.into();
+        let file = name.as_path().into();
+        Self { name, source: RowSource::Lines { file, reader: Box::new(reader), json, read: 0 } }
     }
 
     /// Prompts that are given as words of the command line.
     pub fn arguments(prompts: &[String]) -> Self {
-        let rows = (1..).zip(prompts).map(|(at, prompt)| (format!("argument {at}"), json!({"prompt": prompt})));
-        Self { path: "prompt".into(), source: RowSource::Rows(rows.collect::<Vec<_>>().into_iter()) }
+        let file: Arc<Path> = Path::new("prompt").into();
+        let row =
+            |(at, prompt)| Row { file: file.clone(), place: Place::Argument(at), value: json!({"prompt": prompt}) };
+        let rows: Vec<Row> = (1..).zip(prompts).map(row).collect();
+        Self { name: "prompt".into(), source: RowSource::Rows(rows.into_iter()) }
     }
 
     /// The next rows, at most `count` of them; `None` when there are no more. Blank lines are passed over.
@@ -416,95 +582,59 @@ impl RowReader {
         while rows.len() < count {
             let row = match &mut self.source {
                 RowSource::Rows(rows) => rows.next(),
-                RowSource::Lines { reader, json, read } => next_line(&self.path, reader, *json, read)?,
+                RowSource::Lines { file, reader, json, read } => next_line(file, reader, *json, read)?,
             };
-            let Some((place, row)) = row else { break };
-            if !row.is_object() {
-                return Err(row_error(&self.path, &place, "expected a JSON object"));
-            }
-            rows.push((place, row));
+            let Some(row) = row else { break };
+            rows.push(row);
         }
-        Ok((!rows.is_empty()).then(|| Dataset { path: self.path.clone(), rows }))
+        Ok((!rows.is_empty()).then(|| Dataset { name: self.name.clone(), rows }))
     }
 
     /// The file, or what stands for it in errors.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.name
     }
 }
 
-/// The next line that is not blank, as a row with its place.
-fn next_line(path: &Path, reader: &mut impl BufRead, json: bool, read: &mut usize) -> Result<Option<(String, Value)>> {
-    loop {
-        let mut bytes = Vec::new();
-        if reader.read_until(b'\n', &mut bytes).map_err(Error::io("read", path))? == 0 {
-            return Ok(None);
+/// What a row has in the field `name`. Formats with columns have a null where JSON has no field.
+fn field<'a>(row: &'a Value, name: &str) -> Option<&'a Value> {
+    row.get(name).filter(|value| !value.is_null())
+}
+
+/// The prompt that is no list of ids, and the field that holds it: `prompt`, or `query` as older data has it.
+fn prompt_field(row: &Value) -> Option<(&'static str, &Value)> {
+    ["prompt", "query"].into_iter().find_map(|name| Some((name, field(row, name)?)))
+}
+
+fn prompt_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Prompt> {
+    let ids = match (token_ids(row, "prompt_ids", vocab)?, field(row, "prompt")) {
+        // Beside a `prompt` they may be anything's; a `query` is the text of them.
+        (None, None) => token_ids(row, "input_ids", vocab)?,
+        (ids, _) => ids,
+    };
+    let (tokens, text) = match (ids, prompt_field(row)) {
+        (Some(tokens), Some((_, Value::String(text)))) => (tokens, text.clone()),
+        (Some(tokens), _) => {
+            let text = tokenizer.decode(&tokens)?;
+            (tokens, text)
         }
-        *read += 1;
-        let place = format!("line {read}");
-        let text = String::from_utf8(bytes).map_err(|_| row_error(path, &place, NOT_UTF8))?;
-        let text = if *read == 1 { text.strip_prefix('\u{feff}').unwrap_or(&text) } else { &text };
-        if text.trim().is_empty() {
-            continue;
+        (None, Some((name, Value::Array(_)))) => {
+            let (text, tokens) = encode_chat(row, tokenizer, &[name], true)?;
+            (tokens, text)
         }
-        if json {
-            return parse_line(path, *read, text).map(Some);
+        (None, Some((_, Value::String(text)))) => (tokenizer.encode(text)?, text.clone()),
+        (None, Some((name, _))) => return Err(Error::Run(expected(name, "a string or a list of messages", row))),
+        (None, None) => {
+            let forms = "a string or a list of messages (or token ids: `prompt_ids` or `input_ids`)";
+            return Err(Error::Run(expected("prompt", forms, row)));
         }
-        let text = text.strip_suffix('\n').unwrap_or(text);
-        return Ok(Some((place, json!({"prompt": text.strip_suffix('\r').unwrap_or(text)}))));
-    }
-}
-
-const NOT_UTF8: &str = "expected UTF-8, found bytes of another encoding";
-
-/// The file that is `path`, or that holds the rows of `split` in the folder `path`.
-///
-/// # Errors
-/// If there is none.
-pub(crate) fn locate(path: &Path, split: &str) -> Result<PathBuf> {
-    if path.is_file() {
-        return Ok(path.to_path_buf());
-    }
-    if !path.is_dir() {
-        return Err(Error::invalid(path, "expected a JSONL or JSON file, or a folder of them, found no such path"));
-    }
-    let candidates = [format!("{split}.jsonl"), format!("{split}.json")];
-    candidates.iter().map(|name| path.join(name)).find(|file| file.is_file()).ok_or_else(|| {
-        Error::invalid(path, format!("expected {} or {} in the folder, found neither", candidates[0], candidates[1]))
-    })
-}
-
-fn row_error(path: &Path, place: &str, message: impl Into<String>) -> Error {
-    Error::Row { path: path.to_path_buf(), place: place.to_string(), message: message.into() }
-}
-
-/// One line of a JSONL file, with its place.
-fn parse_line(path: &Path, line: usize, text: &str) -> Result<(String, Value)> {
-    let place = format!("line {line}");
-    match serde_json::from_str(text) {
-        Ok(row) => Ok((place, row)),
-        Err(e) => {
-            // The parser saw one line and says so; ours is the line that counts.
-            let message = e.to_string().replace(" at line 1 column", " at column");
-            Err(row_error(path, &place, format!("not valid JSON: {message}")))
-        }
-    }
-}
-
-/// The text of a file, without the byte order mark that some editors write.
-fn read_text(path: &Path) -> Result<String> {
-    let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
-    let text = String::from_utf8(bytes).map_err(|e| {
-        let before = &e.as_bytes()[..e.utf8_error().valid_up_to()];
-        let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
-        row_error(path, &format!("line {line}"), NOT_UTF8)
-    })?;
-    Ok(text.strip_prefix('\u{feff}').map(String::from).unwrap_or(text))
+    };
+    Ok(Prompt { tokens, text, row: row.clone() })
 }
 
 /// The token ids in the field `name`, if the row has it.
 fn token_ids(row: &Value, name: &str, vocab: i64) -> Result<Option<Vec<i64>>> {
-    let Some(ids) = row.get(name) else { return Ok(None) };
+    let Some(ids) = field(row, name) else { return Ok(None) };
     let ids: Option<Vec<i64>> = ids.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
     let ids = ids.ok_or_else(|| Error::Run(expected(name, "a list of token ids", row)))?;
     match ids.iter().find(|id| !(0..vocab).contains(*id)) {
@@ -523,12 +653,12 @@ fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<(Vec<i64>
         if prompt.is_some() {
             return Err(Error::Run(expected("completion_ids", "a list of token ids, as `prompt_ids` is", row)));
         }
-        if let Some(Value::Array(_)) = row.get("completion") {
+        if let Some(Value::Array(_)) = field(row, "completion") {
             return completed_chat(row, tokenizer);
         }
         return tokenizer.encode_open_pair(text_field(row, "prompt")?, text_field(row, "completion")?);
     };
-    let mut tokens = match (prompt, row.get("prompt")) {
+    let mut tokens = match (prompt, field(row, "prompt")) {
         (Some(prompt), _) => prompt,
         (None, Some(Value::Array(_))) => encode_chat(row, tokenizer, &["prompt"], true)?.1,
         (None, _) => tokenizer.encode(text_field(row, "prompt")?)?,
@@ -554,7 +684,7 @@ fn check_length(found: usize, most: usize) -> Result<()> {
 }
 
 fn text_field<'a>(row: &'a Value, name: &str) -> Result<&'a str> {
-    row.get(name).and_then(Value::as_str).ok_or_else(|| Error::Run(expected(name, "a string", row)))
+    field(row, name).and_then(Value::as_str).ok_or_else(|| Error::Run(expected(name, "a string", row)))
 }
 
 /// "expected X in the field, found ..." for a row that lacks it.
@@ -565,28 +695,32 @@ fn expected(name: &str, what: &str, row: &Value) -> String {
             let names: Vec<String> =
                 row.as_object().into_iter().flat_map(|row| row.keys()).map(|name| format!("`{name}`")).collect();
             let found = if names.is_empty() { "no field at all".to_string() } else { names.join(", ") };
-            format!("expected a field `{name}` with {what}, found {found}")
+            let hint = meant(name, row).map(|other| format!("; if `{other}` is it, rename it to `{name}`"));
+            format!("expected a field `{name}` with {what}, found {found}{}", hint.unwrap_or_default())
         }
     }
+}
+
+/// What others call the fields that are looked for.
+const SYNONYMS: [(&str, &[&str]); 5] = [
+    ("prompt", &["question", "instruction", "problem", "input", "text", "context"]),
+    ("completion", &["response", "answer", "output", "solution", "target"]),
+    ("text", &["content", "document", "review", "sentence", "body"]),
+    ("chosen", &["preferred", "accepted", "positive", "response_chosen"]),
+    ("rejected", &["dispreferred", "negative", "response_rejected"]),
+];
+
+/// The field of `row` that is likely meant by `name`: one of a like name, else one that others use for it.
+fn meant<'r>(name: &str, row: &'r Value) -> Option<&'r str> {
+    let fields = || row.as_object().into_iter().flat_map(|row| row.keys()).map(String::as_str);
+    let like = fields().find(|field| strsim::jaro_winkler(&field.to_lowercase(), name) > 0.9);
+    let used = SYNONYMS.iter().find(|(of, _)| *of == name).map_or(&[][..], |(_, used)| *used);
+    like.or_else(|| used.iter().find_map(|used| fields().find(|field| field.eq_ignore_ascii_case(used))))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_row_is_taken_once_per_pass_and_batches_run_on_into_the_next() {
-        let mut cursor = Cursor::new(3, 5);
-        let taken: Vec<usize> = (0..5).flat_map(|_| cursor.take(3)).collect();
-        for pass in taken.chunks(5) {
-            let mut sorted = pass.to_vec();
-            sorted.sort_unstable();
-            assert_eq!(sorted, [0, 1, 2, 3, 4]);
-        }
-        assert_ne!(taken[..5], taken[5..10], "passes are shuffled anew");
-        assert_eq!(Cursor::new(3, 5).take(15), taken, "and the batch size changes no order");
-        assert_ne!(Cursor::new(4, 5).take(15), taken, "which the seed does");
-    }
 
     fn read(name: &str, text: &str) -> Result<Dataset> {
         let dir = tempfile::tempdir().unwrap();
@@ -596,12 +730,14 @@ mod tests {
     }
 
     #[test]
-    fn jsonl_and_json_hold_the_same_rows() {
+    fn jsonl_json_and_csv_hold_the_same_rows() {
         let lines = read("a.jsonl", "{\"prompt\": \"x\"}\n\n{\"prompt\": \"y\"}\n").unwrap();
         let array = read("a.json", "[{\"prompt\": \"x\"}, {\"prompt\": \"y\"}]").unwrap();
-        let rows = |d: &Dataset| d.rows.iter().map(|(_, row)| row.clone()).collect::<Vec<_>>();
+        let table = read("a.csv", "prompt\nx\ny\n").unwrap();
+        let rows = |d: &Dataset| d.rows().cloned().collect::<Vec<_>>();
         assert_eq!(rows(&lines), rows(&array));
-        assert_eq!(lines.rows[1].0, "line 3", "blank lines count");
+        assert_eq!(rows(&lines), rows(&table));
+        assert_eq!(lines.rows[1].place, Place::Line(3), "blank lines count");
     }
 
     #[test]
@@ -617,7 +753,7 @@ mod tests {
     }
 
     /// All rows of a reader, taken `count` at a time.
-    fn drain(mut reader: RowReader, count: usize) -> Result<Vec<(String, Value)>> {
+    fn drain(mut reader: RowReader, count: usize) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         while let Some(part) = reader.next(count)? {
             assert!(part.rows.len() <= count);
@@ -644,19 +780,106 @@ mod tests {
     #[test]
     fn lines_of_text_are_prompts_and_lose_their_end_only() {
         let rows = drain(RowReader::lines("pipe", &b" {\"x\"  \r\n\n\ty"[..], false), 2).unwrap();
-        let prompt = |text: &str| json!({"prompt": text});
-        assert_eq!(rows, [("line 1".into(), prompt(" {\"x\"  ")), ("line 3".into(), prompt("\ty"))]);
+        let prompt =
+            |line, text: &str| Row::new(&Path::new("pipe").into(), Place::Line(line), json!({"prompt": text})).unwrap();
+        assert_eq!(rows, [prompt(1, " {\"x\"  "), prompt(3, "\ty")]);
         let error = drain(RowReader::lines("pipe", &b"x\n\xff\n"[..], false), 9).unwrap_err().to_string();
         assert_eq!(error, "pipe: line 2: expected UTF-8, found bytes of another encoding");
     }
 
     #[test]
-    fn a_missing_field_is_named_with_what_is_there() {
-        let row = serde_json::json!({"question": "x", "answer": 1});
+    fn a_missing_field_is_named_with_what_is_there_and_what_it_may_be_called() {
+        let row = json!({"question": "x", "answer": 1});
         assert_eq!(
             expected("prompt", "a string", &row),
-            "expected a field `prompt` with a string, found `question`, `answer`"
+            "expected a field `prompt` with a string, found `question`, `answer`; if `question` is it, rename it to `prompt`"
         );
         assert_eq!(expected("answer", "a string", &row), "field `answer`: expected a string, found 1");
+        assert_eq!(
+            expected("text", "a string", &row),
+            "expected a field `text` with a string, found `question`, `answer`"
+        );
+        assert_eq!(meant("prompt", &json!({"text": 1, "Prompts": 1})), Some("Prompts"));
+    }
+
+    /// The data settings of a run on these files.
+    fn config(names: &[&Path]) -> DataConfig {
+        let mut data = crate::config::PpoConfig::new("", "", "", "").data;
+        data.dataset_name = names.iter().map(|name| name.to_path_buf()).collect();
+        data
+    }
+
+    /// A file of rows with the numbers of `range`.
+    fn numbered(dir: &Path, name: &str, range: std::ops::Range<i64>) -> PathBuf {
+        let path = dir.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, range.map(|n| format!("{{\"n\": {n}}}\n")).collect::<String>()).unwrap();
+        path
+    }
+
+    fn numbers(datasets: &[Dataset]) -> Vec<i64> {
+        datasets.iter().flat_map(Dataset::rows).map(|row| row["n"].as_i64().unwrap()).collect()
+    }
+
+    #[test]
+    fn rows_that_are_held_out_are_never_trained_on_and_the_seed_says_which() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (numbered(dir.path(), "a.jsonl", 0..70), numbered(dir.path(), "b.jsonl", 70..100));
+        let mut data = config(&[&a, &b]);
+        let held = |data: &DataConfig, seed| {
+            let (train, eval) = Sources::find(data, None).unwrap().read(seed).unwrap();
+            let (train, eval) = (numbers(&train), numbers(&[eval.unwrap()]));
+            let mut all = [&train[..], &eval[..]].concat();
+            all.sort_unstable();
+            assert_eq!(all, Vec::from_iter(0..100), "every row once, on one side");
+            assert!(train.is_sorted(), "what is left stays in order");
+            eval
+        };
+        for (size, count) in [(0.1, 10), (0.001, 1), (1.0, 1), (25.0, 25)] {
+            data.eval_split_size = Some(size);
+            let eval = held(&data, 1);
+            assert_eq!(eval.len(), count, "{size}");
+            assert_eq!(eval, held(&data, 1));
+        }
+        assert_ne!(held(&data, 1), held(&data, 2));
+        data.eval_split_size = Some(100.0);
+        let error = Sources::find(&data, None).unwrap().read(1).unwrap_err().to_string();
+        assert!(error.contains("eval_split_size = 100 leaves no row of") && error.contains("a.jsonl"), "{error}");
+        data.eval_split_size = None;
+        assert!(Sources::find(&data, None).unwrap().read(1).unwrap().1.is_none());
+    }
+
+    #[test]
+    fn the_test_split_is_evaluated_on_where_there_is_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("folder");
+        numbered(&folder, "train-00001-of-00002.jsonl", 3..5);
+        numbered(&folder, "train-00000-of-00002.jsonl", 0..3);
+        numbered(&folder, "test.jsonl", 5..7);
+        let file = numbered(dir.path(), "file.jsonl", 10..12);
+        let mut data = config(&[&folder, &file]);
+        let (train, eval) = Sources::find(&data, None).unwrap().read(1).unwrap();
+        assert_eq!(train.iter().map(|d| d.rows.len()).collect::<Vec<_>>(), [5, 2]);
+        assert_eq!((numbers(&train), numbers(&[eval.unwrap()])), (vec![0, 1, 2, 3, 4, 10, 11], vec![5, 6]));
+        let (_, eval) = Sources::find(&data, Some(&file)).unwrap().read(1).unwrap();
+        assert_eq!(numbers(&[eval.unwrap()]), [10, 11]);
+        data.eval_split_size = Some(0.5);
+        let error = Sources::find(&data, None).unwrap_err().to_string();
+        assert!(error.contains("eval_split_size = 0.5") && error.contains("has a split `test`"), "{error}");
+        data.eval_split_size = None;
+        data.dataset_test_split = "validation".into();
+        let error = Sources::find(&data, None).unwrap_err().to_string();
+        assert!(error.ends_with("folder: expected a split `validation`, found `test`, `train`"), "{error}");
+    }
+
+    #[test]
+    fn a_row_of_several_files_is_named_by_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        numbered(dir.path(), "train-00000-of-00002.jsonl", 0..3);
+        let second = numbered(dir.path(), "train-00001-of-00002.jsonl", 3..4);
+        let dataset = Dataset::read(dir.path(), "train").unwrap();
+        let error = dataset.error(3, "no").to_string();
+        assert_eq!(error, format!("{}: line 1: no", second.display()));
+        assert_eq!(dataset.path(), dir.path());
     }
 }

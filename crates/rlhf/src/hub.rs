@@ -1,6 +1,6 @@
-//! Models by their name on the Hugging Face hub: fetched once, into the cache that transformers uses too.
+//! Models and datasets by their name on the Hugging Face hub: fetched once, into the cache that transformers uses too.
 //!
-//! Files are named by the commit that the revision stands for, so a model is never put together from two commits. Each
+//! Files are named by the commit that the revision stands for, so nothing is ever put together from two commits. Each
 //! is written under another name, checked and renamed: what has its final name is whole. Layout and names of the cache are
 //! those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token on to the host that a file is
 //! redirected to, appends to a partial file whatever the server answers, checks neither length nor hash, and does not
@@ -41,7 +41,8 @@ const TOKENIZER: [&str; 6] = [
 /// How often a request is sent before its failure counts.
 const ATTEMPTS: u32 = 4;
 
-/// Where models come from: the hub, its cache on this machine, and whether the one may be asked for what the other lacks.
+/// Where models and datasets come from: the hub, its cache on this machine, and whether the one may be asked for what the
+/// other lacks.
 #[derive(Clone)]
 pub struct Hub {
     /// The address of the hub, without a slash at its end.
@@ -67,6 +68,16 @@ pub enum Part {
     Tokenizer,
     /// The configuration.
     Config,
+}
+
+/// Names the wanted files among all files of a dataset, whose paths have slashes.
+pub type Choose<'a> = dyn Fn(&BTreeSet<String>) -> Result<Vec<String>> + 'a;
+
+/// What is looked for under a name.
+#[derive(Clone, Copy)]
+enum Wanted<'a> {
+    Model(Part),
+    Dataset(&'a Choose<'a>),
 }
 
 /// The folder of the model `name_or_path`: itself if it exists, else what the hub has under this name, from the cache or
@@ -183,15 +194,36 @@ impl Hub {
             return Err(no_such_file(name_or_path, file));
         };
         let revision = revision.unwrap_or("main");
-        // It becomes a path below `refs`.
-        if revision.is_empty() || !Path::new(revision).components().all(|part| matches!(part, Component::Normal(_))) {
+        if !is_inside(revision) {
             let message = format!("model_revision = {revision:?}: expected a branch, a tag or a commit of the hub");
             return Err(Error::Usage(message));
         }
-        let repo = Repo::with_revision(name.to_string(), RepoType::Model, revision.to_string());
+        self.folder(name, revision, Wanted::Model(part))
+    }
+
+    /// The files of the dataset `name` at `revision` that `choose` names among all of them: from the cache, or fetched into
+    /// it. None if it names none.
+    ///
+    /// # Errors
+    /// If the hub does not know the dataset or cannot be reached, and those of `choose`.
+    pub fn dataset(&self, name: &str, revision: &str, choose: &Choose<'_>) -> Result<Vec<PathBuf>> {
+        if !is_inside(revision) {
+            let message = format!("expected a branch, a tag or a commit of the hub behind the @, found {revision:?}");
+            return Err(Error::invalid(name, message));
+        }
+        let dir = self.folder(name, revision, Wanted::Dataset(choose))?;
+        if !dir.is_dir() {
+            return Ok(Vec::new());
+        }
+        Ok(choose(&files_below(&dir)?)?.into_iter().map(|file| dir.join(file)).collect())
+    }
+
+    fn folder(&self, name: &str, revision: &str, wanted: Wanted<'_>) -> Result<PathBuf> {
+        let kind = if let Wanted::Model(_) = wanted { RepoType::Model } else { RepoType::Dataset };
+        let repo = Repo::with_revision(name.to_string(), kind, revision.to_string());
         let dir = self.cache.join(repo.folder_name());
         let cached = Cache::new(self.cache.clone()).repo(repo);
-        Fetch { hub: self, name, revision, part, dir, cached, agent: self.agent()? }.folder()
+        Fetch { hub: self, name, revision, wanted, dir, cached, agent: self.agent()? }.folder()
     }
 
     fn agent(&self) -> Result<Agent> {
@@ -215,12 +247,44 @@ impl Hub {
     }
 }
 
-/// One model at one revision, on its way into the cache.
+/// The files in a folder and in those below it, as paths with slashes from there.
+///
+/// # Errors
+/// If a folder cannot be read.
+pub(crate) fn files_below(dir: &Path) -> Result<BTreeSet<String>> {
+    fn collect(dir: &Path, prefix: &str, files: &mut BTreeSet<String>) -> Result<()> {
+        for entry in fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
+            let entry = entry.map_err(Error::io("read the folder", dir))?;
+            let (path, name) = (entry.path(), entry.file_name());
+            // What is not UTF-8 is no name that is looked for; hidden folders hold what tools keep for themselves.
+            let Some(name) = name.to_str().filter(|name| !name.starts_with('.')) else { continue };
+            if path.is_file() {
+                files.insert(format!("{prefix}{name}"));
+            } else if path.is_dir() && prefix.split('/').count() < DEEPEST {
+                collect(&path, &format!("{prefix}{name}/"), files)?;
+            }
+        }
+        Ok(())
+    }
+    let mut files = BTreeSet::new();
+    collect(dir, "", &mut files)?;
+    Ok(files)
+}
+
+/// How many folders deep a dataset's files are looked for; also where links lead in circles this ends.
+const DEEPEST: usize = 4;
+
+/// Whether a path stays below the folder that it is put behind.
+fn is_inside(path: &str) -> bool {
+    !path.is_empty() && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+/// One model or dataset at one revision, on its way into the cache.
 struct Fetch<'a> {
     hub: &'a Hub,
     name: &'a str,
     revision: &'a str,
-    part: Part,
+    wanted: Wanted<'a>,
     /// `models--owner--name` in the cache.
     dir: PathBuf,
     cached: CacheRepo,
@@ -301,9 +365,24 @@ impl Fetch<'_> {
         Error::invalid(self.name, message)
     }
 
-    /// What to say of a model that is nowhere here.
+    /// What is not here, and what is looked for on the hub, in words.
+    fn nouns(&self) -> (&'static str, &'static str) {
+        match self.wanted {
+            Wanted::Model(_) => ("folder", "model"),
+            Wanted::Dataset(_) => ("file or folder", "dataset"),
+        }
+    }
+
+    /// What to say of what is nowhere here.
     fn absent(&self) -> String {
-        format!("no such folder, and no whole copy of its revision {} in {}", self.revision, self.hub.cache.display())
+        let (revision, cache) = (self.revision, self.hub.cache.display());
+        format!("no such {}, and no whole copy of its revision {revision} in {cache}", self.nouns().0)
+    }
+
+    /// Where the hub shows it and its files.
+    fn page(&self) -> String {
+        let kind = if let Wanted::Dataset(_) = self.wanted { "datasets/" } else { "" };
+        format!("{}/{kind}{}", self.hub.endpoint, self.name)
     }
 
     fn ref_path(&self) -> PathBuf {
@@ -318,60 +397,40 @@ impl Fetch<'_> {
         };
         let dir = self.cached.pointer_path(is_commit(&commit).then_some(commit.as_str())?);
         let has = |name: &str| dir.join(name).is_file();
-        let whole = match self.part {
-            Part::Config => has(CONFIG),
-            Part::Tokenizer => has("tokenizer.json"),
+        let whole = match self.wanted {
+            Wanted::Model(Part::Config) => has(CONFIG),
+            Wanted::Model(Part::Tokenizer) => has("tokenizer.json"),
             // Weights are fetched last.
-            Part::Model if has(SINGLE) => true,
-            Part::Model if has(INDEX) => shards(&dir.join(INDEX)).ok()?.iter().all(|shard| has(shard)),
-            Part::Model => has(ADAPTER),
+            Wanted::Model(Part::Model) if has(SINGLE) => true,
+            Wanted::Model(Part::Model) if has(INDEX) => shards(&dir.join(INDEX)).ok()?.iter().all(|shard| has(shard)),
+            Wanted::Model(Part::Model) => has(ADAPTER),
+            Wanted::Dataset(choose) => dir.is_dir() && choose(&files_below(&dir).ok()?).is_ok(),
         };
         whole.then_some(dir)
     }
 
     /// The commit that the revision stands for, and the names of its files.
     fn listing(&self) -> Result<(String, BTreeSet<String>), Failure> {
-        let url = format!("{}/api/models/{}/revision/{}", self.hub.endpoint, self.name, escaped(self.revision));
+        let (endpoint, kind, revision) = (&self.hub.endpoint, self.nouns().1, escaped(self.revision));
+        let url = format!("{endpoint}/api/{kind}s/{}/revision/{revision}", self.name);
         let mut response = self.send(false, &url, 0)?;
         let text = response.body_mut().with_config().limit(100 << 20).read_to_string()?;
         let found = serde_json::from_str(&text).unwrap_or(Value::Null);
         let commit = found["sha"].as_str().filter(|commit| is_commit(commit));
         let (Some(commit), Some(files)) = (commit, found["siblings"].as_array()) else {
-            let message = format!("{url}: expected the hub's description of a model, found {}", excerpt(&text));
+            let message = format!("{url}: expected the hub's description of a {kind}, found {}", excerpt(&text));
             return Err(self.error(&message).into());
         };
-        Ok((
-            commit.to_string(),
-            files.iter().filter_map(|file| Some(file["rfilename"].as_str()?.to_string())).collect(),
-        ))
+        let names = files.iter().filter_map(|file| file["rfilename"].as_str()).filter(|name| is_inside(name));
+        Ok((commit.to_string(), names.map(str::to_string).collect()))
     }
 
     /// Puts what is wanted of the commit into the cache.
     fn fetch(&self, commit: &str, files: &BTreeSet<String>) -> Result<PathBuf> {
         let dir = self.cached.pointer_path(commit);
-        let small: Vec<&str> = match self.part {
-            Part::Config => vec![CONFIG],
-            Part::Tokenizer => TOKENIZER.to_vec(),
-            Part::Model => [&TOKENIZER[..], &["adapter_config.json"]].concat(),
-        };
-        let has = |name: &str| files.contains(name);
-        let single = has(SINGLE);
-        if self.part == Part::Model && !single && !has(INDEX) && !has(ADAPTER) {
-            return Err(no_safetensors(Path::new(self.name), files.iter().map(String::as_str)));
-        }
-        for name in small.into_iter().filter(|name| has(name)) {
-            self.file(commit, name)?;
-        }
-        if self.part == Part::Model {
-            if !single && has(INDEX) {
-                self.file(commit, INDEX)?;
-                for shard in shards(&dir.join(INDEX))? {
-                    self.file(commit, &shard)?;
-                }
-            }
-            for name in [SINGLE, ADAPTER].into_iter().filter(|name| has(name)) {
-                self.file(commit, name)?;
-            }
+        match self.wanted {
+            Wanted::Model(part) => self.fetch_model(commit, files, part)?,
+            Wanted::Dataset(choose) => choose(files)?.iter().try_for_each(|name| self.file(commit, name))?,
         }
         let path = self.ref_path();
         if self.revision != commit && fs::read_to_string(&path).ok().as_deref() != Some(commit) {
@@ -382,20 +441,50 @@ impl Fetch<'_> {
         Ok(dir)
     }
 
+    fn fetch_model(&self, commit: &str, files: &BTreeSet<String>, part: Part) -> Result<()> {
+        let small: Vec<&str> = match part {
+            Part::Config => vec![CONFIG],
+            Part::Tokenizer => TOKENIZER.to_vec(),
+            Part::Model => [&TOKENIZER[..], &["adapter_config.json"]].concat(),
+        };
+        let has = |name: &str| files.contains(name);
+        let single = has(SINGLE);
+        if part == Part::Model && !single && !has(INDEX) && !has(ADAPTER) {
+            return Err(no_safetensors(Path::new(self.name), files.iter().map(String::as_str)));
+        }
+        for name in small.into_iter().filter(|name| has(name)) {
+            self.file(commit, name)?;
+        }
+        if part == Part::Model {
+            if !single && has(INDEX) {
+                self.file(commit, INDEX)?;
+                for shard in shards(&self.cached.pointer_path(commit).join(INDEX))? {
+                    self.file(commit, &shard)?;
+                }
+            }
+            for name in [SINGLE, ADAPTER].into_iter().filter(|name| has(name)) {
+                self.file(commit, name)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Puts one file into the snapshot, unless it is there.
     fn file(&self, commit: &str, name: &str) -> Result<()> {
         let place = self.cached.pointer_path(commit).join(name);
         if place.is_file() {
             return Ok(());
         }
-        let url = format!("{}/{}/resolve/{commit}/{name}", self.hub.endpoint, self.name);
+        let path: Vec<String> = name.split('/').map(escaped).collect();
+        let url = format!("{}/resolve/{commit}/{}", self.page(), path.join("/"));
         let remote = self.repeat(ATTEMPTS, || self.describe(&url)).map_err(|failure| self.give_up(name, failure))?;
         let blob = self.dir.join("blobs").join(&remote.etag);
         if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == remote.size) {
             self.blob(name, &url, &remote, &blob)?;
         }
         create_parent(&place)?;
-        let target = Path::new("../../blobs").join(&remote.etag);
+        let up = "../".repeat(2 + name.matches('/').count());
+        let target = Path::new(&up).join("blobs").join(&remote.etag);
         let link = || std::os::unix::fs::symlink(&target, &place);
         let linked = match link() {
             // Another process was quicker, or it is a link to bytes that someone deleted.
@@ -552,7 +641,8 @@ impl Fetch<'_> {
 
     /// What a status other than success and redirect means.
     fn refusal(&self, url: &str, status: StatusCode, headers: &HeaderMap) -> Failure {
-        let (name, endpoint) = (self.name, &self.hub.endpoint);
+        let (page, endpoint) = (self.page(), &self.hub.endpoint);
+        let (place, kind) = self.nouns();
         if origin(url) != origin(endpoint) {
             // An address that the hub made up for this download: it may have expired, and it is not for other eyes.
             return Failure::Passing(format!("HTTP status {status} from {}", origin(url)), None);
@@ -565,20 +655,22 @@ impl Fetch<'_> {
                 return Failure::Passing(format!("{url}: HTTP status {status}"), wait);
             }
             401 | 403 if code == "GatedRepo" || status == StatusCode::FORBIDDEN => format!(
-                "gated or private (HTTP status {status}): ask for access at {endpoint}/{name}, and set HF_TOKEN to a token \
-                 of an account that has it"
+                "gated or private (HTTP status {status}): ask for access at {page}, and set HF_TOKEN to a token of an \
+                 account that has it"
             ),
             // The hub gives this answer for what is not there, too.
             401 if self.hub.token.is_none() => format!(
-                "no such folder, and no such public model at {endpoint} (HTTP status {status}): check the name, or set \
-                 HF_TOKEN if the model is private or gated"
+                "no such {place}, and no such public {kind} at {endpoint} (HTTP status {status}): check the name, or set \
+                 HF_TOKEN if the {kind} is private or gated"
             ),
             401 => format!(
-                "no such folder, and {endpoint} does not show such a model to the token of HF_TOKEN (HTTP status {status})"
+                "no such {place}, and {endpoint} does not show such a {kind} to the token of HF_TOKEN (HTTP status {status})"
             ),
             404 if code == "RevisionNotFound" => format!("no revision {} at {endpoint}", self.revision),
             404 if code == "EntryNotFound" => format!("{url}: no such file (HTTP status {status})"),
-            404 => format!("no such folder, and no such model, or no revision {} of it, at {endpoint}", self.revision),
+            404 => {
+                format!("no such {place}, and no such {kind}, or no revision {} of it, at {endpoint}", self.revision)
+            }
             _ => format!("{url}: HTTP status {status}"),
         };
         self.error(&message).into()

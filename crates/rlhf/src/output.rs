@@ -9,16 +9,13 @@ use rlhf::data::RowReader;
 use rlhf::model::ModelOptions;
 use rlhf::{Error, Result};
 
-/// The split that is read where a dataset is a folder.
-const SPLIT: &str = "test";
-
 /// The rows of the dataset, else of standard input: JSON objects or, with `json: false`, prompts, a line each.
 ///
 /// Refuses an output file that may not be written, before any work is done.
 pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
     check_output_file(config)?;
     match &config.dataset_name {
-        Some(path) => RowReader::open(path, SPLIT),
+        Some(name) => RowReader::open(name, &config.dataset_split),
         None => Ok(RowReader::lines("standard input", BufReader::new(io::stdin()), json)),
     }
 }

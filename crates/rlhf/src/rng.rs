@@ -13,7 +13,7 @@ use rand_distr::{Distribution, StandardNormal};
 pub enum Purpose {
     /// Fresh weights; counters: the tensor's index in the model, 0.
     Init = 1,
-    /// The order of a data set; counters: the pass, 0.
+    /// The order of a data set; counters: the pass, the data set's place among several.
     DataOrder = 2,
     /// Sampled tokens; counters: the update, the row.
     Sampling = 3,
@@ -27,6 +27,10 @@ pub enum Purpose {
     Dropout = 7,
     /// Sampled tokens of evaluations, the same each time; counters: 0, the row.
     Evaluation = 8,
+    /// Which of several data sets a row is drawn from; counters: the rows drawn before it, 0.
+    Mixture = 9,
+    /// Which rows are kept for evaluation; counters: 0, 0.
+    HeldOut = 10,
 }
 
 /// A stream of random numbers.

@@ -6,8 +6,8 @@ pub mod sft;
 
 use crate::Result;
 use crate::checkpoint::{Checkpoints, OPTIMIZER, Saved};
-use crate::config::{PeftConfig, RunConfig};
-use crate::data::Cursor;
+use crate::config::{DataConfig, PeftConfig, RunConfig};
+use crate::data::{Cursor, Dataset};
 use crate::device::memory;
 use crate::model::{Dtype, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
@@ -188,15 +188,45 @@ fn micro_batches<T>(rows: &[T], most_rows: usize, most_tokens: usize, tokens: im
     parts
 }
 
-/// What to tell of a dataset that does not fill one update.
-fn small_dataset(path: &Path, rows: usize, batch_size: usize) -> Option<String> {
+/// What to tell of data that do not fill one update.
+fn small_dataset(data: &DataConfig, rows: usize, batch_size: usize) -> Option<String> {
     (rows < batch_size).then(|| {
         format!(
             "{}: {rows} rows do not fill an update of {batch_size}: it goes on into the next shuffled pass, so rows repeat \
              within it",
-            path.display()
+            data.describe()
         )
     })
+}
+
+/// What `read` makes of the rows of several datasets, one after another.
+struct Gathered<T> {
+    rows: Vec<T>,
+    /// How many are each dataset's.
+    lens: Vec<usize>,
+    /// What to tell of them.
+    warnings: Vec<String>,
+}
+
+fn gather<T, W: IntoIterator<Item = String>>(
+    datasets: &[Dataset],
+    read: impl Fn(&Dataset) -> Result<(Vec<T>, W)>,
+) -> Result<Gathered<T>> {
+    let mut all = Gathered { rows: Vec::new(), lens: Vec::new(), warnings: Vec::new() };
+    for dataset in datasets {
+        let (rows, warnings) = read(dataset)?;
+        all.lens.push(rows.len());
+        all.rows.extend(rows);
+        all.warnings.extend(warnings);
+    }
+    Ok(all)
+}
+
+impl<T> Gathered<T> {
+    /// A cursor at the beginning of a run over these rows.
+    fn cursor(&self, seed: u64, data: &DataConfig) -> Cursor {
+        Cursor::mixture(seed, &self.lens, &data.dataset_weights)
+    }
 }
 
 /// Writes the model card that transformers' users expect beside a model.

@@ -446,7 +446,7 @@ fn what_cannot_be_gone_on_with_is_refused_and_changes_nothing() {
         ("--resume_from_checkpoint policy", 1, &["policy: expected a checkpoint", "no trainer_state.json"]),
         ("--resume_from_checkpoint out/checkpoint-7", 2, &["out/checkpoint-8 is newer"]),
         ("--metric_for_best_model eval/score", 2, &["metric_for_best_model = eval/score needs eval_steps"]),
-        ("--eval_steps 2", 2, &["eval_steps = 2", "held out", "test.jsonl", "prompts.jsonl"]),
+        ("--eval_steps 2", 2, &["eval_steps = 2", "held out", "no split `test`", "prompts.jsonl"]),
     ] {
         scratch.refuses(&format!("{resumed} {flags}"), code, words);
     }

@@ -490,7 +490,7 @@ fn data_that_cannot_be_used_is_refused_with_its_line() {
         ("ids.jsonl", &["ids.jsonl: line 2", "`input_ids`", "vocabulary of 352", "found 352"]),
         ("negative.jsonl", &["negative.jsonl: line 1", "`input_ids`", "-1"]),
         ("long.jsonl", &["long.jsonl: line 2", "too long", "at most 56 tokens", "found 57"]),
-        ("folder", &["folder: ", "found neither"]),
+        ("folder", &["folder: expected a split `train`", "found no file of rows"]),
         ("nowhere.jsonl", &["nowhere.jsonl: ", "found no such path"]),
     ] {
         scratch.refuses(&format!("{PPO} --dataset_name {file}"), 1, words);

@@ -1,10 +1,10 @@
-//! Models by their name on the hub, against a server on this machine that answers as the hub does.
+//! Models and datasets by their name on the hub, against a server on this machine that answers as the hub does.
 
 use crate::support::golden;
 use ring::digest;
 use rlhf::hub::{Hub, Part};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -48,6 +48,8 @@ struct State {
     /// Commits by revision, and files by commit.
     revisions: BTreeMap<String, String>,
     commits: BTreeMap<String, Files>,
+    /// Whether what has the name is a dataset; else it is a model.
+    dataset: bool,
     token: Option<String>,
     /// By what is asked; the first that fits is taken, once.
     faults: Vec<(&'static str, Fault)>,
@@ -184,14 +186,15 @@ fn file_or_listing(
     range: Option<String>,
 ) -> (u16, String, Vec<u8>) {
     let not_found = |code: &str| (404, format!("X-Error-Code: {code}\r\n"), Vec::new());
-    if let Some(revision) = path.strip_prefix(&format!("/api/models/{NAME}/revision/")) {
+    let (api, page) = if state.dataset { ("datasets", "/datasets/") } else { ("models", "/") };
+    if let Some(revision) = path.strip_prefix(&format!("/api/{api}/{NAME}/revision/")) {
         let revision = revision.replace("%2F", "/");
         let commit = state.revisions.get(&revision).or(state.commits.contains_key(&revision).then_some(&revision));
         let Some(commit) = commit else { return not_found("RevisionNotFound") };
         let files: Vec<_> = state.commits[commit].keys().map(|name| json!({"rfilename": name})).collect();
         return (200, String::new(), json!({"id": NAME, "sha": commit, "siblings": files}).to_string().into_bytes());
     }
-    let prefix = if to_cdn { "/".into() } else { format!("/{NAME}/resolve/") };
+    let prefix = if to_cdn { "/".into() } else { format!("{page}{NAME}/resolve/") };
     let prefix = if path.starts_with("/moved/") { "/moved/" } else { &prefix };
     let Some((commit, name)) = path.strip_prefix(prefix).and_then(|rest| rest.split_once('/')) else {
         return not_found("RepoNotFound");
@@ -200,7 +203,7 @@ fn file_or_listing(
         return not_found("EntryNotFound");
     };
     let mut head = format!("X-Repo-Commit: {commit}\r\n");
-    if name.ends_with(".safetensors") && !to_cdn {
+    if is_large(name) && !to_cdn {
         let _ = write!(head, "X-Linked-Etag: \"{}\"\r\nX-Linked-Size: {}\r\n", etag(name, bytes), bytes.len());
         let _ = write!(head, "Location: {cdn}/{commit}/{name}\r\n");
         return (302, head, b"Found".to_vec());
@@ -220,9 +223,13 @@ fn file_or_listing(
     }
 }
 
+fn is_large(name: &str) -> bool {
+    [".safetensors", ".parquet"].iter().any(|end| name.ends_with(end))
+}
+
 /// The name of a file's bytes: SHA-256 for large files, git's for others (here of the bytes alone).
 fn etag(name: &str, bytes: &[u8]) -> String {
-    let kind = if name.ends_with(".safetensors") { &digest::SHA256 } else { &digest::SHA1_FOR_LEGACY_USE_ONLY };
+    let kind = if is_large(name) { &digest::SHA256 } else { &digest::SHA1_FOR_LEGACY_USE_ONLY };
     digest::digest(kind, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -614,6 +621,123 @@ fn a_dataset_that_is_not_there_is_told_before_anything_is_fetched() {
         assert!(error.contains("nowhere.jsonl: expected"), "{models}: {error}");
         assert!(server.asked().is_empty(), "{models}");
     }
+}
+
+/// A dataset of two shards in a folder, and files beside them.
+fn dataset_files() -> Files {
+    let row = |prompt: &str| format!("{}\n", json!({"prompt": prompt}));
+    [
+        ("data/train-00000-of-00002.jsonl", [row("The"), row("A film")].concat()),
+        ("data/train-00001-of-00002.jsonl", row("is it")),
+        ("data/test-00000-of-00001.parquet", "of another split".into()),
+        ("README.md", "of nobody".into()),
+    ]
+    .map(|(name, text)| (name.to_string(), text.into_bytes()))
+    .into()
+}
+
+fn dataset_server() -> Server {
+    let server = Server::with(dataset_files());
+    server.change(|state| state.dataset = true);
+    server
+}
+
+#[test]
+fn of_a_dataset_the_wanted_files_come_and_no_others() {
+    let server = dataset_server();
+    server.change(|state| state.token = Some("Bearer hf_secret".into()));
+    let with_token = |hub| Hub { token: Some("hf_secret".into()), ..hub };
+    for split in ["train", "test"] {
+        let choose = |files: &BTreeSet<String>| {
+            Ok(files.iter().filter(|name| name.contains(&format!("/{split}-"))).cloned().collect())
+        };
+        let found = with_token(server.hub()).dataset(NAME, "main", &choose).unwrap();
+        let snapshot = server.cache.path().join("hub/datasets--someone--tiny-model/snapshots").join(COMMIT);
+        let expected: Files = dataset_files().into_iter().filter(|(name, _)| name.contains(split)).collect();
+        assert_eq!(found, expected.keys().map(|name| snapshot.join(name)).collect::<Vec<_>>());
+        for (file, bytes) in found.iter().zip(expected.values()) {
+            assert!(fs::read_link(file).unwrap().starts_with("../../../blobs"));
+            assert_eq!(&fs::read(file).unwrap(), bytes);
+        }
+        let asked = server.asked();
+        assert!(asked.iter().any(|request| request.what.contains(split)));
+        assert!(asked.iter().all(|request| !request.what.contains("README")), "{asked:?}");
+        let of_cdn = asked.iter().find(|request| request.what.starts_with("CDN"));
+        assert!(of_cdn.is_none_or(|request| request.authorization.is_none()));
+        assert_eq!(server.offline().dataset(NAME, "main", &choose).unwrap(), found);
+        assert!(server.asked().is_empty());
+    }
+    let none = |_: &BTreeSet<String>| Ok(Vec::new());
+    assert!(with_token(server.hub()).dataset(NAME, "main", &none).unwrap().is_empty());
+    let error = server.hub().dataset(NAME, "main", &none).unwrap_err().to_string();
+    assert!(error.contains("no such file or folder, and no such public dataset"), "{error}");
+    let error = server.hub().dataset(NAME, "../x", &none).unwrap_err().to_string();
+    assert!(error.contains("behind the @") && error.contains("../x"), "{error}");
+}
+
+#[test]
+fn names_that_lead_out_of_the_cache_are_not_followed() {
+    let server = dataset_server();
+    let bad: Files =
+        [("../../../evil.jsonl".to_string(), b"{}".to_vec()), ("/evil.jsonl".to_string(), b"{}".to_vec())].into();
+    server.change(|state| {
+        state.commits.insert(COMMIT.into(), bad);
+    });
+    let all = |files: &BTreeSet<String>| Ok(files.iter().cloned().collect());
+    assert!(server.hub().dataset(NAME, "main", &all).unwrap().is_empty());
+}
+
+#[test]
+fn a_command_takes_a_dataset_of_the_hub_as_it_takes_a_folder() {
+    let server = dataset_server();
+    server.change(|state| {
+        let fewer = dataset_files().into_iter().filter(|(name, _)| !name.contains("test")).collect();
+        state.commits.insert(NEXT.into(), fewer);
+        state.revisions.insert("v2".into(), NEXT.into());
+    });
+    let policy = golden().join("models/gpt2").canonicalize().unwrap();
+    let here = server.cache.path().join("here");
+    for (name, bytes) in dataset_files().iter().filter(|(name, _)| name.contains("train")) {
+        fs::create_dir_all(here.join(name).parent().unwrap()).unwrap();
+        fs::write(here.join(name), bytes).unwrap();
+    }
+    let line = |data: &str| {
+        let policy = policy.display();
+        format!(
+            "generate --do_sample false --max_new_tokens 4 --model {policy} --dataset_split train --dataset_name {data}"
+        )
+    };
+    let expected = runs(&mut program(&server, &line("here"))).0;
+    assert_eq!(expected.lines().count(), 3);
+    assert_eq!(runs(&mut program(&server, &line(NAME))), (expected.clone(), String::new()));
+    assert_eq!(runs(&mut program(&server, &line(&format!("{NAME}@v2")))), (expected.clone(), String::new()));
+    server.asked();
+    let offline = runs(program(&server, &line(NAME)).env("HF_HUB_OFFLINE", "1"));
+    assert_eq!((offline, server.asked().len()), ((expected, String::new()), 0));
+
+    let sft = format!("sft --model_name_or_path {} --max_steps 1 --output_dir out --report_to none", policy.display());
+    for (data, words) in [
+        (format!("{NAME} --dataset_train_split dev"), &["expected a split `dev`", "found `test`, `train`"][..]),
+        (format!("{NAME}@v2 --dataset_test_split dev"), &["expected a split `dev`", "found `train`"]),
+        (format!("{NAME}@v3"), &["no revision v3"]),
+        ("someone/other".into(), &["someone/other: no such file or folder", "no such dataset"]),
+    ] {
+        let refused = program(&server, &format!("{sft} --dataset_name {data}")).output().unwrap();
+        let error = String::from_utf8(refused.stderr).unwrap();
+        assert_eq!((refused.status.code(), error.lines().count()), (Some(1), 1), "{error}");
+        for word in words {
+            assert!(error.contains(word), "no `{word}` in {error}");
+        }
+    }
+    fs::write(here.join("pairs.jsonl"), "{\"prompt\": \"The\", \"completion\": \" end\"}\n").unwrap();
+    server.change(|state| {
+        let rows = [("train.csv".to_string(), b"prompt,completion\nThe,\" end, so\"\n".to_vec())].into();
+        state.commits.insert(COMMIT.into(), rows);
+    });
+    let data = format!("{NAME} here/pairs.jsonl --dataset_weights 1 3");
+    runs(&mut program(&server, &format!("{sft} --per_device_train_batch_size 2 --dataset_name {data}")));
+    let written = fs::read_to_string(server.cache.path().join("out/run.yaml")).unwrap();
+    assert!(written.contains(NAME) && written.contains("here/pairs.jsonl"), "names stay as they were typed: {written}");
 }
 
 #[test]

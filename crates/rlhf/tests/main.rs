@@ -4,6 +4,7 @@ mod checkpoint;
 mod cli;
 mod commands;
 mod corrupt;
+mod data;
 mod formats;
 mod hub;
 mod lora;

@@ -1,12 +1,12 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
 use super::{
-    describe_micro_batch, leave_checkpoint, micro_batch_tokens, micro_batches, model_options, small_dataset,
+    describe_micro_batch, gather, leave_checkpoint, micro_batch_tokens, micro_batches, model_options, small_dataset,
     trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start};
-use crate::config::{EVAL_METRICS, PpoConfig, PpoPlan, StopToken, WhitenAdvantages};
-use crate::data::{Cursor, Dataset, Prompt, locate};
+use crate::config::{EVAL_METRICS, LongPrompts, PpoConfig, PpoPlan, StopToken, WhitenAdvantages};
+use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
 use crate::kl::KlController;
@@ -47,7 +47,8 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     config.check()?;
     let optional = [config.value_model_path.as_deref(), config.model_name_or_path.as_deref()];
     let rewards = specs(config)?;
-    let mut inputs: Vec<&Path> = vec![&config.sft_model_path, &config.dataset_name];
+    let mut inputs: Vec<&Path> = vec![&config.sft_model_path];
+    inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
     inputs.extend(optional.into_iter().flatten().chain(rewards.iter().filter_map(Spec::model_path)));
     let start = Start::find(&config.run)?;
     check_output_dir(&config.run, &start, &inputs)?;
@@ -99,6 +100,8 @@ pub struct PpoTrainer {
     prompts: Vec<Prompt>,
     sample_prompts: Vec<Prompt>,
     eval_prompts: Vec<Prompt>,
+    /// What to tell of the prompts.
+    prompt_notes: Vec<String>,
     cursor: Cursor,
     /// What the KL weighs.
     kl_controller: KlController,
@@ -133,14 +136,13 @@ impl PpoTrainer {
         // the very numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
         let frozen = ModelOptions { dtype: config.run.dtype, ..options };
         // Before gigabytes are fetched in vain.
-        locate(&config.dataset_name, &config.dataset_train_split)?;
-        let held_out = super::sft::eval_path(None, &config.dataset_name, &config.dataset_test_split);
-        if let (Some(every), None) = (config.eval.eval_steps, &held_out) {
+        let sources = Sources::find(&config.data, None)?;
+        if let (Some(every), false) = (config.eval.eval_steps, sources.hold_rows_out()) {
             return Err(Error::Usage(format!(
-                "eval_steps = {every}: expected prompts that are held out, {split}.jsonl or {split}.json in the folder \
-                 dataset_name = {}, found neither",
-                config.dataset_name.display(),
-                split = config.dataset_test_split
+                "eval_steps = {every}: expected prompts that are held out, and dataset_name = {} has no split `{}`; \
+                 eval_split_size keeps some of the training prompts for it",
+                config.data.describe(),
+                config.data.dataset_test_split
             )));
         }
         let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
@@ -209,21 +211,24 @@ impl PpoTrainer {
             ))
         })?;
         let vocab = policy.config().vocab_size;
-        let read = |path: &Path, split: &str| {
-            let dataset = Dataset::read(path, split)?;
-            Ok::<_, Error>(if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset })
-        };
-        let prompts = read(&config.dataset_name, &config.dataset_train_split)?.prompts(&tokenizer, vocab, most)?;
+        let limit = PromptLimit::new(&config.prompt_length, most)?;
+        let read = |dataset: &Dataset| dataset.prompts_within(&tokenizer, vocab, limit);
+        let (mut train, mut eval) = sources.read(config.run.seed)?;
+        if config.apply_chat_template {
+            train = train.into_iter().map(Dataset::with_chat_prompts).collect();
+            eval = eval.map(Dataset::with_chat_prompts);
+        }
         let eval_rows = config.eval.eval_steps.map_or(0, |_| config.eval.num_eval_prompts);
-        let (sample_prompts, eval_prompts) = match held_out {
-            Some(path) => {
-                let first = read(&path, &config.dataset_test_split)?.first(SAMPLE_ROWS.max(eval_rows));
-                let first = first.prompts(&tokenizer, vocab, most)?;
-                let take = |rows| first.iter().take(rows).cloned().collect();
-                (take(SAMPLE_ROWS), take(eval_rows))
-            }
-            None => (prompts.iter().take(SAMPLE_ROWS).cloned().collect(), Vec::new()),
-        };
+        // Where long ones are dropped, others take their places.
+        if config.prompt_length.long_prompts != LongPrompts::Drop {
+            eval = eval.map(|eval| eval.first(SAMPLE_ROWS.max(eval_rows)));
+        }
+        let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+        let cursor = train.cursor(config.run.seed, &config.data);
+        let prompts = train.rows;
+        let first = |prompts: &[Prompt], rows| prompts.iter().take(rows).cloned().collect::<Vec<_>>();
+        let sample_prompts = first(if eval.rows.is_empty() { &prompts } else { &eval.rows }, SAMPLE_ROWS);
+        let eval_prompts = first(&eval.rows, eval_rows);
         let all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
         rewards.check_rows(all.map(|prompt| &prompt.row))?;
         let stop = match (config.stop_token, config.stop_token_id) {
@@ -245,9 +250,10 @@ impl PpoTrainer {
             kl_controller: KlController::new(config, plan.num_total_batches),
             plan,
             learner: Learner::new(policy, value, config),
-            cursor: Cursor::new(config.run.seed, prompts.len()),
+            cursor,
             sample_prompts,
             eval_prompts,
+            prompt_notes: [train.warnings, eval.warnings].concat(),
             config: config.clone(),
             reference,
             rewards,
@@ -281,9 +287,8 @@ impl PpoTrainer {
     }
 
     fn run_updates(&mut self, report: &mut Reporter, checkpoints: &mut Checkpoints) -> Result<usize> {
-        if let Some(warning) = small_dataset(&self.config.dataset_name, self.prompts.len(), self.plan.batch_size) {
-            report.warn(&warning);
-        }
+        let small = small_dataset(&self.config.data, self.prompts.len(), self.plan.batch_size);
+        self.prompt_notes.iter().chain(&small).for_each(|warning| report.warn(warning));
         for model in self.rewards.models().filter(|model| model.classifier().has_new_head()) {
             report.warn(&format!(
                 "{}: the reward model has a fresh random head, so its scores mean nothing yet; train it by `rlhf reward`",
@@ -532,7 +537,7 @@ impl PpoTrainer {
         let mut facts = vec![
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
             ("rewards", self.rewards.describe()),
-            ("prompts", format!("`{}`, {} rows", self.config.dataset_name.display(), self.prompts.len())),
+            ("prompts", format!("`{}`, {} rows", self.config.data.describe(), self.prompts.len())),
             ("tokenizer", self.tokenizer.describe()),
         ];
         facts.extend(self.trained());

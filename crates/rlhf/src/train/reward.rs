@@ -1,13 +1,12 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
-use super::sft::eval_path;
 use super::{
-    Progress, Saver, describe_micro_batch, micro_batch_tokens, micro_batches, model_options, reached, small_dataset,
-    trained_options, trained_share, write_model_card,
+    Gathered, Progress, Saver, describe_micro_batch, gather, micro_batch_tokens, micro_batches, model_options, reached,
+    small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start};
 use crate::config::{RewardConfig, TrainPlan};
-use crate::data::{Cursor, Dataset, Pair, locate};
+use crate::data::{Dataset, Pair, Sources};
 use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, DropoutRows, SequenceClassifier};
@@ -29,15 +28,14 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     config.check()?;
     let options = trained_options(model_options(&config.run)?, &config.peft, &config.run);
     let model_dir = config.model_name_or_path.as_path();
-    let mut inputs: Vec<&Path> = vec![model_dir, &config.dataset_name];
+    let mut inputs: Vec<&Path> = vec![model_dir];
+    inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
     inputs.extend(config.eval_dataset_name.as_deref());
     let start = Start::find(&config.run)?;
     check_output_dir(&config.run, &start, &inputs)?;
     let differences = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
     // Before gigabytes are fetched in vain.
-    locate(&config.dataset_name, &config.dataset_train_split)?;
-    let eval_path = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split);
-    eval_path.as_ref().map(|path| locate(path, &config.dataset_test_split)).transpose()?;
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     let model_dir = &hub::model_dir(model_dir, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(model_dir)?;
     let new_head = config.new_reward_head.then_some(config.run.seed);
@@ -54,24 +52,19 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     tokenizer.check_fits(model.config(), model_dir)?;
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
-    let read = |path: &Path, split: &str| {
-        let dataset = Dataset::read(path, split)?;
+    let read = |dataset: &Dataset| {
         leave_out_long(dataset.pairs(&tokenizer, model.config().causal)?, max_length, dataset.path())
     };
-    let (pairs, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
-    let mut eval = Vec::new();
-    if let Some(path) = eval_path {
-        let (pairs, more) = read(&path, &config.dataset_test_split)?;
-        eval = pairs;
-        warnings.extend(more);
-    }
-    let plan = config.plan(pairs.len())?;
-    warnings.extend(small_dataset(&config.dataset_name, pairs.len(), plan.batch_size));
+    let (train, eval) = sources.read(config.run.seed)?;
+    let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    let plan = config.plan(train.rows.len())?;
+    let mut warnings = [&train.warnings[..], &eval.warnings].concat();
+    warnings.extend(small_dataset(&config.data, train.rows.len(), plan.batch_size));
 
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
     let optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
-    let mut progress = Progress::new(optimizer, Cursor::new(config.run.seed, pairs.len()));
+    let mut progress = Progress::new(optimizer, train.cursor(config.run.seed, &config.data));
     if let Some(saved) = &start.from {
         progress.load(saved, plan.num_updates)?;
         model.load_trained(&saved.dir)?;
@@ -95,14 +88,14 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     };
     let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates)?;
     let mut saver = Saver { checkpoints, write: &write };
-    let ended = run_updates(config, &plan, &model, &pairs, &eval, &mut report, &mut progress, &mut saver);
+    let ended = run_updates(config, &plan, &model, &train, &eval.rows, &mut report, &mut progress, &mut saver);
     let ended = saver.at_end(ended, &progress, &report);
     report.finish();
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
     let facts = [
         ("started from", format!("`{}`", model_dir.display())),
-        ("data", format!("`{}`, {} pairs", config.dataset_name.display(), pairs.len())),
+        ("data", format!("`{}`, {} pairs", config.data.describe(), train.rows.len())),
         ("tokenizer", tokenizer.describe()),
         ("trained parameters", trained),
         ("updates", progress.done.to_string()),
@@ -125,7 +118,7 @@ fn run_updates(
     config: &RewardConfig,
     plan: &TrainPlan,
     model: &SequenceClassifier,
-    pairs: &[Pair],
+    train: &Gathered<Pair>,
     eval: &[Pair],
     report: &mut Reporter,
     progress: &mut Progress<Totals>,
@@ -134,6 +127,7 @@ fn run_updates(
     let activation_bytes = |on| model.activation_bytes(on);
     let most_tokens = micro_batch_tokens(&config.run, model.device(), model.params(), activation_bytes);
     report.note(&describe_micro_batch(&config.run, most_tokens, activation_bytes));
+    let pairs = &train.rows;
     let mut began = Instant::now();
     while progress.done < plan.num_updates && !stop_requested() {
         let taken = progress.cursor.take(plan.batch_size);

@@ -1,12 +1,12 @@
 //! Supervised fine-tuning: a language model learns to continue as the demonstrations do.
 
 use super::{
-    Progress, Saver, describe_micro_batch, micro_batch_tokens, micro_batches, model_options, reached, small_dataset,
-    trained_options, trained_share, write_model_card,
+    Gathered, Progress, Saver, describe_micro_batch, gather, micro_batch_tokens, micro_batches, model_options, reached,
+    small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start};
 use crate::config::{SftConfig, TrainPlan};
-use crate::data::{Cursor, Dataset, Demonstration, locate};
+use crate::data::{Dataset, Demonstration, Sources};
 use crate::hub;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, DropoutRows, ModelConfig};
@@ -31,16 +31,15 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let model_dir = config.model_name_or_path.as_deref();
     let tokenizer_dir = config.tokenizer_name.as_deref().or(model_dir).expect("`check` asks for one of them");
     let optional = [model_dir, config.config_name.as_deref(), config.eval_dataset_name.as_deref()];
-    let mut inputs: Vec<&Path> = vec![tokenizer_dir, &config.dataset_name];
+    let mut inputs: Vec<&Path> = vec![tokenizer_dir];
+    inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
     inputs.extend(optional.into_iter().flatten());
     inputs.extend(config.chat_template_path.as_deref());
     let start = Start::find(&config.run)?;
     check_output_dir(&config.run, &start, &inputs)?;
     let differences = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
     // Before gigabytes are fetched in vain.
-    locate(&config.dataset_name, &config.dataset_train_split)?;
-    let eval_path = eval_path(config.eval_dataset_name.as_deref(), &config.dataset_name, &config.dataset_test_split);
-    eval_path.as_ref().map(|path| locate(path, &config.dataset_test_split)).transpose()?;
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     let revision = Some(config.model_revision.as_str());
     let found_dir = model_dir.map(|dir| hub::model_dir(dir, revision)).transpose()?;
     let model_dir = found_dir.as_deref();
@@ -67,8 +66,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     tokenizer.check_fits(model.config(), model_dir.or(config.config_name.as_deref()).unwrap_or(Path::new("")))?;
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
-    let read = |path: &Path, split: &str| {
-        let dataset = Dataset::read(path, split)?;
+    let read = |dataset: &Dataset| {
         let rows = dataset.demonstrations(&tokenizer, config.completion_only_loss)?;
         let ends =
             |row: &Demonstration| row.tokens.iter().skip(row.learn_from).any(|id| tokenizer.eos_ids().contains(id));
@@ -80,20 +78,16 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         warnings.extend(endless);
         Ok::<_, Error>((rows, warnings))
     };
-    let (rows, mut warnings) = read(&config.dataset_name, &config.dataset_train_split)?;
-    let mut eval = Vec::new();
-    if let Some(path) = eval_path {
-        let (rows, more) = read(&path, &config.dataset_test_split)?;
-        eval = rows;
-        warnings.extend(more);
-    }
-    let plan = config.plan(rows.len())?;
-    warnings.extend(small_dataset(&config.dataset_name, rows.len(), plan.batch_size));
+    let (train, eval) = sources.read(config.run.seed)?;
+    let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    let plan = config.plan(train.rows.len())?;
+    let mut warnings = [&train.warnings[..], &eval.warnings].concat();
+    warnings.extend(small_dataset(&config.data, train.rows.len(), plan.batch_size));
 
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
     let optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
-    let mut progress = Progress::new(optimizer, Cursor::new(config.run.seed, rows.len()));
+    let mut progress = Progress::new(optimizer, train.cursor(config.run.seed, &config.data));
     if let Some(saved) = &start.from {
         progress.load(saved, plan.num_updates)?;
         model.load_trained(&saved.dir)?;
@@ -117,13 +111,13 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     };
     let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates)?;
     let mut saver = Saver { checkpoints, write: &write };
-    let ended = run_updates(config, &plan, &model, &rows, &eval, &mut report, &mut progress, &mut saver);
+    let ended = run_updates(config, &plan, &model, &train, &eval.rows, &mut report, &mut progress, &mut saver);
     let ended = saver.at_end(ended, &progress, &report);
     report.finish();
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
     let from = model_dir.map_or("random weights".into(), |dir| format!("`{}`", dir.display()));
-    let data = format!("`{}`, {} rows", config.dataset_name.display(), rows.len());
+    let data = format!("`{}`, {} rows", config.data.describe(), train.rows.len());
     let facts = [
         ("started from", from),
         ("data", data),
@@ -148,7 +142,7 @@ fn run_updates(
     config: &SftConfig,
     plan: &TrainPlan,
     model: &CausalLm,
-    rows: &[Demonstration],
+    train: &Gathered<Demonstration>,
     eval: &[Demonstration],
     report: &mut Reporter,
     progress: &mut Progress<Totals>,
@@ -157,8 +151,9 @@ fn run_updates(
     let activation_bytes = |on| model.activation_bytes(on);
     let most_tokens = micro_batch_tokens(&config.run, model.device(), model.params(), activation_bytes);
     report.note(&describe_micro_batch(&config.run, most_tokens, activation_bytes));
+    let rows = &train.rows;
     let length = |row: usize| rows[row].tokens.len();
-    let before = Cursor::new(config.run.seed, rows.len()).take(progress.done * plan.batch_size);
+    let before = train.cursor(config.run.seed, &config.data).take(progress.done * plan.batch_size);
     let mut tokens_seen = before.into_iter().map(length).sum::<usize>() as f64;
     let mut began = Instant::now();
     while progress.done < plan.num_updates && !stop_requested() {
@@ -226,12 +221,6 @@ fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Resu
         loss -= found.logprobs.sum(Kind::Float).double_value(&[]);
     }
     Ok(loss / counted as f64)
-}
-
-/// Where evaluation rows come from: a dataset of their own, else the test split of a folder that has one.
-pub(super) fn eval_path(own: Option<&Path>, dataset: &Path, split: &str) -> Option<std::path::PathBuf> {
-    let has_split = ["jsonl", "json"].iter().any(|kind| dataset.join(format!("{split}.{kind}")).is_file());
-    own.or(has_split.then_some(dataset)).map(Path::to_path_buf)
 }
 
 /// Cuts rows at their end and leaves out those with nothing left to learn; gives what is left, and what to tell of it.

@@ -1,0 +1,203 @@
+//! The order in which rows are taken.
+
+use crate::rng::{Purpose, Stream};
+use crate::{Error, Result};
+use serde_json::{Value, json};
+
+/// Hands out row indices in shuffled passes: each row once per pass, in an order that the seed and the pass fix.
+///
+/// A batch that a pass cannot fill goes on into the next: no row is dropped. Of several datasets with weights, each has its own
+/// passes, and each draw takes the next row of one of them.
+#[derive(Debug, Clone)]
+pub struct Cursor {
+    seed: u64,
+    sources: Vec<Passes>,
+    /// The upper ends of the sources' shares of [0, 1).
+    ends: Vec<f64>,
+    taken: usize,
+}
+
+/// The shuffled passes over one dataset.
+#[derive(Debug, Clone)]
+struct Passes {
+    /// The index of its first row among all.
+    first: usize,
+    len: usize,
+    taken: usize,
+    /// The current pass and its order.
+    order: Option<(usize, Vec<usize>)>,
+}
+
+impl Cursor {
+    /// A cursor at the beginning of the first pass over `len` rows.
+    ///
+    /// # Panics
+    /// If there are no rows.
+    pub fn new(seed: u64, len: usize) -> Self {
+        Self::mixture(seed, &[len], &[])
+    }
+
+    /// A cursor over datasets of `lens` rows, whose rows are numbered through. Draw by draw a dataset is chosen with a
+    /// probability in proportion to its weight; without `weights` all rows are shuffled together.
+    ///
+    /// # Panics
+    /// If a dataset has no rows, or there are weights and not one above 0 for each dataset.
+    pub fn mixture(seed: u64, lens: &[usize], weights: &[f64]) -> Self {
+        let (all, sum) = ([lens.iter().sum()], weights.iter().sum::<f64>());
+        let (lens, weights) = if weights.is_empty() { (&all[..], &[1.0][..]) } else { (lens, weights) };
+        assert!(lens.iter().all(|&len| len > 0), "a cursor needs rows");
+        assert!(lens.len() == weights.len() && weights.iter().all(|&w| w > 0.0), "a weight above 0 for each dataset");
+        let sum = if sum > 0.0 { sum } else { 1.0 };
+        let (mut first, mut end) = (0, 0.0);
+        let mut cursor = Self { seed, sources: Vec::new(), ends: Vec::new(), taken: 0 };
+        for (&len, &weight) in lens.iter().zip(weights) {
+            end += weight / sum;
+            cursor.sources.push(Passes { first, len, taken: 0, order: None });
+            cursor.ends.push(end);
+            first += len;
+        }
+        cursor
+    }
+
+    /// The next `count` rows.
+    pub fn take(&mut self, count: usize) -> Vec<usize> {
+        (0..count).map(|_| self.next()).collect()
+    }
+
+    fn next(&mut self) -> usize {
+        let at = self.source_of(self.taken);
+        self.taken += 1;
+        let source = &mut self.sources[at];
+        let (pass, place) = (source.taken / source.len, source.taken % source.len);
+        source.taken += 1;
+        if source.order.as_ref().is_none_or(|(of, _)| *of != pass) {
+            let mut stream = Stream::new(self.seed, Purpose::DataOrder, pass as u64, at as u64);
+            source.order = Some((pass, stream.permutation(source.len)));
+        }
+        source.first + source.order.as_ref().map_or(0, |(_, order)| order[place])
+    }
+
+    /// Which dataset the draw after so many others takes a row of.
+    fn source_of(&self, draw: usize) -> usize {
+        if self.sources.len() == 1 {
+            return 0;
+        }
+        let point = Stream::new(self.seed, Purpose::Mixture, draw as u64, 0).uniform();
+        // The last end is 1 but for rounding.
+        self.ends.iter().position(|&end| point < end).unwrap_or(self.ends.len() - 1)
+    }
+
+    /// How many rows were taken so far: with the seed, all there is to a cursor's place.
+    pub fn taken(&self) -> usize {
+        self.taken
+    }
+
+    fn lens(&self) -> Vec<usize> {
+        self.sources.iter().map(|source| source.len).collect()
+    }
+
+    /// Where it stands, for a checkpoint.
+    pub fn state(&self) -> Value {
+        json!({"taken": self.taken, "rows": self.lens()})
+    }
+
+    /// Goes to where [`Cursor::state`] was taken.
+    ///
+    /// # Errors
+    /// If that was over other numbers of rows: the data have changed.
+    pub fn load_state(&mut self, state: &Value) -> Result<()> {
+        let taken = state["taken"]
+            .as_u64()
+            .ok_or_else(|| Error::Run(format!("expected a place in the data, found {state}")))?;
+        if state["rows"] != json!(self.lens()) {
+            let sum = |rows: &Value| rows.to_string().trim_matches(['[', ']']).replace(',', " + ");
+            let (began, found) = (sum(&state["rows"]), sum(&json!(self.lens())));
+            return Err(Error::Run(format!(
+                "expected the {began} rows of data that the run began with, found {found}"
+            )));
+        }
+        self.restore(taken as usize);
+        Ok(())
+    }
+
+    /// Goes to where a cursor of the same seed, lengths and weights is that has handed out `taken` rows.
+    pub fn restore(&mut self, taken: usize) {
+        self.taken = taken;
+        if let [only] = self.sources.as_mut_slice() {
+            only.taken = taken;
+            return;
+        }
+        self.sources.iter_mut().for_each(|source| source.taken = 0);
+        for draw in 0..taken {
+            let at = self.source_of(draw);
+            self.sources[at].taken += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_is_taken_once_per_pass_and_batches_run_on_into_the_next() {
+        let mut cursor = Cursor::new(3, 5);
+        let taken: Vec<usize> = (0..5).flat_map(|_| cursor.take(3)).collect();
+        for pass in taken.chunks(5) {
+            let mut sorted = pass.to_vec();
+            sorted.sort_unstable();
+            assert_eq!(sorted, [0, 1, 2, 3, 4]);
+        }
+        assert_ne!(taken[..5], taken[5..10], "passes are shuffled anew");
+        assert_eq!(Cursor::new(3, 5).take(15), taken, "and the batch size changes no order");
+        assert_ne!(Cursor::new(4, 5).take(15), taken, "which the seed does");
+        let first_pass = Stream::new(3, Purpose::DataOrder, 0, 0).permutation(5);
+        assert_eq!(taken[..5], first_pass, "an order is keyed by seed and pass alone");
+    }
+
+    #[test]
+    fn a_mixture_takes_from_each_dataset_by_its_weight_and_in_passes_of_its_own() {
+        let mut cursor = Cursor::mixture(7, &[10, 400, 3], &[7.0, 2.0, 1.0]);
+        let taken = cursor.take(20_000);
+        let of = |range: std::ops::Range<usize>| taken.iter().copied().filter(move |row| range.contains(row));
+        for (range, share) in [(0..10, 0.7), (10..410, 0.2), (410..413, 0.1)] {
+            // Four standard deviations of the binomial distribution.
+            let bound = 4.0 * (share * (1.0 - share) / 20_000f64).sqrt();
+            let found = of(range.clone()).count() as f64 / 20_000.0;
+            assert!((found - share).abs() < bound, "{range:?}: {found}");
+            for pass in of(range.clone()).collect::<Vec<_>>().chunks_exact(range.len()) {
+                let mut sorted = pass.to_vec();
+                sorted.sort_unstable();
+                assert_eq!(sorted, Vec::from_iter(range.clone()));
+            }
+        }
+        assert_eq!(Cursor::mixture(7, &[10, 400, 3], &[70.0, 20.0, 10.0]).take(20_000), taken, "weights are relative");
+        assert_ne!(Cursor::mixture(8, &[10, 400, 3], &[7.0, 2.0, 1.0]).take(20_000), taken);
+    }
+
+    #[test]
+    fn without_weights_the_rows_of_all_datasets_are_shuffled_together() {
+        assert_eq!(Cursor::mixture(1, &[2, 3], &[]).take(10), Cursor::new(1, 5).take(10));
+    }
+
+    #[test]
+    fn a_restored_cursor_goes_on_as_if_it_had_never_stopped() {
+        for (lens, weights) in [(&[7][..], &[][..]), (&[4, 9, 2], &[0.5, 0.2, 0.3]), (&[5], &[2.0])] {
+            let whole = Cursor::mixture(5, lens, weights).take(60);
+            for stop in 0..40 {
+                let mut cursor = Cursor::mixture(5, lens, weights);
+                cursor.restore(stop);
+                assert_eq!(cursor.taken(), stop);
+                let state = cursor.state();
+                assert_eq!(cursor.take(20), whole[stop..stop + 20], "{lens:?} from {stop}");
+                cursor.load_state(&state).unwrap();
+                assert_eq!(cursor.take(3), whole[stop..stop + 3]);
+                // Back as well as forth, and from the middle of a pass.
+                cursor.restore(stop / 2);
+                assert_eq!(cursor.take(9), whole[stop / 2..stop / 2 + 9]);
+            }
+        }
+        let other = Cursor::new(5, 8).load_state(&Cursor::new(5, 7).state()).unwrap_err().to_string();
+        assert_eq!(other, "expected the 7 rows of data that the run began with, found 8");
+    }
+}
