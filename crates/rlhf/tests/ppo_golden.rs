@@ -1,6 +1,6 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
-use crate::support::{Tensors, assert_close, given_golden, say};
+use crate::support::{Tensors, assert_close, given_golden, golden, say};
 use rlhf::config::{LrSchedulerType, PpoConfig, StopToken};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
@@ -10,6 +10,7 @@ use rlhf::ppo::KlEstimator;
 use rlhf::rollout::{Judges, experience, penalise_missing_stop, score, targets};
 use rlhf::train::ppo::{Learner, metrics};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
 
@@ -273,5 +274,45 @@ fn every_golden_run_of_trls_trainer_is_reproduced_to_the_weights() {
     assert_eq!((EOS, PAD), (0, 1), "the golden runs' special tokens");
     for dir in dirs {
         compare(&Variant::read(&dir));
+    }
+}
+
+#[test]
+fn the_golden_runs_hold_what_their_names_promise() {
+    let read = |name: &str| Variant::read(&golden().join("trl_new").join(name));
+    let iterations = |variant: &Variant, tensor: &str| -> Vec<Vec<i64>> {
+        (0..variant.iterations()).flat_map(|it| variant.data.rows(&format!("it{it}.{tensor}"))).collect()
+    };
+    let holds_before = |row: &[i64], first: i64, then: fn(i64) -> bool| {
+        row.iter().position(|&id| id == first).is_some_and(|at| row[at + 1..].iter().any(|&id| then(id)))
+    };
+
+    let stop_id = read("llama_stop_id_2it");
+    assert_eq!(stop_id.config.stop_token_id, Some(7));
+    let rows = iterations(&stop_id, "postprocessed_responses");
+    let stopped = rows.iter().filter(|row| row.contains(&7)).count();
+    let eos_inside = rows.iter().filter(|row| holds_before(row, EOS, |id| id == 7)).count();
+    assert!(stopped < rows.len() && eos_inside > 3, "{stopped} stop, {eos_inside} with eos before");
+
+    let rows = iterations(&read("llama_pad_inside_2it"), "responses");
+    let pad_inside = rows.iter().filter(|row| holds_before(row, PAD, |id| id != PAD)).count();
+    assert!(pad_inside > 3, "{pad_inside} rows with a pad before other tokens");
+
+    let ragged = read("neox_ragged_queries_2it");
+    for it in 0..ragged.iterations() {
+        let rows = ragged.data.rows(&format!("it{it}.queries"));
+        let lengths: BTreeSet<usize> = rows.iter().map(|row| row.iter().skip_while(|&&id| id == PAD).count()).collect();
+        let (shortest, longest) = (lengths.first().unwrap(), lengths.last().unwrap());
+        assert!(lengths.len() >= 5 && longest - shortest >= 12, "query lengths {lengths:?}");
+    }
+
+    for (name, clip) in [
+        ("llama_gae_clip_3it", "policy/clipfrac_avg"),
+        ("llama_gae_clip_3it", "val/clipfrac_avg"),
+        ("llama_pad_inside_2it", "policy/clipfrac_avg"),
+        ("neox_ragged_queries_2it", "val/clipfrac_avg"),
+    ] {
+        let share = read(name).info["metrics"][0][clip].as_f64().unwrap();
+        assert!(share > 0.05, "{name}: {clip} is {share}: the clip range does not bite");
     }
 }

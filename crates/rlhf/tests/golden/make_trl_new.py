@@ -1,6 +1,6 @@
 """Runs trl's PPOTrainer on the models of `trl_new/init` with given responses and records what it computes.
 
-    python make_trl_new.py            # make the variants of VARIANTS again
+    python make_trl_new.py            # make the variants of VARIANTS again, or those that are named
     python make_trl_new.py --check    # rerun every folder of `trl_new/` from its stored responses and compare
 
 Made with torch 2.11.0, transformers 5.23.0, trl 1.11.0 and accelerate 1.15.0 on a CPU, one thread, float32. README.md
@@ -88,7 +88,20 @@ VARIANTS = {
         ),
     ),
     "llama_no_stop_2it": ("llama", 2, dict(stop_token=None, missing_eos_penalty=None, temperature=1.0)),
+    "llama_stop_id_2it": (
+        "llama",
+        2,
+        dict(stop_token=None, stop_token_id=7, missing_eos_penalty=None, kl_estimator="k3", whiten_rewards=True),
+    ),
+    "llama_pad_inside_2it": ("llama", 2, dict(gamma=0.9, cliprange=0.1)),
+    "neox_ragged_queries_2it": ("neox", 2, dict(lam=1.0, cliprange_value=0.1)),
 }
+
+# Lengths of the queries, where not 3 to 8.
+QUERY_LENGTHS = {"neox_ragged_queries_2it": (1, 24)}
+
+# Row and slot of pads that stand inside responses; trl takes the first for the end.
+PADS = {"llama_pad_inside_2it": [(0, 1), (1, 4), (3, 2), (7, 9)]}
 
 # Where each of the eight responses of an iteration ends; None: it never does.
 CUTS = [
@@ -98,21 +111,30 @@ CUTS = [
 ]
 
 
-def edited(responses, iteration, has_stop):
-    """Ends responses where CUTS says; without a stop token the end token stands inside and the text goes on."""
-    responses = responses.masked_fill((responses == EOS) | (responses == PAD), 300)
+def edited(responses, iteration, stop, pads):
+    """Ends responses by the token `stop` where CUTS says; an end token that is not `stop` stands inside the text."""
+    special = (responses == EOS) | (responses == PAD)
+    responses = responses.masked_fill(special if stop is None else special | (responses == stop), 300)
     for row, cut in enumerate(CUTS[iteration]):
-        if cut is not None:
+        if cut is None:
+            continue
+        if stop is None:
             responses[row, cut] = EOS
-            if has_stop:
-                responses[row, cut + 1 :] = PAD
+            continue
+        if stop != EOS and cut > 1:
+            responses[row, cut - 1] = EOS
+        responses[row, cut] = stop
+        responses[row, cut + 1 :] = PAD
+    for row, slot in pads:
+        responses[row, slot] = PAD
     return responses
 
 
 class Recorder:
     """One run of the trainer; the responses of an iteration are given or, where None, sampled and edited."""
 
-    def __init__(self, family, iterations, args, rows, responses, dtype):
+    def __init__(self, family, iterations, args, rows, responses, dtype, pads=()):
+        self.pads = pads
         self.data, self.info = {}, {"micro_batches": [], "optimizer_steps": [], "metrics": [], "lr_logged": []}
         self.given, self.iteration, self.micro = responses, -1, []
         self.real_generate = []
@@ -207,7 +229,7 @@ class Recorder:
                 ended |= (responses == PAD).cumsum(1) > 0
                 difference = (scores - logits(sampled)).abs().amax(-1).masked_fill(ended, 0.0)
                 self.real_generate.append(difference.max().item())
-                responses = edited(responses, self.iteration, self.trainer.stop_token_id is not None)
+                responses = edited(responses, self.iteration, self.trainer.stop_token_id, self.pads)
             query_responses = torch.cat((queries, responses), 1)
             return query_responses, logits(query_responses)
 
@@ -315,9 +337,9 @@ class Recorder:
         self.info["lr_logged"].append(metrics["lr"])
 
 
-def random_rows(seed):
+def random_rows(seed, shortest=3, longest=8):
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 9, (32,), generator=generator).tolist()
+    lengths = torch.randint(shortest, longest + 1, (32,), generator=generator).tolist()
     return [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -327,9 +349,9 @@ def largest_difference(a, b):
 
 def make(number, name):
     family, iterations, changes = VARIANTS[name]
-    rows = random_rows(1000 + number)
+    rows = random_rows(1000 + number, *QUERY_LENGTHS.get(name, ()))
     args = COMMON | changes
-    run = Recorder(family, iterations, args, rows, [None] * iterations, torch.float32)
+    run = Recorder(family, iterations, args, rows, [None] * iterations, torch.float32, PADS.get(name, ()))
     responses = [run.data[f"it{i}.responses"] for i in range(iterations)]
     # Once more with the responses given, so that sampling has moved no random state; and the same in float64.
     real_generate = run.real_generate
@@ -402,7 +424,8 @@ def main():
     if sys.argv[1:] == ["--check"]:
         sys.exit(any([check(path.parent) for path in sorted(HERE.glob("*/info.json"))]))
     for number, name in enumerate(VARIANTS):
-        make(number, name)
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            make(number, name)
 
 
 if __name__ == "__main__":
