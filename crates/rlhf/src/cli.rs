@@ -508,7 +508,7 @@ mod tests {
                  whiten_advantages gamma lam cliprange cliprange_value vf_coef cliprange_high dual_clip entropy_coef \
                  target_kl ratio_threshold {optimizer} value_warmup_updates value_learning_rate \
                  value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \
-                 eval_steps num_eval_prompts metric_for_best_model greater_is_better {run}"
+                 max_skipped_updates no_checks eval_steps num_eval_prompts metric_for_best_model greater_is_better {run}"
             )
         );
         assert_eq!(

@@ -188,6 +188,10 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub value: ValueConfig,
+    /// What the run asserts of its own numbers.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub watch: WatchConfig,
     /// Evaluation on the way, and the best model.
     #[command(flatten)]
     #[serde(flatten)]
@@ -704,6 +708,19 @@ pub struct OptimizerConfig {
     pub max_grad_norm: std::option::Option<f64>,
 }
 
+/// What a PPO run asserts of its own numbers.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct WatchConfig {
+    /// Stop after this many updates in a row without an optimizer step, all of them skipped since a loss or a gradient was
+    /// not finite.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 3)]
+    pub max_skipped_updates: usize,
+    /// Begin without the checks of the first ratio, the first KL, and decoding.
+    #[arg(long, help_heading = RUN)]
+    pub no_checks: bool,
+}
+
 /// Where a training run writes, and how it computes.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
@@ -830,6 +847,12 @@ impl EvalConfig {
             (None, None) => needs("eval_steps or save_steps"),
             _ => Ok(()),
         }
+    }
+}
+
+impl WatchConfig {
+    fn check(&self) -> Result<()> {
+        at_least_one("max_skipped_updates", self.max_skipped_updates)
     }
 }
 
@@ -1070,6 +1093,7 @@ impl PpoConfig {
         self.prompt_length.check()?;
         self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type))?;
+        self.watch.check()?;
         self.run.check()?;
         self.eval.check(self.run.checkpoints.save_steps)?;
         self.batch_sizes().map(drop)
@@ -2028,7 +2052,7 @@ mod tests {
                     "max_prompt_length": null, "long_prompts": "error",
                 }),
                 json!({
-                    "preset": "trl", "non_eos_penalty": false, "penalty_reward_value": -1.0, "whiten_advantages": "batch",
+                    "max_skipped_updates": 3, "no_checks": false, "preset": "trl", "non_eos_penalty": false, "penalty_reward_value": -1.0, "whiten_advantages": "batch",
                     "kl_in_loss": false, "adap_kl_ctrl": false, "target": 6.0, "horizon": 10000.0, "kl_coef_end": null,
                     "cliprange_high": null, "dual_clip": null, "entropy_coef": 0.0, "target_kl": null,
                     "ratio_threshold": null, "value_warmup_updates": 0, "value_learning_rate": null,

@@ -40,5 +40,12 @@ impl Serialize for Metrics {
 }
 
 /// Names whose numbers are counts.
-const COUNTS: [&str; 6] =
-    ["episode", "step", "val/num_eos_tokens", "num_tokens", "policy/epochs", "policy/skipped_steps"];
+const COUNTS: [&str; 7] = [
+    "episode",
+    "step",
+    "val/num_eos_tokens",
+    "val/skipped_steps",
+    "num_tokens",
+    "policy/epochs",
+    "policy/skipped_steps",
+];

@@ -48,8 +48,7 @@ impl AdamW {
     /// # Errors
     /// If the norm is not finite; the parameters are then unchanged.
     pub fn step(&mut self, lr: f64) -> Result<f64> {
-        let mut grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
-        let norm = global_norm(grads.iter().flatten());
+        let norm = self.grad_norm();
         if !norm.is_finite() {
             self.zero_grad();
             return Err(Error::Run(format!(
@@ -58,6 +57,22 @@ impl AdamW {
                 self.steps + 1
             )));
         }
+        self.step_of_norm(lr, norm)?;
+        Ok(norm)
+    }
+
+    /// The norm of the gradients that this model's parameters hold, all together; not finite if one of them is not.
+    pub fn grad_norm(&self) -> f64 {
+        let grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
+        global_norm(grads.iter().flatten())
+    }
+
+    /// [`AdamW::step`] for a caller that knows the norm of the gradients, and that it is finite.
+    ///
+    /// # Errors
+    /// If libtorch refuses the step.
+    pub fn step_of_norm(&mut self, lr: f64, norm: f64) -> Result<()> {
+        let mut grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
         if let Some(most) = self.config.max_grad_norm {
             let scale = most / (norm + 1e-6);
             if scale < 1.0 {
@@ -86,7 +101,7 @@ impl AdamW {
             .map_err(|e| Error::Run(format!("optimizer step {}: {e}", self.steps)))?;
         }
         self.zero_grad();
-        Ok(norm)
+        Ok(())
     }
 
     /// Steps taken.

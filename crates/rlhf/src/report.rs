@@ -10,8 +10,10 @@ use comfy_table::{ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, IsTerminal, Write};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -55,22 +57,51 @@ pub fn stop_requested() -> bool {
 #[derive(Debug, Clone, Serialize)]
 pub struct Sample {
     /// The prompt's text.
-    pub query: String,
+    pub prompt: String,
     /// What the model answered.
     pub response: String,
-    /// What the reward made of it.
+    /// What the reward made of it, all in all.
     pub score: f64,
+    /// What each reward said, by its name, before weights and penalties.
+    pub components: BTreeMap<String, f64>,
 }
+
+/// Something that happened in a run, as its [watcher](Reporter::watch) is told.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// An update is done, and its metrics are written.
+    Update {
+        /// Updates done so far.
+        step: usize,
+        /// What is known of this one, or since the last event.
+        metrics: &'a Metrics,
+    },
+    /// Sample prompts were answered.
+    Samples {
+        /// Updates done so far.
+        step: usize,
+        /// The answers.
+        samples: &'a [Sample],
+    },
+    /// A folder holds the model as it is now.
+    Saved {
+        /// The folder.
+        dir: &'a Path,
+    },
+}
+
+type Watcher = dyn FnMut(&Event<'_>) -> ControlFlow<()>;
 
 /// The voice of one training run.
 pub struct Reporter {
     dir: PathBuf,
     console: Console,
     metrics: File,
-    samples: Option<File>,
-    eval_samples: Option<File>,
     tensorboard: Option<crate::TensorBoard>,
     bar: ProgressBar,
+    watcher: Option<Box<Watcher>>,
+    stopped: bool,
 }
 
 impl Reporter {
@@ -94,9 +125,7 @@ impl Reporter {
         let path = dir.join(METRICS);
         let goes_on = reached.updates > 0;
         cut_lines(&path, "step", goes_on.then_some(reached.recorded))?;
-        for name in [SAMPLES, EVAL_SAMPLES] {
-            cut_lines(&dir.join(name), "episode", goes_on.then_some(reached.episodes))?;
-        }
+        remove_later_samples(&dir.join(SAMPLES), reached.updates)?;
         if goes_on {
             crate::TensorBoard::cut(&dir, reached.recorded as i64)?;
         }
@@ -115,16 +144,35 @@ impl Reporter {
         bar.reset_eta();
         // A long update moves the clock too.
         bar.enable_steady_tick(std::time::Duration::from_millis(500));
-        Ok(Self { dir, console, metrics, samples: None, eval_samples: None, tensorboard, bar })
+        Ok(Self { dir, console, metrics, tensorboard, bar, watcher: None, stopped: false })
     }
 
-    /// Brings what was written to the disk, before a checkpoint counts on it.
+    /// Brings the metrics to the disk, before a checkpoint counts on them.
     pub(crate) fn sync(&self) -> Result<()> {
-        let files = [(METRICS, Some(&self.metrics)), (SAMPLES, self.samples.as_ref())];
-        for (name, file) in files.into_iter().chain([(EVAL_SAMPLES, self.eval_samples.as_ref())]) {
-            file.map_or(Ok(()), File::sync_data).map_err(Error::io("write to the disk", self.dir.join(name)))?;
+        self.metrics.sync_data().map_err(Error::io("write to the disk", self.dir.join(METRICS)))
+    }
+
+    /// Calls `watcher` with everything that happens from now on; a break ends the run after the update it is in, as
+    /// [`request_stop`] does, but this run alone.
+    pub fn watch(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()> + 'static) {
+        self.watcher = Some(Box::new(watcher));
+    }
+
+    /// Whether the run should end: its watcher or the user has said so. The training loops look between updates.
+    pub fn stopped(&self) -> bool {
+        self.stopped || stop_requested()
+    }
+
+    fn tell(&mut self, event: &Event<'_>) {
+        if let Some(watcher) = &mut self.watcher {
+            self.stopped |= watcher(event).is_break();
         }
-        Ok(())
+    }
+
+    /// Tells that `dir` holds the model as it is now.
+    pub fn saved(&mut self, dir: &Path) {
+        self.note(&format!("saved {}", dir.display()));
+        self.tell(&Event::Saved { dir });
     }
 
     /// Writes one line of metrics.
@@ -142,6 +190,7 @@ impl Reporter {
         if let Some(tensorboard) = &mut self.tensorboard {
             tensorboard.scalars(step, metrics.iter().filter(|(name, _)| *name != "step"))?;
         }
+        self.tell(&Event::Update { step: step as usize, metrics });
         Ok(())
     }
 
@@ -151,30 +200,45 @@ impl Reporter {
         self.bar.inc(1);
     }
 
-    /// Adds a sample table to `samples.jsonl`, and shows it where a person watches.
+    /// Writes the answers given after `update` updates to a file of its own in `samples/`, and shows them where a person
+    /// watches. By then the run has trained on `episode` answers.
     ///
     /// # Errors
     /// If it cannot be written.
-    pub fn samples(&mut self, episode: usize, samples: &[Sample]) -> Result<()> {
-        write_samples(&mut self.samples, &self.dir.join(SAMPLES), episode, samples)?;
+    pub fn samples(&mut self, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
+        self.write_samples("update", update, episode, samples)?;
         if self.console == Console::Person {
             let mut table = Table::new();
             table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
-            table.set_header(["query", "model response", "score"]);
+            table.set_header(["prompt", "response", "score"]);
             for sample in samples {
-                table.add_row([sample.query.clone(), sample.response.clone(), format!("{:.3}", sample.score)]);
+                table.add_row([sample.prompt.clone(), sample.response.clone(), format!("{:.3}", sample.score)]);
             }
             self.print(&format!("Episode {episode}\n{table}"));
         }
+        self.tell(&Event::Samples { step: update, samples });
         Ok(())
     }
 
-    /// Adds the answers of an evaluation to `eval_samples.jsonl`.
+    /// Writes the answers of an evaluation to a file of its own in `samples/`.
     ///
     /// # Errors
     /// If it cannot be written.
-    pub(crate) fn eval_samples(&mut self, episode: usize, samples: &[Sample]) -> Result<()> {
-        write_samples(&mut self.eval_samples, &self.dir.join(EVAL_SAMPLES), episode, samples)
+    pub(crate) fn eval_samples(&mut self, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
+        self.write_samples("eval", update, episode, samples)
+    }
+
+    fn write_samples(&self, kind: &str, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
+        let dir = self.dir.join(SAMPLES);
+        std::fs::create_dir_all(&dir).map_err(Error::io("create the folder", &dir))?;
+        let mut lines = String::new();
+        for sample in samples {
+            let mut row = serde_json::json!({"step": update, "episode": episode});
+            let sample = serde_json::to_value(sample).expect("a sample has a JSON form");
+            row.as_object_mut().expect("an object").extend(sample.as_object().expect("an object").clone());
+            lines.push_str(&format!("{row}\n"));
+        }
+        write_text(&dir.join(format!("{kind}-{update:06}.jsonl")), &lines)
     }
 
     /// Tells something that a person should know and that stops nothing.
@@ -215,8 +279,6 @@ pub(crate) struct Reached {
     pub(crate) updates: usize,
     /// The last of them that a line of metrics was due after.
     pub(crate) recorded: usize,
-    /// Answers trained on.
-    pub(crate) episodes: usize,
 }
 
 /// Cuts off the lines of a JSONL file whose number `key` is above `most`, or all, and what a killed run left half, by a rename;
@@ -239,32 +301,30 @@ fn append_to(path: &Path) -> Result<File> {
     OpenOptions::new().create(true).append(true).open(path).map_err(Error::io("create", path))
 }
 
-/// Adds `samples` to the file at `path`, which is opened for the first of them.
-fn write_samples(file: &mut Option<File>, path: &Path, episode: usize, samples: &[Sample]) -> Result<()> {
-    let mut lines = String::new();
-    for sample in samples {
-        let mut row = serde_json::json!({"episode": episode});
-        let sample = serde_json::to_value(sample).expect("a sample has a JSON form");
-        row.as_object_mut().expect("an object").extend(sample.as_object().expect("an object").clone());
-        lines.push_str(&format!("{row}\n"));
+/// Removes the samples in the folder `dir` that were taken after more than `updates` updates.
+fn remove_later_samples(dir: &Path, updates: usize) -> Result<()> {
+    if dir.is_dir() {
+        remove_files(dir, |name| samples_update(name).is_some_and(|update| update > updates))
+    } else {
+        Ok(())
     }
-    let file = match file {
-        Some(file) => file,
-        None => file.insert(append_to(path)?),
-    };
-    file.write_all(lines.as_bytes()).map_err(Error::io("write", path))
+}
+
+/// After how many updates the samples in a file of this name were taken, if a run writes such a file into [`SAMPLES`].
+fn samples_update(name: &str) -> Option<usize> {
+    let number = name.strip_prefix("update-").or_else(|| name.strip_prefix("eval-"))?.strip_suffix(".jsonl")?;
+    (number.len() >= 6 && number.bytes().all(|byte| byte.is_ascii_digit())).then(|| number.parse().ok())?
 }
 
 const METRICS: &str = "metrics.jsonl";
-const SAMPLES: &str = "samples.jsonl";
-const EVAL_SAMPLES: &str = "eval_samples.jsonl";
+
+/// The folder of a run's sampled answers, with a file for each time that it sampled.
+const SAMPLES: &str = "samples";
 
 /// Names of the files that a run writes into its folder, beside the tokenizer's, the shards, the event files and what is in
 /// checkpoints only.
-const RUN_FILES: [&str; 11] = [
+const RUN_FILES: [&str; 9] = [
     METRICS,
-    SAMPLES,
-    EVAL_SAMPLES,
     RUN_YAML,
     "config.json",
     "generation_config.json",
@@ -402,6 +462,12 @@ pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serializ
     std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
     checkpoint::clear(dir)?;
     remove_run_files(dir)?;
+    let samples = dir.join(SAMPLES);
+    if samples.is_dir() {
+        remove_files(&samples, |name| samples_update(name).is_some())?;
+        // It stays if it holds files of someone else's.
+        let _ = std::fs::remove_dir(&samples);
+    }
     for folder in checkpoint::folders(dir)?.iter().map(PathBuf::as_path).chain([dir]) {
         for inner in [BASE_MODEL, "value_model/base_model", "value_model"].map(|inner| folder.join(inner)) {
             remove_run_folder(&inner)?;
@@ -429,11 +495,14 @@ fn remove_run_folder(dir: &Path) -> Result<()> {
 }
 
 fn remove_run_files(dir: &Path) -> Result<()> {
+    // By that one the folder is a run's: it goes last, so that what is killed on the way can begin again.
+    remove_files(dir, |name| is_run_file(name) && name != RUN_YAML)
+}
+
+fn remove_files(dir: &Path, goes: impl Fn(&str) -> bool) -> Result<()> {
     for entry in std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
         let entry = entry.map_err(Error::io("read the folder", dir))?;
-        let name = entry.file_name();
-        // By that one the folder is a run's: it goes last, so that what is killed on the way can begin again.
-        if is_run_file(&name.to_string_lossy()) && name != RUN_YAML && entry.path().is_file() {
+        if goes(&entry.file_name().to_string_lossy()) && entry.path().is_file() {
             std::fs::remove_file(entry.path()).map_err(Error::io("remove", entry.path()))?;
         }
     }

@@ -1,5 +1,6 @@
 //! The loops: supervised fine-tuning, the reward model, PPO. Each reads top to bottom.
 
+pub mod checks;
 pub mod ppo;
 pub mod reward;
 pub mod sft;
@@ -104,7 +105,7 @@ fn leave_checkpoint(
 /// that an early end brought is none of the whole run's.
 fn reached(done: usize, num_updates: usize, logging_steps: usize) -> Reached {
     let recorded = if done == num_updates { done } else { done - done % logging_steps };
-    Reached { updates: done, recorded, episodes: 0 }
+    Reached { updates: done, recorded }
 }
 
 /// How the models that a run trains are put into memory: what is frozen beside an adapter need not be f32.

@@ -519,7 +519,11 @@ fn an_evaluation_changes_no_training_and_its_samples_are_what_it_tells() {
     let steps: Vec<u64> =
         with.iter().filter(|m| m.contains_key("eval/score")).map(|m| m["step"].as_u64().unwrap()).collect();
     assert_eq!(steps, [2, 4, 5]);
-    let samples = json_lines(&std::fs::read_to_string(dir.path().join("with/eval_samples.jsonl")).unwrap());
+    let samples = |step: &u64| {
+        let path = dir.path().join(format!("with/samples/eval-{step:06}.jsonl"));
+        json_lines(&std::fs::read_to_string(path).unwrap())
+    };
+    let samples: Vec<_> = steps.iter().flat_map(samples).collect();
     assert_eq!(samples.len(), 9);
     for (metrics, samples) in [1, 3, 4].into_iter().zip(samples.chunks(3)) {
         let mean = samples.iter().map(|sample| sample["score"].as_f64().unwrap()).sum::<f64>() / 3.0;

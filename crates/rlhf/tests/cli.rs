@@ -191,7 +191,7 @@ pub(crate) fn timeless(lines: Vec<Map<String, Value>>) -> Vec<Map<String, Value>
 // All four commands.
 
 /// TRL's 17 names, then ours.
-const PPO_METRICS: [&str; 27] = [
+const PPO_METRICS: [&str; 28] = [
     "eps",
     "objective/kl",
     "objective/entropy",
@@ -213,6 +213,7 @@ const PPO_METRICS: [&str; 27] = [
     "val/grad_norm",
     "val/explained_variance",
     "val/response_length",
+    "val/skipped_steps",
     "time/rollout",
     "time/optimise",
     "time/update",
@@ -260,11 +261,16 @@ fn whole_course(golden_model: &str, sft_start: &str) {
     for file in ["generation_config.json", "value_model/config.json", "value_model/model.safetensors"] {
         assert!(scratch.path("ppo").join(file).is_file(), "no ppo/{file}");
     }
-    let samples = json_lines(&scratch.read("ppo/samples.jsonl"));
-    for field in ["episode", "query", "response", "score"] {
-        assert!(samples.iter().all(|sample| sample.contains_key(field)), "no `{field}` in samples.jsonl");
+    for update in 0..=3 {
+        let samples = json_lines(&scratch.read(&format!("ppo/samples/update-00000{update}.jsonl")));
+        for sample in &samples {
+            let names: Vec<&str> = sample.keys().map(String::as_str).collect();
+            assert_eq!(names, ["step", "episode", "prompt", "response", "score", "components"]);
+            assert_eq!((sample["step"].as_u64(), sample["episode"].as_u64()), (Some(update), Some(4 * update)));
+            assert!(sample["score"].is_f64() && sample["components"].is_object(), "{sample:?}");
+        }
+        assert_eq!(samples.len(), 5);
     }
-    assert_eq!((samples[0]["episode"].as_u64(), samples.last().unwrap()["episode"].as_u64()), (Some(0), Some(12)));
     let weights = |run: &str| std::fs::read(scratch.path(run).join("model.safetensors")).unwrap();
     assert!(weights("sft") != weights("ppo"), "PPO changed no weight");
 
@@ -298,7 +304,7 @@ fn a_run_is_repeated_bit_for_bit_from_its_own_settings_and_not_with_another_seed
     scratch.succeeds("ppo --config out/run.yaml --output_dir other --seed 8");
     assert_eq!(timeless(scratch.metrics("again")), timeless(scratch.metrics("out")));
     assert_ne!(timeless(scratch.metrics("other")), timeless(scratch.metrics("out")));
-    for file in ["samples.jsonl", "model.safetensors", "value_model/model.safetensors"] {
+    for file in ["samples/update-000002.jsonl", "model.safetensors", "value_model/model.safetensors"] {
         let read = |run: &str| std::fs::read(scratch.path(run).join(file)).unwrap();
         assert!(read("again") == read("out"), "{file} differs");
     }
@@ -601,6 +607,7 @@ fn settings_that_cannot_be_are_usage_errors() {
         ("--config unknown.yaml", &["unknown.yaml:2: unknown key `learning_rat`", "`learning_rate`"]),
         ("--config value.yaml", &["value.yaml:1: `seed`", "expected a whole number", "found `one`"]),
         ("--max_tokens_per_micro_batch 0", &["max_tokens_per_micro_batch = 0"]),
+        ("--max_skipped_updates 0", &["max_skipped_updates = 0", "at least 1"]),
     ] {
         scratch.refuses(&format!("{PPO} {line}"), 2, words);
     }
@@ -640,7 +647,7 @@ fn a_folder_that_holds_a_run_is_left_alone_until_overwriting_is_asked_for() {
 
     scratch.succeeds(&format!("{SFT} --overwrite_output_dir"));
     assert!(scratch.metrics("out")[0].contains_key("loss"));
-    assert!(!scratch.path("out/samples.jsonl").exists() && !scratch.path("out/value_model").exists());
+    assert!(!scratch.path("out/samples").exists() && !scratch.path("out/value_model").exists());
     assert_eq!(scratch.read("out/notes.txt"), "mine");
 }
 
@@ -655,7 +662,7 @@ fn a_run_never_replaces_what_it_reads() {
         format!("{PPO} --output_dir ./reward/../policy --overwrite_output_dir"),
         format!("{PPO} --output_dir reward --overwrite_output_dir"),
         format!("{PPO} --value_model_path out/value_model --overwrite_output_dir"),
-        format!("{PPO} --dataset_name out/samples.jsonl --overwrite_output_dir"),
+        format!("{PPO} --dataset_name out/samples/update-000000.jsonl --overwrite_output_dir"),
         format!("{PPO} --model_name_or_path lender --output_dir lender --overwrite_output_dir"),
         format!("{SFT} --output_dir policy --overwrite_output_dir"),
         format!("{REWARD} --output_dir reward --overwrite_output_dir"),
@@ -743,7 +750,7 @@ fn conversations_go_through_all_four_commands_and_the_template_travels_along() {
     scratch.write("prompts.jsonl", &lines(&|p| serde_json::json!({"prompt": [turn("user", p)]})));
     let ppo = format!("{PPO} --sft_model_path sft --reward_model_path judge");
     trains(&scratch, &ppo, "ppo", 2, &PPO_METRICS);
-    let query = json_lines(&scratch.read("ppo/samples.jsonl"))[0]["query"].clone();
+    let query = json_lines(&scratch.read("ppo/samples/update-000000.jsonl"))[0]["prompt"].clone();
     assert_eq!(query, format!("u:{}<|endoftext|>\na:", PROMPTS[0]));
 
     // The flag makes of a string what a list of one message is.
@@ -868,11 +875,12 @@ fn a_sentiment_encoder_with_its_own_tokenizer_and_two_labels_is_a_reward_model()
     assert!(scratch.read("out/value_model/config.json").contains("GPTNeoXForSequenceClassification"));
 
     // What the sample table says of a text is what `rlhf score` says of it.
-    let rows: Vec<Value> = scratch
-        .read("out/samples.jsonl")
+    let tables = ["update-000000", "update-000002"].map(|name| scratch.read(&format!("out/samples/{name}.jsonl")));
+    let rows: Vec<Value> = tables
+        .concat()
         .lines()
         .map(|line| serde_json::from_str::<Value>(line).unwrap())
-        .map(|row| serde_json::json!({"text": format!("{}{}", row["query"].as_str().unwrap(), row["response"].as_str().unwrap()), "expected": row["score"]}))
+        .map(|row| serde_json::json!({"text": format!("{}{}", row["prompt"].as_str().unwrap(), row["response"].as_str().unwrap()), "expected": row["score"]}))
         .collect();
     scratch.write("texts.jsonl", &rows.iter().map(|row| format!("{row}\n")).collect::<String>());
     let scored = json_lines(

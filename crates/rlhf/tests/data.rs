@@ -109,7 +109,7 @@ fn every_format_gives_the_same_run() {
     }
     let run = |data: &str, out: &str| {
         scratch.succeeds(&format!("{PPO} --dataset_name {data} --output_dir {out}"));
-        (timeless(scratch.metrics(out)), scratch.read(&format!("{out}/samples.jsonl")))
+        (timeless(scratch.metrics(out)), scratch.read(&format!("{out}/samples/update-000002.jsonl")))
     };
     let expected = run("rows.csv", "of_csv");
     assert!(run("rows.json", "of_json") == expected, "JSON, by the name `query`");
@@ -154,8 +154,8 @@ fn long_prompts_are_dropped_or_cut_and_counted() {
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let expected = format!("warning: lengths.jsonl: {told}: more than 8 tokens (max_prompt_length)\n");
         assert_eq!(ran.stderr, expected, "{long}");
-        let samples = crate::cli::json_lines(&scratch.read(&format!("{long}/samples.jsonl")));
-        let found: Vec<&str> = samples.iter().take(queries.len()).map(|row| row["query"].as_str().unwrap()).collect();
+        let samples = crate::cli::json_lines(&scratch.read(&format!("{long}/samples/update-000000.jsonl")));
+        let found: Vec<&str> = samples.iter().take(queries.len()).map(|row| row["prompt"].as_str().unwrap()).collect();
         assert_eq!(found, queries, "{long}");
     }
     for (flags, code, words) in [

@@ -9,6 +9,7 @@ mod formats;
 mod hub;
 mod lora;
 mod models;
+mod numbers;
 mod ppo_golden;
 mod ppo_invariance;
 mod ppo_knobs;

@@ -512,7 +512,7 @@ fn brief(value: &Value) -> String {
 
 impl Shape {
     /// Whether a token's rotary angles depend on the length of the whole text.
-    pub(super) fn turns_by_length(&self) -> bool {
+    pub(crate) fn turns_by_length(&self) -> bool {
         self.rope.is_some_and(|rope| matches!(rope.scaling, RopeScaling::Dynamic { .. }))
     }
 

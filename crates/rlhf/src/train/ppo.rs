@@ -1,5 +1,6 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
+use super::checks::{self, Checks, Skips};
 use super::{
     describe_micro_batch, gather, leave_checkpoint, micro_batch_tokens, micro_batches, model_options, small_dataset,
     trained_options, trained_share, write_model_card,
@@ -13,8 +14,8 @@ use crate::kl::KlController;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier};
 use crate::optim::{AdamW, LearningRates};
-use crate::report::{Console, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude, stop_requested};
-use crate::reward::{RewardInput, RewardModel, Rewards, Scored, Spec, resolve, specs};
+use crate::report::{Console, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude};
+use crate::reward::{ComponentScores, RewardInput, RewardModel, Rewards, Scored, Spec, resolve, specs};
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{
     Experience, Judges, Scores, Targets, experience, penalise_missing_stop, replace_missing_stop, targets,
@@ -63,8 +64,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     }
     let _claim = claim_output_dir(&config.run, &start, config)?;
     let (out, total) = (&config.run.output_dir, trainer.plan.num_total_batches);
-    let reached =
-        Reached { updates: trainer.done, recorded: trainer.done, episodes: trainer.done * trainer.plan.batch_size };
+    let reached = Reached { updates: trainer.done, recorded: trainer.done };
     let mut report = Reporter::resume(&config.run, total, reached, console)?;
     warnings.extend(start.finished(total));
     warnings.iter().for_each(|warning| report.warn(warning));
@@ -72,10 +72,10 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     report.note(&format!("tokenizer: {}", trainer.tokenizer.describe()));
     let done = trainer.train(&mut report);
     report.finish();
-    // Also after an error: an optimizer refuses a step that is not finite, so the weights are those of the step before.
+    // Also after an error: a step that is not finite is never taken, so the weights are those of the step before.
     let saved = trainer.save_model(out);
     conclude(done, saved, total, out)?;
-    report.note(&format!("saved {}", out.display()));
+    report.saved(out);
     Ok(())
 }
 
@@ -114,6 +114,9 @@ pub struct PpoTrainer {
     /// The state of all parts after the last whole update, as [`PpoTrainer::state`] gives it, and the optimizers' steps until
     /// then: an error may come in the midst of an update.
     whole: (Map<String, Value>, i64),
+    /// What the checks found when the run began, for the model card.
+    checks: Option<String>,
+    skips: Skips,
 }
 
 impl PpoTrainer {
@@ -261,6 +264,8 @@ impl PpoTrainer {
             prompts,
             stop,
             last_metrics: Metrics::default(),
+            checks: None,
+            skips: Skips::default(),
             best: Best::new(&config.eval),
             done: 0,
             whole: (Map::new(), 0),
@@ -307,26 +312,33 @@ impl PpoTrainer {
         if self.learner.value.has_new_head() {
             report.note("value model: begins with a fresh head");
         }
+        if !self.config.watch.no_checks {
+            self.check_aloud(report)?;
+        }
         let total = self.plan.num_total_batches;
         let is_due =
             |every: Option<usize>, done: usize| every.is_some_and(|every| done.is_multiple_of(every) || done == total);
         if self.done == 0 && self.plan.sample_every.is_some() {
             let samples = self.samples(0)?;
-            report.samples(0, &samples)?;
+            report.samples(0, 0, &samples)?;
         }
-        while self.done < total && !stop_requested() {
+        while self.done < total && !report.stopped() {
             let mut metrics = self.update(self.done)?;
             let done = self.done + 1;
             let episode = done * self.plan.batch_size;
             let evaluates = is_due(self.config.eval.eval_steps, done);
             if evaluates {
                 let samples = self.evaluate(&mut metrics)?;
-                report.eval_samples(episode, &samples)?;
+                report.eval_samples(done, episode, &samples)?;
             }
             report.record(done as i64, &metrics)?;
             report.advance(watched(&metrics));
+            if let Some(warning) = self.skips.tell(done, self.config.watch.max_skipped_updates)? {
+                report.warn(&warning);
+            }
             if is_due(self.plan.sample_every, done) {
-                report.samples(episode, &self.samples(done)?)?;
+                let samples = self.samples(done)?;
+                report.samples(done, episode, &samples)?;
             }
             let looks = if self.config.eval.eval_steps.is_some() { evaluates } else { checkpoints.is_due(done) };
             self.keep_best(&metrics, done, looks)?;
@@ -334,6 +346,7 @@ impl PpoTrainer {
             self.note_whole();
             if checkpoints.is_due(done) {
                 self.save_checkpoint(checkpoints, report)?;
+                report.saved(&self.config.run.output_dir.join(format!("checkpoint-{done}")));
             }
         }
         Ok(self.done)
@@ -347,6 +360,7 @@ impl PpoTrainer {
         state.insert("rewards".into(), self.rewards.state());
         state.insert("kl_controller".into(), self.kl_controller.state());
         state.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
+        state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
         state
     }
 
@@ -357,6 +371,7 @@ impl PpoTrainer {
         if let (Some(best), Ok(state)) = (&mut self.best, saved.part("best")) {
             best.load_state(state);
         }
+        self.checks = saved.part("checks").ok().and_then(Value::as_str).map(String::from);
         Ok(())
     }
 
@@ -441,8 +456,8 @@ impl PpoTrainer {
         let sampling = Sampling::at_temperature(self.config.temperature);
         // The same draws each time: where two evaluations differ, the policy does.
         let responses = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
-        let scores = self.whole_scores(&asked, &responses)?;
-        let samples = self.sample_rows(&asked, &responses, &scores)?;
+        let (scores, components) = self.whole_scores(&asked, &responses)?;
+        let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
         let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
         let recompute = !self.learner.policy.is_exact();
         let e = experience(judges, &prompts, &responses, scores, recompute, &self.config)?;
@@ -492,6 +507,7 @@ impl PpoTrainer {
         // The rollout's pieces are of other sizes than training's, and would stand between them.
         tch_ext::release_memory();
         let steps = self.learner.optimise(&experience, &targets, &orders, rates, plan, config)?;
+        self.skips.note(&steps);
 
         // 5. What happened.
         let took = began.elapsed().as_secs_f64();
@@ -541,6 +557,7 @@ impl PpoTrainer {
             ("tokenizer", self.tokenizer.describe()),
         ];
         facts.extend(self.trained());
+        facts.extend(self.checks.clone().map(|checks| ("checks", checks)));
         for (name, decimals) in CARD_METRICS {
             facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.decimals$}"))));
         }
@@ -572,15 +589,51 @@ impl PpoTrainer {
         purpose: Purpose,
         step: usize,
     ) -> Result<Vec<Response>> {
-        let config = GenerationConfig {
+        generate(&self.learner.policy, prompts, &self.generation(sampling, purpose, step))
+    }
+
+    fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {
+        GenerationConfig {
             stop_token_ids: self.stop.clone(),
             seed: self.config.run.seed,
             purpose,
             step: step as u64,
             batch_size: self.config.local_rollout_forward_batch_size,
             ..GenerationConfig::new(sampling, self.config.response_length)
-        };
-        generate(&self.learner.policy, prompts, &config)
+        }
+    }
+
+    /// Answers a few prompts and compares what the passes of a run say of the answers; changes nothing.
+    ///
+    /// # Errors
+    /// As [`PpoTrainer::train`].
+    pub fn check(&mut self) -> Result<Checks> {
+        let sampling = Sampling::at_temperature(self.config.temperature);
+        let response_length = self.config.response_length.min(checks::TOKENS);
+        let generation =
+            GenerationConfig { max_new_tokens: response_length, ..self.generation(sampling, Purpose::Samples, 0) };
+        let rows = self.prompts.len().min(self.plan.micro_batch_size).min(checks::ROWS);
+        let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
+        let responses = generate(&self.learner.policy, &prompts, &generation)?;
+        let config = PpoConfig { response_length, ..self.config.clone() };
+        Checks::of(&mut self.learner, &self.reference, &prompts, &responses, &config)
+    }
+
+    /// [`PpoTrainer::check`], and says how it went.
+    ///
+    /// # Errors
+    /// If something is not as it should be; in bf16, whose rounding has no sharp bound, that is a warning.
+    fn check_aloud(&mut self, report: &Reporter) -> Result<()> {
+        let (bf16, checks) = (self.config.run.bf16, self.check()?);
+        match checks.failure(Checks::tolerance(bf16)) {
+            None => report.note(&format!("checks: {checks}")),
+            Some(failure) if bf16 => report.warn(&failure),
+            Some(failure) => return Err(Error::Run(failure)),
+        }
+        // A run that goes on tells what it found when it began.
+        self.checks.get_or_insert_with(|| checks.to_string());
+        self.note_whole();
+        Ok(())
     }
 
     /// Scores less the penalty of responses that did not stop, and how often each response holds a token that should end
@@ -611,26 +664,35 @@ impl PpoTrainer {
         let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Samples, update)?;
         let asked = self.sample_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
-        let scores = self.whole_scores(&asked, &responses)?;
-        self.sample_rows(&asked, &responses, &scores)
+        let (scores, components) = self.whole_scores(&asked, &responses)?;
+        self.sample_rows(&asked, &responses, &scores, &components)
     }
 
-    /// One score per response, what is said of its tokens included, less the penalty; nothing learns from them.
-    fn whole_scores(&mut self, prompts: &[&Prompt], responses: &[Response]) -> Result<Tensor> {
+    /// One score per response, what is said of its tokens included, less the penalty, and what each reward said; nothing learns
+    /// from them.
+    fn whole_scores(&mut self, prompts: &[&Prompt], responses: &[Response]) -> Result<(Tensor, Vec<ComponentScores>)> {
         let mut scored = score(&mut self.rewards, &self.tokenizer, prompts, responses, false)?;
         (scored.responses, scored.tokens) = (scored.totals(), None);
-        Ok(self.penalised(&scored, responses).0.responses)
+        Ok((self.penalised(&scored, responses).0.responses, scored.components))
     }
 
-    fn sample_rows(&self, prompts: &[&Prompt], responses: &[Response], scores: &Tensor) -> Result<Vec<Sample>> {
+    fn sample_rows(
+        &self,
+        prompts: &[&Prompt],
+        responses: &[Response],
+        scores: &Tensor,
+        components: &[ComponentScores],
+    ) -> Result<Vec<Sample>> {
         let scores = Vec::<f64>::try_from(scores.to_kind(Kind::Double))?;
         prompts
             .iter()
             .zip(responses)
             .zip(scores)
-            .map(|((prompt, response), score)| {
+            .enumerate()
+            .map(|(row, ((prompt, response), score))| {
                 let response = self.tokenizer.decode(&response.tokens)?;
-                Ok(Sample { query: prompt.text.clone(), response, score })
+                let components = components.iter().map(|c| (c.name.clone(), c.scores[row])).collect();
+                Ok(Sample { prompt: prompt.text.clone(), response, score, components })
             })
             .collect()
     }
@@ -720,6 +782,20 @@ pub struct StepStats {
     pub skipped: bool,
 }
 
+impl StepStats {
+    /// What kept the step from being taken: a loss, or a gradient's norm, that is not finite.
+    pub fn not_finite(&self) -> Option<String> {
+        let numbers = [
+            ("the policy's loss", self.policy_loss),
+            ("the norm of the policy's gradient", self.policy_grad_norm),
+            ("the value model's loss", self.value_loss),
+            ("the norm of the value model's gradient", self.value_grad_norm),
+        ];
+        let found = numbers.into_iter().find(|(_, number)| !number.is_finite());
+        found.map(|(name, number)| format!("{name} is {number}"))
+    }
+}
+
 impl Learner {
     /// Makes `policy` and `value` trainable, with fresh optimizers.
     pub fn new(mut policy: CausalLm, mut value: SequenceClassifier, config: &PpoConfig) -> Self {
@@ -749,7 +825,7 @@ impl Learner {
     /// `target_kl`, is the last. Where `rates` has none for the policy, only the value model learns.
     ///
     /// # Errors
-    /// If a gradient is not finite.
+    /// If libtorch refuses a step.
     pub fn optimise(
         &mut self,
         experience: &Experience,
@@ -762,36 +838,15 @@ impl Learner {
         let mut steps = Vec::new();
         for order in orders {
             for mini_batch in order.chunks(plan.mini_batch_size) {
-                let mut stats = StepStats::default();
-                for &row in mini_batch {
-                    if rates.policy.is_some() {
-                        stats.tokens += experience.lengths[row] as f64;
-                    }
-                    stats.value_slots += experience.value_counts[row] as f64;
-                }
-                let advantages = match config.whiten_advantages {
-                    WhitenAdvantages::MiniBatch => {
-                        whiten_rows(&targets.advantages, mini_batch, &experience.response_mask)
-                    }
-                    WhitenAdvantages::Batch | WhitenAdvantages::None => targets.advantages.shallow_clone(),
-                };
-                let tokens = |&row: &usize| experience.sequences[row].len();
-                for micro_batch in micro_batches(mini_batch, plan.micro_batch_size, self.micro_batch_tokens, tokens) {
-                    if rates.policy.is_some() {
-                        self.accumulate_policy(experience, targets, &advantages, micro_batch, &mut stats, config)?;
-                    }
-                    self.accumulate_value(experience, targets, micro_batch, &mut stats, config)?;
-                }
-                stats.skipped = config.step.ratio_threshold.is_some_and(|most| stats.ratio > most * stats.tokens);
-                let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));
+                let learns = rates.policy.is_some();
+                let mut stats =
+                    self.gradients(experience, targets, mini_batch, plan.micro_batch_size, learns, config)?;
+                let far = config.step.ratio_threshold.is_some_and(|most| stats.ratio > most * stats.tokens);
+                stats.skipped = far && stats.not_finite().is_none();
                 if stats.skipped {
-                    self.policy_optimizer.zero_grad();
-                    self.value_optimizer.zero_grad();
+                    self.zero_grad();
                 } else {
-                    if let Some(lr) = rates.policy {
-                        stats.policy_grad_norm = self.policy_optimizer.step(lr).map_err(named("policy"))?;
-                    }
-                    stats.value_grad_norm = self.value_optimizer.step(rates.value).map_err(named("value model"))?;
+                    self.step(rates, &mut stats)?;
                 }
                 steps.push(stats);
             }
@@ -801,6 +856,72 @@ impl Learner {
             }
         }
         Ok(steps)
+    }
+
+    /// Adds the gradients of the losses of one mini-batch to those that the parameters hold; gives its sums.
+    ///
+    /// `mini_batch` are rows of `experience`, of which at most `micro_batch_size` go through the models at a time;
+    /// without `learns_policy` only through the value model.
+    ///
+    /// # Errors
+    /// If a row does not fit the models.
+    pub fn gradients(
+        &self,
+        experience: &Experience,
+        targets: &Targets,
+        mini_batch: &[usize],
+        micro_batch_size: usize,
+        learns_policy: bool,
+        config: &PpoConfig,
+    ) -> Result<StepStats> {
+        let mut stats = StepStats::default();
+        for &row in mini_batch {
+            if learns_policy {
+                stats.tokens += experience.lengths[row] as f64;
+            }
+            stats.value_slots += experience.value_counts[row] as f64;
+        }
+        let advantages = match config.whiten_advantages {
+            WhitenAdvantages::MiniBatch => whiten_rows(&targets.advantages, mini_batch, &experience.response_mask),
+            WhitenAdvantages::Batch | WhitenAdvantages::None => targets.advantages.shallow_clone(),
+        };
+        let tokens = |&row: &usize| experience.sequences[row].len();
+        for micro_batch in micro_batches(mini_batch, micro_batch_size, self.micro_batch_tokens, tokens) {
+            if learns_policy {
+                self.accumulate_policy(experience, targets, &advantages, micro_batch, &mut stats, config)?;
+            }
+            self.accumulate_value(experience, targets, micro_batch, &mut stats, config)?;
+        }
+        Ok(stats)
+    }
+
+    /// Takes one optimizer step by the gradients that the parameters hold, clears these, and notes their norms in `stats`.
+    ///
+    /// Where a loss or a norm is not finite neither model moves, and no optimizer state changes:
+    /// [`StepStats::not_finite`] tells.
+    ///
+    /// # Errors
+    /// If libtorch refuses the step.
+    pub fn step(&mut self, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
+        if rates.policy.is_some() {
+            stats.policy_grad_norm = self.policy_optimizer.grad_norm();
+        }
+        stats.value_grad_norm = self.value_optimizer.grad_norm();
+        if stats.not_finite().is_some() {
+            self.zero_grad();
+            return Ok(());
+        }
+        let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));
+        if let Some(lr) = rates.policy {
+            self.policy_optimizer.step_of_norm(lr, stats.policy_grad_norm).map_err(named("policy"))?;
+        }
+        self.value_optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))
+    }
+
+    /// Clears the gradients of both models.
+    pub fn zero_grad(&mut self) {
+        self.policy_optimizer.zero_grad();
+        self.value_optimizer.zero_grad();
     }
 
     /// Adds the gradients of one micro-batch's share of the policy's loss over the mini-batch, and its share of the sums.
@@ -906,25 +1027,28 @@ fn number(x: &Tensor) -> f64 {
 /// nothing to tell.
 pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, steps: &[StepStats], config: &PpoConfig) {
     let rows = experience.lengths.len() as f64;
+    let learns = steps.iter().any(|step| step.tokens > 0.0);
+    let (all, steps) = (steps.len(), steps.iter().filter(|step| step.not_finite().is_none()).collect::<Vec<_>>());
     let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
-    let sum = |f: fn(&StepStats) -> f64| steps.iter().map(f).sum::<f64>();
-    let (tokens, value_slots) = (sum(|s| s.tokens), sum(|s| s.value_slots).max(1.0));
+    let sum = |f: fn(&StepStats) -> f64| steps.iter().map(|step| f(step)).sum::<f64>();
+    // Without a step there is nothing to average: 0 / 0 is the NaN that says so.
+    let (tokens, value_slots) = (sum(|s| s.tokens), sum(|s| s.value_slots));
     let kl = per_row(&targets.kl);
     let scores = experience.total_scores();
     let score = per_row(&scores);
     let in_rewards = if config.kl.kl_in_loss { 0.0 } else { targets.kl_coef };
     let taken = steps.iter().filter(|step| !step.skipped).count();
-    let mean_norm = |f: fn(&StepStats) -> f64| sum(f) / taken.max(1) as f64;
+    let mean_norm = |f: fn(&StepStats) -> f64| sum(f) / taken.max(steps.len().min(1)) as f64;
     let response_tokens = experience.lengths.iter().sum::<i64>() as f64;
 
     m.push("objective/kl", kl);
     m.push("objective/kl_coef", targets.kl_coef);
-    m.push("objective/entropy", -per_row(&experience.logprobs));
+    m.push("objective/entropy", -per_row(&ppo::keep(&experience.logprobs, &experience.response_mask)));
     m.push("objective/non_score_reward", -in_rewards * kl);
     m.push("objective/rlhf_reward", score - in_rewards * kl);
     m.push("objective/scores", score);
     m.push("objective/scores_std", if rows > 1.0 { scores.std(true).double_value(&[]) } else { 0.0 });
-    if tokens > 0.0 {
+    if learns {
         m.push("policy/approxkl_avg", sum(|s| s.approx_kl) / tokens);
         m.push("policy/clipfrac_avg", sum(|s| s.policy_clipped) / tokens);
         if config.step.dual_clip.is_some() {
@@ -934,7 +1058,7 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
         m.push("policy/grad_norm", mean_norm(|s| s.policy_grad_norm));
         if config.step.target_kl.is_some() {
             m.push("policy/policykl_avg", sum(|s| s.policy_kl) / tokens);
-            m.push("policy/epochs", (steps.len() / config.num_mini_batches) as f64);
+            m.push("policy/epochs", (all / config.num_mini_batches) as f64);
         }
         if config.step.ratio_threshold.is_some() {
             m.push("policy/skipped_steps", (steps.len() - taken) as f64);
@@ -946,14 +1070,15 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
     }
     m.push("loss/value_avg", sum(|s| s.value_loss) / value_slots);
     m.push("val/clipfrac_avg", sum(|s| s.value_clipped) / value_slots);
-    if tokens > 0.0 {
+    if learns {
         let ratio = sum(|s| s.ratio) / tokens;
         m.push("val/ratio", ratio);
-        m.push("val/ratio_var", (sum(|s| s.ratio_squared) / tokens - ratio * ratio).max(0.0));
+        m.push("val/ratio_var", (sum(|s| s.ratio_squared) / tokens - ratio * ratio).clamp(0.0, f64::INFINITY));
     }
     m.push("val/explained_variance", explained_variance(experience, targets));
     m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm));
     m.push("val/response_length", response_tokens / rows);
+    m.push("val/skipped_steps", (all - steps.len()) as f64);
 }
 
 /// 1 - Var(returns - values) / Var(returns) over the value slots: 1 is a perfect value model, 0 no better than a constant.

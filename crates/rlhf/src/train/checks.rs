@@ -1,0 +1,236 @@
+//! What a PPO run asserts of itself: before it learns, that its passes agree; while it learns, that its numbers are finite.
+
+use super::ppo::{Learner, StepStats};
+use crate::config::PpoConfig;
+use crate::generate::Response;
+use crate::model::{CausalLm, Param};
+use crate::rollout::{Judges, experience, targets, to_slots};
+use crate::{Error, Result, ppo};
+use std::fmt::{self, Display};
+use tch::{Kind, Tensor};
+
+/// Prompts that the checks answer, at most.
+pub(super) const ROWS: usize = 4;
+
+/// Tokens of their answers, at most: enough to leave the prompt behind, few enough to cost little.
+pub(super) const TOKENS: usize = 32;
+
+/// Distances between log-probabilities that should be equal, each a root mean square over the tokens of a few answers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Checks {
+    /// Between what the rollout notes and the pass that training uses: the first ratio is 1 as far as this is 0.
+    pub ratio: f64,
+    /// Between policy and reference; `None` where these are different models, whose KL is not 0 at any time.
+    pub kl: Option<f64>,
+    /// Between decoding with a cache and one pass over the whole text; `None` where the model's angles depend on the length
+    /// of the text, so that these differ by design.
+    pub cached: Option<f64>,
+}
+
+impl Checks {
+    /// How far equal log-probabilities may be apart: f32 rounds far below it, and bf16, whose numbers have two or three
+    /// digits, stays within it.
+    pub fn tolerance(bf16: bool) -> f64 {
+        if bf16 { 0.1 } else { 1e-4 }
+    }
+
+    /// Answers to a few prompts, asked of every pass that a run makes: `learner` is left as it was, without gradients.
+    ///
+    /// # Errors
+    /// If the rows do not fit the models.
+    pub fn of(
+        learner: &mut Learner,
+        reference: &CausalLm,
+        prompts: &[Vec<i64>],
+        responses: &[Response],
+        config: &PpoConfig,
+    ) -> Result<Self> {
+        let policy = &learner.policy;
+        let device = policy.device();
+        let scores = Tensor::zeros([prompts.len() as i64], (Kind::Float, device));
+        let judges = Judges { policy, reference, value: &learner.value };
+        let mut experience = experience(judges, prompts, responses, scores, true, config)?;
+        let noted: Vec<f32> = responses.iter().flat_map(|response| response.logprobs.iter().copied()).collect();
+        let noted = to_slots(&Tensor::from_slice(&noted).to_device(device), &experience.lengths, experience.width());
+        let tokens = experience.lengths.iter().sum::<i64>() as f64;
+        let distance = |a: &Tensor, b: &Tensor| {
+            let difference = ppo::keep(&(a - b), &experience.response_mask).to_kind(Kind::Double);
+            (difference.square().sum(Kind::Double).double_value(&[]) / tokens).sqrt()
+        };
+        let cached = (!policy.config().turns_by_length()).then(|| distance(&noted, &experience.logprobs));
+        let kl = distance(&experience.logprobs, &experience.ref_logprobs);
+        // Weights are compared only where it matters: that reads all of them.
+        let kl = (kl <= Self::tolerance(config.run.bf16) || same_weights(policy, reference)).then_some(kl);
+        if policy.is_exact() {
+            experience.logprobs = noted;
+        }
+        let rows: Vec<usize> = (0..prompts.len()).collect();
+        let stats = learner.gradients(
+            &experience,
+            &targets(&experience, config.kl_coef, config),
+            &rows,
+            rows.len(),
+            true,
+            config,
+        );
+        learner.zero_grad();
+        let stats = stats?;
+        Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens).sqrt(), kl, cached })
+    }
+
+    /// What is not as it should be, if anything.
+    pub fn failure(&self, tolerance: f64) -> Option<String> {
+        let claims = [
+            (
+                Some(self.ratio),
+                "the first ratio is 1",
+                "rollout and training",
+                "so the policy would learn the difference",
+            ),
+            (self.kl, "the KL to the reference is 0", "policy and reference", "though their weights are equal"),
+            (
+                self.cached,
+                "decoding is exact",
+                "decoding with a cache and a whole pass",
+                "so answers are not the policy's",
+            ),
+        ];
+        let failed = claims
+            .into_iter()
+            .find(|(distance, ..)| distance.is_some_and(|distance| distance.is_nan() || distance > tolerance));
+        failed.map(|(distance, claim, who, so)| {
+            let distance = distance.unwrap_or(f64::NAN);
+            format!(
+                "checks: {claim}: expected log-probs within {tolerance:.0e}, found {who} {distance:.1e} apart, {so}; \
+                 --no_checks goes on all the same"
+            )
+        })
+    }
+}
+
+impl Display for Checks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "first ratio 1 within {:.1e}, KL to the reference ", self.ratio)?;
+        match self.kl {
+            Some(kl) => write!(f, "0 within {kl:.1e}")?,
+            None => f.write_str("not 0, as it is another model")?,
+        }
+        match self.cached {
+            Some(cached) => write!(f, ", cached and full log-probs equal within {cached:.1e}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Whether two language models have the same weights, and an adapter on the first, if there is one, adds nothing yet.
+fn same_weights(policy: &CausalLm, reference: &CausalLm) -> bool {
+    let equal = |param: &Param, other: &Param| {
+        let [a, b] = [param, other].map(|param| param.tensor.detach().to_kind(Kind::Float));
+        a.size() == b.size() && a.equal(&b)
+    };
+    policy.params().iter().all(|param| match reference.params().iter().find(|other| other.name == param.name) {
+        Some(other) => equal(param, other),
+        // The product of an adapter's matrices is 0 where the second is.
+        None => param.name.ends_with("lora_A.weight") || param.tensor.count_nonzero(None::<i64>).int64_value(&[]) == 0,
+    })
+}
+
+/// The count of updates that could not take a single optimizer step, one after another.
+#[derive(Debug, Default)]
+pub(super) struct Skips {
+    updates: usize,
+    /// What was not finite in the present update, and how often.
+    found: Option<(String, usize, usize)>,
+}
+
+impl Skips {
+    /// Notes the steps of an update.
+    pub(super) fn note(&mut self, steps: &[StepStats]) {
+        let reasons: Vec<String> = steps.iter().filter_map(StepStats::not_finite).collect();
+        self.updates = if reasons.len() < steps.len() || steps.is_empty() { 0 } else { self.updates + 1 };
+        let skipped = reasons.len();
+        self.found = reasons.into_iter().next().map(|reason| (reason, skipped, steps.len()));
+    }
+
+    /// What to warn of after update `update`, counted from 1.
+    ///
+    /// # Errors
+    /// If the updates without a step, one after another, are `most`.
+    pub(super) fn tell(&self, update: usize, most: usize) -> Result<Option<String>> {
+        let Some((reason, skipped, steps)) = &self.found else { return Ok(None) };
+        if self.updates < most {
+            return Ok(Some(format!("update {update}: {skipped} of {steps} optimizer steps skipped: {reason}")));
+        }
+        let updates = match self.updates {
+            1 => format!("update {update} was skipped"),
+            updates => format!("{updates} updates in a row were skipped, update {update} the last"),
+        };
+        Err(Error::Run(format!(
+            "{updates} (max_skipped_updates = {most}): {reason}: training diverged; a lower learning_rate and \
+             max_grad_norm = 1 from the start prevent it"
+        )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checks_name_what_failed_and_say_in_one_line_what_held() {
+        let good = Checks { ratio: 2.4e-7, kl: Some(0.0), cached: Some(2.4e-6) };
+        assert_eq!(good.failure(1e-4), None);
+        assert_eq!(
+            good.to_string(),
+            "first ratio 1 within 2.4e-7, KL to the reference 0 within 0.0e0, cached and full log-probs equal within 2.4e-6"
+        );
+        for (bad, words) in [
+            (
+                Checks { ratio: 2e-4, ..good },
+                "the first ratio is 1: expected log-probs within 1e-4, found rollout and training 2.0e-4 apart",
+            ),
+            (Checks { ratio: f64::NAN, ..good }, "the first ratio is 1"),
+            (Checks { kl: Some(0.5), ..good }, "the KL to the reference is 0"),
+            (Checks { cached: Some(f64::NAN), ..good }, "decoding is exact"),
+        ] {
+            let failure = bad.failure(1e-4).unwrap();
+            assert!(failure.contains(words) && failure.contains("--no_checks"), "{failure}");
+            assert_eq!(bad.failure(1.0).is_some(), failure.contains("NaN"));
+        }
+        let other = Checks { kl: None, cached: None, ..good };
+        assert_eq!(other.failure(1e-4), None);
+        assert!(other.to_string().ends_with("KL to the reference not 0, as it is another model"));
+    }
+
+    #[test]
+    fn a_run_stops_after_some_updates_without_a_step_in_a_row_and_not_before() {
+        let sound = StepStats { tokens: 3.0, ..StepStats::default() };
+        let bad = StepStats { value_grad_norm: f64::INFINITY, tokens: 3.0, ..StepStats::default() };
+        let (whole, half, none) = ([bad.clone(), bad.clone()], [sound.clone(), bad], [sound.clone(), sound]);
+        let mut skips = Skips::default();
+        let mut told = |steps: &[StepStats]| {
+            skips.note(steps);
+            skips.tell(7, 3).map_err(|error| error.to_string())
+        };
+        assert_eq!(told(&none), Ok(None));
+        // Twice in a row, then an update with a step in it; only the third in a row is one too many.
+        for steps in [&whole, &whole, &half, &whole, &whole] {
+            let warning = told(steps).unwrap().unwrap();
+            let count = if steps == &half { 1 } else { 2 };
+            let words = format!(
+                "update 7: {count} of 2 optimizer steps skipped: the norm of the value model's gradient is inf"
+            );
+            assert_eq!(warning, words);
+        }
+        let error = told(&whole).unwrap_err();
+        assert!(
+            error.starts_with("3 updates in a row were skipped, update 7 the last (max_skipped_updates = 3): "),
+            "{error}"
+        );
+        skips.updates = 0;
+        skips.note(&whole);
+        assert!(
+            skips.tell(1, 1).unwrap_err().to_string().starts_with("update 1 was skipped (max_skipped_updates = 1)")
+        );
+    }
+}

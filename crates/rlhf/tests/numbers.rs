@@ -1,0 +1,433 @@
+//! Whether the numbers of a run can be trusted: it checks itself, steps over what is not finite, and means what it documents.
+
+use crate::cli::{PPO, SFT, Scratch, timeless};
+use crate::ppo_invariance;
+use crate::support::golden;
+use rlhf::config::PpoConfig;
+use rlhf::generate::{GenerationConfig, Response, Sampling, generate};
+use rlhf::model::{CausalLm, ModelOptions, Param, Precision, SequenceClassifier};
+use rlhf::optim::LearningRates;
+use rlhf::report::{Console, Event, Reporter};
+use rlhf::rollout::{Experience, Judges, Targets, experience, targets};
+use rlhf::train::checks::Checks;
+use rlhf::train::ppo::{Learner, PpoTrainer, metrics};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::rc::Rc;
+use tch::{Kind, Tensor};
+
+/// The learning rates of a step.
+const RATES: LearningRates = LearningRates { policy: Some(1e-3), value: 1e-3 };
+
+/// What lies outside the masks in [`poisoned`].
+const GARBAGE: [f64; 3] = [f64::NAN, f64::INFINITY, -1e30];
+
+/// A learner in the middle of an update of 8 answers, some of which stop early.
+struct Update {
+    config: PpoConfig,
+    learner: Learner,
+    reference: CausalLm,
+    prompts: Vec<Vec<i64>>,
+    responses: Vec<Response>,
+}
+
+impl Update {
+    fn new(family: &str, precision: Precision) -> Self {
+        let options = ModelOptions { precision, ..ModelOptions::default() };
+        let dir = |model: &str| golden().join(format!("trl_new/init/{family}_{model}"));
+        let policy = || CausalLm::from_pretrained(&dir("policy"), options).unwrap();
+        let value = SequenceClassifier::from_pretrained(&dir("value"), None, options).unwrap();
+        let mut config = PpoConfig::new("policy", "reward", "prompts.jsonl", "out");
+        config.response_length = 12;
+        config.run.bf16 = precision == Precision::Bf16;
+        config.learning_rate = 1e-3;
+        let learner = Learner::new(policy(), value, &config);
+        let prompts: Vec<Vec<i64>> = (0..8).map(|row| (5..6 + row).collect()).collect();
+        let generation = GenerationConfig {
+            seed: 1,
+            ..GenerationConfig::new(Sampling::at_temperature(config.temperature), config.response_length)
+        };
+        let mut responses = generate(&learner.policy, &prompts, &generation).unwrap();
+        for (response, length) in responses.iter_mut().zip([3, 12, 1, 7, 12, 10, 5, 11]) {
+            response.tokens.truncate(length);
+            response.logprobs.truncate(length);
+        }
+        Self { config, learner, reference: policy(), prompts, responses }
+    }
+
+    fn experience(&self) -> Experience {
+        let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        let scores = Tensor::arange(8, (Kind::Float, tch::Device::Cpu)) / 4.0 - 1.0;
+        experience(judges, &self.prompts, &self.responses, scores, false, &self.config).unwrap()
+    }
+
+    fn checks(&mut self) -> Checks {
+        Checks::of(&mut self.learner, &self.reference, &self.prompts, &self.responses, &self.config).unwrap()
+    }
+
+    fn params(&self) -> impl Iterator<Item = &Param> {
+        self.learner.policy.params().iter().chain(self.learner.value.params())
+    }
+
+    fn weights(&self) -> Vec<Tensor> {
+        self.params().map(|param| param.tensor.detach().copy()).collect()
+    }
+
+    /// The gradients of the losses over all rows, `rows` at a time; none are left.
+    fn gradients(&mut self, experience: &Experience, targets: &Targets, rows: usize) -> Vec<Tensor> {
+        let all: Vec<usize> = (0..8).collect();
+        let stats = self.learner.gradients(experience, targets, &all, rows, true, &self.config).unwrap();
+        assert_eq!(stats.tokens, experience.lengths.iter().sum::<i64>() as f64);
+        let found = self.params().map(|param| param.tensor.grad().copy()).collect();
+        self.learner.zero_grad();
+        found
+    }
+}
+
+/// Everything in `experience` that a mask covers, with garbage outside of it.
+fn poisoned(experience: &mut Experience, garbage: f64) {
+    let Experience { response_mask, value_mask, logprobs, ref_logprobs, values, .. } = experience;
+    for (tensor, mask) in [(logprobs, &response_mask), (ref_logprobs, &response_mask), (values, &value_mask)] {
+        *tensor = tensor.masked_fill(&mask.logical_not(), garbage);
+    }
+}
+
+#[test]
+fn gradients_agree_however_a_mini_batch_is_cut_into_micro_batches() {
+    for family in ["llama", "neox"] {
+        let mut update = Update::new(family, Precision::F32);
+        let e = update.experience();
+        let t = targets(&e, update.config.kl_coef, &update.config);
+        let whole = update.gradients(&e, &t, 8);
+        for rows in [1, 3, 4] {
+            let cut = update.gradients(&e, &t, rows);
+            for ((param, found), expected) in update.params().zip(&cut).zip(&whole) {
+                let (gap, largest) = ((found - expected).abs().max(), expected.abs().max());
+                let (gap, largest) = (gap.double_value(&[]), largest.double_value(&[]));
+                // A key's bias has the gradient 0, of which rounding leaves no entry to measure by.
+                let bound = if param.name.ends_with("query_key_value.bias") { 1e-6 } else { 0.0 };
+                assert!(
+                    gap <= (1e-5 * largest).max(bound),
+                    "{family}, {rows} at a time: {}: {gap:e} of {largest:e}",
+                    param.name
+                );
+            }
+        }
+        let moved = whole.iter().filter(|gradient| gradient.abs().max().double_value(&[]) > 1e-4).count();
+        assert!(moved * 2 > whole.len(), "{family}: {moved} gradients of {} are not 0", whole.len());
+    }
+}
+
+#[test]
+fn garbage_outside_the_masks_changes_no_target_no_gradient_and_no_metric() {
+    let mut update = Update::new("neox", Precision::F32);
+    update.config.whiten_rewards = true;
+    let clean = update.experience();
+    let expected = targets(&clean, update.config.kl_coef, &update.config);
+    let gradients = update.gradients(&clean, &expected, 3);
+    for garbage in GARBAGE {
+        let mut dirty = update.experience();
+        poisoned(&mut dirty, garbage);
+        let mut found = targets(&dirty, update.config.kl_coef, &update.config);
+        for (name, found, expected) in [
+            ("kl", &found.kl, &expected.kl),
+            ("rewards", &found.rewards, &expected.rewards),
+            ("advantages", &found.advantages, &expected.advantages),
+            ("returns", &found.returns, &expected.returns),
+        ] {
+            assert!(found.equal(expected), "{name} with {garbage} outside the masks: {found} is not {expected}");
+        }
+        for (tensor, mask) in [(&mut found.advantages, &dirty.response_mask), (&mut found.returns, &dirty.value_mask)] {
+            *tensor = tensor.masked_fill(&mask.logical_not(), garbage);
+        }
+        for (found, expected) in update.gradients(&dirty, &found, 3).iter().zip(&gradients) {
+            assert!(found.equal(expected), "gradients with {garbage} outside the masks");
+        }
+        let told = |e: &Experience, t: &Targets| {
+            let mut told = rlhf::metrics::Metrics::default();
+            metrics(&mut told, e, t, &[], &update.config);
+            serde_json::to_string(&told).unwrap()
+        };
+        assert_eq!(told(&dirty, &found), told(&clean, &expected), "metrics with {garbage} outside the masks");
+    }
+}
+
+#[test]
+fn batch_size_and_order_of_the_rows_change_no_sampled_token() {
+    let update = Update::new("llama", Precision::F32);
+    let policy = &update.learner.policy;
+    let config = GenerationConfig { seed: 3, step: 7, ..GenerationConfig::new(Sampling::at_temperature(1.0), 12) };
+    let whole = generate(policy, &update.prompts, &config).unwrap();
+    for batch_size in [1, 3, 8] {
+        let config = GenerationConfig { batch_size, ..config.clone() };
+        let found = generate(policy, &update.prompts, &config).unwrap();
+        assert!(found.iter().zip(&whole).all(|(a, b)| a.tokens == b.tokens), "in batches of {batch_size}");
+        // The last rows first, in parts of other sizes than the batches: a row's key is its place in the update.
+        for rows in [7..8, 2..7, 0..2] {
+            let config = GenerationConfig { first_row: rows.start as u64, ..config.clone() };
+            let found = generate(policy, &update.prompts[rows.clone()], &config).unwrap();
+            assert!(found.iter().zip(&whole[rows]).all(|(a, b)| a.tokens == b.tokens), "in batches of {batch_size}");
+        }
+    }
+    for config in [GenerationConfig { seed: 4, ..config.clone() }, GenerationConfig { step: 8, ..config }] {
+        let other = generate(policy, &update.prompts, &config).unwrap();
+        assert!(other.iter().zip(&whole).any(|(a, b)| a.tokens != b.tokens), "seed and step decide");
+    }
+}
+
+#[test]
+fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_trace() {
+    type Part = fn(&mut Targets) -> &mut Tensor;
+    let run = |bad: Option<(Part, f64, &str)>| {
+        let mut update = Update::new("llama", Precision::F32);
+        let e = update.experience();
+        let plan = update.config.plan(8).unwrap();
+        let orders = [(0..8).collect::<Vec<usize>>()];
+        if let Some((tensor, number, what)) = bad {
+            let before = update.weights();
+            let mut t = targets(&e, update.config.kl_coef, &update.config);
+            let _ = tensor(&mut t).get(2).get(0).fill_(number);
+            let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan, &update.config).unwrap();
+            let reason = steps[0].not_finite().unwrap();
+            assert!(reason.starts_with(what), "{reason}");
+            assert!(before.iter().zip(update.weights()).all(|(a, b)| a.equal(&b)), "{reason}: weights moved");
+            let mut told = rlhf::metrics::Metrics::default();
+            metrics(&mut told, &e, &t, &steps, &update.config);
+            assert_eq!(told.get("val/skipped_steps"), Some(1.0));
+            for name in [
+                "policy/clipfrac_avg",
+                "loss/policy_avg",
+                "loss/value_avg",
+                "val/ratio",
+                "val/ratio_var",
+                "policy/grad_norm",
+            ] {
+                assert!(told.get(name).unwrap().is_nan(), "{name} averages what was skipped");
+            }
+            assert!(told.get("objective/kl").unwrap().is_finite());
+        }
+        let t = targets(&e, update.config.kl_coef, &update.config);
+        let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan, &update.config).unwrap();
+        assert_eq!(steps[0].not_finite(), None);
+        update.weights()
+    };
+    let expected = run(None);
+    let start = Update::new("llama", Precision::F32).weights();
+    assert!(start.iter().zip(&expected).any(|(a, b)| !a.equal(b)), "a sound step moves the weights");
+    // Only one of the two models is at fault in each.
+    let cases: [(Part, f64, &str); 5] = [
+        (|t| &mut t.advantages, f64::NAN, "the policy's loss is NaN"),
+        (|t| &mut t.advantages, f64::INFINITY, "the policy's loss is"),
+        (|t| &mut t.returns, f64::NAN, "the value model's loss is NaN"),
+        (|t| &mut t.returns, 1e30, "the value model's loss is inf"),
+        // The loss is finite, and the square of the gradient is not.
+        (|t| &mut t.advantages, 1e25, "the norm of the policy's gradient is inf"),
+    ];
+    for bad in cases {
+        let found = run(Some(bad));
+        assert!(found.iter().zip(&expected).all(|(a, b)| a.equal(b)), "{}: the next step is another", bad.2);
+    }
+}
+
+#[test]
+fn the_first_ratio_is_1_the_first_kl_0_and_decoding_exact() {
+    for family in ["llama", "neox"] {
+        let mut update = Update::new(family, Precision::F32);
+        let before = update.weights();
+        let checks = update.checks();
+        assert!(checks.ratio <= 1e-5 && checks.cached.unwrap() <= 1e-5 && checks.kl == Some(0.0), "{family}: {checks}");
+        assert_eq!(checks.failure(Checks::tolerance(false)), None);
+        assert!(before.iter().zip(update.weights()).all(|(a, b)| a.equal(&b)));
+        let left = |param: &Param| param.tensor.grad().count_nonzero(None::<i64>).int64_value(&[]);
+        assert!(update.params().all(|param| left(param) == 0), "{family}: gradients are left");
+
+        let mut update = Update::new(family, Precision::Bf16);
+        let checks = update.checks();
+        assert!(checks.cached.unwrap() > 1e-4, "{family}: bf16 rounds: {checks}");
+        assert_eq!(checks.failure(Checks::tolerance(true)), None, "{family}: {checks}");
+    }
+}
+
+#[test]
+fn a_wrong_log_prob_fails_the_checks_and_another_reference_does_not() {
+    let mut update = Update::new("llama", Precision::F32);
+    for shift in [0.05, f32::NAN] {
+        let sound = update.responses.clone();
+        update.responses[3].logprobs[0] += shift;
+        let checks = update.checks();
+        let failure = checks.failure(Checks::tolerance(false)).unwrap();
+        assert!(failure.starts_with("checks: the first ratio is 1: expected log-probs within 1e-4"), "{failure}");
+        update.responses = sound;
+    }
+    // Nothing is wrong with a KL to another model that is not 0.
+    let other = golden().join("trl_new/init/llama_ref");
+    update.reference = CausalLm::from_pretrained(&other, ModelOptions::default()).unwrap();
+    let mut norm = update.reference.params().last().unwrap().tensor.shallow_clone();
+    let _ = tch::no_grad(|| norm.g_mul_scalar_(1.5));
+    let checks = update.checks();
+    assert_eq!((checks.kl, checks.failure(Checks::tolerance(false))), (None, None));
+}
+
+#[test]
+fn checks_change_no_result_bit_for_bit() {
+    let scratch = Scratch::new();
+    // Micro-batches smaller than an update: the checks are one of these.
+    let line = format!("{PPO} --gradient_accumulation_steps 2 --total_episodes 24 --learning_rate 1e-3");
+    scratch.succeeds(&line);
+    scratch.succeeds(&format!("{line} --no_checks --output_dir without"));
+    assert_eq!(timeless(scratch.metrics("out")), timeless(scratch.metrics("without")));
+    for file in ["samples/update-000003.jsonl", "model.safetensors", "value_model/model.safetensors"] {
+        let read = |run: &str| std::fs::read(scratch.path(run).join(file)).unwrap();
+        assert!(read("out") == read("without"), "{file} differs");
+    }
+    let card = scratch.read("out/README.md");
+    assert!(card.contains("| checks | first ratio 1 within "), "{card}");
+    assert!(!scratch.read("without/README.md").contains("| checks |"));
+    // Where nothing is compared but rounding: adapters, and bf16.
+    for (flags, run) in [("--use_peft", "lora"), ("--bf16", "bf16")] {
+        scratch.succeeds(&format!("{PPO} {flags} --output_dir {run}"));
+        let card = scratch.read(&format!("{run}/README.md"));
+        assert!(card.contains("KL to the reference 0 within 0.0e0"), "{run}: {card}");
+    }
+}
+
+#[test]
+fn updates_that_are_not_finite_are_skipped_counted_and_end_the_run_with_its_weights_intact() {
+    let scratch = Scratch::new();
+    // The square of such a score is infinite, and the value model's loss with it.
+    scratch.edit_tensors("reward", |tensors| {
+        let head = tensors.get_mut("score.weight").unwrap();
+        *head = &*head * 1e30;
+    });
+    let line =
+        format!("{PPO} --total_episodes 40 --value_model_path policy --new_reward_head --num_sample_generations 0");
+    let ran = scratch.run(&format!("{line} --max_skipped_updates 2"));
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    let told: Vec<&str> = ran.stderr.lines().collect();
+    assert_eq!(told[0], "warning: update 1: 4 of 4 optimizer steps skipped: the value model's loss is inf");
+    assert!(
+        told[1].starts_with("error: 2 updates in a row were skipped, update 2 the last (max_skipped_updates = 2)"),
+        "{told:?}"
+    );
+    assert!(told.len() == 2 && told[1].contains("; the model as far as it came is in out"), "{told:?}");
+    let metrics = scratch.metrics("out");
+    assert_eq!(metrics.len(), 2);
+    for line in &metrics {
+        assert_eq!(line["val/skipped_steps"], 4);
+        assert!(line["loss/value_avg"].is_null() && line["objective/kl"].is_f64(), "{line:?}");
+    }
+    let weights = |dir: &str| {
+        let checkpoint = rlhf::weights::Checkpoint::open(&scratch.path(dir)).unwrap();
+        let names: BTreeSet<String> = checkpoint.names().map(String::from).collect();
+        names.iter().map(|name| checkpoint.read(name, tch::Device::Cpu, Kind::Float).unwrap()).collect::<Vec<_>>()
+    };
+    assert!(weights("out").iter().zip(weights("policy")).all(|(a, b)| a.equal(&b)));
+    let ran = scratch.run(&format!("{line} --max_skipped_updates 1 --overwrite_output_dir"));
+    assert!(
+        ran.code == 1 && ran.stderr.starts_with("error: update 1 was skipped (max_skipped_updates = 1)"),
+        "{}",
+        ran.stderr
+    );
+}
+
+#[test]
+fn a_watcher_is_told_what_happens_and_may_end_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = ppo_invariance::config(dir.path());
+    (config.total_episodes, config.num_sample_generations) = (Some(40), 2);
+    std::fs::create_dir(&config.run.output_dir).unwrap();
+    let mut trainer = PpoTrainer::from_config(&config).unwrap();
+    let mut report = Reporter::create(&config.run, trainer.plan.num_total_batches, Console::Silent).unwrap();
+    let told = Rc::new(RefCell::new(Vec::new()));
+    let tell = told.clone();
+    report.watch(move |event| {
+        let (name, step) = match event {
+            Event::Update { step, metrics } => {
+                assert_eq!(metrics.get("step"), Some(*step as f64));
+                ("update", *step)
+            }
+            Event::Samples { step, samples } => {
+                assert!(samples.len() == 5 && !samples[0].response.is_empty());
+                ("samples", *step)
+            }
+            other => panic!("unexpected {other:?}"),
+        };
+        tell.borrow_mut().push((name, step));
+        if step == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    assert_eq!(trainer.train(&mut report).unwrap(), 3, "of 5 updates");
+    assert_eq!(*told.borrow(), [("samples", 0), ("update", 1), ("update", 2), ("samples", 2), ("update", 3)]);
+    let lines = std::fs::read_to_string(config.run.output_dir.join("metrics.jsonl")).unwrap().lines().count();
+    assert_eq!(lines, 3);
+}
+
+/// A row of a table of metrics: its names, where words in capitals stand for anything, and whether only runs with some setting
+/// have them.
+struct Documented {
+    names: Vec<String>,
+    conditional: bool,
+}
+
+impl Documented {
+    fn has(&self, metric: &str) -> bool {
+        let any = |part: &str| part.chars().all(|c| c.is_ascii_uppercase());
+        let fits = |name: &String| {
+            let (parts, found): (Vec<_>, Vec<_>) = (name.split('/').collect(), metric.split('/').collect());
+            parts.len() == found.len() && parts.iter().zip(found).all(|(part, found)| any(part) || *part == found)
+        };
+        self.names.iter().any(fits)
+    }
+}
+
+/// The rows of the table below the heading `heading` of docs/algorithm.md.
+fn documented(heading: &str) -> Vec<Documented> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/algorithm.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    let section = text.split_once(heading).unwrap().1;
+    let section = section.split("\n#").next().unwrap();
+    let rows = section.lines().filter_map(|line| line.strip_prefix("| `"));
+    rows.map(|row| {
+        let mut cells = row.split(" | ");
+        let names = cells.next().unwrap().split(", ").map(|name| name.trim_matches('`').to_string()).collect();
+        Documented { names, conditional: cells.next().unwrap().starts_with("with ") }
+    })
+    .collect()
+}
+
+#[test]
+fn every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_one() {
+    let scratch = Scratch::new();
+    for split in ["train", "test"] {
+        for (folder, file) in [("demos", "demos.jsonl"), ("pairs", "pairs.jsonl"), ("prompts", "prompts.jsonl")] {
+            std::fs::create_dir_all(scratch.path(folder)).unwrap();
+            scratch.write(&format!("{folder}/{split}.jsonl"), &scratch.read(file));
+        }
+    }
+    let reward = SFT.replace("sft ", "reward ").replace("policy", "reward").replace("demos.jsonl", "pairs");
+    for (heading, line) in [
+        ("### `rlhf ppo`", format!("{} --eval_steps 1", PPO.replace("prompts.jsonl", "prompts"))),
+        ("### `rlhf sft`", SFT.replace("demos.jsonl", "demos")),
+        ("### `rlhf reward`", reward),
+    ] {
+        let run = &format!("{}-run", line.split(' ').next().unwrap());
+        scratch.succeeds(&format!("{line} --output_dir {run}"));
+        let metrics = scratch.metrics(run);
+        let found: BTreeSet<&str> = metrics.iter().flat_map(|line| line.keys().map(String::as_str)).collect();
+        let rows = documented(heading);
+        assert!(rows.len() > 5, "{heading}: {} rows", rows.len());
+        for name in &found {
+            assert!(rows.iter().any(|row| row.has(name)), "{heading} of docs/algorithm.md lacks {name}");
+        }
+        // What other programs than this one name is in no run of its own accord.
+        let expected = rows.iter().filter(|row| !row.conditional && !row.names[0].ends_with("/KEY"));
+        for name in expected.flat_map(|row| &row.names) {
+            let row = Documented { names: vec![name.clone()], conditional: false };
+            assert!(
+                found.iter().any(|found| row.has(found)),
+                "{heading} of docs/algorithm.md has {name}, and no run has"
+            );
+        }
+    }
+}
