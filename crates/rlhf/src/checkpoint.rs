@@ -349,15 +349,18 @@ impl Checkpoints {
 
     /// Whether the settings ask for one after `done` updates: every `save_steps` of them, and the last.
     pub(crate) fn is_due(&self, done: usize) -> bool {
-        self.every.is_some_and(|every| done.is_multiple_of(every) || done == self.num_updates)
+        is_due(self.every, done, self.num_updates)
+    }
+
+    /// Where the checkpoint after `done` updates lies.
+    pub(crate) fn place(&self, done: usize) -> PathBuf {
+        self.dir.join(name_of(done))
     }
 
     /// Whether a run that ends after `done` updates should leave one: it is not finished, there is something to keep, and
     /// none was written or tried at this point.
     pub(crate) fn is_wanted_at_end(&self, done: usize) -> bool {
-        (1..self.num_updates).contains(&done)
-            && self.last != Some(done)
-            && Saved::read(&self.dir.join(name_of(done))).is_err()
+        (1..self.num_updates).contains(&done) && self.last != Some(done) && Saved::read(&self.place(done)).is_err()
     }
 
     /// Writes the checkpoint after `done` updates, and then removes old ones beyond `save_total_limit`.
@@ -399,6 +402,11 @@ impl Checkpoints {
         }
         Ok(())
     }
+}
+
+/// Whether what comes after `every` so many updates, and after the last of `total`, comes after `done` of them.
+pub(crate) fn is_due(every: Option<usize>, done: usize, total: usize) -> bool {
+    every.is_some_and(|every| done.is_multiple_of(every) || done == total)
 }
 
 /// The best model of a run so far, by one of its metrics.

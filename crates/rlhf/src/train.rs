@@ -6,13 +6,14 @@ pub mod reward;
 pub mod sft;
 
 use crate::Result;
-use crate::checkpoint::{Checkpoints, OPTIMIZER, Saved};
+use crate::checkpoint::{Checkpoints, OPTIMIZER, Saved, Start};
 use crate::config::{DataConfig, PeftConfig, RunConfig};
 use crate::data::{Cursor, Dataset};
 use crate::device::memory;
 use crate::model::{Dtype, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
-use crate::report::{Reached, Reporter};
+use crate::report::{Console, Reached, Reporter};
+use crate::tokenizer::Tokenizer;
 use crate::weights::write_text;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -106,6 +107,24 @@ fn leave_checkpoint(
 fn reached(done: usize, num_updates: usize, logging_steps: usize) -> Reached {
     let recorded = if done == num_updates { done } else { done - done % logging_steps };
     Reached { updates: done, recorded }
+}
+
+/// Begins to tell of a run of `num_updates`: what to be warned of, where it goes on from, what it reads text by.
+fn begin_report(
+    run: &RunConfig,
+    start: &Start,
+    num_updates: usize,
+    reached: Reached,
+    warnings: &[String],
+    tokenizer: &Tokenizer,
+    console: Console,
+) -> Result<Reporter> {
+    let report = Reporter::resume(run, num_updates, reached, console)?;
+    start.warnings.iter().chain(warnings).for_each(|warning| report.warn(warning));
+    start.finished(num_updates).iter().for_each(|warning| report.warn(warning));
+    start.describe(run, num_updates).iter().for_each(|note| report.note(note));
+    report.note(&format!("tokenizer: {}", tokenizer.describe()));
+    Ok(report)
 }
 
 /// How the models that a run trains are put into memory: what is frozen beside an adapter need not be f32.

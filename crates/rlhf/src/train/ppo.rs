@@ -2,10 +2,10 @@
 
 use super::checks::{self, Checks, Skips};
 use super::{
-    describe_micro_batch, gather, leave_checkpoint, micro_batch_tokens, micro_batches, model_options, small_dataset,
-    trained_options, trained_share, write_model_card,
+    begin_report, describe_micro_batch, gather, leave_checkpoint, micro_batch_tokens, micro_batches, model_options,
+    small_dataset, trained_options, trained_share, write_model_card,
 };
-use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start};
+use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
 use crate::config::{EVAL_METRICS, LongPrompts, PpoConfig, PpoPlan, StopToken, WhitenAdvantages};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
@@ -53,10 +53,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     inputs.extend(optional.into_iter().flatten().chain(rewards.iter().filter_map(Spec::model_path)));
     let start = Start::find(&config.run)?;
     check_output_dir(&config.run, &start, &inputs)?;
-    let mut warnings = start.warnings.clone();
-    if let Some(saved) = &start.from {
-        warnings.extend(saved.check(COMMAND, config)?);
-    }
+    let mut warnings = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
     let mut trainer = PpoTrainer::from_config(config)?;
     if let Some(saved) = &start.from {
         trainer.load_checkpoint(saved)?;
@@ -65,11 +62,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     let _claim = claim_output_dir(&config.run, &start, config)?;
     let (out, total) = (&config.run.output_dir, trainer.plan.num_total_batches);
     let reached = Reached { updates: trainer.done, recorded: trainer.done };
-    let mut report = Reporter::resume(&config.run, total, reached, console)?;
-    warnings.extend(start.finished(total));
-    warnings.iter().for_each(|warning| report.warn(warning));
-    start.describe(&config.run, total).iter().for_each(|note| report.note(note));
-    report.note(&format!("tokenizer: {}", trainer.tokenizer.describe()));
+    let mut report = begin_report(&config.run, &start, total, reached, &warnings, &trainer.tokenizer, console)?;
     let done = trainer.train(&mut report);
     report.finish();
     // Also after an error: a step that is not finite is never taken, so the weights are those of the step before.
@@ -316,8 +309,6 @@ impl PpoTrainer {
             self.check_aloud(report)?;
         }
         let total = self.plan.num_total_batches;
-        let is_due =
-            |every: Option<usize>, done: usize| every.is_some_and(|every| done.is_multiple_of(every) || done == total);
         if self.done == 0 && self.plan.sample_every.is_some() {
             let samples = self.samples(0)?;
             report.samples(0, 0, &samples)?;
@@ -326,7 +317,7 @@ impl PpoTrainer {
             let mut metrics = self.update(self.done)?;
             let done = self.done + 1;
             let episode = done * self.plan.batch_size;
-            let evaluates = is_due(self.config.eval.eval_steps, done);
+            let evaluates = is_due(self.config.eval.eval_steps, done, total);
             if evaluates {
                 let samples = self.evaluate(&mut metrics)?;
                 report.eval_samples(done, episode, &samples)?;
@@ -336,7 +327,7 @@ impl PpoTrainer {
             if let Some(warning) = self.skips.tell(done, self.config.watch.max_skipped_updates)? {
                 report.warn(&warning);
             }
-            if is_due(self.plan.sample_every, done) {
+            if is_due(self.plan.sample_every, done, total) {
                 let samples = self.samples(done)?;
                 report.samples(done, episode, &samples)?;
             }
@@ -346,7 +337,7 @@ impl PpoTrainer {
             self.note_whole();
             if checkpoints.is_due(done) {
                 self.save_checkpoint(checkpoints, report)?;
-                report.saved(&self.config.run.output_dir.join(format!("checkpoint-{done}")));
+                report.saved(&checkpoints.place(done));
             }
         }
         Ok(self.done)
@@ -540,16 +531,8 @@ impl PpoTrainer {
     /// # Errors
     /// If a file cannot be written.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
-        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
-        let max_shard_bytes = self.config.run.max_shard_size.0;
-        replace_files(dir, |dir| {
-            self.learner.policy.save_pretrained(dir, eos, pad, max_shard_bytes)?;
-            self.tokenizer.save_pretrained(dir)
-        })?;
-        replace_files(&dir.join(VALUE_MODEL), |dir| {
-            self.learner.value.save_pretrained(dir, eos, pad, max_shard_bytes)?;
-            self.tokenizer.save_pretrained(dir)
-        })?;
+        replace_files(dir, |dir| self.write_policy(dir))?;
+        replace_files(&dir.join(VALUE_MODEL), |dir| self.write_value_model(dir))?;
         let mut facts = vec![
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
             ("rewards", self.rewards.describe()),
@@ -566,12 +549,20 @@ impl PpoTrainer {
 
     /// Writes both models with tokenizers to a folder that nothing is in.
     fn write_models(&self, dir: &Path) -> Result<()> {
+        self.write_policy(dir)?;
+        self.write_value_model(&dir.join(VALUE_MODEL))
+    }
+
+    fn write_policy(&self, dir: &Path) -> Result<()> {
         let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
-        let value_dir = dir.join(VALUE_MODEL);
         self.learner.policy.save_pretrained(dir, eos, pad, most)?;
-        self.tokenizer.save_pretrained(dir)?;
-        self.learner.value.save_pretrained(&value_dir, eos, pad, most)?;
-        self.tokenizer.save_pretrained(&value_dir)
+        self.tokenizer.save_pretrained(dir)
+    }
+
+    fn write_value_model(&self, dir: &Path) -> Result<()> {
+        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        self.learner.value.save_pretrained(dir, eos, pad, most)?;
+        self.tokenizer.save_pretrained(dir)
     }
 
     /// How many numbers of the two models are trained.

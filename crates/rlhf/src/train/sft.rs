@@ -1,8 +1,8 @@
 //! Supervised fine-tuning: a language model learns to continue as the demonstrations do.
 
 use super::{
-    Gathered, Progress, Saver, describe_micro_batch, gather, micro_batch_tokens, micro_batches, model_options, reached,
-    small_dataset, trained_options, trained_share, write_model_card,
+    Gathered, Progress, Saver, begin_report, describe_micro_batch, gather, micro_batch_tokens, micro_batches,
+    model_options, reached, small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start};
 use crate::config::{SftConfig, TrainPlan};
@@ -98,11 +98,8 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let (eos, pad, most) = (tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0);
     model.keep_base(&dir.join(BASE_MODEL), eos, pad, most)?;
     let reached = reached(progress.done, plan.num_updates, config.logging_steps);
-    let mut report = Reporter::resume(&config.run, plan.num_updates, reached, console)?;
-    report.note(&format!("tokenizer: {}", tokenizer.describe()));
-    warnings.extend(start.warnings.iter().cloned().chain(differences).chain(start.finished(plan.num_updates)));
-    warnings.iter().for_each(|warning| report.warn(warning));
-    start.describe(&config.run, plan.num_updates).iter().for_each(|note| report.note(note));
+    warnings.extend(differences);
+    let mut report = begin_report(&config.run, &start, plan.num_updates, reached, &warnings, &tokenizer, console)?;
     let trained = trained_share(model.params());
     report.note(&format!("trained parameters: {trained}"));
     let write = |dir: &Path| {
