@@ -162,7 +162,7 @@ fn rlhf_command() -> Command {
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
              \x20     --dataset_name prompts.jsonl --output_dir runs/ppo\n\
              \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\n\
-             Every training run leaves its settings in run.yaml; `rlhf ppo --config run.yaml` repeats it.\n\
+             Every training run leaves its settings in config.yaml; `rlhf ppo --config config.yaml` repeats it.\n\
              `rlhf COMMAND --help` explains the flags.",
         )
         .subcommand_required(true)

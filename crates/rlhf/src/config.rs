@@ -1625,9 +1625,12 @@ pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result
     let path = path.as_ref();
     let settings = serde_saphyr::to_string(config)
         .map_err(|error| Error::invalid(path, format!("the configuration cannot be written as YAML: {error}")))?;
-    let header = concat!("# Every setting of this run, as resolved by rlhf ", env!("CARGO_PKG_VERSION"), ".\n");
-    std::fs::write(path, [header, &settings].concat()).map_err(Error::io("write", path))
+    let text = format!("{RESOLVED}{}.\n{settings}", env!("CARGO_PKG_VERSION"));
+    std::fs::write(path, text).map_err(Error::io("write", path))
 }
+
+/// How a file begins that [`write_resolved`] writes: a person's configuration may have the same name.
+pub(crate) const RESOLVED: &str = "# Every setting of this run, as resolved by rlhf ";
 
 /// `C` with the defaults of its flags, and "." wherever a value is required.
 fn defaults<C: Args>() -> C {

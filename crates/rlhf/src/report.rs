@@ -1,7 +1,7 @@
 //! What a run tells: `metrics.jsonl` and TensorBoard for programs, a progress bar and tables for people.
 
 use crate::checkpoint::{self, Start};
-use crate::config::{ReportTo, RunConfig};
+use crate::config::{RESOLVED, ReportTo, RunConfig};
 use crate::metrics::Metrics;
 use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::weights::write_text;
@@ -323,9 +323,10 @@ const SAMPLES: &str = "samples";
 
 /// Names of the files that a run writes into its folder, beside the tokenizer's, the shards, the event files and what is in
 /// checkpoints only.
-const RUN_FILES: [&str; 9] = [
+const RUN_FILES: [&str; 10] = [
     METRICS,
-    RUN_YAML,
+    CONFIG,
+    OLD_CONFIG,
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -336,7 +337,18 @@ const RUN_FILES: [&str; 9] = [
 ];
 
 /// The resolved configuration of a run; a folder that has one holds a run.
-const RUN_YAML: &str = "run.yaml";
+const CONFIG: &str = "config.yaml";
+
+/// Its name in runs of earlier builds, which can be gone on with.
+const OLD_CONFIG: &str = "run.yaml";
+
+/// Whether the folder `dir` holds a run: a `config.yaml` that a run wrote, or began to write, and not a person.
+fn holds_run(dir: &Path) -> bool {
+    match std::fs::read(dir.join(CONFIG)) {
+        Ok(text) => text.is_empty() || text.starts_with(RESOLVED.as_bytes()),
+        Err(_) => !dir.join(CONFIG).exists() && dir.join(OLD_CONFIG).is_file(),
+    }
+}
 
 /// Whether a run writes files of this name: what `overwrite_output_dir` may remove, and nothing else.
 fn is_run_file(name: &str) -> bool {
@@ -368,7 +380,7 @@ pub(crate) fn check_output_dir(run: &RunConfig, start: &Start, inputs: &[&Path])
 
 /// Whether what a run left in `run.output_dir` may go.
 fn may_overwrite(run: &RunConfig, start: &Start) -> bool {
-    run.overwrite_output_dir || (start.replaces && run.output_dir.join(RUN_YAML).is_file())
+    run.overwrite_output_dir || (start.replaces && holds_run(&run.output_dir))
 }
 
 /// [`check_output_dir`] for what is no training run.
@@ -405,12 +417,11 @@ fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
     };
     let name = entry.map_err(Error::io("read the folder", dir))?.file_name();
     let name = name.to_string_lossy();
-    let holds_run = dir.join(RUN_YAML).is_file();
-    match (overwrite, holds_run) {
+    match (overwrite, holds_run(dir)) {
         (true, true) => Ok(()),
         (true, false) => Err(Error::invalid(
             dir,
-            format!("overwrite_output_dir: expected a folder with a run ({RUN_YAML}), found `{name}` and no run"),
+            format!("overwrite_output_dir: expected a folder with a run (its {CONFIG}), found `{name}` and no run"),
         )),
         (false, true) => Err(Error::invalid(
             dir,
@@ -437,7 +448,7 @@ pub(crate) struct Claim(#[expect(dead_code, reason = "it is held, not read")] Fi
 pub(crate) fn claim_output_dir(run: &RunConfig, start: &Start, resolved: &impl Serialize) -> Result<Claim> {
     let (dir, overwrite) = (&run.output_dir, may_overwrite(run, start));
     if !start.in_place {
-        if overwrite && dir.join(RUN_YAML).is_file() {
+        if overwrite && holds_run(dir) {
             lock(dir)?;
         }
         claim_folder(dir, overwrite, resolved)?;
@@ -447,7 +458,8 @@ pub(crate) fn claim_output_dir(run: &RunConfig, start: &Start, resolved: &impl S
 
 /// Takes hold of the run in `dir`; the system lets go of it when the process ends, however it ends.
 fn lock(dir: &Path) -> Result<Claim> {
-    let path = dir.join(RUN_YAML);
+    let old = dir.join(OLD_CONFIG);
+    let path = if old.is_file() { old } else { dir.join(CONFIG) };
     let file = File::open(&path).map_err(Error::io("read", &path))?;
     match file.try_lock() {
         Err(TryLockError::WouldBlock) => Err(Error::invalid(dir, "output_dir: another run is at work in this folder")),
@@ -476,10 +488,8 @@ pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serializ
             remove_run_folder(folder)?;
         }
     }
-    let path = dir.join(RUN_YAML);
-    if path.is_file() {
-        std::fs::remove_file(&path).map_err(Error::io("remove", &path))?;
-    }
+    let path = dir.join(CONFIG);
+    remove_files(dir, |name| name == CONFIG || name == OLD_CONFIG)?;
     // Of two runs that begin at once on one folder, one fails here.
     File::create_new(&path).map_err(Error::io("create", &path))?;
     crate::config::write_resolved(resolved, &path)
@@ -496,7 +506,7 @@ fn remove_run_folder(dir: &Path) -> Result<()> {
 
 fn remove_run_files(dir: &Path) -> Result<()> {
     // By that one the folder is a run's: it goes last, so that what is killed on the way can begin again.
-    remove_files(dir, |name| is_run_file(name) && name != RUN_YAML)
+    remove_files(dir, |name| is_run_file(name) && name != CONFIG && name != OLD_CONFIG)
 }
 
 fn remove_files(dir: &Path, goes: impl Fn(&str) -> bool) -> Result<()> {
@@ -560,10 +570,16 @@ mod tests {
         std::fs::write(dir.path().join("thesis.tex"), "old").unwrap();
         assert!(check(false).unwrap_err().contains("thesis.tex"));
         assert!(check(true).unwrap_err().contains("no run"));
-        std::fs::write(dir.path().join(RUN_YAML), "old").unwrap();
-        assert!(check(false).unwrap_err().contains("--overwrite_output_dir"));
-        check(true).unwrap();
-        assert_eq!(std::fs::read_to_string(dir.path().join(RUN_YAML)).unwrap(), "old", "checking changes nothing");
+        let config = dir.path().join(CONFIG);
+        std::fs::write(&config, "seed: 1\n").unwrap();
+        assert!(check(true).unwrap_err().contains("no run"), "a person's config.yaml is no run's");
+        std::fs::remove_file(&config).unwrap();
+        for (name, text) in [(OLD_CONFIG, "old"), (CONFIG, RESOLVED)] {
+            std::fs::write(dir.path().join(name), text).unwrap();
+            assert!(check(false).unwrap_err().contains("--overwrite_output_dir"));
+            check(true).unwrap();
+            assert_eq!(std::fs::read_to_string(dir.path().join(name)).unwrap(), text, "checking changes nothing");
+        }
     }
 
     #[test]
@@ -575,6 +591,7 @@ mod tests {
         let ours = [
             "value_model/base_model/model.safetensors",
             "metrics.jsonl",
+            "config.yaml",
             "run.yaml",
             "model-00001-of-00002.safetensors",
             "value_model/config.json",
@@ -591,7 +608,7 @@ mod tests {
             "checkpoint-old/config.json",
         ];
         for name in ours.iter().chain(&others) {
-            std::fs::write(dir.path().join(name), "x").unwrap();
+            std::fs::write(dir.path().join(name), if *name == CONFIG { RESOLVED } else { "x" }).unwrap();
         }
         let run = run(dir.path(), true);
         claim_output_dir(&run, &Start::default(), &serde_json::json!({"seed": 1})).unwrap();
@@ -599,7 +616,7 @@ mod tests {
         for name in others {
             assert!(dir.path().join(name).is_file(), "{name}");
         }
-        for name in ours.iter().filter(|name| **name != RUN_YAML) {
+        for name in ours.iter().filter(|name| **name != CONFIG) {
             assert!(!dir.path().join(name).exists(), "{name}");
         }
     }

@@ -257,7 +257,7 @@ fn write_model_card(dir: &Path, command: &str, facts: &[(&str, String)]) -> Resu
     for (name, value) in facts {
         let _ = writeln!(card, "| {name} | {} |", value.replace('|', "\\|"));
     }
-    card.push_str("\n`run.yaml` holds every setting of the run, `metrics.jsonl` its course.\n");
+    card.push_str("\n`config.yaml` holds every setting of the run, `metrics.jsonl` its course.\n");
     write_text(&dir.join("README.md"), &card)
 }
 

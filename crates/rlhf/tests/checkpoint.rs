@@ -115,7 +115,7 @@ fn assert_same(found: &Path, expected: &Path, last: usize) {
     let files = |dir: &Path| -> Vec<(PathBuf, Vec<u8>)> {
         let ours = |path: &Path| {
             let name = path.to_string_lossy();
-            let others = ["metrics.jsonl", "run.yaml", "events.out", "checkpoint-"];
+            let others = ["metrics.jsonl", "config.yaml", "events.out", "checkpoint-"];
             name.starts_with(&last) || !others.iter().any(|other| name.starts_with(other))
         };
         files(dir).into_iter().filter(|(path, _)| ours(path)).collect()
@@ -466,6 +466,8 @@ fn a_finished_run_says_so_and_one_without_a_checkpoint_begins() {
     scratch.write("out/run.yaml", "");
     scratch.write("out/metrics.jsonl", "{\"step\": 1}\n{\"st");
     scratch.succeeds(&line);
+    // An earlier build gave the settings another name.
+    std::fs::rename(scratch.path("out/config.yaml"), scratch.path("out/run.yaml")).unwrap();
     let (metrics, model) = (scratch.read("out/metrics.jsonl"), files(&scratch.path("out")));
     assert_eq!(json_lines(&metrics).len(), 8);
     let ran = scratch.run(&line);

@@ -227,7 +227,7 @@ const PPO_METRICS: [&str; 28] = [
 fn trains(scratch: &Scratch, line: &str, out: &str, updates: usize, names: &[&str]) {
     let stdout = scratch.succeeds(&format!("{line} --output_dir {out}"));
     let files =
-        ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "run.yaml", "README.md"];
+        ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.yaml", "README.md"];
     for file in files {
         assert!(scratch.path(out).join(file).metadata().is_ok_and(|file| file.len() > 0), "{line}: no {out}/{file}");
     }
@@ -300,15 +300,15 @@ fn llama_goes_through_all_four_commands() {
 fn a_run_is_repeated_bit_for_bit_from_its_own_settings_and_not_with_another_seed() {
     let scratch = Scratch::new();
     scratch.succeeds(&format!("{PPO} --seed 7"));
-    scratch.succeeds("ppo --config out/run.yaml --output_dir again");
-    scratch.succeeds("ppo --config out/run.yaml --output_dir other --seed 8");
+    scratch.succeeds("ppo --config out/config.yaml --output_dir again");
+    scratch.succeeds("ppo --config out/config.yaml --output_dir other --seed 8");
     assert_eq!(timeless(scratch.metrics("again")), timeless(scratch.metrics("out")));
     assert_ne!(timeless(scratch.metrics("other")), timeless(scratch.metrics("out")));
     for file in ["samples/update-000002.jsonl", "model.safetensors", "value_model/model.safetensors"] {
         let read = |run: &str| std::fs::read(scratch.path(run).join(file)).unwrap();
         assert!(read("again") == read("out"), "{file} differs");
     }
-    let settings = |run: &str| scratch.read(&format!("{run}/run.yaml")).replace(&format!("output_dir: {run}\n"), "");
+    let settings = |run: &str| scratch.read(&format!("{run}/config.yaml")).replace(&format!("output_dir: {run}\n"), "");
     assert_eq!(settings("again"), settings("out"));
 }
 

@@ -202,7 +202,7 @@ fn datasets_are_mixed_by_weight_from_the_seed() {
     };
     let first = run(&line, "first");
     assert_eq!(run(&line, "second"), first);
-    assert_eq!(run("ppo --config first/run.yaml", "third"), first, "run.yaml keeps the list");
+    assert_eq!(run("ppo --config first/config.yaml", "third"), first, "config.yaml keeps the list");
     assert_ne!(run(&line.replace("0.2 0.8", "0.8 0.2"), "fourth"), first);
     // Episodes by default are so many passes over all prompts together: 3 * (8 + 2) in updates of 4.
     let whole = line.replace("--total_episodes 8", "");

@@ -236,7 +236,11 @@ fn runs_save_in_shards_of_the_size_asked_for() {
     assert!(scratch.path("shards/model.safetensors.index.json").is_file());
     assert!(!scratch.path("shards/model.safetensors").exists() && !scratch.path("shards/.saving").exists());
     assert_eq!(tensors(&scratch.path("shards")), tensors(&scratch.path("single")));
-    assert!(scratch.read("shards/run.yaml").contains("max_shard_size: 50KB"), "{}", scratch.read("shards/run.yaml"));
+    assert!(
+        scratch.read("shards/config.yaml").contains("max_shard_size: 50KB"),
+        "{}",
+        scratch.read("shards/config.yaml")
+    );
     let line = format!("{SFT} --output_dir other --max_shard_size");
     scratch.refuses(&format!("{line} much"), 2, &["'much'", "--max_shard_size <SIZE>", "5GB or 500MB"]);
     scratch.refuses(&format!("{SFT} --output_dir other --dtype bfloat16"), 2, &["dtype = bfloat16", "bf16 = true"]);

@@ -736,7 +736,7 @@ fn a_command_takes_a_dataset_of_the_hub_as_it_takes_a_folder() {
     });
     let data = format!("{NAME} here/pairs.jsonl --dataset_weights 1 3");
     runs(&mut program(&server, &format!("{sft} --per_device_train_batch_size 2 --dataset_name {data}")));
-    let written = fs::read_to_string(server.cache.path().join("out/run.yaml")).unwrap();
+    let written = fs::read_to_string(server.cache.path().join("out/config.yaml")).unwrap();
     assert!(written.contains(NAME) && written.contains("here/pairs.jsonl"), "names stay as they were typed: {written}");
 }
 
@@ -766,7 +766,7 @@ fn a_run_file_keeps_the_name_as_it_was_typed() {
         &server,
         &format!("{line} --model_name_or_path {NAME} --model_revision main --output_dir tuned"),
     ));
-    let written = fs::read_to_string(server.cache.path().join("tuned/run.yaml")).unwrap();
+    let written = fs::read_to_string(server.cache.path().join("tuned/config.yaml")).unwrap();
     assert!(written.contains(&format!("model_name_or_path: {NAME}")), "{written}");
 
     // From random weights: no weights are fetched.

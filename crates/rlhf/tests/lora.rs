@@ -418,7 +418,7 @@ fn sft_with_lora_saves_an_adapter_that_the_other_commands_open_and_merge_folds()
         ("adapter_config.json", true),
         ("adapter_model.safetensors", true),
         ("tokenizer.json", true),
-        ("run.yaml", true),
+        ("config.yaml", true),
         ("model.safetensors", false),
         ("config.json", false),
         ("base_model", false),

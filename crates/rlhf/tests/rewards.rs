@@ -636,7 +636,7 @@ fn a_program_and_rules_together_train_from_the_command_line_and_again_from_their
             .read("out/README.md")
             .contains("command: `sh score.sh`, weight 2; short: `length:target=4,unit=tokens`")
     );
-    scratch.succeeds("ppo --config out/run.yaml --output_dir again");
+    scratch.succeeds("ppo --config out/config.yaml --output_dir again");
     assert_eq!(timeless(scratch.metrics("again")), timeless(lines));
 }
 

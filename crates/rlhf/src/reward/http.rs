@@ -93,7 +93,7 @@ impl HttpReward {
             return Err(wrong("an address that begins with http:// or https://"));
         }
         if origin(url).contains('@') {
-            // It would stand in run.yaml.
+            // It would stand in config.yaml.
             return Err(wrong(&format!(
                 "an address without a password; a token goes to the environment variable {TOKEN}"
             )));
