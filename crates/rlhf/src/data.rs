@@ -12,11 +12,10 @@ use crate::config::{DataConfig, LongPrompts, PromptLengthConfig, TEST};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::{Tokenizer, shared_prefix, user_message};
 use crate::{Error, Result};
-use formats::{next_line, read_rows};
+use formats::{format, next_line, open_text, read_rows};
 use serde_json::{Map, Value, json};
 use std::fmt;
-use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::BufRead;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -544,12 +543,9 @@ impl RowReader {
     /// If there is no such file, or what cannot be read in parts is not what it should be.
     pub fn open(name: &Path, split: &str) -> Result<Self> {
         let files = Files::find(name, None, split)?;
-        let whole = |path: &Path| path.extension().is_some_and(|end| end == "json" || end == "csv" || end == "parquet");
+        let whole = |path: &Path| matches!(format(path), Some("json" | "csv" | "parquet"));
         match files.paths.as_slice() {
-            [path] if !whole(path) => {
-                let file = File::open(path).map_err(Error::io("read", path))?;
-                Ok(Self::lines(path, BufReader::new(file), true))
-            }
+            [path] if !whole(path) => Ok(Self::lines(path, open_text(path)?, true)),
             _ => {
                 let Dataset { name, rows } = Dataset::of(&files)?;
                 Ok(Self { name, source: RowSource::Rows(rows.into_iter()) })

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// What a file of rows may be, the first choice first where a split is there in several.
-const FORMATS: [&str; 4] = ["jsonl", "json", "csv", "parquet"];
+const FORMATS: [&str; 7] = ["jsonl", "json", "csv", "parquet", "jsonl.gz", "json.gz", "csv.gz"];
 
 /// Words that name splits: a file with one of them in its name is not the whole of a dataset.
 const SPLITS: [&str; 8] = ["train", "test", "validation", "valid", "val", "dev", "eval", "unsupervised"];
@@ -163,8 +163,7 @@ fn shard_of(file: &str, folder: &str, split: &str, format: &str) -> Option<(usiz
 }
 
 fn format_of(file: &str) -> Option<&'static str> {
-    let extension = Path::new(file).extension()?.to_str()?;
-    FORMATS.into_iter().find(|format| *format == extension)
+    FORMATS.into_iter().find(|format| file.strip_suffix(format).is_some_and(|stem| stem.ends_with('.')))
 }
 
 fn is_of_a_split(file: &str) -> bool {
@@ -177,9 +176,8 @@ fn splits_there(files: &BTreeSet<String>, config: Option<&str>) -> String {
     let folder = config.map(|config| format!("{config}/")).unwrap_or_default();
     let name = |file: &String| -> Option<String> {
         let file = file.strip_prefix(&folder)?;
-        format_of(file)?;
-        let (parent, name) = file.rsplit_once('/').unwrap_or(("", file));
-        let stem = name.rsplit_once('.')?.0;
+        let stem = file.strip_suffix(format_of(file)?)?.strip_suffix('.')?;
+        let (parent, stem) = stem.rsplit_once('/').unwrap_or(("", stem));
         let sharded = stem.find("-of-").and_then(|of| stem[..of].rsplit_once('-'));
         let in_folder = SPLITS.iter().find(|split| parent.rsplit('/').next() == Some(**split));
         Some(in_folder.map_or(sharded.map_or(stem, |(split, _)| split), |split| split).to_string())
@@ -238,6 +236,12 @@ mod tests {
             ),
             (&["train/b.csv", "train/a.csv", "train/notes.md"], &["train/a.csv", "train/b.csv"]),
             (&["cherry_picked_prompts.jsonl", "README.md"], &["cherry_picked_prompts.jsonl"]),
+            (&["train.json.gz", "test.json.gz"], &["train.json.gz"]),
+            (
+                &["data/train-00000-of-00002.jsonl.gz", "data/train-00001-of-00002.jsonl.gz"],
+                &["data/train-00000-of-00002.jsonl.gz", "data/train-00001-of-00002.jsonl.gz"],
+            ),
+            (&["train/a.csv.gz", "train/b.tar.gz"], &["train/a.csv.gz"]),
             (&["my_test.jsonl"], &[]),
             (&["a.jsonl", "b.jsonl"], &[]),
             (&["training.jsonl", "train-notes.jsonl"], &[]),
@@ -280,8 +284,11 @@ mod tests {
     #[test]
     fn a_missing_split_is_told_with_those_that_are_there() {
         let there = |files: &[&str]| splits_there(&files.iter().map(ToString::to_string).collect(), None);
-        assert_eq!(there(&["data/dev-00000-of-00001.parquet", "test.csv", "x.py"]), "found `dev`, `test`");
+        assert_eq!(there(&["data/dev-00000-of-00001.parquet", "test.csv.gz", "x.py"]), "found `dev`, `test`");
         assert_eq!(there(&["default/train/0000.parquet"]), "found `train`");
-        assert_eq!(there(&["README.md"]), "found no file of rows (jsonl, json, csv, parquet)");
+        assert_eq!(
+            there(&["README.md"]),
+            "found no file of rows (jsonl, json, csv, parquet, jsonl.gz, json.gz, csv.gz)"
+        );
     }
 }

@@ -1,13 +1,15 @@
-//! From a file to its rows: JSONL, JSON, CSV, Parquet. Whatever the format, a row is a JSON object.
+//! From a file to its rows: JSONL, JSON, CSV, Parquet, the texts also compressed by gzip. Whatever the format, a row is a JSON
+//! object.
 
 use super::{Place, Row};
 use crate::{Error, Result};
+use flate2::bufread::MultiGzDecoder;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use serde_json::{Map, Value, json};
 use std::fs::File;
-use std::io::BufRead;
+use std::io::{BufRead, BufReader, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
@@ -23,7 +25,7 @@ const NOT_UTF8: &str = "expected UTF-8, found bytes of another encoding";
 /// If it cannot be read, or is not what it should be: with the place.
 pub(super) fn read_rows(path: &Path) -> Result<Vec<Row>> {
     let file: Arc<Path> = path.into();
-    match path.extension().and_then(|extension| extension.to_str()) {
+    match format(path) {
         Some("parquet") => read_parquet(&file),
         Some("csv") => read_csv(&file, &read_text(path)?),
         extension => {
@@ -82,9 +84,26 @@ fn parse_line(file: &Arc<Path>, line: usize, text: &str) -> Result<Row> {
     }
 }
 
+/// What the end of a file's name says of its rows, `.gz` behind it left out.
+pub(super) fn format(path: &Path) -> Option<&str> {
+    let name = path.file_name()?.to_str()?;
+    Some(name.strip_suffix(".gz").unwrap_or(name).rsplit_once('.')?.1)
+}
+
+/// Opens a text, and unpacks it where its name ends in `.gz`; a file may be several packed ones in a row, as `cat` joins them.
+///
+/// # Errors
+/// If it cannot be opened. What is not sound gzip fails when it is read.
+pub(super) fn open_text(path: &Path) -> Result<Box<dyn BufRead>> {
+    let file = BufReader::new(File::open(path).map_err(Error::io("read", path))?);
+    let packed = path.extension().is_some_and(|extension| extension == "gz");
+    Ok(if packed { Box::new(BufReader::new(MultiGzDecoder::new(file))) } else { Box::new(file) })
+}
+
 /// The text of a file, without the byte order mark that some editors write.
 fn read_text(path: &Path) -> Result<String> {
-    let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
+    let mut bytes = Vec::new();
+    open_text(path)?.read_to_end(&mut bytes).map_err(Error::io("read", path))?;
     let text = String::from_utf8(bytes).map_err(|e| {
         let before = &e.as_bytes()[..e.utf8_error().valid_up_to()];
         Place::Line(before.iter().filter(|byte| **byte == b'\n').count() + 1).error(path, NOT_UTF8)
@@ -231,6 +250,33 @@ fn json_of(field: Field) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flate2::Compression;
+    use flate2::write::GzEncoder;
+    use std::io::Write;
+
+    #[test]
+    fn gzip_is_unpacked_whatever_is_in_it_and_damage_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let pack = |text: &str| {
+            let mut packed = GzEncoder::new(Vec::new(), Compression::fast());
+            packed.write_all(text.as_bytes()).unwrap();
+            packed.finish().unwrap()
+        };
+        let read = |name: &str, bytes: &[u8]| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, bytes).unwrap();
+            read_rows(&path).map(|rows| rows.into_iter().map(|row| row.value).collect::<Vec<_>>())
+        };
+        let expected = vec![json!({"prompt": "a"}), json!({"prompt": "b"})];
+        let two = [pack("{\"prompt\": \"a\"}\n"), pack("{\"prompt\": \"b\"}\n")].concat();
+        assert_eq!(read("a.jsonl.gz", &two).unwrap(), expected);
+        assert_eq!(read("a.json.gz", &pack("[{\"prompt\": \"a\"}, {\"prompt\": \"b\"}]")).unwrap(), expected);
+        assert_eq!(read("a.csv.gz", &pack("prompt\na\nb\n")).unwrap(), expected);
+        for (bytes, message) in [(&two[..two.len() - 9], "cannot read"), (b"{\"prompt\": \"a\"}", "cannot read")] {
+            let error = read("bad.jsonl.gz", bytes).unwrap_err().to_string();
+            assert!(error.contains("bad.jsonl.gz") && error.contains(message), "{error}");
+        }
+    }
 
     fn csv(text: &str) -> Result<Vec<Row>> {
         read_csv(&Path::new("a.csv").into(), text)
