@@ -62,8 +62,42 @@ pub(crate) fn memory(device: tch::Device) -> Option<usize> {
     let machine = read("/proc/meminfo")?;
     let total = machine.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
     let total = total?.parse::<usize>().ok()? << 10;
-    let limit = read("/sys/fs/cgroup/memory.max").and_then(|text| text.trim().parse().ok());
-    Some(limit.map_or(total, |limit: usize| limit.min(total)))
+    let groups = read("/proc/self/cgroup").unwrap_or_default();
+    Some(memory_limit(&groups, read).map_or(total, |limit| limit.min(total)))
+}
+
+/// The least limit on the memory of the control groups that `/proc/self/cgroup` names, of version 1 or 2, and of those around
+/// them; a container sees its own as the outermost.
+fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    let mut least = None;
+    for line in groups.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+        let (root, file) = match controllers {
+            "" => ("/sys/fs/cgroup", "memory.max"),
+            several if several.split(',').any(|name| name == "memory") => {
+                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            }
+            _ => continue,
+        };
+        for group in std::path::Path::new(path).ancestors().filter_map(|group| group.to_str()) {
+            let limit = read(&format!("{root}{}/{file}", group.trim_end_matches('/')));
+            // `max` is none.
+            let limit = limit.and_then(|text| text.trim().parse::<usize>().ok());
+            least = least.into_iter().chain(limit).min();
+        }
+    }
+    least
+}
+
+/// Has libtorch compute with this many threads; where none are asked for, here or by `OMP_NUM_THREADS`, with no more than the
+/// processors that a container may use, which libtorch does not ask for.
+pub fn use_threads(asked: Option<usize>) {
+    let there = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
+    let too_many = std::env::var_os("OMP_NUM_THREADS").is_none() && tch::get_num_threads() as usize > there;
+    if let Some(threads) = asked.or(too_many.then_some(there)) {
+        tch::set_num_threads(threads as i32);
+    }
 }
 
 impl fmt::Display for Device {
@@ -139,6 +173,21 @@ mod tests {
             assert_eq!(Device::parse(text), None, "{text}");
         }
         assert_eq!(Device::Cpu.resolve().unwrap(), tch::Device::Cpu);
+    }
+
+    #[test]
+    fn the_least_limit_of_both_versions_of_control_groups_counts() {
+        let limit = |groups: &str, files: &[(&str, &str)]| {
+            memory_limit(groups, |path| Some(files.iter().find(|(name, _)| *name == path)?.1.to_string()))
+        };
+        let (v2, v1) = ("0::/user/job\n", "5:cpu,cpuacct:/a\n4:memory:/docker/0123\n1:name=systemd:/b\n");
+        assert_eq!(limit(v2, &[("/sys/fs/cgroup/memory.max", "max\n")]), None);
+        assert_eq!(limit(v2, &[("/sys/fs/cgroup/memory.max", "900\n")]), Some(900));
+        let nested = [("/sys/fs/cgroup/user/job/memory.max", "800\n"), ("/sys/fs/cgroup/user/memory.max", "700\n")];
+        assert_eq!(limit(v2, &nested), Some(700));
+        // A container's group has the path that it has outside, and lies at the root inside.
+        assert_eq!(limit(v1, &[("/sys/fs/cgroup/memory/memory.limit_in_bytes", "600\n")]), Some(600));
+        assert_eq!(limit("", &[("/sys/fs/cgroup/memory.max", "5")]), None);
     }
 
     #[test]

@@ -40,9 +40,7 @@ fn check_output_file(config: &RowsConfig) -> Result<()> {
 
 /// How the model is put into memory; also sets libtorch's number of threads, where one is asked for.
 pub(crate) fn model_options(config: &RowsConfig) -> Result<ModelOptions> {
-    if let Some(threads) = config.num_threads {
-        tch::set_num_threads(threads as i32);
-    }
+    rlhf::device::use_threads(config.num_threads);
     Ok(ModelOptions { device: config.device.resolve()?, dtype: config.dtype, ..ModelOptions::default() })
 }
 

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::checkpoint::{Checkpoints, OPTIMIZER, Saved, Start};
 use crate::config::{DataConfig, PeftConfig, RunConfig};
 use crate::data::{Cursor, Dataset};
-use crate::device::memory;
+use crate::device::{memory, use_threads};
 use crate::model::{Dtype, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
 use crate::report::{Console, Reached, Reporter};
@@ -147,9 +147,7 @@ fn trained_share(params: &[Param]) -> String {
 /// # Errors
 /// If the run asks for what this version or this machine does not have.
 fn model_options(run: &RunConfig) -> Result<ModelOptions> {
-    if let Some(threads) = run.num_threads {
-        tch::set_num_threads(threads as i32);
-    }
+    use_threads(run.num_threads);
     let precision = if run.bf16 { Precision::Bf16 } else { Precision::F32 };
     Ok(ModelOptions { device: run.device.resolve()?, dtype: Dtype::Float32, precision })
 }
