@@ -6,6 +6,7 @@ use crate::generate::Response;
 use crate::model::{CausalLm, Param};
 use crate::rollout::{Judges, experience, targets, to_slots};
 use crate::{Error, Result, ppo};
+use serde_json::Value;
 use std::fmt::{self, Display};
 use tch::{Kind, Tensor};
 
@@ -152,6 +153,16 @@ impl Skips {
         self.found = reasons.into_iter().next().map(|reason| (reason, skipped, steps.len()));
     }
 
+    /// What a checkpoint keeps of it.
+    pub(super) fn state(&self) -> Value {
+        self.updates.into()
+    }
+
+    /// Takes up what [`Skips::state`] gave.
+    pub(super) fn load_state(&mut self, state: &Value) {
+        self.updates = state.as_u64().unwrap_or(0) as usize;
+    }
+
     /// What to warn of after update `update`, counted from 1.
     ///
     /// # Errors
@@ -222,7 +233,12 @@ mod tests {
             );
             assert_eq!(warning, words);
         }
-        let error = told(&whole).unwrap_err();
+        // A run that goes on from a checkpoint has the same updates behind it.
+        let kept = skips.state();
+        let mut skips = Skips::default();
+        skips.load_state(&kept);
+        skips.note(&whole);
+        let error = skips.tell(7, 3).unwrap_err().to_string();
         assert!(
             error.starts_with("3 updates in a row were skipped, update 7 the last (max_skipped_updates = 3): "),
             "{error}"

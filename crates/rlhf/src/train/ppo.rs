@@ -351,6 +351,7 @@ impl PpoTrainer {
         state.insert("rewards".into(), self.rewards.state());
         state.insert("kl_controller".into(), self.kl_controller.state());
         state.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
+        state.insert("skips".into(), self.skips.state());
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
         state
     }
@@ -361,6 +362,9 @@ impl PpoTrainer {
         self.kl_controller.load_state(saved.part("kl_controller")?)?;
         if let (Some(best), Ok(state)) = (&mut self.best, saved.part("best")) {
             best.load_state(state);
+        }
+        if let Ok(state) = saved.part("skips") {
+            self.skips.load_state(state);
         }
         self.checks = saved.part("checks").ok().and_then(Value::as_str).map(String::from);
         Ok(())
