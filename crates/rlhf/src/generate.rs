@@ -1,6 +1,6 @@
 //! Sampling with a key-value cache: ragged prompts in, responses out; a row that stops leaves the batch.
 
-use crate::model::{CausalLm, has_kernels};
+use crate::model::{CausalLm, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -398,7 +398,7 @@ fn without(logits: &Tensor, ids: &Tensor) -> Tensor {
 /// where the logits are not. A GPU is not waited for.
 fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, draws: &Tensor) -> (Tensor, Tensor) {
     let temperature = sampling.temperature();
-    if adjusted.is_none() && !sampling.filters() && has_kernels(logits.kind(), logits.device()) {
+    if adjusted.is_none() && !sampling.filters() && uses_kernels(logits.kind(), logits.device()) {
         let draws = Vec::<f64>::try_from(draws).expect("one number per row");
         let draws = (sampling != Sampling::Greedy).then_some(draws.as_slice());
         let (tokens, logprobs) = tch_ext::logits_sample(logits, temperature, draws);

@@ -120,7 +120,7 @@ fn plain() -> bool {
 }
 
 /// Whether the kernels of tch-ext compute what is of this dtype on this device.
-pub(crate) fn has_kernels(kind: Kind, device: Device) -> bool {
+pub(crate) fn uses_kernels(kind: Kind, device: Device) -> bool {
     !plain() && tch_ext::has_kernels(kind, device)
 }
 
@@ -322,6 +322,13 @@ impl Body {
     /// Checks what a user can get wrong, so that libtorch need not fail on it.
     fn check<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<()> {
         let (vocab, most) = (self.config.vocab_size, self.config.max_position_embeddings);
+        if let Some(param) = self.trainable_params().find(|param| param.tensor.kind() != Kind::Float) {
+            return Err(Error::Run(format!(
+                "`{}` is held in {:?} and trainable: expected f32 (Dtype::Float32), or an adapter on frozen weights",
+                param.name,
+                param.tensor.kind()
+            )));
+        }
         if sequences.is_empty() {
             return Err(Error::Run("expected at least one sequence, found none".into()));
         }
@@ -420,7 +427,7 @@ impl Body {
     /// The layout for a pass of which only some rows are asked for.
     fn padded_layout<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Layout {
         let layout = Layout::new(sequences, self.device);
-        if has_kernels(self.decoder.compute, self.device) { layout.padded() } else { layout }
+        if uses_kernels(self.decoder.compute, self.device) { layout.padded() } else { layout }
     }
 
     /// The sequences as far as what is asked of them depends on them: not what comes behind, where tokens see only back.
@@ -448,7 +455,7 @@ impl Body {
     fn rounded_rows_at(&self, layout: &Layout, spans: &[Range<usize>], shift: i64) -> (Tensor, i64) {
         let rows = self.rows_at(layout, spans, shift);
         let count = rows.size()[0];
-        match has_kernels(self.decoder.compute, self.device) {
+        match uses_kernels(self.decoder.compute, self.device) {
             true => (rows.constant_pad_nd([0, rounded(count) - count]), count),
             false => (rows, count),
         }
@@ -469,11 +476,14 @@ pub struct TokenLogprobs {
     pub logprobs: Tensor,
     /// Entropy in nats of the distribution each token was drawn from, `[M]` f32; differentiable.
     pub entropy: Option<Tensor>,
+    /// KL divergence in nats from that distribution to another model's, `[M]` f32, where one was given; differentiable.
+    pub kl: Option<Tensor>,
 }
 
 impl TokenLogprobs {
     fn detached(&self) -> Self {
-        Self { logprobs: self.logprobs.detach(), entropy: self.entropy.as_ref().map(Tensor::detach) }
+        let detach = |x: &Option<Tensor>| x.as_ref().map(Tensor::detach);
+        Self { logprobs: self.logprobs.detach(), entropy: detach(&self.entropy), kl: detach(&self.kl) }
     }
 }
 
@@ -678,12 +688,7 @@ impl CausalLm {
         spans: &[Range<usize>],
         temperature: f64,
     ) -> Result<Tensor> {
-        let (own, others) = (self.config().vocab_size, other.config().vocab_size);
-        if own != others {
-            return Err(Error::Run(format!(
-                "KL over the vocabulary: expected another of {own} tokens, found {others}"
-            )));
-        }
+        self.check_vocabulary(other.config().vocab_size)?;
         self.body.check_spans(sequences, spans, 1)?;
         tch::no_grad(|| {
             let hidden = self.body.hidden_at(sequences, spans, -1)?;
@@ -691,8 +696,13 @@ impl CausalLm {
             let parts: Vec<Tensor> = self
                 .slices(hidden.size()[0])
                 .map(|range| {
+                    let count = range.end - range.start;
                     let logprobs = |model: &Self, hidden: &Tensor| {
-                        let logits = model.head(&hidden.narrow(0, range.start, range.end - range.start));
+                        let hidden = hidden.narrow(0, range.start, count);
+                        let logits = match uses_kernels(model.body.decoder.compute, hidden.device()) {
+                            true => model.head(&with_rounded_rows(&hidden)).narrow(0, 0, count),
+                            false => model.head(&hidden),
+                        };
                         (logits.to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
                     };
                     divergence_of(&logprobs(self, &hidden), &logprobs(other, &others))
@@ -700,6 +710,28 @@ impl CausalLm {
                 .collect();
             Ok(if parts.is_empty() { Tensor::zeros([0], (Kind::Float, self.device())) } else { Tensor::cat(&parts, 0) })
         })
+    }
+
+    /// The distributions that the tokens at `spans` of each sequence are drawn from, for
+    /// [`CausalLm::learn_logprobs_and_kl`]: a hidden state per token is kept, and no logits.
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`].
+    pub fn distributions<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Distributions> {
+        self.body.check_spans(sequences, spans, 1)?;
+        let compute = self.body.decoder.compute;
+        let hidden = tch::no_grad(|| self.body.hidden_at(sequences, spans, -1))?.to_kind(compute);
+        let lens: Vec<i64> = spans.iter().map(|span| span.len() as i64).collect();
+        let head = Linear::new(self.lm_head.weight().0.detach(), None, compute);
+        Ok(Distributions { hidden: hidden.split_with_sizes(&lens, 0), head, softcap: self.body.config.final_softcap })
+    }
+
+    fn check_vocabulary(&self, others: i64) -> Result<()> {
+        let own = self.config().vocab_size;
+        if own == others {
+            return Ok(());
+        }
+        Err(Error::Run(format!("KL over the vocabulary: expected another of {own} tokens, found {others}")))
     }
 
     /// [`CausalLm::token_logprobs`], detached, with the way back: adds the gradients of a loss to those of the parameters.
@@ -732,15 +764,61 @@ impl CausalLm {
         temperature: f64,
         with_entropy: bool,
         dropout: Option<&DropoutRows>,
+        loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+    ) -> Result<TokenLogprobs> {
+        let extras = Extras { entropy: with_entropy, dropout, reference: None };
+        self.learn_slices(sequences, spans, temperature, extras, loss)
+    }
+
+    /// [`CausalLm::learn_logprobs`] with the KL divergence to another model's distributions at the same tokens, which are
+    /// those of `reference.1` among the sequences of `reference.0`.
+    ///
+    /// # Errors
+    /// As [`CausalLm::learn_logprobs`]; if the distributions are of another vocabulary, or of other tokens by their number.
+    pub fn learn_logprobs_and_kl<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        temperature: f64,
+        with_entropy: bool,
+        reference: (&Distributions, &[usize]),
+        loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+    ) -> Result<TokenLogprobs> {
+        let (of, rows) = reference;
+        self.check_vocabulary(of.vocab_size())?;
+        let found: Vec<i64> =
+            rows.iter().map(|&row| of.hidden.get(row).map_or(-1, |hidden| hidden.size()[0])).collect();
+        if rows.is_empty() || !spans.iter().map(|span| span.len() as i64).eq(found) {
+            return Err(Error::Run(
+                "KL over the vocabulary: expected a distribution for each token, found others".into(),
+            ));
+        }
+        let extras = Extras { entropy: with_entropy, dropout: None, reference: Some(reference) };
+        self.learn_slices(sequences, spans, temperature, extras, loss)
+    }
+
+    fn learn_slices<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        temperature: f64,
+        extras: Extras<'_>,
         mut loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> Result<TokenLogprobs> {
         self.body.check_spans(sequences, spans, 1)?;
         let targets = self.targets(sequences, spans);
-        let mut found = Slices::new(with_entropy);
-        self.body.learn(sequences, spans, -1, dropout, |hidden| {
+        let (with_entropy, reference) = (extras.entropy, extras.reference);
+        let reference = reference.map(|(of, rows)| {
+            let parts: Vec<&Tensor> = rows.iter().map(|&row| &of.hidden[row]).collect();
+            (of, Tensor::cat(&parts, 0))
+        });
+        let mut found = Slices::new(with_entropy, reference.is_some());
+        self.body.learn(sequences, spans, -1, extras.dropout, |hidden| {
             let gradient = hidden.zeros_like();
-            let by_kernels =
-                self.body.config.final_softcap.is_none() && has_kernels(self.body.decoder.compute, hidden.device());
+            // These know nothing of a second distribution.
+            let by_kernels = self.body.config.final_softcap.is_none()
+                && reference.is_none()
+                && uses_kernels(self.body.decoder.compute, hidden.device());
             let (weight, used) = self.lm_head.weight();
             let mut buffer: Option<Tensor> = None;
             for range in self.slices(hidden.size()[0]) {
@@ -749,7 +827,10 @@ impl CausalLm {
                 let (hidden, targets, mut gradient) = (slice(hidden).detach(), slice(&targets), slice(&gradient));
                 if !by_kernels {
                     let hidden = hidden.set_requires_grad(true);
-                    let now = self.plain_logprobs(&hidden, &targets, temperature, with_entropy);
+                    let theirs = reference
+                        .as_ref()
+                        .map(|(of, states)| tch::no_grad(|| of.logprobs(&slice(states), temperature)));
+                    let now = self.plain_logprobs(&hidden, &targets, temperature, with_entropy, theirs.as_ref());
                     loss(range, &now).backward();
                     gradient.copy_(&hidden.grad());
                     found.push(now.detached());
@@ -767,6 +848,7 @@ impl CausalLm {
                 let now = TokenLogprobs {
                     logprobs: stats.logprobs.set_requires_grad(true),
                     entropy: stats.entropy.map(|entropy| entropy.set_requires_grad(true)),
+                    kl: None,
                 };
                 loss(range, &now).backward();
                 let slope = now.logprobs.grad();
@@ -807,8 +889,8 @@ impl CausalLm {
 
     /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`.
     fn logprobs_of(&self, hidden: &Tensor, targets: &Tensor, temperature: f64, with_entropy: bool) -> TokenLogprobs {
-        let by_kernels = !hidden.requires_grad() && has_kernels(self.body.decoder.compute, hidden.device());
-        let mut found = Slices::new(with_entropy);
+        let by_kernels = !hidden.requires_grad() && uses_kernels(self.body.decoder.compute, hidden.device());
+        let mut found = Slices::new(with_entropy, false);
         for range in self.slices(hidden.size()[0]) {
             let slice = |x: &Tensor| x.narrow(0, range.start, range.end - range.start);
             let (hidden, targets) = (slice(hidden), slice(targets));
@@ -816,19 +898,28 @@ impl CausalLm {
                 true => {
                     let logits = self.head(&with_rounded_rows(&hidden)).narrow(0, 0, targets.size()[0]);
                     let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
-                    TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy }
+                    TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None }
                 }
-                false => self.plain_logprobs(&hidden, &targets, temperature, with_entropy),
+                false => self.plain_logprobs(&hidden, &targets, temperature, with_entropy, None),
             });
         }
         found.join(self.body.device)
     }
 
-    /// [`CausalLm::logprobs_of`] by libtorch's own operations, differentiable, all logits at once.
-    fn plain_logprobs(&self, hidden: &Tensor, targets: &Tensor, temperature: f64, with_entropy: bool) -> TokenLogprobs {
+    /// [`CausalLm::logprobs_of`] by libtorch's own operations, differentiable, all logits at once; with the divergence to
+    /// `others`, log-probabilities `[M, vocab]`, where they are given.
+    fn plain_logprobs(
+        &self,
+        hidden: &Tensor,
+        targets: &Tensor,
+        temperature: f64,
+        with_entropy: bool,
+        others: Option<&Tensor>,
+    ) -> TokenLogprobs {
         let all = (self.head(hidden).to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float);
         let logprobs = all.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1);
-        TokenLogprobs { logprobs, entropy: with_entropy.then(|| entropy_of(&all)) }
+        let (entropy, kl) = (with_entropy.then(|| entropy_of(&all)), others.map(|others| divergence_of(&all, others)));
+        TokenLogprobs { logprobs, entropy, kl }
     }
 
     /// Begins to decode: reads the prompts into a cache with room for `capacity` tokens per row.
@@ -852,11 +943,7 @@ impl CausalLm {
 
     /// Logits of hidden states, `[M, vocab]` in the dtype of products, or f32.
     fn head(&self, hidden: &Tensor) -> Tensor {
-        let logits = self.lm_head.forward(hidden);
-        match self.body.config.final_softcap {
-            Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
-            None => logits,
-        }
+        capped(self.lm_head.forward(hidden), self.body.config.final_softcap)
     }
 
     /// Writes the base of an adapter to `dir` where no folder holds it, for all adapters that are saved from now on.
@@ -911,20 +998,34 @@ impl CausalLm {
     }
 }
 
+/// What [`CausalLm::learn_slices`] does beside taking log-probabilities.
+#[derive(Default)]
+struct Extras<'a> {
+    /// Entropies too.
+    entropy: bool,
+    /// Dropout in front of the adapters.
+    dropout: Option<&'a DropoutRows>,
+    /// The divergence from these of its sequences too.
+    reference: Option<(&'a Distributions, &'a [usize])>,
+}
+
 /// Log-probabilities that come a slice at a time.
 struct Slices {
     logprobs: Vec<Tensor>,
     entropy: Option<Vec<Tensor>>,
+    kl: Option<Vec<Tensor>>,
 }
 
 impl Slices {
-    fn new(with_entropy: bool) -> Self {
-        Self { logprobs: Vec::new(), entropy: with_entropy.then(Vec::new) }
+    fn new(with_entropy: bool, with_kl: bool) -> Self {
+        Self { logprobs: Vec::new(), entropy: with_entropy.then(Vec::new), kl: with_kl.then(Vec::new) }
     }
 
     fn push(&mut self, slice: TokenLogprobs) {
         self.logprobs.push(slice.logprobs);
-        self.entropy.iter_mut().for_each(|parts| parts.extend(slice.entropy.as_ref().map(Tensor::shallow_clone)));
+        for (parts, part) in [(&mut self.entropy, slice.entropy), (&mut self.kl, slice.kl)] {
+            parts.iter_mut().for_each(|parts| parts.extend(part.as_ref().map(Tensor::shallow_clone)));
+        }
     }
 
     fn join(self, device: Device) -> TokenLogprobs {
@@ -932,7 +1033,41 @@ impl Slices {
             0 => Tensor::zeros([0], (Kind::Float, device)),
             _ => Tensor::cat(&parts, 0),
         };
-        TokenLogprobs { logprobs: join(self.logprobs), entropy: self.entropy.map(join) }
+        TokenLogprobs { logprobs: join(self.logprobs), entropy: self.entropy.map(&join), kl: self.kl.map(join) }
+    }
+}
+
+/// Distributions of a frozen model over its vocabulary, kept as what its head makes them of: a hidden state per token.
+#[derive(Debug)]
+pub struct Distributions {
+    /// `[tokens, embedding size]` of each sequence, in the dtype of products.
+    hidden: Vec<Tensor>,
+    head: Linear,
+    softcap: Option<f64>,
+}
+
+impl Distributions {
+    /// The same model's distributions of more sequences, behind these.
+    pub fn extend(&mut self, more: Self) {
+        self.hidden.extend(more.hidden);
+    }
+
+    fn vocab_size(&self) -> i64 {
+        self.head.widths()[1]
+    }
+
+    /// Log-probabilities of a slice of hidden states, `[rows, vocab]` f32.
+    fn logprobs(&self, hidden: &Tensor, temperature: f64) -> Tensor {
+        let logits = capped(self.head.forward(hidden), self.softcap);
+        (logits.to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
+    }
+}
+
+/// Logits under a family's soft cap, if it has one.
+fn capped(logits: Tensor, cap: Option<f64>) -> Tensor {
+    match cap {
+        Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
+        None => logits,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::config::{PpoConfig, WhitenAdvantages};
 use crate::generate::Response;
-use crate::model::{CausalLm, SequenceClassifier};
+use crate::model::{CausalLm, Distributions, SequenceClassifier};
 use crate::ppo::KlEstimator;
 use crate::{Error, Result, ppo};
 use std::ops::Range;
@@ -29,6 +29,8 @@ pub struct Experience {
     pub ref_logprobs: Tensor,
     /// KL(policy || reference) over the whole vocabulary, within `response_mask`, where that is the estimator.
     pub full_kl: Option<Tensor>,
+    /// What the reference draws each response token from, where the loss has the KL over the whole vocabulary.
+    pub reference: Option<Distributions>,
     /// Values of the states before each token, and after the last, within `value_mask`.
     pub values: Tensor,
     /// Score of each row, `[B]`; the penalty for a missing stop token is already in it.
@@ -172,6 +174,7 @@ pub fn experience(
         logprobs: Tensor::new(),
         ref_logprobs: Tensor::new(),
         full_kl: None,
+        reference: None,
         values: Tensor::new(),
         token_scores: scores
             .tokens
@@ -199,7 +202,17 @@ pub fn experience(
         Ok::<_, Error>(to_slots(&parts, &experience.lengths, width))
     });
     let full_kl = full_kl.transpose()?;
-    let (policy, reference, values) = tch::no_grad(|| {
+    let mut reference: Option<Distributions> = None;
+    if full_kl.is_some() && config.kl.kl_in_loss {
+        for rows in batches(sequences.len(), batch_size) {
+            let more = judges.reference.distributions(&sequences[rows.clone()], &token_spans[rows])?;
+            match &mut reference {
+                Some(reference) => reference.extend(more),
+                None => reference = Some(more),
+            }
+        }
+    }
+    let (policy, of_reference, values) = tch::no_grad(|| {
         let policy = if recompute_logprobs {
             logprobs(judges.policy)?
         } else {
@@ -211,8 +224,8 @@ pub fn experience(
         })?;
         Ok::<_, Error>((policy, logprobs(judges.reference)?, to_slots(&values, &experience.value_counts, width)))
     })?;
-    (experience.logprobs, experience.ref_logprobs, experience.values) = (policy, reference, values);
-    experience.full_kl = full_kl;
+    (experience.logprobs, experience.ref_logprobs, experience.values) = (policy, of_reference, values);
+    (experience.full_kl, experience.reference) = (full_kl, reference);
     Ok(experience)
 }
 
@@ -275,16 +288,19 @@ pub fn targets(e: &Experience, kl_coef: f64, config: &PpoConfig) -> Targets {
     Targets { kl, kl_coef, rewards, advantages, returns }
 }
 
+/// Consecutive ranges of at most `batch_size` of `rows` rows.
+fn batches(rows: usize, batch_size: usize) -> impl Iterator<Item = Range<usize>> {
+    let size = batch_size.max(1);
+    (0..rows).step_by(size).map(move |from| from..(from + size).min(rows))
+}
+
 /// Calls `f` on consecutive ranges of at most `batch_size` rows and joins what it gives.
 pub(crate) fn in_batches<T>(
     rows: &[T],
     batch_size: usize,
     f: impl Fn(Range<usize>) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    let parts = (0..rows.len())
-        .step_by(batch_size.max(1))
-        .map(|from| f(from..(from + batch_size.max(1)).min(rows.len())))
-        .collect::<Result<Vec<_>>>()?;
+    let parts = batches(rows.len(), batch_size).map(f).collect::<Result<Vec<_>>>()?;
     match parts.len() {
         0 => Ok(Tensor::zeros([0], (Kind::Float, Device::Cpu))),
         _ => Ok(Tensor::cat(&parts, 0)),

@@ -4,8 +4,8 @@ use crate::support::{Tensors, assert_close, given_golden, golden, say};
 use rlhf::config::SftConfig;
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{
-    CausalLm, CausalLmWithValueHead, ModelConfig, ModelOptions, Param, Precision, RopeScaling, SequenceClassifier,
-    ValueHeadInit,
+    CausalLm, CausalLmWithValueHead, Dtype, LoraConfig, ModelConfig, ModelOptions, Param, Precision, RopeScaling,
+    SequenceClassifier, TokenLogprobs, ValueHeadInit,
 };
 use rlhf::optim::AdamW;
 use rlhf::tokenizer::Tokenizer;
@@ -731,4 +731,23 @@ fn settings_that_contradict_each_other_or_change_what_is_computed_are_refused() 
     assert!(scaling.contains("rope_scaling") && scaling.contains("rope_parameters"), "{scaling}");
     let causal = with("is_causal", serde_json::json!(false));
     assert!(causal.contains("`is_causal`: expected true, found false"), "{causal}");
+}
+
+#[test]
+fn few_bits_that_are_to_learn_are_refused_and_an_adapter_beside_them_learns() {
+    let options = ModelOptions { dtype: Dtype::BFloat16, ..ModelOptions::default() };
+    let mut model = CausalLm::from_pretrained(&golden().join("models/llama_tied"), options).unwrap();
+    let learn = |model: &CausalLm| {
+        let sum = |_, now: &TokenLogprobs| now.logprobs.sum(tch::Kind::Float);
+        model.learn_logprobs(&[[5i64, 9, 2]], std::slice::from_ref(&(1..3)), 1.0, false, sum)
+    };
+    model.set_trainable(true);
+    let error = learn(&model).unwrap_err().to_string();
+    assert!(error.contains("is held in BFloat16 and trainable: expected f32"), "{error}");
+    assert!(model.logits(&[[5i64]]).unwrap_err().to_string().contains("BFloat16"));
+    model.set_trainable(false);
+    model.add_adapter(&LoraConfig::default(), 1).unwrap();
+    model.set_trainable(true);
+    learn(&model).unwrap();
+    assert!(model.trainable_params().all(|param| param.tensor.grad().defined()));
 }

@@ -180,7 +180,7 @@ fn an_entropy_bonus_alone_raises_the_entropy_and_none_moves_nothing() {
 
 #[test]
 fn the_kl_in_the_loss_draws_the_policy_to_the_reference_and_leaves_the_rewards_to_the_scores() {
-    for estimator in [KlEstimator::Mse, KlEstimator::K3, KlEstimator::Abs] {
+    for estimator in [KlEstimator::Mse, KlEstimator::K3, KlEstimator::Abs, KlEstimator::Full] {
         let mut update = update(|c| {
             c.kl_coef = 0.5;
             c.kl_estimator = estimator;
@@ -365,6 +365,82 @@ fn the_kl_over_the_vocabulary_is_that_of_the_softmaxes_in_f64() {
     let error = policy("llama_policy").kl_to(&larger, &[[1i64, 2]], std::slice::from_ref(&(1..2)), 1.0);
     let message = "KL over the vocabulary: expected another of 320 tokens, found 352";
     assert_eq!(error.unwrap_err().to_string(), message);
+}
+
+#[test]
+fn learning_from_the_kl_over_the_vocabulary_adds_the_gradients_of_the_softmaxes_and_of_differences() {
+    let ids = [vec![5i64, 9, 2, 7, 1, 3], vec![4, 4, 8], vec![6, 11]];
+    let spans = [2..6, 1..3, 1..1];
+    let slopes = Tensor::from_slice(&[0.5f32, -1.0, 2.0, 0.25, 1.0, 1.5]);
+    for name in ["gpt2", "llama_tied", "gemma2"] {
+        let load = || {
+            let dir = golden().join("models").join(name);
+            let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+            model.set_trainable(true);
+            model
+        };
+        let shape = load().config().clone();
+        let reference = CausalLm::from_config(shape, 5, ModelOptions::default()).unwrap();
+        let (found, expected) = (load(), load());
+        // The rows in another order than they are learnt in, and one more.
+        let [a, b, c] = [0, 1, 2].map(|row: usize| (vec![ids[row].clone()], vec![spans[row].clone()]));
+        let mut states = reference.distributions(&b.0, &b.1).unwrap();
+        for (ids, spans) in [&b, &c, &a] {
+            states.extend(reference.distributions(ids, spans).unwrap());
+        }
+        let learnt = found
+            .learn_logprobs_and_kl(&ids, &spans, 0.7, false, (&states, &[3, 0, 2]), |tokens, now| {
+                let here = slopes.narrow(0, tokens.start, tokens.end - tokens.start);
+                (now.kl.as_ref().unwrap() * here).sum(Kind::Float)
+            })
+            .unwrap();
+        let kl = found.kl_to(&reference, &ids, &spans, 0.7).unwrap();
+        assert_close(name, &learnt.kl.unwrap(), &kl, 1e-5);
+
+        let logprobs = |model: &CausalLm| {
+            let logits = model.logits(&ids).unwrap();
+            let rows = logits.iter().zip(&spans).map(|(x, s)| x.narrow(0, s.start as i64 - 1, s.len() as i64));
+            (Tensor::cat(&rows.collect::<Vec<_>>(), 0) / 0.7).log_softmax(-1, Kind::Float)
+        };
+        let (p, q) = (logprobs(&expected), tch::no_grad(|| logprobs(&reference)));
+        let kl = (p.exp() * (&p - q)).sum_dim_intlist([-1i64].as_slice(), false, Kind::Float);
+        (kl * &slopes).sum(Kind::Float).backward();
+        let mut square = 0.0;
+        for (found, expected) in found.params().iter().zip(expected.params()) {
+            let gradient = expected.tensor.grad();
+            square += gradient.square().sum(Kind::Double).double_value(&[]);
+            let tolerance = 2e-5 * gradient.abs().max().double_value(&[]).max(1.0);
+            assert_close(&format!("{name}: {}", found.name), &found.tensor.grad(), &gradient, tolerance);
+        }
+
+        // A step along the gradient changes the sum by the gradient's square.
+        let moved = |step: f64| {
+            let move_by = |step: f64| {
+                tch::no_grad(|| {
+                    for param in found.params() {
+                        let _ = param.tensor.shallow_clone().g_add_(&(param.tensor.grad() * step));
+                    }
+                });
+            };
+            move_by(step);
+            let kl = found.kl_to(&reference, &ids, &spans, 0.7).unwrap().to_kind(Kind::Double);
+            move_by(-step);
+            (kl * slopes.to_kind(Kind::Double)).sum(Kind::Double).double_value(&[])
+        };
+        let step = 1e-3 / square.sqrt();
+        let slope = (moved(step) - moved(-step)) / (2.0 * step);
+        assert!((slope / square - 1.0).abs() < 2e-2, "{name}: {slope} is not {square}");
+    }
+    let reference = policy("llama_ref");
+    let states = reference.distributions(&ids[..1], &spans[..1]).unwrap();
+    let mut learner = policy("llama_policy");
+    learner.set_trainable(true);
+    for rows in [&[][..], &[1], &[0, 0]] {
+        let error = learner.learn_logprobs_and_kl(&ids[..1], &spans[..1], 1.0, false, (&states, rows), |_, _| {
+            panic!("nothing is learnt")
+        });
+        assert!(error.unwrap_err().to_string().contains("a distribution for each token"), "{rows:?}");
+    }
 }
 
 #[test]

@@ -2,11 +2,11 @@
 
 use super::config::{Activation, Order, RopeScaling, Shape};
 use super::families::{MlpIn, Names, Qkv};
-use super::has_kernels;
 use super::layout::{KvCache, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::params::{Builder, Init};
+use super::uses_kernels;
 use crate::Result;
 use tch::{Kind, Tensor};
 
@@ -257,7 +257,7 @@ impl Decoder {
 
     fn embed(&self, tokens: &Tensor, positions: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let row = |table: &Tensor, ids: &Tensor| {
-            let rows = match has_kernels(Kind::Float, table.device()) {
+            let rows = match uses_kernels(Kind::Float, table.device()) {
                 true => tch_ext::embedding(table, ids),
                 false => Tensor::embedding(table, ids, -1, false, false),
             };
@@ -319,7 +319,7 @@ impl Decoder {
     fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
         let projections: Vec<Tensor> = layer.qkv.iter().map(project).collect();
-        if has_kernels(self.compute, x.device()) {
+        if uses_kernels(self.compute, x.device()) {
             self.attend_by_kernels(index, layer, projections, pass)
         } else {
             self.attend_plainly(index, layer, &projections, pass)
@@ -462,7 +462,7 @@ impl Layer {
 
 /// The residual stream `x` with one or two branches added.
 fn add(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
-    if has_kernels(a.kind(), x.device()) {
+    if uses_kernels(a.kind(), x.device()) {
         return tch_ext::residual(x, a, b);
     }
     match b {

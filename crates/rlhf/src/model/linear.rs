@@ -3,7 +3,7 @@
 use super::config::{NormKind, Shape};
 use super::lora::{Adapter, Dropout};
 use super::params::{Builder, Init};
-use super::{has_kernels, plain};
+use super::{plain, uses_kernels};
 use crate::Result;
 use std::cell::RefCell;
 use tch::{Kind, Tensor};
@@ -168,7 +168,7 @@ impl Norm {
 
     /// The norm of `x`, which is f32, as `kind`.
     pub(crate) fn forward(&self, x: &Tensor, kind: Kind) -> Tensor {
-        if has_kernels(kind, x.device()) {
+        if uses_kernels(kind, x.device()) {
             let center = self.kind == NormKind::Layer;
             let offset = f64::from(u8::from(self.kind == NormKind::RmsPlusOne));
             let norm = tch_ext::Norm { eps: self.eps, center, offset };

@@ -12,7 +12,7 @@ use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
 use crate::kl::KlController;
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier};
+use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier, TokenLogprobs};
 use crate::optim::{AdamW, LearningRates};
 use crate::report::{Console, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude};
 use crate::reward::{ComponentScores, RewardInput, RewardModel, Rewards, Scored, Spec, resolve, specs};
@@ -24,6 +24,7 @@ use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
 use serde_json::{Map, Value};
+use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
 use tch::{Kind, Tensor};
@@ -935,7 +936,7 @@ impl Learner {
         let (old, advantages) = (mine(&experience.logprobs), mine(advantages));
         let reference = config.kl.kl_in_loss.then(|| mine(&experience.ref_logprobs));
         let clip = config.policy_clip();
-        let new = self.policy.learn_logprobs(&sequences, &spans, config.temperature, true, |tokens, now| {
+        let learn = |tokens: Range<i64>, now: &TokenLogprobs| {
             let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
             let all = all(&now.logprobs);
             let loss = ppo::policy_loss(&now.logprobs, &here(&old), &here(&advantages), &all, clip);
@@ -948,7 +949,8 @@ impl Learner {
             stats.ratio_squared += number(&loss.ratio.square().sum(Kind::Float));
             let sum = match &reference {
                 Some(reference) => {
-                    let kl = ppo::kl(&now.logprobs, &here(reference), &all, config.kl_estimator).sum(Kind::Float);
+                    let estimate = || ppo::kl(&now.logprobs, &here(reference), &all, config.kl_estimator);
+                    let kl = now.kl.as_ref().map_or_else(estimate, Tensor::shallow_clone).sum(Kind::Float);
                     stats.ref_kl += number(&kl);
                     loss.sum + kl * targets.kl_coef
                 }
@@ -961,7 +963,14 @@ impl Learner {
                 _ => sum,
             };
             sum / stats.tokens
-        })?;
+        };
+        let new = match &experience.reference {
+            Some(reference) => {
+                let theirs = (reference, rows);
+                self.policy.learn_logprobs_and_kl(&sequences, &spans, config.temperature, true, theirs, learn)?
+            }
+            None => self.policy.learn_logprobs(&sequences, &spans, config.temperature, true, learn)?,
+        };
         stats.entropy += new.entropy.map_or(0.0, |entropy| number(&entropy.sum(Kind::Float)));
         Ok(())
     }
