@@ -6,6 +6,7 @@
 //! leaves under other names, the next one clears away.
 
 use crate::config::{EvalConfig, Resume, RunConfig};
+use crate::metrics::Metrics;
 use crate::weights::{pretty, read_json, sync, write_text};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -33,7 +34,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 3] = [STATE, OPTIMIZER, BEST_FILE];
 
 /// Settings that decide no result: a resumed run may change them.
-const FREE: [&str; 13] = [
+const FREE: [&str; 15] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -47,6 +48,8 @@ const FREE: [&str; 13] = [
     "reward_concurrency",
     "reward_timeout",
     "reward_retries",
+    "no_checks",
+    "max_skipped_updates",
 ];
 
 /// Settings of which only the best model depends; it is looked for anew where they change.
@@ -357,10 +360,11 @@ impl Checkpoints {
         self.dir.join(name_of(done))
     }
 
-    /// Whether a run that ends after `done` updates should leave one: it is not finished, there is something to keep, and
-    /// none was written or tried at this point.
+    /// Whether a run that ends after `done` updates should leave one: it is not finished, or one is due, there is something to
+    /// keep, and none was written or tried at this point.
     pub(crate) fn is_wanted_at_end(&self, done: usize) -> bool {
-        (1..self.num_updates).contains(&done) && self.last != Some(done) && Saved::read(&self.place(done)).is_err()
+        let asked = done > 0 && (done < self.num_updates || self.is_due(done));
+        asked && self.last != Some(done) && Saved::read(&self.place(done)).is_err()
     }
 
     /// Writes the checkpoint after `done` updates, and then removes old ones beyond `save_total_limit`.
@@ -416,6 +420,8 @@ pub(crate) struct Best {
     greater: bool,
     /// The metric's best value, and the update that it was found after.
     found: Option<(f64, usize)>,
+    /// Whether an update has had the metric.
+    told: bool,
 }
 
 impl Best {
@@ -423,12 +429,24 @@ impl Best {
     pub(crate) fn new(config: &EvalConfig) -> Option<Self> {
         let metric = config.metric_for_best_model.clone()?;
         let lower = ["loss", "kl"].iter().any(|word| metric.contains(word));
-        Some(Self { greater: config.greater_is_better.unwrap_or(!lower), metric, found: None })
+        Some(Self { greater: config.greater_is_better.unwrap_or(!lower), metric, found: None, told: false })
     }
 
     /// The metric's name.
     pub(crate) fn metric(&self) -> &str {
         &self.metric
+    }
+
+    /// Whether an update has had the metric.
+    pub(crate) fn was_told(&self) -> bool {
+        self.told || self.found.is_some()
+    }
+
+    /// The metric's value among those of an update, if it has one.
+    pub(crate) fn value_in(&mut self, metrics: &Metrics) -> Option<f64> {
+        let value = metrics.get(&self.metric);
+        self.told |= value.is_some();
+        value
     }
 
     /// Whether `value` is better than what came before; a number that is not finite never is.

@@ -828,6 +828,9 @@ pub struct EvalConfig {
 /// What begins the names of an evaluation's metrics.
 pub(crate) const EVAL_METRICS: &str = "eval/";
 
+/// What begins the names of those that are of one reward each.
+pub(crate) const EVAL_SCORES: &str = "eval/scores/";
+
 impl EvalConfig {
     fn check(&self, save_steps: Option<usize>) -> Result<()> {
         self.eval_steps.map_or(Ok(()), |steps| at_least_one("eval_steps", steps))?;
@@ -845,6 +848,12 @@ impl EvalConfig {
         match (self.eval_steps, save_steps) {
             (None, _) if metric.starts_with(EVAL_METRICS) => needs("eval_steps"),
             (None, None) => needs("eval_steps or save_steps"),
+            // Other names are known when the first update is done; these would be after its first evaluation only.
+            _ if metric.starts_with(EVAL_METRICS) => {
+                let known = ["eval/score", "eval/kl", "eval/response_length"].contains(&metric.as_str());
+                let expected = "eval/score, eval/kl, eval/response_length or eval/scores/NAME, NAME being a reward's";
+                expect(known || metric.starts_with(EVAL_SCORES), "metric_for_best_model", metric, expected)
+            }
             _ => Ok(()),
         }
     }
@@ -2391,7 +2400,7 @@ mod tests {
     #[test]
     fn a_best_model_needs_something_that_looks_for_it() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 5] = [
+        let changes: [(Change, &str); 6] = [
             (|c| c.run.checkpoints.save_steps = Some(0), "save_steps = 0: expected at least 1"),
             (|c| c.eval.eval_steps = Some(0), "eval_steps = 0: expected at least 1"),
             (|c| c.eval.greater_is_better = Some(true), "greater_is_better = true needs metric_for_best_model"),
@@ -2405,6 +2414,13 @@ mod tests {
                     c.run.checkpoints.save_steps = Some(5);
                 },
                 "metric_for_best_model = eval/score needs eval_steps",
+            ),
+            (
+                |c| {
+                    c.eval.metric_for_best_model = Some("eval/scores".into());
+                    c.eval.eval_steps = Some(5);
+                },
+                "metric_for_best_model = eval/scores: expected eval/score, eval/kl,",
             ),
         ];
         for (change, message) in changes {

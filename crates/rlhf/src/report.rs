@@ -520,16 +520,19 @@ fn remove_files(dir: &Path, goes: impl Fn(&str) -> bool) -> Result<()> {
 }
 
 /// How a training command ends: `done` updates of `total`, or what stopped it; and whether the model could be `saved` in
-/// `dir`.
+/// `dir`, where there is one to save.
 ///
 /// # Errors
 /// If the run was stopped, by the user or by an error, or the model is not saved: whatever comes next should not go on as if
 /// it were whole.
-pub(crate) fn conclude(done: Result<usize>, saved: Result<()>, total: usize, dir: &Path) -> Result<()> {
-    let left = |saved: &Result<()>| {
+pub(crate) fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &Path) -> Result<()> {
+    let left = |saved: &Option<Result<()>>| {
         let model = match saved {
-            Ok(()) => format!("the model as far as it came is in {}", dir.display()),
-            Err(error) => format!("the model was not saved: {error}"),
+            Some(Ok(())) => format!("the model as far as it came is in {}", dir.display()),
+            Some(Err(error)) => format!("the model was not saved: {error}"),
+            None => {
+                return "no update was done, so no model is saved; --resume_from_checkpoint true begins again".into();
+            }
         };
         match checkpoint::newest(dir) {
             Some(newest) => format!("{model}; --resume_from_checkpoint {} goes on", newest.display()),
@@ -537,12 +540,12 @@ pub(crate) fn conclude(done: Result<usize>, saved: Result<()>, total: usize, dir
         }
     };
     match done {
-        Ok(done) if done == total => saved,
+        Ok(done) if done == total => saved.unwrap_or(Ok(())),
         Ok(done) => {
             let message = format!("stopped as asked after update {done} of {total}; {}", left(&saved));
             match saved {
-                Ok(()) => Err(Error::Stopped { message, code: STOP.load(Ordering::SeqCst).max(1) }),
-                Err(_) => Err(Error::Run(message)),
+                Some(Err(_)) => Err(Error::Run(message)),
+                _ => Err(Error::Stopped { message, code: STOP.load(Ordering::SeqCst).max(1) }),
             }
         }
         Err(error) => Err(Error::Run(format!("{error}; {}", left(&saved)))),

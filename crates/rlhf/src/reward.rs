@@ -201,12 +201,14 @@ struct Component {
 }
 
 impl Component {
-    fn shape(&self, number: f64) -> f64 {
+    /// What a number counts. The moments move on from update to update, so what nothing learns from has none: else its
+    /// scores would move although the answers stay.
+    fn shape(&self, number: f64, learn: bool) -> f64 {
         let Shaping { normalize, scale, clip, weight } = self.shaping;
         let number = match normalize {
-            Normalize::None => number,
-            Normalize::Std => number / self.moments.std(),
-            Normalize::MeanStd => (number - self.moments.mean) / self.moments.std(),
+            Normalize::Std if learn => number / self.moments.std(),
+            Normalize::MeanStd if learn => (number - self.moments.mean) / self.moments.std(),
+            _ => number,
         };
         let number = number * scale;
         weight * clip.map_or(number, |most| number.clamp(-most, most))
@@ -304,7 +306,8 @@ impl Rewards {
         Ok(())
     }
 
-    /// Scores of a batch. With `learn` its numbers enter the running moments; samples and evaluations leave those alone.
+    /// Scores of a batch. With `learn` its numbers enter the running moments, and are normalised by them; the scores of
+    /// samples and evaluations are not, so that they are comparable over a run.
     ///
     /// # Errors
     /// If a reward fails, gives another count than that of the responses or of a response's tokens, or a number is not
@@ -324,11 +327,12 @@ impl Rewards {
             }
             for (row, score) in found.iter().enumerate() {
                 match score {
-                    Score::Response(number) => scored.responses[row] += component.shape(*number),
+                    Score::Response(number) => scored.responses[row] += component.shape(*number, learn),
                     Score::Tokens(numbers) => {
                         let zeros = || batch.iter().map(|input| vec![0.0; input.response_ids.len()]).collect();
                         let slots = &mut scored.tokens.get_or_insert_with(zeros)[row];
-                        slots.iter_mut().zip(numbers).for_each(|(slot, number)| *slot += component.shape(*number));
+                        let shaped = numbers.iter().map(|number| component.shape(*number, learn));
+                        slots.iter_mut().zip(shaped).for_each(|(slot, shaped)| *slot += shaped);
                     }
                 }
             }
@@ -654,7 +658,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_leave_the_running_moments_alone_and_one_number_has_no_deviation() {
+    fn samples_leave_the_running_moments_alone_and_are_not_measured_by_them_and_one_number_has_no_deviation() {
         let mut rewards =
             Rewards::new().with_shaping("a", constant(&[4.0]), shaping(|s| s.normalize = Normalize::MeanStd));
         with_batch(&[1], |batch| {
@@ -662,6 +666,7 @@ mod tests {
             assert_eq!(rewards.state()["a"]["count"], 0.0);
             assert_eq!(rewards.score(batch, true).unwrap().responses, [0.0]);
             assert_eq!(rewards.state()["a"]["count"], 1.0);
+            assert_eq!(rewards.score(batch, false).unwrap().responses, [4.0]);
         });
     }
 

@@ -34,7 +34,9 @@ struct Progress<T> {
 
 impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
     fn new(optimizer: AdamW, cursor: Cursor) -> Self {
-        Self { done: 0, optimizer, cursor, since: T::default(), whole: Map::new() }
+        let mut begun = Self { done: 0, optimizer, cursor, since: T::default(), whole: Map::new() };
+        begun.note_whole();
+        begun
     }
 
     /// Goes to where `saved` was written, but for the model.
@@ -44,6 +46,7 @@ impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
         self.since = saved.parsed("since")?;
         self.optimizer.load(&saved.dir.join(OPTIMIZER))?;
         self.done = saved.state.update;
+        self.note_whole();
         Ok(())
     }
 
@@ -53,6 +56,11 @@ impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
         if told {
             self.since = T::default();
         }
+        self.note_whole();
+    }
+
+    /// Takes note of the state of cursor and sums: an update is whole.
+    fn note_whole(&mut self) {
         self.whole = Map::from_iter([("cursor".into(), self.cursor.state()), ("since".into(), json!(self.since))]);
     }
 }
@@ -262,6 +270,28 @@ fn write_model_card(dir: &Path, command: &str, facts: &[(&str, String)]) -> Resu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::SftConfig;
+
+    #[test]
+    fn a_run_that_goes_on_and_ends_at_once_has_the_state_that_it_was_given() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = SftConfig::new("model", "data", dir.path());
+        let begun = || Progress::<f64>::new(AdamW::new(Vec::new(), &config.optimizer), Cursor::new(1, 9));
+        let mut progress = begun();
+        progress.cursor.take(4);
+        progress.since = 2.5;
+        progress.advance(false);
+        let save = |progress: &Progress<f64>| {
+            let mut checkpoints = Checkpoints::new("sft", &config.run, &config, 9).unwrap();
+            let write = |dir: &Path| progress.optimizer.save(&dir.join(OPTIMIZER));
+            checkpoints.save(progress.done, Map::new(), progress.whole.clone(), write).unwrap();
+            Saved::read(&checkpoints.place(progress.done)).unwrap()
+        };
+        let mut again = begun();
+        again.load(&save(&progress), 9).unwrap();
+        assert_eq!((again.done, &again.whole), (1, &progress.whole));
+        begun().load(&save(&again), 9).unwrap();
+    }
 
     #[test]
     fn micro_batches_keep_all_rows_in_order_within_both_bounds() {

@@ -322,7 +322,7 @@ fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_goes_on() 
     let line = steps("whole").replace("--total_episodes 32", "--total_episodes 160");
     let line = line.replace("--save_steps 1 ", "");
     scratch.succeeds(&format!("{line} --save_steps 40"));
-    for (name, code) in [("INT", 130), ("TERM", 143)] {
+    for (name, code) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
         let line = line.replace("whole", name);
         let child = scratch.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let lines =
@@ -429,6 +429,64 @@ fn a_run_that_fails_in_the_midst_of_an_update_leaves_a_checkpoint_of_the_last_wh
 }
 
 #[test]
+fn a_reward_that_fails_in_an_evaluation_or_a_sample_table_costs_no_update() {
+    let scratch = Scratch::new();
+    let line = |out: &str| {
+        PPO.replace("--reward_model_path reward", "--eval_split_size 1 --reward_retries 0")
+            .replace("--total_episodes 8", "--total_episodes 24")
+            .replace("--output_dir out", &format!("--output_dir {out}"))
+    };
+    let run = |line: &str, row: usize| {
+        let script = format!("while read -r l; do n=$((n + 1)); [ $n -ne {row} ] || exit 3; echo ${{#l}}; done");
+        scratch.write("score.sh", &script);
+        scratch.run_with(line, &["--reward_command", "sh score.sh"])
+    };
+    assert_eq!(run(&line("whole"), 0).code, 0);
+    for (out, flags, update, row, words) in [
+        // An evaluation of one row after two updates of four; a table of one row before the first update and after the third.
+        (
+            "eval",
+            "--num_sample_generations 0 --eval_steps 2",
+            2,
+            9,
+            "the evaluation after update 2, which is missing now",
+        ),
+        ("table", "--num_sample_generations 2", 3, 14, "reward `command`"),
+    ] {
+        let line = format!("{} {flags}", line(out));
+        let ran = run(&line, row);
+        assert_eq!(ran.code, 1, "{}", ran.stderr);
+        for words in [words, &format!("--resume_from_checkpoint {out}/checkpoint-{update} goes on")] {
+            assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+        }
+        assert_eq!(scratch.metrics(out).len(), update, "the line of the last update is there");
+        let ran = run(&format!("{line} --resume_from_checkpoint true"), 0);
+        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+        assert_eq!(scratch.metrics(out).len(), 6);
+        let model = |out: &str| std::fs::read(scratch.path(out).join("model.safetensors")).unwrap();
+        assert!(model(out) == model("whole"), "{out}: another model");
+    }
+}
+
+#[test]
+fn a_run_that_ends_before_its_first_update_saves_nothing_and_begins_again_with_the_same_words() {
+    let scratch = Scratch::new();
+    scratch.write("score.sh", "while read -r l; do [ -e up ] || exit 3; echo 1; done");
+    let line =
+        steps("out").replace("--reward_model_path reward ", "") + " --reward_retries 0 --resume_from_checkpoint true";
+    let program = ["--reward_command", "sh score.sh"];
+    for _ in 0..2 {
+        let ran = scratch.run_with(&line, &program);
+        assert_eq!(ran.code, 1);
+        assert!(ran.stderr.contains("no update was done, so no model is saved"), "{}", ran.stderr);
+        assert!(!scratch.path("out/model.safetensors").exists());
+    }
+    scratch.write("up", "");
+    assert_eq!(scratch.run_with(&line, &program).code, 0);
+    assert_eq!(scratch.metrics("out").len(), 8);
+}
+
+#[test]
 fn what_cannot_be_gone_on_with_is_refused_and_changes_nothing() {
     let scratch = Scratch::new();
     let line = steps("out");
@@ -460,7 +518,7 @@ fn what_cannot_be_gone_on_with_is_refused_and_changes_nothing() {
 #[test]
 fn a_finished_run_says_so_and_one_without_a_checkpoint_begins() {
     let scratch = Scratch::new();
-    let line = format!("{} --resume_from_checkpoint", steps("out"));
+    let line = format!("{} --no_checks --max_skipped_updates 7 --resume_from_checkpoint", steps("out"));
     // New, or killed before its first checkpoint.
     std::fs::create_dir(scratch.path("out")).unwrap();
     scratch.write("out/run.yaml", "");
@@ -470,6 +528,8 @@ fn a_finished_run_says_so_and_one_without_a_checkpoint_begins() {
     std::fs::rename(scratch.path("out/config.yaml"), scratch.path("out/run.yaml")).unwrap();
     let (metrics, model) = (scratch.read("out/metrics.jsonl"), files(&scratch.path("out")));
     assert_eq!(json_lines(&metrics).len(), 8);
+    // What watches a run may change.
+    let line = format!("{} --resume_from_checkpoint", steps("out"));
     let ran = scratch.run(&line);
     assert_eq!((ran.code, ran.stdout.as_str()), (0, ""), "{}", ran.stderr);
     assert_eq!(ran.stderr, "warning: out/checkpoint-8: the run is finished, all 8 updates are done\n");
@@ -483,7 +543,7 @@ fn a_finished_run_says_so_and_one_without_a_checkpoint_begins() {
 #[test]
 fn a_checkpoint_begins_a_branch_in_another_folder() {
     let scratch = Scratch::new();
-    let line = steps("out");
+    let line = format!("{} --metric_for_best_model step --greater_is_better false", steps("out"));
     scratch.succeeds(&format!("{line} --save_total_limit none"));
     let branch = line.replace("--output_dir out", "--output_dir branch");
     scratch.succeeds(&format!("{branch} --resume_from_checkpoint out/checkpoint-3"));
@@ -494,6 +554,9 @@ fn a_checkpoint_begins_a_branch_in_another_folder() {
         assert!(read("branch") == read("out"), "{file} differs");
     }
     assert!(scratch.path("out/checkpoint-8").is_dir());
+    // The best model of the other folder is not here, and is not counted on.
+    let best = |run: &str| -> Value { serde_json::from_str(&scratch.read(&format!("{run}/best/best.json"))).unwrap() };
+    assert_eq!((&best("out")["update"], &best("branch")["update"]), (&json!(1), &json!(4)));
 }
 
 // Evaluation and the best model.
@@ -504,7 +567,6 @@ fn an_evaluation_changes_no_training_and_its_samples_are_what_it_tells() {
     let run = |name: &str, change: &dyn Fn(&mut PpoConfig)| -> Vec<Map<String, Value>> {
         let mut config = ppo_config(dir.path());
         config.run.output_dir = dir.path().join(name);
-        config.rewards.reward_normalize.clear(); // scores of the same answers are then the same
         change(&mut config);
         rlhf::train::ppo::ppo(&config, Console::Silent).unwrap();
         timeless(json_lines(&std::fs::read_to_string(config.run.output_dir.join("metrics.jsonl")).unwrap()))
@@ -531,11 +593,14 @@ fn an_evaluation_changes_no_training_and_its_samples_are_what_it_tells() {
         let mean = samples.iter().map(|sample| sample["score"].as_f64().unwrap()).sum::<f64>() / 3.0;
         assert!((mean - with[metrics]["eval/score"].as_f64().unwrap()).abs() < 1e-5);
     }
-    // A policy that does not move is its reference, and gives the same answers each time.
+    // A policy that does not move is its reference, and gives the same answers each time; moments that move on with
+    // training would give them other scores.
     let still = run("still", &|config| config.learning_rate = 0.0);
     let of = |name: &str| [1, 3, 4].map(|line| still[line][name].as_f64().unwrap());
     assert!(of("eval/kl").iter().all(|kl| kl.abs() < 1e-5), "{:?}", of("eval/kl"));
-    assert!(of("eval/score").iter().all(|&score| score == of("eval/score")[0]));
+    for name in ["eval/score", "eval/scores/short", "eval/scores/model"] {
+        assert!(of(name).iter().all(|&score| score == of(name)[0]), "{name}: {:?}", of(name));
+    }
 }
 
 #[test]
@@ -553,5 +618,21 @@ fn the_best_model_is_kept_by_its_metric_beside_the_limit() {
     }
     let ran = scratch.run(&format!("{} --metric_for_best_model objective/score", steps("none")));
     assert_eq!((ran.code, ran.stderr.lines().count()), (1, 1), "{}", ran.stderr);
-    assert!(ran.stderr.contains("metric_for_best_model = objective/score: expected a metric of the run, one of"));
+    for words in [
+        "metric_for_best_model = objective/score: expected a metric of the run, one of",
+        "--resume_from_checkpoint none/checkpoint-1 goes on",
+    ] {
+        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    // The update is not lost, and goes on with a metric that there is; this one from the third update on.
+    let line = format!("{} --value_warmup_updates 2 --metric_for_best_model policy/entropy_avg", steps("late"));
+    scratch.succeeds(&line);
+    let told: Value = serde_json::from_str(&scratch.read("late/best/best.json")).unwrap();
+    assert!(told["update"].as_u64().unwrap() > 2, "{told}");
+    let line = format!("{PPO} --metric_for_best_model eval/scores/mood --eval_steps 2 --eval_split_size 2");
+    scratch.refuses(
+        &line,
+        2,
+        &["metric_for_best_model = eval/scores/mood: expected the name of a reward, one of model"],
+    );
 }

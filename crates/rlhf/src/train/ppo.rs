@@ -6,7 +6,7 @@ use super::{
     small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
-use crate::config::{EVAL_METRICS, LongPrompts, PpoConfig, PpoPlan, StopToken, WhitenAdvantages};
+use crate::config::{EVAL_METRICS, EVAL_SCORES, LongPrompts, PpoConfig, PpoPlan, StopToken, WhitenAdvantages};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
@@ -57,7 +57,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     let mut warnings = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
     let mut trainer = PpoTrainer::from_config(config)?;
     if let Some(saved) = &start.from {
-        trainer.load_checkpoint(saved)?;
+        trainer.load_checkpoint(saved, start.in_place)?;
         warnings.extend(saved.threads_warning());
     }
     let _claim = claim_output_dir(&config.run, &start, config)?;
@@ -66,8 +66,9 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     let mut report = begin_report(&config.run, &start, total, reached, &warnings, &trainer.tokenizer, console)?;
     let done = trainer.train(&mut report);
     report.finish();
-    // Also after an error: a step that is not finite is never taken, so the weights are those of the step before.
-    let saved = trainer.save_model(out);
+    // Also after an error: a step that is not finite is never taken, so the weights are those of the step before. But what
+    // has not learnt is where it began, and a model in `out` would keep the run from beginning again there.
+    let saved = (trainer.done > 0).then(|| trainer.save_model(out));
     conclude(done, saved, total, out)?;
     report.saved(out);
     Ok(())
@@ -173,6 +174,14 @@ impl PpoTrainer {
         tokenizer.check_fits(policy.config(), policy_dir)?;
         let mut rewards = Rewards::load(specs, config, &tokenizer, frozen)?;
         rewards.extend(more);
+        if let Some(metric) = &config.eval.metric_for_best_model
+            && let Some(name) = metric.strip_prefix(EVAL_SCORES)
+            && !rewards.names().any(|known| known == name)
+        {
+            let known = rewards.names().collect::<Vec<_>>().join(", ");
+            let message = format!("metric_for_best_model = {metric}: expected the name of a reward, one of {known}");
+            return Err(Error::Usage(message));
+        }
         let beginning = rewards.models().find(|model| model.can_be_value_model()).map(RewardModel::dir);
         let (value_dir, value_head) = match (own_value_dir.as_deref(), beginning) {
             (Some(dir), _) | (None, Some(dir)) => (dir, new_head),
@@ -319,12 +328,16 @@ impl PpoTrainer {
             let done = self.done + 1;
             let episode = done * self.plan.batch_size;
             let evaluates = is_due(self.config.eval.eval_steps, done, total);
-            if evaluates {
-                let samples = self.evaluate(&mut metrics)?;
-                report.eval_samples(done, episode, &samples)?;
-            }
+            let evaluated = if evaluates { self.evaluate(&mut metrics).map(Some) } else { Ok(None) };
             report.record(done as i64, &metrics)?;
             report.advance(watched(&metrics));
+            // What fails from here on takes no update with it.
+            self.done = done;
+            self.note_whole();
+            let missing = |e| Error::Run(format!("the evaluation after update {done}, which is missing now: {e}"));
+            if let Some(samples) = evaluated.map_err(missing)? {
+                report.eval_samples(done, episode, &samples)?;
+            }
             if let Some(warning) = self.skips.tell(done, self.config.watch.max_skipped_updates)? {
                 report.warn(&warning);
             }
@@ -333,8 +346,7 @@ impl PpoTrainer {
                 report.samples(done, episode, &samples)?;
             }
             let looks = if self.config.eval.eval_steps.is_some() { evaluates } else { checkpoints.is_due(done) };
-            self.keep_best(&metrics, done, looks)?;
-            self.done = done;
+            self.keep_best(&metrics, looks, report)?;
             self.note_whole();
             if checkpoints.is_due(done) {
                 self.save_checkpoint(checkpoints, report)?;
@@ -401,7 +413,7 @@ impl PpoTrainer {
     ///
     /// # Errors
     /// If it is not of a run like this one.
-    fn load_checkpoint(&mut self, saved: &Saved) -> Result<()> {
+    fn load_checkpoint(&mut self, saved: &Saved, in_place: bool) -> Result<()> {
         self.load_state(saved).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
         saved.check_updates(self.plan.num_total_batches)?;
         let value_dir = saved.dir.join(VALUE_MODEL);
@@ -414,6 +426,10 @@ impl PpoTrainer {
                 self.last_metrics.push(name, value);
             }
         }
+        if !in_place {
+            // The best model lies in the other folder.
+            self.best = Best::new(&self.config.eval);
+        }
         self.done = saved.state.update;
         self.note_whole();
         Ok(())
@@ -422,18 +438,21 @@ impl PpoTrainer {
     /// Keeps the models as the best ones where the chosen metric says so, if this update `looks` at it.
     ///
     /// # Errors
-    /// If there is no such metric; if a file cannot be written.
-    fn keep_best(&mut self, metrics: &Metrics, done: usize, looks: bool) -> Result<()> {
+    /// If there was no such metric from the first update on that the policy learnt in; if a file cannot be written.
+    fn keep_best(&mut self, metrics: &Metrics, looks: bool, report: &mut Reporter) -> Result<()> {
         let Some(mut best) = self.best.take() else { return Ok(()) };
         self.keep_bases()?;
-        let value = metrics.get(best.metric());
-        if value.is_none() && (looks || !best.metric().starts_with(EVAL_METRICS)) {
-            let known: Vec<String> = metrics.iter().map(|(name, _)| name.to_string()).collect();
-            return Err(Error::Usage(format!(
-                "metric_for_best_model = {}: expected a metric of the run, one of {}",
-                best.metric(),
-                known.join(", ")
-            )));
+        let (value, done) = (best.value_in(metrics), self.done);
+        let frozen = done <= self.config.value.value_warmup_updates;
+        if value.is_none() && !frozen && (looks || !best.metric().starts_with(EVAL_METRICS)) {
+            let named = format!("metric_for_best_model = {}", best.metric());
+            if !best.was_told() {
+                let known: Vec<String> = metrics.iter().map(|(name, _)| name.to_string()).collect();
+                let known = known.join(", ");
+                return Err(Error::Usage(format!("{named}: expected a metric of the run, one of {known}")));
+            } else if looks {
+                report.warn(&format!("{named}: update {done} has no such metric, so its model is not looked at"));
+            }
         }
         let kept = match value.filter(|&value| looks && best.is_beaten_by(value)) {
             Some(value) => best.save(&self.config.run.output_dir, value, done, |dir| self.write_models(dir)),
@@ -460,6 +479,9 @@ impl PpoTrainer {
         let rows = prompts.len() as f64;
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
         m.push("eval/score", per_row(&e.scores));
+        for ComponentScores { name, scores, .. } in &components {
+            m.push(format!("{EVAL_SCORES}{name}"), scores.iter().sum::<f64>() / rows);
+        }
         m.push("eval/kl", per_row(&(&e.logprobs - &e.ref_logprobs)));
         m.push("eval/response_length", e.lengths.iter().sum::<i64>() as f64 / rows);
         m.push("time/eval", began.elapsed().as_secs_f64());

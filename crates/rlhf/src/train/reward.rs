@@ -97,7 +97,9 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         ("trained parameters", trained),
         ("updates", progress.done.to_string()),
     ];
-    let saved = replace_files(dir, write).and_then(|()| write_model_card(dir, "reward", &facts));
+    // But what has not learnt is where it began, and a model in `dir` would keep the run from beginning again there.
+    let learnt = progress.done > 0;
+    let saved = learnt.then(|| replace_files(dir, write).and_then(|()| write_model_card(dir, "reward", &facts)));
     conclude(ended, saved, plan.num_updates, dir)?;
     report.note(&format!("saved {}", dir.display()));
     Ok(())
