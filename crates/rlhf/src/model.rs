@@ -999,7 +999,7 @@ impl CausalLm {
 }
 
 /// What [`CausalLm::learn_slices`] does beside taking log-probabilities.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Extras<'a> {
     /// Entropies too.
     entropy: bool,
