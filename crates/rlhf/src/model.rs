@@ -23,7 +23,7 @@ pub(crate) use lora::AdapterFolder;
 pub(crate) use lora::DropoutRows;
 pub use lora::LoraConfig;
 pub use params::Param;
-pub use value_head::{CausalLmWithValueHead, ValueHeadInit};
+pub use value_head::{CausalLmWithValueHead, ValueHead, ValueHeadInit, ValueModel};
 
 use crate::hub;
 use crate::weights::{self, Checkpoint, replace_files};
@@ -803,7 +803,7 @@ impl CausalLm {
         spans: &[Range<usize>],
         temperature: f64,
         extras: Extras<'_>,
-        mut loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+        loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> Result<TokenLogprobs> {
         self.body.check_spans(sequences, spans, 1)?;
         let targets = self.targets(sequences, spans);
@@ -812,63 +812,79 @@ impl CausalLm {
             let parts: Vec<&Tensor> = rows.iter().map(|&row| &of.hidden[row]).collect();
             (of, Tensor::cat(&parts, 0))
         });
-        let mut found = Slices::new(with_entropy, reference.is_some());
+        let mut found = None;
         self.body.learn(sequences, spans, -1, extras.dropout, |hidden| {
-            let gradient = hidden.zeros_like();
-            // These know nothing of a second distribution.
-            let by_kernels = self.body.config.final_softcap.is_none()
-                && reference.is_none()
-                && uses_kernels(self.body.decoder.compute, hidden.device());
-            let (weight, used) = self.lm_head.weight();
-            let mut buffer: Option<Tensor> = None;
-            for range in self.slices(hidden.size()[0]) {
-                let count = range.end - range.start;
-                let slice = |x: &Tensor| x.narrow(0, range.start, count);
-                let (hidden, targets, mut gradient) = (slice(hidden).detach(), slice(&targets), slice(&gradient));
-                if !by_kernels {
-                    let hidden = hidden.set_requires_grad(true);
-                    let theirs = reference
-                        .as_ref()
-                        .map(|(of, states)| tch::no_grad(|| of.logprobs(&slice(states), temperature)));
-                    let now = self.plain_logprobs(&hidden, &targets, temperature, with_entropy, theirs.as_ref());
-                    loss(range, &now).backward();
-                    gradient.copy_(&hidden.grad());
-                    found.push(now.detached());
-                    continue;
-                }
-                let hidden = with_rounded_rows(&hidden.to_kind(used.kind()));
-                let rows = hidden.size()[0];
-                let shape = [rows, self.body.config.vocab_size];
-                // The first slice is the longest.
-                let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
-                let mut all = buffer.narrow(0, 0, rows);
-                tch_ext::product_into(&mut all, &hidden, &used.tr());
-                let mut logits = all.narrow(0, 0, count);
-                let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
-                let now = TokenLogprobs {
-                    logprobs: stats.logprobs.set_requires_grad(true),
-                    entropy: stats.entropy.map(|entropy| entropy.set_requires_grad(true)),
-                    kl: None,
-                };
-                loss(range, &now).backward();
-                let slope = now.logprobs.grad();
-                let slope = if slope.defined() { slope } else { now.logprobs.detach().zeros_like() };
-                let entropy = now.entropy.as_ref().map(|entropy| (entropy.detach(), entropy.grad()));
-                let entropy =
-                    entropy.as_ref().filter(|(_, slope)| slope.defined()).map(|(value, slope)| (value, slope));
-                tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &slope, entropy);
-                let _ = all.narrow(0, count, rows - count).zero_();
-                let mut back = hidden.empty_like();
-                tch_ext::product_into(&mut back, &all, &used);
-                gradient.copy_(&back.narrow(0, 0, count));
-                if weight.requires_grad() {
-                    tch_ext::add_product_to_grad(weight, &all.tr(), &hidden);
-                }
-                found.push(now.detached());
-            }
+            let (logprobs, gradient) =
+                self.logprobs_gradient(hidden, &targets, temperature, with_entropy, reference.as_ref(), loss);
+            found = Some(logprobs);
             Ok(Some(gradient))
         })?;
-        Ok(found.join(self.body.device))
+        Ok(found.unwrap_or_else(|| Slices::new(with_entropy, reference.is_some()).join(self.body.device)))
+    }
+
+    /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`, detached, and the gradient of `loss` there;
+    /// that of the head's weight is added to what it holds. With `reference` also the divergence to its distributions at these of
+    /// its own states.
+    fn logprobs_gradient(
+        &self,
+        hidden: &Tensor,
+        targets: &Tensor,
+        temperature: f64,
+        with_entropy: bool,
+        reference: Option<&(&Distributions, Tensor)>,
+        mut loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+    ) -> (TokenLogprobs, Tensor) {
+        let mut found = Slices::new(with_entropy, reference.is_some());
+        let gradient = hidden.zeros_like();
+        // These know nothing of a second distribution.
+        let by_kernels = self.body.config.final_softcap.is_none()
+            && reference.is_none()
+            && uses_kernels(self.body.decoder.compute, hidden.device());
+        let (weight, used) = self.lm_head.weight();
+        let mut buffer: Option<Tensor> = None;
+        for range in self.slices(hidden.size()[0]) {
+            let count = range.end - range.start;
+            let slice = |x: &Tensor| x.narrow(0, range.start, count);
+            let (hidden, targets, mut gradient) = (slice(hidden).detach(), slice(targets), slice(&gradient));
+            if !by_kernels {
+                let hidden = hidden.set_requires_grad(true);
+                let theirs = reference.map(|(of, states)| tch::no_grad(|| of.logprobs(&slice(states), temperature)));
+                let now = self.plain_logprobs(&hidden, &targets, temperature, with_entropy, theirs.as_ref());
+                loss(range, &now).backward();
+                gradient.copy_(&hidden.grad());
+                found.push(now.detached());
+                continue;
+            }
+            let hidden = with_rounded_rows(&hidden.to_kind(used.kind()));
+            let rows = hidden.size()[0];
+            let shape = [rows, self.body.config.vocab_size];
+            // The first slice is the longest.
+            let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
+            let mut all = buffer.narrow(0, 0, rows);
+            tch_ext::product_into(&mut all, &hidden, &used.tr());
+            let mut logits = all.narrow(0, 0, count);
+            let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
+            let now = TokenLogprobs {
+                logprobs: stats.logprobs.set_requires_grad(true),
+                entropy: stats.entropy.map(|entropy| entropy.set_requires_grad(true)),
+                kl: None,
+            };
+            loss(range, &now).backward();
+            let slope = now.logprobs.grad();
+            let slope = if slope.defined() { slope } else { now.logprobs.detach().zeros_like() };
+            let entropy = now.entropy.as_ref().map(|entropy| (entropy.detach(), entropy.grad()));
+            let entropy = entropy.as_ref().filter(|(_, slope)| slope.defined()).map(|(value, slope)| (value, slope));
+            tch_ext::logits_gradient(&mut logits, temperature, &targets, &stats.lse, &slope, entropy);
+            let _ = all.narrow(0, count, rows - count).zero_();
+            let mut back = hidden.empty_like();
+            tch_ext::product_into(&mut back, &all, &used);
+            gradient.copy_(&back.narrow(0, 0, count));
+            if weight.requires_grad() {
+                tch_ext::add_product_to_grad(weight, &all.tr(), &hidden);
+            }
+            found.push(now.detached());
+        }
+        (found.join(self.body.device), gradient)
     }
 
     /// The tokens at `spans`, `[M]` i64.

@@ -2,7 +2,7 @@
 
 use crate::config::{PpoConfig, WhitenAdvantages};
 use crate::generate::Response;
-use crate::model::{CausalLm, Distributions, SequenceClassifier};
+use crate::model::{CausalLm, Distributions, SequenceClassifier, ValueModel};
 use crate::ppo::KlEstimator;
 use crate::{Error, Result, ppo};
 use std::ops::Range;
@@ -118,8 +118,8 @@ pub struct Judges<'a> {
     pub policy: &'a CausalLm,
     /// What the policy should not drift away from.
     pub reference: &'a CausalLm,
-    /// The value model, before this update changes it.
-    pub value: &'a SequenceClassifier,
+    /// What says the values, before this update changes it.
+    pub value: &'a ValueModel,
 }
 
 /// Scores of prompts with their responses by a reward model, read at the last token: `[B]` f32.
@@ -220,7 +220,7 @@ pub fn experience(
             to_slots(&Tensor::from_slice(&sampled).to_device(device), &experience.lengths, width)
         };
         let values = in_batches(sequences, batch_size, |rows| {
-            judges.value.values_at(&sequences[rows.clone()], &value_spans[rows])
+            judges.value.values_at(judges.policy, &sequences[rows.clone()], &value_spans[rows])
         })?;
         Ok::<_, Error>((policy, logprobs(judges.reference)?, to_slots(&values, &experience.value_counts, width)))
     })?;

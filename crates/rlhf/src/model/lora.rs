@@ -26,6 +26,9 @@ const ENDS: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
 /// PEFT's names of classifiers' heads, which are trained whole and saved with the adapter.
 const HEADS: [&str; 2] = ["classifier", "score"];
 
+/// A value head on the trunk of a language model.
+const VALUE_HEAD: &str = "v_head";
+
 /// Stands for every linear layer but the output head.
 const ALL_LINEAR: &str = "all-linear";
 
@@ -124,9 +127,9 @@ pub(super) fn is_lora(name: &str) -> bool {
     ENDS.iter().any(|end| name.ends_with(end))
 }
 
-/// Whether a parameter of this name is trained beside a frozen base: the adapter's, and a classifier's head.
+/// Whether a parameter of this name is trained beside a frozen base: the adapter's, and a classifier's or value head.
 pub(super) fn is_trained(name: &str) -> bool {
-    is_lora(name) || HEADS.iter().any(|head| is_below(name, head))
+    is_lora(name) || is_below(name, VALUE_HEAD) || HEADS.iter().any(|head| is_below(name, head))
 }
 
 /// Whether this is a tensor, or a layer, of the module `module`.
@@ -470,7 +473,10 @@ impl AdapterFolder {
                 heads.push((param.tensor.shallow_clone(), head));
             }
         }
-        let unexpected = weights.names().filter(|name| !asked.iter().any(|asked| asked == name));
+        // A value head that stands beside the adapter is not this model's.
+        let of_value_head = |name: &str| name.strip_prefix(PREFIX).is_some_and(|name| is_below(name, VALUE_HEAD));
+        let unexpected =
+            weights.names().filter(|name| !asked.iter().any(|asked| asked == name) && !of_value_head(name));
         problems.extend(unexpected.map(|name| format!("unexpected `{name}`")));
         if asked.is_empty() {
             problems.push("no adapter for any layer of the base".into());

@@ -2,8 +2,8 @@
 
 use super::config::{ModelConfig, Shape};
 use super::linear::Linear;
-use super::params::{Builder, Init, Source};
-use super::{CausalLm, ModelOptions, TokenLogprobs};
+use super::params::{Builder, Init, Param, Source};
+use super::{CausalLm, ModelOptions, SequenceClassifier, Slices, TokenLogprobs};
 use crate::weights::Checkpoint;
 use crate::{Error, Result};
 use std::ops::Range;
@@ -29,7 +29,14 @@ pub enum ValueHeadInit<'a> {
 #[derive(Debug)]
 pub struct CausalLmWithValueHead {
     lm: CausalLm,
-    head: Linear,
+    head: ValueHead,
+}
+
+/// A head that gives a value at every position of the language model that it was built on, whose parameters include its own.
+#[derive(Debug)]
+pub struct ValueHead {
+    linear: Linear,
+    fresh: bool,
 }
 
 impl CausalLmWithValueHead {
@@ -44,8 +51,29 @@ impl CausalLmWithValueHead {
         let checkpoint = Checkpoint::open(dir)?;
         let ignored: &[&str] = if let ValueHeadInit::Checkpoint = init { &[] } else { &["v_head."] };
         let build = |b: &mut Builder<'_>, shape: &Shape| build_head(b, shape, init);
-        let (lm, head) = CausalLm::build(config, Source::Checkpoint(&checkpoint), options, ignored, build)?;
-        Ok(Self { lm, head })
+        let (lm, linear) = CausalLm::build(config, Source::Checkpoint(&checkpoint), options, ignored, build)?;
+        let fresh = matches!(init, ValueHeadInit::Fresh(_));
+        Ok(Self { lm, head: ValueHead { linear, fresh } })
+    }
+
+    /// Puts a head on the trunk of `lm`, whose adapter, if it has one, is trained beside it.
+    ///
+    /// # Errors
+    /// If `init` names a head that is not there, or is of another width: [`ValueHeadInit::Checkpoint`] is for folders.
+    pub fn from_lm(mut lm: CausalLm, init: ValueHeadInit<'_>) -> Result<Self> {
+        let fresh = match init {
+            ValueHeadInit::Fresh(seed) => Some(seed),
+            ValueHeadInit::Reward(_) => None,
+            ValueHeadInit::Checkpoint => {
+                return Err(Error::Run("a value head for a model in memory: expected a seed or a reward model".into()));
+            }
+        };
+        let (names, shape) = (&lm.body.config.family.names, lm.body.config.clone());
+        // A head is small, and trained whole beside an adapter: held in f32 whatever the rest is held in.
+        let mut builder = Builder::new(Source::Fresh(fresh.unwrap_or(0)), names, lm.body.device, Kind::Float);
+        let linear = build_head(&mut builder, &shape, init)?;
+        lm.body.params.extend(builder.finish(&[])?);
+        Ok(Self { lm, head: ValueHead { linear, fresh: fresh.is_some() } })
     }
 
     /// The language model, whose parameters include the head's.
@@ -53,23 +81,33 @@ impl CausalLmWithValueHead {
         &self.lm
     }
 
+    /// The value head.
+    pub fn head(&self) -> &ValueHead {
+        &self.head
+    }
+
+    /// The two apart.
+    pub fn into_parts(self) -> (CausalLm, ValueHead) {
+        (self.lm, self.head)
+    }
+
     /// Whether gradients reach the weights.
     pub fn set_trainable(&mut self, trainable: bool) {
         self.lm.set_trainable(trainable);
     }
 
-    /// The values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
+    /// [`ValueHead::values_at`].
     ///
     /// # Errors
-    /// As [`CausalLm::logits`]; if a span is not within its sequence.
+    /// As that.
     pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
-        let body = &self.lm.body;
-        body.check_spans(sequences, spans, 0)?;
-        Ok(self.head.forward(&body.hidden_at(sequences, spans, 0)?).squeeze_dim(1))
+        self.head.values_at(&self.lm, sequences, spans)
     }
 
-    /// [`CausalLm::token_logprobs`] of the tokens at `token_spans` and [`CausalLmWithValueHead::values_at`] of
-    /// `value_spans`, from one pass through the trunk; errors as these two.
+    /// [`ValueHead::logprobs_and_values`].
+    ///
+    /// # Errors
+    /// As that.
     pub fn logprobs_and_values<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
@@ -78,14 +116,7 @@ impl CausalLmWithValueHead {
         temperature: f64,
         with_entropy: bool,
     ) -> Result<(TokenLogprobs, Tensor)> {
-        let body = &self.lm.body;
-        body.check_spans(sequences, token_spans, 1)?;
-        body.check_spans(sequences, value_spans, 0)?;
-        let (layout, hidden) = body.hidden(sequences)?;
-        let at = |spans, shift| hidden.index_select(0, &body.rows_at(&layout, spans, shift));
-        let values = self.head.forward(&at(value_spans, 0)).squeeze_dim(1);
-        let targets = self.lm.targets(sequences, token_spans);
-        Ok((self.lm.logprobs_of(&at(token_spans, -1), &targets, temperature, with_entropy), values))
+        self.head.logprobs_and_values(&self.lm, sequences, token_spans, value_spans, temperature, with_entropy)
     }
 
     /// Writes the language model with its value head in the same files, as TRL does; [`CausalLm::from_pretrained`] and
@@ -95,6 +126,189 @@ impl CausalLmWithValueHead {
     /// If a file cannot be written.
     pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
         self.lm.save_pretrained(dir, eos, pad, max_shard_bytes)
+    }
+}
+
+impl ValueHead {
+    /// Whether the head was drawn when the model was read: its numbers mean nothing before training.
+    pub fn is_fresh(&self) -> bool {
+        self.fresh
+    }
+
+    /// The values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32. `lm` is the model that the
+    /// head was built on.
+    ///
+    /// # Errors
+    /// As [`CausalLm::logits`]; if a span is not within its sequence.
+    pub fn values_at<S: AsRef<[i64]>>(&self, lm: &CausalLm, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
+        lm.body.check_spans(sequences, spans, 0)?;
+        Ok(self.values_of(&lm.body.hidden_at(sequences, spans, 0)?))
+    }
+
+    /// [`CausalLm::token_logprobs`] of the tokens at `token_spans` and [`ValueHead::values_at`] of `value_spans`, from one
+    /// pass through the trunk; errors as these two.
+    pub fn logprobs_and_values<S: AsRef<[i64]>>(
+        &self,
+        lm: &CausalLm,
+        sequences: &[S],
+        token_spans: &[Range<usize>],
+        value_spans: &[Range<usize>],
+        temperature: f64,
+        with_entropy: bool,
+    ) -> Result<(TokenLogprobs, Tensor)> {
+        let body = &lm.body;
+        body.check_spans(sequences, token_spans, 1)?;
+        body.check_spans(sequences, value_spans, 0)?;
+        let both = Both::new(token_spans, value_spans);
+        let hidden = body.hidden_at(sequences, &both.spans, 0)?;
+        let values = self.values_of(&both.at_values(&hidden));
+        let targets = lm.targets(sequences, token_spans);
+        Ok((lm.logprobs_of(&both.at_tokens(&hidden), &targets, temperature, with_entropy), values))
+    }
+
+    /// [`CausalLm::learn_logprobs`] and a loss of the values at `value_spans` in one pass through the trunk, forward and back:
+    /// adds the gradients of the sum of both losses to those of the parameters. `value_loss` is a scalar made of the values.
+    ///
+    /// # Errors
+    /// As [`CausalLm::learn_logprobs`] and [`ValueHead::values_at`].
+    #[expect(clippy::too_many_arguments, reason = "the arguments of two functions of which this does both")]
+    pub fn learn<S: AsRef<[i64]>>(
+        &self,
+        lm: &CausalLm,
+        sequences: &[S],
+        token_spans: &[Range<usize>],
+        value_spans: &[Range<usize>],
+        temperature: f64,
+        with_entropy: bool,
+        policy_loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+        value_loss: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<TokenLogprobs> {
+        lm.body.check_spans(sequences, token_spans, 1)?;
+        lm.body.check_spans(sequences, value_spans, 0)?;
+        let both = Both::new(token_spans, value_spans);
+        let targets = lm.targets(sequences, token_spans);
+        let mut found = None;
+        lm.body.learn(sequences, &both.spans, 0, None, |hidden| {
+            let read = both.at_values(hidden).detach().set_requires_grad(true);
+            value_loss(&self.values_of(&read)).backward();
+            let (logprobs, of_tokens) =
+                lm.logprobs_gradient(&both.at_tokens(hidden), &targets, temperature, with_entropy, None, policy_loss);
+            found = Some(logprobs);
+            let at = |positions: &Tensor| positions.to_device(hidden.device());
+            let gradient = hidden.zeros_like().index_add(0, &at(&both.values), &read.grad());
+            Ok(Some(gradient.index_add(0, &at(&both.tokens), &of_tokens)))
+        })?;
+        Ok(found.unwrap_or_else(|| Slices::new(with_entropy, false).join(lm.device())))
+    }
+
+    fn values_of(&self, hidden: &Tensor) -> Tensor {
+        self.linear.forward(hidden).squeeze_dim(1)
+    }
+}
+
+/// What says what a state is worth.
+#[derive(Debug)]
+pub enum ValueModel {
+    /// A model of its own.
+    Model(Box<SequenceClassifier>),
+    /// A head on the policy's trunk; its parameters are among the policy's.
+    Head(ValueHead),
+}
+
+impl From<SequenceClassifier> for ValueModel {
+    fn from(model: SequenceClassifier) -> Self {
+        Self::Model(Box::new(model))
+    }
+}
+
+impl From<ValueHead> for ValueModel {
+    fn from(head: ValueHead) -> Self {
+        Self::Head(head)
+    }
+}
+
+impl ValueModel {
+    /// The model, where it is one of its own.
+    pub fn model(&self) -> Option<&SequenceClassifier> {
+        match self {
+            Self::Model(model) => Some(model),
+            Self::Head(_) => None,
+        }
+    }
+
+    /// [`ValueModel::model`], to change it.
+    pub fn model_mut(&mut self) -> Option<&mut SequenceClassifier> {
+        match self {
+            Self::Model(model) => Some(model),
+            Self::Head(_) => None,
+        }
+    }
+
+    /// The parameters that are not the policy's.
+    pub fn params(&self) -> &[Param] {
+        self.model().map_or(&[], SequenceClassifier::params)
+    }
+
+    /// Whether its head was drawn when it was read: its numbers mean nothing before training.
+    pub fn has_new_head(&self) -> bool {
+        match self {
+            Self::Model(model) => model.has_new_head(),
+            Self::Head(head) => head.is_fresh(),
+        }
+    }
+
+    /// The values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
+    ///
+    /// # Errors
+    /// As [`SequenceClassifier::values_at`] and [`ValueHead::values_at`].
+    pub fn values_at<S: AsRef<[i64]>>(
+        &self,
+        policy: &CausalLm,
+        sequences: &[S],
+        spans: &[Range<usize>],
+    ) -> Result<Tensor> {
+        match self {
+            Self::Model(model) => model.values_at(sequences, spans),
+            Self::Head(head) => head.values_at(policy, sequences, spans),
+        }
+    }
+}
+
+/// Positions that two heads read, one of them where each token is predicted.
+struct Both {
+    /// What covers the positions of both in each sequence.
+    spans: Vec<Range<usize>>,
+    /// Where the positions before the tokens lie among all that are covered, `[M]` i64, on the processor.
+    tokens: Tensor,
+    /// Where those of the values lie.
+    values: Tensor,
+}
+
+impl Both {
+    fn new(token_spans: &[Range<usize>], value_spans: &[Range<usize>]) -> Self {
+        let (mut spans, mut tokens, mut values) = (Vec::new(), Vec::new(), Vec::new());
+        let mut before = 0;
+        for (token, value) in token_spans.iter().zip(value_spans) {
+            // Each token is predicted at the position before it.
+            let parts = [token.start - 1..token.end - 1, value.clone()];
+            let read = || parts.iter().filter(|part| !part.is_empty());
+            let start = read().map(|part| part.start).min().unwrap_or(0);
+            let end = read().map(|part| part.end).max().unwrap_or(start);
+            for (part, at) in parts.iter().zip([&mut tokens, &mut values]) {
+                at.extend(part.clone().map(|t| (before + t - start) as i64));
+            }
+            spans.push(start..end);
+            before += end - start;
+        }
+        Self { spans, tokens: Tensor::from_slice(&tokens), values: Tensor::from_slice(&values) }
+    }
+
+    fn at_tokens(&self, hidden: &Tensor) -> Tensor {
+        hidden.index_select(0, &self.tokens.to_device(hidden.device()))
+    }
+
+    fn at_values(&self, hidden: &Tensor) -> Tensor {
+        hidden.index_select(0, &self.values.to_device(hidden.device()))
     }
 }
 

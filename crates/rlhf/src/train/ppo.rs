@@ -12,7 +12,7 @@ use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
 use crate::kl::KlController;
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier, TokenLogprobs};
+use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier, TokenLogprobs, ValueModel};
 use crate::optim::{AdamW, LearningRates};
 use crate::report::{Console, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude};
 use crate::reward::{ComponentScores, RewardInput, RewardModel, Rewards, Scored, Spec, resolve, specs};
@@ -397,7 +397,8 @@ impl PpoTrainer {
         checkpoints.save(self.done, metrics, self.whole.0.clone(), |dir| {
             self.write_models(dir)?;
             self.learner.policy_optimizer.save(&dir.join(OPTIMIZER))?;
-            self.learner.value_optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER))
+            let of_value = self.learner.value_optimizer.as_ref();
+            of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))
         })
     }
 
@@ -406,7 +407,8 @@ impl PpoTrainer {
         let out = &self.config.run.output_dir;
         let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
         self.learner.policy.keep_base(&out.join(BASE_MODEL), eos, pad, most)?;
-        self.learner.value.keep_base(&out.join(VALUE_MODEL).join(BASE_MODEL), eos, pad, most)
+        let value = self.learner.value.model_mut();
+        value.map_or(Ok(()), |value| value.keep_base(&out.join(VALUE_MODEL).join(BASE_MODEL), eos, pad, most))
     }
 
     /// Goes to where `saved` was written.
@@ -418,9 +420,11 @@ impl PpoTrainer {
         saved.check_updates(self.plan.num_total_batches)?;
         let value_dir = saved.dir.join(VALUE_MODEL);
         self.learner.policy.load_trained(&saved.dir)?;
-        self.learner.value.load_trained(&value_dir)?;
         self.learner.policy_optimizer.load(&saved.dir.join(OPTIMIZER))?;
-        self.learner.value_optimizer.load(&value_dir.join(OPTIMIZER))?;
+        if let (Some(value), Some(optimizer)) = (self.learner.value.model_mut(), &mut self.learner.value_optimizer) {
+            value.load_trained(&value_dir)?;
+            optimizer.load(&value_dir.join(OPTIMIZER))?;
+        }
         for (name, _) in CARD_METRICS {
             if let Some(value) = saved.state.metrics.get(name).and_then(Value::as_f64) {
                 self.last_metrics.push(name, value);
@@ -552,14 +556,16 @@ impl PpoTrainer {
         Ok(m)
     }
 
-    /// Writes the policy with tokenizer and model card to `dir`, and the value model to `dir/value_model`: folders that
-    /// transformers opens.
+    /// Writes the policy with tokenizer and model card to `dir`, and the value model, where it is one of its own, to
+    /// `dir/value_model`: folders that transformers opens.
     ///
     /// # Errors
     /// If a file cannot be written.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
         replace_files(dir, |dir| self.write_policy(dir))?;
-        replace_files(&dir.join(VALUE_MODEL), |dir| self.write_value_model(dir))?;
+        if self.learner.value.model().is_some() {
+            replace_files(&dir.join(VALUE_MODEL), |dir| self.write_value_model(dir))?;
+        }
         let mut facts = vec![
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
             ("rewards", self.rewards.describe()),
@@ -587,17 +593,18 @@ impl PpoTrainer {
     }
 
     fn write_value_model(&self, dir: &Path) -> Result<()> {
+        let Some(value) = self.learner.value.model() else { return Ok(()) };
         let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
-        self.learner.value.save_pretrained(dir, eos, pad, most)?;
+        value.save_pretrained(dir, eos, pad, most)?;
         self.tokenizer.save_pretrained(dir)
     }
 
-    /// How many numbers of the two models are trained.
-    fn trained(&self) -> [(&'static str, String); 2] {
-        [
-            ("trained parameters, policy", trained_share(self.learner.policy.params())),
-            ("trained parameters, value model", trained_share(self.learner.value.params())),
-        ]
+    /// How many numbers of the models are trained.
+    fn trained(&self) -> Vec<(&'static str, String)> {
+        let mut trained = vec![("trained parameters, policy", trained_share(self.learner.policy.params()))];
+        let value = self.learner.value.model().map(|value| trained_share(value.params()));
+        trained.extend(value.map(|value| ("trained parameters, value model", value)));
+        trained
     }
 
     fn generate(
@@ -750,15 +757,17 @@ fn watched(m: &Metrics) -> String {
     )
 }
 
-/// The two models that learn, with their optimizers.
+/// What learns: the policy, and what says the values, which is a model of its own with an optimizer of its own, or a head on
+/// the policy's trunk, whose optimizer is the policy's.
 #[derive(Debug)]
 pub struct Learner {
     /// The policy.
     pub policy: CausalLm,
     /// The value model.
-    pub value: SequenceClassifier,
+    pub value: ValueModel,
     policy_optimizer: AdamW,
-    value_optimizer: AdamW,
+    /// Of a value model of its own.
+    value_optimizer: Option<AdamW>,
     /// Most tokens that go through a model at once.
     micro_batch_tokens: usize,
 }
@@ -815,22 +824,27 @@ impl StepStats {
 }
 
 impl Learner {
-    /// Makes `policy` and `value` trainable, with fresh optimizers.
-    pub fn new(mut policy: CausalLm, mut value: SequenceClassifier, config: &PpoConfig) -> Self {
+    /// Makes `policy` and `value` trainable, with fresh optimizers; a value head is one on this policy's trunk.
+    pub fn new(mut policy: CausalLm, value: impl Into<ValueModel>, config: &PpoConfig) -> Self {
+        let mut value = value.into();
         policy.set_trainable(true);
-        value.set_trainable(true);
         policy.set_gradient_checkpointing(config.run.gradient_checkpointing);
-        value.set_gradient_checkpointing(config.run.gradient_checkpointing);
-        let activation_bytes = |on| policy.activation_bytes(on).max(value.activation_bytes(on));
+        if let Some(value) = value.model_mut() {
+            value.set_trainable(true);
+            value.set_gradient_checkpointing(config.run.gradient_checkpointing);
+        }
+        let of_value = |on| value.model().map_or(0, |value| value.activation_bytes(on));
+        let activation_bytes = |on| policy.activation_bytes(on).max(of_value(on));
         let micro_batch_tokens = micro_batch_tokens(&config.run, policy.device(), policy.params(), activation_bytes);
         let policy_optimizer = AdamW::new(policy.trainable_params(), &config.optimizer);
-        let value_optimizer = AdamW::new(value.trainable_params(), &config.value_optimizer().1);
+        let value_optimizer =
+            value.model().map(|value| AdamW::new(value.trainable_params(), &config.value_optimizer().1));
         Self { policy, value, policy_optimizer, value_optimizer, micro_batch_tokens }
     }
 
-    /// Optimizer steps taken, of both models.
+    /// Optimizer steps taken, of all models.
     fn steps(&self) -> i64 {
-        self.policy_optimizer.steps() + self.value_optimizer.steps()
+        self.policy_optimizer.steps() + self.value_optimizer.as_ref().map_or(0, AdamW::steps)
     }
 
     /// Learns from one batch of experience: one pass per entry of `orders`, a permutation of the rows each.
@@ -905,10 +919,7 @@ impl Learner {
         };
         let tokens = |&row: &usize| experience.sequences[row].len();
         for micro_batch in micro_batches(mini_batch, micro_batch_size, self.micro_batch_tokens, tokens) {
-            if learns_policy {
-                self.accumulate_policy(experience, targets, &advantages, micro_batch, &mut stats, config)?;
-            }
-            self.accumulate_value(experience, targets, micro_batch, &mut stats, config)?;
+            self.accumulate(experience, targets, &advantages, micro_batch, learns_policy, &mut stats, config)?;
         }
         Ok(stats)
     }
@@ -924,7 +935,7 @@ impl Learner {
         if rates.policy.is_some() {
             stats.policy_grad_norm = self.policy_optimizer.grad_norm();
         }
-        stats.value_grad_norm = self.value_optimizer.grad_norm();
+        stats.value_grad_norm = self.value_optimizer.as_ref().map_or(0.0, AdamW::grad_norm);
         if stats.not_finite().is_some() {
             self.zero_grad();
             return Ok(());
@@ -933,32 +944,37 @@ impl Learner {
         if let Some(lr) = rates.policy {
             self.policy_optimizer.step_of_norm(lr, stats.policy_grad_norm).map_err(named("policy"))?;
         }
-        self.value_optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))
+        let Some(optimizer) = &mut self.value_optimizer else { return Ok(()) };
+        optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))
     }
 
-    /// Clears the gradients of both models.
+    /// Clears the gradients of all models.
     pub fn zero_grad(&mut self) {
         self.policy_optimizer.zero_grad();
-        self.value_optimizer.zero_grad();
+        self.value_optimizer.iter_mut().for_each(AdamW::zero_grad);
     }
 
-    /// Adds the gradients of one micro-batch's share of the policy's loss over the mini-batch, and its share of the sums.
-    fn accumulate_policy(
+    /// Adds the gradients of one micro-batch's share of the losses over the mini-batch, and its share of the sums.
+    #[expect(clippy::too_many_arguments, reason = "all that a mini-batch knows")]
+    fn accumulate(
         &self,
         experience: &Experience,
         targets: &Targets,
         advantages: &Tensor,
         rows: &[usize],
+        learns_policy: bool,
         stats: &mut StepStats,
         config: &PpoConfig,
     ) -> Result<()> {
         let sequences: Vec<&Vec<i64>> = rows.iter().map(|&row| &experience.sequences[row]).collect();
-        let spans: Vec<_> = rows.iter().map(|&row| experience.token_span(row)).collect();
+        let token_spans: Vec<_> = rows.iter().map(|&row| experience.token_span(row)).collect();
+        let value_spans: Vec<_> = rows.iter().map(|&row| experience.value_span(row)).collect();
+
         let mine = |x: &Tensor| packed(x, &experience.response_mask, rows);
         let (old, advantages) = (mine(&experience.logprobs), mine(advantages));
         let reference = config.kl.kl_in_loss.then(|| mine(&experience.ref_logprobs));
         let clip = config.policy_clip();
-        let learn = |tokens: Range<i64>, now: &TokenLogprobs| {
+        let policy_loss = |tokens: Range<i64>, now: &TokenLogprobs| {
             let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
             let all = all(&now.logprobs);
             let loss = ppo::policy_loss(&now.logprobs, &here(&old), &here(&advantages), &all, clip);
@@ -986,37 +1002,51 @@ impl Learner {
             };
             sum / stats.tokens
         };
-        let new = match &experience.reference {
-            Some(reference) => {
-                let theirs = (reference, rows);
-                self.policy.learn_logprobs_and_kl(&sequences, &spans, config.temperature, true, theirs, learn)?
-            }
-            None => self.policy.learn_logprobs(&sequences, &spans, config.temperature, true, learn)?,
-        };
-        stats.entropy += new.entropy.map_or(0.0, |entropy| number(&entropy.sum(Kind::Float)));
-        Ok(())
-    }
 
-    /// As [`Learner::accumulate_policy`], of the value model. The two models share nothing, so the policy's activations are
-    /// gone before the value model's come.
-    fn accumulate_value(
-        &self,
-        experience: &Experience,
-        targets: &Targets,
-        rows: &[usize],
-        stats: &mut StepStats,
-        config: &PpoConfig,
-    ) -> Result<()> {
-        let sequences: Vec<&Vec<i64>> = rows.iter().map(|&row| &experience.sequences[row]).collect();
-        let spans: Vec<_> = rows.iter().map(|&row| experience.value_span(row)).collect();
         let mine = |x: &Tensor| packed(x, &experience.value_mask, rows);
-        let (old, returns) = (mine(&experience.values), mine(&targets.returns));
-        self.value.learn_values(&sequences, &spans, |values| {
-            let loss = ppo::value_loss(values, &old, &returns, &all(values), config.cliprange_value);
+        let (old_values, returns) = (mine(&experience.values), mine(&targets.returns));
+        let value_loss = |values: &Tensor| {
+            let loss = ppo::value_loss(values, &old_values, &returns, &all(values), config.cliprange_value);
             stats.value_loss += number(&loss.sum);
             stats.value_clipped += number(&loss.clipped);
             loss.sum * (config.vf_coef / stats.value_slots)
-        })
+        };
+
+        let new = match &self.value {
+            ValueModel::Head(_) if experience.reference.is_some() => {
+                return Err(Error::Run("kl_in_loss with kl_estimator = full needs a value model of its own".into()));
+            }
+            ValueModel::Head(head) => Some(head.learn(
+                &self.policy,
+                &sequences,
+                &token_spans,
+                &value_spans,
+                config.temperature,
+                true,
+                policy_loss,
+                value_loss,
+            )?),
+            // Two models share nothing, so the policy's activations are gone before the value model's come.
+            ValueModel::Model(value) => {
+                let (policy, temperature) = (&self.policy, config.temperature);
+                let new = match (&experience.reference, learns_policy) {
+                    (_, false) => None,
+                    (Some(reference), true) => {
+                        let theirs = (reference, rows);
+                        let (spans, loss) = (&token_spans, policy_loss);
+                        Some(policy.learn_logprobs_and_kl(&sequences, spans, temperature, true, theirs, loss)?)
+                    }
+                    (None, true) => {
+                        Some(policy.learn_logprobs(&sequences, &token_spans, temperature, true, policy_loss)?)
+                    }
+                };
+                value.learn_values(&sequences, &value_spans, value_loss)?;
+                new
+            }
+        };
+        let entropy = new.and_then(|new| new.entropy);
+        stats.entropy += entropy.map_or(0.0, |entropy| number(&entropy.sum(Kind::Float)));
+        Ok(())
     }
 }
 
