@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     config.response_length = 32;
     let mut trainer = PpoTrainer::from_config_with(&config, Rewards::new().with("brevity", brevity))?;
     for update in 0..trainer.plan.num_total_batches {
-        let metrics = trainer.update(update)?;
+        let metrics = trainer.update()?;
         println!("update {update}: mean score {:?}", metrics.get("objective/scores"));
     }
     trainer.save_model(out.as_ref())?;

@@ -306,10 +306,10 @@ impl Start {
             (Some(saved), _) => {
                 Some(format!("goes on from {}, after update {} of {num_updates}", saved.dir.display(), self.done()))
             }
-            (None, Some(_)) => {
+            (None, Some(_)) if !self.in_place => {
                 Some(format!("no checkpoint in {}: begins with the first update", run.output_dir.display()))
             }
-            (None, None) => None,
+            (None, _) => None,
         }
     }
 
@@ -455,7 +455,7 @@ impl Best {
         value.is_finite() && self.found.is_none_or(|(best, _)| better(best))
     }
 
-    /// Replaces `output_dir/best` by what `write` puts into the folder that it is given.
+    /// Replaces `output_dir/best` by what `write` puts into the folder that it is given; gives its path.
     ///
     /// # Errors
     /// As [`Checkpoints::save`].
@@ -465,13 +465,14 @@ impl Best {
         value: f64,
         done: usize,
         write: impl FnOnce(&Path) -> Result<()>,
-    ) -> Result<()> {
+    ) -> Result<PathBuf> {
         self.found = Some((value, done));
         let described = self.state();
         commit(output_dir, BEST, |dir| {
             write(dir)?;
             write_text(&dir.join(BEST_FILE), &pretty(&described))
-        })
+        })?;
+        Ok(output_dir.join(BEST))
     }
 
     /// What a checkpoint keeps of it.

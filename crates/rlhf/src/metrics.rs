@@ -13,6 +13,11 @@ impl Metrics {
         self.0.push((name.into(), value));
     }
 
+    /// Adds those of `other` behind these.
+    pub fn extend(&mut self, other: &Metrics) {
+        self.0.extend_from_slice(&other.0);
+    }
+
     /// The number under `name`, if there is one.
     pub fn get(&self, name: &str) -> Option<f64> {
         self.0.iter().find(|(found, _)| found == name).map(|(_, value)| *value)

@@ -66,7 +66,16 @@ pub struct Sample {
     pub components: BTreeMap<String, f64>,
 }
 
-/// Something that happened in a run, as its [watcher](Reporter::watch) is told.
+/// What the policy makes of the prompts that are held out.
+#[derive(Debug, Clone)]
+pub struct Evaluation {
+    /// `eval/score`, `eval/kl`, `eval/response_length` and `time/eval`; `docs/algorithm.md` defines them.
+    pub metrics: Metrics,
+    /// The answers, in the order of the prompts.
+    pub samples: Vec<Sample>,
+}
+
+/// Something that happened in a run, as [`crate::train::ppo::PpoTrainer::train_with`] tells it.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event<'a> {
@@ -74,8 +83,15 @@ pub enum Event<'a> {
     Update {
         /// Updates done so far.
         step: usize,
-        /// What is known of this one, or since the last event.
+        /// What is known of this one, or since the last event; those of an evaluation after it too.
         metrics: &'a Metrics,
+    },
+    /// The prompts that are held out were answered.
+    Evaluation {
+        /// Updates done so far.
+        step: usize,
+        /// What came out.
+        evaluation: &'a Evaluation,
     },
     /// Sample prompts were answered.
     Samples {
@@ -84,42 +100,34 @@ pub enum Event<'a> {
         /// The answers.
         samples: &'a [Sample],
     },
-    /// A folder holds the model as it is now.
+    /// A folder holds the model as it is now: a checkpoint, the best model so far, or what the run leaves at its end.
     Saved {
         /// The folder.
         dir: &'a Path,
     },
 }
 
-type Watcher = dyn FnMut(&Event<'_>) -> ControlFlow<()>;
+type Watcher<'w> = dyn FnMut(&Event<'_>) -> ControlFlow<()> + 'w;
 
 /// The voice of one training run.
-pub struct Reporter {
+pub(crate) struct Reporter<'w> {
     dir: PathBuf,
     console: Console,
     metrics: File,
     tensorboard: Option<crate::TensorBoard>,
     bar: ProgressBar,
-    watcher: Option<Box<Watcher>>,
+    watcher: Option<Box<Watcher<'w>>>,
     stopped: bool,
 }
 
-impl Reporter {
+impl<'w> Reporter<'w> {
     /// Opens `metrics.jsonl`, and what `run.report_to` asks for, in the run's folder, which must exist.
     ///
-    /// `total` updates fill the progress bar.
+    /// `total` updates fill the progress bar. Of a run that goes on from where it has `reached`, what the files say of later
+    /// updates is cut off, and the rest goes on behind what is left.
     ///
     /// # Errors
     /// If a file cannot be created.
-    pub fn create(run: &RunConfig, total: usize, console: Console) -> Result<Self> {
-        Self::resume(run, total, Reached::default(), console)
-    }
-
-    /// [`Reporter::create`] for a run that goes on from where it has `reached`: what the files say of later updates is cut
-    /// off, and the rest goes on behind what is left.
-    ///
-    /// # Errors
-    /// As [`Reporter::create`].
     pub(crate) fn resume(run: &RunConfig, total: usize, reached: Reached, console: Console) -> Result<Self> {
         let dir = run.output_dir.clone();
         let path = dir.join(METRICS);
@@ -154,12 +162,12 @@ impl Reporter {
 
     /// Calls `watcher` with everything that happens from now on; a break ends the run after the update it is in, as
     /// [`request_stop`] does, but this run alone.
-    pub fn watch(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()> + 'static) {
+    pub(crate) fn watch(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()> + 'w) {
         self.watcher = Some(Box::new(watcher));
     }
 
     /// Whether the run should end: its watcher or the user has said so. The training loops look between updates.
-    pub fn stopped(&self) -> bool {
+    pub(crate) fn stopped(&self) -> bool {
         self.stopped || stop_requested()
     }
 
@@ -170,7 +178,7 @@ impl Reporter {
     }
 
     /// Tells that `dir` holds the model as it is now.
-    pub fn saved(&mut self, dir: &Path) {
+    pub(crate) fn saved(&mut self, dir: &Path) {
         self.note(&format!("saved {}", dir.display()));
         self.tell(&Event::Saved { dir });
     }
@@ -179,7 +187,7 @@ impl Reporter {
     ///
     /// # Errors
     /// If it cannot be written.
-    pub fn record(&mut self, step: i64, metrics: &Metrics) -> Result<()> {
+    pub(crate) fn record(&mut self, step: i64, metrics: &Metrics) -> Result<()> {
         let line = serde_json::to_string(metrics).expect("numbers have a JSON form");
         // In one write: a kill leaves no half of a line that is followed by another.
         let path = self.dir.join(METRICS);
@@ -195,7 +203,7 @@ impl Reporter {
     }
 
     /// Moves the progress bar one update on; `watched` are the few numbers people look at.
-    pub fn advance(&self, watched: String) {
+    pub(crate) fn advance(&self, watched: String) {
         self.bar.set_message(watched);
         self.bar.inc(1);
     }
@@ -205,7 +213,7 @@ impl Reporter {
     ///
     /// # Errors
     /// If it cannot be written.
-    pub fn samples(&mut self, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
+    pub(crate) fn samples(&mut self, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
         self.write_samples("update", update, episode, samples)?;
         if self.console == Console::Person {
             let mut table = Table::new();
@@ -224,8 +232,10 @@ impl Reporter {
     ///
     /// # Errors
     /// If it cannot be written.
-    pub(crate) fn eval_samples(&mut self, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
-        self.write_samples("eval", update, episode, samples)
+    pub(crate) fn evaluation(&mut self, update: usize, episode: usize, evaluation: &Evaluation) -> Result<()> {
+        self.write_samples("eval", update, episode, &evaluation.samples)?;
+        self.tell(&Event::Evaluation { step: update, evaluation });
+        Ok(())
     }
 
     fn write_samples(&self, kind: &str, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
@@ -242,7 +252,7 @@ impl Reporter {
     }
 
     /// Tells something that a person should know and that stops nothing.
-    pub fn warn(&self, message: &str) {
+    pub(crate) fn warn(&self, message: &str) {
         if self.console != Console::Silent {
             self.bar.suspend(|| {
                 let _ = writeln!(std::io::stderr(), "warning: {message}");
@@ -251,7 +261,7 @@ impl Reporter {
     }
 
     /// Tells a person how things stand.
-    pub fn note(&self, message: &str) {
+    pub(crate) fn note(&self, message: &str) {
         if self.console == Console::Person {
             self.bar.suspend(|| {
                 let _ = writeln!(std::io::stderr(), "{message}");
@@ -260,7 +270,7 @@ impl Reporter {
     }
 
     /// Ends the progress bar.
-    pub fn finish(&self) {
+    pub(crate) fn finish(&self) {
         self.bar.finish();
     }
 
@@ -523,9 +533,9 @@ fn remove_files(dir: &Path, goes: impl Fn(&str) -> bool) -> Result<()> {
 /// `dir`, where there is one to save.
 ///
 /// # Errors
-/// If the run was stopped, by the user or by an error, or the model is not saved: whatever comes next should not go on as if
-/// it were whole.
-pub(crate) fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &Path) -> Result<()> {
+/// If the run was stopped by [`request_stop`] or by an error, or the model is not saved: whatever comes next should not go on
+/// as if it were whole. A watcher that stops the run knows that it did.
+pub(crate) fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &Path) -> Result<usize> {
     let left = |saved: &Option<Result<()>>| {
         let model = match saved {
             Some(Ok(())) => format!("the model as far as it came is in {}", dir.display()),
@@ -540,7 +550,7 @@ pub(crate) fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: us
         }
     };
     match done {
-        Ok(done) if done == total => saved.unwrap_or(Ok(())),
+        Ok(done) if done == total || !stop_requested() => saved.unwrap_or(Ok(())).map(|()| done),
         Ok(done) => {
             let message = format!("stopped as asked after update {done} of {total}; {}", left(&saved));
             match saved {

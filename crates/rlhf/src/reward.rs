@@ -12,9 +12,11 @@ pub use model::RewardModel;
 pub use rules::Rule;
 pub(crate) use spec::{Spec, resolve, specs};
 
-use crate::generate::FinishReason;
+use crate::data::Prompt;
+use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
 use crate::rollout::Scores;
+use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::fmt::{self, Write};
@@ -304,6 +306,35 @@ impl Rewards {
             }
         }
         Ok(())
+    }
+
+    /// Scores of responses to prompts, row by row: [`Rewards::score`] of what `tokenizer` makes text of.
+    ///
+    /// # Errors
+    /// As [`Rewards::score`]; if there is not one response per prompt.
+    pub fn score_responses(
+        &mut self,
+        tokenizer: &Tokenizer,
+        prompts: &[&Prompt],
+        responses: &[Response],
+        learn: bool,
+    ) -> Result<Scored> {
+        if prompts.len() != responses.len() {
+            let (expected, found) = (prompts.len(), responses.len());
+            return Err(Error::Run(format!("expected {expected} responses, one per prompt, found {found}")));
+        }
+        let pairs = || prompts.iter().zip(responses);
+        let texts = pairs().map(|(prompt, response)| tokenizer.decode_after(&prompt.tokens, &response.tokens));
+        let texts: Vec<String> = texts.collect::<Result<_>>()?;
+        let inputs = pairs().zip(&texts).map(|((prompt, answer), response)| RewardInput {
+            prompt: &prompt.text,
+            response,
+            prompt_ids: &prompt.tokens,
+            response_ids: &answer.tokens,
+            finish: answer.finish,
+            row: &prompt.row,
+        });
+        self.score(&inputs.collect::<Vec<_>>(), learn)
     }
 
     /// Scores of a batch. With `learn` its numbers enter the running moments, and are normalised by them; the scores of

@@ -265,8 +265,17 @@ fn check_rows(
     Ok(())
 }
 
-/// Rewards, advantages and returns of one update's experience, whose KL weighs `kl_coef`.
+/// Rewards, advantages and returns of one update's experience, whose KL weighs `kl_coef`: [`shape_rewards`], then
+/// [`advantages`].
 pub fn targets(e: &Experience, kl_coef: f64, config: &PpoConfig) -> Targets {
+    let (kl, rewards) = shape_rewards(e, kl_coef, config);
+    let (advantages, returns) = advantages(e, &rewards, config);
+    Targets { kl, kl_coef, rewards, advantages, returns }
+}
+
+/// Estimate of KL(policy || reference) per token, and the rewards: the scores at their places less `kl_coef` times the KL,
+/// unless the loss has that; whitened if the configuration says so. Both are `[B, R]` f32.
+pub fn shape_rewards(e: &Experience, kl_coef: f64, config: &PpoConfig) -> (Tensor, Tensor) {
     let kl = match &e.full_kl {
         Some(kl) => kl.shallow_clone(),
         None => ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, config.kl_estimator),
@@ -279,13 +288,19 @@ pub fn targets(e: &Experience, kl_coef: f64, config: &PpoConfig) -> Targets {
     if config.whiten_rewards {
         rewards = ppo::whiten(&rewards, &e.value_mask, false);
     }
-    let (advantages, returns) = ppo::gae(&rewards, &e.values, &e.value_mask, config.gamma, config.lam);
+    (kl, rewards)
+}
+
+/// Advantages by GAE of `rewards` and the values, whitened over the whole batch unless the configuration says otherwise, and
+/// what the value model should say, not whitened. All are `[B, R]` f32.
+pub fn advantages(e: &Experience, rewards: &Tensor, config: &PpoConfig) -> (Tensor, Tensor) {
+    let (advantages, returns) = ppo::gae(rewards, &e.values, &e.value_mask, config.gamma, config.lam);
     let advantages = match config.whiten_advantages {
         WhitenAdvantages::Batch => ppo::whiten(&advantages, &e.response_mask, true),
         // Each mini-batch by itself, when it comes.
         WhitenAdvantages::MiniBatch | WhitenAdvantages::None => ppo::keep(&advantages, &e.response_mask),
     };
-    Targets { kl, kl_coef, rewards, advantages, returns }
+    (advantages, returns)
 }
 
 /// Consecutive ranges of at most `batch_size` of `rows` rows.

@@ -72,7 +72,7 @@ struct Saver<'a> {
 }
 
 impl Saver<'_> {
-    fn save<T>(&mut self, progress: &Progress<T>, report: &Reporter) -> Result<()> {
+    fn save<T>(&mut self, progress: &Progress<T>, report: &Reporter<'_>) -> Result<()> {
         report.sync()?;
         self.checkpoints.save(progress.done, Map::new(), progress.whole.clone(), |dir| {
             (self.write)(dir)?;
@@ -81,15 +81,15 @@ impl Saver<'_> {
     }
 
     /// Writes the checkpoint that is due, if one is.
-    fn after_update<T>(&mut self, progress: &Progress<T>, report: &Reporter) -> Result<()> {
+    fn after_update<T>(&mut self, progress: &Progress<T>, report: &Reporter<'_>) -> Result<()> {
         if self.checkpoints.is_due(progress.done) { self.save(progress, report) } else { Ok(()) }
     }
 
     /// Writes a checkpoint where the run ended early; gives how many updates are done.
-    fn at_end<T>(&mut self, ended: Result<()>, progress: &Progress<T>, report: &Reporter) -> Result<usize> {
+    fn at_end<T>(&mut self, ended: Result<()>, progress: &Progress<T>, report: &mut Reporter<'_>) -> Result<usize> {
         let wanted =
             progress.optimizer.steps() == progress.done as i64 && self.checkpoints.is_wanted_at_end(progress.done);
-        leave_checkpoint(ended.map(|()| progress.done), wanted, report, || self.save(progress, report))
+        leave_checkpoint(ended.map(|()| progress.done), wanted, report, |report| self.save(progress, report))
     }
 }
 
@@ -97,10 +97,10 @@ impl Saver<'_> {
 fn leave_checkpoint(
     ended: Result<usize>,
     wanted: bool,
-    report: &Reporter,
-    save: impl FnOnce() -> Result<()>,
+    report: &mut Reporter<'_>,
+    save: impl FnOnce(&mut Reporter<'_>) -> Result<()>,
 ) -> Result<usize> {
-    match (if wanted { save() } else { Ok(()) }, ended) {
+    match (if wanted { save(report) } else { Ok(()) }, ended) {
         (Ok(()), ended) => ended,
         (Err(unsaved), Ok(_)) => Err(unsaved),
         (Err(unsaved), Err(error)) => {
@@ -126,7 +126,7 @@ fn begin_report(
     warnings: &[String],
     tokenizer: &Tokenizer,
     console: Console,
-) -> Result<Reporter> {
+) -> Result<Reporter<'static>> {
     let report = Reporter::resume(run, num_updates, reached, console)?;
     start.warnings.iter().chain(warnings).for_each(|warning| report.warn(warning));
     start.finished(num_updates).iter().for_each(|warning| report.warn(warning));

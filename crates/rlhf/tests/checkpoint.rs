@@ -19,7 +19,7 @@ fn write_rows(path: &Path, row: fn(&str) -> Value) {
 }
 
 /// Five updates of 4 answers to 6 prompts, with everything on that a step depends on.
-fn ppo_config(dir: &Path) -> PpoConfig {
+pub(crate) fn ppo_config(dir: &Path) -> PpoConfig {
     for split in ["train", "test"] {
         write_rows(&dir.join(format!("prompts/{split}.jsonl")), |prompt| json!({"prompt": prompt}));
     }
@@ -107,7 +107,7 @@ fn state(checkpoint: &Path) -> Value {
 
 /// Checks that two runs left the same: metrics, samples, models, and the checkpoint of the last update with its optimizers.
 #[track_caller]
-fn assert_same(found: &Path, expected: &Path, last: usize) {
+pub(crate) fn assert_same(found: &Path, expected: &Path, last: usize) {
     let metrics = |dir: &Path| timeless(json_lines(&std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap()));
     assert_eq!(metrics(found), metrics(expected));
     let last = format!("checkpoint-{last}");

@@ -7,6 +7,7 @@ mod corrupt;
 mod data;
 mod formats;
 mod hub;
+mod library;
 mod lora;
 mod models;
 mod numbers;

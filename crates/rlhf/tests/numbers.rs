@@ -1,21 +1,16 @@
 //! Whether the numbers of a run can be trusted: it checks itself, steps over what is not finite, and means what it documents.
 
 use crate::cli::{PPO, SFT, Scratch, timeless};
-use crate::ppo_invariance;
 use crate::support::golden;
 use rlhf::config::PpoConfig;
 use rlhf::generate::{GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::report::{Console, Event, Reporter};
 use rlhf::rollout::{Experience, Judges, Targets, experience, targets};
 use rlhf::train::checks::Checks;
-use rlhf::train::ppo::{Learner, PpoTrainer, metrics};
-use std::cell::RefCell;
+use rlhf::train::ppo::{Learner, metrics};
 use std::collections::BTreeSet;
-use std::ops::ControlFlow;
 use std::path::Path;
-use std::rc::Rc;
 use tch::{Kind, Tensor};
 
 /// The learning rates of a step.
@@ -330,37 +325,6 @@ fn updates_that_are_not_finite_are_skipped_counted_and_end_the_run_with_its_weig
         "{}",
         ran.stderr
     );
-}
-
-#[test]
-fn a_watcher_is_told_what_happens_and_may_end_the_run() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut config = ppo_invariance::config(dir.path());
-    (config.total_episodes, config.num_sample_generations) = (Some(40), 2);
-    std::fs::create_dir(&config.run.output_dir).unwrap();
-    let mut trainer = PpoTrainer::from_config(&config).unwrap();
-    let mut report = Reporter::create(&config.run, trainer.plan.num_total_batches, Console::Silent).unwrap();
-    let told = Rc::new(RefCell::new(Vec::new()));
-    let tell = told.clone();
-    report.watch(move |event| {
-        let (name, step) = match event {
-            Event::Update { step, metrics } => {
-                assert_eq!(metrics.get("step"), Some(*step as f64));
-                ("update", *step)
-            }
-            Event::Samples { step, samples } => {
-                assert!(samples.len() == 5 && !samples[0].response.is_empty());
-                ("samples", *step)
-            }
-            other => panic!("unexpected {other:?}"),
-        };
-        tell.borrow_mut().push((name, step));
-        if step == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    });
-    assert_eq!(trainer.train(&mut report).unwrap(), 3, "of 5 updates");
-    assert_eq!(*told.borrow(), [("samples", 0), ("update", 1), ("update", 2), ("samples", 2), ("update", 3)]);
-    let lines = std::fs::read_to_string(config.run.output_dir.join("metrics.jsonl")).unwrap().lines().count();
-    assert_eq!(lines, 3);
 }
 
 /// A row of a table of metrics: its names, where words in capitals stand for anything, and whether only runs with some setting

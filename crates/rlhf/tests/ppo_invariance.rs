@@ -21,7 +21,7 @@ fn init(model: &str) -> PathBuf {
 }
 
 /// Three updates of 8 answers; at this temperature some rows of every batch stop early and others do not stop at all.
-pub(crate) fn config(dir: &Path) -> PpoConfig {
+fn config(dir: &Path) -> PpoConfig {
     let prompts = dir.join("prompts.jsonl");
     let rows = PROMPTS.map(|prompt| format!("{}\n", serde_json::json!({"prompt": prompt})));
     std::fs::write(&prompts, rows.concat()).unwrap();

@@ -296,7 +296,7 @@ fn while_the_value_model_warms_up_the_policy_stays_bit_for_bit_and_then_learns()
     let start = weights(trainer.learner.policy.params());
     for update in 0..3 {
         let value = weights(trainer.learner.value.params());
-        let line = trainer.update(update).unwrap();
+        let line = trainer.update().unwrap();
         assert_ne!(weights(trainer.learner.value.params()), value, "update {update}");
         let frozen = update < 2;
         assert_eq!(weights(trainer.learner.policy.params()) == start, frozen, "update {update}");

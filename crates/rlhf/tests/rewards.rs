@@ -516,8 +516,7 @@ fn train(rewards: Rewards, change: impl FnOnce(&mut PpoConfig)) -> (Vec<Map<Stri
     change(&mut config);
     let mut trainer = PpoTrainer::from_config_with(&config, rewards).unwrap();
     let updates = 0..trainer.plan.num_total_batches;
-    let lines: Vec<String> =
-        updates.map(|update| serde_json::to_string(&trainer.update(update).unwrap()).unwrap()).collect();
+    let lines: Vec<String> = updates.map(|_| serde_json::to_string(&trainer.update().unwrap()).unwrap()).collect();
     let params = trainer.learner.policy.params().iter().chain(trainer.learner.value.params());
     let sums = params.map(|param| param.tensor.sum(Kind::Double).double_value(&[])).collect();
     (timeless(json_lines(&lines.join("\n"))), sums)

@@ -6,7 +6,9 @@ use super::{
     small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
-use crate::config::{EVAL_METRICS, EVAL_SCORES, LongPrompts, PpoConfig, PpoPlan, StopToken, WhitenAdvantages};
+use crate::config::{
+    EVAL_METRICS, EVAL_SCORES, LongPrompts, OptimizerConfig, PpoConfig, PpoPlan, StopToken, WhitenAdvantages,
+};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
@@ -14,8 +16,10 @@ use crate::kl::KlController;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier, TokenLogprobs, ValueModel};
 use crate::optim::{AdamW, LearningRates};
-use crate::report::{Console, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude};
-use crate::reward::{ComponentScores, RewardInput, RewardModel, Rewards, Scored, Spec, resolve, specs};
+use crate::report::{
+    Claim, Console, Evaluation, Event, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude,
+};
+use crate::reward::{ComponentScores, RewardModel, Rewards, Scored, Spec, resolve, specs};
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{
     Experience, Judges, Scores, Targets, experience, penalise_missing_stop, replace_missing_stop, targets,
@@ -24,7 +28,8 @@ use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
 use serde_json::{Map, Value};
-use std::ops::Range;
+use std::fmt;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::time::Instant;
 use tch::{Kind, Tensor};
@@ -47,6 +52,18 @@ const EARLY_STOP: f64 = 1.5;
 /// If an input is not what it should be, or a number stops being finite.
 pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     config.check()?;
+    // Before anything slow begins.
+    begin(config)?;
+    let mut trainer = PpoTrainer::from_config(config)?;
+    trainer.console = console;
+    trainer.train().map(drop)
+}
+
+/// Where a run begins, and what to warn of; nothing is changed yet.
+///
+/// # Errors
+/// If it may not write where it should, or cannot go on from where it should.
+fn begin(config: &PpoConfig) -> Result<(Start, Vec<String>)> {
     let optional = [config.value_model_path.as_deref(), config.model_name_or_path.as_deref()];
     let rewards = specs(config)?;
     let mut inputs: Vec<&Path> = vec![&config.sft_model_path];
@@ -54,28 +71,39 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     inputs.extend(optional.into_iter().flatten().chain(rewards.iter().filter_map(Spec::model_path)));
     let start = Start::find(&config.run)?;
     check_output_dir(&config.run, &start, &inputs)?;
-    let mut warnings = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
-    let mut trainer = PpoTrainer::from_config(config)?;
-    if let Some(saved) = &start.from {
-        trainer.load_checkpoint(saved, start.in_place)?;
-        warnings.extend(saved.threads_warning());
-    }
-    let _claim = claim_output_dir(&config.run, &start, config)?;
-    let (out, total) = (&config.run.output_dir, trainer.plan.num_total_batches);
-    let reached = Reached { updates: trainer.done, recorded: trainer.done };
-    let mut report = begin_report(&config.run, &start, total, reached, &warnings, &trainer.tokenizer, console)?;
-    let done = trainer.train(&mut report);
-    report.finish();
-    // Also after an error: a step that is not finite is never taken, so the weights are those of the step before. But what
-    // has not learnt is where it began, and a model in `out` would keep the run from beginning again there.
-    let saved = (trainer.done > 0).then(|| trainer.save_model(out));
-    conclude(done, saved, total, out)?;
-    report.saved(out);
-    Ok(())
+    let warnings = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
+    Ok((start, warnings))
 }
 
 /// The command, as checkpoints name it.
 const COMMAND: &str = "ppo";
+
+/// What a run is made of, where the caller has it in hand; all models are on one device.
+#[derive(Debug)]
+pub struct PpoParts {
+    /// The policy and the value model, with their optimizers.
+    pub learner: Learner,
+    /// What the policy should not drift away from.
+    pub reference: CausalLm,
+    /// What scores the responses.
+    pub rewards: Rewards,
+    /// The tokenizer of all of them.
+    pub tokenizer: Tokenizer,
+    /// The prompts to train on.
+    pub prompts: Vec<Prompt>,
+    /// Prompts that are held out: evaluations answer the first `num_eval_prompts`, samples the first few. There may be none;
+    /// then samples answer prompts of the training.
+    pub eval_prompts: Vec<Prompt>,
+}
+
+/// What the caller says of each update, by its number from 0.
+struct PerUpdate<T>(Box<dyn FnMut(usize) -> T + Send>);
+
+impl<T> fmt::Debug for PerUpdate<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a function")
+    }
+}
 
 /// A whole PPO run: models, rewards, a tokenizer, prompts.
 #[derive(Debug)]
@@ -92,12 +120,18 @@ pub struct PpoTrainer {
     pub rewards: Rewards,
     /// The tokenizer of all of them.
     pub tokenizer: Tokenizer,
+    /// Where the words of [`PpoTrainer::train`] go, beside the files: nowhere, unless it is set.
+    pub console: Console,
     prompts: Vec<Prompt>,
     sample_prompts: Vec<Prompt>,
     eval_prompts: Vec<Prompt>,
     /// What to tell of the prompts.
     prompt_notes: Vec<String>,
     cursor: Cursor,
+    /// In place of the cursor.
+    order: Option<PerUpdate<Vec<usize>>>,
+    /// In place of the learning rates that the settings say.
+    schedule: Option<PerUpdate<LearningRates>>,
     /// What the KL weighs.
     kl_controller: KlController,
     /// The tokens that end a response; none where nothing does.
@@ -112,6 +146,8 @@ pub struct PpoTrainer {
     /// What the checks found when the run began, for the model card.
     checks: Option<String>,
     skips: Skips,
+    /// The hold on the run's folder, once training has begun.
+    claim: Option<Claim>,
 }
 
 impl PpoTrainer {
@@ -194,56 +230,59 @@ impl PpoTrainer {
         if let Some(lora) = &lora {
             value.add_adapter(lora, config.run.seed)?;
         }
-        let read_ids = rewards.models().filter(|model| !model.reads_text());
-        let read_ids: Vec<_> = read_ids.map(|model| (model.dir(), model.classifier().config())).collect();
-        for (dir, model) in read_ids.iter().copied().chain([(value_dir, value.config())]) {
+        for dir in rewards.models().filter(|model| !model.reads_text()).map(RewardModel::dir).chain([value_dir]) {
             tokenizer.check_same(dir)?;
-            // The policy may sample any of its ids, also those behind the tokenizer's last.
-            if model.vocab_size < policy.config().vocab_size {
-                let expected = policy.config().vocab_size;
-                let message =
-                    format!("vocab_size: expected at least the policy's {expected}, found {}", model.vocab_size);
-                return Err(Error::invalid(dir, message));
-            }
         }
-
-        let contexts = read_ids.iter().map(|(_, model)| *model).chain([policy.config(), value.config()]);
-        let contexts = contexts.map(|c| c.max_position_embeddings);
-        let context = contexts.min().expect("there are two models");
-        let most = context.checked_sub(config.response_length).filter(|&most| most > 0).ok_or_else(|| {
-            Error::Usage(format!(
-                "response_length = {} leaves no room for a prompt in the models' context of {context} tokens",
-                config.response_length
-            ))
-        })?;
-        let vocab = policy.config().vocab_size;
-        let limit = PromptLimit::new(&config.prompt_length, most)?;
+        let learner = Learner::new(policy, value, config);
+        let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
+        let vocab = learner.policy.config().vocab_size;
+        let limit = PromptLimit::new(&config.prompt_length, room)?;
         let read = |dataset: &Dataset| dataset.prompts_within(&tokenizer, vocab, limit);
         let (mut train, mut eval) = sources.read(config.run.seed)?;
         if config.apply_chat_template {
             train = train.into_iter().map(Dataset::with_chat_prompts).collect();
             eval = eval.map(Dataset::with_chat_prompts);
         }
-        let eval_rows = config.eval.eval_steps.map_or(0, |_| config.eval.num_eval_prompts);
         // Where long ones are dropped, others take their places.
         if config.prompt_length.long_prompts != LongPrompts::Drop {
-            eval = eval.map(|eval| eval.first(SAMPLE_ROWS.max(eval_rows)));
+            eval = eval.map(|eval| eval.first(SAMPLE_ROWS.max(config.eval.num_eval_prompts)));
         }
         let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
         let cursor = train.cursor(config.run.seed, &config.data);
-        let prompts = train.rows;
+        let (prompts, eval_prompts) = (train.rows, eval.rows);
+        let parts = PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts };
+        let mut trainer = Self::new(config, parts)?;
+        (trainer.cursor, trainer.prompt_notes) = (cursor, [train.warnings, eval.warnings].concat());
+        trainer.note_whole();
+        Ok(trainer)
+    }
+
+    /// A run of `parts` that the caller has in hand. Nothing is loaded: what `config` says of models, rewards and data are names
+    /// for the model card, and a resumed run must have the same.
+    ///
+    /// A checkpoint holds the learner, and neither reference nor prompts: who resumes brings the same parts once more.
+    ///
+    /// # Errors
+    /// If a setting is out of its range, there is no reward or no prompt, or the parts do not go together: a model is on another
+    /// device than the policy, knows fewer tokens, or has no room for a prompt and its response.
+    pub fn new(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
+        config.check()?;
+        let PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts } = parts;
+        let vocab = learner.policy.config().vocab_size;
+        let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
+        check_prompts("prompts", &prompts, room, vocab)?;
+        check_prompts("eval_prompts", &eval_prompts, room, vocab)?;
+        for (name, is_empty) in [("rewards", rewards.is_empty()), ("prompts", prompts.is_empty())] {
+            if is_empty {
+                return Err(Error::Usage(format!("PpoParts::{name}: expected at least one, found none")));
+            }
+        }
         let first = |prompts: &[Prompt], rows| prompts.iter().take(rows).cloned().collect::<Vec<_>>();
-        let sample_prompts = first(if eval.rows.is_empty() { &prompts } else { &eval.rows }, SAMPLE_ROWS);
-        let eval_prompts = first(&eval.rows, eval_rows);
+        let sample_prompts = first(if eval_prompts.is_empty() { &prompts } else { &eval_prompts }, SAMPLE_ROWS);
+        let eval_prompts = first(&eval_prompts, config.eval.num_eval_prompts);
         let all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
         rewards.check_rows(all.map(|prompt| &prompt.row))?;
-        let stop = match (config.stop_token, config.stop_token_id) {
-            (Some(StopToken::Eos), _) => {
-                tokenizer.require_eos()?;
-                tokenizer.eos_ids().to_vec()
-            }
-            (None, id) => Vec::from_iter(id),
-        };
+        let stop = stop_tokens(config, &tokenizer)?;
         if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() {
             tokenizer.require_eos()?;
         }
@@ -255,11 +294,13 @@ impl PpoTrainer {
         let mut trainer = Self {
             kl_controller: KlController::new(config, plan.num_total_batches),
             plan,
-            learner: Learner::new(policy, value, config),
-            cursor,
+            learner,
+            cursor: Cursor::new(config.run.seed, prompts.len()),
+            order: None,
+            schedule: None,
             sample_prompts,
             eval_prompts,
-            prompt_notes: [train.warnings, eval.warnings].concat(),
+            prompt_notes: Vec::new(),
             config: config.clone(),
             reference,
             rewards,
@@ -272,30 +313,90 @@ impl PpoTrainer {
             best: Best::new(&config.eval),
             done: 0,
             whole: (Map::new(), 0),
+            console: Console::Silent,
+            claim: None,
         };
         trainer.note_whole();
         Ok(trainer)
     }
 
-    /// Runs all updates that are left, or those until [`crate::report::request_stop`] is called; gives how many are done.
+    /// Has `order` say which rows of the prompts an update answers, `plan.batch_size` of them, in place of shuffled passes.
     ///
-    /// On the way it saves checkpoints and the best model as the settings say. A run that ends early leaves a checkpoint in any
-    /// case, unless it ends in the midst of an update that has changed weights.
+    /// Updates count from 0. A resumed run asks for those alone that are left: what `order` says should follow from the number.
+    #[must_use]
+    pub fn with_order(mut self, order: impl FnMut(usize) -> Vec<usize> + Send + 'static) -> Self {
+        self.order = Some(PerUpdate(Box::new(order)));
+        self.note_whole();
+        self
+    }
+
+    /// Has `schedule` say the learning rates of an update, in place of the settings; asked as [`PpoTrainer::with_order`] is.
+    #[must_use]
+    pub fn with_schedule(mut self, schedule: impl FnMut(usize) -> LearningRates + Send + 'static) -> Self {
+        self.schedule = Some(PerUpdate(Box::new(schedule)));
+        self.note_whole();
+        self
+    }
+
+    /// Runs all updates that are left, as the settings say: goes on from the checkpoint that they name, writes metrics,
+    /// samples and checkpoints to `output_dir`, and policy and value model at the end. Gives how many updates are done.
     ///
     /// # Errors
-    /// If a number stops being finite, or the report or a checkpoint cannot be written.
-    pub fn train(&mut self, report: &mut Reporter) -> Result<usize> {
+    /// If `output_dir` holds something, the checkpoint is not of a run like this one, a number stops being finite, or a file
+    /// cannot be written; [`Error::Stopped`] after [`crate::report::request_stop`]. What can be saved is saved all the same.
+    pub fn train(&mut self) -> Result<usize> {
+        self.train_with(|_| ControlFlow::Continue(()))
+    }
+
+    /// [`PpoTrainer::train`], and tells `watcher` what happens.
+    ///
+    /// A break ends the run after the update that it is in, with a checkpoint and the models in `output_dir`; before the first
+    /// update there is nothing to keep. It goes on from there if this is called again, on this trainer, or on another with
+    /// `resume_from_checkpoint`.
+    ///
+    /// # Errors
+    /// As [`PpoTrainer::train`]; that `watcher` ended the run is none.
+    pub fn train_with(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()>) -> Result<usize> {
+        let (mut start, mut warnings) = (Start { in_place: true, ..Start::default() }, Vec::new());
+        if self.claim.is_none() {
+            (start, warnings) = begin(&self.config)?;
+            if let Some(saved) = &start.from {
+                self.load_checkpoint(saved, start.in_place)?;
+                warnings.extend(saved.threads_warning());
+            }
+            self.claim = Some(claim_output_dir(&self.config.run, &start, &self.config)?);
+        }
+        let (run, total) = (&self.config.run, self.plan.num_total_batches);
+        let reached = Reached { updates: self.done, recorded: self.done };
+        let mut report = begin_report(run, &start, total, reached, &warnings, &self.tokenizer, self.console)?;
+        report.watch(watcher);
+        let done = self.run(&mut report);
+        report.finish();
+        let out = &self.config.run.output_dir;
+        // Also after an error: a step that is not finite is never taken, so the weights are those of the step before. But what
+        // has not learnt is where it began, and a model in `out` would keep the run from beginning again there.
+        let saved = (self.done > 0).then(|| self.save_model(out));
+        if let Some(Ok(())) = saved {
+            report.saved(out);
+        }
+        conclude(done, saved, total, out)
+    }
+
+    /// Runs all updates that are left, or those until the report is stopped, and saves checkpoints and the best model as the
+    /// settings say. A run that ends early leaves a checkpoint in any case, unless it ends in the midst of an update that has
+    /// changed weights.
+    fn run(&mut self, report: &mut Reporter<'_>) -> Result<usize> {
         let total = self.plan.num_total_batches;
         let mut checkpoints = Checkpoints::new(COMMAND, &self.config.run, &self.config, total)?;
         let ended = self.run_updates(report, &mut checkpoints);
         let is_whole = self.learner.steps() == self.whole.1;
         let wanted = is_whole && checkpoints.is_wanted_at_end(self.done);
-        let report = &*report;
-        leave_checkpoint(ended, wanted, report, || self.save_checkpoint(&mut checkpoints, report))
+        leave_checkpoint(ended, wanted, report, |report| self.save_checkpoint(&mut checkpoints, report))
     }
 
-    fn run_updates(&mut self, report: &mut Reporter, checkpoints: &mut Checkpoints) -> Result<usize> {
+    fn run_updates(&mut self, report: &mut Reporter<'_>, checkpoints: &mut Checkpoints) -> Result<usize> {
         let small = small_dataset(&self.config.data, self.prompts.len(), self.plan.batch_size);
+        let small = small.filter(|_| self.order.is_none());
         self.prompt_notes.iter().chain(&small).for_each(|warning| report.warn(warning));
         for model in self.rewards.models().filter(|model| model.classifier().has_new_head()) {
             report.warn(&format!(
@@ -324,19 +425,22 @@ impl PpoTrainer {
             report.samples(0, 0, &samples)?;
         }
         while self.done < total && !report.stopped() {
-            let mut metrics = self.update(self.done)?;
+            let mut metrics = self.one_update()?;
             let done = self.done + 1;
             let episode = done * self.plan.batch_size;
             let evaluates = is_due(self.config.eval.eval_steps, done, total);
-            let evaluated = if evaluates { self.evaluate(&mut metrics).map(Some) } else { Ok(None) };
+            let evaluated = if evaluates { self.evaluate().map(Some) } else { Ok(None) };
+            if let Ok(Some(evaluation)) = &evaluated {
+                metrics.extend(&evaluation.metrics);
+            }
             report.record(done as i64, &metrics)?;
             report.advance(watched(&metrics));
             // What fails from here on takes no update with it.
             self.done = done;
             self.note_whole();
             let missing = |e| Error::Run(format!("the evaluation after update {done}, which is missing now: {e}"));
-            if let Some(samples) = evaluated.map_err(missing)? {
-                report.eval_samples(done, episode, &samples)?;
+            if let Some(evaluation) = evaluated.map_err(missing)? {
+                report.evaluation(done, episode, &evaluation)?;
             }
             if let Some(warning) = self.skips.tell(done, self.config.watch.max_skipped_updates)? {
                 report.warn(&warning);
@@ -350,7 +454,6 @@ impl PpoTrainer {
             self.note_whole();
             if checkpoints.is_due(done) {
                 self.save_checkpoint(checkpoints, report)?;
-                report.saved(&checkpoints.place(done));
             }
         }
         Ok(self.done)
@@ -366,10 +469,26 @@ impl PpoTrainer {
         state.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
         state.insert("skips".into(), self.skips.state());
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
+        state.extend(self.own().map(|own| ("own".into(), own.into())));
         state
     }
 
+    /// What the caller says of each update.
+    fn own(&self) -> Option<&'static str> {
+        match (&self.order, &self.schedule) {
+            (None, None) => None,
+            (Some(_), None) => Some("an order"),
+            (None, Some(_)) => Some("a schedule"),
+            (Some(_), Some(_)) => Some("an order and a schedule"),
+        }
+    }
+
     fn load_state(&mut self, saved: &Saved) -> Result<()> {
+        let began = saved.part("own").ok().and_then(Value::as_str);
+        if began != self.own() {
+            let [began, found] = [began, self.own()].map(|own| own.unwrap_or("nothing"));
+            return Err(Error::Run(format!("of the caller's own: expected {began}, as the run began, found {found}")));
+        }
         self.cursor.load_state(saved.part("cursor")?)?;
         self.rewards.load_state(saved.part("rewards")?)?;
         self.kl_controller.load_state(saved.part("kl_controller")?)?;
@@ -389,7 +508,7 @@ impl PpoTrainer {
     }
 
     /// Writes a checkpoint of the last whole update, after which no weight has changed.
-    fn save_checkpoint(&mut self, checkpoints: &mut Checkpoints, report: &Reporter) -> Result<()> {
+    fn save_checkpoint(&mut self, checkpoints: &mut Checkpoints, report: &mut Reporter<'_>) -> Result<()> {
         report.sync()?;
         self.keep_bases()?;
         let told = |&(name, _): &(&str, usize)| Some((name.to_string(), self.last_metrics.get(name)?.into()));
@@ -399,7 +518,9 @@ impl PpoTrainer {
             self.learner.policy_optimizer.save(&dir.join(OPTIMIZER))?;
             let of_value = self.learner.value_optimizer.as_ref();
             of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))
-        })
+        })?;
+        report.saved(&checkpoints.place(self.done));
+        Ok(())
     }
 
     /// Writes the bases of adapters, if no folder holds them, once for all checkpoints: they never change.
@@ -443,7 +564,7 @@ impl PpoTrainer {
     ///
     /// # Errors
     /// If there was no such metric from the first update on that the policy learnt in; if a file cannot be written.
-    fn keep_best(&mut self, metrics: &Metrics, looks: bool, report: &mut Reporter) -> Result<()> {
+    fn keep_best(&mut self, metrics: &Metrics, looks: bool, report: &mut Reporter<'_>) -> Result<()> {
         let Some(mut best) = self.best.take() else { return Ok(()) };
         self.keep_bases()?;
         let (value, done) = (best.value_in(metrics), self.done);
@@ -458,16 +579,26 @@ impl PpoTrainer {
                 report.warn(&format!("{named}: update {done} has no such metric, so its model is not looked at"));
             }
         }
-        let kept = match value.filter(|&value| looks && best.is_beaten_by(value)) {
-            Some(value) => best.save(&self.config.run.output_dir, value, done, |dir| self.write_models(dir)),
-            None => Ok(()),
-        };
+        let kept = value
+            .filter(|&value| looks && best.is_beaten_by(value))
+            .map(|value| best.save(&self.config.run.output_dir, value, done, |dir| self.write_models(dir)));
         self.best = Some(best);
-        kept
+        if let Some(dir) = kept.transpose()? {
+            report.saved(&dir);
+        }
+        Ok(())
     }
 
-    /// Answers the held-out prompts as training does, adds what came out to `m`, and gives the answers.
-    fn evaluate(&mut self, m: &mut Metrics) -> Result<Vec<Sample>> {
+    /// Answers the prompts that are held out as training does; changes nothing.
+    ///
+    /// # Errors
+    /// If there are none; if a reward fails.
+    pub fn evaluate(&mut self) -> Result<Evaluation> {
+        if self.eval_prompts.is_empty() {
+            let message = "evaluate: expected prompts that are held out, found none; a dataset's split, eval_split_size or \
+                           PpoParts::eval_prompts gives some";
+            return Err(Error::Usage(message.into()));
+        }
         let began = Instant::now();
         let asked = self.eval_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
@@ -482,6 +613,7 @@ impl PpoTrainer {
         let e = experience(judges, &prompts, &responses, scores, recompute, &self.config)?;
         let rows = prompts.len() as f64;
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
+        let mut m = Metrics::default();
         m.push("eval/score", per_row(&e.scores));
         for ComponentScores { name, scores, .. } in &components {
             m.push(format!("{EVAL_SCORES}{name}"), scores.iter().sum::<f64>() / rows);
@@ -489,19 +621,40 @@ impl PpoTrainer {
         m.push("eval/kl", per_row(&(&e.logprobs - &e.ref_logprobs)));
         m.push("eval/response_length", e.lengths.iter().sum::<i64>() as f64 / rows);
         m.push("time/eval", began.elapsed().as_secs_f64());
-        Ok(samples)
+        Ok(Evaluation { metrics: m, samples })
     }
 
-    /// One update: answer prompts, judge the answers, learn from them. Gives the update's metrics.
+    /// How many updates are done.
+    pub fn updates_done(&self) -> usize {
+        self.done
+    }
+
+    /// The next update of the run, for a loop of the caller's: answer prompts, judge the answers, learn from them. Gives the
+    /// update's metrics; nothing is written.
     ///
     /// # Errors
-    /// As [`PpoTrainer::train`].
-    pub fn update(&mut self, update: usize) -> Result<Metrics> {
-        let (config, plan) = (&self.config, &self.plan);
+    /// If the run is finished, a reward fails, or the models refuse a row.
+    pub fn update(&mut self) -> Result<Metrics> {
+        let total = self.plan.num_total_batches;
+        if self.done == total {
+            return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
+        }
+        let metrics = self.one_update()?;
+        self.done += 1;
+        self.note_whole();
+        Ok(metrics)
+    }
+
+    /// One update, from prompts to metrics; the caller counts it.
+    fn one_update(&mut self) -> Result<Metrics> {
+        let (config, plan, update) = (&self.config, &self.plan, self.done);
         let began = Instant::now();
 
         // 1. Prompts to responses.
-        let rows = self.cursor.take(plan.batch_size);
+        let rows = match &mut self.order {
+            Some(order) => own_rows(update, (order.0)(update), plan.batch_size, self.prompts.len())?,
+            None => self.cursor.take(plan.batch_size),
+        };
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         let sampling = Sampling::at_temperature(config.temperature);
         let responses = self.generate(&prompts, sampling, Purpose::Sampling, update)?;
@@ -509,7 +662,7 @@ impl PpoTrainer {
 
         // 2. Responses to experience: scores, log-probabilities, values.
         let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-        let scored = score(&mut self.rewards, &self.tokenizer, &asked, &responses, true)?;
+        let scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, true)?;
         let (scores, ends) = self.penalised(&scored, &responses);
         let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
         let recompute = !self.learner.policy.is_exact();
@@ -520,12 +673,11 @@ impl PpoTrainer {
         let rollout = began.elapsed().as_secs_f64();
 
         // 4. Epochs of mini-batches.
-        let rates = LearningRates::at(config, update, plan.num_total_batches);
-        let orders: Vec<Vec<usize>> = (0..config.num_ppo_epochs as u64)
-            .map(|epoch| {
-                Stream::new(config.run.seed, Purpose::MiniBatches, update as u64, epoch).permutation(plan.batch_size)
-            })
-            .collect();
+        let rates = match &mut self.schedule {
+            Some(schedule) => own_rates(update, (schedule.0)(update))?,
+            None => LearningRates::at(config, update, plan.num_total_batches),
+        };
+        let orders = mini_batch_orders(config, update, plan.batch_size);
         // The rollout's pieces are of other sizes than training's, and would stand between them.
         tch_ext::release_memory();
         let steps = self.learner.optimise(&experience, &targets, &orders, rates, plan, config)?;
@@ -542,7 +694,7 @@ impl PpoTrainer {
         scored.push_metrics(&mut m);
         m.push("val/num_eos_tokens", ends.iter().sum::<usize>() as f64);
         m.push("lr", rates.policy.unwrap_or(0.0));
-        if config.value.differs() {
+        if config.value.differs() || self.schedule.is_some() {
             m.push("val/lr", rates.value);
         }
         m.push("time/generate", generated);
@@ -618,14 +770,7 @@ impl PpoTrainer {
     }
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {
-        GenerationConfig {
-            stop_token_ids: self.stop.clone(),
-            seed: self.config.run.seed,
-            purpose,
-            step: step as u64,
-            batch_size: self.config.local_rollout_forward_batch_size,
-            ..GenerationConfig::new(sampling, self.config.response_length)
-        }
+        GenerationConfig { sampling, purpose, ..generation(&self.config, &self.stop, step) }
     }
 
     /// Answers a few prompts and compares what the passes of a run say of the answers; changes nothing.
@@ -648,7 +793,7 @@ impl PpoTrainer {
     ///
     /// # Errors
     /// If something is not as it should be; in bf16, whose rounding has no sharp bound, that is a warning.
-    fn check_aloud(&mut self, report: &Reporter) -> Result<()> {
+    fn check_aloud(&mut self, report: &Reporter<'_>) -> Result<()> {
         let (bf16, checks) = (self.config.run.bf16, self.check()?);
         match checks.failure(Checks::tolerance(bf16)) {
             None => report.note(&format!("checks: {checks}")),
@@ -696,7 +841,7 @@ impl PpoTrainer {
     /// One score per response, what is said of its tokens included, less the penalty, and what each reward said; nothing learns
     /// from them.
     fn whole_scores(&mut self, prompts: &[&Prompt], responses: &[Response]) -> Result<(Tensor, Vec<ComponentScores>)> {
-        let mut scored = score(&mut self.rewards, &self.tokenizer, prompts, responses, false)?;
+        let mut scored = self.rewards.score_responses(&self.tokenizer, prompts, responses, false)?;
         (scored.responses, scored.tokens) = (scored.totals(), None);
         Ok((self.penalised(&scored, responses).0.responses, scored.components))
     }
@@ -723,26 +868,112 @@ impl PpoTrainer {
     }
 }
 
-/// What `rewards` say of the responses; with `learn` their running moments learn from it.
-fn score(
-    rewards: &mut Rewards,
-    tokenizer: &Tokenizer,
-    prompts: &[&Prompt],
-    responses: &[Response],
-    learn: bool,
-) -> Result<Scored> {
-    let pairs = || prompts.iter().zip(responses);
-    let texts = pairs().map(|(prompt, response)| tokenizer.decode_after(&prompt.tokens, &response.tokens));
-    let texts: Vec<String> = texts.collect::<Result<_>>()?;
-    let inputs = pairs().zip(&texts).map(|((prompt, answer), response)| RewardInput {
-        prompt: &prompt.text,
-        response,
-        prompt_ids: &prompt.tokens,
-        response_ids: &answer.tokens,
-        finish: answer.finish,
-        row: &prompt.row,
-    });
-    rewards.score(&inputs.collect::<Vec<_>>(), learn)
+/// How many tokens a prompt may have, such that all models that read ids have room for it and its response.
+///
+/// # Errors
+/// If there is no room at all, or a model cannot read what the policy writes: it is on another device, or knows fewer tokens.
+fn room_for_prompts(
+    learner: &Learner,
+    reference: &CausalLm,
+    rewards: &Rewards,
+    response_length: usize,
+) -> Result<usize> {
+    let policy = &learner.policy;
+    let value = learner.value.model();
+    let of_value = value.map(|value| ("value model", value.device()));
+    for (name, device) in of_value.into_iter().chain([("reference", reference.device())]) {
+        if device != policy.device() {
+            let message = format!("{name}: expected the policy's device {:?}, found {device:?}", policy.device());
+            return Err(Error::Usage(message));
+        }
+    }
+    let read_ids = rewards.models().filter(|model| !model.reads_text());
+    let of_rewards = read_ids.map(|model| (model.dir().display().to_string(), model.classifier().config()));
+    let others = value.map(|value| ("value model".into(), value.config())).into_iter();
+    let others = others.chain([("reference".into(), reference.config())]);
+    let mut context = policy.config().max_position_embeddings;
+    for (name, model) in of_rewards.chain(others) {
+        // The policy may sample any of its ids, also those behind the tokenizer's last.
+        let (expected, found) = (policy.config().vocab_size, model.vocab_size);
+        if found < expected {
+            let message = format!("{name}: vocab_size: expected at least the policy's {expected}, found {found}");
+            return Err(Error::Run(message));
+        }
+        context = context.min(model.max_position_embeddings);
+    }
+    context.checked_sub(response_length).filter(|&room| room > 0).ok_or_else(|| {
+        Error::Usage(format!(
+            "response_length = {response_length} leaves no room for a prompt in the models' context of {context} tokens"
+        ))
+    })
+}
+
+/// Checks the prompts of [`PpoParts`] that have this name there.
+fn check_prompts(name: &str, prompts: &[Prompt], room: usize, vocab: i64) -> Result<()> {
+    for (row, Prompt { tokens, .. }) in prompts.iter().enumerate() {
+        let (found, strange) = (tokens.len(), tokens.iter().find(|id| !(0..vocab).contains(*id)));
+        let problem = match strange {
+            Some(id) => format!("ids below the policy's vocabulary of {vocab}, found {id}"),
+            None if (1..=room).contains(&found) => continue,
+            None => format!("1 to {room} tokens, the models' context less the response, found {found}"),
+        };
+        return Err(Error::Usage(format!("PpoParts::{name}: row {row}: expected {problem}")));
+    }
+    Ok(())
+}
+
+/// The rows that the caller's order says, if they are `count` of the `prompts`.
+fn own_rows(update: usize, rows: Vec<usize>, count: usize, prompts: usize) -> Result<Vec<usize>> {
+    let found = match rows.iter().find(|&&row| row >= prompts) {
+        Some(row) => format!("row {row}"),
+        None if rows.len() == count => return Ok(rows),
+        None => format!("{} rows", rows.len()),
+    };
+    Err(Error::Run(format!("order: update {update}: expected {count} rows, each below {prompts}, found {found}")))
+}
+
+/// The learning rates that the caller's schedule says, if such are possible.
+fn own_rates(update: usize, rates: LearningRates) -> Result<LearningRates> {
+    let mut all = rates.policy.into_iter().chain([rates.value]);
+    match all.find(|rate| !(rate.is_finite() && *rate >= 0.0)) {
+        Some(rate) => {
+            Err(Error::Run(format!("schedule: update {update}: expected learning rates from 0, found {rate}")))
+        }
+        None => Ok(rates),
+    }
+}
+
+/// The tokens that end a response by the settings; none where nothing does.
+///
+/// # Errors
+/// If it is eos, and the tokenizer has none.
+pub fn stop_tokens(config: &PpoConfig, tokenizer: &Tokenizer) -> Result<Vec<i64>> {
+    match (config.stop_token, config.stop_token_id) {
+        (Some(StopToken::Eos), _) => {
+            tokenizer.require_eos()?;
+            Ok(tokenizer.eos_ids().to_vec())
+        }
+        (None, id) => Ok(Vec::from_iter(id)),
+    }
+}
+
+/// How update `update`, counted from 0, samples its responses, which end with one of the tokens `stop`.
+pub fn generation(config: &PpoConfig, stop: &[i64], update: usize) -> GenerationConfig {
+    GenerationConfig {
+        stop_token_ids: stop.to_vec(),
+        seed: config.run.seed,
+        purpose: Purpose::Sampling,
+        step: update as u64,
+        batch_size: config.local_rollout_forward_batch_size,
+        ..GenerationConfig::new(Sampling::at_temperature(config.temperature), config.response_length)
+    }
+}
+
+/// The order of an update's `rows` rows in each of its epochs, as [`Learner::optimise`] takes them.
+pub fn mini_batch_orders(config: &PpoConfig, update: usize, rows: usize) -> Vec<Vec<usize>> {
+    let epochs = 0..config.num_ppo_epochs as u64;
+    let stream = |epoch| Stream::new(config.run.seed, Purpose::MiniBatches, update as u64, epoch);
+    epochs.map(|epoch| stream(epoch).permutation(rows)).collect()
 }
 
 /// The few numbers that people watch.
@@ -840,6 +1071,15 @@ impl Learner {
         let value_optimizer =
             value.model().map(|value| AdamW::new(value.trainable_params(), &config.value_optimizer().1));
         Self { policy, value, policy_optimizer, value_optimizer, micro_batch_tokens }
+    }
+
+    /// Gives the models fresh optimizers of these settings in place of the configuration's: betas, epsilon, weight decay and
+    /// `max_grad_norm`; learning rates come with every step. A head on the policy's trunk has the policy's optimizer.
+    #[must_use]
+    pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
+        self.policy_optimizer = AdamW::new(self.policy.trainable_params(), policy);
+        self.value_optimizer = self.value.model().map(|model| AdamW::new(model.trainable_params(), value));
+        self
     }
 
     /// Optimizer steps taken, of all models.

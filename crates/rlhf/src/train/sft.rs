@@ -109,7 +109,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates)?;
     let mut saver = Saver { checkpoints, write: &write };
     let ended = run_updates(config, &plan, &model, &train, &eval.rows, &mut report, &mut progress, &mut saver);
-    let ended = saver.at_end(ended, &progress, &report);
+    let ended = saver.at_end(ended, &progress, &mut report);
     report.finish();
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
@@ -143,7 +143,7 @@ fn run_updates(
     model: &CausalLm,
     train: &Gathered<Demonstration>,
     eval: &[Demonstration],
-    report: &mut Reporter,
+    report: &mut Reporter<'_>,
     progress: &mut Progress<Totals>,
     saver: &mut Saver<'_>,
 ) -> Result<()> {

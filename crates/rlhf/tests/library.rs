@@ -1,0 +1,370 @@
+//! PPO from Rust: what a run tells its caller, what the caller may bring, and the pieces of a step.
+
+use crate::checkpoint::{assert_same, ppo_config};
+use crate::cli::{json_lines, timeless};
+use crate::support::golden;
+use rlhf::config::{PpoConfig, Resume};
+use rlhf::data::{Cursor, Dataset, Prompt};
+use rlhf::generate::generate;
+use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
+use rlhf::optim::LearningRates;
+use rlhf::report::Event;
+use rlhf::reward::{FnReward, Rewards};
+use rlhf::rollout::{Judges, Targets, advantages, experience, shape_rewards};
+use rlhf::tokenizer::Tokenizer;
+use rlhf::train::ppo::{Learner, PpoParts, PpoTrainer, generation, metrics, mini_batch_orders, stop_tokens};
+use serde_json::{Map, Value};
+use std::ops::ControlFlow::{self, Break, Continue};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use tch::Kind;
+
+const VOCAB: i64 = 352;
+
+fn init(model: &str) -> PathBuf {
+    golden().join("trl_new/init").join(model)
+}
+
+/// Five updates of 4 answers in the folder `out`, scored by nothing yet.
+fn config(dir: &Path, out: &str) -> PpoConfig {
+    let mut config = ppo_config(dir);
+    config.run.output_dir = dir.join(out);
+    config.run.checkpoints.save_steps = Some(5);
+    config.reward_model_path = None;
+    config.rewards = PpoConfig::without_reward("", "", "").rewards;
+    config
+}
+
+/// Short answers are good ones.
+fn brevity() -> Rewards {
+    let brevity = |batch: &[rlhf::reward::RewardInput<'_>]| {
+        Ok(batch.iter().map(|input| -(input.response.len() as f64) / 10.0).collect())
+    };
+    Rewards::new().with("brevity", FnReward::new::<f64>(brevity))
+}
+
+/// What `from_config` makes of [`config`], made by hand.
+fn parts(config: &PpoConfig) -> PpoParts {
+    let (dir, options) = (init("llama_policy"), ModelOptions::default());
+    let policy = || CausalLm::from_pretrained(&dir, options).unwrap();
+    let value = SequenceClassifier::from_pretrained(&dir, Some(config.run.seed), options).unwrap();
+    let tokenizer = Tokenizer::from_pretrained(&golden().join("models/gpt_neox")).unwrap();
+    let prompts =
+        |split| Dataset::read(&config.data.dataset_name[0], split).unwrap().prompts(&tokenizer, VOCAB, 100).unwrap();
+    PpoParts {
+        learner: Learner::new(policy(), value, config),
+        reference: policy(),
+        rewards: brevity(),
+        prompts: prompts("train"),
+        eval_prompts: prompts("test"),
+        tokenizer,
+    }
+}
+
+fn lines(dir: &Path) -> Vec<Map<String, Value>> {
+    timeless(json_lines(&std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap()))
+}
+
+fn as_lines(metrics: &[rlhf::metrics::Metrics]) -> Vec<Map<String, Value>> {
+    let lines: Vec<String> = metrics.iter().map(|line| serde_json::to_string(line).unwrap()).collect();
+    timeless(json_lines(&lines.join("\n")))
+}
+
+fn sums(trainer: &PpoTrainer) -> Vec<f64> {
+    trainer.learner.policy.params().iter().map(|param| param.tensor.sum(Kind::Double).double_value(&[])).collect()
+}
+
+/// The kind of an event, and the updates done by then; of a folder that is saved its name and 0.
+fn told(event: &Event<'_>) -> (String, usize) {
+    match event {
+        Event::Update { step, metrics } => {
+            assert_eq!(metrics.get("step"), Some(*step as f64));
+            ("update".into(), *step)
+        }
+        Event::Samples { step, samples } => {
+            assert!(samples.len() == 5 && !samples[0].response.is_empty());
+            ("samples".into(), *step)
+        }
+        Event::Evaluation { step, evaluation } => {
+            assert!(evaluation.metrics.get("eval/score").is_some() && evaluation.samples.len() == 6);
+            ("evaluation".into(), *step)
+        }
+        Event::Saved { dir } => {
+            assert!(dir.join("model.safetensors").is_file() && dir.join("value_model/model.safetensors").is_file());
+            (dir.file_name().unwrap().to_str().unwrap().to_string(), 0)
+        }
+        other => panic!("unexpected {other:?}"),
+    }
+}
+
+#[test]
+fn a_watcher_is_told_everything_and_a_run_that_it_ends_anywhere_goes_on_to_the_same_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    let whole = ppo_config(dir.path());
+    let run = |out: &str, save_steps: usize, resume: bool| {
+        let mut config = whole.clone();
+        config.run.output_dir = dir.path().join(out);
+        config.run.checkpoints.save_steps = Some(save_steps);
+        config.run.checkpoints.resume_from_checkpoint = resume.then_some(Resume::Latest);
+        PpoTrainer::from_config(&config).unwrap()
+    };
+    let mut all = Vec::new();
+    let done = run("whole", 2, false).train_with(|event| {
+        all.push(told(event));
+        Continue(())
+    });
+    assert_eq!(done.unwrap(), 5);
+    assert!(all.contains(&("best".into(), 0)));
+    all.retain(|(name, _)| name != "best");
+    let expected = [
+        ("samples", 0),
+        ("update", 1),
+        ("evaluation", 2),
+        ("update", 2),
+        ("samples", 2),
+        ("checkpoint-2", 0),
+        ("update", 3),
+        ("evaluation", 4),
+        ("update", 4),
+        ("samples", 4),
+        ("checkpoint-4", 0),
+        ("evaluation", 5),
+        ("update", 5),
+        ("samples", 5),
+        ("checkpoint-5", 0),
+        ("whole", 0),
+    ];
+    assert_eq!(all, expected.map(|(name, step)| (name.to_string(), step)));
+
+    let stops = [("samples", 2, 2), ("update", 3, 3), ("evaluation", 2, 2), ("best", 0, 2), ("checkpoint-2", 0, 2)];
+    for (at, (name, step, updates)) in stops.into_iter().enumerate() {
+        let out = format!("stopped-{at}");
+        let mut last = Vec::new();
+        // With a checkpoint of its own only where that is what ends the run.
+        let save_steps = if name == "checkpoint-2" { 2 } else { 5 };
+        let mut trainer = run(&out, save_steps, false);
+        let done = trainer.train_with(|event| {
+            last.push(told(event));
+            if told(event) == (name.into(), step) { Break(()) } else { Continue(()) }
+        });
+        assert_eq!((done.unwrap(), trainer.updates_done()), (updates, updates), "stopped by {name}");
+        let left = [(format!("checkpoint-{updates}"), 0), (out.clone(), 0)];
+        assert!(last.ends_with(&left), "stopped by {name}: {last:?}");
+        let out = dir.path().join(out);
+        assert_eq!(lines(&out).len(), updates);
+        // On the same trainer, and on another in another process' place.
+        let goes_on = if at == 0 {
+            trainer.train()
+        } else {
+            drop(trainer);
+            run(out.file_name().unwrap().to_str().unwrap(), 5, true).train()
+        };
+        assert_eq!(goes_on.unwrap(), 5);
+        assert_same(&out, &dir.path().join("whole"), 5);
+    }
+}
+
+#[test]
+fn a_run_that_is_ended_before_its_first_update_leaves_the_model_it_began_with() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = ppo_config(dir.path());
+    let done = PpoTrainer::from_config(&config).unwrap().train_with(|_| Break(()));
+    assert_eq!(done.unwrap(), 0);
+    let weights = |dir: &Path| std::fs::read(dir.join("model.safetensors")).unwrap().len();
+    assert_eq!(weights(&config.run.output_dir), weights(&init("llama_policy")));
+    assert!(!config.run.output_dir.join("checkpoint-0").exists());
+    // What is there is a run: another trainer does not write over it unasked.
+    let error = PpoTrainer::from_config(&config).unwrap().train().unwrap_err().to_string();
+    assert!(error.contains("found a run in it"), "{error}");
+}
+
+#[test]
+fn parts_in_hand_train_to_the_bits_of_the_settings_that_name_them_also_update_by_update() {
+    let dir = tempfile::tempdir().unwrap();
+    let named = config(dir.path(), "named");
+    let mut trainer = PpoTrainer::from_config_with(&named, brevity()).unwrap();
+    assert_eq!(trainer.train().unwrap(), 5);
+    let in_hand = config(dir.path(), "in_hand");
+    PpoTrainer::new(&in_hand, parts(&in_hand)).unwrap().train().unwrap();
+    assert_same(&in_hand.run.output_dir, &named.run.output_dir, 5);
+
+    let mut by_hand = PpoTrainer::new(&in_hand, parts(&in_hand)).unwrap();
+    let mut told = Vec::new();
+    while by_hand.updates_done() < by_hand.plan.num_total_batches {
+        let mut metrics = by_hand.update().unwrap();
+        if by_hand.updates_done() != 1 && by_hand.updates_done() != 3 {
+            metrics.extend(&by_hand.evaluate().unwrap().metrics);
+        }
+        told.push(metrics);
+    }
+    assert_eq!(as_lines(&told), lines(&named.run.output_dir));
+    assert_eq!(sums(&by_hand), sums(&trainer));
+    let error = by_hand.update().unwrap_err().to_string();
+    assert_eq!(error, "update: the run is finished, all 5 updates are done");
+    by_hand.save_model(&dir.path().join("saved")).unwrap();
+    let weights = |dir: &Path| std::fs::read(dir.join("model.safetensors")).unwrap();
+    assert!(weights(&dir.path().join("saved")) == weights(&named.run.output_dir));
+}
+
+#[test]
+fn an_evaluation_needs_no_report_and_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = ppo_config(dir.path());
+    config.eval.eval_steps = None;
+    config.eval.metric_for_best_model = None;
+    let new = || PpoTrainer::from_config(&config).unwrap();
+    let (mut asked, mut plain) = (new(), new());
+    for _ in 0..2 {
+        let evaluations = [asked.evaluate().unwrap(), asked.evaluate().unwrap()];
+        let [first, second] = &evaluations;
+        assert_eq!(first.metrics.get("eval/score"), second.metrics.get("eval/score"));
+        assert_eq!(first.samples.len(), 6);
+        for (a, b) in first.samples.iter().zip(&second.samples) {
+            assert_eq!((&a.prompt, &a.response, a.score), (&b.prompt, &b.response, b.score));
+        }
+        assert_eq!(as_lines(&[asked.update().unwrap()]), as_lines(&[plain.update().unwrap()]));
+    }
+    std::fs::remove_file(dir.path().join("prompts/test.jsonl")).unwrap();
+    let error = new().evaluate().unwrap_err().to_string();
+    assert!(error.starts_with("evaluate: expected prompts that are held out, found none"), "{error}");
+}
+
+/// The rates of update `update`; the policy begins with the second.
+fn rates(update: usize) -> LearningRates {
+    let value = 1e-3 / (1 + update) as f64;
+    LearningRates { policy: (update > 0).then_some(value / 2.0), value }
+}
+
+#[test]
+fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_go_on_with_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let new = |out: &str, own: bool| {
+        let mut config = config(dir.path(), out);
+        config.run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
+        let mut parts = parts(&config);
+        let mut optimizer = config.optimizer.clone();
+        (optimizer.weight_decay, optimizer.adam_beta2, optimizer.max_grad_norm) = (0.5, 0.9, None);
+        parts.learner = parts.learner.with_optimizers(&optimizer, &config.optimizer);
+        parts.reference = CausalLm::from_pretrained(&init("llama_ref"), ModelOptions::default()).unwrap();
+        let _ = tch::no_grad(|| parts.reference.params()[0].tensor.shallow_clone().g_mul_scalar_(1.5));
+        let log = seen.clone();
+        let look = move |batch: &[rlhf::reward::RewardInput<'_>]| {
+            log.lock().unwrap().push(batch.iter().map(|input| input.prompt.to_string()).collect::<Vec<_>>());
+            Ok(vec![0.0; batch.len()])
+        };
+        parts.rewards = brevity().with("look", FnReward::new::<f64>(look));
+        let trainer = PpoTrainer::new(&config, parts).unwrap();
+        match own {
+            true => trainer.with_order(|update| vec![update, 5, 0, update]).with_schedule(rates),
+            false => trainer,
+        }
+    };
+    let stop_after = |updates: usize| {
+        move |event: &Event<'_>| match event {
+            Event::Update { step, .. } if *step == updates => Break(()),
+            _ => ControlFlow::<()>::Continue(()),
+        }
+    };
+    new("whole", true).train().unwrap();
+    let whole = dir.path().join("whole");
+    let batches = seen.lock().unwrap().clone();
+    let of_updates: Vec<&Vec<String>> = batches.iter().filter(|batch| batch.len() == 4).collect();
+    assert_eq!(of_updates.len(), 5);
+    assert_eq!(of_updates[2], &["the capital of France", "a sing", "The movie", "the capital of France"]);
+    let told = lines(&whole);
+    for (update, line) in told.iter().enumerate() {
+        let rates = rates(update);
+        assert_eq!(line["lr"].as_f64(), Some(rates.policy.unwrap_or(0.0)));
+        assert_eq!(line["val/lr"].as_f64(), Some(rates.value));
+    }
+    assert!(told[0]["objective/kl"].as_f64().unwrap().abs() > 1e-3, "another reference");
+
+    for updates in [1, 3] {
+        let out = format!("stopped-{updates}");
+        assert_eq!(new(&out, true).train_with(stop_after(updates)).unwrap(), updates);
+        let error = new(&out, false).train().unwrap_err().to_string();
+        let expected = "of the caller's own: expected an order and a schedule, as the run began, found nothing";
+        assert!(error.ends_with(expected), "{error}");
+        assert_eq!(new(&out, true).train().unwrap(), 5);
+        assert_same(&dir.path().join(out), &whole, 5);
+    }
+    // The optimizer's settings are the caller's too: without them the same run ends elsewhere.
+    let config = config(dir.path(), "plain");
+    let mut parts = parts(&config);
+    parts.reference = CausalLm::from_pretrained(&init("llama_ref"), ModelOptions::default()).unwrap();
+    let _ = tch::no_grad(|| parts.reference.params()[0].tensor.shallow_clone().g_mul_scalar_(1.5));
+    let plain = PpoTrainer::new(&config, parts).unwrap();
+    plain.with_order(|update| vec![update, 5, 0, update]).with_schedule(rates).train().unwrap();
+    let weights = |dir: &Path| std::fs::read(dir.join("model.safetensors")).unwrap();
+    assert!(weights(&config.run.output_dir) != weights(&whole));
+}
+
+#[test]
+fn parts_that_do_not_go_together_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), "out");
+    let refused = |change: &dyn Fn(&mut PpoParts)| {
+        let mut parts = parts(&config);
+        change(&mut parts);
+        PpoTrainer::new(&config, parts).unwrap_err().to_string()
+    };
+    let prompt = |tokens: Vec<i64>| Prompt { tokens, text: String::new(), row: Value::Null };
+    assert_eq!(refused(&|p| p.rewards = Rewards::new()), "PpoParts::rewards: expected at least one, found none");
+    assert_eq!(refused(&|p| p.prompts.clear()), "PpoParts::prompts: expected at least one, found none");
+    let error = refused(&|p| p.prompts[1] = prompt(Vec::new()));
+    assert!(error.starts_with("PpoParts::prompts: row 1: expected 1 to ") && error.ends_with("found 0"), "{error}");
+    let error = refused(&|p| p.eval_prompts.push(prompt(vec![1; 100_000])));
+    assert!(error.starts_with("PpoParts::eval_prompts: row 6: ") && error.ends_with("found 100000"), "{error}");
+    assert_eq!(
+        refused(&|p| p.prompts[2].tokens[0] = VOCAB),
+        "PpoParts::prompts: row 2: expected ids below the policy's vocabulary of 352, found 352"
+    );
+
+    let new = || PpoTrainer::new(&config, parts(&config)).unwrap();
+    let orders: [(Vec<usize>, &str); 2] = [(vec![0; 3], "3 rows"), (vec![0, 1, 6, 2], "row 6")];
+    for (rows, found) in orders {
+        let error = new().with_order(move |_| rows.clone()).update().unwrap_err().to_string();
+        assert_eq!(error, format!("order: update 0: expected 4 rows, each below 6, found {found}"));
+    }
+    for rate in [f64::NAN, -1e-3] {
+        let schedule = move |_| LearningRates { policy: Some(rate), value: 1e-3 };
+        let error = new().with_schedule(schedule).update().unwrap_err().to_string();
+        assert_eq!(error, format!("schedule: update 0: expected learning rates from 0, found {rate}"));
+    }
+}
+
+#[test]
+fn the_pieces_of_a_step_make_the_trainers_updates_bit_for_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path(), "out");
+    config.whiten_rewards = true;
+    let mut trainer = PpoTrainer::new(&config, parts(&config)).unwrap();
+    let PpoParts { mut learner, reference, mut rewards, tokenizer, prompts, .. } = parts(&config);
+    let (plan, stop) = (config.plan(prompts.len()).unwrap(), stop_tokens(&config, &tokenizer).unwrap());
+    let mut cursor = Cursor::new(config.run.seed, prompts.len());
+    for update in 0..2 {
+        let asked: Vec<&Prompt> = cursor.take(plan.batch_size).into_iter().map(|row| &prompts[row]).collect();
+        let tokens: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
+        let responses = generate(&learner.policy, &tokens, &generation(&config, &stop, update)).unwrap();
+        let scored = rewards.score_responses(&tokenizer, &asked, &responses, true).unwrap();
+        let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let scores = scored.to_scores(learner.policy.device());
+        let experience = experience(judges, &tokens, &responses, scores, false, &config).unwrap();
+        let (kl, rewards) = shape_rewards(&experience, config.kl_coef, &config);
+        let (advantages, returns) = advantages(&experience, &rewards, &config);
+        let targets = Targets { kl, kl_coef: config.kl_coef, rewards, advantages, returns };
+        let orders = mini_batch_orders(&config, update, plan.batch_size);
+        let rates = LearningRates::at(&config, update, plan.num_total_batches);
+        let steps = learner.optimise(&experience, &targets, &orders, rates, &plan, &config).unwrap();
+        let mut found = rlhf::metrics::Metrics::default();
+        metrics(&mut found, &experience, &targets, &steps, &config);
+        let expected = trainer.update().unwrap();
+        for (name, value) in found.iter() {
+            assert_eq!(Some(value.to_bits()), expected.get(name).map(f64::to_bits), "update {update}: {name}");
+        }
+    }
+    for (found, expected) in learner.policy.params().iter().zip(trainer.learner.policy.params()) {
+        assert!(found.tensor.equal(&expected.tensor), "{}", found.name);
+    }
+}
