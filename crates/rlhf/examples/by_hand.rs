@@ -3,21 +3,15 @@
 //!     cargo run --release --example by_hand -- SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 
 use rlhf::config::PpoConfig;
-use rlhf::data::{Cursor, Dataset};
-use rlhf::generate::{GenerationConfig, Sampling, generate};
+use rlhf::data::{Cursor, Dataset, Prompt};
+use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::rng::{Purpose, Stream};
+use rlhf::reward::{FnReward, Rewards};
 use rlhf::rollout::{Judges, experience, targets};
 use rlhf::tokenizer::Tokenizer;
-use rlhf::train::ppo::Learner;
+use rlhf::train::ppo::{Learner, generation, mini_batch_orders, stop_tokens};
 use std::path::Path;
-use tch::Tensor;
-
-/// Short answers are good answers: a tenth off for every word.
-fn reward(_prompt: &str, response: &str) -> f32 {
-    -(response.split_whitespace().count() as f32) / 10.0
-}
 
 #[allow(clippy::print_stdout)]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -36,33 +30,34 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // The value model starts from the language model, with a fresh head.
     let value = SequenceClassifier::from_pretrained(dir, Some(config.run.seed), options)?;
     let mut learner = Learner::new(CausalLm::from_pretrained(dir, options)?, value, &config);
+    // Short answers are good answers: a tenth off for every word.
+    let mut rewards = Rewards::new().with(
+        "brevity",
+        FnReward::new(|batch| {
+            let words = batch.iter().map(|input| input.response.split_whitespace().count());
+            Ok(words.map(|words| -(words as f64) / 10.0).collect())
+        }),
+    );
 
     let prompts = Dataset::read(Path::new(prompts), "train")?.prompts(&tokenizer, reference.config().vocab_size, 64)?;
-    let plan = config.plan(prompts.len())?;
+    let (plan, stop) = (config.plan(prompts.len())?, stop_tokens(&config, &tokenizer)?);
     let mut cursor = Cursor::new(config.run.seed, prompts.len());
-    for update in 0..plan.num_total_batches as u64 {
-        let rows = cursor.take(plan.batch_size);
-        let batch: Vec<Vec<i64>> = rows.iter().map(|&row| prompts[row].tokens.clone()).collect();
-        let generation = GenerationConfig {
-            stop_token_ids: tokenizer.eos().into_iter().collect(),
-            seed: config.run.seed,
-            step: update,
-            ..GenerationConfig::new(Sampling::at_temperature(config.temperature), config.response_length)
-        };
-        let responses = generate(&learner.policy, &batch, &generation)?;
-        let mut scores = Vec::new();
-        for (&row, response) in rows.iter().zip(&responses) {
-            scores.push(reward(&prompts[row].text, &tokenizer.decode(&response.tokens)?));
-        }
-        println!("update {update}: mean reward {:.3}", scores.iter().sum::<f32>() / scores.len() as f32);
+    for update in 0..plan.num_total_batches {
+        let asked: Vec<&Prompt> = cursor.take(plan.batch_size).into_iter().map(|row| &prompts[row]).collect();
+        let tokens: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
+        let responses = generate(&learner.policy, &tokens, &generation(&config, &stop, update))?;
+
+        let scored = rewards.score_responses(&tokenizer, &asked, &responses, true)?;
+        println!("update {update}: mean reward {:.3}", scored.responses.iter().sum::<f64>() / asked.len() as f64);
 
         let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
-        let experience = experience(judges, &batch, &responses, Tensor::from_slice(&scores), false, &config)?;
+        let scores = scored.to_scores(learner.policy.device());
+        let recompute = !learner.policy.is_exact();
+        let experience = experience(judges, &tokens, &responses, scores, recompute, &config)?;
         let targets = targets(&experience, config.kl_coef, &config);
-        let orders: Vec<Vec<usize>> = (0..config.num_ppo_epochs as u64)
-            .map(|epoch| Stream::new(config.run.seed, Purpose::MiniBatches, update, epoch).permutation(plan.batch_size))
-            .collect();
-        let rates = LearningRates::at(&config, update as usize, plan.num_total_batches);
+
+        let orders = mini_batch_orders(&config, update, plan.batch_size);
+        let rates = LearningRates::at(&config, update, plan.num_total_batches);
         learner.optimise(&experience, &targets, &orders, rates, &plan, &config)?;
     }
     learner.policy.save_pretrained(Path::new(out), tokenizer.eos_ids(), tokenizer.pad(), usize::MAX)?;

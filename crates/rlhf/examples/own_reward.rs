@@ -3,10 +3,10 @@
 //!     cargo run --release --example own_reward -- SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 
 use rlhf::config::PpoConfig;
+use rlhf::report::Console;
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::train::ppo::PpoTrainer;
 
-#[allow(clippy::print_stdout)]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [sft, prompts, out] = arguments.as_slice() else {
@@ -22,10 +22,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     config.learning_rate = 1e-4;
     config.response_length = 32;
     let mut trainer = PpoTrainer::from_config_with(&config, Rewards::new().with("brevity", brevity))?;
-    for update in 0..trainer.plan.num_total_batches {
-        let metrics = trainer.update()?;
-        println!("update {update}: mean score {:?}", metrics.get("objective/scores"));
-    }
-    trainer.save_model(out.as_ref())?;
+    trainer.console = Console::Person;
+    trainer.train()?;
     Ok(())
 }
