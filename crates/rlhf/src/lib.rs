@@ -31,3 +31,8 @@ pub use tensorboard::TensorBoard;
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// So must that of the page about the library.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/library.md")]
+struct LibraryPage;
