@@ -119,17 +119,17 @@ fn a_watcher_is_told_everything_and_a_run_that_it_ends_anywhere_goes_on_to_the_s
     let expected = [
         ("samples", 0),
         ("update", 1),
-        ("evaluation", 2),
         ("update", 2),
+        ("evaluation", 2),
         ("samples", 2),
         ("checkpoint-2", 0),
         ("update", 3),
-        ("evaluation", 4),
         ("update", 4),
+        ("evaluation", 4),
         ("samples", 4),
         ("checkpoint-4", 0),
-        ("evaluation", 5),
         ("update", 5),
+        ("evaluation", 5),
         ("samples", 5),
         ("checkpoint-5", 0),
         ("whole", 0),
@@ -165,17 +165,20 @@ fn a_watcher_is_told_everything_and_a_run_that_it_ends_anywhere_goes_on_to_the_s
 }
 
 #[test]
-fn a_run_that_is_ended_before_its_first_update_leaves_the_model_it_began_with() {
+fn a_run_that_is_ended_before_its_first_update_leaves_no_model_and_begins_again_when_it_is_asked_to() {
     let dir = tempfile::tempdir().unwrap();
-    let config = ppo_config(dir.path());
+    let mut config = ppo_config(dir.path());
+    config.eval.metric_for_best_model = None;
     let done = PpoTrainer::from_config(&config).unwrap().train_with(|_| Break(()));
     assert_eq!(done.unwrap(), 0);
-    let weights = |dir: &Path| std::fs::read(dir.join("model.safetensors")).unwrap().len();
-    assert_eq!(weights(&config.run.output_dir), weights(&init("llama_policy")));
-    assert!(!config.run.output_dir.join("checkpoint-0").exists());
+    for name in ["model.safetensors", "checkpoint-0"] {
+        assert!(!config.run.output_dir.join(name).exists(), "{name}");
+    }
     // What is there is a run: another trainer does not write over it unasked.
     let error = PpoTrainer::from_config(&config).unwrap().train().unwrap_err().to_string();
     assert!(error.contains("found a run in it"), "{error}");
+    config.run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
+    assert_eq!(PpoTrainer::from_config(&config).unwrap().train().unwrap(), 5);
 }
 
 #[test]
