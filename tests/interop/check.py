@@ -701,6 +701,54 @@ def lora_checks(work):
         yield f"{what}: we open PEFT's", read
 
 
+def example_checks(work):
+    """The script of examples/gpt2-sentiment in small, and its classifier in both hands."""
+    example = ROOT / "examples/gpt2-sentiment"
+
+    def train():
+        folder = work / "classifier"
+        arguments = [
+            "--output_dir",
+            folder,
+            "--results",
+            work / "classifier.json",
+            "--train_rows",
+            640,
+            "--test_rows",
+            64,
+        ]
+        command = [sys.executable, example / "train_classifier.py", *arguments, "--epochs", 1]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
+        expect(
+            done.returncode == 0, f"exit code {done.returncode}: {' | '.join(done.stderr.strip().splitlines()[-3:])}"
+        )
+        return folder
+
+    trained = Once(train)
+
+    def learned():
+        trained()
+        found = json.loads((work / "classifier.json").read_text())
+        expect(found["train"]["rows"] == 640, f"{found['train']['rows']} rows trained on, expected 640")
+        expect(found["train"]["last_loss"] < 0.75, f"loss {found['train']['last_loss']}, expected near ln 2 or below")
+
+    def scores_agree(folder):
+        rows = read_jsonl(example / "data/sentences_test.jsonl")[:64]
+        texts, output = write_jsonl(work / "texts.jsonl", rows), work / "scored.jsonl"
+        arguments = ["--dataset_name", texts, "--output_file", output, "--overwrite_output_file"]
+        rlhf("score", "--model", folder, "--reward_label", "POSITIVE", *arguments)
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), load(AutoModelForSequenceClassification, folder)
+        with torch.no_grad():
+            expected = [model(**tokenizer(row["text"], return_tensors="pt")).logits[0, 1].item() for row in rows]
+        worst = max(abs(row["score"] - logit) for row, logit in zip(read_jsonl(output), expected, strict=True))
+        expect(worst <= TOLERANCE, f"differ by up to {worst:.2e}, expected at most {TOLERANCE:.0e}")
+
+    what = "examples/gpt2-sentiment"
+    yield f"{what}: train_classifier.py trains in small", learned
+    yield f"{what}: scores of a classifier that it trained", lambda: scores_agree(trained())
+    yield f"{what}: scores of the shipped classifier", lambda: scores_agree(example / "classifier")
+
+
 def main():
     torch.set_num_threads(2)
     transformers.logging.set_verbosity_error()
@@ -709,7 +757,7 @@ def main():
     passed = failed = 0
     with tempfile.TemporaryDirectory(prefix="rlhf-interop-") as folder:
         work = Path(folder)
-        checks = list(reading_checks(work)) + list(lora_checks(work))
+        checks = list(reading_checks(work)) + list(lora_checks(work)) + list(example_checks(work))
         for family, layout, demonstrations in PIPELINES:
             place = work / family.replace(", ", "_").replace(" ", "_")
             place.mkdir()

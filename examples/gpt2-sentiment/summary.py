@@ -1,0 +1,145 @@
+"""Sums up a run of the example: what the classifier, and a count of words, say of the answers before and after PPO.
+
+    python3 summary.py [FOLDER]         default: runs/gpt2-sentiment
+    python3 summary.py --text IN OUT    the rows of IN, as `rlhf generate` wrote them, without their token ids
+
+Reads FOLDER/ppo/metrics.jsonl, before.jsonl, after.jsonl and timings.tsv, as run.sh leaves them; prints the summary and
+writes it to FOLDER/summary.json and FOLDER/summary.md. Exit code 1 when the mean score of the answers has not risen.
+
+Python 3.9 or newer, standard library only.
+"""
+
+import json
+import pathlib
+import statistics
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "sentiment"))  # behind this folder, which has a make_data too
+
+import judge  # noqa: E402
+import make_data  # noqa: E402
+
+SAMPLES = 6
+
+
+class Missing(Exception):
+    """Something that a run should have left is not there."""
+
+
+def read(path):
+    if not path.is_file():
+        raise Missing(f"{path}: not found; run examples/gpt2-sentiment/run.sh first")
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def strip_ids(source, target):
+    """Leaves of each row what a model with another tokenizer can read."""
+    rows = [{key: row[key] for key in ("prompt", "completion", "finish_reason")} for row in read(source)]
+    target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def judged(rows):
+    """The numbers of one set of scored answers; words of feeling are those of the lexicon, and the cues."""
+    texts = [row["completion"] for row in rows]
+    felt = {label: [len(pattern.findall(text)) for text in texts] for label, pattern in make_data.FELT.items()}
+    negative, positive = (sum(felt[label]) for label in make_data.LABELS)
+    pairs = [pair for text in texts for pair in judge.bigrams(text)]
+    scores = [row["score"] for row in rows]
+    return {
+        "answers": len(rows),
+        "score": statistics.fmean(scores),
+        "score_std": statistics.pstdev(scores),
+        "positive_scores": sum(score > 0 for score in scores) / len(scores),
+        "plain_answers": sum(not any(counts) for counts in zip(*felt.values())) / len(rows),
+        "positive_words": positive,
+        "negative_words": negative,
+        "mood": judge.balance(positive, negative),
+        "distinct_bigrams": len(set(pairs)) / max(len(pairs), 1),
+        "words": sum(len(judge.tokens(text)) for text in texts) / len(rows),
+    }
+
+
+def summarise(folder):
+    """All numbers of the run, as one dict that json can write."""
+    updates = [row for row in read(folder / "ppo" / "metrics.jsonl") if "objective/scores" in row]
+    before, after = read(folder / "before.jsonl"), read(folder / "after.jsonl")
+    if not updates:
+        raise Missing(f"{folder / 'ppo' / 'metrics.jsonl'}: no line has objective/scores")
+    if not before or [row["prompt"] for row in before] != [row["prompt"] for row in after]:
+        raise Missing(f"{folder}: before.jsonl and after.jsonl should answer the same prompts, in the same order")
+    timings = folder / "timings.tsv"
+    lines = timings.read_text(encoding="utf-8").splitlines() if timings.is_file() else []
+    return {
+        "updates": len(updates),
+        "first_update": {key: updates[0].get(f"objective/{key}") for key in ("scores", "kl")},
+        "last_update": {key: updates[-1].get(f"objective/{key}") for key in ("scores", "kl")},
+        "before": judged(before),
+        "after": judged(after),
+        "samples": [
+            {"prompt": old["prompt"]}
+            | {
+                name: {"text": row["completion"], "score": row["score"]}
+                for name, row in (("before", old), ("after", new))
+            }
+            for old, new in list(zip(before, after))[:SAMPLES]
+        ],
+        "seconds": {name: int(seconds) for name, seconds in (line.split("\t") for line in lines)},
+    }
+
+
+ROWS = [  # of the table: what it is, its key, its form
+    ("mean score: logit of POSITIVE", "score", "{:+.2f}"),
+    ("spread of the scores", "score_std", "{:.2f}"),
+    ("answers that score above 0", "positive_scores", "{:.1%}"),
+    ("answers without a word of feeling", "plain_answers", "{:.1%}"),
+    ("positive words", "positive_words", "{}"),
+    ("negative words", "negative_words", "{}"),
+    ("mood by these words, -1 to 1", "mood", "{:+.2f}"),
+    ("distinct bigrams, all answers", "distinct_bigrams", "{:.1%}"),
+    ("words per answer", "words", "{:.1f}"),
+]
+
+
+def as_markdown(found):
+    def cell(text):
+        return " ".join(str(text).replace("|", "\\|").split())
+
+    lines = [f"| {found['before']['answers']} held-out prompts | before PPO | after PPO |", "|---|---:|---:|"]
+    for name, key, form in ROWS:
+        lines.append(f"| {name} | {form.format(found['before'][key])} | {form.format(found['after'][key])} |")
+    lines += ["", "| prompt | before PPO | score | after PPO | score |", "|---|---|---:|---|---:|"]
+    for sample in found["samples"]:
+        sides = [f"{cell(sample[name]['text'])} | {sample[name]['score']:+.2f}" for name in ("before", "after")]
+        lines.append(f"| {cell(sample['prompt'])} | {' | '.join(sides)} |")
+    first, last = found["first_update"], found["last_update"]
+    line = "{} updates: mean score {:+.2f} in the first, {:+.2f} in the last; KL {:.2f} and {:.2f}."
+    lines += ["", line.format(found["updates"], first["scores"], last["scores"], first["kl"], last["kl"])]
+    if found["seconds"]:
+        lines.append("Time: " + ", ".join(f"{name} {value} s" for name, value in found["seconds"].items()) + ".")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments):
+    if arguments[:1] == ["--text"] and len(arguments) == 3:
+        strip_ids(*map(pathlib.Path, arguments[1:]))
+        return 0
+    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
+        print(__doc__)
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    folder = pathlib.Path(arguments[0] if arguments else "runs/gpt2-sentiment")
+    try:
+        found = summarise(folder)
+    except Missing as missing:
+        print(f"summary.py: {missing}", file=sys.stderr)
+        return 1
+    (folder / "summary.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(as_markdown(found), encoding="utf-8")
+    print(as_markdown(found), end="")
+    print(f"Written to {folder / 'summary.md'} and {folder / 'summary.json'}.")
+    return 0 if found["after"]["score"] > found["before"]["score"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
