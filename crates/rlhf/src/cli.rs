@@ -133,12 +133,17 @@ fn rlhf_command() -> Command {
                  Example:\n\
                  \x20 rlhf logprobs --model_name_or_path runs/ppo --dataset_name answers.jsonl",
             ),
-        config::command::<ScoreConfig>("score").about("Scores of a reward model, row by row").after_help(
-            "Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and\n\
-             `completion_ids`; each is written with its `score`. No eos is added.\n\n\
-             Example:\n\
-             \x20 rlhf generate --model runs/ppo --dataset_name prompts.jsonl | rlhf score --model runs/reward",
-        ),
+        config::command::<ScoreConfig>("score")
+            .about("Scores of a reward model, or of other rewards, row by row")
+            .after_help(
+                "Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and\n\
+             `completion_ids`; each is written with its `score`. No eos is added. Rewards other than one model score\n\
+             a completion to its prompt, and `components` has what each of them says.\n\n\
+             Examples:\n\
+             \x20 rlhf generate --model runs/ppo --dataset_name prompts.jsonl | rlhf score --model runs/reward\n\
+             \x20 rlhf score --tokenizer_name runs/sft --reward length:target=40 --reward_command ./reward.py \\\n\
+             \x20     --dataset_name answers.jsonl",
+            ),
         config::command::<MergeConfig>("merge").about("Fold a LoRA adapter into a whole model").after_help(
             "Example:\n\
              \x20 rlhf merge --model_name_or_path runs/ppo --output_dir merged",
@@ -491,14 +496,16 @@ mod tests {
                    resume_from_checkpoint config help";
         let data = "dataset_name dataset_weights dataset_config dataset_train_split dataset_test_split eval_split_size";
         let rows = "dataset_name dataset_split output_file overwrite_output_file batch_size dtype device num_threads config help";
+        let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
+                       reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
+        let eval = "eval_steps metric_for_best_model greater_is_better";
         let steps = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
                      num_train_epochs max_steps logging_steps";
         assert_eq!(
             flags("ppo"),
             format!(
                 "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
-                 new_reward_head reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
-                 reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries {data} \
+                 new_reward_head {rewards} {data} \
                  max_prompt_length long_prompts \
                  apply_chat_template preset per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
@@ -523,7 +530,7 @@ mod tests {
             flags("reward"),
             format!(
                 "model_name_or_path model_revision new_reward_head {data} eval_dataset_name max_length {steps} \
-                 center_rewards_coefficient {optimizer} {run}"
+                 center_rewards_coefficient {optimizer} {eval} {run}"
             )
         );
         assert_eq!(
@@ -536,7 +543,10 @@ mod tests {
             )
         );
         assert_eq!(flags("logprobs"), format!("model_name_or_path model_revision temperature {rows}"));
-        assert_eq!(flags("score"), format!("model_name_or_path model_revision reward_label {rows}"));
+        assert_eq!(
+            flags("score"),
+            format!("model_name_or_path model_revision reward_label tokenizer_name {rewards} {rows}")
+        );
         assert_eq!(
             flags("merge"),
             "model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help"

@@ -454,14 +454,21 @@ pub struct LogprobsConfig {
 #[command(rename_all = "snake_case")]
 pub struct ScoreConfig {
     /// Folder or hub name of the reward model, a sequence classifier.
-    #[arg(long, alias = "model", help_heading = MODELS)]
-    pub model_name_or_path: PathBuf,
+    #[arg(long, alias = "model", help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub model_name_or_path: std::option::Option<PathBuf>,
     /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
     /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
     pub reward_label: std::option::Option<String>,
+    /// Folder or hub name of the policy's tokenizer, by which rewards see prompts and answers [default: the reward model's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub tokenizer_name: std::option::Option<PathBuf>,
+    /// Rewards beside, or in place of, the reward model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rewards: RewardsConfig,
     /// Where rows come from and go to.
     #[command(flatten)]
     #[serde(flatten)]
@@ -1522,14 +1529,28 @@ impl ScoreConfig {
     /// A configuration with every default, for this model; set `rows.dataset_name` next.
     pub fn new(model_name_or_path: impl Into<PathBuf>) -> Self {
         let mut config: Self = defaults();
-        config.model_name_or_path = model_name_or_path.into();
+        config.model_name_or_path = Some(model_name_or_path.into());
         config
+    }
+
+    /// Whether answers are scored as a run scores them, and not whole texts by a model alone.
+    pub fn scores_answers(&self) -> bool {
+        self.tokenizer_name.is_some() || self.rewards != defaults()
     }
 
     /// Checks every setting.
     ///
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
+        self.rewards.check()?;
+        if crate::reward::specs(self)?.is_empty() {
+            return usage("no reward: set at least one of model_name_or_path, reward, reward_command and reward_url");
+        }
+        if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() {
+            return usage(
+                "tokenizer_name: expected the policy's folder, as rewards see what its tokens say, found none",
+            );
+        }
         self.rows.check()
     }
 }
@@ -2067,7 +2088,7 @@ mod tests {
                     "value_lr_scheduler_type": null, "value_lr_warmup_steps": null, "value_weight_decay": null,
                     "value_max_grad_norm": null,
                 }),
-                rewards,
+                rewards.clone(),
             ]),
         );
         assert_settings(
@@ -2107,10 +2128,14 @@ mod tests {
         );
         assert_settings(
             &ScoreConfig::new("m"),
-            json!({
-                "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "dataset_name": null, "dataset_split": "test",
-                "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
-            }),
+            joined([
+                json!({
+                    "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "tokenizer_name": null,
+                    "dataset_name": null, "dataset_split": "test", "output_file": null, "batch_size": 32, "dtype": "auto",
+                    "device": "auto", "num_threads": null,
+                }),
+                rewards,
+            ]),
         );
     }
 

@@ -9,6 +9,7 @@ pub use cursor::Cursor;
 pub use files::Files;
 
 use crate::config::{DataConfig, LongPrompts, PromptLengthConfig, TEST};
+use crate::generate::FinishReason;
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::{Tokenizer, shared_prefix, user_message};
 use crate::{Error, Result};
@@ -383,6 +384,35 @@ impl Dataset {
         })
     }
 
+    /// The rows' prompts with the answers to them, as rewards see them: tokens as [`Dataset::completions`] takes them, of
+    /// messages without what is blank behind the last eos.
+    ///
+    /// An answer has ended by itself unless its `finish_reason` is `length` or, where that is not told, its token ids are given
+    /// and the last of them is no eos.
+    ///
+    /// # Errors
+    /// If a row has no prompt with a completion.
+    pub fn answers(&self, tokenizer: &Tokenizer) -> Result<Vec<Answer>> {
+        self.map(|row| {
+            let (mut tokens, border) = completed(row, tokenizer, i64::MAX)?;
+            let ids = field(row, "completion_ids").is_some();
+            if !ids && row["completion"].is_array() {
+                tokens = up_to_eos(tokens, tokenizer)?;
+            }
+            let mut prompt = prompt_of(row, tokenizer, i64::MAX)?;
+            let response_ids = tokens.split_off(border.min(tokens.len()));
+            prompt.tokens = tokens;
+            let response = tokenizer.decode_after(&prompt.tokens, &response_ids)?;
+            let ended = response_ids.last().is_some_and(|id| tokenizer.eos_ids().contains(id));
+            let finish = match field(row, "finish_reason").and_then(Value::as_str) {
+                Some("length") => FinishReason::Length,
+                None if ids && !ended => FinishReason::Length,
+                _ => FinishReason::Stop,
+            };
+            Ok(Answer { prompt, response, response_ids, finish })
+        })
+    }
+
     /// The rows' whole texts: a prompt with its completion as [`Dataset::completions`] takes them, or token ids
     /// `input_ids`, or a string `text`, or a conversation `messages`. No eos is added; of a conversation, what is blank
     /// behind its last eos is cut, as in [`Dataset::pairs`].
@@ -494,6 +524,19 @@ pub struct Prompt {
     pub text: String,
     /// The whole row of the dataset.
     pub row: Value,
+}
+
+/// A prompt with an answer to it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answer {
+    /// The prompt.
+    pub prompt: Prompt,
+    /// The text of the answer, without special tokens.
+    pub response: String,
+    /// Its token ids.
+    pub response_ids: Vec<i64>,
+    /// Why it ended.
+    pub finish: FinishReason,
 }
 
 /// A text with the place where the part begins that is looked at.

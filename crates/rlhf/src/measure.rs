@@ -3,7 +3,8 @@
 use rlhf::config::{LogprobsConfig, RowsConfig, ScoreConfig};
 use rlhf::data::{Dataset, RowReader};
 use rlhf::hub;
-use rlhf::model::{CausalLm, SequenceClassifier};
+use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
+use rlhf::reward::{RewardInput, Rewards};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -55,7 +56,11 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     config.check()?;
     let options = model_options(&config.rows)?;
     let rows = open_rows(&config.rows, true)?;
-    let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
+    let name = match &config.model_name_or_path {
+        Some(name) if !config.scores_answers() => name,
+        _ => return score_answers(config, rows, options),
+    };
+    let dir = &hub::model_dir(name, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::of_text_or_ids(dir)?;
     let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
     model.choose_label(config.reward_label.as_deref(), dir)?;
@@ -76,11 +81,43 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     })
 }
 
+/// Writes the rows, prompts with answers, with what the rewards say of them.
+fn score_answers(config: &ScoreConfig, rows: RowReader, options: ModelOptions) -> Result<()> {
+    let tokenizer = match (&config.tokenizer_name, &config.model_name_or_path) {
+        (Some(name), _) => hub::tokenizer_dir(name, None)?,
+        (None, Some(name)) => hub::model_dir(name, Some(&config.model_revision))?,
+        (None, None) => return config.check(),
+    };
+    let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
+    let mut rewards = Rewards::of_score(config, &tokenizer, options)?;
+    annotate(&config.rows, rows, |part| {
+        let answers = part.answers(&tokenizer)?;
+        let inputs = answers.iter().map(|answer| RewardInput {
+            prompt: &answer.prompt.text,
+            response: &answer.response,
+            prompt_ids: &answer.prompt.tokens,
+            response_ids: &answer.response_ids,
+            finish: answer.finish,
+            row: &answer.prompt.row,
+        });
+        let scored = rewards.score(&inputs.collect::<Vec<_>>(), true)?;
+        let fields = scored.totals().into_iter().enumerate().map(|(row, total)| {
+            let components = scored.components.iter().map(|one| (one.name.clone(), json!(one.scores[row])));
+            vec![("score", json!(total)), ("components", Value::Object(components.collect()))]
+        });
+        Ok(fields.collect())
+    })
+}
+
 /// New fields of a row.
 type Fields = Vec<(&'static str, Value)>;
 
 /// Reads rows, a part at a time, and writes each, in order, with what `measure` gives for it.
-fn annotate(config: &RowsConfig, mut rows: RowReader, measure: impl Fn(&Dataset) -> Result<Vec<Fields>>) -> Result<()> {
+fn annotate(
+    config: &RowsConfig,
+    mut rows: RowReader,
+    mut measure: impl FnMut(&Dataset) -> Result<Vec<Fields>>,
+) -> Result<()> {
     let at_once = if config.batch_size == 1 { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
     let mut out = None;
     while let Some(part) = rows.next(at_once)? {

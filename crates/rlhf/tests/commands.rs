@@ -154,6 +154,53 @@ fn text_is_what_its_ids_are_joined_before_it_is_encoded_and_without_eos() {
 }
 
 #[test]
+fn any_reward_scores_a_file_of_answers_as_a_run_would() {
+    let scratch = Scratch::new();
+    scratch.write(
+        "reward.sh",
+        "while read -r line; do case $line in *movie*) echo '{\"score\": 2}';; *) echo '{\"score\": -1}';; esac; done\n",
+    );
+    let rows = [
+        json!({"prompt": "The movie", "completion": " was long and long", "label": "was long and long"}),
+        json!({"prompt": "A film", "completion": " was", "label": "1"}),
+        json!({"prompt": [{"role": "user", "content": "do"}], "prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "label": "x"}),
+    ];
+    scratch.write(
+        "score.yaml",
+        "tokenizer_name: policy\nreward_command: sh reward.sh\nreward_weights: [words=0.5]\n\
+         reward: ['words=length:target=4,unit=words', 'exact:label']\n",
+    );
+    let found = piped(&scratch, "score --config score.yaml", &rows);
+    for (row, (components, total)) in found.iter().zip([
+        (json!({"command": 2.0, "words": 0.0, "exact": 1.0}), 3.0),
+        (json!({"command": -1.0, "words": -0.75, "exact": 0.0}), -1.375),
+    ]) {
+        assert_eq!((&row["components"], row["score"].as_f64()), (&components, Some(total)));
+        assert!(row["prompt"].is_string(), "a row keeps its own fields");
+    }
+    // A reward model among them says what it says alone, of the same tokens.
+    let alone = piped(&scratch, "score --model reward", &rows);
+    let beside = piped(&scratch, "score --model reward --reward json --batch_size 1", &rows);
+    for (alone, beside) in alone.iter().zip(&beside) {
+        let [alone, model] = [&alone["score"], &beside["components"]["model"]].map(|score| score.as_f64().unwrap());
+        assert!((alone - model).abs() < 1e-5, "{alone} is not {model}");
+    }
+    for (line, code, words) in [
+        ("score", 2, "no reward: set at least one of model_name_or_path, reward, reward_command and reward_url"),
+        ("score --reward json", 2, "tokenizer_name: expected the policy's folder"),
+        ("score --model reward --reward rhyme", 2, "reward = rhyme: expected one of model"),
+        ("score --model reward --reward exact:answer --dataset_name demos.jsonl", 1, "reward `exact`"),
+        (
+            "score --model reward --reward json --dataset_name prompts.jsonl",
+            1,
+            "prompts.jsonl: line 1: expected a field `completion`",
+        ),
+    ] {
+        scratch.refuses(line, code, &[words]);
+    }
+}
+
+#[test]
 fn scores_of_text_and_of_prompt_with_completion_are_those_of_their_ids() {
     let scratch = Scratch::new();
     let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("reward")).unwrap();

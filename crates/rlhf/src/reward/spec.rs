@@ -5,7 +5,7 @@ use super::rules::KINDS;
 use super::{
     CommandReward, HttpReward, HttpSettings, Normalize, Patience, Reward, RewardModel, Rewards, Rule, Shaping,
 };
-use crate::config::{PpoConfig, RewardsConfig};
+use crate::config::{PpoConfig, RewardsConfig, ScoreConfig};
 use crate::model::ModelOptions;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
@@ -40,12 +40,35 @@ impl Spec {
     }
 }
 
+/// What a command's settings say of rewards.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Asked<'a> {
+    /// The folder or the name of the reward model that has a flag of its own, and its label.
+    pub(crate) model: Option<&'a Path>,
+    pub(crate) label: Option<&'a str>,
+    pub(crate) settings: &'a RewardsConfig,
+}
+
+impl<'a> From<&'a PpoConfig> for Asked<'a> {
+    fn from(config: &'a PpoConfig) -> Self {
+        let (model, label) = (config.reward_model_path.as_deref(), config.reward_label.as_deref());
+        Self { model, label, settings: &config.rewards }
+    }
+}
+
+impl<'a> From<&'a ScoreConfig> for Asked<'a> {
+    fn from(config: &'a ScoreConfig) -> Self {
+        let (model, label) = (config.model_name_or_path.as_deref(), config.reward_label.as_deref());
+        Self { model, label, settings: &config.rewards }
+    }
+}
+
 /// The rewards that a configuration names, in order: those with a flag of their own first. There may be none.
 ///
 /// # Errors
 /// If one is not written as it should be; if a weight or the like belongs to none of them.
-pub(crate) fn specs(config: &PpoConfig) -> Result<Vec<Spec>> {
-    let settings = &config.rewards;
+pub(crate) fn specs<'a>(asked: impl Into<Asked<'a>>) -> Result<Vec<Spec>> {
+    let Asked { model, label, settings } = asked.into();
     let mut found: Vec<(String, Kind, String)> = Vec::new();
     let mut add = |name: &str, kind, about| match found.iter().any(|(taken, ..)| taken == name) {
         true => usage(format!(
@@ -57,9 +80,9 @@ pub(crate) fn specs(config: &PpoConfig) -> Result<Vec<Spec>> {
             Ok(())
         }
     };
-    match (&config.reward_model_path, &config.reward_label) {
+    match (model, label) {
         (Some(path), label) => {
-            let kind = Kind::Model { path: path.clone(), label: label.clone() };
+            let kind = Kind::Model { path: path.into(), label: label.map(str::to_string) };
             add("model", kind, format!("`{}`", path.display()))?;
         }
         (None, Some(label)) => usage(format!("reward_label = {label} needs reward_model_path, whose label it is"))?,
@@ -170,8 +193,8 @@ fn by_name<T: Copy>(
 ///
 /// # Errors
 /// As [`specs`]; if a model is not there.
-pub(crate) fn resolve(config: &PpoConfig) -> Result<Vec<Spec>> {
-    let mut specs = specs(config)?;
+pub(crate) fn resolve<'a>(asked: impl Into<Asked<'a>>) -> Result<Vec<Spec>> {
+    let mut specs = specs(asked)?;
     for spec in &mut specs {
         if let Kind::Model { path, .. } = &mut spec.kind {
             *path = hub::model_dir(path, None)?;
@@ -191,9 +214,29 @@ impl Rewards {
         policy: &Tokenizer,
         options: ModelOptions,
     ) -> Result<Self> {
-        let settings = &config.rewards;
         let new_head = config.new_reward_head.then_some(config.run.seed);
-        let batch_size = config.local_rollout_forward_batch_size;
+        Self::make(specs, &config.rewards, new_head, policy, config.local_rollout_forward_batch_size, options)
+    }
+
+    /// The rewards that `config` names, for answers that `tokenizer` reads.
+    ///
+    /// # Errors
+    /// If one is not written as it should be, or cannot be made.
+    pub fn of_score(config: &ScoreConfig, tokenizer: &Tokenizer, options: ModelOptions) -> Result<Self> {
+        let model = config.model_name_or_path.as_ref();
+        let model = model.map(|name| hub::model_dir(name, Some(&config.model_revision))).transpose()?;
+        let specs = resolve(Asked { model: model.as_deref(), ..config.into() })?;
+        Self::make(specs, &config.rewards, None, tokenizer, config.rows.batch_size, options)
+    }
+
+    fn make(
+        specs: Vec<Spec>,
+        settings: &RewardsConfig,
+        new_head: Option<u64>,
+        policy: &Tokenizer,
+        batch_size: usize,
+        options: ModelOptions,
+    ) -> Result<Self> {
         let mut rewards = Rewards::new();
         for Spec { name, kind, shaping, about } in specs {
             let reward: Box<dyn Reward> = match kind {
