@@ -5,7 +5,7 @@
 //! under another name and brought to the disk before it gets its own, so that one with that name is whole; what a killed run
 //! leaves under other names, the next one clears away.
 
-use crate::config::{EvalConfig, Resume, RunConfig};
+use crate::config::{EvalConfig, Resume, RunConfig, is_eval_metric};
 use crate::metrics::Metrics;
 use crate::weights::{pretty, read_json, sync, write_text};
 use crate::{Error, Result};
@@ -355,6 +355,11 @@ impl Checkpoints {
         is_due(self.every, done, self.num_updates)
     }
 
+    /// The folder of the run.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// Where the checkpoint after `done` updates lies.
     pub(crate) fn place(&self, done: usize) -> PathBuf {
         self.dir.join(name_of(done))
@@ -413,6 +418,17 @@ pub(crate) fn is_due(every: Option<usize>, done: usize, total: usize) -> bool {
     every.is_some_and(|every| done.is_multiple_of(every) || done == total)
 }
 
+/// What became of an update's model.
+#[derive(Debug)]
+pub(crate) enum Kept {
+    /// It is not the best one, or nothing looked at it.
+    Nothing,
+    /// It is the best one, and lies in this folder.
+    In(PathBuf),
+    /// It could not be looked at: what to warn of.
+    Missed(String),
+}
+
 /// The best model of a run so far, by one of its metrics.
 #[derive(Debug)]
 pub(crate) struct Best {
@@ -432,34 +448,47 @@ impl Best {
         Some(Self { greater: config.greater_is_better.unwrap_or(!lower), metric, found: None, told: false })
     }
 
-    /// The metric's name.
-    pub(crate) fn metric(&self) -> &str {
-        &self.metric
-    }
-
-    /// Whether an update has had the metric.
-    pub(crate) fn was_told(&self) -> bool {
-        self.told || self.found.is_some()
-    }
-
-    /// The metric's value among those of an update, if it has one.
-    pub(crate) fn value_in(&mut self, metrics: &Metrics) -> Option<f64> {
-        let value = metrics.get(&self.metric);
-        self.told |= value.is_some();
-        value
+    /// Keeps what `write` puts into the folder that it is given as `output_dir/best`, in place of what is there, if `metrics`
+    /// are better than before and the update after which they were taken, the `done`th, `looks` at them; `may_lack` says that the
+    /// metric cannot be there yet.
+    ///
+    /// # Errors
+    /// If no update has had the metric, but for one of an evaluation where nothing looks; those of [`Checkpoints::save`].
+    pub(crate) fn keep(
+        &mut self,
+        metrics: &Metrics,
+        output_dir: &Path,
+        done: usize,
+        looks: bool,
+        may_lack: bool,
+        write: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<Kept> {
+        let Some(value) = metrics.get(&self.metric) else {
+            let named = format!("metric_for_best_model = {}", self.metric);
+            let missed = !may_lack && (looks || !is_eval_metric(&self.metric));
+            if missed && !self.told && self.found.is_none() {
+                let known: Vec<&str> = metrics.iter().map(|(name, _)| name).collect();
+                let known = known.join(", ");
+                return Err(Error::Usage(format!("{named}: expected a metric of the run, one of {known}")));
+            }
+            let warning = || format!("{named}: update {done} has no such metric, so its model is not looked at");
+            return Ok(if missed && looks { Kept::Missed(warning()) } else { Kept::Nothing });
+        };
+        self.told = true;
+        if looks && self.is_beaten_by(value) {
+            return self.save(output_dir, value, done, write).map(Kept::In);
+        }
+        Ok(Kept::Nothing)
     }
 
     /// Whether `value` is better than what came before; a number that is not finite never is.
-    pub(crate) fn is_beaten_by(&self, value: f64) -> bool {
+    fn is_beaten_by(&self, value: f64) -> bool {
         let better = |best: f64| if self.greater { value > best } else { value < best };
         value.is_finite() && self.found.is_none_or(|(best, _)| better(best))
     }
 
     /// Replaces `output_dir/best` by what `write` puts into the folder that it is given; gives its path.
-    ///
-    /// # Errors
-    /// As [`Checkpoints::save`].
-    pub(crate) fn save(
+    fn save(
         &mut self,
         output_dir: &Path,
         value: f64,

@@ -515,7 +515,7 @@ mod tests {
                  whiten_advantages gamma lam cliprange cliprange_value vf_coef cliprange_high dual_clip entropy_coef \
                  target_kl ratio_threshold {optimizer} value_warmup_updates value_learning_rate \
                  value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \
-                 max_skipped_updates no_checks eval_steps num_eval_prompts metric_for_best_model greater_is_better {run}"
+                 max_skipped_updates no_checks num_eval_prompts {eval} {run}"
             )
         );
         assert_eq!(
@@ -523,7 +523,7 @@ mod tests {
             format!(
                 "model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
                  max_length {steps} \
-                 completion_only_loss {optimizer} {run}"
+                 completion_only_loss {optimizer} {eval} {run}"
             )
         );
         assert_eq!(

@@ -192,6 +192,9 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub watch: WatchConfig,
+    /// Prompts to answer in an evaluation, at most: the first of the split.
+    #[arg(long, help_heading = EVALUATION, default_value_t = 128)]
+    pub num_eval_prompts: usize,
     /// Evaluation on the way, and the best model.
     #[command(flatten)]
     #[serde(flatten)]
@@ -267,6 +270,10 @@ pub struct SftConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
+    /// Evaluation on the way, and the best model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub eval: EvalConfig,
     /// Output folder, seed, precision, reports.
     #[command(flatten)]
     #[serde(flatten)]
@@ -332,6 +339,10 @@ pub struct RewardConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
+    /// Evaluation on the way, and the best model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub eval: EvalConfig,
     /// Output folder, seed, precision, reports.
     #[command(flatten)]
     #[serde(flatten)]
@@ -814,12 +825,9 @@ pub enum Resume {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct EvalConfig {
-    /// Answer prompts of the test split every this many updates, and after the last.
+    /// Evaluate on the rows that are held out every this many updates, and after the last.
     #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<usize>)]
     pub eval_steps: std::option::Option<usize>,
-    /// Prompts to answer in an evaluation, at most: the first of the split.
-    #[arg(long, help_heading = EVALUATION, default_value_t = 128)]
-    pub num_eval_prompts: usize,
     /// Keep the model at which this metric was best in `output_dir/best`; it is looked at after each evaluation, or else each
     /// `save_steps`.
     #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
@@ -832,16 +840,18 @@ pub struct EvalConfig {
     pub greater_is_better: std::option::Option<bool>,
 }
 
-/// What begins the names of an evaluation's metrics.
-pub(crate) const EVAL_METRICS: &str = "eval/";
+/// Whether a metric of this name comes of an evaluation.
+pub(crate) fn is_eval_metric(name: &str) -> bool {
+    name.starts_with("eval/") || name.starts_with("eval_")
+}
 
 /// What begins the names of those that are of one reward each.
 pub(crate) const EVAL_SCORES: &str = "eval/scores/";
 
 impl EvalConfig {
-    fn check(&self, save_steps: Option<usize>) -> Result<()> {
+    /// `known` are the metrics of an evaluation; one that ends with a slash is followed by a reward's name.
+    fn check(&self, save_steps: Option<usize>, known: &[&str]) -> Result<()> {
         self.eval_steps.map_or(Ok(()), |steps| at_least_one("eval_steps", steps))?;
-        at_least_one("num_eval_prompts", self.num_eval_prompts)?;
         let Some(metric) = &self.metric_for_best_model else {
             return match self.greater_is_better {
                 Some(greater) => usage(format!(
@@ -853,13 +863,18 @@ impl EvalConfig {
         let needs =
             |what: &str| usage(format!("metric_for_best_model = {metric} needs {what}: nothing looks at it else"));
         match (self.eval_steps, save_steps) {
-            (None, _) if metric.starts_with(EVAL_METRICS) => needs("eval_steps"),
+            (None, _) if is_eval_metric(metric) => needs("eval_steps"),
             (None, None) => needs("eval_steps or save_steps"),
             // Other names are known when the first update is done; these would be after its first evaluation only.
-            _ if metric.starts_with(EVAL_METRICS) => {
-                let known = ["eval/score", "eval/kl", "eval/response_length"].contains(&metric.as_str());
-                let expected = "eval/score, eval/kl, eval/response_length or eval/scores/NAME, NAME being a reward's";
-                expect(known || metric.starts_with(EVAL_SCORES), "metric_for_best_model", metric, expected)
+            _ if is_eval_metric(metric) => {
+                let is = |name: &&str| metric == name || name.ends_with('/') && metric.starts_with(name);
+                let named = |name: &&str| if name.ends_with('/') { format!("{name}NAME") } else { name.to_string() };
+                let names: Vec<String> = known.iter().map(named).collect();
+                let expected = match names.as_slice() {
+                    [only] => only.clone(),
+                    several => format!("one of {}", several.join(", ")),
+                };
+                expect(known.iter().any(is), "metric_for_best_model", metric, &expected)
             }
             _ => Ok(()),
         }
@@ -1111,7 +1126,9 @@ impl PpoConfig {
         check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type))?;
         self.watch.check()?;
         self.run.check()?;
-        self.eval.check(self.run.checkpoints.save_steps)?;
+        at_least_one("num_eval_prompts", self.num_eval_prompts)?;
+        self.eval
+            .check(self.run.checkpoints.save_steps, &["eval/score", "eval/kl", "eval/response_length", EVAL_SCORES])?;
         self.batch_sizes().map(drop)
     }
 
@@ -1247,6 +1264,7 @@ impl SftConfig {
         }
         check_learning(self.learning_rate, &self.optimizer, None)?;
         self.run.check()?;
+        self.eval.check(self.run.checkpoints.save_steps, &["eval_loss"])?;
         self.plan_for(1).map(drop)
     }
 
@@ -1293,6 +1311,10 @@ impl RewardConfig {
         self.peft.check()?;
         check_learning(self.learning_rate, &self.optimizer, None)?;
         self.run.check()?;
+        self.eval.check(
+            self.run.checkpoints.save_steps,
+            &["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"],
+        )?;
         self.plan_for(1).map(drop)
     }
 
@@ -2030,7 +2052,8 @@ mod tests {
             "seed": 42, "bf16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "num_threads": null, "disable_tqdm": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
-            "use_rslora": false, "save_steps": null, "save_total_limit": null,
+            "use_rslora": false, "save_steps": null, "save_total_limit": null, "eval_steps": null,
+            "metric_for_best_model": null, "greater_is_better": null,
         })
     }
 
@@ -2076,8 +2099,7 @@ mod tests {
                     "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
                     "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
                     "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
-                    "score_position": "after_stop", "apply_chat_template": false, "eval_steps": null,
-                    "num_eval_prompts": 128, "metric_for_best_model": null, "greater_is_better": null,
+                    "score_position": "after_stop", "apply_chat_template": false, "num_eval_prompts": 128,
                     "max_prompt_length": null, "long_prompts": "error",
                 }),
                 json!({
@@ -2445,7 +2467,7 @@ mod tests {
                     c.eval.metric_for_best_model = Some("eval/scores".into());
                     c.eval.eval_steps = Some(5);
                 },
-                "metric_for_best_model = eval/scores: expected eval/score, eval/kl,",
+                "metric_for_best_model = eval/scores: expected one of eval/score, eval/kl, eval/response_length, eval/scores/NAME",
             ),
         ];
         for (change, message) in changes {

@@ -1,6 +1,6 @@
 //! What a run tells: `metrics.jsonl` and TensorBoard for programs, a progress bar and tables for people.
 
-use crate::checkpoint::{self, Start};
+use crate::checkpoint::{self, Kept, Start};
 use crate::config::{RESOLVED, ReportTo, RunConfig};
 use crate::metrics::Metrics;
 use crate::model::{AdapterFolder, BASE_MODEL};
@@ -181,6 +181,15 @@ impl<'w> Reporter<'w> {
     pub(crate) fn saved(&mut self, dir: &Path) {
         self.note(&format!("saved {}", dir.display()));
         self.tell(&Event::Saved { dir });
+    }
+
+    /// Tells what became of a model that may be the best.
+    pub(crate) fn kept(&mut self, kept: Kept) {
+        match kept {
+            Kept::Nothing => {}
+            Kept::In(dir) => self.saved(&dir),
+            Kept::Missed(warning) => self.warn(&warning),
+        }
     }
 
     /// Writes one line of metrics.

@@ -6,10 +6,11 @@ pub mod reward;
 pub mod sft;
 
 use crate::Result;
-use crate::checkpoint::{Checkpoints, OPTIMIZER, Saved, Start};
-use crate::config::{DataConfig, PeftConfig, RunConfig};
-use crate::data::{Cursor, Dataset};
+use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
+use crate::config::{DataConfig, EvalConfig, PeftConfig, RunConfig};
+use crate::data::{Cursor, Dataset, Sources};
 use crate::device::{memory, use_threads};
+use crate::metrics::Metrics;
 use crate::model::{Dtype, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
 use crate::report::{Console, Reached, Reporter};
@@ -28,22 +29,31 @@ struct Progress<T> {
     cursor: Cursor,
     /// Sums since the last line of metrics.
     since: T,
-    /// The state of cursor and sums after the last whole update: an error may come in the midst of one.
+    /// The last update that a line of metrics was due after: a line that an early end brings is none of the whole run's.
+    recorded: usize,
+    best: Option<Best>,
+    /// The state of all that after the last whole update: an error may come in the midst of one.
     whole: Map<String, Value>,
 }
 
 impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
-    fn new(optimizer: AdamW, cursor: Cursor) -> Self {
-        let mut begun = Self { done: 0, optimizer, cursor, since: T::default(), whole: Map::new() };
+    fn new(optimizer: AdamW, cursor: Cursor, eval: &EvalConfig) -> Self {
+        let (since, best) = (T::default(), Best::new(eval));
+        let mut begun = Self { done: 0, optimizer, cursor, since, recorded: 0, best, whole: Map::new() };
         begun.note_whole();
         begun
     }
 
     /// Goes to where `saved` was written, but for the model.
-    fn load(&mut self, saved: &Saved, num_updates: usize) -> Result<()> {
+    fn load(&mut self, saved: &Saved, in_place: bool, num_updates: usize) -> Result<()> {
         self.cursor.load_state(saved.part("cursor")?).map_err(|e| crate::Error::invalid(&saved.dir, e.to_string()))?;
         saved.check_updates(num_updates)?;
         self.since = saved.parsed("since")?;
+        self.recorded = saved.parsed("recorded").unwrap_or(saved.state.update);
+        // The best model of a run in another folder lies there.
+        if let (Some(best), Ok(state), true) = (&mut self.best, saved.part("best"), in_place) {
+            best.load_state(state);
+        }
         self.optimizer.load(&saved.dir.join(OPTIMIZER))?;
         self.done = saved.state.update;
         self.note_whole();
@@ -55,14 +65,35 @@ impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
         self.done += 1;
         if told {
             self.since = T::default();
+            self.recorded = self.done;
         }
         self.note_whole();
     }
 
-    /// Takes note of the state of cursor and sums: an update is whole.
+    /// Takes note of the state of all that: an update is whole.
     fn note_whole(&mut self) {
-        self.whole = Map::from_iter([("cursor".into(), self.cursor.state()), ("since".into(), json!(self.since))]);
+        self.whole = Map::from_iter([
+            ("cursor".into(), self.cursor.state()),
+            ("since".into(), json!(self.since)),
+            ("recorded".into(), self.recorded.into()),
+        ]);
+        self.whole.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
     }
+
+    /// How far the run is.
+    fn reached(&self) -> Reached {
+        Reached { updates: self.done, recorded: self.recorded }
+    }
+}
+
+/// What comes after an update.
+struct Due {
+    /// The rows that are held out are evaluated on.
+    evaluation: bool,
+    /// The metric of the best model is looked at.
+    look: bool,
+    /// A line of metrics is written.
+    line: bool,
 }
 
 /// Writes the checkpoints of such a run; `write` writes its model to a folder.
@@ -78,6 +109,39 @@ impl Saver<'_> {
             (self.write)(dir)?;
             progress.optimizer.save(&dir.join(OPTIMIZER))
         })
+    }
+
+    /// What comes after the `done`th of `total` updates; a line of metrics every `logging_steps` of them.
+    fn due<T>(
+        &self,
+        progress: &Progress<T>,
+        eval: &EvalConfig,
+        logging_steps: usize,
+        done: usize,
+        total: usize,
+    ) -> Due {
+        let evaluation = is_due(eval.eval_steps, done, total);
+        let look = if eval.eval_steps.is_some() { evaluation } else { self.checkpoints.is_due(done) };
+        let look = look && progress.best.is_some();
+        // What is looked at, or found by an evaluation, stands in a line.
+        Due { evaluation, look, line: look || evaluation || is_due(Some(logging_steps), done, total) }
+    }
+
+    /// Keeps the model as the best one where the chosen metric says so.
+    fn keep_best<T>(
+        &self,
+        progress: &mut Progress<T>,
+        metrics: &Metrics,
+        look: bool,
+        report: &mut Reporter<'_>,
+    ) -> Result<()>
+    where
+        T: Default + Serialize + for<'a> Deserialize<'a>,
+    {
+        let Some(best) = &mut progress.best else { return Ok(()) };
+        report.kept(best.keep(metrics, self.checkpoints.dir(), progress.done, look, false, self.write)?);
+        progress.note_whole();
+        Ok(())
     }
 
     /// Writes the checkpoint that is due, if one is.
@@ -108,13 +172,6 @@ fn leave_checkpoint(
             Err(error)
         }
     }
-}
-
-/// How far a run with a line of metrics every `logging_steps` updates, and after the last, is after `done` of them: a line
-/// that an early end brought is none of the whole run's.
-fn reached(done: usize, num_updates: usize, logging_steps: usize) -> Reached {
-    let recorded = if done == num_updates { done } else { done - done % logging_steps };
-    Reached { updates: done, recorded }
 }
 
 /// Begins to tell of a run of `num_updates`: what to be warned of, where it goes on from, what it reads text by.
@@ -225,6 +282,20 @@ fn small_dataset(data: &DataConfig, rows: usize, batch_size: usize) -> Option<St
     })
 }
 
+/// Checks that there are rows to evaluate on, where that is asked for on the way.
+///
+/// # Errors
+/// If there are none.
+fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &DataConfig) -> Result<()> {
+    let (Some(every), false) = (eval.eval_steps, sources.hold_rows_out()) else { return Ok(()) };
+    Err(crate::Error::Usage(format!(
+        "eval_steps = {every}: expected rows that are held out, and dataset_name = {} has no split `{}`; eval_split_size \
+         keeps some of the training rows for it",
+        data.describe(),
+        data.dataset_test_split
+    )))
+}
+
 /// What `read` makes of the rows of several datasets, one after another.
 struct Gathered<T> {
     rows: Vec<T>,
@@ -276,7 +347,7 @@ mod tests {
     fn a_run_that_goes_on_and_ends_at_once_has_the_state_that_it_was_given() {
         let dir = tempfile::tempdir().unwrap();
         let config = SftConfig::new("model", "data", dir.path());
-        let begun = || Progress::<f64>::new(AdamW::new(Vec::new(), &config.optimizer), Cursor::new(1, 9));
+        let begun = || Progress::<f64>::new(AdamW::new(Vec::new(), &config.optimizer), Cursor::new(1, 9), &config.eval);
         let mut progress = begun();
         progress.cursor.take(4);
         progress.since = 2.5;
@@ -288,9 +359,9 @@ mod tests {
             Saved::read(&checkpoints.place(progress.done)).unwrap()
         };
         let mut again = begun();
-        again.load(&save(&progress), 9).unwrap();
+        again.load(&save(&progress), true, 9).unwrap();
         assert_eq!((again.done, &again.whole), (1, &progress.whole));
-        begun().load(&save(&again), 9).unwrap();
+        begun().load(&save(&again), true, 9).unwrap();
     }
 
     #[test]

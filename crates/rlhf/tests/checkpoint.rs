@@ -189,12 +189,16 @@ fn sft_and_a_reward_model_go_on_to_the_same_bits_in_the_midst_of_what_a_line_of_
         let mut config = SftConfig::new(models.join("gpt_neox"), &demos, dir.path().join("sft/whole"));
         (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, 4);
         config.peft.use_peft = true; // with dropout
+        config.eval_dataset_name = Some(demos.clone());
+        (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3), Some("eval_loss".into()));
         with(&mut config.run);
         rlhf::train::sft::sft(&config, Console::Silent).unwrap();
     });
     goes_on_from_everywhere(5, |with| {
         let mut config = RewardConfig::new(models.join("gpt_neox_cls"), &pairs, dir.path().join("reward/whole"));
         (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, 4);
+        config.eval_dataset_name = Some(pairs.clone());
+        (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3), Some("eval_margin".into()));
         with(&mut config.run);
         rlhf::train::reward::reward(&config, Console::Silent).unwrap();
     });
@@ -571,7 +575,7 @@ fn an_evaluation_changes_no_training_and_its_samples_are_what_it_tells() {
         rlhf::train::ppo::ppo(&config, Console::Silent).unwrap();
         timeless(json_lines(&std::fs::read_to_string(config.run.output_dir.join("metrics.jsonl")).unwrap()))
     };
-    let with = run("with", &|config| config.eval.num_eval_prompts = 3);
+    let with = run("with", &|config| config.num_eval_prompts = 3);
     let without = run("without", &|config| (config.eval.eval_steps, config.eval.metric_for_best_model) = (None, None));
     let training = |lines: &[Map<String, Value>]| -> Vec<Map<String, Value>> {
         let ours = |line: &Map<String, Value>| {
@@ -600,6 +604,47 @@ fn an_evaluation_changes_no_training_and_its_samples_are_what_it_tells() {
     assert!(of("eval/kl").iter().all(|kl| kl.abs() < 1e-5), "{:?}", of("eval/kl"));
     for name in ["eval/score", "eval/scores/short", "eval/scores/model"] {
         assert!(of(name).iter().all(|&score| score == of(name)[0]), "{name}: {:?}", of(name));
+    }
+}
+
+#[test]
+fn sft_and_a_reward_model_evaluate_on_the_way_and_keep_the_best_model() {
+    let scratch = Scratch::new();
+    let reward = SFT.replace("sft ", "reward ").replace("demos", "pairs").replace("policy", "reward");
+    for (line, metric, greater) in [(SFT, "eval_loss", false), (&reward, "eval_margin", true)] {
+        let out = metric;
+        let data = line.split_whitespace().skip_while(|word| *word != "--dataset_name").nth(1).unwrap();
+        let run = |flags: &str, out: &str| {
+            format!(
+                "{line} --max_steps 5 --logging_steps 4 --learning_rate 1e-3 --save_steps 1 {flags} --output_dir {out}"
+            )
+        };
+        let flags = format!("--eval_dataset_name {data} --eval_steps 2 --metric_for_best_model {metric}");
+        scratch.succeeds(&run(&flags, out));
+        let lines = scratch.metrics(out);
+        let found: Vec<(u64, f64)> =
+            lines.iter().map(|line| (line["step"].as_u64().unwrap(), line[metric].as_f64().unwrap())).collect();
+        assert_eq!(found.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [2, 4, 5]);
+        let better = |a: &&(u64, f64), b: &&(u64, f64)| if greater { a.1.total_cmp(&b.1) } else { b.1.total_cmp(&a.1) };
+        let (update, value) = *found.iter().max_by(better).unwrap();
+        let told: Value = serde_json::from_str(&scratch.read(&format!("{out}/best/best.json"))).unwrap();
+        assert_eq!(told, json!({"metric": metric, "greater_is_better": greater, "value": value, "update": update}));
+        let model = |dir: &str| std::fs::read(scratch.path(out).join(dir).join("model.safetensors")).unwrap();
+        assert!(model("best") == model(&format!("checkpoint-{update}")));
+        // Training is the same without.
+        scratch.succeeds(&run("", &format!("plain-{out}")));
+        assert!(model("") == std::fs::read(scratch.path(&format!("plain-{out}/model.safetensors"))).unwrap());
+        for (flags, words) in [
+            ("--eval_steps 2", "eval_steps = 2: expected rows that are held out"),
+            ("--metric_for_best_model eval_loss", "metric_for_best_model = eval_loss needs eval_steps"),
+            ("--eval_steps 2 --metric_for_best_model eval_los", "metric_for_best_model = eval_los: expected "),
+        ] {
+            scratch.refuses(&run(flags, "none"), 2, &[words]);
+        }
+        let ran = scratch.run(&run("--metric_for_best_model los", &format!("wrong-{out}")));
+        assert!(
+            ran.code != 0 && ran.stderr.contains("metric_for_best_model = los: expected a metric of the run, one of")
+        );
     }
 }
 

@@ -2,13 +2,11 @@
 
 use super::checks::{self, Checks, Skips};
 use super::{
-    begin_report, describe_micro_batch, gather, leave_checkpoint, micro_batch_tokens, micro_batches, model_options,
-    small_dataset, trained_options, trained_share, write_model_card,
+    begin_report, check_held_out, describe_micro_batch, gather, leave_checkpoint, micro_batch_tokens, micro_batches,
+    model_options, small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
-use crate::config::{
-    EVAL_METRICS, EVAL_SCORES, LongPrompts, OptimizerConfig, PpoConfig, PpoPlan, StopToken, WhitenAdvantages,
-};
+use crate::config::{EVAL_SCORES, LongPrompts, OptimizerConfig, PpoConfig, PpoPlan, StopToken, WhitenAdvantages};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::{GenerationConfig, Response, Sampling, generate};
 use crate::hub;
@@ -171,14 +169,7 @@ impl PpoTrainer {
         let frozen = ModelOptions { dtype: config.run.dtype, ..options };
         // Before gigabytes are fetched in vain.
         let sources = Sources::find(&config.data, None)?;
-        if let (Some(every), false) = (config.eval.eval_steps, sources.hold_rows_out()) {
-            return Err(Error::Usage(format!(
-                "eval_steps = {every}: expected prompts that are held out, and dataset_name = {} has no split `{}`; \
-                 eval_split_size keeps some of the training prompts for it",
-                config.data.describe(),
-                config.data.dataset_test_split
-            )));
-        }
+        check_held_out(&config.eval, &sources, &config.data)?;
         let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
         let specs = resolve(config)?;
         if specs.is_empty() && more.is_empty() {
@@ -245,7 +236,7 @@ impl PpoTrainer {
         }
         // Where long ones are dropped, others take their places.
         if config.prompt_length.long_prompts != LongPrompts::Drop {
-            eval = eval.map(|eval| eval.first(SAMPLE_ROWS.max(config.eval.num_eval_prompts)));
+            eval = eval.map(|eval| eval.first(SAMPLE_ROWS.max(config.num_eval_prompts)));
         }
         let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
         let cursor = train.cursor(config.run.seed, &config.data);
@@ -279,7 +270,7 @@ impl PpoTrainer {
         }
         let first = |prompts: &[Prompt], rows| prompts.iter().take(rows).cloned().collect::<Vec<_>>();
         let sample_prompts = first(if eval_prompts.is_empty() { &prompts } else { &eval_prompts }, SAMPLE_ROWS);
-        let eval_prompts = first(&eval_prompts, config.eval.num_eval_prompts);
+        let eval_prompts = first(&eval_prompts, config.num_eval_prompts);
         let all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
         rewards.check_rows(all.map(|prompt| &prompt.row))?;
         let stop = stop_tokens(config, &tokenizer)?;
@@ -567,25 +558,12 @@ impl PpoTrainer {
     fn keep_best(&mut self, metrics: &Metrics, looks: bool, report: &mut Reporter<'_>) -> Result<()> {
         let Some(mut best) = self.best.take() else { return Ok(()) };
         self.keep_bases()?;
-        let (value, done) = (best.value_in(metrics), self.done);
+        let done = self.done;
         let frozen = done <= self.config.value.value_warmup_updates;
-        if value.is_none() && !frozen && (looks || !best.metric().starts_with(EVAL_METRICS)) {
-            let named = format!("metric_for_best_model = {}", best.metric());
-            if !best.was_told() {
-                let known: Vec<String> = metrics.iter().map(|(name, _)| name.to_string()).collect();
-                let known = known.join(", ");
-                return Err(Error::Usage(format!("{named}: expected a metric of the run, one of {known}")));
-            } else if looks {
-                report.warn(&format!("{named}: update {done} has no such metric, so its model is not looked at"));
-            }
-        }
-        let kept = value
-            .filter(|&value| looks && best.is_beaten_by(value))
-            .map(|value| best.save(&self.config.run.output_dir, value, done, |dir| self.write_models(dir)));
+        let out = &self.config.run.output_dir;
+        let kept = best.keep(metrics, out, done, looks, frozen, |dir| self.write_models(dir));
         self.best = Some(best);
-        if let Some(dir) = kept.transpose()? {
-            report.saved(&dir);
-        }
+        report.kept(kept?);
         Ok(())
     }
 

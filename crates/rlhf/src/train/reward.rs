@@ -1,8 +1,8 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
 use super::{
-    Gathered, Progress, Saver, begin_report, describe_micro_batch, gather, micro_batch_tokens, micro_batches,
-    model_options, reached, small_dataset, trained_options, trained_share, write_model_card,
+    Gathered, Progress, Saver, begin_report, check_held_out, describe_micro_batch, gather, micro_batch_tokens,
+    micro_batches, model_options, small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start};
 use crate::config::{RewardConfig, TrainPlan};
@@ -36,6 +36,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let differences = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
     // Before gigabytes are fetched in vain.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+    check_held_out(&config.eval, &sources, &config.data)?;
     let model_dir = &hub::model_dir(model_dir, Some(&config.model_revision))?;
     let tokenizer = Tokenizer::from_pretrained(model_dir)?;
     let new_head = config.new_reward_head.then_some(config.run.seed);
@@ -64,9 +65,9 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
     let optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
-    let mut progress = Progress::new(optimizer, train.cursor(config.run.seed, &config.data));
+    let mut progress = Progress::new(optimizer, train.cursor(config.run.seed, &config.data), &config.eval);
     if let Some(saved) = &start.from {
-        progress.load(saved, plan.num_updates)?;
+        progress.load(saved, start.in_place, plan.num_updates)?;
         model.load_trained(&saved.dir)?;
         warnings.extend(saved.threads_warning());
     }
@@ -74,9 +75,9 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let dir = &config.run.output_dir;
     let (eos, pad, most) = (tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0);
     model.keep_base(&dir.join(BASE_MODEL), eos, pad, most)?;
-    let reached = reached(progress.done, plan.num_updates, config.logging_steps);
     warnings.extend(differences);
-    let mut report = begin_report(&config.run, &start, plan.num_updates, reached, &warnings, &tokenizer, console)?;
+    let mut report =
+        begin_report(&config.run, &start, plan.num_updates, progress.reached(), &warnings, &tokenizer, console)?;
     let trained = trained_share(model.params());
     report.note(&format!("trained parameters: {trained}"));
     let write = |dir: &Path| {
@@ -146,13 +147,14 @@ fn run_updates(
             })?;
         }
         let lr = learning_rate(config.learning_rate, &config.optimizer, progress.done, plan.num_updates);
+        let done = progress.done + 1;
+        let due = saver.due(progress, &config.eval, config.logging_steps, done, plan.num_updates);
         let since = &mut progress.since;
         since.grad_norm += progress.optimizer.step(lr)?;
-        let done = progress.done + 1;
         report.advance(format!("loss {:.3} accuracy {:.2}", since.loss / since.pairs, since.correct / since.pairs));
         let (finished, stopping) = (done == plan.num_updates, stop_requested());
-        let due = done.is_multiple_of(config.logging_steps) || finished;
-        if due || stopping {
+        let mut told = None;
+        if due.line || stopping {
             let updates = since.pairs / plan.batch_size as f64;
             let mut metrics = Metrics::default();
             metrics.push("step", done as f64);
@@ -161,7 +163,7 @@ fn run_updates(
             metrics.push("grad_norm", since.grad_norm / updates);
             metrics.push("learning_rate", lr);
             metrics.push("time/update", began.elapsed().as_secs_f64() / updates);
-            if (finished || stopping) && !eval.is_empty() {
+            if (due.evaluation || finished || stopping) && !eval.is_empty() {
                 let mut totals = Totals::default();
                 for batch in eval.chunks(config.per_device_eval_batch_size) {
                     let scores = tch::no_grad(|| model.scores(&sides(&batch.iter().collect::<Vec<_>>())))?;
@@ -170,9 +172,11 @@ fn run_updates(
                 totals.push(&mut metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
             }
             report.record(done as i64, &metrics)?;
+            told = Some(metrics);
             began = Instant::now();
         }
-        progress.advance(due);
+        progress.advance(due.line);
+        told.map_or(Ok(()), |metrics| saver.keep_best(progress, &metrics, due.look, report))?;
         saver.after_update(progress, report)?;
     }
     Ok(())
