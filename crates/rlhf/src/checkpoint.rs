@@ -34,7 +34,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 3] = [STATE, OPTIMIZER, BEST_FILE];
 
 /// Settings that decide no result: a resumed run may change them.
-const FREE: [&str; 15] = [
+const FREE: [&str; 19] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -44,6 +44,10 @@ const FREE: [&str; 15] = [
     "disable_tqdm",
     "num_sample_generations",
     "eval_steps",
+    "print_answers",
+    "print_answers_interval",
+    "enable_test_mode",
+    "test_stop_step",
     "reward_batch_size",
     "reward_concurrency",
     "reward_timeout",

@@ -7,13 +7,16 @@ use std::path::{Path, PathBuf};
 
 use clap::builder::ValueParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueEnum};
 use rlhf::config::{
-    self, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, RewardConfig, ScoreConfig, SftConfig,
+    self, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, Preset, RewardConfig, ScoreConfig, SftConfig,
 };
 use rlhf::{Error, Result};
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
+
+use crate::deepspeed_chat;
 
 /// A command with its configuration, checked.
 #[derive(Debug, Clone, PartialEq)]
@@ -66,8 +69,17 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Task, St
     };
     let file = matches.subcommand().and_then(|(name, flags)| Some((name, flags.get_one::<PathBuf>("config")?)));
     let mut strict = rlhf_command();
-    if let Some((name, path)) = file {
-        let settings = read_config(path, strict.find_subcommand(name).expect("clap matched it"))?;
+    let mut settings = match file {
+        Some((name, path)) => read_config(path, strict.find_subcommand(name).expect("clap matched it"))?,
+        None => Vec::new(),
+    };
+    if let Some((name, flags)) = matches.subcommand() {
+        if name == "ppo" {
+            let preset = preset_of(flags, &settings);
+            deepspeed_chat::translate(preset, flags, &mut settings)?;
+            settings.splice(0..0, of_preset(preset, &settings));
+        }
+        settings.retain(|setting| !setting.values.is_empty());
         strict = strict.mut_subcommand(name, |command| settings.into_iter().fold(command, set_default));
     }
     let mut matches = strict.try_get_matches_from(&args)?;
@@ -114,11 +126,13 @@ fn rlhf_command() -> Command {
              \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
              \x20     --dataset_name pairs.jsonl --output_dir runs/reward",
         ),
-        config::command::<PpoConfig>("ppo").about("Train a language model with PPO against a reward").after_help(
-            "Example:\n\
+        deepspeed_chat::with_flags(config::command::<PpoConfig>("ppo"))
+            .about("Train a language model with PPO against a reward")
+            .after_help(
+                "Example:\n\
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
              \x20     --dataset_name prompts.jsonl --output_dir runs/ppo",
-        ),
+            ),
         config::command::<GenerateConfig>("generate").about("Answer prompts with a language model").after_help(
             "Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.\n\n\
                  Examples:\n\
@@ -215,10 +229,28 @@ fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<Os
 const NOT_SETTINGS: [&str; 2] = ["config", "help"];
 
 /// One setting of a configuration file; no values stand for `null`.
-struct Setting {
-    key: String,
-    line: u64,
-    values: Vec<String>,
+pub(crate) struct Setting {
+    pub(crate) key: String,
+    pub(crate) line: u64,
+    pub(crate) values: Vec<String>,
+}
+
+/// The preset that the flags name, or else the file's `settings`.
+fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Preset> {
+    let of_flag = || flags.get_one::<Preset>("preset").copied();
+    let of_file = || settings.iter().find(|setting| setting.key == "preset")?.values.first();
+    match flags.value_source("preset") {
+        Some(ValueSource::CommandLine) => of_flag(),
+        _ => of_file().and_then(|name| Preset::from_str(name, false).ok()).or_else(of_flag),
+    }
+}
+
+/// What the preset sets, but for what the file's `settings` set to null.
+fn of_preset(preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
+    let own = preset.map_or(&[][..], Preset::settings);
+    let is_null = |key: &str| settings.iter().any(|setting| setting.key == key && setting.values.is_empty());
+    let own = own.iter().filter(|(key, _)| !is_null(key));
+    own.map(|&(key, value)| Setting { key: key.into(), line: 0, values: vec![value.into()] }).collect()
 }
 
 fn set_default(command: Command, setting: Setting) -> Command {
@@ -252,7 +284,6 @@ fn read_config(path: &Path, command: &Command) -> Result<Vec<Setting>> {
         }
         settings.push(setting);
     }
-    settings.retain(|setting| !setting.values.is_empty());
     Ok(settings)
 }
 
@@ -426,7 +457,7 @@ fn one_line(error: &clap::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rlhf::config::{Format, LongPrompts, LrSchedulerType, Preset, ReportTo, StopToken, WhitenAdvantages};
+    use rlhf::config::{EosInLoss, Format, LongPrompts, LrSchedulerType, ReportTo, StopToken, WhitenAdvantages};
     use rlhf::ppo::{KlEstimator, ScorePosition};
 
     use super::*;
@@ -486,10 +517,11 @@ mod tests {
         let flags = |name: &str| {
             let command = rlhf_command();
             let command = command.find_subcommand(name).unwrap();
-            command.get_arguments().map(|arg| arg.get_id().as_str()).collect::<Vec<_>>().join(" ")
+            let seen = command.get_arguments().filter(|arg| !arg.is_hide_set());
+            seen.map(|arg| arg.get_id().as_str()).collect::<Vec<_>>().join(" ")
         };
-        let optimizer = "use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora learning_rate \
-                         lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
+        let lora = "use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora";
+        let optimizer = "learning_rate lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
                          adam_epsilon max_grad_norm";
         let run = "output_dir overwrite_output_dir seed bf16 dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to num_threads disable_tqdm save_steps save_total_limit \
@@ -507,15 +539,20 @@ mod tests {
                 "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
                  new_reward_head {rewards} {data} \
                  max_prompt_length long_prompts \
-                 apply_chat_template preset per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
+                 apply_chat_template preset per_device_generation_batch_size generation_batches \
+                 per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
                  non_eos_penalty penalty_reward_value \
                  score_position kl_coef kl_estimator kl_in_loss adap_kl_ctrl target horizon kl_coef_end whiten_rewards \
                  whiten_advantages gamma lam cliprange cliprange_value vf_coef cliprange_high dual_clip entropy_coef \
-                 target_kl ratio_threshold {optimizer} value_warmup_updates value_learning_rate \
+                 target_kl ratio_threshold clip_reward_value min_response_length eos_in_loss last_value_in_loss \
+                 unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef enable_ema ema_beta \
+                 {lora} value_use_peft value_lora_r \
+                 value_lora_target_modules {optimizer} value_warmup_updates value_learning_rate \
                  value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \
-                 max_skipped_updates no_checks num_eval_prompts {eval} {run}"
+                 max_skipped_updates no_checks print_answers print_answers_interval enable_test_mode test_stop_step \
+                 num_eval_prompts {eval} {run}"
             )
         );
         assert_eq!(
@@ -523,14 +560,14 @@ mod tests {
             format!(
                 "model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
                  max_length {steps} \
-                 completion_only_loss {optimizer} {eval} {run}"
+                 completion_only_loss {lora} {optimizer} {eval} {run}"
             )
         );
         assert_eq!(
             flags("reward"),
             format!(
                 "model_name_or_path model_revision new_reward_head {data} eval_dataset_name max_length {steps} \
-                 center_rewards_coefficient {optimizer} {eval} {run}"
+                 center_rewards_coefficient {lora} {optimizer} {eval} {run}"
             )
         );
         assert_eq!(
@@ -716,6 +753,84 @@ mod tests {
     }
 
     #[test]
+    fn a_preset_is_behind_the_file_and_the_flags_and_before_the_defaults() {
+        let config = ppo(&["--preset", "deepspeed-chat"]);
+        assert_eq!(config, PpoConfig::with_preset(Preset::DeepspeedChat, "policy", "judge", "prompts.jsonl", "out"));
+        let words = [&PPO[..], &["--temperature", "0.7"]].concat();
+        let Task::Ppo(config) = with_file("preset: deepspeed-chat\nkl_coef: 0.05\n", &words).unwrap() else { panic!() };
+        assert_eq!((config.kl_coef, config.temperature, config.vf_coef), (0.05, 0.7, 1.0));
+        let words = [&PPO[..], &["--preset=trl"]].concat();
+        let Task::Ppo(config) = with_file("preset: deepspeed-chat\nvf_coef: 0.5\n", &words).unwrap() else { panic!() };
+        assert_eq!((config.preset, config.kl_coef, config.vf_coef), (Preset::Trl, 0.05, 0.5));
+    }
+
+    #[test]
+    fn flags_of_deepspeed_chat_are_ours_under_other_names_with_its_preset() {
+        let chat = |words: &str| {
+            let line = "ppo --preset deepspeed-chat --actor_model_name_or_path a --critic_model_name_or_path c --data_path d \
+                        --output_dir o";
+            parse_words(&line.split_whitespace().chain(words.split_whitespace()).collect::<Vec<_>>())
+        };
+        let read = |words: &str| match chat(words).unwrap() {
+            Task::Ppo(config) => config,
+            task => panic!("not ppo: {task:?}"),
+        };
+        assert_eq!(read(""), PpoConfig::with_preset(Preset::DeepspeedChat, "a", "c", "d", "o"));
+        let config = read(
+            "--deepspeed --per_device_generation_batch_size 8 --per_device_training_batch_size 4 --generation_batches 2 \
+             --ppo_epochs 2 --max_answer_seq_len 64 --max_prompt_seq_len 128 --actor_learning_rate 1e-5 \
+             --critic_learning_rate 2e-6 --actor_weight_decay 0.1 --critic_weight_decay 0.2 --num_warmup_steps 7 \
+             --num_padding_at_beginning 1 --actor_dropout 0.0 --inference_tp_size 1 --actor_zero_stage 0 --offload false \
+             --enable_ema --actor_gradient_checkpointing --enable_tensorboard --compute_fp32_loss --local_rank -1 --seed 1234 \
+             --unsupervised_dataset_name texts --unsup_coef 20 --print_answers --enable_test_mode --test_stop_step 3",
+        );
+        let plan = config.plan(100).unwrap();
+        assert_eq!((plan.batch_size, plan.mini_batch_size, config.num_ppo_epochs), (16, 4, 2));
+        assert_eq!((config.response_length, config.prompt_length.max_prompt_length), (64, Some(128)));
+        assert_eq!((config.learning_rate, config.value_optimizer().0), (1e-5, 2e-6));
+        assert_eq!((config.optimizer.weight_decay, config.value_optimizer().1.weight_decay), (0.1, 0.2));
+        assert_eq!((config.optimizer.warmup_steps, config.run.gradient_checkpointing), (7, true));
+        assert_eq!((config.run.report_to, config.ema.enable_ema, config.run.seed), (ReportTo::Tensorboard, true, 1234));
+        assert_eq!((config.peft.use_peft, config.value_lora()), (false, None));
+        let config = read("--actor_lora_dim 8 --only_optimize_lora --actor_lora_learning_rate 1e-3");
+        let lora = config.peft.lora().unwrap();
+        assert_eq!((lora.r, lora.alpha, lora.target_modules), (8, 1.0, Some(vec!["decoder.layers.".into()])));
+        assert_eq!((config.learning_rate, config.value_lora(), config.value_optimizer().0), (1e-3, None, 5e-6));
+        let config = read("--critic_lora_dim 4 --critic_lora_module_name layers. --only_optimize_lora --dtype bf16");
+        assert_eq!((config.peft.use_peft, config.value_lora().unwrap().r, config.run.bf16), (false, 4, true));
+        assert_eq!((config.value_optimizer().0, config.learning_rate), (5e-4, 9.65e-6));
+        for (words, message) in [
+            (
+                "--enable_hybrid_engine",
+                "enable_hybrid_engine = true: generation here has a cache of its own and needs no",
+            ),
+            (
+                "--actor_zero_stage 2",
+                "actor_zero_stage = 2: it shards models over DeepSpeed's processes, and this is one",
+            ),
+            ("--offload", "offload = true: it moves weights between GPU and CPU"),
+            ("--actor_dropout 0.1", "actor_dropout = 0.1: no model's own dropout is applied here"),
+            ("--actor_lora_dim 8", "actor_lora_dim = 8 without only_optimize_lora = true trains embeddings"),
+            ("--critic_lora_dim x", "critic_lora_dim = x: expected a whole number"),
+            ("--ppo_epochs 2 --num_ppo_epochs 3", "ppo_epochs and num_ppo_epochs say the same: give one of them"),
+        ] {
+            let error = chat(words).unwrap_err();
+            assert!(error.starts_with(message), "{error}");
+        }
+        assert_eq!(
+            ppo_error(&["--ppo_epochs", "2"]),
+            "ppo_epochs is a flag of --preset deepspeed-chat; else it is num_ppo_epochs"
+        );
+        assert_eq!(ppo_error(&["--offload"]), "offload is a flag of --preset deepspeed-chat alone");
+        // In a file they are keys, and a flag wins.
+        let text = "preset: deepspeed-chat\nactor_model_name_or_path: a\ncritic_model_name_or_path: c\ndata_path: [d, e]\n\
+                    ppo_epochs: 3\noffload: false\nmax_answer_seq_len: 9\n";
+        let words = ["ppo", "--output_dir", "o", "--max_answer_seq_len", "11"];
+        let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
+        assert_eq!((config.num_ppo_epochs, config.response_length, config.data.dataset_name.len()), (3, 11, 2));
+    }
+
+    #[test]
     fn the_last_flag_wins() {
         let config = ppo(&["--dataset_name", "a", "b", "--dataset_name", "c"]);
         assert_eq!(config.data.dataset_name, [PathBuf::from("c")]);
@@ -871,6 +986,10 @@ mod tests {
         ppo.value.value_learning_rate = Some(1e-5);
         ppo.value.value_lr_scheduler_type = Some(LrSchedulerType::ConstantWithWarmup);
         ppo.value.value_max_grad_norm = Some(0.0);
+        ppo.generation.per_device_generation_batch_size = None;
+        ppo.unsupervised.unsupervised_dataset_name = Some("texts".into());
+        ppo.ema.enable_ema = true;
+        ppo.value_peft.value_use_peft = Some(false);
         ppo.peft.use_peft = true;
         ppo.peft.lora_target_modules = vec!["q_proj".into(), "v_proj".into()];
         ppo.learning_rate = 1.41e-5;
@@ -882,6 +1001,16 @@ mod tests {
         ppo.run.num_threads = Some(1);
         config::write_resolved(&ppo, &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(ppo));
+
+        // With its preset's defaults, and with one of them changed back.
+        let mut chat = PpoConfig::with_preset(Preset::DeepspeedChat, "a", "b", "c", "d");
+        config::write_resolved(&chat, &path).unwrap();
+        assert_eq!(reread("ppo"), Task::Ppo(chat.clone()));
+        (chat.kl_coef, chat.stop_token, chat.prompt_length.max_prompt_length) = (0.05, None, None);
+        chat.counts.eos_in_loss = EosInLoss::Never;
+        chat.value.value_learning_rate = None;
+        config::write_resolved(&chat, &path).unwrap();
+        assert_eq!(reread("ppo"), Task::Ppo(chat));
 
         let mut sft = SftConfig::from_scratch("c.json", "t", "d", "o");
         sft.completion_only_loss = false;

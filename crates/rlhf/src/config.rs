@@ -84,9 +84,14 @@ pub struct PpoConfig {
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
 
-    /// Whose meaning `num_mini_batches` has: with `trl-ppov2`, that of TRL 0.9 to 0.11, it is a factor of an update's size.
+    /// Whose defaults the other settings have; with `trl-ppov2`, TRL 0.9 to 0.11, `num_mini_batches` is a factor of an
+    /// update's size.
     #[arg(long, help_heading = BATCHES, value_enum, default_value = "trl")]
     pub preset: Preset,
+    /// An update of its own size, apart from what a step trains on.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub generation: GenerationBatchesConfig,
     /// Sequences in one forward and backward pass.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
     pub per_device_train_batch_size: usize,
@@ -172,11 +177,27 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub step: StepConfig,
+    /// Which answers, and which of their tokens, count.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub counts: CountsConfig,
+    /// A text's likelihood as a further loss of the policy.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub unsupervised: UnsupervisedConfig,
+    /// A moving average of the policy.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub ema: EmaConfig,
 
     /// Low-rank adapters in place of all weights.
     #[command(flatten)]
     #[serde(flatten)]
     pub peft: PeftConfig,
+    /// Where the value model's adapters differ.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub value_peft: ValuePeftConfig,
     /// Peak learning rate.
     #[arg(long, help_heading = OPTIMIZER, default_value = "3e-6")]
     pub learning_rate: f64,
@@ -192,6 +213,10 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub watch: WatchConfig,
+    /// What it shows of its answers, and when it ends as a test.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub trial: TrialConfig,
     /// Prompts to answer in an evaluation, at most: the first of the split.
     #[arg(long, help_heading = EVALUATION, default_value_t = 128)]
     pub num_eval_prompts: usize,
@@ -666,6 +691,98 @@ pub struct StepConfig {
     pub ratio_threshold: std::option::Option<f64>,
 }
 
+/// Answers per update, where these are not a multiple of what an optimizer step trains on.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct GenerationBatchesConfig {
+    /// An update answers this times `generation_batches` prompts, and trains on them in steps of
+    /// `per_device_train_batch_size` times `gradient_accumulation_steps` [default: an update is `num_mini_batches` steps].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub per_device_generation_batch_size: std::option::Option<usize>,
+    /// Batches of that size that are answered before they are trained on.
+    #[arg(long, help_heading = BATCHES, default_value_t = 1)]
+    pub generation_batches: usize,
+}
+
+/// Which answers, and which of their tokens, count; what an answer's score can do.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct CountsConfig {
+    /// Clip an answer's whole score to plus or minus this where it becomes a reward.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub clip_reward_value: std::option::Option<f64>,
+    /// Leave out answers of fewer tokens that count; where no answer is left, the last ones that were train again.
+    #[arg(long, help_heading = PPO, default_value_t = 0)]
+    pub min_response_length: usize,
+    /// Whether the end-of-sequence token of an answer is in the losses, or gets the score and is in none: `unless_pad` where
+    /// it is the padding token too, or there is no other.
+    #[arg(long, help_heading = PPO, value_enum, default_value = "always")]
+    pub eos_in_loss: EosInLoss,
+    /// Train the value of the state after an answer's last token, where the score lands behind it.
+    #[arg(long, help_heading = PPO, default_value_t = true)]
+    pub last_value_in_loss: bool,
+}
+
+/// The mix of a text's likelihood into the policy's steps.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct UnsupervisedConfig {
+    /// Dataset of texts that the policy keeps learning to continue: a file, a folder or a hub name.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub unsupervised_dataset_name: std::option::Option<PathBuf>,
+    /// Folder of that dataset to take, where several have the split.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub unsupervised_dataset_config_name: std::option::Option<String>,
+    /// Weight of the texts' loss.
+    #[arg(long, help_heading = PPO, default_value_t = 27.8)]
+    pub unsup_coef: f64,
+}
+
+/// An exponential moving average of the policy's weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct EmaConfig {
+    /// Keep a moving average of the policy, and save it in `ema`.
+    #[arg(long, help_heading = OPTIMIZER)]
+    pub enable_ema: bool,
+    /// How much of the average stays in each optimizer step.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.992)]
+    pub ema_beta: f64,
+}
+
+/// Where the value model's adapters differ from the policy's; what is not set is the policy's.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ValuePeftConfig {
+    /// Whether the value model gets adapters [default: `use_peft`].
+    #[arg(long, help_heading = LORA, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>)]
+    pub value_use_peft: std::option::Option<bool>,
+    /// Their rank [default: `lora_r`].
+    #[arg(long, help_heading = LORA, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub value_lora_r: std::option::Option<usize>,
+    /// The layers that get one [default: `lora_target_modules`].
+    #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
+    pub value_lora_target_modules: Vec<String>,
+}
+
+/// What a run shows of the answers it trains on, and when it ends as a test.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct TrialConfig {
+    /// Show and keep some of the answers that the run trains on.
+    #[arg(long, help_heading = BATCHES)]
+    pub print_answers: bool,
+    /// Updates between two times of that.
+    #[arg(long, help_heading = BATCHES, default_value_t = 1)]
+    pub print_answers_interval: usize,
+    /// End the run after `test_stop_step` updates; rates are those of the whole run.
+    #[arg(long, help_heading = BATCHES)]
+    pub enable_test_mode: bool,
+    /// Updates of a test.
+    #[arg(long, help_heading = BATCHES, default_value_t = 0)]
+    pub test_stop_step: usize,
+}
+
 /// Where the value model's optimizer differs from the policy's; what is not set is the policy's.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
@@ -950,7 +1067,7 @@ pub enum StopToken {
     Eos,
 }
 
-/// Whose meaning the sizes have.
+/// Whose defaults, and whose sizes, the settings have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 #[value(rename_all = "kebab-case")]
@@ -959,6 +1076,54 @@ pub enum Preset {
     Trl,
     /// The PPOv2 of TRL 0.9 to 0.11: `num_mini_batches` times as many.
     TrlPpov2,
+    /// DeepSpeed-Chat's third step: its hyper-parameters, and its choices of what counts.
+    DeepspeedChat,
+}
+
+impl Preset {
+    /// The settings that have other defaults with this preset, as a configuration file would say them.
+    pub fn settings(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Self::Trl | Self::TrlPpov2 => &[],
+            Self::DeepspeedChat => &[
+                ("max_prompt_length", "256"),
+                ("long_prompts", "drop"),
+                ("per_device_generation_batch_size", "16"),
+                ("per_device_train_batch_size", "16"),
+                ("num_train_epochs", "1"),
+                ("response_length", "256"),
+                ("stop_token", "eos"),
+                ("temperature", "1"),
+                ("num_ppo_epochs", "1"),
+                ("kl_coef", "0.1"),
+                ("clip_reward_value", "5"),
+                ("min_response_length", "2"),
+                ("eos_in_loss", "unless_pad"),
+                ("last_value_in_loss", "false"),
+                ("whiten_advantages", "none"),
+                ("vf_coef", "1"),
+                ("learning_rate", "9.65e-6"),
+                ("value_learning_rate", "5e-6"),
+                ("lr_scheduler_type", "cosine"),
+                ("warmup_steps", "100"),
+                ("adam_beta2", "0.95"),
+                ("max_grad_norm", "1"),
+            ],
+        }
+    }
+}
+
+/// When the end-of-sequence token of an answer is in the losses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum EosInLoss {
+    /// As every token is.
+    Always,
+    /// Unless the tokenizer pads with it, or has no padding token: DeepSpeed-Chat attends to no padding.
+    UnlessPad,
+    /// In no case.
+    Never,
 }
 
 /// Over which tokens advantages are shifted and scaled to mean 0 and variance 1.
@@ -1026,9 +1191,10 @@ pub enum Format {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PpoPlan {
     /// Prompts answered in one update: `per_device_train_batch_size * gradient_accumulation_steps`, with the preset
-    /// `trl-ppov2` times `num_mini_batches`.
+    /// `trl-ppov2` times `num_mini_batches`; or `per_device_generation_batch_size * generation_batches`.
     pub batch_size: usize,
-    /// Answers in one optimizer step: `batch_size / num_mini_batches`, exactly.
+    /// Answers in one optimizer step: `batch_size / num_mini_batches`, exactly; where the update has a size of its own,
+    /// `per_device_train_batch_size * gradient_accumulation_steps`, and fewer in the last one of an epoch.
     pub mini_batch_size: usize,
     /// Answers in one forward and backward pass, at most: `per_device_train_batch_size`, but no more than a mini-batch.
     pub micro_batch_size: usize,
@@ -1057,7 +1223,19 @@ impl PpoConfig {
         dataset_name: impl Into<PathBuf>,
         output_dir: impl Into<PathBuf>,
     ) -> Self {
-        let mut config: Self = defaults();
+        Self::with_preset(Preset::Trl, sft_model_path, reward_model_path, dataset_name, output_dir)
+    }
+
+    /// As [`PpoConfig::new`], with the defaults of `preset`.
+    pub fn with_preset(
+        preset: Preset,
+        sft_model_path: impl Into<PathBuf>,
+        reward_model_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults_with(preset.settings());
+        config.preset = preset;
         config.sft_model_path = sft_model_path.into();
         config.reward_model_path = Some(reward_model_path.into());
         config.data.dataset_name = vec![dataset_name.into()];
@@ -1122,7 +1300,11 @@ impl PpoConfig {
         crate::reward::specs(self)?;
         self.data.check(None)?;
         self.prompt_length.check()?;
-        self.peft.check()?;
+        self.check_adapters()?;
+        self.counts.check(self)?;
+        self.unsupervised.check()?;
+        self.ema.check()?;
+        self.trial.check()?;
         check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type))?;
         self.watch.check()?;
         self.run.check()?;
@@ -1160,6 +1342,28 @@ impl PpoConfig {
         })
     }
 
+    /// The adapter that the value model gets, if it gets one.
+    pub fn value_lora(&self) -> Option<LoraConfig> {
+        let own = &self.value_peft;
+        let mut peft = self.peft.clone();
+        peft.use_peft = own.value_use_peft.unwrap_or(peft.use_peft);
+        peft.lora_r = own.value_lora_r.unwrap_or(peft.lora_r);
+        if !own.value_lora_target_modules.is_empty() {
+            peft.lora_target_modules.clone_from(&own.value_lora_target_modules);
+        }
+        peft.lora()
+    }
+
+    /// Answers of an update, those left out included.
+    pub(crate) fn answers_of_update(&self) -> usize {
+        self.batch_sizes().map_or(0, |(batch_size, _)| batch_size)
+    }
+
+    /// Optimizer steps of one epoch over `rows` answers.
+    pub(crate) fn steps_per_epoch(&self, rows: usize) -> usize {
+        self.batch_sizes().map_or(1, |(_, mini_batch_size)| rows.div_ceil(mini_batch_size))
+    }
+
     /// Peak learning rate and settings of the value model's optimizer.
     pub fn value_optimizer(&self) -> (f64, OptimizerConfig) {
         let (own, mut optimizer) = (&self.value, self.optimizer.clone());
@@ -1180,11 +1384,39 @@ impl PpoConfig {
         PolicyClip { low: self.cliprange, high, dual: self.step.dual_clip }
     }
 
+    /// Checks the adapters of both models.
+    fn check_adapters(&self) -> Result<()> {
+        let own = &self.value_peft;
+        if self.value_lora().is_none() {
+            let of_layers = !own.value_lora_target_modules.is_empty();
+            if own.value_lora_r.is_some() || of_layers {
+                let name = if of_layers { "value_lora_target_modules" } else { "value_lora_r" };
+                return usage(format!(
+                    "{name} is given, and the value model gets no adapter: set value_use_peft = true"
+                ));
+            }
+            return self.peft.check();
+        }
+        own.value_lora_r.map_or(Ok(()), |r| at_least_one("value_lora_r", r))?;
+        let rank = own.value_lora_r.unwrap_or(1);
+        expect(rank <= MOST_RANK, "value_lora_r", rank, &format!("at most {MOST_RANK}"))?;
+        // The shape of the policy's is that of the value model's where that has none of its own.
+        PeftConfig { use_peft: true, ..self.peft.clone() }.check()
+    }
+
     /// `batch_size` and `mini_batch_size`.
     fn batch_sizes(&self) -> Result<(usize, usize)> {
         let (rows, accumulated) = (self.per_device_train_batch_size, self.gradient_accumulation_steps);
         let (batch_size, parts) = (batch_size(rows, accumulated)?, self.num_mini_batches);
         at_least_one("num_mini_batches", parts)?;
+        if let Some(answers) = self.generation.answers()? {
+            let message = "per_device_train_batch_size and gradient_accumulation_steps say what a step trains on, where \
+                           per_device_generation_batch_size says what is answered";
+            expect(parts == 1, "num_mini_batches", parts, &format!("1: {message}"))?;
+            let product = "per_device_train_batch_size * gradient_accumulation_steps";
+            expect(batch_size <= answers, product, batch_size, &format!("at most the {answers} answers of an update"))?;
+            return Ok((answers, batch_size));
+        }
         if self.preset == Preset::TrlPpov2 {
             let all = batch_size.saturating_mul(parts);
             let product = "per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches";
@@ -1453,6 +1685,97 @@ impl ValueConfig {
     }
 }
 
+impl GenerationBatchesConfig {
+    /// Answers of an update, where they have a size of their own.
+    fn answers(&self) -> Result<Option<usize>> {
+        at_least_one("generation_batches", self.generation_batches)?;
+        let Some(size) = self.per_device_generation_batch_size else {
+            return match self.generation_batches {
+                1 => Ok(None),
+                batches => {
+                    no_effect("generation_batches", batches, "without per_device_generation_batch_size").map(|()| None)
+                }
+            };
+        };
+        at_least_one("per_device_generation_batch_size", size)?;
+        let answers = size.saturating_mul(self.generation_batches);
+        let product = "per_device_generation_batch_size * generation_batches";
+        expect(answers <= MOST_ROWS, product, answers, &format!("at most {MOST_ROWS}"))?;
+        Ok(Some(answers))
+    }
+}
+
+impl CountsConfig {
+    fn check(&self, config: &PpoConfig) -> Result<()> {
+        self.clip_reward_value.map_or(Ok(()), |most| above_zero("clip_reward_value", most))?;
+        let most = format!("at most response_length = {}", config.response_length);
+        expect(
+            self.min_response_length <= config.response_length,
+            "min_response_length",
+            self.min_response_length,
+            &most,
+        )?;
+        let ends = config.score_position == ScorePosition::LastToken;
+        if !self.last_value_in_loss && ends {
+            return no_effect(
+                "last_value_in_loss",
+                false,
+                "with score_position = last_token: there is no value behind it",
+            );
+        }
+        if self.eos_in_loss != EosInLoss::Always && ends {
+            return usage(
+                "score_position = last_token gives the score to a token that eos_in_loss may leave out; expected after_stop, \
+                 which is the token behind the last that counts",
+            );
+        }
+        Ok(())
+    }
+}
+
+impl UnsupervisedConfig {
+    fn check(&self) -> Result<()> {
+        above_zero("unsup_coef", self.unsup_coef)?;
+        if self.unsupervised_dataset_name.is_some() {
+            return Ok(());
+        }
+        let without = "without unsupervised_dataset_name";
+        if let Some(name) = &self.unsupervised_dataset_config_name {
+            return no_effect("unsupervised_dataset_config_name", name, without);
+        }
+        let usual: Self = defaults();
+        if self.unsup_coef == usual.unsup_coef { Ok(()) } else { no_effect("unsup_coef", self.unsup_coef, without) }
+    }
+}
+
+impl EmaConfig {
+    fn check(&self) -> Result<()> {
+        let below_one = (0.0..1.0).contains(&self.ema_beta);
+        expect(below_one, "ema_beta", self.ema_beta, "a number from 0 to below 1")?;
+        let usual: Self = defaults();
+        if self.enable_ema || self.ema_beta == usual.ema_beta {
+            return Ok(());
+        }
+        no_effect("ema_beta", self.ema_beta, "without enable_ema = true")
+    }
+}
+
+impl TrialConfig {
+    fn check(&self) -> Result<()> {
+        at_least_one("print_answers_interval", self.print_answers_interval)?;
+        if !self.print_answers && self.print_answers_interval != 1 {
+            return no_effect("print_answers_interval", self.print_answers_interval, "without print_answers = true");
+        }
+        match (self.enable_test_mode, self.test_stop_step) {
+            (true, 0) => {
+                usage("test_stop_step = 0 with enable_test_mode = true: expected the updates of the test, at least 1")
+            }
+            (false, steps @ 1..) => no_effect("test_stop_step", steps, "without enable_test_mode = true"),
+            _ => Ok(()),
+        }
+    }
+}
+
 impl PeftConfig {
     /// The adapter that is asked for, if one is.
     pub fn lora(&self) -> Option<LoraConfig> {
@@ -1682,7 +2005,17 @@ pub(crate) const RESOLVED: &str = "# Every setting of this run, as resolved by r
 
 /// `C` with the defaults of its flags, and "." wherever a value is required.
 fn defaults<C: Args>() -> C {
-    let matches = command::<C>("defaults")
+    defaults_with(&[])
+}
+
+/// [`defaults`], but for these settings.
+fn defaults_with<C: Args>(settings: &[(&'static str, &'static str)]) -> C {
+    let own = |command: Command, &(name, value): &(&'static str, &'static str)| {
+        command.mut_arg(name, |arg| arg.default_value(value))
+    };
+    let matches = settings
+        .iter()
+        .fold(command::<C>("defaults"), own)
         .no_binary_name(true)
         .mut_args(|arg| if arg.is_required_set() { arg.required(false).default_value(".") } else { arg })
         .get_matches_from(std::iter::empty::<&str>());
@@ -2110,6 +2443,14 @@ mod tests {
                     "value_lr_scheduler_type": null, "value_lr_warmup_steps": null, "value_weight_decay": null,
                     "value_max_grad_norm": null,
                 }),
+                json!({
+                    "per_device_generation_batch_size": null, "generation_batches": 1, "clip_reward_value": null,
+                    "min_response_length": 0, "eos_in_loss": "always", "last_value_in_loss": true,
+                    "unsupervised_dataset_name": null, "unsupervised_dataset_config_name": null, "unsup_coef": 27.8,
+                    "enable_ema": false, "ema_beta": 0.992, "value_use_peft": null, "value_lora_r": null,
+                    "value_lora_target_modules": [], "print_answers": false, "print_answers_interval": 1,
+                    "enable_test_mode": false, "test_stop_step": 0,
+                }),
                 rewards.clone(),
             ]),
         );
@@ -2279,9 +2620,88 @@ mod tests {
     }
 
     #[test]
+    fn an_update_with_a_size_of_its_own_is_trained_on_in_steps_of_another() {
+        let plan = |generated, batches, trained, accumulated| {
+            let mut config = ppo();
+            config.generation =
+                GenerationBatchesConfig { per_device_generation_batch_size: generated, generation_batches: batches };
+            (config.per_device_train_batch_size, config.gradient_accumulation_steps) = (trained, accumulated);
+            config.total_episodes = Some(100);
+            config.plan(50)
+        };
+        let sizes =
+            |plan: Result<PpoPlan>| plan.map(|p| (p.batch_size, p.mini_batch_size, p.micro_batch_size)).unwrap();
+        assert_eq!(sizes(plan(Some(6), 4, 4, 2)), (24, 8, 4));
+        assert_eq!(sizes(plan(Some(6), 4, 5, 2)), (24, 10, 5), "the last step of an epoch has 4");
+        assert_eq!(plan(Some(6), 4, 4, 2).unwrap().num_total_batches, 5);
+        assert_eq!(
+            usage_of(plan(Some(4), 1, 8, 1)),
+            "per_device_train_batch_size * gradient_accumulation_steps = 8: expected at most the 4 answers of an update"
+        );
+        assert_eq!(
+            usage_of(plan(None, 2, 8, 1)),
+            "generation_batches = 2 has no effect without per_device_generation_batch_size"
+        );
+        assert_eq!(usage_of(plan(Some(0), 2, 8, 1)), "per_device_generation_batch_size = 0: expected at least 1");
+        let mut config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
+        config.num_mini_batches = 2;
+        assert!(usage_of(config.check()).starts_with("num_mini_batches = 2: expected 1: per_device_train_batch_size"));
+    }
+
+    #[test]
+    fn the_preset_of_deepspeed_chat_has_its_defaults() {
+        let config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
+        config.check().unwrap();
+        assert_eq!(
+            (config.kl_coef, config.counts.clip_reward_value, config.counts.min_response_length),
+            (0.1, Some(5.0), 2)
+        );
+        assert_eq!((config.learning_rate, config.value_optimizer().0), (9.65e-6, 5e-6));
+        assert_eq!((config.optimizer.adam_beta1, config.optimizer.adam_beta2), (0.9, 0.95));
+        assert_eq!((config.optimizer.max_grad_norm, config.optimizer.warmup_steps), (Some(1.0), 100));
+        assert_eq!(
+            (config.counts.eos_in_loss, config.whiten_advantages),
+            (EosInLoss::UnlessPad, WhitenAdvantages::None)
+        );
+        assert_eq!((config.response_length, config.prompt_length.max_prompt_length), (256, Some(256)));
+        let plan = config.plan(160).unwrap();
+        assert_eq!((plan.batch_size, plan.mini_batch_size, plan.num_total_batches), (16, 16, 10));
+        for preset in [Preset::Trl, Preset::TrlPpov2] {
+            assert_eq!(
+                PpoConfig {
+                    preset: Preset::Trl,
+                    ..PpoConfig::with_preset(preset, "policy", "judge", "prompts.jsonl", "out")
+                },
+                ppo()
+            );
+        }
+    }
+
+    #[test]
+    fn a_value_model_has_adapters_of_its_own_where_they_are_set() {
+        let mut config = ppo();
+        config.value_peft.value_use_peft = Some(true);
+        config.value_peft.value_lora_r = Some(4);
+        config.value_peft.value_lora_target_modules = vec!["q_proj".into()];
+        config.check().unwrap();
+        let lora = config.value_lora().unwrap();
+        assert_eq!((config.peft.lora(), lora.r, lora.target_modules), (None, 4, Some(vec!["q_proj".into()])));
+        config.value_peft.value_use_peft = None;
+        assert!(
+            usage_of(config.check()).starts_with("value_lora_target_modules is given, and the value model gets no")
+        );
+        config.peft.use_peft = true;
+        config.check().unwrap();
+        assert_eq!((config.peft.lora().unwrap().r, config.value_lora().unwrap().r), (16, 4));
+        config.value_peft = ValuePeftConfig { value_use_peft: Some(false), ..ppo().value_peft };
+        config.check().unwrap();
+        assert!(config.peft.lora().is_some() && config.value_lora().is_none());
+    }
+
+    #[test]
     fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 26] = [
+        let changes: [(Change, &str); 37] = [
             (
                 |c| c.penalty_reward_value = -2.0,
                 "penalty_reward_value = -2 has no effect without non_eos_penalty = true",
@@ -2294,6 +2714,26 @@ mod tests {
                 |c| c.whiten_advantages = WhitenAdvantages::MiniBatch,
                 "whiten_advantages = mini_batch is the same as batch",
             ),
+            (|c| c.counts.clip_reward_value = Some(0.0), "clip_reward_value = 0: expected a number above 0"),
+            (|c| c.counts.min_response_length = 54, "min_response_length = 54: expected at most response_length = 53"),
+            (
+                |c| (c.score_position, c.counts.last_value_in_loss) = (ScorePosition::LastToken, false),
+                "last_value_in_loss = false has no effect with score_position = last_token",
+            ),
+            (
+                |c| (c.score_position, c.counts.eos_in_loss) = (ScorePosition::LastToken, EosInLoss::Never),
+                "score_position = last_token gives the score to a token that eos_in_loss may leave out",
+            ),
+            (|c| c.unsupervised.unsup_coef = 1.0, "unsup_coef = 1 has no effect without unsupervised_dataset_name"),
+            (
+                |c| c.unsupervised.unsupervised_dataset_config_name = Some("x".into()),
+                "unsupervised_dataset_config_name = x has no effect without unsupervised_dataset_name",
+            ),
+            (|c| c.ema.ema_beta = 0.9, "ema_beta = 0.9 has no effect without enable_ema = true"),
+            (|c| (c.ema.enable_ema, c.ema.ema_beta) = (true, 1.0), "ema_beta = 1: expected a number from 0 to below 1"),
+            (|c| c.trial.print_answers_interval = 2, "print_answers_interval = 2 has no effect without print_answers"),
+            (|c| c.trial.enable_test_mode = true, "test_stop_step = 0 with enable_test_mode = true: expected"),
+            (|c| c.trial.test_stop_step = 3, "test_stop_step = 3 has no effect without enable_test_mode = true"),
             (|c| c.kl.target = 3.0, "target = 3 has no effect without adap_kl_ctrl = true"),
             (|c| c.kl.horizon = 3.0, "horizon = 3 has no effect without adap_kl_ctrl = true"),
             (|c| (c.kl.adap_kl_ctrl, c.kl.target) = (true, 0.0), "target = 0: expected a number above 0"),

@@ -3,6 +3,7 @@
 
 mod answer;
 mod cli;
+mod deepspeed_chat;
 mod measure;
 mod output;
 

@@ -66,8 +66,10 @@ pub enum Dtype {
     #[default]
     Float32,
     /// bf16.
+    #[value(alias = "bf16")]
     BFloat16,
     /// f16.
+    #[value(alias = "fp16")]
     Float16,
 }
 

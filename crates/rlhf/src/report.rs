@@ -223,7 +223,19 @@ impl<'w> Reporter<'w> {
     /// # Errors
     /// If it cannot be written.
     pub(crate) fn samples(&mut self, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
-        self.write_samples("update", update, episode, samples)?;
+        self.show_samples("update", update, episode, samples)
+    }
+
+    /// [`Reporter::samples`], of answers that the update trained on, in files of their own.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub(crate) fn answers(&mut self, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
+        self.show_samples("answers", update, episode, samples)
+    }
+
+    fn show_samples(&mut self, kind: &str, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
+        self.write_samples(kind, update, episode, samples)?;
         if self.console == Console::Person {
             let mut table = Table::new();
             table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
@@ -331,7 +343,8 @@ fn remove_later_samples(dir: &Path, updates: usize) -> Result<()> {
 
 /// After how many updates the samples in a file of this name were taken, if a run writes such a file into [`SAMPLES`].
 fn samples_update(name: &str) -> Option<usize> {
-    let number = name.strip_prefix("update-").or_else(|| name.strip_prefix("eval-"))?.strip_suffix(".jsonl")?;
+    let number =
+        ["update-", "eval-", "answers-"].iter().find_map(|kind| name.strip_prefix(kind))?.strip_suffix(".jsonl")?;
     (number.len() >= 6 && number.bytes().all(|byte| byte.is_ascii_digit())).then(|| number.parse().ok())?
 }
 
@@ -500,7 +513,9 @@ pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serializ
         let _ = std::fs::remove_dir(&samples);
     }
     for folder in checkpoint::folders(dir)?.iter().map(PathBuf::as_path).chain([dir]) {
-        for inner in [BASE_MODEL, "value_model/base_model", "value_model"].map(|inner| folder.join(inner)) {
+        for inner in [BASE_MODEL, "ema/base_model", "ema", "value_model/base_model", "value_model"]
+            .map(|inner| folder.join(inner))
+        {
             remove_run_folder(&inner)?;
         }
         if folder != dir {

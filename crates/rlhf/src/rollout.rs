@@ -17,12 +17,18 @@ pub struct Experience {
     pub sequences: Vec<Vec<i64>>,
     /// Number of response tokens of each row.
     pub lengths: Vec<i64>,
+    /// How many of them count, the first ones: an eos at the end may not. The score lands behind the last that counts.
+    pub counted: Vec<i64>,
     /// Number of values of each row: one per token, and one after the last where there is room.
     pub value_counts: Vec<i64>,
     /// Slots that hold a response token, bool.
     pub response_mask: Tensor,
     /// Slots that hold a value, bool: the response's and, where there is room, the one after it.
     pub value_mask: Tensor,
+    /// Slots whose tokens are in the policy's loss, bool; within `response_mask`.
+    pub loss_mask: Tensor,
+    /// Slots whose values are in the value model's loss, bool; within `value_mask`.
+    pub value_loss_mask: Tensor,
     /// Log-probabilities under the policy that sampled, within `response_mask`.
     pub logprobs: Tensor,
     /// Log-probabilities under the reference, within `response_mask`.
@@ -105,10 +111,16 @@ pub(crate) fn to_slots(numbers: &Tensor, counts: &[i64], width: i64) -> Tensor {
     Tensor::zeros([rows * width], (Kind::Float, numbers.device())).index_copy(0, &slots, numbers).view([rows, width])
 }
 
-/// How many values each row has: one per token, and one after the last if a slot is left for it and for the score.
-fn value_counts(config: &PpoConfig, lengths: &[i64], width: i64) -> Vec<i64> {
+/// How many values each row has: one per token that counts, and one after the last if a slot is left for it and for the score.
+fn value_counts(config: &PpoConfig, counted: &[i64], width: i64) -> Vec<i64> {
     let extra = i64::from(config.score_position == ppo::ScorePosition::AfterStop);
-    lengths.iter().map(|&len| (len + extra).min(width)).collect()
+    counted.iter().map(|&len| (len + extra).min(width)).collect()
+}
+
+/// How many tokens of each response count: all, or all but an end token that `left_out` names.
+pub fn counted_tokens(responses: &[Response], left_out: &[i64]) -> Vec<i64> {
+    let ends = |r: &Response| r.tokens.last().is_some_and(|last| left_out.contains(last));
+    responses.iter().map(|r| r.tokens.len() as i64 - i64::from(ends(r))).collect()
 }
 
 /// The frozen view of the models that one update's responses are judged with.
@@ -161,6 +173,23 @@ pub fn experience(
     recompute_logprobs: bool,
     config: &PpoConfig,
 ) -> Result<Experience> {
+    experience_leaving_out(judges, prompts, responses, scores, &[], recompute_logprobs, config)
+}
+
+/// As [`experience`], of responses whose end token counts in no loss if it is one of `left_out`: it gets the score, and its
+/// KL, and what follows from them goes to the tokens before it.
+///
+/// # Errors
+/// As [`experience`].
+pub fn experience_leaving_out(
+    judges: Judges<'_>,
+    prompts: &[Vec<i64>],
+    responses: &[Response],
+    scores: impl Into<Scores>,
+    left_out: &[i64],
+    recompute_logprobs: bool,
+    config: &PpoConfig,
+) -> Result<Experience> {
     let scores = scores.into();
     check_rows(prompts, responses, &scores, recompute_logprobs, config.response_length)?;
     let width = config.response_length as i64;
@@ -168,9 +197,15 @@ pub fn experience(
     let sequences: Vec<Vec<i64>> =
         prompts.iter().zip(responses).map(|(prompt, r)| [prompt.as_slice(), &r.tokens].concat()).collect();
     let lengths: Vec<i64> = responses.iter().map(|r| r.tokens.len() as i64).collect();
+    let counted = counted_tokens(responses, left_out);
+    let loss_mask = ppo::response_mask(&counted, width, device);
+    let value_mask = ppo::value_mask(&counted, width, config.score_position, device);
+    let last_value = config.counts.last_value_in_loss;
     let mut experience = Experience {
         response_mask: ppo::response_mask(&lengths, width, device),
-        value_mask: ppo::value_mask(&lengths, width, config.score_position, device),
+        value_loss_mask: if last_value { &value_mask } else { &loss_mask }.shallow_clone(),
+        loss_mask,
+        value_mask,
         logprobs: Tensor::new(),
         ref_logprobs: Tensor::new(),
         full_kl: None,
@@ -180,9 +215,10 @@ pub fn experience(
             .tokens
             .map(|rows| to_slots(&Tensor::from_slice(&rows.concat()).to_device(device), &lengths, width)),
         scores: scores.responses,
-        value_counts: value_counts(config, &lengths, width),
+        value_counts: value_counts(config, &counted, width),
         sequences,
         lengths,
+        counted,
     };
     let (sequences, batch_size) = (&experience.sequences, config.local_rollout_forward_batch_size);
     let token_spans: Vec<_> = (0..sequences.len()).map(|row| experience.token_span(row)).collect();
@@ -281,7 +317,9 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, config: &PpoConfig) -> (Tenso
         None => ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, config.kl_estimator),
     };
     let in_rewards = if config.kl.kl_in_loss { 0.0 } else { kl_coef };
-    let mut rewards = ppo::rewards(&kl, &e.scores, &e.lengths, in_rewards, config.score_position);
+    let most = config.counts.clip_reward_value;
+    let scores = most.map_or_else(|| e.scores.shallow_clone(), |most| e.scores.clamp(-most, most));
+    let mut rewards = ppo::rewards(&kl, &scores, &e.counted, in_rewards, config.score_position);
     if let Some(token_scores) = &e.token_scores {
         rewards += token_scores;
     }
@@ -296,9 +334,9 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, config: &PpoConfig) -> (Tenso
 pub fn advantages(e: &Experience, rewards: &Tensor, config: &PpoConfig) -> (Tensor, Tensor) {
     let (advantages, returns) = ppo::gae(rewards, &e.values, &e.value_mask, config.gamma, config.lam);
     let advantages = match config.whiten_advantages {
-        WhitenAdvantages::Batch => ppo::whiten(&advantages, &e.response_mask, true),
+        WhitenAdvantages::Batch => ppo::whiten(&advantages, &e.loss_mask, true),
         // Each mini-batch by itself, when it comes.
-        WhitenAdvantages::MiniBatch | WhitenAdvantages::None => ppo::keep(&advantages, &e.response_mask),
+        WhitenAdvantages::MiniBatch | WhitenAdvantages::None => ppo::keep(&advantages, &e.loss_mask),
     };
     (advantages, returns)
 }

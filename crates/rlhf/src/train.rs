@@ -1,13 +1,16 @@
 //! The loops: supervised fine-tuning, the reward model, PPO. Each reads top to bottom.
 
 pub mod checks;
+pub mod ema;
+pub mod engine;
 pub mod ppo;
 pub mod reward;
 pub mod sft;
+pub mod unsupervised;
 
 use crate::Result;
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
-use crate::config::{DataConfig, EvalConfig, PeftConfig, RunConfig};
+use crate::config::{DataConfig, EvalConfig, RunConfig};
 use crate::data::{Cursor, Dataset, Sources};
 use crate::device::{memory, use_threads};
 use crate::metrics::Metrics;
@@ -193,8 +196,8 @@ fn begin_report(
 }
 
 /// How the models that a run trains are put into memory: what is frozen beside an adapter need not be f32.
-fn trained_options(options: ModelOptions, peft: &PeftConfig, run: &RunConfig) -> ModelOptions {
-    if peft.use_peft { ModelOptions { dtype: run.dtype, ..options } } else { options }
+fn trained_options(options: ModelOptions, has_adapter: bool, run: &RunConfig) -> ModelOptions {
+    if has_adapter { ModelOptions { dtype: run.dtype, ..options } } else { options }
 }
 
 /// How many of a model's numbers are trained, and their share, as PEFT's `print_trainable_parameters` counts them.

@@ -179,6 +179,19 @@ fn a_run_whose_kl_weight_follows_a_target_and_whose_policy_begins_late_goes_on_t
 }
 
 #[test]
+fn a_run_with_a_moving_average_and_texts_in_its_steps_goes_on_to_the_same_bits() {
+    ppo_goes_on(|config| {
+        config.ema.enable_ema = true;
+        config.counts.min_response_length = 2;
+        config.unsupervised.unsup_coef = 0.5;
+        config.prompt_length.max_prompt_length = Some(10);
+        let texts = config.run.output_dir.with_file_name("texts.jsonl");
+        write_rows(&texts, |prompt| json!({"text": format!("{prompt} {prompt} and then some")}));
+        config.unsupervised.unsupervised_dataset_name = Some(texts);
+    });
+}
+
+#[test]
 fn sft_and_a_reward_model_go_on_to_the_same_bits_in_the_midst_of_what_a_line_of_metrics_sums_up() {
     let dir = tempfile::tempdir().unwrap();
     let (demos, pairs) = (dir.path().join("demos.jsonl"), dir.path().join("pairs.jsonl"));

@@ -5,6 +5,7 @@ mod cli;
 mod commands;
 mod corrupt;
 mod data;
+mod dschat;
 mod examples;
 mod formats;
 mod hub;

@@ -61,7 +61,11 @@ impl LoraConfig {
 
     /// What `adapter_config.json` says of an adapter of `layers`, but for the base.
     pub(super) fn describe(&self, family: &Family, layers: &[String], classifier: bool) -> Map<String, Value> {
-        let all = self.target_modules.as_deref().is_some_and(is_all_linear);
+        // PEFT knows no ends with a dot: it reads the layers themselves.
+        let all = self
+            .target_modules
+            .as_deref()
+            .is_some_and(|names| is_all_linear(names) || names.iter().any(|n| is_part(n)));
         let targets = match &self.target_modules {
             Some(names) if !all => json!(names),
             Some(_) => json!(layers),
@@ -117,8 +121,16 @@ fn is_all_linear(targets: &[String]) -> bool {
     matches!(targets, [only] if only.eq_ignore_ascii_case(ALL_LINEAR))
 }
 
-/// Whether `target` is the layer's whole name or its last parts.
+/// Whether a target stands for any part of a layer's name, as DeepSpeed-Chat's `decoder.layers.` does.
+fn is_part(target: &str) -> bool {
+    target.ends_with('.')
+}
+
+/// Whether `target` is the layer's whole name or its last parts; with a dot at its end, any part.
 fn is_named(layer: &str, target: &str) -> bool {
+    if is_part(target) {
+        return layer.contains(target);
+    }
     layer.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 

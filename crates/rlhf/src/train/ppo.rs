@@ -1,14 +1,18 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
 use super::checks::{self, Checks, Skips};
+use super::ema::{EMA, Ema};
+use super::unsupervised::{Unsupervised, learn_texts};
 use super::{
     begin_report, check_held_out, describe_micro_batch, gather, leave_checkpoint, micro_batch_tokens, micro_batches,
     model_options, small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
-use crate::config::{EVAL_SCORES, LongPrompts, OptimizerConfig, PpoConfig, PpoPlan, StopToken, WhitenAdvantages};
+use crate::config::{
+    EVAL_SCORES, EosInLoss, LongPrompts, OptimizerConfig, PpoConfig, PpoPlan, StopToken, WhitenAdvantages,
+};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
-use crate::generate::{GenerationConfig, Response, Sampling, generate};
+use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
 use crate::hub;
 use crate::kl::KlController;
 use crate::metrics::Metrics;
@@ -20,12 +24,13 @@ use crate::report::{
 use crate::reward::{ComponentScores, RewardModel, Rewards, Scored, Spec, resolve, specs};
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{
-    Experience, Judges, Scores, Targets, experience, penalise_missing_stop, replace_missing_stop, targets,
+    Experience, Judges, Scores, Targets, counted_tokens, experience, experience_leaving_out, penalise_missing_stop,
+    replace_missing_stop, targets,
 };
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result, ppo};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::fmt;
 use std::ops::{ControlFlow, Range};
 use std::path::Path;
@@ -39,7 +44,7 @@ const SAMPLE_ROWS: usize = 5;
 const CARD_METRICS: [(&str, usize); 3] = [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)];
 
 /// The folder of the value model, below the policy's.
-const VALUE_MODEL: &str = "value_model";
+pub(super) const VALUE_MODEL: &str = "value_model";
 
 /// An update's epochs end early beyond this many times `target_kl`; as TRL 0.11.
 const EARLY_STOP: f64 = 1.5;
@@ -120,12 +125,12 @@ pub struct PpoTrainer {
     pub tokenizer: Tokenizer,
     /// Where the words of [`PpoTrainer::train`] go, beside the files: nowhere, unless it is set.
     pub console: Console,
-    prompts: Vec<Prompt>,
+    pub(super) prompts: Vec<Prompt>,
     sample_prompts: Vec<Prompt>,
     eval_prompts: Vec<Prompt>,
     /// What to tell of the prompts.
     prompt_notes: Vec<String>,
-    cursor: Cursor,
+    pub(super) cursor: Cursor,
     /// In place of the cursor.
     order: Option<PerUpdate<Vec<usize>>>,
     /// In place of the learning rates that the settings say.
@@ -134,6 +139,12 @@ pub struct PpoTrainer {
     kl_controller: KlController,
     /// The tokens that end a response; none where nothing does.
     stop: Vec<i64>,
+    /// Those that end a response and are in no loss.
+    pub(super) left_out: Vec<i64>,
+    /// Which answers are trained on.
+    kept: KeptAnswers,
+    /// Those of the last update that are to be shown.
+    answers: Vec<Sample>,
     last_metrics: Metrics,
     best: Option<Best>,
     /// Updates done.
@@ -187,9 +198,10 @@ impl PpoTrainer {
             model.merge_adapter();
             Ok(model)
         };
-        let trained = trained_options(options, &config.peft, &config.run);
         // Dropout would make the ratios differ from 1 before anything is learnt.
-        let lora = config.peft.lora().map(|lora| LoraConfig { dropout: 0.0, ..lora });
+        let undropped = |lora| LoraConfig { dropout: 0.0, ..lora };
+        let (lora, value_lora) = (config.peft.lora().map(undropped), config.value_lora().map(undropped));
+        let trained = trained_options(options, lora.is_some(), &config.run);
         let mut policy = folded(trained)?;
         let reference = match &lora {
             Some(lora) => {
@@ -215,10 +227,11 @@ impl PpoTrainer {
             // What reads other ids than the policy, or says more than one number, cannot be a value model's beginning.
             (None, None) => (policy_dir.as_path(), Some(config.run.seed)),
         };
+        let trained = trained_options(options, value_lora.is_some(), &config.run);
         let mut value = SequenceClassifier::from_pretrained(value_dir, value_head, trained)?;
         value.check_values(value_dir)?;
         value.merge_adapter();
-        if let Some(lora) = &lora {
+        if let Some(lora) = &value_lora {
             value.add_adapter(lora, config.run.seed)?;
         }
         for dir in rewards.models().filter(|model| !model.reads_text()).map(RewardModel::dir).chain([value_dir]) {
@@ -258,7 +271,7 @@ impl PpoTrainer {
     /// device than the policy, knows fewer tokens, or has no room for a prompt and its response.
     pub fn new(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
         config.check()?;
-        let PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts } = parts;
+        let PpoParts { mut learner, reference, rewards, tokenizer, prompts, eval_prompts } = parts;
         let vocab = learner.policy.config().vocab_size;
         let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
         check_prompts("prompts", &prompts, room, vocab)?;
@@ -282,6 +295,11 @@ impl PpoTrainer {
             return Err(Error::Usage(message));
         }
         let plan = config.plan(prompts.len())?;
+        let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer);
+        if learner.unsupervised.is_none() {
+            let block = config.prompt_length.max_prompt_length.unwrap_or(room).min(room) + config.response_length;
+            learner.unsupervised = Unsupervised::find(&config.unsupervised, &tokenizer, vocab, block, config.run.seed)?;
+        }
         let mut trainer = Self {
             kl_controller: KlController::new(config, plan.num_total_batches),
             plan,
@@ -298,6 +316,9 @@ impl PpoTrainer {
             tokenizer,
             prompts,
             stop,
+            left_out,
+            kept: KeptAnswers::new(config.counts.min_response_length),
+            answers: Vec::new(),
             last_metrics: Metrics::default(),
             checks: None,
             skips: Skips::default(),
@@ -402,6 +423,7 @@ impl PpoTrainer {
         for (name, trained) in self.trained() {
             report.note(&format!("{name}: {trained}"));
         }
+        self.learner.unsupervised.iter().for_each(|texts| report.note(&texts.describe()));
         let (run, tokens) = (&self.config.run, self.learner.micro_batch_tokens);
         report.note(&describe_micro_batch(run, tokens, |on| self.learner.policy.activation_bytes(on)));
         if self.learner.value.has_new_head() {
@@ -415,7 +437,7 @@ impl PpoTrainer {
             let samples = self.samples(0)?;
             report.samples(0, 0, &samples)?;
         }
-        while self.done < total && !report.stopped() {
+        while self.done < self.last_update() && !report.stopped() {
             let mut metrics = self.one_update()?;
             let done = self.done + 1;
             let episode = done * self.plan.batch_size;
@@ -425,6 +447,10 @@ impl PpoTrainer {
                 metrics.extend(&evaluation.metrics);
             }
             report.record(done as i64, &metrics)?;
+            let answers = std::mem::take(&mut self.answers);
+            if !answers.is_empty() {
+                report.answers(done, episode, &answers)?;
+            }
             report.advance(watched(&metrics));
             // What fails from here on takes no update with it.
             self.done = done;
@@ -457,6 +483,8 @@ impl PpoTrainer {
         state.insert("cursor".into(), self.cursor.state());
         state.insert("rewards".into(), self.rewards.state());
         state.insert("kl_controller".into(), self.kl_controller.state());
+        state.extend(self.learner.unsupervised.as_ref().map(|texts| ("unsupervised".into(), texts.state())));
+        state.extend(self.kept.state().map(|kept| ("kept_answers".into(), kept)));
         state.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
         state.insert("skips".into(), self.skips.state());
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
@@ -483,6 +511,10 @@ impl PpoTrainer {
         self.cursor.load_state(saved.part("cursor")?)?;
         self.rewards.load_state(saved.part("rewards")?)?;
         self.kl_controller.load_state(saved.part("kl_controller")?)?;
+        if let Some(texts) = &mut self.learner.unsupervised {
+            texts.load_state(saved.part("unsupervised")?)?;
+        }
+        self.kept.load_state(saved.part("kept_answers").ok(), self.prompts.len())?;
         if let (Some(best), Ok(state)) = (&mut self.best, saved.part("best")) {
             best.load_state(state);
         }
@@ -532,6 +564,9 @@ impl PpoTrainer {
         saved.check_updates(self.plan.num_total_batches)?;
         let value_dir = saved.dir.join(VALUE_MODEL);
         self.learner.policy.load_trained(&saved.dir)?;
+        if let Some(ema) = &mut self.learner.ema {
+            ema.load(&mut self.learner.policy, |policy| policy.load_trained(&saved.dir.join(EMA)))?;
+        }
         self.learner.policy_optimizer.load(&saved.dir.join(OPTIMIZER))?;
         if let (Some(value), Some(optimizer)) = (self.learner.value.model_mut(), &mut self.learner.value_optimizer) {
             value.load_trained(&value_dir)?;
@@ -636,6 +671,8 @@ impl PpoTrainer {
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         let sampling = Sampling::at_temperature(config.temperature);
         let responses = self.generate(&prompts, sampling, Purpose::Sampling, update)?;
+        let Kept { rows, responses, again } = self.kept.keep(rows, responses, &self.left_out)?;
+        let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         let generated = began.elapsed().as_secs_f64();
 
         // 2. Responses to experience: scores, log-probabilities, values.
@@ -643,8 +680,16 @@ impl PpoTrainer {
         let scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, true)?;
         let (scores, ends) = self.penalised(&scored, &responses);
         let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
-        let recompute = !self.learner.policy.is_exact();
-        let experience = experience(judges, &prompts, &responses, scores, recompute, config)?;
+        // What the policy of an earlier update sampled is not what this one would say of it.
+        let recompute = again || !self.learner.policy.is_exact();
+        let experience =
+            experience_leaving_out(judges, &prompts, &responses, scores, &self.left_out, recompute, config)?;
+        self.answers = if self.shows_answers(update) {
+            let totals = Tensor::from_slice(&scored.totals());
+            self.sample_rows(&asked[..asked.len().min(SAMPLE_ROWS)], &responses, &totals, &scored.components)?
+        } else {
+            Vec::new()
+        };
 
         // 3. Experience to rewards, advantages, returns.
         let targets = targets(&experience, self.kl_controller.coef(update), config);
@@ -655,7 +700,7 @@ impl PpoTrainer {
             Some(schedule) => own_rates(update, (schedule.0)(update))?,
             None => LearningRates::at(config, update, plan.num_total_batches),
         };
-        let orders = mini_batch_orders(config, update, plan.batch_size);
+        let orders = mini_batch_orders(config, update, rows.len());
         // The rollout's pieces are of other sizes than training's, and would stand between them.
         tch_ext::release_memory();
         let steps = self.learner.optimise(&experience, &targets, &orders, rates, plan, config)?;
@@ -681,9 +726,21 @@ impl PpoTrainer {
         m.push("time/update", took);
         m.push("tokens_per_second/generate", tokens / generated);
         m.push("tokens_per_second/update", tokens / took);
-        self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), plan.batch_size);
+        self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), rows.len());
         self.last_metrics.clone_from(&m);
         Ok(m)
+    }
+
+    /// Updates after which the run ends: all, or those of a test.
+    fn last_update(&self) -> usize {
+        let (trial, total) = (&self.config.trial, self.plan.num_total_batches);
+        if trial.enable_test_mode { trial.test_stop_step.max(self.done).min(total) } else { total }
+    }
+
+    /// Whether the answers of update `update` are shown.
+    fn shows_answers(&self, update: usize) -> bool {
+        let trial = &self.config.trial;
+        trial.print_answers && update.is_multiple_of(trial.print_answers_interval)
     }
 
     /// Writes the policy with tokenizer and model card to `dir`, and the value model, where it is one of its own, to
@@ -695,6 +752,9 @@ impl PpoTrainer {
         replace_files(dir, |dir| self.write_policy(dir))?;
         if self.learner.value.model().is_some() {
             replace_files(&dir.join(VALUE_MODEL), |dir| self.write_value_model(dir))?;
+        }
+        if self.learner.ema.is_some() {
+            replace_files(&dir.join(EMA), |dir| self.write_ema(dir))?;
         }
         let mut facts = vec![
             ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
@@ -713,7 +773,14 @@ impl PpoTrainer {
     /// Writes both models with tokenizers to a folder that nothing is in.
     fn write_models(&self, dir: &Path) -> Result<()> {
         self.write_policy(dir)?;
+        self.write_ema(&dir.join(EMA))?;
         self.write_value_model(&dir.join(VALUE_MODEL))
+    }
+
+    /// Writes the moving average of the policy as the policy is written, if there is one.
+    fn write_ema(&self, dir: &Path) -> Result<()> {
+        let Some(ema) = &self.learner.ema else { return Ok(()) };
+        ema.with(&self.learner.policy, |_| self.write_policy(dir))
     }
 
     fn write_policy(&self, dir: &Path) -> Result<()> {
@@ -954,6 +1021,97 @@ pub fn mini_batch_orders(config: &PpoConfig, update: usize, rows: usize) -> Vec<
     epochs.map(|epoch| stream(epoch).permutation(rows)).collect()
 }
 
+/// The end tokens that are in no loss.
+pub(super) fn left_out_of_losses(eos_in_loss: EosInLoss, tokenizer: &Tokenizer) -> Vec<i64> {
+    let eos = || tokenizer.eos_ids().to_vec();
+    match (eos_in_loss, tokenizer.pad()) {
+        (EosInLoss::Always, _) => Vec::new(),
+        // Without a padding token DeepSpeed-Chat pads with eos.
+        (EosInLoss::Never, _) | (EosInLoss::UnlessPad, None) => eos(),
+        (EosInLoss::UnlessPad, Some(pad)) => eos().into_iter().filter(|&id| id == pad).collect(),
+    }
+}
+
+/// Which of the answers are trained on: those that are long enough, and in place of none of them the last that were.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct KeptAnswers {
+    least: usize,
+    /// Rows of the data with their answers.
+    last: Option<(Vec<usize>, Vec<Response>)>,
+}
+
+/// What [`KeptAnswers::keep`] keeps.
+#[derive(Debug, PartialEq)]
+pub(super) struct Kept {
+    pub(super) rows: Vec<usize>,
+    pub(super) responses: Vec<Response>,
+    /// Whether these are answers from before.
+    pub(super) again: bool,
+}
+
+impl KeptAnswers {
+    /// Keeps answers of `least` tokens that count, and longer ones.
+    pub(super) fn new(least: usize) -> Self {
+        Self { least, last: None }
+    }
+
+    /// Of these answers those to train on; tokens of `left_out` do not count.
+    ///
+    /// # Errors
+    /// If none is long enough and none was before.
+    pub(super) fn keep(&mut self, rows: Vec<usize>, responses: Vec<Response>, left_out: &[i64]) -> Result<Kept> {
+        if self.least == 0 {
+            return Ok(Kept { rows, responses, again: false });
+        }
+        let (all, counted) = (rows.len(), counted_tokens(&responses, left_out));
+        let long = |&(_, &count): &(_, &i64)| count >= self.least as i64;
+        let (rows, responses): (Vec<_>, Vec<_>) =
+            rows.into_iter().zip(responses).zip(&counted).filter(long).map(|(answer, _)| answer).unzip();
+        if !rows.is_empty() {
+            self.last = Some((rows.clone(), responses.clone()));
+            return Ok(Kept { rows, responses, again: false });
+        }
+        let (rows, responses) = self.last.clone().ok_or_else(|| {
+            Error::Run(format!(
+                "each of the first {all} answers has fewer than min_response_length = {} tokens before its end: there is \
+                 nothing to learn from; look at what the policy answers, by `rlhf generate`",
+                self.least
+            ))
+        })?;
+        Ok(Kept { rows, responses, again: true })
+    }
+
+    /// What a checkpoint keeps of it, if anything: log-probabilities are taken anew.
+    fn state(&self) -> Option<Value> {
+        let (rows, responses) = self.last.as_ref()?;
+        let tokens: Vec<&Vec<i64>> = responses.iter().map(|response| &response.tokens).collect();
+        let stopped: Vec<bool> = responses.iter().map(|response| response.finish == FinishReason::Stop).collect();
+        Some(json!({"rows": rows, "tokens": tokens, "stopped": stopped}))
+    }
+
+    /// Goes on from what [`KeptAnswers::state`] gave, over `prompts` prompts.
+    fn load_state(&mut self, state: Option<&Value>, prompts: usize) -> Result<()> {
+        let Some(state) = state.filter(|_| self.least > 0) else { return Ok(()) };
+        let wrong =
+            || Error::Run(format!("state of the last answers: expected rows, tokens and stopped, found {state}"));
+        let part = |name: &str| state.get(name).cloned().unwrap_or_default();
+        let rows: Vec<usize> = serde_json::from_value(part("rows")).map_err(|_| wrong())?;
+        let tokens: Vec<Vec<i64>> = serde_json::from_value(part("tokens")).map_err(|_| wrong())?;
+        let stopped: Vec<bool> = serde_json::from_value(part("stopped")).map_err(|_| wrong())?;
+        if tokens.len() != rows.len() || stopped.len() != rows.len() || rows.iter().any(|&row| row >= prompts) {
+            return Err(wrong());
+        }
+        let finish = |stopped| if stopped { FinishReason::Stop } else { FinishReason::Length };
+        let responses = tokens.into_iter().zip(stopped);
+        let responses = responses.map(|(tokens, stopped)| {
+            let logprobs = vec![0.0; tokens.len()];
+            Response { tokens, logprobs, finish: finish(stopped) }
+        });
+        self.last = Some((rows, responses.collect()));
+        Ok(())
+    }
+}
+
 /// The few numbers that people watch.
 fn watched(m: &Metrics) -> String {
     let number = |name| m.get(name).unwrap_or(f64::NAN);
@@ -974,6 +1132,10 @@ pub struct Learner {
     pub policy: CausalLm,
     /// The value model.
     pub value: ValueModel,
+    /// A moving average of the policy, where the settings ask for one.
+    pub ema: Option<Ema>,
+    /// Texts that are mixed into the policy's steps.
+    pub unsupervised: Option<Unsupervised>,
     policy_optimizer: AdamW,
     /// Of a value model of its own.
     value_optimizer: Option<AdamW>,
@@ -1014,6 +1176,8 @@ pub struct StepStats {
     pub policy_grad_norm: f64,
     /// Norm of the value model's gradient before clipping.
     pub value_grad_norm: f64,
+    /// Mean negative log-likelihood of the tokens of the texts that were mixed in, without `unsup_coef`.
+    pub unsup_loss: f64,
     /// Whether the mean ratio was above `ratio_threshold`: then nothing was learnt, and the norms are 0.
     pub skipped: bool,
 }
@@ -1048,7 +1212,8 @@ impl Learner {
         let policy_optimizer = AdamW::new(policy.trainable_params(), &config.optimizer);
         let value_optimizer =
             value.model().map(|value| AdamW::new(value.trainable_params(), &config.value_optimizer().1));
-        Self { policy, value, policy_optimizer, value_optimizer, micro_batch_tokens }
+        let ema = config.ema.enable_ema.then(|| Ema::new(&policy, config.ema.ema_beta));
+        Self { policy, value, ema, unsupervised: None, policy_optimizer, value_optimizer, micro_batch_tokens }
     }
 
     /// Gives the models fresh optimizers of these settings in place of the configuration's: betas, epsilon, weight decay and
@@ -1070,6 +1235,9 @@ impl Learner {
     /// A pass is `num_mini_batches` optimizer steps of `mini_batch_size` rows. A mini-batch goes through the models in
     /// micro-batches; its losses are sums over them, divided by the token count of the whole mini-batch, so the size of
     /// a micro-batch changes memory and speed and nothing else. Gives one entry per mini-batch.
+    ///
+    /// Where there are texts to mix in, each mini-batch takes as many of their blocks as it has rows. Where there is a moving
+    /// average, it moves with each step of the policy.
     ///
     /// A mini-batch above `ratio_threshold` is skipped. A pass that ends too far from the policy that sampled, by
     /// `target_kl`, is the last. Where `rates` has none for the policy, only the value model learns.
@@ -1096,6 +1264,9 @@ impl Learner {
                 if stats.skipped {
                     self.zero_grad();
                 } else {
+                    if learns {
+                        self.mix_texts(mini_batch.len(), plan.micro_batch_size, &mut stats)?;
+                    }
                     self.step(rates, &mut stats)?;
                 }
                 steps.push(stats);
@@ -1125,14 +1296,13 @@ impl Learner {
         config: &PpoConfig,
     ) -> Result<StepStats> {
         let mut stats = StepStats::default();
-        for &row in mini_batch {
-            if learns_policy {
-                stats.tokens += experience.lengths[row] as f64;
-            }
-            stats.value_slots += experience.value_counts[row] as f64;
+        let count = |mask: &Tensor| number(&mask.index_select(0, &row_index(mini_batch, mask)).sum(Kind::Double));
+        if learns_policy {
+            stats.tokens = count(&experience.loss_mask);
         }
+        stats.value_slots = count(&experience.value_loss_mask);
         let advantages = match config.whiten_advantages {
-            WhitenAdvantages::MiniBatch => whiten_rows(&targets.advantages, mini_batch, &experience.response_mask),
+            WhitenAdvantages::MiniBatch => whiten_rows(&targets.advantages, mini_batch, &experience.loss_mask),
             WhitenAdvantages::Batch | WhitenAdvantages::None => targets.advantages.shallow_clone(),
         };
         let tokens = |&row: &usize| experience.sequences[row].len();
@@ -1161,9 +1331,29 @@ impl Learner {
         let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));
         if let Some(lr) = rates.policy {
             self.policy_optimizer.step_of_norm(lr, stats.policy_grad_norm).map_err(named("policy"))?;
+            if let Some(ema) = &mut self.ema {
+                ema.update(&self.policy);
+            }
         }
         let Some(optimizer) = &mut self.value_optimizer else { return Ok(()) };
         optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))
+    }
+
+    /// Adds the gradient of the next `rows` blocks of text, if there are any, to that of the policy.
+    fn mix_texts(&mut self, rows: usize, most_rows: usize, stats: &mut StepStats) -> Result<()> {
+        let Some(texts) = &mut self.unsupervised else { return Ok(()) };
+        let coef = texts.coef();
+        stats.unsup_loss = learn_texts(&self.policy, &texts.take(rows), coef, most_rows, self.micro_batch_tokens)?;
+        Ok(())
+    }
+
+    /// Adds the gradient of `coef` times the mean negative log-likelihood of the tokens of `texts`, each one's first aside, to
+    /// that of the policy; gives that mean.
+    ///
+    /// # Errors
+    /// If a text does not fit the policy, or none has two tokens.
+    pub fn learn_texts<S: AsRef<[i64]>>(&self, texts: &[S], coef: f64) -> Result<f64> {
+        learn_texts(&self.policy, texts, coef, texts.len().max(1), self.micro_batch_tokens)
     }
 
     /// Clears the gradients of all models.
@@ -1189,13 +1379,13 @@ impl Learner {
         let value_spans: Vec<_> = rows.iter().map(|&row| experience.value_span(row)).collect();
 
         let mine = |x: &Tensor| packed(x, &experience.response_mask, rows);
-        let (old, advantages) = (mine(&experience.logprobs), mine(advantages));
+        let (old, advantages, counts) = (mine(&experience.logprobs), mine(advantages), mine(&experience.loss_mask));
         let reference = config.kl.kl_in_loss.then(|| mine(&experience.ref_logprobs));
         let clip = config.policy_clip();
         let policy_loss = |tokens: Range<i64>, now: &TokenLogprobs| {
             let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
-            let all = all(&now.logprobs);
-            let loss = ppo::policy_loss(&now.logprobs, &here(&old), &here(&advantages), &all, clip);
+            let counts = here(&counts);
+            let loss = ppo::policy_loss(&now.logprobs, &here(&old), &here(&advantages), &counts, clip);
             stats.policy_loss += number(&loss.sum);
             stats.policy_clipped += number(&loss.clipped);
             stats.dual_clipped += number(&loss.dual_clipped);
@@ -1205,8 +1395,8 @@ impl Learner {
             stats.ratio_squared += number(&loss.ratio.square().sum(Kind::Float));
             let sum = match &reference {
                 Some(reference) => {
-                    let estimate = || ppo::kl(&now.logprobs, &here(reference), &all, config.kl_estimator);
-                    let kl = now.kl.as_ref().map_or_else(estimate, Tensor::shallow_clone).sum(Kind::Float);
+                    let estimate = || ppo::kl(&now.logprobs, &here(reference), &counts, config.kl_estimator);
+                    let kl = now.kl.as_ref().map_or_else(estimate, |kl| ppo::keep(kl, &counts)).sum(Kind::Float);
                     stats.ref_kl += number(&kl);
                     loss.sum + kl * targets.kl_coef
                 }
@@ -1214,20 +1404,22 @@ impl Learner {
             };
             let sum = match &now.entropy {
                 Some(entropy) if config.step.entropy_coef > 0.0 => {
-                    sum - entropy.sum(Kind::Float) * config.step.entropy_coef
+                    sum - ppo::masked_sum(entropy, &counts) * config.step.entropy_coef
                 }
                 _ => sum,
             };
-            sum / stats.tokens
+            // Where nothing counts, nothing is learnt.
+            sum / stats.tokens.max(1.0)
         };
 
         let mine = |x: &Tensor| packed(x, &experience.value_mask, rows);
         let (old_values, returns) = (mine(&experience.values), mine(&targets.returns));
+        let of_value = mine(&experience.value_loss_mask);
         let value_loss = |values: &Tensor| {
-            let loss = ppo::value_loss(values, &old_values, &returns, &all(values), config.cliprange_value);
+            let loss = ppo::value_loss(values, &old_values, &returns, &of_value, config.cliprange_value);
             stats.value_loss += number(&loss.sum);
             stats.value_clipped += number(&loss.clipped);
-            loss.sum * (config.vf_coef / stats.value_slots)
+            loss.sum * (config.vf_coef / stats.value_slots.max(1.0))
         };
 
         let new = match &self.value {
@@ -1263,7 +1455,7 @@ impl Learner {
             }
         };
         let entropy = new.and_then(|new| new.entropy);
-        stats.entropy += entropy.map_or(0.0, |entropy| number(&entropy.sum(Kind::Float)));
+        stats.entropy += entropy.map_or(0.0, |entropy| number(&ppo::masked_sum(&entropy, &counts)));
         Ok(())
     }
 }
@@ -1283,11 +1475,6 @@ fn whiten_rows(x: &Tensor, rows: &[usize], mask: &Tensor) -> Tensor {
 
 fn row_index(rows: &[usize], like: &Tensor) -> Tensor {
     Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>()).to_device(like.device())
-}
-
-/// A mask that is true throughout.
-fn all(x: &Tensor) -> Tensor {
-    x.ones_like().to_kind(Kind::Bool)
 }
 
 fn number(x: &Tensor) -> f64 {
@@ -1332,7 +1519,7 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
         m.push("policy/grad_norm", mean_norm(|s| s.policy_grad_norm));
         if config.step.target_kl.is_some() {
             m.push("policy/policykl_avg", sum(|s| s.policy_kl) / tokens);
-            m.push("policy/epochs", (all / config.num_mini_batches) as f64);
+            m.push("policy/epochs", (all / config.steps_per_epoch(experience.lengths.len()).max(1)) as f64);
         }
         if config.step.ratio_threshold.is_some() {
             m.push("policy/skipped_steps", (steps.len() - taken) as f64);
@@ -1340,6 +1527,9 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
         m.push("loss/policy_avg", sum(|s| s.policy_loss) / tokens);
         if config.kl.kl_in_loss {
             m.push("loss/kl_avg", sum(|s| s.ref_kl) / tokens);
+        }
+        if config.unsupervised.unsupervised_dataset_name.is_some() {
+            m.push("loss/unsup_avg", sum(|s| s.unsup_loss) / taken as f64);
         }
     }
     m.push("loss/value_avg", sum(|s| s.value_loss) / value_slots);
@@ -1353,6 +1543,9 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
     m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm));
     m.push("val/response_length", response_tokens / rows);
     m.push("val/skipped_steps", (all - steps.len()) as f64);
+    if config.counts.min_response_length > 0 {
+        m.push("val/dropped_responses", (config.answers_of_update() - experience.lengths.len()) as f64);
+    }
 }
 
 /// 1 - Var(returns - values) / Var(returns) over the value slots: 1 is a perfect value model, 0 no better than a constant.

@@ -26,7 +26,7 @@ use tch::{Kind, Tensor};
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     config.check()?;
-    let options = trained_options(model_options(&config.run)?, &config.peft, &config.run);
+    let options = trained_options(model_options(&config.run)?, config.peft.use_peft, &config.run);
     let model_dir = config.model_name_or_path.as_path();
     let mut inputs: Vec<&Path> = vec![model_dir];
     inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));

@@ -27,7 +27,7 @@ use tch::Kind;
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     config.check()?;
-    let options = trained_options(model_options(&config.run)?, &config.peft, &config.run);
+    let options = trained_options(model_options(&config.run)?, config.peft.use_peft, &config.run);
     let model_dir = config.model_name_or_path.as_deref();
     let tokenizer_dir = config.tokenizer_name.as_deref().or(model_dir).expect("`check` asks for one of them");
     let optional = [model_dir, config.config_name.as_deref(), config.eval_dataset_name.as_deref()];

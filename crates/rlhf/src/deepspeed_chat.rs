@@ -1,0 +1,234 @@
+//! The flags of DeepSpeed-Chat's third step, as `rlhf ppo --preset deepspeed-chat` takes them: each is one of ours under another
+//! name, does nothing here and is passed over, or asks for its own CUDA engine and is refused with the reason.
+//!
+//! Flags that have the same name and meaning here (`generation_batches`, `enable_ema`, `unsup_coef`, ...) are not in the table.
+
+use std::collections::BTreeMap;
+
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Command};
+use rlhf::config::Preset;
+use rlhf::model::Dtype;
+use rlhf::{Error, Result};
+
+use crate::cli::Setting;
+
+/// What becomes of a flag.
+enum To {
+    /// It is ours of this name.
+    Ours(&'static str),
+    /// It and others together are some of ours: see `together`.
+    Together,
+    /// Whatever it says, it is so here: what it would change is not there to be changed.
+    Passed,
+    /// It may only say one of these, as this is how it is here.
+    Only(&'static [&'static str], &'static str),
+}
+use To::{Only, Ours, Passed, Together};
+
+const OFF: &[&str] = &["false"];
+const ENGINE: &str = "generation here has a cache of its own and needs no second engine";
+const ONE_PROCESS: &str = "it shards models over DeepSpeed's processes, and this is one process";
+const OFFLOAD: &str =
+    "it moves weights between GPU and CPU in DeepSpeed; --dtype bfloat16 halves what frozen models take here";
+const DROPOUT: &str = "no model's own dropout is applied here, as ratios must begin at 1";
+
+/// The flags, whether they stand alone, and what becomes of them.
+const FLAGS: [(&str, bool, To); 45] = [
+    ("data_path", false, Ours("dataset_name")),
+    ("data_output_path", false, Passed),
+    ("preprocessing_num_workers", false, Passed),
+    ("actor_model_name_or_path", false, Ours("sft_model_path")),
+    ("critic_model_name_or_path", false, Ours("reward_model_path")),
+    ("num_padding_at_beginning", false, Passed),
+    ("actor_dropout", false, Only(&["none", "0", "0.0"], DROPOUT)),
+    ("critic_dropout", false, Only(&["none", "0", "0.0"], DROPOUT)),
+    (
+        "add_eot_token",
+        true,
+        Only(OFF, "a token that the tokenizer lacks is not added; give a model and a tokenizer that have it"),
+    ),
+    ("per_device_training_batch_size", false, Ours("per_device_train_batch_size")),
+    ("ppo_epochs", false, Ours("num_ppo_epochs")),
+    ("max_prompt_seq_len", false, Ours("max_prompt_length")),
+    ("max_answer_seq_len", false, Ours("response_length")),
+    ("actor_learning_rate", false, Together),
+    ("critic_learning_rate", false, Together),
+    ("actor_weight_decay", false, Ours("weight_decay")),
+    ("critic_weight_decay", false, Ours("value_weight_decay")),
+    ("num_warmup_steps", false, Ours("warmup_steps")),
+    ("compute_fp32_loss", true, Passed),
+    ("actor_lora_dim", false, Together),
+    ("critic_lora_dim", false, Together),
+    ("actor_lora_module_name", false, Together),
+    ("critic_lora_module_name", false, Together),
+    ("actor_lora_learning_rate", false, Together),
+    ("critic_lora_learning_rate", false, Together),
+    ("only_optimize_lora", true, Together),
+    ("enable_mixed_precision_lora", true, Only(OFF, "what is frozen beside adapters is held as --dtype says")),
+    ("deepspeed", true, Passed),
+    ("deepspeed_config", false, Only(&["none"], "there is no DeepSpeed here")),
+    ("enable_hybrid_engine", true, Only(OFF, ENGINE)),
+    ("unpin_actor_parameters", true, Only(OFF, ENGINE)),
+    ("release_inference_cache", true, Only(OFF, ENGINE)),
+    ("inference_tp_size", false, Only(&["1"], ONE_PROCESS)),
+    ("tp_gather_partition_size", false, Only(&["8"], ONE_PROCESS)),
+    ("offload", true, Only(OFF, OFFLOAD)),
+    ("offload_reference_model", true, Only(OFF, OFFLOAD)),
+    ("offload_reward_model", true, Only(OFF, OFFLOAD)),
+    ("actor_zero_stage", false, Only(&["0"], ONE_PROCESS)),
+    ("critic_zero_stage", false, Only(&["0"], ONE_PROCESS)),
+    ("actor_gradient_checkpointing", true, Ours("gradient_checkpointing")),
+    ("critic_gradient_checkpointing", true, Ours("gradient_checkpointing")),
+    ("local_rank", false, Only(&["-1", "0"], ONE_PROCESS)),
+    ("enable_tensorboard", true, Together),
+    ("tensorboard_path", false, Passed),
+    ("data_split", false, Only(&["none"], "all rows of the dataset are trained on")),
+];
+
+/// Adds the flags to the command `ppo`, out of sight: its help is long enough. Those that it has by now are its own.
+pub(crate) fn with_flags(ppo: Command) -> Command {
+    let arg = |ppo: Command, (name, alone, to): &(&'static str, bool, To)| {
+        if ppo.get_arguments().any(|arg| arg.get_id() == name) {
+            return ppo;
+        }
+        let help = match to {
+            Ours(ours) => format!("{ours}, with --preset deepspeed-chat"),
+            Together | Passed | Only(..) => "with --preset deepspeed-chat".to_string(),
+        };
+        let arg = Arg::new(name).long(name).hide(true).help(help).help_heading("DeepSpeed-Chat");
+        ppo.arg(match (alone, *name) {
+            (true, _) => arg
+                .num_args(0..=1)
+                .require_equals(true)
+                .default_missing_value("true")
+                .value_parser(["true", "false", "True", "False"]),
+            (false, "data_path") => arg.num_args(1..),
+            (false, _) => arg.num_args(1).allow_negative_numbers(true),
+        })
+    };
+    FLAGS.iter().fold(ppo, arg)
+}
+
+/// Takes these flags out of the file's `settings` and finds those among the command line's `flags`; what they come to is put behind
+/// the file's own, so that a flag of ours still wins.
+///
+/// # Errors
+/// If there is one and the preset is another; if one asks for what is not here, or says what one of ours says too.
+pub(crate) fn translate(preset: Option<Preset>, flags: &ArgMatches, settings: &mut Vec<Setting>) -> Result<()> {
+    let own = |name: &str| FLAGS.iter().find(|(flag, ..)| *flag == name && !is_ours(flags, name));
+    let mut given: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    let (theirs, ours): (Vec<Setting>, Vec<Setting>) =
+        std::mem::take(settings).into_iter().partition(|setting| own(&setting.key).is_some());
+    *settings = ours;
+    for setting in theirs {
+        if let Some((name, ..)) = own(&setting.key) {
+            given.insert(name, setting.values);
+        }
+    }
+    for (name, ..) in FLAGS.iter().filter(|(name, ..)| own(name).is_some() && on_line(flags, name)) {
+        given.insert(name, flags.get_many::<String>(name).into_iter().flatten().cloned().collect());
+    }
+    if preset != Some(Preset::DeepspeedChat) {
+        return match given.keys().next().and_then(|name| own(name)) {
+            None => Ok(()),
+            Some((name, _, Ours(ours))) => {
+                usage(format!("{name} is a flag of --preset deepspeed-chat; else it is {ours}"))
+            }
+            Some((name, ..)) => usage(format!("{name} is a flag of --preset deepspeed-chat alone")),
+        };
+    }
+    let mut put = |key: &str, values: Vec<String>| settings.push(Setting { key: key.into(), line: 0, values });
+    for (name, values) in &given {
+        let said = values.first().map_or("none", String::as_str).to_ascii_lowercase();
+        match own(name) {
+            Some((_, _, Ours(ours))) if on_line(flags, ours) => {
+                return usage(format!("{name} and {ours} say the same: give one of them"));
+            }
+            Some((_, _, Ours(ours))) => put(ours, values.clone()),
+            Some((_, _, Only(fine, reason))) if !fine.contains(&said.as_str()) => {
+                return usage(format!("{name} = {said}: {reason}; expected {}", fine.join(" or ")));
+            }
+            _ => {}
+        }
+    }
+    for (key, value) in together(&given)? {
+        put(key, vec![value]);
+    }
+    // What DeepSpeed-Chat holds all models in, it computes in.
+    let held = settings.iter().rev().find(|setting| setting.key == "dtype").and_then(|setting| setting.values.first());
+    let held = match (on_line(flags, "dtype"), held) {
+        (false, Some(held)) => clap::ValueEnum::from_str(held, true).ok(),
+        _ => flags.get_one::<Dtype>("dtype").copied(),
+    };
+    match held {
+        Some(Dtype::BFloat16) => {
+            settings.insert(0, Setting { key: "bf16".into(), line: 0, values: vec!["true".into()] })
+        }
+        Some(Dtype::Float16) if flags.ids().any(|id| id == "fp16") => {
+            settings.insert(0, Setting { key: "fp16".into(), line: 0, values: vec!["true".into()] });
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// Whether the command has the flag with a meaning of its own, and not by [`with_flags`], which takes text.
+fn is_ours(flags: &ArgMatches, name: &str) -> bool {
+    flags.try_get_raw(name).is_ok() && flags.try_get_many::<String>(name).is_err()
+}
+
+fn on_line(flags: &ArgMatches, name: &str) -> bool {
+    flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
+}
+
+/// Learning rates and adapters: with an adapter only that is trained, at the rate that is meant for it.
+fn together(given: &BTreeMap<&str, Vec<String>>) -> Result<Vec<(&'static str, String)>> {
+    let said = |name: &str| given.get(name).and_then(|values| values.first());
+    let on = |name: &str| said(name).is_some_and(|word| word.eq_ignore_ascii_case("true"));
+    let mut settings = Vec::new();
+    let mut ranks = [None, None];
+    for (model, rank) in ["actor", "critic"].into_iter().zip(&mut ranks) {
+        let name = format!("{model}_lora_dim");
+        let dim = said(&name).map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
+        let dim = dim.or_else(|word| usage(format!("{name} = {word}: expected a whole number, 0 or more")))?;
+        if dim > 0 && !on("only_optimize_lora") {
+            return usage(format!(
+                "{name} = {dim} without only_optimize_lora = true trains embeddings, biases and norms beside the adapters, which \
+                 is not done here: set only_optimize_lora, or {name} = 0"
+            ));
+        }
+        *rank = (dim > 0).then_some(dim);
+    }
+    let of = |model: &str, what: &str, default: &str| {
+        said(&format!("{model}_{what}")).cloned().unwrap_or_else(|| default.to_string())
+    };
+    let names = [
+        ["use_peft", "lora_r", "lora_target_modules", "learning_rate"],
+        ["value_use_peft", "value_lora_r", "value_lora_target_modules", "value_learning_rate"],
+    ];
+    for ((model, rank), [peft, r, targets, rate]) in ["actor", "critic"].into_iter().zip(ranks).zip(names) {
+        match rank {
+            Some(rank) => settings.extend([
+                (peft, "true".to_string()),
+                (r, rank.to_string()),
+                (targets, of(model, "lora_module_name", "decoder.layers.")),
+                (rate, of(model, "lora_learning_rate", "5e-4")),
+            ]),
+            None => settings.extend(said(&format!("{model}_learning_rate")).map(|own| (rate, own.clone()))),
+        }
+    }
+    if ranks.iter().any(Option::is_some) {
+        // Its products are scaled by 1 over the rank.
+        settings.push(("lora_alpha", "1".into()));
+        settings.push(("value_use_peft", ranks[1].is_some().to_string()));
+    }
+    if on("enable_tensorboard") {
+        settings.push(("report_to", "tensorboard".into()));
+    }
+    Ok(settings)
+}
+
+fn usage<T>(message: String) -> Result<T> {
+    Err(Error::Usage(message))
+}

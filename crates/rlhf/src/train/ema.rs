@@ -1,0 +1,77 @@
+//! An exponential moving average of a policy: calmer than the policy itself, and often what is served in the end.
+
+use crate::model::CausalLm;
+use crate::{Error, Result};
+use tch::{Kind, Tensor};
+
+/// The folder of the average, below the policy's.
+pub(crate) const EMA: &str = "ema";
+
+/// The moving average of the weights of one policy that are trained.
+///
+/// It is held in f32 whatever the policy is held in: in half precision a step of `1 - beta` of a small change is lost to
+/// rounding, and the average stands still.
+#[derive(Debug)]
+pub struct Ema {
+    beta: f64,
+    /// In the order of the policy's trained parameters.
+    weights: Vec<Tensor>,
+}
+
+impl Ema {
+    /// An average that begins as `policy` is now.
+    pub fn new(policy: &CausalLm, beta: f64) -> Self {
+        // `copy`, since a conversion to the dtype that is there already would share the policy's memory.
+        let weights =
+            policy.trainable_params().map(|param| param.tensor.detach().to_kind(Kind::Float).copy()).collect();
+        Self { beta, weights }
+    }
+
+    /// Moves it towards `policy`: w <- w + (1 - beta) * (policy's - w).
+    pub fn update(&mut self, policy: &CausalLm) {
+        tch::no_grad(|| {
+            for (average, param) in self.weights.iter_mut().zip(policy.trainable_params()) {
+                let gap = param.tensor.to_kind(Kind::Float) - &*average;
+                let _ = average.g_add_(&(gap * (1.0 - self.beta)));
+            }
+        });
+    }
+
+    /// The averages, in the order of the policy's trained parameters.
+    pub fn weights(&self) -> &[Tensor] {
+        &self.weights
+    }
+
+    /// Gives `f` the policy with the average's weights, and puts the policy's own back, to the bit.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn with<T>(&self, policy: &CausalLm, f: impl FnOnce(&CausalLm) -> Result<T>) -> Result<T> {
+        let own: Vec<Tensor> = policy.trainable_params().map(|param| param.tensor.detach().copy()).collect();
+        put(policy, &self.weights);
+        let done = f(policy);
+        put(policy, &own);
+        done
+    }
+
+    /// Takes up the average that `read` puts into the weights of `policy`, whose own come back.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub(crate) fn load(&mut self, policy: &mut CausalLm, read: impl FnOnce(&mut CausalLm) -> Result<()>) -> Result<()> {
+        let own: Vec<Tensor> = policy.trainable_params().map(|param| param.tensor.detach().copy()).collect();
+        let done = read(policy);
+        *self = Self::new(policy, self.beta);
+        put(policy, &own);
+        done.map_err(|e| Error::Run(format!("{EMA}: {e}")))
+    }
+}
+
+/// Writes `weights` into the policy's trained parameters.
+fn put(policy: &CausalLm, weights: &[Tensor]) {
+    tch::no_grad(|| {
+        for (param, weight) in policy.trainable_params().zip(weights) {
+            param.tensor.shallow_clone().copy_(weight);
+        }
+    });
+}

@@ -1,0 +1,584 @@
+//! DeepSpeed-Chat's engine, for a loop of one's own: four models, experience from prompts, a step from experience.
+//!
+//! The steps are those of [`super::ppo::Learner`], and so are the moving average and the mix of texts; here are the shapes and the
+//! names of DeepSpeed-Chat's trainer. B rows, prompts of P tokens padded on the left, L = P + A tokens with the longest answer's
+//! A. Column t of `[B, L - 1]` is about token t + 1, so an answer begins in column P - 1. `docs/algorithm.md` has what differs.
+
+use super::ema::EMA;
+use super::ppo::{
+    KeptAnswers, Learner, PpoTrainer, StepStats, VALUE_MODEL, generation, left_out_of_losses, stop_tokens,
+};
+use crate::config::{PpoConfig, WhitenAdvantages};
+use crate::data::{Cursor, Prompt};
+use crate::generate::{Response, generate};
+use crate::model::{CausalLm, SequenceClassifier};
+use crate::optim::LearningRates;
+use crate::ppo::{KlEstimator, ScorePosition};
+use crate::reward::Rewards;
+use crate::rollout::{Experience, Judges, Targets, experience_leaving_out};
+use crate::tokenizer::Tokenizer;
+use crate::weights::replace_files;
+use crate::{Error, Result, ppo};
+use serde_json::json;
+use std::ops::Range;
+use std::path::Path;
+use tch::{Kind, Tensor};
+
+/// Rewards per column, `[B, L - 1]` f32: `-kl_coef * kl` in each, and each row's score, clipped to `clip_reward_value`, at the
+/// first action that is masked out, or at the last where none is.
+///
+/// `prompts` `[B, P]`; `log_probs`, `ref_log_probs` `[B, L - 1]`; `reward_score` `[B]`; `action_mask` `[B, L - 1]`, 1 = counts.
+pub fn compute_rewards(
+    prompts: &Tensor,
+    log_probs: &Tensor,
+    ref_log_probs: &Tensor,
+    reward_score: &Tensor,
+    action_mask: &Tensor,
+    config: &PpoConfig,
+) -> Tensor {
+    let start = prompts.size()[1] - 1;
+    let kl = ppo::kl(log_probs, ref_log_probs, &log_probs.ones_like().to_kind(Kind::Bool), config.kl_estimator);
+    let most = config.counts.clip_reward_value.unwrap_or(f64::INFINITY);
+    let scores = reward_score.to_kind(Kind::Float).clamp(-most, most);
+    let (before, answer) = (kl.narrow(1, 0, start), answer_columns(&kl, start));
+    let counted = counted(action_mask, start);
+    let rewards = ppo::rewards(&answer, &scores, &counted, config.kl_coef, ScorePosition::AfterStop);
+    Tensor::cat(&[-config.kl_coef * before, rewards], 1)
+}
+
+/// The column behind each row's score, `[B]` i64: from there on rewards and values are nothing.
+pub fn ends(prompts: &Tensor, action_mask: &Tensor) -> Tensor {
+    let start = prompts.size()[1] - 1;
+    Tensor::from_slice(&counted(action_mask, start)).to_device(action_mask.device()) + (start + 1)
+}
+
+/// Advantages, not whitened, and returns, `[B, A]` f32 each, of `values` and `rewards` `[B, L - 1]` from column `start` on.
+pub fn get_advantages_and_returns(
+    values: &Tensor,
+    rewards: &Tensor,
+    start: i64,
+    config: &PpoConfig,
+) -> (Tensor, Tensor) {
+    let (values, rewards) = (answer_columns(values, start), answer_columns(rewards, start));
+    ppo::gae(&rewards, &values, &values.ones_like().to_kind(Kind::Bool), config.gamma, config.lam)
+}
+
+/// The clipped loss of the actor, a scalar: its mean over `mask`. All are `[B, A]`; `logprobs` carries the gradient.
+pub fn actor_loss_fn(
+    logprobs: &Tensor,
+    old_logprobs: &Tensor,
+    advantages: &Tensor,
+    mask: &Tensor,
+    config: &PpoConfig,
+) -> Tensor {
+    let mask = mask.to_kind(Kind::Bool);
+    ppo::policy_loss(logprobs, old_logprobs, advantages, &mask, config.policy_clip()).sum / count(&mask)
+}
+
+/// The clipped loss of the critic, a scalar: its mean over `mask`. All are `[B, A]`; `values` carries the gradient.
+pub fn critic_loss_fn(
+    values: &Tensor,
+    old_values: &Tensor,
+    returns: &Tensor,
+    mask: &Tensor,
+    config: &PpoConfig,
+) -> Tensor {
+    let mask = mask.to_kind(Kind::Bool);
+    ppo::value_loss(values, old_values, returns, &mask, config.cliprange_value).sum / count(&mask)
+}
+
+fn count(mask: &Tensor) -> Tensor {
+    mask.sum(Kind::Float).clamp_min(1.0)
+}
+
+/// The columns from `start` on.
+fn answer_columns(x: &Tensor, start: i64) -> Tensor {
+    x.narrow(1, start, x.size()[1] - start)
+}
+
+/// How many tokens of each row's answer count.
+fn counted(action_mask: &Tensor, start: i64) -> Vec<i64> {
+    let sums = answer_columns(action_mask, start).sum_dim_intlist([1i64].as_slice(), false, Kind::Int64);
+    Vec::try_from(sums).expect("a sum per row")
+}
+
+/// A batch of answers and what the four models say of them.
+#[derive(Debug)]
+pub struct RlhfExperience {
+    /// The prompts, padded on the left, `[B, P]` i64.
+    pub prompts: Tensor,
+    /// Log-probabilities under the actor that answered, `[B, L - 1]` f32; 0 before and behind the answer.
+    pub logprobs: Tensor,
+    /// The same of the reference.
+    pub ref_logprobs: Tensor,
+    /// Values of the states before each token, and behind the last that counts, `[B, L - 1]` f32; 0 elsewhere.
+    pub value: Tensor,
+    /// The score of each answer, `[B]` f32, not clipped.
+    pub rewards: Tensor,
+    /// Prompts and answers, padded on both sides, `[B, L]` i64.
+    pub input_ids: Tensor,
+    /// 1 at the tokens that count, `[B, L]` i64: not at padding, and not at an eos that is left out of the losses.
+    pub attention_mask: Tensor,
+}
+
+/// What can be cut into batches of fewer rows.
+pub trait Batch: Sized {
+    /// How many rows there are.
+    fn rows(&self) -> usize;
+    /// Some of them.
+    fn slice(&self, rows: Range<usize>) -> Self;
+}
+
+impl Batch for RlhfExperience {
+    fn rows(&self) -> usize {
+        self.input_ids.size()[0] as usize
+    }
+
+    fn slice(&self, rows: Range<usize>) -> Self {
+        let of = |x: &Tensor| x.narrow(0, rows.start as i64, rows.len() as i64);
+        Self {
+            prompts: of(&self.prompts),
+            logprobs: of(&self.logprobs),
+            ref_logprobs: of(&self.ref_logprobs),
+            value: of(&self.value),
+            rewards: of(&self.rewards),
+            input_ids: of(&self.input_ids),
+            attention_mask: of(&self.attention_mask),
+        }
+    }
+}
+
+impl Batch for Vec<Vec<i64>> {
+    fn rows(&self) -> usize {
+        self.len()
+    }
+
+    fn slice(&self, rows: Range<usize>) -> Self {
+        self[rows].to_vec()
+    }
+}
+
+/// Collects batches until there are enough to train on, and then cuts them into smaller ones, in their order.
+#[derive(Debug)]
+pub struct MiniDataset<T> {
+    held: Vec<T>,
+    max_size: usize,
+    small_batch_size: usize,
+}
+
+impl<T: Batch> MiniDataset<T> {
+    /// Collects `max_size` batches, DeepSpeed-Chat's `generation_batches`, and gives them out `small_batch_size` rows at a time.
+    pub fn new(max_size: usize, small_batch_size: usize) -> Self {
+        Self { held: Vec::new(), max_size: max_size.max(1), small_batch_size: small_batch_size.max(1) }
+    }
+
+    /// Takes a batch; gives all that were collected, cut, when there are enough, and is empty again.
+    pub fn add(&mut self, batch: T) -> Option<Vec<T>> {
+        self.held.push(batch);
+        (self.held.len() >= self.max_size).then(|| {
+            let held = std::mem::take(&mut self.held);
+            let cut = |batch: &T| -> Vec<T> {
+                let starts = (0..batch.rows()).step_by(self.small_batch_size);
+                starts.map(|at| batch.slice(at..(at + self.small_batch_size).min(batch.rows()))).collect()
+            };
+            held.iter().flat_map(cut).collect()
+        })
+    }
+
+    /// Forgets what was collected.
+    pub fn free(&mut self) {
+        self.held.clear();
+    }
+}
+
+/// The four models of RLHF, with what trains two of them.
+#[derive(Debug)]
+pub struct RlhfEngine {
+    /// The settings: those of `PpoConfig::with_preset(Preset::DeepspeedChat, ..)`, changed as one likes.
+    pub config: PpoConfig,
+    /// Actor and critic with their optimizers, and the actor's moving average, where there is one.
+    pub learner: Learner,
+    /// What the actor should not drift away from.
+    pub reference: CausalLm,
+    /// What scores the answers.
+    pub reward: Rewards,
+    /// The tokenizer of all.
+    pub tokenizer: Tokenizer,
+    /// Whether each [`RlhfEngine::train_rlhf`] is followed by a [`RlhfEngine::train_unsupervised`], which takes the step for both;
+    /// at first as `unsupervised_dataset_name` is set or not.
+    pub mixes_texts: bool,
+    /// Steps of the run, over which the learning rates have their course; a constant rate needs none.
+    pub num_total_iters: usize,
+    /// The tokens that end an answer and are in no loss.
+    left_out: Vec<i64>,
+    kept: KeptAnswers,
+    /// The prompts of the last answers that were long enough, with their mask.
+    last: Option<(Tensor, Tensor)>,
+    /// How often answers were generated, which keys the draws.
+    generated: usize,
+    /// Steps taken.
+    iterations: usize,
+    /// What waits for the step that [`RlhfEngine::train_unsupervised`] takes.
+    waiting: Option<StepStats>,
+    prompts: Vec<Prompt>,
+    cursor: Option<Cursor>,
+}
+
+impl RlhfEngine {
+    /// Loads the models and prompts that `config` names, as `rlhf ppo` does.
+    ///
+    /// # Errors
+    /// As [`PpoTrainer::from_config`]; if a setting has no meaning here.
+    pub fn from_config(config: &PpoConfig) -> Result<Self> {
+        let trainer = PpoTrainer::from_config(config)?;
+        let PpoTrainer { learner, reference, rewards, tokenizer, prompts, cursor, plan, .. } = trainer;
+        let mut engine = Self::with_learner(learner, reference, rewards, tokenizer, config)?;
+        let steps = config.num_ppo_epochs * config.steps_per_epoch(plan.batch_size);
+        (engine.prompts, engine.cursor) = (prompts, Some(cursor));
+        engine.num_total_iters = plan.num_total_batches * steps;
+        Ok(engine)
+    }
+
+    /// An engine of models that are loaded already; it has no prompts of its own.
+    ///
+    /// # Errors
+    /// If a setting has no meaning here.
+    pub fn new(
+        actor: CausalLm,
+        reference: CausalLm,
+        critic: SequenceClassifier,
+        reward: Rewards,
+        tokenizer: Tokenizer,
+        config: &PpoConfig,
+    ) -> Result<Self> {
+        Self::with_learner(Learner::new(actor, critic, config), reference, reward, tokenizer, config)
+    }
+
+    fn with_learner(
+        learner: Learner,
+        reference: CausalLm,
+        reward: Rewards,
+        tokenizer: Tokenizer,
+        config: &PpoConfig,
+    ) -> Result<Self> {
+        config.check()?;
+        let meaningless = [
+            ("adap_kl_ctrl", config.kl.adap_kl_ctrl),
+            ("kl_coef_end", config.kl.kl_coef_end.is_some()),
+            ("kl_in_loss", config.kl.kl_in_loss),
+            ("kl_estimator = full", config.kl_estimator == KlEstimator::Full),
+            ("whiten_rewards", config.whiten_rewards),
+            ("score_position = last_token", config.score_position == ScorePosition::LastToken),
+            ("target_kl", config.step.target_kl.is_some()),
+            ("ratio_threshold", config.step.ratio_threshold.is_some()),
+        ];
+        if let Some((name, _)) = meaningless.iter().find(|(_, set)| *set) {
+            return Err(Error::Usage(format!(
+                "{name} has no meaning in RlhfEngine, whose loop is the caller's: leave it out"
+            )));
+        }
+        let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer);
+        Ok(Self {
+            learner,
+            reference,
+            reward,
+            left_out,
+            kept: KeptAnswers::new(config.counts.min_response_length),
+            last: None,
+            mixes_texts: config.unsupervised.unsupervised_dataset_name.is_some(),
+            num_total_iters: 1,
+            generated: 0,
+            iterations: 0,
+            waiting: None,
+            prompts: Vec::new(),
+            cursor: None,
+            tokenizer,
+            config: config.clone(),
+        })
+    }
+
+    /// The model that is trained.
+    pub fn actor(&self) -> &CausalLm {
+        &self.learner.policy
+    }
+
+    /// The next prompts of the data, `[B, P]` i64 padded on the left to their longest, and their mask, 1 at tokens; none where the
+    /// engine has no data. There are `per_device_generation_batch_size` of them, and the data are shuffled anew in each pass.
+    pub fn next_prompts(&mut self) -> Option<(Tensor, Tensor)> {
+        let rows = self.config.generation.per_device_generation_batch_size;
+        let rows = self.cursor.as_mut()?.take(rows.unwrap_or(self.config.per_device_train_batch_size));
+        let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.prompts[row].tokens.as_slice()).collect();
+        Some(padded_left(&prompts, self.pad()))
+    }
+
+    /// The next `rows` blocks of the texts that `unsupervised_dataset_name` holds; none where it is not set.
+    pub fn next_texts(&mut self, rows: usize) -> Option<Vec<Vec<i64>>> {
+        let texts = self.learner.unsupervised.as_mut()?;
+        Some(texts.take(rows).into_iter().map(<[i64]>::to_vec).collect())
+    }
+
+    /// Answers prompts `[B, P]`, of which `mask` `[B, P]` is 1 at tokens, and asks the four models about the answers.
+    ///
+    /// Answers of fewer than `min_response_length` tokens are left out; where all are, the last prompts and answers that were
+    /// long enough come again, as the models now judge them.
+    ///
+    /// # Errors
+    /// If no answer is long enough and none was before; if the reward fails; if a prompt does not fit the models.
+    pub fn generate_experience(&mut self, prompts: &Tensor, mask: &Tensor) -> Result<RlhfExperience> {
+        let generation = generation(&self.config, &stop_tokens(&self.config, &self.tokenizer)?, self.generated);
+        let responses = generate(&self.learner.policy, &unpadded(prompts, mask)?, &generation)?;
+        self.generated += 1;
+        self.experience_of(prompts, mask, responses)
+    }
+
+    /// [`RlhfEngine::generate_experience`] with answers from elsewhere, one for each prompt: their log-probabilities are taken
+    /// anew where their numbers do not match their tokens'.
+    ///
+    /// # Errors
+    /// As that.
+    pub fn experience_of(
+        &mut self,
+        prompts: &Tensor,
+        mask: &Tensor,
+        responses: Vec<Response>,
+    ) -> Result<RlhfExperience> {
+        let kept = self.kept.keep((0..responses.len()).collect(), responses, &self.left_out)?;
+        if !kept.again {
+            self.last = Some((prompts.shallow_clone(), mask.shallow_clone()));
+        }
+        let Some((prompts, mask)) = &self.last else { unreachable!("answers come again from prompts that were") };
+        let rows = Tensor::from_slice(&kept.rows.iter().map(|&row| row as i64).collect::<Vec<_>>());
+        let (prompts, mask) = (prompts.index_select(0, &rows), mask.index_select(0, &rows));
+        let (ragged, responses) = (unpadded(&prompts, &mask)?, kept.responses);
+        let noted = responses.iter().all(|response| response.logprobs.len() == response.tokens.len());
+        let recompute = kept.again || !noted || !self.learner.policy.is_exact();
+
+        let scores = self.scores(&ragged, &responses)?;
+        let learner = &self.learner;
+        let judges = Judges { policy: &learner.policy, reference: &self.reference, value: &learner.value };
+        let e = experience_leaving_out(judges, &ragged, &responses, scores, &self.left_out, recompute, &self.config)?;
+
+        let (width, longest) = (prompts.size()[1], e.lengths.iter().copied().max().unwrap_or(0).max(1));
+        let columns = |x: &Tensor| {
+            let answer = x.narrow(1, 0, longest);
+            answer.constant_pad_nd([width - 1, 0])
+        };
+        let pad = self.pad();
+        let answers = responses.iter().flat_map(|response| {
+            let padding = std::iter::repeat_n(pad, longest as usize - response.tokens.len());
+            response.tokens.iter().copied().chain(padding)
+        });
+        let answers = Tensor::from_slice(&answers.collect::<Vec<_>>()).view([-1, longest]);
+        let counts = e.loss_mask.narrow(1, 0, longest).to_device(mask.device()).to_kind(Kind::Int64);
+        Ok(RlhfExperience {
+            input_ids: Tensor::cat(&[&prompts, &answers], 1),
+            attention_mask: Tensor::cat(&[mask.to_kind(Kind::Int64), counts], 1),
+            logprobs: columns(&e.logprobs),
+            ref_logprobs: columns(&e.ref_logprobs),
+            value: columns(&e.values),
+            rewards: e.scores,
+            prompts,
+        })
+    }
+
+    /// What the reward says of the answers, as the models read them: without an end token that is left out of the losses.
+    fn scores(&mut self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<Tensor> {
+        let read: Vec<Response> = responses
+            .iter()
+            .map(|response| {
+                let mut read = response.clone();
+                read.tokens.truncate(
+                    read.tokens.len() - usize::from(read.tokens.last().is_some_and(|id| self.left_out.contains(id))),
+                );
+                read
+            })
+            .collect();
+        let asked = prompts.iter().map(|tokens| {
+            let text = self.tokenizer.decode(tokens)?;
+            Ok(Prompt { tokens: tokens.clone(), row: json!({"prompt": text}), text })
+        });
+        let asked: Vec<Prompt> = asked.collect::<Result<_>>()?;
+        let asked: Vec<&Prompt> = asked.iter().collect();
+        let scored = self.reward.score_responses(&self.tokenizer, &asked, &read, true)?;
+        let totals: Vec<f32> = scored.totals().into_iter().map(|score| score as f32).collect();
+        Ok(Tensor::from_slice(&totals).to_device(self.learner.policy.device()))
+    }
+
+    /// Takes one step of actor and critic by a batch of experience; gives their losses, means over the tokens that count.
+    ///
+    /// With [`RlhfEngine::mixes_texts`] the gradients wait for [`RlhfEngine::train_unsupervised`]. A step whose losses or gradients
+    /// are not finite is not taken.
+    ///
+    /// # Errors
+    /// If the experience's shapes do not go together, or its tokens do not lie side by side.
+    pub fn train_rlhf(&mut self, experience: &RlhfExperience) -> Result<(f64, f64)> {
+        let config = &self.config;
+        let (e, targets) = shaped(experience, config)?;
+        let rows: Vec<usize> = (0..experience.rows()).collect();
+        let stats = self.learner.gradients(&e, &targets, &rows, config.per_device_train_batch_size, true, config)?;
+        let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
+        match self.mixes_texts {
+            true => self.waiting = Some(stats),
+            false => self.step(stats)?,
+        }
+        Ok(losses)
+    }
+
+    /// Adds `unsup_coef` times the gradient of the mean negative log-likelihood of `batch` to what [`RlhfEngine::train_rlhf`] left,
+    /// and takes the step for both; gives that mean.
+    ///
+    /// # Errors
+    /// If nothing waits for it, as [`RlhfEngine::mixes_texts`] is not set; if a text does not fit the actor.
+    pub fn train_unsupervised<S: AsRef<[i64]>>(&mut self, batch: &[S], unsup_coef: f64) -> Result<f64> {
+        let mut stats = self.waiting.take().ok_or_else(|| {
+            let message =
+                "train_unsupervised takes the step of the train_rlhf before it, and none waits: set mixes_texts";
+            Error::Usage(message.into())
+        })?;
+        stats.unsup_loss = self.learner.learn_texts(batch, unsup_coef)?;
+        let loss = stats.unsup_loss;
+        self.step(stats)?;
+        Ok(loss)
+    }
+
+    fn step(&mut self, mut stats: StepStats) -> Result<()> {
+        let rates = LearningRates::at(&self.config, self.iterations, self.num_total_iters);
+        self.learner.step(rates, &mut stats)?;
+        self.iterations += 1;
+        Ok(())
+    }
+
+    /// Prompts and answers as text, to look at.
+    ///
+    /// # Errors
+    /// If the tokenizer knows no text.
+    pub fn answers(&self, experience: &RlhfExperience) -> Result<Vec<(String, String)>> {
+        let (ids, width) = (&experience.input_ids, experience.prompts.size()[1]);
+        let all = unpadded(ids, &experience.attention_mask)?;
+        let of_prompt = experience.attention_mask.narrow(1, 0, width);
+        let prompts = unpadded(&experience.prompts, &of_prompt)?;
+        let texts = all.iter().zip(&prompts).map(|(all, prompt)| {
+            Ok((self.tokenizer.decode(prompt)?, self.tokenizer.decode_after(prompt, &all[prompt.len()..])?))
+        });
+        texts.collect()
+    }
+
+    /// Writes the actor with its tokenizer to `dir`, the critic to `dir/value_model`, and the moving average, if there is one, to
+    /// `dir/ema`, as `rlhf ppo` does.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn save_model(&self, dir: &Path) -> Result<()> {
+        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        let write = |dir: &Path| {
+            self.learner.policy.save_pretrained(dir, eos, pad, most)?;
+            self.tokenizer.save_pretrained(dir)
+        };
+        replace_files(dir, write)?;
+        if let Some(critic) = self.learner.value.model() {
+            replace_files(&dir.join(VALUE_MODEL), |dir| {
+                critic.save_pretrained(dir, eos, pad, most)?;
+                self.tokenizer.save_pretrained(dir)
+            })?;
+        }
+        let Some(ema) = &self.learner.ema else { return Ok(()) };
+        ema.with(&self.learner.policy, |_| replace_files(&dir.join(EMA), write))
+    }
+
+    fn pad(&self) -> i64 {
+        self.tokenizer.pad().or(self.tokenizer.eos()).unwrap_or(0)
+    }
+}
+
+/// What [`Learner::gradients`] learns from, of what an engine's batch says.
+fn shaped(e: &RlhfExperience, config: &PpoConfig) -> Result<(Experience, Targets)> {
+    let (rows, len) = e.input_ids.size2()?;
+    let width = e.prompts.size()[1];
+    for (name, x, expected) in [
+        ("prompts", &e.prompts, vec![rows, width]),
+        ("attention_mask", &e.attention_mask, vec![rows, len]),
+        ("logprobs", &e.logprobs, vec![rows, len - 1]),
+        ("ref_logprobs", &e.ref_logprobs, vec![rows, len - 1]),
+        ("value", &e.value, vec![rows, len - 1]),
+        ("rewards", &e.rewards, vec![rows]),
+    ] {
+        if x.size() != expected || width >= len {
+            return Err(Error::Run(format!("experience: {name}: expected shape {expected:?}, found {:?}", x.size())));
+        }
+    }
+    let start = width - 1;
+    let action_mask = e.attention_mask.narrow(1, 1, len - 1);
+    let lengths = counted(&action_mask, start);
+    let device = e.logprobs.device();
+    let mask = ppo::response_mask(&lengths, len - width, device);
+    if mask != answer_columns(&action_mask, start).to_kind(Kind::Bool).to_device(device) {
+        let message =
+            "experience: attention_mask: expected the tokens of an answer side by side, found others between them";
+        return Err(Error::Run(message.into()));
+    }
+    let value_mask = ppo::value_mask(&lengths, len - width, ScorePosition::AfterStop, device);
+    let rewards = compute_rewards(&e.prompts, &e.logprobs, &e.ref_logprobs, &e.rewards, &action_mask, config);
+    // Behind the score there is nothing.
+    let within = |x: &Tensor| ppo::keep(&answer_columns(x, start), &value_mask);
+    let (rewards, values) = (within(&rewards), within(&e.value));
+    let (advantages, returns) = get_advantages_and_returns(&values, &rewards, 0, config);
+    let advantages = match config.whiten_advantages {
+        WhitenAdvantages::None => ppo::keep(&advantages, &mask),
+        WhitenAdvantages::Batch | WhitenAdvantages::MiniBatch => ppo::whiten(&advantages, &mask, true),
+    };
+    let answer = |x: &Tensor| ppo::keep(&answer_columns(x, start), &mask);
+    let (logprobs, ref_logprobs) = (answer(&e.logprobs), answer(&e.ref_logprobs));
+    let kl = ppo::kl(&logprobs, &ref_logprobs, &mask, config.kl_estimator);
+    let last_value = config.counts.last_value_in_loss;
+    let experience = Experience {
+        sequences: unpadded(&e.input_ids, &e.attention_mask)?,
+        value_counts: lengths.iter().map(|&n| (n + 1).min(len - width)).collect(),
+        counted: lengths.clone(),
+        lengths,
+        loss_mask: mask.shallow_clone(),
+        value_loss_mask: if last_value { &value_mask } else { &mask }.shallow_clone(),
+        response_mask: mask,
+        value_mask,
+        logprobs,
+        ref_logprobs,
+        full_kl: None,
+        reference: None,
+        values,
+        scores: e.rewards.shallow_clone(),
+        token_scores: None,
+    };
+    Ok((experience, Targets { kl, kl_coef: config.kl_coef, rewards, advantages, returns }))
+}
+
+/// The tokens of each row where `mask` is 1.
+///
+/// # Errors
+/// If the shapes differ, or a row has none.
+fn unpadded(ids: &Tensor, mask: &Tensor) -> Result<Vec<Vec<i64>>> {
+    if ids.size() != mask.size() {
+        return Err(Error::Run(format!("expected a mask of shape {:?}, found {:?}", ids.size(), mask.size())));
+    }
+    let (ids, mask) = (Vec::<Vec<i64>>::try_from(ids)?, Vec::<Vec<i64>>::try_from(mask.to_kind(Kind::Int64))?);
+    let rows = ids.iter().zip(&mask).enumerate().map(|(row, (ids, mask))| {
+        let tokens: Vec<i64> = ids.iter().zip(mask).filter(|(_, m)| **m != 0).map(|(id, _)| *id).collect();
+        if tokens.is_empty() {
+            Err(Error::Run(format!("row {row}: expected a token that counts, found none")))
+        } else {
+            Ok(tokens)
+        }
+    });
+    rows.collect()
+}
+
+/// `rows` side by side, padded on the left, `[B, P]` i64, and where their tokens are.
+fn padded_left(rows: &[&[i64]], pad: i64) -> (Tensor, Tensor) {
+    let width = rows.iter().map(|row| row.len()).max().unwrap_or(0);
+    let fill = |of_pad: i64, of_token: &dyn Fn(i64) -> i64| {
+        let row = |row: &&[i64]| -> Vec<i64> {
+            let padding = std::iter::repeat_n(of_pad, width - row.len());
+            padding.chain(row.iter().map(|&id| of_token(id))).collect()
+        };
+        Tensor::from_slice(&rows.iter().flat_map(row).collect::<Vec<i64>>()).view([-1, width as i64])
+    };
+    (fill(pad, &|id| id), fill(0, &|_| 1))
+}

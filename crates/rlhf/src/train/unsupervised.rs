@@ -1,0 +1,156 @@
+//! Texts that a policy keeps learning to continue while PPO trains it (InstructGPT's PPO-ptx): packed into blocks of one
+//! length, taken in shuffled passes.
+
+use super::micro_batches;
+use crate::config::UnsupervisedConfig;
+use crate::data::{Cursor, Dataset, Files};
+use crate::model::CausalLm;
+use crate::tokenizer::Tokenizer;
+use crate::{Error, Result};
+use serde_json::Value;
+use std::ops::Range;
+use std::path::Path;
+use tch::Kind;
+
+/// The order of the blocks must not be that of the prompts, where there are as many: this is added to the run's seed.
+const SEED: u64 = 1 << 32;
+
+/// Blocks of text, and the place in them.
+#[derive(Debug)]
+pub struct Unsupervised {
+    blocks: Vec<Vec<i64>>,
+    cursor: Cursor,
+    coef: f64,
+}
+
+impl Unsupervised {
+    /// The texts that `config` names, in blocks of `block` tokens; none where it names none.
+    ///
+    /// # Errors
+    /// If there is no such dataset, a row is no text, or all of them together have no two tokens.
+    pub(crate) fn find(
+        config: &UnsupervisedConfig,
+        tokenizer: &Tokenizer,
+        vocab: i64,
+        block: usize,
+        seed: u64,
+    ) -> Result<Option<Self>> {
+        let Some(name) = &config.unsupervised_dataset_name else { return Ok(None) };
+        let files = Files::find(name, config.unsupervised_dataset_config_name.as_deref(), "train")?;
+        let texts = Dataset::of(&files)?.texts(tokenizer, vocab, usize::MAX)?;
+        Self::new(&texts, block, config.unsup_coef, seed, name).map(Some)
+    }
+
+    /// `texts`, one behind another, cut into blocks of `block` tokens; the rest that fills none is left out, unless it is all.
+    ///
+    /// # Errors
+    /// If there is nothing to learn in them; `name` is theirs.
+    pub fn new(texts: &[Vec<i64>], block: usize, coef: f64, seed: u64, name: &Path) -> Result<Self> {
+        let all = texts.concat();
+        let mut blocks: Vec<Vec<i64>> = all.chunks(block.max(2)).map(<[i64]>::to_vec).collect();
+        if blocks.len() > 1 && blocks.last().is_some_and(|last| last.len() < block) {
+            blocks.pop();
+        }
+        if blocks.first().is_none_or(|first| first.len() < 2) {
+            return Err(Error::invalid(name, format!("expected texts of at least two tokens, found {}", all.len())));
+        }
+        let cursor = Cursor::new(seed.wrapping_add(SEED), blocks.len());
+        Ok(Self { blocks, cursor, coef })
+    }
+
+    /// How many blocks there are, and of how many tokens.
+    pub(crate) fn describe(&self) -> String {
+        format!(
+            "unsupervised mix: {} blocks of {} tokens, weight {}",
+            self.blocks.len(),
+            self.blocks[0].len(),
+            self.coef
+        )
+    }
+
+    /// The next `rows` blocks.
+    pub fn take(&mut self, rows: usize) -> Vec<&[i64]> {
+        self.cursor.take(rows).into_iter().map(|row| self.blocks[row].as_slice()).collect()
+    }
+
+    /// The weight of their loss.
+    pub fn coef(&self) -> f64 {
+        self.coef
+    }
+
+    /// Where it stands, for a checkpoint.
+    pub(crate) fn state(&self) -> Value {
+        self.cursor.state()
+    }
+
+    /// Goes to where [`Unsupervised::state`] was taken.
+    ///
+    /// # Errors
+    /// If that was over other blocks.
+    pub(crate) fn load_state(&mut self, state: &Value) -> Result<()> {
+        self.cursor.load_state(state).map_err(|e| Error::Run(format!("unsupervised_dataset_name: {e}")))
+    }
+}
+
+/// Adds the gradient of `coef` times the mean negative log-likelihood of the tokens of `texts`, each text's first aside, to those
+/// of `policy`'s parameters; gives that mean.
+///
+/// At most `most_rows` texts, and `most_tokens` tokens, go through the model at a time, which changes nothing.
+///
+/// # Errors
+/// If a text does not fit the model, or none has two tokens; if the model is frozen.
+pub(crate) fn learn_texts<S: AsRef<[i64]>>(
+    policy: &CausalLm,
+    texts: &[S],
+    coef: f64,
+    most_rows: usize,
+    most_tokens: usize,
+) -> Result<f64> {
+    let spans = |texts: &[S]| -> Vec<Range<usize>> { texts.iter().map(|text| 1..text.as_ref().len().max(1)).collect() };
+    let tokens: usize = spans(texts).iter().map(Range::len).sum();
+    if tokens == 0 {
+        return Err(Error::Run("unsupervised batch: expected texts of at least two tokens, found none".into()));
+    }
+    let mut sum = 0.0;
+    for part in micro_batches(texts, most_rows, most_tokens, |text| text.as_ref().len()) {
+        let found = policy.learn_logprobs(part, &spans(part), 1.0, false, |_, now| {
+            -now.logprobs.sum(Kind::Float) * (coef / tokens as f64)
+        })?;
+        sum -= found.logprobs.sum(Kind::Float).double_value(&[]);
+    }
+    Ok(sum / tokens as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn blocks(texts: &[&[i64]], block: usize) -> Vec<Vec<i64>> {
+        let texts: Vec<Vec<i64>> = texts.iter().map(|text| text.to_vec()).collect();
+        Unsupervised::new(&texts, block, 1.0, 7, Path::new("texts")).unwrap().blocks
+    }
+
+    #[test]
+    fn texts_are_joined_and_cut_into_blocks_and_the_rest_is_left_out_unless_it_is_all() {
+        assert_eq!(blocks(&[&[1, 2, 3], &[4], &[5, 6, 7]], 3), [[1, 2, 3], [4, 5, 6]]);
+        assert_eq!(blocks(&[&[1, 2], &[3, 4]], 2), [[1, 2], [3, 4]]);
+        assert_eq!(blocks(&[&[1, 2]], 8), [[1, 2]]);
+        let none = Unsupervised::new(&[vec![1]], 8, 1.0, 7, Path::new("texts")).unwrap_err().to_string();
+        assert!(none.contains("expected texts of at least two tokens, found 1"), "{none}");
+    }
+
+    #[test]
+    fn blocks_come_once_per_pass_and_a_restored_place_goes_on() {
+        let new = || Unsupervised::new(&[(0..40).collect()], 4, 1.0, 7, Path::new("texts")).unwrap();
+        let firsts = |mix: &mut Unsupervised, rows| mix.take(rows).iter().map(|block| block[0]).collect::<Vec<_>>();
+        let mut mix = new();
+        let mut pass = firsts(&mut mix, 10);
+        let state = mix.state();
+        let next = firsts(&mut mix, 3);
+        pass.sort_unstable();
+        assert_eq!(pass, (0..10).map(|i| 4 * i).collect::<Vec<_>>());
+        let mut other = new();
+        other.load_state(&state).unwrap();
+        assert_eq!(firsts(&mut other, 3), next);
+    }
+}
