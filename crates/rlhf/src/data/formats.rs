@@ -146,7 +146,10 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
         last = start;
         let mut row = Map::new();
         for (name, cell) in header.iter().zip(&record) {
-            let value = if LISTS.contains(&name) && !cell.is_empty() {
+            let value = if LISTS.contains(&name) && cell.trim().is_empty() {
+                // What other formats say by null.
+                Value::Null
+            } else if LISTS.contains(&name) {
                 let list = serde_json::from_str(cell).ok().filter(Value::is_array);
                 list.ok_or_else(|| {
                     Place::Line(line).error(file, format!("field `{name}`: expected a list in JSON, found {cell:?}"))
@@ -280,6 +283,15 @@ mod tests {
 
     fn csv(text: &str) -> Result<Vec<Row>> {
         read_csv(&Path::new("a.csv").into(), text)
+    }
+
+    #[test]
+    fn a_blank_cell_in_a_column_of_lists_is_no_list() {
+        let rows = csv("prompt,prompt_ids\nx,\ny, \nz,\"[1, 2]\"\n").unwrap();
+        let ids: Vec<&Value> = rows.iter().map(|row| &row.value["prompt_ids"]).collect();
+        assert_eq!(ids, [&Value::Null, &Value::Null, &serde_json::json!([1, 2])]);
+        let text = csv("prompt,answer\nx,\n").unwrap();
+        assert_eq!(text[0].value["answer"], "", "a column of texts has an empty one");
     }
 
     #[test]
