@@ -469,7 +469,7 @@ fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
 
 /// A run's hold on its folder, for as long as it lives.
 #[derive(Debug)]
-pub(crate) struct Claim(#[expect(dead_code, reason = "it is held, not read")] File);
+pub(crate) struct Claim(#[expect(dead_code, reason = "they are held, not read")] Vec<File>);
 
 /// Makes `run.output_dir` this run's own when it is ready to begin: removes an old run's files if it may, and writes the
 /// resolved configuration; a run that goes on where it began finds it there.
@@ -479,24 +479,27 @@ pub(crate) struct Claim(#[expect(dead_code, reason = "it is held, not read")] Fi
 /// there; if a file cannot be removed or written.
 pub(crate) fn claim_output_dir(run: &RunConfig, start: &Start, resolved: &impl Serialize) -> Result<Claim> {
     let (dir, overwrite) = (&run.output_dir, may_overwrite(run, start));
+    let mut held = Vec::new();
     if !start.in_place {
         if overwrite && holds_run(dir) {
-            lock(dir)?;
+            // Also when its file is gone: another run that has opened it just before must not take that for leave.
+            held.push(lock(dir)?);
         }
         claim_folder(dir, overwrite, resolved)?;
     }
-    lock(dir)
+    held.push(lock(dir)?);
+    Ok(Claim(held))
 }
 
 /// Takes hold of the run in `dir`; the system lets go of it when the process ends, however it ends.
-fn lock(dir: &Path) -> Result<Claim> {
+fn lock(dir: &Path) -> Result<File> {
     let old = dir.join(OLD_CONFIG);
     let path = if old.is_file() { old } else { dir.join(CONFIG) };
     let file = File::open(&path).map_err(Error::io("read", &path))?;
     match file.try_lock() {
         Err(TryLockError::WouldBlock) => Err(Error::invalid(dir, "output_dir: another run is at work in this folder")),
         // Some file systems have no locks: then nobody is kept out.
-        Ok(()) | Err(TryLockError::Error(_)) => Ok(Claim(file)),
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(file),
     }
 }
 
@@ -667,9 +670,15 @@ mod tests {
         let error = claim(&run).unwrap_err().to_string();
         assert!(error.contains("found a run in it"), "{error}");
         // Not even with consent, while the first is at work.
-        let overwriting = RunConfig { overwrite_output_dir: true, ..run };
+        let overwriting = RunConfig { overwrite_output_dir: true, ..run.clone() };
         let error = claim(&overwriting).unwrap_err().to_string();
         assert!(error.contains("another run is at work"), "{error}");
+        // Nor with a file that was opened while the old run had ended.
+        let old = || File::open(run.output_dir.join(CONFIG)).unwrap();
+        drop(held);
+        let opened = old();
+        let held = claim(&overwriting).unwrap();
+        assert!(opened.try_lock().is_err() && old().try_lock().is_err());
         drop(held);
         claim(&overwriting).unwrap();
     }
