@@ -6,6 +6,7 @@
 //! leaves under other names, the next one clears away.
 
 use crate::config::{EvalConfig, Resume, RunConfig, is_eval_metric};
+use crate::hub::Commits;
 use crate::metrics::Metrics;
 use crate::weights::{pretty, read_json, sync, write_text};
 use crate::{Error, Result};
@@ -34,7 +35,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 3] = [STATE, OPTIMIZER, BEST_FILE];
 
 /// Settings that decide no result: a resumed run may change them.
-const FREE: [&str; 19] = [
+const FREE: [&str; 20] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -44,6 +45,7 @@ const FREE: [&str; 19] = [
     "disable_tqdm",
     "num_sample_generations",
     "eval_steps",
+    "num_eval_prompts", // but a best model that was found by others is looked for anew
     "print_answers",
     "print_answers_interval",
     "enable_test_mode",
@@ -187,6 +189,11 @@ impl Saved {
         ))
     }
 
+    /// What the setting `name` was.
+    pub(crate) fn setting(&self, name: &str) -> &Value {
+        self.state.config.get(name).unwrap_or(&Value::Null)
+    }
+
     /// What the part `name` remembers.
     ///
     /// # Errors
@@ -297,6 +304,15 @@ impl Start {
     /// Updates that are done already.
     pub(crate) fn done(&self) -> usize {
         self.from.as_ref().map_or(0, |saved| saved.state.update)
+    }
+
+    /// What the names of the hub stood for when the run began.
+    ///
+    /// # Errors
+    /// If the checkpoint says what is none.
+    pub(crate) fn commits(&self) -> Result<Commits> {
+        let saved = self.from.as_ref().filter(|saved| saved.part("commits").is_ok());
+        saved.map_or(Ok(Commits::new()), |saved| saved.parsed("commits"))
     }
 
     /// What the run reads of the folder of another run.
@@ -483,6 +499,11 @@ impl Best {
             return self.save(output_dir, value, done, write).map(Kept::In);
         }
         Ok(Kept::Nothing)
+    }
+
+    /// Whether the metric comes of evaluations.
+    pub(crate) fn is_of_evaluations(&self) -> bool {
+        is_eval_metric(&self.metric)
     }
 
     /// Whether `value` is better than what came before; a number that is not finite never is.

@@ -15,6 +15,7 @@ use serde::Serialize;
 use crate::device::Device;
 use crate::model::{Dtype, LoraConfig};
 use crate::ppo::{KlEstimator, PolicyClip, ScorePosition};
+use crate::reward::{LEFT_OUT, Spec, address};
 use crate::{Error, Result};
 
 const MODELS: &str = "Models";
@@ -218,7 +219,7 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub trial: TrialConfig,
     /// Prompts to answer in an evaluation, at most: the first of the split.
-    #[arg(long, help_heading = EVALUATION, default_value_t = 128)]
+    #[arg(long, help_heading = EVALUATION, default_value_t = NUM_EVAL_PROMPTS)]
     pub num_eval_prompts: usize,
     /// Evaluation on the way, and the best model.
     #[command(flatten)]
@@ -551,12 +552,14 @@ pub struct RewardsConfig {
     /// regex:EXPRESSION, words:FILE, json, exact:COLUMN, numeric:COLUMN, bleu:COLUMN, rouge_l:COLUMN, repetition:n=3,
     /// model:FOLDER, command:LINE, url:ADDRESS.
     #[arg(long, help_heading = REWARDS)]
+    #[serde(serialize_with = "rewards_without_queries")]
     pub reward: Vec<String>,
     /// Command line of a program that scores answers: JSON lines in, JSON lines out.
     #[arg(long, help_heading = REWARDS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
     pub reward_command: std::option::Option<String>,
     /// Address of a service that scores answers; RLHF_REWARD_TOKEN in the environment is its token.
     #[arg(long, help_heading = REWARDS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    #[serde(serialize_with = "address_without_query")]
     pub reward_url: std::option::Option<String>,
     /// Weights in the sum, as NAME=X with commas between them, or X for all [default: 1].
     #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
@@ -962,6 +965,9 @@ pub(crate) fn is_eval_metric(name: &str) -> bool {
     name.starts_with("eval/") || name.starts_with("eval_")
 }
 
+/// Prompts of an evaluation, where nothing else is set.
+pub(crate) const NUM_EVAL_PROMPTS: usize = 128;
+
 /// What begins the names of those that are of one reward each.
 pub(crate) const EVAL_SCORES: &str = "eval/scores/";
 
@@ -1297,7 +1303,7 @@ impl PpoConfig {
         }
         check_token_id(self.stop_token_id)?;
         self.rewards.check()?;
-        crate::reward::specs(self)?;
+        self.rewards.check_asked(&crate::reward::specs(self)?)?;
         self.data.check(None)?;
         self.prompt_length.check()?;
         self.check_adapters()?;
@@ -1583,6 +1589,30 @@ impl RewardsConfig {
         let seconds = self.reward_timeout;
         let expected = "a number of seconds above 0, at most a week";
         expect(seconds > 0.0 && seconds <= LONGEST_TIMEOUT, "reward_timeout", seconds, expected)
+    }
+
+    /// How a reward is asked matters to those that are asked.
+    fn check_asked(&self, rewards: &[Spec]) -> Result<()> {
+        let (label, rows, requests) = (&self.reward_label_column, self.reward_batch_size, self.reward_concurrency);
+        if !rewards.iter().any(Spec::is_service) {
+            let why = "without a reward that is a service";
+            if label != "label" {
+                return no_effect("reward_label_column", label, why);
+            } else if rows != 32 {
+                return no_effect("reward_batch_size", rows, why);
+            } else if requests != 4 {
+                return no_effect("reward_concurrency", requests, why);
+            }
+        }
+        if !rewards.iter().any(Spec::is_outside) {
+            let why = "without a reward that is a program or a service";
+            if self.reward_timeout != 120.0 {
+                return no_effect("reward_timeout", self.reward_timeout, why);
+            } else if self.reward_retries != 3 {
+                return no_effect("reward_retries", self.reward_retries, why);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -1930,6 +1960,25 @@ impl PromptLengthConfig {
     fn check(&self) -> Result<()> {
         self.max_prompt_length.map_or(Ok(()), |most| at_least_one("max_prompt_length", most))
     }
+}
+
+/// The address of a service as it is written to files: what comes behind a ? may be secret.
+fn without_query(url: &str) -> String {
+    match address(url) {
+        shown if shown == url => url.to_string(),
+        shown => format!("{shown}{LEFT_OUT}"),
+    }
+}
+
+fn address_without_query<S: serde::Serializer>(url: &Option<String>, serializer: S) -> Result<S::Ok, S::Error> {
+    url.as_deref().map(without_query).serialize(serializer)
+}
+
+fn rewards_without_queries<S: serde::Serializer>(rewards: &[String], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(rewards.iter().map(|written| match written.split_once(':') {
+        Some((head, url)) if head == "url" || head.ends_with("=url") => format!("{head}:{}", without_query(url)),
+        _ => written.clone(),
+    }))
 }
 
 /// One dataset is written as its name, several as a list of them.
@@ -2701,7 +2750,27 @@ mod tests {
     #[test]
     fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 37] = [
+        let changes: [(Change, &str); 42] = [
+            (
+                |c| c.rewards.reward_label_column = "gold".into(),
+                "reward_label_column = gold has no effect without a reward that is a service",
+            ),
+            (
+                |c| c.rewards.reward_batch_size = 9,
+                "reward_batch_size = 9 has no effect without a reward that is a service",
+            ),
+            (
+                |c| c.rewards.reward_concurrency = 9,
+                "reward_concurrency = 9 has no effect without a reward that is a service",
+            ),
+            (
+                |c| c.rewards.reward_timeout = 9.0,
+                "reward_timeout = 9 has no effect without a reward that is a program or a service",
+            ),
+            (
+                |c| (c.rewards.reward_retries, c.rewards.reward) = (9, vec!["json".into()]),
+                "reward_retries = 9 has no effect without a reward that is a program or a service",
+            ),
             (
                 |c| c.penalty_reward_value = -2.0,
                 "penalty_reward_value = -2 has no effect without non_eos_penalty = true",

@@ -82,7 +82,7 @@ pub struct Sources<'c> {
 
 impl<'c> Sources<'c> {
     /// Finds the files to train on, and those to evaluate on: of the dataset `own_eval`, else of the test split of those datasets
-    /// that have it.
+    /// that have it, unless it is what is trained on.
     ///
     /// # Errors
     /// As [`Files::find`]; if a test split is named that no dataset has, or rows are to be held out beside a test split.
@@ -95,7 +95,9 @@ impl<'c> Sources<'c> {
             return Ok(Self { config, train, eval: vec![Files::find(own, None, test_split)?] });
         }
         let mut eval = Vec::new();
-        for name in names {
+        // What is learnt from says nothing when it is evaluated on.
+        let splits_differ = train_split != test_split;
+        for name in names.iter().filter(|_| splits_differ) {
             eval.extend(Files::find_if_there(name, folder, test_split)?);
         }
         match (config.eval_split_size, names.iter().find(|name| !name.is_file())) {
@@ -107,7 +109,7 @@ impl<'c> Sources<'c> {
                 )));
             }
             // Who names a split wants it; a file has none, and `test` is only the default.
-            (None, Some(name)) if eval.is_empty() && test_split != TEST => {
+            (None, Some(name)) if eval.is_empty() && splits_differ && test_split != TEST => {
                 Files::find(name, folder, test_split)?;
             }
             _ => {}
@@ -465,6 +467,14 @@ impl Dataset {
         &self.name
     }
 
+    /// Asks `check` of every row.
+    ///
+    /// # Errors
+    /// Its first error, with the file and the place of the row.
+    pub fn check(&self, check: impl Fn(&Value) -> Result<()>) -> Result<()> {
+        self.map(check).map(drop)
+    }
+
     /// Applies `f` to every row; its errors get the file and the place.
     fn map<T>(&self, f: impl Fn(&Value) -> Result<T>) -> Result<Vec<T>> {
         self.rows
@@ -641,7 +651,7 @@ fn field<'a>(row: &'a Value, name: &str) -> Option<&'a Value> {
 }
 
 /// The prompt that is no list of ids, and the field that holds it: `prompt`, or `query` as older data has it.
-fn prompt_field(row: &Value) -> Option<(&'static str, &Value)> {
+pub(crate) fn prompt_field(row: &Value) -> Option<(&'static str, &Value)> {
     ["prompt", "query"].into_iter().find_map(|name| Some((name, field(row, name)?)))
 }
 
@@ -906,6 +916,12 @@ mod tests {
         let error = Sources::find(&data, None).unwrap_err().to_string();
         assert!(error.contains("eval_split_size = 0.5") && error.contains("has a split `test`"), "{error}");
         data.eval_split_size = None;
+        // What is learnt from is not evaluated on.
+        data.dataset_name.truncate(1);
+        data.dataset_train_split = "test".into();
+        let sources = Sources::find(&data, None).unwrap();
+        assert!(!sources.hold_rows_out() && sources.read(1).unwrap().1.is_none());
+        data = config(&[&folder, &file]);
         data.dataset_test_split = "validation".into();
         let error = Sources::find(&data, None).unwrap_err().to_string();
         assert!(error.ends_with("folder: expected a split `validation`, found `test`, `train`"), "{error}");

@@ -14,7 +14,8 @@ use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use ring::digest;
 use serde_json::Value;
-use std::collections::BTreeSet;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -129,6 +130,38 @@ pub fn is_hub_name(name: &str) -> bool {
         && ![".git", ".json"].iter().any(|end| name.ends_with(end))
 }
 
+/// The commits that names of the hub stand for: by the name with its revision, `owner/name@main`, and `datasets/` before it
+/// where it is a dataset's.
+pub(crate) type Commits = BTreeMap<String, String>;
+
+thread_local! {
+    /// What [`AskedHub`] knows, as long as there is one.
+    static COMMITS: RefCell<Option<Commits>> = const { RefCell::new(None) };
+}
+
+/// As long as this lives, what this thread asks the hub for is noted, and what is known already is asked for by its commit: a
+/// run that goes on reads what it began with, whatever was pushed since.
+#[derive(Debug)]
+pub(crate) struct AskedHub(Option<Commits>);
+
+impl AskedHub {
+    /// With these `known` already.
+    pub(crate) fn with(known: Commits) -> Self {
+        Self(COMMITS.replace(Some(known)))
+    }
+
+    /// What is known by now.
+    pub(crate) fn commits(&self) -> Commits {
+        COMMITS.with_borrow(|commits| commits.clone().unwrap_or_default())
+    }
+}
+
+impl Drop for AskedHub {
+    fn drop(&mut self) {
+        COMMITS.set(self.0.take());
+    }
+}
+
 /// The name on the hub and the commit of a model's folder in the cache.
 pub(crate) fn name_of(dir: &Path) -> Option<(String, String)> {
     let (commit, snapshots) = (dir.file_name()?.to_str()?, dir.parent()?);
@@ -220,10 +253,19 @@ impl Hub {
 
     fn folder(&self, name: &str, revision: &str, wanted: Wanted<'_>) -> Result<PathBuf> {
         let kind = if let Wanted::Model(_) = wanted { RepoType::Model } else { RepoType::Dataset };
+        let of_kind = if let RepoType::Dataset = kind { "datasets/" } else { "" };
+        let asked = format!("{of_kind}{name}@{revision}");
+        let known = COMMITS.with_borrow(|commits| commits.as_ref()?.get(&asked).cloned());
+        let revision = known.as_deref().unwrap_or(revision);
         let repo = Repo::with_revision(name.to_string(), kind, revision.to_string());
         let dir = self.cache.join(repo.folder_name());
         let cached = Cache::new(self.cache.clone()).repo(repo);
-        Fetch { hub: self, name, revision, wanted, dir, cached, agent: self.agent()? }.folder()
+        let found = Fetch { hub: self, name, revision, wanted, dir, cached, agent: self.agent()? }.folder()?;
+        let commit = found.file_name().map(|commit| commit.to_string_lossy().into_owned());
+        COMMITS.with_borrow_mut(|commits| {
+            commits.as_mut().map(|commits| commits.insert(asked, commit.unwrap_or_default()))
+        });
+        Ok(found)
     }
 
     fn agent(&self) -> Result<Agent> {

@@ -8,6 +8,7 @@ mod spec;
 
 pub use command::CommandReward;
 pub use http::{HttpReward, HttpSettings};
+pub(crate) use http::{LEFT_OUT, address};
 pub use model::RewardModel;
 pub use rules::Rule;
 pub(crate) use spec::{Spec, resolve, specs};
@@ -294,18 +295,14 @@ impl Rewards {
         text
     }
 
-    /// Checks that every row has what the rewards need, before a run is spent on finding out.
+    /// Checks that a row has what the rewards need, before a run is spent on finding out.
     ///
     /// # Errors
-    /// If a row has not; the error names the reward and the row.
-    pub fn check_rows<'a>(&self, rows: impl Iterator<Item = &'a Value>) -> Result<()> {
-        for (at, row) in (1..).zip(rows) {
-            for Component { name, reward, .. } in &self.components {
-                let named = |e| Error::Run(format!("reward `{name}`: row {at} of the dataset: {e}"));
-                reward.check_row(row).map_err(named)?;
-            }
-        }
-        Ok(())
+    /// If it has not; the error names the reward.
+    pub fn check_row(&self, row: &Value) -> Result<()> {
+        self.components.iter().try_for_each(|Component { name, reward, .. }| {
+            reward.check_row(row).map_err(|e| Error::Run(format!("reward `{name}`: {e}")))
+        })
     }
 
     /// Scores of responses to prompts, row by row: [`Rewards::score`] of what `tokenizer` makes text of.

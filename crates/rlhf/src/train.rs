@@ -13,6 +13,7 @@ use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
 use crate::config::{DataConfig, EvalConfig, RunConfig};
 use crate::data::{Cursor, Dataset, Sources};
 use crate::device::{memory, use_threads};
+use crate::hub::Commits;
 use crate::metrics::Metrics;
 use crate::model::{Dtype, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
@@ -35,14 +36,16 @@ struct Progress<T> {
     /// The last update that a line of metrics was due after: a line that an early end brings is none of the whole run's.
     recorded: usize,
     best: Option<Best>,
+    /// What a checkpoint keeps that no update changes.
+    fixed: Map<String, Value>,
     /// The state of all that after the last whole update: an error may come in the midst of one.
     whole: Map<String, Value>,
 }
 
 impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
-    fn new(optimizer: AdamW, cursor: Cursor, eval: &EvalConfig) -> Self {
+    fn new(optimizer: AdamW, cursor: Cursor, eval: &EvalConfig, fixed: Map<String, Value>) -> Self {
         let (since, best) = (T::default(), Best::new(eval));
-        let mut begun = Self { done: 0, optimizer, cursor, since, recorded: 0, best, whole: Map::new() };
+        let mut begun = Self { done: 0, optimizer, cursor, since, recorded: 0, best, fixed, whole: Map::new() };
         begun.note_whole();
         begun
     }
@@ -75,7 +78,8 @@ impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
 
     /// Takes note of the state of all that: an update is whole.
     fn note_whole(&mut self) {
-        self.whole = Map::from_iter([
+        self.whole = self.fixed.clone();
+        self.whole.extend([
             ("cursor".into(), self.cursor.state()),
             ("since".into(), json!(self.since)),
             ("recorded".into(), self.recorded.into()),
@@ -242,6 +246,35 @@ fn micro_batch_tokens(
     })
 }
 
+/// [`micro_batch_tokens`] of a run that goes on from `saved`: as many as it began with, where only the memory can have changed
+/// `tokens`. The cut decides how sums round.
+fn kept_micro_batch_tokens(run: &RunConfig, device: tch::Device, tokens: usize, saved: &Saved) -> usize {
+    let kept = saved.part("micro_batch").ok().filter(|_| run.max_tokens_per_micro_batch.is_none());
+    let number = kept.and_then(|kept| kept["tokens"].as_u64()).map(|number| number as usize);
+    number.filter(|&number| Some(&micro_batch_state(run, device, number)) == kept).unwrap_or(tokens)
+}
+
+/// The most tokens of a micro-batch, with what they depend on beside the memory.
+fn micro_batch_state(run: &RunConfig, device: tch::Device, tokens: usize) -> Value {
+    json!({
+        "tokens": tokens,
+        "device": format!("{device:?}"),
+        "gradient_checkpointing": run.gradient_checkpointing,
+        "set": run.max_tokens_per_micro_batch.is_some(),
+    })
+}
+
+/// What a checkpoint keeps that no update changes: into how large micro-batches it is cut, and what names of the hub stood for.
+fn fixed_state(
+    run: &RunConfig,
+    device: tch::Device,
+    micro_batch_tokens: usize,
+    commits: &Commits,
+) -> Map<String, Value> {
+    let micro_batch = micro_batch_state(run, device, micro_batch_tokens);
+    Map::from_iter([("micro_batch".into(), micro_batch), ("commits".into(), json!(commits))])
+}
+
 /// What to tell of the memory that a micro-batch of `tokens` tokens takes.
 fn describe_micro_batch(run: &RunConfig, tokens: usize, activation_bytes: impl Fn(bool) -> usize) -> String {
     let mib = |checkpointing| (tokens * activation_bytes(checkpointing)).div_ceil(1 << 20);
@@ -291,6 +324,13 @@ fn small_dataset(data: &DataConfig, rows: usize, batch_size: usize) -> Option<St
 /// If there are none.
 fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &DataConfig) -> Result<()> {
     let (Some(every), false) = (eval.eval_steps, sources.hold_rows_out()) else { return Ok(()) };
+    if data.dataset_train_split == data.dataset_test_split {
+        return Err(crate::Error::Usage(format!(
+            "eval_steps = {every}: expected rows that are held out, and dataset_train_split = dataset_test_split = {}; \
+             eval_split_size keeps some of the training rows for it",
+            data.dataset_test_split
+        )));
+    }
     Err(crate::Error::Usage(format!(
         "eval_steps = {every}: expected rows that are held out, and dataset_name = {} has no split `{}`; eval_split_size \
          keeps some of the training rows for it",
@@ -350,7 +390,10 @@ mod tests {
     fn a_run_that_goes_on_and_ends_at_once_has_the_state_that_it_was_given() {
         let dir = tempfile::tempdir().unwrap();
         let config = SftConfig::new("model", "data", dir.path());
-        let begun = || Progress::<f64>::new(AdamW::new(Vec::new(), &config.optimizer), Cursor::new(1, 9), &config.eval);
+        let fixed =
+            || fixed_state(&config.run, tch::Device::Cpu, 300, &Commits::from([("a/b@main".into(), "7".into())]));
+        let optimizer = || AdamW::new(Vec::new(), &config.optimizer);
+        let begun = || Progress::<f64>::new(optimizer(), Cursor::new(1, 9), &config.eval, fixed());
         let mut progress = begun();
         progress.cursor.take(4);
         progress.since = 2.5;
@@ -364,7 +407,16 @@ mod tests {
         let mut again = begun();
         again.load(&save(&progress), true, 9).unwrap();
         assert_eq!((again.done, &again.whole), (1, &progress.whole));
-        begun().load(&save(&again), true, 9).unwrap();
+        let saved = save(&again);
+        begun().load(&saved, true, 9).unwrap();
+        // On a machine with other memory it keeps the size of its micro-batches, but not where that is set, or depends on more.
+        let kept = |run: &RunConfig, device| kept_micro_batch_tokens(run, device, 400, &saved);
+        let mut run = config.run.clone();
+        assert_eq!((kept(&run, tch::Device::Cpu), kept(&run, tch::Device::Cuda(0))), (300, 400));
+        run.gradient_checkpointing ^= true;
+        assert_eq!(kept(&run, tch::Device::Cpu), 400);
+        run = RunConfig { max_tokens_per_micro_batch: Some(400), ..config.run.clone() };
+        assert_eq!(kept(&run, tch::Device::Cpu), 400);
     }
 
     #[test]

@@ -179,6 +179,17 @@ fn a_run_whose_kl_weight_follows_a_target_and_whose_policy_begins_late_goes_on_t
 }
 
 #[test]
+fn a_run_over_a_mixture_with_rows_held_out_and_a_kl_weight_that_moves_goes_on_to_the_same_bits() {
+    ppo_goes_on(|config| {
+        let folder = config.data.dataset_name[0].clone();
+        config.data.dataset_name = vec![folder.join("train.jsonl"), folder.join("test.jsonl")];
+        config.data.dataset_weights = vec![0.3, 0.7];
+        config.data.eval_split_size = Some(2.0);
+        config.kl.kl_coef_end = Some(0.2);
+    });
+}
+
+#[test]
 fn a_run_with_a_moving_average_and_texts_in_its_steps_goes_on_to_the_same_bits() {
     ppo_goes_on(|config| {
         config.ema.enable_ema = true;

@@ -23,7 +23,7 @@ pub(crate) const PPO: &str = "ppo --sft_model_path policy --reward_model_path re
                    --response_length 8 --per_device_train_batch_size 4 --total_episodes 8";
 pub(crate) const SFT: &str = "sft --model_name_or_path policy --dataset_name demos.jsonl --output_dir out \
                    --per_device_train_batch_size 4 --max_steps 2 --logging_steps 1";
-const REWARD: &str = "reward --model_name_or_path reward --dataset_name pairs.jsonl --output_dir out \
+pub(crate) const REWARD: &str = "reward --model_name_or_path reward --dataset_name pairs.jsonl --output_dir out \
                       --per_device_train_batch_size 4 --max_steps 2 --logging_steps 1";
 const GENERATE: &str = "generate --model_name_or_path policy --dataset_name prompts.jsonl --max_new_tokens 8";
 
@@ -85,7 +85,7 @@ impl Scratch {
     }
 
     /// Changes the `config.json` of a model folder.
-    fn edit_config(&self, name: &str, key: &str, value: impl Into<Value>) {
+    pub(crate) fn edit_config(&self, name: &str, key: &str, value: impl Into<Value>) {
         let file = format!("{name}/config.json");
         let mut config: Map<String, Value> = serde_json::from_str(&self.read(&file)).unwrap();
         config.insert(key.into(), value.into());
@@ -399,16 +399,18 @@ fn a_folder_with_only_a_pickle_is_refused_with_the_way_out() {
 #[test]
 fn a_policy_is_no_reward_model_until_a_new_head_is_asked_for() {
     let scratch = Scratch::new();
-    let line = format!("{PPO} --reward_model_path policy");
-    scratch.refuses(
-        &line,
-        1,
-        &["policy: missing `score.weight`", "unexpected `embed_out.weight`", "--new_reward_head"],
-    );
+    scratch.copy("other", "gpt_neox");
+    let line = format!("{PPO} --reward_model_path other");
+    scratch.refuses(&line, 1, &["other: missing `score.weight`", "unexpected `embed_out.weight`", "--new_reward_head"]);
     // Possible, for trying things out; and never in silence.
     let ran = scratch.run(&format!("{line} --new_reward_head"));
     assert_eq!((ran.code, ran.stderr.lines().count()), (0, 1), "{}", ran.stderr);
-    assert!(ran.stderr.starts_with("warning: policy: the reward model has a fresh random head"), "{}", ran.stderr);
+    assert!(ran.stderr.starts_with("warning: other: the reward model has a fresh random head"), "{}", ran.stderr);
+    // And never the model that is to be judged.
+    for same in ["--reward_model_path policy", "--reward again=model:./policy"] {
+        let line = format!("{PPO} --new_reward_head --output_dir same {same}");
+        scratch.refuses(&line, 2, &["sft_model_path = policy: the reward model is this same folder"]);
+    }
     let line = format!("{REWARD} --model_name_or_path policy --output_dir out_reward");
     scratch.refuses(&line, 1, &["policy: missing `score.weight`", "--new_reward_head"]);
     scratch.succeeds(&format!("{line} --new_reward_head"));
@@ -418,7 +420,8 @@ fn a_policy_is_no_reward_model_until_a_new_head_is_asked_for() {
 fn a_reward_model_is_no_policy() {
     let scratch = Scratch::new();
     let words = ["reward: ", "missing `embed_out.weight`", "unexpected `score.weight`", "not a language model"];
-    scratch.refuses(&format!("{PPO} --sft_model_path reward"), 1, &words);
+    scratch.copy("judge", "gpt_neox_cls");
+    scratch.refuses(&format!("{PPO} --reward_model_path judge --sft_model_path reward"), 1, &words);
     scratch.refuses(&format!("{GENERATE} --model_name_or_path reward"), 1, &words);
     scratch.refuses(&format!("{SFT} --model_name_or_path reward"), 1, &words);
 }
@@ -640,7 +643,8 @@ fn a_folder_that_holds_a_run_is_left_alone_until_overwriting_is_asked_for() {
         scratch.refuses(line, 1, &["out: output_dir", "expected an empty or new folder", "--overwrite_output_dir"]);
     }
     // A run that cannot begin replaces nothing.
-    let line = format!("{PPO} --overwrite_output_dir --reward_model_path policy");
+    scratch.copy("other", "gpt_neox");
+    let line = format!("{PPO} --overwrite_output_dir --reward_model_path other");
     scratch.refuses(&line, 1, &["score.weight"]);
     let line = format!("{SFT} --overwrite_output_dir --dataset_name prompts.jsonl");
     scratch.refuses(&line, 1, &["prompts.jsonl: line 1"]);

@@ -782,3 +782,37 @@ fn a_run_file_keeps_the_name_as_it_was_typed() {
     let models = format!("--sft_model_path {} --reward_model_path {NAME} --output_dir ppo", policy.display());
     runs(&mut program(&server, &format!("{line} {models} --gradient_accumulation_steps 1 --report_to none")));
 }
+
+#[test]
+fn a_run_that_goes_on_reads_what_it_began_with_whatever_was_pushed_since() {
+    let server = Server::of("gpt2_cls");
+    fs::write(server.cache.path().join("rows.jsonl"), "{\"prompt\": \"The\"}\n").unwrap();
+    let policy = golden().join("models/gpt2").canonicalize().unwrap();
+    let line = format!(
+        "ppo --dataset_name rows.jsonl --total_episodes 8 --per_device_train_batch_size 4 --response_length 4 --report_to none \
+         --sft_model_path {} --reward_model_path {NAME} --save_steps 1",
+        policy.display()
+    );
+    let run = |flags: &str| runs(&mut program(&server, &format!("{line} {flags}")));
+    run("--output_dir out");
+    let model = || fs::read(server.cache.path().join("out/model.safetensors")).unwrap();
+    let expected = model();
+    let mut files = model_files("gpt2_cls");
+    files.insert("config.json".into(), b"{}".to_vec());
+    server.change(|state| {
+        state.commits.insert(NEXT.into(), files);
+        state.revisions.insert("main".into(), NEXT.into());
+    });
+    fs::remove_dir_all(server.cache.path().join("out/checkpoint-2")).unwrap();
+    run("--output_dir out --resume_from_checkpoint true");
+    assert!(model() == expected);
+    let fresh = program(&server, &format!("{line} --output_dir fresh")).output().unwrap();
+    assert!(!fresh.status.success(), "a new run reads what is there now");
+    // And what is gone is not replaced by something else.
+    fs::remove_dir_all(server.cache.path().join("out/checkpoint-2")).unwrap();
+    fs::remove_dir_all(server.cached("snapshots").join(COMMIT)).unwrap();
+    server.change(|state| drop(state.commits.remove(COMMIT)));
+    let gone = program(&server, &format!("{line} --output_dir out --resume_from_checkpoint true")).output().unwrap();
+    let error = String::from_utf8(gone.stderr).unwrap();
+    assert!(error.contains(&format!("no revision {COMMIT}")), "{error}");
+}

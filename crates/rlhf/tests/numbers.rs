@@ -1,6 +1,6 @@
 //! Whether the numbers of a run can be trusted: it checks itself, steps over what is not finite, and means what it documents.
 
-use crate::cli::{PPO, SFT, Scratch, timeless};
+use crate::cli::{PPO, REWARD, SFT, Scratch, timeless};
 use crate::support::golden;
 use rlhf::config::PpoConfig;
 use rlhf::generate::{GenerationConfig, Response, Sampling, generate};
@@ -393,5 +393,34 @@ fn every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_one() {
                 "{heading} of docs/algorithm.md has {name}, and no run has"
             );
         }
+    }
+}
+
+#[test]
+fn the_dropout_of_a_configuration_is_off_in_every_model() {
+    let scratch = Scratch::new();
+    let run = |out: &str| {
+        scratch.succeeds(&format!("{PPO} --eval_split_size 2 --eval_steps 1 --output_dir {out}"));
+        assert!(scratch.read(&format!("{out}/README.md")).contains("first ratio 1 within"));
+        (timeless(scratch.metrics(out)), std::fs::read(scratch.path(out).join("model.safetensors")).unwrap())
+    };
+    let without = run("without");
+    for model in ["policy", "reward"] {
+        for name in ["attention_dropout", "hidden_dropout", "classifier_dropout"] {
+            scratch.edit_config(model, name, 0.5);
+        }
+    }
+    assert!(run("with") == without);
+}
+
+#[test]
+fn bf16_has_an_effect_in_every_training() {
+    let scratch = Scratch::new();
+    for (name, line) in [("ppo", PPO), ("sft", SFT), ("reward", REWARD)] {
+        let run = |flag: &str, out: &str| {
+            scratch.succeeds(&format!("{line} {flag} --output_dir {name}_{out}"));
+            std::fs::read(scratch.path(&format!("{name}_{out}/model.safetensors"))).unwrap()
+        };
+        assert!(run("", "f32") != run("--bf16", "bf16"), "{name}");
     }
 }

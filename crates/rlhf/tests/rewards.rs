@@ -458,7 +458,12 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
     scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
     let policy = Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
     let messages = json!([{"role": "user", "content": "Good?"}]);
-    let rows = [json!({"prompt": messages}), json!({"prompt": "Good?"})];
+    let rows = [
+        json!({"prompt": messages}),
+        json!({"prompt": "Good?"}),
+        json!({"query": messages}),
+        json!({"query": "Good?"}),
+    ];
     let prompt_ids = policy.encode("Good?").unwrap();
     let response_ids = policy.encode(" It was.").unwrap();
     for (model, line) in [("reward", "score --model reward"), ("sentiment", "score --model sentiment")] {
@@ -480,11 +485,22 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
         let text = json!({"text": "Good? It was."});
         scratch.write("rows.jsonl", &format!("{whole}\n{text}\n"));
         let expected = json_lines(&scratch.succeeds(&format!("{line} --dataset_name rows.jsonl")));
-        for (found, expected) in found.iter().zip(&expected) {
+        for (found, expected) in found.iter().zip(expected.iter().cycle()) {
             assert!((found - expected["score"].as_f64().unwrap()).abs() < 2e-5, "{model}: {found}, {expected:?}");
         }
         assert!((found[0] - found[1]).abs() > 1e-4, "the template changes the score");
     }
+    // Of a prompt that was cut there is no conversation, and the whole one was not asked.
+    let row = |text: &str| format!("{}\n", json!({"query": [{"role": "user", "content": text}]}));
+    scratch.write("chats.jsonl", &[row("Good?"), row("Is it any good, or is it not?")].concat());
+    let line = format!("{NO_MODEL} --reward model:sentiment --dataset_name chats.jsonl --max_prompt_length 12");
+    scratch.refuses(
+        &format!("{line} --long_prompts truncate_left"),
+        2,
+        &["long_prompts = truncate_left: sentiment reads a whole conversation by its own chat template"],
+    );
+    let ran = scratch.run(&format!("{line} --long_prompts drop"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
 }
 
 // PPO.
@@ -631,9 +647,7 @@ fn a_program_and_rules_together_train_from_the_command_line_and_again_from_their
     // Without a reward model the value model begins as the policy.
     assert!(scratch.read("out/value_model/config.json").contains("GPTNeoXForSequenceClassification"));
     assert!(
-        scratch
-            .read("out/README.md")
-            .contains("command: `sh score.sh`, weight 2; short: `length:target=4,unit=tokens`")
+        scratch.read("out/README.md").contains("command: a program, weight 2; short: `length:target=4,unit=tokens`")
     );
     scratch.succeeds("ppo --config out/config.yaml --output_dir again");
     assert_eq!(timeless(scratch.metrics("again")), timeless(lines));
@@ -658,9 +672,16 @@ fn a_service_scores_a_run_and_its_token_is_nowhere_but_in_the_request() {
     for file in std::fs::read_dir(scratch.path("out")).unwrap() {
         let path = file.unwrap().path();
         let bytes = if path.is_file() { std::fs::read(&path).unwrap() } else { Vec::new() };
-        assert!(!String::from_utf8_lossy(&bytes).contains("sesame"), "{}", path.display());
+        let text = String::from_utf8_lossy(&bytes);
+        // The token, and the query of the address.
+        assert!(!text.contains("sesame") && !text.contains("key=hidden"), "{}", path.display());
     }
-    assert!(!scratch.read("out/README.md").contains("hidden"), "the card is for others' eyes");
+    assert!(scratch.read("out/README.md").contains("url: a service"), "the card is for others' eyes");
+    // What is left out of the settings is not taken for the whole.
+    let again = "ppo --config out/config.yaml --output_dir again";
+    scratch.refuses(again, 2, &["reward_url = http://127.0.0.1", "?", "the part behind the ?", "not written to files"]);
+    let ran = scratch.run(&format!("{again} --reward_url {}", service.url));
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
 }
 
 #[test]
@@ -691,7 +712,7 @@ fn rewards_that_cannot_be_are_refused_before_a_run_begins() {
         (
             &["--reward", "exact:answer"][..],
             1,
-            &["reward `exact`: row 1 of the dataset", "`answer`", "found prompt"][..],
+            &["prompts.jsonl: line 1: reward `exact`: ", "`answer`", "found prompt"][..],
         ),
         (&["--reward", "rhyme"], 2, &["reward = rhyme: expected one of model, command, url, length"]),
         (&["--reward", "words:nowhere.txt"], 1, &["nowhere.txt: cannot read"]),

@@ -18,6 +18,9 @@ use ureq::tls::{RootCerts, TlsConfig};
 /// The environment variable that holds the token of the service.
 pub(super) const TOKEN: &str = "RLHF_REWARD_TOKEN";
 
+/// What stands in files in place of what comes behind the address of a service: it may be secret.
+pub(crate) const LEFT_OUT: &str = "?...";
+
 /// The longest answer that is read, in bytes.
 const LONGEST_ANSWER: u64 = 256 << 20;
 
@@ -92,8 +95,11 @@ impl HttpReward {
         if !["http://", "https://"].iter().any(|scheme| url.len() > scheme.len() && url.starts_with(scheme)) {
             return Err(wrong("an address that begins with http:// or https://"));
         }
+        if url.ends_with(LEFT_OUT) {
+            return Err(wrong("the part behind the ?, which is not written to files: give the whole address"));
+        }
         if origin(url).contains('@') {
-            // It would stand in config.yaml.
+            // It would stand in the card of proxies and in logs.
             return Err(wrong(&format!(
                 "an address without a password; a token goes to the environment variable {TOKEN}"
             )));
@@ -145,7 +151,8 @@ impl HttpReward {
             value => value.as_f64().map(Score::Response),
         };
         let Some(rewards) = value["rewards"].as_array() else {
-            let found = self.clean(&excerpt(text, 80));
+            // The token goes first: of one that is cut in two the rest would not be found.
+            let found = excerpt(&self.clean(text), 80);
             return Err(self.problem(format!("expected a JSON object with a list `rewards`, found {found}")));
         };
         let mut scores = Vec::with_capacity(rewards.len());
@@ -260,7 +267,7 @@ fn take<'a, T>(next: &AtomicUsize, parts: &'a [T]) -> Option<(usize, &'a T)> {
 }
 
 /// An address for people and files: without what may be secret in it.
-pub(super) fn address(url: &str) -> &str {
+pub(crate) fn address(url: &str) -> &str {
     let start = url.find("://").map_or(0, |at| at + 3);
     let end = url.find(['?', '#']).unwrap_or(url.len());
     let host = origin(url).rfind('@').map_or(start, |at| at + 1);
@@ -292,6 +299,16 @@ mod tests {
             let Err(error) = HttpReward::new(url, HttpSettings::default()) else { panic!("{url} is accepted") };
             let error = error.to_string();
             assert!(error.contains(words) && !error.contains("secret"), "{error}");
+        }
+    }
+
+    #[test]
+    fn no_part_of_the_token_is_told_where_an_excerpt_ends_within_it() {
+        let settings = HttpSettings { token: Some("sk-abcdefgh".into()), ..HttpSettings::default() };
+        let reward = HttpReward::new("http://localhost/", settings).unwrap();
+        for before in 60..90 {
+            let problem = reward.read(&format!("{}sk-abcdefgh", "x".repeat(before)), &[]).err().unwrap();
+            assert!(problem.what.contains("a list `rewards`") && !problem.what.contains("sk"), "{}", problem.what);
         }
     }
 

@@ -1,7 +1,7 @@
 //! A reward model, which may read text by a tokenizer and a chat template of its own.
 
 use super::{Reward, RewardInput, Score};
-use crate::data::{encode_chat, up_to_eos};
+use crate::data::{encode_chat, prompt_field, up_to_eos};
 use crate::model::{ModelOptions, SequenceClassifier};
 use crate::rollout::in_batches;
 use crate::tokenizer::Tokenizer;
@@ -83,12 +83,19 @@ impl RewardModel {
         !self.reads_text() && self.model.labels().len() == 1
     }
 
+    /// The field of `row` with a conversation that this model reads by a chat template of its own.
+    pub(crate) fn conversation(&self, row: &Value) -> Option<&'static str> {
+        let renders = self.own.as_ref().is_some_and(|own| own.tokenizer.has_chat_template());
+        let (name, prompt) = prompt_field(row)?;
+        (renders && prompt.is_array()).then_some(name)
+    }
+
     /// The ids by which this model reads a prompt with its response.
     fn sequence(&self, input: &RewardInput<'_>) -> Result<Vec<i64>> {
         let ids = [input.prompt_ids, input.response_ids].concat();
         let Some(own) = &self.own else { return Ok(ids) };
-        let read = if input.row["prompt"].is_array() && own.tokenizer.has_chat_template() {
-            own.render(input)?
+        let read = if let Some(field) = self.conversation(input.row) {
+            own.render(input, field)?
         } else if own.other_ids {
             self.translate(&ids, own)?
         } else {
@@ -115,11 +122,12 @@ impl RewardModel {
 }
 
 impl Own {
-    /// The conversation of the row, with the response as the assistant's message, as `rlhf reward` reads a side of a pair.
-    fn render(&self, input: &RewardInput<'_>) -> Result<Vec<i64>> {
+    /// The conversation in `field` of the row, with the response as the assistant's message, as `rlhf reward` reads a side of a
+    /// pair.
+    fn render(&self, input: &RewardInput<'_>, field: &str) -> Result<Vec<i64>> {
         let mut row: Value = input.row.clone();
         row["completion"] = json!([{"role": "assistant", "content": input.response}]);
-        let (_, ids) = encode_chat(&row, &self.tokenizer, &["prompt", "completion"], false)?;
+        let (_, ids) = encode_chat(&row, &self.tokenizer, &[field, "completion"], false)?;
         up_to_eos(ids, &self.tokenizer)
     }
 }

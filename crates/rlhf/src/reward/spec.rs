@@ -1,6 +1,6 @@
 //! The rewards that a configuration asks for: how they are written, and how they are made of that.
 
-use super::http::{TOKEN, address};
+use super::http::TOKEN;
 use super::rules::KINDS;
 use super::{
     CommandReward, HttpReward, HttpSettings, Normalize, Patience, Reward, RewardModel, Rewards, Rule, Shaping,
@@ -11,6 +11,10 @@ use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+/// What a model card says of a program and of a service: command lines and addresses hold what is not for others' eyes.
+const PROGRAM: &str = "a program";
+const SERVICE: &str = "a service";
 
 /// One reward that is asked for.
 #[derive(Debug)]
@@ -37,6 +41,16 @@ impl Spec {
             Kind::Model { path, .. } => Some(path),
             _ => None,
         }
+    }
+
+    /// Whether it is a service.
+    pub(crate) fn is_service(&self) -> bool {
+        matches!(self.kind, Kind::Url(_))
+    }
+
+    /// Whether it is outside this program, where it is waited for.
+    pub(crate) fn is_outside(&self) -> bool {
+        self.is_service() || matches!(self.kind, Kind::Command(_))
     }
 }
 
@@ -89,10 +103,10 @@ pub(crate) fn specs<'a>(asked: impl Into<Asked<'a>>) -> Result<Vec<Spec>> {
         (None, None) => {}
     }
     if let Some(command) = &settings.reward_command {
-        add("command", Kind::Command(command.clone()), format!("`{command}`"))?;
+        add("command", Kind::Command(command.clone()), PROGRAM.into())?;
     }
     if let Some(url) = &settings.reward_url {
-        add("url", Kind::Url(url.clone()), address(url).to_string())?;
+        add("url", Kind::Url(url.clone()), SERVICE.into())?;
     }
     for written in &settings.reward {
         let (name, kind, about) = read(written)?;
@@ -147,11 +161,11 @@ fn read(written: &str) -> Result<(String, Kind, String)> {
         }
         "command" => {
             needs("a command line")?;
-            (Kind::Command(argument.to_string()), about(argument))
+            (Kind::Command(argument.to_string()), PROGRAM.into())
         }
         "url" => {
             needs("an address")?;
-            (Kind::Url(argument.to_string()), address(argument).to_string())
+            (Kind::Url(argument.to_string()), SERVICE.into())
         }
         rule if KINDS.contains(&rule) => (Kind::Rule(Rule::parse(rule, argument)?), about(argument)),
         other => {
@@ -315,7 +329,8 @@ mod tests {
             if path.to_str() == Some("other") && label == "POSITIVE"));
         assert_eq!((specs[4].shaping.clip, specs[5].shaping.scale), (Some(5.0), 3.0));
         assert_eq!(specs[1].shaping.normalize, Normalize::Std, "the last one counts");
-        assert_eq!(specs[1].about, "http://host/score", "what may be secret is not for the model card");
+        let cards = specs[..2].iter().map(|spec| spec.about.as_str());
+        assert_eq!(Vec::from_iter(cards), ["a program", "a service"], "what may be secret is not for the model card");
     }
 
     #[test]

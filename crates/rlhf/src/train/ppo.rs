@@ -4,16 +4,17 @@ use super::checks::{self, Checks, Skips};
 use super::ema::{EMA, Ema};
 use super::unsupervised::{Unsupervised, learn_texts};
 use super::{
-    begin_report, check_held_out, describe_micro_batch, gather, leave_checkpoint, micro_batch_tokens, micro_batches,
-    model_options, small_dataset, trained_options, trained_share, write_model_card,
+    begin_report, check_held_out, describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, leave_checkpoint,
+    micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
 use crate::config::{
-    EVAL_SCORES, EosInLoss, LongPrompts, OptimizerConfig, PpoConfig, PpoPlan, StopToken, WhitenAdvantages,
+    EVAL_SCORES, EosInLoss, LongPrompts, NUM_EVAL_PROMPTS, OptimizerConfig, PpoConfig, PpoPlan, StopToken,
+    WhitenAdvantages,
 };
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
-use crate::hub;
+use crate::hub::{self, AskedHub, Commits};
 use crate::kl::KlController;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier, TokenLogprobs, ValueModel};
@@ -55,6 +56,11 @@ const EARLY_STOP: f64 = 1.5;
 /// If an input is not what it should be, or a number stops being finite.
 pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     config.check()?;
+    // A library's caller evaluates without it.
+    if config.eval.eval_steps.is_none() && config.num_eval_prompts != NUM_EVAL_PROMPTS {
+        let found = config.num_eval_prompts;
+        return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));
+    }
     // Before anything slow begins.
     begin(config)?;
     let mut trainer = PpoTrainer::from_config(config)?;
@@ -130,6 +136,8 @@ pub struct PpoTrainer {
     eval_prompts: Vec<Prompt>,
     /// What to tell of the prompts.
     prompt_notes: Vec<String>,
+    /// What the names of the hub stand for.
+    commits: Commits,
     pub(super) cursor: Cursor,
     /// In place of the cursor.
     order: Option<PerUpdate<Vec<usize>>>,
@@ -178,6 +186,8 @@ impl PpoTrainer {
         // Held as their files are, and computed as the policy is: to widen a weight loses nothing, so the reference gives
         // the very numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
         let frozen = ModelOptions { dtype: config.run.dtype, ..options };
+        // A run that goes on reads what it began with.
+        let asked = AskedHub::with(Start::find(&config.run)?.commits()?);
         // Before gigabytes are fetched in vain.
         let sources = Sources::find(&config.data, None)?;
         check_held_out(&config.eval, &sources, &config.data)?;
@@ -186,6 +196,14 @@ impl PpoTrainer {
         if specs.is_empty() && more.is_empty() {
             let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
             return Err(Error::Usage(message.into()));
+        }
+        if let Some(same) = specs.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, policy_dir)) {
+            return Err(Error::Usage(format!(
+                "sft_model_path = {}: the reward model is this same folder ({}): expected a model that was trained to judge \
+                 answers, as `rlhf reward` does, not the one that gives them",
+                config.sft_model_path.display(),
+                same.display()
+            )));
         }
         let own_value_dir = config.value_model_path.as_ref().map(|dir| hub::model_dir(dir, None)).transpose()?;
         let new_head = config.new_reward_head.then_some(config.run.seed);
@@ -241,7 +259,10 @@ impl PpoTrainer {
         let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
         let vocab = learner.policy.config().vocab_size;
         let limit = PromptLimit::new(&config.prompt_length, room)?;
-        let read = |dataset: &Dataset| dataset.prompts_within(&tokenizer, vocab, limit);
+        let read = |dataset: &Dataset| {
+            dataset.check(|row| rewards.check_row(row))?;
+            dataset.prompts_within(&tokenizer, vocab, limit)
+        };
         let (mut train, mut eval) = sources.read(config.run.seed)?;
         if config.apply_chat_template {
             train = train.into_iter().map(Dataset::with_chat_prompts).collect();
@@ -254,9 +275,26 @@ impl PpoTrainer {
         let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
         let cursor = train.cursor(config.run.seed, &config.data);
         let (prompts, eval_prompts) = (train.rows, eval.rows);
+        let prompt_notes = [train.warnings, eval.warnings].concat();
+        let cuts = match config.prompt_length.long_prompts {
+            LongPrompts::TruncateLeft => Some("truncate_left"),
+            LongPrompts::TruncateRight => Some("truncate_right"),
+            LongPrompts::Error | LongPrompts::Drop => None,
+        };
+        let all = || prompts.iter().chain(&eval_prompts);
+        let renders = |model: &&RewardModel| all().any(|prompt| model.conversation(&prompt.row).is_some());
+        if let Some(cuts) = cuts.filter(|_| !prompt_notes.is_empty())
+            && let Some(model) = rewards.models().find(renders)
+        {
+            return Err(Error::Usage(format!(
+                "long_prompts = {cuts}: {} reads a whole conversation by its own chat template, and would score answers to \
+                 what was cut as if they were answers to that: expected drop or error",
+                model.dir().display()
+            )));
+        }
         let parts = PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts };
         let mut trainer = Self::new(config, parts)?;
-        (trainer.cursor, trainer.prompt_notes) = (cursor, [train.warnings, eval.warnings].concat());
+        (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, prompt_notes, asked.commits());
         trainer.note_whole();
         Ok(trainer)
     }
@@ -284,8 +322,8 @@ impl PpoTrainer {
         let first = |prompts: &[Prompt], rows| prompts.iter().take(rows).cloned().collect::<Vec<_>>();
         let sample_prompts = first(if eval_prompts.is_empty() { &prompts } else { &eval_prompts }, SAMPLE_ROWS);
         let eval_prompts = first(&eval_prompts, config.num_eval_prompts);
-        let all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
-        rewards.check_rows(all.map(|prompt| &prompt.row))?;
+        let mut all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
+        all.try_for_each(|prompt| rewards.check_row(&prompt.row))?;
         let stop = stop_tokens(config, &tokenizer)?;
         if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() {
             tokenizer.require_eos()?;
@@ -310,6 +348,7 @@ impl PpoTrainer {
             sample_prompts,
             eval_prompts,
             prompt_notes: Vec::new(),
+            commits: Commits::new(),
             config: config.clone(),
             reference,
             rewards,
@@ -479,7 +518,8 @@ impl PpoTrainer {
     /// What each part remembers beside weights and optimizers, by its name; each has a line here and one in
     /// [`PpoTrainer::load_state`].
     fn state(&self) -> Map<String, Value> {
-        let mut state = Map::new();
+        let (run, device) = (&self.config.run, self.learner.policy.device());
+        let mut state = fixed_state(run, device, self.learner.micro_batch_tokens, &self.commits);
         state.insert("cursor".into(), self.cursor.state());
         state.insert("rewards".into(), self.rewards.state());
         state.insert("kl_controller".into(), self.kl_controller.state());
@@ -577,8 +617,12 @@ impl PpoTrainer {
                 self.last_metrics.push(name, value);
             }
         }
-        if !in_place {
-            // The best model lies in the other folder.
+        let (run, device) = (&self.config.run, self.learner.policy.device());
+        self.learner.micro_batch_tokens = kept_micro_batch_tokens(run, device, self.learner.micro_batch_tokens, saved);
+        let other_prompts = *saved.setting("num_eval_prompts") != self.config.num_eval_prompts;
+        let by_prompts = self.best.as_ref().is_some_and(Best::is_of_evaluations);
+        if !in_place || (by_prompts && other_prompts) {
+            // The best model lies in the other folder, or was the best at something else.
             self.best = Best::new(&self.config.eval);
         }
         self.done = saved.state.update;
@@ -951,6 +995,10 @@ fn room_for_prompts(
             "response_length = {response_length} leaves no room for a prompt in the models' context of {context} tokens"
         ))
     })
+}
+
+fn is_same_folder(a: &Path, b: &Path) -> bool {
+    a == b || a.canonicalize().is_ok_and(|a| b.canonicalize().is_ok_and(|b| a == b))
 }
 
 /// Checks the prompts of [`PpoParts`] that have this name there.

@@ -1,13 +1,14 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
 use super::{
-    Gathered, Progress, Saver, begin_report, check_held_out, describe_micro_batch, gather, micro_batch_tokens,
-    micro_batches, model_options, small_dataset, trained_options, trained_share, write_model_card,
+    Gathered, Progress, Saver, begin_report, check_held_out, describe_micro_batch, fixed_state, gather,
+    kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
+    trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start};
 use crate::config::{RewardConfig, TrainPlan};
 use crate::data::{Dataset, Pair, Sources};
-use crate::hub;
+use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, DropoutRows, SequenceClassifier};
 use crate::optim::{AdamW, learning_rate};
@@ -34,6 +35,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let start = Start::find(&config.run)?;
     check_output_dir(&config.run, &start, &inputs)?;
     let differences = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
+    let asked = AskedHub::with(start.commits()?);
     // Before gigabytes are fetched in vain.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
@@ -65,7 +67,14 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
     let optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
-    let mut progress = Progress::new(optimizer, train.cursor(config.run.seed, &config.data), &config.eval);
+    let (device, activation_bytes) = (model.device(), |on| model.activation_bytes(on));
+    let mut most_tokens = micro_batch_tokens(&config.run, device, model.params(), activation_bytes);
+    if let Some(saved) = &start.from {
+        most_tokens = kept_micro_batch_tokens(&config.run, device, most_tokens, saved);
+    }
+    let fixed = fixed_state(&config.run, device, most_tokens, &asked.commits());
+    let cursor = train.cursor(config.run.seed, &config.data);
+    let mut progress = Progress::new(optimizer, cursor, &config.eval, fixed);
     if let Some(saved) = &start.from {
         progress.load(saved, start.in_place, plan.num_updates)?;
         model.load_trained(&saved.dir)?;
@@ -86,7 +95,8 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     };
     let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates)?;
     let mut saver = Saver { checkpoints, write: &write };
-    let ended = run_updates(config, &plan, &model, &train, &eval.rows, &mut report, &mut progress, &mut saver);
+    let ended =
+        run_updates(config, &plan, &model, most_tokens, &train, &eval.rows, &mut report, &mut progress, &mut saver);
     let ended = saver.at_end(ended, &progress, &mut report);
     report.finish();
 
@@ -118,15 +128,14 @@ fn run_updates(
     config: &RewardConfig,
     plan: &TrainPlan,
     model: &SequenceClassifier,
+    most_tokens: usize,
     train: &Gathered<Pair>,
     eval: &[Pair],
     report: &mut Reporter<'_>,
     progress: &mut Progress<Totals>,
     saver: &mut Saver<'_>,
 ) -> Result<()> {
-    let activation_bytes = |on| model.activation_bytes(on);
-    let most_tokens = micro_batch_tokens(&config.run, model.device(), model.params(), activation_bytes);
-    report.note(&describe_micro_batch(&config.run, most_tokens, activation_bytes));
+    report.note(&describe_micro_batch(&config.run, most_tokens, |on| model.activation_bytes(on)));
     let pairs = &train.rows;
     let mut began = Instant::now();
     while progress.done < plan.num_updates && !stop_requested() {
