@@ -812,14 +812,14 @@ mod tests {
             ("--actor_dropout 0.1", "actor_dropout = 0.1: no model's own dropout is applied here"),
             ("--actor_lora_dim 8", "actor_lora_dim = 8 without only_optimize_lora = true trains embeddings"),
             ("--critic_lora_dim x", "critic_lora_dim = x: expected a whole number"),
-            ("--ppo_epochs 2 --num_ppo_epochs 3", "ppo_epochs and num_ppo_epochs say the same: give one of them"),
+            ("--max_answer_seq_len 9 --response_length 8", "max_answer_seq_len and response_length say the same: give one"),
         ] {
             let error = chat(words).unwrap_err();
             assert!(error.starts_with(message), "{error}");
         }
         assert_eq!(
-            ppo_error(&["--ppo_epochs", "2"]),
-            "ppo_epochs is a flag of --preset deepspeed-chat; else it is num_ppo_epochs"
+            ppo_error(&["--max_answer_seq_len", "2"]),
+            "max_answer_seq_len is a flag of --preset deepspeed-chat; else it is response_length"
         );
         assert_eq!(ppo_error(&["--offload"]), "offload is a flag of --preset deepspeed-chat alone");
         // In a file they are keys, and a flag wins.
