@@ -812,7 +812,10 @@ mod tests {
             ("--actor_dropout 0.1", "actor_dropout = 0.1: no model's own dropout is applied here"),
             ("--actor_lora_dim 8", "actor_lora_dim = 8 without only_optimize_lora = true trains embeddings"),
             ("--critic_lora_dim x", "critic_lora_dim = x: expected a whole number"),
-            ("--max_answer_seq_len 9 --response_length 8", "max_answer_seq_len and response_length say the same: give one"),
+            (
+                "--max_answer_seq_len 9 --response_length 8",
+                "max_answer_seq_len and response_length say the same: give one",
+            ),
         ] {
             let error = chat(words).unwrap_err();
             assert!(error.starts_with(message), "{error}");

@@ -89,7 +89,8 @@ const FLAGS: [(&str, bool, To); 45] = [
 /// Adds the flags to the command `ppo`, out of sight: its help is long enough. Those that it has by now are its own.
 pub(crate) fn with_flags(ppo: Command) -> Command {
     let arg = |ppo: Command, (name, alone, to): &(&'static str, bool, To)| {
-        let is_named = |arg: &Arg| arg.get_id() == name || arg.get_all_aliases().is_some_and(|other| other.contains(name));
+        let is_named =
+            |arg: &Arg| arg.get_id() == name || arg.get_all_aliases().is_some_and(|other| other.contains(name));
         if ppo.get_arguments().any(is_named) {
             return ppo;
         }
