@@ -1,6 +1,6 @@
 //! DeepSpeed-Chat's engine: its functions and steps against its own numbers, and what the engine and the trainer share.
 
-use crate::cli::json_lines;
+use crate::cli::{Scratch, json_lines, timeless};
 use crate::support::{Tensors, assert_close, given_golden, golden, say};
 use rlhf::config::{EosInLoss, LrSchedulerType, PpoConfig, Preset};
 use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
@@ -666,4 +666,30 @@ fn actor_and_critic_have_adapters_of_their_own_or_none() {
             },
         );
     }
+}
+
+#[test]
+fn a_command_line_of_deepspeed_chat_trains_and_the_settings_that_it_leaves_repeat_the_run() {
+    let scratch = Scratch::new();
+    scratch.succeeds(
+        "ppo --preset deepspeed-chat --deepspeed --actor_model_name_or_path policy --critic_model_name_or_path reward \
+         --data_path prompts.jsonl --output_dir out --max_answer_seq_len 8 --max_prompt_seq_len 20 --ppo_epochs 2 \
+         --per_device_generation_batch_size 4 --per_device_training_batch_size 2 --num_warmup_steps 0 --enable_ema \
+         --actor_lora_dim 2 --actor_lora_module_name layers. --only_optimize_lora --offload false --inference_tp_size 1",
+    );
+    let metrics = timeless(scratch.metrics("out"));
+    assert_eq!((metrics.len(), metrics[1]["episode"].as_u64()), (2, Some(8)));
+    assert!(metrics[0]["val/dropped_responses"].is_number() && metrics[0]["lr"].as_f64() == Some(5e-4));
+    let adapter = read_json(&scratch.path("out/adapter_config.json"));
+    assert_eq!((&adapter["r"], &adapter["lora_alpha"]), (&json!(2), &json!(1)));
+    let targets = adapter["target_modules"].as_array().unwrap();
+    // Every linear layer of both blocks, by its whole name: PEFT knows no parts of names.
+    assert_eq!(targets.len(), 8, "{targets:?}");
+    assert!(targets.iter().all(|name| name.as_str().unwrap().starts_with("gpt_neox.layers.")), "{targets:?}");
+    assert!(scratch.path("out/value_model/model.safetensors").is_file(), "the critic is trained whole");
+    for folder in ["out", "out/ema"] {
+        CausalLm::from_pretrained(&scratch.path(folder), ModelOptions::default()).unwrap();
+    }
+    scratch.succeeds("ppo --config out/config.yaml --output_dir again");
+    assert_eq!(timeless(scratch.metrics("again")), metrics);
 }
