@@ -566,8 +566,9 @@ mod tests {
         assert_eq!(
             flags("reward"),
             format!(
-                "model_name_or_path model_revision new_reward_head {data} eval_dataset_name max_length {steps} \
-                 center_rewards_coefficient {lora} {optimizer} {eval} {run}"
+                "model_name_or_path model_revision new_reward_head reward_format {data} eval_dataset_name \
+                 num_padding_at_beginning max_length {steps} pair_loss center_rewards_coefficient {lora} {optimizer} \
+                 {eval} {run}"
             )
         );
         assert_eq!(

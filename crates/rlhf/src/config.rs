@@ -13,7 +13,7 @@ use clap::{Arg, ArgAction, Args, Command, ValueEnum};
 use serde::Serialize;
 
 use crate::device::Device;
-use crate::model::{Dtype, LoraConfig};
+use crate::model::{ClassifierFormat, Dtype, LoraConfig};
 use crate::ppo::{KlEstimator, PolicyClip, ScorePosition};
 use crate::reward::{LEFT_OUT, Spec, address};
 use crate::{Error, Result};
@@ -319,6 +319,10 @@ pub struct RewardConfig {
     /// Give a model that has no score head a fresh, random one.
     #[arg(long, help_heading = MODELS)]
     pub new_reward_head: bool,
+    /// Names of the saved tensors: transformers' (`score.weight`) or deepspeed-chat's (`v_head.weight`) [default: those of
+    /// the folder that the head is read from].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<ClassifierFormat>)]
+    pub reward_format: std::option::Option<ClassifierFormat>,
 
     /// Where rows come from.
     #[command(flatten)]
@@ -327,6 +331,10 @@ pub struct RewardConfig {
     /// A dataset of its own for evaluation.
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub eval_dataset_name: std::option::Option<PathBuf>,
+    /// DeepSpeed-Chat's count of pads before each text; accepted, and without effect: each text has its own length here, and
+    /// no pad is counted.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub num_padding_at_beginning: std::option::Option<usize>,
     /// Tokens of a row, at most; pairs with a longer side are left out, with a warning that counts them.
     #[arg(long, help_heading = DATA, default_value_t = 1024)]
     pub max_length: usize,
@@ -350,6 +358,10 @@ pub struct RewardConfig {
     #[arg(long, help_heading = BATCHES, default_value_t = 10)]
     pub logging_steps: usize,
 
+    /// What of a pair is compared: the scores of the two texts, or, as in DeepSpeed-Chat, what is said at every token from
+    /// where they part.
+    #[arg(long, help_heading = LOSS, value_enum, default_value = "sequence")]
+    pub pair_loss: PairLoss,
     /// Weight of a loss that keeps each pair's two scores centred on 0.
     #[arg(long, help_heading = LOSS, default_value = NONE, value_parser = optional::<f64>)]
     pub center_rewards_coefficient: std::option::Option<f64>,
@@ -1130,6 +1142,17 @@ pub enum EosInLoss {
     UnlessPad,
     /// In no case.
     Never,
+}
+
+/// What a reward model learns of a pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum PairLoss {
+    /// The score at the end of the chosen text is above that at the end of the rejected one.
+    Sequence,
+    /// So is the score at every token from the first that differs to the end of the longer text.
+    Tokens,
 }
 
 /// Over which tokens advantages are shifted and scaled to mean 0 and variance 1.
@@ -2230,6 +2253,15 @@ impl Setting for LrSchedulerType {
     }
 }
 
+impl Setting for ClassifierFormat {
+    const NAME: &'static str = "FORMAT";
+    const EXPECTED: &'static str = "transformers or deepspeed-chat";
+
+    fn read(text: &str) -> Option<Self> {
+        Self::from_str(text, true).ok()
+    }
+}
+
 impl Setting for Format {
     const NAME: &'static str = "FORMAT";
     const EXPECTED: &'static str = "text or jsonl";
@@ -2518,6 +2550,7 @@ mod tests {
                 "model_name_or_path": "m", "model_revision": "main", "new_reward_head": false, "dataset_name": "d", "eval_dataset_name": null,
                 "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null, "max_length": 1024,
                 "logging_steps": 10, "center_rewards_coefficient": null, "learning_rate": 1e-4,
+                "pair_loss": "sequence", "reward_format": null, "num_padding_at_beginning": null,
             }),
         );
         assert_settings(

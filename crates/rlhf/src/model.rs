@@ -14,7 +14,7 @@ mod lora;
 mod params;
 mod value_head;
 
-pub use classifier::SequenceClassifier;
+pub use classifier::{ClassifierFormat, SequenceClassifier};
 pub(crate) use config::no_such_file;
 pub use config::{Activation, ModelConfig, NormKind, Order, Rope, RopeScaling, Shape};
 pub use families::Family;

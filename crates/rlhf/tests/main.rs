@@ -5,6 +5,7 @@ mod cli;
 mod commands;
 mod corrupt;
 mod data;
+mod deepspeed_chat;
 mod dschat;
 mod examples;
 mod formats;

@@ -4,8 +4,8 @@ use crate::support::{Tensors, assert_close, given_golden, golden, say};
 use rlhf::config::SftConfig;
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{
-    CausalLm, CausalLmWithValueHead, Dtype, LoraConfig, ModelConfig, ModelOptions, Param, Precision, RopeScaling,
-    SequenceClassifier, TokenLogprobs, ValueHeadInit,
+    CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, LoraConfig, ModelConfig, ModelOptions, Param, Precision,
+    RopeScaling, SequenceClassifier, TokenLogprobs, ValueHeadInit,
 };
 use rlhf::optim::AdamW;
 use rlhf::tokenizer::Tokenizer;
@@ -609,6 +609,38 @@ fn value_heads_of_trl_and_deepspeed_chat_give_their_values_and_keep_their_names(
         model.save_pretrained(out.path(), &[2], None, usize::MAX).unwrap();
         assert_eq!(file(out.path()), file(&dir), "{name}");
     }
+}
+
+#[test]
+fn a_reward_model_changes_its_names_and_not_its_numbers_and_encoders_have_one_set() {
+    let options = ModelOptions::default();
+    let read = |dir: &Path, new| SequenceClassifier::from_pretrained(dir, new, options).unwrap();
+    let ids = [vec![5i64, 6, 7, 8], vec![9, 10]];
+    let out = tempfile::tempdir().unwrap();
+    for (from, new) in [(golden_dir("gpt2_dschat"), None), (golden().join("models/gpt2"), Some(3))] {
+        let mut model = read(&from, new);
+        let scores = model.scores(&ids).unwrap();
+        for (format, heads) in [
+            (ClassifierFormat::Transformers, ["score.weight", "transformer.wte.weight"]),
+            (ClassifierFormat::DeepspeedChat, ["v_head.weight", "rwtransformer.wte.weight"]),
+        ] {
+            model.set_format(format).unwrap();
+            let dir = out.path().join(format!("{format:?}-{new:?}"));
+            model.save_pretrained(&dir, &[0], None, usize::MAX).unwrap();
+            let names: Vec<String> = file(&dir).into_iter().map(|(name, _)| name).collect();
+            assert!(heads.iter().all(|head| names.iter().any(|name| name == head)), "{format:?}: {names:?}");
+            let again = read(&dir, None);
+            assert_eq!(again.format(), format);
+            assert_close("scores", &again.scores(&ids).unwrap(), &scores, 0.0);
+        }
+    }
+    let mut encoder = read(&golden().join("models/bert_cls1"), None);
+    let error = encoder.set_format(ClassifierFormat::DeepspeedChat).unwrap_err().to_string();
+    assert_eq!(error, "reward_format = deepspeed-chat: expected a decoder with one label");
+    let mut adapted = read(&out.path().join("Transformers-None"), None);
+    adapted.add_adapter(&LoraConfig::default(), 1).unwrap();
+    let error = adapted.set_format(ClassifierFormat::DeepspeedChat).unwrap_err().to_string();
+    assert!(error.contains("adapter"), "{error}");
 }
 
 #[test]

@@ -9,12 +9,25 @@ use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
 use super::{Body, ModelOptions};
 use crate::weights::{Checkpoint, replace_files};
 use crate::{Error, Result};
+use serde::Serialize;
 use std::ops::Range;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
 /// Names of the one-product heads that are known: transformers', and DeepSpeed-Chat's.
 const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
+
+/// By which names a file holds a decoder with a score head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+#[value(rename_all = "kebab-case")]
+pub enum ClassifierFormat {
+    /// Those of transformers' `...ForSequenceClassification`: `score.weight`.
+    #[default]
+    Transformers,
+    /// DeepSpeed-Chat's: `v_head.weight`, and `rwtransformer.` before the names of the model without its head.
+    DeepspeedChat,
+}
 
 /// A model with a number per position, or, where it is an encoder, some per sequence: a reward model or a value model.
 #[derive(Debug)]
@@ -24,8 +37,7 @@ pub struct SequenceClassifier {
     labels: Vec<String>,
     chosen: Label,
     new_head: bool,
-    /// The names are DeepSpeed-Chat's.
-    deepspeed_chat: bool,
+    format: ClassifierFormat,
 }
 
 #[derive(Debug)]
@@ -67,6 +79,9 @@ impl SequenceClassifier {
             return Ok(model);
         }
         let config = ModelConfig::from_dir(dir)?;
+        if !config.is_sequence_classifier() && !dir.join("model.safetensors").is_file() {
+            check_pickle(dir)?;
+        }
         let checkpoint = Checkpoint::open(dir)?;
         let source = Source::Checkpoint(&checkpoint);
         let names = &config.family.names;
@@ -90,14 +105,17 @@ impl SequenceClassifier {
             (None, true) => vec![names.lm_head],
             (None, false) => vec![],
         };
-        let deepspeed_chat = builder.stored_prefix() == DEEPSPEED_CHAT;
+        let format = match name == SCORE_HEADS[1] {
+            true => ClassifierFormat::DeepspeedChat,
+            false => ClassifierFormat::Transformers,
+        };
         let params = builder.finish(&ignored)?;
         let chosen = Label::One(0);
         let new_head = new_head.is_some();
         let origin = Some(dir.to_path_buf());
         let (device, adapter, gradient_checkpointing) = (options.device, None, false);
         let body = Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing };
-        Ok(Self { body, head, labels, chosen, new_head, deepspeed_chat })
+        Ok(Self { body, head, labels, chosen, new_head, format })
     }
 
     /// Where the model lives.
@@ -136,12 +154,47 @@ impl SequenceClassifier {
     }
 
     fn check_names(&self) -> Result<()> {
-        match self.deepspeed_chat {
-            true => Err(Error::Run(
-                "an adapter needs a reward model with transformers' names, found DeepSpeed-Chat's".into(),
+        match self.format {
+            ClassifierFormat::DeepspeedChat => Err(Error::Run(
+                "an adapter needs a reward model with transformers' names, found DeepSpeed-Chat's; reward_format = \
+                 transformers gives it these"
+                    .into(),
             )),
-            false => Ok(()),
+            ClassifierFormat::Transformers => Ok(()),
         }
+    }
+
+    /// By which names the model is saved: those of the folder that it was read from, or those that were
+    /// [set](SequenceClassifier::set_format).
+    pub fn format(&self) -> ClassifierFormat {
+        self.format
+    }
+
+    /// Has the model saved by these names from now on; its numbers stay what they are.
+    ///
+    /// # Errors
+    /// For DeepSpeed-Chat's names if the model is an encoder, has several labels or an adapter.
+    pub fn set_format(&mut self, format: ClassifierFormat) -> Result<()> {
+        if format == self.format {
+            return Ok(());
+        }
+        if format == ClassifierFormat::DeepspeedChat && self.body.adapter.is_some() {
+            return Err(Error::Run(
+                "reward_format = deepspeed-chat: these names have no adapter; fold it in first".into(),
+            ));
+        }
+        self.value_head()
+            .map_err(|_| Error::Run("reward_format = deepspeed-chat: expected a decoder with one label".into()))?;
+        let [old, new] = match format {
+            ClassifierFormat::Transformers => [SCORE_HEADS[1], SCORE_HEADS[0]],
+            ClassifierFormat::DeepspeedChat => SCORE_HEADS,
+        };
+        let heads = self.body.params.iter_mut().filter(|param| param.name == old);
+        heads.for_each(|param| param.name = new.into());
+        self.format = format;
+        // The folder has other names, by which an adapter would not find its base.
+        self.body.origin = None;
+        Ok(())
     }
 
     /// Folds the adapter, if there is one, into the weights, as [`super::CausalLm::merge_adapter`] does.
@@ -258,9 +311,23 @@ impl SequenceClassifier {
         spans: &[Range<usize>],
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
+        self.learn_values_dropping(sequences, spans, None, loss)
+    }
+
+    /// [`SequenceClassifier::learn_values`] with dropout in front of the adapters.
+    ///
+    /// # Errors
+    /// As [`SequenceClassifier::learn_values`].
+    pub(crate) fn learn_values_dropping<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        dropout: Option<&DropoutRows>,
+        loss: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<()> {
         let score = self.value_head()?;
         self.body.check_spans(sequences, spans, 0)?;
-        self.body.learn(sequences, spans, 0, None, |hidden| {
+        self.body.learn(sequences, spans, 0, dropout, |hidden| {
             loss(&score.forward(hidden).squeeze_dim(1)).backward();
             Ok(Some(hidden.grad()))
         })
@@ -353,12 +420,12 @@ impl SequenceClassifier {
 
     /// The names in the file, where they are others.
     fn stored_names(&self) -> impl Fn(&str) -> Option<String> + use<> {
-        let prefix = self.deepspeed_chat.then_some(self.config().family.names.prefix);
+        let renamed = self.format == ClassifierFormat::DeepspeedChat;
+        let prefix = renamed.then_some(self.config().family.names.prefix);
         move |name| prefix.and_then(|prefix| name.strip_prefix(prefix)).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"))
     }
 
-    /// Writes `config.json` and the weights below `dir`; transformers reads them, or DeepSpeed-Chat where they came from
-    /// there.
+    /// Writes `config.json` and the weights below `dir`, by the names of its [format](SequenceClassifier::format).
     ///
     /// Without a `pad` the configuration names eos as such: transformers scores no batch without one.
     ///
@@ -367,13 +434,28 @@ impl SequenceClassifier {
     pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
         let eos = eos.first().copied();
         replace_files(dir, |dir| {
-            if !self.deepspeed_chat {
+            if self.format == ClassifierFormat::Transformers {
                 let config = self.config().for_sequence_classifier(&self.labels, eos, pad);
                 return self.body.save(dir, &config, max_shard_bytes);
             }
             self.body.save_renamed(dir, &self.config().for_causal_lm(eos, pad), max_shard_bytes, self.stored_names())
         })
     }
+}
+
+/// Refuses a folder that holds a model as a pickle alone, as DeepSpeed-Chat saves its reward models.
+fn check_pickle(dir: &Path) -> Result<()> {
+    const PICKLE: &str = "pytorch_model.bin";
+    if !dir.join(PICKLE).is_file() || dir.join("model.safetensors.index.json").is_file() {
+        return Ok(());
+    }
+    let message = format!(
+        "expected model.safetensors, found only {PICKLE}, a pickle, which can run code and is never opened; convert one of \
+         DeepSpeed-Chat there: `python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{PICKLE}', \
+         weights_only=True), 'model.safetensors')\"`, one of transformers with it: \
+         `AutoModel...from_pretrained(dir).save_pretrained(new_dir)`"
+    );
+    Err(Error::invalid(dir, message))
 }
 
 impl Head {

@@ -86,11 +86,6 @@ impl<'a> Builder<'a> {
         Err(Error::invalid(checkpoint.dir(), message))
     }
 
-    /// What the checkpoint's names begin with where ours begin with the family's prefix.
-    pub(crate) fn stored_prefix(&self) -> &'static str {
-        self.stored_prefix
-    }
-
     /// Says whether the LM head is the embedding.
     pub(crate) fn set_tied(&mut self, tied: bool) {
         self.tied = tied;

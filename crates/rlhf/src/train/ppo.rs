@@ -17,7 +17,9 @@ use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, genera
 use crate::hub::{self, AskedHub, Commits};
 use crate::kl::KlController;
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, CausalLm, LoraConfig, ModelOptions, SequenceClassifier, TokenLogprobs, ValueModel};
+use crate::model::{
+    BASE_MODEL, CausalLm, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier, TokenLogprobs, ValueModel,
+};
 use crate::optim::{AdamW, LearningRates};
 use crate::report::{
     Claim, Console, Evaluation, Event, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude,
@@ -250,6 +252,8 @@ impl PpoTrainer {
         value.check_values(value_dir)?;
         value.merge_adapter();
         if let Some(lora) = &value_lora {
+            // PEFT knows no other names.
+            value.set_format(ClassifierFormat::Transformers)?;
             value.add_adapter(lora, config.run.seed)?;
         }
         for dir in rewards.models().filter(|model| !model.reads_text()).map(RewardModel::dir).chain([value_dir]) {
