@@ -523,7 +523,8 @@ mod tests {
         let lora = "use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora";
         let optimizer = "learning_rate lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
                          adam_epsilon max_grad_norm";
-        let run = "output_dir overwrite_output_dir seed bf16 dtype device max_shard_size gradient_checkpointing \
+        let run = "output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
+                   hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to num_threads disable_tqdm save_steps save_total_limit \
                    resume_from_checkpoint config help";
         let data = "dataset_name dataset_weights dataset_config dataset_train_split dataset_test_split eval_split_size";
@@ -551,8 +552,8 @@ mod tests {
                  {lora} value_use_peft value_lora_r \
                  value_lora_target_modules {optimizer} value_warmup_updates value_learning_rate \
                  value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \
-                 max_skipped_updates no_checks print_answers print_answers_interval enable_test_mode test_stop_step \
-                 num_eval_prompts {eval} {run}"
+                 max_skipped_updates no_checks align_overflow compute_fp32_loss print_answers print_answers_interval \
+                 enable_test_mode test_stop_step num_eval_prompts {eval} {run}"
             )
         );
         assert_eq!(

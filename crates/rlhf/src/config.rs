@@ -214,6 +214,10 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub watch: WatchConfig,
+    /// What belongs to float16 and two models.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub half: Fp16Config,
     /// What it shows of its answers, and when it ends as a test.
     #[command(flatten)]
     #[serde(flatten)]
@@ -888,6 +892,13 @@ pub struct RunConfig {
     /// Compute in bfloat16; the optimizer keeps float32 weights.
     #[arg(long, help_heading = RUN)]
     pub bf16: bool,
+    /// Compute in float16, with a loss scale that finds its own size; the optimizer keeps float32 weights.
+    #[arg(long, help_heading = RUN)]
+    pub fp16: bool,
+    /// How that scale begins and moves.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub loss_scale: LossScaleConfig,
     /// Dtype that frozen weights are held in, `auto` for their files'; what is trained is held in float32.
     #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
     pub dtype: Dtype,
@@ -916,6 +927,90 @@ pub struct RunConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub checkpoints: CheckpointConfig,
+}
+
+/// The loss scale of a run that computes in float16, by the names of DeepSpeed's `fp16` settings.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct LossScaleConfig {
+    /// With `fp16`, the loss is scaled by 2 to the power of this at first.
+    #[arg(long, help_heading = RUN, default_value_t = 16)]
+    pub initial_scale_power: usize,
+    /// The scale is doubled after this many optimizer steps in a row without an overflow.
+    #[arg(long, help_heading = RUN, default_value_t = 1000)]
+    pub loss_scale_window: usize,
+    /// It is halved from this many-th overflow on, counted since it was last doubled; an overflow leaves its step out in any
+    /// case.
+    #[arg(long, help_heading = RUN, default_value_t = 2)]
+    pub hysteresis: usize,
+    /// It does not fall below this.
+    #[arg(long, help_heading = RUN, default_value_t = 1.0)]
+    pub min_loss_scale: f64,
+}
+
+/// The largest power of a loss scale: f32 holds no larger one, with room for a loss.
+const MOST_SCALE_POWER: usize = 100;
+
+impl LossScaleConfig {
+    /// What the loss is scaled by at first.
+    pub fn initial_scale(&self) -> f64 {
+        2f64.powi(self.initial_scale_power as i32)
+    }
+
+    fn check(&self, fp16: bool) -> Result<()> {
+        let usual: Self = defaults();
+        let whole = [
+            ("initial_scale_power", self.initial_scale_power, usual.initial_scale_power),
+            ("loss_scale_window", self.loss_scale_window, usual.loss_scale_window),
+            ("hysteresis", self.hysteresis, usual.hysteresis),
+        ];
+        if !fp16 {
+            let why = "without fp16 = true";
+            if let Some((name, found, _)) = whole.into_iter().find(|(_, found, usual)| found != usual) {
+                return no_effect(name, found, why);
+            }
+            if self.min_loss_scale != usual.min_loss_scale {
+                return no_effect("min_loss_scale", self.min_loss_scale, why);
+            }
+            return Ok(());
+        }
+        let (power, most) = (self.initial_scale_power, format!("at most {MOST_SCALE_POWER}"));
+        expect(power <= MOST_SCALE_POWER, "initial_scale_power", power, &most)?;
+        at_least_one("loss_scale_window", self.loss_scale_window)?;
+        at_least_one("hysteresis", self.hysteresis)?;
+        above_zero("min_loss_scale", self.min_loss_scale)?;
+        let most = self.initial_scale();
+        let expected = format!("at most {most}, 2 to the power of initial_scale_power");
+        expect(self.min_loss_scale <= most, "min_loss_scale", self.min_loss_scale, &expected)
+    }
+}
+
+/// What PPO's two models do together where they compute in float16.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct Fp16Config {
+    /// With `fp16`, where the gradients of policy or value model overflow, neither takes the step.
+    #[arg(long, help_heading = RUN)]
+    pub align_overflow: bool,
+    /// Make every log-probability of logits in float32, those of policy and reference alike; always so, and not to be turned
+    /// off.
+    #[arg(long, help_heading = RUN, default_value_t = true)]
+    pub compute_fp32_loss: bool,
+}
+
+impl Fp16Config {
+    fn check(&self, fp16: bool) -> Result<()> {
+        if !self.compute_fp32_loss {
+            return usage(
+                "compute_fp32_loss = false: expected true: log-probabilities in fewer bits differ between the passes of a \
+                 run, and the ratio with them",
+            );
+        }
+        if self.align_overflow && !fp16 {
+            return no_effect("align_overflow", true, "without fp16 = true");
+        }
+        Ok(())
+    }
 }
 
 /// Checkpoints on the way, and how a run goes on from one.
@@ -1023,8 +1118,17 @@ impl WatchConfig {
 }
 
 impl RunConfig {
+    /// Whether models compute in fewer bits than f32 has, so that two passes over the same tokens differ by rounding.
+    pub(crate) fn computes_in_few_bits(&self) -> bool {
+        self.bf16 || self.fp16
+    }
+
     fn check(&self) -> Result<()> {
         check_threads(self.num_threads)?;
+        if self.bf16 && self.fp16 {
+            return usage("bf16 = true and fp16 = true exclude each other: set one of them");
+        }
+        self.loss_scale.check(self.fp16)?;
         self.checkpoints.check()?;
         self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most))
     }
@@ -1336,6 +1440,7 @@ impl PpoConfig {
         self.trial.check()?;
         check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type))?;
         self.watch.check()?;
+        self.half.check(self.run.fp16)?;
         self.run.check()?;
         at_least_one("num_eval_prompts", self.num_eval_prompts)?;
         self.eval
@@ -2344,7 +2449,7 @@ fn check_trained_dtype(dtype: Dtype) -> Result<()> {
     let name = dtype.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
     usage(format!(
         "dtype = {name}: expected auto or float32, as what is trained is held in float32, where small steps are not lost; \
-         bf16 = true computes in bfloat16"
+         bf16 = true computes in bfloat16, fp16 = true in float16"
     ))
 }
 
@@ -2456,19 +2561,22 @@ mod tests {
 
     /// What both trainers inherit from transformers' TrainingArguments; TRL turns bf16 and gradient checkpointing on.
     fn inherited() -> serde_json::Value {
-        json!({
+        let scale =
+            json!({"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0});
+        let others = json!({
             "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
             "dataset_train_split": "train", "dataset_test_split": "test", "dataset_weights": [], "dataset_config": null,
             "eval_split_size": null,
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
-            "seed": 42, "bf16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
+            "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "num_threads": null, "disable_tqdm": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "use_rslora": false, "save_steps": null, "save_total_limit": null, "eval_steps": null,
             "metric_for_best_model": null, "greater_is_better": null,
-        })
+        });
+        joined([others, scale])
     }
 
     /// The entries of all of them: `json!` itself has no room for so many.
@@ -2517,6 +2625,7 @@ mod tests {
                     "max_prompt_length": null, "long_prompts": "error",
                 }),
                 json!({
+                    "align_overflow": false, "compute_fp32_loss": true,
                     "max_skipped_updates": 3, "no_checks": false, "preset": "trl", "non_eos_penalty": false, "penalty_reward_value": -1.0, "whiten_advantages": "batch",
                     "kl_in_loss": false, "adap_kl_ctrl": false, "target": 6.0, "horizon": 10000.0, "kl_coef_end": null,
                     "cliprange_high": null, "dual_clip": null, "entropy_coef": 0.0, "target_kl": null,

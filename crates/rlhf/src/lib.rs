@@ -9,6 +9,7 @@ mod error;
 pub mod generate;
 pub mod hub;
 pub mod kl;
+pub mod loss_scale;
 pub mod merge;
 pub mod metrics;
 pub mod model;

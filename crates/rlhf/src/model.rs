@@ -53,6 +53,8 @@ pub enum Precision {
     F32,
     /// bf16 matrix products and attention, f32 residual stream, norms, log-probabilities and weights.
     Bf16,
+    /// The same in f16: more digits and a smaller range, so that training needs a [`crate::loss_scale::LossScaler`].
+    F16,
 }
 
 /// In what dtype a model's weights are held.
@@ -104,6 +106,7 @@ impl ModelOptions {
             Precision::Held => held,
             Precision::F32 => Kind::Float,
             Precision::Bf16 => Kind::BFloat16,
+            Precision::F16 => Kind::Half,
         };
         (held, compute)
     }
@@ -548,6 +551,7 @@ impl CausalLm {
         let precision = match compute {
             kind if kind == self.body.kind => Precision::Held,
             Kind::Float => Precision::F32,
+            Kind::Half => Precision::F16,
             _ => Precision::Bf16,
         };
         let options = ModelOptions { device: self.body.device, dtype: Dtype::Auto, precision };

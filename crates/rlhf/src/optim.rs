@@ -67,6 +67,15 @@ impl AdamW {
         global_norm(grads.iter().flatten())
     }
 
+    /// Divides the gradients that this model's parameters hold by `scale`.
+    pub fn unscale(&mut self, scale: f64) {
+        for mut grad in self.groups.iter().flat_map(|group| &group.params).map(Tensor::grad) {
+            if scale != 1.0 && grad.defined() {
+                let _ = grad.g_mul_scalar_(scale.recip());
+            }
+        }
+    }
+
     /// [`AdamW::step`] for a caller that knows the norm of the gradients, and that it is finite.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ use crate::config::{DataConfig, EvalConfig, RunConfig};
 use crate::data::{Cursor, Dataset, Sources};
 use crate::device::{memory, use_threads};
 use crate::hub::Commits;
+use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
 use crate::model::{Dtype, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
@@ -25,11 +26,16 @@ use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::Path;
 
+/// The name of loss scales in a checkpoint's state.
+const LOSS_SCALE: &str = "loss_scale";
+
 /// How far a run of SFT or of a reward model is, whose updates take one optimizer step each.
 struct Progress<T> {
     /// Updates done.
     done: usize,
     optimizer: AdamW,
+    /// What the loss is scaled by, where the model computes in f16.
+    scaler: Option<LossScaler>,
     cursor: Cursor,
     /// Sums since the last line of metrics.
     since: T,
@@ -43,11 +49,43 @@ struct Progress<T> {
 }
 
 impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
-    fn new(optimizer: AdamW, cursor: Cursor, eval: &EvalConfig, fixed: Map<String, Value>) -> Self {
+    fn new(optimizer: AdamW, cursor: Cursor, eval: &EvalConfig, run: &RunConfig, fixed: Map<String, Value>) -> Self {
         let (since, best) = (T::default(), Best::new(eval));
-        let mut begun = Self { done: 0, optimizer, cursor, since, recorded: 0, best, fixed, whole: Map::new() };
+        let scaler = run.fp16.then(|| LossScaler::new(&run.loss_scale));
+        let mut begun = Self { done: 0, optimizer, scaler, cursor, since, recorded: 0, best, fixed, whole: Map::new() };
         begun.note_whole();
         begun
+    }
+
+    /// What the loss is to be multiplied by.
+    fn loss_scale(&self) -> f64 {
+        self.scaler.as_ref().map_or(1.0, LossScaler::scale)
+    }
+
+    /// One optimizer step; gives the norm of the gradients before clipping, or 0 where they overflowed f16 and no step was taken.
+    fn step(&mut self, lr: f64) -> Result<f64> {
+        let scale = self.loss_scale();
+        if let Some(scaler) = &mut self.scaler {
+            if scaler.overflows_at(self.optimizer.grad_norm() / scale) {
+                self.optimizer.zero_grad();
+                return Ok(0.0);
+            }
+            self.optimizer.unscale(scale);
+        }
+        self.optimizer.step(lr)
+    }
+
+    /// Whether every update took its step, or left it out for an overflow: else an error came in the midst of one.
+    fn is_whole(&self) -> bool {
+        let overflows = self.scaler.as_ref().map_or(0, LossScaler::overflows);
+        self.optimizer.steps() + overflows as i64 == self.done as i64
+    }
+
+    fn push_loss_scale(&self, metrics: &mut Metrics) {
+        if let Some(scaler) = &self.scaler {
+            metrics.push("loss_scale", scaler.scale());
+            metrics.push("overflows", scaler.overflows() as f64);
+        }
     }
 
     /// Goes to where `saved` was written, but for the model.
@@ -56,6 +94,9 @@ impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
         saved.check_updates(num_updates)?;
         self.since = saved.parsed("since")?;
         self.recorded = saved.parsed("recorded").unwrap_or(saved.state.update);
+        if let (Some(scaler), Ok(state)) = (&mut self.scaler, saved.part(LOSS_SCALE)) {
+            scaler.load_state(state).map_err(|e| crate::Error::invalid(&saved.dir, e.to_string()))?;
+        }
         // The best model of a run in another folder lies there.
         if let (Some(best), Ok(state), true) = (&mut self.best, saved.part("best"), in_place) {
             best.load_state(state);
@@ -85,6 +126,7 @@ impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
             ("recorded".into(), self.recorded.into()),
         ]);
         self.whole.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
+        self.whole.extend(self.scaler.as_ref().map(|scaler| (LOSS_SCALE.into(), scaler.state())));
     }
 
     /// How far the run is.
@@ -157,9 +199,11 @@ impl Saver<'_> {
     }
 
     /// Writes a checkpoint where the run ended early; gives how many updates are done.
-    fn at_end<T>(&mut self, ended: Result<()>, progress: &Progress<T>, report: &mut Reporter<'_>) -> Result<usize> {
-        let wanted =
-            progress.optimizer.steps() == progress.done as i64 && self.checkpoints.is_wanted_at_end(progress.done);
+    fn at_end<T>(&mut self, ended: Result<()>, progress: &Progress<T>, report: &mut Reporter<'_>) -> Result<usize>
+    where
+        T: Default + Serialize + for<'a> Deserialize<'a>,
+    {
+        let wanted = progress.is_whole() && self.checkpoints.is_wanted_at_end(progress.done);
         leave_checkpoint(ended.map(|()| progress.done), wanted, report, |report| self.save(progress, report))
     }
 }
@@ -220,7 +264,11 @@ fn trained_share(params: &[Param]) -> String {
 /// If the run asks for what this version or this machine does not have.
 fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     use_threads(run.num_threads);
-    let precision = if run.bf16 { Precision::Bf16 } else { Precision::F32 };
+    let precision = match (run.bf16, run.fp16) {
+        (true, _) => Precision::Bf16,
+        (false, true) => Precision::F16,
+        (false, false) => Precision::F32,
+    };
     Ok(ModelOptions { device: run.device.resolve()?, dtype: Dtype::Float32, precision })
 }
 
@@ -393,7 +441,7 @@ mod tests {
         let fixed =
             || fixed_state(&config.run, tch::Device::Cpu, 300, &Commits::from([("a/b@main".into(), "7".into())]));
         let optimizer = || AdamW::new(Vec::new(), &config.optimizer);
-        let begun = || Progress::<f64>::new(optimizer(), Cursor::new(1, 9), &config.eval, fixed());
+        let begun = || Progress::<f64>::new(optimizer(), Cursor::new(1, 9), &config.eval, &config.run, fixed());
         let mut progress = begun();
         progress.cursor.take(4);
         progress.since = 2.5;

@@ -190,6 +190,17 @@ fn a_run_over_a_mixture_with_rows_held_out_and_a_kl_weight_that_moves_goes_on_to
 }
 
 #[test]
+fn a_run_in_f16_goes_on_to_the_same_bits_with_its_loss_scales() {
+    ppo_goes_on(|config| {
+        config.run.fp16 = true;
+        config.half.align_overflow = true;
+        // Too high at first, and grown again on the way.
+        config.run.loss_scale.initial_scale_power = 34;
+        config.run.loss_scale.loss_scale_window = 3;
+    });
+}
+
+#[test]
 fn a_run_with_a_moving_average_and_texts_in_its_steps_goes_on_to_the_same_bits() {
     ppo_goes_on(|config| {
         config.ema.enable_ema = true;
@@ -215,6 +226,8 @@ fn sft_and_a_reward_model_go_on_to_the_same_bits_in_the_midst_of_what_a_line_of_
         config.peft.use_peft = true; // with dropout
         config.eval_dataset_name = Some(demos.clone());
         (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3), Some("eval_loss".into()));
+        config.run.fp16 = true;
+        config.run.loss_scale.initial_scale_power = 30;
         with(&mut config.run);
         rlhf::train::sft::sft(&config, Console::Silent).unwrap();
     });

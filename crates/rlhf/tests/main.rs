@@ -9,6 +9,7 @@ mod deepspeed_chat;
 mod dschat;
 mod examples;
 mod formats;
+mod fp16;
 mod hub;
 mod library;
 mod lora;

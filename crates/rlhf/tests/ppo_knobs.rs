@@ -112,6 +112,60 @@ fn weights(params: &[Param]) -> Vec<Tensor> {
 // The steps.
 
 #[test]
+fn a_loss_scale_is_taken_back_to_the_bit_before_a_step() {
+    let learnt = |power: Option<usize>| {
+        let mut update = update(|c| {
+            c.optimizer.max_grad_norm = Some(0.5);
+            c.step.entropy_coef = 0.01;
+            c.run.fp16 = power.is_some();
+            c.run.loss_scale.initial_scale_power = power.unwrap_or(16);
+        });
+        let steps = update.learn(2);
+        (steps, update.policy_weights(), update.value_weights())
+    };
+    let expected = learnt(None);
+    for power in [0, 16, 24] {
+        assert_eq!(learnt(Some(power)), expected, "a scale of 2^{power}");
+    }
+}
+
+#[test]
+fn a_model_whose_gradient_overflows_takes_no_step_alone_or_with_the_other_where_that_is_asked_for() {
+    for align in [false, true] {
+        let mut update = update(|c| {
+            c.run.fp16 = true;
+            c.run.loss_scale.initial_scale_power = 100;
+            c.run.loss_scale.hysteresis = 1;
+            c.half.align_overflow = align;
+            c.vf_coef = 1e-14;
+            c.optimizer.adam_epsilon = 1e-30;
+        });
+        // So large a scale of so large a loss is beyond f32 too; the value model's is small enough.
+        let mut targets = update.targets();
+        targets.advantages = &targets.advantages * 1e15;
+        let orders = [(0..8).collect::<Vec<usize>>()];
+        let before = (update.policy_weights(), update.value_weights());
+        let first = update.learn_orders(&targets, &orders);
+        assert_eq!((first[0].policy_overflowed, first[0].value_overflowed), (true, false));
+        assert_eq!((first[0].policy_grad_norm, first[0].not_finite()), (0.0, None));
+        assert!(first[0].value_grad_norm > 0.0 && first[0].value_grad_norm < 1e-9);
+        assert_eq!(update.policy_weights(), before.0);
+        assert_eq!(update.value_weights() == before.1, align, "align_overflow = {align}");
+        let told = update.metrics(&first);
+        assert_eq!((told.get("policy/overflows"), told.get("val/overflows")), (Some(1.0), Some(0.0)));
+        assert_eq!(told.get("policy/grad_norm"), Some(0.0));
+        // Halved at each overflow, the policy's scale comes down to where it learns.
+        let mut overflows = 1;
+        while update.learn_orders(&targets, &orders)[0].policy_overflowed {
+            overflows += 1;
+            assert!(overflows < 100, "the scale does not come down");
+        }
+        assert!(overflows > 10, "{overflows}");
+        assert!(update.policy_weights() != before.0 && update.value_weights() != before.1);
+    }
+}
+
+#[test]
 fn epochs_end_after_the_first_that_is_one_and_a_half_times_target_kl_away() {
     let free = update(|c| c.num_mini_batches = 2).learn(4);
     // Of each epoch's last mini-batch.

@@ -30,9 +30,9 @@ pub struct Checks {
 
 impl Checks {
     /// How far equal log-probabilities may be apart: f32 rounds far below it, and bf16, whose numbers have two or three
-    /// digits, stays within it.
-    pub fn tolerance(bf16: bool) -> f64 {
-        if bf16 { 0.1 } else { 1e-4 }
+    /// digits, stays within it, as does f16.
+    pub fn tolerance(few_bits: bool) -> f64 {
+        if few_bits { 0.1 } else { 1e-4 }
     }
 
     /// Answers to a few prompts, asked of every pass that a run makes: `learner` is left as it was, without gradients.
@@ -61,7 +61,8 @@ impl Checks {
         let cached = (!policy.config().turns_by_length()).then(|| distance(&noted, &experience.logprobs));
         let kl = distance(&experience.logprobs, &experience.ref_logprobs);
         // Weights are compared only where it matters: that reads all of them.
-        let kl = (kl <= Self::tolerance(config.run.bf16) || same_weights(policy, reference)).then_some(kl);
+        let kl =
+            (kl <= Self::tolerance(config.run.computes_in_few_bits()) || same_weights(policy, reference)).then_some(kl);
         if policy.is_exact() {
             experience.logprobs = noted;
         }

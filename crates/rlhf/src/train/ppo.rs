@@ -4,8 +4,9 @@ use super::checks::{self, Checks, Skips};
 use super::ema::{EMA, Ema};
 use super::unsupervised::{Unsupervised, learn_texts};
 use super::{
-    begin_report, check_held_out, describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, leave_checkpoint,
-    micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options, trained_share, write_model_card,
+    LOSS_SCALE, begin_report, check_held_out, describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens,
+    leave_checkpoint, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options, trained_share,
+    write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
 use crate::config::{
@@ -16,6 +17,7 @@ use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
 use crate::hub::{self, AskedHub, Commits};
 use crate::kl::KlController;
+use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
 use crate::model::{
     BASE_MODEL, CausalLm, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier, TokenLogprobs, ValueModel,
@@ -531,6 +533,7 @@ impl PpoTrainer {
         state.extend(self.kept.state().map(|kept| ("kept_answers".into(), kept)));
         state.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
         state.insert("skips".into(), self.skips.state());
+        state.extend(self.learner.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
         state.extend(self.own().map(|own| ("own".into(), own.into())));
         state
@@ -561,6 +564,9 @@ impl PpoTrainer {
         self.kept.load_state(saved.part("kept_answers").ok(), self.prompts.len())?;
         if let (Some(best), Ok(state)) = (&mut self.best, saved.part("best")) {
             best.load_state(state);
+        }
+        if let (Some(scaling), Ok(state)) = (&mut self.learner.scaling, saved.part(LOSS_SCALE)) {
+            scaling.load_state(state)?;
         }
         if let Ok(state) = saved.part("skips") {
             self.skips.load_state(state);
@@ -768,6 +774,12 @@ impl PpoTrainer {
         if config.value.differs() || self.schedule.is_some() {
             m.push("val/lr", rates.value);
         }
+        if let Some(scaling) = &self.learner.scaling {
+            m.push("policy/loss_scale", scaling.policy.scale());
+            if let Some(value) = &scaling.value {
+                m.push("val/loss_scale", value.scale());
+            }
+        }
         m.push("time/generate", generated);
         m.push("time/rollout", rollout);
         m.push("time/optimise", took - rollout);
@@ -885,12 +897,12 @@ impl PpoTrainer {
     /// [`PpoTrainer::check`], and says how it went.
     ///
     /// # Errors
-    /// If something is not as it should be; in bf16, whose rounding has no sharp bound, that is a warning.
+    /// If something is not as it should be; in bf16 and f16, whose rounding has no sharp bound, that is a warning.
     fn check_aloud(&mut self, report: &Reporter<'_>) -> Result<()> {
-        let (bf16, checks) = (self.config.run.bf16, self.check()?);
-        match checks.failure(Checks::tolerance(bf16)) {
+        let (few_bits, checks) = (self.config.run.computes_in_few_bits(), self.check()?);
+        match checks.failure(Checks::tolerance(few_bits)) {
             None => report.note(&format!("checks: {checks}")),
-            Some(failure) if bf16 => report.warn(&failure),
+            Some(failure) if few_bits => report.warn(&failure),
             Some(failure) => return Err(Error::Run(failure)),
         }
         // A run that goes on tells what it found when it began.
@@ -1191,6 +1203,8 @@ pub struct Learner {
     policy_optimizer: AdamW,
     /// Of a value model of its own.
     value_optimizer: Option<AdamW>,
+    /// What the losses are scaled by, where the models compute in f16.
+    scaling: Option<Scaling>,
     /// Most tokens that go through a model at once.
     micro_batch_tokens: usize,
 }
@@ -1232,6 +1246,58 @@ pub struct StepStats {
     pub unsup_loss: f64,
     /// Whether the mean ratio was above `ratio_threshold`: then nothing was learnt, and the norms are 0.
     pub skipped: bool,
+    /// Whether the policy's gradient overflowed f16: then it took no step, the norm is 0, and its loss scale may have fallen.
+    pub policy_overflowed: bool,
+    /// The same of the value model.
+    pub value_overflowed: bool,
+}
+
+/// The loss scales of the two models.
+#[derive(Debug)]
+struct Scaling {
+    policy: LossScaler,
+    /// That of a value model of its own.
+    value: Option<LossScaler>,
+    /// Whether an overflow of one leaves the step of both out.
+    align: bool,
+}
+
+impl Scaling {
+    fn new(value: &ValueModel, config: &PpoConfig) -> Self {
+        let scaler = || LossScaler::new(&config.run.loss_scale);
+        Self { policy: scaler(), value: value.model().map(|_| scaler()), align: config.half.align_overflow }
+    }
+
+    /// Notes overflows of the gradients whose norms `stats` holds; a loss that is not finite is not the scale's doing.
+    fn note(&mut self, learns_policy: bool, stats: &mut StepStats) {
+        if !(stats.policy_loss.is_finite() && stats.value_loss.is_finite()) {
+            return;
+        }
+        let overflows = |norm: f64| !norm.is_finite();
+        // Who only goes along with the other's overflow learns nothing of its own scale.
+        let (of_policy, of_value) = (overflows(stats.policy_grad_norm), overflows(stats.value_grad_norm));
+        if learns_policy && (of_policy || !(self.align && of_value)) {
+            stats.policy_overflowed = self.policy.overflows_at(stats.policy_grad_norm);
+        }
+        if let Some(value) = self.value.as_mut().filter(|_| of_value || !(self.align && of_policy)) {
+            stats.value_overflowed = value.overflows_at(stats.value_grad_norm);
+        }
+        if stats.policy_overflowed {
+            stats.policy_grad_norm = 0.0;
+        }
+        if stats.value_overflowed {
+            stats.value_grad_norm = 0.0;
+        }
+    }
+
+    fn state(&self) -> Value {
+        json!({"policy": self.policy.state(), "value": self.value.as_ref().map(LossScaler::state)})
+    }
+
+    fn load_state(&mut self, state: &Value) -> Result<()> {
+        self.policy.load_state(&state["policy"])?;
+        self.value.as_mut().map_or(Ok(()), |value| value.load_state(&state["value"]))
+    }
 }
 
 impl StepStats {
@@ -1265,7 +1331,9 @@ impl Learner {
         let value_optimizer =
             value.model().map(|value| AdamW::new(value.trainable_params(), &config.value_optimizer().1));
         let ema = config.ema.enable_ema.then(|| Ema::new(&policy, config.ema.ema_beta));
-        Self { policy, value, ema, unsupervised: None, policy_optimizer, value_optimizer, micro_batch_tokens }
+        let scaling = config.run.fp16.then(|| Scaling::new(&value, config));
+        let unsupervised = None;
+        Self { policy, value, ema, unsupervised, policy_optimizer, value_optimizer, scaling, micro_batch_tokens }
     }
 
     /// Gives the models fresh optimizers of these settings in place of the configuration's: betas, epsilon, weight decay and
@@ -1364,37 +1432,55 @@ impl Learner {
         Ok(stats)
     }
 
+    /// What the losses of policy and value model are multiplied by on the way back.
+    fn loss_scales(&self) -> [f64; 2] {
+        let Some(scaling) = &self.scaling else { return [1.0; 2] };
+        // What a trunk's two heads send back is one gradient.
+        [&scaling.policy, scaling.value.as_ref().unwrap_or(&scaling.policy)].map(LossScaler::scale)
+    }
+
     /// Takes one optimizer step by the gradients that the parameters hold, clears these, and notes their norms in `stats`.
     ///
     /// Where a loss or a norm is not finite neither model moves, and no optimizer state changes:
-    /// [`StepStats::not_finite`] tells.
+    /// [`StepStats::not_finite`] tells. In f16 a model whose gradients overflow stays where it is, and with `align_overflow`
+    /// the other too.
     ///
     /// # Errors
     /// If libtorch refuses the step.
     pub fn step(&mut self, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
+        let [of_policy, of_value] = self.loss_scales();
         if rates.policy.is_some() {
-            stats.policy_grad_norm = self.policy_optimizer.grad_norm();
+            stats.policy_grad_norm = self.policy_optimizer.grad_norm() / of_policy;
         }
-        stats.value_grad_norm = self.value_optimizer.as_ref().map_or(0.0, AdamW::grad_norm);
+        stats.value_grad_norm = self.value_optimizer.as_ref().map_or(0.0, AdamW::grad_norm) / of_value;
+        let align = self.scaling.as_ref().is_some_and(|scaling| scaling.align);
+        self.scaling.iter_mut().for_each(|scaling| scaling.note(rates.policy.is_some(), stats));
         if stats.not_finite().is_some() {
             self.zero_grad();
             return Ok(());
         }
         let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));
-        if let Some(lr) = rates.policy {
+        let both = align && (stats.policy_overflowed || stats.value_overflowed);
+        if let Some(lr) = rates.policy.filter(|_| !stats.policy_overflowed && !both) {
+            self.policy_optimizer.unscale(of_policy);
             self.policy_optimizer.step_of_norm(lr, stats.policy_grad_norm).map_err(named("policy"))?;
             if let Some(ema) = &mut self.ema {
                 ema.update(&self.policy);
             }
         }
-        let Some(optimizer) = &mut self.value_optimizer else { return Ok(()) };
-        optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))
+        if let Some(optimizer) = self.value_optimizer.as_mut().filter(|_| !stats.value_overflowed && !both) {
+            optimizer.unscale(of_value);
+            optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))?;
+        }
+        self.zero_grad();
+        Ok(())
     }
 
     /// Adds the gradient of the next `rows` blocks of text, if there are any, to that of the policy.
     fn mix_texts(&mut self, rows: usize, most_rows: usize, stats: &mut StepStats) -> Result<()> {
+        let [scale, _] = self.loss_scales();
         let Some(texts) = &mut self.unsupervised else { return Ok(()) };
-        let coef = texts.coef();
+        let coef = texts.coef() * scale;
         stats.unsup_loss = learn_texts(&self.policy, &texts.take(rows), coef, most_rows, self.micro_batch_tokens)?;
         Ok(())
     }
@@ -1405,7 +1491,8 @@ impl Learner {
     /// # Errors
     /// If a text does not fit the policy, or none has two tokens.
     pub fn learn_texts<S: AsRef<[i64]>>(&self, texts: &[S], coef: f64) -> Result<f64> {
-        learn_texts(&self.policy, texts, coef, texts.len().max(1), self.micro_batch_tokens)
+        let [scale, _] = self.loss_scales();
+        learn_texts(&self.policy, texts, coef * scale, texts.len().max(1), self.micro_batch_tokens)
     }
 
     /// Clears the gradients of all models.
@@ -1433,7 +1520,7 @@ impl Learner {
         let mine = |x: &Tensor| packed(x, &experience.response_mask, rows);
         let (old, advantages, counts) = (mine(&experience.logprobs), mine(advantages), mine(&experience.loss_mask));
         let reference = config.kl.kl_in_loss.then(|| mine(&experience.ref_logprobs));
-        let clip = config.policy_clip();
+        let (clip, [policy_scale, value_scale]) = (config.policy_clip(), self.loss_scales());
         let policy_loss = |tokens: Range<i64>, now: &TokenLogprobs| {
             let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
             let counts = here(&counts);
@@ -1461,7 +1548,7 @@ impl Learner {
                 _ => sum,
             };
             // Where nothing counts, nothing is learnt.
-            sum / stats.tokens.max(1.0)
+            sum / (stats.tokens.max(1.0) / policy_scale)
         };
 
         let mine = |x: &Tensor| packed(x, &experience.value_mask, rows);
@@ -1471,7 +1558,7 @@ impl Learner {
             let loss = ppo::value_loss(values, &old_values, &returns, &of_value, config.cliprange_value);
             stats.value_loss += number(&loss.sum);
             stats.value_clipped += number(&loss.clipped);
-            loss.sum * (config.vf_coef / stats.value_slots.max(1.0))
+            loss.sum * (config.vf_coef / stats.value_slots.max(1.0) * value_scale)
         };
 
         let new = match &self.value {
@@ -1551,7 +1638,12 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
     let score = per_row(&scores);
     let in_rewards = if config.kl.kl_in_loss { 0.0 } else { targets.kl_coef };
     let taken = steps.iter().filter(|step| !step.skipped).count();
-    let mean_norm = |f: fn(&StepStats) -> f64| sum(f) / taken.max(steps.len().min(1)) as f64;
+    let overflows = |f: fn(&StepStats) -> bool| steps.iter().filter(|step| f(step)).count();
+    let of_policy = overflows(|s| s.policy_overflowed);
+    let of_value = overflows(|s| s.value_overflowed);
+    let mean_norm = |f: fn(&StepStats) -> f64, overflows: usize| {
+        sum(f) / taken.saturating_sub(overflows).max(steps.len().min(1)) as f64
+    };
     let response_tokens = experience.lengths.iter().sum::<i64>() as f64;
 
     m.push("objective/kl", kl);
@@ -1568,7 +1660,7 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
             m.push("policy/dual_clipfrac_avg", sum(|s| s.dual_clipped) / tokens);
         }
         m.push("policy/entropy_avg", sum(|s| s.entropy) / tokens);
-        m.push("policy/grad_norm", mean_norm(|s| s.policy_grad_norm));
+        m.push("policy/grad_norm", mean_norm(|s| s.policy_grad_norm, of_policy));
         if config.step.target_kl.is_some() {
             m.push("policy/policykl_avg", sum(|s| s.policy_kl) / tokens);
             m.push("policy/epochs", (all / config.steps_per_epoch(experience.lengths.len()).max(1)) as f64);
@@ -1592,9 +1684,13 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
         m.push("val/ratio_var", (sum(|s| s.ratio_squared) / tokens - ratio * ratio).clamp(0.0, f64::INFINITY));
     }
     m.push("val/explained_variance", explained_variance(experience, targets));
-    m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm));
+    m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm, of_value));
     m.push("val/response_length", response_tokens / rows);
     m.push("val/skipped_steps", (all - steps.len()) as f64);
+    if config.run.fp16 {
+        m.push("policy/overflows", of_policy as f64);
+        m.push("val/overflows", of_value as f64);
+    }
     if config.counts.min_response_length > 0 {
         m.push("val/dropped_responses", (config.answers_of_update() - experience.lengths.len()) as f64);
     }

@@ -79,7 +79,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     }
     let fixed = fixed_state(&config.run, device, most_tokens, &asked.commits());
     let cursor = train.cursor(config.run.seed, &config.data);
-    let mut progress = Progress::new(optimizer, cursor, &config.eval, fixed);
+    let mut progress = Progress::new(optimizer, cursor, &config.eval, &config.run, fixed);
     if let Some(saved) = &start.from {
         progress.load(saved, start.in_place, plan.num_updates)?;
         model.load_trained(&saved.dir)?;
@@ -162,15 +162,16 @@ fn run_updates(
             let rows = pairs.clone().map(|pair| 2 * pair).chain(pairs.map(|pair| 2 * pair + 1)).collect();
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
             let dropout = DropoutRows { share, seed, update: progress.done as u64, rows };
+            let per_pair = batch.len() as f64 / progress.loss_scale();
             let (sides, since) = (sides(micro_batch), &mut progress.since);
             match config.pair_loss {
                 PairLoss::Sequence => model.learn_scores(&sides, Some(&dropout), |scores| {
-                    since.add(scores, &margin_loss(scores), config) / batch.len() as f64
+                    since.add(scores, &margin_loss(scores), config) / per_pair
                 }),
                 PairLoss::Tokens => {
                     let compared = Compared::of(micro_batch, model.device());
                     model.learn_values_dropping(&sides, &compared.spans, Some(&dropout), |values| {
-                        since.add(&compared.ends(values), &compared.loss(values), config) / batch.len() as f64
+                        since.add(&compared.ends(values), &compared.loss(values), config) / per_pair
                     })
                 }
             }?;
@@ -178,8 +179,9 @@ fn run_updates(
         let lr = learning_rate(config.learning_rate, &config.optimizer, progress.done, plan.num_updates);
         let done = progress.done + 1;
         let due = saver.due(progress, &config.eval, config.logging_steps, done, plan.num_updates);
+        let grad_norm = progress.step(lr)?;
         let since = &mut progress.since;
-        since.grad_norm += progress.optimizer.step(lr)?;
+        since.grad_norm += grad_norm;
         report.advance(format!("loss {:.3} accuracy {:.2}", since.loss / since.pairs, since.correct / since.pairs));
         let (finished, stopping) = (done == plan.num_updates, stop_requested());
         let mut told = None;
@@ -192,6 +194,7 @@ fn run_updates(
             metrics.push("grad_norm", since.grad_norm / updates);
             metrics.push("learning_rate", lr);
             metrics.push("time/update", began.elapsed().as_secs_f64() / updates);
+            progress.push_loss_scale(&mut metrics);
             if (due.evaluation || finished || stopping) && !eval.is_empty() {
                 let mut totals = Totals::default();
                 for batch in eval.chunks(config.per_device_eval_batch_size) {

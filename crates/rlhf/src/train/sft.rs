@@ -97,7 +97,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     }
     let fixed = fixed_state(&config.run, device, most_tokens, &asked.commits());
     let cursor = train.cursor(config.run.seed, &config.data);
-    let mut progress = Progress::new(optimizer, cursor, &config.eval, fixed);
+    let mut progress = Progress::new(optimizer, cursor, &config.eval, &config.run, fixed);
     if let Some(saved) = &start.from {
         progress.load(saved, start.in_place, plan.num_updates)?;
         model.load_trained(&saved.dir)?;
@@ -170,6 +170,7 @@ fn run_updates(
         let mut batch: Vec<&Demonstration> = taken.into_iter().map(|row| &rows[row]).collect();
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
         batch.sort_by_key(|row| row.tokens.len());
+        let scale = progress.loss_scale();
         let counted: usize = batch.iter().map(|row| row.tokens.len() - row.learn_from).sum();
         let mut row = 0;
         let tokens = |row: &&Demonstration| row.tokens.len();
@@ -180,16 +181,17 @@ fn run_updates(
             let dropout = DropoutRows { share, seed, update: progress.done as u64, rows };
             let (sequences, spans) = counted_tokens(micro_batch);
             let found = model.learn_logprobs_dropping(&sequences, &spans, 1.0, false, Some(&dropout), |_, now| {
-                -now.logprobs.sum(Kind::Float) / counted as f64
+                -now.logprobs.sum(Kind::Float) / (counted as f64 / scale)
             })?;
             progress.since.loss -= found.logprobs.sum(Kind::Float).double_value(&[]);
         }
         let lr = learning_rate(config.learning_rate, &config.optimizer, progress.done, plan.num_updates);
         let done = progress.done + 1;
         let due = saver.due(progress, &config.eval, config.logging_steps, done, plan.num_updates);
+        let grad_norm = progress.step(lr)?;
         let since = &mut progress.since;
         since.tokens += counted as f64;
-        since.grad_norm += progress.optimizer.step(lr)?;
+        since.grad_norm += grad_norm;
         since.updates += 1.0;
         tokens_seen += batch.iter().map(|row| row.tokens.len()).sum::<usize>() as f64;
         report.advance(format!("loss {:.3}", since.loss / since.tokens));
@@ -204,6 +206,7 @@ fn run_updates(
             metrics.push("learning_rate", lr);
             metrics.push("num_tokens", tokens_seen);
             metrics.push("time/update", began.elapsed().as_secs_f64() / since.updates);
+            progress.push_loss_scale(&mut metrics);
             if (due.evaluation || finished || stopping) && !eval.is_empty() {
                 metrics.push("eval_loss", evaluate(model, eval, config.per_device_eval_batch_size)?);
             }

@@ -1,0 +1,152 @@
+//! Dynamic loss scaling: what a backward pass in f16 would round to 0 is kept by a factor that finds its own size.
+
+use crate::config::LossScaleConfig;
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+/// The factor of one model's loss, and what moves it.
+///
+/// Gradients beyond f16 come out as infinity or NaN. Then the step is not taken, and the factor is halved; after
+/// `loss_scale_window` steps without that it is doubled. Source: the rules of DeepSpeed's `fp16` settings of the same names.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LossScaler {
+    config: LossScaleConfig,
+    state: State,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct State {
+    scale: f64,
+    /// Overflows until the scale is halved.
+    patience: usize,
+    /// Steps since the last overflow or doubling.
+    steps: usize,
+    /// Overflows in all.
+    overflows: usize,
+}
+
+impl LossScaler {
+    /// A factor at its beginning, `2^initial_scale_power`.
+    pub fn new(config: &LossScaleConfig) -> Self {
+        let scale = config.initial_scale();
+        let state = State { scale, patience: config.hysteresis, steps: 0, overflows: 0 };
+        Self { config: config.clone(), state }
+    }
+
+    /// The factor.
+    pub fn scale(&self) -> f64 {
+        self.state.scale
+    }
+
+    /// Overflows since the run began: as many steps were not taken.
+    pub fn overflows(&self) -> usize {
+        self.state.overflows
+    }
+
+    /// Notes that gradients of a finite norm came of this factor, or not; gives whether the step is to be left out for that.
+    ///
+    /// Where they are not finite and the factor is the least that may be, it is not the factor's doing: then nothing is noted,
+    /// and the answer is no.
+    pub fn overflows_at(&mut self, norm: f64) -> bool {
+        let (config, state) = (&self.config, &mut self.state);
+        if norm.is_finite() {
+            state.steps += 1;
+            if state.steps == config.loss_scale_window {
+                *state = State { scale: state.scale * 2.0, patience: config.hysteresis, steps: 0, ..*state };
+            }
+            return false;
+        }
+        if state.scale <= config.min_loss_scale {
+            return false;
+        }
+        state.overflows += 1;
+        state.steps = 0;
+        match state.patience {
+            0 | 1 => state.scale = (state.scale / 2.0).max(config.min_loss_scale),
+            _ => state.patience -= 1,
+        }
+        true
+    }
+
+    /// What a checkpoint keeps.
+    pub fn state(&self) -> Value {
+        json!(self.state)
+    }
+
+    /// Goes on from what [`LossScaler::state`] gave.
+    ///
+    /// # Errors
+    /// If it is not that.
+    pub fn load_state(&mut self, state: &Value) -> Result<()> {
+        let read: State = serde_json::from_value(state.clone()).map_err(|e| Error::Run(format!("loss scale: {e}")))?;
+        if !(read.scale.is_finite() && read.scale > 0.0) {
+            return Err(Error::Run(format!("loss scale: expected a number above 0, found {}", read.scale)));
+        }
+        self.state = read;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scaler(power: usize, window: usize, hysteresis: usize, least: f64) -> LossScaler {
+        let config = LossScaleConfig {
+            initial_scale_power: power,
+            loss_scale_window: window,
+            hysteresis,
+            min_loss_scale: least,
+        };
+        LossScaler::new(&config)
+    }
+
+    /// The scale after each step, `!` being one that overflows.
+    fn course(scaler: &mut LossScaler, steps: &str) -> Vec<f64> {
+        let norm = |step| if step == '!' { f64::INFINITY } else { 1.0 };
+        let mut noted = |step| {
+            let overflowed = scaler.overflows_at(norm(step));
+            assert!(overflowed == (step == '!'), "at a scale of {}", scaler.scale());
+            scaler.scale()
+        };
+        steps.chars().map(&mut noted).collect()
+    }
+
+    #[test]
+    fn a_scale_is_halved_at_the_last_overflow_of_its_patience_and_doubled_after_a_window() {
+        // Patience for one overflow: the second halves, the third too, since patience comes back with growth alone.
+        assert_eq!(course(&mut scaler(4, 3, 2, 1.0), "!!!"), [16.0, 8.0, 4.0]);
+        assert_eq!(course(&mut scaler(4, 3, 1, 1.0), "!!"), [8.0, 4.0]);
+        assert_eq!(course(&mut scaler(4, 3, 2, 1.0), "...!!"), [16.0, 16.0, 32.0, 32.0, 16.0]);
+        // An overflow begins the window anew.
+        assert_eq!(course(&mut scaler(4, 3, 1, 1.0), "..!...."), [16.0, 16.0, 8.0, 8.0, 8.0, 16.0, 16.0]);
+        // A number that is no number is an overflow too.
+        assert!(scaler(4, 3, 1, 1.0).overflows_at(f64::NAN));
+    }
+
+    #[test]
+    fn at_the_least_scale_gradients_that_are_not_finite_are_no_overflow() {
+        let mut scaler = scaler(2, 3, 1, 3.0);
+        assert!(scaler.overflows_at(f64::INFINITY));
+        assert_eq!((scaler.scale(), scaler.overflows()), (3.0, 1));
+        assert!(!scaler.overflows_at(f64::INFINITY));
+        assert_eq!((scaler.scale(), scaler.overflows()), (3.0, 1));
+    }
+
+    #[test]
+    fn a_saved_scale_goes_on_as_if_nothing_had_been() {
+        let steps = "..!..!!......!..";
+        for cut in 0..steps.len() {
+            let mut whole = scaler(10, 4, 2, 1.0);
+            course(&mut whole, &steps[..cut]);
+            let mut resumed = scaler(10, 4, 2, 1.0);
+            resumed.load_state(&serde_json::from_str(&whole.state().to_string()).unwrap()).unwrap();
+            assert_eq!(course(&mut whole, &steps[cut..]), course(&mut resumed, &steps[cut..]), "after {cut}");
+            assert_eq!(whole, resumed);
+        }
+        for state in [json!({"scale": 1.0}), json!({"scale": -1.0, "patience": 1, "steps": 0, "overflows": 0})] {
+            assert!(scaler(4, 3, 1, 1.0).load_state(&state).unwrap_err().to_string().starts_with("loss scale"));
+        }
+    }
+}
