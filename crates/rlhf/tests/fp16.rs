@@ -84,6 +84,21 @@ fn steps_whose_gradients_overflow_f16_are_left_out_and_counted_until_the_scale_h
 }
 
 #[test]
+fn a_command_line_of_deepspeed_chat_in_its_own_dtype_computes_in_f16() {
+    let scratch = Scratch::new();
+    scratch.succeeds(
+        "ppo --preset deepspeed-chat --actor_model_name_or_path policy --critic_model_name_or_path reward \
+         --data_path prompts.jsonl --output_dir out --max_answer_seq_len 8 --max_prompt_seq_len 20 \
+         --per_device_generation_batch_size 4 --per_device_training_batch_size 4 --dtype fp16 --align_overflow \
+         --compute_fp32_loss --num_padding_at_beginning 1",
+    );
+    assert_eq!(column(&scratch, "out", "val/loss_scale"), [65536.0; 2]);
+    assert_eq!(column(&scratch, "out", "policy/overflows"), [0.0; 2]);
+    let settings = scratch.read("out/config.yaml");
+    assert!(["fp16: true", "align_overflow: true"].iter().all(|line| settings.contains(line)), "{settings}");
+}
+
+#[test]
 fn settings_of_f16_without_it_or_against_it_are_refused() {
     let scratch = Scratch::new();
     for (flags, words) in [
