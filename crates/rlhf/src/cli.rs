@@ -527,7 +527,8 @@ mod tests {
                    hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to num_threads disable_tqdm save_steps save_total_limit \
                    resume_from_checkpoint config help";
-        let data = "dataset_name dataset_weights dataset_config dataset_train_split dataset_test_split eval_split_size";
+        let data = "dataset_name dataset_weights dataset_config dataset_train_split dataset_test_split eval_split_size data_split \
+                    data_split_seed";
         let rows = "dataset_name dataset_split output_file overwrite_output_file batch_size dtype device num_threads config help";
         let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                        reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";

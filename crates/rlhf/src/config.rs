@@ -34,6 +34,10 @@ const RUN: &str = "Run";
 /// How an unset option is written.
 const NONE: &str = "none";
 
+/// What the shares of a dataset are drawn by, if nothing else is said: another than a run's own seed, so that runs of any seeds
+/// have shares without a row in common.
+const SPLIT_SEED: u64 = 42;
+
 /// The split that is evaluated on if there is one and no other is named.
 pub(crate) const TEST: &str = "test";
 
@@ -630,6 +634,83 @@ pub struct DataConfig {
     /// Without a split to evaluate on, keep so many rows for it, or this share of them if below 1.
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<f64>)]
     pub eval_split_size: std::option::Option<f64>,
+    /// Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4, that have no row in
+    /// common.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<DataSplit>)]
+    pub data_split: std::option::Option<DataSplit>,
+    /// Decides which rows are in which share; must be the same for all three.
+    #[arg(long, help_heading = DATA, default_value_t = SPLIT_SEED)]
+    pub data_split_seed: u64,
+}
+
+/// The parts of a dataset that SFT, the reward model and PPO train on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DataSplit {
+    parts: [f64; 3],
+}
+
+impl DataSplit {
+    /// The places of `step`'s share among `rows` rows in a random order: the shares lie one behind another, and hold them all.
+    pub fn share(&self, step: Step, rows: usize) -> std::ops::Range<usize> {
+        let all: f64 = self.parts.iter().sum();
+        let end = |parts: &[f64]| (rows as f64 * (parts.iter().sum::<f64>() / all)).round() as usize;
+        let at = step as usize;
+        end(&self.parts[..at])..end(&self.parts[..=at])
+    }
+}
+
+impl std::str::FromStr for DataSplit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parts: Option<Vec<f64>> = text.split(',').map(|part| part.trim().parse().ok()).collect();
+        let parts: Option<[f64; 3]> = parts.and_then(|parts| parts.try_into().ok());
+        let sound = |parts: &[f64; 3]| {
+            let all: f64 = parts.iter().sum();
+            parts.iter().all(|&part| part >= 0.0) && all > 0.0 && all.is_finite()
+        };
+        parts.filter(sound).map(|parts| Self { parts }).ok_or_else(|| format!("expected {}", Self::EXPECTED))
+    }
+}
+
+impl Display for DataSplit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [sft, reward, ppo] = self.parts;
+        write!(f, "{sft},{reward},{ppo}")
+    }
+}
+
+impl Serialize for DataSplit {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// One of the three trainings, in their order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Step {
+    /// Supervised fine-tuning.
+    Sft,
+    /// The reward model.
+    Reward,
+    /// PPO.
+    Ppo,
+}
+
+impl Step {
+    /// All three.
+    pub const ALL: [Self; 3] = [Self::Sft, Self::Reward, Self::Ppo];
+}
+
+impl Display for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Sft => "sft",
+            Self::Reward => "reward",
+            Self::Ppo => "ppo",
+        })
+    }
 }
 
 /// How many tokens a prompt may have, and what becomes of longer ones.
@@ -2074,6 +2155,9 @@ impl DataConfig {
             expect(weights == names, "numbers in dataset_weights", weights, &expected)?;
         }
         self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight))?;
+        if self.data_split.is_none() && self.data_split_seed != SPLIT_SEED {
+            return no_effect("data_split_seed", self.data_split_seed, "without data_split");
+        }
         let Some(size) = self.eval_split_size else { return Ok(()) };
         let sound = size > 0.0 && size.is_finite() && (size < 1.0 || size.fract() == 0.0);
         expect(sound, "eval_split_size", size, "a share below 1, or a whole number of rows")?;
@@ -2155,6 +2239,7 @@ pub fn command<C: Args>(name: &'static str) -> Command {
             .or_else(|| typed::<PathBuf>(&arg))
             .or_else(|| typed::<String>(&arg))
             .or_else(|| typed::<StopToken>(&arg))
+            .or_else(|| typed::<DataSplit>(&arg))
             .or_else(|| typed::<Format>(&arg))
             .or_else(|| typed::<Device>(&arg))
             .or_else(|| typed::<ByteSize>(&arg));
@@ -2367,6 +2452,15 @@ impl Setting for ClassifierFormat {
     }
 }
 
+impl Setting for DataSplit {
+    const NAME: &'static str = "PARTS";
+    const EXPECTED: &'static str = "three numbers of 0 or more for sft, reward and ppo, such as 2,4,4";
+
+    fn read(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+}
+
 impl Setting for Format {
     const NAME: &'static str = "FORMAT";
     const EXPECTED: &'static str = "text or jsonl";
@@ -2566,7 +2660,7 @@ mod tests {
         let others = json!({
             "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
             "dataset_train_split": "train", "dataset_test_split": "test", "dataset_weights": [], "dataset_config": null,
-            "eval_split_size": null,
+            "eval_split_size": null, "data_split": null, "data_split_seed": 42,
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
@@ -2711,6 +2805,26 @@ mod tests {
         for text in ["", "GB", "0", "-5GB", "5XB", "nan", "inf", "1e30GB", "five"] {
             assert_eq!(ByteSize::read(text), None, "{text}");
         }
+    }
+
+    #[test]
+    fn the_shares_of_a_split_lie_one_behind_another_and_hold_every_row() {
+        for text in ["2,4,4", "1,0,0", " 0, 1, 2.5", "0.2,0.4,0.4"] {
+            let split = DataSplit::read(text).unwrap();
+            assert_eq!(DataSplit::read(&split.to_string()), Some(split));
+            for rows in [0, 1, 2, 3, 9, 10, 1001] {
+                let [sft, reward, ppo] = Step::ALL.map(|step| split.share(step, rows));
+                assert_eq!((sft.start, sft.end, reward.end, ppo.end), (0, reward.start, ppo.start, rows), "{text}");
+            }
+        }
+        let lens = Step::ALL.map(|step| DataSplit::read("2,4,4").unwrap().share(step, 1000).len());
+        assert_eq!(lens, [200, 400, 400]);
+        for wrong in ["", "2,4", "2,4,4,1", "2,-4,4", "0,0,0", "a,b,c", "1,inf,1", "1,nan,1"] {
+            assert_eq!(DataSplit::read(wrong), None, "{wrong}");
+        }
+        let mut config = ppo();
+        config.data.data_split_seed = 1;
+        assert_eq!(usage_of(config.check()), "data_split_seed = 1 has no effect without data_split");
     }
 
     #[test]

@@ -8,7 +8,7 @@ mod formats;
 pub use cursor::Cursor;
 pub use files::Files;
 
-use crate::config::{DataConfig, LongPrompts, PromptLengthConfig, TEST};
+use crate::config::{DataConfig, DataSplit, LongPrompts, PromptLengthConfig, Step, TEST};
 use crate::generate::FinishReason;
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::{Tokenizer, shared_prefix, user_message};
@@ -123,13 +123,16 @@ impl<'c> Sources<'c> {
     }
 
     /// Reads all of them: the rows to train on, a dataset per source, and those to evaluate on, which may be held out from
-    /// them as the seed decides.
+    /// them as the seed decides. Of datasets that are split the rows to train on are those of `step`.
     ///
     /// # Errors
     /// If a file is not what it should be, or nothing would be left to train on.
-    pub fn read(&self, seed: u64) -> Result<(Vec<Dataset>, Option<Dataset>)> {
+    pub fn read(&self, seed: u64, step: Step) -> Result<(Vec<Dataset>, Option<Dataset>)> {
         let read = |files: &Vec<Files>| files.iter().map(Dataset::of).collect::<Result<Vec<_>>>();
         let (mut train, eval) = (read(&self.train)?, read(&self.eval)?);
+        if let Some(split) = self.config.data_split {
+            train.iter_mut().try_for_each(|dataset| dataset.keep_share(split, self.config.data_split_seed, step))?;
+        }
         let eval = match self.config.eval_split_size {
             Some(size) if eval.is_empty() => Some(hold_out(&mut train, size, seed)?),
             _ => eval.into_iter().reduce(Dataset::and),
@@ -222,6 +225,21 @@ impl Dataset {
         Ok(Self { name, rows })
     }
 
+    /// Keeps the rows of `step`'s share, in their order. Equal datasets have equal shares, whatever else is read.
+    fn keep_share(&mut self, split: DataSplit, seed: u64, step: Step) -> Result<()> {
+        let all = self.rows.len();
+        let mut kept = vec![false; all];
+        let order = Stream::new(seed, Purpose::DataSplit, 0, 0).permutation(all);
+        order[split.share(step, all)].iter().for_each(|&row| kept[row] = true);
+        let mut kept = kept.into_iter();
+        self.rows.retain(|_| kept.next() == Some(true));
+        if self.rows.is_empty() {
+            let name = self.name.display();
+            return Err(Error::Usage(format!("data_split = {split} leaves none of {all} rows of {name} for {step}")));
+        }
+        Ok(())
+    }
+
     /// The rows of both.
     fn and(mut self, other: Self) -> Self {
         self.name = format!("{}, {}", self.name.display(), other.name.display()).into();
@@ -307,27 +325,37 @@ impl Dataset {
         Ok((prompts, note))
     }
 
-    /// The rows' demonstrations: `text`, `prompt` and `completion`, or `messages`.
+    /// The rows' demonstrations: `text`, `prompt` and `completion`, `messages`, or `chosen`, behind a `prompt` where there is
+    /// one.
     ///
-    /// Prompt and completion are strings or lists of messages, both alike. A string ends with eos; a conversation ends as
+    /// Prompt and completion or `chosen` are strings or lists of messages, both alike. A string ends with eos; a conversation ends as
     /// the chat template ends it. With `completion_only` the loss spares the prompt.
     ///
     /// # Errors
     /// If a row has none of these forms, the tokenizer names no eos token, or its chat template fails.
     pub fn demonstrations(&self, tokenizer: &Tokenizer, completion_only: bool) -> Result<Vec<Demonstration>> {
         self.map(|row| {
-            let (tokens, border) = match (field(row, "text"), field(row, "completion"), field(row, "messages")) {
+            let (tokens, border) = match (field(row, "text"), answer_field(row), field(row, "messages")) {
                 (Some(Value::String(text)), ..) if text.is_empty() => {
                     return Err(Error::Run("field `text`: expected some text, found none".into()));
                 }
                 (Some(Value::String(text)), ..) => tokenizer.encode_pair("", text)?,
-                (None, Some(Value::String(completion)), _) => {
-                    tokenizer.encode_pair(text_field(row, "prompt")?, completion)?
+                (None, Some(("chosen", Value::String(text))), _) if field(row, "prompt").is_none() => {
+                    tokenizer.encode_pair("", text)?
                 }
-                (None, Some(Value::Array(_)), _) => completed_chat(row, tokenizer)?,
+                (None, Some(("chosen", Value::Array(_))), _) if field(row, "prompt").is_none() => {
+                    (encode_chat(row, tokenizer, &["chosen"], false)?.1, 0)
+                }
+                (None, Some((_, Value::String(answer))), _) => {
+                    tokenizer.encode_pair(text_field(row, "prompt")?, answer)?
+                }
+                (None, Some((name, Value::Array(_))), _) => completed_chat(row, tokenizer, name)?,
+                (None, Some((name, _)), _) => {
+                    return Err(Error::Run(expected(name, "a string or a list of messages", row)));
+                }
                 (None, None, Some(_)) => (encode_chat(row, tokenizer, &["messages"], false)?.1, 0),
                 _ => {
-                    let forms = "a string (or `prompt` and `completion`, or `messages`)";
+                    let forms = "a string (or `prompt` and `completion` or `chosen`, or `messages`)";
                     return Err(Error::Run(expected("text", forms, row)));
                 }
             };
@@ -655,6 +683,13 @@ pub(crate) fn prompt_field(row: &Value) -> Option<(&'static str, &Value)> {
     ["prompt", "query"].into_iter().find_map(|name| Some((name, field(row, name)?)))
 }
 
+/// The answer that a demonstration shows, and the field that holds it: of a preference pair the better one.
+fn answer_field(row: &Value) -> Option<(&'static str, &Value)> {
+    let other = field(row, "messages").is_some();
+    let completion = field(row, "completion").map(|answer| ("completion", answer));
+    completion.or_else(|| Some(("chosen", field(row, "chosen").filter(|_| !other)?)))
+}
+
 fn prompt_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Prompt> {
     let ids = match (token_ids(row, "prompt_ids", vocab)?, field(row, "prompt")) {
         // Beside a `prompt` they may be anything's; a `query` is the text of them.
@@ -703,7 +738,7 @@ fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<(Vec<i64>
             return Err(Error::Run(expected("completion_ids", "a list of token ids, as `prompt_ids` is", row)));
         }
         if let Some(Value::Array(_)) = field(row, "completion") {
-            return completed_chat(row, tokenizer);
+            return completed_chat(row, tokenizer, "completion");
         }
         return tokenizer.encode_open_pair(text_field(row, "prompt")?, text_field(row, "completion")?);
     };
@@ -717,10 +752,10 @@ fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<(Vec<i64>
     Ok((tokens, border))
 }
 
-/// Tokens of the messages `prompt` and `completion`, and how many of them those of the prompt are.
-fn completed_chat(row: &Value, tokenizer: &Tokenizer) -> Result<(Vec<i64>, usize)> {
+/// Tokens of the messages `prompt` and those in the field `answer`, and how many of them those of the prompt are.
+fn completed_chat(row: &Value, tokenizer: &Tokenizer, answer: &str) -> Result<(Vec<i64>, usize)> {
     let alone = encode_chat(row, tokenizer, &["prompt"], true)?.1;
-    let whole = encode_chat(row, tokenizer, &["prompt", "completion"], false)?.1;
+    let whole = encode_chat(row, tokenizer, &["prompt", answer], false)?.1;
     let border = shared_prefix(&alone, &whole);
     Ok((whole, border))
 }
@@ -876,7 +911,7 @@ mod tests {
         let (a, b) = (numbered(dir.path(), "a.jsonl", 0..70), numbered(dir.path(), "b.jsonl", 70..100));
         let mut data = config(&[&a, &b]);
         let held = |data: &DataConfig, seed| {
-            let (train, eval) = Sources::find(data, None).unwrap().read(seed).unwrap();
+            let (train, eval) = Sources::find(data, None).unwrap().read(seed, Step::Sft).unwrap();
             let (train, eval) = (numbers(&train), numbers(&[eval.unwrap()]));
             let mut all = [&train[..], &eval[..]].concat();
             all.sort_unstable();
@@ -892,10 +927,45 @@ mod tests {
         }
         assert_ne!(held(&data, 1), held(&data, 2));
         data.eval_split_size = Some(100.0);
-        let error = Sources::find(&data, None).unwrap().read(1).unwrap_err().to_string();
+        let error = Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap_err().to_string();
         assert!(error.contains("eval_split_size = 100 leaves no row of") && error.contains("a.jsonl"), "{error}");
         data.eval_split_size = None;
-        assert!(Sources::find(&data, None).unwrap().read(1).unwrap().1.is_none());
+        assert!(Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap().1.is_none());
+    }
+
+    #[test]
+    fn the_shares_of_the_three_trainings_have_no_row_in_common_and_are_the_same_whatever_else_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (numbered(dir.path(), "a.jsonl", 0..50), numbered(dir.path(), "b.jsonl", 50..60));
+        let shares = |names: &[&Path], seed: u64, split_seed: u64| {
+            let mut data = config(names);
+            data.data_split = Some("2,4,4".parse().unwrap());
+            data.data_split_seed = split_seed;
+            Step::ALL.map(|step| numbers(&Sources::find(&data, None).unwrap().read(seed, step).unwrap().0))
+        };
+        let both = shares(&[&a, &b], 1, 42);
+        assert_eq!(both.each_ref().map(Vec::len), [10 + 2, 20 + 4, 20 + 4]);
+        assert!(both.iter().all(|share| share.is_sorted()), "rows stay in order");
+        let mut all = both.concat();
+        all.sort_unstable();
+        assert_eq!(all, Vec::from_iter(0..60), "every row in one share");
+        // The run's own seed, and what is read beside it, change no share; the split's seed does.
+        assert_eq!(both, shares(&[&a, &b], 2, 42));
+        let alone = shares(&[&a], 1, 42).map(|share| share.into_iter().collect::<std::collections::BTreeSet<_>>());
+        for (alone, both) in alone.iter().zip(&both) {
+            assert!(both.iter().filter(|&&n| n < 50).eq(alone), "{alone:?} {both:?}");
+        }
+        assert_ne!(both, shares(&[&a, &b], 1, 43));
+        // Rows for evaluation come out of the share.
+        let mut data = config(&[&a]);
+        (data.data_split, data.eval_split_size) = (Some("2,4,4".parse().unwrap()), Some(3.0));
+        let (train, eval) = Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap();
+        let mut found = [numbers(&train), numbers(&[eval.unwrap()])].concat();
+        found.sort_unstable();
+        assert_eq!((numbers(&train).len(), found), (7, Vec::from_iter(alone[0].clone())));
+        data.data_split = Some("0,1,1".parse().unwrap());
+        let error = Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap_err().to_string();
+        assert!(error.starts_with("data_split = 0,1,1 leaves none of 50 rows of ") && error.ends_with("for sft"), "{error}");
     }
 
     #[test]
@@ -907,10 +977,10 @@ mod tests {
         numbered(&folder, "test.jsonl", 5..7);
         let file = numbered(dir.path(), "file.jsonl", 10..12);
         let mut data = config(&[&folder, &file]);
-        let (train, eval) = Sources::find(&data, None).unwrap().read(1).unwrap();
+        let (train, eval) = Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap();
         assert_eq!(train.iter().map(|d| d.rows.len()).collect::<Vec<_>>(), [5, 2]);
         assert_eq!((numbers(&train), numbers(&[eval.unwrap()])), (vec![0, 1, 2, 3, 4, 10, 11], vec![5, 6]));
-        let (_, eval) = Sources::find(&data, Some(&file)).unwrap().read(1).unwrap();
+        let (_, eval) = Sources::find(&data, Some(&file)).unwrap().read(1, Step::Sft).unwrap();
         assert_eq!(numbers(&[eval.unwrap()]), [10, 11]);
         data.eval_split_size = Some(0.5);
         let error = Sources::find(&data, None).unwrap_err().to_string();

@@ -31,6 +31,8 @@ pub enum Purpose {
     Mixture = 9,
     /// Which rows are kept for evaluation; counters: 0, 0.
     HeldOut = 10,
+    /// Which of three shares a row is in; counters: 0, 0.
+    DataSplit = 11,
 }
 
 /// A stream of random numbers.

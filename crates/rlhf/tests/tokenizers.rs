@@ -245,6 +245,27 @@ fn conversations_are_learned_whole_and_completions_alone() {
 }
 
 #[test]
+fn the_better_side_of_a_pair_is_learned_as_a_completion_is() {
+    let chats = [turn("user", "hi"), turn("assistant", "oh")];
+    let (tokenizer, dataset, _dir) = rows(&[
+        json!({"prompt": "hi", "chosen": " oh", "rejected": " no"}),
+        json!({"prompt": "hi", "completion": " oh", "chosen": " else"}),
+        json!({"prompt": [chats[0]], "chosen": [chats[1]], "rejected": [turn("assistant", "no")]}),
+        json!({"prompt": [chats[0]], "completion": [chats[1]]}),
+        json!({"chosen": "hi oh", "rejected": "hi no"}),
+        json!({"text": "hi oh", "chosen": "else"}),
+        json!({"chosen": chats, "rejected": [turn("user", "hi"), turn("assistant", "no")]}),
+        json!({"messages": chats, "chosen": "else"}),
+    ]);
+    let found = dataset.demonstrations(&tokenizer, true).unwrap();
+    for pair in found.chunks(2) {
+        assert_eq!(pair[0], pair[1]);
+    }
+    assert!(found[0].learn_from > 1 && found[2].learn_from > 1, "the prompt is not learned");
+    assert_eq!((found[4].learn_from, found[6].learn_from), (1, 1), "without a prompt all is");
+}
+
+#[test]
 fn both_sides_of_a_pair_end_with_the_end_token_that_scores_are_read_at() {
     let (tokenizer, dataset, _dir) = rows(&[
         json!({"prompt": [turn("user", "hi")], "chosen": [turn("assistant", "oh")], "rejected": [turn("assistant", "no")]}),
@@ -272,6 +293,7 @@ fn rows_that_are_no_conversations_are_refused_with_their_line() {
     refuse(json!({"prompt": [{"role": "user", "content": 3}]}), prompts, "expected a string or a list of text parts");
     refuse(json!({"prompt": [turn("user", "a")], "chat_template_kwargs": 1}), prompts, "expected an object, found 1");
     refuse(json!({"messages": "hi"}), demonstrations, "field `messages`: expected a list of at least one message");
+    refuse(json!({"chosen": 1}), demonstrations, "field `chosen`: expected a string or a list of messages, found 1");
     let mixed = json!({"prompt": "hi", "completion": [turn("assistant", "oh")]});
     refuse(mixed, demonstrations, "field `prompt`: expected a list of at least one message, found \"hi\"");
     let mixed = json!({"chosen": [turn("assistant", "oh")], "rejected": "no", "prompt": [turn("user", "hi")]});

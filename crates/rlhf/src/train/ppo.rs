@@ -10,7 +10,7 @@ use super::{
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
 use crate::config::{
-    EVAL_SCORES, EosInLoss, LongPrompts, NUM_EVAL_PROMPTS, OptimizerConfig, PpoConfig, PpoPlan, StopToken,
+    EVAL_SCORES, EosInLoss, LongPrompts, NUM_EVAL_PROMPTS, OptimizerConfig, PpoConfig, PpoPlan, Step, StopToken,
     WhitenAdvantages,
 };
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
@@ -269,7 +269,7 @@ impl PpoTrainer {
             dataset.check(|row| rewards.check_row(row))?;
             dataset.prompts_within(&tokenizer, vocab, limit)
         };
-        let (mut train, mut eval) = sources.read(config.run.seed)?;
+        let (mut train, mut eval) = sources.read(config.run.seed, Step::Ppo)?;
         if config.apply_chat_template {
             train = train.into_iter().map(Dataset::with_chat_prompts).collect();
             eval = eval.map(Dataset::with_chat_prompts);

@@ -6,7 +6,7 @@ use super::{
     trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start};
-use crate::config::{PairLoss, RewardConfig, TrainPlan};
+use crate::config::{PairLoss, RewardConfig, Step, TrainPlan};
 use crate::data::{Dataset, Pair, Sources};
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
@@ -63,7 +63,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let read = |dataset: &Dataset| {
         leave_out_long(dataset.pairs(&tokenizer, model.config().causal)?, max_length, dataset.path())
     };
-    let (train, eval) = sources.read(config.run.seed)?;
+    let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
     let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     let plan = config.plan(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();

@@ -6,7 +6,7 @@ use super::{
     trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start};
-use crate::config::{SftConfig, TrainPlan};
+use crate::config::{SftConfig, Step, TrainPlan};
 use crate::data::{Dataset, Demonstration, Sources};
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
@@ -81,7 +81,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         warnings.extend(endless);
         Ok::<_, Error>((rows, warnings))
     };
-    let (train, eval) = sources.read(config.run.seed)?;
+    let (train, eval) = sources.read(config.run.seed, Step::Sft)?;
     let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     let plan = config.plan(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
