@@ -127,6 +127,14 @@ impl Saved {
         Ok(Self { dir: dir.to_path_buf(), state })
     }
 
+    /// What [`Finished::note`] wrote into the folder `dir`, if it did.
+    ///
+    /// # Errors
+    /// As [`Saved::read`].
+    pub(crate) fn finished(dir: &Path) -> Result<Option<Self>> {
+        if dir.join(STATE).is_file() { Self::read(dir).map(Some) } else { Ok(None) }
+    }
+
     /// Checks that the run goes on as it began; gives what a person should know of its differences.
     ///
     /// # Errors
@@ -337,6 +345,41 @@ impl Start {
     pub(crate) fn finished(&self, num_updates: usize) -> Option<String> {
         let saved = self.from.as_ref().filter(|saved| saved.state.update == num_updates)?;
         Some(format!("{}: the run is finished, all {num_updates} updates are done", saved.dir.display()))
+    }
+}
+
+/// A run that came to its end, as a step of several does that are gone on with.
+#[derive(Debug)]
+pub(crate) struct Finished {
+    /// Its command.
+    pub(crate) command: &'static str,
+    /// Its updates.
+    pub(crate) updates: usize,
+}
+
+impl Finished {
+    /// Notes in the run's folder `dir` that it is finished, with its settings and the sizes of its models' files.
+    ///
+    /// # Errors
+    /// If a file cannot be read or written.
+    pub(crate) fn note(&self, dir: &Path, config: &impl Serialize) -> Result<()> {
+        let mut files = BTreeMap::new();
+        sizes(dir, "", &mut files)?;
+        // What is not a model's, a person may remove.
+        let inner = |name: &str| name.starts_with(PREFIX) || name.starts_with(BEST) || name == STATE;
+        files.retain(|name, _| !inner(name) && (name.ends_with(".safetensors") || name.ends_with(".json")));
+        let state = State {
+            version: env!("CARGO_PKG_VERSION").into(),
+            command: self.command.into(),
+            update: self.updates,
+            num_updates: self.updates,
+            threads: tch::get_num_threads(),
+            metrics: Map::new(),
+            state: Map::new(),
+            config: settings(config)?,
+            files,
+        };
+        write_text(&dir.join(STATE), &pretty(&json!(state)))
     }
 }
 

@@ -2,6 +2,8 @@
 //!
 //! The file's values become the defaults of the flags, so a flag wins over the file, and both go through the same parsers.
 
+mod pipeline;
+
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
@@ -10,10 +12,11 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueEnum};
 use rlhf::config::{
-    self, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, Preset, RewardConfig, ScoreConfig, SftConfig,
+    self, GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, RewardConfig, ScoreConfig, SftConfig,
 };
+use rlhf::train::pipeline::PipelineConfig;
 use rlhf::{Error, Result};
-use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
 use crate::deepspeed_chat;
@@ -25,6 +28,7 @@ pub(crate) enum Task {
     Sft(SftConfig),
     Reward(RewardConfig),
     Ppo(PpoConfig),
+    Pipeline(PipelineConfig),
     Generate(GenerateConfig),
     Logprobs(LogprobsConfig),
     Score(ScoreConfig),
@@ -70,14 +74,16 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Task, St
     let file = matches.subcommand().and_then(|(name, flags)| Some((name, flags.get_one::<PathBuf>("config")?)));
     let mut strict = rlhf_command();
     let mut settings = match file {
-        Some((name, path)) => read_config(path, strict.find_subcommand(name).expect("clap matched it"))?,
+        Some((PIPELINE, path)) => return pipeline::parse(path, &args, &strict).map(Task::Pipeline),
+        Some((name, path)) => {
+            let command = strict.find_subcommand(name).expect("clap matched it");
+            read_config(path, &Keys { top: vec![command], sections: Vec::new() })?
+        }
         None => Vec::new(),
     };
     if let Some((name, flags)) = matches.subcommand() {
         if name == "ppo" {
-            let preset = preset_of(flags, &settings);
-            deepspeed_chat::translate(preset, flags, &mut settings)?;
-            settings.splice(0..0, of_preset(preset, &settings));
+            with_preset(flags, &mut settings)?;
         }
         settings.retain(|setting| !setting.values.is_empty());
         strict = strict.mut_subcommand(name, |command| settings.into_iter().fold(command, set_default));
@@ -107,6 +113,8 @@ impl Task {
             Task::Sft(config) => config.check(),
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
+            // Its steps were, with their places in the file.
+            Task::Pipeline(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),
@@ -114,6 +122,9 @@ impl Task {
         }
     }
 }
+
+/// The command whose settings are those of its steps: it needs a file.
+const PIPELINE: &str = "pipeline";
 
 fn rlhf_command() -> Command {
     let commands = [
@@ -132,6 +143,22 @@ fn rlhf_command() -> Command {
                 "Example:\n\
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
              \x20     --dataset_name prompts.jsonl --output_dir runs/ppo",
+        ),
+        config::command::<PipelineFlags>(PIPELINE)
+            .about("Run SFT, the reward model and PPO, one after another")
+            .after_help(
+                "The file has a section for each step, with that command's settings by their flags' names;\n\
+             above them stand those of all. The reward model begins with what SFT left, PPO with what\n\
+             both left. One dataset of all, with `prompt`, `chosen` and `rejected`, is split 2,4,4.\n\
+             Everything is checked before the first step begins.\n\n\
+             \x20 model_name_or_path: pythia-160m\n\
+             \x20 dataset_name: comparisons.jsonl\n\
+             \x20 output_dir: runs/all\n\
+             \x20 sft: {num_train_epochs: 1}\n\
+             \x20 reward: {num_train_epochs: 1}\n\
+             \x20 ppo: {total_episodes: 4096, stop_token: eos, missing_eos_penalty: 1.0}\n\n\
+             Example:\n\
+             \x20 rlhf pipeline --config pipeline.yaml --resume_from_checkpoint",
             ),
         config::command::<GenerateConfig>("generate").about("Answer prompts with a language model").after_help(
             "Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.\n\n\
@@ -181,14 +208,14 @@ fn rlhf_command() -> Command {
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
              \x20     --dataset_name prompts.jsonl --output_dir runs/ppo\n\
              \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\n\
-             Every training run leaves its settings in config.yaml; `rlhf ppo --config config.yaml` repeats it.\n\
-             `rlhf COMMAND --help` explains the flags.",
+             Runs leave their settings in config.yaml for --config; `rlhf COMMAND --help` explains the flags.",
         )
         .subcommand_required(true)
         .arg_required_else_help(true)
         .disable_help_subcommand(true)
         .subcommands(commands)
         .mut_subcommands(|command| command.disable_help_flag(true).args([file.clone(), help.clone()]))
+        .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
 }
 
 /// Dashes in flag names become underscores, and `--flag true` becomes `--flag=true` where the flag may also stand alone.
@@ -229,10 +256,19 @@ fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<Os
 const NOT_SETTINGS: [&str; 2] = ["config", "help"];
 
 /// One setting of a configuration file; no values stand for `null`.
+#[derive(Debug, Clone)]
 pub(crate) struct Setting {
     pub(crate) key: String,
     pub(crate) line: u64,
     pub(crate) values: Vec<String>,
+}
+
+/// Puts what the preset says before the `settings` of a file for `rlhf ppo`, and what DeepSpeed-Chat's flags come to behind them.
+fn with_preset(flags: &ArgMatches, settings: &mut Vec<Setting>) -> Result<()> {
+    let preset = preset_of(flags, settings);
+    deepspeed_chat::translate(preset, flags, settings)?;
+    settings.splice(0..0, of_preset(preset, settings));
+    Ok(())
 }
 
 /// The preset that the flags name, or else the file's `settings`.
@@ -257,29 +293,66 @@ fn set_default(command: Command, setting: Setting) -> Command {
     command.mut_arg(setting.key, |arg| arg.required(false).default_values(setting.values))
 }
 
-/// Reads the settings of `command` from the YAML file `path`, each one accepted by its flag.
-fn read_config(path: &Path, command: &Command) -> Result<Vec<Setting>> {
+/// The keys that a configuration file may have: the names of flags.
+struct Keys<'c> {
+    /// The commands whose flags may stand at the top.
+    top: Vec<&'c Command>,
+    /// Those that may have a section of their own.
+    sections: Vec<&'c Command>,
+}
+
+impl<'c> Keys<'c> {
+    fn section(&self, name: &str) -> Option<&'c Command> {
+        self.sections.iter().copied().find(|command| command.get_name() == name)
+    }
+
+    /// The commands that a key is looked for in, and its name there: behind the section's and a point.
+    fn place<'k>(&self, key: &'k str) -> (Vec<&'c Command>, &'k str) {
+        match key.split_once('.') {
+            Some((section, name)) => (self.section(section).into_iter().collect(), name),
+            None => (self.top.clone(), key),
+        }
+    }
+
+    fn flag(&self, key: &str) -> Option<&'c Arg> {
+        let (commands, name) = self.place(key);
+        let mut flags = commands.into_iter().flat_map(Command::get_arguments);
+        flags.find(|arg| arg.get_id() == name && !NOT_SETTINGS.contains(&name))
+    }
+
+    /// What is wrong with a key that is no flag's.
+    fn unknown(&self, key: &str) -> String {
+        let (commands, name) = self.place(key);
+        let flags = commands.iter().flat_map(|command| command.get_arguments()).map(|arg| arg.get_id().as_str());
+        let sections = self.sections.iter().map(|command| command.get_name()).filter(|_| !key.contains('.'));
+        let hint =
+            match (nearest(name, flags.chain(sections).filter(|name| !NOT_SETTINGS.contains(name))), &commands[..]) {
+                (Some(name), _) => format!("did you mean `{name}`?"),
+                (None, [command]) => {
+                    format!("`rlhf {} --help` lists the flags, whose names are the keys", command.get_name())
+                }
+                (None, _) => "`--help` of each step's command lists its flags, whose names are the keys".into(),
+            };
+        format!("unknown key `{key}`; {hint}")
+    }
+}
+
+/// Reads the settings in the YAML file `path`, each one accepted by its flag.
+fn read_config(path: &Path, keys: &Keys<'_>) -> Result<Vec<Setting>> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-    let flag = |key: &str| command.get_arguments().find(|arg| arg.get_id() == key && !NOT_SETTINGS.contains(&key));
     let usage = |line: u64, message: String| Error::Usage(format!("{}:{line}: {message}", path.display()));
     let mut settings: Vec<Setting> = Vec::new();
-    for setting in read_yaml(&text, flag).map_err(|(line, message)| usage(line, message))? {
+    for setting in read_yaml(&text, keys).map_err(|(line, message)| usage(line, message))? {
         let Setting { key, line, values } = &setting;
-        let Some(arg) = flag(key) else {
-            let names =
-                command.get_arguments().map(|arg| arg.get_id().as_str()).filter(|name| !NOT_SETTINGS.contains(name));
-            let hint = match nearest(key, names) {
-                Some(name) => format!("did you mean `{name}`?"),
-                None => format!("`rlhf {} --help` lists the flags, whose names are the keys", command.get_name()),
-            };
-            return Err(usage(*line, format!("unknown key `{key}`; {hint}")));
-        };
         if settings.iter().any(|earlier| earlier.key == *key) {
             return Err(usage(*line, format!("`{key}` is set twice")));
         }
-        for value in values {
-            if let Some(expected) = refusal(arg, value) {
-                return Err(usage(*line, format!("`{key}`: {expected}, found `{value}`")));
+        if keys.section(key).is_none() {
+            let arg = keys.flag(key).ok_or_else(|| usage(*line, keys.unknown(key)))?;
+            for value in values {
+                if let Some(expected) = refusal(arg, value) {
+                    return Err(usage(*line, format!("`{key}`: {expected}, found `{value}`")));
+                }
             }
         }
         settings.push(setting);
@@ -287,48 +360,89 @@ fn read_config(path: &Path, command: &Command) -> Result<Vec<Setting>> {
     Ok(settings)
 }
 
-/// The settings of a YAML document in its order, or the line and the message of its first error. Keys may have dashes.
-fn read_yaml<'c>(text: &str, flag: impl Fn(&str) -> Option<&'c Arg>) -> Result<Vec<Setting>, (u64, String)> {
-    /// `reading` is the key, its line and whether a list belongs there, while its value is read.
-    struct Settings<'a, F> {
-        flag: F,
-        reading: &'a mut Option<(String, u64, bool)>,
+/// The key whose value is read, its line, and whether a list belongs there.
+type Place = (String, u64, bool);
+
+/// Reads the settings of a document or, by its name, of a section in it.
+struct Settings<'a> {
+    keys: &'a Keys<'a>,
+    section: Option<&'a str>,
+    found: &'a mut Vec<Setting>,
+    /// The key whose value is read.
+    reading: &'a mut Option<Place>,
+}
+
+impl<'de> DeserializeSeed<'de> for Settings<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_any(self)
     }
-    impl<'de, 'c, F: Fn(&str) -> Option<&'c Arg>> Visitor<'de> for Settings<'_, F> {
-        type Value = Vec<Setting>;
+}
 
-        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str("settings")
-        }
+impl<'de> Visitor<'de> for Settings<'_> {
+    type Value = ();
 
-        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Vec<Setting>, A::Error> {
-            let mut settings = Vec::new();
-            while let Some(key) = map.next_key::<Spanned<String>>()? {
-                let (key, line) = (key.value.replace('-', "_"), key.referenced.line());
-                let arg = (self.flag)(&key);
-                let list = arg.is_some_and(is_list);
-                *self.reading = Some((key.clone(), line, list));
-                let values = match arg {
-                    Some(_) if list => map.next_value::<Texts>()?.0,
-                    Some(_) => map.next_value::<Option<String>>()?.into_iter().collect(),
-                    None => map.next_value::<IgnoredAny>().map(|_| Vec::new())?,
-                };
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("settings")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some(name) = map.next_key::<Spanned<String>>()? {
+            let (name, line) = (name.value.replace('-', "_"), name.referenced.line());
+            if self.section.is_none() && self.keys.section(&name).is_some() {
+                *self.reading = Some((name.clone(), line, false));
+                self.found.push(Setting { key: name.clone(), line, values: Vec::new() });
+                let Self { keys, .. } = self;
+                map.next_value_seed(Settings { keys, section: Some(&name), found: self.found, reading: self.reading })?;
                 *self.reading = None;
-                settings.push(Setting { key, line, values });
+                continue;
             }
-            Ok(settings)
+            let key = self.section.map_or(name.clone(), |section| format!("{section}.{name}"));
+            let arg = self.keys.flag(&key);
+            let list = arg.is_some_and(is_list);
+            *self.reading = Some((key.clone(), line, list));
+            let values = match arg {
+                Some(_) if list => map.next_value::<Texts>()?.0,
+                Some(_) => map.next_value::<Option<String>>()?.into_iter().collect(),
+                None => map.next_value::<IgnoredAny>().map(|_| Vec::new())?,
+            };
+            *self.reading = None;
+            self.found.push(Setting { key, line, values });
         }
+        Ok(())
     }
+
+    // A section with nothing in it.
+    fn visit_unit<E: serde::de::Error>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_none<E: serde::de::Error>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<(), E> {
+        // An empty scalar is null.
+        if text.is_empty() { Ok(()) } else { Err(E::custom(NO_MAP)) }
+    }
+}
+
+/// The settings of a YAML document in its order, a section before what is in it, or the line and the message of its first
+/// error. Keys may have dashes.
+fn read_yaml(text: &str, keys: &Keys<'_>) -> Result<Vec<Setting>, (u64, String)> {
     let options = serde_saphyr::options! { with_snippet: false };
-    let mut reading = None;
+    let (mut found, mut reading) = (Vec::new(), None);
     serde_saphyr::with_deserializer_from_str_with_options(text, options, |yaml| {
-        yaml.deserialize_map(Settings { flag, reading: &mut reading })
+        yaml.deserialize_map(Settings { keys, section: None, found: &mut found, reading: &mut reading })
     })
     .map_err(|error| {
         let line = error.location().map_or(1, |location| location.line());
-        let no_list = error.to_string().contains(NO_LIST);
+        let says = |message| error.to_string().contains(message);
+        let (no_list, no_map) = (says(NO_LIST), says(NO_MAP));
         match (error, reading) {
             (_, Some((key, line, true))) if no_list => (line, format!("`{key}`: {NO_LIST}")),
+            (_, Some((key, line, _))) if no_map || keys.section(&key).is_some() => (line, format!("`{key}`: {NO_MAP}")),
             (serde_saphyr::Error::Unexpected { .. }, Some((key, line, true))) => (line, format!("`{key}`: {NO_LIST}")),
             (serde_saphyr::Error::Unexpected { .. }, Some((key, line, false))) => {
                 (line, format!("`{key}`: expected one value, found a list or a map"))
@@ -346,8 +460,11 @@ fn read_yaml<'c>(text: &str, flag: impl Fn(&str) -> Option<&'c Arg>) -> Result<V
                 (line, format!("not valid YAML: {message}"))
             }
         }
-    })
+    })?;
+    Ok(found)
 }
+
+const NO_MAP: &str = "expected settings of the form `key: value` below it";
 
 const NO_LIST: &str = "expected a text or a list of texts, found something else";
 
@@ -450,7 +567,7 @@ fn one_line(error: &clap::Error) -> String {
         line += part;
     }
     if error.kind() == ErrorKind::InvalidSubcommand && !line.contains("tip:") {
-        line += "; the commands are sft, reward, ppo, generate, logprobs, score and merge";
+        line += "; the commands are sft, reward, ppo, pipeline, generate, logprobs, score and merge";
     }
     line
 }
@@ -587,6 +704,7 @@ mod tests {
             flags("score"),
             format!("model_name_or_path model_revision reward_label tokenizer_name {rewards} {rows}")
         );
+        assert_eq!(flags("pipeline"), "output_dir overwrite_output_dir skip resume_from_checkpoint help config");
         assert_eq!(
             flags("merge"),
             "model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help"
@@ -620,6 +738,61 @@ mod tests {
         assert_eq!(logprobs, Task::Logprobs(LogprobsConfig::new("m")));
         let score = parse_words(&["score", "--model=m"]).unwrap();
         assert_eq!(score, Task::Score(ScoreConfig::new("m")));
+    }
+
+    #[test]
+    fn a_pipeline_has_the_settings_of_all_then_each_steps_own_and_links_what_neither_sets() {
+        let pipeline = |text: &str, words: &[&str]| match with_file(text, &[&["pipeline"], words].concat()) {
+            Ok(Task::Pipeline(config)) => Ok(config),
+            Ok(task) => panic!("{task:?}"),
+            Err(error) => Err(error),
+        };
+        let least = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\n";
+        assert_eq!(pipeline(least, &[]).unwrap(), PipelineConfig::new("m", "d", "o"));
+        let text = "model-revision: v1\nseed: 7\nnum_train_epochs: 2\nsft:\n  seed: 8\nreward:\n  model_name_or_path: base\n  \
+                    dataset_name: pairs\nppo: {reward_model_path: none, reward: [json, 'length:target=3']}\n";
+        let config = pipeline(&format!("{least}data_split: 1,1,1\n{text}"), &["--output_dir", "p"]).unwrap();
+        let (sft, reward, ppo) = (config.sft.unwrap(), config.reward.unwrap(), config.ppo.unwrap());
+        assert_eq!((sft.run.seed, reward.run.seed, ppo.run.seed), (8, 7, 7));
+        assert_eq!([sft.num_train_epochs, reward.num_train_epochs, ppo.num_train_epochs], [2.0; 3]);
+        assert_eq!((sft.model_revision.as_str(), reward.model_revision.as_str()), ("v1", "main"));
+        assert_eq!((reward.model_name_or_path, reward.new_reward_head), ("base".into(), false));
+        let split = "1,1,1".parse().ok();
+        assert_eq!((sft.data.data_split, reward.data.data_split, ppo.data.data_split), (split, None, split));
+        assert_eq!(reward.run.output_dir, PathBuf::from("p/2-reward"));
+        assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("p/1-sft".into(), None));
+        assert_eq!(ppo.rewards.reward.len(), 2);
+        // What is left out and was never made is not there to begin with.
+        let config = pipeline(&format!("{least}{text}"), &["--skip", "sft,reward"]).unwrap();
+        assert_eq!((config.sft, config.reward), (None, None));
+        let ppo = config.ppo.unwrap();
+        assert_eq!((ppo.sft_model_path, ppo.model_revision.as_str()), ("m".into(), "v1"));
+        let error = |text: &str| pipeline(text, &[]).unwrap_err();
+        for (text, wanted) in [
+            ("ppo:\n  kl_coeff: 1\n", "run.yaml:5: unknown key `ppo.kl_coeff`; did you mean `kl_coef`?"),
+            ("ppos:\n  kl_coef: 1\n", "run.yaml:4: unknown key `ppos`; did you mean `ppo`?"),
+            ("kl_coeff: 1\n", "run.yaml:4: unknown key `kl_coeff`; did you mean `kl_coef`?"),
+            ("sft:\n  kl_coef: 1\n", "run.yaml:5: unknown key `sft.kl_coef`; `rlhf sft --help` lists the flags"),
+            ("ppo:\n  kl_coef: x\n", "run.yaml:5: `ppo.kl_coef`: expected a number, found `x`"),
+            ("ppo:\n  kl_coef: [1]\n", "run.yaml:5: `ppo.kl_coef`: expected one value, found a list or a map"),
+            ("ppo:\n  kl_coef: 1\n\n  kl_coef: 2\n", "run.yaml:7: `kl_coef` is set twice"),
+            ("ppo: 3\n", "run.yaml:4: `ppo`: expected settings of the form `key: value` below it"),
+            ("ppo: [kl_coef]\n", "run.yaml:4: `ppo`: expected settings of the form `key: value` below it"),
+            ("ppo:\n  kl_coef: -1\n", "run.yaml:5: ppo: kl_coef = -1: expected a number of 0 or more"),
+            ("kl_coef: -1\nppo:\n", "run.yaml:4: ppo: kl_coef = -1: expected a number of 0 or more"),
+            ("seed: 1\nppo:\n  adap_kl_ctrl: true\n  kl_coef: 0\n", "run.yaml:7: ppo: kl_coef = 0 with adap_kl_ctrl"),
+            ("sft: {output_dir: x}\n", "run.yaml:4: `sft.output_dir`: expected it above the sections"),
+            ("resume_from_checkpoint: x\n", "resume_from_checkpoint = x: expected true"),
+            ("skip: [sft, reward, ppo]\n", "skip = sft,reward,ppo leaves nothing to do"),
+            ("skip: 7\n", "run.yaml:4: `skip`: expected one of sft, reward, ppo, found `7`"),
+        ] {
+            let found = error(&format!("{least}{text}"));
+            assert!(found.starts_with(wanted), "{found}\nis not {wanted}");
+        }
+        let found = error("output_dir: o\nsft: {model_name_or_path: m, dataset_name: d}\n\nreward:\n");
+        assert!(found.starts_with("run.yaml:4: reward: ") && found.contains("--dataset_name"), "{found}");
+        let found = pipeline("output_dir: o\ndataset_name: d\nskip: sft\n", &[]).unwrap_err();
+        assert!(found.contains("reward: sft is left out, and o/1-sft holds no model"), "{found}");
     }
 
     #[test]
@@ -940,7 +1113,7 @@ mod tests {
         );
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, generate, logprobs, score and merge"
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, pipeline, generate, logprobs, score and merge"
         );
     }
 

@@ -701,16 +701,42 @@ pub enum Step {
 impl Step {
     /// All three.
     pub const ALL: [Self; 3] = [Self::Sft, Self::Reward, Self::Ppo];
+
+    /// The command that does it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sft => "sft",
+            Self::Reward => "reward",
+            Self::Ppo => "ppo",
+        }
+    }
 }
 
 impl Display for Step {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Sft => "sft",
-            Self::Reward => "reward",
-            Self::Ppo => "ppo",
-        })
+        f.write_str(self.name())
     }
+}
+
+/// What `rlhf pipeline` does, beside what each of its steps does.
+#[derive(Debug, Clone, PartialEq, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PipelineFlags {
+    /// Folder for the steps' folders: 1-sft, 2-reward and 3-ppo.
+    #[arg(long, help_heading = RUN)]
+    pub output_dir: PathBuf,
+    /// Replace the runs that the folders of the steps hold.
+    #[arg(long, help_heading = RUN)]
+    pub overwrite_output_dir: bool,
+    /// Steps to leave out: sft, reward, ppo. What their folders hold is used as it is.
+    #[arg(long, help_heading = RUN, value_enum, value_delimiter = ',', num_args = 1.., action = ArgAction::Set)]
+    pub skip: Vec<Step>,
+    /// Pass over the steps that are finished, and go on with the one that is not from its newest checkpoint.
+    #[arg(
+        long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_parser = resume_or_false,
+        num_args = 0..=1, default_missing_value = "true"
+    )]
+    pub resume_from_checkpoint: std::option::Option<Resume>,
 }
 
 /// How many tokens a prompt may have, and what becomes of longer ones.

@@ -965,7 +965,10 @@ mod tests {
         assert_eq!((numbers(&train).len(), found), (7, Vec::from_iter(alone[0].clone())));
         data.data_split = Some("0,1,1".parse().unwrap());
         let error = Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap_err().to_string();
-        assert!(error.starts_with("data_split = 0,1,1 leaves none of 50 rows of ") && error.ends_with("for sft"), "{error}");
+        assert!(
+            error.starts_with("data_split = 0,1,1 leaves none of 50 rows of ") && error.ends_with("for sft"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -34,7 +34,7 @@ const OFFLOAD: &str =
 const DROPOUT: &str = "no model's own dropout is applied here, as ratios must begin at 1";
 
 /// The flags, whether they stand alone, and what becomes of them.
-const FLAGS: [(&str, bool, To); 45] = [
+const FLAGS: [(&str, bool, To); 44] = [
     ("data_path", false, Ours("dataset_name")),
     ("data_output_path", false, Passed),
     ("preprocessing_num_workers", false, Passed),
@@ -83,7 +83,6 @@ const FLAGS: [(&str, bool, To); 45] = [
     ("local_rank", false, Only(&["-1", "0"], ONE_PROCESS)),
     ("enable_tensorboard", true, Together),
     ("tensorboard_path", false, Passed),
-    ("data_split", false, Only(&["none"], "all rows of the dataset are trained on")),
 ];
 
 /// Adds the flags to the command `ppo`, out of sight: its help is long enough. Those that it has by now are its own.

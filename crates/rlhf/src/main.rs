@@ -48,7 +48,7 @@ fn start() -> ExitCode {
 }
 
 fn run(task: &Task) -> Result<()> {
-    if matches!(task, Task::Sft(_) | Task::Reward(_) | Task::Ppo(_)) {
+    if matches!(task, Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_)) {
         // Without a handler signals end the run at once, as ever.
         let _ = stop_on_signals();
     }
@@ -56,6 +56,7 @@ fn run(task: &Task) -> Result<()> {
         Task::Sft(config) => rlhf::train::sft::sft(config, Console::detect()),
         Task::Reward(config) => rlhf::train::reward::reward(config, Console::detect()),
         Task::Ppo(config) => rlhf::train::ppo::ppo(config, Console::detect()),
+        Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, Console::detect()),
         Task::Generate(config) => answer::answer(config),
         Task::Logprobs(config) => measure::logprobs(config),
         Task::Score(config) => measure::score(config),

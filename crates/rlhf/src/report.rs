@@ -53,6 +53,11 @@ pub fn stop_requested() -> bool {
     STOP.load(Ordering::SeqCst) != 0
 }
 
+/// The error with this message in which whatever was to come next ends, if [`request_stop`] was called.
+pub(crate) fn stopped(message: String) -> Option<Error> {
+    stop_requested().then(|| Error::Stopped { message, code: STOP.load(Ordering::SeqCst) })
+}
+
 /// One row of a sample table.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sample {
@@ -348,7 +353,8 @@ fn samples_update(name: &str) -> Option<usize> {
     (number.len() >= 6 && number.bytes().all(|byte| byte.is_ascii_digit())).then(|| number.parse().ok())?
 }
 
-const METRICS: &str = "metrics.jsonl";
+/// The lines of metrics of a run.
+pub(crate) const METRICS: &str = "metrics.jsonl";
 
 /// The folder of a run's sampled answers, with a file for each time that it sampled.
 const SAMPLES: &str = "samples";
@@ -369,13 +375,13 @@ const RUN_FILES: [&str; 10] = [
 ];
 
 /// The resolved configuration of a run; a folder that has one holds a run.
-const CONFIG: &str = "config.yaml";
+pub(crate) const CONFIG: &str = "config.yaml";
 
 /// Its name in runs of earlier builds, which can be gone on with.
 const OLD_CONFIG: &str = "run.yaml";
 
 /// Whether the folder `dir` holds a run: a `config.yaml` that a run wrote, or began to write, and not a person.
-fn holds_run(dir: &Path) -> bool {
+pub(crate) fn holds_run(dir: &Path) -> bool {
     match std::fs::read(dir.join(CONFIG)) {
         Ok(text) => text.is_empty() || text.starts_with(RESOLVED.as_bytes()),
         Err(_) => !dir.join(CONFIG).exists() && dir.join(OLD_CONFIG).is_file(),

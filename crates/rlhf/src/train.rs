@@ -3,6 +3,7 @@
 pub mod checks;
 pub mod ema;
 pub mod engine;
+pub mod pipeline;
 pub mod ppo;
 pub mod reward;
 pub mod sft;

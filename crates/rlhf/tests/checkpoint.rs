@@ -352,7 +352,7 @@ fn a_run_killed_fifty_times_ends_in_the_same_bits() {
 
 // Signals.
 
-fn signal(child: &Child, name: &str) {
+pub(crate) fn signal(child: &Child, name: &str) {
     let sent = Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status().unwrap();
     assert!(sent.success());
 }

@@ -15,6 +15,7 @@ mod library;
 mod lora;
 mod models;
 mod numbers;
+mod pipeline;
 mod ppo_golden;
 mod ppo_invariance;
 mod ppo_knobs;

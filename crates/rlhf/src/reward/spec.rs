@@ -9,6 +9,7 @@ use crate::config::{PpoConfig, RewardsConfig, ScoreConfig};
 use crate::model::ModelOptions;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -51,6 +52,12 @@ impl Spec {
     /// Whether it is outside this program, where it is waited for.
     pub(crate) fn is_outside(&self) -> bool {
         self.is_service() || matches!(self.kind, Kind::Command(_))
+    }
+
+    /// As [`Rewards::check_row`], before the reward is made; only rules need anything of a row.
+    pub(crate) fn check_row(&self, row: &Value) -> Result<()> {
+        let Kind::Rule(rule) = &self.kind else { return Ok(()) };
+        rule.check_row(row).map_err(|e| Error::Run(format!("reward `{}`: {e}", self.name)))
     }
 }
 

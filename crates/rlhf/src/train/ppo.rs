@@ -88,6 +88,42 @@ fn begin(config: &PpoConfig) -> Result<(Start, Vec<String>)> {
     Ok((start, warnings))
 }
 
+/// Refuses a run that has no reward.
+pub(super) fn require_reward(none: bool) -> Result<()> {
+    if none {
+        let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
+        return Err(Error::Usage(message.into()));
+    }
+    Ok(())
+}
+
+/// The most tokens of a prompt that leave room for a response.
+///
+/// # Errors
+/// If there is no room for any.
+pub(super) fn room_in(context: usize, response_length: usize) -> Result<usize> {
+    context.checked_sub(response_length).filter(|&room| room > 0).ok_or_else(|| {
+        Error::Usage(format!(
+            "response_length = {response_length} leaves no room for a prompt in the models' context of {context} tokens"
+        ))
+    })
+}
+
+/// Checks that the tokenizer has what a response is to end with, and the policy's vocabulary of `vocab` ids the token that is given.
+///
+/// # Errors
+/// If one has it not.
+pub(super) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vocab: i64, stop: &[i64]) -> Result<()> {
+    if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() {
+        tokenizer.require_eos()?;
+    }
+    if let Some(id) = config.stop_token_id.filter(|id| !(0..vocab).contains(id)) {
+        let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
+        return Err(Error::Usage(message));
+    }
+    Ok(())
+}
+
 /// The command, as checkpoints name it.
 const COMMAND: &str = "ppo";
 
@@ -197,10 +233,7 @@ impl PpoTrainer {
         check_held_out(&config.eval, &sources, &config.data)?;
         let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
         let specs = resolve(config)?;
-        if specs.is_empty() && more.is_empty() {
-            let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
-            return Err(Error::Usage(message.into()));
-        }
+        require_reward(specs.is_empty() && more.is_empty())?;
         if let Some(same) = specs.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, policy_dir)) {
             return Err(Error::Usage(format!(
                 "sft_model_path = {}: the reward model is this same folder ({}): expected a model that was trained to judge \
@@ -331,13 +364,7 @@ impl PpoTrainer {
         let mut all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
         all.try_for_each(|prompt| rewards.check_row(&prompt.row))?;
         let stop = stop_tokens(config, &tokenizer)?;
-        if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() {
-            tokenizer.require_eos()?;
-        }
-        if let Some(id) = config.stop_token_id.filter(|id| !(0..vocab).contains(id)) {
-            let message = format!("stop_token_id = {id}: expected an id below the policy's vocabulary of {vocab}");
-            return Err(Error::Usage(message));
-        }
+        check_ends(config, &tokenizer, vocab, &stop)?;
         let plan = config.plan(prompts.len())?;
         let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer);
         if learner.unsupervised.is_none() {
@@ -1006,11 +1033,7 @@ fn room_for_prompts(
         }
         context = context.min(model.max_position_embeddings);
     }
-    context.checked_sub(response_length).filter(|&room| room > 0).ok_or_else(|| {
-        Error::Usage(format!(
-            "response_length = {response_length} leaves no room for a prompt in the models' context of {context} tokens"
-        ))
-    })
+    room_in(context, response_length)
 }
 
 fn is_same_folder(a: &Path, b: &Path) -> bool {

@@ -218,7 +218,7 @@ fn run_updates(
 ///
 /// # Errors
 /// If nothing is left.
-fn leave_out_long(mut pairs: Vec<Pair>, max_length: usize, path: &Path) -> Result<(Vec<Pair>, Vec<String>)> {
+pub(super) fn leave_out_long(mut pairs: Vec<Pair>, max_length: usize, path: &Path) -> Result<(Vec<Pair>, Vec<String>)> {
     let all = pairs.len();
     pairs.retain(|pair| pair.chosen.len().max(pair.rejected.len()) <= max_length);
     let left_out = all - pairs.len();

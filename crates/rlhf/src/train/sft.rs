@@ -242,7 +242,11 @@ fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Resu
 ///
 /// # Errors
 /// If nothing is left.
-fn shorten(mut rows: Vec<Demonstration>, max_length: usize, path: &Path) -> Result<(Vec<Demonstration>, Vec<String>)> {
+pub(super) fn shorten(
+    mut rows: Vec<Demonstration>,
+    max_length: usize,
+    path: &Path,
+) -> Result<(Vec<Demonstration>, Vec<String>)> {
     let all = rows.len();
     let cut = rows.iter().filter(|row| row.tokens.len() > max_length).count();
     for row in &mut rows {

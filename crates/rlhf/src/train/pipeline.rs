@@ -1,0 +1,435 @@
+//! The three trainings as one run: SFT, the reward model, PPO, each beginning with what those before it left.
+//!
+//! Each has a folder of its own and is the run that its command would make of the same settings. A step that has ended well
+//! leaves a `trainer_state.json` beside its model, with its settings and the sizes of the model's files: by that a run that
+//! goes on passes over it.
+
+use super::check_held_out;
+use super::ppo::{check_ends, ppo, require_reward, room_in, stop_tokens};
+use super::reward::{leave_out_long, reward};
+use super::sft::{sft, shorten};
+use crate::checkpoint::{Finished, Saved, Start};
+use crate::config::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step, write_resolved};
+use crate::data::{PromptLimit, Sources};
+use crate::model::{AdapterFolder, ModelConfig, is_model};
+use crate::report::{CONFIG, Console, METRICS, check_output_dir, holds_run, stopped};
+use crate::reward::{Spec, specs};
+use crate::tokenizer::Tokenizer;
+use crate::weights::Checkpoint;
+use crate::{Error, Result, hub};
+use comfy_table::{ContentArrangement, Table, presets};
+use serde_json::{Map, Value, json};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+/// What `rlhf pipeline` does: the settings of each step, `None` for one that is left out.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PipelineConfig {
+    /// Folder for the settings of the whole; the steps write to their own `output_dir`s.
+    pub output_dir: PathBuf,
+    /// Supervised fine-tuning.
+    pub sft: Option<SftConfig>,
+    /// The reward model.
+    pub reward: Option<RewardConfig>,
+    /// PPO.
+    pub ppo: Option<PpoConfig>,
+}
+
+impl PipelineConfig {
+    /// Every default, for rows with `prompt`, `chosen` and `rejected`, which are split 2,4,4: SFT goes on from the model in
+    /// the folder `model_name_or_path`, the reward model from SFT's, PPO from both.
+    pub fn new(
+        model_name_or_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let (data, out) = (dataset_name.into(), output_dir.into());
+        let [sft_dir, reward_dir, ppo_dir] = Step::ALL.map(|step| Self::dir(&out, step));
+        let mut sft = SftConfig::new(model_name_or_path, &data, &sft_dir);
+        let mut reward = RewardConfig::new(&sft_dir, &data, &reward_dir);
+        reward.new_reward_head = true;
+        let mut ppo = PpoConfig::new(&sft_dir, &reward_dir, &data, ppo_dir);
+        for data in [&mut sft.data, &mut reward.data, &mut ppo.data] {
+            data.data_split = Some(DEFAULT_SPLIT.parse().expect("it is one"));
+        }
+        Self { output_dir: out, sft: Some(sft), reward: Some(reward), ppo: Some(ppo) }
+    }
+
+    /// The folder of `step` in that of the whole.
+    pub fn dir(output_dir: &Path, step: Step) -> PathBuf {
+        output_dir.join(match step {
+            Step::Sft => "1-sft",
+            Step::Reward => "2-reward",
+            Step::Ppo => "3-ppo",
+        })
+    }
+
+    fn run(&self, step: Step) -> Option<&RunConfig> {
+        match step {
+            Step::Sft => self.sft.as_ref().map(|config| &config.run),
+            Step::Reward => self.reward.as_ref().map(|config| &config.run),
+            Step::Ppo => self.ppo.as_ref().map(|config| &config.run),
+        }
+    }
+
+    /// The settings of `step` by name.
+    fn settings(&self, step: Step) -> Value {
+        match step {
+            Step::Sft => json!(self.sft),
+            Step::Reward => json!(self.reward),
+            Step::Ppo => json!(self.ppo),
+        }
+    }
+
+    /// The models that `step` begins with.
+    fn models(&self, step: Step) -> Vec<&Path> {
+        match (step, &self.reward, &self.ppo) {
+            (Step::Reward, Some(reward), _) => vec![&reward.model_name_or_path],
+            (Step::Ppo, _, Some(ppo)) => {
+                let others = [ppo.reward_model_path.as_deref(), ppo.value_model_path.as_deref()];
+                others.into_iter().flatten().chain([ppo.sft_model_path.as_path()]).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn check(&self, step: Step) -> Result<()> {
+        match step {
+            Step::Sft => self.sft.as_ref().map_or(Ok(()), SftConfig::check),
+            Step::Reward => self.reward.as_ref().map_or(Ok(()), RewardConfig::check),
+            Step::Ppo => self.ppo.as_ref().map_or(Ok(()), PpoConfig::check),
+        }
+    }
+}
+
+/// How DeepSpeed-Chat splits one dataset among the three.
+pub const DEFAULT_SPLIT: &str = "2,4,4";
+
+/// Runs SFT, the reward model and PPO as `config` says. All settings, folders and rows are checked before the first begins.
+///
+/// # Errors
+/// If an input is not what it should be, or a step fails or is stopped: the error names the step. What was done stays, and the
+/// same call with `resume_from_checkpoint` in each step's settings goes on from there.
+pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
+    let threads = tch::get_num_threads();
+    for step in Step::ALL {
+        config.check(step).map_err(|error| named(step, error))?;
+    }
+    let finished = check_folders(config, console)?;
+    check_inputs(config, finished)?;
+    write_settings(config)?;
+    for (at, step) in (1..).zip(Step::ALL) {
+        let Some(run) = config.run(step) else {
+            say(console, &format!("step {at} of 3, {step}: left out"));
+            continue;
+        };
+        let dir = run.output_dir.as_path();
+        if finished[step as usize] {
+            say(console, &format!("step {at} of 3, {step}: finished before, in {}", dir.display()));
+            continue;
+        }
+        if let Some(stopped) = stopped(format!("stopped as asked before step {at} of 3, {step}; {GOES_ON}")) {
+            return Err(stopped);
+        }
+        say(console, &format!("step {at} of 3, {step}: into {}", dir.display()));
+        // What one step sets is not for the next.
+        tch::set_num_threads(threads);
+        let ended = match step {
+            Step::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, console)),
+            Step::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, console)),
+            Step::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
+        };
+        ended.map_err(|error| named(step, error))?;
+        let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
+        Finished { command: step.name(), updates: updates as usize }.note(dir, &config.settings(step))?;
+    }
+    tell_results(config, console)
+}
+
+/// What a run that ended early is gone on with by.
+const GOES_ON: &str = "the same command with --resume_from_checkpoint goes on";
+
+/// The error of a step: what it was, and whose.
+fn named(step: Step, error: Error) -> Error {
+    // The step's own hint is for its own command.
+    let goes_on = |message: String| match message.split_once("; --resume_from_checkpoint ") {
+        Some((what, _)) => format!("{step}: {what}; {GOES_ON}"),
+        None => format!("{step}: {message}"),
+    };
+    match error {
+        Error::Usage(message) => Error::Usage(format!("{step}: {message}")),
+        Error::Stopped { message, code } => Error::Stopped { message: goes_on(message), code },
+        error => Error::Run(goes_on(error.to_string())),
+    }
+}
+
+fn say(console: Console, text: &str) {
+    if console != Console::Silent {
+        let _ = writeln!(std::io::stderr(), "{text}");
+    }
+}
+
+/// Checks that each step may write to its folder, and goes on as it began; gives which of them are finished.
+fn check_folders(config: &PipelineConfig, console: Console) -> Result<[bool; 3]> {
+    let out = config.output_dir.as_path();
+    let runs = || Step::ALL.into_iter().filter_map(|step| Some((step, config.run(step)?)));
+    let resumes = |run: &RunConfig| run.checkpoints.resume_from_checkpoint == Some(Resume::Latest);
+    if is_model(out) {
+        return Err(Error::invalid(out, "output_dir: expected the folder of a pipeline, found a model in it"));
+    }
+    if out.join(CONFIG).exists() && !holds_run(out) {
+        return Err(Error::invalid(
+            out,
+            format!("output_dir: expected no {CONFIG} of your own in it; choose another folder"),
+        ));
+    }
+    if holds_run(out) && !runs().any(|(_, run)| resumes(run) || run.overwrite_output_dir) {
+        return Err(Error::invalid(
+            out,
+            "output_dir: expected an empty or new folder, found a run in it; choose another folder, or set \
+             --resume_from_checkpoint to go on with the run, or --overwrite_output_dir to replace it",
+        ));
+    }
+    let mut finished = [false; 3];
+    let mut unfinished: Vec<(Step, &Path)> = Vec::new();
+    for (step, run) in runs() {
+        let begun = (|| {
+            if let Some(saved) = resumes(run).then(|| Saved::finished(&run.output_dir)).transpose()?.flatten() {
+                for warning in saved.check(step.name(), &config.settings(step))? {
+                    say(console, &format!("warning: {step}: {warning}"));
+                }
+                finished[step as usize] = true;
+                return Ok(true);
+            }
+            let start = Start::find(run)?;
+            check_output_dir(run, &start, &[])?;
+            start.from.as_ref().map_or(Ok(()), |saved| saved.check(step.name(), &config.settings(step)).map(drop))?;
+            Ok(start.from.is_some())
+        })();
+        if begun.map_err(|error| named(step, error))?
+            && let Some((earlier, dir)) = unfinished.iter().find(|(_, dir)| config.models(step).contains(dir))
+        {
+            return Err(Error::Usage(format!(
+                "{step}: {} began with {}, and {earlier} is not finished: remove {}, or leave {step} out",
+                run.output_dir.display(),
+                dir.display(),
+                run.output_dir.display()
+            )));
+        }
+        if !finished[step as usize] {
+            unfinished.push((step, &run.output_dir));
+        }
+    }
+    Ok(finished)
+}
+
+/// How a model is read: what can be known of one before it is trained.
+struct Reading {
+    tokenizer: Tokenizer,
+    shape: ModelConfig,
+}
+
+impl Reading {
+    /// That of the model `name`, which is fetched if need be; of its weights only their names are read.
+    fn of(name: &Path, revision: Option<&str>) -> Result<Self> {
+        let dir = hub::model_dir(name, revision)?;
+        let base = AdapterFolder::find(&dir)?.map_or(Ok(dir.clone()), |adapter| adapter.base_dir())?;
+        let shape = ModelConfig::from_dir(&base)?;
+        Checkpoint::open(&base)?;
+        Ok(Self { tokenizer: Tokenizer::from_pretrained(&dir)?, shape })
+    }
+}
+
+/// How the models will be read that the steps leave in these folders.
+type Readings<'c> = Vec<(&'c Path, Rc<Reading>)>;
+
+fn reading_of(known: &Readings<'_>, name: &Path, revision: Option<&str>) -> Result<Rc<Reading>> {
+    match known.iter().find(|(dir, _)| *dir == name) {
+        Some((_, reading)) => Ok(reading.clone()),
+        None => Reading::of(name, revision).map(Rc::new),
+    }
+}
+
+/// Checks what the steps read: that models are there but for those still to come, that every row has what its step wants of
+/// it, that the sizes go together. What weights alone can tell is left to the steps.
+fn check_inputs(config: &PipelineConfig, finished: [bool; 3]) -> Result<()> {
+    let mut known: Readings<'_> = Vec::new();
+    for step in Step::ALL {
+        let Some(run) = config.run(step) else { continue };
+        let dir = run.output_dir.as_path();
+        let reading = match step {
+            _ if finished[step as usize] => Reading::of(dir, None).map(|reading| Some(Rc::new(reading))),
+            Step::Sft => config.sft.as_ref().map(check_sft).transpose().map(|reading| reading.map(Rc::new)),
+            Step::Reward => config.reward.as_ref().map(|config| check_reward(config, &known)).transpose(),
+            Step::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| check_ppo(config, &known)).map(|()| None),
+        };
+        known.extend(reading.map_err(|error| named(step, error))?.map(|reading| (dir, reading)));
+    }
+    Ok(())
+}
+
+fn check_sft(config: &SftConfig) -> Result<Reading> {
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+    check_held_out(&config.eval, &sources, &config.data)?;
+    let revision = Some(config.model_revision.as_str());
+    let mut reading = match (&config.model_name_or_path, &config.config_name, &config.tokenizer_name) {
+        (Some(model), ..) => Reading::of(model, revision)?,
+        (None, Some(shape), Some(tokenizer)) => Reading {
+            shape: ModelConfig::from_file(&hub::config_file(shape, revision)?)?,
+            tokenizer: Tokenizer::from_pretrained(&hub::tokenizer_dir(tokenizer, None)?)?,
+        },
+        _ => return config.check().map(|()| unreachable!("`check` asks for one of them")),
+    };
+    if let (Some(tokenizer), Some(_)) = (&config.tokenizer_name, &config.model_name_or_path) {
+        reading.tokenizer = Tokenizer::from_pretrained(&hub::tokenizer_dir(tokenizer, None)?)?;
+    }
+    if let Some(file) = &config.chat_template_path {
+        reading.tokenizer.use_chat_template(file)?;
+    }
+    let place = config.model_name_or_path.as_deref().or(config.config_name.as_deref());
+    reading.tokenizer.check_fits(&reading.shape, place.unwrap_or(Path::new("")))?;
+    let most = config.max_length.min(reading.shape.max_position_embeddings);
+    let (train, eval) = sources.read(config.run.seed, Step::Sft)?;
+    let mut rows = 0;
+    for dataset in &train {
+        let read = dataset.demonstrations(&reading.tokenizer, config.completion_only_loss)?;
+        rows += shorten(read, most, dataset.path())?.0.len();
+    }
+    if let Some(dataset) = &eval {
+        dataset.demonstrations(&reading.tokenizer, config.completion_only_loss)?;
+    }
+    config.plan(rows)?;
+    Ok(reading)
+}
+
+fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Reading>> {
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+    check_held_out(&config.eval, &sources, &config.data)?;
+    let reading = reading_of(known, &config.model_name_or_path, Some(&config.model_revision))?;
+    reading.tokenizer.check_fits(&reading.shape, &config.model_name_or_path)?;
+    let most = config.max_length.min(reading.shape.max_position_embeddings);
+    let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
+    let mut pairs = 0;
+    for dataset in &train {
+        let read = dataset.pairs(&reading.tokenizer, reading.shape.causal)?;
+        pairs += leave_out_long(read, most, dataset.path())?.0.len();
+    }
+    if let Some(dataset) = &eval {
+        dataset.pairs(&reading.tokenizer, reading.shape.causal)?;
+    }
+    config.plan(pairs)?;
+    Ok(reading)
+}
+
+fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
+    let sources = Sources::find(&config.data, None)?;
+    check_held_out(&config.eval, &sources, &config.data)?;
+    let specs = specs(config)?;
+    require_reward(specs.is_empty())?;
+    let policy = reading_of(known, &config.sft_model_path, Some(&config.model_revision))?;
+    let own = config.model_name_or_path.as_ref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;
+    let own = own.map(|dir| Tokenizer::from_pretrained(&dir)).transpose()?;
+    let tokenizer = own.as_ref().unwrap_or(&policy.tokenizer);
+    tokenizer.check_fits(&policy.shape, &config.sft_model_path)?;
+    let mut context = policy.shape.max_position_embeddings;
+    let value = config.value_model_path.as_deref();
+    for dir in specs.iter().filter_map(Spec::model_path).chain(value) {
+        let model = reading_of(known, dir, None)?;
+        // One with other tokens reads text, of any length.
+        if value == Some(dir) || tokenizer.check_same(dir).is_ok() {
+            context = context.min(model.shape.max_position_embeddings);
+        }
+    }
+    let (vocab, most) = (policy.shape.vocab_size, room_in(context, config.response_length)?);
+    let limit = PromptLimit::new(&config.prompt_length, most)?;
+    check_ends(config, tokenizer, vocab, &stop_tokens(config, tokenizer)?)?;
+    let (train, eval) = sources.read(config.run.seed, Step::Ppo)?;
+    let mut prompts = 0;
+    for (at, dataset) in train.into_iter().chain(eval).enumerate() {
+        let dataset = if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset };
+        dataset.check(|row| specs.iter().try_for_each(|spec| spec.check_row(row)))?;
+        let read = dataset.prompts_within(tokenizer, vocab, limit)?.0;
+        prompts += if at < config.data.dataset_name.len() { read.len() } else { 0 };
+    }
+    config.plan(prompts).map(drop)
+}
+
+/// Writes the settings of all steps to a file that `rlhf pipeline --config` reads back.
+fn write_settings(config: &PipelineConfig) -> Result<()> {
+    let out = config.output_dir.as_path();
+    let mut all = Map::from_iter([("output_dir".to_string(), json!(out))]);
+    let skipped: Vec<_> = Step::ALL.into_iter().filter(|&step| config.run(step).is_none()).collect();
+    all.insert("skip".into(), json!(skipped));
+    for step in Step::ALL.into_iter().filter(|step| !skipped.contains(step)) {
+        let mut settings = config.settings(step);
+        if let Some(settings) = settings.as_object_mut() {
+            settings.remove("output_dir");
+            // Not set, it would be what the step before leaves; set to that, it would be this run's also in another folder.
+            let left = [Step::Sft, Step::Reward].map(|step| json!(PipelineConfig::dir(out, step)));
+            for key in ["model_name_or_path", "sft_model_path", "reward_model_path"] {
+                match settings.get(key) {
+                    Some(Value::Null) if key == "reward_model_path" => drop(settings.insert(key.into(), "none".into())),
+                    Some(value) if left.contains(value) => drop(settings.remove(key)),
+                    _ => {}
+                }
+            }
+        }
+        all.insert(step.name().into(), settings);
+    }
+    std::fs::create_dir_all(out).map_err(Error::io("create the folder", out))?;
+    write_resolved(&Value::from(all), out.join(CONFIG))
+}
+
+/// The lines of the `metrics.jsonl` in `dir`; none where there is no such file.
+fn metrics(dir: &Path) -> Result<Vec<Map<String, Value>>> {
+    let path = dir.join(METRICS);
+    if !path.is_file() {
+        return Ok(Vec::new());
+    }
+    let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
+    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+fn last_line(dir: &Path) -> Result<Map<String, Value>> {
+    Ok(metrics(dir)?.pop().unwrap_or_default())
+}
+
+/// The metrics that tell most of each step; of those with `true` also where they began.
+const KEY_METRICS: [&[(&str, bool)]; 3] = [
+    &[("loss", true), ("eval_loss", false)],
+    &[("loss", true), ("accuracy", true), ("eval_accuracy", false)],
+    &[("objective/scores", true), ("objective/kl", true), ("eval/score", false)],
+];
+
+/// Shows what came out of each step.
+fn tell_results(config: &PipelineConfig, console: Console) -> Result<()> {
+    if console == Console::Silent {
+        return Ok(());
+    }
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_header(["step", "updates", "numbers, first and last", "folder"]);
+    for step in Step::ALL {
+        let Some(run) = config.run(step) else {
+            table.add_row([step.name(), "", "left out", ""]);
+            continue;
+        };
+        let lines = metrics(&run.output_dir)?;
+        let number = |line: Option<&Map<String, Value>>, name: &str| line?.get(name)?.as_f64();
+        let numbers = KEY_METRICS[step as usize].iter().filter_map(|&(name, began)| {
+            let with = || lines.iter().filter(|line| line.contains_key(name));
+            let (first, last) = (number(with().next(), name)?, number(with().next_back(), name)?);
+            Some(if began { format!("{name} {first:.3} to {last:.3}") } else { format!("{name} {last:.3}") })
+        });
+        let numbers: Vec<String> = numbers.collect();
+        let updates = number(lines.last(), "step").map_or(String::new(), |updates| updates.to_string());
+        table.add_row([step.name(), &updates, &numbers.join("\n"), &run.output_dir.display().to_string()]);
+    }
+    match console {
+        // Standard output has the metrics.
+        Console::Program => say(console, &table.to_string()),
+        _ => drop(writeln!(std::io::stdout(), "{table}")),
+    }
+    Ok(())
+}

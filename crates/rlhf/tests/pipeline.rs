@@ -1,0 +1,195 @@
+//! The three trainings as one command: what links them, what a stop leaves, what is found before anything runs.
+
+use crate::checkpoint::signal;
+use crate::cli::{PROMPTS, Ran, Scratch, json_lines, timeless};
+use serde_json::json;
+use std::process::Stdio;
+use std::time::Duration;
+
+const ALL: &str = "pipeline --config pipeline.yaml";
+
+/// One dataset for all three, and their settings.
+fn scratch() -> Scratch {
+    let scratch = Scratch::new();
+    let row = |(at, prompt): (usize, &str)| json!({"prompt": prompt, "chosen": format!(" yes {at}"), "rejected": format!(" no, no {at}")});
+    let rows = PROMPTS.into_iter().cycle().enumerate().take(30);
+    scratch.write("rows.jsonl", &rows.map(|at| format!("{}\n", row(at))).collect::<String>());
+    let text = "model_name_or_path: policy\ndataset_name: rows.jsonl\noutput_dir: out\nseed: 7\n\
+                per_device_train_batch_size: 4\nlogging_steps: 1\nmax_steps: 3\nsft:\n  learning_rate: 1e-3\nreward:\n\
+                ppo:\n  response_length: 6\n  total_episodes: 12\n  num_sample_generations: 0\n";
+    scratch.write("pipeline.yaml", text);
+    scratch
+}
+
+#[track_caller]
+fn runs(scratch: &Scratch, line: &str) -> Ran {
+    let ran = scratch.run(line);
+    assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
+    ran
+}
+
+#[track_caller]
+fn same_models(scratch: &Scratch, found: [&str; 3], expected: [&str; 3]) {
+    for (found, expected) in found.into_iter().zip(expected) {
+        let read = |dir: &str| std::fs::read(scratch.path(dir).join("model.safetensors")).unwrap();
+        assert!(read(found) == read(expected), "{found} differs from {expected}");
+        assert_eq!(timeless(scratch.metrics(found)), timeless(scratch.metrics(expected)));
+    }
+}
+
+#[test]
+fn one_dataset_trains_all_three_as_the_single_commands_do_and_the_settings_left_repeat_it() {
+    let scratch = scratch();
+    let ran = runs(&scratch, ALL);
+    let steps =
+        ["step 1 of 3, sft: into out/1-sft", "step 2 of 3, reward: into out/2-reward", "step 3 of 3, ppo: into"];
+    for words in steps.into_iter().chain(["objective/scores", "accuracy", "out/3-ppo"]) {
+        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    let dirs = ["out/1-sft", "out/2-reward", "out/3-ppo"];
+    let lines = dirs.map(|dir| scratch.read(&format!("{dir}/metrics.jsonl")));
+    assert_eq!(ran.stdout, lines.concat());
+    assert_eq!(json_lines(&ran.stdout).len(), 9);
+
+    let usual = "--dataset_name rows.jsonl --data_split 2,4,4 --seed 7 --per_device_train_batch_size 4";
+    let steps = "--logging_steps 1 --max_steps 3";
+    scratch.succeeds(&format!("sft --model_name_or_path policy {usual} {steps} --learning_rate 1e-3 --output_dir sft"));
+    scratch.succeeds(&format!("reward --model_name_or_path sft --new_reward_head {usual} {steps} --output_dir rm"));
+    scratch.succeeds(&format!(
+        "ppo --sft_model_path sft --reward_model_path rm {usual} --response_length 6 --total_episodes 12 \
+         --num_sample_generations 0 --output_dir ppo"
+    ));
+    same_models(&scratch, dirs, ["sft", "rm", "ppo"]);
+
+    runs(&scratch, "pipeline --config out/config.yaml --output_dir again");
+    same_models(&scratch, ["again/1-sft", "again/2-reward", "again/3-ppo"], dirs);
+    let settings = |run: &str| scratch.read(&format!("{run}/config.yaml")).replace(&format!("output_dir: {run}\n"), "");
+    assert_eq!(settings("again"), settings("out"));
+}
+
+#[test]
+fn steps_that_are_left_out_are_not_run_and_what_their_folders_hold_is_used() {
+    let scratch = scratch();
+    scratch.refuses(&format!("{ALL} --skip sft,reward"), 2, &["error: ppo: no reward: set at least one of"]);
+    scratch.write("rule.yaml", &(scratch.read("pipeline.yaml") + "  reward: length:target=3\n"));
+    let ran = runs(&scratch, "pipeline --config rule.yaml --skip sft,reward --output_dir rule");
+    assert!(ran.stderr.contains("step 1 of 3, sft: left out\nstep 2 of 3, reward: left out\nstep 3"), "{}", ran.stderr);
+    assert!(
+        scratch
+            .read("rule/3-ppo/config.yaml")
+            .contains("sft_model_path: policy\nmodel_revision: main\nreward_model_path: null\n")
+    );
+    assert!(!scratch.path("rule/1-sft").exists() && !scratch.path("rule/2-reward").exists());
+
+    runs(&scratch, &format!("{ALL} --skip ppo"));
+    assert!(!scratch.path("out/3-ppo").exists());
+    runs(&scratch, &format!("{ALL} --skip sft,reward --overwrite_output_dir"));
+    let settings = scratch.read("out/3-ppo/config.yaml");
+    assert!(settings.contains("sft_model_path: out/1-sft\n") && settings.contains("reward_model_path: out/2-reward\n"));
+}
+
+#[test]
+fn a_run_that_is_stopped_in_any_step_goes_on_there_to_the_same_bits() {
+    let scratch = scratch();
+    let text = scratch.read("pipeline.yaml");
+    let text = text.replace("total_episodes: 12", "total_episodes: 160");
+    scratch.write("pipeline.yaml", &text.replace("reward:\n", "reward:\n  max_steps: 100\n"));
+    runs(&scratch, &format!("{ALL} --output_dir whole"));
+    let line = format!("{ALL} --resume_from_checkpoint true");
+    for (step, dir, name, code) in [("reward", "out/2-reward", "INT", 130), ("ppo", "out/3-ppo", "TERM", 143)] {
+        let child = scratch.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let lines =
+            || std::fs::read_to_string(scratch.path(dir).join("metrics.jsonl")).map_or(0, |t| t.lines().count());
+        while lines() < 2 {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        signal(&child, name);
+        let ran = Ran::from(child.wait_with_output().unwrap());
+        assert_eq!(ran.code, code, "{}", ran.stderr);
+        let error = ran.stderr.lines().last().unwrap();
+        assert!(error.starts_with(&format!("error: {step}: stopped as asked after update {} of ", lines())), "{error}");
+        assert!(error.ends_with("; the same command with --resume_from_checkpoint goes on"), "{error}");
+    }
+    let ran = runs(&scratch, &line);
+    for words in
+        ["sft: finished before, in out/1-sft\n", "reward: finished before, in out/2-reward\n", "step 3 of 3, ppo: into"]
+    {
+        assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
+    }
+    same_models(&scratch, ["out/1-sft", "out/2-reward", "out/3-ppo"], ["whole/1-sft", "whole/2-reward", "whole/3-ppo"]);
+}
+
+#[test]
+fn what_is_finished_is_passed_over_and_goes_on_as_it_began_or_is_refused() {
+    let scratch = scratch();
+    runs(&scratch, ALL);
+    let resumed = format!("{ALL} --resume_from_checkpoint");
+    let ran = runs(&scratch, &resumed);
+    assert_eq!(
+        (ran.stdout.as_str(), ran.stderr.matches("finished before, in out/").count()),
+        ("", 3),
+        "{}",
+        ran.stderr
+    );
+    scratch.refuses(ALL, 1, &["out: output_dir", "found a run in it", "--resume_from_checkpoint"]);
+    std::fs::create_dir(scratch.path("mine")).unwrap();
+    scratch.write("mine/config.yaml", "sft:\n");
+    scratch.refuses(
+        &format!("{ALL} --output_dir mine"),
+        1,
+        &["mine: output_dir: expected no config.yaml of your own in it"],
+    );
+    scratch.write("other.yaml", &scratch.read("pipeline.yaml").replace("1e-3", "1e-4"));
+    let other = "pipeline --config other.yaml --resume_from_checkpoint";
+    scratch.refuses(other, 2, &["sft: learning_rate = 0.0001: expected 0.001, as in out/1-sft"]);
+    // A model of what a later step began with is not made anew below it.
+    std::fs::rename(scratch.path("out/1-sft"), scratch.path("kept")).unwrap();
+    let renewed = [
+        "reward: out/2-reward began with out/1-sft, and sft is not finished: remove out/2-reward, or leave reward out",
+    ];
+    scratch.refuses(&resumed, 2, &renewed);
+    std::fs::rename(scratch.path("kept"), scratch.path("out/1-sft")).unwrap();
+    let weights = std::fs::read(scratch.path("out/1-sft/model.safetensors")).unwrap();
+    std::fs::write(scratch.path("out/1-sft/model.safetensors"), &weights[..99]).unwrap();
+    scratch.refuses(
+        &resumed,
+        1,
+        &["sft: out/1-sft/model.safetensors: expected", "found 99: the checkpoint is damaged"],
+    );
+    runs(&scratch, &format!("{ALL} --overwrite_output_dir"));
+    assert!(std::fs::read(scratch.path("out/1-sft/model.safetensors")).unwrap() == weights);
+}
+
+#[test]
+fn everything_is_checked_before_the_first_step_begins() {
+    let scratch = scratch();
+    let text = scratch.read("pipeline.yaml");
+    let with =
+        |section: &str, setting: &str| text.replace(&format!("{section}:\n"), &format!("{section}:\n  {setting}\n"));
+    scratch.write("bad.jsonl", "{\"prompt\": \"do\", \"answer\": \"so\"}\n");
+    std::fs::create_dir(scratch.path("dir")).unwrap();
+    for (section, setting, code, words) in [
+        ("ppo", "kl_coef: -1", 2, &["broken.yaml:12: ppo: kl_coef = -1: expected a number of 0 or more"][..]),
+        ("ppo", "dataset_name: absent.jsonl", 1, &["error: ppo: ", "absent.jsonl"]),
+        ("ppo", "max_prompt_length: 60", 2, &["error: ppo: max_prompt_length = 60: expected at most 58"]),
+        ("ppo", "max_prompt_length: 1", 1, &["error: ppo: rows.jsonl: line ", "the prompt is too long"]),
+        ("ppo", "stop_token_id: 5000", 2, &["error: ppo: stop_token_id = 5000: expected an id below"]),
+        ("ppo", "value_model_path: dir", 1, &["error: ppo: dir"]),
+        ("ppo", "eval_steps: 1", 2, &["error: ppo: eval_steps = 1: expected rows that are held out"]),
+        ("ppo", "reward: ['exact:truth']", 1, &["error: ppo: reward `exact`: row 1 of the dataset", "truth"]),
+        ("ppo", "num_mini_batches: 3", 2, &["broken.yaml:11: ppo: batch size = per_device_train_batch_size"]),
+        ("reward", "dataset_name: bad.jsonl", 1, &["error: reward: bad.jsonl: line 1: expected a field `chosen`"]),
+        ("reward", "max_length: 1", 1, &["error: reward: rows.jsonl: each of 12 pairs has a side of more than"]),
+        ("sft", "dataset_name: bad.jsonl", 1, &["error: sft: bad.jsonl: line 1: expected a field `text`"]),
+        (
+            "sft",
+            "data_split: 0,1,1",
+            2,
+            &["error: sft: data_split = 0,1,1 leaves none of 30 rows of rows.jsonl for sft"],
+        ),
+        ("sft", "eval_dataset_name: absent.jsonl", 1, &["error: sft: ", "absent.jsonl"]),
+    ] {
+        scratch.write("broken.yaml", &with(section, setting));
+        scratch.refuses("pipeline --config broken.yaml", code, words);
+    }
+}
