@@ -795,6 +795,83 @@ mod tests {
         assert!(found.contains("reward: sft is left out, and o/1-sft holds no model"), "{found}");
     }
 
+    /// The flags that a cell of a table, or a line of text, names: `--flag` in backticks, with a value or without.
+    fn flags_in(text: &str) -> impl Iterator<Item = &str> {
+        let code = text.split('`').skip(1).step_by(2);
+        let words = code.flat_map(str::split_whitespace).filter_map(|word| word.strip_prefix("--"));
+        words.map(|word| word.split(['=', ',']).next().unwrap_or_default())
+    }
+
+    #[test]
+    fn every_flag_that_the_migration_page_names_is_there() {
+        let page = include_str!("../../../docs/migration.md");
+        let rlhf = rlhf_command();
+        let knows = |command: &str, flag: &str| {
+            let command = rlhf.find_subcommand(command).unwrap_or_else(|| panic!("no command {command}"));
+            let names = |arg: &Arg| {
+                arg.get_long() == Some(flag) || arg.get_all_aliases().is_some_and(|all| all.contains(&flag))
+            };
+            command.get_arguments().any(names)
+        };
+        let mut checked = 0;
+        let mut command = None;
+        for line in page.lines() {
+            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+            let Some(ours) = cells.get(2).filter(|_| line.starts_with('|')) else {
+                command = None;
+                for flag in flags_in(line) {
+                    let known = rlhf.get_subcommands().any(|command| knows(command.get_name(), flag));
+                    assert!(known, "no --{flag} in any command: {line}");
+                }
+                continue;
+            };
+            match (command, ours.strip_prefix("`rlhf ").and_then(|name| name.strip_suffix('`'))) {
+                (None, Some(name)) => command = Some(name),
+                (None, None) => {}
+                (Some(name), _) => {
+                    for flag in flags_in(ours).chain(flags_in(cells.get(3).unwrap_or(&""))) {
+                        assert!(knows(name, flag), "no --{flag} in `rlhf {name}`: {line}");
+                        checked += 1;
+                    }
+                }
+            }
+        }
+        assert!(checked > 60, "only {checked} flags were found in the tables");
+        let preset =
+            rlhf.find_subcommand("ppo").and_then(|ppo| ppo.get_arguments().find(|arg| arg.get_id() == "preset"));
+        for after in page.split("--preset ").skip(1) {
+            let name: String = after.chars().take_while(|c| c.is_alphanumeric() || *c == '-').collect();
+            assert_eq!(refusal(preset.unwrap(), &name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_example_of_a_pipeline_is_the_demos_three_files() {
+        let file = |name: &str| format!("{}/../../examples/sentiment/{name}.yaml", env!("CARGO_MANIFEST_DIR"));
+        let single = |name: &str| parse_words(&[name, "--config", &file(name)]).unwrap();
+        let Task::Pipeline(found) = parse_words(&["pipeline", "--config", &file("pipeline")]).unwrap() else {
+            panic!()
+        };
+        let (Task::Sft(mut sft), Task::Reward(mut reward), Task::Ppo(mut ppo)) =
+            (single("sft"), single("reward"), single("ppo"))
+        else {
+            panic!()
+        };
+        let dir = |name: &str| PathBuf::from("runs/sentiment-pipeline").join(name);
+        for (run, name) in [(&mut sft.run, "1-sft"), (&mut reward.run, "2-reward"), (&mut ppo.run, "3-ppo")] {
+            run.output_dir = dir(name);
+        }
+        reward.model_name_or_path = dir("1-sft");
+        (ppo.sft_model_path, ppo.reward_model_path) = (dir("1-sft"), Some(dir("2-reward")));
+        let expected = PipelineConfig {
+            output_dir: dir("").parent().unwrap().join("sentiment-pipeline"),
+            sft: Some(sft),
+            reward: Some(reward),
+            ppo: Some(ppo),
+        };
+        assert_eq!(found, expected);
+    }
+
     #[test]
     fn dashes_and_underscores_name_the_same_flag_and_values_keep_theirs() {
         assert_eq!(ppo(&["--num-mini-batches", "2", "--kl_coef=0.5"]).num_mini_batches, 2);
