@@ -12,7 +12,8 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueEnum};
 use rlhf::config::{
-    self, GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, RewardConfig, ScoreConfig, SftConfig,
+    self, GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, RewardConfig, ScoreConfig,
+    SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 use rlhf::{Error, Result};
@@ -143,7 +144,7 @@ fn rlhf_command() -> Command {
                 "Example:\n\
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
              \x20     --dataset_name prompts.jsonl --output_dir runs/ppo",
-        ),
+            ),
         config::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
             .after_help(
@@ -836,13 +837,19 @@ mod tests {
                 }
             }
         }
-        assert!(checked > 60, "only {checked} flags were found in the tables");
+        assert!(checked > 150, "only {checked} flags were found in the tables");
         let preset =
             rlhf.find_subcommand("ppo").and_then(|ppo| ppo.get_arguments().find(|arg| arg.get_id() == "preset"));
         for after in page.split("--preset ").skip(1) {
             let name: String = after.chars().take_while(|c| c.is_alphanumeric() || *c == '-').collect();
             assert_eq!(refusal(preset.unwrap(), &name), None, "{name}");
         }
+        // The file of its three steps is one.
+        let file = page.split("```yaml").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+        let Task::Pipeline(chat) = with_file(file, &["pipeline"]).unwrap() else { panic!() };
+        let ppo = chat.ppo.unwrap();
+        assert_eq!((ppo.preset, ppo.data.data_split, ppo.kl_coef), (Preset::DeepspeedChat, "2,4,4".parse().ok(), 0.1));
+        assert_eq!(ppo.sft_model_path, PathBuf::from("runs/chat/1-sft"));
     }
 
     #[test]

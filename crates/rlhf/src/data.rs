@@ -993,7 +993,7 @@ mod tests {
         data.dataset_name.truncate(1);
         data.dataset_train_split = "test".into();
         let sources = Sources::find(&data, None).unwrap();
-        assert!(!sources.hold_rows_out() && sources.read(1).unwrap().1.is_none());
+        assert!(!sources.hold_rows_out() && sources.read(1, Step::Sft).unwrap().1.is_none());
         data = config(&[&folder, &file]);
         data.dataset_test_split = "validation".into();
         let error = Sources::find(&data, None).unwrap_err().to_string();

@@ -33,10 +33,9 @@ pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command) -> Result<Pi
     let command = |name: &str| rlhf.find_subcommand(name).expect("it is a command");
     let steps = Step::ALL.map(|step| command(step.name()));
     let top = [command(PIPELINE)].into_iter().chain(steps).collect();
-    let (settings, nulls): (Vec<Setting>, _) =
-        read_config(path, &Keys { top, sections: steps.to_vec() })?.into_iter().partition(|setting| {
-            !setting.values.is_empty() || Step::ALL.iter().any(|step| step.name() == setting.key)
-        });
+    let (settings, nulls): (Vec<Setting>, _) = read_config(path, &Keys { top, sections: steps.to_vec() })?
+        .into_iter()
+        .partition(|setting| !setting.values.is_empty() || Step::ALL.iter().any(|step| step.name() == setting.key));
     let file = File { path, settings: &settings, nulls: &nulls };
     for step in Step::ALL {
         if let Some(key) = OF_THE_WHOLE.iter().find(|key| file.own(step, key).is_some()) {
@@ -103,12 +102,7 @@ impl File<'_> {
     }
 
     /// What holds for `step`: the settings of all, then its own, then the `links` that neither sets; each by its flag's name.
-    fn settings_of(
-        &self,
-        step: Step,
-        command: &Command,
-        links: Vec<(&str, String)>,
-    ) -> rlhf::Result<Vec<Setting>> {
+    fn settings_of(&self, step: Step, command: &Command, links: Vec<(&str, String)>) -> rlhf::Result<Vec<Setting>> {
         let is_flag = |name: &str| {
             !NOT_SETTINGS.contains(&name) && command.get_arguments().any(|arg| arg.get_id().as_str() == name)
         };
