@@ -2683,10 +2683,12 @@ mod tests {
     fn inherited() -> serde_json::Value {
         let scale =
             json!({"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0});
-        let others = json!({
-            "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
+        let data = json!({
             "dataset_train_split": "train", "dataset_test_split": "test", "dataset_weights": [], "dataset_config": null,
             "eval_split_size": null, "data_split": null, "data_split_seed": 42,
+        });
+        let others = json!({
+            "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
@@ -2696,7 +2698,7 @@ mod tests {
             "use_rslora": false, "save_steps": null, "save_total_limit": null, "eval_steps": null,
             "metric_for_best_model": null, "greater_is_better": null,
         });
-        joined([others, scale])
+        joined([data, others, scale])
     }
 
     /// The entries of all of them: `json!` itself has no room for so many.
