@@ -70,7 +70,16 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Task, St
     let matches = match lenient.try_get_matches_from(&args) {
         Ok(matches) => matches,
         // Help and errors are worded for the command as it is.
-        Err(error) => return Err(rlhf_command().try_get_matches_from(&args).err().unwrap_or(error).into()),
+        Err(error) => {
+            if let (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) =
+                (error.kind(), error.get(ContextKind::InvalidArg))
+                && args.get(1).is_some_and(|command| command == "ppo")
+                && let Some(reason) = refused(&Command::new("ppo"), flag.trim_start_matches('-'))
+            {
+                return Err(Error::Usage(reason).into());
+            }
+            return Err(rlhf_command().try_get_matches_from(&args).err().unwrap_or(error).into());
+        }
     };
     let file = matches.subcommand().and_then(|(name, flags)| Some((name, flags.get_one::<PathBuf>("config")?)));
     let mut strict = rlhf_command();
@@ -253,6 +262,12 @@ fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<Os
     normal
 }
 
+/// Why `command` has no flag that another system has.
+fn refused(command: &Command, flag: &str) -> Option<String> {
+    let reason = config::refused(flag).filter(|_| command.get_name() == "ppo")?;
+    Some(format!("`{flag}` is a setting of another system that has no place here: {reason}"))
+}
+
 /// Flags that are no keys of a configuration file.
 const NOT_SETTINGS: [&str; 2] = ["config", "help"];
 
@@ -318,12 +333,25 @@ impl<'c> Keys<'c> {
     fn flag(&self, key: &str) -> Option<&'c Arg> {
         let (commands, name) = self.place(key);
         let mut flags = commands.into_iter().flat_map(Command::get_arguments);
-        flags.find(|arg| arg.get_id() == name && !NOT_SETTINGS.contains(&name))
+        let other = |arg: &Arg| arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name));
+        flags.find(|arg| (arg.get_id() == name || other(arg)) && !NOT_SETTINGS.contains(&name))
+    }
+
+    /// Our own name of a key, which may be another system's.
+    fn own(&self, key: &str) -> String {
+        match (self.flag(key), key.split_once('.')) {
+            (None, _) => key.to_string(),
+            (Some(arg), None) => arg.get_id().to_string(),
+            (Some(arg), Some((section, _))) => format!("{section}.{}", arg.get_id()),
+        }
     }
 
     /// What is wrong with a key that is no flag's.
     fn unknown(&self, key: &str) -> String {
         let (commands, name) = self.place(key);
+        if let Some(reason) = commands.iter().find_map(|command| refused(command, name)) {
+            return reason;
+        }
         let flags = commands.iter().flat_map(|command| command.get_arguments()).map(|arg| arg.get_id().as_str());
         let sections = self.sections.iter().map(|command| command.get_name()).filter(|_| !key.contains('.'));
         let hint =
@@ -343,9 +371,10 @@ fn read_config(path: &Path, keys: &Keys<'_>) -> Result<Vec<Setting>> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
     let usage = |line: u64, message: String| Error::Usage(format!("{}:{line}: {message}", path.display()));
     let mut settings: Vec<Setting> = Vec::new();
-    for setting in read_yaml(&text, keys).map_err(|(line, message)| usage(line, message))? {
+    for mut setting in read_yaml(&text, keys).map_err(|(line, message)| usage(line, message))? {
         let Setting { key, line, values } = &setting;
-        if settings.iter().any(|earlier| earlier.key == *key) {
+        let own = keys.own(key);
+        if settings.iter().any(|earlier| earlier.key == own) {
             return Err(usage(*line, format!("`{key}` is set twice")));
         }
         if keys.section(key).is_none() {
@@ -356,6 +385,8 @@ fn read_config(path: &Path, keys: &Keys<'_>) -> Result<Vec<Setting>> {
                 }
             }
         }
+        // Another system's name for it.
+        setting.key = own;
         settings.push(setting);
     }
     Ok(settings)
@@ -667,7 +698,8 @@ mod tests {
                  score_position kl_coef kl_estimator kl_in_loss adap_kl_ctrl target horizon kl_coef_end whiten_rewards \
                  whiten_advantages gamma lam cliprange cliprange_value vf_coef cliprange_high dual_clip entropy_coef \
                  target_kl ratio_threshold clip_reward_value min_response_length eos_in_loss last_value_in_loss \
-                 unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef enable_ema ema_beta \
+                 unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef enable_ema ema_beta value_head raw_logprobs num_shared_layers batch_size \
+                 mini_batch_size early_stopping use_score_scaling use_score_norm score_clip \
                  {lora} value_use_peft value_lora_r \
                  value_lora_target_modules {optimizer} value_warmup_updates value_learning_rate \
                  value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \

@@ -52,14 +52,17 @@ pub struct PpoConfig {
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub model_name_or_path: std::option::Option<PathBuf>,
     /// Folder or hub name of the causal language model that is trained; a frozen copy of it is the KL reference.
-    #[arg(long, help_heading = MODELS)]
+    #[arg(long, alias = "model_name", help_heading = MODELS)]
     pub sft_model_path: PathBuf,
     /// Branch, tag or commit of `sft_model_path`, where that is a hub name.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
     /// Folder or hub name of the reward model, a sequence classifier; one with another tokenizer than the policy reads
     /// decoded text.
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    #[arg(
+        long, alias = "reward_model", help_heading = MODELS, default_value = NONE, hide_default_value = true,
+        value_parser = optional::<PathBuf>
+    )]
     pub reward_model_path: std::option::Option<PathBuf>,
     /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
@@ -89,8 +92,8 @@ pub struct PpoConfig {
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
 
-    /// Whose defaults the other settings have; with `trl-ppov2`, TRL 0.9 to 0.11, `num_mini_batches` is a factor of an
-    /// update's size.
+    /// Whose settings and sizes: `trl-ppov2` is TRL 0.9 to 0.11, whose `num_mini_batches` is a factor of an update's size;
+    /// `trl-legacy` is the trainer with `step()`, a value head on the policy's trunk and other defaults; `deepspeed-chat` is DeepSpeed-Chat's third step.
     #[arg(long, help_heading = BATCHES, value_enum, default_value = "trl")]
     pub preset: Preset,
     /// An update of its own size, apart from what a step trains on.
@@ -110,7 +113,10 @@ pub struct PpoConfig {
     #[arg(long, help_heading = BATCHES, default_value_t = 64)]
     pub local_rollout_forward_batch_size: usize,
     /// Answers to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts].
-    #[arg(long, help_heading = BATCHES, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    #[arg(
+        long, alias = "steps", help_heading = BATCHES, default_value = NONE, hide_default_value = true,
+        value_parser = optional::<usize>
+    )]
     pub total_episodes: std::option::Option<usize>,
     /// Passes over the prompts, when `total_episodes` is not set.
     #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
@@ -133,7 +139,7 @@ pub struct PpoConfig {
     pub temperature: f64,
 
     /// Passes over an update's answers.
-    #[arg(long, help_heading = PPO, default_value_t = 4)]
+    #[arg(long, alias = "ppo_epochs", help_heading = PPO, default_value_t = 4)]
     pub num_ppo_epochs: usize,
     /// Subtract this from the score of an answer without its stop token.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
@@ -148,10 +154,10 @@ pub struct PpoConfig {
     #[arg(long, help_heading = PPO, value_enum, default_value = "after_stop")]
     pub score_position: ScorePosition,
     /// Weight of the KL penalty per token.
-    #[arg(long, help_heading = PPO, default_value_t = 0.05)]
+    #[arg(long, alias = "init_kl_coef", help_heading = PPO, default_value_t = 0.05)]
     pub kl_coef: f64,
     /// How the KL is estimated from each sampled token, or measured over the whole vocabulary (`full`).
-    #[arg(long, help_heading = PPO, value_enum, default_value = "k1")]
+    #[arg(long, alias = "kl_penalty", help_heading = PPO, value_enum, default_value = "k1")]
     pub kl_estimator: KlEstimator,
     /// How the KL's weight moves, and where the KL goes.
     #[command(flatten)]
@@ -194,6 +200,10 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub ema: EmaConfig,
+    /// What the preset `trl-legacy` needs.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub legacy: LegacyConfig,
 
     /// Low-rank adapters in place of all weights.
     #[command(flatten)]
@@ -616,7 +626,7 @@ pub struct RewardsConfig {
 #[command(rename_all = "snake_case")]
 pub struct DataConfig {
     /// JSONL, JSON, CSV or Parquet file of rows, a folder with files per split, or a dataset's name on the hub; or several.
-    #[arg(long, help_heading = DATA, required = true, num_args = 1.., action = ArgAction::Set)]
+    #[arg(long, alias = "query_dataset", help_heading = DATA, required = true, num_args = 1.., action = ArgAction::Set)]
     #[serde(serialize_with = "one_or_list")]
     pub dataset_name: Vec<PathBuf>,
     /// How often several datasets are drawn from, a number for each [default: every row as often as every other].
@@ -909,6 +919,40 @@ pub struct TrialConfig {
     pub test_stop_step: usize,
 }
 
+/// What TRL's trainer with `step()` does otherwise than the later ones; the preset `trl-legacy` sets the first two.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct LegacyConfig {
+    /// Say values by a head on the policy's own trunk, in place of a value model: one pass and one optimizer for both.
+    #[arg(long, help_heading = MODELS)]
+    pub value_head: bool,
+    /// Take log-probs of the policy's own distribution, whatever the temperature of sampling.
+    #[arg(long, help_heading = SAMPLING)]
+    pub raw_logprobs: bool,
+    /// Lower layers that stay as they are, and are the reference's too: they are held once.
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<usize>)]
+    pub num_shared_layers: std::option::Option<usize>,
+    /// With the preset `trl-legacy`, answers of an update [default: 128].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub batch_size: std::option::Option<usize>,
+    /// With the preset `trl-legacy`, answers whose losses are averaged together; `gradient_accumulation_steps` of these averages
+    /// make an optimizer step [default: `batch_size` over that].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub mini_batch_size: std::option::Option<usize>,
+    /// End an update's epochs at `target_kl`, which is then 1 unless it is set.
+    #[arg(long, help_heading = PPO)]
+    pub early_stopping: bool,
+    /// Divide scores by the standard deviation of all that the run has seen.
+    #[arg(long, help_heading = REWARDS)]
+    pub use_score_scaling: bool,
+    /// Subtract the mean of all that the run has seen before that.
+    #[arg(long, help_heading = REWARDS)]
+    pub use_score_norm: bool,
+    /// Clip scores to plus or minus this, after that.
+    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<f64>)]
+    pub score_clip: std::option::Option<f64>,
+}
+
 /// Where the value model's optimizer differs from the policy's; what is not set is the policy's.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
@@ -1022,7 +1066,7 @@ pub struct RunConfig {
     #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
     pub max_tokens_per_micro_batch: std::option::Option<usize>,
     /// Where metrics go besides `metrics.jsonl`.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "none")]
+    #[arg(long, alias = "log_with", help_heading = RUN, value_enum, default_value = "none")]
     pub report_to: ReportTo,
     /// Threads for tensor operations [default: one per core].
     #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
@@ -1305,6 +1349,8 @@ pub enum Preset {
     Trl,
     /// The PPOv2 of TRL 0.9 to 0.11: `num_mini_batches` times as many.
     TrlPpov2,
+    /// The PPOTrainer of TRL until 0.11, with `step()`: an update answers `batch_size` prompts.
+    TrlLegacy,
     /// DeepSpeed-Chat's third step: its hyper-parameters, and its choices of what counts.
     DeepspeedChat,
 }
@@ -1314,6 +1360,20 @@ impl Preset {
     pub fn settings(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Self::Trl | Self::TrlPpov2 => &[],
+            Self::TrlLegacy => &[
+                ("value_head", "true"),
+                ("raw_logprobs", "true"),
+                ("score_position", "last_token"),
+                ("adap_kl_ctrl", "true"),
+                ("kl_coef", "0.2"),
+                ("ratio_threshold", "10"),
+                ("learning_rate", "1.41e-5"),
+                ("lr_scheduler_type", "constant"),
+                ("total_episodes", "20000"),
+                ("temperature", "1"),
+                ("stop_token", "eos"),
+                ("seed", "0"),
+            ],
             Self::DeepspeedChat => &[
                 ("max_prompt_length", "256"),
                 ("long_prompts", "drop"),
@@ -1364,6 +1424,30 @@ pub enum PairLoss {
     Sequence,
     /// So is the score at every token from the first that differs to the end of the longer text.
     Tokens,
+}
+
+/// Why `rlhf ppo` has no flag of this name, where one of the systems that it replaces has.
+pub fn refused(flag: &str) -> Option<&'static str> {
+    Some(match flag {
+        "exp_name" | "task_name" | "tracker_project_name" => "a run is known by its output_dir",
+        "tracker_kwargs" | "project_kwargs" => {
+            "metrics go to output_dir, and with report_to = tensorboard to event files there"
+        }
+        "accelerator_kwargs" | "world_size" => "there is one process, and no accelerate beneath it",
+        "global_batch_size" | "global_backward_batch_size" | "backward_batch_size" => {
+            "it follows from batch_size, mini_batch_size and gradient_accumulation_steps"
+        }
+        "forward_batch_size" => "it is mini_batch_size under its older name",
+        "total_ppo_epochs" => "it follows from steps and batch_size",
+        "push_to_hub_if_best_kwargs" | "compare_steps" => {
+            "nothing is pushed; metric_for_best_model = objective/scores with save_steps keeps the best model in output_dir/best"
+        }
+        "remove_unused_columns" => "columns that are not used do no harm, and rewards may read them",
+        "dataset_num_proc" => "data is read by one process",
+        "optimize_cuda_cache" | "optimize_device_cache" => "memory between the phases is given back in any case",
+        "is_encoder_decoder" | "is_peft_model" => "the model's folder and use_peft tell",
+        _ => return None,
+    })
 }
 
 /// Over which tokens advantages are shifted and scaled to mean 0 and variance 1.
@@ -1436,6 +1520,9 @@ pub struct PpoPlan {
     /// Answers in one optimizer step: `batch_size / num_mini_batches`, exactly; where the update has a size of its own,
     /// `per_device_train_batch_size * gradient_accumulation_steps`, and fewer in the last one of an epoch.
     pub mini_batch_size: usize,
+    /// Answers whose losses are averaged together: all of an optimizer step, with the preset `trl-legacy` `mini_batch_size` of
+    /// them, and the step goes by the mean of the averages.
+    pub part_size: usize,
     /// Answers in one forward and backward pass, at most: `per_device_train_batch_size`, but no more than a mini-batch.
     pub micro_batch_size: usize,
     /// Answers asked for; the run trains on `num_total_batches * batch_size`, which may be a few more.
@@ -1531,6 +1618,7 @@ impl PpoConfig {
         }
         self.kl.check(self)?;
         self.step.check(self)?;
+        self.legacy.check(self)?;
         self.value.check(self)?;
         if let (Some(StopToken::Eos), Some(id)) = (self.stop_token, self.stop_token_id) {
             return usage(format!("stop_token = eos and stop_token_id = {id} exclude each other: set one of them"));
@@ -1576,7 +1664,13 @@ impl PpoConfig {
         Ok(PpoPlan {
             batch_size,
             mini_batch_size,
-            micro_batch_size: self.per_device_train_batch_size.min(mini_batch_size),
+            part_size: self.part_size(mini_batch_size),
+            micro_batch_size: match self.preset {
+                Preset::TrlLegacy => self.part_size(mini_batch_size),
+                Preset::Trl | Preset::TrlPpov2 | Preset::DeepspeedChat => {
+                    self.per_device_train_batch_size.min(mini_batch_size)
+                }
+            },
             total_episodes,
             num_total_batches,
             sample_every: num_total_batches.checked_div(self.num_sample_generations).map(|every| every.max(1)),
@@ -1645,8 +1739,69 @@ impl PpoConfig {
         PeftConfig { use_peft: true, ..self.peft.clone() }.check()
     }
 
+    /// Temperature of the distributions whose log-probabilities count.
+    pub fn logprob_temperature(&self) -> f64 {
+        if self.legacy.raw_logprobs { 1.0 } else { self.temperature }
+    }
+
+    /// KL at 1.5 times which an update's epochs end.
+    pub fn target_kl(&self) -> Option<f64> {
+        self.step.target_kl.or(self.legacy.early_stopping.then_some(TARGET_KL))
+    }
+
+    /// How many averages of losses an epoch over `rows` answers has.
+    pub(crate) fn parts_per_epoch(&self, rows: usize) -> usize {
+        let per_step = if self.preset == Preset::TrlLegacy { self.gradient_accumulation_steps } else { 1 };
+        (self.steps_per_epoch(rows) * per_step).max(1)
+    }
+
+    /// Answers of `mini_batch_size`, those of an optimizer step, whose losses are averaged together.
+    fn part_size(&self, mini_batch_size: usize) -> usize {
+        match self.preset {
+            Preset::TrlLegacy => mini_batch_size / self.gradient_accumulation_steps,
+            Preset::Trl | Preset::TrlPpov2 | Preset::DeepspeedChat => mini_batch_size,
+        }
+    }
+
+    /// Answers of an update with the preset `trl-legacy`, and those of an optimizer step.
+    fn legacy_batch_sizes(&self) -> Result<(usize, usize)> {
+        let (legacy, accumulated) = (&self.legacy, self.gradient_accumulation_steps);
+        at_least_one("gradient_accumulation_steps", accumulated)?;
+        let all = legacy.batch_size.unwrap_or(LEGACY_BATCH);
+        expect((1..=MOST_ROWS).contains(&all), "batch_size", all, &format!("1 to {MOST_ROWS}"))?;
+        let part = legacy.mini_batch_size.unwrap_or((all / accumulated).max(1));
+        at_least_one("mini_batch_size", part)?;
+        let usual: Self = defaults();
+        for (name, found, usual, other) in [
+            (
+                "per_device_train_batch_size",
+                self.per_device_train_batch_size,
+                usual.per_device_train_batch_size,
+                "mini_batch_size is the setting there",
+            ),
+            ("num_mini_batches", self.num_mini_batches, 1, "it follows from batch_size and mini_batch_size there"),
+        ] {
+            if found != usual {
+                no_effect(name, found, &format!("with preset = trl-legacy: {other}"))?;
+            }
+        }
+        let step = part.saturating_mul(accumulated);
+        if !all.is_multiple_of(step) {
+            let below = (1..=all / accumulated).rev().find(|n| *n < part && all.is_multiple_of(n * accumulated));
+            let nearest = below.map_or(String::new(), |below| format!("; the next smaller mini_batch_size is {below}"));
+            return usage(format!(
+                "batch_size = {all} is not a multiple of mini_batch_size * gradient_accumulation_steps = {part} * {accumulated} = \
+                 {step}{nearest}"
+            ));
+        }
+        Ok((all, step))
+    }
+
     /// `batch_size` and `mini_batch_size`.
     fn batch_sizes(&self) -> Result<(usize, usize)> {
+        if self.preset == Preset::TrlLegacy {
+            return self.legacy_batch_sizes();
+        }
         let (rows, accumulated) = (self.per_device_train_batch_size, self.gradient_accumulation_steps);
         let (batch_size, parts) = (batch_size(rows, accumulated)?, self.num_mini_batches);
         at_least_one("num_mini_batches", parts)?;
@@ -1900,7 +2055,8 @@ impl StepConfig {
         if let Some(kl) = self.target_kl.filter(|_| config.num_ppo_epochs == 1) {
             return no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to leave out");
         }
-        if config.num_ppo_epochs * config.num_mini_batches > 1 {
+        // The preset's own limit is there in any case.
+        if config.num_ppo_epochs * config.num_mini_batches > 1 || config.preset == Preset::TrlLegacy {
             return Ok(());
         }
         let limits = [
@@ -1914,6 +2070,68 @@ impl StepConfig {
                     "with num_ppo_epochs = 1 and num_mini_batches = 1: in an update's first step every ratio is 1";
                 no_effect(name, found, why)
             }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Answers of an update of TRL's trainer with `step()`.
+const LEGACY_BATCH: usize = 128;
+
+/// What `early_stopping` aims at unless it is told.
+const TARGET_KL: f64 = 1.0;
+
+impl LegacyConfig {
+    fn check(&self, config: &PpoConfig) -> Result<()> {
+        let legacy = config.preset == Preset::TrlLegacy;
+        for (name, found) in [("batch_size", self.batch_size), ("mini_batch_size", self.mini_batch_size)] {
+            if let Some(found) = found.filter(|_| !legacy) {
+                let why = "without preset = trl-legacy: per_device_train_batch_size, gradient_accumulation_steps and \
+                           num_mini_batches are the sizes there";
+                return no_effect(name, found, why);
+            }
+        }
+        if self.use_score_norm && !self.use_score_scaling {
+            return no_effect("use_score_norm", true, "without use_score_scaling = true");
+        }
+        self.score_clip.map_or(Ok(()), |clip| above_zero("score_clip", clip))?;
+        if self.raw_logprobs && config.temperature == 1.0 && !legacy {
+            return no_effect("raw_logprobs", true, "with temperature = 1");
+        }
+        if let Some(kl) = config.step.target_kl.filter(|_| legacy && !self.early_stopping) {
+            return no_effect("target_kl", kl, "with preset = trl-legacy and without early_stopping = true");
+        }
+        if self.early_stopping && config.num_ppo_epochs == 1 {
+            let why = "with num_ppo_epochs = 1: there is no second epoch to leave out";
+            return no_effect("early_stopping", true, why);
+        }
+        if let Some(layers) = self.num_shared_layers.filter(|_| config.peft.use_peft) {
+            let why = "with use_peft = true: beside an adapter all layers are the reference's too";
+            return no_effect("num_shared_layers", layers, why);
+        }
+        if !self.value_head {
+            return Ok(());
+        }
+        if config.kl.kl_in_loss && config.kl_estimator == KlEstimator::Full {
+            return usage(
+                "kl_in_loss = true with kl_estimator = full and value_head = true: the KL over the vocabulary as a loss needs a value \
+                 model of its own; expected mse, k3 or abs",
+            );
+        }
+        if config.run.fp16 {
+            return usage(
+                "fp16 = true and value_head = true exclude each other: a scale of losses is of one model; expected bf16",
+            );
+        }
+        let alone = |name: &str, found: String| {
+            usage(format!(
+                "{name} = {found} with value_head = true: the head is on the policy's trunk and learns with it; there is no value \
+                 model"
+            ))
+        };
+        match &config.value_model_path {
+            Some(path) => alone("value_model_path", path.display().to_string()),
+            None if config.value.differs() => alone("value_*", "given".into()),
             None => Ok(()),
         }
     }
@@ -2317,13 +2535,14 @@ impl ValueEnum for KlEstimator {
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(PossibleValue::new(match self {
-            Self::K1 => "k1",
-            Self::K3 => "k3",
-            Self::Abs => "abs",
-            Self::Mse => "mse",
-            Self::Full => "full",
-        }))
+        Some(match self {
+            // TRL 0.11 says so.
+            Self::K1 => PossibleValue::new("k1").alias("kl"),
+            Self::K3 => PossibleValue::new("k3"),
+            Self::Abs => PossibleValue::new("abs"),
+            Self::Mse => PossibleValue::new("mse"),
+            Self::Full => PossibleValue::new("full"),
+        })
     }
 }
 
@@ -2748,6 +2967,8 @@ mod tests {
                 }),
                 json!({
                     "align_overflow": false, "compute_fp32_loss": true,
+                    "value_head": false, "raw_logprobs": false, "num_shared_layers": null, "batch_size": null, "mini_batch_size": null, "early_stopping": false,
+                    "use_score_scaling": false, "use_score_norm": false, "score_clip": null,
                     "max_skipped_updates": 3, "no_checks": false, "preset": "trl", "non_eos_penalty": false, "penalty_reward_value": -1.0, "whiten_advantages": "batch",
                     "kl_in_loss": false, "adap_kl_ctrl": false, "target": 6.0, "horizon": 10000.0, "kl_coef_end": null,
                     "cliprange_high": null, "dual_clip": null, "entropy_coef": 0.0, "target_kl": null,
@@ -2878,6 +3099,7 @@ mod tests {
             PpoPlan {
                 batch_size: 32,
                 mini_batch_size: 16,
+                part_size: 16,
                 micro_batch_size: 8,
                 total_episodes: 1000,
                 num_total_batches: 32,

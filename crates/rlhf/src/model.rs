@@ -144,6 +144,8 @@ struct Body {
     adapter: Option<Map<String, Value>>,
     /// Whether training keeps only what goes into each layer, and computes the layer again on the way back.
     gradient_checkpointing: bool,
+    /// So many of the first parameters never learn.
+    num_frozen: usize,
 }
 
 /// The folder beside an adapter that holds its base, where no other folder does.
@@ -161,8 +163,9 @@ impl Body {
     /// Beside a frozen base only the adapter is trained, and a classifier's head.
     fn set_trainable(&mut self, trainable: bool) {
         let all = self.adapter.is_none();
-        for param in &mut self.params {
-            let _ = param.tensor.requires_grad_(trainable && (all || lora::is_trained(&param.name)));
+        for (at, param) in self.params.iter_mut().enumerate() {
+            let learns = trainable && at >= self.num_frozen && (all || lora::is_trained(&param.name));
+            let _ = param.tensor.requires_grad_(learns);
         }
     }
 
@@ -547,6 +550,11 @@ impl CausalLm {
     /// # Errors
     /// None that a model which was built can have.
     pub fn base(&self) -> Result<Self> {
+        self.viewing(&self.body.params)
+    }
+
+    /// A model of this one's shape and arithmetic that holds the memory of `params`.
+    fn viewing(&self, params: &[Param]) -> Result<Self> {
         let compute = self.body.decoder.compute;
         let precision = match compute {
             kind if kind == self.body.kind => Precision::Held,
@@ -555,8 +563,48 @@ impl CausalLm {
             _ => Precision::Bf16,
         };
         let options = ModelOptions { device: self.body.device, dtype: Dtype::Auto, precision };
-        let source = Source::Shared(&self.body.params);
+        let source = Source::Shared(params);
         Ok(Self::build(self.body.config.clone(), source, options, &[], |_, _| Ok(()))?.0)
+    }
+
+    /// Freezes the embeddings and the first `layers` layers for good, and gives a frozen copy of the model that shares them: they
+    /// are held once.
+    ///
+    /// # Errors
+    /// If no layer would be left to learn.
+    pub fn share_lower_layers(&mut self, layers: usize) -> Result<Self> {
+        let first = format!("{}.{layers}.", self.body.config.family.names.layers);
+        let Some(shared) = self.body.params.iter().position(|param| param.name.starts_with(&first)) else {
+            let most = self.body.config.num_hidden_layers - 1;
+            return Err(Error::Usage(format!(
+                "num_shared_layers = {layers}: expected at most {most}, so that a layer is left to learn"
+            )));
+        };
+        self.body.num_frozen = shared;
+        self.body.set_trainable(false);
+        self.copy_sharing(shared)
+    }
+
+    /// A frozen copy of the model as it is now.
+    ///
+    /// # Errors
+    /// None that a model which was built can have.
+    pub fn frozen_copy(&self) -> Result<Self> {
+        self.copy_sharing(0)
+    }
+
+    /// A copy that shares the memory of the first `shared` parameters.
+    fn copy_sharing(&self, shared: usize) -> Result<Self> {
+        let copies = self.body.params.iter().enumerate().map(|(at, Param { name, tensor, decay })| {
+            let tensor = if at < shared { tensor.shallow_clone() } else { tensor.detach().copy() };
+            Param { name: name.clone(), tensor, decay: *decay }
+        });
+        self.viewing(&copies.collect::<Vec<_>>())
+    }
+
+    /// Whether there is an adapter beside the weights.
+    pub fn has_adapter(&self) -> bool {
+        self.body.adapter.is_some()
     }
 
     /// A model of `config`'s shape with weights drawn from `seed` as transformers would draw them.
@@ -596,9 +644,10 @@ impl CausalLm {
         let tied = config.tie_word_embeddings.then_some(names.lm_head);
         let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
         let lm_head = Linear::new(head, None, compute);
-        let (origin, adapter) = (None, None);
+        let (origin, adapter, num_frozen) = (None, None, 0);
         let (device, gradient_checkpointing) = (options.device, false);
-        let body = Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing };
+        let body =
+            Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing, num_frozen };
         Ok((Self { body, lm_head }, extra))
     }
 

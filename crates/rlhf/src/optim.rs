@@ -167,6 +167,15 @@ impl AdamW {
         Ok(())
     }
 
+    /// Multiplies the gradients that the parameters hold.
+    pub(crate) fn scale_grad(&mut self, factor: f64) {
+        for grad in self.groups.iter_mut().flat_map(|group| &group.params).map(Tensor::grad) {
+            if grad.defined() {
+                let _ = tch::no_grad(|| grad.shallow_clone().g_mul_scalar_(factor));
+            }
+        }
+    }
+
     /// Clears the gradients without a step.
     pub fn zero_grad(&mut self) {
         for param in self.groups.iter_mut().flat_map(|group| &mut group.params) {

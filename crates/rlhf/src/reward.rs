@@ -13,6 +13,7 @@ pub use model::RewardModel;
 pub use rules::Rule;
 pub(crate) use spec::{Spec, resolve, specs};
 
+use crate::config::LegacyConfig;
 use crate::data::Prompt;
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
@@ -186,10 +187,79 @@ impl Moments {
         self.count = total;
     }
 
+    fn state(&self) -> Value {
+        json!({"count": self.count, "mean": self.mean, "m2": self.m2})
+    }
+
+    fn from_state(state: &Value) -> Option<Self> {
+        let number = |name: &str| state[name].as_f64();
+        Some(Self { count: number("count")?, mean: number("mean")?, m2: number("m2")? })
+    }
+
     /// The unbiased standard deviation; 1 as long as there is none to divide by.
     fn std(&self) -> f64 {
         let variance = if self.count > 1.0 { self.m2 / (self.count - 1.0) } else { 0.0 };
         if variance > 0.0 { variance.sqrt() } else { 1.0 }
+    }
+}
+
+/// What is made of the whole scores of an update, whatever rewards they are the sum of: divided by their running deviation,
+/// less their running mean before that, clipped; as TRL 0.11.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ScoreScaling {
+    scales: bool,
+    centres: bool,
+    clip: Option<f64>,
+    moments: Moments,
+}
+
+impl ScoreScaling {
+    /// As `use_score_scaling`, `use_score_norm` and `score_clip` say, before any score.
+    pub fn new(config: &LegacyConfig) -> Self {
+        let (scales, centres, clip) = (config.use_score_scaling, config.use_score_norm, config.score_clip);
+        Self { scales, centres, clip, moments: Moments::default() }
+    }
+
+    /// The scores as they count; with `learn` they first enter the running moments.
+    pub fn shape(&mut self, scores: &[f64], learn: bool) -> Vec<f64> {
+        if self.scales && learn {
+            self.moments.update(scores);
+        }
+        let mean = if self.centres { self.moments.mean } else { 0.0 };
+        let std = self.moments.std() + f64::from(f32::EPSILON);
+        let scaled = |score: f64| if self.scales { (score - mean) / std } else { score };
+        scores.iter().map(|&score| self.clip.map_or(scaled(score), |most| scaled(score).clamp(-most, most))).collect()
+    }
+
+    /// [`ScoreScaling::shape`] of the whole scores of responses; scores of their tokens stay, and the rest makes up the difference.
+    pub(crate) fn apply(&mut self, scored: &mut Scored, learn: bool) {
+        if !self.scales && self.clip.is_none() {
+            return;
+        }
+        let totals = scored.totals();
+        let shaped = self.shape(&totals, learn);
+        let changes = shaped.iter().zip(&totals).map(|(shaped, total)| shaped - total);
+        scored.responses.iter_mut().zip(changes).for_each(|(score, change)| *score += change);
+    }
+
+    /// Running mean and unbiased deviation.
+    pub fn moments(&self) -> (f64, f64) {
+        (self.moments.mean, self.moments.std())
+    }
+
+    /// What a checkpoint keeps of it.
+    pub fn state(&self) -> Value {
+        self.moments.state()
+    }
+
+    /// Goes on from what [`ScoreScaling::state`] gave.
+    ///
+    /// # Errors
+    /// If `state` is something else.
+    pub fn load_state(&mut self, state: &Value) -> Result<()> {
+        let error = || Error::Run(format!("scores: expected their running moments (count, mean, m2), found {state}"));
+        self.moments = Moments::from_state(state).ok_or_else(error)?;
+        Ok(())
     }
 }
 
@@ -382,8 +452,7 @@ impl Rewards {
     /// What a checkpoint keeps of them: the running moments by name.
     pub fn state(&self) -> Value {
         let normalised = self.components.iter().filter(|c| c.shaping.normalize != Normalize::None);
-        let moments = |m: &Moments| json!({"count": m.count, "mean": m.mean, "m2": m.m2});
-        Value::Object(normalised.map(|c| (c.name.clone(), moments(&c.moments))).collect::<Map<_, _>>())
+        Value::Object(normalised.map(|c| (c.name.clone(), c.moments.state())).collect::<Map<_, _>>())
     }
 
     /// Goes on from the running moments of [`Rewards::state`].
@@ -393,14 +462,12 @@ impl Rewards {
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
         for component in self.components.iter_mut().filter(|c| c.shaping.normalize != Normalize::None) {
             let found = &state[&component.name];
-            let number = |name: &str| found[name].as_f64();
-            let (Some(count), Some(mean), Some(m2)) = (number("count"), number("mean"), number("m2")) else {
-                return Err(Error::Run(format!(
+            component.moments = Moments::from_state(found).ok_or_else(|| {
+                Error::Run(format!(
                     "reward `{}`: expected its running moments (count, mean, m2), found {found}",
                     component.name
-                )));
-            };
-            component.moments = Moments { count, mean, m2 };
+                ))
+            })?;
         }
         Ok(())
     }

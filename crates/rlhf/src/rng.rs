@@ -33,6 +33,8 @@ pub enum Purpose {
     HeldOut = 10,
     /// Which of three shares a row is in; counters: 0, 0.
     DataSplit = 11,
+    /// Lengths of answers; counters: the call, 0.
+    Lengths = 12,
 }
 
 /// A stream of random numbers.

@@ -5,6 +5,7 @@ use crate::generate::Response;
 use crate::model::{CausalLm, Distributions, SequenceClassifier, ValueModel};
 use crate::ppo::KlEstimator;
 use crate::{Error, Result, ppo};
+use std::cell::RefCell;
 use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
@@ -21,7 +22,7 @@ pub struct Experience {
     pub counted: Vec<i64>,
     /// Number of values of each row: one per token, and one after the last where there is room.
     pub value_counts: Vec<i64>,
-    /// Slots that hold a response token, bool.
+    /// Slots that hold a response token which counts, bool.
     pub response_mask: Tensor,
     /// Slots that hold a value, bool: the response's and, where there is room, the one after it.
     pub value_mask: Tensor,
@@ -82,6 +83,42 @@ impl Experience {
             Some(tokens) => &self.scores + tokens.sum_dim_intlist(1i64, false, Kind::Float),
             None => self.scores.shallow_clone(),
         }
+    }
+
+    /// Leaves out of the masks, and so of rewards, advantages, losses and sums, the tokens whose `kept` is false: one entry
+    /// per token of each response. A value there counts as 0, and the score lands on the last token that is left.
+    ///
+    /// # Errors
+    /// If `kept` has not an entry for each token, or leaves nothing of a response that has tokens.
+    pub fn leave_out(&mut self, kept: &[Vec<bool>]) -> Result<()> {
+        if !kept.iter().map(|row| row.len() as i64).eq(self.lengths.iter().copied()) {
+            return Err(Error::Run("response_masks: expected an entry for each token of each response".into()));
+        }
+        if let Some(row) = kept.iter().position(|row| !row.is_empty() && !row.contains(&true)) {
+            return Err(Error::Run(format!(
+                "response_masks: row {row}: expected at least one token that counts, found none"
+            )));
+        }
+        let flat: Vec<f32> = kept.iter().flatten().map(|&kept| f32::from(u8::from(kept))).collect();
+        let flat = Tensor::from_slice(&flat).to_device(self.response_mask.device());
+        let left = to_slots(&flat, &self.lengths, self.width()).gt(0.5);
+        let lost = self.response_mask.logical_and(&left.logical_not());
+        for mask in [&mut self.response_mask, &mut self.value_mask, &mut self.loss_mask, &mut self.value_loss_mask] {
+            *mask = mask.logical_and(&lost.logical_not());
+        }
+        let last = |row: &Vec<bool>| row.iter().rposition(|&kept| kept).map_or(0, |at| at as i64 + 1);
+        self.counted = kept.iter().zip(&self.counted).map(|(row, &counted)| last(row).min(counted)).collect();
+        for (x, mask) in [
+            (&mut self.logprobs, &self.response_mask),
+            (&mut self.ref_logprobs, &self.response_mask),
+            (&mut self.values, &self.value_mask),
+        ] {
+            *x = ppo::keep(x, mask);
+        }
+        for x in self.full_kl.iter_mut().chain(&mut self.token_scores) {
+            *x = ppo::keep(x, &self.response_mask);
+        }
+        Ok(())
     }
 
     /// Slots in a row.
@@ -226,14 +263,14 @@ pub fn experience_leaving_out(
     let logprobs = |model: &CausalLm| {
         let parts = in_batches(sequences, batch_size, |rows| {
             let spans = &token_spans[rows.clone()];
-            Ok(model.token_logprobs(&sequences[rows], spans, config.temperature, false)?.logprobs)
+            Ok(model.token_logprobs(&sequences[rows], spans, config.logprob_temperature(), false)?.logprobs)
         })?;
         Ok::<_, Error>(to_slots(&parts, &experience.lengths, width))
     };
     let full_kl = (config.kl_estimator == KlEstimator::Full).then(|| {
         let parts = in_batches(sequences, batch_size, |rows| {
             let spans = &token_spans[rows.clone()];
-            judges.policy.kl_to(judges.reference, &sequences[rows], spans, config.temperature)
+            judges.policy.kl_to(judges.reference, &sequences[rows], spans, config.logprob_temperature())
         })?;
         Ok::<_, Error>(to_slots(&parts, &experience.lengths, width))
     });
@@ -249,6 +286,21 @@ pub fn experience_leaving_out(
         }
     }
     let (policy, of_reference, values) = tch::no_grad(|| {
+        if let (ValueModel::Head(head), true) = (judges.value, recompute_logprobs) {
+            let values = RefCell::new(Vec::new());
+            let policy = in_batches(sequences, batch_size, |rows| {
+                let (tokens, at) = (&token_spans[rows.clone()], &value_spans[rows.clone()]);
+                let (policy, sequences) = (judges.policy, &sequences[rows]);
+                let (found, of_states) =
+                    head.logprobs_and_values(policy, sequences, tokens, at, config.logprob_temperature(), false)?;
+                values.borrow_mut().push(of_states);
+                Ok(found.logprobs)
+            })?;
+            let values = Tensor::cat(&values.into_inner(), 0);
+            let slots = |numbers: &Tensor, counts: &[i64]| to_slots(numbers, counts, width);
+            let policy = slots(&policy, &experience.lengths);
+            return Ok((policy, logprobs(judges.reference)?, slots(&values, &experience.value_counts)));
+        }
         let policy = if recompute_logprobs {
             logprobs(judges.policy)?
         } else {

@@ -7,6 +7,7 @@ pub mod pipeline;
 pub mod ppo;
 pub mod reward;
 pub mod sft;
+pub mod step;
 pub mod unsupervised;
 
 use crate::Result;

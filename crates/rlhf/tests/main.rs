@@ -20,5 +20,7 @@ mod ppo_golden;
 mod ppo_invariance;
 mod ppo_knobs;
 mod rewards;
+mod step;
+mod step_golden;
 mod support;
 mod tokenizers;

@@ -113,8 +113,9 @@ impl SequenceClassifier {
         let chosen = Label::One(0);
         let new_head = new_head.is_some();
         let origin = Some(dir.to_path_buf());
-        let (device, adapter, gradient_checkpointing) = (options.device, None, false);
-        let body = Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing };
+        let (device, adapter, gradient_checkpointing, num_frozen) = (options.device, None, false, 0);
+        let body =
+            Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing, num_frozen };
         Ok(Self { body, head, labels, chosen, new_head, format })
     }
 

@@ -76,6 +76,30 @@ impl CausalLmWithValueHead {
         Ok(Self { lm, head: ValueHead { linear, fresh: fresh.is_some() } })
     }
 
+    /// `lm`, which was read from `dir`, with the head that the folder holds, or else one drawn from `seed`.
+    ///
+    /// # Errors
+    /// If the head that is there is of another width.
+    pub fn found_in(dir: &Path, lm: CausalLm, seed: u64) -> Result<Self> {
+        let name = format!("{}.weight", HEADS[0]);
+        // A folder with an adapter alone holds no model.
+        let checkpoint = if dir.join("config.json").is_file() { Some(Checkpoint::open(dir)?) } else { None };
+        let Some(checkpoint) = checkpoint.filter(|checkpoint| checkpoint.shape(&name).is_some()) else {
+            return Self::from_lm(lm, ValueHeadInit::Fresh(seed));
+        };
+        let model = Self::from_lm(lm, ValueHeadInit::Fresh(seed))?;
+        for param in model.lm.params().iter().filter(|param| param.name.starts_with(HEADS[1])) {
+            let (expected, found) = (param.tensor.size(), checkpoint.shape(&param.name));
+            if found.as_ref() != Some(&expected) {
+                let message = format!("tensor `{}`: expected {expected:?}, found {found:?}", param.name);
+                return Err(Error::invalid(dir, message));
+            }
+            let stored = checkpoint.read(&param.name, param.tensor.device(), param.tensor.kind())?;
+            tch::no_grad(|| param.tensor.shallow_clone().copy_(&stored));
+        }
+        Ok(Self { head: ValueHead { fresh: false, ..model.head }, lm: model.lm })
+    }
+
     /// The language model, whose parameters include the head's.
     pub fn lm(&self) -> &CausalLm {
         &self.lm

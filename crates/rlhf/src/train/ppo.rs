@@ -20,13 +20,14 @@ use crate::kl::KlController;
 use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
 use crate::model::{
-    BASE_MODEL, CausalLm, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier, TokenLogprobs, ValueModel,
+    BASE_MODEL, CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier,
+    TokenLogprobs, ValueModel,
 };
 use crate::optim::{AdamW, LearningRates};
 use crate::report::{
     Claim, Console, Evaluation, Event, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude,
 };
-use crate::reward::{ComponentScores, RewardModel, Rewards, Scored, Spec, resolve, specs};
+use crate::reward::{ComponentScores, RewardModel, Rewards, ScoreScaling, Scored, Spec, resolve, specs};
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{
     Experience, Judges, Scores, Targets, counted_tokens, experience, experience_leaving_out, penalise_missing_stop,
@@ -185,6 +186,7 @@ pub struct PpoTrainer {
     schedule: Option<PerUpdate<LearningRates>>,
     /// What the KL weighs.
     kl_controller: KlController,
+    scaling: ScoreScaling,
     /// The tokens that end a response; none where nothing does.
     stop: Vec<i64>,
     /// Those that end a response and are in no loss.
@@ -258,12 +260,13 @@ impl PpoTrainer {
         let (lora, value_lora) = (config.peft.lora().map(undropped), config.value_lora().map(undropped));
         let trained = trained_options(options, lora.is_some(), &config.run);
         let mut policy = folded(trained)?;
-        let reference = match &lora {
-            Some(lora) => {
+        let reference = match (&lora, config.legacy.num_shared_layers) {
+            (Some(lora), _) => {
                 policy.add_adapter(lora, config.run.seed)?;
                 policy.base()?
             }
-            None => folded(frozen)?,
+            (None, Some(layers)) => policy.share_lower_layers(layers)?,
+            (None, None) => folded(frozen)?,
         };
         tokenizer.check_fits(policy.config(), policy_dir)?;
         let mut rewards = Rewards::load(specs, config, &tokenizer, frozen)?;
@@ -276,22 +279,31 @@ impl PpoTrainer {
             let message = format!("metric_for_best_model = {metric}: expected the name of a reward, one of {known}");
             return Err(Error::Usage(message));
         }
-        let beginning = rewards.models().find(|model| model.can_be_value_model()).map(RewardModel::dir);
-        let (value_dir, value_head) = match (own_value_dir.as_deref(), beginning) {
-            (Some(dir), _) | (None, Some(dir)) => (dir, new_head),
-            // What reads other ids than the policy, or says more than one number, cannot be a value model's beginning.
-            (None, None) => (policy_dir.as_path(), Some(config.run.seed)),
+        let read_ids = rewards.models().filter(|model| !model.reads_text());
+        let mut checked: Vec<_> = read_ids.map(|model| model.dir().to_path_buf()).collect();
+        let (policy, value): (CausalLm, ValueModel) = if config.legacy.value_head {
+            let (policy, head) = CausalLmWithValueHead::found_in(policy_dir, policy, config.run.seed)?.into_parts();
+            (policy, head.into())
+        } else {
+            let beginning = rewards.models().find(|model| model.can_be_value_model()).map(RewardModel::dir);
+            let (value_dir, value_head) = match (own_value_dir.as_deref(), beginning) {
+                (Some(dir), _) | (None, Some(dir)) => (dir, new_head),
+                // What reads other ids than the policy, or says more than one number, cannot be a value model's beginning.
+                (None, None) => (policy_dir.as_path(), Some(config.run.seed)),
+            };
+            let trained = trained_options(options, value_lora.is_some(), &config.run);
+            let mut value = SequenceClassifier::from_pretrained(value_dir, value_head, trained)?;
+            value.check_values(value_dir)?;
+            value.merge_adapter();
+            if let Some(lora) = &value_lora {
+                // PEFT knows no other names.
+                value.set_format(ClassifierFormat::Transformers)?;
+                value.add_adapter(lora, config.run.seed)?;
+            }
+            checked.push(value_dir.to_path_buf());
+            (policy, value.into())
         };
-        let trained = trained_options(options, value_lora.is_some(), &config.run);
-        let mut value = SequenceClassifier::from_pretrained(value_dir, value_head, trained)?;
-        value.check_values(value_dir)?;
-        value.merge_adapter();
-        if let Some(lora) = &value_lora {
-            // PEFT knows no other names.
-            value.set_format(ClassifierFormat::Transformers)?;
-            value.add_adapter(lora, config.run.seed)?;
-        }
-        for dir in rewards.models().filter(|model| !model.reads_text()).map(RewardModel::dir).chain([value_dir]) {
+        for dir in &checked {
             tokenizer.check_same(dir)?;
         }
         let learner = Learner::new(policy, value, config);
@@ -373,6 +385,7 @@ impl PpoTrainer {
         }
         let mut trainer = Self {
             kl_controller: KlController::new(config, plan.num_total_batches),
+            scaling: ScoreScaling::new(&config.legacy),
             plan,
             learner,
             cursor: Cursor::new(config.run.seed, prompts.len()),
@@ -499,7 +512,8 @@ impl PpoTrainer {
         let (run, tokens) = (&self.config.run, self.learner.micro_batch_tokens);
         report.note(&describe_micro_batch(run, tokens, |on| self.learner.policy.activation_bytes(on)));
         if self.learner.value.has_new_head() {
-            report.note("value model: begins with a fresh head");
+            let name = if self.learner.value.model().is_some() { "model" } else { "head on the policy's trunk" };
+            report.note(&format!("value {name}: begins with a fresh head"));
         }
         if !self.config.watch.no_checks {
             self.check_aloud(report)?;
@@ -558,6 +572,7 @@ impl PpoTrainer {
         state.insert("kl_controller".into(), self.kl_controller.state());
         state.extend(self.learner.unsupervised.as_ref().map(|texts| ("unsupervised".into(), texts.state())));
         state.extend(self.kept.state().map(|kept| ("kept_answers".into(), kept)));
+        state.insert("scores".into(), self.scaling.state());
         state.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
         state.insert("skips".into(), self.skips.state());
         state.extend(self.learner.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
@@ -589,6 +604,9 @@ impl PpoTrainer {
             texts.load_state(saved.part("unsupervised")?)?;
         }
         self.kept.load_state(saved.part("kept_answers").ok(), self.prompts.len())?;
+        if self.config.legacy.use_score_scaling {
+            self.scaling.load_state(saved.part("scores")?)?;
+        }
         if let (Some(best), Ok(state)) = (&mut self.best, saved.part("best")) {
             best.load_state(state);
         }
@@ -703,7 +721,7 @@ impl PpoTrainer {
         let (scores, components) = self.whole_scores(&asked, &responses)?;
         let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
         let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
-        let recompute = !self.learner.policy.is_exact();
+        let recompute = self.recomputes_logprobs();
         let e = experience(judges, &prompts, &responses, scores, recompute, &self.config)?;
         let rows = prompts.len() as f64;
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
@@ -758,11 +776,12 @@ impl PpoTrainer {
 
         // 2. Responses to experience: scores, log-probabilities, values.
         let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-        let scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, true)?;
+        let mut scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, true)?;
+        self.scaling.apply(&mut scored, true);
         let (scores, ends) = self.penalised(&scored, &responses);
         let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
         // What the policy of an earlier update sampled is not what this one would say of it.
-        let recompute = again || !self.learner.policy.is_exact();
+        let recompute = again || self.recomputes_logprobs();
         let experience =
             experience_leaving_out(judges, &prompts, &responses, scores, &self.left_out, recompute, config)?;
         self.answers = if self.shows_answers(update) {
@@ -901,6 +920,11 @@ impl PpoTrainer {
         generate(&self.learner.policy, prompts, &self.generation(sampling, purpose, step))
     }
 
+    /// Whether the log-probabilities of sampling are not those that training takes.
+    fn recomputes_logprobs(&self) -> bool {
+        !self.learner.policy.is_exact() || self.config.logprob_temperature() != self.config.temperature
+    }
+
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {
         GenerationConfig { sampling, purpose, ..generation(&self.config, &self.stop, step) }
     }
@@ -910,7 +934,7 @@ impl PpoTrainer {
     /// # Errors
     /// As [`PpoTrainer::train`].
     pub fn check(&mut self) -> Result<Checks> {
-        let sampling = Sampling::at_temperature(self.config.temperature);
+        let sampling = Sampling::at_temperature(self.config.logprob_temperature());
         let response_length = self.config.response_length.min(checks::TOKENS);
         let generation =
             GenerationConfig { max_new_tokens: response_length, ..self.generation(sampling, Purpose::Samples, 0) };
@@ -974,6 +998,7 @@ impl PpoTrainer {
     /// from them.
     fn whole_scores(&mut self, prompts: &[&Prompt], responses: &[Response]) -> Result<(Tensor, Vec<ComponentScores>)> {
         let mut scored = self.rewards.score_responses(&self.tokenizer, prompts, responses, false)?;
+        self.scaling.apply(&mut scored, false);
         (scored.responses, scored.tokens) = (scored.totals(), None);
         Ok((self.penalised(&scored, responses).0.responses, scored.components))
     }
@@ -1261,6 +1286,12 @@ pub struct StepStats {
     pub ratio: f64,
     /// Sum of their squares.
     pub ratio_squared: f64,
+    /// The ratios themselves, row after row.
+    pub ratios: Vec<f32>,
+    /// Sum of the new values.
+    pub value: f64,
+    /// Sum of the squares of their distances from the returns.
+    pub value_error: f64,
     /// Norm of the policy's gradient before clipping.
     pub policy_grad_norm: f64,
     /// Norm of the value model's gradient before clipping.
@@ -1379,6 +1410,9 @@ impl Learner {
     /// micro-batches; its losses are sums over them, divided by the token count of the whole mini-batch, so the size of
     /// a micro-batch changes memory and speed and nothing else. Gives one entry per mini-batch.
     ///
+    /// Where the plan's `part_size` is less than that, a step goes by the mean of the losses of its parts, each divided by its own
+    /// token count, and there is an entry per part.
+    ///
     /// Where there are texts to mix in, each mini-batch takes as many of their blocks as it has rows. Where there is a moving
     /// average, it moves with each step of the policy.
     ///
@@ -1400,26 +1434,51 @@ impl Learner {
         for order in orders {
             for mini_batch in order.chunks(plan.mini_batch_size) {
                 let learns = rates.policy.is_some();
-                let mut stats =
-                    self.gradients(experience, targets, mini_batch, plan.micro_batch_size, learns, config)?;
-                let far = config.step.ratio_threshold.is_some_and(|most| stats.ratio > most * stats.tokens);
-                stats.skipped = far && stats.not_finite().is_none();
-                if stats.skipped {
-                    self.zero_grad();
-                } else {
+                let parts = mini_batch.chunks(plan.part_size);
+                let share = (parts.len() as f64).recip();
+                let parts =
+                    parts.map(|part| self.gradients(experience, targets, part, plan.micro_batch_size, learns, config));
+                let mut parts: Vec<StepStats> = parts.collect::<Result<_>>()?;
+                if self.takes_step(&mut parts, share, config) {
+                    let last = parts.last_mut().expect("a mini-batch has rows");
                     if learns {
-                        self.mix_texts(mini_batch.len(), plan.micro_batch_size, &mut stats)?;
+                        self.mix_texts(mini_batch.len(), plan.micro_batch_size, last)?;
                     }
-                    self.step(rates, &mut stats)?;
+                    self.step_of_parts(&mut parts, rates)?;
                 }
-                steps.push(stats);
+                steps.extend(parts);
             }
-            let moved = steps.last().map_or(0.0, |last| last.policy_kl / last.tokens.max(1.0));
-            if config.step.target_kl.is_some_and(|target| moved > EARLY_STOP * target) {
+            let moved = steps.last().map_or(0.0, |last: &StepStats| last.policy_kl / last.tokens.max(1.0));
+            if config.target_kl().is_some_and(|target| moved > EARLY_STOP * target) {
                 break;
             }
         }
         Ok(steps)
+    }
+
+    /// Whether a mini-batch whose `parts` have added their gradients is learnt from: not if one is above `ratio_threshold`. Makes
+    /// their sum what each having its `share` of the loss gives.
+    fn takes_step(&mut self, parts: &mut [StepStats], share: f64, config: &PpoConfig) -> bool {
+        let far = |part: &StepStats| config.step.ratio_threshold.is_some_and(|most| part.ratio > most * part.tokens);
+        if parts.iter().any(far) && parts.iter().all(|part| part.not_finite().is_none()) {
+            parts.iter_mut().for_each(|part| part.skipped = true);
+            self.zero_grad();
+            return false;
+        }
+        if parts.len() > 1 {
+            self.policy_optimizer.scale_grad(share);
+            self.value_optimizer.iter_mut().for_each(|optimizer| optimizer.scale_grad(share));
+        }
+        true
+    }
+
+    /// [`Learner::step`] by the gradients of all `parts`; one that is not finite keeps the others from being learnt.
+    fn step_of_parts(&mut self, parts: &mut [StepStats], rates: LearningRates) -> Result<()> {
+        let at = parts.iter().position(|part| part.not_finite().is_some()).unwrap_or(parts.len() - 1);
+        self.step(rates, &mut parts[at])?;
+        let norms = (parts[at].policy_grad_norm, parts[at].value_grad_norm);
+        parts.iter_mut().for_each(|part| (part.policy_grad_norm, part.value_grad_norm) = norms);
+        Ok(())
     }
 
     /// Adds the gradients of the losses of one mini-batch to those that the parameters hold; gives its sums.
@@ -1540,7 +1599,8 @@ impl Learner {
         let token_spans: Vec<_> = rows.iter().map(|&row| experience.token_span(row)).collect();
         let value_spans: Vec<_> = rows.iter().map(|&row| experience.value_span(row)).collect();
 
-        let mine = |x: &Tensor| packed(x, &experience.response_mask, rows);
+        let lengths = rows.iter().map(|&row| experience.lengths[row]).collect::<Vec<_>>();
+        let mine = |x: &Tensor| packed(x, &lengths, rows);
         let (old, advantages, counts) = (mine(&experience.logprobs), mine(advantages), mine(&experience.loss_mask));
         let reference = config.kl.kl_in_loss.then(|| mine(&experience.ref_logprobs));
         let (clip, [policy_scale, value_scale]) = (config.policy_clip(), self.loss_scales());
@@ -1555,6 +1615,7 @@ impl Learner {
             stats.policy_kl += number(&loss.policy_kl);
             stats.ratio += number(&loss.ratio.sum(Kind::Float));
             stats.ratio_squared += number(&loss.ratio.square().sum(Kind::Float));
+            stats.ratios.extend(numbers(&loss.ratio.masked_select(&counts)));
             let sum = match &reference {
                 Some(reference) => {
                     let estimate = || ppo::kl(&now.logprobs, &here(reference), &counts, config.kl_estimator);
@@ -1574,13 +1635,17 @@ impl Learner {
             sum / (stats.tokens.max(1.0) / policy_scale)
         };
 
-        let mine = |x: &Tensor| packed(x, &experience.value_mask, rows);
-        let (old_values, returns) = (mine(&experience.values), mine(&targets.returns));
-        let of_value = mine(&experience.value_loss_mask);
+        let lengths = rows.iter().map(|&row| experience.value_counts[row]).collect::<Vec<_>>();
+        let mine = |x: &Tensor| packed(x, &lengths, rows);
+        let (old_values, returns, of_value) =
+            (mine(&experience.values), mine(&targets.returns), mine(&experience.value_loss_mask));
         let value_loss = |values: &Tensor| {
             let loss = ppo::value_loss(values, &old_values, &returns, &of_value, config.cliprange_value);
             stats.value_loss += number(&loss.sum);
             stats.value_clipped += number(&loss.clipped);
+            let values = values.detach();
+            stats.value += number(&ppo::masked_sum(&values, &of_value));
+            stats.value_error += number(&ppo::masked_sum(&(&values - &returns).square(), &of_value));
             loss.sum * (config.vf_coef / stats.value_slots.max(1.0) * value_scale)
         };
 
@@ -1593,14 +1658,14 @@ impl Learner {
                 &sequences,
                 &token_spans,
                 &value_spans,
-                config.temperature,
+                config.logprob_temperature(),
                 true,
                 policy_loss,
                 value_loss,
             )?),
             // Two models share nothing, so the policy's activations are gone before the value model's come.
             ValueModel::Model(value) => {
-                let (policy, temperature) = (&self.policy, config.temperature);
+                let (policy, temperature) = (&self.policy, config.logprob_temperature());
                 let new = match (&experience.reference, learns_policy) {
                     (_, false) => None,
                     (Some(reference), true) => {
@@ -1622,10 +1687,10 @@ impl Learner {
     }
 }
 
-/// The counted slots of `rows` of `x`, row after row: as the models give their numbers.
-fn packed(x: &Tensor, mask: &Tensor, rows: &[usize]) -> Tensor {
-    let index = row_index(rows, x);
-    x.index_select(0, &index).masked_select(&mask.index_select(0, &index))
+/// The first `counts` slots of `rows` of `x`, row after row: as the models give their numbers.
+fn packed(x: &Tensor, counts: &[i64], rows: &[usize]) -> Tensor {
+    let slots = ppo::response_mask(counts, x.size()[1], x.device());
+    x.index_select(0, &row_index(rows, x)).masked_select(&slots)
 }
 
 /// `x` whitened over the counted slots of `rows` alone; 0 in other rows.
@@ -1641,6 +1706,10 @@ fn row_index(rows: &[usize], like: &Tensor) -> Tensor {
 
 fn number(x: &Tensor) -> f64 {
     x.double_value(&[])
+}
+
+fn numbers(x: &Tensor) -> Vec<f32> {
+    Vec::try_from(x).expect("a vector of f32")
 }
 
 /// Adds the metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the other
@@ -1684,9 +1753,9 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
         }
         m.push("policy/entropy_avg", sum(|s| s.entropy) / tokens);
         m.push("policy/grad_norm", mean_norm(|s| s.policy_grad_norm, of_policy));
-        if config.step.target_kl.is_some() {
+        if config.target_kl().is_some() {
             m.push("policy/policykl_avg", sum(|s| s.policy_kl) / tokens);
-            m.push("policy/epochs", (all / config.steps_per_epoch(experience.lengths.len()).max(1)) as f64);
+            m.push("policy/epochs", (all / config.parts_per_epoch(experience.lengths.len())) as f64);
         }
         if config.step.ratio_threshold.is_some() {
             m.push("policy/skipped_steps", (steps.len() - taken) as f64);
@@ -1707,7 +1776,9 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
         m.push("val/ratio_var", (sum(|s| s.ratio_squared) / tokens - ratio * ratio).clamp(0.0, f64::INFINITY));
     }
     m.push("val/explained_variance", explained_variance(experience, targets));
-    m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm, of_value));
+    if !config.legacy.value_head {
+        m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm, of_value));
+    }
     m.push("val/response_length", response_tokens / rows);
     m.push("val/skipped_steps", (all - steps.len()) as f64);
     if config.run.fp16 {

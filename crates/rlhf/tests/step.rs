@@ -1,0 +1,461 @@
+//! The trainer with `step()`: its settings, its pieces, what it writes; and `rlhf ppo --preset trl-legacy`.
+
+use crate::cli::{Scratch, json_lines};
+use crate::support::{assert_close, golden};
+use rlhf::config::{PpoConfig, Preset};
+use rlhf::data::Dataset;
+use rlhf::generate::Sampling;
+use rlhf::model::{CausalLm, CausalLmWithValueHead, ModelOptions, ValueHeadInit};
+use rlhf::ppo::KlEstimator;
+use rlhf::rng::{Purpose, Stream};
+use rlhf::rollout::Targets;
+use rlhf::tokenizer::Tokenizer;
+use rlhf::train::step::{Generate, LengthSampler, Stat, StepConfig, StepTrainer, Texts};
+use std::path::PathBuf;
+use tch::{Kind, Tensor};
+
+fn init(name: &str) -> PathBuf {
+    golden().join("trl_legacy/init").join(name)
+}
+
+fn model() -> CausalLmWithValueHead {
+    let dir = init("policy_vhead");
+    CausalLmWithValueHead::from_pretrained(&dir, ValueHeadInit::Checkpoint, ModelOptions::default()).unwrap()
+}
+
+fn tokenizer() -> Tokenizer {
+    Tokenizer::from_pretrained(&init("policy")).unwrap()
+}
+
+fn small(change: impl FnOnce(&mut StepConfig)) -> StepTrainer {
+    let mut config = StepConfig { learning_rate: 1e-3, batch_size: 4, mini_batch_size: 2, ..StepConfig::default() };
+    change(&mut config);
+    StepTrainer::new(config, model(), None, tokenizer()).unwrap()
+}
+
+fn rows() -> (Vec<Vec<i64>>, Vec<Vec<i64>>, Vec<f64>) {
+    let queries = vec![vec![5, 6, 7], vec![8], vec![9, 10], vec![11, 12, 13, 14]];
+    let responses = vec![vec![20, 21, 0], vec![22, 23, 24, 25], vec![26], vec![27, 28]];
+    (queries, responses, vec![1.0, -1.0, 0.5, 2.0])
+}
+
+fn weights(model: &CausalLm) -> Vec<Tensor> {
+    model.params().iter().map(|param| param.tensor.detach().copy()).collect()
+}
+
+fn moved(before: &[Tensor], model: &CausalLm) -> Vec<String> {
+    let pairs = before.iter().zip(model.params());
+    pairs.filter(|(old, param)| !old.equal(&param.tensor)).map(|(_, param)| param.name.clone()).collect()
+}
+
+#[test]
+fn defaults_are_those_of_trl_0_11() {
+    let found = StepConfig::default();
+    assert_eq!((found.batch_size, found.mini_batch_size, found.gradient_accumulation_steps), (128, 128, 1));
+    assert_eq!((found.init_kl_coef, found.target, found.horizon, found.adap_kl_ctrl), (0.2, 6.0, 10000.0, true));
+    assert_eq!(
+        (found.gamma, found.lam, found.cliprange, found.cliprange_value, found.vf_coef),
+        (1.0, 0.95, 0.2, 0.2, 0.1)
+    );
+    assert_eq!((found.learning_rate, found.ppo_epochs, found.steps, found.seed), (1.41e-5, 4, 20000, 0));
+    assert_eq!((found.ratio_threshold, found.target_kl, found.early_stopping), (10.0, 1.0, false));
+    assert_eq!((found.kl_penalty, found.max_grad_norm, found.score_clip), (KlEstimator::K1, None, None));
+    assert_eq!(
+        (found.optimizer.weight_decay, found.optimizer.adam_beta2, found.optimizer.adam_epsilon),
+        (0.0, 0.999, 1e-8)
+    );
+    // The command line's preset says the same.
+    let preset = PpoConfig::with_preset(Preset::TrlLegacy, "gpt2", "", "stanfordnlp/imdb", "");
+    let mut ours = found.ppo();
+    (ours.legacy.batch_size, ours.legacy.mini_batch_size) = (None, None);
+    (ours.reward_model_path, ours.local_rollout_forward_batch_size) = (preset.reward_model_path.clone(), 64);
+    assert_eq!(ours, preset);
+}
+
+#[test]
+fn a_yaml_file_has_trls_names_and_what_has_no_place_here_is_refused_with_the_reason() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("step.yaml");
+    let read = |text: &str| {
+        std::fs::write(&path, text).unwrap();
+        StepConfig::read(&path).map_err(|e| e.to_string())
+    };
+    let found =
+        read("batch_size: 16\nmini_batch_size: 4\nkl_penalty: full\ninit_kl_coef: 0.1\nscore_clip: 2\n").unwrap();
+    assert_eq!((found.batch_size, found.kl_penalty, found.score_clip), (16, KlEstimator::Full, Some(2.0)));
+    for (text, words) in [
+        ("push_to_hub_if_best_kwargs: {repo_id: me}\n", "nothing is pushed"),
+        ("batch_size: 4\ntracker_kwargs: {}\n", "`tracker_kwargs` is a setting of another system"),
+        ("kl_penalty: full\nkl_penality: abs\n", "kl_penality"),
+        ("kl_penalty: k9\n", "expected one of"),
+        (
+            "batch_size: 10\nmini_batch_size: 4\n",
+            "batch_size = 10 is not a multiple of mini_batch_size * gradient_accumulation_steps = 4 * 1",
+        ),
+        ("use_score_norm: true\n", "use_score_norm = true has no effect"),
+        ("keep_best: true\n", "keep_best = true: expected an output_dir"),
+        ("early_stopping: true\nppo_epochs: 1\n", "num_ppo_epochs = 1"),
+        ("init_kl_coef: -1\n", "kl_coef = -1"),
+    ] {
+        let error = read(text).unwrap_err();
+        assert!(error.contains(words), "{text}: {error}");
+    }
+}
+
+#[test]
+fn a_step_takes_any_number_of_rows_and_a_single_one_too() {
+    let (queries, responses, scores) = rows();
+    let mut trainer = small(|c| c.gradient_accumulation_steps = 2);
+    for rows in [1, 3, 4] {
+        let before = weights(&trainer.learner.policy);
+        let stats = trainer.step(&queries[..rows], &responses[..rows], &scores[..rows], None).unwrap();
+        assert!(
+            stats.numbers().iter().all(|(name, number)| number.is_finite() || name == "ppo/val/var_explained"),
+            "{stats:?}"
+        );
+        assert!(moved(&before, &trainer.learner.policy).len() > 20, "{rows} rows");
+    }
+}
+
+#[test]
+fn rows_that_do_not_go_together_are_refused_before_anything_moves() {
+    let (queries, responses, scores) = rows();
+    let mut trainer = small(|_| {});
+    let before = weights(&trainer.learner.policy);
+    let empty = vec![vec![20], vec![], vec![21], vec![22]];
+    let short: Vec<Vec<bool>> = responses.iter().map(|row| vec![true; row.len() - 1]).collect();
+    let none: Vec<Vec<bool>> = responses.iter().map(|row| vec![false; row.len()]).collect();
+    for (result, words) in [
+        (trainer.step(&queries, &responses, &scores[..3], None), "4 responses and scores of shape [3]"),
+        (trainer.step(&queries, &empty, &scores, None), "row 1: expected a response of at least one token"),
+        (trainer.step(&queries, &responses, &[1.0, f64::NAN, 0.0, 0.0], None), "row 1: expected a finite score"),
+        (trainer.step(&queries, &responses, &scores, Some(&short)), "an entry for each token"),
+        (trainer.step(&queries, &responses, &scores, Some(&none)), "row 0: expected at least one token that counts"),
+        (trainer.step(&[], &[], &[], None), "at least one row"),
+    ] {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
+    assert!(moved(&before, &trainer.learner.policy).is_empty());
+}
+
+#[test]
+fn queries_of_any_length_give_what_they_give_alone() {
+    // Left padding would move GPT-2's positions; here nothing is padded.
+    let (queries, responses, scores) = rows();
+    let trainer = small(|_| {});
+    let all = trainer.batched_forward_pass(&queries, &responses, &scores, None).unwrap();
+    for row in 0..4 {
+        let one = |x: &[Vec<i64>]| vec![x[row].clone()];
+        let alone = trainer.batched_forward_pass(&one(&queries), &one(&responses), &scores[row..=row], None).unwrap();
+        let length = responses[row].len() as i64;
+        for (all, alone) in
+            [(&all.logprobs, &alone.logprobs), (&all.values, &alone.values), (&all.ref_logprobs, &alone.ref_logprobs)]
+        {
+            assert_close("alone", &all.get(row as i64).narrow(0, 0, length), &alone.get(0), 1e-5);
+        }
+    }
+}
+
+#[test]
+fn tokens_that_are_masked_change_no_loss_and_the_score_lands_on_the_last_that_counts() {
+    let (queries, responses, scores) = rows();
+    let trainer = small(|c| c.init_kl_coef = 0.0);
+    let kept = vec![vec![true, true, false], vec![false, true, true, true], vec![true], vec![true, false]];
+    let e = trainer.batched_forward_pass(&queries, &responses, &scores, Some(&kept)).unwrap();
+    let (_, rewards) = trainer.compute_rewards(&e);
+    let expected = Tensor::from_slice2(&[
+        [0.0f32, 1.0, 0.0, 0.0],
+        [0.0, 0.0, 0.0, -1.0],
+        [0.5, 0.0, 0.0, 0.0],
+        [2.0, 0.0, 0.0, 0.0],
+    ]);
+    assert_close("rewards", &rewards, &expected, 0.0);
+    let stats = small(|_| {}).step(&queries, &responses, &scores, Some(&kept)).unwrap();
+    let Some(Stat::List(ratios)) = stats.stat("ppo/policy/ratio") else { panic!("no ratios") };
+    assert_eq!(ratios.len(), 4 * 7, "four epochs of seven tokens");
+}
+
+#[test]
+fn lower_layers_that_are_shared_never_move_and_are_held_once() {
+    let (queries, responses, scores) = rows();
+    let mut trainer = small(|c| c.num_shared_layers = Some(1));
+    let before = weights(&trainer.learner.policy);
+    let reference = weights(&trainer.reference);
+    trainer.step(&queries, &responses, &scores, None).unwrap();
+    let moved = moved(&before, &trainer.learner.policy);
+    assert!(
+        moved.iter().all(|name| !name.contains("wte") && !name.contains("wpe") && !name.contains(".h.0.")),
+        "{moved:?}"
+    );
+    assert!(
+        moved.iter().any(|name| name.contains(".h.1.")) && moved.iter().any(|name| name == "v_head.summary.weight"),
+        "{moved:?}"
+    );
+    for (param, old) in trainer.reference.params().iter().zip(&reference) {
+        assert!(param.tensor.equal(old), "the reference moved: {}", param.name);
+        let own = trainer.learner.policy.params().iter().find(|own| own.name == param.name).unwrap();
+        let shared = own.tensor.data_ptr() == param.tensor.data_ptr();
+        assert_eq!(
+            shared,
+            !(param.name.contains(".h.1.") || param.name.contains("ln_f") || param.name.contains("v_head")),
+            "{}",
+            param.name
+        );
+    }
+    let error = StepTrainer::new(
+        StepConfig { num_shared_layers: Some(2), ..StepConfig::default() },
+        model(),
+        None,
+        tokenizer(),
+    );
+    assert!(error.unwrap_err().to_string().contains("num_shared_layers = 2: expected at most 1"));
+}
+
+#[test]
+fn gradient_checkpointing_changes_no_weight() {
+    let (queries, responses, scores) = rows();
+    let mut all = Vec::new();
+    for gradient_checkpointing in [false, true] {
+        let mut trainer = small(|c| c.gradient_checkpointing = gradient_checkpointing);
+        trainer.step(&queries, &responses, &scores, None).unwrap();
+        all.push(weights(&trainer.learner.policy));
+    }
+    let names: Vec<String> = model().lm().params().iter().map(|param| param.name.clone()).collect();
+    for ((plain, checkpointed), name) in all[0].iter().zip(&all[1]).zip(names) {
+        // Adam makes whole steps of a key bias's round-off.
+        if !name.ends_with("c_attn.bias") {
+            assert_close(&name, checkpointed, plain, 1e-6);
+        }
+    }
+}
+
+#[test]
+fn a_schedule_and_the_optimizers_settings_are_the_callers() {
+    let (queries, responses, scores) = rows();
+    let mut still = small(|_| {}).with_schedule(|step| if step == 0 { 0.0 } else { 1e-3 });
+    let before = weights(&still.learner.policy);
+    let stats = still.step(&queries, &responses, &scores, None).unwrap();
+    assert_eq!(stats.get("ppo/learning_rate"), Some(0.0));
+    assert!(moved(&before, &still.learner.policy).is_empty());
+    still.step(&queries, &responses, &scores, None).unwrap();
+    assert!(!moved(&before, &still.learner.policy).is_empty());
+
+    let mut clipped = small(|c| c.max_grad_norm = Some(1e-12));
+    clipped.config.optimizer.adam_epsilon = 1.0;
+    let mut clipped = StepTrainer::new(clipped.config, model(), None, tokenizer()).unwrap();
+    clipped.step(&queries, &responses, &scores, None).unwrap();
+    // With this epsilon a step is about the learning rate times the gradient, which is clipped at every one of the steps.
+    for (old, param) in before.iter().zip(clipped.learner.policy.params()) {
+        assert!((old - &param.tensor).abs().max().double_value(&[]) < 1e-9, "{}", param.name);
+    }
+}
+
+#[test]
+fn lengths_are_drawn_from_the_range_and_responses_end_at_eos() {
+    let sampler = LengthSampler::new(2, 5).unwrap();
+    let mut stream = Stream::new(1, Purpose::Lengths, 0, 0);
+    let drawn: Vec<usize> = (0..200).map(|_| sampler.sample(&mut stream)).collect();
+    for length in 2..5 {
+        assert!(drawn.iter().filter(|&&found| found == length).count() > 40, "{length}: {drawn:?}");
+    }
+    assert!(drawn.iter().all(|length| (2..5).contains(length)));
+    assert!(LengthSampler::new(3, 3).is_err() && LengthSampler::new(0, 3).is_err());
+
+    let (queries, ..) = rows();
+    let mut trainer = small(|_| {});
+    let how = Generate { length_sampler: Some(sampler), batch_size: 1, ..Generate::new(1) };
+    let found = trainer.generate(&queries, &how).unwrap();
+    assert!(found.ref_responses.is_none() && found.responses.iter().all(|row| (1..5).contains(&row.len())));
+    assert_ne!(trainer.generate(&queries, &how).unwrap(), found, "another call draws others");
+    let how =
+        Generate { sampling: Sampling::Greedy, return_prompt: true, generate_ref_response: true, ..Generate::new(6) };
+    let found = trainer.generate(&queries, &how).unwrap();
+    assert_eq!(found.ref_responses.as_ref(), Some(&found.responses), "the reference is still a copy");
+    for (query, response) in queries.iter().zip(&found.responses) {
+        assert!(response.starts_with(query));
+        let answer = &response[query.len()..];
+        assert_eq!(answer.iter().position(|&id| id == 0).map_or(6, |at| at + 1), answer.len());
+    }
+}
+
+#[test]
+fn a_data_loader_gives_every_query_once_in_each_pass_the_last_batch_smaller() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("queries.jsonl");
+    let lines: Vec<String> = (0..10).map(|i| format!("{{\"query\": \"abc{i}\"}}")).collect();
+    std::fs::write(&path, lines.join("\n")).unwrap();
+    let dataset = Dataset::read(&path, "train").unwrap();
+    let mut loader = small(|_| {}).prepare_dataloader(&dataset).unwrap();
+    let passes: Vec<Vec<String>> = (0..2)
+        .map(|_| {
+            let batches: Vec<Vec<_>> = loader.epoch().collect();
+            assert_eq!(batches.iter().map(Vec::len).collect::<Vec<_>>(), [4, 4, 2]);
+            batches.concat().into_iter().map(|prompt| prompt.text).collect()
+        })
+        .collect();
+    assert_ne!(passes[0], passes[1]);
+    for mut pass in passes {
+        pass.sort();
+        assert_eq!(pass, (0..10).map(|i| format!("abc{i}")).collect::<Vec<_>>());
+    }
+    let mut loader = loader.with_order(|_, rows| (0..rows).rev().collect());
+    assert_eq!(loader.epoch().next().unwrap()[0].text, "abc9");
+}
+
+#[test]
+fn what_is_logged_is_in_the_folder_with_the_best_model_and_what_is_saved_reads_back() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("out");
+    let (queries, responses, _) = rows();
+    let mut trainer = small(|c| (c.output_dir, c.keep_best) = (Some(out.clone()), true));
+    let texts: Vec<String> = (0..4).map(|i| format!("text {i}")).collect();
+    let texts = Texts { query: &texts, response: &texts };
+    let mut best = Vec::new();
+    for (i, scores) in [[1.0; 4], [3.0, 3.0, 1.0, 1.0], [0.0; 4]].into_iter().enumerate() {
+        if i == 1 {
+            best = weights(&trainer.learner.policy);
+        }
+        let stats = trainer.step(&queries, &responses, &scores, None).unwrap();
+        trainer.log_stats(&stats, texts, &scores).unwrap();
+    }
+    let lines = json_lines(&std::fs::read_to_string(out.join("trl/metrics.jsonl")).unwrap());
+    assert_eq!(lines.len(), 3);
+    assert_eq!((&lines[1]["step"], &lines[1]["env/reward_mean"]), (&2.into(), &2.0.into()));
+    assert!((lines[1]["env/reward_std"].as_f64().unwrap() - (4.0f64 / 3.0).sqrt()).abs() < 1e-6);
+    assert!(lines[2]["objective/kl"].is_number() && lines[2]["time/ppo/total"].is_number());
+    assert!(trainer.log_stats(&rlhf::train::step::Stats::default(), texts, &[1.0]).is_err());
+
+    let options = ModelOptions::default();
+    let kept = CausalLmWithValueHead::from_pretrained(&out.join("best"), ValueHeadInit::Checkpoint, options).unwrap();
+    for (param, best) in kept.lm().params().iter().zip(&best) {
+        assert!(param.tensor.equal(best), "{} is not that of the model that answered best", param.name);
+    }
+    let dir = out.join("model");
+    trainer.save_pretrained(&dir).unwrap();
+    let saved = CausalLmWithValueHead::from_pretrained(&dir, ValueHeadInit::Checkpoint, options).unwrap();
+    for (param, own) in saved.lm().params().iter().zip(trainer.learner.policy.params()) {
+        assert!(param.tensor.equal(&own.tensor), "{}", param.name);
+    }
+    assert!(std::fs::read_to_string(dir.join("README.md")).unwrap().contains("| steps | 3 |"));
+    let again = StepConfig { output_dir: Some(out), ..trainer.config.clone() };
+    let error = StepTrainer::new(again, model(), None, tokenizer()).unwrap_err().to_string();
+    assert!(error.contains("output_dir"), "{error}");
+}
+
+#[test]
+fn the_pieces_by_hand_are_what_step_does() {
+    let (queries, responses, scores) = rows();
+    let order: Vec<usize> = vec![2, 0, 3, 1];
+    let given = order.clone();
+    let mut whole = small(|c| c.ppo_epochs = 1).with_order(move |_, _| given.clone());
+    let stats = whole.step(&queries, &responses, &scores, None).unwrap();
+
+    let mut pieces = small(|c| c.ppo_epochs = 1);
+    let e = pieces.batched_forward_pass(&queries, &responses, &scores, None).unwrap();
+    let (kl, rewards) = pieces.compute_rewards(&e);
+    let (advantages, returns) = pieces.compute_advantages(&e, &rewards);
+    let targets = Targets { kl, kl_coef: pieces.kl_coef(), rewards, advantages, returns };
+    let mut ratios = Vec::new();
+    for rows in order.chunks(2) {
+        for part in pieces.train_minibatch(&e, &targets, rows).unwrap() {
+            ratios.extend(part.ratios);
+        }
+    }
+    assert_eq!(stats.stat("ppo/policy/ratio"), Some(&Stat::List(ratios)));
+    for (one, other) in weights(&pieces.learner.policy).iter().zip(weights(&whole.learner.policy)) {
+        assert!(one.equal(&other));
+    }
+    // The losses of numbers that did not move: ratios are 1, so the policy's is minus the mean advantage.
+    let mask = &e.response_mask;
+    let (policy, value, of_loss) = pieces.loss(
+        &e.logprobs,
+        &e.values,
+        &e.logprobs.zeros_like(),
+        &e.values,
+        &e.logprobs,
+        mask,
+        &targets.advantages,
+        &targets.returns,
+    );
+    assert!(policy.double_value(&[]).abs() < 1e-6, "whitened advantages have the mean 0");
+    let errors = (&e.values - &targets.returns).square().masked_select(mask).mean(Kind::Float).double_value(&[]);
+    assert!((value.double_value(&[]) - 0.1 * errors / 2.0).abs() < 1e-5);
+    assert!((of_loss.get("val/error").unwrap() - errors).abs() < 1e-5);
+    assert_eq!(of_loss.get("policy/clipfrac"), Some(0.0));
+}
+
+const LEGACY: &str =
+    "ppo --preset trl-legacy --model_name policy --query_dataset prompts.jsonl --reward length:target=3";
+
+#[test]
+fn the_preset_trains_one_model_with_a_value_head_from_the_command_line() {
+    let scratch = Scratch::of_family("gpt2");
+    let flags = "--batch_size 4 --mini_batch_size 2 --ppo_epochs 2 --steps 8 --init_kl_coef 0.3 --kl_penalty abs \
+                 --response_length 4 --temperature 0.9 --learning_rate 1e-3 --save_steps 1 --use_score_scaling";
+    scratch.succeeds(&format!("{LEGACY} {flags} --output_dir out"));
+    let lines = scratch.metrics("out");
+    assert_eq!(lines.len(), 2);
+    assert_eq!(lines[0]["objective/kl_coef"], 0.3);
+    assert_ne!(lines[1]["objective/kl_coef"], 0.3, "the weight is adapted");
+    assert!(lines[0].get("val/grad_norm").is_none() && !scratch.path("out/value_model").exists());
+    let read = |name: &str, init| {
+        CausalLmWithValueHead::from_pretrained(&scratch.path(name), init, ModelOptions::default()).unwrap()
+    };
+    let (before, after) = (read("policy", ValueHeadInit::Fresh(0)), read("out", ValueHeadInit::Checkpoint));
+    let moved = moved(&weights(before.lm()), after.lm());
+    assert!(moved.iter().any(|name| name == "v_head.summary.bias") && moved.len() > 20, "{moved:?}");
+
+    // It goes on from a checkpoint to the same bits.
+    scratch.succeeds(&format!("{LEGACY} {flags} --output_dir again --resume_from_checkpoint out/checkpoint-1"));
+    let bytes = |run: &str| std::fs::read(scratch.path(run).join("model.safetensors")).unwrap();
+    assert!(bytes("again") == bytes("out"), "the resumed run ends elsewhere");
+
+    // And the settings it leaves repeat it.
+    let yaml = scratch.read("out/config.yaml");
+    for line in ["preset: trl-legacy", "value_head: true", "kl_coef: 0.3", "mini_batch_size: 2", "num_ppo_epochs: 2"] {
+        assert!(yaml.lines().any(|found| found == line), "{line}: {yaml}");
+    }
+    scratch.succeeds("ppo --config out/config.yaml --output_dir repeated");
+    assert!(bytes("repeated") == bytes("out"), "the repeated run ends elsewhere");
+}
+
+#[test]
+fn a_file_may_name_the_preset_and_use_trls_names_and_a_flag_wins_over_both() {
+    let scratch = Scratch::of_family("gpt2");
+    scratch.write(
+        "legacy.yaml",
+        "preset: trl-legacy\nmodel_name: policy\nquery_dataset: prompts.jsonl\nreward: length:target=3\nbatch_size: 4\n\
+         ppo_epochs: 2\nsteps: 4\ninit_kl_coef: 0.3\nresponse_length: 4\noutput_dir: out\n",
+    );
+    scratch.succeeds("ppo --config legacy.yaml --value_head false --kl_coef 0.5");
+    assert_eq!(scratch.metrics("out")[0]["objective/kl_coef"], 0.5);
+    assert!(scratch.path("out/value_model").exists(), "a value model of its own, as the flag says");
+    let yaml = scratch.read("out/config.yaml");
+    assert!(yaml.contains("score_position: last_token") && yaml.contains("adap_kl_ctrl: true"), "{yaml}");
+    scratch.write("twice.yaml", "kl_coef: 0.1\ninit_kl_coef: 0.2\n");
+    scratch.refuses("ppo --config twice.yaml", 2, &["init_kl_coef", "is set twice"]);
+    scratch.write("refused.yaml", "preset: trl-legacy\ntracker_kwargs: 1\n");
+    scratch.refuses("ppo --config refused.yaml", 2, &["refused.yaml:2", "has no place here"]);
+}
+
+#[test]
+fn settings_that_have_no_place_are_refused_by_the_command_with_the_reason() {
+    let scratch = Scratch::of_family("gpt2");
+    for (flags, words) in [
+        (
+            "--compare_steps 3",
+            "`compare_steps` is a setting of another system that has no place here: nothing is pushed",
+        ),
+        ("--optimize_cuda_cache true", "memory between the phases"),
+        ("--num_mini_batches 2 --batch_size 4", "num_mini_batches = 2 has no effect with preset = trl-legacy"),
+        (
+            "--batch_size 6 --mini_batch_size 4",
+            "not a multiple of mini_batch_size * gradient_accumulation_steps = 4 * 1 = 4",
+        ),
+        ("--value_learning_rate 1e-3", "there is no value model"),
+        ("--target_kl 0.1", "target_kl = 0.1 has no effect with preset = trl-legacy and without early_stopping = true"),
+    ] {
+        scratch.refuses(&format!("{LEGACY} --output_dir out {flags}"), 2, &[words]);
+    }
+}
