@@ -357,6 +357,15 @@ pub(crate) fn signal(child: &Child, name: &str) {
     assert!(sent.success());
 }
 
+/// Waits until a run has come so far; one that ends before fails the test.
+pub(crate) fn wait_until(child: &mut Child, so_far: impl Fn() -> bool) {
+    while !so_far() {
+        let ended = child.try_wait().unwrap();
+        assert!(ended.is_none() || so_far(), "the run ended too early: {ended:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
 #[test]
 fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_goes_on() {
     let scratch = Scratch::new();
@@ -365,12 +374,10 @@ fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_goes_on() 
     scratch.succeeds(&format!("{line} --save_steps 40"));
     for (name, code) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
         let line = line.replace("whole", name);
-        let child = scratch.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = scratch.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let lines =
             || std::fs::read_to_string(scratch.path(name).join("metrics.jsonl")).map_or(0, |text| text.lines().count());
-        while lines() < 2 {
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        wait_until(&mut child, || lines() >= 2);
         signal(&child, name);
         let ran = Ran::from(child.wait_with_output().unwrap());
         assert_eq!(ran.code, code, "{}", ran.stderr);
@@ -389,9 +396,7 @@ fn a_second_signal_ends_a_run_at_once() {
     let scratch = Scratch::new();
     let line = format!("{PPO} --num_ppo_epochs 10000000 --num_sample_generations 0");
     let mut child = scratch.command(&line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    while !scratch.path("out/metrics.jsonl").exists() {
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    wait_until(&mut child, || scratch.path("out/metrics.jsonl").exists());
     signal(&child, "INT");
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
     assert!(lines.any(|line| line.unwrap().contains("once more to end at once")));

@@ -1,10 +1,9 @@
 //! The three trainings as one command: what links them, what a stop leaves, what is found before anything runs.
 
-use crate::checkpoint::signal;
+use crate::checkpoint::{signal, wait_until};
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines, timeless};
 use serde_json::json;
 use std::process::Stdio;
-use std::time::Duration;
 
 const ALL: &str = "pipeline --config pipeline.yaml";
 
@@ -97,12 +96,10 @@ fn a_run_that_is_stopped_in_any_step_goes_on_there_to_the_same_bits() {
     runs(&scratch, &format!("{ALL} --output_dir whole"));
     let line = format!("{ALL} --resume_from_checkpoint true");
     for (step, dir, name, code) in [("reward", "out/2-reward", "INT", 130), ("ppo", "out/3-ppo", "TERM", 143)] {
-        let child = scratch.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = scratch.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let lines =
             || std::fs::read_to_string(scratch.path(dir).join("metrics.jsonl")).map_or(0, |t| t.lines().count());
-        while lines() < 2 {
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        wait_until(&mut child, || lines() >= 2);
         signal(&child, name);
         let ran = Ran::from(child.wait_with_output().unwrap());
         assert_eq!(ran.code, code, "{}", ran.stderr);
@@ -176,7 +173,7 @@ fn everything_is_checked_before_the_first_step_begins() {
         ("ppo", "stop_token_id: 5000", 2, &["error: ppo: stop_token_id = 5000: expected an id below"]),
         ("ppo", "value_model_path: dir", 1, &["error: ppo: dir"]),
         ("ppo", "eval_steps: 1", 2, &["error: ppo: eval_steps = 1: expected rows that are held out"]),
-        ("ppo", "reward: ['exact:truth']", 1, &["error: ppo: reward `exact`: row 1 of the dataset", "truth"]),
+        ("ppo", "reward: ['exact:truth']", 1, &["error: ppo: reward `exact`: rows.jsonl: line", "truth"]),
         ("ppo", "num_mini_batches: 3", 2, &["broken.yaml:11: ppo: batch size = per_device_train_batch_size"]),
         ("reward", "dataset_name: bad.jsonl", 1, &["error: reward: bad.jsonl: line 1: expected a field `chosen`"]),
         ("reward", "max_length: 1", 1, &["error: reward: rows.jsonl: each of 12 pairs has a side of more than"]),
