@@ -858,10 +858,16 @@ mod tests {
                 }
                 continue;
             };
-            match (command, ours.strip_prefix("`rlhf ").and_then(|name| name.strip_suffix('`'))) {
+            match (command, ours.strip_prefix("`rlhf ").and_then(|rest| rest.split([' ', '`']).next())) {
                 (None, Some(name)) => command = Some(name),
                 (None, None) => {}
                 (Some(name), _) => {
+                    // Where it is the same, theirs is ours.
+                    let theirs = cells[1].split('`').skip(1).step_by(2).filter(|_| *ours == "the same");
+                    for flag in theirs {
+                        assert!(knows(name, flag), "no --{flag} in `rlhf {name}`: {line}");
+                        checked += 1;
+                    }
                     for flag in flags_in(ours).chain(flags_in(cells.get(3).unwrap_or(&""))) {
                         assert!(knows(name, flag), "no --{flag} in `rlhf {name}`: {line}");
                         checked += 1;

@@ -173,7 +173,7 @@ fn everything_is_checked_before_the_first_step_begins() {
         ("ppo", "stop_token_id: 5000", 2, &["error: ppo: stop_token_id = 5000: expected an id below"]),
         ("ppo", "value_model_path: dir", 1, &["error: ppo: dir"]),
         ("ppo", "eval_steps: 1", 2, &["error: ppo: eval_steps = 1: expected rows that are held out"]),
-        ("ppo", "reward: ['exact:truth']", 1, &["error: ppo: reward `exact`: rows.jsonl: line", "truth"]),
+        ("ppo", "reward: ['exact:truth']", 1, &["error: ppo: rows.jsonl: line ", "reward `exact`", "truth"]),
         ("ppo", "num_mini_batches: 3", 2, &["broken.yaml:11: ppo: batch size = per_device_train_batch_size"]),
         ("reward", "dataset_name: bad.jsonl", 1, &["error: reward: bad.jsonl: line 1: expected a field `chosen`"]),
         ("reward", "max_length: 1", 1, &["error: reward: rows.jsonl: each of 12 pairs has a side of more than"]),
