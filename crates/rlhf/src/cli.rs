@@ -828,6 +828,29 @@ mod tests {
         assert!(found.contains("reward: sft is left out, and o/1-sft holds no model"), "{found}");
     }
 
+    #[test]
+    fn a_section_of_a_pipeline_takes_another_systems_names_and_they_stand_for_ours() {
+        let least = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\n";
+        let pipeline = |ppo: &str| match with_file(&format!("{least}ppo:\n  preset: trl-legacy\n{ppo}"), &["pipeline"])
+        {
+            Ok(Task::Pipeline(config)) => Ok(config.ppo.unwrap()),
+            Ok(task) => panic!("{task:?}"),
+            Err(error) => Err(error),
+        };
+        let ppo = pipeline("  init_kl_coef: 0.3\n  steps: 8\n  batch_size: 4\n").unwrap();
+        assert_eq!((ppo.kl_coef, ppo.total_episodes, ppo.legacy.batch_size), (0.3, Some(8), Some(4)));
+        assert!(ppo.legacy.value_head && ppo.kl.adap_kl_ctrl);
+        assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("o/1-sft".into(), Some("o/2-reward".into())));
+        // What a section names is not linked, whichever name it uses.
+        let ppo = pipeline("  model_name: x\n  reward_model: y\n  query_dataset: z\n").unwrap();
+        assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("x".into(), Some("y".into())));
+        assert_eq!((ppo.data.dataset_name, ppo.data.data_split), (vec!["z".into()], None));
+        let twice = pipeline("  kl_coef: 0.1\n  init_kl_coef: 0.2\n").unwrap_err();
+        assert!(twice.starts_with("run.yaml:7: `ppo.init_kl_coef` is set twice"), "{twice}");
+        let refused = pipeline("  tracker_kwargs: 1\n").unwrap_err();
+        assert!(refused.starts_with("run.yaml:6: `tracker_kwargs` is a setting of another system"), "{refused}");
+    }
+
     /// The flags that a cell of a table, or a line of text, names: `--flag` in backticks, with a value or without.
     fn flags_in(text: &str) -> impl Iterator<Item = &str> {
         let code = text.split('`').skip(1).step_by(2);

@@ -85,8 +85,13 @@ impl Update {
 
     /// As if the policy that sampled had found these rows' tokens a hundred times less likely: ratios of about 148.
     fn surprise(&mut self, rows: Range<i64>) {
+        self.surprise_by(rows, 5.0);
+    }
+
+    /// The same with ratios of about the exponential of `nats`.
+    fn surprise_by(&mut self, rows: Range<i64>, nats: f64) {
         let logprobs = self.experience.logprobs.copy();
-        let _ = logprobs.narrow(0, rows.start, rows.end - rows.start).g_sub_scalar_(5.0);
+        let _ = logprobs.narrow(0, rows.start, rows.end - rows.start).g_sub_scalar_(nats);
         self.experience.logprobs = logprobs;
     }
 
@@ -211,6 +216,29 @@ fn a_mini_batch_above_the_ratio_threshold_takes_no_step_and_leaves_nothing_behin
     let mut patient = surprised(Some(1000.0));
     assert!(patient.learn_orders(&targets, &[all]).iter().all(|step| !step.skipped));
     assert_ne!(patient.policy_weights(), skipping.policy_weights());
+}
+
+#[test]
+fn an_infinite_ratio_is_above_the_threshold_and_leaves_nothing_behind_whatever_the_loss() {
+    for advantage in [-1.0, 0.0, 1.0] {
+        let mut update = update(|c| {
+            c.num_mini_batches = 4;
+            c.step.ratio_threshold = Some(10.0);
+        });
+        update.surprise_by(0..2, 100.0);
+        let mut targets = update.targets();
+        targets.advantages = targets.advantages.full_like(advantage);
+        let before = (update.policy_weights(), update.value_weights());
+        let steps = update.learn_orders(&targets, &[vec![0, 1]]);
+        assert_eq!((steps[0].skipped, steps[0].ratio, steps[0].not_finite()), (true, f64::INFINITY, None));
+        assert!((update.policy_weights(), update.value_weights()) == before, "advantages of {advantage}");
+        let metrics = update.metrics(&steps);
+        assert_eq!(metrics.get("policy/skipped_steps"), Some(1.0));
+        assert!(metrics.get("loss/policy_avg").unwrap().is_finite());
+        // Nothing of it is in the next step.
+        update.learn_orders(&targets, &[vec![2, 3, 4, 5]]);
+        assert!(update.policy_weights().iter().all(|weight| weight.isfinite().all().int64_value(&[]) == 1));
+    }
 }
 
 #[test]

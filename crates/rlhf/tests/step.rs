@@ -2,14 +2,17 @@
 
 use crate::cli::{Scratch, json_lines};
 use crate::support::{assert_close, golden};
-use rlhf::config::{PpoConfig, Preset};
+use rlhf::config::{PpoConfig, PpoPlan, Preset};
 use rlhf::data::Dataset;
 use rlhf::generate::Sampling;
-use rlhf::model::{CausalLm, CausalLmWithValueHead, ModelOptions, ValueHeadInit};
+use rlhf::metrics::Metrics;
+use rlhf::model::{CausalLm, CausalLmWithValueHead, LoraConfig, ModelOptions, ValueHeadInit};
+use rlhf::optim::LearningRates;
 use rlhf::ppo::KlEstimator;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::rollout::Targets;
 use rlhf::tokenizer::Tokenizer;
+use rlhf::train::ppo::metrics;
 use rlhf::train::step::{Generate, LengthSampler, Stat, StepConfig, StepTrainer, Texts};
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
@@ -120,8 +123,8 @@ fn a_step_takes_any_number_of_rows_and_a_single_one_too() {
 #[test]
 fn rows_that_do_not_go_together_are_refused_before_anything_moves() {
     let (queries, responses, scores) = rows();
-    let mut trainer = small(|_| {});
-    let before = weights(&trainer.learner.policy);
+    let mut trainer = small(|c| c.use_score_scaling = true);
+    let before = (weights(&trainer.learner.policy), trainer.score_moments());
     let empty = vec![vec![20], vec![], vec![21], vec![22]];
     let short: Vec<Vec<bool>> = responses.iter().map(|row| vec![true; row.len() - 1]).collect();
     let none: Vec<Vec<bool>> = responses.iter().map(|row| vec![false; row.len()]).collect();
@@ -136,7 +139,54 @@ fn rows_that_do_not_go_together_are_refused_before_anything_moves() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     }
-    assert!(moved(&before, &trainer.learner.policy).is_empty());
+    assert!(moved(&before.0, &trainer.learner.policy).is_empty());
+    assert_eq!(trainer.score_moments(), before.1, "refused scores count");
+
+    let e = trainer.batched_forward_pass(&queries, &responses, &scores, None).unwrap();
+    let (kl, rewards) = trainer.compute_rewards(&e);
+    let (advantages, returns) = trainer.compute_advantages(&e, &rewards);
+    let targets = Targets { kl, kl_coef: 0.2, rewards, advantages, returns };
+    for rows in [&[][..], &[1, 4]] {
+        let error = trainer.train_minibatch(&e, &targets, rows).unwrap_err().to_string();
+        assert!(error.contains("expected rows of an experience of 4"), "{error}");
+    }
+}
+
+#[test]
+fn a_call_whose_later_steps_are_not_finite_counts_with_those_that_were_taken() {
+    let (queries, responses, scores) = rows();
+    let mut trainer = small(|c| (c.ppo_epochs, c.ratio_threshold) = (1, 1e30)).with_schedule(|_| 1e30);
+    let before = trainer.kl_coef();
+    let error = trainer.step(&queries, &responses, &scores, None).unwrap_err().to_string();
+    assert!(error.starts_with("step 1: 1 of 2 optimizer steps not taken: the policy's loss is "), "{error}");
+    assert_ne!(trainer.kl_coef(), before, "the weight of the KL is adapted");
+}
+
+#[test]
+fn what_is_no_model_is_looked_for_as_elsewhere() {
+    let config = StepConfig { model_name: "no/such/model".into(), ..StepConfig::default() };
+    let error = StepTrainer::from_pretrained(config, ModelOptions::default()).unwrap_err().to_string();
+    let expected = rlhf::hub::model_dir("no/such/model".as_ref(), None).unwrap_err().to_string();
+    assert_eq!(error, expected);
+}
+
+#[test]
+fn a_kl_far_below_0_is_warned_of() {
+    let (queries, responses, scores) = rows();
+    let stats = small(|_| {}).step(&queries, &responses, &scores, None).unwrap();
+    assert_eq!(stats.warning(), None);
+    // A reference that likes the responses better than the policy does.
+    let mut trainer = small(|c| (c.kl_penalty, c.ppo_epochs) = (KlEstimator::K1, 8)).with_schedule(|_| 1e-2);
+    let bad = vec![-5.0; 4];
+    for _ in 0..6 {
+        let stats = trainer.step(&queries, &responses, &bad, None).unwrap();
+        if stats.get("objective/kl").unwrap() < -1.0 {
+            assert!(stats.warning().unwrap().contains("expected a number above -1"), "{stats:?}");
+            return;
+        }
+        assert_eq!(stats.warning(), None);
+    }
+    panic!("the policy never came to like them less");
 }
 
 #[test]
@@ -213,6 +263,107 @@ fn lower_layers_that_are_shared_never_move_and_are_held_once() {
 }
 
 #[test]
+fn of_a_model_with_an_adapter_the_base_is_the_reference_and_adapter_and_head_are_what_learns() {
+    let (queries, responses, scores) = rows();
+    let mut lm = CausalLm::from_pretrained(&init("policy"), ModelOptions::default()).unwrap();
+    lm.add_adapter(&LoraConfig { r: 4, alpha: 8.0, dropout: 0.0, ..LoraConfig::default() }, 1).unwrap();
+    let model = CausalLmWithValueHead::from_lm(lm, ValueHeadInit::Fresh(2)).unwrap();
+    let config = StepConfig { learning_rate: 1e-2, batch_size: 4, mini_batch_size: 2, ..StepConfig::default() };
+    let mut trainer = StepTrainer::new(config, model, None, tokenizer()).unwrap();
+    let how = Generate { sampling: Sampling::Greedy, generate_ref_response: true, ..Generate::new(6) };
+    let first = trainer.generate(&queries, &how).unwrap();
+    assert_eq!(first.ref_responses.as_ref(), Some(&first.responses), "an adapter begins as nothing");
+
+    let before = weights(&trainer.learner.policy);
+    let stats = trainer.step(&queries, &responses, &scores, None).unwrap();
+    assert!(stats.get("objective/kl").unwrap().abs() < 1e-5, "{stats:?}");
+    let moved = moved(&before, &trainer.learner.policy);
+    assert!(moved.iter().all(|name| name.contains("lora_") || name.starts_with("v_head.")), "{moved:?}");
+    for part in ["lora_B", "v_head.summary.weight"] {
+        assert!(moved.iter().any(|name| name.contains(part)), "{part}: {moved:?}");
+    }
+    let kl = trainer.step(&queries, &responses, &scores, None).unwrap().get("objective/kl").unwrap();
+    assert!(kl.abs() > 1e-3, "the policy left its base: {kl}");
+    let later = trainer.generate(&queries, &how).unwrap();
+    assert_eq!(later.ref_responses, first.ref_responses, "the reference answers with the adapter off");
+    assert_ne!(later.responses, first.responses);
+
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path().join("model");
+    trainer.save_pretrained(&dir).unwrap();
+    assert!(dir.join("adapter_config.json").is_file());
+    let config = StepConfig { model_name: dir, ..trainer.config().clone() };
+    let mut read = StepTrainer::from_pretrained(config, ModelOptions::default()).unwrap();
+    assert_eq!(read.generate(&queries, &how).unwrap().responses, later.responses);
+}
+
+#[test]
+fn a_batch_is_what_the_callers_collator_makes_of_it() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("queries.jsonl");
+    std::fs::write(&path, "{\"query\": \"abc\", \"label\": 3}\n{\"query\": \"abd\", \"label\": 4}\n").unwrap();
+    let mut loader = small(|_| {}).prepare_dataloader(&Dataset::read(&path, "train").unwrap()).unwrap();
+    let labels = |batch: Vec<rlhf::data::Prompt>| batch.iter().map(|p| p.row["label"].as_i64().unwrap()).sum::<i64>();
+    assert_eq!(loader.epoch().map(labels).collect::<Vec<_>>(), [7]);
+}
+
+#[test]
+fn the_best_model_is_looked_for_every_so_many_steps() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().to_path_buf().join("out");
+    let (queries, responses, _) = rows();
+    let mut trainer = small(|c| {
+        (c.output_dir, c.keep_best, c.compare_steps) = (Some(out.clone()), true, 2);
+    });
+    let mut third = Vec::new();
+    for (i, score) in [1.0, 9.0, 2.0, 8.0].into_iter().enumerate() {
+        if i == 2 {
+            third = weights(&trainer.learner.policy);
+        }
+        trainer.step(&queries, &responses, &[score; 4], None).unwrap();
+    }
+    let kept = CausalLm::from_pretrained(&out.join("best"), ModelOptions::default()).unwrap();
+    let policy = trainer.learner.policy.params();
+    for (param, (own, third)) in kept.params().iter().zip(policy.iter().zip(&third)) {
+        assert_eq!(param.name, own.name);
+        assert!(param.tensor.equal(third), "{}: the first and the third call are looked at", param.name);
+    }
+}
+
+#[test]
+fn an_optimizer_step_of_several_averages_is_skipped_and_counted_as_one() {
+    let (queries, responses, scores) = rows();
+    let mut trainer = small(|c| {
+        (c.mini_batch_size, c.gradient_accumulation_steps, c.ppo_epochs) = (1, 2, 1);
+        c.ratio_threshold = 1.5;
+    })
+    .with_order(|_, _| vec![0, 1, 2, 3]);
+    let mut e = trainer.batched_forward_pass(&queries, &responses, &scores, None).unwrap();
+    let (kl, rewards) = trainer.compute_rewards(&e);
+    let (advantages, returns) = trainer.compute_advantages(&e, &rewards);
+    let targets = Targets { kl, kl_coef: 0.2, rewards, advantages, returns };
+    // The second row's tokens were far less likely.
+    let logprobs = e.logprobs.copy();
+    let _ = logprobs.get(1).g_sub_scalar_(2.0);
+    e.logprobs = logprobs;
+    let ppo = trainer.config().ppo();
+    let plan = PpoPlan { mini_batch_size: 2, part_size: 1, micro_batch_size: 1, ..ppo.plan(4).unwrap() };
+    let rates = LearningRates { policy: Some(1e-3), value: 1e-3 };
+    let orders = [vec![0, 1, 2, 3]];
+    let parts = trainer.learner.optimise(&e, &targets, &orders, rates, &plan, &ppo).unwrap();
+    assert_eq!(parts.iter().map(|part| part.skipped).collect::<Vec<_>>(), [true, true, false, false]);
+    let stats = trainer.record_step_stats(&e, &targets, &orders, &parts, &plan);
+    assert_eq!(stats.get("ppo/skipped_steps"), Some(1.0));
+    let mut found = Metrics::default();
+    metrics(&mut found, &e, &targets, &parts, &ppo);
+    assert_eq!((found.get("policy/skipped_steps"), found.get("val/skipped_steps")), (Some(1.0), Some(0.0)));
+    assert_eq!(found.get("policy/grad_norm"), Some(parts[3].policy_grad_norm));
+    // Of what is skipped the losses are 0.
+    let value: f64 = parts[2..].iter().map(|part| part.value_loss / part.value_slots).sum();
+    assert!((stats.get("ppo/loss/value").unwrap() - value / 4.0).abs() < 1e-9);
+}
+
+#[test]
 fn gradient_checkpointing_changes_no_weight() {
     let (queries, responses, scores) = rows();
     let mut all = Vec::new();
@@ -241,9 +392,10 @@ fn a_schedule_and_the_optimizers_settings_are_the_callers() {
     still.step(&queries, &responses, &scores, None).unwrap();
     assert!(!moved(&before, &still.learner.policy).is_empty());
 
-    let mut clipped = small(|c| c.max_grad_norm = Some(1e-12));
-    clipped.config.optimizer.adam_epsilon = 1.0;
-    let mut clipped = StepTrainer::new(clipped.config, model(), None, tokenizer()).unwrap();
+    let mut clipped = small(|c| {
+        c.max_grad_norm = Some(1e-12);
+        c.optimizer.adam_epsilon = 1.0;
+    });
     clipped.step(&queries, &responses, &scores, None).unwrap();
     // With this epsilon a step is about the learning rate times the gradient, which is clipped at every one of the steps.
     for (old, param) in before.iter().zip(clipped.learner.policy.params()) {
@@ -325,6 +477,9 @@ fn what_is_logged_is_in_the_folder_with_the_best_model_and_what_is_saved_reads_b
     assert!((lines[1]["env/reward_std"].as_f64().unwrap() - (4.0f64 / 3.0).sqrt()).abs() < 1e-6);
     assert!(lines[2]["objective/kl"].is_number() && lines[2]["time/ppo/total"].is_number());
     assert!(trainer.log_stats(&rlhf::train::step::Stats::default(), texts, &[1.0]).is_err());
+    let logged = small(|_| {}).log_stats(&rlhf::train::step::Stats::default(), texts, &[1.0, 2.0, 3.0, 4.0]).unwrap();
+    assert_eq!(logged.stat("env/reward_dist"), Some(&Stat::List(vec![1.0, 2.0, 3.0, 4.0])));
+    assert_eq!(logged.get("env/reward_mean"), Some(2.5));
 
     let options = ModelOptions::default();
     let kept = CausalLmWithValueHead::from_pretrained(&out.join("best"), ValueHeadInit::Checkpoint, options).unwrap();
@@ -338,7 +493,7 @@ fn what_is_logged_is_in_the_folder_with_the_best_model_and_what_is_saved_reads_b
         assert!(param.tensor.equal(&own.tensor), "{}", param.name);
     }
     assert!(std::fs::read_to_string(dir.join("README.md")).unwrap().contains("| steps | 3 |"));
-    let again = StepConfig { output_dir: Some(out), ..trainer.config.clone() };
+    let again = StepConfig { output_dir: Some(out), ..trainer.config().clone() };
     let error = StepTrainer::new(again, model(), None, tokenizer()).unwrap_err().to_string();
     assert!(error.contains("output_dir"), "{error}");
 }

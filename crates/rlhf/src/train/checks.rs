@@ -1,6 +1,6 @@
 //! What a PPO run asserts of itself: before it learns, that its passes agree; while it learns, that its numbers are finite.
 
-use super::ppo::{Learner, StepStats};
+use super::ppo::{Learner, StepStats, optimizer_steps};
 use crate::config::PpoConfig;
 use crate::generate::Response;
 use crate::model::{CausalLm, Param};
@@ -149,10 +149,12 @@ pub(super) struct Skips {
 impl Skips {
     /// Notes the steps of an update.
     pub(super) fn note(&mut self, steps: &[StepStats]) {
-        let reasons: Vec<String> = steps.iter().filter_map(StepStats::not_finite).collect();
-        self.updates = if reasons.len() < steps.len() || steps.is_empty() { 0 } else { self.updates + 1 };
+        let steps = optimizer_steps(steps);
+        let all = steps.clone().count();
+        let reasons: Vec<String> = steps.filter_map(|parts| parts.iter().find_map(StepStats::not_finite)).collect();
         let skipped = reasons.len();
-        self.found = reasons.into_iter().next().map(|reason| (reason, skipped, steps.len()));
+        self.updates = if skipped < all || all == 0 { 0 } else { self.updates + 1 };
+        self.found = reasons.into_iter().next().map(|reason| (reason, skipped, all));
     }
 
     /// What a checkpoint keeps of it.

@@ -1300,6 +1300,8 @@ pub struct StepStats {
     pub unsup_loss: f64,
     /// Whether the mean ratio was above `ratio_threshold`: then nothing was learnt, and the norms are 0.
     pub skipped: bool,
+    /// Whether the next entry is of the same optimizer step.
+    pub goes_on: bool,
     /// Whether the policy's gradient overflowed f16: then it took no step, the norm is 0, and its loss scale may have fallen.
     pub policy_overflowed: bool,
     /// The same of the value model.
@@ -1366,6 +1368,11 @@ impl StepStats {
         let found = numbers.into_iter().find(|(_, number)| !number.is_finite());
         found.map(|(name, number)| format!("{name} is {number}"))
     }
+}
+
+/// The entries of each optimizer step.
+pub(super) fn optimizer_steps(parts: &[StepStats]) -> impl Iterator<Item = &[StepStats]> + Clone {
+    parts.split_inclusive(|part| !part.goes_on)
 }
 
 impl Learner {
@@ -1439,6 +1446,7 @@ impl Learner {
                 let parts =
                     parts.map(|part| self.gradients(experience, targets, part, plan.micro_batch_size, learns, config));
                 let mut parts: Vec<StepStats> = parts.collect::<Result<_>>()?;
+                parts.iter_mut().rev().skip(1).for_each(|part| part.goes_on = true);
                 if self.takes_step(&mut parts, share, config) {
                     let last = parts.last_mut().expect("a mini-batch has rows");
                     if learns {
@@ -1460,8 +1468,15 @@ impl Learner {
     /// their sum what each having its `share` of the loss gives.
     fn takes_step(&mut self, parts: &mut [StepStats], share: f64, config: &PpoConfig) -> bool {
         let far = |part: &StepStats| config.step.ratio_threshold.is_some_and(|most| part.ratio > most * part.tokens);
-        if parts.iter().any(far) && parts.iter().all(|part| part.not_finite().is_none()) {
-            parts.iter_mut().for_each(|part| part.skipped = true);
+        // An infinite ratio is far, whatever the loss is by it.
+        let sound = |part: &StepStats| {
+            part.not_finite().is_none() || (part.ratio == f64::INFINITY && part.value_loss.is_finite())
+        };
+        if parts.iter().any(far) && parts.iter().all(sound) {
+            for part in parts.iter_mut() {
+                part.skipped = true;
+                part.policy_loss = if part.policy_loss.is_finite() { part.policy_loss } else { 0.0 };
+            }
             self.zero_grad();
             return false;
         }
@@ -1720,7 +1735,10 @@ fn numbers(x: &Tensor) -> Vec<f32> {
 pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, steps: &[StepStats], config: &PpoConfig) {
     let rows = experience.lengths.len() as f64;
     let learns = steps.iter().any(|step| step.tokens > 0.0);
-    let (all, steps) = (steps.len(), steps.iter().filter(|step| step.not_finite().is_none()).collect::<Vec<_>>());
+    let all = optimizer_steps(steps).count();
+    let sound = |step: &&[StepStats]| step.iter().all(|part| part.not_finite().is_none());
+    let (parts, kept) = (steps.len(), optimizer_steps(steps).filter(sound).collect::<Vec<_>>());
+    let steps: Vec<&StepStats> = kept.iter().copied().flatten().collect();
     let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
     let sum = |f: fn(&StepStats) -> f64| steps.iter().map(|step| f(step)).sum::<f64>();
     // Without a step there is nothing to average: 0 / 0 is the NaN that says so.
@@ -1729,12 +1747,14 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
     let scores = experience.total_scores();
     let score = per_row(&scores);
     let in_rewards = if config.kl.kl_in_loss { 0.0 } else { targets.kl_coef };
-    let taken = steps.iter().filter(|step| !step.skipped).count();
+    let taken = kept.iter().filter(|step| !step[0].skipped).count();
     let overflows = |f: fn(&StepStats) -> bool| steps.iter().filter(|step| f(step)).count();
     let of_policy = overflows(|s| s.policy_overflowed);
     let of_value = overflows(|s| s.value_overflowed);
     let mean_norm = |f: fn(&StepStats) -> f64, overflows: usize| {
-        sum(f) / taken.saturating_sub(overflows).max(steps.len().min(1)) as f64
+        // All parts of a step have its norm.
+        let norms: f64 = kept.iter().map(|step| f(&step[step.len() - 1])).sum();
+        norms / taken.saturating_sub(overflows).max(kept.len().min(1)) as f64
     };
     let response_tokens = experience.lengths.iter().sum::<i64>() as f64;
 
@@ -1755,10 +1775,10 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
         m.push("policy/grad_norm", mean_norm(|s| s.policy_grad_norm, of_policy));
         if config.target_kl().is_some() {
             m.push("policy/policykl_avg", sum(|s| s.policy_kl) / tokens);
-            m.push("policy/epochs", (all / config.parts_per_epoch(experience.lengths.len())) as f64);
+            m.push("policy/epochs", (parts / config.parts_per_epoch(experience.lengths.len())) as f64);
         }
         if config.step.ratio_threshold.is_some() {
-            m.push("policy/skipped_steps", (steps.len() - taken) as f64);
+            m.push("policy/skipped_steps", (kept.len() - taken) as f64);
         }
         m.push("loss/policy_avg", sum(|s| s.policy_loss) / tokens);
         if config.kl.kl_in_loss {
@@ -1780,7 +1800,7 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
         m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm, of_value));
     }
     m.push("val/response_length", response_tokens / rows);
-    m.push("val/skipped_steps", (all - steps.len()) as f64);
+    m.push("val/skipped_steps", (all - kept.len()) as f64);
     if config.run.fp16 {
         m.push("policy/overflows", of_policy as f64);
         m.push("val/overflows", of_value as f64);

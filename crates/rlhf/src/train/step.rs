@@ -17,14 +17,15 @@ use crate::reward::ScoreScaling;
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{Experience, Judges, Targets, advantages, experience, shape_rewards};
 use crate::tokenizer::Tokenizer;
-use crate::train::ppo::{Learner, StepStats};
+use crate::train::ppo::{Learner, StepStats, optimizer_steps};
 use crate::train::write_model_card;
 use crate::weights::replace_files;
-use crate::{Error, Result, config};
+use crate::{Error, Result, config, hub};
 use clap::ValueEnum;
 use serde::{Deserialize, Deserializer};
 use std::borrow::Cow;
 use std::fmt;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tch::{Kind, Tensor};
@@ -46,7 +47,7 @@ pub struct StepConfig {
     pub log_with: ReportTo,
     /// Folder for the logs and the best model; without one nothing is written but what the caller saves.
     pub output_dir: Option<PathBuf>,
-    /// Folder of the policy; [`StepTrainer::from_pretrained`] reads it.
+    /// The policy, a folder or a name of the hub; [`StepTrainer::from_pretrained`] reads it.
     pub model_name: PathBuf,
     /// Dataset of rows with a `query`; the caller reads it.
     pub query_dataset: PathBuf,
@@ -362,6 +363,15 @@ impl Stats {
         self.0.iter().map(|(name, stat)| (name.as_ref(), stat))
     }
 
+    /// What should be looked at before going on: a KL far below 0.
+    pub fn warning(&self) -> Option<String> {
+        let kl = self.get("objective/kl").filter(|kl| *kl < LEAST_KL)?;
+        Some(format!(
+            "objective/kl = {kl}: expected a number above {LEAST_KL}; responses that are drawn otherwise than from the policy's own \
+             distribution (temperature, top_k, top_p, min_new_tokens) are a usual reason, and training may fail by it"
+        ))
+    }
+
     /// Those that are numbers.
     pub fn numbers(&self) -> Metrics {
         let mut metrics = Metrics::default();
@@ -373,6 +383,9 @@ impl Stats {
         metrics
     }
 }
+
+/// The mean KL of an answer, in nats, below which there is a warning.
+const LEAST_KL: f64 = -1.0;
 
 /// The texts of a batch, for the table of [`StepTrainer::log_stats`].
 #[derive(Debug, Clone, Copy)]
@@ -408,7 +421,8 @@ impl DataLoader {
         self
     }
 
-    /// The batches of the next pass over all rows; the last may be smaller.
+    /// The batches of the next pass over all rows; the last may be smaller. A collator is what they are mapped by: each prompt has
+    /// its text, its tokens and the whole row.
     pub fn epoch(&mut self) -> impl Iterator<Item = Vec<Prompt>> + use<> {
         let order = (self.order)(self.pass, self.prompts.len());
         self.pass += 1;
@@ -419,14 +433,14 @@ impl DataLoader {
 
 /// Trains a policy, a call of [`StepTrainer::step`] at a time, on whatever scores the caller gives.
 pub struct StepTrainer {
-    /// The settings.
-    pub config: StepConfig,
     /// The policy with its value head, and their optimizer.
     pub learner: Learner,
     /// What the policy should not drift away from.
     pub reference: CausalLm,
     /// The tokenizer of both.
     pub tokenizer: Tokenizer,
+    config: StepConfig,
+    /// The same settings as the learner reads them.
     ppo: PpoConfig,
     kl: KlController,
     scaling: ScoreScaling,
@@ -514,17 +528,22 @@ impl StepTrainer {
         })
     }
 
-    /// A trainer of the model in the folder `model_name`, with the value head that is there or else a fresh one.
+    /// A trainer of the model `model_name`, a folder or a name of the hub, with the value head that is there or else a fresh one.
     ///
     /// # Errors
-    /// As [`StepTrainer::new`]; if the folder holds no model with a tokenizer.
+    /// As [`StepTrainer::new`] and [`hub::model_dir`]; if what is found is no model with a tokenizer.
     pub fn from_pretrained(config: StepConfig, options: ModelOptions) -> Result<Self> {
-        let dir = config.model_name.clone();
+        let dir = hub::model_dir(&config.model_name, None)?;
         let tokenizer = Tokenizer::from_pretrained(&dir)?;
         let lm = CausalLm::from_pretrained(&dir, options)?;
         tokenizer.check_fits(lm.config(), &dir)?;
         let model = CausalLmWithValueHead::found_in(&dir, lm, config.seed)?;
         Self::new(config, model, None, tokenizer)
+    }
+
+    /// The settings; to train by others, make another trainer of its models.
+    pub fn config(&self) -> &StepConfig {
+        &self.config
     }
 
     /// Has `schedule` give the learning rate of each step, counted from 0.
@@ -591,11 +610,12 @@ impl StepTrainer {
 
     /// One PPO step on `queries`, `responses` and `scores`, a row each, of any number; gives its statistics.
     ///
-    /// `response_masks`, an entry per token of each response, leaves out tokens that are not the policy's.
+    /// `response_masks`, an entry per token of each response, leaves out tokens that are not the policy's. A KL below -1 is told
+    /// on standard error.
     ///
     /// # Errors
-    /// If the rows do not go together or do not fit the model; if a score, a loss or a gradient is not finite: then no
-    /// weight has moved by it.
+    /// If the rows do not go together or do not fit the model, or a score is not finite: then nothing has changed. If a loss or
+    /// a gradient is not finite: then that optimizer step was not taken, and the call counts with those that were.
     pub fn step(
         &mut self,
         queries: &[Vec<i64>],
@@ -607,9 +627,12 @@ impl StepTrainer {
         if let Some(row) = scores.iter().position(|score| !score.is_finite()) {
             return Err(Error::Run(format!("row {row}: expected a finite score, found {}", scores[row])));
         }
-        let scores = self.scaling.shape(scores, true);
+        // A call that is refused, and perhaps made again, must not count its scores.
+        let mut scaling = self.scaling.clone();
+        let scores = scaling.shape(scores, true);
 
         let experience = self.batched_forward_pass(queries, responses, &scores, response_masks)?;
+        self.scaling = scaling;
         let forward = began.elapsed().as_secs_f64();
         let (kl, rewards) = self.compute_rewards(&experience);
         let rewarded = began.elapsed().as_secs_f64();
@@ -626,9 +649,6 @@ impl StepTrainer {
         let plan = self.config.plan(rows);
         let parts = self.learner.optimise(&experience, &targets, &orders, rates, &plan, &self.ppo)?;
         let learnt = began.elapsed().as_secs_f64();
-        if let Some(problem) = parts.iter().find_map(StepStats::not_finite) {
-            return Err(Error::Run(format!("step {}: {problem}", self.steps + 1)));
-        }
 
         let mut stats = self.record_step_stats(&experience, &targets, &orders, &parts, &plan);
         stats.push("ppo/learning_rate", rates.value);
@@ -644,7 +664,19 @@ impl StepTrainer {
         }
         self.kl.observe(stats.get("objective/kl").unwrap_or(f64::NAN), rows);
         self.steps += 1;
-        Ok(self.gather_stats(stats))
+        if let Some(warning) = stats.warning() {
+            let _ = writeln!(std::io::stderr(), "warning: {warning}");
+        }
+        let steps = optimizer_steps(&parts);
+        let all = steps.clone().count();
+        let problems: Vec<String> = steps.filter_map(|parts| parts.iter().find_map(StepStats::not_finite)).collect();
+        match problems.first() {
+            Some(problem) => {
+                let (step, bad) = (self.steps, problems.len());
+                Err(Error::Run(format!("step {step}: {bad} of {all} optimizer steps not taken: {problem}")))
+            }
+            None => Ok(self.gather_stats(stats)),
+        }
     }
 
     /// What policy, value head and reference say of the responses, in slots `[rows, longest response]`.
@@ -736,13 +768,19 @@ impl StepTrainer {
     /// One optimizer step on these rows of an experience; gives what it did.
     ///
     /// # Errors
-    /// As [`Learner::optimise`].
+    /// If there are no rows, or one that is not there; as [`Learner::optimise`].
     pub fn train_minibatch(
         &mut self,
         experience: &Experience,
         targets: &Targets,
         rows: &[usize],
     ) -> Result<Vec<StepStats>> {
+        let all = experience.lengths.len();
+        if rows.is_empty() || rows.iter().any(|&row| row >= all) {
+            return Err(Error::Run(format!(
+                "train_minibatch: expected rows of an experience of {all}, found {rows:?}"
+            )));
+        }
         let plan = PpoPlan { mini_batch_size: rows.len(), part_size: rows.len(), ..self.config.plan(rows.len()) };
         let rates = self.rates();
         self.learner.optimise(experience, targets, &[rows.to_vec()], rates, &plan, &self.ppo)
@@ -819,7 +857,8 @@ impl StepTrainer {
         let number = |name: &str| stats.get(name).unwrap_or(f64::NAN);
         let explained = 1.0 - number("ppo/val/error") / number("ppo/returns/var");
         stats.push("ppo/val/var_explained", explained);
-        stats.push("ppo/skipped_steps", parts.iter().filter(|part| part.skipped).count() as f64);
+        let skipped = optimizer_steps(parts).filter(|parts| parts.iter().any(|part| part.skipped)).count();
+        stats.push("ppo/skipped_steps", skipped as f64);
         stats
     }
 
@@ -829,11 +868,12 @@ impl StepTrainer {
     }
 
     /// Writes the numbers of `stats`, and what the caller's rewards were, to `metrics.jsonl` and where `log_with` says, and the
-    /// rows of `texts` with their rewards to `samples/`. Without an `output_dir` nothing is written.
+    /// rows of `texts` with their rewards to `samples/`. Without an `output_dir` nothing is written. Gives all of it, lists too, for a
+    /// log of the caller's own.
     ///
     /// # Errors
     /// If a file cannot be written, or the rows do not go together.
-    pub fn log_stats(&mut self, stats: &Stats, texts: Texts<'_>, rewards: &[f64]) -> Result<()> {
+    pub fn log_stats(&mut self, stats: &Stats, texts: Texts<'_>, rewards: &[f64]) -> Result<Stats> {
         let rows = [texts.query.len(), texts.response.len(), rewards.len()];
         if rows.iter().any(|&count| count != rows[0]) || rows[0] == 0 {
             let [query, response, rewards] = rows;
@@ -842,13 +882,15 @@ impl StepTrainer {
             )));
         }
         self.logged += 1;
-        let Some(reporter) = &mut self.reporter else { return Ok(()) };
+        let of_f32: Vec<f32> = rewards.iter().map(|&reward| reward as f32).collect();
+        let mut all = stats.clone();
+        all.push("env/reward_mean", mean(&of_f32));
+        all.push("env/reward_std", variance(&of_f32).sqrt());
+        all.0.push(("env/reward_dist".into(), Stat::List(of_f32)));
+        let Some(reporter) = &mut self.reporter else { return Ok(all) };
         let mut metrics = Metrics::default();
         metrics.push("step", self.logged as f64);
-        stats.numbers().iter().for_each(|(name, number)| metrics.push(name.to_string(), number));
-        let of_f32: Vec<f32> = rewards.iter().map(|&reward| reward as f32).collect();
-        metrics.push("env/reward_mean", mean(&of_f32));
-        metrics.push("env/reward_std", variance(&of_f32).sqrt());
+        metrics.extend(&all.numbers());
         reporter.record(self.logged as i64, &metrics)?;
         let sample = |((query, response), &score): ((&String, &String), &f64)| Sample {
             prompt: query.clone(),
@@ -857,7 +899,8 @@ impl StepTrainer {
             components: std::collections::BTreeMap::new(),
         };
         let samples: Vec<Sample> = texts.query.iter().zip(texts.response).zip(rewards).map(sample).collect();
-        reporter.samples(self.logged, self.logged * rows[0], &samples)
+        reporter.samples(self.logged, self.logged * rows[0], &samples)?;
+        Ok(all)
     }
 
     /// Writes the policy with its value head, the tokenizer and a model card to `dir`: transformers and TRL 0.11 open it.
@@ -950,7 +993,9 @@ impl PartLoss {
     fn new(part: &StepStats, advantages: &[f32], returns: &[f32], values: &[f32], vf_coef: f64) -> Self {
         let of_tokens = |sum: f64| sum / part.tokens;
         let of_values = |sum: f64| sum / part.value_slots;
-        let (policy, value) = (of_tokens(part.policy_loss), of_values(part.value_loss));
+        // What is skipped has losses of 0, as in TRL.
+        let of_losses = if part.skipped { 0.0 } else { 1.0 };
+        let (policy, value) = (of_losses * of_tokens(part.policy_loss), of_losses * of_values(part.value_loss));
         Self([
             policy,
             value,
