@@ -14,6 +14,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let mut config = PpoConfig::with_preset(Preset::DeepspeedChat, actor, critic, prompts, out);
     config.response_length = 32;
+    // Of the 20 batches below: the learning rates fall over their steps.
+    config.total_episodes = Some(20 * 16);
     config.generation.generation_batches = 2;
     config.ema.enable_ema = true;
     config.unsupervised.unsupervised_dataset_name = texts.first().map(Into::into);

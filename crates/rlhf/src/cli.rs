@@ -1113,6 +1113,16 @@ mod tests {
         assert_eq!((config.optimizer.warmup_steps, config.run.gradient_checkpointing), (7, true));
         assert_eq!((config.run.report_to, config.ema.enable_ema, config.run.seed), (ReportTo::Tensorboard, true, 1234));
         assert_eq!((config.peft.use_peft, config.value_lora()), (false, None));
+        let window = |words: &str| (read(words).run.fp16, read(words).run.loss_scale.loss_scale_window);
+        for (words, expected) in [
+            ("--dtype fp16", (true, 100)),
+            ("--fp16", (true, 100)),
+            ("--fp16 --loss_scale_window 7", (true, 7)),
+            ("--dtype fp16 --fp16=false", (false, 1000)),
+            ("--bf16", (false, 1000)),
+        ] {
+            assert_eq!(window(words), expected, "{words}");
+        }
         let config = read("--actor_lora_dim 8 --only_optimize_lora --actor_lora_learning_rate 1e-3");
         let lora = config.peft.lora().unwrap();
         assert_eq!((lora.r, lora.alpha, lora.target_modules), (8, 1.0, Some(vec!["decoder.layers.".into()])));
@@ -1211,8 +1221,8 @@ mod tests {
             ("kl_estimator: k2\n", "run.yaml:1: `kl_estimator`: expected one of k1, k3, abs, mse, full, found `k2`"),
             (
                 "value_lr_scheduler_type: step\n",
-                "run.yaml:1: `value_lr_scheduler_type`: expected linear, cosine, polynomial, constant or \
-                 constant_with_warmup, found `step`",
+                "run.yaml:1: `value_lr_scheduler_type`: expected linear, cosine, cosine_with_restarts, polynomial, \
+                 inverse_sqrt, constant or constant_with_warmup, found `step`",
             ),
             ("output_dir: ''\n", "run.yaml:1: `output_dir`: expected a path, found ``"),
             ("seed:\n  value: 1\n", "run.yaml:1: `seed`: expected one value, found a list or a map"),

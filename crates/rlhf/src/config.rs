@@ -911,10 +911,10 @@ pub struct TrialConfig {
     /// Updates between two times of that.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub print_answers_interval: usize,
-    /// End the run after `test_stop_step` updates; rates are those of the whole run.
+    /// End the run after the update that `test_stop_step` counts; rates are those of the whole run.
     #[arg(long, help_heading = BATCHES)]
     pub enable_test_mode: bool,
-    /// Updates of a test.
+    /// The last update of a test, counted from 0.
     #[arg(long, help_heading = BATCHES, default_value_t = 0)]
     pub test_stop_step: usize,
 }
@@ -1472,8 +1472,12 @@ pub enum LrSchedulerType {
     Linear,
     /// Half a cosine to 0.
     Cosine,
+    /// The same: transformers' cosine that begins anew in each cycle has one.
+    CosineWithRestarts,
     /// A power of the share of updates that are left.
     Polynomial,
+    /// By one over the square root of the updates, whatever their number.
+    InverseSqrt,
     /// The peak throughout, without warm-up.
     Constant,
     /// The peak throughout, after the warm-up.
@@ -1481,12 +1485,12 @@ pub enum LrSchedulerType {
 }
 
 impl LrSchedulerType {
-    /// Whether the rate falls after the warm-up.
+    /// Whether the rate falls over the updates of the run, to an end.
     pub(crate) fn falls(self) -> bool {
-        matches!(self, Self::Linear | Self::Cosine | Self::Polynomial)
+        matches!(self, Self::Linear | Self::Cosine | Self::CosineWithRestarts | Self::Polynomial)
     }
 
-    fn name(self) -> String {
+    pub(crate) fn name(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
     }
 }
@@ -2250,10 +2254,7 @@ impl TrialConfig {
             return no_effect("print_answers_interval", self.print_answers_interval, "without print_answers = true");
         }
         match (self.enable_test_mode, self.test_stop_step) {
-            (true, 0) => {
-                usage("test_stop_step = 0 with enable_test_mode = true: expected the updates of the test, at least 1")
-            }
-            (false, steps @ 1..) => no_effect("test_stop_step", steps, "without enable_test_mode = true"),
+            (false, step @ 1..) => no_effect("test_stop_step", step, "without enable_test_mode = true"),
             _ => Ok(()),
         }
     }
@@ -2681,7 +2682,8 @@ impl Setting for StopToken {
 
 impl Setting for LrSchedulerType {
     const NAME: &'static str = "NAME";
-    const EXPECTED: &'static str = "linear, cosine, polynomial, constant or constant_with_warmup";
+    const EXPECTED: &'static str =
+        "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, constant or constant_with_warmup";
 
     fn read(text: &str) -> Option<Self> {
         Self::from_str(text, true).ok()
@@ -3256,7 +3258,7 @@ mod tests {
     #[test]
     fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 42] = [
+        let changes: [(Change, &str); 41] = [
             (
                 |c| c.rewards.reward_label_column = "gold".into(),
                 "reward_label_column = gold has no effect without a reward that is a service",
@@ -3307,7 +3309,6 @@ mod tests {
             (|c| c.ema.ema_beta = 0.9, "ema_beta = 0.9 has no effect without enable_ema = true"),
             (|c| (c.ema.enable_ema, c.ema.ema_beta) = (true, 1.0), "ema_beta = 1: expected a number from 0 to below 1"),
             (|c| c.trial.print_answers_interval = 2, "print_answers_interval = 2 has no effect without print_answers"),
-            (|c| c.trial.enable_test_mode = true, "test_stop_step = 0 with enable_test_mode = true: expected"),
             (|c| c.trial.test_stop_step = 3, "test_stop_step = 3 has no effect without enable_test_mode = true"),
             (|c| c.kl.target = 3.0, "target = 3 has no effect without adap_kl_ctrl = true"),
             (|c| c.kl.horizon = 3.0, "horizon = 3 has no effect without adap_kl_ctrl = true"),

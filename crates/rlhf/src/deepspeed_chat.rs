@@ -171,6 +171,16 @@ pub(crate) fn translate(preset: Option<Preset>, flags: &ArgMatches, settings: &m
         }
         _ => {}
     }
+    let in_file =
+        settings.iter().rev().find(|setting| setting.key == "fp16").and_then(|setting| setting.values.first());
+    let fp16 = match (on_line(flags, "fp16"), in_file) {
+        (false, Some(said)) => said.eq_ignore_ascii_case("true"),
+        _ => flags.try_get_one::<bool>("fp16").is_ok_and(|on| on == Some(&true)),
+    };
+    if fp16 {
+        // Its configuration of the engine has another than DeepSpeed's own.
+        settings.insert(0, Setting { key: "loss_scale_window".into(), line: 0, values: vec!["100".into()] });
+    }
     Ok(())
 }
 

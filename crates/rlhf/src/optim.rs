@@ -206,6 +206,9 @@ fn global_norm<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> f64 {
 /// What the schedule `polynomial` falls to unless told otherwise, as in transformers.
 const POLYNOMIAL_END: f64 = 1e-7;
 
+/// Updates after which `inverse_sqrt` has fallen to 1 / sqrt(2) without a warm-up, as in transformers.
+const INVERSE_SQRT_TIMESCALE: usize = 10_000;
+
 /// The learning rate in update `update` (from 0) of `num_updates`, where `peak` is the highest.
 ///
 /// Source: transformers' schedules of the same names; `lr_end` raises what `linear` and `cosine` fall to as it does for
@@ -225,8 +228,15 @@ pub fn learning_rate(peak: f64, config: &OptimizerConfig, update: usize, num_upd
     let progress = (update - warmup) as f64 / (num_updates.saturating_sub(warmup)).max(1) as f64;
     let left = match schedule {
         LrSchedulerType::Linear => (1.0 - progress).max(0.0),
-        LrSchedulerType::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress.min(1.0)).cos()),
+        // One cycle, as transformers has unless told otherwise.
+        LrSchedulerType::Cosine | LrSchedulerType::CosineWithRestarts => {
+            0.5 * (1.0 + (std::f64::consts::PI * progress.min(1.0)).cos())
+        }
         LrSchedulerType::Polynomial => (1.0 - progress).max(0.0).powf(config.power),
+        LrSchedulerType::InverseSqrt => {
+            let timescale = if warmup == 0 { INVERSE_SQRT_TIMESCALE } else { warmup } as f64;
+            (timescale / ((update - warmup) as f64 + timescale)).sqrt()
+        }
         LrSchedulerType::Constant | LrSchedulerType::ConstantWithWarmup => 1.0,
     };
     let end = match (config.lr_end, schedule) {
@@ -365,9 +375,14 @@ mod tests {
         assert_eq!(course(with(LrSchedulerType::Linear, 2)), [0.0, 0.5, 1.0, 0.5]);
         assert_eq!(course(with(LrSchedulerType::ConstantWithWarmup, 2)), [0.0, 0.5, 1.0, 1.0]);
         assert_eq!(course(with(LrSchedulerType::Constant, 2)), [1.0; 4]);
-        for (found, expected) in course(with(LrSchedulerType::Cosine, 1)).iter().zip([0.0, 1.0, 0.75, 0.25]) {
-            assert!((found - expected).abs() < 1e-12);
+        for schedule in [LrSchedulerType::Cosine, LrSchedulerType::CosineWithRestarts] {
+            for (found, expected) in course(with(schedule, 1)).iter().zip([0.0, 1.0, 0.75, 0.25]) {
+                assert!((found - expected).abs() < 1e-12);
+            }
         }
+        let root = |x: f64| x.sqrt();
+        assert_eq!(course(with(LrSchedulerType::InverseSqrt, 1)), [0.0, 1.0, root(0.5), root(1.0 / 3.0)]);
+        assert_eq!(course(with(LrSchedulerType::InverseSqrt, 0))[3], root(10_000.0 / 10_003.0));
     }
 
     #[test]

@@ -578,6 +578,8 @@ fn generation_batches_and_epochs_make_so_many_steps() {
                         let (actor, critic) = engine.train_rlhf(batch).unwrap();
                         assert!(actor.is_finite() && critic.is_finite());
                         let before = weights(engine.actor().params());
+                        let twice = engine.train_rlhf(batch).unwrap_err().to_string();
+                        assert!(twice.starts_with("train_rlhf: with mixes_texts the last one waits"), "{twice}");
                         assert!(engine.train_unsupervised(text, 27.8).unwrap() > 1.0);
                         assert_ne!(weights(engine.actor().params()), before, "the step is taken for both");
                         steps += 1;
@@ -601,7 +603,7 @@ fn an_engine_answers_prompts_in_deepspeed_chats_shapes() {
         |_, _| (),
         |config| {
             let mut engine = RlhfEngine::from_config(config).unwrap();
-            assert_eq!(engine.num_total_iters, 3);
+            assert_eq!(engine.num_total_iters, Some(3));
             let (prompts, mask) = engine.next_prompts().unwrap();
             let width = prompts.size()[1];
             assert_eq!((prompts.size(), mask.size()), (vec![4, width], vec![4, width]));
@@ -616,6 +618,15 @@ fn an_engine_answers_prompts_in_deepspeed_chats_shapes() {
             let gap = (&exp.logprobs - &exp.ref_logprobs).abs().max();
             assert!(number(&gap) < 1e-4, "{gap}");
             assert_eq!(engine.answers(&exp).unwrap().len(), rows as usize);
+            // One answer too few or too many is neither dropped nor made up, nor is a mask.
+            let answer = || Response { tokens: vec![5, 6, 7], logprobs: Vec::new(), finish: FinishReason::Length };
+            for count in [3, 5] {
+                let found = engine.experience_of(&prompts, &mask, (0..count).map(|_| answer()).collect());
+                let expected = format!("experience: expected an answer for each of 4 prompts, found {count} answers");
+                assert_eq!(found.unwrap_err().to_string(), expected);
+            }
+            let found = engine.experience_of(&prompts, &mask.narrow(0, 0, 2), (0..4).map(|_| answer()).collect());
+            assert!(found.unwrap_err().to_string().starts_with("experience: mask: expected shape [4,"));
             let wrong = RlhfExperience { value: exp.value.narrow(1, 0, 2), ..exp };
             let error = engine.train_rlhf(&wrong).unwrap_err().to_string();
             assert!(error.starts_with("experience: value: expected shape"), "{error}");
@@ -624,10 +635,66 @@ fn an_engine_answers_prompts_in_deepspeed_chats_shapes() {
 }
 
 #[test]
+fn an_engine_refuses_a_falling_rate_of_no_end_and_goes_no_further_than_it() {
+    in_scratch(
+        |_, _| (),
+        |config| {
+            let mut engine = RlhfEngine::from_config(config).unwrap();
+            let (prompts, mask) = engine.next_prompts().unwrap();
+            let answers = |id| Response { tokens: vec![id, 6, 7], logprobs: Vec::new(), finish: FinishReason::Length };
+            let exp = engine.experience_of(&prompts, &mask, (5..9).map(answers).collect()).unwrap();
+            let before = weights(engine.actor().params());
+            engine.num_total_iters = None;
+            let error = engine.train_rlhf(&exp).unwrap_err().to_string();
+            let expected = "lr_scheduler_type = cosine: expected the steps of the run in num_total_iters, found none";
+            assert!(error.starts_with(expected), "{error}");
+            assert_eq!(weights(engine.actor().params()), before);
+            engine.num_total_iters = Some(2);
+            for _ in 0..2 {
+                engine.train_rlhf(&exp).unwrap();
+            }
+            let error = engine.train_rlhf(&exp).unwrap_err().to_string();
+            assert!(error.starts_with("num_total_iters = 2 steps are taken"), "{error}");
+            for schedule in
+                [LrSchedulerType::Constant, LrSchedulerType::ConstantWithWarmup, LrSchedulerType::InverseSqrt]
+            {
+                (engine.config.optimizer.lr_scheduler_type, engine.num_total_iters) = (schedule, None);
+                engine.train_rlhf(&exp).unwrap();
+            }
+        },
+    );
+}
+
+#[test]
+fn an_engine_refuses_what_its_calls_do_not_do() {
+    let changes: [(&str, fn(&mut PpoConfig)); 6] = [
+        ("missing_eos_penalty has no meaning in RlhfEngine", |c| c.missing_eos_penalty = Some(1.0)),
+        ("non_eos_penalty has no meaning in RlhfEngine", |c| c.non_eos_penalty = true),
+        ("use_score_scaling has no meaning in RlhfEngine", |c| {
+            (c.legacy.use_score_scaling, c.legacy.use_score_norm) = (true, true);
+        }),
+        ("score_clip has no meaning in RlhfEngine", |c| c.legacy.score_clip = Some(0.5)),
+        ("early_stopping has no meaning in RlhfEngine", |c| (c.legacy.early_stopping, c.num_ppo_epochs) = (true, 2)),
+        ("gradient_accumulation_steps = 2: RlhfEngine takes a step at each train_rlhf", |c| {
+            (c.gradient_accumulation_steps, c.per_device_train_batch_size) = (2, 2);
+        }),
+    ];
+    for (expected, change) in changes {
+        in_scratch(
+            |config, _| change(config),
+            |config| {
+                let error = RlhfEngine::from_config(config).unwrap_err().to_string();
+                assert!(error.starts_with(expected), "{error}");
+            },
+        );
+    }
+}
+
+#[test]
 fn a_test_stops_where_it_should_and_answers_are_shown_on_the_way() {
     in_scratch(
         |config, _| {
-            (config.trial.enable_test_mode, config.trial.test_stop_step) = (true, 2);
+            (config.trial.enable_test_mode, config.trial.test_stop_step) = (true, 1);
             (config.trial.print_answers, config.trial.print_answers_interval) = (true, 2);
         },
         |config| {

@@ -207,8 +207,8 @@ pub struct RlhfEngine {
     /// Whether each [`RlhfEngine::train_rlhf`] is followed by a [`RlhfEngine::train_unsupervised`], which takes the step for both;
     /// at first as `unsupervised_dataset_name` is set or not.
     pub mixes_texts: bool,
-    /// Steps of the run, over which the learning rates have their course; a constant rate needs none.
-    pub num_total_iters: usize,
+    /// Steps of the run, over which the learning rates have their course; a rate that does not fall needs none.
+    pub num_total_iters: Option<usize>,
     /// The tokens that end an answer and are in no loss.
     left_out: Vec<i64>,
     kept: KeptAnswers,
@@ -235,7 +235,7 @@ impl RlhfEngine {
         let mut engine = Self::with_learner(learner, reference, rewards, tokenizer, config)?;
         let steps = config.num_ppo_epochs * config.steps_per_epoch(plan.batch_size);
         (engine.prompts, engine.cursor) = (prompts, Some(cursor));
-        engine.num_total_iters = plan.num_total_batches * steps;
+        engine.num_total_iters = Some(plan.num_total_batches * steps);
         Ok(engine)
     }
 
@@ -271,10 +271,21 @@ impl RlhfEngine {
             ("score_position = last_token", config.score_position == ScorePosition::LastToken),
             ("target_kl", config.step.target_kl.is_some()),
             ("ratio_threshold", config.step.ratio_threshold.is_some()),
+            ("early_stopping", config.legacy.early_stopping),
+            ("missing_eos_penalty", config.missing_eos_penalty.is_some()),
+            ("non_eos_penalty", config.non_eos_penalty),
+            ("use_score_scaling", config.legacy.use_score_scaling),
+            ("score_clip", config.legacy.score_clip.is_some()),
         ];
         if let Some((name, _)) = meaningless.iter().find(|(_, set)| *set) {
             return Err(Error::Usage(format!(
                 "{name} has no meaning in RlhfEngine, whose loop is the caller's: leave it out"
+            )));
+        }
+        if config.gradient_accumulation_steps != 1 {
+            return Err(Error::Usage(format!(
+                "gradient_accumulation_steps = {}: RlhfEngine takes a step at each train_rlhf; give it larger batches, and leave this 1",
+                config.gradient_accumulation_steps
             )));
         }
         let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer);
@@ -286,7 +297,7 @@ impl RlhfEngine {
             kept: KeptAnswers::new(config.counts.min_response_length),
             last: None,
             mixes_texts: config.unsupervised.unsupervised_dataset_name.is_some(),
-            num_total_iters: 1,
+            num_total_iters: None,
             generated: 0,
             iterations: 0,
             waiting: None,
@@ -335,13 +346,27 @@ impl RlhfEngine {
     /// anew where their numbers do not match their tokens'.
     ///
     /// # Errors
-    /// As that.
+    /// As that; if there are not as many answers as prompts.
     pub fn experience_of(
         &mut self,
         prompts: &Tensor,
         mask: &Tensor,
         responses: Vec<Response>,
     ) -> Result<RlhfExperience> {
+        let (rows, width) = prompts.size2()?;
+        if responses.len() as i64 != rows {
+            return Err(Error::Run(format!(
+                "experience: expected an answer for each of {rows} prompts, found {} answers",
+                responses.len()
+            )));
+        }
+        if mask.size() != [rows, width] {
+            return Err(Error::Run(format!(
+                "experience: mask: expected shape {:?}, found {:?}",
+                [rows, width],
+                mask.size()
+            )));
+        }
         let kept = self.kept.keep((0..responses.len()).collect(), responses, &self.left_out)?;
         if !kept.again {
             self.last = Some((prompts.shallow_clone(), mask.shallow_clone()));
@@ -410,8 +435,15 @@ impl RlhfEngine {
     /// are not finite is not taken.
     ///
     /// # Errors
-    /// If the experience's shapes do not go together, or its tokens do not lie side by side.
+    /// If the experience's shapes do not go together, or its tokens do not lie side by side; if a step waits for
+    /// [`RlhfEngine::train_unsupervised`] already; if a learning rate needs [`RlhfEngine::num_total_iters`], or these steps are taken.
     pub fn train_rlhf(&mut self, experience: &RlhfExperience) -> Result<(f64, f64)> {
+        if self.waiting.is_some() {
+            let message =
+                "train_rlhf: with mixes_texts the last one waits for its train_unsupervised, found none between";
+            return Err(Error::Usage(message.into()));
+        }
+        self.rates()?;
         let config = &self.config;
         let (e, targets) = shaped(experience, config)?;
         let rows: Vec<usize> = (0..experience.rows()).collect();
@@ -430,19 +462,47 @@ impl RlhfEngine {
     /// # Errors
     /// If nothing waits for it, as [`RlhfEngine::mixes_texts`] is not set; if a text does not fit the actor.
     pub fn train_unsupervised<S: AsRef<[i64]>>(&mut self, batch: &[S], unsup_coef: f64) -> Result<f64> {
-        let mut stats = self.waiting.take().ok_or_else(|| {
+        let none_waits = || {
             let message =
                 "train_unsupervised takes the step of the train_rlhf before it, and none waits: set mixes_texts";
             Error::Usage(message.into())
-        })?;
-        stats.unsup_loss = self.learner.learn_texts(batch, unsup_coef)?;
-        let loss = stats.unsup_loss;
-        self.step(stats)?;
+        };
+        if self.waiting.is_none() {
+            return Err(none_waits());
+        }
+        let loss = self.learner.learn_texts(batch, unsup_coef)?;
+        let stats = self.waiting.take().ok_or_else(none_waits)?;
+        self.step(StepStats { unsup_loss: loss, ..stats })?;
         Ok(loss)
     }
 
+    /// The learning rates of the next step.
+    fn rates(&self) -> Result<LearningRates> {
+        let config = &self.config;
+        let (_, of_critic) = config.value_optimizer();
+        let schedules = [&config.optimizer, &of_critic];
+        let falls = schedules.iter().find(|schedule| schedule.lr_scheduler_type.falls());
+        let message = match (self.num_total_iters, falls) {
+            (None, Some(schedule)) => format!(
+                "lr_scheduler_type = {}: expected the steps of the run in num_total_iters, found none; `constant` needs none",
+                schedule.lr_scheduler_type.name()
+            ),
+            (None, None) if schedules.iter().any(|schedule| schedule.warmup_ratio > 0.0) => {
+                "warmup_ratio: expected the steps of the run in num_total_iters, found none; warmup_steps needs none"
+                    .into()
+            }
+            (Some(total), Some(_)) if self.iterations >= total => {
+                format!(
+                    "num_total_iters = {total} steps are taken, and the learning rate is at its end: raise it for more"
+                )
+            }
+            (total, _) => return Ok(LearningRates::at(config, self.iterations, total.unwrap_or(1))),
+        };
+        Err(Error::Usage(message))
+    }
+
     fn step(&mut self, mut stats: StepStats) -> Result<()> {
-        let rates = LearningRates::at(&self.config, self.iterations, self.num_total_iters);
+        let rates = self.rates()?;
         self.learner.step(rates, &mut stats)?;
         self.iterations += 1;
         Ok(())
@@ -493,7 +553,7 @@ impl RlhfEngine {
 /// What [`Learner::gradients`] learns from, of what an engine's batch says.
 fn shaped(e: &RlhfExperience, config: &PpoConfig) -> Result<(Experience, Targets)> {
     let (rows, len) = e.input_ids.size2()?;
-    let width = e.prompts.size()[1];
+    let (_, width) = e.prompts.size2()?;
     for (name, x, expected) in [
         ("prompts", &e.prompts, vec![rows, width]),
         ("attention_mask", &e.attention_mask, vec![rows, len]),

@@ -840,7 +840,7 @@ impl PpoTrainer {
     /// Updates after which the run ends: all, or those of a test.
     fn last_update(&self) -> usize {
         let (trial, total) = (&self.config.trial, self.plan.num_total_batches);
-        if trial.enable_test_mode { trial.test_stop_step.max(self.done).min(total) } else { total }
+        if trial.enable_test_mode { (trial.test_stop_step + 1).max(self.done).min(total) } else { total }
     }
 
     /// Whether the answers of update `update` are shown.
