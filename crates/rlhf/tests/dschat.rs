@@ -667,7 +667,8 @@ fn an_engine_refuses_a_falling_rate_of_no_end_and_goes_no_further_than_it() {
 
 #[test]
 fn an_engine_refuses_what_its_calls_do_not_do() {
-    let changes: [(&str, fn(&mut PpoConfig)); 6] = [
+    type Change = fn(&mut PpoConfig);
+    let changes: [(&str, Change); 6] = [
         ("missing_eos_penalty has no meaning in RlhfEngine", |c| c.missing_eos_penalty = Some(1.0)),
         ("non_eos_penalty has no meaning in RlhfEngine", |c| c.non_eos_penalty = true),
         ("use_score_scaling has no meaning in RlhfEngine", |c| {
