@@ -349,8 +349,7 @@ pub struct RewardConfig {
     /// A dataset of its own for evaluation.
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub eval_dataset_name: std::option::Option<PathBuf>,
-    /// DeepSpeed-Chat's count of pads before each text; accepted, and without effect: each text has its own length here, and
-    /// no pad is counted.
+    /// With `pair_loss = tokens`, pads that a text may hold before the one that ends it [default: those that it begins with].
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
     pub num_padding_at_beginning: std::option::Option<usize>,
     /// Tokens of a row, at most; pairs with a longer side are left out, with a warning that counts them.
@@ -377,7 +376,7 @@ pub struct RewardConfig {
     pub logging_steps: usize,
 
     /// What of a pair is compared: the scores of the two texts, or, as in DeepSpeed-Chat, what is said at every token from
-    /// where they part.
+    /// where they part, with pads or without.
     #[arg(long, help_heading = LOSS, value_enum, default_value = "sequence")]
     pub pair_loss: PairLoss,
     /// Weight of a loss that keeps each pair's two scores centred on 0.
@@ -1422,8 +1421,11 @@ pub enum EosInLoss {
 pub enum PairLoss {
     /// The score at the end of the chosen text is above that at the end of the rejected one.
     Sequence,
-    /// So is the score at every token from the first that differs to the end of the longer text.
+    /// So is what is said at every token from the first that differs to the end of the longer text, with the shorter one padded
+    /// up to there: DeepSpeed-Chat's.
     Tokens,
+    /// The same without padding: where the shorter text has ended, its last score stands.
+    TokensUnpadded,
 }
 
 /// Why `rlhf ppo` has no flag of this name, where one of the systems that it replaces has.

@@ -399,8 +399,22 @@ impl Body {
 
     /// Hidden states, `[M, embedding size]`, of the tokens at `spans` of each sequence, each moved by `shift`.
     fn hidden_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>], shift: i64) -> Result<Tensor> {
+        self.hidden_showing(sequences, None, spans, shift)
+    }
+
+    /// [`Body::hidden_at`]; with `shown` what is behind so many tokens of each sequence is padding ([`Layout::with_padding`]).
+    fn hidden_showing<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        shown: Option<&[usize]>,
+        spans: &[Range<usize>],
+        shift: i64,
+    ) -> Result<Tensor> {
         self.check(sequences)?;
-        let layout = self.padded_layout(&self.needed(sequences, spans, shift));
+        let layout = match shown {
+            None => self.padded_layout(&self.needed(sequences, spans, shift)),
+            Some(shown) => self.layout_with_padding(sequences, shown),
+        };
         let (rows, count) = self.rounded_rows_at(&layout, spans, shift);
         Ok(self.decoder.forward(&layout, None, Some(&rows), None).narrow(0, 0, count))
     }
@@ -415,6 +429,19 @@ impl Body {
         dropout: Option<&DropoutRows>,
         f: impl FnOnce(&Tensor) -> Result<Option<Tensor>>,
     ) -> Result<()> {
+        self.learn_showing(sequences, None, spans, shift, dropout, f)
+    }
+
+    /// [`Body::learn`] of what [`Body::hidden_showing`] gives.
+    fn learn_showing<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        shown: Option<&[usize]>,
+        spans: &[Range<usize>],
+        shift: i64,
+        dropout: Option<&DropoutRows>,
+        f: impl FnOnce(&Tensor) -> Result<Option<Tensor>>,
+    ) -> Result<()> {
         self.check(sequences)?;
         if self.trainable_params().next().is_none() {
             return Err(Error::Run("the model is frozen: nothing of it can learn; set_trainable first".into()));
@@ -423,9 +450,10 @@ impl Body {
             return Ok(());
         }
         let dropout = dropout.filter(|rows| rows.share > 0.0 && self.adapter.is_some());
-        let layout = match dropout {
-            None => self.padded_layout(&self.needed(sequences, spans, shift)),
-            Some(_) => Layout::new(sequences, self.device),
+        let layout = match (shown, dropout) {
+            (Some(shown), _) => self.layout_with_padding(sequences, shown),
+            (None, None) => self.padded_layout(&self.needed(sequences, spans, shift)),
+            (None, Some(_)) => Layout::new(sequences, self.device),
         };
         let dropout = dropout.map(|rows| Dropout::new(rows, &layout.lens));
         let (rows, count) = self.rounded_rows_at(&layout, spans, shift);
@@ -436,6 +464,12 @@ impl Body {
     fn padded_layout<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Layout {
         let layout = Layout::new(sequences, self.device);
         if uses_kernels(self.decoder.compute, self.device) { layout.padded() } else { layout }
+    }
+
+    /// Padding stands where transformers puts it: OPT's at the place before the first, as its places count what is shown.
+    fn layout_with_padding<S: AsRef<[i64]>>(&self, sequences: &[S], shown: &[usize]) -> Layout {
+        let place = (self.config.position_offset > 0).then_some(-1);
+        Layout::with_padding(sequences, shown, place, self.device)
     }
 
     /// The sequences as far as what is asked of them depends on them: not what comes behind, where tokens see only back.

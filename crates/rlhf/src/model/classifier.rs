@@ -296,9 +296,23 @@ impl SequenceClassifier {
     /// As [`super::CausalLm::logits`]; if a span is not within its sequence; if the model fails
     /// [`SequenceClassifier::check_values`].
     pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
+        self.values_showing(sequences, None, spans)
+    }
+
+    /// [`SequenceClassifier::values_at`]; with `shown` what is behind so many tokens of each sequence is padding: it sees them, and
+    /// nothing sees it.
+    ///
+    /// # Errors
+    /// As [`SequenceClassifier::values_at`].
+    pub(crate) fn values_showing<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        shown: Option<&[usize]>,
+        spans: &[Range<usize>],
+    ) -> Result<Tensor> {
         let score = self.value_head()?;
         self.body.check_spans(sequences, spans, 0)?;
-        Ok(score.forward(&self.body.hidden_at(sequences, spans, 0)?).squeeze_dim(1))
+        Ok(score.forward(&self.body.hidden_showing(sequences, shown, spans, 0)?).squeeze_dim(1))
     }
 
     /// [`SequenceClassifier::values_at`], detached, with the way back: adds the gradients of `loss`, a scalar made of the values
@@ -312,23 +326,25 @@ impl SequenceClassifier {
         spans: &[Range<usize>],
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
-        self.learn_values_dropping(sequences, spans, None, loss)
+        self.learn_values_showing(sequences, None, spans, None, loss)
     }
 
-    /// [`SequenceClassifier::learn_values`] with dropout in front of the adapters.
+    /// [`SequenceClassifier::learn_values`] with dropout in front of the adapters, of what
+    /// [`SequenceClassifier::values_showing`] gives.
     ///
     /// # Errors
     /// As [`SequenceClassifier::learn_values`].
-    pub(crate) fn learn_values_dropping<S: AsRef<[i64]>>(
+    pub(crate) fn learn_values_showing<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
+        shown: Option<&[usize]>,
         spans: &[Range<usize>],
         dropout: Option<&DropoutRows>,
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
         let score = self.value_head()?;
         self.body.check_spans(sequences, spans, 0)?;
-        self.body.learn(sequences, spans, 0, dropout, |hidden| {
+        self.body.learn_showing(sequences, shown, spans, 0, dropout, |hidden| {
             loss(&score.forward(hidden).squeeze_dim(1)).backward();
             Ok(Some(hidden.grad()))
         })

@@ -101,6 +101,8 @@ pub(crate) struct Layout {
     pub(crate) starts: Vec<i64>,
     /// Length of the longest.
     pub(crate) width: i64,
+    /// How many of each sequence's tokens others see, and see themselves, where there is padding behind them, which sees these.
+    shown: Option<Vec<i64>>,
     /// Packed index of each slot of [rows, width], and slot of each packed token; made when it is first asked for.
     slots: OnceCell<(Tensor, Tensor)>,
     /// `starts` on the device, i32; made when it is first asked for.
@@ -121,7 +123,38 @@ impl Layout {
         // One copy: to a GPU each waits until everything before it is done.
         let both = Tensor::from_slice(&[tokens, positions].concat()).to_device(device).view([2, -1]);
         let (tokens, positions) = (both.get(0), both.get(1));
-        Self { tokens, positions, lens, starts, width, slots: OnceCell::new(), device_starts: OnceCell::new() }
+        Self {
+            tokens,
+            positions,
+            lens,
+            starts,
+            width,
+            shown: None,
+            slots: OnceCell::new(),
+            device_starts: OnceCell::new(),
+        }
+    }
+
+    /// Sequences of which only the first `shown` tokens are text, and what follows is padding, as transformers computes it behind
+    /// an attention mask: it sees the text, and nothing sees it. Its place is `place`, or else that of any token there.
+    pub(crate) fn with_padding<S: AsRef<[i64]>>(
+        sequences: &[S],
+        shown: &[usize],
+        place: Option<i64>,
+        device: Device,
+    ) -> Self {
+        let layout = Self::new(sequences, device);
+        let shown: Vec<i64> = shown.iter().map(|&n| n as i64).collect();
+        let rows = layout.lens.iter().zip(&shown);
+        let places =
+            rows.flat_map(|(&len, &shown)| (0..len).map(move |t| if t < shown { t } else { place.unwrap_or(t) }));
+        let positions = Tensor::from_slice(&places.collect::<Vec<_>>()).to_device(device);
+        Self { positions, shown: Some(shown), ..layout }
+    }
+
+    /// Whether there are tokens that are not seen, of which the kernels know nothing.
+    pub(crate) fn hides(&self) -> bool {
+        self.shown.is_some()
     }
 
     /// The same with tokens behind the last sequence, which nothing sees, so that their number is a round one: every new shape
@@ -169,7 +202,7 @@ impl Layout {
     /// Attention within each sequence; `q` [N, heads, head_dim], result [N, heads * head_dim].
     pub(crate) fn attend(&self, scores: &Scores, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
         let heads = q.size()[1];
-        if !plain() && flash_takes(scores, q, self.width) {
+        if !plain() && !self.hides() && flash_takes(scores, q, self.width) {
             let attention = scores.kernel(heads, k.size()[1], q.size()[2], false);
             return tch_ext::flash_attention_varlen(&attention, q, k, v, self.device_starts(), self.width)
                 .flatten(1, 2);
@@ -199,11 +232,17 @@ impl Layout {
             return self.is_ragged().then(|| slots().lt_tensor(&lens()));
         }
         let window = scores.window.filter(|&window| window < self.width);
-        if window.is_none() && scores.softcap.is_none() {
+        if window.is_none() && scores.softcap.is_none() && !self.hides() {
             return None;
         }
         let back = slots().unsqueeze(1) - slots().unsqueeze(0);
-        Some(back.ge(0).logical_and(&back.lt(window.unwrap_or(self.width))))
+        let near = back.ge(0).logical_and(&back.lt(window.unwrap_or(self.width)));
+        let Some(shown) = &self.shown else { return Some(near) };
+        let shown = Tensor::from_slice(shown).to_device(device).view([-1, 1, 1, 1]);
+        let near = near.logical_and(&slots().lt_tensor(&shown));
+        // Padding behind a whole window of padding sees itself, as something must be seen.
+        let none = near.any_dim(-1, true).logical_not();
+        Some(near.logical_or(&none.logical_and(&back.eq(0))))
     }
 
     /// The length of the sequence that each token stands in, `[N]` i64.

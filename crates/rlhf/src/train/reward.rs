@@ -48,9 +48,10 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         let message = format!("expected a classifier with one label, found {}", model.labels().join(", "));
         return Err(Error::invalid(model_dir, message));
     }
-    if config.pair_loss == PairLoss::Tokens {
+    if config.pair_loss != PairLoss::Sequence {
         model.check_values(model_dir)?;
     }
+    let pads = (config.pair_loss == PairLoss::Tokens).then(|| Pads::find(&tokenizer, &model, config)).transpose()?;
     // An adapter that is there already becomes part of what is trained, or of what a fresh one is put on.
     model.merge_adapter();
     config.reward_format.map_or(Ok(()), |format| model.set_format(format))?;
@@ -61,7 +62,9 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
     let read = |dataset: &Dataset| {
-        leave_out_long(dataset.pairs(&tokenizer, model.config().causal)?, max_length, dataset.path())
+        let read = leave_out_long(dataset.pairs(&tokenizer, model.config().causal)?, max_length, dataset.path())?;
+        pads.as_ref().map_or(Ok(()), |pads| pads.check(&read.0, dataset.path()))?;
+        Ok(read)
     };
     let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
     let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
@@ -94,9 +97,9 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         begin_report(&config.run, &start, plan.num_updates, progress.reached(), &warnings, &tokenizer, console)?;
     let trained = trained_share(model.params());
     report.note(&format!("trained parameters: {trained}"));
-    if let Some(pads) = config.num_padding_at_beginning {
+    if let Some(count) = config.num_padding_at_beginning.filter(|_| pads.is_none()) {
         report.note(&format!(
-            "num_padding_at_beginning = {pads} has no effect: each text has its own length, and no pad is counted"
+            "num_padding_at_beginning = {count} has no effect without pair_loss = tokens: each text has its own length"
         ));
     }
     let write = |dir: &Path| {
@@ -105,8 +108,17 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     };
     let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates)?;
     let mut saver = Saver { checkpoints, write: &write };
-    let ended =
-        run_updates(config, &plan, &model, most_tokens, &train, &eval.rows, &mut report, &mut progress, &mut saver);
+    let ended = run_updates(
+        config,
+        &plan,
+        (&model, pads.as_ref()),
+        most_tokens,
+        &train,
+        &eval.rows,
+        &mut report,
+        &mut progress,
+        &mut saver,
+    );
     let ended = saver.at_end(ended, &progress, &mut report);
     report.finish();
 
@@ -138,7 +150,7 @@ const COMMAND: &str = "reward";
 fn run_updates(
     config: &RewardConfig,
     plan: &TrainPlan,
-    model: &SequenceClassifier,
+    (model, pads): (&SequenceClassifier, Option<&Pads>),
     most_tokens: usize,
     train: &Gathered<Pair>,
     eval: &[Pair],
@@ -154,7 +166,10 @@ fn run_updates(
         let mut batch: Vec<&Pair> = taken.into_iter().map(|row| &pairs[row]).collect();
         batch.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
         let mut pair = 0;
-        let tokens = |pair: &&Pair| pair.chosen.len() + pair.rejected.len();
+        let tokens = |pair: &&Pair| match pads {
+            None => pair.chosen.len() + pair.rejected.len(),
+            Some(_) => 2 * pair.chosen.len().max(pair.rejected.len()),
+        };
         for micro_batch in micro_batches(&batch, config.per_device_train_batch_size, most_tokens, tokens) {
             let pairs = pair..pair + micro_batch.len() as u64;
             pair = pairs.end;
@@ -163,14 +178,14 @@ fn run_updates(
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
             let dropout = DropoutRows { share, seed, update: progress.done as u64, rows };
             let per_pair = batch.len() as f64 / progress.loss_scale();
-            let (sides, since) = (sides(micro_batch), &mut progress.since);
+            let since = &mut progress.since;
             match config.pair_loss {
-                PairLoss::Sequence => model.learn_scores(&sides, Some(&dropout), |scores| {
+                PairLoss::Sequence => model.learn_scores(&sides(micro_batch), Some(&dropout), |scores| {
                     since.add(scores, &margin_loss(scores), config) / per_pair
                 }),
-                PairLoss::Tokens => {
-                    let compared = Compared::of(micro_batch, model.device());
-                    model.learn_values_dropping(&sides, &compared.spans, Some(&dropout), |values| {
+                PairLoss::Tokens | PairLoss::TokensUnpadded => {
+                    let compared = Compared::of(micro_batch, pads, model.device());
+                    compared.learn(model, Some(&dropout), |values| {
                         since.add(&compared.ends(values), &compared.loss(values), config) / per_pair
                     })
                 }
@@ -198,7 +213,7 @@ fn run_updates(
             if (due.evaluation || finished || stopping) && !eval.is_empty() {
                 let mut totals = Totals::default();
                 for batch in eval.chunks(config.per_device_eval_batch_size) {
-                    tch::no_grad(|| totals.measure(model, &batch.iter().collect::<Vec<_>>(), config))?;
+                    tch::no_grad(|| totals.measure(model, &batch.iter().collect::<Vec<_>>(), pads, config))?;
                 }
                 totals.push(&mut metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
             }
@@ -251,14 +266,80 @@ fn margin_loss(scores: &Tensor) -> Tensor {
     -(scores.get(0) - scores.get(1)).log_sigmoid()
 }
 
-/// What the loss of DeepSpeed-Chat compares: the two texts of a pair at every token from the first that differs to the last
-/// of the longer one.
+/// The padding of DeepSpeed-Chat's loss.
+#[derive(Debug)]
+struct Pads {
+    id: i64,
+    /// How many a text may hold before the one that ends it; `None`: those that it begins with.
+    skipped: Option<usize>,
+    /// Tokens of a padded text.
+    width: usize,
+}
+
+impl Pads {
+    /// DeepSpeed-Chat pads with eos, but for Llama.
+    ///
+    /// # Errors
+    /// If the tokenizer knows no token to pad with.
+    fn find(tokenizer: &Tokenizer, model: &SequenceClassifier, config: &RewardConfig) -> Result<Self> {
+        let (eos, pad) = (tokenizer.eos(), tokenizer.pad());
+        let id = if model.config().family.name == "llama" { pad.or(eos) } else { eos.or(pad) };
+        let id = id.ok_or_else(|| {
+            let message = "pair_loss = tokens: expected a tokenizer with an eos or a pad token, found none";
+            Error::Usage(format!("{message}; tokens_unpadded needs none"))
+        })?;
+        let width = config.max_length.min(model.config().max_position_embeddings);
+        Ok(Self { id, skipped: config.num_padding_at_beginning, width })
+    }
+
+    /// Where a text ends: at its first pad behind those that are skipped, also of the padding behind it.
+    fn end(&self, text: &[i64]) -> usize {
+        let begins = || text.iter().take_while(|id| **id == self.id).count();
+        let skipped = self.skipped.unwrap_or_else(begins);
+        let mut pads = (0..text.len()).filter(|&t| text[t] == self.id);
+        let held = pads.clone().count();
+        pads.nth(skipped).unwrap_or_else(|| (text.len() + skipped - held).min(self.width))
+    }
+
+    /// The first token that differs; none where all are the same with padding behind.
+    fn apart(&self, pair: &Pair) -> Option<usize> {
+        let at = |text: &[i64], t: usize| text.get(t).copied().unwrap_or(self.id);
+        (0..pair.chosen.len().max(pair.rejected.len())).find(|&t| at(&pair.chosen, t) != at(&pair.rejected, t))
+    }
+
+    /// Refuses pairs that end before they part, of which DeepSpeed-Chat makes a loss that is not a number.
+    fn check(&self, pairs: &[Pair], path: &Path) -> Result<()> {
+        for (i, pair) in pairs.iter().enumerate() {
+            let ends = [self.end(&pair.chosen), self.end(&pair.rejected)];
+            if ends[0] == 0 || ends[1] == 0 || self.apart(pair).is_some_and(|apart| apart >= ends[0].max(ends[1])) {
+                let id = self.id;
+                return Err(Error::invalid(
+                    path,
+                    format!(
+                        "pair {} of those that are kept: with pair_loss = tokens the pad, token {id}, ends a text, here before the \
+                         two part: num_padding_at_beginning says how many pads stand before that, and tokens_unpadded counts \
+                         none",
+                        i + 1
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What the losses of tokens compare: the two texts of a pair at every token from the first that differs to the last of the
+/// longer one.
 ///
-/// Where the shorter text has ended its last score stands: nothing is said of what is not there. Of two equal texts the last
-/// token is compared, which teaches nothing.
+/// With pads the shorter text has as many of them behind it as it lacks. Without, its last score stands where it has ended:
+/// nothing is said of what is not there. Of two equal texts the last token is compared, which teaches nothing.
 #[derive(Debug)]
 struct Compared {
-    /// The positions that are read of each side, all chosen ones and then all rejected ones: at least the last.
+    /// What is read: all chosen sides and then all rejected ones, with their pads.
+    texts: Vec<Vec<i64>>,
+    /// How many tokens of each are no pads behind it.
+    shown: Vec<usize>,
+    /// The positions that are read of each: at least that of its score.
     spans: Vec<Range<usize>>,
     /// Places among what is read: of the two sides' ends, and of what is compared.
     ends: Tensor,
@@ -271,41 +352,76 @@ struct Compared {
 }
 
 impl Compared {
-    fn of(pairs: &[&Pair], device: Device) -> Self {
-        let apart = |pair: &&Pair| pair.chosen.iter().zip(&pair.rejected).take_while(|(a, b)| a == b).count();
-        let spans: Vec<Range<usize>> = [|pair: &Pair| pair.chosen.len(), |pair: &Pair| pair.rejected.len()]
-            .into_iter()
-            .flat_map(|len| pairs.iter().map(move |pair| apart(pair).min(len(pair) - 1)..len(pair)))
-            .collect();
-        let mut places = Vec::new();
-        let mut read = 0;
-        for span in &spans {
-            places.push(read as i64);
-            read += span.len();
+    fn of(pairs: &[&Pair], pads: Option<&Pads>, device: Device) -> Self {
+        let (mut texts, mut spans, mut last) = (Vec::new(), Vec::new(), Vec::new());
+        let ranges: Vec<Range<usize>> = pairs.iter().map(|pair| Self::range(pair, pads)).collect();
+        for (side, range) in sides(pairs).into_iter().zip(ranges.iter().cycle()) {
+            let end = pads.map_or(side.len(), |pads| pads.end(side)).max(1);
+            let read = if pads.is_some() { range.end } else { side.len() };
+            spans.push(range.start.min(end - 1)..read);
+            last.push(end - 1);
+            let padding = pads.map_or(0, |_| read.saturating_sub(side.len()));
+            texts.push([&side[..], &vec![pads.map_or(0, |pads| pads.id); padding]].concat());
         }
-        let ends = spans.iter().zip(&places).map(|(span, at)| at + span.len() as i64 - 1).collect::<Vec<_>>();
+        let places: Vec<usize> = spans
+            .iter()
+            .scan(0, |read, span: &Range<usize>| {
+                *read += span.len();
+                Some(*read - span.len())
+            })
+            .collect();
+        // What is behind the last that is read has its score.
+        let place = |side: usize, t: usize| (places[side] + t.min(spans[side].end - 1) - spans[side].start) as i64;
+        let ends: Vec<i64> = last.iter().enumerate().map(|(side, &t)| place(side, t)).collect();
         let (mut compared, mut shares, mut of) = ([Vec::new(), Vec::new()], Vec::new(), Vec::new());
-        for (i, pair) in pairs.iter().enumerate() {
-            let longest = pair.chosen.len().max(pair.rejected.len());
-            let from = apart(pair).min(longest - 1);
+        for (i, range) in ranges.iter().enumerate() {
             for (to, side) in compared.iter_mut().zip([i, pairs.len() + i]) {
-                let place = |t: usize| places[side] + (t.min(spans[side].end - 1) - spans[side].start) as i64;
-                to.extend((from..longest).map(place));
+                to.extend(range.clone().map(|t| place(side, t)));
             }
-            shares.extend((from..longest).map(|_| 1.0 / (longest - from) as f32));
-            of.extend((from..longest).map(|_| i as i64));
+            shares.extend(range.clone().map(|_| 1.0 / range.len() as f32));
+            of.extend(range.clone().map(|_| i as i64));
         }
         let [chosen, rejected] = compared;
         let there = |places: &[i64]| Tensor::from_slice(places).to_device(device);
         let shares = Tensor::from_slice(&shares).to_device(device);
         Self {
+            shown: sides(pairs).into_iter().map(Vec::len).collect(),
             ends: there(&ends),
             chosen: there(&chosen),
             rejected: there(&rejected),
             pairs: there(&of),
+            texts,
             spans,
             shares,
         }
+    }
+
+    /// The tokens of a pair that are compared: at least one.
+    fn range(pair: &Pair, pads: Option<&Pads>) -> Range<usize> {
+        let (apart, end) = match pads {
+            Some(pads) => (pads.apart(pair), pads.end(&pair.chosen).max(pads.end(&pair.rejected)).max(1)),
+            None => {
+                let same = pair.chosen.iter().zip(&pair.rejected).take_while(|(a, b)| a == b).count();
+                (Some(same), pair.chosen.len().max(pair.rejected.len()))
+            }
+        };
+        apart.unwrap_or(end).min(end - 1)..end
+    }
+
+    /// How many tokens of each text are shown, where there is padding.
+    fn shown(&self) -> Option<&[usize]> {
+        let padded = self.texts.iter().zip(&self.shown).any(|(text, &shown)| text.len() > shown);
+        padded.then_some(&self.shown)
+    }
+
+    /// Has the model learn by a `loss` of the values at the spans.
+    fn learn(
+        &self,
+        model: &SequenceClassifier,
+        dropout: Option<&DropoutRows>,
+        loss: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<()> {
+        model.learn_values_showing(&self.texts, self.shown(), &self.spans, dropout, loss)
     }
 
     /// The scores at the ends, all chosen sides and then all rejected ones, among the `values` at the spans.
@@ -335,17 +451,22 @@ struct Totals {
 
 impl Totals {
     /// Adds what the model says of pairs.
-    fn measure(&mut self, model: &SequenceClassifier, pairs: &[&Pair], config: &RewardConfig) -> Result<()> {
-        let sides = sides(pairs);
+    fn measure(
+        &mut self,
+        model: &SequenceClassifier,
+        pairs: &[&Pair],
+        pads: Option<&Pads>,
+        config: &RewardConfig,
+    ) -> Result<()> {
         let (scores, losses) = match config.pair_loss {
             PairLoss::Sequence => {
-                let scores = model.scores(&sides)?;
+                let scores = model.scores(&sides(pairs))?;
                 let losses = margin_loss(&scores);
                 (scores, losses)
             }
-            PairLoss::Tokens => {
-                let compared = Compared::of(pairs, model.device());
-                let values = model.values_at(&sides, &compared.spans)?;
+            PairLoss::Tokens | PairLoss::TokensUnpadded => {
+                let compared = Compared::of(pairs, pads, model.device());
+                let values = model.values_showing(&compared.texts, compared.shown(), &compared.spans)?;
                 (compared.ends(&values), compared.loss(&values))
             }
         };
@@ -385,6 +506,9 @@ mod tests {
     use crate::model::ModelOptions;
     use std::collections::HashMap;
 
+    /// That of the golden pairs.
+    const PAD: i64 = 1;
+
     fn close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
         assert_eq!(found.size(), expected.size(), "{what}");
         let gap = (found - expected).abs().max().double_value(&[]);
@@ -423,14 +547,14 @@ mod tests {
             let options = ModelOptions::default();
             let mut model = SequenceClassifier::from_pretrained(&heads.join(name), None, options).unwrap();
             model.set_trainable(true);
-            let (sides, compared) = (sides(&pairs), Compared::of(&pairs, Device::Cpu));
+            let (sides, compared) = (sides(&pairs), Compared::of(&pairs, None, Device::Cpu));
             let mut seen = None;
             let learn = |values: &Tensor| {
                 let losses = compared.loss(values);
                 seen = Some((compared.ends(values).detach(), losses.detach()));
                 losses.mean(Kind::Float)
             };
-            model.learn_values_dropping(&sides, &compared.spans, None, learn).unwrap();
+            compared.learn(&model, None, learn).unwrap();
             let (ends, losses) = seen.unwrap();
             close(name, &ends, &golden["ends"], 2e-5);
             close(name, &losses, &golden["losses"], 2e-5);
@@ -444,20 +568,77 @@ mod tests {
             let norm = Tensor::stack(&norms, 0).norm();
             let expected = &golden["trunk.grad_norm"];
             close(name, &(norm / expected), &expected.ones_like(), 1e-4);
-            // DeepSpeed-Chat compares with what is said at pads; where there are none the two are the same.
-            let padded = &golden["padded_losses"];
-            for (i, pair) in pairs.iter().enumerate() {
-                let gap = (losses.double_value(&[i as i64]) - padded.double_value(&[i as i64])).abs();
-                assert_eq!(gap <= 2e-5, pair.chosen.len() == pair.rejected.len(), "{name}, pair {i}: {gap:e}");
+            // DeepSpeed-Chat compares with what is said at pads.
+            for (i, checkpoints) in [false, true].into_iter().enumerate() {
+                model.set_gradient_checkpointing(checkpoints);
+                let pads = Pads { id: PAD, skipped: (i == 0).then_some(0), width: 12 };
+                model.params().iter().for_each(|param| param.tensor.shallow_clone().zero_grad());
+                let compared = Compared::of(&pairs, Some(&pads), Device::Cpu);
+                let mut seen = None;
+                let learn = |values: &Tensor| {
+                    let losses = compared.loss(values);
+                    seen = Some((compared.ends(values).detach(), losses.detach(), values.detach()));
+                    losses.mean(Kind::Float)
+                };
+                compared.learn(&model, None, learn).unwrap();
+                let (ends, losses, values) = seen.unwrap();
+                close(name, &ends, &golden["ends"], 2e-5);
+                close(name, &losses, &golden["padded_losses"], 2e-5);
+                let head = model.params().iter().find(|param| param.name == "v_head.weight").unwrap();
+                close(name, &head.tensor.grad(), &golden["padded_v_head.grad"], 2e-5);
+                let trunk = model.params().iter().filter(|param| param.name != "v_head.weight");
+                let norms: Vec<Tensor> =
+                    trunk.map(|param| param.tensor.grad()).filter(Tensor::defined).map(|grad| grad.norm()).collect();
+                let norm = Tensor::stack(&norms, 0).norm();
+                let expected = &golden["padded_trunk.grad_norm"];
+                close(name, &(norm / expected), &expected.ones_like(), 1e-4);
+                let again = model.values_showing(&compared.texts, compared.shown(), &compared.spans);
+                close(name, &tch::no_grad(|| again).unwrap(), &values, 2e-5);
             }
         }
+    }
+
+    #[test]
+    fn pads_end_a_text_behind_those_that_are_skipped_and_fill_it_up_to_the_longer_end() {
+        let pads = |skipped| Pads { id: PAD, skipped, width: 8 };
+        let opt = [PAD, 5, 6, PAD];
+        assert_eq!([Some(0), Some(1), Some(2), Some(3), Some(9), None].map(|n| pads(n).end(&opt)), [0, 3, 4, 5, 8, 3]);
+        assert_eq!([Some(0), Some(1), None].map(|n| pads(n).end(&[5, 6, 7])), [3, 4, 3]);
+        let (longer, equal) = (pair(&[PAD, 4, 5, 6, 7, PAD], &[PAD, 4, 8]), pair(&[PAD, 7, PAD], &[PAD, 7, PAD]));
+        // The eos of the one text is the padding of the other: they are the same.
+        let ended = pair(&[PAD, 3, PAD], &[PAD, 3]);
+        for skipped in [None, Some(1)] {
+            let pads = pads(skipped);
+            pads.check(&[pair(&longer.chosen, &longer.rejected)], Path::new("pairs")).unwrap();
+            let compared = Compared::of(&[&longer, &equal, &ended], Some(&pads), Device::Cpu);
+            assert_eq!(compared.spans, [2..5, 1..2, 1..2, 2..5, 1..2, 1..2]);
+            assert_eq!(
+                (&compared.texts[3], compared.shown()),
+                (&vec![PAD, 4, 8, PAD, PAD], Some(&[6, 3, 3, 3, 3, 2][..]))
+            );
+            assert_eq!(Vec::<i64>::try_from(&compared.ends).unwrap(), [2, 3, 4, 5, 8, 9]);
+            assert_eq!(Vec::<i64>::try_from(&compared.rejected).unwrap(), [5, 6, 7, 8, 9]);
+        }
+        // A pad in the middle ends both before they part.
+        let early = pair(&[3, PAD, 4], &[3, PAD, 5]);
+        for (skipped, refused) in [(None, true), (Some(0), true), (Some(1), false)] {
+            assert_eq!(
+                pads(skipped).check(&[pair(&early.chosen, &early.rejected)], Path::new("pairs")).is_err(),
+                refused
+            );
+        }
+        let error = pads(Some(0)).check(&[longer], Path::new("pairs")).unwrap_err().to_string();
+        assert!(
+            error.contains("pair 1 of those that are kept: with pair_loss = tokens the pad, token 1, ends"),
+            "{error}"
+        );
     }
 
     #[test]
     fn tokens_are_compared_from_where_two_texts_part_and_a_text_that_has_ended_keeps_its_score() {
         let (longer, equal, prefix) = (pair(&[1, 2, 3, 4], &[1, 2, 5]), pair(&[7, 8], &[7, 8]), pair(&[1], &[1, 2]));
         let pairs = [&longer, &equal, &prefix];
-        let compared = Compared::of(&pairs, Device::Cpu);
+        let compared = Compared::of(&pairs, None, Device::Cpu);
         assert_eq!(compared.spans, [2..4, 1..2, 0..1, 2..3, 1..2, 1..2]);
         // Chosen: 3 and 4; 8; 1. Rejected: 5; 8; 2.
         let values = Tensor::from_slice(&[0.5f32, 2.0, 1.0, 3.0, -1.0, 1.0, 4.0]);

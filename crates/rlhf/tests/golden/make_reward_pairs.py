@@ -77,6 +77,8 @@ def texts():
 def values_of(folder, base):
     model = RewardModel(AutoModel.from_pretrained(MODELS / base)).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"))
+    # DeepSpeed-Chat pads with eos, whose embedding learns; torch spares that of the model's own pad, which stands in here.
+    model.rwtransformer.get_input_embeddings().padding_idx = None
     chosen, rejected = texts()
     rows = chosen + rejected
     ids = torch.tensor([row + [PAD] * (WIDTH - len(row)) for row in rows])
@@ -98,6 +100,10 @@ def values_of(folder, base):
         difference = (values[i] - values[other])[apart:longest]
         padded.append(-torch.nn.functional.logsigmoid(difference).mean())
         assert len(a) != len(b) or torch.equal(losses[-1], padded[-1])
+    torch.stack(padded).mean().backward(retain_graph=True)
+    padded_head = model.v_head.weight.grad.clone()
+    padded_trunk = torch.stack([p.grad.norm() for p in model.rwtransformer.parameters()]).norm()
+    model.zero_grad()
     loss = torch.stack(losses).mean()
     loss.backward()
     return {
@@ -107,6 +113,8 @@ def values_of(folder, base):
         "ends": ends.detach(),
         "losses": torch.stack(losses).detach(),
         "padded_losses": torch.stack(padded).detach(),
+        "padded_v_head.grad": padded_head,
+        "padded_trunk.grad_norm": padded_trunk,
         "loss": loss.detach(),
         "v_head.grad": model.v_head.weight.grad,
         "trunk.grad_norm": torch.stack([p.grad.norm() for p in model.rwtransformer.parameters()]).norm(),
