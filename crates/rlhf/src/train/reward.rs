@@ -598,6 +598,72 @@ mod tests {
         }
     }
 
+    /// The tensors of a safetensors file.
+    fn tensors(path: &Path) -> HashMap<String, Tensor> {
+        let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let read = |(name, view): (String, safetensors::tensor::TensorView<'_>)| {
+            let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
+            let kind = if view.dtype() == safetensors::Dtype::I64 { Kind::Int64 } else { Kind::Float };
+            (name, Tensor::from_data_size(view.data(), &shape, kind))
+        };
+        file.tensors().into_iter().map(read).collect()
+    }
+
+    /// Of a folder of DeepSpeed-Chat's own reward models, where `$RLHF_GOLDEN` has one.
+    #[test]
+    fn a_loss_of_tokens_has_deepspeed_chats_numbers_on_its_own_models() {
+        let Some(given) = std::env::var_os("RLHF_GOLDEN") else { return };
+        for (name, at_beginning) in [("rm_opt", 1), ("rm_llama", 0), ("rm_gpt2", 0)] {
+            let dir = Path::new(&given).join("dschat").join(name);
+            let golden = dir.join("golden.safetensors");
+            if !golden.is_file() {
+                continue;
+            }
+            let golden = tensors(&golden);
+            let folder = tempfile::tempdir().unwrap();
+            std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
+            let bare = |name: &str| {
+                ["model.", "transformer."].iter().find_map(|front| name.strip_prefix(front)).map(String::from)
+            };
+            let base =
+                tensors(&dir.join("model.safetensors")).into_iter().filter(|(name, _)| !name.starts_with("lm_head"));
+            let mut all: Vec<(String, Tensor)> = base
+                .map(|(name, tensor)| (format!("rwtransformer.{}", bare(&name).unwrap_or(name.clone())), tensor))
+                .collect();
+            let head = tensors(&dir.join("v_head.safetensors")).into_values().next().unwrap();
+            all.push(("v_head.weight".into(), head.view([1, -1])));
+            crate::weights::save(folder.path(), &all, usize::MAX).unwrap();
+            let mut model = SequenceClassifier::from_pretrained(folder.path(), None, ModelOptions::default()).unwrap();
+            model.set_trainable(true);
+            let rows = |name: &str| Vec::<Vec<i64>>::try_from(golden[name].to_kind(Kind::Int64)).unwrap();
+            let (ids, masks) = (rows("pair.input_ids"), rows("pair.attention_mask"));
+            let pad =
+                ids.iter().flatten().zip(masks.iter().flatten()).find_map(|(&id, &mask)| (mask == 0).then_some(id));
+            let text = |(ids, mask): (&Vec<i64>, &Vec<i64>)| ids[..mask.iter().sum::<i64>() as usize].to_vec();
+            let texts: Vec<Vec<i64>> = ids.iter().zip(&masks).map(text).collect();
+            let (chosen, rejected) = texts.split_at(texts.len() / 2);
+            let pairs: Vec<Pair> = chosen.iter().zip(rejected).map(|(a, b)| pair(a, b)).collect();
+            let pairs: Vec<&Pair> = pairs.iter().collect();
+            let pads = Pads { id: pad.unwrap_or(-1), skipped: Some(at_beginning), width: ids[0].len() };
+            let compared = Compared::of(&pairs, Some(&pads), Device::Cpu);
+            let mut seen = None;
+            let learn = |values: &Tensor| {
+                let loss = compared.loss(values).mean(Kind::Float);
+                seen = Some((compared.ends(values).detach(), loss.detach()));
+                loss
+            };
+            compared.learn(&model, None, learn).unwrap();
+            let (ends, loss) = seen.unwrap();
+            close(name, &loss, &golden["pair.loss"].view_as(&loss), 2e-5);
+            let ends = ends.view([2, -1]);
+            close(name, &ends.get(0), &golden["pair.chosen_mean_scores"], 2e-5);
+            close(name, &ends.get(1), &golden["pair.rejected_mean_scores"], 2e-5);
+            let head = model.params().iter().find(|param| param.name == "v_head.weight").unwrap();
+            close(name, &head.tensor.grad(), &golden["pair.v_head_grad"].view_as(&head.tensor), 2e-5);
+        }
+    }
+
     #[test]
     fn pads_end_a_text_behind_those_that_are_skipped_and_fill_it_up_to_the_longer_end() {
         let pads = |skipped| Pads { id: PAD, skipped, width: 8 };
