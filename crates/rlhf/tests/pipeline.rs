@@ -158,6 +158,92 @@ fn what_is_finished_is_passed_over_and_goes_on_as_it_began_or_is_refused() {
 }
 
 #[test]
+fn a_step_that_was_killed_before_it_was_noted_as_finished_begins_again_as_it_began() {
+    let scratch = scratch();
+    runs(&scratch, ALL);
+    let resumed = format!("{ALL} --resume_from_checkpoint");
+    let model = || std::fs::read(scratch.path("out/3-ppo/model.safetensors")).unwrap();
+    let weights = model();
+    std::fs::remove_file(scratch.path("out/3-ppo/trainer_state.json")).unwrap();
+    scratch.write("other.yaml", &(scratch.read("pipeline.yaml") + "  kl_coef: 0.3\n"));
+    scratch.refuses(
+        "pipeline --config other.yaml --resume_from_checkpoint",
+        1,
+        &["ppo: out/3-ppo", "found a run in it"],
+    );
+    // Whatever of the model was written.
+    std::fs::write(scratch.path("out/3-ppo/model.safetensors"), &weights[..99]).unwrap();
+    let ran = runs(&scratch, &resumed);
+    let words = "ppo: out/3-ppo is not noted as finished: it begins again\n";
+    assert!(ran.stderr.contains(words) && ran.stderr.contains("reward: finished before"), "{}", ran.stderr);
+    assert!(model() == weights);
+    assert_eq!(runs(&scratch, &resumed).stderr.matches("finished before").count(), 3);
+}
+
+#[test]
+fn deepspeed_chats_three_steps_run_as_the_migration_page_has_them() {
+    let scratch = scratch();
+    let page = include_str!("../../../docs/migration.md");
+    let mut text = page.split("```yaml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap().to_string();
+    // The models and the sizes are the test's, all else is the page's.
+    for (theirs, ours) in [
+        ("EleutherAI/pythia-1.4b", "policy"),
+        ("EleutherAI/pythia-410m", "policy"),
+        ("Dahoas/rm-static", "rows.jsonl"),
+        ("runs/chat", "out\nper_device_train_batch_size: 4\nlogging_steps: 1\nmax_steps: 3"),
+        ("pair_loss: tokens", "pair_loss: tokens, reward_format: deepspeed-chat"),
+        (
+            "preset: deepspeed-chat",
+            "preset: deepspeed-chat, per_device_generation_batch_size: 4, response_length: 6, max_prompt_length: 20, \
+             warmup_steps: 1",
+        ),
+    ] {
+        assert!(text.contains(theirs), "no `{theirs}` in {text}");
+        text = text.replace(theirs, ours);
+    }
+    scratch.write("chat.yaml", &text);
+    runs(&scratch, "pipeline --config chat.yaml");
+    let tensors = |dir: &str| -> Vec<String> {
+        rlhf::weights::Checkpoint::open(&scratch.path(dir)).unwrap().names().map(String::from).collect()
+    };
+    assert!(tensors("out/2-reward").contains(&"v_head.weight".into()), "{:?}", tensors("out/2-reward"));
+    assert_eq!(tensors("out/3-ppo/ema"), tensors("out/1-sft"));
+    let lines = scratch.metrics("out/3-ppo");
+    assert_eq!(lines.len(), 3);
+    assert!(lines.iter().all(|line| line["objective/scores"].as_f64().is_some_and(f64::is_finite)), "{lines:?}");
+    let began = std::fs::read(scratch.path("out/1-sft/model.safetensors")).unwrap();
+    assert!(std::fs::read(scratch.path("out/3-ppo/model.safetensors")).unwrap() != began);
+}
+
+#[test]
+fn what_a_reward_model_to_come_will_read_decides_what_prompts_may_be() {
+    let scratch = scratch();
+    let text = scratch.read("pipeline.yaml").replace("reward:\n", "reward:\n  model_name_or_path: reward\n");
+    let run = |setting: &str, code: i32, words: &str| {
+        scratch.write("other.yaml", &format!("{text}  {setting}\n"));
+        scratch.refuses("pipeline --config other.yaml", code, &[words]);
+    };
+    scratch.edit_config("reward", "max_position_embeddings", 32);
+    run("max_prompt_length: 60", 2, "error: ppo: max_prompt_length = 60: expected at most 26");
+    // One that knows other tokens reads the text, the last of it where it is long.
+    let mut tokenizer: serde_json::Value = serde_json::from_str(&scratch.read("reward/tokenizer.json")).unwrap();
+    let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    let (a, b) = (vocab["a"].clone(), vocab["b"].clone());
+    vocab.extend([("a".into(), b), ("b".into(), a)]);
+    let own = scratch.read("reward/tokenizer.json");
+    scratch.write("reward/tokenizer.json", &tokenizer.to_string());
+    run("max_prompt_length: 60", 2, "error: ppo: max_prompt_length = 60: expected at most 58");
+    run(
+        "value_model_path: out/2-reward",
+        1,
+        "error: ppo: out/2-reward: value_model_path: expected the policy's tokenizer, found one that differs in 2 tokens",
+    );
+    scratch.write("reward/tokenizer.json", &own);
+    scratch.edit_config("policy", "vocab_size", 400);
+    run("kl_coef: 0.1", 1, "error: ppo: out/2-reward: vocab_size: expected at least the policy's 400, found 352");
+}
+
+#[test]
 fn everything_is_checked_before_the_first_step_begins() {
     let scratch = scratch();
     let text = scratch.read("pipeline.yaml");

@@ -73,6 +73,20 @@ impl PipelineConfig {
         }
     }
 
+    /// With leave to replace what lies in the folders of these steps.
+    fn replacing(&self, steps: [bool; 3]) -> Self {
+        let mut config = self.clone();
+        let runs = [
+            config.sft.as_mut().map(|config| &mut config.run),
+            config.reward.as_mut().map(|config| &mut config.run),
+            config.ppo.as_mut().map(|config| &mut config.run),
+        ];
+        for (run, _) in runs.into_iter().zip(steps).filter(|(_, replaces)| *replaces) {
+            run.into_iter().for_each(|run| run.overwrite_output_dir = true);
+        }
+        config
+    }
+
     /// The settings of `step` by name.
     fn settings(&self, step: Step) -> Value {
         match step {
@@ -116,8 +130,9 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     for step in Step::ALL {
         config.check(step).map_err(|error| named(step, error))?;
     }
-    let finished = check_folders(config, console)?;
+    let (finished, again) = check_folders(config, console)?;
     check_inputs(config, finished)?;
+    let config = &config.replacing(again);
     write_settings(config)?;
     for (at, step) in (1..).zip(Step::ALL) {
         let Some(run) = config.run(step) else {
@@ -170,8 +185,9 @@ fn say(console: Console, text: &str) {
     }
 }
 
-/// Checks that each step may write to its folder, and goes on as it began; gives which of them are finished.
-fn check_folders(config: &PipelineConfig, console: Console) -> Result<[bool; 3]> {
+/// Checks that each step may write to its folder, and goes on as it began; gives which of them are finished, and which begin
+/// again: they were killed after their models were written and before that was noted.
+fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3], [bool; 3])> {
     let out = config.output_dir.as_path();
     let runs = || Step::ALL.into_iter().filter_map(|step| Some((step, config.run(step)?)));
     let resumes = |run: &RunConfig| run.checkpoints.resume_from_checkpoint == Some(Resume::Latest);
@@ -191,7 +207,7 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<[bool; 3]>
              --resume_from_checkpoint to go on with the run, or --overwrite_output_dir to replace it",
         ));
     }
-    let mut finished = [false; 3];
+    let (mut finished, mut again) = ([false; 3], [false; 3]);
     let mut unfinished: Vec<(Step, &Path)> = Vec::new();
     for (step, run) in runs() {
         let begun = (|| {
@@ -202,7 +218,15 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<[bool; 3]>
                 finished[step as usize] = true;
                 return Ok(true);
             }
-            let start = Start::find(run)?;
+            let mut start = Start::find(run)?;
+            let ended = resumes(run) && start.from.is_none() && is_model(&run.output_dir);
+            if ended && is_run_with(&run.output_dir, &config.settings(step)) {
+                (start.replaces, again[step as usize]) = (true, true);
+                say(
+                    console,
+                    &format!("{step}: {} is not noted as finished: it begins again", run.output_dir.display()),
+                );
+            }
             check_output_dir(run, &start, &[])?;
             start.from.as_ref().map_or(Ok(()), |saved| saved.check(step.name(), &config.settings(step)).map(drop))?;
             Ok(start.from.is_some())
@@ -221,8 +245,16 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<[bool; 3]>
             unfinished.push((step, &run.output_dir));
         }
     }
-    Ok(finished)
+    Ok((finished, again))
 }
+
+/// Whether the run in `dir` has these very settings, so that the same comes of it again.
+fn is_run_with(dir: &Path, settings: &Value) -> bool {
+    let found = std::fs::read_to_string(dir.join(CONFIG)).ok().filter(|_| holds_run(dir));
+    found.and_then(|text| serde_saphyr::from_str::<Value>(&text).ok()).is_some_and(|found| found == *settings)
+}
+
+type ReadTokenizer = fn(&Path) -> Result<Tokenizer>;
 
 /// How a model is read: what can be known of one before it is trained.
 struct Reading {
@@ -231,23 +263,29 @@ struct Reading {
 }
 
 impl Reading {
-    /// That of the model `name`, which is fetched if need be; of its weights only their names are read.
-    fn of(name: &Path, revision: Option<&str>) -> Result<Self> {
+    /// That of the model `name`, which is fetched if need be, with `tokenizer` reading its tokenizer; of its weights only their
+    /// names are read.
+    fn of(name: &Path, revision: Option<&str>, tokenizer: ReadTokenizer) -> Result<Self> {
         let dir = hub::model_dir(name, revision)?;
         let base = AdapterFolder::find(&dir)?.map_or(Ok(dir.clone()), |adapter| adapter.base_dir())?;
         let shape = ModelConfig::from_dir(&base)?;
         Checkpoint::open(&base)?;
-        Ok(Self { tokenizer: Tokenizer::from_pretrained(&dir)?, shape })
+        Ok(Self { tokenizer: tokenizer(&dir)?, shape })
     }
 }
 
 /// How the models will be read that the steps leave in these folders.
 type Readings<'c> = Vec<(&'c Path, Rc<Reading>)>;
 
-fn reading_of(known: &Readings<'_>, name: &Path, revision: Option<&str>) -> Result<Rc<Reading>> {
+fn reading_of(
+    known: &Readings<'_>,
+    name: &Path,
+    revision: Option<&str>,
+    tokenizer: ReadTokenizer,
+) -> Result<Rc<Reading>> {
     match known.iter().find(|(dir, _)| *dir == name) {
         Some((_, reading)) => Ok(reading.clone()),
-        None => Reading::of(name, revision).map(Rc::new),
+        None => Reading::of(name, revision, tokenizer).map(Rc::new),
     }
 }
 
@@ -259,7 +297,9 @@ fn check_inputs(config: &PipelineConfig, finished: [bool; 3]) -> Result<()> {
         let Some(run) = config.run(step) else { continue };
         let dir = run.output_dir.as_path();
         let reading = match step {
-            _ if finished[step as usize] => Reading::of(dir, None).map(|reading| Some(Rc::new(reading))),
+            _ if finished[step as usize] => {
+                Reading::of(dir, None, Tokenizer::from_pretrained).map(|reading| Some(Rc::new(reading)))
+            }
             Step::Sft => config.sft.as_ref().map(check_sft).transpose().map(|reading| reading.map(Rc::new)),
             Step::Reward => config.reward.as_ref().map(|config| check_reward(config, &known)).transpose(),
             Step::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| check_ppo(config, &known)).map(|()| None),
@@ -274,7 +314,7 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
     check_held_out(&config.eval, &sources, &config.data)?;
     let revision = Some(config.model_revision.as_str());
     let mut reading = match (&config.model_name_or_path, &config.config_name, &config.tokenizer_name) {
-        (Some(model), ..) => Reading::of(model, revision)?,
+        (Some(model), ..) => Reading::of(model, revision, Tokenizer::from_pretrained)?,
         (None, Some(shape), Some(tokenizer)) => Reading {
             shape: ModelConfig::from_file(&hub::config_file(shape, revision)?)?,
             tokenizer: Tokenizer::from_pretrained(&hub::tokenizer_dir(tokenizer, None)?)?,
@@ -306,7 +346,8 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
 fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Reading>> {
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
-    let reading = reading_of(known, &config.model_name_or_path, Some(&config.model_revision))?;
+    let revision = Some(config.model_revision.as_str());
+    let reading = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
     reading.tokenizer.check_fits(&reading.shape, &config.model_name_or_path)?;
     let most = config.max_length.min(reading.shape.max_position_embeddings);
     let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
@@ -327,22 +368,35 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     check_held_out(&config.eval, &sources, &config.data)?;
     let specs = specs(config)?;
     require_reward(specs.is_empty())?;
-    let policy = reading_of(known, &config.sft_model_path, Some(&config.model_revision))?;
+    let revision = Some(config.model_revision.as_str());
+    let policy = reading_of(known, &config.sft_model_path, revision, Tokenizer::from_pretrained)?;
     let own = config.model_name_or_path.as_ref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;
     let own = own.map(|dir| Tokenizer::from_pretrained(&dir)).transpose()?;
     let tokenizer = own.as_ref().unwrap_or(&policy.tokenizer);
     tokenizer.check_fits(&policy.shape, &config.sft_model_path)?;
-    let mut context = policy.shape.max_position_embeddings;
+    let (mut context, vocab) = (policy.shape.max_position_embeddings, policy.shape.vocab_size);
     let value = config.value_model_path.as_deref();
     for dir in specs.iter().filter_map(Spec::model_path).chain(value) {
-        let model = reading_of(known, dir, None)?;
-        // One with other tokens reads text, of any length.
-        if value == Some(dir) || tokenizer.check_same(dir).is_ok() {
+        let model = reading_of(known, dir, None, Tokenizer::of_text_or_ids)?;
+        // One without a tokenizer reads the policy's ids.
+        let differing = if model.tokenizer.knows_text() { tokenizer.difference(&model.tokenizer) } else { 0 };
+        if value == Some(dir) && differing > 0 {
+            let message = format!(
+                "value_model_path: expected the policy's tokenizer, found one that differs in {differing} tokens"
+            );
+            return Err(Error::invalid(dir, message));
+        }
+        // Any other reads text, of any length.
+        if value == Some(dir) || (model.shape.causal && differing == 0) {
+            if model.shape.vocab_size < vocab {
+                let found = model.shape.vocab_size;
+                let message = format!("vocab_size: expected at least the policy's {vocab}, found {found}");
+                return Err(Error::invalid(dir, message));
+            }
             context = context.min(model.shape.max_position_embeddings);
         }
     }
-    let (vocab, most) = (policy.shape.vocab_size, room_in(context, config.response_length)?);
-    let limit = PromptLimit::new(&config.prompt_length, most)?;
+    let limit = PromptLimit::new(&config.prompt_length, room_in(context, config.response_length)?)?;
     check_ends(config, tokenizer, vocab, &stop_tokens(config, tokenizer)?)?;
     let (train, eval) = sources.read(config.run.seed, Step::Ppo)?;
     let mut prompts = 0;
