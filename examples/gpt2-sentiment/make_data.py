@@ -24,6 +24,7 @@ DEMO = HERE.parent / "sentiment"
 sys.path.append(str(DEMO))
 
 import grammar  # noqa: E402
+import shared  # noqa: E402
 
 FOLDER = HERE / "data"
 SEED = 31
@@ -137,38 +138,13 @@ def files():
     texts = reviews()
     training, held_out = prompts(texts)
     made = {"prompts.jsonl": training, "prompts_test.jsonl": held_out, "sentences_test.jsonl": sentences(texts)[1]}
-    return {name: "".join(json.dumps(row) + "\n" for row in rows).encode() for name, rows in made.items()}
+    return shared.encoded(made)
 
 
 def check():
     """The names of the shipped files that differ from what this script makes."""
-    made = files()
-    different = [
-        name
-        for name, content in made.items()
-        if not (FOLDER / name).is_file() or (FOLDER / name).read_bytes() != content
-    ]
-    return different + sorted(path.name for path in FOLDER.iterdir() if path.name not in made)
-
-
-def main(arguments):
-    if arguments == ["--check"]:
-        different = check()
-        for name in different:
-            print(
-                f"{FOLDER / name}: not what make_data.py makes; run make_data.py and look at the difference",
-                file=sys.stderr,
-            )
-        return 1 if different else 0
-    if arguments:
-        print(__doc__)
-        return 0 if arguments[0] in ("-h", "--help") else 2
-    FOLDER.mkdir(exist_ok=True)
-    for name, content in files().items():
-        (FOLDER / name).write_bytes(content)
-        print(f"{name:24} {content.count(10):6} rows {len(content) / 1000:8.0f} kB")
-    return 0
+    return shared.differing(files(), FOLDER)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(shared.make(sys.argv[1:], __doc__, FOLDER, files))

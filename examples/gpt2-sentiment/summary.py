@@ -19,19 +19,13 @@ sys.path.append(str(HERE.parent / "sentiment"))  # behind this folder, which has
 
 import judge  # noqa: E402
 import make_data  # noqa: E402
+import shared  # noqa: E402
 
 SAMPLES = 6
 
 
-class Missing(Exception):
-    """Something that a run should have left is not there."""
-
-
 def read(path):
-    if not path.is_file():
-        raise Missing(f"{path}: not found; run examples/gpt2-sentiment/run.sh first")
-    with open(path, encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    return shared.read_rows(path, "gpt2-sentiment")
 
 
 def strip_ids(source, target):
@@ -64,13 +58,9 @@ def judged(rows):
 def summarise(folder):
     """All numbers of the run, as one dict that json can write."""
     updates = [row for row in read(folder / "ppo" / "metrics.jsonl") if "objective/scores" in row]
-    before, after = read(folder / "before.jsonl"), read(folder / "after.jsonl")
+    before, after = shared.read_answers(folder, "gpt2-sentiment")
     if not updates:
-        raise Missing(f"{folder / 'ppo' / 'metrics.jsonl'}: no line has objective/scores")
-    if not before or [row["prompt"] for row in before] != [row["prompt"] for row in after]:
-        raise Missing(f"{folder}: before.jsonl and after.jsonl should answer the same prompts, in the same order")
-    timings = folder / "timings.tsv"
-    lines = timings.read_text(encoding="utf-8").splitlines() if timings.is_file() else []
+        raise shared.Missing(f"{folder / 'ppo' / 'metrics.jsonl'}: no line has objective/scores")
     return {
         "updates": len(updates),
         "first_update": {key: updates[0].get(f"objective/{key}") for key in ("scores", "kl")},
@@ -85,7 +75,7 @@ def summarise(folder):
             }
             for old, new in list(zip(before, after))[:SAMPLES]
         ],
-        "seconds": {name: int(seconds) for name, seconds in (line.split("\t") for line in lines)},
+        "seconds": shared.read_timings(folder),
     }
 
 
@@ -121,24 +111,15 @@ def as_markdown(found):
     return "\n".join(lines) + "\n"
 
 
+def is_good(found):
+    return found["after"]["score"] > found["before"]["score"]
+
+
 def main(arguments):
     if arguments[:1] == ["--text"] and len(arguments) == 3:
         strip_ids(*map(pathlib.Path, arguments[1:]))
         return 0
-    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        print(__doc__)
-        return 0 if arguments in (["-h"], ["--help"]) else 2
-    folder = pathlib.Path(arguments[0] if arguments else "runs/gpt2-sentiment")
-    try:
-        found = summarise(folder)
-    except Missing as missing:
-        print(f"summary.py: {missing}", file=sys.stderr)
-        return 1
-    (folder / "summary.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    (folder / "summary.md").write_text(as_markdown(found), encoding="utf-8")
-    print(as_markdown(found), end="")
-    print(f"Written to {folder / 'summary.md'} and {folder / 'summary.json'}.")
-    return 0 if found["after"]["score"] > found["before"]["score"] else 1
+    return shared.summary(arguments, __doc__, "runs/gpt2-sentiment", summarise, as_markdown, as_markdown, is_good)
 
 
 if __name__ == "__main__":

@@ -7,61 +7,9 @@
 # run there; a FOLDER that holds anything else is left alone. Exit code 1 when a step fails or a verdict is no.
 set -eu
 
-usage() {
-    sed -n '2,7s/^# \{0,1\}//p' "$0"
-}
-fail() {
-    echo "run.sh: $1" >&2
-    exit "${2:-1}"
-}
+demo=examples/sentiment default_out=runs/sentiment kind=demo options="--seed --out"
+. "$(dirname "$0")/run_shared.sh"
 
-binary= seed=1 out=
-while [ $# -gt 0 ]; do
-    case $1 in
-    -h | --help) usage; exit 0 ;;
-    --seed) [ $# -ge 2 ] || fail "--seed needs a number" 2; seed=$2; shift ;;
-    --seed=*) seed=${1#*=} ;;
-    --out) [ $# -ge 2 ] || fail "--out needs a folder" 2; out=$2; shift ;;
-    --out=*) out=${1#*=} ;;
-    -*) fail "unknown option $1 (known: --seed, --out)" 2 ;;
-    *) [ -z "$binary" ] || fail "two binaries given: $binary and $1" 2; binary=$1 ;;
-    esac
-    shift
-done
-[ -n "$binary" ] || { usage >&2; exit 2; }
-case $seed in '' | *[!0-9]*) fail "--seed: expected a whole number, found '$seed'" 2 ;; esac
-command -v "$binary" >/dev/null || fail "$binary: no such program; build it with: cargo build --release"
-python=${PYTHON:-python3}
-command -v "$python" >/dev/null || fail "$python: not found; the summary needs Python 3.9 or newer"
-
-# Configurations name files from the checkout's root; what the caller named is relative to where the caller stands.
-here=$(pwd)
-cd "$(dirname "$0")/../.."
-absolute() {
-    case $1 in /*) echo "$1" ;; *) [ "$here" = "$(pwd)" ] && echo "$1" || echo "$here/$1" ;; esac
-}
-case $binary in */*) binary=$(absolute "$binary") ;; esac
-demo=examples/sentiment
-if [ -n "$out" ]; then
-    out=$(absolute "${out%/}")
-    if [ -d "$out" ] && [ -n "$(ls -A "$out")" ] && [ ! -f "$out/timings.tsv" ]; then
-        fail "$out: holds something that is no run of this demo; name an empty or new folder"
-    fi
-else
-    out=runs/sentiment
-fi
-mkdir -p "$out"
-rm -f "$out/before.jsonl" "$out/after.jsonl" "$out/summary.json" "$out/summary.md"
-: >"$out/timings.tsv"
-
-step() { # NAME EXPLANATION COMMAND...
-    name=$1
-    printf '\n== %s: %s\n' "$name" "$2"
-    shift 2
-    started=$(date +%s)
-    "$@" || fail "step '$name' failed"
-    printf '%s\t%s\n' "$name" "$(($(date +%s) - started))" >>"$out/timings.tsv"
-}
 answers() { # MODEL FILE
     "$binary" generate --model_name_or_path "$1" --dataset_name $demo/data/prompts_test.jsonl --output_file "$2" \
         --max_new_tokens 48 --temperature 0.7 --seed "$seed" --batch_size 32

@@ -8,32 +8,24 @@ the summary and writes it to FOLDER/summary.json and FOLDER/summary.md. Exit cod
 Python 3.9 or newer, standard library only.
 """
 
-import json
 import os
-import pathlib
 import shutil
 import sys
 import textwrap
 
 import judge
+import shared
 
 SAMPLES = 5
 MAY_FALL = 0.1  # relative: grammar and variety may fall by this share, no more
 
 
-class Missing(Exception):
-    """Something that a run should have left is not there."""
-
-
 def read_metrics(path, *needed):
     """The rows of a metrics.jsonl that have all `needed` keys; at least one."""
-    if not path.is_file():
-        raise Missing(f"{path}: not found; run examples/sentiment/run.sh first")
-    with open(path, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = shared.read_rows(path, "sentiment")
     rows = [row for row in rows if all(key in row for key in needed)]
     if not rows:
-        raise Missing(f"{path}: no line has {' and '.join(needed)}")
+        raise shared.Missing(f"{path}: no line has {' and '.join(needed)}")
     return rows
 
 
@@ -43,32 +35,14 @@ def tenths(rows, key):
     return tuple(sum(row[key] for row in part) / size for part in (rows[:size], rows[-size:]))
 
 
-def read_answers(folder):
-    found = []
-    for name in ("before.jsonl", "after.jsonl"):
-        if not (folder / name).is_file():
-            raise Missing(f"{folder / name}: not found; run examples/sentiment/run.sh first")
-        found.append(judge.read_answers(folder / name))
-    before, after = found
-    if not before or [row["prompt"] for row in before] != [row["prompt"] for row in after]:
-        raise Missing(f"{folder}: before.jsonl and after.jsonl should answer the same prompts, in the same order")
-    return before, after
-
-
-def read_timings(folder):
-    path = folder / "timings.tsv"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return {name: int(seconds) for name, seconds in (line.split("\t") for line in lines)}
-
-
 def summarise(folder):
     """All numbers of the run, as one dict that json can write."""
     sft = read_metrics(folder / "sft" / "metrics.jsonl", "loss")
     reward = read_metrics(folder / "reward" / "metrics.jsonl", "loss", "accuracy")
     ppo = read_metrics(folder / "ppo" / "metrics.jsonl", "objective/scores", "objective/kl")
     if "objective/scores_std" not in ppo[0]:
-        raise Missing(f"{folder / 'ppo' / 'metrics.jsonl'}: the first line has no objective/scores_std")
-    before, after = read_answers(folder)
+        raise shared.Missing(f"{folder / 'ppo' / 'metrics.jsonl'}: the first line has no objective/scores_std")
+    before, after = shared.read_answers(folder, "sentiment")
     score, deviation = tenths(ppo, "objective/scores"), ppo[0]["objective/scores_std"]
     judged = judge.judge(before), judge.judge(after)
 
@@ -95,7 +69,7 @@ def summarise(folder):
             {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}
             for old, new in list(zip(before, after))[:SAMPLES]
         ],
-        "seconds": read_timings(folder),
+        "seconds": shared.read_timings(folder),
     }
 
 
@@ -220,24 +194,15 @@ def as_markdown(found):
     return "\n".join(lines + ["", time_line(found)]) + "\n"
 
 
-def main(arguments):
-    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        print(__doc__)
-        return 0 if arguments in (["-h"], ["--help"]) else 2
-    folder = pathlib.Path(arguments[0] if arguments else "runs/sentiment")
-    try:
-        found = summarise(folder)
-    except Missing as missing:
-        print(f"summary.py: {missing}", file=sys.stderr)
-        return 1
-    (folder / "summary.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    (folder / "summary.md").write_text(as_markdown(found), encoding="utf-8")
+def on_terminal(found):
     terminal = sys.stdout.isatty()
     width = min(shutil.get_terminal_size((100, 24)).columns, 140) if terminal else None
-    print(as_text(found, width, colour=terminal and "NO_COLOR" not in os.environ), end="")
-    print(f"Written to {folder / 'summary.md'} and {folder / 'summary.json'}.")
-    return 0 if all(found["verdicts"].values()) else 1
+    return as_text(found, width, colour=terminal and "NO_COLOR" not in os.environ)
+
+
+def is_good(found):
+    return all(found["verdicts"].values())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(shared.summary(sys.argv[1:], __doc__, "runs/sentiment", summarise, as_markdown, on_terminal, is_good))
