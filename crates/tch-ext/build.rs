@@ -5,6 +5,9 @@ use std::path::Path;
 
 const TORCH_VERSION: &str = "2.11.0";
 
+/// How often a thread of libgomp looks at a barrier before it sleeps. `docs/design.md` has the measurements.
+const SPIN_COUNT: &str = "10000";
+
 fn main() {
     println!("cargo:rerun-if-changed=csrc");
     println!("cargo:rerun-if-env-changed=LIBTORCH");
@@ -14,6 +17,7 @@ fn main() {
     check_version(torch);
     compile_kernels(torch);
     compiler(torch).file("csrc/shim.cpp").file("csrc/ops.cpp").compile("tch_ext");
+    compiler(torch).define("TCH_EXT_SPIN_COUNT", format!("\"{SPIN_COUNT}\"").as_str()).file("csrc/spin.cpp").compile("tch_ext_spin");
     link_libgomp(&lib);
     println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");
 }

@@ -21,6 +21,7 @@ use rlhf::{Error, Result};
 use crate::cli::{Stop, Task};
 
 fn main() -> ExitCode {
+    tch_ext::bound_spinning();
     panic::set_hook(Box::new(keep_panic));
     match panic::catch_unwind(start) {
         Ok(code) => code,

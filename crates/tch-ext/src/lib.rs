@@ -30,6 +30,20 @@ unsafe extern "C" {
     fn tch_ext_load_cuda() -> *mut c_char;
     fn tch_ext_release_memory();
     fn tch_ext_exit_at_once(code: std::ffi::c_int) -> !;
+    fn tch_ext_spin_count() -> *const c_char;
+}
+
+/// Makes the program that calls it start with a bounded `GOMP_SPINCOUNT`, and returns the count in force.
+///
+/// libgomp's threads spin at barriers for up to milliseconds before they sleep, which starves them and everyone else as soon
+/// as another process wants a processor. libgomp reads its bound before `main`, so that the program starts itself again with
+/// the variable set, unless the user has set it or `OMP_WAIT_POLICY`. It is enough that `main` calls this function; a shared
+/// library must not, as linkers refuse its hook there. `None` if only `OMP_WAIT_POLICY` is set, or the restart failed.
+#[inline]
+pub fn bound_spinning() -> Option<u64> {
+    // SAFETY: null, or a C string of the environment, which nothing changes at the start of `main`.
+    let count = unsafe { tch_ext_spin_count().as_ref().map(|count| CStr::from_ptr(count)) }?;
+    count.to_str().ok()?.parse().ok()
 }
 
 /// Ends the process at once, without destructors or exit handlers, while other threads may still compute.
