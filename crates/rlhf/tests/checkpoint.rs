@@ -374,7 +374,13 @@ fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_goes_on() 
     scratch.succeeds(&format!("{line} --save_steps 40"));
     for (name, code) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
         let line = line.replace("whole", name);
-        let mut child = scratch.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        // Under `nohup` SIGHUP is ignored, rightly so by the program; here it has to arrive.
+        let run = scratch.command(&line);
+        let mut child = Command::new("env");
+        child.arg("--default-signal=HUP").arg(run.get_program()).args(run.get_args());
+        child.current_dir(run.get_current_dir().unwrap());
+        child.envs(run.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let lines =
             || std::fs::read_to_string(scratch.path(name).join("metrics.jsonl")).map_or(0, |text| text.lines().count());
         wait_until(&mut child, || lines() >= 2);

@@ -54,8 +54,10 @@ fn hyper(usual: &Value, overrides: &Value) -> PpoConfig {
 
 fn compare_functions(dir: &Path) -> usize {
     let (golden, info) = (Tensors::read(&dir.join("functions.safetensors")), read_json(&dir.join("info.json")));
-    let cases = info["cases"].as_object().unwrap();
-    for (case, described) in cases {
+    // Cases of reward models have other tensors; their test reads them.
+    let is_of_functions = |case: &str| golden.names().any(|name| name == format!("{case}.action_mask"));
+    let cases: Vec<_> = info["cases"].as_object().unwrap().iter().filter(|(case, _)| is_of_functions(case)).collect();
+    for (case, described) in &cases {
         let config = hyper(&info["hyper"], &described["overrides"]);
         let get = |name: &str| golden.get(&format!("{case}.{name}"));
         let check = |name: &str, found: &Tensor| {
