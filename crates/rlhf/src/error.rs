@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 /// What can go wrong, by who can mend it.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The command line or the configuration file contradicts itself or asks for what is not there.
@@ -51,6 +51,13 @@ pub enum Error {
     /// libtorch refused an operation.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
+}
+
+/// The message, so that a program whose `main` returns an [`Error`] ends with one line for people.
+impl std::fmt::Debug for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{self}")
+    }
 }
 
 /// The result of everything here that can fail.
