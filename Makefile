@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo test test-setup test-kills test-interop bench lint install
+.PHONY: help setup cuda demo test test-setup test-kills test-interop bench lint install crate
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,7 @@ demo: setup ## movie reviews learn to be positive: SFT, reward model, PPO, and a
 
 test: test-setup lint ## formatting, clippy, docs, every test
 	cargo test --workspace --locked
+	tests/setup/test_crate.sh
 	RLHF_KERNELS=plain cargo test -p rlhf --locked --test main -- golden models:: lora:: ppo_
 
 test-setup: setup
@@ -45,3 +46,6 @@ lint: setup ## formatting, clippy, docs
 install: setup ## put rlhf into PREFIX/bin (default ~/.local), with the libraries that it needs
 	cargo build --release --locked
 	scripts/install.sh $(target)/release/rlhf "$(PREFIX)"
+
+crate: setup ## make a crate of your own that uses rlhf: make crate DIR=../my-trainer
+	@scripts/new-crate.sh "$(DIR)"

@@ -3,6 +3,8 @@
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     let lib = std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys sets DEP_TCH_LIBTORCH_LIB");
+    // For the build scripts of crates that depend on this one: DEP_RLHF_LIBTORCH_LIB.
+    println!("cargo:libtorch_lib={lib}");
     println!("cargo:rustc-link-arg=-Wl,-rpath,$ORIGIN/../lib/rlhf/torch/lib");
     println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");
 }

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# A crate outside the checkout, made by scripts/new-crate.sh, builds and runs without a word about libtorch.
+#
+# It is built into the checkout's target folder, where all but the crate itself is compiled already.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+checkout=$PWD
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$checkout/target}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+passed=0
+failed=0
+
+check() {
+    local name=$1
+    shift
+    if "$@"; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        printf 'FAILED: %s\n%s\n' "$name" "${out-}"
+    fi
+}
+says() { [[ $out == *"$1"* ]]; }
+
+out=$(scripts/new-crate.sh "$work/my-trainer" 2>&1)
+check "a crate is made" says "made $work/my-trainer"
+out=$(scripts/new-crate.sh "$work/my-trainer" 2>&1)
+check "a folder that exists is refused" says "error: $work/my-trainer: exists already"
+out=$(scripts/new-crate.sh "$work/7 trainers" 2>&1)
+check "a name that cargo does not take is refused" says "expected a folder name that cargo takes"
+
+# The checkout's own settings must not help: cargo reads them from the folders above the crate.
+cd "$work/my-trainer" || exit 1
+out=$(env -u LIBTORCH -u LD_LIBRARY_PATH cargo build --offline --quiet 2>&1)
+check "it builds" [ $? = 0 ]
+run() {
+    out=$(cd / && env -u LIBTORCH -u LD_LIBRARY_PATH "$CARGO_TARGET_DIR/debug/my-trainer" "$@" 2>&1)
+    code=$?
+}
+run
+check "it starts without a path to libtorch, and an error from main is one line" \
+    [ "$code:$out" = "1:Error: expected SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER" ]
+models=$checkout/crates/rlhf/tests/golden/trl_new/init/llama_policy
+mkdir "$work/sft"
+cp "$models"/* "$work/sft"
+cp "$checkout"/crates/rlhf/tests/golden/models/gpt_neox/tokenizer*.json "$work/sft"
+printf '{"prompt": "one two three"}\n{"prompt": "four five"}\n' >"$work/prompts.jsonl"
+run "$work/sft" "$work/prompts.jsonl" "$work/out"
+check "it trains" [ "$code" = 0 -a -f "$work/out/model.safetensors" -a -f "$work/out/metrics.jsonl" ]
+
+echo "crate tests: $passed passed, $failed failed"
+[ $failed = 0 ]
