@@ -17,7 +17,10 @@ fn main() {
     check_version(torch);
     compile_kernels(torch);
     compiler(torch).file("csrc/shim.cpp").file("csrc/ops.cpp").compile("tch_ext");
-    compiler(torch).define("TCH_EXT_SPIN_COUNT", format!("\"{SPIN_COUNT}\"").as_str()).file("csrc/spin.cpp").compile("tch_ext_spin");
+    compiler(torch)
+        .define("TCH_EXT_SPIN_COUNT", format!("\"{SPIN_COUNT}\"").as_str())
+        .file("csrc/spin.cpp")
+        .compile("tch_ext_spin");
     link_libgomp(&lib);
     println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");
 }
