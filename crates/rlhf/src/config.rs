@@ -45,6 +45,18 @@ pub(crate) const TEST: &str = "test";
 // and then `none` could not unset on the command line what a file has set.
 
 /// What `rlhf ppo` does.
+///
+/// ```no_run
+/// use rlhf::config::PpoConfig;
+/// # fn main() -> rlhf::Result<()> {
+/// let mut config = PpoConfig::new("runs/sft", "runs/reward", "prompts.jsonl", "runs/ppo");
+/// config.learning_rate = 1e-5;
+/// config.run.checkpoints.save_steps = Some(10);
+/// config.check()?;
+/// println!("{} updates for 1,000 prompts", config.plan(1_000)?.num_total_batches);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct PpoConfig {

@@ -21,6 +21,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Rows, each a JSON object that knows its file and its place there.
+///
+/// ```no_run
+/// use rlhf::data::Dataset;
+/// use rlhf::tokenizer::Tokenizer;
+/// # fn main() -> rlhf::Result<()> {
+/// let tokenizer = Tokenizer::from_pretrained("runs/sft".as_ref())?;
+/// // JSONL, JSON, CSV or Parquet: a file, a folder, or a name on the hub. Prompts of at most 64 tokens, of a vocabulary of 50,304.
+/// let prompts = Dataset::read("prompts.jsonl".as_ref(), "train")?.prompts(&tokenizer, 50_304, 64)?;
+/// println!("{} prompts; the first is {:?}", prompts.len(), prompts[0].text);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Dataset {
     name: PathBuf,

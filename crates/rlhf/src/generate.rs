@@ -63,6 +63,19 @@ impl Sampling {
 }
 
 /// What is generated, and from which random numbers.
+///
+/// ```no_run
+/// use rlhf::generate::{GenerationConfig, Sampling, generate};
+/// use rlhf::model::{CausalLm, ModelOptions};
+/// # fn main() -> rlhf::Result<()> {
+/// let model = CausalLm::from_pretrained("runs/sft".as_ref(), ModelOptions::default())?;
+/// let config = GenerationConfig { stop_token_ids: vec![0], ..GenerationConfig::new(Sampling::Greedy, 32) };
+/// for response in generate(&model, &[vec![5, 6, 7]], &config)? {
+///     println!("{:?} ({:?})", response.tokens, response.finish);
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct GenerationConfig {
     /// How the next token is chosen.

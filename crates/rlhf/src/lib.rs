@@ -1,4 +1,35 @@
-//! RLHF with PPO for language models, on libtorch.
+//! RLHF with PPO for language models, on libtorch: supervised fine-tuning, reward models, PPO.
+//!
+//! ```no_run
+//! use rlhf::config::PpoConfig;
+//! use rlhf::reward::{FnReward, Rewards};
+//! use rlhf::train::ppo::PpoTrainer;
+//!
+//! fn main() -> rlhf::Result<()> {
+//!     let mut config = PpoConfig::without_reward("runs/sft", "prompts.jsonl", "runs/ppo");
+//!     config.response_length = 48;
+//!     let brevity = FnReward::new(|batch| Ok(batch.iter().map(|input| -(input.response.len() as f64)).collect()));
+//!     let mut trainer = PpoTrainer::from_config_with(&config, Rewards::new().with("brevity", brevity))?;
+//!     let updates = trainer.train()?;
+//!     println!("{updates} updates; the policy is in runs/ppo");
+//!     Ok(())
+//! }
+//! ```
+//!
+//! | for | see |
+//! |---|---|
+//! | a whole PPO run, or its updates one by one | [`train::ppo::PpoTrainer`], [`config::PpoConfig`] |
+//! | TRL's `step(queries, responses, scores)` | [`train::step::StepTrainer`] |
+//! | DeepSpeed-Chat's `generate_experience` and `train_rlhf` | [`train::engine::RlhfEngine`] |
+//! | supervised fine-tuning, reward models | [`train::sft`], [`train::reward`] |
+//! | models of Hugging Face's format | [`model::CausalLm`], [`model::SequenceClassifier`], [`tokenizer::Tokenizer`] |
+//! | sampling | [`generate::generate`] |
+//! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
+//! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
+//! | the equations of PPO, on tensors alone | [`ppo`] |
+//!
+//! A crate that depends on this one needs libtorch 2.11.0 to build and a run path to it: the page `docs/library.md` of the repository
+//! has the three-line build script, and `make crate DIR=../my-trainer` in a checkout makes such a crate.
 #![forbid(unsafe_code)]
 
 mod checkpoint;

@@ -4,6 +4,14 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use std::borrow::Cow;
 
 /// The metrics of one update.
+///
+/// ```
+/// use rlhf::metrics::Metrics;
+///
+/// let mut metrics = Metrics::default();
+/// metrics.push("objective/kl", 0.5);
+/// assert_eq!(metrics.get("objective/kl"), Some(0.5));
+/// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Metrics(Vec<(Cow<'static, str>, f64)>);
 

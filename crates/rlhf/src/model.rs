@@ -505,6 +505,17 @@ impl Body {
 }
 
 /// A language model: a decoder and a head over its vocabulary.
+///
+/// ```no_run
+/// use rlhf::model::{CausalLm, ModelOptions};
+/// # fn main() -> rlhf::Result<()> {
+/// let model = CausalLm::from_pretrained("runs/sft".as_ref(), ModelOptions::default())?;
+/// // Sequences are ragged: no padding, no mask.
+/// let logits = model.logits(&[vec![5, 6, 7], vec![8, 9]])?;
+/// assert_eq!(logits[1].size(), [2, model.config().vocab_size]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct CausalLm {
     body: Body,

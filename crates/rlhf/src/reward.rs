@@ -116,6 +116,13 @@ pub trait Reward: Send {
 }
 
 /// A reward that is a closure.
+///
+/// ```no_run
+/// use rlhf::reward::FnReward;
+///
+/// // One number per response; `Vec<Vec<f64>>` would be one per token.
+/// let brevity = FnReward::new(|batch| Ok(batch.iter().map(|input| -(input.response.len() as f64)).collect()));
+/// ```
 pub struct FnReward(Box<Scorer>);
 
 type Scorer = dyn FnMut(&[RewardInput<'_>]) -> Result<Vec<Score>> + Send;
@@ -289,6 +296,19 @@ impl Component {
 }
 
 /// The rewards of a run: a response's score is the sum of what they say, each with its weight.
+///
+/// ```no_run
+/// use rlhf::reward::{FnReward, RewardInput, Rewards, Shaping};
+///
+/// let brevity = |batch: &[RewardInput<'_>]| Ok(batch.iter().map(|input| -(input.response.len() as f64)).collect());
+/// let polite = |batch: &[RewardInput<'_>]| {
+///     Ok(batch.iter().map(|input| f64::from(u8::from(input.response.contains("please")))).collect())
+/// };
+/// let rewards = Rewards::new()
+///     .with_shaping("brevity", FnReward::new::<f64>(brevity), Shaping { weight: 0.1, ..Shaping::default() })
+///     .with("polite", FnReward::new::<f64>(polite));
+/// assert_eq!(rewards.names().collect::<Vec<_>>(), ["brevity", "polite"]);
+/// ```
 #[derive(Default)]
 pub struct Rewards {
     components: Vec<Component>,

@@ -35,6 +35,17 @@ const NAMED_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// A tokenizer, the tokens that end a text, and the chat template.
+///
+/// ```no_run
+/// use rlhf::tokenizer::Tokenizer;
+/// # fn main() -> rlhf::Result<()> {
+/// let tokenizer = Tokenizer::from_pretrained("runs/sft".as_ref())?;
+/// let ids = tokenizer.encode("The movie was")?;
+/// assert_eq!(tokenizer.decode(&ids)?, "The movie was");
+/// println!("eos: {:?}, pad: {:?}", tokenizer.eos(), tokenizer.pad());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     /// `None` where the folder has no tokenizer.json and none was asked for.

@@ -8,6 +8,15 @@ use serde_json::{Value, json};
 ///
 /// A batch that a pass cannot fill goes on into the next: no row is dropped. Of several datasets with weights, each has its own
 /// passes, and each draw takes the next row of one of them.
+///
+/// ```
+/// use rlhf::data::Cursor;
+///
+/// let mut cursor = Cursor::new(42, 4);
+/// let mut pass = [cursor.take(2), cursor.take(2)].concat();
+/// pass.sort();
+/// assert_eq!(pass, [0, 1, 2, 3]);
+/// ```
 #[derive(Debug, Clone)]
 pub struct Cursor {
     seed: u64,

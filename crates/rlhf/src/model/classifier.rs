@@ -30,6 +30,16 @@ pub enum ClassifierFormat {
 }
 
 /// A model with a number per position, or, where it is an encoder, some per sequence: a reward model or a value model.
+///
+/// ```no_run
+/// use rlhf::model::{ModelOptions, SequenceClassifier};
+/// # fn main() -> rlhf::Result<()> {
+/// let reward = SequenceClassifier::from_pretrained("runs/reward".as_ref(), None, ModelOptions::default())?;
+/// let scores = reward.scores(&[vec![5, 6, 7], vec![8, 9]])?;
+/// assert_eq!(scores.size(), [2]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct SequenceClassifier {
     body: Body,

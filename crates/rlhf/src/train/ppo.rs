@@ -156,6 +156,17 @@ impl<T> fmt::Debug for PerUpdate<T> {
 }
 
 /// A whole PPO run: models, rewards, a tokenizer, prompts.
+///
+/// ```no_run
+/// use rlhf::config::PpoConfig;
+/// use rlhf::train::ppo::PpoTrainer;
+/// # fn main() -> rlhf::Result<()> {
+/// let config = PpoConfig::new("runs/sft", "runs/reward", "prompts.jsonl", "runs/ppo");
+/// let updates = PpoTrainer::from_config(&config)?.train()?;
+/// println!("{updates} updates; the policy is in runs/ppo");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct PpoTrainer {
     /// The settings.

@@ -432,6 +432,20 @@ impl DataLoader {
 }
 
 /// Trains a policy, a call of [`StepTrainer::step`] at a time, on whatever scores the caller gives.
+///
+/// ```no_run
+/// use rlhf::model::ModelOptions;
+/// use rlhf::train::step::{Generate, StepConfig, StepTrainer};
+/// # fn main() -> rlhf::Result<()> {
+/// let config = StepConfig { model_name: "runs/sft".into(), batch_size: 2, mini_batch_size: 2, ..StepConfig::default() };
+/// let mut trainer = StepTrainer::from_pretrained(config, ModelOptions::default())?;
+/// let queries = [vec![5, 6, 7], vec![8, 9]];
+/// let responses = trainer.generate(&queries, &Generate::new(32))?.responses;
+/// let scores: Vec<f64> = responses.iter().map(|response| -(response.len() as f64)).collect();
+/// trainer.step(&queries, &responses, &scores, None)?;
+/// # Ok(())
+/// # }
+/// ```
 pub struct StepTrainer {
     /// The policy with its value head, and their optimizer.
     pub learner: Learner,
