@@ -5,9 +5,11 @@
 //! under another name and brought to the disk before it gets its own, so that one with that name is whole; what a killed run
 //! leaves under other names, the next one clears away.
 
-use crate::config::{EvalConfig, Resume, RunConfig, is_eval_metric};
+use crate::config::{CheckpointConfig, EvalConfig, Resume, RunConfig, is_eval_metric};
 use crate::hub::Commits;
+use crate::inputs::Inputs;
 use crate::metrics::Metrics;
+use crate::model::is_model;
 use crate::weights::{pretty, read_json, sync, write_text};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -28,11 +30,13 @@ const BEST: &str = "best";
 const BEST_FILE: &str = "best.json";
 /// The state of everything but weights and optimizers.
 const STATE: &str = "trainer_state.json";
+/// Beside a model: that its run ended early, and with which settings.
+const UNFINISHED: &str = "unfinished.json";
 /// An optimizer's state, beside the model that it belongs to.
 pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 
 /// The files in a checkpoint that are no model's.
-pub(crate) const FILES: [&str; 3] = [STATE, OPTIMIZER, BEST_FILE];
+pub(crate) const FILES: [&str; 4] = [STATE, UNFINISHED, OPTIMIZER, BEST_FILE];
 
 /// Settings that decide no result: a resumed run may change them.
 const FREE: [&str; 20] = [
@@ -57,6 +61,9 @@ const FREE: [&str; 20] = [
     "no_checks",
     "max_skipped_updates",
 ];
+
+/// Settings that say how long a run is: a finished one may be extended by them.
+const LENGTH: [&str; 3] = ["total_episodes", "num_train_epochs", "max_steps"];
 
 /// Settings of which only the best model depends; it is looked for anew where they change.
 const OF_BEST: [&str; 2] = ["metric_for_best_model", "greater_is_better"];
@@ -84,8 +91,41 @@ pub(crate) struct State {
     pub(crate) state: Map<String, Value>,
     /// Every setting.
     config: Map<String, Value>,
+    /// The folder that relative paths among them are from.
+    #[serde(default)]
+    working_dir: Option<PathBuf>,
     /// Every other file with its size in bytes.
     files: BTreeMap<String, u64>,
+}
+
+impl State {
+    /// That of the run of `command` after `update` of `num_updates` updates, without what its parts remember.
+    fn new(command: &str, update: usize, num_updates: usize, config: Map<String, Value>) -> Self {
+        Self {
+            version: env!("CARGO_PKG_VERSION").into(),
+            command: command.into(),
+            update,
+            num_updates,
+            threads: tch::get_num_threads(),
+            metrics: Map::new(),
+            state: Map::new(),
+            config,
+            working_dir: std::env::current_dir().ok(),
+            files: BTreeMap::new(),
+        }
+    }
+
+    /// Reads what [`State::new`] gave, from a file.
+    fn read(path: &Path) -> Result<Self> {
+        let state: Self = serde_json::from_value(read_json(path)?)
+            .map_err(|e| Error::invalid(path, format!("expected the state of a run: {e}")))?;
+        let (found, most) = (state.update, state.num_updates);
+        if found > most {
+            let message = format!("`update`: expected at most {most}, the run's updates, found {found}");
+            return Err(Error::invalid(path, message));
+        }
+        Ok(state)
+    }
 }
 
 /// A checkpoint that was found whole.
@@ -108,8 +148,7 @@ impl Saved {
             let found = if dir.is_dir() { format!("no {STATE} in this folder") } else { "no such folder".into() };
             return Err(Error::invalid(dir, format!("expected a checkpoint of a run, found {found}")));
         }
-        let state: State = serde_json::from_value(read_json(&path)?)
-            .map_err(|e| Error::invalid(&path, format!("expected the state of a run: {e}")))?;
+        let state = State::read(&path)?;
         for (name, &expected) in &state.files {
             let path = dir.join(name);
             match fs::metadata(&path).map(|file| file.len()) {
@@ -135,11 +174,29 @@ impl Saved {
         if dir.join(STATE).is_file() { Self::read(dir).map(Some) } else { Ok(None) }
     }
 
-    /// Checks that the run goes on as it began; gives what a person should know of its differences.
+    /// Whether all updates of the run are done.
+    fn is_finished(&self) -> bool {
+        self.state.update == self.state.num_updates
+    }
+
+    /// Checks that the run goes on as it began; gives what a person should know of its differences. A finished run may be
+    /// longer than it was.
     ///
     /// # Errors
     /// If it is another command's, or a setting that decides the result differs: the error names it with both values.
     pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
+        self.check_settings(command, config, self.is_finished())
+    }
+
+    /// [`Saved::check`], for a run that is passed over where it is finished: it may not be longer.
+    ///
+    /// # Errors
+    /// As [`Saved::check`].
+    pub(crate) fn check_as_it_is(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
+        self.check_settings(command, config, false)
+    }
+
+    fn check_settings(&self, command: &str, config: &impl Serialize, may_extend: bool) -> Result<Vec<String>> {
         let (dir, state) = (self.dir.display(), &self.state);
         if state.command != command {
             let message = format!("expected a checkpoint of `rlhf {command}`, found one of `rlhf {}`", state.command);
@@ -150,10 +207,12 @@ impl Saved {
         let mut refused = Vec::new();
         for (name, now) in &config {
             // A setting that only one version knows cannot be compared.
-            let Some(then) = state.config.get(name).filter(|then| !is_same(then, now)) else { continue };
+            let from = state.working_dir.as_deref();
+            let Some(then) = state.config.get(name).filter(|then| !is_same(then, now, from)) else { continue };
             let (then, now) = (shown(then), shown(now));
             match name.as_str() {
                 name if FREE.contains(&name) || OF_BEST.contains(&name) => {}
+                name if may_extend && LENGTH.contains(&name) => {}
                 name if ROUNDING.contains(&name) => warnings.push(format!(
                     "{name} = {now}: it was {then} before {dir}, so that results may differ by rounding"
                 )),
@@ -162,7 +221,10 @@ impl Saved {
         }
         if let [(name, then, now), more @ ..] = refused.as_slice() {
             let more: Vec<&str> = more.iter().map(|(name, ..)| name.as_str()).collect();
-            let more = if more.is_empty() { String::new() } else { format!("; so does {}", more.join(", ")) };
+            let mut more = if more.is_empty() { String::new() } else { format!("; so does {}", more.join(", ")) };
+            if LENGTH.contains(&name.as_str()) && !self.is_finished() {
+                more.push_str("; only a finished run can be extended");
+            }
             return Err(Error::Usage(format!(
                 "{name} = {now}: expected {then}, as in {dir}: a resumed run keeps what decides its result{more}"
             )));
@@ -182,19 +244,46 @@ impl Saved {
             .then(|| format!("{now} threads: it was {then} before {dir}, so that results may differ by rounding"))
     }
 
-    /// Checks that the run still has as many updates as it had.
+    /// Checks that the run still reads what it read, and has as many updates as it had, of `rows` rows of data each; a finished
+    /// run may have more. Gives what a person should know.
     ///
     /// # Errors
-    /// If it has not, since its data has changed.
-    pub(crate) fn check_updates(&self, num_updates: usize) -> Result<()> {
-        let expected = self.state.num_updates;
-        if num_updates == expected {
-            return Ok(());
+    /// If it has not; but with `resume_with_changed_inputs` only if it would have fewer updates than are done.
+    pub(crate) fn check_inputs(
+        &self,
+        settings: &CheckpointConfig,
+        inputs: &Inputs,
+        num_updates: usize,
+        rows: usize,
+    ) -> Result<Vec<String>> {
+        let (done, expected) = (self.state.update, self.state.num_updates);
+        let taken = self.part("cursor").ok().and_then(|cursor| cursor["taken"].as_u64());
+        let most = done.saturating_mul(rows);
+        if let Some(taken) = taken.filter(|&taken| taken > most as u64) {
+            let message = format!("rows taken: expected at most {most} after {done} updates, found {taken}");
+            return Err(Error::invalid(self.dir.join(STATE), message));
         }
-        Err(Error::invalid(
-            &self.dir,
-            format!("expected a run of {expected} updates, found {num_updates}: the data has changed"),
-        ))
+        let changed = self.part("inputs").map_or(Vec::new(), |began| inputs.changed(began));
+        let mut warnings = Vec::new();
+        let may_change = settings.resume_with_changed_inputs;
+        if !changed.is_empty() {
+            let changed = format!("inputs have changed since: {}", changed.join("; "));
+            if !may_change {
+                let hint =
+                    "a resumed run keeps what it reads; --resume_with_changed_inputs resumes with what is there now";
+                return Err(Error::invalid(&self.dir, format!("{changed}; {hint}")));
+            }
+            warnings.push(format!("{}: {changed}: the run goes on with what is there now", self.dir.display()));
+        }
+        let extends = self.is_finished() && num_updates > expected;
+        if num_updates == expected || extends || (may_change && num_updates >= done) {
+            return Ok(warnings);
+        }
+        let message = match self.is_finished() {
+            true => format!("expected a run of at least the {expected} updates that are done, found {num_updates}"),
+            false => format!("expected a run of {expected} updates, found {num_updates}: the data has changed"),
+        };
+        Err(Error::invalid(&self.dir, message))
     }
 
     /// What the setting `name` was.
@@ -232,10 +321,14 @@ fn settings(config: &impl Serialize) -> Result<Map<String, Value>> {
     }
 }
 
-/// Whether a setting is what it was; a path may be written in another way.
-fn is_same(then: &Value, now: &Value) -> bool {
-    let place = |value: &Value| fs::canonicalize(value.as_str()?).ok();
-    then == now || place(then).is_some_and(|then| place(now) == Some(then))
+/// Whether a setting is what it was; a path may be written in another way, also from another folder than `from`.
+fn is_same(then: &Value, now: &Value, from: Option<&Path>) -> bool {
+    if let (Value::Array(then), Value::Array(now)) = (then, now) {
+        return then.len() == now.len() && then.iter().zip(now).all(|(then, now)| is_same(then, now, from));
+    }
+    let place = |value: &Value, from: &Path| fs::canonicalize(from.join(value.as_str()?)).ok();
+    then == now
+        || place(then, from.unwrap_or(Path::new(""))).is_some_and(|then| place(now, Path::new("")) == Some(then))
 }
 
 /// A setting as it stands in an error message.
@@ -254,8 +347,11 @@ pub(crate) struct Start {
     pub(crate) from: Option<Saved>,
     /// Whether it goes on in the folder that the checkpoint lies in.
     pub(crate) in_place: bool,
-    /// Whether it may replace the run in `output_dir`, which came to nothing: no checkpoint, no model.
+    /// Whether it may replace the run in `output_dir`, which has no checkpoint, and no model but one that it left when it ended
+    /// early.
     pub(crate) replaces: bool,
+    /// That run, where it left a model.
+    pub(crate) again: Option<Saved>,
     /// What a person should know.
     pub(crate) warnings: Vec<String>,
 }
@@ -295,7 +391,7 @@ impl Start {
         let mut first = None;
         for number in numbers.iter().rev() {
             match Saved::read(&out.join(name_of(*number))) {
-                Ok(saved) => return Ok(Self { from: Some(saved), in_place: true, replaces: false, warnings }),
+                Ok(saved) => return Ok(Self { from: Some(saved), in_place: true, warnings, ..Self::default() }),
                 Err(error) => {
                     warnings.push(format!("passed over: {error}"));
                     first.get_or_insert(error);
@@ -305,8 +401,41 @@ impl Start {
         match first {
             Some(error) => Err(Error::Run(format!("no whole checkpoint to go on from: {error}"))),
             // What was killed before its first checkpoint begins again.
-            None => Ok(Self { replaces: !crate::model::is_model(out), ..Self::default() }),
+            None if !is_model(out) => Ok(Self { replaces: true, ..Self::default() }),
+            // So does what ended early and could not write one.
+            None if out.join(UNFINISHED).is_file() => {
+                let state = State::read(&out.join(UNFINISHED))?;
+                let (place, done, all) = (out.display(), state.update, state.num_updates);
+                let again = Some(Saved { dir: out.to_path_buf(), state });
+                let warnings = vec![format!(
+                    "{place}: the run ended after update {done} of {all} without a checkpoint: it begins again"
+                )];
+                Ok(Self { replaces: true, again, warnings, ..Self::default() })
+            }
+            None => Ok(Self::default()),
         }
+    }
+
+    /// Checks that the run goes on, or begins again, as it began; gives what a person should know of its differences.
+    ///
+    /// # Errors
+    /// As [`Saved::check`].
+    pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
+        match (&self.from, &self.again) {
+            (Some(saved), _) => saved.check(command, config),
+            (None, Some(saved)) => saved.check_as_it_is(command, config),
+            (None, None) => Ok(Vec::new()),
+        }
+    }
+
+    /// Whether the settings make a finished run longer.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub(crate) fn extends(&self, config: &impl Serialize) -> Result<bool> {
+        let Some(saved) = self.from.as_ref().filter(|saved| saved.is_finished()) else { return Ok(false) };
+        let config = settings(config)?;
+        Ok(LENGTH.iter().any(|name| config.get(*name).is_some_and(|now| saved.setting(name) != now)))
     }
 
     /// Updates that are done already.
@@ -341,11 +470,44 @@ impl Start {
         }
     }
 
-    /// What to say where nothing is left to do.
+    /// What to say where the run was finished: that nothing is left to do, or that it is extended.
     pub(crate) fn finished(&self, num_updates: usize) -> Option<String> {
-        let saved = self.from.as_ref().filter(|saved| saved.state.update == num_updates)?;
-        Some(format!("{}: the run is finished, all {num_updates} updates are done", saved.dir.display()))
+        let saved = self.from.as_ref().filter(|saved| saved.is_finished() || saved.state.update == num_updates)?;
+        let (dir, done) = (saved.dir.display(), saved.state.update);
+        Some(match done == num_updates {
+            true => format!("{dir}: the run is finished, all {num_updates} updates are done"),
+            false => format!(
+                "{dir}: the run was finished after {done} updates and is extended to {num_updates}; learning rates and other \
+                 schedules are those of a run of {num_updates} updates from here on"
+            ),
+        })
     }
+}
+
+/// Leaves the model of the run of `command` in its folder `dir`, as `save` writes it. Where it `ended` before the last of
+/// `num_updates` updates, that is noted beside it: such a model does not keep the run from beginning again there.
+///
+/// # Errors
+/// Those of `save`; if the note cannot be written or removed.
+pub(crate) fn leave_model(
+    dir: &Path,
+    command: &str,
+    config: &impl Serialize,
+    (done, num_updates): (usize, usize),
+    ended: &Result<usize>,
+    save: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let note = dir.join(UNFINISHED);
+    let finished = ended.is_ok() && done == num_updates;
+    if !finished {
+        let state = State::new(command, done, num_updates, settings(config)?);
+        write_text(&note, &pretty(&json!(state)))?;
+    }
+    save()?;
+    if finished && note.is_file() {
+        fs::remove_file(&note).map_err(Error::io("remove", &note))?;
+    }
+    Ok(())
 }
 
 /// A run that came to its end, as a step of several does that are gone on with.
@@ -366,19 +528,10 @@ impl Finished {
         let mut files = BTreeMap::new();
         sizes(dir, "", &mut files)?;
         // What is not a model's, a person may remove.
-        let inner = |name: &str| name.starts_with(PREFIX) || name.starts_with(BEST) || name == STATE;
+        let inner =
+            |name: &str| name.starts_with(PREFIX) || name.starts_with(BEST) || [STATE, UNFINISHED].contains(&name);
         files.retain(|name, _| !inner(name) && (name.ends_with(".safetensors") || name.ends_with(".json")));
-        let state = State {
-            version: env!("CARGO_PKG_VERSION").into(),
-            command: self.command.into(),
-            update: self.updates,
-            num_updates: self.updates,
-            threads: tch::get_num_threads(),
-            metrics: Map::new(),
-            state: Map::new(),
-            config: settings(config)?,
-            files,
-        };
+        let state = State { files, ..State::new(self.command, self.updates, self.updates, settings(config)?) };
         write_text(&dir.join(STATE), &pretty(&json!(state)))
     }
 }
@@ -397,7 +550,8 @@ pub(crate) struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Those of the run of `command` with the settings `config`; clears away what a killed run left half.
+    /// Those of the run of `command` with the settings `config`, of which `done` updates are done; clears away what a killed run
+    /// left half, and what it left beyond `save_total_limit`.
     ///
     /// # Errors
     /// If that cannot be removed.
@@ -406,11 +560,14 @@ impl Checkpoints {
         run: &RunConfig,
         config: &impl Serialize,
         num_updates: usize,
+        done: usize,
     ) -> Result<Self> {
         let dir = run.output_dir.clone();
         clear(&dir)?;
         let (every, limit) = (run.checkpoints.save_steps, run.checkpoints.save_total_limit);
-        Ok(Self { dir, command, config: settings(config)?, num_updates, every, limit, last: None })
+        let checkpoints = Self { dir, command, config: settings(config)?, num_updates, every, limit, last: None };
+        checkpoints.keep_to_limit(done)?;
+        Ok(checkpoints)
     }
 
     /// Whether the settings ask for one after `done` updates: every `save_steps` of them, and the last.
@@ -453,19 +610,15 @@ impl Checkpoints {
             write(dir)?;
             let mut files = BTreeMap::new();
             sizes(dir, "", &mut files)?;
-            let state = State {
-                version: env!("CARGO_PKG_VERSION").into(),
-                command: self.command.into(),
-                update: done,
-                num_updates: self.num_updates,
-                threads: tch::get_num_threads(),
-                metrics,
-                state,
-                config: self.config.clone(),
-                files,
-            };
+            let begun = State::new(self.command, done, self.num_updates, self.config.clone());
+            let state = State { metrics, state, files, ..begun };
             write_text(&dir.join(STATE), &pretty(&json!(state)))
         })?;
+        self.keep_to_limit(done)
+    }
+
+    /// Removes the oldest checkpoints of at most `done` updates beyond `save_total_limit`.
+    fn keep_to_limit(&self, done: usize) -> Result<()> {
         let Some(limit) = self.limit else { return Ok(()) };
         // Those behind this one are no older state of this run: `Start` passed over them as damaged.
         let numbers: Vec<usize> = numbered(&self.dir)?.into_iter().filter(|&number| number <= done).collect();
@@ -481,24 +634,29 @@ pub(crate) fn is_due(every: Option<usize>, done: usize, total: usize) -> bool {
     every.is_some_and(|every| done.is_multiple_of(every) || done == total)
 }
 
-/// What became of an update's model.
-#[derive(Debug)]
-pub(crate) enum Kept {
-    /// It is not the best one, or nothing looked at it.
-    Nothing,
-    /// It is the best one, and lies in this folder.
-    In(PathBuf),
-    /// It could not be looked at: what to warn of.
-    Missed(String),
-}
+/// Metrics of which less is better.
+const LESS_IS_BETTER: [&str; 10] = [
+    "loss",
+    "eval_loss",
+    "loss/policy_avg",
+    "loss/value_avg",
+    "loss/kl_avg",
+    "loss/unsup_avg",
+    "objective/kl",
+    "eval/kl",
+    "policy/approxkl_avg",
+    "policy/policykl_avg",
+];
 
 /// The best model of a run so far, by one of its metrics.
 #[derive(Debug)]
 pub(crate) struct Best {
     metric: String,
     greater: bool,
-    /// The metric's best value, and the update that it was found after.
+    /// The metric's best value, and the update that it was found after; that model is written.
     found: Option<(f64, usize)>,
+    /// A better one, whose model is not written yet.
+    pending: Option<(f64, usize)>,
     /// Whether an update has had the metric.
     told: bool,
 }
@@ -507,25 +665,24 @@ impl Best {
     /// What `config` asks for.
     pub(crate) fn new(config: &EvalConfig) -> Option<Self> {
         let metric = config.metric_for_best_model.clone()?;
-        let lower = ["loss", "kl"].iter().any(|word| metric.contains(word));
-        Some(Self { greater: config.greater_is_better.unwrap_or(!lower), metric, found: None, told: false })
+        let greater = config.greater_is_better.unwrap_or(!LESS_IS_BETTER.contains(&metric.as_str()));
+        Some(Self { greater, metric, found: None, pending: None, told: false })
     }
 
-    /// Keeps what `write` puts into the folder that it is given as `output_dir/best`, in place of what is there, if `metrics`
-    /// are better than before and the update after which they were taken, the `done`th, `looks` at them; `may_lack` says that the
-    /// metric cannot be there yet.
+    /// Notes that the model is to be written, if `metrics` are better than before and the update after which they were taken,
+    /// the `done`th, `looks` at them; `may_lack` says that the metric cannot be there yet. Gives what to warn of.
+    ///
+    /// From here on [`Best::state`] holds that: an error before [`Best::write`] is done costs no best model.
     ///
     /// # Errors
-    /// If no update has had the metric, but for one of an evaluation where nothing looks; those of [`Checkpoints::save`].
-    pub(crate) fn keep(
+    /// If no update has had the metric, but for one of an evaluation where nothing looks.
+    pub(crate) fn look(
         &mut self,
         metrics: &Metrics,
-        output_dir: &Path,
         done: usize,
         looks: bool,
         may_lack: bool,
-        write: impl FnOnce(&Path) -> Result<()>,
-    ) -> Result<Kept> {
+    ) -> Result<Option<String>> {
         let Some(value) = metrics.get(&self.metric) else {
             let named = format!("metric_for_best_model = {}", self.metric);
             let missed = !may_lack && (looks || !is_eval_metric(&self.metric));
@@ -535,13 +692,34 @@ impl Best {
                 return Err(Error::Usage(format!("{named}: expected a metric of the run, one of {known}")));
             }
             let warning = || format!("{named}: update {done} has no such metric, so its model is not looked at");
-            return Ok(if missed && looks { Kept::Missed(warning()) } else { Kept::Nothing });
+            return Ok((missed && looks).then(warning));
         };
         self.told = true;
         if looks && self.is_beaten_by(value) {
-            return self.save(output_dir, value, done, write).map(Kept::In);
+            self.pending = Some((value, done));
         }
-        Ok(Kept::Nothing)
+        Ok(None)
+    }
+
+    /// Replaces `output_dir/best` by what `write` puts into the folder that it is given, if the model after `done` updates is to
+    /// be written; gives its path.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoints::save`]; the model is still to be written then.
+    pub(crate) fn write(
+        &mut self,
+        output_dir: &Path,
+        done: usize,
+        write: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<Option<PathBuf>> {
+        let Some(found) = self.pending.filter(|&(_, update)| update == done) else { return Ok(None) };
+        let described = self.described(Some(found));
+        commit(output_dir, BEST, |dir| {
+            write(dir)?;
+            write_text(&dir.join(BEST_FILE), &pretty(&described.into()))
+        })?;
+        (self.found, self.pending) = (Some(found), None);
+        Ok(Some(output_dir.join(BEST)))
     }
 
     /// Whether the metric comes of evaluations.
@@ -555,33 +733,31 @@ impl Best {
         value.is_finite() && self.found.is_none_or(|(best, _)| better(best))
     }
 
-    /// Replaces `output_dir/best` by what `write` puts into the folder that it is given; gives its path.
-    fn save(
-        &mut self,
-        output_dir: &Path,
-        value: f64,
-        done: usize,
-        write: impl FnOnce(&Path) -> Result<()>,
-    ) -> Result<PathBuf> {
-        self.found = Some((value, done));
-        let described = self.state();
-        commit(output_dir, BEST, |dir| {
-            write(dir)?;
-            write_text(&dir.join(BEST_FILE), &pretty(&described))
-        })?;
-        Ok(output_dir.join(BEST))
+    fn described(&self, found: Option<(f64, usize)>) -> Map<String, Value> {
+        let (value, update) = found.unzip();
+        let parts: [(&str, Value); 4] = [
+            ("metric", self.metric.as_str().into()),
+            ("greater_is_better", self.greater.into()),
+            ("value", json!(value)),
+            ("update", json!(update)),
+        ];
+        parts.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
     }
 
     /// What a checkpoint keeps of it.
     pub(crate) fn state(&self) -> Value {
-        let (value, update) = self.found.unzip();
-        json!({"metric": self.metric, "greater_is_better": self.greater, "value": value, "update": update})
+        let mut state = self.described(self.found);
+        state.extend(self.pending.map(|pending| ("pending".into(), json!(pending))));
+        state.into()
     }
 
     /// Takes up what [`Best::state`] gave, unless it was of another metric.
     pub(crate) fn load_state(&mut self, state: &Value) {
         if state["metric"] == self.metric.as_str() && state["greater_is_better"] == self.greater {
-            self.found = state["value"].as_f64().zip(state["update"].as_u64().map(|update| update as usize));
+            let number = |value: &Value| value.as_u64().map(|update| update as usize);
+            self.found = state["value"].as_f64().zip(number(&state["update"]));
+            let pending = &state["pending"];
+            self.pending = pending[0].as_f64().zip(number(&pending[1]));
         }
     }
 }
@@ -708,7 +884,7 @@ mod tests {
 
     fn save(dir: &Path, limit: Option<usize>, updates: &[usize]) {
         let run = run(dir, limit, None);
-        let mut checkpoints = Checkpoints::new("sft", &run, &json!({"seed": 1, "device": "cpu"}), 9).unwrap();
+        let mut checkpoints = Checkpoints::new("sft", &run, &json!({"seed": 1, "device": "cpu"}), 20, 0).unwrap();
         for &update in updates {
             let write = |dir: &Path| {
                 fs::create_dir(dir.join("value_model")).unwrap();
@@ -793,7 +969,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), Some(1), &[2]);
         let run = run(dir.path(), Some(1), None);
-        let mut checkpoints = Checkpoints::new("sft", &run, &json!({}), 9).unwrap();
+        let mut checkpoints = Checkpoints::new("sft", &run, &json!({}), 9, 0).unwrap();
         let full = |dir: &Path| write_text(&dir.join("model"), "wei").and(Err(Error::Run("full".into())));
         assert!(checkpoints.save(4, Map::new(), Map::new(), full).is_err());
         assert_eq!(sorted(dir.path()), ["checkpoint-2"]);
@@ -835,18 +1011,120 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut best = Best::new(&config("eval/score", None)).unwrap();
         for (value, better) in [(1.0, true), (1.0, false), (f64::NAN, false), (0.5, false), (2.0, true)] {
-            assert_eq!(best.is_beaten_by(value), better, "{value}");
-            if better {
-                best.save(dir.path(), value, 7, |_| Ok(())).unwrap();
-            }
+            let mut metrics = Metrics::default();
+            metrics.push("eval/score", value);
+            assert_eq!(best.look(&metrics, 7, true, false).unwrap(), None);
+            let written = best.write(dir.path(), 7, |_| Ok(())).unwrap();
+            assert_eq!(written.is_some(), better, "{value}");
         }
-        let loss = Best::new(&config("loss/value_avg", None)).unwrap();
-        assert!(!loss.greater && Best::new(&config("loss/value_avg", Some(true))).unwrap().greater);
+        for (metric, greater) in [
+            ("loss/value_avg", false),
+            ("eval/kl", false),
+            ("eval_loss", false),
+            ("eval/scores/wrinkle", true),
+            ("eval/scores/lossless", true),
+            ("eval_margin", true),
+        ] {
+            assert_eq!(Best::new(&config(metric, None)).unwrap().greater, greater, "{metric}");
+            assert!(Best::new(&config(metric, Some(true))).unwrap().greater);
+        }
         let mut again = Best::new(&config("eval/score", None)).unwrap();
         again.load_state(&best.state());
         assert_eq!(again.found, Some((2.0, 7)));
         let mut other = Best::new(&config("eval/kl", None)).unwrap();
         other.load_state(&best.state());
         assert_eq!(other.found, None);
+    }
+
+    #[test]
+    fn a_best_model_whose_write_fails_is_still_to_be_written_after_a_resume() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = SftConfig::new("model", "data", dir.path()).eval;
+        config.metric_for_best_model = Some("eval_loss".into());
+        let mut best = Best::new(&config).unwrap();
+        let at = |value: f64| {
+            let mut metrics = Metrics::default();
+            metrics.push("eval_loss", value);
+            metrics
+        };
+        best.look(&at(3.0), 1, true, false).unwrap();
+        best.write(dir.path(), 1, |_| Ok(())).unwrap();
+        let full = |_: &Path| Err(Error::Run("full".into()));
+        best.look(&at(2.0), 2, true, false).unwrap();
+        assert!(best.write(dir.path(), 2, full).is_err());
+        let mut again = Best::new(&config).unwrap();
+        again.load_state(&best.state());
+        assert!(again.write(dir.path(), 1, |_| Ok(())).unwrap().is_none(), "that is another model");
+        assert!(again.write(dir.path(), 2, full).is_err());
+        assert!(again.write(dir.path(), 2, |_| Ok(())).unwrap().is_some());
+        let told = read_json(&dir.path().join(BEST).join(BEST_FILE)).unwrap();
+        assert_eq!(told, json!({"metric": "eval_loss", "greater_is_better": false, "value": 2.0, "update": 2}));
+        assert!(again.write(dir.path(), 2, |_| Ok(())).unwrap().is_none(), "it is written once");
+        assert_eq!(again.state(), told);
+    }
+
+    #[test]
+    fn what_a_kill_left_beyond_the_limit_goes_when_the_run_goes_on() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), None, &[2, 4, 6, 8]);
+        // The last is damaged, and the run goes on from the one before.
+        fs::remove_file(dir.path().join("checkpoint-8/model")).unwrap();
+        let run = run(dir.path(), Some(2), None);
+        Checkpoints::new("sft", &run, &json!({}), 9, 6).unwrap();
+        assert_eq!(sorted(dir.path()), ["checkpoint-4", "checkpoint-6", "checkpoint-8"]);
+    }
+
+    #[test]
+    fn a_state_that_counts_more_updates_or_rows_than_the_run_has_is_named_and_takes_no_memory() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), None, &[2]);
+        let place = dir.path().join("checkpoint-2");
+        let mut state = read_json(&place.join(STATE)).unwrap();
+        state["update"] = 2_147_483_647.into();
+        write_text(&place.join(STATE), &pretty(&state)).unwrap();
+        let error = Saved::read(&place).unwrap_err().to_string();
+        assert!(error.contains(STATE) && error.contains("`update`: expected at most 20"), "{error}");
+        (state["update"], state["state"]) = (2.into(), json!({"cursor": {"taken": 1u64 << 40, "rows": [3, 4]}}));
+        write_text(&place.join(STATE), &pretty(&state)).unwrap();
+        let settings = run(dir.path(), None, None).checkpoints;
+        let saved = Saved::read(&place).unwrap();
+        let error = saved.check_inputs(&settings, &Inputs::default(), 20, 4).unwrap_err().to_string();
+        assert!(error.contains(STATE) && error.contains("rows taken: expected at most 8"), "{error}");
+    }
+
+    #[test]
+    fn a_finished_run_may_be_longer_and_no_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = run(dir.path(), None, None);
+        let mut checkpoints = Checkpoints::new("sft", &run, &json!({"max_steps": 4}), 4, 0).unwrap();
+        for done in [2, 4] {
+            checkpoints.save(done, Map::new(), Map::new(), |_| Ok(())).unwrap();
+        }
+        let saved = |done: usize| Saved::read(&checkpoints.place(done)).unwrap();
+        let longer = json!({"max_steps": 6});
+        assert!(saved(4).check("sft", &longer).unwrap().is_empty());
+        let error = saved(2).check("sft", &longer).unwrap_err().to_string();
+        assert!(error.contains("max_steps = 6: expected 4") && error.contains("only a finished run"), "{error}");
+        assert!(saved(4).check_as_it_is("sft", &longer).is_err());
+        let updates = |done, updates| {
+            saved(done).check_inputs(&run.checkpoints, &Inputs::default(), updates, 1).map_err(|e| e.to_string())
+        };
+        assert!(updates(4, 6).is_ok() && updates(4, 4).is_ok() && updates(2, 6).is_err());
+        let error = updates(4, 3).unwrap_err();
+        assert!(error.contains("expected a run of at least the 4 updates that are done, found 3"), "{error}");
+        let start = Start { from: Some(saved(4)), in_place: true, ..Start::default() };
+        assert!(start.extends(&longer).unwrap() && !start.extends(&json!({"max_steps": 4})).unwrap());
+        assert!(start.finished(6).unwrap().contains("was finished after 4 updates and is extended to 6"));
+        assert!(start.finished(4).unwrap().contains("the run is finished, all 4"));
+    }
+
+    #[test]
+    fn a_path_is_the_same_from_another_working_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("rows.jsonl"), "").unwrap();
+        let whole = json!([dir.path().join("rows.jsonl")]);
+        assert!(is_same(&json!(["rows.jsonl"]), &whole, Some(dir.path())));
+        assert!(!is_same(&json!(["rows.jsonl"]), &whole, None));
+        assert!(!is_same(&json!(["rows.jsonl", "x"]), &whole, Some(dir.path())));
     }
 }

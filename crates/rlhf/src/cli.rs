@@ -675,7 +675,7 @@ mod tests {
         let run = "output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
                    hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to num_threads disable_tqdm save_steps save_total_limit \
-                   resume_from_checkpoint config help";
+                   resume_from_checkpoint resume_with_changed_inputs config help";
         let data = "dataset_name dataset_weights dataset_config dataset_train_split dataset_test_split eval_split_size data_split \
                     data_split_seed";
         let rows = "dataset_name dataset_split output_file overwrite_output_file batch_size dtype device num_threads config help";
@@ -737,7 +737,10 @@ mod tests {
             flags("score"),
             format!("model_name_or_path model_revision reward_label tokenizer_name {rewards} {rows}")
         );
-        assert_eq!(flags("pipeline"), "output_dir overwrite_output_dir skip resume_from_checkpoint help config");
+        assert_eq!(
+            flags("pipeline"),
+            "output_dir overwrite_output_dir skip resume_from_checkpoint resume_with_changed_inputs help config"
+        );
         assert_eq!(
             flags("merge"),
             "model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help"

@@ -758,6 +758,9 @@ pub struct PipelineFlags {
         num_args = 0..=1, default_missing_value = "true"
     )]
     pub resume_from_checkpoint: std::option::Option<Resume>,
+    /// Resume also where data or models are not those that a step began with.
+    #[arg(long, help_heading = CHECKPOINTS)]
+    pub resume_with_changed_inputs: bool,
 }
 
 /// How many tokens a prompt may have, and what becomes of longer ones.
@@ -1192,10 +1195,17 @@ pub struct CheckpointConfig {
     )]
     #[serde(skip)] // A run is gone on with when that is asked for, not when its settings are used again.
     pub resume_from_checkpoint: std::option::Option<Resume>,
+    /// Resume also where data or models are not those that the run began with.
+    #[arg(long, help_heading = CHECKPOINTS)]
+    #[serde(skip)]
+    pub resume_with_changed_inputs: bool,
 }
 
 impl CheckpointConfig {
     fn check(&self) -> Result<()> {
+        if self.resume_with_changed_inputs && self.resume_from_checkpoint.is_none() {
+            return no_effect("resume_with_changed_inputs", true, "without resume_from_checkpoint");
+        }
         self.save_steps.map_or(Ok(()), |steps| at_least_one("save_steps", steps))?;
         self.save_total_limit.map_or(Ok(()), |limit| at_least_one("save_total_limit", limit))
     }
@@ -1214,14 +1224,14 @@ pub enum Resume {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct EvalConfig {
-    /// Evaluate on the rows that are held out every this many updates, and after the last.
+    /// Evaluate on the rows that are held out before the first update, every this many updates, and after the last.
     #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<usize>)]
     pub eval_steps: std::option::Option<usize>,
     /// Keep the model at which this metric was best in `output_dir/best`; it is looked at after each evaluation, or else each
     /// `save_steps`.
     #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
     pub metric_for_best_model: std::option::Option<String>,
-    /// Whether more of that metric is better [default: unless `loss` or `kl` is in its name].
+    /// Whether more of that metric is better [default: unless it is a loss or a KL].
     #[arg(
         long, help_heading = EVALUATION, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>,
         num_args = 0..=1, default_missing_value = "true"
@@ -2518,7 +2528,7 @@ pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result
     let settings = serde_saphyr::to_string(config)
         .map_err(|error| Error::invalid(path, format!("the configuration cannot be written as YAML: {error}")))?;
     let text = format!("{RESOLVED}{}.\n{settings}", env!("CARGO_PKG_VERSION"));
-    std::fs::write(path, text).map_err(Error::io("write", path))
+    crate::weights::write_text(path, &text)
 }
 
 /// How a file begins that [`write_resolved`] writes: a person's configuration may have the same name.

@@ -507,6 +507,11 @@ impl Dataset {
         &self.name
     }
 
+    /// The rows, as they were read.
+    pub(crate) fn values(&self) -> impl Iterator<Item = &Value> {
+        self.rows.iter().map(|row| &row.value)
+    }
+
     /// Asks `check` of every row.
     ///
     /// # Errors

@@ -39,6 +39,7 @@ pub mod device;
 mod error;
 pub mod generate;
 pub mod hub;
+mod inputs;
 pub mod kl;
 pub mod loss_scale;
 pub mod merge;

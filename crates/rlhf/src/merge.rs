@@ -37,7 +37,7 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
         model.merge_adapter();
         Box::new(move |dir| model.save_pretrained(dir, eos, pad, most))
     };
-    claim_folder(out, config.overwrite_output_dir, config)?;
+    let _hold = claim_folder(out, config.overwrite_output_dir, config)?;
     replace_files(out, |dir| {
         save(dir)?;
         tokenizer.save_pretrained(dir)

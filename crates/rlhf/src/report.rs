@@ -1,10 +1,10 @@
 //! What a run tells: `metrics.jsonl` and TensorBoard for programs, a progress bar and tables for people.
 
-use crate::checkpoint::{self, Kept, Start};
-use crate::config::{RESOLVED, ReportTo, RunConfig};
+use crate::checkpoint::{self, Start};
+use crate::config::{RESOLVED, ReportTo, Resume, RunConfig};
 use crate::metrics::Metrics;
 use crate::model::{AdapterFolder, BASE_MODEL};
-use crate::weights::write_text;
+use crate::weights::{BESIDE, write_text};
 use crate::{Error, Result};
 use comfy_table::{ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -188,20 +188,18 @@ impl<'w> Reporter<'w> {
         self.tell(&Event::Saved { dir });
     }
 
-    /// Tells what became of a model that may be the best.
-    pub(crate) fn kept(&mut self, kept: Kept) {
-        match kept {
-            Kept::Nothing => {}
-            Kept::In(dir) => self.saved(&dir),
-            Kept::Missed(warning) => self.warn(&warning),
-        }
-    }
-
     /// Writes one line of metrics.
     ///
     /// # Errors
     /// If it cannot be written.
     pub(crate) fn record(&mut self, step: i64, metrics: &Metrics) -> Result<()> {
+        self.record_alone(step, metrics)?;
+        self.tell(&Event::Update { step: step as usize, metrics });
+        Ok(())
+    }
+
+    /// [`Reporter::record`], of what no update has brought.
+    pub(crate) fn record_alone(&mut self, step: i64, metrics: &Metrics) -> Result<()> {
         let line = serde_json::to_string(metrics).expect("numbers have a JSON form");
         // In one write: a kill leaves no half of a line that is followed by another.
         let path = self.dir.join(METRICS);
@@ -212,7 +210,6 @@ impl<'w> Reporter<'w> {
         if let Some(tensorboard) = &mut self.tensorboard {
             tensorboard.scalars(step, metrics.iter().filter(|(name, _)| *name != "step"))?;
         }
-        self.tell(&Event::Update { step: step as usize, metrics });
         Ok(())
     }
 
@@ -348,6 +345,8 @@ fn remove_later_samples(dir: &Path, updates: usize) -> Result<()> {
 
 /// After how many updates the samples in a file of this name were taken, if a run writes such a file into [`SAMPLES`].
 fn samples_update(name: &str) -> Option<usize> {
+    // One with this end is left by a kill between writing a file and renaming it.
+    let name = name.strip_suffix(".tmp").unwrap_or(name);
     let number =
         ["update-", "eval-", "answers-"].iter().find_map(|kind| name.strip_prefix(kind))?.strip_suffix(".jsonl")?;
     (number.len() >= 6 && number.bytes().all(|byte| byte.is_ascii_digit())).then(|| number.parse().ok())?
@@ -383,13 +382,44 @@ const OLD_CONFIG: &str = "run.yaml";
 /// Whether the folder `dir` holds a run: a `config.yaml` that a run wrote, or began to write, and not a person.
 pub(crate) fn holds_run(dir: &Path) -> bool {
     match std::fs::read(dir.join(CONFIG)) {
-        Ok(text) => text.is_empty() || text.starts_with(RESOLVED.as_bytes()),
+        Ok(text) => is_resolved(&text),
         Err(_) => !dir.join(CONFIG).exists() && dir.join(OLD_CONFIG).is_file(),
+    }
+}
+
+/// Whether a run wrote this `config.yaml`, or began to.
+fn is_resolved(text: &[u8]) -> bool {
+    let begins = RESOLVED.as_bytes();
+    text.starts_with(begins) || begins.starts_with(text)
+}
+
+/// The folders with models in a run's folder, inner ones first.
+const INNER: [&str; 5] = [BASE_MODEL, "ema/base_model", "ema", "value_model/base_model", "value_model"];
+
+/// Whether `path` is what a run leaves that is killed before its `config.yaml` is in place, and nothing else.
+fn is_leftover(path: &Path) -> bool {
+    let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return false };
+    let holds_leftovers = || {
+        std::fs::read_dir(path)
+            .is_ok_and(|mut entries| entries.all(|entry| entry.is_ok_and(|entry| is_leftover(&entry.path()))))
+    };
+    match path.is_dir() {
+        true if name == BESIDE => true,
+        true => (name == SAMPLES || INNER.iter().any(|inner| path.ends_with(inner))) && holds_leftovers(),
+        false if name == format!("{CONFIG}.tmp") => std::fs::read(path).is_ok_and(|text| is_resolved(&text)),
+        false => {
+            let of_samples = name.ends_with(".tmp") && samples_update(&name).is_some();
+            of_samples || name == format!("{METRICS}.tmp") || name == crate::tensorboard::BESIDE
+        }
     }
 }
 
 /// Whether a run writes files of this name: what `overwrite_output_dir` may remove, and nothing else.
 fn is_run_file(name: &str) -> bool {
+    if name == crate::tensorboard::BESIDE {
+        return true;
+    }
+    let name = name.strip_suffix(".tmp").unwrap_or(name);
     let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
     let shard = name
         .strip_prefix("model-")
@@ -412,8 +442,16 @@ pub(crate) fn check_output_dir(run: &RunConfig, start: &Start, inputs: &[&Path])
     if start.in_place {
         return check_inputs(&run.output_dir, inputs);
     }
+    let (dir, overwrite) = (run.output_dir.as_path(), may_overwrite(run, start));
+    if !overwrite && run.checkpoints.resume_from_checkpoint == Some(Resume::Latest) && holds_run(dir) {
+        return Err(Error::invalid(
+            dir,
+            "output_dir: found a run in it that is finished, and no checkpoint to resume from; choose another folder, or \
+             set --overwrite_output_dir to replace it",
+        ));
+    }
     let inputs: Vec<&Path> = inputs.iter().copied().chain(start.input()).collect();
-    check_folder(&run.output_dir, may_overwrite(run, start), &inputs)
+    check_folder(dir, overwrite, &inputs)
 }
 
 /// Whether what a run left in `run.output_dir` may go.
@@ -450,9 +488,9 @@ fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
     if !dir.is_dir() {
         return Ok(());
     }
-    let Some(entry) = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?.next() else {
-        return Ok(());
-    };
+    let mut entries = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?;
+    let entry = entries.find(|entry| entry.as_ref().map_or(true, |entry| !is_leftover(&entry.path())));
+    let Some(entry) = entry else { return Ok(()) };
     let name = entry.map_err(Error::io("read the folder", dir))?.file_name();
     let name = name.to_string_lossy();
     match (overwrite, holds_run(dir)) {
@@ -473,46 +511,88 @@ fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
     }
 }
 
-/// A run's hold on its folder, for as long as it lives.
-#[derive(Debug)]
-pub(crate) struct Claim(#[expect(dead_code, reason = "they are held, not read")] Vec<File>);
-
-/// Makes `run.output_dir` this run's own when it is ready to begin: removes an old run's files if it may, and writes the
-/// resolved configuration; a run that goes on where it began finds it there.
+/// A hold on a run's folder, which keeps other runs out of it for as long as it lives: the system lets go of it when the
+/// process ends, however it ends.
 ///
-/// # Errors
-/// As [`check_output_dir`], whose question is asked again since loading took time; if another run was quicker, or is at work
-/// there; if a file cannot be removed or written.
-pub(crate) fn claim_output_dir(run: &RunConfig, start: &Start, resolved: &impl Serialize) -> Result<Claim> {
-    let (dir, overwrite) = (&run.output_dir, may_overwrite(run, start));
-    let mut held = Vec::new();
-    if !start.in_place {
-        if overwrite && holds_run(dir) {
-            // Also when its file is gone: another run that has opened it just before must not take that for leave.
-            held.push(lock(dir)?);
-        }
-        claim_folder(dir, overwrite, resolved)?;
-    }
-    held.push(lock(dir)?);
-    Ok(Claim(held))
+/// It is taken before anything looks into the folder, so that what was found there stays as it was found.
+#[derive(Debug)]
+pub(crate) struct Hold {
+    /// The locked folder; none where there was no folder yet.
+    held: Option<File>,
 }
 
-/// Takes hold of the run in `dir`; the system lets go of it when the process ends, however it ends.
-fn lock(dir: &Path) -> Result<File> {
-    let old = dir.join(OLD_CONFIG);
-    let path = if old.is_file() { old } else { dir.join(CONFIG) };
-    let file = File::open(&path).map_err(Error::io("read", &path))?;
-    match file.try_lock() {
-        Err(TryLockError::WouldBlock) => Err(Error::invalid(dir, "output_dir: another run is at work in this folder")),
-        // Some file systems have no locks: then nobody is kept out.
-        Ok(()) | Err(TryLockError::Error(_)) => Ok(file),
+impl Hold {
+    /// Takes hold of the folder `dir`, if there is one.
+    ///
+    /// # Errors
+    /// If another run holds it, or it cannot be opened.
+    pub(crate) fn take(dir: &Path) -> Result<Self> {
+        if !dir.is_dir() {
+            return Ok(Self { held: None });
+        }
+        let folder = File::open(dir).map_err(Error::io("read the folder", dir))?;
+        match folder.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                Err(Error::invalid(dir, "output_dir: another run is at work in this folder"))
+            }
+            // Some file systems have no locks: then nobody is kept out.
+            Ok(()) | Err(TryLockError::Error(_)) => Ok(Self { held: Some(folder) }),
+        }
     }
+
+    /// Makes the folder `dir` where there was none when this was taken, and takes hold of it; gives whether it was made now.
+    ///
+    /// # Errors
+    /// If it cannot be made; if another run has made it meanwhile and holds it, or has ended in it and may not be replaced.
+    pub(crate) fn make(self, dir: &Path, overwrite: bool) -> Result<(Self, bool)> {
+        if self.held.is_some() {
+            return Ok((self, false));
+        }
+        std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+        let hold = Self::take(dir)?;
+        if !overwrite && holds_run(dir) {
+            let message = "output_dir: another run has begun in this folder since this one was started; choose another \
+                           folder, or start this one again";
+            return Err(Error::invalid(dir, message));
+        }
+        Ok((hold, true))
+    }
+}
+
+/// Makes `run.output_dir` this run's own when it is ready to begin: removes an old run's files if it may, and writes the
+/// resolved configuration; a run that resumes where it began finds it there. `hold` was taken before `start` was found.
+///
+/// # Errors
+/// As [`check_output_dir`]; if another run was quicker to make the folder; if a file cannot be removed or written.
+pub(crate) fn claim_output_dir(run: &RunConfig, start: &Start, hold: Hold, resolved: &impl Serialize) -> Result<Hold> {
+    let dir = run.output_dir.as_path();
+    if start.in_place {
+        if start.extends(resolved)? && dir.join(CONFIG).is_file() {
+            crate::config::write_resolved(resolved, dir.join(CONFIG))?;
+        }
+        return Ok(hold);
+    }
+    check_contents(dir, may_overwrite(run, start))?;
+    let (hold, made) = hold.make(dir, run.overwrite_output_dir)?;
+    // Of a folder that is there only now, `start` knows nothing.
+    check_contents(dir, if made { run.overwrite_output_dir } else { may_overwrite(run, start) })?;
+    clean_folder(dir, resolved)?;
+    Ok(hold)
 }
 
 /// [`claim_output_dir`] for what is no training run.
-pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serialize) -> Result<()> {
-    check_folder(dir, overwrite, &[])?;
-    std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serialize) -> Result<Hold> {
+    check_contents(dir, overwrite)?;
+    let (hold, _) = Hold::take(dir)?.make(dir, overwrite)?;
+    check_contents(dir, overwrite)?;
+    clean_folder(dir, resolved)?;
+    Ok(hold)
+}
+
+/// Removes what a run has left in the folder `dir`, and writes the resolved configuration.
+///
+/// A folder is a run's by that file, which is replaced last: whatever is killed on the way can begin again.
+fn clean_folder(dir: &Path, resolved: &impl Serialize) -> Result<()> {
     checkpoint::clear(dir)?;
     remove_run_files(dir)?;
     let samples = dir.join(SAMPLES);
@@ -522,20 +602,15 @@ pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serializ
         let _ = std::fs::remove_dir(&samples);
     }
     for folder in checkpoint::folders(dir)?.iter().map(PathBuf::as_path).chain([dir]) {
-        for inner in [BASE_MODEL, "ema/base_model", "ema", "value_model/base_model", "value_model"]
-            .map(|inner| folder.join(inner))
-        {
+        for inner in INNER.map(|inner| folder.join(inner)) {
             remove_run_folder(&inner)?;
         }
         if folder != dir {
             remove_run_folder(folder)?;
         }
     }
-    let path = dir.join(CONFIG);
-    remove_files(dir, |name| name == CONFIG || name == OLD_CONFIG)?;
-    // Of two runs that begin at once on one folder, one fails here.
-    File::create_new(&path).map_err(Error::io("create", &path))?;
-    crate::config::write_resolved(resolved, &path)
+    crate::config::write_resolved(resolved, dir.join(CONFIG))?;
+    remove_files(dir, |name| name == OLD_CONFIG)
 }
 
 /// Removes a run's files from a folder of its own, and the folder; it stays if it holds files of someone else's.
@@ -548,7 +623,11 @@ fn remove_run_folder(dir: &Path) -> Result<()> {
 }
 
 fn remove_run_files(dir: &Path) -> Result<()> {
-    // By that one the folder is a run's: it goes last, so that what is killed on the way can begin again.
+    // What a killed save left.
+    let beside = dir.join(BESIDE);
+    if beside.is_dir() {
+        std::fs::remove_dir_all(&beside).map_err(Error::io("remove", &beside))?;
+    }
     remove_files(dir, |name| is_run_file(name) && name != CONFIG && name != OLD_CONFIG)
 }
 
@@ -579,6 +658,7 @@ pub(crate) fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: us
         };
         match checkpoint::newest(dir) {
             Some(newest) => format!("{model}; --resume_from_checkpoint {} goes on", newest.display()),
+            None if saved.as_ref().is_some() => format!("{model}; --resume_from_checkpoint true begins again"),
             None => model,
         }
     };
@@ -657,7 +737,7 @@ mod tests {
             std::fs::write(dir.path().join(name), if *name == CONFIG { RESOLVED } else { "x" }).unwrap();
         }
         let run = run(dir.path(), true);
-        claim_output_dir(&run, &Start::default(), &serde_json::json!({"seed": 1})).unwrap();
+        claim(&run).unwrap();
         assert!(!dir.path().join("checkpoint-4").exists() && !dir.path().join("best").exists());
         for name in others {
             assert!(dir.path().join(name).is_file(), "{name}");
@@ -667,26 +747,74 @@ mod tests {
         }
     }
 
+    fn claim(run: &RunConfig) -> Result<Hold> {
+        let hold = Hold::take(&run.output_dir)?;
+        claim_output_dir(run, &Start::find(run)?, hold, &serde_json::json!({"seed": 1}))
+    }
+
     #[test]
-    fn of_two_runs_on_one_new_folder_the_second_is_refused() {
+    fn of_two_runs_on_one_folder_the_second_is_refused_whenever_it_has_looked() {
         let dir = tempfile::tempdir().unwrap();
         let run = run(&dir.path().join("new"), false);
-        let claim = |run: &RunConfig| claim_output_dir(run, &Start::default(), &serde_json::json!({}));
-        let held = claim(&run).unwrap();
-        let error = claim(&run).unwrap_err().to_string();
-        assert!(error.contains("found a run in it"), "{error}");
-        // Not even with consent, while the first is at work.
+        let out = run.output_dir.as_path();
         let overwriting = RunConfig { overwrite_output_dir: true, ..run.clone() };
-        let error = claim(&overwriting).unwrap_err().to_string();
-        assert!(error.contains("another run is at work"), "{error}");
-        // Nor with a file that was opened while the old run had ended.
-        let old = || File::open(run.output_dir.join(CONFIG)).unwrap();
+        // Both have looked before there is a folder.
+        let looked = || (Hold::take(out).unwrap(), Start::find(&run).unwrap());
+        let (first, second, third) = (looked(), looked(), looked());
+        let claim_of = |run: &RunConfig, (hold, start): (Hold, Start)| {
+            claim_output_dir(run, &start, hold, &serde_json::json!({})).map_err(|error| error.to_string())
+        };
+        let held = claim_of(&run, first).unwrap();
+        let at_work = "another run is at work";
+        assert!(claim_of(&run, second).unwrap_err().contains("found a run in it"));
+        assert!(claim_of(&overwriting, third).unwrap_err().contains(at_work), "not even with consent");
+        // Nor does it begin to look.
+        assert!(Hold::take(out).unwrap_err().to_string().contains(at_work));
+        std::fs::write(out.join("model.safetensors"), "finished").unwrap();
         drop(held);
-        let opened = old();
-        let held = claim(&overwriting).unwrap();
-        assert!(opened.try_lock().is_err() && old().try_lock().is_err());
-        drop(held);
-        claim(&overwriting).unwrap();
+        // What has ended meanwhile is not replaced without consent, also where a resume may replace what came to nothing.
+        let resuming = |mut run: RunConfig| {
+            run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
+            run
+        };
+        let early = || (Hold { held: None }, Start { replaces: true, ..Start::default() });
+        for run in [run.clone(), resuming(run.clone())] {
+            let error = claim_of(&run, early()).unwrap_err();
+            assert!(error.contains("found a run in it") || error.contains("another run has begun"), "{error}");
+        }
+        assert_eq!(std::fs::read_to_string(out.join("model.safetensors")).unwrap(), "finished");
+        drop(claim(&overwriting).unwrap());
+        assert!(!out.join("model.safetensors").exists());
+    }
+
+    #[test]
+    fn what_a_kill_left_in_a_folder_without_a_configuration_does_not_forbid_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("out");
+        for folder in ["samples", "base_model/.saving", "value_model/base_model/.saving", ".saving/value_model"] {
+            std::fs::create_dir_all(out.join(folder)).unwrap();
+        }
+        let resolved = format!("{RESOLVED}1.\nseed:");
+        for (name, text) in [
+            ("samples/update-000003.jsonl.tmp", "{"),
+            ("base_model/.saving/model.safetensors", "x"),
+            ("config.yaml.tmp", resolved.as_str()),
+            ("metrics.jsonl.tmp", "{"),
+        ] {
+            std::fs::write(out.join(name), text).unwrap();
+        }
+        let run = run(&out, false);
+        drop(claim(&run).unwrap());
+        let left: Vec<_> = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, [CONFIG]);
+        // What may be a person's still does.
+        for name in ["config.yaml.tmp", "samples/mine.tmp", "value_model/notes", "README.md.tmp"] {
+            let other = dir.path().join(name.replace('/', "-"));
+            std::fs::create_dir_all(other.join(name).parent().unwrap()).unwrap();
+            std::fs::write(other.join(name), "mine").unwrap();
+            let error = check_contents(&other, false).unwrap_err().to_string();
+            assert!(error.contains("expected an empty or new folder"), "{name}: {error}");
+        }
     }
 
     #[test]

@@ -15,6 +15,9 @@ use std::time::SystemTime;
 /// What the names of event files begin with.
 pub(crate) const PREFIX: &str = "events.out.tfevents.";
 
+/// The file that the rest of a cut file is written to before it is renamed.
+pub(crate) const BESIDE: &str = ".events.tmp";
+
 /// One event file of scalars, which TensorBoard can follow while it grows.
 #[derive(Debug)]
 pub struct TensorBoard {
@@ -80,7 +83,7 @@ impl TensorBoard {
             }
             if kept < bytes.len() {
                 // TensorBoard reads every file with `tfevents` in its name.
-                let beside = dir.join(".events.tmp");
+                let beside = dir.join(BESIDE);
                 std::fs::write(&beside, &bytes[..kept]).map_err(Error::io("write", &beside))?;
                 std::fs::rename(&beside, &path).map_err(Error::io("write", &path))?;
             }

@@ -12,10 +12,11 @@ pub mod unsupervised;
 
 use crate::Result;
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
-use crate::config::{DataConfig, EvalConfig, RunConfig};
+use crate::config::{DataConfig, EvalConfig, RunConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Sources};
 use crate::device::{memory, use_threads};
 use crate::hub::Commits;
+use crate::inputs::Inputs;
 use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
 use crate::model::{Dtype, ModelOptions, Param, Precision};
@@ -90,10 +91,17 @@ impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
         }
     }
 
-    /// Goes to where `saved` was written, but for the model.
-    fn load(&mut self, saved: &Saved, in_place: bool, num_updates: usize) -> Result<()> {
-        self.cursor.load_state(saved.part("cursor")?).map_err(|e| crate::Error::invalid(&saved.dir, e.to_string()))?;
-        saved.check_updates(num_updates)?;
+    /// Goes to where `saved` was written, but for the model; gives what a person should know.
+    fn load(
+        &mut self,
+        saved: &Saved,
+        run: &RunConfig,
+        in_place: bool,
+        inputs: &Inputs,
+        plan: &TrainPlan,
+    ) -> Result<Vec<String>> {
+        let warnings = saved.check_inputs(&run.checkpoints, inputs, plan.num_updates, plan.batch_size)?;
+        load_cursor(&mut self.cursor, saved, run)?;
         self.since = saved.parsed("since")?;
         self.recorded = saved.parsed("recorded").unwrap_or(saved.state.update);
         if let (Some(scaler), Ok(state)) = (&mut self.scaler, saved.part(LOSS_SCALE)) {
@@ -106,7 +114,7 @@ impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
         self.optimizer.load(&saved.dir.join(OPTIMIZER))?;
         self.done = saved.state.update;
         self.note_whole();
-        Ok(())
+        Ok(warnings)
     }
 
     /// Counts a whole update; the sums go with a line of metrics.
@@ -135,6 +143,16 @@ impl<T: Default + Serialize + for<'a> Deserialize<'a>> Progress<T> {
     fn reached(&self) -> Reached {
         Reached { updates: self.done, recorded: self.recorded }
     }
+}
+
+/// Takes the cursor to where it was in `saved`.
+fn load_cursor(cursor: &mut Cursor, saved: &Saved, run: &RunConfig) -> Result<()> {
+    let state = saved.part("cursor")?;
+    let loaded = match run.checkpoints.resume_with_changed_inputs {
+        true => cursor.load_place(state),
+        false => cursor.load_state(state),
+    };
+    loaded.map_err(|e| crate::Error::invalid(&saved.dir, e.to_string()))
 }
 
 /// What comes after an update.
@@ -190,8 +208,22 @@ impl Saver<'_> {
         T: Default + Serialize + for<'a> Deserialize<'a>,
     {
         let Some(best) = &mut progress.best else { return Ok(()) };
-        report.kept(best.keep(metrics, self.checkpoints.dir(), progress.done, look, false, self.write)?);
+        let missed = best.look(metrics, progress.done, look, false)?;
         progress.note_whole();
+        missed.iter().for_each(|warning| report.warn(warning));
+        self.write_best(progress, report)
+    }
+
+    /// Writes the best model, if it is the one of now and is not written yet: after a write that failed, also when the run goes
+    /// on from there.
+    fn write_best<T>(&self, progress: &mut Progress<T>, report: &mut Reporter<'_>) -> Result<()>
+    where
+        T: Default + Serialize + for<'a> Deserialize<'a>,
+    {
+        let Some(best) = &mut progress.best else { return Ok(()) };
+        let written = best.write(self.checkpoints.dir(), progress.done, self.write)?;
+        progress.note_whole();
+        written.iter().for_each(|dir| report.saved(dir));
         Ok(())
     }
 
@@ -314,15 +346,21 @@ fn micro_batch_state(run: &RunConfig, device: tch::Device, tokens: usize) -> Val
     })
 }
 
-/// What a checkpoint keeps that no update changes: into how large micro-batches it is cut, and what names of the hub stood for.
+/// What a checkpoint keeps that no update changes: into how large micro-batches it is cut, what names of the hub stood for, and
+/// digests of what the run reads.
 fn fixed_state(
     run: &RunConfig,
     device: tch::Device,
     micro_batch_tokens: usize,
     commits: &Commits,
+    inputs: &Inputs,
 ) -> Map<String, Value> {
     let micro_batch = micro_batch_state(run, device, micro_batch_tokens);
-    Map::from_iter([("micro_batch".into(), micro_batch), ("commits".into(), json!(commits))])
+    Map::from_iter([
+        ("micro_batch".into(), micro_batch),
+        ("commits".into(), json!(commits)),
+        ("inputs".into(), inputs.state()),
+    ])
 }
 
 /// What to tell of the memory that a micro-batch of `tokens` tokens takes.
@@ -440,8 +478,10 @@ mod tests {
     fn a_run_that_goes_on_and_ends_at_once_has_the_state_that_it_was_given() {
         let dir = tempfile::tempdir().unwrap();
         let config = SftConfig::new("model", "data", dir.path());
-        let fixed =
-            || fixed_state(&config.run, tch::Device::Cpu, 300, &Commits::from([("a/b@main".into(), "7".into())]));
+        let commits = Commits::from([("a/b@main".into(), "7".into())]);
+        let inputs = Inputs::default();
+        let plan = TrainPlan { batch_size: 4, num_updates: 9 };
+        let fixed = || fixed_state(&config.run, tch::Device::Cpu, 300, &commits, &inputs);
         let optimizer = || AdamW::new(Vec::new(), &config.optimizer);
         let begun = || Progress::<f64>::new(optimizer(), Cursor::new(1, 9), &config.eval, &config.run, fixed());
         let mut progress = begun();
@@ -449,16 +489,16 @@ mod tests {
         progress.since = 2.5;
         progress.advance(false);
         let save = |progress: &Progress<f64>| {
-            let mut checkpoints = Checkpoints::new("sft", &config.run, &config, 9).unwrap();
+            let mut checkpoints = Checkpoints::new("sft", &config.run, &config, 9, 0).unwrap();
             let write = |dir: &Path| progress.optimizer.save(&dir.join(OPTIMIZER));
             checkpoints.save(progress.done, Map::new(), progress.whole.clone(), write).unwrap();
             Saved::read(&checkpoints.place(progress.done)).unwrap()
         };
         let mut again = begun();
-        again.load(&save(&progress), true, 9).unwrap();
+        again.load(&save(&progress), &config.run, true, &inputs, &plan).unwrap();
         assert_eq!((again.done, &again.whole), (1, &progress.whole));
         let saved = save(&again);
-        begun().load(&saved, true, 9).unwrap();
+        begun().load(&saved, &config.run, true, &inputs, &plan).unwrap();
         // On a machine with other memory it keeps the size of its micro-batches, but not where that is set, or depends on more.
         let kept = |run: &RunConfig, device| kept_micro_batch_tokens(run, device, 400, &saved);
         let mut run = config.run.clone();

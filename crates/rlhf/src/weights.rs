@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
 const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 /// The bound that the safetensors format itself sets on a header, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
@@ -19,7 +19,7 @@ const MAX_HEADER: u64 = 100_000_000;
 /// several MiB would read no faster, and the allocator would keep some of them.
 const READ_AT_ONCE: usize = 1 << 19;
 /// Where a folder's new files wait until all of them are whole.
-const BESIDE: &str = ".saving";
+pub(crate) const BESIDE: &str = ".saving";
 
 /// The tensors of a model folder, in one safetensors file or several; only the headers are in memory.
 #[derive(Debug)]
@@ -209,7 +209,7 @@ pub(crate) fn no_safetensors<'a>(place: &Path, files: impl Iterator<Item = &'a s
 }
 
 /// Reads a safetensors header; returns it with the position of the first tensor byte.
-fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
+pub(crate) fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     let file_len = file.metadata().map_err(Error::io("read", path))?.len();
     let truncated = |needed: u64| {
         Error::invalid(path, format!("truncated or not a safetensors file: expected {needed} bytes, found {file_len}"))
@@ -290,6 +290,7 @@ pub(crate) fn save_file(path: &Path, tensors: &[(String, Tensor)]) -> Result<()>
 /// They are written beside, in `dir/.saving`, and moved when all are whole. A folder is a model by its `config.json`: where
 /// it is among them, the old one goes first and the new one comes last, so that a save that is killed while it moves files
 /// leaves a folder that nothing opens, never a mixture of two models. Old weights that the new do not replace are removed.
+/// What was written is on the disk before its `config.json` is in its place, and that when this returns.
 ///
 /// # Errors
 /// Those of `write`, which leave the folder as it was; if a file cannot be moved or removed.
@@ -303,7 +304,7 @@ pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Res
     };
     clear()?;
     std::fs::create_dir(&beside).map_err(Error::io("create the folder", &beside))?;
-    if let Err(error) = write(&beside) {
+    if let Err(error) = write(&beside).and_then(|()| sync(&beside)) {
         let _ = clear();
         return Err(error);
     }
@@ -322,8 +323,12 @@ pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Res
         std::fs::rename(dir.join(name), &old).map_err(Error::io("remove the old", dir.join(name)))?;
     }
     for name in &new {
+        if name == CONFIG {
+            sync_folder(dir)?;
+        }
         std::fs::rename(beside.join(name), dir.join(name)).map_err(Error::io("write", dir.join(name)))?;
     }
+    sync_folder(dir)?;
     clear()
 }
 
@@ -340,6 +345,11 @@ pub(crate) fn sync(dir: &Path) -> Result<()> {
             File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io("write to the disk", &path))?;
         }
     }
+    sync_folder(dir)
+}
+
+/// Brings the names in the folder `dir` to the disk.
+fn sync_folder(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(Error::io("write to the disk", dir))
 }
 
@@ -351,7 +361,7 @@ fn file_names(dir: &Path) -> Result<Vec<String>> {
 }
 
 /// Whether this is the name of a checkpoint's weights.
-fn is_weights(name: &str) -> bool {
+pub(crate) fn is_weights(name: &str) -> bool {
     [SINGLE, INDEX, "adapter_model.safetensors"].contains(&name)
         || (name.starts_with("model-") && name.ends_with(".safetensors"))
 }
@@ -443,7 +453,11 @@ pub(crate) fn write_text(path: &Path, text: &str) -> Result<()> {
     let mut name = path.file_name().expect("a file to write has a name").to_os_string();
     name.push(".tmp");
     let beside = path.with_file_name(name);
-    std::fs::write(&beside, text).map_err(Error::io("write", &beside))?;
+    if let Err(error) = std::fs::write(&beside, text) {
+        // On a full disk others need the room.
+        let _ = std::fs::remove_file(&beside);
+        return Err(Error::io("write", &beside)(error));
+    }
     std::fs::rename(&beside, path).map_err(Error::io("write", path))
 }
 

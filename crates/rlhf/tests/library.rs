@@ -61,8 +61,13 @@ fn parts(config: &PpoConfig) -> PpoParts {
     }
 }
 
+/// The metrics of the updates.
 fn lines(dir: &Path) -> Vec<Map<String, Value>> {
-    timeless(json_lines(&std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap()))
+    let mut lines = timeless(json_lines(&std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap()));
+    // The first is the evaluation before them.
+    assert_eq!(lines[0]["step"], 0);
+    lines.remove(0);
+    lines
 }
 
 fn as_lines(metrics: &[rlhf::metrics::Metrics]) -> Vec<Map<String, Value>> {
@@ -117,6 +122,7 @@ fn a_watcher_is_told_everything_and_a_run_that_it_ends_anywhere_goes_on_to_the_s
     assert!(all.contains(&("best".into(), 0)));
     all.retain(|(name, _)| name != "best");
     let expected = [
+        ("evaluation", 0),
         ("samples", 0),
         ("update", 1),
         ("update", 2),

@@ -117,6 +117,34 @@ fn a_run_that_is_stopped_in_any_step_goes_on_there_to_the_same_bits() {
 }
 
 #[test]
+fn a_pipeline_that_is_refused_changes_nothing_of_the_one_at_work() {
+    let scratch = scratch();
+    let text = scratch.read("pipeline.yaml").replace("max_steps: 3", "max_steps: 100000");
+    scratch.write("pipeline.yaml", &text);
+    let mut child = scratch.command(ALL).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    wait_until(&mut child, || scratch.path("out/1-sft/metrics.jsonl").exists());
+    let settings = scratch.read("out/config.yaml");
+    for flag in ["--overwrite_output_dir", "--resume_from_checkpoint true", ""] {
+        let ran = scratch.run(&format!("{ALL} --skip reward,ppo {flag}"));
+        assert!(ran.code == 1 && ran.stderr.contains("out: output_dir: another run is at work"), "{}", ran.stderr);
+        assert_eq!(scratch.read("out/config.yaml"), settings, "{flag}");
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Nor where one of its steps is another's.
+    let sft = "sft --model_name_or_path policy --dataset_name rows.jsonl --max_steps 100000 --overwrite_output_dir";
+    let line = format!("{sft} --logging_steps 1 --output_dir out/1-sft");
+    std::fs::remove_file(scratch.path("out/1-sft/metrics.jsonl")).unwrap();
+    let mut child = scratch.command(&line).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    wait_until(&mut child, || scratch.path("out/1-sft/metrics.jsonl").exists());
+    let ran = scratch.run(&format!("{ALL} --skip reward,ppo --overwrite_output_dir"));
+    assert!(ran.code == 1 && ran.stderr.contains("out/1-sft: output_dir: another run is at work"), "{}", ran.stderr);
+    assert_eq!(scratch.read("out/config.yaml"), settings);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
 fn what_is_finished_is_passed_over_and_goes_on_as_it_began_or_is_refused() {
     let scratch = scratch();
     runs(&scratch, ALL);

@@ -11,7 +11,8 @@ use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 use super::{Keys, NOT_SETTINGS, PIPELINE, Setting, Stop, one_line, read_config, set_default, with_preset};
 
 /// Settings of the whole, which no section has.
-const OF_THE_WHOLE: [&str; 3] = ["output_dir", "overwrite_output_dir", "resume_from_checkpoint"];
+const OF_THE_WHOLE: [&str; 4] =
+    ["output_dir", "overwrite_output_dir", "resume_from_checkpoint", "resume_with_changed_inputs"];
 
 /// Settings that, above all steps, are for the first: the others begin with what it leaves.
 const OF_THE_FIRST: [&str; 2] = ["model_name_or_path", "model_revision"];
@@ -165,6 +166,7 @@ impl File<'_> {
         own.output_dir = PipelineConfig::dir(&flags.output_dir, step);
         own.overwrite_output_dir = flags.overwrite_output_dir;
         own.checkpoints.resume_from_checkpoint.clone_from(&flags.resume_from_checkpoint);
+        own.checkpoints.resume_with_changed_inputs = flags.resume_with_changed_inputs;
         check(&config).map_err(placed)?;
         Ok(config)
     }

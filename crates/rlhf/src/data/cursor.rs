@@ -129,6 +129,14 @@ impl Cursor {
         Ok(())
     }
 
+    /// [`Cursor::load_state`], also over other numbers of rows: as many are taken.
+    ///
+    /// # Errors
+    /// If `state` is something else.
+    pub(crate) fn load_place(&mut self, state: &Value) -> Result<()> {
+        self.load_state(&json!({"taken": state["taken"], "rows": self.lens()}))
+    }
+
     /// Goes to where a cursor of the same seed, lengths and weights is that has handed out `taken` rows.
     pub fn restore(&mut self, taken: usize) {
         self.taken = taken;

@@ -44,6 +44,11 @@ impl Spec {
         }
     }
 
+    /// [`Spec::model_path`], with the reward's name.
+    pub(crate) fn named_model(&self) -> Option<(&str, &Path)> {
+        Some((self.name.as_str(), self.model_path()?))
+    }
+
     /// Whether it is a service.
     pub(crate) fn is_service(&self) -> bool {
         matches!(self.kind, Kind::Url(_))

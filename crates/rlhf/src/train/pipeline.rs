@@ -12,7 +12,7 @@ use crate::checkpoint::{Finished, Saved, Start};
 use crate::config::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step, write_resolved};
 use crate::data::{PromptLimit, Sources};
 use crate::model::{AdapterFolder, ModelConfig, is_model};
-use crate::report::{CONFIG, Console, METRICS, check_output_dir, holds_run, stopped};
+use crate::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};
 use crate::reward::{Spec, specs};
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
@@ -130,8 +130,11 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     for step in Step::ALL {
         config.check(step).map_err(|error| named(step, error))?;
     }
+    let hold = Hold::take(&config.output_dir)?;
     let (finished, again) = check_folders(config, console)?;
     check_inputs(config, finished)?;
+    let overwrite = Step::ALL.into_iter().filter_map(|step| config.run(step)).any(|run| run.overwrite_output_dir);
+    let _hold = hold.make(&config.output_dir, overwrite)?;
     let config = &config.replacing(again);
     write_settings(config)?;
     for (at, step) in (1..).zip(Step::ALL) {
@@ -211,8 +214,10 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
     let mut unfinished: Vec<(Step, &Path)> = Vec::new();
     for (step, run) in runs() {
         let begun = (|| {
+            // Let go of at once: the step takes its own.
+            Hold::take(&run.output_dir)?;
             if let Some(saved) = resumes(run).then(|| Saved::finished(&run.output_dir)).transpose()?.flatten() {
-                for warning in saved.check(step.name(), &config.settings(step))? {
+                for warning in saved.check_as_it_is(step.name(), &config.settings(step))? {
                     say(console, &format!("warning: {step}: {warning}"));
                 }
                 finished[step as usize] = true;
@@ -228,7 +233,7 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
                 );
             }
             check_output_dir(run, &start, &[])?;
-            start.from.as_ref().map_or(Ok(()), |saved| saved.check(step.name(), &config.settings(step)).map(drop))?;
+            start.check(step.name(), &config.settings(step))?;
             Ok(start.from.is_some())
         })();
         if begun.map_err(|error| named(step, error))?
@@ -431,7 +436,6 @@ fn write_settings(config: &PipelineConfig) -> Result<()> {
         }
         all.insert(step.name().into(), settings);
     }
-    std::fs::create_dir_all(out).map_err(Error::io("create the folder", out))?;
     write_resolved(&Value::from(all), out.join(CONFIG))
 }
 

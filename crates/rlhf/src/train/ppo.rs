@@ -5,10 +5,10 @@ use super::ema::{EMA, Ema};
 use super::unsupervised::{Unsupervised, learn_texts};
 use super::{
     LOSS_SCALE, begin_report, check_held_out, describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens,
-    leave_checkpoint, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options, trained_share,
-    write_model_card,
+    leave_checkpoint, load_cursor, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
+    trained_share, write_model_card,
 };
-use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
+use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due, leave_model};
 use crate::config::{
     EVAL_SCORES, EosInLoss, LongPrompts, NUM_EVAL_PROMPTS, OptimizerConfig, PpoConfig, PpoPlan, Step, StopToken,
     WhitenAdvantages,
@@ -16,6 +16,7 @@ use crate::config::{
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
 use crate::hub::{self, AskedHub, Commits};
+use crate::inputs::Inputs;
 use crate::kl::KlController;
 use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
@@ -25,7 +26,7 @@ use crate::model::{
 };
 use crate::optim::{AdamW, LearningRates};
 use crate::report::{
-    Claim, Console, Evaluation, Event, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude,
+    Console, Evaluation, Event, Hold, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude,
 };
 use crate::reward::{ComponentScores, RewardModel, Rewards, ScoreScaling, Scored, Spec, resolve, specs};
 use crate::rng::{Purpose, Stream};
@@ -67,9 +68,10 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
         return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));
     }
     // Before anything slow begins.
+    let hold = Hold::take(&config.run.output_dir)?;
     begin(config)?;
     let mut trainer = PpoTrainer::from_config(config)?;
-    trainer.console = console;
+    (trainer.console, trainer.hold) = (console, Some(hold));
     trainer.train().map(drop)
 }
 
@@ -85,7 +87,7 @@ fn begin(config: &PpoConfig) -> Result<(Start, Vec<String>)> {
     inputs.extend(optional.into_iter().flatten().chain(rewards.iter().filter_map(Spec::model_path)));
     let start = Start::find(&config.run)?;
     check_output_dir(&config.run, &start, &inputs)?;
-    let warnings = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
+    let warnings = start.check(COMMAND, config)?;
     Ok((start, warnings))
 }
 
@@ -190,6 +192,8 @@ pub struct PpoTrainer {
     prompt_notes: Vec<String>,
     /// What the names of the hub stand for.
     commits: Commits,
+    /// Digests of what the run reads.
+    inputs: Inputs,
     pub(super) cursor: Cursor,
     /// In place of the cursor.
     order: Option<PerUpdate<Vec<usize>>>,
@@ -216,8 +220,10 @@ pub struct PpoTrainer {
     /// What the checks found when the run began, for the model card.
     checks: Option<String>,
     skips: Skips,
-    /// The hold on the run's folder, once training has begun.
-    claim: Option<Claim>,
+    /// The hold on the run's folder.
+    hold: Option<Hold>,
+    /// Whether training has begun in it.
+    begun: bool,
 }
 
 impl PpoTrainer {
@@ -246,6 +252,11 @@ impl PpoTrainer {
         check_held_out(&config.eval, &sources, &config.data)?;
         let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
         let specs = resolve(config)?;
+        let mut inputs = Inputs::default();
+        inputs.model("sft_model_path", policy_dir)?;
+        for (name, dir) in specs.iter().filter_map(Spec::named_model) {
+            inputs.model(&format!("reward {name}"), dir)?;
+        }
         require_reward(specs.is_empty() && more.is_empty())?;
         if let Some(same) = specs.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, policy_dir)) {
             return Err(Error::Usage(format!(
@@ -260,6 +271,10 @@ impl PpoTrainer {
         let tokenizer_of = config.model_name_or_path.as_ref();
         let tokenizer_dir = tokenizer_of.map_or(Ok(policy_dir.clone()), |dir| hub::tokenizer_dir(dir, None))?;
         let tokenizer = Tokenizer::from_pretrained(&tokenizer_dir)?;
+        own_value_dir.as_deref().map_or(Ok(()), |dir| inputs.model("value_model_path", dir))?;
+        if tokenizer_of.is_some() {
+            inputs.model("model_name_or_path", &tokenizer_dir)?;
+        }
         // An adapter that is there already (SFT's) becomes part of the policy, and of the reference.
         let folded = |options| -> Result<CausalLm> {
             let mut model = CausalLm::from_pretrained(policy_dir, options)?;
@@ -326,6 +341,8 @@ impl PpoTrainer {
             dataset.prompts_within(&tokenizer, vocab, limit)
         };
         let (mut train, mut eval) = sources.read(config.run.seed, Step::Ppo)?;
+        inputs.rows("dataset_name", &config.data.describe(), &train);
+        inputs.rows("rows held out", &config.data.describe(), &eval);
         if config.apply_chat_template {
             train = train.into_iter().map(Dataset::with_chat_prompts).collect();
             eval = eval.map(Dataset::with_chat_prompts);
@@ -357,6 +374,7 @@ impl PpoTrainer {
         let parts = PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts };
         let mut trainer = Self::new(config, parts)?;
         (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, prompt_notes, asked.commits());
+        trainer.inputs.replace("PpoParts::prompts", inputs);
         trainer.note_whole();
         Ok(trainer)
     }
@@ -394,6 +412,12 @@ impl PpoTrainer {
             let block = config.prompt_length.max_prompt_length.unwrap_or(room).min(room) + config.response_length;
             learner.unsupervised = Unsupervised::find(&config.unsupervised, &tokenizer, vocab, block, config.run.seed)?;
         }
+        let mut inputs = Inputs::default();
+        let ids: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
+        inputs.values("PpoParts::prompts", "the caller's", &ids);
+        if let (Some(texts), Some(name)) = (&learner.unsupervised, &config.unsupervised.unsupervised_dataset_name) {
+            inputs.values("unsupervised_dataset_name", &name.display().to_string(), texts.blocks());
+        }
         let mut trainer = Self {
             kl_controller: KlController::new(config, plan.num_total_batches),
             scaling: ScoreScaling::new(&config.legacy),
@@ -406,6 +430,7 @@ impl PpoTrainer {
             eval_prompts,
             prompt_notes: Vec::new(),
             commits: Commits::new(),
+            inputs,
             config: config.clone(),
             reference,
             rewards,
@@ -422,7 +447,8 @@ impl PpoTrainer {
             done: 0,
             whole: (Map::new(), 0),
             console: Console::Silent,
-            claim: None,
+            hold: None,
+            begun: false,
         };
         trainer.note_whole();
         Ok(trainer)
@@ -466,13 +492,15 @@ impl PpoTrainer {
     /// As [`PpoTrainer::train`]; that `watcher` ended the run is none.
     pub fn train_with(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()>) -> Result<usize> {
         let (mut start, mut warnings) = (Start { in_place: true, ..Start::default() }, Vec::new());
-        if self.claim.is_none() {
+        if !self.begun {
+            let hold = self.hold.take().map_or_else(|| Hold::take(&self.config.run.output_dir), Ok)?;
             (start, warnings) = begin(&self.config)?;
             if let Some(saved) = &start.from {
-                self.load_checkpoint(saved, start.in_place)?;
+                warnings.extend(self.load_checkpoint(saved, start.in_place)?);
                 warnings.extend(saved.threads_warning());
             }
-            self.claim = Some(claim_output_dir(&self.config.run, &start, &self.config)?);
+            self.hold = Some(claim_output_dir(&self.config.run, &start, hold, &self.config)?);
+            self.begun = true;
         }
         let (run, total) = (&self.config.run, self.plan.num_total_batches);
         let reached = Reached { updates: self.done, recorded: self.done };
@@ -483,7 +511,8 @@ impl PpoTrainer {
         let out = &self.config.run.output_dir;
         // Also after an error: a step that is not finite is never taken, so the weights are those of the step before. But what
         // has not learnt is where it began, and a model in `out` would keep the run from beginning again there.
-        let saved = (self.done > 0).then(|| self.save_model(out));
+        let saved = (self.done > 0)
+            .then(|| leave_model(out, COMMAND, &self.config, (self.done, total), &done, || self.save_model(out)));
         if let Some(Ok(())) = saved {
             report.saved(out);
         }
@@ -495,7 +524,7 @@ impl PpoTrainer {
     /// changed weights.
     fn run(&mut self, report: &mut Reporter<'_>) -> Result<usize> {
         let total = self.plan.num_total_batches;
-        let mut checkpoints = Checkpoints::new(COMMAND, &self.config.run, &self.config, total)?;
+        let mut checkpoints = Checkpoints::new(COMMAND, &self.config.run, &self.config, total, self.done)?;
         let ended = self.run_updates(report, &mut checkpoints);
         let is_whole = self.learner.steps() == self.whole.1;
         let wanted = is_whole && checkpoints.is_wanted_at_end(self.done);
@@ -530,6 +559,16 @@ impl PpoTrainer {
             self.check_aloud(report)?;
         }
         let total = self.plan.num_total_batches;
+        self.write_best(report)?;
+        if self.done == 0 && self.config.eval.eval_steps.is_some() {
+            let evaluation = self.evaluate()?;
+            let mut metrics = Metrics::default();
+            metrics.push("step", 0.0);
+            metrics.push("episode", 0.0);
+            metrics.extend(&evaluation.metrics);
+            report.record_alone(0, &metrics)?;
+            report.evaluation(0, 0, &evaluation)?;
+        }
         if self.done == 0 && self.plan.sample_every.is_some() {
             let samples = self.samples(0)?;
             report.samples(0, 0, &samples)?;
@@ -551,6 +590,8 @@ impl PpoTrainer {
             report.advance(watched(&metrics));
             // What fails from here on takes no update with it.
             self.done = done;
+            let looks = if self.config.eval.eval_steps.is_some() { evaluates } else { checkpoints.is_due(done) };
+            let looked = if evaluated.is_ok() { self.look_at_best(&metrics, looks) } else { Ok(None) };
             self.note_whole();
             let missing = |e| Error::Run(format!("the evaluation after update {done}, which is missing now: {e}"));
             if let Some(evaluation) = evaluated.map_err(missing)? {
@@ -563,9 +604,8 @@ impl PpoTrainer {
                 let samples = self.samples(done)?;
                 report.samples(done, episode, &samples)?;
             }
-            let looks = if self.config.eval.eval_steps.is_some() { evaluates } else { checkpoints.is_due(done) };
-            self.keep_best(&metrics, looks, report)?;
-            self.note_whole();
+            looked?.iter().for_each(|warning| report.warn(warning));
+            self.write_best(report)?;
             if checkpoints.is_due(done) {
                 self.save_checkpoint(checkpoints, report)?;
             }
@@ -577,7 +617,7 @@ impl PpoTrainer {
     /// [`PpoTrainer::load_state`].
     fn state(&self) -> Map<String, Value> {
         let (run, device) = (&self.config.run, self.learner.policy.device());
-        let mut state = fixed_state(run, device, self.learner.micro_batch_tokens, &self.commits);
+        let mut state = fixed_state(run, device, self.learner.micro_batch_tokens, &self.commits, &self.inputs);
         state.insert("cursor".into(), self.cursor.state());
         state.insert("rewards".into(), self.rewards.state());
         state.insert("kl_controller".into(), self.kl_controller.state());
@@ -608,7 +648,7 @@ impl PpoTrainer {
             let [began, found] = [began, self.own()].map(|own| own.unwrap_or("nothing"));
             return Err(Error::Run(format!("of the caller's own: expected {began}, as the run began, found {found}")));
         }
-        self.cursor.load_state(saved.part("cursor")?)?;
+        load_cursor(&mut self.cursor, saved, &self.config.run)?;
         self.rewards.load_state(saved.part("rewards")?)?;
         self.kl_controller.load_state(saved.part("kl_controller")?)?;
         if let Some(texts) = &mut self.learner.unsupervised {
@@ -661,13 +701,14 @@ impl PpoTrainer {
         value.map_or(Ok(()), |value| value.keep_base(&out.join(VALUE_MODEL).join(BASE_MODEL), eos, pad, most))
     }
 
-    /// Goes to where `saved` was written.
+    /// Goes to where `saved` was written; gives what a person should know.
     ///
     /// # Errors
     /// If it is not of a run like this one.
-    fn load_checkpoint(&mut self, saved: &Saved, in_place: bool) -> Result<()> {
+    fn load_checkpoint(&mut self, saved: &Saved, in_place: bool) -> Result<Vec<String>> {
+        let (updates, rows) = (self.plan.num_total_batches, self.plan.batch_size);
+        let warnings = saved.check_inputs(&self.config.run.checkpoints, &self.inputs, updates, rows)?;
         self.load_state(saved).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
-        saved.check_updates(self.plan.num_total_batches)?;
         let value_dir = saved.dir.join(VALUE_MODEL);
         self.learner.policy.load_trained(&saved.dir)?;
         if let Some(ema) = &mut self.learner.ema {
@@ -693,22 +734,34 @@ impl PpoTrainer {
         }
         self.done = saved.state.update;
         self.note_whole();
-        Ok(())
+        Ok(warnings)
     }
 
-    /// Keeps the models as the best ones where the chosen metric says so, if this update `looks` at it.
+    /// Notes that the models are the best ones where the chosen metric says so, if this update `looks` at it; gives what to warn
+    /// of.
     ///
     /// # Errors
-    /// If there was no such metric from the first update on that the policy learnt in; if a file cannot be written.
-    fn keep_best(&mut self, metrics: &Metrics, looks: bool, report: &mut Reporter<'_>) -> Result<()> {
-        let Some(mut best) = self.best.take() else { return Ok(()) };
+    /// If there was no such metric from the first update on that the policy learnt in.
+    fn look_at_best(&mut self, metrics: &Metrics, looks: bool) -> Result<Option<String>> {
+        let frozen = self.done <= self.config.value.value_warmup_updates;
+        self.best.as_mut().map_or(Ok(None), |best| best.look(metrics, self.done, looks, frozen))
+    }
+
+    /// Writes the best models, if they are those of now and not written yet: after a write that failed, also when the run goes on
+    /// from there.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    fn write_best(&mut self, report: &mut Reporter<'_>) -> Result<()> {
+        if self.best.is_none() {
+            return Ok(());
+        }
         self.keep_bases()?;
-        let done = self.done;
-        let frozen = done <= self.config.value.value_warmup_updates;
-        let out = &self.config.run.output_dir;
-        let kept = best.keep(metrics, out, done, looks, frozen, |dir| self.write_models(dir));
+        let Some(mut best) = self.best.take() else { return Ok(()) };
+        let written = best.write(&self.config.run.output_dir, self.done, |dir| self.write_models(dir));
         self.best = Some(best);
-        report.kept(kept?);
+        self.note_whole();
+        written?.iter().for_each(|dir| report.saved(dir));
         Ok(())
     }
 

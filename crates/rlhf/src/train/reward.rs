@@ -5,14 +5,15 @@ use super::{
     kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
     trained_share, write_model_card,
 };
-use crate::checkpoint::{Checkpoints, Start};
+use crate::checkpoint::{Checkpoints, Start, leave_model};
 use crate::config::{PairLoss, RewardConfig, Step, TrainPlan};
 use crate::data::{Dataset, Pair, Sources};
 use crate::hub::{self, AskedHub};
+use crate::inputs::Inputs;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, DropoutRows, SequenceClassifier};
 use crate::optim::{AdamW, learning_rate};
-use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
+use crate::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
@@ -33,9 +34,10 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let mut inputs: Vec<&Path> = vec![model_dir];
     inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
     inputs.extend(config.eval_dataset_name.as_deref());
+    let hold = Hold::take(&config.run.output_dir)?;
     let start = Start::find(&config.run)?;
     check_output_dir(&config.run, &start, &inputs)?;
-    let differences = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
+    let differences = start.check(COMMAND, config)?;
     let asked = AskedHub::with(start.commits()?);
     // Before gigabytes are fetched in vain.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -67,6 +69,10 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         Ok(read)
     };
     let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
+    let mut inputs = Inputs::default();
+    inputs.rows("dataset_name", &config.data.describe(), &train);
+    inputs.rows("rows held out", &config.data.describe(), &eval);
+    inputs.model("model_name_or_path", model_dir)?;
     let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     let plan = config.plan(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
@@ -80,15 +86,15 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     if let Some(saved) = &start.from {
         most_tokens = kept_micro_batch_tokens(&config.run, device, most_tokens, saved);
     }
-    let fixed = fixed_state(&config.run, device, most_tokens, &asked.commits());
+    let fixed = fixed_state(&config.run, device, most_tokens, &asked.commits(), &inputs);
     let cursor = train.cursor(config.run.seed, &config.data);
     let mut progress = Progress::new(optimizer, cursor, &config.eval, &config.run, fixed);
     if let Some(saved) = &start.from {
-        progress.load(saved, start.in_place, plan.num_updates)?;
+        warnings.extend(progress.load(saved, &config.run, start.in_place, &inputs, &plan)?);
         model.load_trained(&saved.dir)?;
         warnings.extend(saved.threads_warning());
     }
-    let _claim = claim_output_dir(&config.run, &start, config)?;
+    let _hold = claim_output_dir(&config.run, &start, hold, config)?;
     let dir = &config.run.output_dir;
     let (eos, pad, most) = (tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0);
     model.keep_base(&dir.join(BASE_MODEL), eos, pad, most)?;
@@ -106,7 +112,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         model.save_pretrained(dir, eos, pad, most)?;
         tokenizer.save_pretrained(dir)
     };
-    let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates)?;
+    let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates, progress.done)?;
     let mut saver = Saver { checkpoints, write: &write };
     let ended = run_updates(
         config,
@@ -132,7 +138,11 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     ];
     // But what has not learnt is where it began, and a model in `dir` would keep the run from beginning again there.
     let learnt = progress.done > 0;
-    let saved = learnt.then(|| replace_files(dir, write).and_then(|()| write_model_card(dir, "reward", &facts)));
+    let saved = learnt.then(|| {
+        leave_model(dir, COMMAND, config, (progress.done, plan.num_updates), &ended, || {
+            replace_files(dir, write).and_then(|()| write_model_card(dir, "reward", &facts))
+        })
+    });
     conclude(ended, saved, plan.num_updates, dir)?;
     report.note(&format!("saved {}", dir.display()));
     Ok(())
@@ -160,6 +170,22 @@ fn run_updates(
 ) -> Result<()> {
     report.note(&describe_micro_batch(&config.run, most_tokens, |on| model.activation_bytes(on)));
     let pairs = &train.rows;
+    let evaluate = |metrics: &mut Metrics| -> Result<()> {
+        let mut totals = Totals::default();
+        for batch in eval.chunks(config.per_device_eval_batch_size) {
+            tch::no_grad(|| totals.measure(model, &batch.iter().collect::<Vec<_>>(), pads, config))?;
+        }
+        totals.push(metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
+        Ok(())
+    };
+    saver.write_best(progress, report)?;
+    if progress.done == 0 && config.eval.eval_steps.is_some() {
+        let mut metrics = Metrics::default();
+        metrics.push("step", 0.0);
+        metrics.push("epoch", 0.0);
+        evaluate(&mut metrics)?;
+        report.record_alone(0, &metrics)?;
+    }
     let mut began = Instant::now();
     while progress.done < plan.num_updates && !stop_requested() {
         let taken = progress.cursor.take(plan.batch_size);
@@ -211,11 +237,7 @@ fn run_updates(
             metrics.push("time/update", began.elapsed().as_secs_f64() / updates);
             progress.push_loss_scale(&mut metrics);
             if (due.evaluation || finished || stopping) && !eval.is_empty() {
-                let mut totals = Totals::default();
-                for batch in eval.chunks(config.per_device_eval_batch_size) {
-                    tch::no_grad(|| totals.measure(model, &batch.iter().collect::<Vec<_>>(), pads, config))?;
-                }
-                totals.push(&mut metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
+                evaluate(&mut metrics)?;
             }
             report.record(done as i64, &metrics)?;
             told = Some(metrics);

@@ -5,14 +5,15 @@ use super::{
     kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
     trained_share, write_model_card,
 };
-use crate::checkpoint::{Checkpoints, Start};
+use crate::checkpoint::{Checkpoints, Start, leave_model};
 use crate::config::{SftConfig, Step, TrainPlan};
 use crate::data::{Dataset, Demonstration, Sources};
 use crate::hub::{self, AskedHub};
+use crate::inputs::Inputs;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, DropoutRows, ModelConfig};
 use crate::optim::{AdamW, learning_rate};
-use crate::report::{Console, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
+use crate::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
@@ -36,9 +37,10 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
     inputs.extend(optional.into_iter().flatten());
     inputs.extend(config.chat_template_path.as_deref());
+    let hold = Hold::take(&config.run.output_dir)?;
     let start = Start::find(&config.run)?;
     check_output_dir(&config.run, &start, &inputs)?;
-    let differences = start.from.as_ref().map_or(Ok(Vec::new()), |saved| saved.check(COMMAND, config))?;
+    let differences = start.check(COMMAND, config)?;
     let asked = AskedHub::with(start.commits()?);
     // Before gigabytes are fetched in vain.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -46,18 +48,23 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let revision = Some(config.model_revision.as_str());
     let found_dir = model_dir.map(|dir| hub::model_dir(dir, revision)).transpose()?;
     let model_dir = found_dir.as_deref();
-    let mut tokenizer = match (&config.tokenizer_name, model_dir) {
-        (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
-        _ => Tokenizer::from_pretrained(&hub::tokenizer_dir(tokenizer_dir, None)?)?,
+    let own_tokenizer = config.tokenizer_name.is_some() || model_dir.is_none();
+    let tokenizer_from = own_tokenizer.then(|| hub::tokenizer_dir(tokenizer_dir, None)).transpose()?;
+    let mut tokenizer = match (tokenizer_from.as_deref(), model_dir) {
+        (Some(dir), _) | (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
+        (None, None) => unreachable!("without a model the tokenizer is named"),
     };
     if let Some(file) = &config.chat_template_path {
         tokenizer.use_chat_template(file)?;
     }
-    let mut model = match (model_dir, &config.config_name) {
+    let shape_file = match (model_dir, &config.config_name) {
+        (None, Some(shape)) => Some(hub::config_file(shape, revision)?),
+        _ => None,
+    };
+    let mut model = match (model_dir, &shape_file) {
         (Some(dir), _) => CausalLm::from_pretrained(dir, options)?,
         (None, shape) => {
-            let shape = shape.as_deref().expect("`check` asks for one of them");
-            let shape = ModelConfig::from_file(&hub::config_file(shape, revision)?)?;
+            let shape = ModelConfig::from_file(shape.as_deref().expect("`check` asks for one of them"))?;
             CausalLm::from_config(shape, config.run.seed, options)?
         }
     };
@@ -82,6 +89,14 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         Ok::<_, Error>((rows, warnings))
     };
     let (train, eval) = sources.read(config.run.seed, Step::Sft)?;
+    let mut inputs = Inputs::default();
+    inputs.rows("dataset_name", &config.data.describe(), &train);
+    inputs.rows("rows held out", &config.data.describe(), &eval);
+    found_dir.as_deref().map_or(Ok(()), |dir| inputs.model("model_name_or_path", dir))?;
+    tokenizer_from.as_deref().map_or(Ok(()), |dir| inputs.model("tokenizer_name", dir))?;
+    for (name, file) in [("config_name", &shape_file), ("chat_template_path", &config.chat_template_path)] {
+        file.as_deref().map_or(Ok(()), |file| inputs.file(name, file))?;
+    }
     let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     let plan = config.plan(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
@@ -95,15 +110,15 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     if let Some(saved) = &start.from {
         most_tokens = kept_micro_batch_tokens(&config.run, device, most_tokens, saved);
     }
-    let fixed = fixed_state(&config.run, device, most_tokens, &asked.commits());
+    let fixed = fixed_state(&config.run, device, most_tokens, &asked.commits(), &inputs);
     let cursor = train.cursor(config.run.seed, &config.data);
     let mut progress = Progress::new(optimizer, cursor, &config.eval, &config.run, fixed);
     if let Some(saved) = &start.from {
-        progress.load(saved, start.in_place, plan.num_updates)?;
+        warnings.extend(progress.load(saved, &config.run, start.in_place, &inputs, &plan)?);
         model.load_trained(&saved.dir)?;
         warnings.extend(saved.threads_warning());
     }
-    let _claim = claim_output_dir(&config.run, &start, config)?;
+    let _hold = claim_output_dir(&config.run, &start, hold, config)?;
     let dir = &config.run.output_dir;
     let (eos, pad, most) = (tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0);
     model.keep_base(&dir.join(BASE_MODEL), eos, pad, most)?;
@@ -116,7 +131,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         model.save_pretrained(dir, eos, pad, most)?;
         tokenizer.save_pretrained(dir)
     };
-    let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates)?;
+    let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates, progress.done)?;
     let mut saver = Saver { checkpoints, write: &write };
     let ended =
         run_updates(config, &plan, &model, most_tokens, &train, &eval.rows, &mut report, &mut progress, &mut saver);
@@ -135,7 +150,11 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     ];
     // But what has not learnt is where it began, and a model in `dir` would keep the run from beginning again there.
     let learnt = progress.done > 0;
-    let saved = learnt.then(|| replace_files(dir, write).and_then(|()| write_model_card(dir, "sft", &facts)));
+    let saved = learnt.then(|| {
+        leave_model(dir, COMMAND, config, (progress.done, plan.num_updates), &ended, || {
+            replace_files(dir, write).and_then(|()| write_model_card(dir, "sft", &facts))
+        })
+    });
     conclude(ended, saved, plan.num_updates, dir)?;
     report.note(&format!("saved {}", dir.display()));
     Ok(())
@@ -162,8 +181,17 @@ fn run_updates(
     report.note(&describe_micro_batch(&config.run, most_tokens, |on| model.activation_bytes(on)));
     let rows = &train.rows;
     let length = |row: usize| rows[row].tokens.len();
-    let before = train.cursor(config.run.seed, &config.data).take(progress.done * plan.batch_size);
-    let mut tokens_seen = before.into_iter().map(length).sum::<usize>() as f64;
+    let mut before = train.cursor(config.run.seed, &config.data);
+    let updates = (0..progress.done).map(|_| before.take(plan.batch_size).into_iter().map(length).sum::<usize>());
+    let mut tokens_seen = updates.sum::<usize>() as f64;
+    saver.write_best(progress, report)?;
+    if progress.done == 0 && config.eval.eval_steps.is_some() {
+        let mut metrics = Metrics::default();
+        metrics.push("step", 0.0);
+        metrics.push("epoch", 0.0);
+        metrics.push("eval_loss", evaluate(model, eval, config.per_device_eval_batch_size)?);
+        report.record_alone(0, &metrics)?;
+    }
     let mut began = Instant::now();
     while progress.done < plan.num_updates && !stop_requested() {
         let taken = progress.cursor.take(plan.batch_size);

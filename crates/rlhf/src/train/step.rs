@@ -12,7 +12,7 @@ use crate::metrics::Metrics;
 use crate::model::{CausalLm, CausalLmWithValueHead, ModelOptions};
 use crate::optim::LearningRates;
 use crate::ppo::{self, KlEstimator, PolicyClip};
-use crate::report::{Console, Reached, Reporter, Sample, claim_folder};
+use crate::report::{Console, Hold, Reached, Reporter, Sample, claim_folder};
 use crate::reward::ScoreScaling;
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{Experience, Judges, Targets, advantages, experience, shape_rewards};
@@ -462,6 +462,8 @@ pub struct StepTrainer {
     /// Orders the rows of a step, for one pass.
     order: Box<Order>,
     best: Option<Best>,
+    /// What keeps others out of its folder.
+    _hold: Option<Hold>,
     reporter: Option<Reporter<'static>>,
     /// Calls of `step` so far.
     steps: usize,
@@ -511,8 +513,8 @@ impl StepTrainer {
             let message = format!("the reference's vocabulary: expected the policy's {own} tokens, found {others}");
             return Err(Error::Usage(message));
         }
+        let hold = config.output_dir.as_ref().map(|dir| claim_folder(dir, false, &ppo)).transpose()?;
         let reporter = config.output_dir.as_ref().map(|dir| {
-            claim_folder(dir, false, &ppo)?;
             let mut run = ppo.run.clone();
             run.output_dir = dir.join(&config.tracker_project_name);
             std::fs::create_dir_all(&run.output_dir).map_err(Error::io("create the folder", &run.output_dir))?;
@@ -533,6 +535,7 @@ impl StepTrainer {
             order: Box::new(move |pass, rows| Stream::new(seed, Purpose::MiniBatches, pass, 0).permutation(rows)),
             best: best.flatten(),
             reporter: reporter.transpose()?,
+            _hold: hold,
             ppo,
             config,
             steps: 0,
@@ -972,9 +975,10 @@ impl StepTrainer {
         let mut metrics = Metrics::default();
         metrics.push(MEAN_SCORE, scores.iter().sum::<f64>() / scores.len() as f64);
         let due = self.steps.is_multiple_of(self.config.compare_steps);
-        let kept = best.keep(&metrics, dir, self.steps, due, false, |dir| self.write_model(dir)).map(drop);
+        let looked = best.look(&metrics, self.steps, due, false);
+        let kept = looked.and_then(|_| best.write(dir, self.steps, |dir| self.write_model(dir)));
         self.best = Some(best);
-        kept
+        kept.map(drop)
     }
 }
 

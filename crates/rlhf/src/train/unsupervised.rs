@@ -73,6 +73,11 @@ impl Unsupervised {
         self.cursor.take(rows).into_iter().map(|row| self.blocks[row].as_slice()).collect()
     }
 
+    /// All blocks, in order.
+    pub(crate) fn blocks(&self) -> &[Vec<i64>] {
+        &self.blocks
+    }
+
     /// The weight of their loss.
     pub fn coef(&self) -> f64 {
         self.coef

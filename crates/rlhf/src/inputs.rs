@@ -1,0 +1,252 @@
+//! Digests of what a run reads, by which a resumed run knows whether it still reads the same.
+//!
+//! Of rows everything is hashed. Of a model's folder all files that are read are: small ones whole; of larger ones the size, the
+//! header, and the first, middle and last bytes of every tensor, so that the weights of a large model are not read twice.
+
+use crate::data::Dataset;
+use crate::model::AdapterFolder;
+use crate::weights::{INDEX, is_weights, read_header};
+use crate::{Error, Result};
+use ring::digest::{Context, SHA256};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// A file of at most this many bytes is hashed whole.
+const SMALL: u64 = 16 << 20;
+/// Of a larger file, bytes that are hashed at a place.
+const BLOCK: u64 = 4096;
+/// Places in a file that is no safetensors file.
+const PLACES: u64 = 256;
+/// Hexadecimal digits of a digest.
+const DIGITS: usize = 32;
+
+/// What a run reads, by the names of the settings: of each, what it is called and the digests of its parts.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Inputs(Map<String, Value>);
+
+impl Inputs {
+    /// Adds the rows of these datasets; none where there are none.
+    pub(crate) fn rows<'a>(&mut self, name: &str, path: &str, datasets: impl IntoIterator<Item = &'a Dataset>) {
+        let values: Vec<&Value> = datasets.into_iter().flat_map(Dataset::values).collect();
+        if !values.is_empty() {
+            self.values(name, path, &values);
+        }
+    }
+
+    /// Adds what has a JSON form.
+    pub(crate) fn values<T: Serialize>(&mut self, name: &str, path: &str, values: &[T]) {
+        let mut sum = Sum(Context::new(&SHA256));
+        for value in values {
+            serde_json::to_writer(&mut sum, value).expect("a row has a JSON form, and a digest takes any");
+            sum.0.update(b"\n");
+        }
+        let input = json!({"path": path, "rows": values.len(), "digest": sum.finish()});
+        self.0.insert(name.into(), input);
+    }
+
+    /// Adds the files that are read of the model folder `dir`, and of the base of an adapter.
+    ///
+    /// # Errors
+    /// If one cannot be read.
+    pub(crate) fn model(&mut self, name: &str, dir: &Path) -> Result<()> {
+        let mut files = Map::new();
+        add_files(dir, "", &mut files)?;
+        if let Some(adapter) = AdapterFolder::find(dir)? {
+            add_files(&adapter.base_dir()?, "base/", &mut files)?;
+        }
+        self.0.insert(name.into(), json!({"path": dir, "files": files}));
+        Ok(())
+    }
+
+    /// Adds one file.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub(crate) fn file(&mut self, name: &str, path: &Path) -> Result<()> {
+        let file_name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let files = Map::from_iter([(file_name, digest(path)?.into())]);
+        self.0.insert(name.into(), json!({"path": path, "files": files}));
+        Ok(())
+    }
+
+    /// Puts all of `others` in place of the input `name`.
+    pub(crate) fn replace(&mut self, name: &str, others: Self) {
+        self.0.shift_remove(name);
+        self.0.extend(others.0);
+    }
+
+    /// What a checkpoint keeps of it.
+    pub(crate) fn state(&self) -> Value {
+        self.0.clone().into()
+    }
+
+    /// What differs from what [`Inputs::state`] gave when the run began; of what only one of them has, nothing is known.
+    pub(crate) fn changed(&self, began: &Value) -> Vec<String> {
+        let both = self.0.iter().filter_map(|(name, now)| Some((name, now, began.get(name)?)));
+        both.filter_map(|(name, now, then)| {
+            let what = difference(then, now)?;
+            Some(format!("{name} = {}: {what}", now["path"].as_str().unwrap_or_default()))
+        })
+        .collect()
+    }
+}
+
+/// How an input differs from what it was.
+fn difference(then: &Value, now: &Value) -> Option<String> {
+    if then["rows"] != now["rows"] {
+        return Some(format!("expected {} rows, found {}", then["rows"], now["rows"]));
+    }
+    if then["digest"] != now["digest"] {
+        return Some(format!("{} rows as before, with other content", now["rows"]));
+    }
+    let (then, now) = (then["files"].as_object()?, now["files"].as_object()?);
+    let changed = now.iter().filter(|(name, sum)| then.get(*name).is_some_and(|then| then != *sum));
+    let gone = then.keys().filter(|name| !now.contains_key(*name));
+    let new = now.keys().filter(|name| !then.contains_key(*name));
+    let all: Vec<String> = changed
+        .map(|(name, _)| format!("{name} is another"))
+        .chain(gone.map(|name| format!("{name} is not there any more")))
+        .chain(new.map(|name| format!("{name} is new")))
+        .collect();
+    (!all.is_empty()).then(|| all.join(", "))
+}
+
+/// Adds the digests of the files that are read of the model folder `dir`.
+fn add_files(dir: &Path, before: &str, found: &mut Map<String, Value>) -> Result<()> {
+    let entries = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        names.push(entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort_unstable();
+    let known = ["config.json", "generation_config.json", "adapter_config.json", INDEX];
+    let is_read = |name: &str| known.contains(&name) || crate::tokenizer::FILES.contains(&name) || is_weights(name);
+    for name in names.iter().filter(|name| is_read(name) && dir.join(name).is_file()) {
+        found.insert(format!("{before}{name}"), digest(&dir.join(name))?.into());
+    }
+    Ok(())
+}
+
+/// A digest of the file `path`.
+fn digest(path: &Path) -> Result<String> {
+    let file = File::open(path).map_err(Error::io("read", path))?;
+    let len = file.metadata().map_err(Error::io("read", path))?.len();
+    let mut sum = Sum(Context::new(&SHA256));
+    sum.0.update(&len.to_le_bytes());
+    let places = if len <= SMALL { vec![(0, len)] } else { places(&file, path, len) };
+    let mut buffer = vec![0; 1 << 16];
+    for (mut at, end) in places {
+        while at < end {
+            let part = &mut buffer[..(end - at).min(1 << 16) as usize];
+            file.read_exact_at(part, at).map_err(Error::io("read", path))?;
+            sum.0.update(part);
+            at += part.len() as u64;
+        }
+    }
+    Ok(sum.finish())
+}
+
+/// The parts of a large file that are hashed: of a safetensors file the header, and the beginning, middle and end of each
+/// tensor; of any other blocks at equal distances.
+fn places(file: &File, path: &Path, len: u64) -> Vec<(u64, u64)> {
+    let block = |at: u64, end: u64| (at, (at + BLOCK).min(end));
+    let Ok((metadata, data)) = read_header(file, path) else {
+        return (0..PLACES).map(|i| block((len - BLOCK) / (PLACES - 1) * i, len)).chain([(len - BLOCK, len)]).collect();
+    };
+    let mut found = vec![(0, data)];
+    for info in metadata.tensors().values() {
+        let (begin, end) = (data + info.data_offsets.0 as u64, data + info.data_offsets.1 as u64);
+        let last = end.saturating_sub(BLOCK).max(begin);
+        found.extend([begin, begin + (last - begin) / 2, last].map(|at| block(at, end)));
+    }
+    found[1..].sort_unstable();
+    found
+}
+
+/// A digest that can be written to.
+struct Sum(Context);
+
+impl Sum {
+    fn finish(self) -> String {
+        let hex = self.0.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        hex[..DIGITS].to_string()
+    }
+}
+
+impl Write for Sum {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.update(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind, Tensor};
+
+    /// Two tensors of 12 MiB together 24: above what is hashed whole.
+    fn write_model(dir: &Path, at: Option<i64>) {
+        let rows = (12 << 20) / 4;
+        let tensor = || Tensor::zeros([rows], (Kind::Float, Device::Cpu));
+        let (a, b) = (tensor(), tensor());
+        if let Some(at) = at {
+            let _ = b.get(if at < 0 { rows + at } else { at }).fill_(1.0);
+        }
+        crate::weights::save(dir, &[("a".into(), a), ("b".into(), b)], usize::MAX).unwrap();
+    }
+
+    #[test]
+    fn other_weights_of_the_same_size_are_known_by_any_tensor_of_theirs() {
+        let dir = tempfile::tempdir().unwrap();
+        write_model(dir.path(), None);
+        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+        std::fs::write(dir.path().join("notes.json"), "{}").unwrap();
+        let read = || {
+            let mut inputs = Inputs::default();
+            inputs.model("sft_model_path", dir.path()).unwrap();
+            inputs
+        };
+        let began = read().state();
+        write_model(dir.path(), None);
+        std::fs::write(dir.path().join("notes.json"), "{\"mine\": 1}").unwrap();
+        assert!(read().changed(&began).is_empty(), "what is not read may change");
+        for at in [0, -1] {
+            write_model(dir.path(), Some(at));
+            let changed = read().changed(&began);
+            let words = format!("sft_model_path = {}: model.safetensors is another", dir.path().display());
+            assert_eq!(changed, [words]);
+        }
+        write_model(dir.path(), None);
+        std::fs::rename(dir.path().join("config.json"), dir.path().join("merges.txt")).unwrap();
+        let changed = read().changed(&began).concat();
+        assert!(changed.ends_with(": config.json is not there any more, merges.txt is new"), "{changed}");
+    }
+
+    #[test]
+    fn rows_are_known_by_their_number_and_their_content() {
+        let of = |rows: &[&str]| {
+            let mut inputs = Inputs::default();
+            inputs.values("dataset_name", "rows.jsonl", rows);
+            inputs
+        };
+        let began = of(&["a", "b"]).state();
+        assert!(of(&["a", "b"]).changed(&began).is_empty());
+        for (rows, words) in [
+            (&["a", "c"][..], "dataset_name = rows.jsonl: 2 rows as before, with other content"),
+            (&["b", "a"], "dataset_name = rows.jsonl: 2 rows as before, with other content"),
+            (&["a"], "dataset_name = rows.jsonl: expected 2 rows, found 1"),
+        ] {
+            assert_eq!(of(rows).changed(&began), [words]);
+        }
+        assert!(of(&["x"]).changed(&json!({})).is_empty(), "nothing is known of it");
+    }
+}
