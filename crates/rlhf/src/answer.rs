@@ -51,7 +51,7 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
         generation.first_row += responses.len() as u64;
         let out = match &mut out {
             Some(out) => out,
-            none => none.insert(Output::open(config.rows.output_file.as_deref())?),
+            none => none.insert(Output::open(&config.rows)?),
         };
         for (i, response) in responses.iter().enumerate() {
             let prompt = &prompts[i / config.num_return_sequences];

@@ -368,7 +368,7 @@ impl<'c> Keys<'c> {
 
 /// Reads the settings in the YAML file `path`, each one accepted by its flag.
 fn read_config(path: &Path, keys: &Keys<'_>) -> Result<Vec<Setting>> {
-    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let text = rlhf::files::read_settings(path)?;
     let usage = |line: u64, message: String| Error::Usage(format!("{}:{line}: {message}", path.display()));
     let mut settings: Vec<Setting> = Vec::new();
     for mut setting in read_yaml(&text, keys).map_err(|(line, message)| usage(line, message))? {
@@ -1030,7 +1030,7 @@ mod tests {
         assert_eq!(config.rewards.reward, ["length:target=40,unit=words", "regex:a,b"]);
         assert_eq!(config.rewards.reward_weights, ["model=1", "length=0.1"]);
         assert_eq!(config.rewards.reward_clip, ["5"]);
-        assert!(ppo_error(&["--reward", "rhyme:x"]).starts_with("reward = rhyme:x: expected one of model, command"));
+        assert!(ppo_error(&["--reward", "rhyme:x"]).starts_with("reward = rhyme...: expected one of model, command"));
     }
 
     #[test]

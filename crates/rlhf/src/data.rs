@@ -12,6 +12,7 @@ use crate::config::{DataConfig, DataSplit, LongPrompts, PromptLengthConfig, Step
 use crate::generate::FinishReason;
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::{Tokenizer, shared_prefix, user_message};
+use crate::weights::brief;
 use crate::{Error, Result};
 use formats::{format, next_line, open_text, read_rows};
 use serde_json::{Map, Value, json};
@@ -738,6 +739,8 @@ fn token_ids(row: &Value, name: &str, vocab: i64) -> Result<Option<Vec<i64>>> {
     let Some(ids) = field(row, name) else { return Ok(None) };
     let ids: Option<Vec<i64>> = ids.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
     let ids = ids.ok_or_else(|| Error::Run(expected(name, "a list of token ids", row)))?;
+    // No tokenizer has ids beyond u32, so these are none whatever the vocabulary.
+    let vocab = vocab.min(1 << 32);
     match ids.iter().find(|id| !(0..vocab).contains(*id)) {
         Some(id) => {
             Err(Error::Run(format!("field `{name}`: expected ids below the vocabulary of {vocab}, found {id}")))
@@ -791,10 +794,14 @@ fn text_field<'a>(row: &'a Value, name: &str) -> Result<&'a str> {
 /// "expected X in the field, found ..." for a row that lacks it.
 fn expected(name: &str, what: &str, row: &Value) -> String {
     match row.get(name) {
-        Some(found) => format!("field `{name}`: expected {what}, found {found}"),
+        Some(found) => format!("field `{name}`: expected {what}, found {}", brief(&found.to_string())),
         None => {
-            let names: Vec<String> =
-                row.as_object().into_iter().flat_map(|row| row.keys()).map(|name| format!("`{name}`")).collect();
+            let names: Vec<String> = row
+                .as_object()
+                .into_iter()
+                .flat_map(|row| row.keys())
+                .map(|name| format!("`{}`", brief(name)))
+                .collect();
             let found = if names.is_empty() { "no field at all".to_string() } else { names.join(", ") };
             let hint = meant(name, row).map(|other| format!("; if `{other}` is it, rename it to `{name}`"));
             format!("expected a field `{name}` with {what}, found {found}{}", hint.unwrap_or_default())

@@ -1,5 +1,7 @@
 //! The one error type: each message names the thing, the place, what was expected and what was found.
 
+use crate::safe_text::one_line;
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 /// What can go wrong, by who can mend it.
@@ -7,10 +9,8 @@ use std::path::{Path, PathBuf};
 #[non_exhaustive]
 pub enum Error {
     /// The command line or the configuration file contradicts itself or asks for what is not there.
-    #[error("{0}")]
     Usage(String),
     /// A file or folder could not be read or written.
-    #[error("{path}: cannot {action}: {source}", path = path.display())]
     Io {
         /// What was tried, as a verb phrase: "read", "create the folder".
         action: &'static str,
@@ -20,7 +20,6 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A file or folder is there, and what it holds is not what it should be.
-    #[error("{path}: {message}", path = path.display())]
     Invalid {
         /// The file or folder.
         path: PathBuf,
@@ -28,7 +27,6 @@ pub enum Error {
         message: String,
     },
     /// One row of a data file is not what it should be.
-    #[error("{path}: {place}: {message}", path = path.display())]
     Row {
         /// The data file.
         path: PathBuf,
@@ -38,10 +36,8 @@ pub enum Error {
         message: String,
     },
     /// A run cannot go on: a number is not finite, a reward is missing.
-    #[error("{0}")]
     Run(String),
     /// A run ended before its end because it was asked to.
-    #[error("{message}")]
     Stopped {
         /// How far it came, and what it left.
         message: String,
@@ -49,14 +45,28 @@ pub enum Error {
         code: u8,
     },
     /// libtorch refused an operation.
-    #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
 }
 
 /// The message, so that a program whose `main` returns an [`Error`] ends with one line for people.
-impl std::fmt::Debug for Error {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{self}")
+    }
+}
+
+/// One line, whatever is in it of files, programs and services; see [`crate::safe_text::one_line`].
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = match self {
+            Error::Usage(message) | Error::Run(message) | Error::Stopped { message, .. } => message.clone(),
+            Error::Io { action, path, source } => format!("{}: cannot {action}: {source}", path.display()),
+            Error::Invalid { path, message } => format!("{}: {message}", path.display()),
+            Error::Row { path, place, message } => format!("{}: {place}: {message}", path.display()),
+            // Below its message libtorch has a C++ backtrace.
+            Error::Torch(error) => format!("libtorch: {}", error.to_string().lines().next().unwrap_or_default()),
+        };
+        f.write_str(&one_line(&text))
     }
 }
 
@@ -81,6 +91,30 @@ impl Error {
             Error::Usage(_) => 2,
             Error::Stopped { code, .. } => *code,
             _ => 1,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_one_safe_line_whatever_is_in_it() {
+        let hostile = format!("\u{1b}[2J\nerror: no\u{9b}1m{}", "x".repeat(100_000));
+        let place = "line 1".to_string();
+        for error in [
+            Error::Usage(hostile.clone()),
+            Error::Run(hostile.clone()),
+            Error::invalid(&hostile[..20], hostile.clone()),
+            Error::Row { path: hostile[..20].into(), place, message: hostile.clone() },
+            Error::io("read", &hostile[..20])(std::io::Error::other(hostile.clone())),
+            Error::Stopped { message: hostile.clone(), code: 130 },
+            Error::Torch(tch::TchError::Torch(hostile)),
+        ] {
+            let text = error.to_string();
+            assert!(!text.contains(char::is_control) && text.len() < 4000, "{text}");
+            assert!(text.contains("\\u{1b}[2J"), "{text}");
         }
     }
 }

@@ -6,8 +6,10 @@
 //! redirected to, appends to a partial file whatever the server answers, checks neither length nor hash, and does not
 //! try again when a status says that it could; version 1 needs an asynchronous runtime and 200 more crates.
 
+use crate::files;
 use crate::model::no_such_file;
-use crate::report::stop_requested;
+use crate::report::{pause, stop_requested, stopped};
+use crate::safe_text::one_line;
 use crate::weights::{no_safetensors, read_json};
 use crate::{Error, Result};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
@@ -58,6 +60,9 @@ pub struct Hub {
     pub offline: bool,
     /// The wait before the first repetition of a failed request; it doubles from one to the next.
     pub pause: Duration,
+    /// How long the hub's description of a model or a dataset may take to come. The bytes of files have no such bound: as long
+    /// as there are more of them the download gets further.
+    pub timeout: Duration,
 }
 
 /// What is wanted of a model: nothing else is fetched.
@@ -175,6 +180,7 @@ impl fmt::Debug for Hub {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let token = self.token.as_ref().map(|_| "...");
         let Self { endpoint, cache, offline, .. } = self;
+        let endpoint = one_line(endpoint);
         write!(f, "Hub {{ endpoint: {endpoint:?}, cache: {cache:?}, token: {token:?}, offline: {offline} }}")
     }
 }
@@ -194,7 +200,7 @@ impl Hub {
             let caches = var("XDG_CACHE_HOME").map_or_else(|| home().join(".cache"), PathBuf::from);
             caches.join("huggingface")
         });
-        let saved_token = || fs::read_to_string(home.join("token")).ok().map(|text| text.trim().to_string());
+        let saved_token = || files::read_text(&home.join("token")).ok().map(|text| text.trim().to_string());
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
         let yes = |text: String| ["1", "true", "yes", "on"].contains(&text.to_ascii_lowercase().as_str());
         Self {
@@ -204,6 +210,7 @@ impl Hub {
             certificates: var("SSL_CERT_FILE").map(PathBuf::from),
             offline: text("HF_HUB_OFFLINE").is_some_and(yes),
             pause: Duration::from_millis(500),
+            timeout: Duration::from_secs(60),
         }
     }
 
@@ -269,6 +276,11 @@ impl Hub {
     }
 
     fn agent(&self) -> Result<Agent> {
+        if !self.offline && !["http://", "https://"].iter().any(|scheme| self.endpoint.starts_with(scheme)) {
+            // It may hold a password.
+            let message = "HF_ENDPOINT: expected an address that begins with http:// or https://, found another text";
+            return Err(Error::Usage(message.into()));
+        }
         let roots = match &self.certificates {
             Some(file) if !self.offline => certificates(file)?,
             _ => RootCerts::WebPki,
@@ -342,6 +354,17 @@ struct Remote {
     hashed: bool,
 }
 
+/// What is asked for by a request.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ask {
+    /// What a file is.
+    Head,
+    /// A model's or a dataset's description, which must come in time.
+    Description,
+    /// The bytes of a file, or the rest of them.
+    Bytes,
+}
+
 /// Why a request gave nothing.
 enum Failure {
     /// It would give nothing if sent again.
@@ -386,12 +409,10 @@ impl Fetch<'_> {
             Err(Failure::Final(error)) => Err(error),
             Err(Failure::Passing(what, _)) => match cached {
                 Some(dir) => {
-                    let _ = writeln!(
-                        io::stderr(),
-                        "warning: {} cannot be asked for {} ({what}): taking what is in the cache",
-                        self.hub.endpoint,
-                        self.name
-                    );
+                    let (endpoint, name) = (&self.hub.endpoint, self.name);
+                    let warning =
+                        format!("{endpoint} cannot be asked for {name} ({what}): taking what is in the cache");
+                    let _ = writeln!(io::stderr(), "warning: {}", one_line(&warning));
                     Ok(dir)
                 }
                 None => Err(self.error(&format!(
@@ -403,8 +424,13 @@ impl Fetch<'_> {
         }
     }
 
+    /// An error without the token, should the server have repeated it.
     fn error(&self, message: &str) -> Error {
-        Error::invalid(self.name, message)
+        Error::invalid(self.name, self.clean(message))
+    }
+
+    fn clean(&self, text: &str) -> String {
+        self.hub.token.as_ref().map_or(text.to_string(), |token| text.replace(token.as_str(), "..."))
     }
 
     /// What is not here, and what is looked for on the hub, in words.
@@ -455,12 +481,13 @@ impl Fetch<'_> {
     fn listing(&self) -> Result<(String, BTreeSet<String>), Failure> {
         let (endpoint, kind, revision) = (&self.hub.endpoint, self.nouns().1, escaped(self.revision));
         let url = format!("{endpoint}/api/{kind}s/{}/revision/{revision}", self.name);
-        let mut response = self.send(false, &url, 0)?;
+        let mut response = self.send(Ask::Description, &url, 0)?;
         let text = response.body_mut().with_config().limit(100 << 20).read_to_string()?;
         let found = serde_json::from_str(&text).unwrap_or(Value::Null);
         let commit = found["sha"].as_str().filter(|commit| is_commit(commit));
         let (Some(commit), Some(files)) = (commit, found["siblings"].as_array()) else {
-            let message = format!("{url}: expected the hub's description of a {kind}, found {}", excerpt(&text));
+            let message =
+                format!("{url}: expected the hub's description of a {kind}, found {}", excerpt(&self.clean(&text)));
             return Err(self.error(&message).into());
         };
         let names = files.iter().filter_map(|file| file["rfilename"].as_str()).filter(|name| is_inside(name));
@@ -538,7 +565,7 @@ impl Fetch<'_> {
     }
 
     fn describe(&self, url: &str) -> Result<Remote, Failure> {
-        let response = self.send(true, url, 0)?;
+        let response = self.send(Ask::Head, url, 0)?;
         let text = |name: &str| response.headers().get(name)?.to_str().ok();
         let linked = text("x-linked-etag");
         let etag = linked.or(text("etag")).map(|etag| etag.trim_start_matches("W/").trim_matches('"'));
@@ -595,7 +622,7 @@ impl Fetch<'_> {
             have = 0;
         }
         if have < remote.size {
-            let response = self.send(false, url, have)?;
+            let response = self.send(Ask::Bytes, url, have)?;
             let range = format!("bytes {have}-");
             let goes_on = response.status() == StatusCode::PARTIAL_CONTENT
                 && response
@@ -615,9 +642,8 @@ impl Fetch<'_> {
             loop {
                 bar.at(have);
                 if stop_requested() {
-                    return Err(
-                        Error::Run(format!("interrupted while fetching {url}; the same command goes on")).into()
-                    );
+                    let message = format!("interrupted while fetching {url}; the same command goes on");
+                    return Err(stopped(message.clone()).unwrap_or(Error::Run(message)).into());
                 }
                 match body.read(&mut buffer) {
                     Ok(0) => break,
@@ -649,8 +675,9 @@ impl Fetch<'_> {
     ///
     /// Redirects are followed here, not by the agent, for two reasons: the token belongs to the hub and to no host that it
     /// names, and a file's own name and size are told by the redirecting answer only.
-    fn send(&self, head: bool, url: &str, from: u64) -> Result<Response<Body>, Failure> {
-        let home = origin(&self.hub.endpoint);
+    fn send(&self, ask: Ask, url: &str, from: u64) -> Result<Response<Body>, Failure> {
+        let (home, head) = (origin(&self.hub.endpoint), ask == Ask::Head);
+        let body_timeout = (ask == Ask::Description).then_some(self.hub.timeout);
         let mut at = url.to_string();
         for _ in 0..10 {
             let mut request = if head { self.agent.head(&at) } else { self.agent.get(&at) };
@@ -660,7 +687,7 @@ impl Fetch<'_> {
             if from > 0 {
                 request = request.header(header::RANGE, format!("bytes={from}-"));
             }
-            let response = request.call()?;
+            let response = request.config().timeout_recv_body(body_timeout).build().call()?;
             let status = response.status();
             if status.is_success() || status == StatusCode::RANGE_NOT_SATISFIABLE {
                 return Ok(response);
@@ -675,7 +702,11 @@ impl Fetch<'_> {
             at = match to {
                 to if to.starts_with("https://") || to.starts_with("http://") => to.to_string(),
                 to if to.starts_with('/') && !to.starts_with("//") => format!("{}{to}", origin(&at)),
-                to => return Err(self.error(&format!("{at}: expected a redirect to an address, found {to:?}")).into()),
+                to => {
+                    // Behind the ? may be what opens the file.
+                    let found = excerpt(to.split('?').next().unwrap_or_default());
+                    return Err(self.error(&format!("{at}: expected a redirect to an address, found {found}")).into());
+                }
             };
         }
         Err(self.error(&format!("{url}: redirected more than 10 times")).into())
@@ -744,10 +775,12 @@ impl Fetch<'_> {
     /// Waits before the next attempt; gives the failure back if there is to be none.
     fn wait(&self, failed: u32, attempts: u32, failure: Failure) -> Result<(), Failure> {
         match failure {
-            Failure::Passing(_, asked) if failed < attempts && !stop_requested() => {
-                let pause = self.hub.pause * 2u32.pow(failed - 1);
-                std::thread::sleep(pause.max(asked.unwrap_or_default()).min(Duration::from_secs(60)));
-                Ok(())
+            Failure::Passing(_, asked) if failed < attempts => {
+                let wait = self.hub.pause * 2u32.pow(failed - 1);
+                match pause(wait.max(asked.unwrap_or_default()).min(Duration::from_secs(60))) {
+                    true => Err(failure),
+                    false => Ok(()),
+                }
             }
             failure => Err(failure),
         }
@@ -765,7 +798,7 @@ impl Bar {
         let style = ProgressStyle::with_template("{msg} {bytes}/{total_bytes} {wide_bar} {bytes_per_sec} {eta}");
         let bar = ProgressBar::with_draw_target(Some(size), ProgressDrawTarget::hidden())
             .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
-            .with_message(name.to_string());
+            .with_message(one_line(name).into_owned());
         Self { bar, since: Instant::now() }
     }
 
@@ -785,7 +818,8 @@ impl Drop for Bar {
 
 /// The certificates of a file.
 pub(crate) fn certificates(path: &Path) -> Result<RootCerts> {
-    let text = fs::read(path).map_err(Error::io("read the certificates of SSL_CERT_FILE", path))?;
+    let text = files::read(path)
+        .map_err(|error| Error::Usage(format!("SSL_CERT_FILE: the certificates cannot be read: {error}")))?;
     let found: std::result::Result<Vec<_>, _> = parse_pem(&text).collect();
     let found = found.map_err(|error| Error::invalid(path, format!("SSL_CERT_FILE: not sound PEM: {error}")))?;
     let found: Vec<_> = found

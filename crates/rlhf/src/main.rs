@@ -16,6 +16,7 @@ use std::process::ExitCode;
 use std::sync::Mutex;
 
 use rlhf::report::{Console, request_stop};
+use rlhf::safe_text::one_line;
 use rlhf::{Error, Result};
 
 use crate::cli::{Stop, Task};
@@ -95,7 +96,7 @@ fn is_ignored(signal: i32) -> bool {
 
 /// Prints the one line that ends a failed run.
 fn fail(message: &str, code: u8) -> ExitCode {
-    let _ = writeln!(io::stderr(), "error: {}", first_line(message));
+    let _ = writeln!(io::stderr(), "error: {}", one_line(first_line(message)));
     ExitCode::from(code)
 }
 

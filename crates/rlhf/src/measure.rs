@@ -124,7 +124,7 @@ fn annotate(
         let measured = measure(&part)?;
         let out = match &mut out {
             Some(out) => out,
-            none => none.insert(Output::open(config.output_file.as_deref())?),
+            none => none.insert(Output::open(config)?),
         };
         for (row, fields) in part.rows().zip(measured) {
             let mut row: Map<String, Value> = row.as_object().cloned().unwrap_or_default();

@@ -1,12 +1,13 @@
 //! Where `generate`, `logprobs` and `score` take rows from and write them to: files and pipes, one part after another.
 
-use std::fs::File;
-use std::io::{self, BufReader, BufWriter, IsTerminal, Write};
+use std::fs::{self, File};
+use std::io::{self, BufReader, BufWriter, ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use rlhf::config::RowsConfig;
 use rlhf::data::RowReader;
 use rlhf::model::ModelOptions;
+use rlhf::safe_text::{lines, one_line};
 use rlhf::{Error, Result};
 
 /// The rows of the dataset, else of standard input: JSON objects or, with `json: false`, prompts, a line each.
@@ -50,30 +51,49 @@ pub(crate) struct Output {
     name: PathBuf,
     /// The file that is written, until it gets its name.
     beside: Option<PathBuf>,
+    /// Whether it may take the place of another file.
+    overwrites: bool,
+    /// Whether a terminal shows the rows.
+    terminal: bool,
     bar: indicatif::ProgressBar,
 }
 
 impl Output {
-    pub(crate) fn open(path: Option<&Path>) -> Result<Self> {
+    pub(crate) fn open(config: &RowsConfig) -> Result<Self> {
         let hidden = indicatif::ProgressBar::hidden();
-        let Some(path) = path else {
+        let overwrites = config.overwrite_output_file;
+        let Some(path) = &config.output_file else {
             let writer = Box::new(BufWriter::new(io::stdout().lock()));
-            return Ok(Self { writer, name: "standard output".into(), beside: None, bar: hidden });
+            let terminal = io::stdout().is_terminal();
+            return Ok(Self {
+                writer,
+                name: "standard output".into(),
+                beside: None,
+                overwrites,
+                terminal,
+                bar: hidden,
+            });
         };
-        let mut beside = path.to_path_buf().into_os_string();
+        let mut beside = path.clone().into_os_string();
         // With the process's number: two that write the same file do not write into each other's.
         beside.push(format!(".{}.part", std::process::id()));
         let beside = PathBuf::from(beside);
         let file = File::create_new(&beside).map_err(Error::io("create", &beside))?;
         // Where rows go to a file and a person waits, a count of them on standard error.
         let bar = if io::stderr().is_terminal() { indicatif::ProgressBar::no_length() } else { hidden };
-        Ok(Self { writer: Box::new(BufWriter::new(file)), name: path.to_path_buf(), beside: Some(beside), bar })
+        let writer = Box::new(BufWriter::new(file));
+        Ok(Self { writer, name: path.clone(), beside: Some(beside), overwrites, terminal: false, bar })
     }
 
     /// Writes one row, and an end of line.
     pub(crate) fn write(&mut self, row: impl std::fmt::Display) -> Result<()> {
         self.bar.inc(1);
-        writeln!(self.writer, "{row}").map_err(Error::io("write to", &self.name))
+        let written = match self.terminal {
+            // What a model answers may hold escape sequences.
+            true => writeln!(self.writer, "{}", lines(&row.to_string())),
+            false => writeln!(self.writer, "{row}"),
+        };
+        written.map_err(Error::io("write to", &self.name))
     }
 
     /// Hands on what was written, so that a reader sees it.
@@ -84,9 +104,36 @@ impl Output {
     pub(crate) fn finish(mut self) -> Result<()> {
         self.flush()?;
         self.bar.finish_and_clear();
-        match self.beside.take() {
-            Some(beside) => std::fs::rename(beside, &self.name).map_err(Error::io("write", &self.name)),
-            None => Ok(()),
+        if let Some(beside) = &self.beside {
+            match self.overwrites {
+                true => fs::rename(beside, &self.name).map_err(Error::io("write", &self.name))?,
+                false => rename_to_new(beside, &self.name)?,
+            }
+            self.beside = None;
+        }
+        Ok(())
+    }
+}
+
+/// Gives a file a name that no other has.
+///
+/// # Errors
+/// If one has it by now; then both stay as they are.
+fn rename_to_new(from: &Path, to: &Path) -> Result<()> {
+    let taken = |error: io::Error| match error.kind() {
+        ErrorKind::AlreadyExists => {
+            let message = "the file has appeared meanwhile; choose another, or set --overwrite_output_file";
+            Error::invalid(to, message)
+        }
+        _ => Error::io("write", to)(error),
+    };
+    match fs::hard_link(from, to) {
+        Ok(()) => fs::remove_file(from).map_err(Error::io("remove", from)),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Err(taken(error)),
+        // Some file systems have no such links: there a new and empty file holds the name.
+        Err(_) => {
+            File::create_new(to).map_err(taken)?;
+            fs::rename(from, to).map_err(Error::io("write", to))
         }
     }
 }
@@ -97,10 +144,46 @@ impl Drop for Output {
         self.bar.finish_and_clear();
         let Some(beside) = &self.beside else { return };
         let _ = self.writer.flush();
-        if std::fs::metadata(beside).is_ok_and(|file| file.len() > 0) {
-            let _ = writeln!(io::stderr(), "note: the rows until then are in {}", beside.display());
+        if fs::metadata(beside).is_ok_and(|file| file.len() > 0) {
+            let name = beside.display().to_string();
+            let _ = writeln!(io::stderr(), "note: the rows until then are in {}", one_line(&name));
         } else {
-            let _ = std::fs::remove_file(beside);
+            let _ = fs::remove_file(beside);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rlhf::config::GenerateConfig;
+
+    #[test]
+    fn a_file_that_appears_meanwhile_is_replaced_only_where_that_is_allowed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.jsonl");
+        let mut config = GenerateConfig::new("policy").rows;
+        config.output_file = Some(path.clone());
+        let write = |config: &RowsConfig, meanwhile: Option<&str>| {
+            let mut output = Output::open(config).unwrap();
+            output.write("ours").unwrap();
+            meanwhile.into_iter().for_each(|text| fs::write(&path, text).unwrap());
+            output.finish()
+        };
+        let error = write(&config, Some("theirs")).unwrap_err().to_string();
+        assert!(error.contains("rows.jsonl: the file has appeared meanwhile"), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "theirs");
+        let kept: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let part = kept.iter().find(|kept| **kept != path).expect("the rows are kept beside it");
+        assert_eq!(fs::read_to_string(part).unwrap(), "ours\n");
+        fs::remove_file(part).unwrap();
+        config.overwrite_output_file = true;
+        write(&config, Some("theirs")).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "ours\n");
+        fs::remove_file(&path).unwrap();
+        config.overwrite_output_file = false;
+        write(&config, None).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "ours\n");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
     }
 }

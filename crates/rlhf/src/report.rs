@@ -2,8 +2,10 @@
 
 use crate::checkpoint::{self, Start};
 use crate::config::{RESOLVED, ReportTo, Resume, RunConfig};
+use crate::files;
 use crate::metrics::Metrics;
 use crate::model::{AdapterFolder, BASE_MODEL};
+use crate::safe_text::{self, beginning, one_line};
 use crate::weights::{BESIDE, write_text};
 use crate::{Error, Result};
 use comfy_table::{ContentArrangement, Table, presets};
@@ -16,6 +18,7 @@ use std::io::{ErrorKind, IsTerminal, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
 
 /// Where a run's words go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,10 +56,25 @@ pub fn stop_requested() -> bool {
     STOP.load(Ordering::SeqCst) != 0
 }
 
+/// Sleeps for this long, or until the run is asked to end; gives whether it was.
+pub(crate) fn pause(time: Duration) -> bool {
+    let until = Instant::now() + time;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() || stop_requested() {
+            return stop_requested();
+        }
+        std::thread::sleep(left.min(Duration::from_millis(20)));
+    }
+}
+
 /// The error with this message in which whatever was to come next ends, if [`request_stop`] was called.
 pub(crate) fn stopped(message: String) -> Option<Error> {
     stop_requested().then(|| Error::Stopped { message, code: STOP.load(Ordering::SeqCst) })
 }
+
+/// The most characters of a prompt or a response in the table of samples; the files have all of them.
+const LONGEST_CELL: usize = 4000;
 
 /// One row of a sample table.
 #[derive(Debug, Clone, Serialize)]
@@ -156,7 +174,7 @@ impl<'w> Reporter<'w> {
         bar.set_position(reached.updates as u64);
         bar.reset_eta();
         // A long update moves the clock too.
-        bar.enable_steady_tick(std::time::Duration::from_millis(500));
+        bar.enable_steady_tick(Duration::from_millis(500));
         Ok(Self { dir, console, metrics, tensorboard, bar, watcher: None, stopped: false })
     }
 
@@ -243,7 +261,8 @@ impl<'w> Reporter<'w> {
             table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
             table.set_header(["prompt", "response", "score"]);
             for sample in samples {
-                table.add_row([sample.prompt.clone(), sample.response.clone(), format!("{:.3}", sample.score)]);
+                let cell = |text: &str| safe_text::lines(&beginning(text, LONGEST_CELL)).into_owned();
+                table.add_row([cell(&sample.prompt), cell(&sample.response), format!("{:.3}", sample.score)]);
             }
             self.print(&format!("Episode {episode}\n{table}"));
         }
@@ -278,7 +297,7 @@ impl<'w> Reporter<'w> {
     pub(crate) fn warn(&self, message: &str) {
         if self.console != Console::Silent {
             self.bar.suspend(|| {
-                let _ = writeln!(std::io::stderr(), "warning: {message}");
+                let _ = writeln!(std::io::stderr(), "warning: {}", one_line(message));
             });
         }
     }
@@ -287,7 +306,7 @@ impl<'w> Reporter<'w> {
     pub(crate) fn note(&self, message: &str) {
         if self.console == Console::Person {
             self.bar.suspend(|| {
-                let _ = writeln!(std::io::stderr(), "{message}");
+                let _ = writeln!(std::io::stderr(), "{}", one_line(message));
             });
         }
     }
@@ -381,7 +400,7 @@ const OLD_CONFIG: &str = "run.yaml";
 
 /// Whether the folder `dir` holds a run: a `config.yaml` that a run wrote, or began to write, and not a person.
 pub(crate) fn holds_run(dir: &Path) -> bool {
-    match std::fs::read(dir.join(CONFIG)) {
+    match files::read(&dir.join(CONFIG)) {
         Ok(text) => is_resolved(&text),
         Err(_) => !dir.join(CONFIG).exists() && dir.join(OLD_CONFIG).is_file(),
     }
@@ -670,6 +689,10 @@ pub(crate) fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: us
                 Some(Err(_)) => Err(Error::Run(message)),
                 _ => Err(Error::Stopped { message, code: STOP.load(Ordering::SeqCst).max(1) }),
             }
+        }
+        // Not after an update, but while the run waited for something.
+        Err(Error::Stopped { message, code }) => {
+            Err(Error::Stopped { message: format!("{message}; {}", left(&saved)), code })
         }
         Err(error) => Err(Error::Run(format!("{error}; {}", left(&saved)))),
     }

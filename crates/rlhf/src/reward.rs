@@ -17,6 +17,7 @@ use crate::config::LegacyConfig;
 use crate::data::Prompt;
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
+use crate::report::{pause, stopped};
 use crate::rollout::Scores;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -436,7 +437,12 @@ impl Rewards {
             let began = Instant::now();
             let name = component.name.clone();
             let named = |what: &dyn fmt::Display| Error::Run(format!("reward `{name}`: {what}"));
-            let found = component.reward.score(batch).map_err(|e| named(&e))?;
+            let found = component.reward.score(batch).map_err(|e| match e {
+                Error::Stopped { message, code } => {
+                    Error::Stopped { message: format!("reward `{name}`: {message}"), code }
+                }
+                e => named(&e),
+            })?;
             let seconds = began.elapsed().as_secs_f64();
             check(&found, batch).map_err(|problem| named(&problem.describe(batch)))?;
             if learn && component.shaping.normalize != Normalize::None {
@@ -459,14 +465,21 @@ impl Rewards {
             scored.components.push(ComponentScores { name, scores, seconds, extra });
         }
         // Finite numbers may still be too large when they are summed, or held in f32 as tensors are.
-        let sums = scored.totals();
-        match sums.iter().position(|sum| !(*sum as f32).is_finite()) {
-            Some(row) => {
-                let problem = Problem::at(row, format!("expected a finite score, found {:?}", sums[row]));
-                Err(Error::Run(format!("the sum of the rewards: {}", problem.describe(batch))))
-            }
-            None => Ok(scored),
+        let totals = scored.totals();
+        let fits = |number: f64| (number as f32).is_finite();
+        for (row, total) in totals.iter().enumerate() {
+            let tokens = scored.tokens.as_ref().map_or(&[][..], |rows| &rows[row]);
+            let token = tokens.iter().position(|&number| !fits(number));
+            let what = match token {
+                _ if !fits(scored.responses[row]) => format!("found {:?}", scored.responses[row]),
+                Some(at) => format!("found {:?} for its token {}", tokens[at], at + 1),
+                None if !fits(*total) => format!("found {total:?}"),
+                None => continue,
+            };
+            let problem = Problem::at(row, format!("expected a finite score, {what}"));
+            return Err(Error::Run(format!("the sum of the rewards: {}", problem.describe(batch))));
         }
+        Ok(scored)
     }
 
     /// What a checkpoint keeps of them: the running moments by name.
@@ -571,7 +584,7 @@ impl Default for Patience {
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 impl Patience {
-    /// Asks until there is an answer, or the last attempt has failed.
+    /// Asks until there is an answer, the last attempt has failed, or the run is asked to end.
     fn repeat<T>(&self, mut ask: impl FnMut() -> Result<T, Problem>) -> Result<T, Problem> {
         let mut failed = 0;
         loop {
@@ -582,8 +595,10 @@ impl Patience {
                     if !problem.again || failed >= self.attempts {
                         return Err(Problem { tried: failed, ..problem });
                     }
-                    let pause = self.pause.saturating_mul(1 << (failed - 1).min(16));
-                    std::thread::sleep(pause.max(problem.wait.unwrap_or_default()).min(LONGEST_PAUSE));
+                    let wait = self.pause.saturating_mul(1 << (failed - 1).min(16));
+                    if pause(wait.max(problem.wait.unwrap_or_default()).min(LONGEST_PAUSE)) {
+                        return Err(Problem { tried: failed, stopped: true, ..problem });
+                    }
                 }
             }
         }
@@ -602,11 +617,13 @@ struct Problem {
     wait: Option<Duration>,
     /// How often it was tried.
     tried: u32,
+    /// Whether it was not tried again because the run is asked to end.
+    stopped: bool,
 }
 
 impl Problem {
     fn new(what: impl Into<String>) -> Self {
-        Self { row: None, what: what.into(), again: true, wait: None, tried: 1 }
+        Self { row: None, what: what.into(), again: true, wait: None, tried: 1, stopped: false }
     }
 
     fn at(row: usize, what: impl Into<String>) -> Self {
@@ -616,6 +633,18 @@ impl Problem {
     /// One that would come again.
     fn lasting(what: impl Into<String>) -> Self {
         Self { again: false, ..Self::new(what) }
+    }
+
+    /// The error of a batch that has this problem.
+    fn error(self, batch: &[RewardInput<'_>]) -> Error {
+        let message = self.describe(batch);
+        match self.stopped {
+            true => {
+                let message = format!("{message}; not tried again, as the run is asked to end");
+                stopped(message.clone()).unwrap_or(Error::Run(message))
+            }
+            false => Error::Run(message),
+        }
     }
 
     /// One line, with the beginning of the row's prompt.
@@ -695,6 +724,18 @@ mod tests {
         let mut shaping = Shaping::default();
         change(&mut shaping);
         shaping
+    }
+
+    #[test]
+    fn scores_that_f32_does_not_hold_are_refused_also_where_they_cancel_out() {
+        let cancels = || FnReward::new(|batch| Ok(batch.iter().map(|_| vec![1e39, -1e39]).collect()));
+        let mut rewards = Rewards::new().with("tokens", cancels());
+        let error = with_batch(&[2, 2], |batch| rewards.score(batch, true)).unwrap_err().to_string();
+        assert!(error.contains("row 1 of 2") && error.contains("found 1e39 for its token 1"), "{error}");
+        let last = FnReward::new(|_| Ok(vec![vec![1.0, -1e39]]));
+        let mut rewards = Rewards::new().with("whole", constant(&[1e39])).with("tokens", last);
+        let error = with_batch(&[2], |batch| rewards.score(batch, true)).unwrap_err().to_string();
+        assert!(error.contains("expected a finite score, found 1e39"), "{error}");
     }
 
     #[test]

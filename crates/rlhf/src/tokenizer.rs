@@ -2,6 +2,7 @@
 
 mod chat;
 
+use crate::files;
 use crate::model::{AdapterFolder, ModelConfig, no_such_file};
 use crate::weights::read_json;
 use crate::{Error, Result};
@@ -116,7 +117,7 @@ impl Tokenizer {
         let mut files = Vec::new();
         for name in FILES {
             if dir.join(name).is_file() {
-                files.push((name, std::fs::read(dir.join(name)).map_err(Error::io("read", dir.join(name)))?));
+                files.push((name, files::read(&dir.join(name))?));
             }
         }
         let json = |name: &str| -> Result<Value> {
@@ -200,7 +201,7 @@ impl Tokenizer {
     /// # Errors
     /// If it cannot be read or is not UTF-8. Its syntax is looked at when it is first needed.
     pub fn use_chat_template(&mut self, file: &Path) -> Result<()> {
-        let bytes = std::fs::read(file).map_err(Error::io("read", file))?;
+        let bytes = files::read(file)?;
         let source =
             std::str::from_utf8(&bytes).map_err(|_| Error::invalid(file, "expected UTF-8, found other bytes"))?;
         self.template = Some(ChatTemplate::new(file.to_path_buf(), source));
@@ -341,7 +342,10 @@ impl Tokenizer {
     }
 
     fn decode_with(&self, ids: &[i64], skip_special_tokens: bool) -> Result<String> {
-        let ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
+        let id = |&id: &i64| {
+            u32::try_from(id).map_err(|_| self.error(&format!("expected token ids from 0 to {}, found {id}", u32::MAX)))
+        };
+        let ids: Vec<u32> = ids.iter().map(id).collect::<Result<_>>()?;
         let Some(inner) = &self.inner else { return Ok(String::new()) };
         inner.decode(&ids, skip_special_tokens).map_err(|e| self.error(&e.to_string()))
     }

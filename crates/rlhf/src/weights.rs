@@ -1,5 +1,7 @@
 //! Safetensors in and out: one tensor in memory at a time, every size checked before it is used.
 
+use crate::files;
+use crate::safe_text::beginning;
 use crate::{Error, Result};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo, View};
 use serde_json::Value;
@@ -142,7 +144,7 @@ impl Checkpoint {
     }
 
     fn add_file(&mut self, path: PathBuf) -> Result<Vec<String>> {
-        let file = File::open(&path).map_err(Error::io("open", &path))?;
+        let file = files::open(&path)?;
         let (metadata, data_start) = read_header(&file, &path)?;
         let index = self.files.len();
         let mut names = Vec::new();
@@ -165,7 +167,14 @@ impl Checkpoint {
         let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (name, shard) in weight_map {
             let shard = shard.as_str().filter(|s| !s.contains(['/', '\\'])).ok_or_else(|| {
-                Error::invalid(index_path, format!("tensor `{name}`: expected the name of a file, found {shard}"))
+                Error::invalid(
+                    index_path,
+                    format!(
+                        "tensor `{}`: expected the name of a file, found {}",
+                        brief(name),
+                        brief(&shard.to_string())
+                    ),
+                )
             })?;
             shards.entry(shard).or_default().push(name);
         }
@@ -429,16 +438,13 @@ fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
 
 /// Reads a JSON file.
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
-    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let text = files::read_text(path)?;
     serde_json::from_str(&text).map_err(|e| Error::invalid(path, format!("not valid JSON: {e}")))
 }
 
 /// A text from a file for an error message: what is long, is cut.
 pub(crate) fn brief(text: &str) -> Cow<'_, str> {
-    match text.char_indices().nth(120) {
-        None => text.into(),
-        Some((end, _)) => format!("{}...", &text[..end]).into(),
-    }
+    beginning(text, 120)
 }
 
 /// Formats JSON as Hugging Face's files are: two spaces, a newline at the end.
@@ -491,6 +497,17 @@ mod tests {
         save(dir.path(), &two_tensors(), 8).unwrap();
         save(dir.path(), &two_tensors(), 1 << 30).unwrap();
         assert_eq!(file_names(dir.path()).unwrap(), [SINGLE]);
+    }
+
+    #[test]
+    fn a_shard_that_is_a_named_pipe_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), &two_tensors(), 8).unwrap();
+        let shard = dir.path().join("model-00002-of-00002.safetensors");
+        std::fs::remove_file(&shard).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(&shard).status().unwrap().success());
+        let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
+        assert!(error.ends_with("00002-of-00002.safetensors: expected a regular file, found a named pipe"), "{error}");
     }
 
     #[test]

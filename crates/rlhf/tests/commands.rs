@@ -444,3 +444,34 @@ fn token_ids_need_no_tokenizer_and_every_family_answers_them() {
         pipe(&scratch, &format!("logprobs --model {}", dir.display()), "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
     ran.is_one_error("text", 1, &["line 1", "text needs a tokenizer", "qwen3", "prompt_ids"]);
 }
+
+#[test]
+fn an_id_that_no_tokenizer_has_is_refused_with_its_place() {
+    let scratch = Scratch::new();
+    // 2^32 + 321 would be the token 321 in 32 bits.
+    scratch.write("rows.jsonl", &lines(&[json!({"prompt": "do", "completion_ids": [4_294_967_617u64]})]));
+    let line = "score --tokenizer_name policy --reward length:target=3 --dataset_name rows.jsonl";
+    scratch.refuses(line, 1, &["rows.jsonl: line 1: field `completion_ids`", "found 4294967617"]);
+}
+
+#[test]
+fn what_is_not_ours_reaches_standard_error_escaped_and_shortened() {
+    let scratch = Scratch::new();
+    let long = "\u{1b}[2J\u{9b}1m".repeat(20_000);
+    scratch.write("rows.jsonl", &lines(&[json!({"prompt": [long], (long.clone()): 1})]));
+    std::fs::create_dir(scratch.path("\u{1b}[2J")).unwrap();
+    std::fs::write(scratch.path("long.yaml"), format!("\"{}\": 1\n", "\\e[2J".repeat(20_000))).unwrap();
+    let arguments: [&[&str]; 5] = [
+        &["--dataset_name", "rows.jsonl"],
+        &["--dataset_name", "\u{1b}[2J"],
+        &["--dataset_name", "prompts.jsonl", "--dtype", &long[..90_000]],
+        &["--dataset_name", "prompts.jsonl", &long[..90_000]],
+        &["--config", "long.yaml"],
+    ];
+    for arguments in arguments {
+        let ran = scratch.run_with("logprobs --model_name_or_path policy", arguments);
+        let error = ran.stderr.strip_suffix('\n').unwrap();
+        assert!(ran.code > 0 && error.starts_with("error: ") && error.len() < 4000, "{error}");
+        assert!(!error.contains(char::is_control), "{error:?}");
+    }
+}

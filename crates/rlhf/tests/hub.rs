@@ -41,6 +41,8 @@ enum Fault {
     NoRange,
     /// One byte is another.
     Flip,
+    /// The body comes a byte at a time, twenty a second.
+    Drip,
 }
 
 #[derive(Default)]
@@ -105,6 +107,7 @@ impl Server {
             certificates: None,
             offline: false,
             pause: Duration::from_millis(1),
+            timeout: Duration::from_secs(30),
         }
     }
 
@@ -174,7 +177,13 @@ fn answer(stream: TcpStream, state: &Mutex<State>, to_cdn: bool, cdn: &str) -> s
     let mut stream = stream;
     // A redirect says nothing of the length of what it leads to.
     write!(stream, "HTTP/1.1 {status} -\r\nConnection: close\r\nContent-Length: {}\r\n{head}\r\n", body.len())?;
-    stream.write_all(&sent)
+    match fault {
+        Some(Fault::Drip) => sent.chunks(1).try_for_each(|byte| {
+            std::thread::sleep(Duration::from_millis(50));
+            stream.write_all(byte)
+        }),
+        _ => stream.write_all(&sent),
+    }
 }
 
 /// Status, headers and body, as the hub's routes and its files' host give them.
@@ -255,6 +264,7 @@ fn find(hub: &Hub) -> PathBuf {
 fn refuses(hub: &Hub, revision: Option<&str>, words: &[&str]) {
     let error = hub.find(Path::new(NAME), revision, Part::Model).expect_err("an error").to_string();
     assert_eq!(error.lines().count(), 1, "{error}");
+    assert!(!error.contains("secret") && !error.contains("hf_hidden"), "{error}");
     for word in words {
         assert!(error.contains(word), "no `{word}` in {error}");
     }
@@ -379,6 +389,41 @@ fn what_may_pass_is_tried_again() {
     server.fault("CDN model.safetensors", Fault::Status(403, "")); // an expired address
     assert!(read_folder(&find(&server.hub())) == model_files("gpt2"));
     assert_eq!(server.asked_for()[..3], ["GET main"; 3]);
+}
+
+#[test]
+fn a_description_that_comes_too_slowly_is_a_failure_that_may_pass() {
+    let server = Server::of("gpt_neox");
+    let hub = Hub { timeout: Duration::from_millis(200), ..server.hub() };
+    server.fault("GET main", Fault::Drip);
+    assert!(find(&hub).join("model.safetensors").is_file(), "the second answer comes in time");
+    let server = Server::of("gpt_neox");
+    (0..4).for_each(|_| server.fault("GET main", Fault::Drip));
+    let hub = Hub { timeout: Duration::from_millis(200), ..server.hub() };
+    refuses(&hub, None, &["cannot be asked for it", "timeout", "tried 4 times"]);
+}
+
+#[test]
+fn a_password_in_the_address_of_the_hub_is_told_nowhere() {
+    let server = Server::of("gpt_neox");
+    let with_password = |endpoint: &str| Hub {
+        endpoint: endpoint.replace("://", "://me:secret@"),
+        token: Some("hf_hidden".into()),
+        ..server.hub()
+    };
+    // It is not there, it refuses, its answer is another; then a copy is taken from the cache.
+    let absent = with_password("http://127.0.0.1:1");
+    refuses(&absent, None, &["http://127.0.0.1:1 cannot be asked for it"]);
+    let hub = with_password(&server.endpoint);
+    for status in [401, 403, 404, 410, 500] {
+        (0..4).for_each(|_| server.fault("GET main", Fault::Status(status, "x")));
+        refuses(&hub, None, &[]);
+        server.change(|state| state.faults.clear());
+    }
+    server.fault("GET main", Fault::Cut(10));
+    let odd = Hub { endpoint: "me:secret@mirror".into(), ..hub.clone() };
+    refuses(&odd, None, &["HF_ENDPOINT: expected an address that begins with http"]);
+    assert!(!format!("{hub:?}").contains("secret"));
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Rewards that are no model of the policy's: programs, services, rules, closures, other chat templates; and PPO with them.
 
-use crate::cli::{PPO, PROMPTS, Scratch, json_lines, timeless};
-use crate::support::golden;
+use crate::checkpoint::{signal, wait_until};
+use crate::cli::{PPO, PROMPTS, Ran, Scratch, json_lines, timeless};
+use crate::support::{Child, golden};
 use rlhf::config::PpoConfig;
 use rlhf::generate::FinishReason;
 use rlhf::model::ModelOptions;
@@ -207,6 +208,45 @@ fn a_program_ends_with_the_reward_whether_it_looks_at_its_input_or_not() {
         drop(reward);
         assert!(dies(&pid), "{tail}");
     }
+}
+
+#[test]
+fn a_program_that_left_a_child_behind_is_noticed_and_the_child_ends_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let pid = dir.path().join("child");
+    // The child keeps standard output open.
+    let line = format!("sleep 1000 & echo $! > {}; read -r l; echo 1", pid.display());
+    let mut reward = command(&line);
+    assert_eq!(Batch::of(1).numbers(&mut reward), [1.0]);
+    assert!(lives(&pid));
+    drop(reward);
+    assert!(dies(&pid), "after a program that ended by itself");
+    let began = Instant::now();
+    let error = Batch::of(2).refused(command(&line), &["row 2 of 2", "the program ended after 1 of 2 answers"]);
+    assert!(error.contains("exit status: 0") && dies(&pid), "{error}");
+    assert!(began.elapsed() < LONG, "its end is not waited for until the time is over");
+}
+
+#[test]
+fn a_program_that_prints_without_end_takes_no_memory() {
+    let found = Child { test: "rewards::child_reads_a_program_without_end", address_space_gib: 6, vars: &[] }.run();
+    assert!(found["grew"].as_u64().unwrap() < 200 << 20, "memory grew by more than 200 MiB: {found}");
+}
+
+#[test]
+#[ignore = "a process of its own, started by a_program_that_prints_without_end_takes_no_memory"]
+fn child_reads_a_program_without_end() {
+    let before = Child::memory("VmRSS");
+    for (line, words) in [
+        ("cat /dev/zero", "expected an answer of at most 4194304 bytes"),
+        ("yes $(head -c 100000 /dev/zero | tr '\\0' 1)", "expected"),
+        ("tr '\\0' x < /dev/zero >&2", "no answer within 0.5 s; its standard error ends with: xxx"),
+        ("yes 1", "found one more: \"1\""),
+    ] {
+        let reward = CommandReward::new(line, Patience { attempts: 1, ..patience(Duration::from_millis(500)) });
+        Batch::of(1).refused(reward, &[words]);
+    }
+    Child::reports(&json!({"grew": Child::memory("VmHWM").saturating_sub(before)}));
 }
 
 #[test]
@@ -743,4 +783,24 @@ fn two_reward_models_are_added_each_with_its_own_label_and_weight() {
         let expected = 0.5 * number(&line, "objective/scores/model") + 2.0 * number(&line, "objective/scores/mood");
         assert!((number(&line, "objective/scores") - expected).abs() < 1e-5);
     }
+}
+
+#[test]
+fn a_signal_ends_the_wait_for_another_attempt_at_once() {
+    let scratch = Scratch::new();
+    let service = Service::new(|_| (503, "Retry-After: 60\r\n".into(), String::new()));
+    let line = PPO.replace("--reward_model_path reward", &format!("--reward_url {}", service.url));
+    let mut child = scratch.command(&line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_until(&mut child, || !service.asked.lock().unwrap().is_empty());
+    let began = Instant::now();
+    signal(&child, "INT");
+    let ran = Ran::from(child.wait_with_output().unwrap());
+    assert!(began.elapsed() < Duration::from_secs(20), "the wait went on");
+    assert_eq!(ran.code, 130, "{}", ran.stderr);
+    let error = ran.stderr.lines().last().unwrap();
+    assert!(
+        error.contains("HTTP status 503") && error.contains("not tried again, as the run is asked to end"),
+        "{error}"
+    );
+    assert!(!error.contains("hidden"), "{error}");
 }

@@ -2,13 +2,14 @@
 //! object.
 
 use super::{Place, Row};
+use crate::files;
+use crate::safe_text::beginning;
 use crate::{Error, Result};
 use flate2::bufread::MultiGzDecoder;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use serde_json::{Map, Value, json};
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -16,6 +17,16 @@ use std::sync::Arc;
 
 /// Columns that hold lists in every format; a cell of CSV is text, so there they are JSON.
 const LISTS: [&str; 4] = ["prompt_ids", "input_ids", "completion_ids", "messages"];
+
+/// The longest line of rows in bytes: what a stream without line ends may take.
+const LONGEST_LINE: u64 = 256 << 20;
+
+/// A packed text may be so many times as long as its file; texts that people write are 2 to 10 times as long, and what is made
+/// to fill the memory up to 1000 times.
+const LARGEST_RATIO: u64 = 100;
+
+/// A packed text of so many bytes is read in any case.
+const SMALL_TEXT: u64 = 64 << 20;
 
 const NOT_UTF8: &str = "expected UTF-8, found bytes of another encoding";
 
@@ -53,11 +64,15 @@ pub(super) fn next_line(
 ) -> Result<Option<Row>> {
     loop {
         let mut bytes = Vec::new();
-        if reader.read_until(b'\n', &mut bytes).map_err(Error::io("read", file.to_path_buf()))? == 0 {
+        let mut part = (&mut *reader).take(LONGEST_LINE + 1);
+        if part.read_until(b'\n', &mut bytes).map_err(Error::io("read", file.to_path_buf()))? == 0 {
             return Ok(None);
         }
         *read += 1;
         let place = Place::Line(*read);
+        if bytes.len() as u64 > LONGEST_LINE {
+            return Err(place.error(file, format!("expected at most {LONGEST_LINE} bytes, found a longer line")));
+        }
         let text = String::from_utf8(bytes).map_err(|_| place.error(file, NOT_UTF8))?;
         let text = if *read == 1 { text.strip_prefix('\u{feff}').unwrap_or(&text) } else { &text };
         if text.trim().is_empty() {
@@ -93,11 +108,36 @@ pub(super) fn format(path: &Path) -> Option<&str> {
 /// Opens a text, and unpacks it where its name ends in `.gz`; a file may be several packed ones in a row, as `cat` joins them.
 ///
 /// # Errors
-/// If it cannot be opened. What is not sound gzip fails when it is read.
+/// If it cannot be opened. What is not sound gzip, or unpacks to far more than a text does, fails when it is read.
 pub(super) fn open_text(path: &Path) -> Result<Box<dyn BufRead>> {
-    let file = BufReader::new(File::open(path).map_err(Error::io("read", path))?);
-    let packed = path.extension().is_some_and(|extension| extension == "gz");
-    Ok(if packed { Box::new(BufReader::new(MultiGzDecoder::new(file))) } else { Box::new(file) })
+    let file = files::open(path)?;
+    if path.extension().is_none_or(|extension| extension != "gz") {
+        return Ok(Box::new(BufReader::new(file)));
+    }
+    let packed = file.metadata().map_err(Error::io("read", path))?.len();
+    let most = SMALL_TEXT.max(packed.saturating_mul(LARGEST_RATIO));
+    let unpacked = MultiGzDecoder::new(BufReader::new(file));
+    Ok(Box::new(BufReader::new(Bounded { from: unpacked, left: most, most })))
+}
+
+/// A source that fails, and does not end, behind its `most` bytes.
+struct Bounded<R> {
+    from: R,
+    left: u64,
+    most: u64,
+}
+
+impl<R: Read> Read for Bounded<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let read = self.from.read(buffer)?;
+        self.left = self.left.checked_sub(read as u64).ok_or_else(|| {
+            std::io::Error::other(format!(
+                "it unpacks to more than {} bytes, {LARGEST_RATIO} times its size: if that is right, unpack it first",
+                self.most
+            ))
+        })?;
+        Ok(read)
+    }
 }
 
 /// The text of a file, without the byte order mark that some editors write.
@@ -152,7 +192,10 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
             } else if LISTS.contains(&name) {
                 let list = serde_json::from_str(cell).ok().filter(Value::is_array);
                 list.ok_or_else(|| {
-                    Place::Line(line).error(file, format!("field `{name}`: expected a list in JSON, found {cell:?}"))
+                    Place::Line(line).error(
+                        file,
+                        format!("field `{name}`: expected a list in JSON, found {:?}", beginning(cell, 120)),
+                    )
                 })?
             } else {
                 Value::from(cell)
@@ -184,7 +227,7 @@ fn ends_in_quotes(record: &str) -> bool {
 }
 
 fn read_parquet(path: &Arc<Path>) -> Result<Vec<Row>> {
-    let file = File::open(path).map_err(Error::io("read", path.to_path_buf()))?;
+    let file = files::open(path)?;
     let mut values = Vec::new();
     // The crate panics at types that it does not know and at some damage.
     let done = catch_unwind(AssertUnwindSafe(|| -> Result<(), ParquetError> {
@@ -278,6 +321,33 @@ mod tests {
         for (bytes, message) in [(&two[..two.len() - 9], "cannot read"), (b"{\"prompt\": \"a\"}", "cannot read")] {
             let error = read("bad.jsonl.gz", bytes).unwrap_err().to_string();
             assert!(error.contains("bad.jsonl.gz") && error.contains(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_unpacks_to_far_more_than_a_text_is_refused_and_takes_no_more_memory_than_the_bound() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("bomb.jsonl.gz");
+        // 80 MiB in 80 KB, above what is read in any case.
+        let mut packed = GzEncoder::new(Vec::new(), Compression::fast());
+        (0..80).for_each(|_| packed.write_all(&vec![b' '; 1 << 20]).unwrap());
+        std::fs::write(&path, packed.finish().unwrap()).unwrap();
+        let mut read = 0;
+        let streamed = next_line(&path.as_path().into(), &mut open_text(&path).unwrap(), true, &mut read);
+        for error in [read_rows(&path).unwrap_err(), streamed.unwrap_err()] {
+            let error = error.to_string();
+            assert!(error.contains("bomb.jsonl.gz: cannot read: it unpacks to more than 67108864 bytes"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_named_pipe_in_the_place_of_a_file_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz"] {
+            let path = dir.path().join(name);
+            assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+            let error = read_rows(&path).unwrap_err().to_string();
+            assert!(error.ends_with("expected a regular file, found a named pipe"), "{error}");
         }
     }
 

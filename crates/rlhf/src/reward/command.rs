@@ -13,12 +13,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The longest answer to a row, far above any real one.
-const LONGEST_LINE: u64 = 64 << 20;
-/// Answers that are read before they are asked for.
-const READ_AHEAD: usize = 1024;
+/// The longest answer to a row in bytes, far above any real one.
+const LONGEST_LINE: usize = 4 << 20;
+/// Answers that are read before they are asked for: with their length this bounds what a program that prints without end takes.
+const READ_AHEAD: usize = 16;
+/// So many bytes of a line of standard error are looked at.
+const LONGEST_SAID: usize = 4096;
 /// So many of the last lines of standard error are told when the program fails.
 const LINES_SAID: usize = 5;
+/// How often a program that says nothing is looked at.
+const LOOK: Duration = Duration::from_millis(50);
 /// How long a line that nobody has asked for is waited for.
 const MOMENT: Duration = Duration::from_millis(5);
 /// How long a program that should end may take to do so.
@@ -67,7 +71,8 @@ impl CommandReward {
             Some(running) => Ok(running),
             none => {
                 let started = Running::start(&self.command);
-                let wrong = |e| Problem::lasting(format!("`{}` cannot be started: {e}", self.command));
+                // The command line may hold a key.
+                let wrong = |e| Problem::lasting(format!("the program cannot be started by sh: {e}"));
                 Ok(none.insert(started.map_err(wrong)?))
             }
         }
@@ -87,7 +92,7 @@ impl CommandReward {
 impl Reward for CommandReward {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
         let patience = self.patience;
-        patience.repeat(|| self.ask(batch)).map_err(|problem| Error::Run(problem.describe(batch)))
+        patience.repeat(|| self.ask(batch)).map_err(|problem| problem.error(batch))
     }
 }
 
@@ -128,12 +133,12 @@ impl Running {
             });
         }
         if let Some(stdout) = child.stdout.take() {
-            thread::spawn(move || read_lines(stdout, |text| line.send(text).is_ok()));
+            thread::spawn(move || read_lines(stdout, LONGEST_LINE, |text| line.send(text).is_ok()));
         }
         if let Some(stderr) = child.stderr.take() {
             let said = said.clone();
             thread::spawn(move || {
-                read_lines(stderr, |text| {
+                read_lines(stderr, LONGEST_SAID, |text| {
                     let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
                     said.push_back(String::from_utf8_lossy(&text).trim().chars().take(200).collect());
                     if said.len() > LINES_SAID {
@@ -170,7 +175,11 @@ impl Running {
         }
         let mut scores = Vec::with_capacity(batch.len());
         for row in 0..batch.len() {
-            let line = match self.lines.recv_timeout(timeout) {
+            let line = match self.next_line(timeout) {
+                Ok(line) if line.len() > LONGEST_LINE => {
+                    let what = format!("expected an answer of at most {LONGEST_LINE} bytes, found a longer line");
+                    return Err(Problem::at(row, what));
+                }
                 Ok(line) => line,
                 Err(RecvTimeoutError::Timeout) => {
                     let what = format!("no answer within {} s", timeout.as_secs_f64());
@@ -192,11 +201,30 @@ impl Running {
         }
     }
 
+    /// The next answer. A program that has ended has none, even if what it has started keeps its output open.
+    fn next_line(&mut self, timeout: Duration) -> Result<Vec<u8>, RecvTimeoutError> {
+        let began = Instant::now();
+        let mut ended: Option<Instant> = None;
+        loop {
+            let left = timeout.saturating_sub(began.elapsed());
+            match self.lines.recv_timeout(left.min(LOOK)) {
+                Err(RecvTimeoutError::Timeout) if ended.is_some_and(|since| since.elapsed() > GRACE) => {
+                    return Err(RecvTimeoutError::Disconnected);
+                }
+                Err(RecvTimeoutError::Timeout) if !left.is_zero() => {
+                    if self.has_ended() {
+                        ended.get_or_insert_with(Instant::now);
+                    }
+                }
+                found => return found,
+            }
+        }
+    }
+
     /// Ends the program, and adds to `problem` how it ended and what it said.
     fn explain(&mut self, mut problem: Problem) -> Problem {
-        let status = if self.ended { self.wait() } else { None };
-        self.kill();
-        if let Some(status) = status {
+        let ended = self.ended && self.wait();
+        if let Some(status) = self.kill().filter(|_| ended) {
             problem.what += &format!(" ({status})");
             // The shell's words for a program that is not there, or is none.
             problem.again &= !matches!(status.code(), Some(126 | 127));
@@ -210,27 +238,35 @@ impl Running {
         problem
     }
 
-    /// How it ended, if it does so in time.
-    fn wait(&mut self) -> Option<ExitStatus> {
+    /// Whether it ends in time.
+    fn wait(&mut self) -> bool {
         let began = Instant::now();
-        loop {
-            match self.child.try_wait() {
-                Ok(None) if began.elapsed() < GRACE => thread::sleep(Duration::from_millis(5)),
-                found => return found.ok().flatten(),
+        while !self.has_ended() {
+            if began.elapsed() > GRACE {
+                return false;
             }
+            thread::sleep(Duration::from_millis(5));
+        }
+        true
+    }
+
+    /// Whether it has ended. Where the system shows it, it is not asked for its status yet: until then nothing else gets its
+    /// number, which is that of its group.
+    fn has_ended(&mut self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()));
+        match stat.as_deref().map(|stat| stat.rsplit_once(") ").and_then(|(_, state)| state.chars().next())) {
+            Ok(Some(state)) => matches!(state, 'Z' | 'X'),
+            _ => matches!(self.child.try_wait(), Ok(Some(_))),
         }
     }
 
-    /// Ends the program at once, and what it has started.
-    fn kill(&mut self) {
+    /// Ends the program at once, and what it has started, which may live on when it has ended; gives how it ended.
+    fn kill(&mut self) -> Option<ExitStatus> {
         self.to_child = None;
-        if matches!(self.child.try_wait(), Ok(Some(_))) {
-            return;
-        }
         let group = format!("kill -s KILL -- -{}", self.child.id());
         let _ = Command::new("sh").args(["-c", &group]).stdin(Stdio::null()).stderr(Stdio::null()).status();
         let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.child.wait().ok()
     }
 }
 
@@ -238,22 +274,29 @@ impl Drop for Running {
     /// Tells the program that there is no more to score, and gives it a moment.
     fn drop(&mut self) {
         self.to_child = None;
-        if self.wait().is_none() {
-            self.kill();
-        }
+        self.wait();
+        self.kill();
     }
 }
 
-/// Hands on the lines that are not blank, until there are no more or nobody wants them.
-fn read_lines(from: impl Read, mut take: impl FnMut(Vec<u8>) -> bool) {
+/// Hands on the lines that are not blank, until there are no more or nobody wants them. Of a line of more than `most` bytes
+/// it hands on the beginning, which is longer than `most`, and passes over the rest.
+fn read_lines(from: impl Read, most: usize, mut take: impl FnMut(Vec<u8>) -> bool) {
     let mut from = BufReader::new(from);
+    let mut passed_over = false;
     loop {
         let mut line = Vec::new();
-        match from.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line) {
+        match from.by_ref().take(most as u64 + 1).read_until(b'\n', &mut line) {
             Ok(0) | Err(_) => return,
-            Ok(_) if line.iter().all(u8::is_ascii_whitespace) => {}
-            Ok(_) if take(line) => {}
-            Ok(_) => return,
+            Ok(_) => {}
+        }
+        let (rest, ends) = (passed_over, line.ends_with(b"\n"));
+        passed_over = !ends && line.len() > most;
+        if ends {
+            line.pop();
+        }
+        if !rest && !line.iter().all(u8::is_ascii_whitespace) && !take(line) {
+            return;
         }
     }
 }

@@ -242,7 +242,7 @@ impl Reward for HttpReward {
         for (at, answer) in answers.into_inner().unwrap_or_else(PoisonError::into_inner) {
             let Answer { scores: found, extra } = answer.map_err(|problem| {
                 let row = problem.row.map(|row| at * this.settings.batch_size.max(1) + row);
-                Error::Run(Problem { row, ..problem }.describe(batch))
+                Problem { row, ..problem }.error(batch)
             })?;
             for (key, value) in extra {
                 let (sum, count) = logs.entry(key).or_default();

@@ -1,7 +1,7 @@
 //! Rewards that are rules: what can be counted in a response, or compared with a column of its row.
 
 use super::{Reward, RewardInput, Score};
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 use regex::Regex;
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -274,7 +274,7 @@ fn words(text: &str) -> impl Iterator<Item = String> {
 
 /// A word per line, with a weight behind it or 1; what follows a # is passed over.
 fn read_words(path: &Path) -> Result<HashMap<String, f64>> {
-    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let text = files::read_text(path)?;
     let mut weights = HashMap::new();
     for (line, text) in (1..).zip(text.lines()) {
         let parts: Vec<&str> = text.split('#').next().unwrap_or_default().split_whitespace().collect();

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::config::{PpoConfig, RewardsConfig, ScoreConfig};
 use crate::model::ModelOptions;
+use crate::safe_text::beginning;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
 use serde_json::Value;
@@ -150,13 +151,21 @@ pub(crate) fn specs<'a>(asked: impl Into<Asked<'a>>) -> Result<Vec<Spec>> {
     Ok(found.into_iter().zip(shapings).map(with).collect())
 }
 
+/// What a message shows of a reward that is not written as it should be: what may be a command line or an address is left out.
+fn public(written: &str) -> String {
+    let end = written.find(|c: char| c == ':' || c == '?' || c == '@' || c.is_whitespace()).unwrap_or(written.len());
+    let more = if end < written.len() { "..." } else { "" };
+    format!("{}{more}", beginning(&written[..end], 80))
+}
+
 /// `KIND`, `KIND:ARGUMENT`, or one of these behind `NAME=`.
 fn read(written: &str) -> Result<(String, Kind, String)> {
     let (head, argument) = written.split_once(':').unwrap_or((written, ""));
     let (name, kind) = head.split_once('=').unwrap_or((head, head));
     let sound = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
     if name.is_empty() || !name.chars().all(sound) {
-        return usage(format!("reward = {written}: expected a name of letters, digits, _, - and ., found {name:?}"));
+        let found = public(written);
+        return usage(format!("reward = {found}: expected a name of letters, digits, _, - and ., found another"));
     }
     let needs = |what: &str| match argument.is_empty() {
         true => usage(format!("reward = {written}: expected {what} behind {kind}:")),
@@ -182,8 +191,10 @@ fn read(written: &str) -> Result<(String, Kind, String)> {
         rule if KINDS.contains(&rule) => (Kind::Rule(Rule::parse(rule, argument)?), about(argument)),
         other => {
             return usage(format!(
-                "reward = {written}: expected one of model, command, url, {}, found {other:?}",
-                KINDS.join(", ")
+                "reward = {}: expected one of model, command, url, {}, found {:?}",
+                public(written),
+                KINDS.join(", "),
+                public(other)
             ));
         }
     };
@@ -349,7 +360,11 @@ mod tests {
     fn what_is_not_written_as_a_reward_is_refused() {
         for (rewards, weights, message) in [
             (&["rhyme"][..], &[][..], "reward = rhyme: expected one of model, command, url, length, regex"),
-            (&["a b=json"], &[], "reward = a b=json: expected a name of letters"),
+            (&["a b=json"], &[], "reward = a...: expected a name of letters"),
+            (&["uri:http://h/?key=secret"], &[], "reward = uri...: expected one of model, command, url"),
+            (&["judge=http://h/?key=secret"], &[], "reward = judge=http...: expected one of model, command, url"),
+            (&["h/?key=secret"], &[], "reward = h/...: expected a name of letters"),
+            (&["key=./judge --key secret"], &[], "reward = key=./judge...: expected one of model, command, url"),
             (&["model:"], &[], "reward = model:: expected a folder or a hub name behind model:"),
             (&["json", "json:a"], &[], "reward: `json` is there twice; give one of them another name"),
             (&["json"], &["x=1"], "reward_weights = x=1: expected the name of a reward, of which there are: json"),
@@ -359,7 +374,7 @@ mod tests {
         ] {
             let config = config(|c| (c.reward, c.reward_weights) = (texts(rewards), texts(weights)));
             let error = specs(&config).unwrap_err();
-            assert!(error.to_string().starts_with(message), "{error}");
+            assert!(error.to_string().starts_with(message) && !error.to_string().contains("secret"), "{error}");
             assert_eq!(error.exit_code(), 2);
         }
         let mut config = config(|_| ());

@@ -14,6 +14,7 @@ use crate::data::{PromptLimit, Sources};
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};
 use crate::reward::{Spec, specs};
+use crate::safe_text::{lines, one_line};
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
 use crate::{Error, Result, hub};
@@ -184,7 +185,7 @@ fn named(step: Step, error: Error) -> Error {
 
 fn say(console: Console, text: &str) {
     if console != Console::Silent {
-        let _ = writeln!(std::io::stderr(), "{text}");
+        let _ = writeln!(std::io::stderr(), "{}", lines(text));
     }
 }
 
@@ -482,7 +483,7 @@ fn tell_results(config: &PipelineConfig, console: Console) -> Result<()> {
         });
         let numbers: Vec<String> = numbers.collect();
         let updates = number(lines.last(), "step").map_or(String::new(), |updates| updates.to_string());
-        table.add_row([step.name(), &updates, &numbers.join("\n"), &run.output_dir.display().to_string()]);
+        table.add_row([step.name(), &updates, &numbers.join("\n"), &one_line(&run.output_dir.display().to_string())]);
     }
     match console {
         // Standard output has the metrics.

@@ -20,7 +20,7 @@ use crate::tokenizer::Tokenizer;
 use crate::train::ppo::{Learner, StepStats, optimizer_steps};
 use crate::train::write_model_card;
 use crate::weights::replace_files;
-use crate::{Error, Result, config, hub};
+use crate::{Error, Result, config, files, hub};
 use clap::ValueEnum;
 use serde::{Deserialize, Deserializer};
 use std::borrow::Cow;
@@ -176,7 +176,7 @@ impl StepConfig {
     /// # Errors
     /// If a key or a value is not one of these settings; of a setting of TRL's that has no place here the error tells why.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+        let text = files::read_settings(path)?;
         let config: Self = serde_saphyr::from_str(&text).map_err(|error| {
             let line = error.location().map_or(1, |location| location.line());
             let message = error.to_string();
@@ -185,7 +185,7 @@ impl StepConfig {
                 Some((key, reason)) => {
                     format!("`{key}` is a setting of another system that has no place here: {reason}")
                 }
-                None => message,
+                None => message.lines().next().unwrap_or_default().to_string(),
             };
             Error::Usage(format!("{}:{line}: {message}", path.display()))
         })?;

@@ -1,0 +1,99 @@
+//! Opening files that others made: regular files only, and texts of a bounded size.
+
+use crate::{Error, Result};
+use std::fs::{self, File, FileType};
+use std::io::Read;
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+
+/// The largest text of a model or a run that is read whole (configurations, tokenizers, indices), in bytes.
+const LARGEST: u64 = 1 << 30;
+
+/// The largest file of settings, in bytes.
+const LARGEST_SETTINGS: u64 = 16 << 20;
+
+/// Opens a file for reading. Of a named pipe or a device the opening, or the reading, might never end.
+///
+/// # Errors
+/// If it is not there, cannot be opened, or is not a regular file or a link to one.
+pub(crate) fn open(path: &Path) -> Result<File> {
+    let kind = fs::metadata(path).map_err(Error::io("read", path))?.file_type();
+    if !kind.is_file() {
+        return Err(Error::invalid(path, format!("expected a regular file, found {}", name_of(kind))));
+    }
+    File::open(path).map_err(Error::io("read", path))
+}
+
+/// The bytes of a regular file.
+///
+/// # Errors
+/// As [`open`]; if it is larger than any such file.
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
+    read_at_most(path, open(path)?, LARGEST)
+}
+
+/// The text of a regular file.
+///
+/// # Errors
+/// As [`read`]; if it is not UTF-8.
+pub(crate) fn read_text(path: &Path) -> Result<String> {
+    utf8(path, read(path)?)
+}
+
+/// The text of a file of settings, which may also be a pipe: a shell's `<(...)`.
+///
+/// # Errors
+/// If it cannot be read, is larger than settings are, or is not UTF-8.
+pub fn read_settings(path: &Path) -> Result<String> {
+    let file = File::open(path).map_err(Error::io("read", path))?;
+    utf8(path, read_at_most(path, file, LARGEST_SETTINGS)?)
+}
+
+fn read_at_most(path: &Path, file: File, most: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    file.take(most + 1).read_to_end(&mut bytes).map_err(Error::io("read", path))?;
+    if bytes.len() as u64 > most {
+        return Err(Error::invalid(path, format!("expected at most {most} bytes, found more")));
+    }
+    Ok(bytes)
+}
+
+fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String> {
+    String::from_utf8(bytes).map_err(|_| Error::invalid(path, "expected UTF-8, found bytes of another encoding"))
+}
+
+fn name_of(kind: FileType) -> &'static str {
+    match kind {
+        kind if kind.is_dir() => "a folder",
+        kind if kind.is_fifo() => "a named pipe",
+        kind if kind.is_socket() => "a socket",
+        kind if kind.is_char_device() || kind.is_block_device() => "a device",
+        _ => "something else",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn what_is_no_regular_file_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        assert!(std::process::Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
+        let _listener = UnixListener::bind(path("socket")).unwrap();
+        fs::create_dir(path("folder")).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", path("device")).unwrap();
+        for (name, found) in [("pipe", "named pipe"), ("socket", "socket"), ("folder", "folder"), ("device", "device")]
+        {
+            let error = read_text(&path(name)).unwrap_err().to_string();
+            assert!(error.ends_with(&format!("{name}: expected a regular file, found a {found}")), "{error}");
+        }
+        let error = read_settings(&path("device")).unwrap_err().to_string();
+        assert!(error.ends_with("device: expected at most 16777216 bytes, found more"), "{error}");
+        fs::write(path("file"), "text").unwrap();
+        std::os::unix::fs::symlink("file", path("link")).unwrap();
+        assert_eq!(read_text(&path("link")).unwrap(), "text");
+    }
+}
