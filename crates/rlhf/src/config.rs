@@ -1124,29 +1124,27 @@ impl LossScaleConfig {
 
     fn check(&self, fp16: bool) -> Result<()> {
         let usual: Self = defaults();
-        let whole = [
-            ("initial_scale_power", self.initial_scale_power, usual.initial_scale_power),
-            ("loss_scale_window", self.loss_scale_window, usual.loss_scale_window),
-            ("hysteresis", self.hysteresis, usual.hysteresis),
-        ];
+        let (power, most) = (self.initial_scale_power, self.initial_scale());
         if !fp16 {
-            let why = "without fp16 = true";
-            if let Some((name, found, _)) = whole.into_iter().find(|(_, found, usual)| found != usual) {
-                return no_effect(name, found, why);
-            }
-            if self.min_loss_scale != usual.min_loss_scale {
-                return no_effect("min_loss_scale", self.min_loss_scale, why);
-            }
-            return Ok(());
+            let unused = |name, found: &dyn Display, differs: bool| {
+                if differs { no_effect(name, found, "without fp16 = true") } else { Ok(()) }
+            };
+            let (window, hysteresis, least) = (self.loss_scale_window, self.hysteresis, self.min_loss_scale);
+            return all([
+                unused("initial_scale_power", &power, power != usual.initial_scale_power),
+                unused("loss_scale_window", &window, window != usual.loss_scale_window),
+                unused("hysteresis", &hysteresis, hysteresis != usual.hysteresis),
+                unused("min_loss_scale", &least, least != usual.min_loss_scale),
+            ]);
         }
-        let (power, most) = (self.initial_scale_power, format!("at most {MOST_SCALE_POWER}"));
-        expect(power <= MOST_SCALE_POWER, "initial_scale_power", power, &most)?;
-        at_least_one("loss_scale_window", self.loss_scale_window)?;
-        at_least_one("hysteresis", self.hysteresis)?;
-        above_zero("min_loss_scale", self.min_loss_scale)?;
-        let most = self.initial_scale();
         let expected = format!("at most {most}, 2 to the power of initial_scale_power");
-        expect(self.min_loss_scale <= most, "min_loss_scale", self.min_loss_scale, &expected)
+        all([
+            expect(power <= MOST_SCALE_POWER, "initial_scale_power", power, &format!("at most {MOST_SCALE_POWER}")),
+            at_least_one("loss_scale_window", self.loss_scale_window),
+            at_least_one("hysteresis", self.hysteresis),
+            above_zero("min_loss_scale", self.min_loss_scale),
+            expect(self.min_loss_scale <= most, "min_loss_scale", self.min_loss_scale, &expected),
+        ])
     }
 }
 
@@ -1165,16 +1163,16 @@ pub struct Fp16Config {
 
 impl Fp16Config {
     fn check(&self, fp16: bool) -> Result<()> {
-        if !self.compute_fp32_loss {
-            return usage(
-                "compute_fp32_loss = false: expected true: log-probabilities in fewer bits differ between the passes of a \
-                 run, and the ratio with them",
-            );
-        }
-        if self.align_overflow && !fp16 {
-            return no_effect("align_overflow", true, "without fp16 = true");
-        }
-        Ok(())
+        let expected =
+            "true: log-probabilities in fewer bits differ between the passes of a run, and the ratio with them";
+        all([
+            expect(self.compute_fp32_loss, "compute_fp32_loss", false, expected),
+            if self.align_overflow && !fp16 {
+                no_effect("align_overflow", true, "without fp16 = true")
+            } else {
+                Ok(())
+            },
+        ])
     }
 }
 
@@ -1203,11 +1201,15 @@ pub struct CheckpointConfig {
 
 impl CheckpointConfig {
     fn check(&self) -> Result<()> {
-        if self.resume_with_changed_inputs && self.resume_from_checkpoint.is_none() {
-            return no_effect("resume_with_changed_inputs", true, "without resume_from_checkpoint");
-        }
-        self.save_steps.map_or(Ok(()), |steps| at_least_one("save_steps", steps))?;
-        self.save_total_limit.map_or(Ok(()), |limit| at_least_one("save_total_limit", limit))
+        all([
+            if self.resume_with_changed_inputs && self.resume_from_checkpoint.is_none() {
+                no_effect("resume_with_changed_inputs", true, "without resume_from_checkpoint")
+            } else {
+                Ok(())
+            },
+            self.save_steps.map_or(Ok(()), |steps| at_least_one("save_steps", steps)),
+            self.save_total_limit.map_or(Ok(()), |limit| at_least_one("save_total_limit", limit)),
+        ])
     }
 }
 
@@ -1296,13 +1298,17 @@ impl RunConfig {
     }
 
     fn check(&self) -> Result<()> {
-        check_threads(self.num_threads)?;
-        if self.bf16 && self.fp16 {
-            return usage("bf16 = true and fp16 = true exclude each other: set one of them");
-        }
-        self.loss_scale.check(self.fp16)?;
-        self.checkpoints.check()?;
-        self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most))
+        all([
+            check_threads(self.num_threads),
+            if self.bf16 && self.fp16 {
+                usage("bf16 = true and fp16 = true exclude each other: set one of them")
+            } else {
+                Ok(())
+            },
+            self.loss_scale.check(self.fp16),
+            self.checkpoints.check(),
+            self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most)),
+        ])
     }
 }
 
@@ -1612,63 +1618,87 @@ impl PpoConfig {
     ///
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        at_least_one("response_length", self.response_length)?;
-        at_least_one("num_ppo_epochs", self.num_ppo_epochs)?;
-        at_least_one("local_rollout_forward_batch_size", self.local_rollout_forward_batch_size)?;
-        if let Some(episodes) = self.total_episodes {
-            at_least_one("total_episodes", episodes)?;
-        }
-        above_zero("num_train_epochs", self.num_train_epochs)?;
-        above_zero("temperature", self.temperature)?;
-        above_zero("cliprange", self.cliprange)?;
-        above_zero("cliprange_value", self.cliprange_value)?;
-        zero_or_more("kl_coef", self.kl_coef)?;
-        zero_or_more("vf_coef", self.vf_coef)?;
-        zero_to_one("gamma", self.gamma)?;
-        zero_to_one("lam", self.lam)?;
-        if let Some(penalty) = self.missing_eos_penalty {
-            zero_or_more("missing_eos_penalty", penalty)?;
-        }
-        if let (Some(penalty), true) = (self.missing_eos_penalty, self.non_eos_penalty) {
-            return usage(format!(
-                "missing_eos_penalty = {penalty}, which is subtracted from the score, and non_eos_penalty, which replaces it, \
-                 exclude each other: set one of them"
-            ));
-        }
-        expect(self.penalty_reward_value.is_finite(), "penalty_reward_value", self.penalty_reward_value, "a number")?;
-        if self.penalty_reward_value != -1.0 && !self.non_eos_penalty {
-            return no_effect("penalty_reward_value", self.penalty_reward_value, "without non_eos_penalty = true");
-        }
+        // What follows multiplies some of them.
+        check_sizes(self)?;
+        all([
+            at_least_one("response_length", self.response_length),
+            at_least_one("num_ppo_epochs", self.num_ppo_epochs),
+            at_least_one("local_rollout_forward_batch_size", self.local_rollout_forward_batch_size),
+            self.total_episodes.map_or(Ok(()), |episodes| at_least_one("total_episodes", episodes)),
+            above_zero("num_train_epochs", self.num_train_epochs),
+            above_zero("temperature", self.temperature),
+            above_zero("cliprange", self.cliprange),
+            above_zero("cliprange_value", self.cliprange_value),
+            zero_or_more("kl_coef", self.kl_coef),
+            zero_or_more("vf_coef", self.vf_coef),
+            zero_to_one("gamma", self.gamma),
+            zero_to_one("lam", self.lam),
+            self.missing_eos_penalty.map_or(Ok(()), |penalty| zero_or_more("missing_eos_penalty", penalty)),
+            self.check_penalty(),
+            self.check_whitening(),
+            self.kl.check(self),
+            self.step.check(self),
+            self.legacy.check(self),
+            self.value.check(self),
+            self.check_stop(),
+            check_token_id(self.stop_token_id),
+            self.rewards.check(),
+            crate::reward::specs(self).and_then(|rewards| self.rewards.check_asked(&rewards)),
+            self.data.check(None),
+            self.prompt_length.check(),
+            self.check_adapters(),
+            self.counts.check(self),
+            self.unsupervised.check(),
+            self.ema.check(),
+            self.trial.check(),
+            check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
+            self.watch.check(),
+            self.half.check(self.run.fp16),
+            self.run.check(),
+            at_least_one("num_eval_prompts", self.num_eval_prompts),
+            self.eval.check(
+                self.run.checkpoints.save_steps,
+                &["eval/score", "eval/kl", "eval/response_length", EVAL_SCORES],
+            ),
+            self.batch_sizes().map(drop),
+        ])
+    }
+
+    fn check_penalty(&self) -> Result<()> {
+        let value = self.penalty_reward_value;
+        all([
+            match (self.missing_eos_penalty, self.non_eos_penalty) {
+                (Some(penalty), true) => usage(format!(
+                    "missing_eos_penalty = {penalty}, which is subtracted from the score, and non_eos_penalty, which replaces \
+                     it, exclude each other: set one of them"
+                )),
+                _ => Ok(()),
+            },
+            expect(value.is_finite(), "penalty_reward_value", value, "a number"),
+            if value != -1.0 && !self.non_eos_penalty {
+                no_effect("penalty_reward_value", value, "without non_eos_penalty = true")
+            } else {
+                Ok(())
+            },
+        ])
+    }
+
+    fn check_whitening(&self) -> Result<()> {
         if self.whiten_advantages == WhitenAdvantages::MiniBatch && self.num_mini_batches == 1 {
             return usage(
                 "whiten_advantages = mini_batch is the same as batch where num_mini_batches = 1: set one of the two",
             );
         }
-        self.kl.check(self)?;
-        self.step.check(self)?;
-        self.legacy.check(self)?;
-        self.value.check(self)?;
-        if let (Some(StopToken::Eos), Some(id)) = (self.stop_token, self.stop_token_id) {
-            return usage(format!("stop_token = eos and stop_token_id = {id} exclude each other: set one of them"));
+        Ok(())
+    }
+
+    fn check_stop(&self) -> Result<()> {
+        match (self.stop_token, self.stop_token_id) {
+            (Some(StopToken::Eos), Some(id)) => {
+                usage(format!("stop_token = eos and stop_token_id = {id} exclude each other: set one of them"))
+            }
+            _ => Ok(()),
         }
-        check_token_id(self.stop_token_id)?;
-        self.rewards.check()?;
-        self.rewards.check_asked(&crate::reward::specs(self)?)?;
-        self.data.check(None)?;
-        self.prompt_length.check()?;
-        self.check_adapters()?;
-        self.counts.check(self)?;
-        self.unsupervised.check()?;
-        self.ema.check()?;
-        self.trial.check()?;
-        check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type))?;
-        self.watch.check()?;
-        self.half.check(self.run.fp16)?;
-        self.run.check()?;
-        at_least_one("num_eval_prompts", self.num_eval_prompts)?;
-        self.eval
-            .check(self.run.checkpoints.save_steps, &["eval/score", "eval/kl", "eval/response_length", EVAL_SCORES])?;
-        self.batch_sizes().map(drop)
     }
 
     /// The sizes of the run over `num_prompts` prompts, after [`Self::check`].
@@ -1685,6 +1715,8 @@ impl PpoConfig {
                 self.num_train_epochs
             ));
         }
+        let product = "num_train_epochs * prompts";
+        expect(total_episodes <= MOST_EPISODES, product, total_episodes, &format!("at most {MOST_EPISODES}"))?;
         let num_total_batches = total_episodes.div_ceil(batch_size);
         let frozen = self.value.value_warmup_updates;
         let expected = format!("less than the run's {num_total_batches} updates: else the policy never learns");
@@ -1897,31 +1929,33 @@ impl SftConfig {
     ///
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        match (&self.model_name_or_path, &self.config_name, &self.tokenizer_name) {
-            (None, None, _) => usage("set model_name_or_path, or config_name to start from random weights")?,
+        check_sizes(self)?;
+        let start = match (&self.model_name_or_path, &self.config_name, &self.tokenizer_name) {
+            (None, None, _) => usage("set model_name_or_path, or config_name to start from random weights"),
             (Some(model), Some(config), _) => usage(format!(
                 "model_name_or_path = {} and config_name = {} exclude each other: set one of them",
                 model.display(),
                 config.display()
-            ))?,
+            )),
             (None, Some(config), None) => usage(format!(
                 "config_name = {} needs tokenizer_name: a configuration brings no tokenizer",
                 config.display()
-            ))?,
-            _ => {}
-        }
-        self.data.check(self.eval_dataset_name.as_deref())?;
-        at_least_one("max_length", self.max_length)?;
-        at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
-        at_least_one("logging_steps", self.logging_steps)?;
-        self.peft.check()?;
-        if !self.peft.use_peft {
-            check_trained_dtype(self.run.dtype)?;
-        }
-        check_learning(self.learning_rate, &self.optimizer, None)?;
-        self.run.check()?;
-        self.eval.check(self.run.checkpoints.save_steps, &["eval_loss"])?;
-        self.plan_for(1).map(drop)
+            )),
+            _ => Ok(()),
+        };
+        all([
+            start,
+            self.data.check(self.eval_dataset_name.as_deref()),
+            at_least_one("max_length", self.max_length),
+            at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
+            at_least_one("logging_steps", self.logging_steps),
+            self.peft.check(),
+            if self.peft.use_peft { Ok(()) } else { check_trained_dtype(self.run.dtype) },
+            check_learning(self.learning_rate, &self.optimizer, None),
+            self.run.check(),
+            self.eval.check(self.run.checkpoints.save_steps, &["eval_loss"]),
+            self.plan_for(1).map(drop),
+        ])
     }
 
     /// The sizes of the run over `num_rows` rows, after [`Self::check`].
@@ -1956,22 +1990,23 @@ impl RewardConfig {
     ///
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        self.data.check(self.eval_dataset_name.as_deref())?;
-        at_least_one("max_length", self.max_length)?;
-        at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size)?;
-        at_least_one("logging_steps", self.logging_steps)?;
-        check_trained_dtype(self.run.dtype)?;
-        if let Some(weight) = self.center_rewards_coefficient {
-            zero_or_more("center_rewards_coefficient", weight)?;
-        }
-        self.peft.check()?;
-        check_learning(self.learning_rate, &self.optimizer, None)?;
-        self.run.check()?;
-        self.eval.check(
-            self.run.checkpoints.save_steps,
-            &["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"],
-        )?;
-        self.plan_for(1).map(drop)
+        check_sizes(self)?;
+        all([
+            self.data.check(self.eval_dataset_name.as_deref()),
+            at_least_one("max_length", self.max_length),
+            at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
+            at_least_one("logging_steps", self.logging_steps),
+            check_trained_dtype(self.run.dtype),
+            self.center_rewards_coefficient.map_or(Ok(()), |weight| zero_or_more("center_rewards_coefficient", weight)),
+            self.peft.check(),
+            check_learning(self.learning_rate, &self.optimizer, None),
+            self.run.check(),
+            self.eval.check(
+                self.run.checkpoints.save_steps,
+                &["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"],
+            ),
+            self.plan_for(1).map(drop),
+        ])
     }
 
     /// The sizes of the run over `num_pairs` pairs, after [`Self::check`].
@@ -2000,60 +2035,70 @@ impl MergeConfig {
 
 impl RewardsConfig {
     fn check(&self) -> Result<()> {
-        at_least_one("reward_batch_size", self.reward_batch_size)?;
-        at_least_one("reward_concurrency", self.reward_concurrency)?;
         let most = format!("at most {MOST_REQUESTS}");
-        expect(self.reward_concurrency <= MOST_REQUESTS, "reward_concurrency", self.reward_concurrency, &most)?;
         let seconds = self.reward_timeout;
         let expected = "a number of seconds above 0, at most a week";
-        expect(seconds > 0.0 && seconds <= LONGEST_TIMEOUT, "reward_timeout", seconds, expected)
+        all([
+            at_least_one("reward_batch_size", self.reward_batch_size),
+            at_least_one("reward_concurrency", self.reward_concurrency),
+            expect(self.reward_concurrency <= MOST_REQUESTS, "reward_concurrency", self.reward_concurrency, &most),
+            expect(seconds > 0.0 && seconds <= LONGEST_TIMEOUT, "reward_timeout", seconds, expected),
+        ])
     }
 
     /// How a reward is asked matters to those that are asked.
     fn check_asked(&self, rewards: &[Spec]) -> Result<()> {
+        let usual: Self = defaults();
+        let (service, outside) = (rewards.iter().any(Spec::is_service), rewards.iter().any(Spec::is_outside));
+        let why = "without a reward that is a service";
+        let unused = |name, found: &dyn Display, differs: bool| {
+            if differs && !service { no_effect(name, found, why) } else { Ok(()) }
+        };
+        let own = "without a reward that is a program or a service";
+        let unasked = |name, found: &dyn Display, differs: bool| {
+            if differs && !outside { no_effect(name, found, own) } else { Ok(()) }
+        };
         let (label, rows, requests) = (&self.reward_label_column, self.reward_batch_size, self.reward_concurrency);
-        if !rewards.iter().any(Spec::is_service) {
-            let why = "without a reward that is a service";
-            if label != "label" {
-                return no_effect("reward_label_column", label, why);
-            } else if rows != 32 {
-                return no_effect("reward_batch_size", rows, why);
-            } else if requests != 4 {
-                return no_effect("reward_concurrency", requests, why);
-            }
-        }
-        if !rewards.iter().any(Spec::is_outside) {
-            let why = "without a reward that is a program or a service";
-            if self.reward_timeout != 120.0 {
-                return no_effect("reward_timeout", self.reward_timeout, why);
-            } else if self.reward_retries != 3 {
-                return no_effect("reward_retries", self.reward_retries, why);
-            }
-        }
-        Ok(())
+        all([
+            unused("reward_label_column", label, *label != usual.reward_label_column),
+            unused("reward_batch_size", &rows, rows != usual.reward_batch_size),
+            unused("reward_concurrency", &requests, requests != usual.reward_concurrency),
+            unasked("reward_timeout", &self.reward_timeout, self.reward_timeout != usual.reward_timeout),
+            unasked("reward_retries", &self.reward_retries, self.reward_retries != usual.reward_retries),
+        ])
     }
 }
 
 impl KlConfig {
     fn check(&self, config: &PpoConfig) -> Result<()> {
-        above_zero("target", self.target)?;
-        above_zero("horizon", self.horizon)?;
-        self.kl_coef_end.map_or(Ok(()), |end| zero_or_more("kl_coef_end", end))?;
         let usual: Self = defaults();
-        for (name, found, usual) in [("target", self.target, usual.target), ("horizon", self.horizon, usual.horizon)] {
+        let of_control = |name, found, usual| {
             if found != usual && !self.adap_kl_ctrl {
                 return no_effect(name, found, "without adap_kl_ctrl = true");
             }
-        }
-        match self.kl_coef_end {
-            Some(end) if self.adap_kl_ctrl => usage(format!(
-                "adap_kl_ctrl = true and kl_coef_end = {end} exclude each other: the KL's weight follows its target or a schedule"
-            ))?,
-            None if self.adap_kl_ctrl && config.kl_coef == 0.0 => usage(
-                "kl_coef = 0 with adap_kl_ctrl = true: expected a number above 0, as the weight is only ever multiplied",
-            )?,
-            _ => {}
-        }
+            Ok(())
+        };
+        all([
+            above_zero("target", self.target),
+            above_zero("horizon", self.horizon),
+            self.kl_coef_end.map_or(Ok(()), |end| zero_or_more("kl_coef_end", end)),
+            of_control("target", self.target, usual.target),
+            of_control("horizon", self.horizon, usual.horizon),
+            match self.kl_coef_end {
+                Some(end) if self.adap_kl_ctrl => usage(format!(
+                    "adap_kl_ctrl = true and kl_coef_end = {end} exclude each other: the KL's weight follows its target or a \
+                     schedule"
+                )),
+                None if self.adap_kl_ctrl && config.kl_coef == 0.0 => {
+                    no_effect("adap_kl_ctrl", true, "with kl_coef = 0: the weight is only ever multiplied")
+                }
+                _ => Ok(()),
+            },
+            self.check_in_loss(config),
+        ])
+    }
+
+    fn check_in_loss(&self, config: &PpoConfig) -> Result<()> {
         if !self.kl_in_loss {
             return Ok(());
         }
@@ -2072,34 +2117,29 @@ impl KlConfig {
 
 impl StepConfig {
     fn check(&self, config: &PpoConfig) -> Result<()> {
-        self.cliprange_high.map_or(Ok(()), |range| above_zero("cliprange_high", range))?;
-        zero_or_more("entropy_coef", self.entropy_coef)?;
-        self.target_kl.map_or(Ok(()), |kl| above_zero("target_kl", kl))?;
         let above_one = |name, found: Option<f64>| {
             found.map_or(Ok(()), |x| expect(x.is_finite() && x > 1.0, name, x, "a number above 1"))
         };
-        above_one("dual_clip", self.dual_clip)?;
-        above_one("ratio_threshold", self.ratio_threshold)?;
-        if let Some(kl) = self.target_kl.filter(|_| config.num_ppo_epochs == 1) {
-            return no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to leave out");
-        }
         // The preset's own limit is there in any case.
-        if config.num_ppo_epochs * config.num_mini_batches > 1 || config.preset == Preset::TrlLegacy {
-            return Ok(());
-        }
-        let limits = [
-            ("cliprange_high", self.cliprange_high),
-            ("dual_clip", self.dual_clip),
-            ("ratio_threshold", self.ratio_threshold),
-        ];
-        match limits.iter().find_map(|(name, set)| Some((name, (*set)?))) {
-            Some((name, found)) => {
-                let why =
-                    "with num_ppo_epochs = 1 and num_mini_batches = 1: in an update's first step every ratio is 1";
-                no_effect(name, found, why)
-            }
-            None => Ok(()),
-        }
+        let one_step = config.num_ppo_epochs * config.num_mini_batches <= 1 && config.preset != Preset::TrlLegacy;
+        let limit = |name, found: Option<f64>| {
+            let why = "with num_ppo_epochs = 1 and num_mini_batches = 1: in an update's first step every ratio is 1";
+            found.filter(|_| one_step).map_or(Ok(()), |found| no_effect(name, found, why))
+        };
+        let last = config.num_ppo_epochs == 1;
+        all([
+            self.cliprange_high.map_or(Ok(()), |range| above_zero("cliprange_high", range)),
+            zero_or_more("entropy_coef", self.entropy_coef),
+            self.target_kl.map_or(Ok(()), |kl| above_zero("target_kl", kl)),
+            above_one("dual_clip", self.dual_clip),
+            above_one("ratio_threshold", self.ratio_threshold),
+            self.target_kl.filter(|_| last).map_or(Ok(()), |kl| {
+                no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to leave out")
+            }),
+            limit("cliprange_high", self.cliprange_high),
+            limit("dual_clip", self.dual_clip),
+            limit("ratio_threshold", self.ratio_threshold),
+        ])
     }
 }
 
@@ -2112,56 +2152,72 @@ const TARGET_KL: f64 = 1.0;
 impl LegacyConfig {
     fn check(&self, config: &PpoConfig) -> Result<()> {
         let legacy = config.preset == Preset::TrlLegacy;
-        for (name, found) in [("batch_size", self.batch_size), ("mini_batch_size", self.mini_batch_size)] {
-            if let Some(found) = found.filter(|_| !legacy) {
-                let why = "without preset = trl-legacy: per_device_train_batch_size, gradient_accumulation_steps and \
-                           num_mini_batches are the sizes there";
-                return no_effect(name, found, why);
-            }
-        }
-        if self.use_score_norm && !self.use_score_scaling {
-            return no_effect("use_score_norm", true, "without use_score_scaling = true");
-        }
-        self.score_clip.map_or(Ok(()), |clip| above_zero("score_clip", clip))?;
-        if self.raw_logprobs && config.temperature == 1.0 && !legacy {
-            return no_effect("raw_logprobs", true, "with temperature = 1");
-        }
-        if let Some(kl) = config.step.target_kl.filter(|_| legacy && !self.early_stopping) {
-            return no_effect("target_kl", kl, "with preset = trl-legacy and without early_stopping = true");
-        }
-        if self.early_stopping && config.num_ppo_epochs == 1 {
-            let why = "with num_ppo_epochs = 1: there is no second epoch to leave out";
-            return no_effect("early_stopping", true, why);
-        }
-        if let Some(layers) = self.num_shared_layers.filter(|_| config.peft.use_peft) {
-            let why = "with use_peft = true: beside an adapter all layers are the reference's too";
-            return no_effect("num_shared_layers", layers, why);
-        }
+        let of_preset = |name, found: Option<usize>| {
+            let why = "without preset = trl-legacy: per_device_train_batch_size, gradient_accumulation_steps and \
+                       num_mini_batches are the sizes there";
+            found.filter(|_| !legacy).map_or(Ok(()), |found| no_effect(name, found, why))
+        };
+        // TRL's own default may be written out.
+        let unwatched = |kl: &f64| legacy && !self.early_stopping && *kl != TARGET_KL;
+        let refuse =
+            |when: bool, name, found: &dyn Display, why| if when { no_effect(name, found, why) } else { Ok(()) };
+        all([
+            of_preset("batch_size", self.batch_size),
+            of_preset("mini_batch_size", self.mini_batch_size),
+            refuse(
+                self.use_score_norm && !self.use_score_scaling,
+                "use_score_norm",
+                &true,
+                "without use_score_scaling = true",
+            ),
+            self.score_clip.map_or(Ok(()), |clip| above_zero("score_clip", clip)),
+            refuse(
+                self.raw_logprobs && config.temperature == 1.0 && !legacy,
+                "raw_logprobs",
+                &true,
+                "with temperature = 1",
+            ),
+            config.step.target_kl.filter(unwatched).map_or(Ok(()), |kl| {
+                no_effect("target_kl", kl, "with preset = trl-legacy and without early_stopping = true")
+            }),
+            refuse(
+                self.early_stopping && config.num_ppo_epochs == 1,
+                "early_stopping",
+                &true,
+                "with num_ppo_epochs = 1: there is no second epoch to leave out",
+            ),
+            self.num_shared_layers.filter(|_| config.peft.use_peft).map_or(Ok(()), |layers| {
+                let why = "with use_peft = true: beside an adapter all layers are the reference's too";
+                no_effect("num_shared_layers", layers, why)
+            }),
+            self.check_value_head(config),
+        ])
+    }
+
+    fn check_value_head(&self, config: &PpoConfig) -> Result<()> {
         if !self.value_head {
             return Ok(());
         }
+        let mut refusals = Refusals::default();
         if config.kl.kl_in_loss && config.kl_estimator == KlEstimator::Full {
-            return usage(
+            refusals.add(usage(
                 "kl_in_loss = true with kl_estimator = full and value_head = true: the KL over the vocabulary as a loss needs a value \
                  model of its own; expected mse, k3 or abs",
-            );
+            ))?;
         }
         if config.run.fp16 {
-            return usage(
-                "fp16 = true and value_head = true exclude each other: a scale of losses is of one model; expected bf16",
-            );
+            refusals.add(usage(
+                "fp16 = true with value_head = true: a scale of losses is of one model; expected bf16 = true",
+            ))?;
         }
-        let alone = |name: &str, found: String| {
-            usage(format!(
+        let path = config.value_model_path.iter().map(|path| ("value_model_path", path.display().to_string()));
+        for (name, found) in path.chain(config.value.given()) {
+            refusals.add(usage(format!(
                 "{name} = {found} with value_head = true: the head is on the policy's trunk and learns with it; there is no value \
                  model"
-            ))
-        };
-        match &config.value_model_path {
-            Some(path) => alone("value_model_path", path.display().to_string()),
-            None if config.value.differs() => alone("value_*", "given".into()),
-            None => Ok(()),
+            )))?;
         }
+        refusals.end()
     }
 }
 
@@ -2171,28 +2227,46 @@ impl ValueConfig {
         *self != defaults()
     }
 
+    /// What of it is set, and to what.
+    fn given(&self) -> Vec<(&'static str, String)> {
+        let number = |name, found: Option<f64>| found.map(|found| (name, found.to_string()));
+        let updates = self.value_warmup_updates;
+        let all = [
+            (updates > 0).then(|| ("value_warmup_updates", updates.to_string())),
+            number("value_learning_rate", self.value_learning_rate),
+            self.value_lr_scheduler_type.map(|schedule| ("value_lr_scheduler_type", schedule.name())),
+            self.value_lr_warmup_steps.map(|steps| ("value_lr_warmup_steps", steps.to_string())),
+            number("value_weight_decay", self.value_weight_decay),
+            number("value_max_grad_norm", self.value_max_grad_norm),
+        ];
+        all.into_iter().flatten().collect()
+    }
+
     fn check(&self, config: &PpoConfig) -> Result<()> {
+        let mut refusals = Refusals::default();
         for (name, found) in [
             ("value_learning_rate", self.value_learning_rate),
             ("value_weight_decay", self.value_weight_decay),
             ("value_max_grad_norm", self.value_max_grad_norm),
         ] {
-            found.map_or(Ok(()), |found| zero_or_more(name, found))?;
+            refusals.add(found.map_or(Ok(()), |found| zero_or_more(name, found)))?;
         }
-        if config.vf_coef == 0.0 && self.differs() {
-            return usage("vf_coef = 0, so the value model does not learn, and settings of its learning are given");
+        if config.vf_coef == 0.0 {
+            for (name, found) in self.given() {
+                refusals.add(no_effect(name, found, "with vf_coef = 0: the value model does not learn"))?;
+            }
         }
         let (peak, optimizer) = config.value_optimizer();
         let schedule = optimizer.lr_scheduler_type;
         if let Some(steps) = self.value_lr_warmup_steps.filter(|&n| n > 0 && schedule == LrSchedulerType::Constant) {
             let why = "with the value model's schedule constant; constant_with_warmup has a warm-up";
-            return no_effect("value_lr_warmup_steps", steps, why);
+            refusals.add(no_effect("value_lr_warmup_steps", steps, why))?;
         }
         let too_high = |end: &f64| schedule.falls() && *end >= peak;
-        match (self.value_learning_rate, optimizer.lr_end.filter(too_high)) {
-            (Some(_), Some(end)) => usage(format!("lr_end = {end}: expected less than value_learning_rate = {peak}")),
-            _ => Ok(()),
+        if let (Some(_), Some(end)) = (self.value_learning_rate, optimizer.lr_end.filter(too_high)) {
+            refusals.add(usage(format!("lr_end = {end}: expected less than value_learning_rate = {peak}")))?;
         }
+        refusals.end()
     }
 }
 
@@ -2218,44 +2292,47 @@ impl GenerationBatchesConfig {
 
 impl CountsConfig {
     fn check(&self, config: &PpoConfig) -> Result<()> {
-        self.clip_reward_value.map_or(Ok(()), |most| above_zero("clip_reward_value", most))?;
         let most = format!("at most response_length = {}", config.response_length);
-        expect(
-            self.min_response_length <= config.response_length,
-            "min_response_length",
-            self.min_response_length,
-            &most,
-        )?;
+        let least = self.min_response_length;
         let ends = config.score_position == ScorePosition::LastToken;
-        if !self.last_value_in_loss && ends {
-            return no_effect(
-                "last_value_in_loss",
-                false,
-                "with score_position = last_token: there is no value behind it",
-            );
-        }
-        if self.eos_in_loss != EosInLoss::Always && ends {
-            return usage(
-                "score_position = last_token gives the score to a token that eos_in_loss may leave out; expected after_stop, \
-                 which is the token behind the last that counts",
-            );
-        }
-        Ok(())
+        let eos = self.eos_in_loss.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
+        all([
+            self.clip_reward_value.map_or(Ok(()), |most| above_zero("clip_reward_value", most)),
+            expect(least <= config.response_length, "min_response_length", least, &most),
+            if !self.last_value_in_loss && ends {
+                let why = "with score_position = last_token: there is no value behind it";
+                no_effect("last_value_in_loss", false, why)
+            } else {
+                Ok(())
+            },
+            if self.eos_in_loss != EosInLoss::Always && ends {
+                usage(format!(
+                    "score_position = last_token and eos_in_loss = {eos} exclude each other: the score would be that of a token \
+                     that may be left out; after_stop gives it to the token behind the last that counts"
+                ))
+            } else {
+                Ok(())
+            },
+        ])
     }
 }
 
 impl UnsupervisedConfig {
     fn check(&self) -> Result<()> {
-        above_zero("unsup_coef", self.unsup_coef)?;
-        if self.unsupervised_dataset_name.is_some() {
-            return Ok(());
-        }
+        let (usual, none): (Self, _) = (defaults(), self.unsupervised_dataset_name.is_none());
         let without = "without unsupervised_dataset_name";
-        if let Some(name) = &self.unsupervised_dataset_config_name {
-            return no_effect("unsupervised_dataset_config_name", name, without);
-        }
-        let usual: Self = defaults();
-        if self.unsup_coef == usual.unsup_coef { Ok(()) } else { no_effect("unsup_coef", self.unsup_coef, without) }
+        all([
+            above_zero("unsup_coef", self.unsup_coef),
+            self.unsupervised_dataset_config_name
+                .as_ref()
+                .filter(|_| none)
+                .map_or(Ok(()), |name| no_effect("unsupervised_dataset_config_name", name, without)),
+            if none && self.unsup_coef != usual.unsup_coef {
+                no_effect("unsup_coef", self.unsup_coef, without)
+            } else {
+                Ok(())
+            },
+        ])
     }
 }
 
@@ -2273,14 +2350,19 @@ impl EmaConfig {
 
 impl TrialConfig {
     fn check(&self) -> Result<()> {
-        at_least_one("print_answers_interval", self.print_answers_interval)?;
-        if !self.print_answers && self.print_answers_interval != 1 {
-            return no_effect("print_answers_interval", self.print_answers_interval, "without print_answers = true");
-        }
-        match (self.enable_test_mode, self.test_stop_step) {
-            (false, step @ 1..) => no_effect("test_stop_step", step, "without enable_test_mode = true"),
-            _ => Ok(()),
-        }
+        let interval = self.print_answers_interval;
+        all([
+            at_least_one("print_answers_interval", interval),
+            if !self.print_answers && interval != 1 {
+                no_effect("print_answers_interval", interval, "without print_answers = true")
+            } else {
+                Ok(())
+            },
+            match (self.enable_test_mode, self.test_stop_step) {
+                (false, step @ 1..) => no_effect("test_stop_step", step, "without enable_test_mode = true"),
+                _ => Ok(()),
+            },
+        ])
     }
 }
 
@@ -2303,11 +2385,13 @@ impl PeftConfig {
                 "settings of LoRA are given, and use_peft = false: set --use_peft, else all weights are trained",
             );
         }
-        at_least_one("lora_r", self.lora_r)?;
-        expect(self.lora_r <= MOST_RANK, "lora_r", self.lora_r, &format!("at most {MOST_RANK}"))?;
-        at_least_one("lora_alpha", self.lora_alpha)?;
         let below_one = (0.0..1.0).contains(&self.lora_dropout);
-        expect(below_one, "lora_dropout", self.lora_dropout, "a number from 0 to below 1")
+        all([
+            at_least_one("lora_r", self.lora_r),
+            expect(self.lora_r <= MOST_RANK, "lora_r", self.lora_r, &format!("at most {MOST_RANK}")),
+            at_least_one("lora_alpha", self.lora_alpha),
+            expect(below_one, "lora_dropout", self.lora_dropout, "a number from 0 to below 1"),
+        ])
     }
 }
 
@@ -2328,36 +2412,44 @@ impl GenerateConfig {
     ///
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        if let (Some(dataset), [_, ..]) = (&self.rows.dataset_name, &self.prompts[..]) {
-            let prompts = self.prompts.len();
-            return usage(format!(
-                "dataset_name = {} and {prompts} prompts of your own exclude each other: give one of them",
-                dataset.display()
-            ));
-        }
-        at_least_one("max_new_tokens", self.max_new_tokens)?;
+        check_sizes(self)?;
+        let sources = match (&self.rows.dataset_name, &self.prompts[..]) {
+            (Some(dataset), prompts @ [_, ..]) => usage(format!(
+                "dataset_name = {} and {} prompts of your own exclude each other: give one of them",
+                dataset.display(),
+                prompts.len()
+            )),
+            _ => Ok(()),
+        };
         let most = format!("at most max_new_tokens = {}", self.max_new_tokens);
-        expect(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, &most)?;
-        at_least_one("num_return_sequences", self.num_return_sequences)?;
-        let most = format!("at most {MOST_ROWS}");
-        expect(self.num_return_sequences <= MOST_ROWS, "num_return_sequences", self.num_return_sequences, &most)?;
-        zero_or_more("temperature", self.temperature)?;
-        above_zero("top_p", self.top_p)?;
-        zero_to_one("top_p", self.top_p)?;
-        zero_to_one("min_p", self.min_p)?;
-        above_zero("repetition_penalty", self.repetition_penalty)?;
-        if self.is_greedy() && self.num_return_sequences > 1 {
-            return usage(format!(
-                "num_return_sequences = {} would give equal answers, as the likeliest token is always taken; set \
-                 num_return_sequences = 1, or do_sample = true with a temperature above 0",
-                self.num_return_sequences
-            ));
-        }
-        for &id in &self.stop_token_ids {
-            expect(id >= 0, "stop_token_ids", id, "token ids, 0 or more")?;
-        }
-        expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text")?;
-        self.rows.check()
+        let sequences = self.num_return_sequences;
+        let equal = if self.is_greedy() && sequences > 1 {
+            usage(format!(
+                "num_return_sequences = {sequences} would give equal answers, as the likeliest token is always taken; set \
+                 num_return_sequences = 1, or do_sample = true with a temperature above 0"
+            ))
+        } else {
+            Ok(())
+        };
+        let ids = self
+            .stop_token_ids
+            .iter()
+            .try_for_each(|&id| expect(id >= 0, "stop_token_ids", id, "token ids, 0 or more"));
+        all([
+            sources,
+            at_least_one("max_new_tokens", self.max_new_tokens),
+            expect(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, &most),
+            at_least_one("num_return_sequences", sequences),
+            zero_or_more("temperature", self.temperature),
+            above_zero("top_p", self.top_p),
+            zero_to_one("top_p", self.top_p),
+            zero_to_one("min_p", self.min_p),
+            above_zero("repetition_penalty", self.repetition_penalty),
+            equal,
+            ids,
+            expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text"),
+            self.rows.check(),
+        ])
     }
 }
 
@@ -2373,8 +2465,8 @@ impl LogprobsConfig {
     ///
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        above_zero("temperature", self.temperature)?;
-        self.rows.check()
+        check_sizes(self)?;
+        all([above_zero("temperature", self.temperature), self.rows.check()])
     }
 }
 
@@ -2395,16 +2487,15 @@ impl ScoreConfig {
     ///
     /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        self.rewards.check()?;
-        if crate::reward::specs(self)?.is_empty() {
-            return usage("no reward: set at least one of model_name_or_path, reward, reward_command and reward_url");
-        }
-        if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() {
-            return usage(
-                "tokenizer_name: expected the policy's folder, as rewards see what its tokens say, found none",
-            );
-        }
-        self.rows.check()
+        check_sizes(self)?;
+        let rewards = crate::reward::specs(self).and_then(|rewards| match rewards[..] {
+            [] => usage("no reward: set at least one of model_name_or_path, reward, reward_command and reward_url"),
+            _ if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() => {
+                usage("tokenizer_name: expected the policy's folder, as rewards see what its tokens say, found none")
+            }
+            _ => Ok(()),
+        });
+        all([self.rewards.check(), rewards, self.rows.check()])
     }
 }
 
@@ -2418,22 +2509,28 @@ impl DataConfig {
     /// `own_eval` is a dataset of its own for evaluation.
     fn check(&self, own_eval: Option<&Path>) -> Result<()> {
         let (names, weights) = (self.dataset_name.len(), self.dataset_weights.len());
-        expect(names > 0, "datasets", names, "at least 1")?;
-        if weights > 0 {
-            let expected = format!("one for each of the datasets, which are {names}");
-            expect(weights == names, "numbers in dataset_weights", weights, &expected)?;
-        }
-        self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight))?;
-        if self.data_split.is_none() && self.data_split_seed != SPLIT_SEED {
-            return no_effect("data_split_seed", self.data_split_seed, "without data_split");
-        }
-        let Some(size) = self.eval_split_size else { return Ok(()) };
-        let sound = size > 0.0 && size.is_finite() && (size < 1.0 || size.fract() == 0.0);
-        expect(sound, "eval_split_size", size, "a share below 1, or a whole number of rows")?;
-        own_eval.map_or(Ok(()), |own| {
-            let own = own.display();
-            usage(format!("eval_split_size = {size} and eval_dataset_name = {own} exclude each other: set one of them"))
-        })
+        let expected = format!("one for each of the datasets, which are {names}");
+        let size = self.eval_split_size;
+        let sound = |size: f64| size > 0.0 && size.is_finite() && (size < 1.0 || size.fract() == 0.0);
+        all([
+            expect(names > 0, "datasets", names, "at least 1"),
+            expect(weights == 0 || weights == names, "numbers in dataset_weights", weights, &expected),
+            self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight)),
+            if self.data_split.is_none() && self.data_split_seed != SPLIT_SEED {
+                no_effect("data_split_seed", self.data_split_seed, "without data_split")
+            } else {
+                Ok(())
+            },
+            size.map_or(Ok(()), |size| {
+                expect(sound(size), "eval_split_size", size, "a share below 1, or a whole number of rows")
+            }),
+            match (size, own_eval.map(Path::display)) {
+                (Some(size), Some(own)) => usage(format!(
+                    "eval_split_size = {size} and eval_dataset_name = {own} exclude each other: set one of them"
+                )),
+                _ => Ok(()),
+            },
+        ])
     }
 }
 
@@ -2472,8 +2569,7 @@ fn one_or_list<S: serde::Serializer>(names: &[PathBuf], serializer: S) -> Result
 
 impl RowsConfig {
     fn check(&self) -> Result<()> {
-        at_least_one("batch_size", self.batch_size)?;
-        check_threads(self.num_threads)
+        all([at_least_one("batch_size", self.batch_size), check_threads(self.num_threads)])
     }
 }
 
@@ -2777,8 +2873,130 @@ fn typed<T: Setting>(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
     }
 }
 
+/// A refusal of one line, whatever the values hold that it quotes.
 fn usage<T>(message: impl Into<String>) -> Result<T> {
-    Err(Error::Usage(message.into()))
+    Err(Error::Usage(message.into().replace('\n', "\\n")))
+}
+
+/// Gathers what is wrong with settings, so that all of it is reported at once and not one fault per run.
+///
+/// A refusal is one line. It begins with the setting that has to change or to go (`NAME = VALUE`), or says that two settings
+/// exclude each other: [`subjects`] reads that.
+#[derive(Debug, Default)]
+pub struct Refusals {
+    lines: Vec<String>,
+    /// Settings that are refused.
+    about: Vec<String>,
+}
+
+impl Refusals {
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.lines.is_empty()
+    }
+
+    /// Takes up one line, which refuses these settings.
+    pub fn refuse(&mut self, line: impl Into<String>, about: impl IntoIterator<Item = impl Into<String>>) {
+        self.lines.push(line.into());
+        self.about.extend(about.into_iter().map(Into::into));
+    }
+
+    /// Takes up what `checked` refuses, but for what names a setting that is refused already: that follows from it.
+    ///
+    /// # Errors
+    /// If it is an error of another kind than [`Error::Usage`].
+    pub fn add(&mut self, checked: Result<()>) -> Result<()> {
+        match checked {
+            Err(Error::Usage(message)) => {
+                for line in message.lines() {
+                    if !self.about.iter().any(|name| names(line, name)) {
+                        self.refuse(line, subjects(line));
+                    }
+                }
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    /// All of it, a line each.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if there is anything.
+    pub fn end(self) -> Result<()> {
+        if self.is_empty() { Ok(()) } else { Err(Error::Usage(self.lines.join("\n"))) }
+    }
+}
+
+/// What all of `checks` refuse, as one error.
+fn all<const N: usize>(checks: [Result<()>; N]) -> Result<()> {
+    let mut refusals = Refusals::default();
+    for checked in checks {
+        refusals.add(checked)?;
+    }
+    refusals.end()
+}
+
+/// The settings that a refusal is about: the one that it begins with, and the second of two that exclude each other.
+pub fn subjects(refusal: &str) -> impl Iterator<Item = &str> {
+    let subject = |text: &'_ str| -> Option<usize> {
+        let end = text.find(|c: char| !c.is_ascii_alphanumeric() && c != '_')?;
+        (end > 0 && (text[end..].starts_with(" = ") || text[end..].starts_with(':'))).then_some(end)
+    };
+    let first = subject(refusal).map(|end| &refusal[..end]);
+    let both = refusal.split_once(" exclude each other").map_or("", |(both, _)| both);
+    let second = both.rsplit_once(" and ").and_then(|(_, text)| subject(text).map(|end| &text[..end]));
+    first.into_iter().chain(second)
+}
+
+/// Whether `line` has `name` as a word.
+fn names(line: &str, name: &str) -> bool {
+    line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == name)
+}
+
+/// The most that a whole number of a configuration may be: beyond use, and sums and products of a few of them are far below
+/// what 64 bits hold.
+fn most_of(name: &str) -> u64 {
+    match name {
+        "num_ppo_epochs" => 10_000,
+        "per_device_train_batch_size"
+        | "per_device_eval_batch_size"
+        | "per_device_generation_batch_size"
+        | "generation_batches"
+        | "gradient_accumulation_steps"
+        | "num_mini_batches"
+        | "local_rollout_forward_batch_size"
+        | "batch_size"
+        | "mini_batch_size"
+        | "reward_batch_size"
+        | "num_return_sequences" => MOST_ROWS as u64,
+        "response_length" | "max_new_tokens" | "min_new_tokens" | "max_prompt_length" => MOST_TOKENS,
+        "total_episodes" => MOST_EPISODES as u64,
+        _ => i32::MAX as u64,
+    }
+}
+
+/// The most tokens of a response or a prompt: above any model's context.
+const MOST_TOKENS: u64 = 1 << 20;
+
+/// The most responses, rows or updates of a run.
+const MOST_EPISODES: usize = 1 << 40;
+
+/// Whole numbers of any size that are no counts.
+const NO_COUNTS: [&str; 4] = ["seed", "data_split_seed", "stop_token_id", "stop_token_ids"];
+
+/// Refuses counts and sizes that no run can have, before anything is computed from them.
+fn check_sizes(config: &impl Serialize) -> Result<()> {
+    // A setting that cannot be written, such as a path that is not UTF-8, is refused where it is written.
+    let Ok(serde_json::Value::Object(settings)) = serde_json::to_value(config) else { return Ok(()) };
+    let mut refusals = Refusals::default();
+    for (name, value) in settings.iter().filter(|(name, _)| !NO_COUNTS.contains(&name.as_str())) {
+        if let Some(found) = value.as_u64() {
+            let most = most_of(name);
+            refusals.add(expect(found <= most, name, found, &format!("at most {most}")))?;
+        }
+    }
+    refusals.end()
 }
 
 fn expect(holds: bool, name: &str, found: impl Display, expected: &str) -> Result<()> {
@@ -2837,36 +3055,45 @@ fn check_learning(
     value_schedule: Option<LrSchedulerType>,
 ) -> Result<()> {
     let below_one = |beta: f64| (0.0..1.0).contains(&beta);
-    zero_or_more("learning_rate", learning_rate)?;
-    zero_or_more("weight_decay", optimizer.weight_decay)?;
-    expect(below_one(optimizer.adam_beta1), "adam_beta1", optimizer.adam_beta1, "a number from 0 to below 1")?;
-    expect(below_one(optimizer.adam_beta2), "adam_beta2", optimizer.adam_beta2, "a number from 0 to below 1")?;
-    above_zero("adam_epsilon", optimizer.adam_epsilon)?;
-    optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm))?;
-
     let (steps, ratio) = (optimizer.warmup_steps, optimizer.warmup_ratio);
-    zero_to_one("warmup_ratio", ratio)?;
-    if steps > 0 && ratio > 0.0 {
-        return usage(format!("warmup_steps = {steps} and warmup_ratio = {ratio} exclude each other: set one of them"));
-    }
     let own = optimizer.lr_scheduler_type;
     let no_schedule = |does: fn(LrSchedulerType) -> bool| !does(own) && !value_schedule.is_some_and(does);
     let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", own.name());
-    if no_schedule(|schedule| schedule != LrSchedulerType::Constant) && (steps > 0 || ratio > 0.0) {
-        let (name, found) = if steps > 0 { ("warmup_steps", steps as f64) } else { ("warmup_ratio", ratio) };
-        return no_effect(name, found, &with_schedule("; constant_with_warmup has a warm-up"));
-    }
-    above_zero("power", optimizer.power)?;
-    if no_schedule(|schedule| schedule == LrSchedulerType::Polynomial) && optimizer.power != 1.0 {
-        return no_effect("power", optimizer.power, &with_schedule("; polynomial has it"));
-    }
-    let Some(end) = optimizer.lr_end else { return Ok(()) };
-    zero_or_more("lr_end", end)?;
-    if no_schedule(LrSchedulerType::falls) {
-        return no_effect("lr_end", end, &with_schedule(""));
-    }
+    let (beta1, beta2, power) = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.power);
     let expected = format!("less than learning_rate = {learning_rate}");
-    expect(!own.falls() || end < learning_rate, "lr_end", end, &expected)
+    let no_warmup = no_schedule(|schedule| schedule != LrSchedulerType::Constant);
+    all([
+        zero_or_more("learning_rate", learning_rate),
+        zero_or_more("weight_decay", optimizer.weight_decay),
+        expect(below_one(beta1), "adam_beta1", beta1, "a number from 0 to below 1"),
+        expect(below_one(beta2), "adam_beta2", beta2, "a number from 0 to below 1"),
+        above_zero("adam_epsilon", optimizer.adam_epsilon),
+        optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm)),
+        zero_to_one("warmup_ratio", ratio),
+        if steps > 0 && ratio > 0.0 {
+            usage(format!("warmup_steps = {steps} and warmup_ratio = {ratio} exclude each other: set one of them"))
+        } else {
+            Ok(())
+        },
+        if no_warmup && (steps > 0 || ratio > 0.0) {
+            let (name, found) = if steps > 0 { ("warmup_steps", steps as f64) } else { ("warmup_ratio", ratio) };
+            no_effect(name, found, &with_schedule("; constant_with_warmup has a warm-up"))
+        } else {
+            Ok(())
+        },
+        above_zero("power", power),
+        if no_schedule(|schedule| schedule == LrSchedulerType::Polynomial) && power != 1.0 {
+            no_effect("power", power, &with_schedule("; polynomial has it"))
+        } else {
+            Ok(())
+        },
+        optimizer.lr_end.map_or(Ok(()), |end| zero_or_more("lr_end", end)),
+        match optimizer.lr_end {
+            Some(end) if no_schedule(LrSchedulerType::falls) => no_effect("lr_end", end, &with_schedule("")),
+            Some(end) => expect(!own.falls() || end < learning_rate, "lr_end", end, &expected),
+            None => Ok(()),
+        },
+    ])
 }
 
 /// The most requests to a reward service at a time: each has a thread.
@@ -2904,6 +3131,8 @@ fn train_plan(
     // A batch that a pass cannot fill goes on into the next, so only the run's last update may see a row once more.
     let num_updates =
         max_steps.unwrap_or_else(|| (num_train_epochs * num_rows as f64 / batch_size as f64).ceil() as usize);
+    let expected = format!("at most {MOST_EPISODES}");
+    expect(num_updates <= MOST_EPISODES, "num_train_epochs * rows / batch size", num_updates, &expected)?;
     Ok(TrainPlan { batch_size, num_updates })
 }
 
@@ -3323,7 +3552,7 @@ mod tests {
             ),
             (
                 |c| (c.score_position, c.counts.eos_in_loss) = (ScorePosition::LastToken, EosInLoss::Never),
-                "score_position = last_token gives the score to a token that eos_in_loss may leave out",
+                "score_position = last_token and eos_in_loss = never exclude each other",
             ),
             (|c| c.unsupervised.unsup_coef = 1.0, "unsup_coef = 1 has no effect without unsupervised_dataset_name"),
             (
@@ -3341,7 +3570,7 @@ mod tests {
                 |c| (c.kl.adap_kl_ctrl, c.kl.kl_coef_end) = (true, Some(0.1)),
                 "adap_kl_ctrl = true and kl_coef_end = 0.1 exclude each other",
             ),
-            (|c| (c.kl.adap_kl_ctrl, c.kl_coef) = (true, 0.0), "kl_coef = 0 with adap_kl_ctrl = true: expected"),
+            (|c| (c.kl.adap_kl_ctrl, c.kl_coef) = (true, 0.0), "adap_kl_ctrl = true has no effect with kl_coef = 0"),
             (|c| c.kl.kl_coef_end = Some(-1.0), "kl_coef_end = -1: expected a number of 0 or more"),
             (|c| (c.kl.kl_in_loss, c.kl_coef) = (true, 0.0), "kl_in_loss = true has no effect with kl_coef = 0"),
             (
@@ -3362,7 +3591,7 @@ mod tests {
             ),
             (
                 |c| (c.vf_coef, c.value.value_warmup_updates) = (0.0, 1),
-                "vf_coef = 0, so the value model does not learn",
+                "value_warmup_updates = 1 has no effect with vf_coef = 0: the value model does not learn",
             ),
             (|c| c.value.value_learning_rate = Some(-1.0), "value_learning_rate = -1: expected a number of 0 or more"),
             (|c| c.value.value_warmup_updates = 4, "value_warmup_updates = 4: expected less than the run's 4 updates"),
@@ -3409,6 +3638,72 @@ mod tests {
         assert_eq!((rate, own.warmup_steps, own.warmup_ratio), (1e-5, 3, 0.0));
         assert_eq!((own.lr_scheduler_type, own.max_grad_norm), (LrSchedulerType::Cosine, None));
         assert_eq!(own.weight_decay, 0.5);
+    }
+
+    #[test]
+    fn all_that_is_wrong_is_refused_at_once_a_line_each() {
+        let mut config = ppo();
+        (config.gamma, config.kl.horizon, config.optimizer.power) = (2.0, 0.0, 3.0);
+        (config.stop_token, config.stop_token_id) = (Some(StopToken::Eos), Some(-3));
+        config.num_mini_batches = 3;
+        let error = usage_of(config.check());
+        let lines: Vec<&str> = error.lines().collect();
+        let expected = [
+            "gamma = 2: expected a number from 0 to 1",
+            "horizon = 0: expected a number above 0",
+            "stop_token = eos and stop_token_id = -3 exclude each other",
+            "power = 3 has no effect with lr_scheduler_type = linear",
+            "batch size = per_device_train_batch_size * gradient_accumulation_steps = 8 * 1 = 8 is not a multiple of",
+        ];
+        assert_eq!(lines.len(), expected.len(), "{error}");
+        for (line, expected) in lines.iter().zip(expected) {
+            assert!(line.starts_with(expected), "{line}\nis not {expected}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_about_the_settings_that_it_begins_with() {
+        let of = |line: &'static str| subjects(line).collect::<Vec<_>>();
+        assert_eq!(of("warmup_steps = 100 has no effect with lr_scheduler_type = constant"), ["warmup_steps"]);
+        assert_eq!(
+            of("stop_token = eos and stop_token_id = 3 exclude each other: set one"),
+            ["stop_token", "stop_token_id"]
+        );
+        assert_eq!(of("batch size = a * b = 4 is not a multiple of num_mini_batches = 3"), Vec::<&str>::new());
+    }
+
+    #[test]
+    fn sizes_beyond_any_run_are_refused_by_name_with_the_most_there_may_be() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 9] = [
+            (|c| c.num_ppo_epochs = usize::MAX, "num_ppo_epochs = 18446744073709551615: expected at most 10000"),
+            (|c| c.num_mini_batches = usize::MAX, "num_mini_batches = 18446744073709551615: expected at most 1048576"),
+            (|c| c.total_episodes = Some(usize::MAX), "total_episodes = 18446744073709551615: expected at most"),
+            (|c| c.response_length = usize::MAX, "response_length = 18446744073709551615: expected at most 1048576"),
+            (
+                |c| c.value.value_warmup_updates = usize::MAX,
+                "value_warmup_updates = 18446744073709551615: expected at most 2147483647",
+            ),
+            (
+                |c| c.generation.per_device_generation_batch_size = Some(usize::MAX),
+                "per_device_generation_batch_size = 18446744073709551615: expected at most",
+            ),
+            (|c| c.num_train_epochs = 1e300, "num_train_epochs * prompts = 18446744073709551615: expected at most"),
+            (|c| c.peft.lora_alpha = usize::MAX, "lora_alpha = 18446744073709551615: expected at most"),
+            (|c| c.run.loss_scale.loss_scale_window = usize::MAX, "loss_scale_window = 18446744073709551615: expected"),
+        ];
+        for (change, message) in changes {
+            let mut config = ppo();
+            change(&mut config);
+            let error = usage_of(config.plan(10));
+            assert!(error.starts_with(message), "{error}\nis not {message}");
+        }
+        let mut sft = SftConfig::new("m", "d", "o");
+        sft.num_train_epochs = 1e300;
+        assert!(usage_of(sft.plan(10)).starts_with("num_train_epochs * rows / batch size = 18446744073709551615"));
+        let mut config = ppo();
+        (config.run.seed, config.stop_token_id) = (u64::MAX, Some(i64::MAX));
+        config.check().unwrap();
     }
 
     #[test]

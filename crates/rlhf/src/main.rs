@@ -39,13 +39,13 @@ fn start() -> ExitCode {
             Ok(()) => ExitCode::SUCCESS,
             // The reader of our output has seen enough.
             Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-            Err(error) => fail(&error.to_string(), error.exit_code()),
+            Err(error) => report(&error),
         },
         Err(Stop::Help(help)) => {
             let _ = help.print();
             ExitCode::from(if help.use_stderr() { 2 } else { 0 })
         }
-        Err(Stop::Error(error)) => fail(&error.to_string(), error.exit_code()),
+        Err(Stop::Error(error)) => report(&error),
     }
 }
 
@@ -94,7 +94,16 @@ fn is_ignored(signal: i32) -> bool {
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
-/// Prints the one line that ends a failed run.
+/// Prints the line that ends a failed run, or, of settings, a line for each that is wrong.
+fn report(error: &Error) -> ExitCode {
+    let lines = if matches!(error, Error::Usage(_)) { usize::MAX } else { 1 };
+    for line in error.to_string().lines().take(lines) {
+        fail(line, error.exit_code());
+    }
+    ExitCode::from(error.exit_code())
+}
+
+/// Prints one line of an error.
 fn fail(message: &str, code: u8) -> ExitCode {
     let _ = writeln!(io::stderr(), "error: {}", one_line(first_line(message)));
     ExitCode::from(code)
