@@ -816,7 +816,10 @@ mod tests {
             ("ppo: [kl_coef]\n", "run.yaml:4: `ppo`: expected settings of the form `key: value` below it"),
             ("ppo:\n  kl_coef: -1\n", "run.yaml:5: ppo: kl_coef = -1: expected a number of 0 or more"),
             ("kl_coef: -1\nppo:\n", "run.yaml:4: ppo: kl_coef = -1: expected a number of 0 or more"),
-            ("seed: 1\nppo:\n  adap_kl_ctrl: true\n  kl_coef: 0\n", "run.yaml:6: ppo: adap_kl_ctrl = true has no effect with kl_coef = 0"),
+            (
+                "seed: 1\nppo:\n  adap_kl_ctrl: true\n  kl_coef: 0\n",
+                "run.yaml:6: ppo: adap_kl_ctrl = true has no effect with kl_coef = 0",
+            ),
             ("sft: {output_dir: x}\n", "run.yaml:4: `sft.output_dir`: expected it above the sections"),
             ("resume_from_checkpoint: x\n", "resume_from_checkpoint = x: expected true"),
             ("skip: [sft, reward, ppo]\n", "skip = sft,reward,ppo leaves nothing to do"),

@@ -1064,7 +1064,7 @@ pub struct RunConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub loss_scale: LossScaleConfig,
-    /// Dtype that frozen weights are held in, `auto` for their files'; what is trained is held in float32.
+    /// Dtype that models are loaded in, `auto` for their files'; what is trained goes on in float32.
     #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
     pub dtype: Dtype,
     /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
@@ -1950,7 +1950,6 @@ impl SftConfig {
             at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
             at_least_one("logging_steps", self.logging_steps),
             self.peft.check(),
-            if self.peft.use_peft { Ok(()) } else { check_trained_dtype(self.run.dtype) },
             check_learning(self.learning_rate, &self.optimizer, None),
             self.run.check(),
             self.eval.check(self.run.checkpoints.save_steps, &["eval_loss"]),
@@ -1996,7 +1995,6 @@ impl RewardConfig {
             at_least_one("max_length", self.max_length),
             at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
             at_least_one("logging_steps", self.logging_steps),
-            check_trained_dtype(self.run.dtype),
             self.center_rewards_coefficient.map_or(Ok(()), |weight| zero_or_more("center_rewards_coefficient", weight)),
             self.peft.check(),
             check_learning(self.learning_rate, &self.optimizer, None),
@@ -3024,18 +3022,6 @@ fn zero_to_one(name: &str, found: f64) -> Result<()> {
     expect((0.0..=1.0).contains(&found), name, found, "a number from 0 to 1")
 }
 
-/// A command that trains all it loads holds it in float32.
-fn check_trained_dtype(dtype: Dtype) -> Result<()> {
-    if matches!(dtype, Dtype::Auto | Dtype::Float32) {
-        return Ok(());
-    }
-    let name = dtype.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
-    usage(format!(
-        "dtype = {name}: expected auto or float32, as what is trained is held in float32, where small steps are not lost; \
-         bf16 = true computes in bfloat16, fp16 = true in float16"
-    ))
-}
-
 fn check_token_id(id: Option<i64>) -> Result<()> {
     id.map_or(Ok(()), |id| expect(id >= 0, "stop_token_id", id, "a token id, 0 or more"))
 }
@@ -3332,13 +3318,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_trained_is_held_in_float32() {
-        let mut config = SftConfig::new("m", "d", "o");
-        for (dtype, allowed) in [(Dtype::Auto, true), (Dtype::Float32, true), (Dtype::BFloat16, false)] {
-            config.run.dtype = dtype;
-            assert_eq!(config.check().is_ok(), allowed, "{dtype:?}");
+    fn models_are_loaded_in_any_dtype_with_an_adapter_and_without() {
+        let (mut sft, mut reward) = (SftConfig::new("m", "d", "o"), RewardConfig::new("m", "d", "o"));
+        for dtype in [Dtype::Auto, Dtype::Float32, Dtype::BFloat16, Dtype::Float16] {
+            for use_peft in [false, true] {
+                (sft.run.dtype, sft.peft.use_peft) = (dtype, use_peft);
+                (reward.run.dtype, reward.peft.use_peft) = (dtype, use_peft);
+                sft.check().unwrap();
+                reward.check().unwrap();
+            }
         }
-        assert!(usage_of(config.check()).starts_with("dtype = bfloat16: expected auto or float32"));
     }
 
     #[test]

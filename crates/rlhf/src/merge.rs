@@ -31,10 +31,12 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
     let save: Save<'_> = if folder.is_classifier()? {
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         model.merge_adapter();
+        model.hold_as_computed();
         Box::new(move |dir| model.save_pretrained(dir, eos, pad, most))
     } else {
         let mut model = CausalLm::from_pretrained(dir, options)?;
         model.merge_adapter();
+        model.hold_as_computed();
         Box::new(move |dir| model.save_pretrained(dir, eos, pad, most))
     };
     let _hold = claim_folder(out, config.overwrite_output_dir, config)?;

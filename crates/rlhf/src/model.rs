@@ -57,12 +57,12 @@ pub enum Precision {
     F16,
 }
 
-/// In what dtype a model's weights are held.
+/// In what dtype a model's weights are read and held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 #[value(rename_all = "lowercase")]
 pub enum Dtype {
-    /// As most of the checkpoint's bytes are.
+    /// Each tensor as its file has it.
     Auto,
     /// f32: what is trained is held so.
     #[default]
@@ -76,13 +76,32 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    fn kind(self, source: Source<'_>) -> Kind {
-        match (self, source) {
-            (Dtype::Float32, _) | (Dtype::Auto, Source::Fresh(_)) => Kind::Float,
-            (Dtype::BFloat16, _) => Kind::BFloat16,
-            (Dtype::Float16, _) => Kind::Half,
-            (Dtype::Auto, Source::Checkpoint(checkpoint)) => checkpoint.kind(),
-            (Dtype::Auto, Source::Shared(params)) => params.first().map_or(Kind::Float, |param| param.tensor.kind()),
+    /// The dtype by its name.
+    pub(crate) fn of(kind: Kind) -> Self {
+        match kind {
+            Kind::BFloat16 => Dtype::BFloat16,
+            Kind::Half => Dtype::Float16,
+            _ => Dtype::Float32,
+        }
+    }
+
+    /// Its name as a setting.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Dtype::Auto => "auto",
+            Dtype::Float32 => "float32",
+            Dtype::BFloat16 => "bfloat16",
+            Dtype::Float16 => "float16",
+        }
+    }
+
+    /// The dtype of all tensors; `None`: each has its own.
+    fn kind(self) -> Option<Kind> {
+        match self {
+            Dtype::Auto => None,
+            Dtype::Float32 => Some(Kind::Float),
+            Dtype::BFloat16 => Some(Kind::BFloat16),
+            Dtype::Float16 => Some(Kind::Half),
         }
     }
 }
@@ -94,14 +113,19 @@ pub struct ModelOptions {
     pub device: Device,
     /// How its weights are held.
     pub dtype: Dtype,
-    /// How it computes.
+    /// How it computes; `Held` is as most of its bytes are.
     pub precision: Precision,
 }
 
 impl ModelOptions {
-    /// The dtype in which `source`'s weights are held, and that in which products are done.
+    /// The dtype in which most of `source`'s bytes are held, and that in which products are done.
     fn kinds(self, source: Source<'_>) -> (Kind, Kind) {
-        let held = self.dtype.kind(source);
+        let of_most = || match source {
+            Source::Fresh(_) => Kind::Float,
+            Source::Checkpoint(checkpoint) => checkpoint.kind(),
+            Source::Shared(params) => params.first().map_or(Kind::Float, |param| param.tensor.kind()),
+        };
+        let held = self.dtype.kind().unwrap_or_else(of_most);
         let compute = match self.precision {
             Precision::Held => held,
             Precision::F32 => Kind::Float,
@@ -136,12 +160,20 @@ struct Body {
     params: Vec<Param>,
     config: ModelConfig,
     device: Device,
-    /// The dtype that the weights are held in.
+    /// The dtype that most of the weights are held in: that of a model that is saved.
     kind: Kind,
+    /// Whether tensors were rounded when they were read.
+    rounded: bool,
+    /// Whether [`Body::hold_as_computed`] has rounded tensors.
+    narrowed: bool,
+    /// So many of the first parameters lie in the memory of another model.
+    shared: usize,
     /// The folder that the weights were read from, as long as they are those of the folder.
     origin: Option<PathBuf>,
     /// What `adapter_config.json` says, where there is an adapter; without the base if that is `origin`.
     adapter: Option<Map<String, Value>>,
+    /// The heads of the base, which are trained whole beside an adapter: as they were before.
+    base_head: Vec<(String, Tensor)>,
     /// Whether training keeps only what goes into each layer, and computes the layer again on the way back.
     gradient_checkpointing: bool,
     /// So many of the first parameters never learn.
@@ -160,6 +192,56 @@ pub(crate) fn is_model(dir: &Path) -> bool {
 const BASE_NAME: &str = "base_model_name_or_path";
 
 impl Body {
+    fn new(decoder: Decoder, params: Vec<Param>, config: ModelConfig, device: Device, kind: Kind) -> Self {
+        Self {
+            decoder,
+            params,
+            config,
+            device,
+            kind,
+            rounded: false,
+            narrowed: false,
+            shared: 0,
+            origin: None,
+            adapter: None,
+            base_head: Vec::new(),
+            gradient_checkpointing: false,
+            num_frozen: 0,
+        }
+    }
+
+    /// Holds each matrix in the dtype that it is multiplied in, where that needs no more memory: the same numbers come out.
+    fn hold_as_computed(&mut self, head: Option<&mut Linear>) {
+        let kept = self.params.iter().take(self.shared).map(|param| param.tensor.data_ptr()).collect();
+        let linears = self.decoder.linears_mut().chain(head);
+        if linears.fold(false, |changed, linear| linear.hold_as_computed(&kept) || changed) {
+            self.kind = self.decoder.compute;
+            self.narrowed = true;
+        }
+    }
+
+    /// Holds every tensor in f32.
+    fn hold_as_f32(&mut self) {
+        for param in &mut self.params {
+            if param.tensor.kind() != Kind::Float {
+                let wide = tch::no_grad(|| param.tensor.to_kind(Kind::Float));
+                param.tensor.set_data(&wide);
+            }
+        }
+        self.kind = Kind::Float;
+    }
+
+    /// The heads that are trained whole beside an adapter, as they are now.
+    fn heads(&self) -> Vec<(String, Tensor)> {
+        let heads = self.params.iter().filter(|param| lora::is_head(&param.name));
+        heads.map(|param| (param.name.clone(), param.tensor.detach().copy())).collect()
+    }
+
+    /// The dtype that the base of an adapter was rounded to, where the run has to save that base.
+    fn rounded_base(&self) -> Option<Kind> {
+        (self.narrowed && self.adapter.is_some() && self.origin.is_none()).then_some(self.kind)
+    }
+
     /// Beside a frozen base only the adapter is trained, and a classifier's head.
     fn set_trainable(&mut self, trainable: bool) {
         let all = self.adapter.is_none();
@@ -200,6 +282,7 @@ impl Body {
             linear.set_adapter(adapter);
         }
         let layers: Vec<String> = linears.iter().map(|linear| linear.name().to_string()).collect();
+        self.base_head = self.heads();
         self.params.extend(params);
         self.adapter = Some(config.describe(family, &layers, classifier));
         self.set_trainable(false);
@@ -207,11 +290,13 @@ impl Body {
     }
 
     fn load_adapter(&mut self, extra: Option<&mut Linear>, folder: &AdapterFolder, classifier: bool) -> Result<()> {
+        let heads = self.heads();
         let mut params = std::mem::take(&mut self.params);
         let device = self.device;
         let applied = self.linears(extra).and_then(|linears| folder.apply(linears, &mut params, device));
         self.params = params;
         applied?;
+        self.base_head = heads;
         self.adapter = Some(folder.described(classifier));
         self.set_trainable(false);
         Ok(())
@@ -219,7 +304,12 @@ impl Body {
 
     fn merge_adapter(&mut self, extra: Option<&mut Linear>) {
         if self.adapter.take().is_some() {
-            self.decoder.linears_mut().chain(extra).for_each(Linear::merge);
+            let linears = self.decoder.linears_mut().chain(extra);
+            if linears.fold(false, |widened, linear| linear.merge() || widened) {
+                // So that whoever reads what is saved keeps the sum.
+                self.kind = Kind::Float;
+            }
+            self.base_head.clear();
             self.params.retain(|param| !lora::is_lora(&param.name));
             self.origin = None;
             self.set_trainable(false);
@@ -286,9 +376,17 @@ impl Body {
     ) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
         let name = |param: &Param| stored(&param.name).unwrap_or_else(|| param.name.clone());
-        let params = self.params.iter().filter(|param| !lora::is_lora(&param.name));
-        // A classifier's head is held in f32 in any case.
-        let tensors: Vec<_> = params.map(|p| (name(p), p.tensor.detach().to_kind(self.kind))).collect();
+        // A base is as it was before anything was trained beside it.
+        let of_base = |name: &str| self.adapter.is_none() || !lora::is_below(name, lora::VALUE_HEAD);
+        let params = self.params.iter().filter(|param| !lora::is_lora(&param.name) && of_base(&param.name));
+        let tensor = |param: &Param| {
+            let before = self.base_head.iter().find(|(name, _)| *name == param.name);
+            let tensor = before.map_or(&param.tensor, |(_, tensor)| tensor).detach();
+            // A head is held in f32 in any case.
+            if lora::is_head(&param.name) { tensor.to_kind(self.kind) } else { tensor }
+        };
+        let tensors: Vec<_> = params.map(|param| (name(param), tensor(param))).collect();
+        weights::check_finite(&tensors)?;
         weights::save(dir, &tensors, max_shard_bytes)?;
         config.save(dir, self.kind)
     }
@@ -584,9 +682,35 @@ impl CausalLm {
         self.body.load_adapter(None, &folder, false)
     }
 
-    /// Folds the adapter, if there is one, into the weights: the sum is made in f32 and rounded to what they are held in.
+    /// Folds the adapter, if there is one, into the weights: the sum is made in f32, and held so from now on. A model that
+    /// was held in fewer bits is saved as f32, unless [`CausalLm::hold_as_computed`] rounds it again.
     pub fn merge_adapter(&mut self) {
         self.body.merge_adapter(None);
+    }
+
+    /// Holds each matrix in the dtype that products are done in, where that needs no more memory: a model that stays frozen
+    /// gives the same numbers, bit for bit, from less. Norms and embeddings, and what learns or lies in another model's
+    /// memory, stay as they are. Saved, it is rounded so.
+    pub fn hold_as_computed(&mut self) {
+        let own_head = !self.body.config.tie_word_embeddings;
+        self.body.hold_as_computed(own_head.then_some(&mut self.lm_head));
+    }
+
+    /// Makes what was read ready to be trained: an adapter that is there already becomes part of the weights. Beside an
+    /// adapter that it gets these are held as they are computed with, else in f32.
+    pub(crate) fn prepare(&mut self, gets_adapter: bool) {
+        self.merge_adapter();
+        if gets_adapter { self.hold_as_computed() } else { self.body.hold_as_f32() }
+    }
+
+    /// Whether tensors were rounded to the dtype that was asked for when they were read.
+    pub(crate) fn was_rounded(&self) -> bool {
+        self.body.rounded
+    }
+
+    /// The dtype that the base of the adapter was rounded to, where it has to be saved, as no folder holds it.
+    pub(crate) fn rounded_base(&self) -> Option<Kind> {
+        self.body.rounded_base()
     }
 
     /// The model with its adapter off: a view of the same weights, which costs no memory but for copies of them in the dtype of
@@ -595,21 +719,21 @@ impl CausalLm {
     /// # Errors
     /// None that a model which was built can have.
     pub fn base(&self) -> Result<Self> {
-        self.viewing(&self.body.params)
+        self.viewing(&self.body.params, self.body.params.len())
     }
 
-    /// A model of this one's shape and arithmetic that holds the memory of `params`.
-    fn viewing(&self, params: &[Param]) -> Result<Self> {
-        let compute = self.body.decoder.compute;
-        let precision = match compute {
-            kind if kind == self.body.kind => Precision::Held,
+    /// A model of this one's shape and arithmetic that holds the memory of `params`, the first `shared` of them another's.
+    fn viewing(&self, params: &[Param], shared: usize) -> Result<Self> {
+        let precision = match self.body.decoder.compute {
             Kind::Float => Precision::F32,
             Kind::Half => Precision::F16,
             _ => Precision::Bf16,
         };
         let options = ModelOptions { device: self.body.device, dtype: Dtype::Auto, precision };
         let source = Source::Shared(params);
-        Ok(Self::build(self.body.config.clone(), source, options, &[], |_, _| Ok(()))?.0)
+        let (mut model, ()) = Self::build(self.body.config.clone(), source, options, &[], |_, _| Ok(()))?;
+        (model.body.kind, model.body.shared) = (self.body.kind, shared);
+        Ok(model)
     }
 
     /// Freezes the embeddings and the first `layers` layers for good, and gives a frozen copy of the model that shares them: they
@@ -644,7 +768,7 @@ impl CausalLm {
             let tensor = if at < shared { tensor.shallow_clone() } else { tensor.detach().copy() };
             Param { name: name.clone(), tensor, decay: *decay }
         });
-        self.viewing(&copies.collect::<Vec<_>>())
+        self.viewing(&copies.collect::<Vec<_>>(), shared)
     }
 
     /// Whether there is an adapter beside the weights.
@@ -671,7 +795,7 @@ impl CausalLm {
     ) -> Result<(Self, T)> {
         let names = &config.family.names;
         let (held, compute) = options.kinds(source);
-        let mut builder = Builder::new(source, names, options.device, held);
+        let mut builder = Builder::new(source, names, options.device, options.dtype.kind());
         builder.set_tied(config.tie_word_embeddings);
         let decoder = Decoder::new(&config, &mut builder, compute)?;
         // As transformers 5: a head in the file with other values than the embedding's is a head of its own.
@@ -687,12 +811,10 @@ impl CausalLm {
         let extra = extra(&mut builder, &config)?;
         // Some tied checkpoints hold the head too; it is the embedding again.
         let tied = config.tie_word_embeddings.then_some(names.lm_head);
+        let rounded = builder.has_rounded();
         let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
         let lm_head = Linear::new(head, None, compute);
-        let (origin, adapter, num_frozen) = (None, None, 0);
-        let (device, gradient_checkpointing) = (options.device, false);
-        let body =
-            Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing, num_frozen };
+        let body = Body { rounded, ..Body::new(decoder, params, config, options.device, held) };
         Ok((Self { body, lm_head }, extra))
     }
 

@@ -19,7 +19,7 @@ use crate::hub::Commits;
 use crate::inputs::Inputs;
 use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
-use crate::model::{Dtype, ModelOptions, Param, Precision};
+use crate::model::{BASE_MODEL, Dtype, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
 use crate::report::{Console, Reached, Reporter};
 use crate::tokenizer::Tokenizer;
@@ -277,9 +277,33 @@ fn begin_report(
     Ok(report)
 }
 
-/// How the models that a run trains are put into memory: what is frozen beside an adapter need not be f32.
-fn trained_options(options: ModelOptions, has_adapter: bool, run: &RunConfig) -> ModelOptions {
-    if has_adapter { ModelOptions { dtype: run.dtype, ..options } } else { options }
+/// How a model that a run trains is read: what is trained whole is held in f32, whatever its file has.
+fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
+    let dtype = match options.dtype {
+        Dtype::Auto if !gets_adapter => Dtype::Float32,
+        other => other,
+    };
+    ModelOptions { dtype, ..options }
+}
+
+/// What to tell of a model whose numbers are not those of the files in `dir`, as some were rounded: when they were read, or
+/// where the base of an adapter is saved.
+fn roundings(dir: &Path, dtype: Dtype, was_rounded: bool, rounded_base: Option<tch::Kind>) -> Vec<String> {
+    let (dir, mut found) = (dir.display(), Vec::new());
+    if was_rounded {
+        let name = dtype.name();
+        found.push(format!(
+            "{dir}: dtype = {name} rounds weights that the files hold in another: the run begins at the rounded ones"
+        ));
+    }
+    if let Some(kind) = rounded_base {
+        let name = Dtype::of(kind).name();
+        found.push(format!(
+            "{dir}: beside an adapter its weights are computed with in {name}, and {BASE_MODEL}, which the run saves, holds \
+             them so, rounded"
+        ));
+    }
+    found
 }
 
 /// How many of a model's numbers are trained, and their share, as PEFT's `print_trainable_parameters` counts them.
@@ -292,7 +316,7 @@ fn trained_share(params: &[Param]) -> String {
     format!("{trained} of {all} ({:.4} %)", 100.0 * trained as f64 / all as f64)
 }
 
-/// How the models that a run trains are put into memory; also applies the number of threads.
+/// How the models that a run only reads are put into memory; also applies the number of threads.
 ///
 /// # Errors
 /// If the run asks for what this version or this machine does not have.
@@ -303,7 +327,7 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
         (false, true) => Precision::F16,
         (false, false) => Precision::F32,
     };
-    Ok(ModelOptions { device: run.device.resolve()?, dtype: Dtype::Float32, precision })
+    Ok(ModelOptions { device: run.device.resolve()?, dtype: run.dtype, precision })
 }
 
 /// Activations that are always worth their memory, in bytes.

@@ -67,7 +67,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// As [`Checkpoint::open`].
-    pub(crate) fn open_file(path: &Path) -> Result<Self> {
+    pub fn open_file(path: &Path) -> Result<Self> {
         let dir = path.parent().unwrap_or(Path::new("")).to_path_buf();
         let mut checkpoint = Self { dir, files: Vec::new(), tensors: BTreeMap::new() };
         checkpoint.add_file(path.to_path_buf())?;
@@ -87,6 +87,17 @@ impl Checkpoint {
     /// The shape of the tensor `name`, if there is one.
     pub fn shape(&self, name: &str) -> Option<Vec<i64>> {
         self.tensors.get(name).map(|entry| entry.info.shape.iter().map(|&n| n as i64).collect())
+    }
+
+    /// The dtype that the tensor `name` is stored in, if there is one of this name in f32, f16, bf16 or f64.
+    pub fn kind_of(&self, name: &str) -> Option<Kind> {
+        match self.tensors.get(name)?.info.dtype {
+            Dtype::F32 => Some(Kind::Float),
+            Dtype::F16 => Some(Kind::Half),
+            Dtype::BF16 => Some(Kind::BFloat16),
+            Dtype::F64 => Some(Kind::Double),
+            _ => None,
+        }
     }
 
     /// The folder.
@@ -115,16 +126,11 @@ impl Checkpoint {
             .get(name)
             .ok_or_else(|| Error::invalid(&self.dir, format!("expected the tensor `{name}`, found none")))?;
         let source = &self.files[entry.file];
-        let stored = match entry.info.dtype {
-            Dtype::F32 => Kind::Float,
-            Dtype::F16 => Kind::Half,
-            Dtype::BF16 => Kind::BFloat16,
-            Dtype::F64 => Kind::Double,
-            other => {
-                let message = format!("tensor `{name}`: expected dtype F32, F16, BF16 or F64, found {other:?}");
-                return Err(Error::invalid(&source.path, message));
-            }
-        };
+        let stored = self.kind_of(name).ok_or_else(|| {
+            let found = entry.info.dtype;
+            let message = format!("tensor `{name}`: expected dtype F32, F16, BF16 or F64, found {found:?}");
+            Error::invalid(&source.path, message)
+        })?;
         let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
         let tensor = Tensor::f_empty(&shape, (kind, device))?.f_view([-1])?;
         let width = stored.elt_size_in_bytes();
@@ -287,6 +293,24 @@ pub fn save(dir: &Path, tensors: &[(String, Tensor)], max_shard_bytes: usize) ->
         let index = serde_json::json!({"metadata": {"total_size": total}, "weight_map": weight_map});
         write_text(&dir.join(INDEX), &pretty(&index))
     })
+}
+
+/// Checks that every number of a model that is to be saved is finite: one that is not would pass for a sound model.
+///
+/// # Errors
+/// If one is infinite or not a number; the error names the tensor.
+pub(crate) fn check_finite(tensors: &[(String, Tensor)]) -> Result<()> {
+    for (name, tensor) in tensors.iter().filter(|(_, tensor)| tensor.numel() > 0) {
+        // Both are NaN where any number is, and no second tensor of this size comes to be.
+        let (least, most) = tensor.aminmax(None, false);
+        let found = [least, most].map(|x| x.double_value(&[])).into_iter().find(|x| !x.is_finite());
+        if let Some(found) = found {
+            return Err(Error::Run(format!(
+                "tensor `{name}`: expected finite numbers, found {found}: the weights are damaged, or training diverged"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Writes `tensors` as one safetensors file, beside its place and renamed.

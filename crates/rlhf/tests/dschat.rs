@@ -637,6 +637,24 @@ fn an_engine_answers_prompts_in_deepspeed_chats_shapes() {
 }
 
 #[test]
+fn an_engine_begins_at_a_ratio_of_1_whatever_the_temperature_of_its_log_probs() {
+    for (temperature, raw_logprobs) in [(0.6, true), (0.6, false), (1.0, false)] {
+        in_scratch(
+            |config, _| (config.temperature, config.legacy.raw_logprobs) = (temperature, raw_logprobs),
+            |config| {
+                let mut engine = RlhfEngine::from_config(config).unwrap();
+                let (prompts, mask) = engine.next_prompts().unwrap();
+                let exp = engine.generate_experience(&prompts, &mask).unwrap();
+                let counts = exp.attention_mask.narrow(1, 1, exp.logprobs.size()[1]);
+                let ratio = (&exp.logprobs - &exp.ref_logprobs).exp() - 1.0;
+                let gap = (ratio * counts).abs().max();
+                assert!(number(&gap) < 1e-4, "temperature {temperature}, raw {raw_logprobs}: {gap}");
+            },
+        );
+    }
+}
+
+#[test]
 fn an_engine_refuses_a_falling_rate_of_no_end_and_goes_no_further_than_it() {
     in_scratch(
         |_, _| (),

@@ -1,10 +1,13 @@
 //! Files and dtypes: what is saved, how much memory loading takes, what a model held in fewer bits says.
 
-use crate::cli::{PPO, SFT, Scratch, timeless};
+use crate::cli::{PPO, REWARD, SFT, Scratch, timeless};
 use crate::support::{Child, golden, say};
+use rlhf::config::PpoConfig;
 use rlhf::model::{
-    CausalLm, CausalLmWithValueHead, Dtype, ModelConfig, ModelOptions, SequenceClassifier, ValueHeadInit,
+    CausalLm, CausalLmWithValueHead, Dtype, ModelConfig, ModelOptions, Param, Precision, SequenceClassifier,
+    ValueHeadInit,
 };
+use rlhf::train::ppo::PpoTrainer;
 use rlhf::weights::{Checkpoint, save};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -221,11 +224,170 @@ fn a_reference_held_as_its_file_gives_ppo_the_numbers_of_one_held_in_f32() {
         let kl = metrics("auto")[0]["objective/kl"].as_f64().unwrap();
         assert!(kl.abs() < 1e-5, "{more}: {kl}");
     }
-    // A reference with fewer bits than its file is another model than the policy, and only on request.
+}
+
+/// Gives the policy matrices of bf16, and norms that bf16 would round.
+fn mix(scratch: &Scratch) {
+    scratch.edit_tensors("policy", |tensors| {
+        for (name, tensor) in tensors {
+            *tensor = match name.contains("norm") {
+                true => &*tensor * 1.001 + 0.0003,
+                false => tensor.to_kind(Kind::BFloat16),
+            };
+        }
+    });
+}
+
+/// A run of the scratch folder's models that learns nothing, changed as a case says.
+fn frozen_run(scratch: &Scratch, change: impl FnOnce(&mut PpoConfig)) -> PpoConfig {
+    let path = |name: &str| scratch.path(name);
+    let mut config = PpoConfig::new(path("policy"), path("reward"), path("prompts.jsonl"), path("out"));
+    (config.response_length, config.total_episodes) = (6, Some(8));
+    config.learning_rate = 0.0;
+    change(&mut config);
+    config
+}
+
+#[test]
+fn the_reference_is_the_policys_start_whatever_the_dtypes_of_the_files_and_the_flags() {
+    golden(); // one thread
+    let folders: [(&str, fn(&Scratch)); 3] =
+        [("f32", |_| ()), ("bf16", |scratch| narrow(scratch, "policy")), ("bf16 with f32 norms", mix)];
+    for (files, write) in folders {
+        let scratch = Scratch::new();
+        write(&scratch);
+        for dtype in [Dtype::Auto, Dtype::Float32, Dtype::BFloat16, Dtype::Float16] {
+            for (bf16, fp16) in [(false, false), (true, false), (false, true)] {
+                for (use_peft, shared) in [(false, None), (true, None), (false, Some(1))] {
+                    let config = frozen_run(&scratch, |config| {
+                        (config.run.dtype, config.run.bf16, config.run.fp16) = (dtype, bf16, fp16);
+                        (config.peft.use_peft, config.legacy.num_shared_layers) = (use_peft, shared);
+                    });
+                    let found = PpoTrainer::from_config(&config).unwrap().check().unwrap();
+                    let case = format!("{files}, {dtype:?}, bf16 {bf16}, fp16 {fp16}, peft {use_peft}, {shared:?}");
+                    assert_eq!(found.kl, Some(0.0), "{case}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_at_rate_0_has_no_kl_and_says_what_was_rounded() {
     let scratch = Scratch::new();
-    scratch.succeeds(&format!("{PPO} --output_dir narrow --dtype bfloat16"));
-    let kl = scratch.metrics("narrow")[0]["objective/kl"].as_f64().unwrap();
-    assert!(kl != 0.0 && kl.abs() < 1.0, "{kl}");
+    mix(&scratch);
+    narrow(&scratch, "reward");
+    let line = format!("{PPO} --learning_rate 0 --overwrite_output_dir");
+    for (flags, most) in [("", 1e-5), ("--use_peft", 1e-5), ("--bf16", 0.0), ("--bf16 --use_peft", 0.0)] {
+        scratch.succeeds(&format!("{line} {flags}"));
+        for row in scratch.metrics("out") {
+            let kl = row["objective/kl"].as_f64().unwrap();
+            assert!(kl.abs() <= most, "{flags}: {kl}");
+        }
+    }
+    let ran = scratch.run(&format!("{line} --bf16 --dtype bfloat16"));
+    let warned = "warning: policy: dtype = bfloat16 rounds weights that the files hold in another";
+    assert!(ran.code == 0 && ran.stderr.starts_with(warned) && ran.stderr.lines().count() == 1, "{}", ran.stderr);
+    assert!(scratch.metrics("out").iter().all(|row| row["objective/kl"] == 0.0));
+    // In SFT and reward training too: loaded so, and trained in f32.
+    for (line, dir) in [(SFT, "policy"), (REWARD, "reward")] {
+        for peft in ["", "--use_peft"] {
+            let line = format!("{line} --overwrite_output_dir --dtype float16 {peft}");
+            let ran = scratch.run(&line);
+            let warned = format!("warning: {dir}: dtype = float16 rounds weights");
+            assert!(ran.code == 0 && ran.stderr.starts_with(&warned), "{line}: {}", ran.stderr);
+        }
+        scratch.succeeds(&format!("{line} --overwrite_output_dir"));
+        let saved = Checkpoint::open(&scratch.path("out")).unwrap();
+        assert!(saved.names().all(|name| saved.kind_of(name) == Some(Kind::Float)), "{dir}");
+    }
+}
+
+#[test]
+fn what_is_frozen_is_held_in_what_it_is_computed_with_and_gives_the_same_numbers() {
+    let dir = golden().join("models");
+    let ids = [vec![5i64, 6, 7, 8, 9, 10]];
+    let bf16 = ModelOptions { dtype: Dtype::Float32, precision: Precision::Bf16, ..AUTO };
+    let kinds = |params: &[Param], names: &[&str]| -> Vec<Kind> {
+        let named = params.iter().filter(|param| names.iter().any(|name| param.name.contains(name)));
+        named.map(|param| param.tensor.kind()).collect()
+    };
+    let all = |kinds: Vec<Kind>, kind: Kind| !kinds.is_empty() && kinds.iter().all(|found| *found == kind);
+    for (name, matrices) in [
+        ("gpt2", ["c_attn", "c_fc"]),
+        ("llama_untied", ["q_proj", "lm_head"]),
+        ("llama_tied", ["q_proj", "down_proj"]),
+        ("gemma2", ["q_proj", "down_proj"]),
+    ] {
+        let mut model = CausalLm::from_pretrained(&dir.join(name), bf16).unwrap();
+        let before = model.logits(&ids).unwrap().remove(0);
+        model.hold_as_computed();
+        assert_eq!(model.logits(&ids).unwrap()[0], before, "{name}");
+        assert!(all(kinds(model.params(), &matrices), Kind::BFloat16), "{name}");
+        assert!(all(kinds(model.params(), &["norm", "ln_", "embed_tokens", "wte"]), Kind::Float), "{name}");
+    }
+    let mut reward = SequenceClassifier::from_pretrained(&dir.join("gpt_neox_cls"), None, bf16).unwrap();
+    let before = reward.scores(&ids).unwrap();
+    reward.hold_as_computed();
+    assert_eq!(reward.scores(&ids).unwrap(), before);
+    assert!(all(kinds(reward.params(), &["query_key_value"]), Kind::BFloat16));
+    assert!(all(kinds(reward.params(), &["score"]), Kind::Float));
+    // Neither what learns nor what lies in another model's memory changes.
+    let mut policy = CausalLm::from_pretrained(&dir.join("llama_untied"), bf16).unwrap();
+    let mut reference = policy.share_lower_layers(1).unwrap();
+    policy.set_trainable(true);
+    let before = reference.logits(&ids).unwrap().remove(0);
+    policy.hold_as_computed();
+    reference.hold_as_computed();
+    assert_eq!(reference.logits(&ids).unwrap()[0], before);
+    assert!(all(kinds(policy.params(), &["layers.1."]), Kind::Float));
+    assert!(all(kinds(reference.params(), &["layers.1.mlp"]), Kind::BFloat16));
+    policy.set_trainable(false);
+    let mut base = policy.base().unwrap();
+    base.hold_as_computed();
+    assert!(all(kinds(base.params(), &["layers.1."]), Kind::Float), "a view of another model's memory");
+}
+
+#[test]
+fn a_model_whose_numbers_are_not_finite_is_not_saved() {
+    for dtype in [Dtype::Float32, Dtype::BFloat16, Dtype::Float16] {
+        let out = tempfile::tempdir().unwrap();
+        let options = ModelOptions { dtype, ..AUTO };
+        let model = CausalLm::from_pretrained(&golden().join("models/gpt2"), options).unwrap();
+        model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+        let before = files(out.path());
+        let broken = model.params().iter().find(|param| param.name.contains("c_fc.weight")).unwrap();
+        for (number, shown) in [(f64::NAN, "NaN"), (f64::INFINITY, "inf"), (f64::NEG_INFINITY, "-inf")] {
+            let _ = broken.tensor.get(1).narrow(0, 2, 1).fill_(number);
+            let error = model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap_err().to_string();
+            let expected = format!("tensor `{}`: expected finite numbers, found {shown}", broken.name);
+            assert!(error.contains(&expected) && !error.contains(".saving"), "{error}");
+            assert!(files(out.path()) == before, "{error}: the folder is as it was");
+        }
+    }
+}
+
+#[test]
+fn a_run_that_diverged_keeps_its_last_sound_weights_and_says_where_they_are() {
+    let scratch = Scratch::new();
+    let rate = "--learning_rate 1e38 --lr_scheduler_type constant_with_warmup --warmup_steps 1 --save_steps 1";
+    for (line, optimizer) in [
+        (SFT.replace("--max_steps 2", "--max_steps 4"), ""),
+        (REWARD.replace("--max_steps 2", "--max_steps 4"), ""),
+        (PPO.replace("--total_episodes 8", "--total_episodes 16"), "--num_ppo_epochs 1"),
+        (SFT.replace("--max_steps 2", "--max_steps 4"), "--use_peft"),
+    ] {
+        let line = format!("{line} {rate} {optimizer} --overwrite_output_dir");
+        let ran = scratch.run(&line);
+        let error = ran.stderr.lines().last().unwrap_or_default();
+        assert!(ran.code == 1 && error.contains("expected finite numbers, found"), "{line}: {}", ran.stderr);
+        assert!(error.contains("--resume_from_checkpoint out/checkpoint-1 goes on"), "{line}: {error}");
+        assert!(!scratch.path("out/checkpoint-2").exists() && !scratch.path("out/checkpoint-3").exists(), "{line}");
+        for file in ["model.safetensors", "adapter_model.safetensors"] {
+            assert!(!scratch.path("out").join(file).exists(), "{line}: {file}");
+        }
+        assert!(scratch.path("out/checkpoint-1/trainer_state.json").is_file(), "{line}");
+    }
 }
 
 #[test]
@@ -243,7 +405,6 @@ fn runs_save_in_shards_of_the_size_asked_for() {
     );
     let line = format!("{SFT} --output_dir other --max_shard_size");
     scratch.refuses(&format!("{line} much"), 2, &["'much'", "--max_shard_size <SIZE>", "5GB or 500MB"]);
-    scratch.refuses(&format!("{SFT} --output_dir other --dtype bfloat16"), 2, &["dtype = bfloat16", "bf16 = true"]);
 }
 
 #[test]

@@ -2,7 +2,9 @@
 
 use crate::cli::{Scratch, json_lines};
 use crate::support::{Tensors, assert_close, golden};
+use rlhf::config::PpoConfig;
 use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
+use rlhf::train::ppo::PpoTrainer;
 use rlhf::weights::Checkpoint;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -373,7 +375,7 @@ fn a_second_adapter_is_refused_until_the_first_is_folded_in() {
 }
 
 #[test]
-fn merging_in_bf16_rounds_the_f32_sum_once() {
+fn merging_into_bf16_keeps_the_f32_sum_until_it_is_rounded_once() {
     let options = ModelOptions { dtype: Dtype::BFloat16, ..ModelOptions::default() };
     let mut model = CausalLm::from_pretrained(&base_of("gpt2"), options).unwrap();
     model.load_adapter(&adapter("gpt2")).unwrap();
@@ -384,8 +386,106 @@ fn merging_in_bf16_rounds_the_f32_sum_once() {
     let lora = Tensors::read(&adapter("gpt2").join("adapter_model.safetensors"));
     let of = |end: &str| lora.get(&format!("base_model.model.transformer.h.0.attn.c_attn.lora_{end}.weight"));
     let sum = base + (of("B").matmul(of("A")) * 1.5).tr();
-    let found = &model.params().iter().find(|param| param.name == name).unwrap().tensor;
-    assert_eq!(found, &sum.to_kind(Kind::BFloat16));
+    let found =
+        |model: &CausalLm| model.params().iter().find(|param| param.name == name).unwrap().tensor.shallow_clone();
+    assert_eq!(found(&model), sum);
+    // A reader of what is saved is told of f32, and gets the sum.
+    let out = tempfile::tempdir().unwrap();
+    model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
+    let described = json_of(&out.path().join("config.json"));
+    let dtype = described.get("dtype").or(described.get("torch_dtype"));
+    assert_eq!(dtype, Some(&json!("float32")));
+    assert_eq!(Checkpoint::open(out.path()).unwrap().read(name, Device::Cpu, Kind::Float).unwrap(), sum);
+    model.hold_as_computed();
+    assert_eq!(found(&model), sum.to_kind(Kind::BFloat16));
+}
+
+/// The tensors of a model folder in f32.
+fn tensors(dir: &Path) -> Vec<(String, Tensor)> {
+    let file = Checkpoint::open(dir).unwrap();
+    file.names().map(|name| (name.to_string(), file.read(name, Device::Cpu, Kind::Float).unwrap())).collect()
+}
+
+#[test]
+fn ppo_begins_at_the_very_sum_of_an_adapter_and_a_bf16_base_and_so_does_its_reference() {
+    let scratch = Scratch::new();
+    let options = ModelOptions { dtype: Dtype::BFloat16, ..ModelOptions::default() };
+    let base = CausalLm::from_pretrained(&scratch.path("policy"), options).unwrap();
+    base.save_pretrained(&scratch.path("policy"), &[0], None, usize::MAX).unwrap();
+    scratch.succeeds(&format!("{SFT} --output_dir sft"));
+    let mut merged = CausalLm::from_pretrained(&scratch.path("sft"), ModelOptions::default()).unwrap();
+    merged.merge_adapter();
+    let adapted = "gpt_neox.layers.1.attention.query_key_value.weight";
+    let sum: Vec<(String, Tensor)> = bits(merged.params());
+    let rounded = |tensor: &Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
+    assert!(sum.iter().any(|(name, tensor)| name == adapted && rounded(tensor) != *tensor), "bf16 cannot hold the sum");
+    let compare = |dir: &str, expected: &dyn Fn(&str, &Tensor) -> Tensor| {
+        let found = tensors(&scratch.path(dir));
+        assert_eq!(found.len(), sum.len(), "{dir}");
+        for (name, tensor) in &found {
+            let (_, of_sum) = sum.iter().find(|(known, _)| known == name).unwrap();
+            assert!(*tensor == expected(name, of_sum), "{dir}: {name}");
+        }
+    };
+    for (bf16, use_peft) in [(false, false), (true, false), (false, true), (true, true)] {
+        let path = |name: &str| scratch.path(name);
+        let mut config = PpoConfig::new(path("sft"), path("reward"), path("prompts.jsonl"), path("never"));
+        (config.response_length, config.total_episodes, config.learning_rate) = (6, Some(8), 0.0);
+        (config.run.bf16, config.peft.use_peft) = (bf16, use_peft);
+        let mut trainer = PpoTrainer::from_config(&config).unwrap();
+        assert_eq!(trainer.check().unwrap().kl, Some(0.0), "bf16 {bf16}, peft {use_peft}");
+        let out = format!("start-{bf16}-{use_peft}");
+        trainer.save_model(&path(&out)).unwrap();
+        match (bf16, use_peft) {
+            (_, false) => compare(&out, &|_, sum| sum.shallow_clone()),
+            (false, true) => compare(&format!("{out}/base_model"), &|_, sum| sum.shallow_clone()),
+            // What is multiplied in bf16 is held so.
+            (true, true) => compare(&format!("{out}/base_model"), &|_, sum| rounded(sum)),
+        }
+        let line = format!("{PPO} --learning_rate 0 --sft_model_path sft --output_dir out --overwrite_output_dir");
+        let ran = scratch.run(&format!("{line} --bf16={bf16} --use_peft={use_peft}"));
+        let says = "warning: sft: beside an adapter its weights are computed with in bfloat16, and base_model, which";
+        assert_eq!((ran.code, ran.stderr.starts_with(says)), (0, bf16 && use_peft), "{}", ran.stderr);
+        for row in scratch.metrics("out") {
+            let kl = row["objective/kl"].as_f64().unwrap();
+            assert!(kl.abs() <= if bf16 { 0.0 } else { 1e-5 }, "bf16 {bf16}, peft {use_peft}: {kl}");
+        }
+    }
+    // `rlhf merge` writes the base's dtype, as it says.
+    scratch.succeeds("merge --model sft --output_dir merged");
+    compare("merged", &|_, sum| rounded(sum));
+}
+
+#[test]
+fn the_base_of_an_adapter_never_changes_also_when_a_finished_run_is_resumed() {
+    let scratch = Scratch::new();
+    scratch.succeeds(&format!("{SFT} --output_dir sft"));
+    let reward =
+        "reward --model_name_or_path sft --dataset_name pairs.jsonl --max_steps 2 --use_peft --new_reward_head";
+    scratch.succeeds(&format!("{reward} --output_dir judge"));
+    let line = format!("{PPO} --sft_model_path sft --reward_model_path judge --save_steps 1 --save_total_limit 1");
+    scratch.succeeds(&format!("{line} --output_dir out"));
+    let head = |file: &str, name: &str| {
+        let file = Checkpoint::open_file(&scratch.path(file)).unwrap();
+        file.read(name, Device::Cpu, Kind::Float).unwrap()
+    };
+    // The head of the value model's base is the one that it began with, which is not the trained one.
+    let began = head("judge/adapter_model.safetensors", "base_model.model.score.weight");
+    let base = "out/value_model/base_model/model.safetensors";
+    assert_eq!(head(base, "score.weight"), began);
+    assert_ne!(head("out/value_model/adapter_model.safetensors", "base_model.model.score.weight"), began);
+    let state = |file: &str| {
+        let path = scratch.path(file);
+        (std::fs::read(&path).unwrap(), std::fs::metadata(&path).unwrap().modified().unwrap())
+    };
+    let before = [state(base), state("out/base_model/model.safetensors")];
+    let resumed = scratch.run(&format!("{line} --output_dir out --resume_from_checkpoint true"));
+    assert_eq!(resumed.code, 0, "{}", resumed.stderr);
+    assert!(before == [state(base), state("out/base_model/model.safetensors")], "a base was written again");
+    // Nor where it goes on in another folder, which gets a base of its own.
+    let resumed = scratch.run(&format!("{line} --output_dir other --resume_from_checkpoint out/checkpoint-2"));
+    assert_eq!(resumed.code, 0, "{}", resumed.stderr);
+    assert!(state("other/value_model/base_model/model.safetensors").0 == before[0].0);
 }
 
 const SFT: &str = "sft --model_name_or_path policy --dataset_name demos.jsonl --max_steps 3 --logging_steps 1 --use_peft \

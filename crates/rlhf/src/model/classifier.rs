@@ -96,7 +96,7 @@ impl SequenceClassifier {
         let source = Source::Checkpoint(&checkpoint);
         let names = &config.family.names;
         let (held, compute) = options.kinds(source);
-        let mut builder = Builder::new(source, names, options.device, held);
+        let mut builder = Builder::new(source, names, options.device, options.dtype.kind());
         builder.set_tied(config.tie_word_embeddings);
         let decoder = Decoder::new(&config, &mut builder, compute)?;
         let name = builder.first_stored(&SCORE_HEADS);
@@ -106,9 +106,9 @@ impl SequenceClassifier {
         let one = || vec!["LABEL_0".to_string()];
         let labels = if new_head.is_some() || name == SCORE_HEADS[1] { one() } else { config.labels.clone() };
         // A head is small, and trained whole beside an adapter: held in f32 whatever the rest is held in.
-        let held = builder.hold_as(Kind::Float);
+        let others = builder.hold_as(Some(Kind::Float));
         let head = Head::build(&mut builder, &config, name, labels.len() as i64, new_head)?;
-        builder.hold_as(held);
+        builder.hold_as(others);
         // Beside a head of its own, what a language model's head or a value head says does not matter.
         let ignored = match (new_head, name == SCORE_HEADS[1]) {
             (Some(_), _) => vec![names.lm_head, "v_head."],
@@ -119,13 +119,12 @@ impl SequenceClassifier {
             true => ClassifierFormat::DeepspeedChat,
             false => ClassifierFormat::Transformers,
         };
+        let rounded = builder.has_rounded();
         let params = builder.finish(&ignored)?;
         let chosen = Label::One(0);
         let new_head = new_head.is_some();
         let origin = Some(dir.to_path_buf());
-        let (device, adapter, gradient_checkpointing, num_frozen) = (options.device, None, false, 0);
-        let body =
-            Body { decoder, params, config, device, kind: held, origin, adapter, gradient_checkpointing, num_frozen };
+        let body = Body { rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
         Ok(Self { body, head, labels, chosen, new_head, format })
     }
 
@@ -211,6 +210,27 @@ impl SequenceClassifier {
     /// Folds the adapter, if there is one, into the weights, as [`super::CausalLm::merge_adapter`] does.
     pub fn merge_adapter(&mut self) {
         self.body.merge_adapter(self.head.inner());
+    }
+
+    /// As [`super::CausalLm::hold_as_computed`]; the head's product is done in f32 in any case.
+    pub fn hold_as_computed(&mut self) {
+        self.body.hold_as_computed(None);
+    }
+
+    /// As [`super::CausalLm::prepare`].
+    pub(crate) fn prepare(&mut self, gets_adapter: bool) {
+        self.merge_adapter();
+        if gets_adapter { self.hold_as_computed() } else { self.body.hold_as_f32() }
+    }
+
+    /// As [`super::CausalLm::was_rounded`].
+    pub(crate) fn was_rounded(&self) -> bool {
+        self.body.rounded
+    }
+
+    /// As [`super::CausalLm::rounded_base`].
+    pub(crate) fn rounded_base(&self) -> Option<Kind> {
+        self.body.rounded_base()
     }
 
     /// The parameters, in the order of the model; those of an adapter come last.

@@ -6,6 +6,8 @@ use super::params::{Builder, Init};
 use super::{plain, uses_kernels};
 use crate::Result;
 use std::cell::RefCell;
+use std::collections::HashSet;
+use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
 /// A linear layer: takes any float dtype and gives `compute`, in which its product is done, whatever dtype the weight is held
@@ -33,6 +35,26 @@ struct Weight {
 impl Weight {
     fn new(held: Tensor) -> Self {
         Self { held, copy: RefCell::new(None) }
+    }
+
+    /// Holds the tensor in `kind` from now on, in all its handles, if that needs no more memory; says whether it changed.
+    ///
+    /// A tensor that learns stays as it is: small steps would be lost.
+    fn hold(&mut self, kind: Kind) -> bool {
+        let held = self.held.kind();
+        if held == kind || held.elt_size_in_bytes() < kind.elt_size_in_bytes() || self.held.requires_grad() {
+            return false;
+        }
+        let narrow = tch::no_grad(|| self.held.to_kind(kind));
+        self.replace(&narrow);
+        true
+    }
+
+    /// Puts `new`, of any dtype, in place of what all handles of the tensor hold.
+    fn replace(&mut self, new: &Tensor) {
+        self.held.set_data(new);
+        // That changes no version.
+        *self.copy.get_mut() = None;
     }
 
     /// The tensor in `kind`, detached from the held one if that is of another dtype.
@@ -104,15 +126,29 @@ impl Linear {
         self.adapter = Some(adapter);
     }
 
-    /// Folds the adapter, if there is one, into the weight; the sum is made in f32.
-    pub(crate) fn merge(&mut self) {
-        let Some(adapter) = self.adapter.take() else { return };
-        tch::no_grad(|| {
+    /// Folds the adapter, if there is one, into the weight; the sum is made in f32, and held so. Says whether the weight had
+    /// fewer bits.
+    pub(crate) fn merge(&mut self) -> bool {
+        let Some(adapter) = self.adapter.take() else { return false };
+        let sum = tch::no_grad(|| {
             let delta = adapter.delta();
             let delta = if self.transposed { delta.tr() } else { delta };
-            let sum = self.weight.held.to_kind(Kind::Float) + delta;
-            self.weight.held.copy_(&sum);
+            self.weight.held.to_kind(Kind::Float) + delta
         });
+        let narrow = self.weight.held.kind() != Kind::Float;
+        match narrow {
+            true => self.weight.replace(&sum),
+            false => tch::no_grad(|| self.weight.held.copy_(&sum)),
+        }
+        narrow
+    }
+
+    /// Holds weight and bias in the dtype of products, where that needs no more memory, but for tensors that `kept` names by
+    /// their memory; says whether a tensor changed.
+    pub(crate) fn hold_as_computed(&mut self, kept: &HashSet<*mut c_void>) -> bool {
+        let weights = std::iter::once(&mut self.weight).chain(&mut self.bias);
+        let own = weights.filter(|weight| !kept.contains(&weight.held.data_ptr()));
+        own.fold(false, |changed, weight| weight.hold(self.compute) || changed)
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Tensor {

@@ -27,7 +27,7 @@ const ENDS: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
 const HEADS: [&str; 2] = ["classifier", "score"];
 
 /// A value head on the trunk of a language model.
-const VALUE_HEAD: &str = "v_head";
+pub(super) const VALUE_HEAD: &str = "v_head";
 
 /// Stands for every linear layer but the output head.
 const ALL_LINEAR: &str = "all-linear";
@@ -142,6 +142,11 @@ pub(super) fn is_lora(name: &str) -> bool {
 /// Whether a parameter of this name is trained beside a frozen base: the adapter's, and a classifier's or value head.
 pub(super) fn is_trained(name: &str) -> bool {
     is_lora(name) || is_below(name, VALUE_HEAD) || HEADS.iter().any(|head| is_below(name, head))
+}
+
+/// Whether a parameter of this name is a head that is trained whole beside an adapter.
+pub(super) fn is_head(name: &str) -> bool {
+    is_trained(name) && !is_lora(name)
 }
 
 /// Whether this is a tensor, or a layer, of the module `module`.
@@ -527,6 +532,7 @@ pub(super) fn stored_name(name: &str) -> String {
 pub(super) fn save(dir: &Path, described: &Map<String, Value>, params: &[Param]) -> Result<()> {
     let trained = params.iter().filter(|param| is_trained(&param.name));
     let tensors: Vec<_> = trained.map(|p| (stored_name(&p.name), p.tensor.detach().to_kind(Kind::Float))).collect();
+    weights::check_finite(&tensors)?;
     weights::save_file(&dir.join(WEIGHTS), &tensors)?;
     write_text(&dir.join(CONFIG), &pretty(&Value::Object(described.clone())))
 }

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 pub struct Param {
     /// Its name in the checkpoint, which is Hugging Face's.
     pub name: String,
-    /// The tensor, in the dtype that the model is held in; it shares memory with the model's.
+    /// The tensor, in the dtype that it is held in; it shares memory with the model's.
     pub tensor: Tensor,
     /// Whether weight decay applies: not to biases and norms, as in TRL.
     pub decay: bool,
@@ -47,8 +47,10 @@ pub(crate) struct Builder<'a> {
     source: Source<'a>,
     names: &'static Names,
     device: Device,
-    /// The dtype that the tensors get.
-    kind: Kind,
+    /// The dtype that the tensors get; `None`: each that of the checkpoint, or f32.
+    hold: Option<Kind>,
+    /// Whether a tensor of the checkpoint was rounded to that.
+    rounded: bool,
     /// What the checkpoint's names begin with where ours begin with `names.prefix`.
     stored_prefix: &'static str,
     /// Whether the LM head is the embedding, so that a checkpoint may hold it under either name.
@@ -60,7 +62,7 @@ pub(crate) struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    pub(crate) fn new(source: Source<'a>, names: &'static Names, device: Device, kind: Kind) -> Self {
+    pub(crate) fn new(source: Source<'a>, names: &'static Names, device: Device, hold: Option<Kind>) -> Self {
         let stored_prefix = match source {
             Source::Fresh(_) | Source::Shared(_) => names.prefix,
             Source::Checkpoint(checkpoint) => {
@@ -71,7 +73,8 @@ impl<'a> Builder<'a> {
         };
         let (params, asked) = (Vec::new(), HashSet::new());
         let (missing, mismatched) = (Vec::new(), Vec::new());
-        Self { source, names, device, kind, stored_prefix, tied: false, params, asked, missing, mismatched }
+        let (rounded, tied) = (false, false);
+        Self { source, names, device, hold, rounded, stored_prefix, tied, params, asked, missing, mismatched }
     }
 
     /// Checks that the checkpoint may hold as many layers as the configuration says: each has a tensor at least. Else a damaged
@@ -97,7 +100,8 @@ impl<'a> Builder<'a> {
         match checkpoint.shape(name) {
             None => Ok(false),
             Some(shape) if shape != tensor.size() => Ok(true),
-            Some(_) => Ok(checkpoint.read(name, self.device, self.kind)? != *tensor),
+            // Where each has its own dtype, the exact numbers are compared.
+            Some(_) => Ok(checkpoint.read(name, self.device, self.kind())? != tensor.to_kind(self.kind())),
         }
     }
 
@@ -110,9 +114,28 @@ impl<'a> Builder<'a> {
         names.iter().find(stored).unwrap_or(&names[0])
     }
 
-    /// The dtype that the next tensors get; gives that of those before.
-    pub(crate) fn hold_as(&mut self, kind: Kind) -> Kind {
-        std::mem::replace(&mut self.kind, kind)
+    /// The dtype that the next tensors get; gives what was said of those before.
+    pub(crate) fn hold_as(&mut self, kind: Option<Kind>) -> Option<Kind> {
+        std::mem::replace(&mut self.hold, kind)
+    }
+
+    /// Whether a tensor that was read has fewer bits, or others, than in the checkpoint.
+    pub(crate) fn has_rounded(&self) -> bool {
+        self.rounded
+    }
+
+    /// The dtype of a tensor that no checkpoint holds.
+    fn kind(&self) -> Kind {
+        self.hold.unwrap_or(Kind::Float)
+    }
+
+    /// The tensor `stored` of the checkpoint, in the dtype that it gets.
+    fn read(&mut self, checkpoint: &Checkpoint, stored: &str) -> Result<Tensor> {
+        let (in_file, halves) = (checkpoint.kind_of(stored), [Kind::BFloat16, Kind::Half]);
+        // What is not known as a dtype of weights, `Checkpoint::read` refuses.
+        let kind = self.hold.unwrap_or(in_file.filter(|kind| halves.contains(kind)).unwrap_or(Kind::Float));
+        self.rounded |= halves.contains(&kind) && in_file != Some(kind);
+        checkpoint.read(stored, self.device, kind)
     }
 
     /// The tensor `name` of `shape`: from the checkpoint, or as `init` says. Problems come together in `finish`.
@@ -134,11 +157,11 @@ impl<'a> Builder<'a> {
                         self.mismatched.push(format!("tensor `{stored}`: expected {shape:?}, found {found:?}"));
                         None
                     }
-                    Some(_) => Some(checkpoint.read(&stored, self.device, self.kind)?),
+                    Some(_) => Some(self.read(checkpoint, &stored)?),
                 };
                 self.asked.insert(stored);
                 // The model is thrown away when anything is amiss; a placeholder lets us list all that is.
-                read.unwrap_or_else(|| Tensor::zeros([0], (self.kind, self.device)))
+                read.unwrap_or_else(|| Tensor::zeros([0], (self.kind(), self.device)))
             }
         };
         Ok(self.keep(name, tensor, decay))
@@ -149,7 +172,7 @@ impl<'a> Builder<'a> {
         // Nothing is drawn for a model that will be refused: its sizes may be any.
         let lost = !(self.missing.is_empty() && self.mismatched.is_empty());
         let tensor = match lost {
-            true => Tensor::zeros([0], (self.kind, self.device)),
+            true => Tensor::zeros([0], (self.kind(), self.device)),
             false => self.fresh(seed, shape, Init::Normal(std))?,
         };
         Ok(self.keep(name, tensor, true))
@@ -157,13 +180,13 @@ impl<'a> Builder<'a> {
 
     /// A bias of zeros, wherever the rest comes from.
     pub(crate) fn zeros(&mut self, name: String, shape: &[i64]) -> Result<Tensor> {
-        let tensor = Tensor::f_zeros(shape, (self.kind, self.device))?;
+        let tensor = Tensor::f_zeros(shape, (self.kind(), self.device))?;
         Ok(self.keep(name, tensor, false))
     }
 
     /// A weight that comes from elsewhere, read for the builder's device and dtype.
     pub(crate) fn given(&mut self, name: String, read: impl FnOnce(Device, Kind) -> Result<Tensor>) -> Result<Tensor> {
-        let tensor = read(self.device, self.kind)?;
+        let tensor = read(self.device, self.kind())?;
         Ok(self.keep(name, tensor, true))
     }
 
@@ -188,7 +211,7 @@ impl<'a> Builder<'a> {
     }
 
     fn fresh(&self, seed: u64, shape: &[i64], init: Init) -> Result<Tensor> {
-        let options = (self.kind, self.device);
+        let options = (self.kind(), self.device);
         Ok(match init {
             Init::Zeros => Tensor::f_zeros(shape, options)?,
             Init::Ones => Tensor::f_ones(shape, options)?,
@@ -201,7 +224,7 @@ impl<'a> Builder<'a> {
                     tensor.narrow(0, from, len).f_copy_(&Tensor::f_from_slice(&stream.normals(len as usize, std))?)?;
                 }
                 tensor = tensor.f_view(shape)?;
-                tensor.to_device(self.device).to_kind(self.kind)
+                tensor.to_device(self.device).to_kind(self.kind())
             }
         })
     }

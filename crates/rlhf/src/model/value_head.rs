@@ -70,7 +70,7 @@ impl CausalLmWithValueHead {
         };
         let (names, shape) = (&lm.body.config.family.names, lm.body.config.clone());
         // A head is small, and trained whole beside an adapter: held in f32 whatever the rest is held in.
-        let mut builder = Builder::new(Source::Fresh(fresh.unwrap_or(0)), names, lm.body.device, Kind::Float);
+        let mut builder = Builder::new(Source::Fresh(fresh.unwrap_or(0)), names, lm.body.device, Some(Kind::Float));
         let linear = build_head(&mut builder, &shape, init)?;
         lm.body.params.extend(builder.finish(&[])?);
         Ok(Self { lm, head: ValueHead { linear, fresh: fresh.is_some() } })

@@ -48,6 +48,7 @@ impl RewardModel {
     ) -> Result<Self> {
         let mut model = SequenceClassifier::from_pretrained(dir, new_head, options)?;
         model.choose_label(label, dir)?;
+        model.hold_as_computed();
         let mut own = None;
         if Tokenizer::is_in(dir)? || !model.config().causal {
             let mut tokenizer = Tokenizer::from_pretrained(dir)?;

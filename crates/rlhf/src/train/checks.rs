@@ -127,7 +127,8 @@ impl Display for Checks {
 /// Whether two language models have the same weights, and an adapter on the first, if there is one, adds nothing yet.
 fn same_weights(policy: &CausalLm, reference: &CausalLm) -> bool {
     let equal = |param: &Param, other: &Param| {
-        let [a, b] = [param, other].map(|param| param.tensor.detach().to_kind(Kind::Float));
+        // The reference may hold a matrix in fewer bits, where it is computed with in these.
+        let (a, b) = (param.tensor.detach().to_kind(other.tensor.kind()), other.tensor.detach());
         a.size() == b.size() && a.equal(&b)
     };
     let params = policy.params().iter().filter(|param| !param.name.starts_with("v_head."));

@@ -6,7 +6,8 @@
 
 use super::ema::EMA;
 use super::ppo::{
-    KeptAnswers, Learner, PpoTrainer, StepStats, VALUE_MODEL, generation, left_out_of_losses, stop_tokens,
+    KeptAnswers, Learner, PpoTrainer, StepStats, VALUE_MODEL, generation, left_out_of_losses, recomputes_logprobs,
+    stop_tokens,
 };
 use crate::config::{PpoConfig, WhitenAdvantages};
 use crate::data::{Cursor, Prompt};
@@ -256,7 +257,7 @@ impl RlhfEngine {
 
     fn with_learner(
         learner: Learner,
-        reference: CausalLm,
+        mut reference: CausalLm,
         reward: Rewards,
         tokenizer: Tokenizer,
         config: &PpoConfig,
@@ -289,6 +290,7 @@ impl RlhfEngine {
             )));
         }
         let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer);
+        reference.hold_as_computed();
         Ok(Self {
             learner,
             reference,
@@ -376,7 +378,7 @@ impl RlhfEngine {
         let (prompts, mask) = (prompts.index_select(0, &rows), mask.index_select(0, &rows));
         let (ragged, responses) = (unpadded(&prompts, &mask)?, kept.responses);
         let noted = responses.iter().all(|response| response.logprobs.len() == response.tokens.len());
-        let recompute = kept.again || !noted || !self.learner.policy.is_exact();
+        let recompute = kept.again || !noted || recomputes_logprobs(&self.learner.policy, &self.config);
 
         let scores = self.scores(&ragged, &responses)?;
         let learner = &self.learner;

@@ -5,8 +5,8 @@ use super::ema::{EMA, Ema};
 use super::unsupervised::{Unsupervised, learn_texts};
 use super::{
     LOSS_SCALE, begin_report, check_held_out, describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens,
-    leave_checkpoint, load_cursor, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
-    trained_share, write_model_card,
+    leave_checkpoint, load_cursor, micro_batch_tokens, micro_batches, model_options, roundings, small_dataset,
+    trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due, leave_model};
 use crate::config::{
@@ -21,8 +21,8 @@ use crate::kl::KlController;
 use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
 use crate::model::{
-    BASE_MODEL, CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier,
-    TokenLogprobs, ValueModel,
+    BASE_MODEL, CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, SequenceClassifier, TokenLogprobs,
+    ValueModel,
 };
 use crate::optim::{AdamW, LearningRates};
 use crate::report::{
@@ -241,10 +241,9 @@ impl PpoTrainer {
     /// As [`PpoTrainer::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
-        let options = model_options(&config.run)?;
-        // Held as their files are, and computed as the policy is: to widen a weight loses nothing, so the reference gives
+        // Each tensor as its file has it, and computed as the policy is: to widen a weight loses nothing, so the reference gives
         // the very numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
-        let frozen = ModelOptions { dtype: config.run.dtype, ..options };
+        let frozen = model_options(&config.run)?;
         // A run that goes on reads what it began with.
         let asked = AskedHub::with(Start::find(&config.run)?.commits()?);
         // Before gigabytes are fetched in vain.
@@ -275,25 +274,25 @@ impl PpoTrainer {
         if tokenizer_of.is_some() {
             inputs.model("model_name_or_path", &tokenizer_dir)?;
         }
-        // An adapter that is there already (SFT's) becomes part of the policy, and of the reference.
-        let folded = |options| -> Result<CausalLm> {
-            let mut model = CausalLm::from_pretrained(policy_dir, options)?;
-            model.merge_adapter();
-            Ok(model)
-        };
         // Dropout would make the ratios differ from 1 before anything is learnt.
         let undropped = |lora| LoraConfig { dropout: 0.0, ..lora };
         let (lora, value_lora) = (config.peft.lora().map(undropped), config.value_lora().map(undropped));
-        let trained = trained_options(options, lora.is_some(), &config.run);
-        let mut policy = folded(trained)?;
+        // An adapter that is there already (SFT's) becomes part of the policy, and of the reference.
+        let mut policy = CausalLm::from_pretrained(policy_dir, trained_options(frozen, lora.is_some()))?;
+        policy.prepare(lora.is_some());
         let reference = match (&lora, config.legacy.num_shared_layers) {
             (Some(lora), _) => {
                 policy.add_adapter(lora, config.run.seed)?;
                 policy.base()?
             }
             (None, Some(layers)) => policy.share_lower_layers(layers)?,
-            (None, None) => folded(frozen)?,
+            (None, None) => {
+                let mut reference = CausalLm::from_pretrained(policy_dir, frozen)?;
+                reference.merge_adapter();
+                reference
+            }
         };
+        let mut roundings_found = roundings(policy_dir, config.run.dtype, policy.was_rounded(), policy.rounded_base());
         tokenizer.check_fits(policy.config(), policy_dir)?;
         let mut rewards = Rewards::load(specs, config, &tokenizer, frozen)?;
         rewards.extend(more);
@@ -317,15 +316,17 @@ impl PpoTrainer {
                 // What reads other ids than the policy, or says more than one number, cannot be a value model's beginning.
                 (None, None) => (policy_dir.as_path(), Some(config.run.seed)),
             };
-            let trained = trained_options(options, value_lora.is_some(), &config.run);
+            let trained = trained_options(frozen, value_lora.is_some());
             let mut value = SequenceClassifier::from_pretrained(value_dir, value_head, trained)?;
             value.check_values(value_dir)?;
-            value.merge_adapter();
+            value.prepare(value_lora.is_some());
             if let Some(lora) = &value_lora {
                 // PEFT knows no other names.
                 value.set_format(ClassifierFormat::Transformers)?;
                 value.add_adapter(lora, config.run.seed)?;
             }
+            let found = roundings(value_dir, config.run.dtype, value.was_rounded(), value.rounded_base());
+            roundings_found.extend(found);
             checked.push(value_dir.to_path_buf());
             (policy, value.into())
         };
@@ -354,7 +355,7 @@ impl PpoTrainer {
         let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
         let cursor = train.cursor(config.run.seed, &config.data);
         let (prompts, eval_prompts) = (train.rows, eval.rows);
-        let prompt_notes = [train.warnings, eval.warnings].concat();
+        let prompt_notes = [roundings_found, train.warnings, eval.warnings].concat();
         let cuts = match config.prompt_length.long_prompts {
             LongPrompts::TruncateLeft => Some("truncate_left"),
             LongPrompts::TruncateRight => Some("truncate_right"),
@@ -389,7 +390,8 @@ impl PpoTrainer {
     /// device than the policy, knows fewer tokens, or has no room for a prompt and its response.
     pub fn new(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
         config.check()?;
-        let PpoParts { mut learner, reference, rewards, tokenizer, prompts, eval_prompts } = parts;
+        let PpoParts { mut learner, mut reference, rewards, tokenizer, prompts, eval_prompts } = parts;
+        reference.hold_as_computed();
         let vocab = learner.policy.config().vocab_size;
         let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
         check_prompts("prompts", &prompts, room, vocab)?;
@@ -508,11 +510,16 @@ impl PpoTrainer {
         report.watch(watcher);
         let done = self.run(&mut report);
         report.finish();
+        // A base that an earlier run left here stays as it is.
+        let kept = if self.done > 0 { self.keep_bases() } else { Ok(()) };
         let out = &self.config.run.output_dir;
         // Also after an error: a step that is not finite is never taken, so the weights are those of the step before. But what
         // has not learnt is where it began, and a model in `out` would keep the run from beginning again there.
-        let saved = (self.done > 0)
-            .then(|| leave_model(out, COMMAND, &self.config, (self.done, total), &done, || self.save_model(out)));
+        let saved = (self.done > 0).then(|| {
+            kept.and_then(|()| {
+                leave_model(out, COMMAND, &self.config, (self.done, total), &done, || self.save_model(out))
+            })
+        });
         if let Some(Ok(())) = saved {
             report.saved(out);
         }
@@ -986,7 +993,7 @@ impl PpoTrainer {
 
     /// Whether the log-probabilities of sampling are not those that training takes.
     fn recomputes_logprobs(&self) -> bool {
-        !self.learner.policy.is_exact() || self.config.logprob_temperature() != self.config.temperature
+        recomputes_logprobs(&self.learner.policy, &self.config)
     }
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {
@@ -1162,6 +1169,11 @@ fn own_rates(update: usize, rates: LearningRates) -> Result<LearningRates> {
         }
         None => Ok(rates),
     }
+}
+
+/// Whether the log-probabilities of sampling are not those that training takes.
+pub(super) fn recomputes_logprobs(policy: &CausalLm, config: &PpoConfig) -> bool {
+    !policy.is_exact() || config.logprob_temperature() != config.temperature
 }
 
 /// The tokens that end a response by the settings; none where nothing does.

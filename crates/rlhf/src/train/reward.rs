@@ -2,8 +2,8 @@
 
 use super::{
     Gathered, Progress, Saver, begin_report, check_held_out, describe_micro_batch, fixed_state, gather,
-    kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
-    trained_share, write_model_card,
+    kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, roundings, small_dataset,
+    trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start, leave_model};
 use crate::config::{PairLoss, RewardConfig, Step, TrainPlan};
@@ -29,7 +29,7 @@ use tch::{Device, Kind, Tensor};
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     config.check()?;
-    let options = trained_options(model_options(&config.run)?, config.peft.use_peft, &config.run);
+    let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
     let model_dir = config.model_name_or_path.as_path();
     let mut inputs: Vec<&Path> = vec![model_dir];
     inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
@@ -55,7 +55,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     }
     let pads = (config.pair_loss == PairLoss::Tokens).then(|| Pads::find(&tokenizer, &model, config)).transpose()?;
     // An adapter that is there already becomes part of what is trained, or of what a fresh one is put on.
-    model.merge_adapter();
+    model.prepare(config.peft.use_peft);
     config.reward_format.map_or(Ok(()), |format| model.set_format(format))?;
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
@@ -77,6 +77,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let plan = config.plan(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
     warnings.extend(small_dataset(&config.data, train.rows.len(), plan.batch_size));
+    warnings.extend(roundings(model_dir, config.run.dtype, model.was_rounded(), model.rounded_base()));
 
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);

@@ -2,8 +2,8 @@
 
 use super::{
     Gathered, Progress, Saver, begin_report, check_held_out, describe_micro_batch, fixed_state, gather,
-    kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, small_dataset, trained_options,
-    trained_share, write_model_card,
+    kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, roundings, small_dataset,
+    trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start, leave_model};
 use crate::config::{SftConfig, Step, TrainPlan};
@@ -29,7 +29,7 @@ use tch::Kind;
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     config.check()?;
-    let options = trained_options(model_options(&config.run)?, config.peft.use_peft, &config.run);
+    let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
     let model_dir = config.model_name_or_path.as_deref();
     let tokenizer_dir = config.tokenizer_name.as_deref().or(model_dir).expect("`check` asks for one of them");
     let optional = [model_dir, config.config_name.as_deref(), config.eval_dataset_name.as_deref()];
@@ -69,7 +69,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         }
     };
     // An adapter that is there already becomes part of what is trained, or of what a fresh one is put on.
-    model.merge_adapter();
+    model.prepare(config.peft.use_peft);
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
     }
@@ -101,6 +101,8 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let plan = config.plan(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
     warnings.extend(small_dataset(&config.data, train.rows.len(), plan.batch_size));
+    let started_from = model_dir.or(config.config_name.as_deref()).unwrap_or(Path::new(""));
+    warnings.extend(roundings(started_from, config.run.dtype, model.was_rounded(), model.rounded_base()));
 
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
