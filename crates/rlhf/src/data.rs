@@ -293,7 +293,7 @@ impl Dataset {
         let PromptLimit { most, long, reason, hint } = limit;
         // What the tokenizer puts in front of every text stays there.
         let front = if long == LongPrompts::TruncateLeft && tokenizer.knows_text() {
-            tokenizer.encode("")?
+            tokenizer.encode_prompt("")?
         } else {
             Vec::new()
         };
@@ -416,7 +416,7 @@ impl Dataset {
     /// completion.
     pub fn completions(&self, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Completed>> {
         self.map(|row| {
-            let (tokens, border) = completed(row, tokenizer, vocab)?;
+            let (tokens, border) = completed(row, tokenizer, vocab, false)?;
             if border == 0 && !tokens.is_empty() {
                 let message =
                     "the completion begins with the first token: expected a prompt of at least one token before it";
@@ -437,7 +437,7 @@ impl Dataset {
     /// If a row has no prompt with a completion.
     pub fn answers(&self, tokenizer: &Tokenizer) -> Result<Vec<Answer>> {
         self.map(|row| {
-            let (mut tokens, border) = completed(row, tokenizer, i64::MAX)?;
+            let (mut tokens, border) = completed(row, tokenizer, i64::MAX, false)?;
             let ids = field(row, "completion_ids").is_some();
             if !ids && row["completion"].is_array() {
                 tokens = up_to_eos(tokens, tokenizer)?;
@@ -466,7 +466,7 @@ impl Dataset {
         self.map(|row| {
             let paired = field(row, "completion").is_some() || field(row, "completion_ids").is_some();
             let tokens = if paired {
-                let (tokens, _) = completed(row, tokenizer, vocab)?;
+                let (tokens, _) = completed(row, tokenizer, vocab, true)?;
                 let chat = field(row, "completion_ids").is_none() && row["completion"].is_array();
                 if chat { up_to_eos(tokens, tokenizer)? } else { tokens }
             } else if field(row, "messages").is_some() {
@@ -724,7 +724,7 @@ fn prompt_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Prompt> {
             let (text, tokens) = encode_chat(row, tokenizer, &[name], true)?;
             (tokens, text)
         }
-        (None, Some((_, Value::String(text)))) => (tokenizer.encode(text)?, text.clone()),
+        (None, Some((_, Value::String(text)))) => (tokenizer.encode_prompt(text)?, text.clone()),
         (None, Some((name, _))) => return Err(Error::Run(expected(name, "a string or a list of messages", row))),
         (None, None) => {
             let forms = "a string or a list of messages (or token ids: `prompt_ids` or `input_ids`)";
@@ -749,8 +749,9 @@ fn token_ids(row: &Value, name: &str, vocab: i64) -> Result<Option<Vec<i64>>> {
     }
 }
 
-/// Tokens of a prompt with its completion, and how many are the prompt's. Token ids go before text: they are exact.
-fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<(Vec<i64>, usize)> {
+/// Tokens of a prompt with its completion, and how many are the prompt's. Token ids go before text: they are exact. An eos
+/// that the tokenizer puts behind every text stays if `closed`.
+fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64, closed: bool) -> Result<(Vec<i64>, usize)> {
     let prompt = token_ids(row, "prompt_ids", vocab)?;
     let Some(completion) = token_ids(row, "completion_ids", vocab)? else {
         // A list of ids and a text would have to be joined in the middle of what may be one token.
@@ -760,12 +761,14 @@ fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<(Vec<i64>
         if let Some(Value::Array(_)) = field(row, "completion") {
             return completed_chat(row, tokenizer, "completion");
         }
-        return tokenizer.encode_open_pair(text_field(row, "prompt")?, text_field(row, "completion")?);
+        let (prompt, completion) = (text_field(row, "prompt")?, text_field(row, "completion")?);
+        let encode = if closed { Tokenizer::encode_open_pair } else { Tokenizer::encode_unclosed_pair };
+        return encode(tokenizer, prompt, completion);
     };
     let mut tokens = match (prompt, field(row, "prompt")) {
         (Some(prompt), _) => prompt,
         (None, Some(Value::Array(_))) => encode_chat(row, tokenizer, &["prompt"], true)?.1,
-        (None, _) => tokenizer.encode(text_field(row, "prompt")?)?,
+        (None, _) => tokenizer.encode_prompt(text_field(row, "prompt")?)?,
     };
     let border = tokens.len();
     tokens.extend(completion);

@@ -1,6 +1,8 @@
 //! Text to token ids and back, with explicit end and pad tokens and chat templates; `tokenizer.json` in and out.
 
+mod bounds;
 mod chat;
+mod rules;
 
 use crate::files;
 use crate::model::{AdapterFolder, ModelConfig, no_such_file};
@@ -8,6 +10,7 @@ use crate::weights::read_json;
 use crate::{Error, Result};
 use chat::ChatTemplate;
 pub(crate) use chat::user_message;
+use rules::{Growth, guarded};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -51,6 +54,8 @@ const NAMED_TOKENS: [&str; 7] =
 pub struct Tokenizer {
     /// `None` where the folder has no tokenizer.json and none was asked for.
     inner: Option<tokenizers::Tokenizer>,
+    /// What its rules may cost.
+    growth: Option<Growth>,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
     /// The special tokens by name.
@@ -105,9 +110,10 @@ impl Tokenizer {
 
     fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
-        let mut inner = None;
+        let (mut inner, mut growth) = (None, None);
         if path.is_file() {
-            let mut found = tokenizers::Tokenizer::from_file(&path)
+            growth = Some(Growth::read(&path)?);
+            let mut found = guarded(|| tokenizers::Tokenizer::from_file(&path))
                 .map_err(|e| Error::invalid(&path, format!("not a tokenizer that can be read: {e}")))?;
             // A file may ask for padding or truncation; here both would change what a text means.
             found.with_padding(None);
@@ -170,7 +176,7 @@ impl Tokenizer {
             }
             pad = pad.or(ids("pad_token_id")?.first().copied());
         }
-        let mut tokenizer = Self { inner, dir: dir.to_path_buf(), files, named, eos, pad, template: None };
+        let mut tokenizer = Self { inner, growth, dir: dir.to_path_buf(), files, named, eos, pad, template: None };
         if dir.join(CHAT_TEMPLATE).is_file() {
             tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
         } else {
@@ -286,6 +292,38 @@ impl Tokenizer {
         self.encode_with(text, false)
     }
 
+    /// Token ids of `text` that is to be continued: as [`Tokenizer::encode`], less the eos that some tokenizers put behind
+    /// every text. An eos that stands in `text` itself stays.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<i64>> {
+        let ids = self.encode(text)?;
+        self.without_added_eos(ids, text)
+    }
+
+    /// `ids`, which [`Tokenizer::encode`] gave for `text`, less the eos that the tokenizer put behind it.
+    fn without_added_eos(&self, mut ids: Vec<i64>, text: &str) -> Result<Vec<i64>> {
+        if ids.last().is_some_and(|id| self.eos.contains(id)) {
+            let ends = |ids: &[i64]| ids.iter().rev().take_while(|id| self.eos.contains(id)).count();
+            let own = ends(&self.encode_verbatim(text)?);
+            ids.truncate(ids.len() - ends(&ids).saturating_sub(own));
+        }
+        Ok(ids)
+    }
+
+    /// As [`Tokenizer::encode_open_pair`], less the eos that some tokenizers put behind every text, as
+    /// [`Tokenizer::encode_prompt`] leaves it out.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
+    pub fn encode_unclosed_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
+        let (whole, border) = self.encode_open_pair(prompt, completion)?;
+        let whole = self.without_added_eos(whole, &format!("{prompt}{completion}"))?;
+        let border = border.min(whole.len());
+        Ok((whole, border))
+    }
+
     fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i64>> {
         let inner = self.inner.as_ref().ok_or_else(|| {
             Error::Run(format!(
@@ -293,7 +331,8 @@ impl Tokenizer {
                 self.dir.display()
             ))
         })?;
-        let encoding = inner.encode_fast(text, add_special_tokens).map_err(|e| self.error(&e.to_string()))?;
+        self.growth.map_or(Ok(()), |growth| growth.check_encode(text.len())).map_err(|e| self.error(&e))?;
+        let encoding = guarded(|| inner.encode_fast(text, add_special_tokens)).map_err(|e| self.error(&e))?;
         Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
     }
 
@@ -319,7 +358,7 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot encode it.
     pub fn encode_open_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
-        let alone = self.encode(prompt)?;
+        let alone = self.encode_prompt(prompt)?;
         let whole = self.encode(&format!("{prompt}{completion}"))?;
         let shared = shared_prefix(&alone, &whole);
         Ok((whole, shared))
@@ -347,7 +386,9 @@ impl Tokenizer {
         };
         let ids: Vec<u32> = ids.iter().map(id).collect::<Result<_>>()?;
         let Some(inner) = &self.inner else { return Ok(String::new()) };
-        inner.decode(&ids, skip_special_tokens).map_err(|e| self.error(&e.to_string()))
+        let bytes = || ids.iter().filter_map(|&id| inner.id_to_token(id)).map(|token| token.len()).sum();
+        self.growth.map_or(Ok(()), |growth| growth.check_decode(bytes)).map_err(|e| self.error(&e))?;
+        guarded(|| inner.decode(&ids, skip_special_tokens)).map_err(|e| self.error(&e))
     }
 
     /// The text that `ids` add to that of `prompt`, without special tokens.

@@ -516,7 +516,7 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
             response: " It was.",
             prompt_ids: &prompt_ids,
             response_ids: &response_ids,
-            finish: FinishReason::Length,
+            finish: FinishReason::Stop,
             row,
         };
         let inputs: Vec<RewardInput<'_>> = rows.iter().map(input).collect();
@@ -529,6 +529,16 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
             assert!((found - expected["score"].as_f64().unwrap()).abs() < 2e-5, "{model}: {found}, {expected:?}");
         }
         assert!((found[0] - found[1]).abs() > 1e-4, "the template changes the score");
+        if model == "reward" {
+            // Without a stop the text ends behind the response: nothing closes the message.
+            let cut = RewardInput { finish: FinishReason::Length, ..input(&rows[0]) };
+            let found = reward.score(&[cut]).unwrap()[0].total();
+            let open = json!({"text": "<user>Good?<|endoftext|>\n<assistant> It was."});
+            scratch.write("rows.jsonl", &format!("{open}\n"));
+            let expected = json_lines(&scratch.succeeds(&format!("{line} --dataset_name rows.jsonl")));
+            let expected = expected[0]["score"].as_f64().unwrap();
+            assert!((found - expected).abs() < 2e-5, "{found}, {expected}");
+        }
     }
     // Of a prompt that was cut there is no conversation, and the whole one was not asked.
     let row = |text: &str| format!("{}\n", json!({"query": [{"role": "user", "content": text}]}));

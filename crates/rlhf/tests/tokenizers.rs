@@ -299,3 +299,82 @@ fn rows_that_are_no_conversations_are_refused_with_their_line() {
     let mixed = json!({"chosen": [turn("assistant", "oh")], "rejected": "no", "prompt": [turn("user", "hi")]});
     refuse(mixed, pairs, "field `prompt`: expected a string, found [");
 }
+
+/// The golden tokenizer with these parts in place of its own.
+fn with_parts(parts: &Value) -> (tempfile::TempDir, Result<Tokenizer, rlhf::Error>) {
+    let dir = folder(&[]);
+    let path = dir.path().join("tokenizer.json");
+    let mut json = read_json(&path);
+    for (name, part) in parts.as_object().unwrap() {
+        json[name] = part.clone();
+    }
+    std::fs::write(&path, json.to_string()).unwrap();
+    let tokenizer = Tokenizer::from_pretrained(dir.path());
+    (dir, tokenizer)
+}
+
+#[test]
+fn a_tokenizer_that_appends_eos_puts_none_behind_a_prompt() {
+    let closing = json!({"post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    }});
+    let plain = open(&[("tokenizer_config.json", r#"{"eos_token": "<|endoftext|>"}"#)]);
+    let (dir, _) = with_parts(&closing);
+    std::fs::write(dir.path().join("tokenizer_config.json"), r#"{"eos_token": "<|endoftext|>"}"#).unwrap();
+    let tokenizer = Tokenizer::from_pretrained(dir.path()).unwrap();
+    assert_eq!(tokenizer.encode("hi").unwrap(), [plain.encode("hi").unwrap(), vec![0]].concat());
+    let file = dir.path().join("rows.jsonl");
+    let rows =
+        [json!({"prompt": "hi"}), json!({"prompt": "hi<|endoftext|>"}), json!({"prompt": "hi", "completion": " oh"})];
+    std::fs::write(&file, rows.map(|row| format!("{row}\n")).concat()).unwrap();
+    let dataset = Dataset::read(&file, "train").unwrap();
+    let prompts =
+        |tokenizer| dataset.prompts(tokenizer, 320, 64).unwrap().into_iter().map(|p| p.tokens).collect::<Vec<_>>();
+    assert_eq!(prompts(&tokenizer), prompts(&plain));
+    assert_eq!(prompts(&tokenizer)[1].last(), Some(&0), "an eos of the row's own stays");
+    let of = |tokenizer: &Tokenizer| {
+        (tokenizer.encode_pair("hi", " oh").unwrap(), tokenizer.encode_unclosed_pair("hi", " oh").unwrap())
+    };
+    assert_eq!(of(&tokenizer), of(&plain));
+}
+
+#[test]
+fn rules_of_a_tokenizer_that_are_not_sound_or_grow_without_end_are_one_line_that_names_the_file() {
+    let replace = |pattern: Value, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
+    let chain = |rule: &Value, times: usize| vec![rule.clone(); times];
+    let mut nested = json!({"type": "Fuse"});
+    for _ in 0..100 {
+        nested = json!({"type": "Sequence", "decoders": [nested]});
+    }
+    let doubling = replace(json!({"String": "a"}), "aaaaaaa");
+    let normalizers = |rules: Vec<Value>| json!({"normalizer": {"type": "Sequence", "normalizers": rules}});
+    for parts in [
+        json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}),
+        json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}}),
+        json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8A"}}),
+        json!({"normalizer": replace(json!({"String": ""}), "x")}),
+        json!({"normalizer": replace(json!({"Regex": ""}), "x")}),
+        json!({"decoder": replace(json!({"String": ""}), "x")}),
+        json!({"decoder": nested}),
+        json!({"decoder": {"type": "Sequence"}}),
+        json!({"decoder": 7}),
+        json!({"normalizer": replace(json!({"Regex": "(a|aa)+$"}), "x")}),
+        normalizers(chain(&doubling, 12)),
+        json!({"decoder": {"type": "Sequence", "decoders": chain(&doubling, 12)}}),
+        json!({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": false}}),
+    ] {
+        let (_dir, tokenizer) = with_parts(&parts);
+        // Where `$` matches, the pattern is harmless.
+        let text = format!("{}b", "a".repeat(40));
+        let done = tokenizer.and_then(|tokenizer| tokenizer.decode(&tokenizer.encode(&text)?));
+        let error = done.expect_err(&parts.to_string()).to_string();
+        assert!(error.contains("tokenizer.json: ") && error.lines().count() == 1 && error.len() < 400, "{error}");
+    }
+    // An ordinary chain is no such thing.
+    let spaces = replace(json!({"String": " "}), "\u{2581}");
+    let (_dir, tokenizer) = with_parts(&normalizers(vec![json!({"type": "Prepend", "prepend": "\u{2581}"}), spaces]));
+    tokenizer.unwrap().encode(&"word ".repeat(100_000)).unwrap();
+}

@@ -2,6 +2,7 @@
 
 use super::{Reward, RewardInput, Score};
 use crate::data::{encode_chat, prompt_field, up_to_eos};
+use crate::generate::FinishReason;
 use crate::model::{ModelOptions, SequenceClassifier};
 use crate::rollout::in_batches;
 use crate::tokenizer::Tokenizer;
@@ -110,10 +111,15 @@ impl RewardModel {
 
     /// The ids of the text that the policy's `ids` say.
     fn translate(&self, ids: &[i64], own: &Own) -> Result<Vec<i64>> {
-        let mut translated = own.tokenizer.encode(&own.policy.decode(ids)?)?;
-        // A decoder was trained to score at the end token, where the text has one.
+        let text = own.policy.decode(ids)?;
+        // An encoder reads what its tokenizer puts around every text; a decoder was trained to score at the end token, where
+        // the text has one.
+        if !self.model.config().causal {
+            return own.tokenizer.encode(&text);
+        }
+        let mut translated = own.tokenizer.encode_prompt(&text)?;
         let ended = ids.last().is_some_and(|id| own.policy.eos_ids().contains(id));
-        if let (true, true, Some(eos)) = (self.model.config().causal, ended, own.tokenizer.eos())
+        if let (true, Some(eos)) = (ended, own.tokenizer.eos())
             && translated.last() != Some(&eos)
         {
             translated.push(eos);
@@ -124,14 +130,23 @@ impl RewardModel {
 
 impl Own {
     /// The conversation in `field` of the row, with the response as the assistant's message, as `rlhf reward` reads a side of a
-    /// pair.
+    /// pair. Of a response that was cut off the text ends behind its last token: what would close the message would tell the
+    /// model that it is finished.
     fn render(&self, input: &RewardInput<'_>, field: &str) -> Result<Vec<i64>> {
         let mut row: Value = input.row.clone();
-        row["completion"] = json!([{"role": "assistant", "content": input.response}]);
-        let (_, ids) = encode_chat(&row, &self.tokenizer, &[field, "completion"], false)?;
-        up_to_eos(ids, &self.tokenizer)
+        let cut = input.finish == FinishReason::Length;
+        let said = if cut { format!("{}{CUT}", input.response) } else { input.response.to_string() };
+        row["completion"] = json!([{"role": "assistant", "content": said}]);
+        let (text, ids) = encode_chat(&row, &self.tokenizer, &[field, "completion"], false)?;
+        match text.rfind(CUT).filter(|_| cut) {
+            Some(end) => self.tokenizer.encode_verbatim(&text[..end]),
+            None => up_to_eos(ids, &self.tokenizer),
+        }
     }
 }
+
+/// Stands behind a response that was cut off while it is rendered: a character that means nothing, twice.
+const CUT: &str = "\u{fdd0}\u{fdd1}";
 
 impl Reward for RewardModel {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {

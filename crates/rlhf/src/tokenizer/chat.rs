@@ -1,11 +1,15 @@
 //! Chat templates: a list of messages becomes a text, as transformers' `apply_chat_template` renders it.
 
+use super::bounds::{self, Program, SYNTAX, pay};
 use crate::{Error, Result};
 use jiff::Zoned;
-use minijinja::value::{Kwargs, Serde, ValueKind};
-use minijinja::{AutoEscape, Environment, ErrorKind, Value as Item, syntax::SyntaxConfig};
+use minijinja::value::{Kwargs, Serde};
+use minijinja::{Environment, ErrorKind, Value as Item};
 use serde_json::{Map, Value, json};
+use std::cell::Cell;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock};
 
 /// The most steps of a template for one text, far above any real one: a hostile template ends in a second.
 const FUEL: u64 = 10_000_000;
@@ -15,21 +19,24 @@ const FUEL: u64 = 10_000_000;
 pub(super) struct ChatTemplate {
     file: PathBuf,
     source: String,
-    compiled: Result<Environment<'static>, String>,
+    compiled: Result<Arc<Program>, String>,
 }
 
 impl ChatTemplate {
     /// Compiles `source`, which stands in `file`.
     pub(super) fn new(file: PathBuf, source: &str) -> Self {
-        let mut environment = environment();
-        let compiled = environment.add_template_owned("chat", plain_blocks(&unix_lines(source)));
-        let compiled = compiled.map(|()| environment).map_err(|e| explain(&e));
-        Self { file, source: source.to_string(), compiled }
+        let compiled = Program::compile(marked_blocks(&unix_lines(source)), &SYNTAX);
+        Self { file, source: source.to_string(), compiled: compiled.map(Arc::new).map_err(|e| explain(&e)) }
     }
 
     /// Whether it has the same text as another.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         self.source == other.source
+    }
+
+    /// Whether it marks by `{% generation %}` what the assistant says.
+    pub(super) fn has_marks(&self) -> bool {
+        marked_blocks(&self.source) != self.source
     }
 
     /// Where it stands.
@@ -44,7 +51,39 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         variables: impl IntoIterator<Item = (String, Value)>,
     ) -> Result<String> {
-        let environment = self.compiled.as_ref().map_err(|e| Error::invalid(&self.file, e.as_str()))?;
+        self.render_with(messages, add_generation_prompt, variables, "")
+    }
+
+    /// As [`ChatTemplate::render`], with the places in the text that stand in its `{% generation %}` blocks.
+    pub(super) fn render_marked(
+        &self,
+        messages: &[Value],
+        variables: impl IntoIterator<Item = (String, Value)>,
+    ) -> Result<(String, Vec<Range<usize>>)> {
+        // A mark that stands in no message.
+        let said = Value::from(messages).to_string();
+        let mark =
+            (0..).map(|n| format!("\u{1}{n}\u{2}")).find(|mark| !said.contains(mark.as_str())).unwrap_or_default();
+        let marked = self.render_with(messages, false, variables, &mark)?;
+        let (mut text, mut spans) = (String::new(), Vec::new());
+        for (at, part) in marked.split(mark.as_str()).enumerate() {
+            let start = text.len();
+            text += part;
+            if at % 2 == 1 && !part.is_empty() {
+                spans.push(start..text.len());
+            }
+        }
+        Ok((text, spans))
+    }
+
+    fn render_with(
+        &self,
+        messages: &[Value],
+        add_generation_prompt: bool,
+        variables: impl IntoIterator<Item = (String, Value)>,
+        mark: &str,
+    ) -> Result<String> {
+        let program = self.compiled.as_ref().map_err(|e| Error::invalid(&self.file, e.as_str()))?;
         let messages: Vec<Value> = messages.iter().map(tidy).collect::<Result<_>>()?;
         let mut context = Map::new();
         context.insert("messages".into(), messages.into());
@@ -53,36 +92,51 @@ impl ChatTemplate {
         context.insert("tools".into(), Value::Null);
         context.insert("documents".into(), Value::Null);
         context.extend(variables);
-        let template = environment.get_template("chat").expect("it was added");
+        let input = context.values().map(text_bytes).sum();
+        let context = Item::from(Serde(&context));
         // The row may be at fault as well as the template, so who knows the row adds its place.
-        template
-            .render(Item::from(Serde(&context)))
+        program
+            .render(&ENVIRONMENT, context, input, || MARK.set(Some(mark.to_string())))
             .map_err(|e| Error::Run(format!("{}: {}", self.file.display(), explain(&e))))
     }
 }
 
+thread_local! {
+    /// Put around what the assistant says by the rendering on this thread.
+    static MARK: Cell<Option<String>> = const { Cell::new(None) };
+}
+
+/// The bytes of all texts in `value`.
+fn text_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(text_bytes).sum(),
+        Value::Object(fields) => fields.iter().map(|(name, value)| name.len() + text_bytes(value)).sum(),
+        _ => 0,
+    }
+}
+
 /// What transformers gives to its templates, with Python's methods on strings and dictionaries.
-fn environment() -> Environment<'static> {
-    let mut environment = Environment::new();
-    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().expect("the usual delimiters");
-    environment.set_syntax(syntax);
-    environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_fuel(Some(FUEL));
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    environment.add_filter("tojson", |value: &Item, options: Kwargs| to_json(value, &options));
-    // In Python whatever has a length and an index is a sequence.
-    environment.add_test("sequence", |value: &Item| {
-        matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Undefined)
+static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
+    let mut environment = bounds::environment(&SYNTAX, FUEL);
+    let to_json = Item::from_function(|value: &Item, options: Kwargs| to_json(value, &options));
+    bounds::add_filter(&mut environment, "tojson", to_json);
+    environment.add_filter(MARKED, |text: &str| {
+        let mark = MARK.take().unwrap_or_default();
+        let marked = pay(text.len() as u64).map(|()| format!("{mark}{text}{mark}"));
+        MARK.set(Some(mark));
+        marked
     });
     environment.add_function("raise_exception", |message: String| {
         Err::<Item, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
-    environment.add_function("strftime_now", |format: &str| {
+    let now = Item::from_function(|format: &str| {
         let now = jiff::fmt::strtime::format(format, &Zoned::now());
         now.map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}")))
     });
+    bounds::add_function(&mut environment, "strftime_now", now);
     environment
-}
+});
 
 /// One line of what is wrong, with the template's line.
 fn explain(error: &minijinja::Error) -> String {
@@ -104,24 +158,26 @@ fn unix_lines(text: &str) -> String {
     text.replace("\r\n", "\n").replace('\r', "\n")
 }
 
-/// `{% generation %}` marks what a model says, for masks that are not made here: to the text it is a block with
-/// variables of its own.
-fn plain_blocks(source: &str) -> String {
+/// The filter that marks what the assistant says.
+const MARKED: &str = "assistant_text";
+
+/// `source` with `{% generation %}`, which marks what the assistant says, as a filter of a block with variables of its own.
+fn marked_blocks(source: &str) -> String {
     let mut parts = source.split("{%");
-    let mut plain = parts.next().unwrap_or_default().to_string();
+    let mut marked = parts.next().unwrap_or_default().to_string();
     for part in parts {
         let name = part.trim_start_matches(['-', '+']).trim_start();
         let tag = &part[..part.len() - name.len()];
         let ends = |rest: &str| rest.trim_start().trim_start_matches(['-', '+']).starts_with("%}");
-        plain += "{%";
-        plain += tag;
-        plain += &match (name.strip_prefix("generation"), name.strip_prefix("endgeneration")) {
-            (Some(rest), _) if ends(rest) => format!("with{rest}"),
-            (_, Some(rest)) if ends(rest) => format!("endwith{rest}"),
+        marked += "{%";
+        marked += tag;
+        marked += &match (name.strip_prefix("generation"), name.strip_prefix("endgeneration")) {
+            (Some(rest), _) if ends(rest) => format!("filter {MARKED} %}}{{% with{rest}"),
+            (_, Some(rest)) if ends(rest) => format!("endwith %}}{{% endfilter{rest}"),
             _ => name.to_string(),
         };
     }
-    plain
+    marked
 }
 
 /// A message as templates expect it: without what is null, its parts joined to one text, its reasoning under each of
@@ -174,7 +230,7 @@ fn to_json(value: &Item, options: &Kwargs) -> Result<String, minijinja::Error> {
     }
     let value = serde_json::to_value(value).map_err(|e| bad(e.to_string()))?;
     let mut json = String::new();
-    Dumps { item, key, indent, ascii, sort_keys }.write(&value, 0, &mut json);
+    Dumps { item, key, indent, ascii, sort_keys }.write(&value, 0, &mut json)?;
     Ok(json)
 }
 
@@ -189,23 +245,24 @@ struct Dumps<'a> {
 }
 
 impl Dumps<'_> {
-    fn write(&self, value: &Value, depth: usize, out: &mut String) {
+    fn write(&self, value: &Value, depth: usize, out: &mut String) -> Result<(), minijinja::Error> {
         match value {
             Value::Array(items) => {
                 let items = items.iter().map(|item| (None, item));
-                self.write_items(['[', ']'], items.collect(), depth, out);
+                self.write_items(['[', ']'], items.collect(), depth, out)?;
             }
             Value::Object(fields) => {
                 let mut fields: Vec<_> = fields.iter().map(|(key, value)| (Some(key), value)).collect();
                 if self.sort_keys {
                     fields.sort_by_key(|(key, _)| *key);
                 }
-                self.write_items(['{', '}'], fields, depth, out);
+                self.write_items(['{', '}'], fields, depth, out)?;
             }
             Value::String(text) => self.write_text(text, out),
             Value::Number(number) if number.is_f64() => *out += &python_float(number.as_f64().unwrap_or_default()),
             other => *out += &other.to_string(),
         }
+        Ok(())
     }
 
     fn write_items(
@@ -214,30 +271,34 @@ impl Dumps<'_> {
         items: Vec<(Option<&String>, &Value)>,
         depth: usize,
         out: &mut String,
-    ) {
+    ) -> Result<(), minijinja::Error> {
         let new_line = |depth: usize, out: &mut String| {
             if let Some(indent) = self.indent {
+                pay(indent.saturating_mul(depth) as u64)?;
                 out.push('\n');
                 *out += &" ".repeat(indent * depth);
             }
+            Ok::<_, minijinja::Error>(())
         };
         out.push(open);
         let empty = items.is_empty();
         for (at, (key, value)) in items.into_iter().enumerate() {
+            pay((self.item.len() + self.key.len()) as u64)?;
             if at > 0 {
                 *out += self.item;
             }
-            new_line(depth + 1, out);
+            new_line(depth + 1, out)?;
             if let Some(key) = key {
                 self.write_text(key, out);
                 *out += self.key;
             }
-            self.write(value, depth + 1, out);
+            self.write(value, depth + 1, out)?;
         }
         if !empty {
-            new_line(depth, out);
+            new_line(depth, out)?;
         }
         out.push(close);
+        Ok(())
     }
 
     fn write_text(&self, text: &str, out: &mut String) {
@@ -319,6 +380,122 @@ mod tests {
         fails(around, &hi, "chat_template.jinja: chat template, line 1: does not end within 10000000 steps");
         let down = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}";
         assert!(render(down, &hi).unwrap_err().to_string().contains("recursion limit"));
+    }
+
+    #[test]
+    fn hostile_templates_end_in_one_line_that_names_the_file() {
+        let hi = json!([user_message("hi")]);
+        let deep = |open: &str, count: usize, close: &str| format!("{}{}", open.repeat(count), close.repeat(count));
+        let double = |set: &str| {
+            format!("{{% set ns = namespace(x='ab', l=[1]) %}}{{% for i in range(99) %}}{set}{{% endfor %}}")
+        };
+        let hostile = [
+            double("{% set ns.x = ns.x ~ ns.x %}"),
+            double("{% set ns.x = ns.x + ns.x %}"),
+            double("{% set ns.x = ns.x * 2 %}"),
+            double("{% set ns.x = ns.x.replace('a', 'aa').replace('b', 'bb') %}"),
+            double("{% set ns.x = ns.x | replace('a', 'aaa') %}"),
+            double("{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"),
+            double("{% set ns.x = [ns.x, ns.x] | join %}"),
+            double("{% set ns.x = ns.x.join([ns.x, ns.x]) %}"),
+            double("{% set ns.x = '%s%s' | format(ns.x, ns.x) %}"),
+            double("{% set ns.x = '{0}{0}'.format(ns.x) %}"),
+            double("{% set ns.x = [ns.x, ns.x] | string %}"),
+            double("{% set ns.l = ns.l + ns.l %}"),
+            double("{% set ns.l = ns.l * 10 %}"),
+            double("{% set ns.l = [ns.l, ns.l] %}") + "{{ ns.l }}",
+            double("{% set ns.l = {'a': ns.l, 'b': ns.l} %}") + "{{ ns.l | tojson }}",
+            double("{% set ns.l = (ns.l, ns.l) %}") + "{{ ns.l == ns.l }}",
+            double("{% set ns.l = ns.l | chain(ns.l) | list %}"),
+            "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = [ns.l] %}{% endfor %}".into(),
+            "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = {'a': ns.l} %}{% endfor %}".into(),
+            "{% set ns = namespace(l=[1]) %}{% for i in range(99999) %}{% set ns.l = ns.l | batch(1) | list %}{% endfor %}".into(),
+            "{% set ns = namespace(l=[1]) %}{% for i in range(99999) %}{% set ns.l = ns.l | zip | list %}{% endfor %}".into(),
+            "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}".into(),
+            "{% set ns = namespace() %}{% set ns.x = [{'a': ns}] %}{{ ns | tojson }}".into(),
+            "{{ 'a' | indent(100000000000) }}".into(),
+            "{{ ['a\\nb'] | map('indent', 100000000000) | list }}".into(),
+            "{{ 'a' | indent(width=100000000000) }}".into(),
+            "{{ [[1, [2]]] | tojson(indent=100000000000) }}".into(),
+            "{{ [1, 2] | tojson(separators=['a' * 1000000, 'b' * 1000000]) }}".into(),
+            "{{ [1] | batch(100000000000, 0) | list }}".into(),
+            "{{ [1] | slice(100000000000) | list }}".into(),
+            "{{ '%100000000000d' | format(1) }}".into(),
+            "{{ '%*d' | format(100000000000, 1) }}".into(),
+            "{{ '{:100000000000}'.format(1) }}".into(),
+            "{{ '{:{}}'.format(1, 100000000000) }}".into(),
+            "{{ 'a' * 100000000000 }}".into(),
+            "{{ 'a' * 10 ** 12 }}".into(),
+            "{{ ('a' * 999999) * 999999 }}".into(),
+            "{{ [0] * 100000000 }}".into(),
+            "{% for a in range(99999) %}{{ messages | tojson * 1000 }}{% endfor %}".into(),
+            "{% set x = 'a' * 900000 %}{% for a in range(99999) %}{% if x == x ~ 'b' %}{% endif %}{% endfor %}".into(),
+            "{% set x = 'a' * 900000 %}{% for a in range(99999) %}{% set y = x[-1] %}{% endfor %}".into(),
+            "{% set x = 'a' * 900000 %}{% for a in range(99999) %}{% set y = x.split('a') | length %}{% endfor %}".into(),
+            "{% set x = 'a' * 900000 %}{% for a in range(99999) %}{% for c in x %}{% break %}{% endfor %}{% endfor %}".into(),
+            format!("{{% for a in range(99999) %}}{{% for b in range(99) %}}{}{{% endfor %}}{{% endfor %}}", "x".repeat(9999)),
+            format!("{{{{ {} true }}}}", "not ".repeat(100_000)),
+            format!("{{{{ {} 1 }}}}", "- ".repeat(100_000)),
+            format!("{{{{ 1 {} }}}}", "+ 1 ".repeat(100_000)),
+            format!("{{{{ 1 {} }}}}", "| abs ".repeat(40_000)),
+            format!("{{{{ a{} }}}}", ".a".repeat(100_000)),
+            format!("{{{{ {} }}}}", deep("[", 100_000, "]")),
+            format!("{{{{ {} }}}}", deep("(", 1000, ")")),
+            deep("{% if a %}", 10_000, "{% endif %}"),
+            format!("{{% if a %}}{}{{% endif %}}", "{% elif a %}".repeat(30_000)),
+            "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}".into(),
+            "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}".into(),
+            "{% block a %}{{ self.a() }}{% endblock %}".into(),
+            "{% include 'chat' %}".into(),
+            "{% extends 'chat' %}".into(),
+            "{{ messages | map('replace', '', 'x' * 900000) | list }}".into(),
+            "x".repeat(1 << 20),
+        ];
+        for source in &hostile {
+            let begun = std::time::Instant::now();
+            let found = render(source, &hi);
+            let shown: String = source.chars().take(120).collect();
+            let error = found.map(|text| text.len()).expect_err(&shown).to_string();
+            assert!(error.starts_with("chat_template.jinja: chat template") && error.lines().count() == 1, "{error}");
+            assert!(error.len() < 400, "{shown}: {error}");
+            let bounds = [
+                "MiB of text",
+                "deep in each other",
+                "tokens in one block",
+                "multiply to",
+                "plain values",
+                "recursion",
+                "too large",
+                "does not end",
+                "template not found",
+                "bytes, found",
+            ];
+            assert!(bounds.iter().any(|bound| error.contains(bound)), "{shown}: {error}");
+            assert!(begun.elapsed().as_secs() < 30, "{shown}: {:?}", begun.elapsed());
+        }
+    }
+
+    #[test]
+    fn long_conversations_are_not_taken_for_hostile() {
+        let template = "{% set ns = namespace(text='') %}{% for m in messages[0:] %}{% set ns.text = ns.text ~ m.role ~ m.content | trim %}\
+                        {% if loop.last and messages | selectattr('role', 'equalto', 'user') | list | length > 3 %}{{ ns.text }}{% endif %}{% endfor %}";
+        let text = "word ".repeat(200);
+        let messages: Vec<Value> = (0..500).map(|_| user_message(&text)).collect();
+        let found = render(template, &messages.into()).unwrap();
+        assert_eq!(found.len(), 500 * ("user".len() + text.trim().len()));
+    }
+
+    #[test]
+    fn what_stands_in_generation_blocks_is_told_apart_and_the_text_is_the_same() {
+        let template = "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n<a>{%- generation -%}\n {{ m.content }}</a>\
+                        {%- endgeneration %}\n{% else %}\n<u>{{ m.content }}\n{% endif %}\n{% endfor %}";
+        let messages = json!([user_message("hi"), {"role": "assistant", "content": "ho"}, user_message("x"), {"role": "assistant", "content": "y"}]);
+        let messages = messages.as_array().unwrap();
+        let template = ChatTemplate::new("t".into(), template);
+        let (text, spans) = template.render_marked(messages, []).unwrap();
+        assert_eq!(text, template.render(messages, false, []).unwrap());
+        assert_eq!(spans.iter().map(|span| &text[span.clone()]).collect::<Vec<_>>(), ["ho</a>", "y</a>"]);
+        assert!(template.has_marks() && !ChatTemplate::new("t".into(), "{{ messages }}").has_marks());
     }
 
     #[test]
