@@ -676,9 +676,9 @@ mod tests {
                    hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to num_threads disable_tqdm save_steps save_total_limit \
                    resume_from_checkpoint resume_with_changed_inputs config help";
-        let data = "dataset_name dataset_weights dataset_config dataset_train_split dataset_test_split eval_split_size data_split \
+        let data = "dataset_name dataset_weights dataset_config dataset_columns dataset_train_split dataset_test_split eval_split_size data_split \
                     data_split_seed";
-        let rows = "dataset_name dataset_split output_file overwrite_output_file batch_size dtype device num_threads config help";
+        let rows = "dataset_name dataset_split dataset_columns output_file overwrite_output_file batch_size dtype device num_threads config help";
         let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                        reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
         let eval = "eval_steps metric_for_best_model greater_is_better";

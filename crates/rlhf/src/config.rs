@@ -12,6 +12,7 @@ use clap::builder::{PossibleValue, ValueParser};
 use clap::{Arg, ArgAction, Args, Command, ValueEnum};
 use serde::Serialize;
 
+use crate::data::Columns;
 use crate::device::Device;
 use crate::model::{ClassifierFormat, Dtype, LoraConfig};
 use crate::ppo::{KlEstimator, PolicyClip, ScorePosition};
@@ -563,6 +564,10 @@ pub struct RowsConfig {
     /// Split of the dataset, where it is a folder or on the hub.
     #[arg(long, help_heading = DATA, default_value = "test")]
     pub dataset_split: String,
+    /// Columns to read as other fields, as FIELD=COLUMN with commas between them, such as prompt=question; FIELD=none leaves
+    /// a field out.
+    #[arg(long, help_heading = DATA, value_delimiter = ',')]
+    pub dataset_columns: Vec<String>,
     /// File to write to [default: standard output].
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub output_file: std::option::Option<PathBuf>,
@@ -646,6 +651,10 @@ pub struct DataConfig {
     /// Folder of the dataset to take, where several have the split.
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
     pub dataset_config: std::option::Option<String>,
+    /// Columns to read as other fields, as FIELD=COLUMN with commas between them, such as prompt=question; FIELD=none leaves
+    /// a field out.
+    #[arg(long, help_heading = DATA, value_delimiter = ',')]
+    pub dataset_columns: Vec<String>,
     /// Split of the dataset to train on.
     #[arg(long, help_heading = DATA, default_value = "train")]
     pub dataset_train_split: String,
@@ -2514,6 +2523,7 @@ impl DataConfig {
             expect(names > 0, "datasets", names, "at least 1"),
             expect(weights == 0 || weights == names, "numbers in dataset_weights", weights, &expected),
             self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight)),
+            Columns::parse(&self.dataset_columns).map(drop),
             if self.data_split.is_none() && self.data_split_seed != SPLIT_SEED {
                 no_effect("data_split_seed", self.data_split_seed, "without data_split")
             } else {
@@ -2567,7 +2577,11 @@ fn one_or_list<S: serde::Serializer>(names: &[PathBuf], serializer: S) -> Result
 
 impl RowsConfig {
     fn check(&self) -> Result<()> {
-        all([at_least_one("batch_size", self.batch_size), check_threads(self.num_threads)])
+        all([
+            at_least_one("batch_size", self.batch_size),
+            Columns::parse(&self.dataset_columns).map(drop),
+            check_threads(self.num_threads),
+        ])
     }
 }
 

@@ -1,10 +1,12 @@
 //! Rows in, token ids out: prompts, demonstrations, preference pairs; where rows come from, and the order in which they are
 //! taken.
 
+mod columns;
 mod cursor;
 mod files;
 mod formats;
 
+pub use columns::Columns;
 pub use cursor::Cursor;
 pub use files::Files;
 
@@ -141,7 +143,10 @@ impl<'c> Sources<'c> {
     /// # Errors
     /// If a file is not what it should be, or nothing would be left to train on.
     pub fn read(&self, seed: u64, step: Step) -> Result<(Vec<Dataset>, Option<Dataset>)> {
-        let read = |files: &Vec<Files>| files.iter().map(Dataset::of).collect::<Result<Vec<_>>>();
+        let columns = Columns::parse(&self.config.dataset_columns)?;
+        let read = |files: &Vec<Files>| -> Result<Vec<_>> {
+            files.iter().map(|files| Dataset::of(files)?.with_columns(&columns)).collect()
+        };
         let (mut train, eval) = (read(&self.train)?, read(&self.eval)?);
         if let Some(split) = self.config.data_split {
             train.iter_mut().try_for_each(|dataset| dataset.keep_share(split, self.config.data_split_seed, step))?;
@@ -236,6 +241,15 @@ impl Dataset {
             return Err(Error::invalid(&name, "expected at least one row, found an empty dataset"));
         }
         Ok(Self { name, rows })
+    }
+
+    /// Has the rows give their fields by other columns.
+    ///
+    /// # Errors
+    /// If a row lacks one of the columns.
+    pub fn with_columns(mut self, columns: &Columns) -> Result<Self> {
+        self.rows.iter_mut().try_for_each(|row| columns.apply(row))?;
+        Ok(self)
     }
 
     /// Keeps the rows of `step`'s share, in their order. Equal datasets have equal shares, whatever else is read.
@@ -384,8 +398,10 @@ impl Dataset {
     /// is blank behind its last eos is cut: answers of PPO end with eos, and scores are read at the last token. Without `end`
     /// strings get no eos, for encoders, which read a score at the first token.
     ///
+    /// A number `margin` is by how much the scores should differ; without one they should differ at all.
+    ///
     /// # Errors
-    /// If a row lacks one of the two, the tokenizer names no eos token, or its chat template fails.
+    /// If a row lacks one of the two, its margin is no number, the tokenizer names no eos token, or its chat template fails.
     pub fn pairs(&self, tokenizer: &Tokenizer, end: bool) -> Result<Vec<Pair>> {
         self.map(|row| {
             let has_prompt = field(row, "prompt").is_some();
@@ -404,7 +420,10 @@ impl Dataset {
                     Ok(encoded?.0)
                 }
             };
-            Ok(Pair { chosen: side("chosen")?, rejected: side("rejected")? })
+            let number =
+                |margin: &Value| margin.as_f64().ok_or_else(|| Error::Run(expected("margin", "a number", row)));
+            let margin = field(row, "margin").map(number).transpose()?;
+            Ok(Pair { chosen: side("chosen")?, rejected: side("rejected")?, margin })
         })
     }
 
@@ -614,18 +633,21 @@ pub struct Demonstration {
 }
 
 /// Two texts, one preferred.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Pair {
     /// Token ids of the better text.
     pub chosen: Vec<i64>,
     /// Token ids of the worse text.
     pub rejected: Vec<i64>,
+    /// By how much the score of the better text should be above that of the worse one, where the data say so.
+    pub margin: Option<f64>,
 }
 
 /// Rows that come one after another, from a file or a pipe: only those asked for are in memory.
 pub struct RowReader {
     name: PathBuf,
     source: RowSource,
+    columns: Columns,
 }
 
 enum RowSource {
@@ -642,12 +664,13 @@ impl RowReader {
     /// If there is no such file, or what cannot be read in parts is not what it should be.
     pub fn open(name: &Path, split: &str) -> Result<Self> {
         let files = Files::find(name, None, split)?;
+        let columns = Columns::default();
         let whole = |path: &Path| matches!(format(path), Some("json" | "csv" | "parquet"));
         match files.paths.as_slice() {
             [path] if !whole(path) => Ok(Self::lines(path, open_text(path)?, true)),
             _ => {
                 let Dataset { name, rows } = Dataset::of(&files)?;
-                Ok(Self { name, source: RowSource::Rows(rows.into_iter()) })
+                Ok(Self { name, source: RowSource::Rows(rows.into_iter()), columns })
             }
         }
     }
@@ -656,7 +679,8 @@ impl RowReader {
     pub fn lines(name: impl Into<PathBuf>, reader: impl BufRead + 'static, json: bool) -> Self {
         let name = name.into();
         let file = name.as_path().into();
-        Self { name, source: RowSource::Lines { file, reader: Box::new(reader), json, read: 0 } }
+        let source = RowSource::Lines { file, reader: Box::new(reader), json, read: 0 };
+        Self { name, source, columns: Columns::default() }
     }
 
     /// Prompts that are given as words of the command line.
@@ -665,13 +689,20 @@ impl RowReader {
         let row =
             |(at, prompt)| Row { file: file.clone(), place: Place::Argument(at), value: json!({"prompt": prompt}) };
         let rows: Vec<Row> = (1..).zip(prompts).map(row).collect();
-        Self { name: "prompt".into(), source: RowSource::Rows(rows.into_iter()) }
+        Self { name: "prompt".into(), source: RowSource::Rows(rows.into_iter()), columns: Columns::default() }
+    }
+
+    /// Has the rows give their fields by other columns.
+    #[must_use]
+    pub fn with_columns(mut self, columns: Columns) -> Self {
+        self.columns = columns;
+        self
     }
 
     /// The next rows, at most `count` of them; `None` when there are no more. Blank lines are passed over.
     ///
     /// # Errors
-    /// If the source cannot be read, or a line is not what it should be.
+    /// If the source cannot be read, a line is not what it should be, or a row lacks a column that is asked for.
     pub fn next(&mut self, count: usize) -> Result<Option<Dataset>> {
         let mut rows = Vec::new();
         while rows.len() < count {
@@ -679,7 +710,8 @@ impl RowReader {
                 RowSource::Rows(rows) => rows.next(),
                 RowSource::Lines { file, reader, json, read } => next_line(file, reader, *json, read)?,
             };
-            let Some(row) = row else { break };
+            let Some(mut row) = row else { break };
+            self.columns.apply(&mut row)?;
             rows.push(row);
         }
         Ok((!rows.is_empty()).then(|| Dataset { name: self.name.clone(), rows }))
@@ -806,7 +838,14 @@ fn expected(name: &str, what: &str, row: &Value) -> String {
                 .map(|name| format!("`{}`", brief(name)))
                 .collect();
             let found = if names.is_empty() { "no field at all".to_string() } else { names.join(", ") };
-            let hint = meant(name, row).map(|other| format!("; if `{other}` is it, rename it to `{name}`"));
+            let hint = meant(name, row).map(|other| {
+                let by_flag = if columns::is_field(name) {
+                    format!("--dataset_columns {name}={other}")
+                } else {
+                    format!("rename it to `{name}`")
+                };
+                format!("; if `{other}` is it, {by_flag}")
+            });
             format!("expected a field `{name}` with {what}, found {found}{}", hint.unwrap_or_default())
         }
     }
@@ -903,7 +942,7 @@ mod tests {
         let row = json!({"question": "x", "answer": 1});
         assert_eq!(
             expected("prompt", "a string", &row),
-            "expected a field `prompt` with a string, found `question`, `answer`; if `question` is it, rename it to `prompt`"
+            "expected a field `prompt` with a string, found `question`, `answer`; if `question` is it, --dataset_columns prompt=question"
         );
         assert_eq!(expected("answer", "a string", &row), "field `answer`: expected a string, found 1");
         assert_eq!(
@@ -1025,6 +1064,27 @@ mod tests {
         data.dataset_test_split = "validation".into();
         let error = Sources::find(&data, None).unwrap_err().to_string();
         assert!(error.ends_with("folder: expected a split `validation`, found `test`, `train`"), "{error}");
+    }
+
+    #[test]
+    fn columns_are_renamed_in_rows_to_train_on_rows_to_evaluate_on_and_rows_that_come_in_parts() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = numbered(dir.path(), "file.jsonl", 0..4);
+        let mut data = config(&[&file]);
+        (data.dataset_columns, data.eval_split_size) = (vec!["prompt=n".into()], Some(1.0));
+        let prompts = |dataset: &Dataset| dataset.rows().all(|row| row["prompt"] == row["n"]);
+        for own in [None, Some(file.as_path())] {
+            data.eval_split_size = own.is_none().then_some(1.0);
+            let (train, eval) = Sources::find(&data, own).unwrap().read(1, Step::Ppo).unwrap();
+            assert!(train.iter().chain(&eval).all(prompts));
+            assert_eq!(eval.map(|eval| eval.rows.len()), Some(if own.is_none() { 1 } else { 4 }));
+        }
+        let columns = Columns::parse(&data.dataset_columns).unwrap();
+        let rows = drain(RowReader::open(&file, "test").unwrap().with_columns(columns), 3).unwrap();
+        assert_eq!(rows[3].value, json!({"n": 3, "prompt": 3}));
+        data.dataset_columns = vec!["prompt=question".into()];
+        let error = Sources::find(&data, None).unwrap().read(1, Step::Ppo).unwrap_err().to_string();
+        assert!(error.contains("file.jsonl: line 1: expected a field `question` with what dataset_columns"), "{error}");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::io::{self, BufReader, BufWriter, ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use rlhf::config::RowsConfig;
-use rlhf::data::RowReader;
+use rlhf::data::{Columns, RowReader};
 use rlhf::model::ModelOptions;
 use rlhf::safe_text::{lines, one_line};
 use rlhf::{Error, Result};
@@ -15,10 +15,11 @@ use rlhf::{Error, Result};
 /// Refuses an output file that may not be written, before any work is done.
 pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
     check_output_file(config)?;
-    match &config.dataset_name {
-        Some(name) => RowReader::open(name, &config.dataset_split),
-        None => Ok(RowReader::lines("standard input", BufReader::new(io::stdin()), json)),
-    }
+    let rows = match &config.dataset_name {
+        Some(name) => RowReader::open(name, &config.dataset_split)?,
+        None => RowReader::lines("standard input", BufReader::new(io::stdin()), json),
+    };
+    Ok(rows.with_columns(Columns::parse(&config.dataset_columns)?))
 }
 
 fn check_output_file(config: &RowsConfig) -> Result<()> {

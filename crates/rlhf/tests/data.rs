@@ -127,7 +127,10 @@ fn broken_files_are_named_with_the_place() {
         ("short.csv", &["short.csv: line 3", "expected 2 fields", "found 1"][..]),
         ("open.csv", &["open.csv: line 3", "never closed"]),
         ("cut.parquet", &["cut.parquet: not sound Parquet"]),
-        ("columns.csv", &["columns.csv: line 2", "`prompt`", "found `question`, `answer`", "rename it to `prompt`"]),
+        (
+            "columns.csv",
+            &["columns.csv: line 2", "`prompt`", "found `question`, `answer`", "--dataset_columns prompt=question"],
+        ),
     ] {
         scratch.refuses(&format!("{PPO} --dataset_name {file}"), 1, words);
     }

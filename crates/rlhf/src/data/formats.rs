@@ -18,6 +18,9 @@ use std::sync::Arc;
 /// Columns that hold lists in every format; a cell of CSV is text, so there they are JSON.
 const LISTS: [&str; 4] = ["prompt_ids", "input_ids", "completion_ids", "messages"];
 
+/// Columns that hold numbers in every format.
+const NUMBERS: [&str; 1] = ["margin"];
+
 /// The longest line of rows in bytes: what a stream without line ends may take.
 const LONGEST_LINE: u64 = 256 << 20;
 
@@ -186,20 +189,7 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
         last = start;
         let mut row = Map::new();
         for (name, cell) in header.iter().zip(&record) {
-            let value = if LISTS.contains(&name) && cell.trim().is_empty() {
-                // What other formats say by null.
-                Value::Null
-            } else if LISTS.contains(&name) {
-                let list = serde_json::from_str(cell).ok().filter(Value::is_array);
-                list.ok_or_else(|| {
-                    Place::Line(line).error(
-                        file,
-                        format!("field `{name}`: expected a list in JSON, found {:?}", beginning(cell, 120)),
-                    )
-                })?
-            } else {
-                Value::from(cell)
-            };
+            let value = self::cell(name, cell).map_err(|message| Place::Line(line).error(file, message))?;
             row.insert(name.to_string(), value);
         }
         rows.push(Row::new(file, Place::Line(line), Value::Object(row))?);
@@ -209,6 +199,26 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
         return Err(Place::Line(line).error(file, "the row has a quote that is never closed"));
     }
     Ok(rows)
+}
+
+/// What a cell of CSV in the column `name` holds.
+///
+/// # Errors
+/// If it is not what columns of this name hold.
+pub(super) fn cell(name: &str, text: &str) -> Result<Value, String> {
+    let (is_list, is_number) = (LISTS.contains(&name), NUMBERS.contains(&name));
+    let wrong = |what: &str| format!("field `{name}`: expected {what}, found {:?}", beginning(text, 120));
+    match text.trim() {
+        // What other formats say by null.
+        "" if is_list || is_number => Ok(Value::Null),
+        list if is_list => {
+            serde_json::from_str(list).ok().filter(Value::is_array).ok_or_else(|| wrong("a list in JSON"))
+        }
+        number if is_number => {
+            serde_json::from_str(number).ok().filter(Value::is_number).ok_or_else(|| wrong("a number"))
+        }
+        _ => Ok(text.into()),
+    }
 }
 
 /// Whether a record of CSV, with what comes behind it, ends within quotes.

@@ -6,7 +6,7 @@
 
 use super::check_held_out;
 use super::ppo::{check_ends, ppo, require_reward, room_in, stop_tokens};
-use super::reward::{leave_out_long, reward};
+use super::reward::{check_margins, leave_out_long, reward};
 use super::sft::{sft, shorten};
 use crate::checkpoint::{Finished, Saved, Start};
 use crate::config::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step, write_resolved};
@@ -360,6 +360,7 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     let mut pairs = 0;
     for dataset in &train {
         let read = dataset.pairs(&reading.tokenizer, reading.shape.causal)?;
+        check_margins(&read, config.pair_loss, dataset.path())?;
         pairs += leave_out_long(read, most, dataset.path())?.0.len();
     }
     if let Some(dataset) = &eval {

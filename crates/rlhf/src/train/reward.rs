@@ -65,6 +65,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let max_length = config.max_length.min(model.config().max_position_embeddings);
     let read = |dataset: &Dataset| {
         let read = leave_out_long(dataset.pairs(&tokenizer, model.config().causal)?, max_length, dataset.path())?;
+        check_margins(&read.0, config.pair_loss, dataset.path())?;
         pads.as_ref().map_or(Ok(()), |pads| pads.check(&read.0, dataset.path()))?;
         Ok(read)
     };
@@ -154,7 +155,7 @@ const COMMAND: &str = "reward";
 
 /// The loop.
 ///
-/// The loss of a pair is -log sigmoid(chosen - rejected) (Bradley and Terry; Ouyang et al. 2022, eq. 1), scores being
+/// The loss of a pair is -log sigmoid(chosen - rejected - margin), where the margin is 0 unless the pair has one (Bradley and Terry; Ouyang et al. 2022, eq. 1), scores being
 /// read at the last token, or its mean over the tokens of [`Compared`]; an update's loss is the mean over its pairs, whatever
 /// the micro-batches.
 #[expect(clippy::too_many_arguments, reason = "it is the second half of one function")]
@@ -208,7 +209,7 @@ fn run_updates(
             let since = &mut progress.since;
             match config.pair_loss {
                 PairLoss::Sequence => model.learn_scores(&sides(micro_batch), Some(&dropout), |scores| {
-                    since.add(scores, &margin_loss(scores), config) / per_pair
+                    since.add(scores, &sequence_loss(scores, micro_batch), config) / per_pair
                 }),
                 PairLoss::Tokens | PairLoss::TokensUnpadded => {
                     let compared = Compared::of(micro_batch, pads, model.device());
@@ -283,10 +284,34 @@ fn sides<'p>(pairs: &[&'p Pair]) -> Vec<&'p Vec<i64>> {
     pairs.iter().map(|pair| &pair.chosen).chain(pairs.iter().map(|pair| &pair.rejected)).collect()
 }
 
-/// -log sigmoid(chosen - rejected) of scores, all chosen sides and then all rejected ones; `[pairs]`.
-fn margin_loss(scores: &Tensor) -> Tensor {
+/// -log sigmoid(chosen - rejected - margin) of scores, all chosen sides and then all rejected ones; `[pairs]`. As TRL's
+/// `RewardTrainer` with a `margin` column (Touvron et al. 2023, eq. 2).
+fn sequence_loss(scores: &Tensor, pairs: &[&Pair]) -> Tensor {
     let scores = scores.view([2, -1]);
-    -(scores.get(0) - scores.get(1)).log_sigmoid()
+    let difference = scores.get(0) - scores.get(1);
+    if pairs.iter().all(|pair| pair.margin.is_none()) {
+        return -difference.log_sigmoid();
+    }
+    let margins: Vec<f32> = pairs.iter().map(|pair| pair.margin.unwrap_or(0.0) as f32).collect();
+    -(difference - Tensor::from_slice(&margins).to_device(scores.device())).log_sigmoid()
+}
+
+/// Refuses margins where the loss knows none.
+///
+/// # Errors
+/// If a pair has one, and the loss is of tokens.
+pub(super) fn check_margins(pairs: &[Pair], pair_loss: PairLoss, path: &Path) -> Result<()> {
+    let Some(margin) = pairs.iter().find_map(|pair| pair.margin).filter(|_| pair_loss != PairLoss::Sequence) else {
+        return Ok(());
+    };
+    let name = if pair_loss == PairLoss::Tokens { "tokens" } else { "tokens_unpadded" };
+    Err(Error::invalid(
+        path,
+        format!(
+            "a pair has margin = {margin}, and pair_loss = {name} compares single tokens, which have no margin: expected \
+             pair_loss = sequence, or --dataset_columns margin=none to leave it out"
+        ),
+    ))
 }
 
 /// The padding of DeepSpeed-Chat's loss.
@@ -484,7 +509,7 @@ impl Totals {
         let (scores, losses) = match config.pair_loss {
             PairLoss::Sequence => {
                 let scores = model.scores(&sides(pairs))?;
-                let losses = margin_loss(&scores);
+                let losses = sequence_loss(&scores, pairs);
                 (scores, losses)
             }
             PairLoss::Tokens | PairLoss::TokensUnpadded => {
@@ -539,7 +564,7 @@ mod tests {
     }
 
     fn pair(chosen: &[i64], rejected: &[i64]) -> Pair {
-        Pair { chosen: chosen.to_vec(), rejected: rejected.to_vec() }
+        Pair { chosen: chosen.to_vec(), rejected: rejected.to_vec(), margin: None }
     }
 
     /// The numbers of DeepSpeed-Chat's reward models on pairs that part anywhere, are of any lengths, or are equal
@@ -740,5 +765,41 @@ mod tests {
         let config = RewardConfig::new("m", "d", "o");
         let _ = totals.add(&compared.ends(&values), &compared.loss(&values), &config);
         assert_eq!((totals.pairs, totals.correct, totals.margin), (3.0, 1.0, 3.0 + 0.0 - 1.0));
+    }
+
+    #[test]
+    fn a_margin_is_taken_off_the_difference_in_the_loss_and_its_gradient_and_nowhere_else() {
+        let with = |margin| Pair { margin, ..pair(&[1, 2], &[1, 3]) };
+        let pairs = [with(Some(0.5)), with(None), with(Some(-1.0))];
+        let pairs: Vec<&Pair> = pairs.iter().collect();
+        // Differences 1.5, 1 and 0; less the margins 1, 1 and 1.
+        let scores = Tensor::from_slice(&[2.0f32, 0.0, 3.0, 0.5, -1.0, 3.0]).set_requires_grad(true);
+        let losses = sequence_loss(&scores, &pairs);
+        let cost = (1.0 + (-1.0f64).exp()).ln(); // -log sigmoid(1) = 0.313262
+        close("losses", &losses.detach(), &Tensor::from_slice(&[cost as f32; 3]), 1e-6);
+        losses.sum(Kind::Float).backward();
+        let slope = (1.0 / (1.0 + 1.0f64.exp())) as f32; // sigmoid(-1) = 0.268941
+        let expected = Tensor::from_slice(&[-slope, -slope, -slope, slope, slope, slope]);
+        close("gradient", &scores.grad(), &expected, 1e-6);
+        let mut totals = Totals::default();
+        let _ = totals.add(&scores.detach(), &losses.detach(), &RewardConfig::new("m", "d", "o"));
+        assert_eq!((totals.correct, totals.margin), (2.0, 2.5), "of the scores as they are");
+        assert!((totals.loss - 3.0 * cost).abs() < 1e-6);
+        // Without margins the numbers are those of the loss without them, bit for bit.
+        let plain = [with(None), with(None), with(None)];
+        let losses = sequence_loss(&scores, &plain.iter().collect::<Vec<_>>());
+        assert!(losses.equal(&-(scores.narrow(0, 0, 3) - scores.narrow(0, 3, 3)).log_sigmoid()));
+    }
+
+    #[test]
+    fn a_loss_of_tokens_refuses_margins() {
+        let pairs = [pair(&[1], &[2]), Pair { margin: Some(2.0), ..pair(&[1], &[2]) }];
+        check_margins(&pairs, PairLoss::Sequence, Path::new("pairs.jsonl")).unwrap();
+        check_margins(&pairs[..1], PairLoss::Tokens, Path::new("pairs.jsonl")).unwrap();
+        for (loss, name) in [(PairLoss::Tokens, "tokens"), (PairLoss::TokensUnpadded, "tokens_unpadded")] {
+            let error = check_margins(&pairs, loss, Path::new("pairs.jsonl")).unwrap_err().to_string();
+            let words = format!("pairs.jsonl: a pair has margin = 2, and pair_loss = {name} compares single tokens");
+            assert!(error.starts_with(&words) && error.contains("margin=none"), "{error}");
+        }
     }
 }
