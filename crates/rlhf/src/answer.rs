@@ -4,7 +4,7 @@ use std::io::{self, IsTerminal};
 
 use rlhf::config::{Format, GenerateConfig};
 use rlhf::data::{Prompt, RowReader};
-use rlhf::generate::{GenerationConfig, Response, Sampling, StopStrings, generate};
+use rlhf::generate::{GenerationConfig, Response, StopStrings, generate};
 use rlhf::model::CausalLm;
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
@@ -25,13 +25,14 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
     let model = CausalLm::from_pretrained(dir, options)?;
     tokenizer.check_fits(model.config(), dir)?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
-    let most = context.checked_sub(config.max_new_tokens).filter(|&most| most > 0).ok_or_else(|| {
+    let mut generation = config.generation(model.config().generation_settings(), context, dir)?;
+    set_ends(&mut generation, config, &model, &tokenizer)?;
+    let most = context.checked_sub(generation.max_new_tokens).filter(|&most| most > 0).ok_or_else(|| {
         Error::Usage(format!(
             "max_new_tokens = {} leaves no room for a prompt in the model's context of {context} tokens",
-            config.max_new_tokens
+            generation.max_new_tokens
         ))
     })?;
-    let mut generation = generation_config(config, &model, &tokenizer)?;
 
     let terminal = config.rows.output_file.is_none() && io::stdout().is_terminal();
     let format = config.output_format.unwrap_or(if terminal { Format::Text } else { Format::Jsonl });
@@ -72,37 +73,28 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
     }
 }
 
-fn generation_config(config: &GenerateConfig, model: &CausalLm, tokenizer: &Tokenizer) -> Result<GenerationConfig> {
+/// Has answers end where `config` says.
+fn set_ends(
+    generation: &mut GenerationConfig,
+    config: &GenerateConfig,
+    model: &CausalLm,
+    tokenizer: &Tokenizer,
+) -> Result<()> {
     let vocab = model.config().vocab_size;
     if let Some(id) = config.stop_token_ids.iter().find(|id| !(0..vocab).contains(*id)) {
         return Err(Error::Usage(format!(
             "stop_token_ids = {id}: expected ids below the model's vocabulary of {vocab}"
         )));
     }
-    let mut stop_token_ids = config.stop_token_ids.clone();
+    generation.stop_token_ids.clone_from(&config.stop_token_ids);
     if !config.ignore_eos {
-        stop_token_ids.extend(tokenizer.eos_ids());
+        generation.stop_token_ids.extend(tokenizer.eos_ids());
     }
-    let sampling = if config.is_greedy() {
-        Sampling::Greedy
-    } else {
-        let (temperature, top_k, top_p, min_p) = (config.temperature, config.top_k, config.top_p, config.min_p);
-        Sampling::Random { temperature, top_k, top_p, min_p }
-    };
-    let stop_strings = match config.stop_strings.as_slice() {
+    generation.stop_strings = match config.stop_strings.as_slice() {
         [] => None,
         strings => Some(StopStrings::new(tokenizer, strings.to_vec())?),
     };
-    Ok(GenerationConfig {
-        repetition_penalty: config.repetition_penalty,
-        min_new_tokens: config.min_new_tokens,
-        stop_token_ids,
-        stop_strings,
-        samples_per_prompt: config.num_return_sequences,
-        seed: config.seed,
-        batch_size: config.rows.batch_size,
-        ..GenerationConfig::new(sampling, config.max_new_tokens)
-    })
+    Ok(())
 }
 
 /// The answer, without `text` where there is no tokenizer, with all other fields of the prompt's row, so that it can be joined with what it belongs to.

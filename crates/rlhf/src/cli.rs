@@ -693,7 +693,8 @@ mod tests {
                  apply_chat_template preset per_device_generation_batch_size generation_batches \
                  per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
-                 response_length stop_token stop_token_id temperature num_ppo_epochs missing_eos_penalty \
+                 response_length stop_token stop_token_id temperature top_k top_p min_p repetition_penalty min_new_tokens \
+                 stop_strings logprobs_of num_ppo_epochs missing_eos_penalty \
                  non_eos_penalty penalty_reward_value \
                  score_position kl_coef kl_estimator kl_in_loss adap_kl_ctrl target horizon kl_coef_end whiten_rewards \
                  whiten_advantages gamma lam cliprange cliprange_value vf_coef cliprange_high dual_clip entropy_coef \
@@ -1368,8 +1369,8 @@ mod tests {
             ["two\nlines", "- x", "--do_sample", "none", "", " 007 ", "\u{1F3AC} é\t\"'"].map(String::from).into();
         generate.stop_token_ids = vec![0, 50256];
         generate.stop_strings = ["\n\n", "Human:", "7"].map(String::from).into();
-        generate.do_sample = false;
-        generate.min_p = 0.05;
+        generate.do_sample = Some(false);
+        generate.min_p = Some(0.05);
         generate.output_format = Some(Format::Jsonl);
         config::write_resolved(&generate, &path).unwrap();
         assert_eq!(reread("generate"), Task::Generate(generate));

@@ -11,12 +11,15 @@ use std::path::{Path, PathBuf};
 use clap::builder::{PossibleValue, ValueParser};
 use clap::{Arg, ArgAction, Args, Command, ValueEnum};
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::data::Columns;
 use crate::device::Device;
+use crate::generate::{GenerationConfig, Sampling};
 use crate::model::{ClassifierFormat, Dtype, LoraConfig};
 use crate::ppo::{KlEstimator, PolicyClip, ScorePosition};
 use crate::reward::{LEFT_OUT, Spec, address};
+use crate::weights::brief;
 use crate::{Error, Result};
 
 const MODELS: &str = "Models";
@@ -150,6 +153,10 @@ pub struct PpoConfig {
     /// Temperature of sampling and of every log-probability.
     #[arg(long, help_heading = SAMPLING, default_value_t = 0.7)]
     pub temperature: f64,
+    /// What else decides how answers are sampled, and where they end.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub sampling: SamplingConfig,
 
     /// Passes over an update's answers.
     #[arg(long, alias = "ppo_epochs", help_heading = PPO, default_value_t = 4)]
@@ -463,30 +470,33 @@ pub struct GenerateConfig {
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
 
-    /// Tokens of an answer, at most.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
-    pub max_new_tokens: usize,
-    /// Tokens of an answer, at least.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
-    pub min_new_tokens: usize,
-    /// Draw the next token; `false` always takes the likeliest.
-    #[arg(long, help_heading = SAMPLING, default_value_t = true)]
-    pub do_sample: bool,
-    /// Temperature; 0 always takes the likeliest token.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
-    pub temperature: f64,
-    /// Sample from this many likeliest tokens only; 0 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
-    pub top_k: usize,
-    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
-    pub top_p: f64,
-    /// Sample from tokens at least this many times as likely as the likeliest; 0 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0.0)]
-    pub min_p: f64,
-    /// Make tokens of the prompt and the answer less likely to come again; 1 for no penalty.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
-    pub repetition_penalty: f64,
+    /// Tokens of an answer, at most [default: the model's `generation_config.json`, else 53].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub max_new_tokens: std::option::Option<usize>,
+    /// Tokens of an answer, at least [default: the model's `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub min_new_tokens: std::option::Option<usize>,
+    /// Draw the next token; `false` always takes the likeliest [default: the model's `generation_config.json`, else true].
+    #[arg(
+        long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>,
+        num_args = 0..=1, default_missing_value = "true", require_equals = true
+    )]
+    pub do_sample: std::option::Option<bool>,
+    /// Temperature; 0 always takes the likeliest token [default: the model's `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub temperature: std::option::Option<f64>,
+    /// Sample from this many likeliest tokens only; 0 for all [default: the model's `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub top_k: std::option::Option<usize>,
+    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all [default: the model's `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub top_p: std::option::Option<f64>,
+    /// Sample from tokens at least this many times as likely as the likeliest; 0 for all [default: the model's `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub min_p: std::option::Option<f64>,
+    /// Make tokens of the prompt and the answer less likely to come again; 1 for no penalty [default: the model's `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub repetition_penalty: std::option::Option<f64>,
     /// Answers to each prompt.
     #[arg(long, help_heading = SAMPLING, default_value_t = 1)]
     pub num_return_sequences: usize,
@@ -880,6 +890,91 @@ pub struct CountsConfig {
     /// Train the value of the state after an answer's last token, where the score lands behind it.
     #[arg(long, help_heading = PPO, default_value_t = true)]
     pub last_value_in_loss: bool,
+}
+
+/// How PPO's answers are sampled beside their temperature: in training, in evaluations and, but for the filters, in the sample
+/// tables, which take the likeliest token.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SamplingConfig {
+    /// Sample from this many likeliest tokens only; 0 for all.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
+    pub top_k: usize,
+    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
+    pub top_p: f64,
+    /// Sample from tokens at least this many times as likely as the likeliest; 0 for all.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 0.0)]
+    pub min_p: f64,
+    /// Make tokens of the prompt and the answer less likely to come again; 1 for no penalty.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
+    pub repetition_penalty: f64,
+    /// Tokens of an answer, at least: before that nothing ends it.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
+    pub min_new_tokens: usize,
+    /// Stop with the token that completes this text; the flag several times for several.
+    #[arg(long, help_heading = SAMPLING)]
+    pub stop_strings: Vec<String>,
+    /// The distribution that log-probabilities are of: the `policy`'s over the whole vocabulary, or the `filtered` one over the
+    /// tokens that the filters left when an answer was sampled.
+    #[arg(long, help_heading = SAMPLING, value_enum, default_value = "policy")]
+    pub logprobs_of: LogprobsOf,
+}
+
+/// Over which tokens log-probabilities are taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum LogprobsOf {
+    /// The whole vocabulary, whatever filters the sampling had.
+    Policy,
+    /// Those that the filters left when the token was sampled: for the policy that sampled, the one that learns and the reference.
+    Filtered,
+}
+
+impl SamplingConfig {
+    fn check(&self, config: &PpoConfig) -> Result<()> {
+        above_zero("top_p", self.top_p)?;
+        zero_to_one("top_p", self.top_p)?;
+        zero_to_one("min_p", self.min_p)?;
+        above_zero("repetition_penalty", self.repetition_penalty)?;
+        let (least, most) = (self.min_new_tokens, config.response_length);
+        expect(least <= most, "min_new_tokens", least, &format!("at most response_length = {most}"))?;
+        expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text")?;
+        let stops = config.stop_token.is_some() || config.stop_token_id.is_some() || !self.stop_strings.is_empty();
+        if least > 0 && !stops {
+            return no_effect("min_new_tokens", least, "without stop_token, stop_token_id or stop_strings");
+        }
+        if self.logprobs_of == LogprobsOf::Policy {
+            return Ok(());
+        }
+        let filters = self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0 || least > 0;
+        if !filters {
+            return no_effect("logprobs_of", "filtered", "without top_k, top_p, min_p or min_new_tokens");
+        }
+        if self.repetition_penalty != 1.0 {
+            return usage(format!(
+                "logprobs_of = filtered with repetition_penalty = {}: a penalty leaves no token out, it changes what all of \
+                 them count, by the text before each: expected 1, or logprobs_of = policy",
+                self.repetition_penalty
+            ));
+        }
+        if config.counts.min_response_length > 0 {
+            return usage(format!(
+                "logprobs_of = filtered with min_response_length = {}: where answers train again, an earlier policy's filters \
+                 would count for this one's: expected min_response_length = 0, or logprobs_of = policy",
+                config.counts.min_response_length
+            ));
+        }
+        if config.legacy.raw_logprobs && config.temperature != 1.0 {
+            return usage(format!(
+                "logprobs_of = filtered with raw_logprobs = true and temperature = {}: what was sampled from is filtered at the \
+                 temperature: expected temperature = 1, or raw_logprobs = false",
+                config.temperature
+            ));
+        }
+        Ok(())
+    }
 }
 
 /// The mix of a text's likelihood into the policy's steps.
@@ -1648,6 +1743,7 @@ impl PpoConfig {
             self.kl.check(self),
             self.step.check(self),
             self.legacy.check(self),
+            self.sampling.check(self),
             self.value.check(self),
             self.check_stop(),
             check_token_id(self.stop_token_id),
@@ -1806,6 +1902,12 @@ impl PpoConfig {
         expect(rank <= MOST_RANK, "value_lora_r", rank, &format!("at most {MOST_RANK}"))?;
         // The shape of the policy's is that of the value model's where that has none of its own.
         PeftConfig { use_peft: true, ..self.peft.clone() }.check()
+    }
+
+    /// How a token of an answer is sampled.
+    pub fn sampling(&self) -> Sampling {
+        let SamplingConfig { top_k, top_p, min_p, .. } = self.sampling;
+        Sampling::Random { temperature: self.temperature, top_k, top_p, min_p }
     }
 
     /// Temperature of the distributions whose log-probabilities count.
@@ -2150,6 +2252,9 @@ impl StepConfig {
     }
 }
 
+/// Tokens of a generated text, at most, where nothing else is said.
+const NEW_TOKENS: usize = 53;
+
 /// Answers of an update of TRL's trainer with `step()`.
 const LEGACY_BATCH: usize = 128;
 
@@ -2412,7 +2517,75 @@ impl GenerateConfig {
 
     /// Whether every token is the likeliest one: no sampling, or a temperature of 0.
     pub fn is_greedy(&self) -> bool {
-        !self.do_sample || self.temperature == 0.0
+        self.do_sample == Some(false) || self.temperature == Some(0.0)
+    }
+
+    /// How answers are generated: as set, else as `of_model` says, the `generation_config.json` of the model in `dir`, whose
+    /// context is of `context` tokens, else by rlhf's defaults. What ends an answer is left to the caller.
+    ///
+    /// # Errors
+    /// If one of the settings is not what it should be.
+    pub fn generation(
+        &self,
+        of_model: &serde_json::Map<String, Value>,
+        context: usize,
+        dir: &Path,
+    ) -> Result<GenerationConfig> {
+        let of_model = |name: &str| of_model.get(name).filter(|value| !value.is_null());
+        let wrong = |name: &str, what: &str, found: &Value| {
+            let found = brief(&found.to_string()).into_owned();
+            Error::invalid(dir.join("generation_config.json"), format!("`{name}`: expected {what}, found {found}"))
+        };
+        let number = |set: Option<f64>, name: &str, usual: f64| match (set, of_model(name)) {
+            (Some(set), _) => Ok(set),
+            (None, None) => Ok(usual),
+            (None, Some(found)) => found.as_f64().ok_or_else(|| wrong(name, f64::EXPECTED, found)),
+        };
+        let whole = |set: Option<usize>, name: &str, usual: usize| match (set, of_model(name)) {
+            (Some(set), _) => Ok(set),
+            (None, None) => Ok(usual),
+            (None, Some(found)) => {
+                let number = found.as_u64().and_then(|number| usize::try_from(number).ok());
+                number.ok_or_else(|| wrong(name, usize::EXPECTED, found))
+            }
+        };
+        let do_sample = match (self.do_sample, of_model("do_sample")) {
+            (Some(set), _) => set,
+            (None, None) => true,
+            (None, Some(found)) => found.as_bool().ok_or_else(|| wrong("do_sample", bool::EXPECTED, found))?,
+        };
+        let mut max_new_tokens = whole(self.max_new_tokens, "max_new_tokens", NEW_TOKENS)?;
+        if self.max_new_tokens.is_none() && max_new_tokens >= context {
+            // Some models' files say as much as their whole context, which leaves no room for a prompt.
+            max_new_tokens = NEW_TOKENS;
+        }
+        let min_new_tokens = whole(self.min_new_tokens, "min_new_tokens", 0)?;
+        let (temperature, top_k) = (number(self.temperature, "temperature", 1.0)?, whole(self.top_k, "top_k", 0)?);
+        let (top_p, min_p) = (number(self.top_p, "top_p", 1.0)?, number(self.min_p, "min_p", 0.0)?);
+        let repetition_penalty = number(self.repetition_penalty, "repetition_penalty", 1.0)?;
+        let resolved = Self {
+            do_sample: Some(do_sample),
+            max_new_tokens: Some(max_new_tokens),
+            min_new_tokens: Some(min_new_tokens),
+            temperature: Some(temperature),
+            top_p: Some(top_p),
+            min_p: Some(min_p),
+            repetition_penalty: Some(repetition_penalty),
+            ..self.clone()
+        };
+        resolved.check()?;
+        let sampling = match resolved.is_greedy() {
+            true => Sampling::Greedy,
+            false => Sampling::Random { temperature, top_k, top_p, min_p },
+        };
+        Ok(GenerationConfig {
+            repetition_penalty,
+            min_new_tokens,
+            samples_per_prompt: self.num_return_sequences,
+            seed: self.seed,
+            batch_size: self.rows.batch_size,
+            ..GenerationConfig::new(sampling, max_new_tokens)
+        })
     }
 
     /// Checks every setting.
@@ -2428,7 +2601,15 @@ impl GenerateConfig {
             )),
             _ => Ok(()),
         };
-        let most = format!("at most max_new_tokens = {}", self.max_new_tokens);
+        let enough = match (self.min_new_tokens, self.max_new_tokens) {
+            (Some(least), Some(most)) => {
+                expect(least <= most, "min_new_tokens", least, &format!("at most max_new_tokens = {most}"))
+            }
+            _ => Ok(()),
+        };
+        let set = |found: Option<f64>, check: fn(&str, f64) -> Result<()>, name| {
+            found.map_or(Ok(()), |found| check(name, found))
+        };
         let sequences = self.num_return_sequences;
         let equal = if self.is_greedy() && sequences > 1 {
             usage(format!(
@@ -2444,14 +2625,14 @@ impl GenerateConfig {
             .try_for_each(|&id| expect(id >= 0, "stop_token_ids", id, "token ids, 0 or more"));
         all([
             sources,
-            at_least_one("max_new_tokens", self.max_new_tokens),
-            expect(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, &most),
+            self.max_new_tokens.map_or(Ok(()), |most| at_least_one("max_new_tokens", most)),
+            enough,
             at_least_one("num_return_sequences", sequences),
-            zero_or_more("temperature", self.temperature),
-            above_zero("top_p", self.top_p),
-            zero_to_one("top_p", self.top_p),
-            zero_to_one("min_p", self.min_p),
-            above_zero("repetition_penalty", self.repetition_penalty),
+            set(self.temperature, zero_or_more, "temperature"),
+            set(self.top_p, above_zero, "top_p"),
+            set(self.top_p, zero_to_one, "top_p"),
+            set(self.min_p, zero_to_one, "min_p"),
+            set(self.repetition_penalty, above_zero, "repetition_penalty"),
             equal,
             ids,
             expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text"),
@@ -3159,7 +3340,7 @@ mod tests {
             json!({"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0});
         let data = json!({
             "dataset_train_split": "train", "dataset_test_split": "test", "dataset_weights": [], "dataset_config": null,
-            "eval_split_size": null, "data_split": null, "data_split_seed": 42,
+            "eval_split_size": null, "data_split": null, "data_split_seed": 42, "dataset_columns": [],
         });
         let others = json!({
             "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
@@ -3215,6 +3396,8 @@ mod tests {
                     "output_dir": "out", "learning_rate": 3e-6, "num_mini_batches": 1, "total_episodes": null,
                     "local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "response_length": 53,
                     "stop_token": null, "stop_token_id": null, "temperature": 0.7, "missing_eos_penalty": null,
+                    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0, "stop_strings": [],
+                    "logprobs_of": "policy",
                     "num_ppo_epochs": 4, "whiten_rewards": false, "kl_coef": 0.05, "kl_estimator": "k1",
                     "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
                     "score_position": "after_stop", "apply_chat_template": false, "num_eval_prompts": 128,
@@ -3265,16 +3448,16 @@ mod tests {
             json!({
                 "model_name_or_path": "m", "model_revision": "main", "prompts": [], "input_format": "text", "output_format": null,
                 "apply_chat_template": false,
-                "max_new_tokens": 53, "min_new_tokens": 0, "do_sample": true, "temperature": 1.0, "top_k": 0,
-                "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "num_return_sequences": 1,
-                "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_split": "test",
+                "max_new_tokens": null, "min_new_tokens": null, "do_sample": null, "temperature": null, "top_k": null,
+                "top_p": null, "min_p": null, "repetition_penalty": null, "num_return_sequences": 1,
+                "stop_token_ids": [], "stop_strings": [], "ignore_eos": false, "seed": 42, "dataset_name": null, "dataset_split": "test", "dataset_columns": [],
                 "output_file": null, "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
         assert_settings(
             &LogprobsConfig::new("m"),
             json!({
-                "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "dataset_split": "test", "output_file": null,
+                "model_name_or_path": "m", "model_revision": "main", "temperature": 1.0, "dataset_name": null, "dataset_split": "test", "dataset_columns": [], "output_file": null,
                 "batch_size": 32, "dtype": "auto", "device": "auto", "num_threads": null,
             }),
         );
@@ -3283,7 +3466,7 @@ mod tests {
             joined([
                 json!({
                     "model_name_or_path": "m", "model_revision": "main", "reward_label": null, "tokenizer_name": null,
-                    "dataset_name": null, "dataset_split": "test", "output_file": null, "batch_size": 32, "dtype": "auto",
+                    "dataset_name": null, "dataset_split": "test", "dataset_columns": [], "output_file": null, "batch_size": 32, "dtype": "auto",
                     "device": "auto", "num_threads": null,
                 }),
                 rewards,
@@ -3874,7 +4057,7 @@ mod tests {
     #[test]
     fn generation_refuses_two_sources_of_prompts_and_equal_answers() {
         let mut config = GenerateConfig::new("m");
-        config.temperature = 0.0;
+        config.temperature = Some(0.0);
         config.check().unwrap();
         config.num_return_sequences = 2;
         assert!(usage_of(config.check()).starts_with("num_return_sequences = 2 would give equal answers"));

@@ -1,6 +1,6 @@
 //! Sampling with a key-value cache: ragged prompts in, responses out; a row that stops leaves the batch.
 
-use crate::model::{CausalLm, uses_kernels};
+use crate::model::{CausalLm, TokenSet, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -32,7 +32,7 @@ pub enum Sampling {
 }
 
 impl Sampling {
-    /// The plain distribution at `temperature`: what PPO needs, since its losses know no filters.
+    /// The plain distribution at `temperature`.
     pub fn at_temperature(temperature: f64) -> Self {
         Sampling::Random { temperature, top_k: 0, top_p: 1.0, min_p: 0.0 }
     }
@@ -92,6 +92,8 @@ pub struct GenerationConfig {
     pub stop_token_ids: Vec<i64>,
     /// A response ends with the token that completes one of these texts, which it keeps whole.
     pub stop_strings: Option<StopStrings>,
+    /// Whether a response notes the tokens that each of its own was drawn from; greedy decoding draws none.
+    pub keep_sets: bool,
     /// Responses to each prompt; their draws differ.
     pub samples_per_prompt: usize,
     /// The run's seed.
@@ -116,6 +118,7 @@ impl GenerationConfig {
             max_new_tokens,
             stop_token_ids: Vec::new(),
             stop_strings: None,
+            keep_sets: false,
             samples_per_prompt: 1,
             seed: 0,
             purpose: Purpose::Sampling,
@@ -195,6 +198,9 @@ pub struct Response {
     pub logprobs: Vec<f32>,
     /// Why it ended.
     pub finish: FinishReason,
+    /// The tokens that each was drawn from, after the filters and the minimum length, where [`GenerationConfig::keep_sets`]
+    /// asks for them; else of the whole vocabulary.
+    pub sets: Option<Vec<TokenSet>>,
 }
 
 /// Generates `samples_per_prompt` responses to each prompt, those of one prompt together, in the prompts' order.
@@ -257,7 +263,9 @@ fn generate_batch<P: AsRef<[i64]>>(
         .iter()
         .map(|&row| Stream::new(config.seed, config.purpose, config.step, config.first_row + row as u64))
         .collect();
-    let empty = Response { tokens: Vec::new(), logprobs: Vec::new(), finish: FinishReason::Length };
+    let keep_sets = config.keep_sets && config.sampling != Sampling::Greedy;
+    let sets = keep_sets.then(Vec::new);
+    let empty = Response { tokens: Vec::new(), logprobs: Vec::new(), finish: FinishReason::Length, sets };
     let mut responses = vec![empty; rows.len()];
     if config.max_new_tokens == 0 || rows.is_empty() {
         return Ok(responses);
@@ -302,15 +310,17 @@ fn generate_batch<P: AsRef<[i64]>>(
             if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
                 adjusted = Some(without(adjusted.as_ref().unwrap_or(&logits), &stop_ids));
             }
-            let (tokens, logprobs) = choose(&logits, adjusted.as_ref(), config.sampling, &draws);
+            let choice = choose(&logits, adjusted.as_ref(), config.sampling, keep_sets, &draws);
+            let Choice { tokens, .. } = &choice;
             if let Some(seen) = &mut seen {
-                seen.add(&tokens);
+                seen.add(tokens);
             }
             next = Some(tokens.shallow_clone());
-            chosen.push((tokens, logprobs));
+            chosen.push(choice);
         }
-        for (length, (tokens, logprobs)) in lengths.zip(on_host(chosen)) {
-            for ((&i, &token), &logprob) in alive.iter().zip(&tokens).zip(&logprobs) {
+        for (length, HostChoice { tokens, logprobs, kept }) in lengths.zip(on_host(chosen)) {
+            let vocab = kept.len() / tokens.len().max(1);
+            for (row, ((&i, &token), &logprob)) in alive.iter().zip(&tokens).zip(&logprobs).enumerate() {
                 if stopped[i] {
                     continue;
                 }
@@ -323,6 +333,9 @@ fn generate_batch<P: AsRef<[i64]>>(
                 let response = &mut responses[i];
                 response.tokens.push(token);
                 response.logprobs.push(logprob);
+                if let Some(sets) = &mut response.sets {
+                    sets.push(TokenSet::new(&kept[row * vocab..(row + 1) * vocab]));
+                }
                 let ends = config.stop_token_ids.contains(&token)
                     || match &config.stop_strings {
                         Some(strings) => {
@@ -355,14 +368,37 @@ fn generate_batch<P: AsRef<[i64]>>(
     Ok(responses)
 }
 
-/// What each of some steps chose, tokens and log-probabilities by row.
-fn on_host(chosen: Vec<(Tensor, Tensor)>) -> Vec<(Vec<i64>, Vec<f32>)> {
-    let (tokens, logprobs): (Vec<_>, Vec<_>) = chosen.into_iter().unzip();
-    let rows = tokens[0].size()[0] as usize;
-    let tokens = Vec::<i64>::try_from(Tensor::cat(&tokens, 0)).expect("one id per step and row");
-    let logprobs = Vec::<f32>::try_from(Tensor::cat(&logprobs, 0)).expect("one number per step and row");
-    let by_step = tokens.chunks(rows).zip(logprobs.chunks(rows));
-    by_step.map(|(tokens, logprobs)| (tokens.to_vec(), logprobs.to_vec())).collect()
+/// What one step chose, a row per response.
+struct Choice {
+    /// `[rows]` i64.
+    tokens: Tensor,
+    /// `[rows]` f32.
+    logprobs: Tensor,
+    /// Which tokens could be drawn, `[rows, vocab]` bool, where that is asked for.
+    kept: Option<Tensor>,
+}
+
+/// [`Choice`] in the host's memory; `kept` is empty where it was not asked for.
+struct HostChoice {
+    tokens: Vec<i64>,
+    logprobs: Vec<f32>,
+    kept: Vec<bool>,
+}
+
+/// What each of some steps chose, by row.
+fn on_host(chosen: Vec<Choice>) -> Vec<HostChoice> {
+    let all = |f: fn(&Choice) -> &Tensor| Tensor::cat(&chosen.iter().map(f).collect::<Vec<_>>(), 0);
+    let rows = chosen[0].tokens.size()[0] as usize;
+    let tokens = Vec::<i64>::try_from(all(|choice| &choice.tokens)).expect("one id per step and row");
+    let logprobs = Vec::<f32>::try_from(all(|choice| &choice.logprobs)).expect("one number per step and row");
+    let kept = chosen.iter().map(|choice| {
+        let kept = choice.kept.as_ref().map(|kept| kept.flatten(0, -1));
+        kept.map_or_else(Vec::new, |kept| Vec::<bool>::try_from(kept).expect("an entry per row and token"))
+    });
+    let by_step = tokens.chunks(rows).zip(logprobs.chunks(rows)).zip(kept);
+    by_step
+        .map(|((tokens, logprobs), kept)| HostChoice { tokens: tokens.to_vec(), logprobs: logprobs.to_vec(), kept })
+        .collect()
 }
 
 /// Which tokens each row holds so far, `[rows, vocab]` bool.
@@ -409,24 +445,30 @@ fn without(logits: &Tensor, ids: &Tensor) -> Tensor {
 /// Chooses one token per row of `logits` `[rows, vocab]`, with one uniform draw per row, by `adjusted` logits where there
 /// are any; gives tokens, `[rows]` i64, and their log-probabilities by the plain logits, `[rows]` f32, which are not finite
 /// where the logits are not. A GPU is not waited for.
-fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, draws: &Tensor) -> (Tensor, Tensor) {
+///
+/// With `keep_sets` also which tokens could be drawn.
+fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, keep_sets: bool, draws: &Tensor) -> Choice {
     let temperature = sampling.temperature();
-    if adjusted.is_none() && !sampling.filters() && uses_kernels(logits.kind(), logits.device()) {
+    if adjusted.is_none() && !sampling.filters() && !keep_sets && uses_kernels(logits.kind(), logits.device()) {
         let draws = Vec::<f64>::try_from(draws).expect("one number per row");
         let draws = (sampling != Sampling::Greedy).then_some(draws.as_slice());
         let (tokens, logprobs) = tch_ext::logits_sample(logits, temperature, draws);
-        return (Tensor::from_slice(&tokens), Tensor::from_slice(&logprobs));
+        return Choice { tokens: Tensor::from_slice(&tokens), logprobs: Tensor::from_slice(&logprobs), kept: None };
     }
     let logits = logits.to_kind(Kind::Float) / temperature;
     let all = logits.log_softmax(-1, Kind::Float);
     let adjusted = adjusted.map(|adjusted| adjusted / temperature);
     let by = adjusted.as_ref().unwrap_or(&logits);
+    let mut kept = None;
     let tokens = match sampling {
         Sampling::Greedy => by.argmax(-1, true),
         Sampling::Random { top_k, top_p, min_p, .. } => {
             let probs = if sampling.filters() || adjusted.is_some() {
-                filter(by, top_k, top_p, min_p).softmax(-1, Kind::Float)
+                let filtered = filter(by, top_k, top_p, min_p);
+                kept = keep_sets.then(|| filtered.isfinite());
+                filtered.softmax(-1, Kind::Float)
             } else {
+                kept = keep_sets.then(|| by.isfinite());
                 all.exp()
             };
             // The inverse of the cumulative distribution at the draw. Summed in f64: an f32 sum over a large vocabulary
@@ -439,7 +481,7 @@ fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, draws:
         }
     };
     let logprobs = all.gather(1, &tokens, false).squeeze_dim(1);
-    (tokens.squeeze_dim(1), logprobs)
+    Choice { tokens: tokens.squeeze_dim(1), logprobs, kept }
 }
 
 /// Sets the logits of tokens outside top-k, then outside top-p, then below min-p to -inf; transformers' order.
@@ -558,8 +600,8 @@ mod tests {
 
     /// The token that `draw` gives of one row of logits, and its log-probability.
     fn chosen(logits: &Tensor, sampling: Sampling, draw: f64) -> (i64, f32) {
-        let (tokens, logprobs) = choose(logits, None, sampling, &Tensor::from_slice(&[draw]));
-        let (tokens, logprobs) = on_host(vec![(tokens, logprobs)]).remove(0);
+        let choice = choose(logits, None, sampling, false, &Tensor::from_slice(&[draw]));
+        let HostChoice { tokens, logprobs, .. } = on_host(vec![choice]).remove(0);
         (tokens[0], logprobs[0])
     }
 

@@ -12,6 +12,7 @@ mod layout;
 mod linear;
 mod lora;
 mod params;
+mod sampled;
 mod value_head;
 
 pub use classifier::{ClassifierFormat, SequenceClassifier};
@@ -23,6 +24,7 @@ pub(crate) use lora::AdapterFolder;
 pub(crate) use lora::DropoutRows;
 pub use lora::LoraConfig;
 pub use params::Param;
+pub use sampled::{Sampled, TokenSet};
 pub use value_head::{CausalLmWithValueHead, ValueHead, ValueHeadInit, ValueModel};
 
 use crate::hub;
@@ -34,6 +36,7 @@ use layout::{Layout, rounded};
 use linear::Linear;
 use lora::{Adapter, Dropout};
 use params::{Builder, Init, Source};
+use sampled::restricted;
 use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -652,6 +655,7 @@ impl CausalLm {
             folder.check_task(false)?;
             let mut model = Self::from_pretrained(&folder.base_dir()?, options)?;
             model.body.load_adapter(None, &folder, false)?;
+            model.body.config.read_generation(dir)?;
             return Ok(model);
         }
         let config = ModelConfig::from_dir(dir)?;
@@ -876,42 +880,47 @@ impl CausalLm {
         Ok(hidden.split_with_sizes(&layout.lens, 0))
     }
 
-    /// Log-probabilities, under softmax(logits / `temperature`), of the tokens at `spans` of each sequence.
+    /// Log-probabilities of the tokens at `spans` of each sequence under softmax(logits / temperature), or under what
+    /// [`Sampled`] makes of it.
     ///
     /// A span may be empty and may not begin at 0: nothing comes before the first token. With M tokens in all spans, the
     /// results are `[M]`. The head is applied to these tokens only.
     ///
     /// # Errors
     /// As [`CausalLm::logits`]; if a span is not within its sequence.
-    pub fn token_logprobs<S: AsRef<[i64]>>(
+    pub fn token_logprobs<'a, S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         spans: &[Range<usize>],
-        temperature: f64,
+        sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
     ) -> Result<TokenLogprobs> {
         self.body.check_spans(sequences, spans, 1)?;
+        let (sampled, targets) = (sampled.into(), self.targets(sequences, spans));
+        sampled.check(targets.size()[0])?;
         // Each token is predicted at the position before it.
         let hidden = self.body.hidden_at(sequences, spans, -1)?;
-        Ok(self.logprobs_of(&hidden, &self.targets(sequences, spans), temperature, with_entropy))
+        Ok(self.logprobs_of(&hidden, &targets, sampled, with_entropy))
     }
 
-    /// KL divergence from this model's distribution to that of `other`, both under softmax(logits / `temperature`), where
-    /// each token at `spans` was drawn: `[M]` f32, exact over the whole vocabulary. Not differentiable.
+    /// KL divergence from this model's distribution to that of `other`, both under softmax(logits / temperature), or what
+    /// [`Sampled`] makes of it, where each token at `spans` was drawn: `[M]` f32, exact over the whole vocabulary. Not differentiable.
     ///
     /// Logits are held a slice at a time, as in [`CausalLm::token_logprobs`].
     ///
     /// # Errors
     /// As [`CausalLm::token_logprobs`]; if the two vocabularies are of different sizes.
-    pub fn kl_to<S: AsRef<[i64]>>(
+    pub fn kl_to<'a, S: AsRef<[i64]>>(
         &self,
         other: &Self,
         sequences: &[S],
         spans: &[Range<usize>],
-        temperature: f64,
+        sampled: impl Into<Sampled<'a>>,
     ) -> Result<Tensor> {
         self.check_vocabulary(other.config().vocab_size)?;
         self.body.check_spans(sequences, spans, 1)?;
+        let sampled = sampled.into();
+        sampled.check(spans.iter().map(|span| span.len() as i64).sum())?;
         tch::no_grad(|| {
             let hidden = self.body.hidden_at(sequences, spans, -1)?;
             let others = other.body.hidden_at(sequences, spans, -1)?;
@@ -919,13 +928,15 @@ impl CausalLm {
                 .slices(hidden.size()[0])
                 .map(|range| {
                     let count = range.end - range.start;
+                    let excluded = sampled.excluded(range.start, count, self.config().vocab_size, self.device());
                     let logprobs = |model: &Self, hidden: &Tensor| {
                         let hidden = hidden.narrow(0, range.start, count);
                         let logits = match uses_kernels(model.body.decoder.compute, hidden.device()) {
                             true => model.head(&with_rounded_rows(&hidden)).narrow(0, 0, count),
                             false => model.head(&hidden),
                         };
-                        (logits.to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
+                        let logits = logits.to_kind(Kind::Float) / sampled.temperature;
+                        restricted(logits, excluded.as_ref()).log_softmax(-1, Kind::Float)
                     };
                     divergence_of(&logprobs(self, &hidden), &logprobs(other, &others))
                 })
@@ -964,32 +975,32 @@ impl CausalLm {
     ///
     /// # Errors
     /// As [`CausalLm::token_logprobs`]; if the model is frozen.
-    pub fn learn_logprobs<S: AsRef<[i64]>>(
+    pub fn learn_logprobs<'a, S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         spans: &[Range<usize>],
-        temperature: f64,
+        sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
         loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> Result<TokenLogprobs> {
-        self.learn_logprobs_dropping(sequences, spans, temperature, with_entropy, None, loss)
+        self.learn_logprobs_dropping(sequences, spans, sampled, with_entropy, None, loss)
     }
 
     /// [`CausalLm::learn_logprobs`] with dropout in front of the adapters.
     ///
     /// # Errors
     /// As [`CausalLm::token_logprobs`].
-    pub(crate) fn learn_logprobs_dropping<S: AsRef<[i64]>>(
+    pub(crate) fn learn_logprobs_dropping<'a, S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         spans: &[Range<usize>],
-        temperature: f64,
+        sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
         dropout: Option<&DropoutRows>,
         loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> Result<TokenLogprobs> {
         let extras = Extras { entropy: with_entropy, dropout, reference: None };
-        self.learn_slices(sequences, spans, temperature, extras, loss)
+        self.learn_slices(sequences, spans, sampled.into(), extras, loss)
     }
 
     /// [`CausalLm::learn_logprobs`] with the KL divergence to another model's distributions at the same tokens, which are
@@ -997,11 +1008,11 @@ impl CausalLm {
     ///
     /// # Errors
     /// As [`CausalLm::learn_logprobs`]; if the distributions are of another vocabulary, or of other tokens by their number.
-    pub fn learn_logprobs_and_kl<S: AsRef<[i64]>>(
+    pub fn learn_logprobs_and_kl<'a, S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         spans: &[Range<usize>],
-        temperature: f64,
+        sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
         reference: (&Distributions, &[usize]),
         loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
@@ -1016,19 +1027,20 @@ impl CausalLm {
             ));
         }
         let extras = Extras { entropy: with_entropy, dropout: None, reference: Some(reference) };
-        self.learn_slices(sequences, spans, temperature, extras, loss)
+        self.learn_slices(sequences, spans, sampled.into(), extras, loss)
     }
 
     fn learn_slices<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         spans: &[Range<usize>],
-        temperature: f64,
+        sampled: Sampled<'_>,
         extras: Extras<'_>,
         loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> Result<TokenLogprobs> {
         self.body.check_spans(sequences, spans, 1)?;
         let targets = self.targets(sequences, spans);
+        sampled.check(targets.size()[0])?;
         let (with_entropy, reference) = (extras.entropy, extras.reference);
         let reference = reference.map(|(of, rows)| {
             let parts: Vec<&Tensor> = rows.iter().map(|&row| &of.hidden[row]).collect();
@@ -1037,7 +1049,7 @@ impl CausalLm {
         let mut found = None;
         self.body.learn(sequences, spans, -1, extras.dropout, |hidden| {
             let (logprobs, gradient) =
-                self.logprobs_gradient(hidden, &targets, temperature, with_entropy, reference.as_ref(), loss);
+                self.logprobs_gradient(hidden, &targets, sampled, with_entropy, reference.as_ref(), loss);
             found = Some(logprobs);
             Ok(Some(gradient))
         })?;
@@ -1051,16 +1063,18 @@ impl CausalLm {
         &self,
         hidden: &Tensor,
         targets: &Tensor,
-        temperature: f64,
+        sampled: Sampled<'_>,
         with_entropy: bool,
         reference: Option<&(&Distributions, Tensor)>,
         mut loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> (TokenLogprobs, Tensor) {
         let mut found = Slices::new(with_entropy, reference.is_some());
         let gradient = hidden.zeros_like();
-        // These know nothing of a second distribution.
+        let (temperature, vocab) = (sampled.temperature, self.body.config.vocab_size);
+        // These know nothing of a second distribution, nor of a part of the vocabulary.
         let by_kernels = self.body.config.final_softcap.is_none()
             && reference.is_none()
+            && sampled.sets.is_none()
             && uses_kernels(self.body.decoder.compute, hidden.device());
         let (weight, used) = self.lm_head.weight();
         let mut buffer: Option<Tensor> = None;
@@ -1070,8 +1084,22 @@ impl CausalLm {
             let (hidden, targets, mut gradient) = (slice(hidden).detach(), slice(targets), slice(&gradient));
             if !by_kernels {
                 let hidden = hidden.set_requires_grad(true);
-                let theirs = reference.map(|(of, states)| tch::no_grad(|| of.logprobs(&slice(states), temperature)));
-                let now = self.plain_logprobs(&hidden, &targets, temperature, with_entropy, theirs.as_ref());
+                let excluded = sampled.excluded(range.start, count, vocab, hidden.device());
+                let theirs = reference.map(|(of, states)| {
+                    tch::no_grad(|| match &excluded {
+                        None => of.logprobs(&slice(states), temperature),
+                        some => restricted(of.logprobs(&slice(states), temperature), some.as_ref())
+                            .log_softmax(-1, Kind::Float),
+                    })
+                });
+                let now = self.plain_logprobs(
+                    &hidden,
+                    &targets,
+                    temperature,
+                    with_entropy,
+                    excluded.as_ref(),
+                    theirs.as_ref(),
+                );
                 loss(range, &now).backward();
                 gradient.copy_(&hidden.grad());
                 found.push(now.detached());
@@ -1079,7 +1107,7 @@ impl CausalLm {
             }
             let hidden = with_rounded_rows(&hidden.to_kind(used.kind()));
             let rows = hidden.size()[0];
-            let shape = [rows, self.body.config.vocab_size];
+            let shape = [rows, vocab];
             // The first slice is the longest.
             let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
             let mut all = buffer.narrow(0, 0, rows);
@@ -1126,8 +1154,17 @@ impl CausalLm {
     }
 
     /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`.
-    fn logprobs_of(&self, hidden: &Tensor, targets: &Tensor, temperature: f64, with_entropy: bool) -> TokenLogprobs {
-        let by_kernels = !hidden.requires_grad() && uses_kernels(self.body.decoder.compute, hidden.device());
+    fn logprobs_of(
+        &self,
+        hidden: &Tensor,
+        targets: &Tensor,
+        sampled: Sampled<'_>,
+        with_entropy: bool,
+    ) -> TokenLogprobs {
+        let temperature = sampled.temperature;
+        let by_kernels = !hidden.requires_grad()
+            && sampled.sets.is_none()
+            && uses_kernels(self.body.decoder.compute, hidden.device());
         let mut found = Slices::new(with_entropy, false);
         for range in self.slices(hidden.size()[0]) {
             let slice = |x: &Tensor| x.narrow(0, range.start, range.end - range.start);
@@ -1138,7 +1175,11 @@ impl CausalLm {
                     let stats = tch_ext::logits_stats(&logits, temperature, &targets, with_entropy);
                     TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None }
                 }
-                false => self.plain_logprobs(&hidden, &targets, temperature, with_entropy, None),
+                false => {
+                    let count = range.end - range.start;
+                    let excluded = sampled.excluded(range.start, count, self.config().vocab_size, hidden.device());
+                    self.plain_logprobs(&hidden, &targets, temperature, with_entropy, excluded.as_ref(), None)
+                }
             });
         }
         found.join(self.body.device)
@@ -1152,9 +1193,11 @@ impl CausalLm {
         targets: &Tensor,
         temperature: f64,
         with_entropy: bool,
+        excluded: Option<&Tensor>,
         others: Option<&Tensor>,
     ) -> TokenLogprobs {
-        let all = (self.head(hidden).to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float);
+        let logits = self.head(hidden).to_kind(Kind::Float) / temperature;
+        let all = restricted(logits, excluded).log_softmax(-1, Kind::Float);
         let logprobs = all.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1);
         let (entropy, kl) = (with_entropy.then(|| entropy_of(&all)), others.map(|others| divergence_of(&all, others)));
         TokenLogprobs { logprobs, entropy, kl }
@@ -1197,6 +1240,12 @@ impl CausalLm {
     ) -> Result<()> {
         let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
         self.body.keep_base(dir, &config, max_shard_bytes)
+    }
+
+    /// Has [`CausalLm::save_pretrained`] note how text is to be generated, by the names of transformers' generation
+    /// configuration, in place of what the model came with.
+    pub fn set_generation(&mut self, settings: Map<String, Value>) {
+        self.body.config.set_generation(settings);
     }
 
     /// Reads the trained weights that [`CausalLm::save_pretrained`] wrote to `dir` back into this model.

@@ -1,8 +1,8 @@
 //! The half of a PPO step that needs no gradient: what the models say of the responses.
 
-use crate::config::{PpoConfig, WhitenAdvantages};
+use crate::config::{LogprobsOf, PpoConfig, WhitenAdvantages};
 use crate::generate::Response;
-use crate::model::{CausalLm, Distributions, SequenceClassifier, ValueModel};
+use crate::model::{CausalLm, Distributions, Sampled, SequenceClassifier, TokenSet, ValueModel};
 use crate::ppo::KlEstimator;
 use crate::{Error, Result, ppo};
 use std::cell::RefCell;
@@ -44,6 +44,8 @@ pub struct Experience {
     pub scores: Tensor,
     /// Scores of single tokens, within `response_mask`, where a reward gives any.
     pub token_scores: Option<Tensor>,
+    /// The tokens that each response token was sampled from, a list per row, where log-probabilities are those among them.
+    pub sets: Option<Vec<Vec<TokenSet>>>,
 }
 
 /// Scores of responses.
@@ -124,6 +126,12 @@ impl Experience {
     /// Slots in a row.
     pub fn width(&self) -> i64 {
         self.response_mask.size()[1]
+    }
+
+    /// The tokens that those of these rows were sampled from, row after row, where log-probabilities are those among them.
+    pub(crate) fn sets_of(&self, rows: impl IntoIterator<Item = usize>) -> Option<Vec<TokenSet>> {
+        let sets = self.sets.as_ref()?;
+        Some(rows.into_iter().flat_map(|row| sets[row].iter().cloned()).collect())
     }
 
     /// Where the response tokens of row `row` lie in its sequence.
@@ -253,6 +261,7 @@ pub fn experience_leaving_out(
             .map(|rows| to_slots(&Tensor::from_slice(&rows.concat()).to_device(device), &lengths, width)),
         scores: scores.responses,
         value_counts: value_counts(config, &counted, width),
+        sets: sets_of(responses, config),
         sequences,
         lengths,
         counted,
@@ -260,17 +269,20 @@ pub fn experience_leaving_out(
     let (sequences, batch_size) = (&experience.sequences, config.local_rollout_forward_batch_size);
     let token_spans: Vec<_> = (0..sequences.len()).map(|row| experience.token_span(row)).collect();
     let value_spans: Vec<_> = (0..sequences.len()).map(|row| experience.value_span(row)).collect();
+    let temperature = config.logprob_temperature();
     let logprobs = |model: &CausalLm| {
         let parts = in_batches(sequences, batch_size, |rows| {
-            let spans = &token_spans[rows.clone()];
-            Ok(model.token_logprobs(&sequences[rows], spans, config.logprob_temperature(), false)?.logprobs)
+            let (spans, sets) = (&token_spans[rows.clone()], experience.sets_of(rows.clone()));
+            let sampled = Sampled { temperature, sets: sets.as_deref() };
+            Ok(model.token_logprobs(&sequences[rows], spans, sampled, false)?.logprobs)
         })?;
         Ok::<_, Error>(to_slots(&parts, &experience.lengths, width))
     };
     let full_kl = (config.kl_estimator == KlEstimator::Full).then(|| {
         let parts = in_batches(sequences, batch_size, |rows| {
-            let spans = &token_spans[rows.clone()];
-            judges.policy.kl_to(judges.reference, &sequences[rows], spans, config.logprob_temperature())
+            let (spans, sets) = (&token_spans[rows.clone()], experience.sets_of(rows.clone()));
+            let sampled = Sampled { temperature, sets: sets.as_deref() };
+            judges.policy.kl_to(judges.reference, &sequences[rows], spans, sampled)
         })?;
         Ok::<_, Error>(to_slots(&parts, &experience.lengths, width))
     });
@@ -290,9 +302,10 @@ pub fn experience_leaving_out(
             let values = RefCell::new(Vec::new());
             let policy = in_batches(sequences, batch_size, |rows| {
                 let (tokens, at) = (&token_spans[rows.clone()], &value_spans[rows.clone()]);
+                let sets = experience.sets_of(rows.clone());
+                let sampled = Sampled { temperature, sets: sets.as_deref() };
                 let (policy, sequences) = (judges.policy, &sequences[rows]);
-                let (found, of_states) =
-                    head.logprobs_and_values(policy, sequences, tokens, at, config.logprob_temperature(), false)?;
+                let (found, of_states) = head.logprobs_and_values(policy, sequences, tokens, at, sampled, false)?;
                 values.borrow_mut().push(of_states);
                 Ok(found.logprobs)
             })?;
@@ -315,6 +328,14 @@ pub fn experience_leaving_out(
     (experience.logprobs, experience.ref_logprobs, experience.values) = (policy, of_reference, values);
     (experience.full_kl, experience.reference) = (full_kl, reference);
     Ok(experience)
+}
+
+/// What the responses' tokens were sampled from, where log-probabilities are those among it and all responses note it.
+fn sets_of(responses: &[Response], config: &PpoConfig) -> Option<Vec<Vec<TokenSet>>> {
+    if config.sampling.logprobs_of == LogprobsOf::Policy {
+        return None;
+    }
+    responses.iter().map(|response| response.sets.clone()).collect()
 }
 
 /// Checks what the caller brings together, so that no row is dropped or spills into the next one's slots.

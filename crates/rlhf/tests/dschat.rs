@@ -265,7 +265,12 @@ fn answers(exp: &RlhfExperience, eos: i64) -> Vec<Response> {
         let ended = ids.get(width + counted) == Some(&eos);
         let tokens = ids[width..width + counted + usize::from(ended)].to_vec();
         // Their log-probabilities are asked for anew.
-        Response { tokens, logprobs: Vec::new(), finish: if ended { FinishReason::Stop } else { FinishReason::Length } }
+        Response {
+            tokens,
+            logprobs: Vec::new(),
+            finish: if ended { FinishReason::Stop } else { FinishReason::Length },
+            sets: None,
+        }
     };
     rows.iter().zip(&masks).map(one).collect()
 }
@@ -415,7 +420,12 @@ fn eos_is_left_out_where_it_pads_or_nothing_else_does_or_always() {
             |config| {
                 let mut engine = RlhfEngine::from_config(config).unwrap();
                 let eos = engine.tokenizer.eos().unwrap();
-                let answer = Response { tokens: vec![5, 6, 7, eos], logprobs: Vec::new(), finish: FinishReason::Stop };
+                let answer = Response {
+                    tokens: vec![5, 6, 7, eos],
+                    logprobs: Vec::new(),
+                    finish: FinishReason::Stop,
+                    sets: None,
+                };
                 let prompt = Tensor::from_slice(&[3i64, 4]).view([1, 2]);
                 let found = engine.experience_of(&prompt, &prompt.ones_like(), vec![answer]).unwrap();
                 number(&found.attention_mask.sum(Kind::Int64)) == 5.0
@@ -496,7 +506,7 @@ fn short_answers(engine: &mut RlhfEngine, long: &[bool]) -> Result<RlhfExperienc
     let prompts = Tensor::from_slice(&[3i64, 4]).view([1, 2]).repeat([rows, 1]);
     let answers = long.iter().zip(10..).map(|(&long, id)| {
         let tokens = if long { vec![id, 5, 6] } else { vec![id] };
-        Response { tokens, logprobs: Vec::new(), finish: FinishReason::Length }
+        Response { tokens, logprobs: Vec::new(), finish: FinishReason::Length, sets: None }
     });
     engine.experience_of(&prompts, &prompts.ones_like(), answers.collect()).map_err(|e| e.to_string())
 }
@@ -621,7 +631,8 @@ fn an_engine_answers_prompts_in_deepspeed_chats_shapes() {
             assert!(number(&gap) < 1e-4, "{gap}");
             assert_eq!(engine.answers(&exp).unwrap().len(), rows as usize);
             // One answer too few or too many is neither dropped nor made up, nor is a mask.
-            let answer = || Response { tokens: vec![5, 6, 7], logprobs: Vec::new(), finish: FinishReason::Length };
+            let answer =
+                || Response { tokens: vec![5, 6, 7], logprobs: Vec::new(), finish: FinishReason::Length, sets: None };
             for count in [3, 5] {
                 let found = engine.experience_of(&prompts, &mask, (0..count).map(|_| answer()).collect());
                 let expected = format!("experience: expected an answer for each of 4 prompts, found {count} answers");
@@ -661,7 +672,12 @@ fn an_engine_refuses_a_falling_rate_of_no_end_and_goes_no_further_than_it() {
         |config| {
             let mut engine = RlhfEngine::from_config(config).unwrap();
             let (prompts, mask) = engine.next_prompts().unwrap();
-            let answers = |id| Response { tokens: vec![id, 6, 7], logprobs: Vec::new(), finish: FinishReason::Length };
+            let answers = |id| Response {
+                tokens: vec![id, 6, 7],
+                logprobs: Vec::new(),
+                finish: FinishReason::Length,
+                sets: None,
+            };
             let exp = engine.experience_of(&prompts, &mask, (5..9).map(answers).collect()).unwrap();
             let before = weights(engine.actor().params());
             engine.num_total_iters = None;

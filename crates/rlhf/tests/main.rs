@@ -20,6 +20,7 @@ mod ppo_golden;
 mod ppo_invariance;
 mod ppo_knobs;
 mod rewards;
+mod sampling;
 mod step;
 mod step_golden;
 mod support;

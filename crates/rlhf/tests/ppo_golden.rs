@@ -126,6 +126,7 @@ fn responses(variant: &Variant, iteration: usize) -> Vec<Response> {
             tokens: row[..(last + 1) as usize].to_vec(),
             logprobs: vec![0.0; (last + 1) as usize],
             finish: if has_eos == 1 { FinishReason::Stop } else { FinishReason::Length },
+            sets: None,
         })
         .collect()
 }

@@ -436,14 +436,37 @@ impl ModelConfig {
             return Err(no_such_file(dir, "config.json"));
         }
         let mut config = Self::from_file(&path)?;
+        config.read_generation(dir)?;
+        Ok(config)
+    }
+
+    /// Takes up `dir/generation_config.json`, if it is there.
+    ///
+    /// # Errors
+    /// If it is no JSON object.
+    pub(super) fn read_generation(&mut self, dir: &Path) -> Result<()> {
         let path = dir.join("generation_config.json");
         if path.is_file() {
             let Value::Object(generation) = read_json(&path)? else {
                 return Err(Error::invalid(&path, "expected a JSON object"));
             };
-            config.generation = generation;
+            self.generation = generation;
         }
-        Ok(config)
+        Ok(())
+    }
+
+    /// How text is generated where nothing else is asked for: what `generation_config.json` says; empty where there is none.
+    pub fn generation_settings(&self) -> &Map<String, Value> {
+        &self.generation
+    }
+
+    /// Has `generation_config.json` say these `settings` in place of all that it said of how text is generated; ids of tokens
+    /// stay.
+    pub(super) fn set_generation(&mut self, settings: Map<String, Value>) {
+        let stays =
+            |name: &str| ["bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"].contains(&name);
+        self.generation.retain(|name, _| stays(name));
+        self.generation.extend(settings);
     }
 
     /// Reads a configuration file; errors as [`ModelConfig::from_dir`].

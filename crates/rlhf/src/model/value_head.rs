@@ -3,7 +3,7 @@
 use super::config::{ModelConfig, Shape};
 use super::linear::Linear;
 use super::params::{Builder, Init, Param, Source};
-use super::{CausalLm, ModelOptions, SequenceClassifier, Slices, TokenLogprobs};
+use super::{CausalLm, ModelOptions, Sampled, SequenceClassifier, Slices, TokenLogprobs};
 use crate::weights::Checkpoint;
 use crate::{Error, Result};
 use std::ops::Range;
@@ -132,15 +132,15 @@ impl CausalLmWithValueHead {
     ///
     /// # Errors
     /// As that.
-    pub fn logprobs_and_values<S: AsRef<[i64]>>(
+    pub fn logprobs_and_values<'a, S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         token_spans: &[Range<usize>],
         value_spans: &[Range<usize>],
-        temperature: f64,
+        sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
     ) -> Result<(TokenLogprobs, Tensor)> {
-        self.head.logprobs_and_values(&self.lm, sequences, token_spans, value_spans, temperature, with_entropy)
+        self.head.logprobs_and_values(&self.lm, sequences, token_spans, value_spans, sampled, with_entropy)
     }
 
     /// Writes the language model with its value head in the same files, as TRL does; [`CausalLm::from_pretrained`] and
@@ -171,13 +171,13 @@ impl ValueHead {
 
     /// [`CausalLm::token_logprobs`] of the tokens at `token_spans` and [`ValueHead::values_at`] of `value_spans`, from one
     /// pass through the trunk; errors as these two.
-    pub fn logprobs_and_values<S: AsRef<[i64]>>(
+    pub fn logprobs_and_values<'a, S: AsRef<[i64]>>(
         &self,
         lm: &CausalLm,
         sequences: &[S],
         token_spans: &[Range<usize>],
         value_spans: &[Range<usize>],
-        temperature: f64,
+        sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
     ) -> Result<(TokenLogprobs, Tensor)> {
         let body = &lm.body;
@@ -186,8 +186,9 @@ impl ValueHead {
         let both = Both::new(token_spans, value_spans);
         let hidden = body.hidden_at(sequences, &both.spans, 0)?;
         let values = self.values_of(&both.at_values(&hidden));
-        let targets = lm.targets(sequences, token_spans);
-        Ok((lm.logprobs_of(&both.at_tokens(&hidden), &targets, temperature, with_entropy), values))
+        let (sampled, targets) = (sampled.into(), lm.targets(sequences, token_spans));
+        sampled.check(targets.size()[0])?;
+        Ok((lm.logprobs_of(&both.at_tokens(&hidden), &targets, sampled, with_entropy), values))
     }
 
     /// [`CausalLm::learn_logprobs`] and a loss of the values at `value_spans` in one pass through the trunk, forward and back:
@@ -196,13 +197,13 @@ impl ValueHead {
     /// # Errors
     /// As [`CausalLm::learn_logprobs`] and [`ValueHead::values_at`].
     #[expect(clippy::too_many_arguments, reason = "the arguments of two functions of which this does both")]
-    pub fn learn<S: AsRef<[i64]>>(
+    pub fn learn<'a, S: AsRef<[i64]>>(
         &self,
         lm: &CausalLm,
         sequences: &[S],
         token_spans: &[Range<usize>],
         value_spans: &[Range<usize>],
-        temperature: f64,
+        sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
         policy_loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
         value_loss: impl FnOnce(&Tensor) -> Tensor,
@@ -210,13 +211,14 @@ impl ValueHead {
         lm.body.check_spans(sequences, token_spans, 1)?;
         lm.body.check_spans(sequences, value_spans, 0)?;
         let both = Both::new(token_spans, value_spans);
-        let targets = lm.targets(sequences, token_spans);
+        let (sampled, targets) = (sampled.into(), lm.targets(sequences, token_spans));
+        sampled.check(targets.size()[0])?;
         let mut found = None;
         lm.body.learn(sequences, &both.spans, 0, None, |hidden| {
             let read = both.at_values(hidden).detach().set_requires_grad(true);
             value_loss(&self.values_of(&read)).backward();
             let (logprobs, of_tokens) =
-                lm.logprobs_gradient(&both.at_tokens(hidden), &targets, temperature, with_entropy, None, policy_loss);
+                lm.logprobs_gradient(&both.at_tokens(hidden), &targets, sampled, with_entropy, None, policy_loss);
             found = Some(logprobs);
             let at = |positions: &Tensor| positions.to_device(hidden.device());
             let gradient = hidden.zeros_like().index_add(0, &at(&both.values), &read.grad());

@@ -7,11 +7,11 @@
 use super::ema::EMA;
 use super::ppo::{
     KeptAnswers, Learner, PpoTrainer, StepStats, VALUE_MODEL, generation, left_out_of_losses, recomputes_logprobs,
-    stop_tokens,
+    stop_strings, stop_tokens,
 };
-use crate::config::{PpoConfig, WhitenAdvantages};
+use crate::config::{LogprobsOf, PpoConfig, WhitenAdvantages};
 use crate::data::{Cursor, Prompt};
-use crate::generate::{Response, generate};
+use crate::generate::{GenerationConfig, Response, generate};
 use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
 use crate::ppo::{KlEstimator, ScorePosition};
@@ -274,6 +274,7 @@ impl RlhfEngine {
             ("ratio_threshold", config.step.ratio_threshold.is_some()),
             ("early_stopping", config.legacy.early_stopping),
             ("missing_eos_penalty", config.missing_eos_penalty.is_some()),
+            ("logprobs_of = filtered", config.sampling.logprobs_of == LogprobsOf::Filtered),
             ("non_eos_penalty", config.non_eos_penalty),
             ("use_score_scaling", config.legacy.use_score_scaling),
             ("score_clip", config.legacy.score_clip.is_some()),
@@ -338,7 +339,9 @@ impl RlhfEngine {
     /// # Errors
     /// If no answer is long enough and none was before; if the reward fails; if a prompt does not fit the models.
     pub fn generate_experience(&mut self, prompts: &Tensor, mask: &Tensor) -> Result<RlhfExperience> {
+        let stop_strings = stop_strings(&self.config, &self.tokenizer)?;
         let generation = generation(&self.config, &stop_tokens(&self.config, &self.tokenizer)?, self.generated);
+        let generation = GenerationConfig { stop_strings, ..generation };
         let responses = generate(&self.learner.policy, &unpadded(prompts, mask)?, &generation)?;
         self.generated += 1;
         self.experience_of(prompts, mask, responses)
@@ -608,6 +611,7 @@ fn shaped(e: &RlhfExperience, config: &PpoConfig) -> Result<(Experience, Targets
         values,
         scores: e.rewards.shallow_clone(),
         token_scores: None,
+        sets: None,
     };
     Ok((experience, Targets { kl, kl_coef: config.kl_coef, rewards, advantages, returns }))
 }

@@ -10,19 +10,19 @@ use super::{
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due, leave_model};
 use crate::config::{
-    EVAL_SCORES, EosInLoss, LongPrompts, NUM_EVAL_PROMPTS, OptimizerConfig, PpoConfig, PpoPlan, Step, StopToken,
-    WhitenAdvantages,
+    EVAL_SCORES, EosInLoss, LogprobsOf, LongPrompts, NUM_EVAL_PROMPTS, OptimizerConfig, PpoConfig, PpoPlan, Step,
+    StopToken, WhitenAdvantages,
 };
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
-use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
+use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, StopStrings, generate};
 use crate::hub::{self, AskedHub, Commits};
 use crate::inputs::Inputs;
 use crate::kl::KlController;
 use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
 use crate::model::{
-    BASE_MODEL, CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, SequenceClassifier, TokenLogprobs,
-    ValueModel,
+    BASE_MODEL, CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, Sampled, SequenceClassifier,
+    TokenLogprobs, ValueModel,
 };
 use crate::optim::{AdamW, LearningRates};
 use crate::report::{
@@ -117,7 +117,8 @@ pub(super) fn room_in(context: usize, response_length: usize) -> Result<usize> {
 /// # Errors
 /// If one has it not.
 pub(super) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vocab: i64, stop: &[i64]) -> Result<()> {
-    if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() {
+    let by_text = !config.sampling.stop_strings.is_empty();
+    if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() && !by_text {
         tokenizer.require_eos()?;
     }
     if let Some(id) = config.stop_token_id.filter(|id| !(0..vocab).contains(id)) {
@@ -202,8 +203,10 @@ pub struct PpoTrainer {
     /// What the KL weighs.
     kl_controller: KlController,
     scaling: ScoreScaling,
-    /// The tokens that end a response; none where nothing does.
+    /// The tokens that end a response; none where none does.
     stop: Vec<i64>,
+    /// The texts that end a response.
+    stop_strings: Option<StopStrings>,
     /// Those that end a response and are in no loss.
     pub(super) left_out: Vec<i64>,
     /// Which answers are trained on.
@@ -406,7 +409,8 @@ impl PpoTrainer {
         let eval_prompts = first(&eval_prompts, config.num_eval_prompts);
         let mut all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
         all.try_for_each(|prompt| rewards.check_row(&prompt.row))?;
-        let stop = stop_tokens(config, &tokenizer)?;
+        let (stop, stop_strings) = (stop_tokens(config, &tokenizer)?, stop_strings(config, &tokenizer)?);
+        learner.policy.set_generation(generation_settings(config));
         check_ends(config, &tokenizer, vocab, &stop)?;
         let plan = config.plan(prompts.len())?;
         let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer);
@@ -439,6 +443,7 @@ impl PpoTrainer {
             tokenizer,
             prompts,
             stop,
+            stop_strings,
             left_out,
             kept: KeptAnswers::new(config.counts.min_response_length),
             answers: Vec::new(),
@@ -786,7 +791,7 @@ impl PpoTrainer {
         let asked = self.eval_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
         let prompts: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
-        let sampling = Sampling::at_temperature(self.config.temperature);
+        let sampling = self.config.sampling();
         // The same draws each time: where two evaluations differ, the policy does.
         let responses = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
         let (scores, components) = self.whole_scores(&asked, &responses)?;
@@ -839,7 +844,7 @@ impl PpoTrainer {
             None => self.cursor.take(plan.batch_size),
         };
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
-        let sampling = Sampling::at_temperature(config.temperature);
+        let sampling = config.sampling();
         let responses = self.generate(&prompts, sampling, Purpose::Sampling, update)?;
         let Kept { rows, responses, again } = self.kept.keep(rows, responses, &self.left_out)?;
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
@@ -961,8 +966,11 @@ impl PpoTrainer {
     }
 
     fn write_policy(&self, dir: &Path) -> Result<()> {
-        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
-        self.learner.policy.save_pretrained(dir, eos, pad, most)?;
+        let (pad, most) = (self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        // What ended its responses in training ends them elsewhere.
+        let mut eos = self.tokenizer.eos_ids().to_vec();
+        eos.extend(self.stop.iter().filter(|id| !self.tokenizer.eos_ids().contains(id)));
+        self.learner.policy.save_pretrained(dir, &eos, pad, most)?;
         self.tokenizer.save_pretrained(dir)
     }
 
@@ -997,7 +1005,8 @@ impl PpoTrainer {
     }
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {
-        GenerationConfig { sampling, purpose, ..generation(&self.config, &self.stop, step) }
+        let stop_strings = self.stop_strings.clone();
+        GenerationConfig { sampling, purpose, stop_strings, ..generation(&self.config, &self.stop, step) }
     }
 
     /// Answers a few prompts and compares what the passes of a run say of the answers; changes nothing.
@@ -1007,8 +1016,13 @@ impl PpoTrainer {
     pub fn check(&mut self) -> Result<Checks> {
         let sampling = Sampling::at_temperature(self.config.logprob_temperature());
         let response_length = self.config.response_length.min(checks::TOKENS);
-        let generation =
-            GenerationConfig { max_new_tokens: response_length, ..self.generation(sampling, Purpose::Samples, 0) };
+        let generation = GenerationConfig {
+            max_new_tokens: response_length,
+            min_new_tokens: 0,
+            repetition_penalty: 1.0,
+            keep_sets: false,
+            ..self.generation(sampling, Purpose::Samples, 0)
+        };
         let rows = self.prompts.len().min(self.plan.micro_batch_size).min(checks::ROWS);
         let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = generate(&self.learner.policy, &prompts, &generation)?;
@@ -1034,12 +1048,13 @@ impl PpoTrainer {
     }
 
     /// Scores less the penalty of responses that did not stop, and how often each response holds a token that should end
-    /// it: a stop token, or eos where none is set.
+    /// it: a stop token, or eos where none is set. One that ends with a stop string has stopped too.
     fn penalised(&self, scored: &Scored, responses: &[Response]) -> (Scores, Vec<usize>) {
         let end = if self.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.stop };
         let ends: Vec<usize> =
             responses.iter().map(|r| r.tokens.iter().filter(|id| end.contains(id)).count()).collect();
-        let stopped: Vec<bool> = ends.iter().map(|&count| count > 0).collect();
+        let stopped = ends.iter().zip(responses).map(|(&count, r)| count > 0 || r.finish == FinishReason::Stop);
+        let stopped: Vec<bool> = stopped.collect();
         let mut scores = scored.to_scores(self.learner.policy.device());
         match self.config.missing_eos_penalty {
             Some(penalty) => scores.responses = penalise_missing_stop(&scores.responses, &stopped, penalty),
@@ -1173,7 +1188,9 @@ fn own_rates(update: usize, rates: LearningRates) -> Result<LearningRates> {
 
 /// Whether the log-probabilities of sampling are not those that training takes.
 pub(super) fn recomputes_logprobs(policy: &CausalLm, config: &PpoConfig) -> bool {
-    !policy.is_exact() || config.logprob_temperature() != config.temperature
+    // Decoding notes those of the whole vocabulary.
+    let filtered = config.sampling.logprobs_of == LogprobsOf::Filtered;
+    filtered || !policy.is_exact() || config.logprob_temperature() != config.temperature
 }
 
 /// The tokens that end a response by the settings; none where nothing does.
@@ -1190,7 +1207,39 @@ pub fn stop_tokens(config: &PpoConfig, tokenizer: &Tokenizer) -> Result<Vec<i64>
     }
 }
 
-/// How update `update`, counted from 0, samples its responses, which end with one of the tokens `stop`.
+/// The texts that end a response by the settings, as `tokenizer` makes them of tokens.
+///
+/// # Errors
+/// If one of them is empty.
+pub fn stop_strings(config: &PpoConfig, tokenizer: &Tokenizer) -> Result<Option<StopStrings>> {
+    let strings = &config.sampling.stop_strings;
+    (!strings.is_empty()).then(|| StopStrings::new(tokenizer, strings.clone())).transpose()
+}
+
+/// How the policy's responses are sampled in training, by the names of transformers' generation configuration; but for the
+/// stop strings, without whose tokenizer transformers would refuse to generate.
+fn generation_settings(config: &PpoConfig) -> Map<String, Value> {
+    let how = &config.sampling;
+    let settings = json!({
+        "do_sample": true,
+        "temperature": config.temperature,
+        "top_k": how.top_k,
+        "top_p": how.top_p,
+        "min_p": how.min_p,
+        "max_new_tokens": config.response_length,
+    });
+    let mut settings = settings.as_object().cloned().unwrap_or_default();
+    if how.repetition_penalty != 1.0 {
+        settings.insert("repetition_penalty".into(), how.repetition_penalty.into());
+    }
+    if how.min_new_tokens > 0 {
+        settings.insert("min_new_tokens".into(), how.min_new_tokens.into());
+    }
+    settings
+}
+
+/// How update `update`, counted from 0, samples its responses, which end with one of the tokens `stop`; [`stop_strings`] come
+/// from a tokenizer.
 pub fn generation(config: &PpoConfig, stop: &[i64], update: usize) -> GenerationConfig {
     GenerationConfig {
         stop_token_ids: stop.to_vec(),
@@ -1198,7 +1247,10 @@ pub fn generation(config: &PpoConfig, stop: &[i64], update: usize) -> Generation
         purpose: Purpose::Sampling,
         step: update as u64,
         batch_size: config.local_rollout_forward_batch_size,
-        ..GenerationConfig::new(Sampling::at_temperature(config.temperature), config.response_length)
+        repetition_penalty: config.sampling.repetition_penalty,
+        min_new_tokens: config.sampling.min_new_tokens,
+        keep_sets: config.sampling.logprobs_of == LogprobsOf::Filtered,
+        ..GenerationConfig::new(config.sampling(), config.response_length)
     }
 }
 
@@ -1293,7 +1345,7 @@ impl KeptAnswers {
         let responses = tokens.into_iter().zip(stopped);
         let responses = responses.map(|(tokens, stopped)| {
             let logprobs = vec![0.0; tokens.len()];
-            Response { tokens, logprobs, finish: finish(stopped) }
+            Response { tokens, logprobs, finish: finish(stopped), sets: None }
         });
         self.last = Some((rows, responses.collect()));
         Ok(())
@@ -1695,6 +1747,8 @@ impl Learner {
         let (old, advantages, counts) = (mine(&experience.logprobs), mine(advantages), mine(&experience.loss_mask));
         let reference = config.kl.kl_in_loss.then(|| mine(&experience.ref_logprobs));
         let (clip, [policy_scale, value_scale]) = (config.policy_clip(), self.loss_scales());
+        let sets = experience.sets_of(rows.iter().copied());
+        let sampled = Sampled { temperature: config.logprob_temperature(), sets: sets.as_deref() };
         let policy_loss = |tokens: Range<i64>, now: &TokenLogprobs| {
             let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
             let counts = here(&counts);
@@ -1749,23 +1803,23 @@ impl Learner {
                 &sequences,
                 &token_spans,
                 &value_spans,
-                config.logprob_temperature(),
+                sampled,
                 true,
                 policy_loss,
                 value_loss,
             )?),
             // Two models share nothing, so the policy's activations are gone before the value model's come.
             ValueModel::Model(value) => {
-                let (policy, temperature) = (&self.policy, config.logprob_temperature());
+                let policy = &self.policy;
                 let new = match (&experience.reference, learns_policy) {
                     (_, false) => None,
                     (Some(reference), true) => {
                         let theirs = (reference, rows);
                         let (spans, loss) = (&token_spans, policy_loss);
-                        Some(policy.learn_logprobs_and_kl(&sequences, spans, temperature, true, theirs, loss)?)
+                        Some(policy.learn_logprobs_and_kl(&sequences, spans, sampled, true, theirs, loss)?)
                     }
                     (None, true) => {
-                        Some(policy.learn_logprobs(&sequences, &token_spans, temperature, true, policy_loss)?)
+                        Some(policy.learn_logprobs(&sequences, &token_spans, sampled, true, policy_loss)?)
                     }
                 };
                 value.learn_values(&sequences, &value_spans, value_loss)?;

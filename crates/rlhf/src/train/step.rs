@@ -714,8 +714,12 @@ impl StepTrainer {
             return Err(Error::Run("expected at least one row, found none".into()));
         }
         let longest = responses.iter().map(Vec::len).max().unwrap_or(0);
-        let response =
-            |tokens: &Vec<i64>| Response { tokens: tokens.clone(), logprobs: Vec::new(), finish: FinishReason::Length };
+        let response = |tokens: &Vec<i64>| Response {
+            tokens: tokens.clone(),
+            logprobs: Vec::new(),
+            finish: FinishReason::Length,
+            sets: None,
+        };
         let responses: Vec<Response> = responses.iter().map(response).collect();
         let scores: Vec<f32> = scores.iter().map(|&score| score as f32).collect();
         let scores = Tensor::from_slice(&scores).to_device(self.learner.policy.device());
