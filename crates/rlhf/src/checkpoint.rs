@@ -520,18 +520,20 @@ pub(crate) struct Finished {
 }
 
 impl Finished {
-    /// Notes in the run's folder `dir` that it is finished, with its settings and the sizes of its models' files.
+    /// Notes in the run's folder `dir` that it is finished, with its settings, digests of what it read, and the sizes of its
+    /// models' files.
     ///
     /// # Errors
     /// If a file cannot be read or written.
-    pub(crate) fn note(&self, dir: &Path, config: &impl Serialize) -> Result<()> {
+    pub(crate) fn note(&self, dir: &Path, config: &impl Serialize, inputs: &Inputs) -> Result<()> {
         let mut files = BTreeMap::new();
         sizes(dir, "", &mut files)?;
         // What is not a model's, a person may remove.
         let inner =
             |name: &str| name.starts_with(PREFIX) || name.starts_with(BEST) || [STATE, UNFINISHED].contains(&name);
         files.retain(|name, _| !inner(name) && (name.ends_with(".safetensors") || name.ends_with(".json")));
-        let state = State { files, ..State::new(self.command, self.updates, self.updates, settings(config)?) };
+        let mut state = State { files, ..State::new(self.command, self.updates, self.updates, settings(config)?) };
+        state.state.insert("inputs".into(), inputs.state());
         write_text(&dir.join(STATE), &pretty(&json!(state)))
     }
 }

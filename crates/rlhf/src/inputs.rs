@@ -62,11 +62,14 @@ impl Inputs {
         Ok(())
     }
 
-    /// Adds one file.
+    /// Adds one file; a pipe, which can be read once, is not looked at.
     ///
     /// # Errors
     /// If it cannot be read.
     pub(crate) fn file(&mut self, name: &str, path: &Path) -> Result<()> {
+        if !path.is_file() {
+            return Ok(());
+        }
         let file_name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let files = Map::from_iter([(file_name, digest(path)?.into())]);
         self.0.insert(name.into(), json!({"path": path, "files": files}));

@@ -167,6 +167,21 @@ fn what_is_finished_is_passed_over_and_goes_on_as_it_began_or_is_refused() {
     scratch.write("other.yaml", &scratch.read("pipeline.yaml").replace("1e-3", "1e-4"));
     let other = "pipeline --config other.yaml --resume_from_checkpoint";
     scratch.refuses(other, 2, &["sft: learning_rate = 0.0001: expected 0.001, as in out/1-sft"]);
+    // Other rows are not passed over without a word, nor is another model.
+    let rows = scratch.read("rows.jsonl");
+    scratch.write("rows.jsonl", &rows.replace(" yes ", " yes, "));
+    scratch.refuses(&resumed, 1, &["out/1-sft: inputs have changed since: dataset_name = rows.jsonl: "]);
+    let ran = runs(&scratch, &format!("{resumed} --resume_with_changed_inputs"));
+    assert!(ran.stderr.contains("warning: sft: out/1-sft: inputs have changed since: "), "{}", ran.stderr);
+    scratch.write("rows.jsonl", &rows);
+    scratch.edit_config("policy", "note", 1);
+    scratch.refuses(
+        &resumed,
+        1,
+        &["sft: out/1-sft: inputs have changed since: model_name_or_path = policy: config.json"],
+    );
+    scratch.copy("again", "gpt_neox");
+    std::fs::rename(scratch.path("again/config.json"), scratch.path("policy/config.json")).unwrap();
     // A model of what a later step began with is not made anew below it.
     std::fs::rename(scratch.path("out/1-sft"), scratch.path("kept")).unwrap();
     let renewed = [

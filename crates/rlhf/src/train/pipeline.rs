@@ -11,6 +11,7 @@ use super::sft::{sft, shorten};
 use crate::checkpoint::{Finished, Saved, Start};
 use crate::config::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step, write_resolved};
 use crate::data::{PromptLimit, Sources};
+use crate::inputs::Inputs;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};
 use crate::reward::{Spec, specs};
@@ -161,7 +162,11 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
         };
         ended.map_err(|error| named(step, error))?;
         let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
-        Finished { command: step.name(), updates: updates as usize }.note(dir, &config.settings(step))?;
+        Finished { command: step.name(), updates: updates as usize }.note(
+            dir,
+            &config.settings(step),
+            &inputs_of(config, step)?,
+        )?;
     }
     tell_results(config, console)
 }
@@ -218,7 +223,10 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
             // Let go of at once: the step takes its own.
             Hold::take(&run.output_dir)?;
             if let Some(saved) = resumes(run).then(|| Saved::finished(&run.output_dir)).transpose()?.flatten() {
-                for warning in saved.check_as_it_is(step.name(), &config.settings(step))? {
+                let mut warnings = saved.check_as_it_is(step.name(), &config.settings(step))?;
+                let (inputs, updates) = (inputs_of(config, step)?, saved.state.update);
+                warnings.extend(saved.check_inputs(&run.checkpoints, &inputs, updates, usize::MAX)?);
+                for warning in warnings {
                     say(console, &format!("warning: {step}: {warning}"));
                 }
                 finished[step as usize] = true;
@@ -252,6 +260,41 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
         }
     }
     Ok((finished, again))
+}
+
+/// Digests of what `step` reads, as far as it lies on this machine: what a finished step has read may be gone. What the steps
+/// before it leave is known by their own.
+fn inputs_of(config: &PipelineConfig, step: Step) -> Result<Inputs> {
+    let mut inputs = Inputs::default();
+    let own = "model_name_or_path";
+    let (data, own_eval, models) = match (step, &config.sft, &config.reward, &config.ppo) {
+        (Step::Sft, Some(sft), ..) => {
+            (&sft.data, sft.eval_dataset_name.as_deref(), vec![(own, sft.model_name_or_path.as_deref())])
+        }
+        (Step::Reward, _, Some(reward), _) => {
+            let models = vec![(own, Some(reward.model_name_or_path.as_path()))];
+            (&reward.data, reward.eval_dataset_name.as_deref(), models)
+        }
+        (Step::Ppo, .., Some(ppo)) => {
+            let others = [("reward_model_path", &ppo.reward_model_path), ("value_model_path", &ppo.value_model_path)];
+            let others = others.into_iter().map(|(name, path)| (name, path.as_deref()));
+            let models = std::iter::once(("sft_model_path", Some(ppo.sft_model_path.as_path()))).chain(others);
+            (&ppo.data, None, models.collect())
+        }
+        _ => return Ok(inputs),
+    };
+    let seed = config.run(step).map_or(0, |run| run.seed);
+    if data.dataset_name.iter().map(PathBuf::as_path).chain(own_eval).all(Path::exists) {
+        let (train, eval) = Sources::find(data, own_eval)?.read(seed, step)?;
+        inputs.rows("dataset_name", &data.describe(), &train);
+        inputs.rows("rows held out", &data.describe(), &eval);
+    }
+    let left = Step::ALL.map(|step| PipelineConfig::dir(&config.output_dir, step));
+    let models = models.into_iter().filter_map(|(name, dir)| Some((name, dir?)));
+    for (name, dir) in models.filter(|(_, dir)| dir.is_dir() && !left.iter().any(|left| left == dir)) {
+        inputs.model(name, dir)?;
+    }
+    Ok(inputs)
 }
 
 /// Whether the run in `dir` has these very settings, so that the same comes of it again.
