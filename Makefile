@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo test test-setup test-kills test-interop bench lint install crate
+.PHONY: help setup cuda demo test test-setup test-kills test-attack test-interop bench lint install crate
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ test-setup: setup
 
 test-kills: setup ## kill a run fifty times at random moments, resume it each time, compare every bit
 	cargo test -p rlhf --locked --test main -- --ignored --nocapture a_run_killed_fifty_times
+
+test-attack: setup ## the attacks of the test suite in their long form, twenty times as many cases, about an hour
+	RLHF_ATTACK=20 cargo test -p rlhf --locked --test main -- --nocapture attack:: corrupt:: a_run_killed_fifty_times hub::hostile
+	RLHF_ATTACK=20 cargo test -p rlhf --locked --bin rlhf -- attack::
 
 test-interop: setup ## check what rlhf writes with transformers, peft and tensorboard
 	scripts/test-interop.sh

@@ -2,6 +2,8 @@
 //!
 //! The file's values become the defaults of the flags, so a flag wins over the file, and both go through the same parsers.
 
+#[cfg(test)]
+mod attack;
 mod pipeline;
 
 use std::ffi::OsString;

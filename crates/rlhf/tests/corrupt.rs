@@ -10,18 +10,18 @@ use std::path::Path;
 const CASES: u64 = 120;
 
 /// A stream of numbers that is the same in every run (splitmix64).
-struct Dice(u64);
+pub(crate) struct Dice(pub(crate) u64);
 
 impl Dice {
     /// From 0 to below `n`.
-    fn roll(&mut self, n: usize) -> usize {
+    pub(crate) fn roll(&mut self, n: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((x ^ (x >> 31)) % n as u64) as usize
     }
 
-    fn pick<T: Clone>(&mut self, of: &[T]) -> T {
+    pub(crate) fn pick<T: Clone>(&mut self, of: &[T]) -> T {
         of[self.roll(of.len())].clone()
     }
 
@@ -71,7 +71,7 @@ impl Dice {
 }
 
 /// Changes one place of `value`, however deep.
-fn mutate(value: &mut Value, dice: &mut Dice) {
+pub(crate) fn mutate(value: &mut Value, dice: &mut Dice) {
     let deeper = dice.roll(4) > 0;
     match value {
         Value::Object(fields) if !fields.is_empty() && deeper => {
@@ -101,7 +101,7 @@ fn mutate(value: &mut Value, dice: &mut Dice) {
 }
 
 /// Changes the text of a JSON file where its values cannot: other numbers, keys twice, brackets, bytes.
-fn mutate_text(text: &mut Vec<u8>, dice: &mut Dice) {
+pub(crate) fn mutate_text(text: &mut Vec<u8>, dice: &mut Dice) {
     let at = dice.roll(text.len());
     match dice.roll(6) {
         0 => text.truncate(at),
@@ -153,7 +153,7 @@ fn damage(config: &[u8], weights: &[u8], dice: &mut Dice) -> (Vec<u8>, Vec<u8>) 
     (config, weights)
 }
 
-fn with_header(header: &[u8], data: &[u8]) -> Vec<u8> {
+pub(crate) fn with_header(header: &[u8], data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header, data].concat()
 }
 

@@ -1,5 +1,6 @@
 //! Models and datasets by their name on the hub, against a server on this machine that answers as the hub does.
 
+use crate::corrupt::{Dice, mutate, mutate_text};
 use crate::support::golden;
 use ring::digest;
 use rlhf::hub::{Hub, Part};
@@ -53,6 +54,8 @@ struct State {
     /// Whether what has the name is a dataset; else it is a model.
     dataset: bool,
     token: Option<String>,
+    /// In the place of the description, where there is one.
+    description: Option<Vec<u8>>,
     /// By what is asked; the first that fits is taken, once.
     faults: Vec<(&'static str, Fault)>,
     log: Vec<Request>,
@@ -200,6 +203,9 @@ fn file_or_listing(
         let revision = revision.replace("%2F", "/");
         let commit = state.revisions.get(&revision).or(state.commits.contains_key(&revision).then_some(&revision));
         let Some(commit) = commit else { return not_found("RevisionNotFound") };
+        if let Some(bytes) = &state.description {
+            return (200, String::new(), bytes.clone());
+        }
         let files: Vec<_> = state.commits[commit].keys().map(|name| json!({"rfilename": name})).collect();
         return (200, String::new(), json!({"id": NAME, "sha": commit, "siblings": files}).to_string().into_bytes());
     }
@@ -860,4 +866,47 @@ fn a_run_that_goes_on_reads_what_it_began_with_whatever_was_pushed_since() {
     let gone = program(&server, &format!("{line} --output_dir out --resume_from_checkpoint true")).output().unwrap();
     let error = String::from_utf8(gone.stderr).unwrap();
     assert!(error.contains(&format!("no revision {COMMIT}")), "{error}");
+}
+
+#[test]
+fn hostile_descriptions_of_a_model_are_errors_and_nothing_is_written_outside_the_cache() {
+    let server = Server::of("gpt_neox");
+    let names = model_files("gpt_neox").into_keys().chain(
+        ["../../escape", "/tmp/escape", "a/../../escape", ".", "", "\u{1b}[2J", "model.safetensors/x", "a//b"]
+            .map(String::from),
+    );
+    let siblings: Vec<_> = names.map(|name| json!({"rfilename": name})).collect();
+    let whole = json!({"id": NAME, "sha": COMMIT, "siblings": siblings});
+    let (mut found, mut refused) = (0, 0);
+    for case in 0..crate::attack::cases(200) {
+        let mut dice = Dice(case);
+        let mut bytes = whole.to_string().into_bytes();
+        if dice.roll(2) == 0 {
+            let mut value = whole.clone();
+            (0..=dice.roll(3)).for_each(|_| mutate(&mut value, &mut dice));
+            bytes = value.to_string().into_bytes();
+        } else {
+            mutate_text(&mut bytes, &mut dice);
+        }
+        server.change(|state| state.description = Some(bytes));
+        let hub = Hub { cache: server.cache.path().join(format!("hubs/{case}/hub")), ..server.hub() };
+        match hub.find(Path::new(NAME), None, Part::Model) {
+            Ok(dir) => {
+                assert!(dir.starts_with(&hub.cache), "{}", dir.display());
+                found += 1;
+            }
+            Err(error) => {
+                crate::attack::check_error(&format!("case {case}"), &error.to_string());
+                refused += 1;
+            }
+        }
+        let beside = hub.cache.parent().unwrap();
+        if beside.exists() {
+            assert_eq!(fs::read_dir(beside).unwrap().count(), 1, "case {case} wrote outside the cache");
+            fs::remove_dir_all(beside).unwrap();
+        }
+    }
+    assert!(found > 10 && refused > 10, "{found} found, {refused} refused");
+    let all: Vec<_> = fs::read_dir(server.cache.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(all, ["hubs"], "written outside the cache");
 }

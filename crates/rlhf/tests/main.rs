@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one module per subject.
 
+mod attack;
 mod checkpoint;
 mod cli;
 mod commands;

@@ -1,0 +1,184 @@
+//! Hostile reward programs and services.
+
+use super::{Outcomes, cases};
+use crate::corrupt::Dice;
+use crate::support::Child;
+use rlhf::generate::FinishReason;
+use rlhf::reward::{CommandReward, HttpReward, HttpSettings, Patience, Reward, RewardInput, Rewards};
+use serde_json::json;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
+/// A short time, so that what says nothing costs little.
+const PATIENCE: Patience =
+    Patience { timeout: Duration::from_millis(150), attempts: 1, pause: Duration::from_millis(1) };
+
+/// Scores three responses; what is scored must be finite.
+fn score(reward: impl Reward + 'static) -> rlhf::Result<()> {
+    let row = json!({"label": 1});
+    let input = |prompt| RewardInput {
+        prompt,
+        response: " fine\u{1b}[2J",
+        prompt_ids: &[5, 6],
+        response_ids: &[7, 8],
+        finish: FinishReason::Stop,
+        row: &row,
+    };
+    let batch = ["one", "two\n", "\u{9b}three"].map(input);
+    let mut rewards = Rewards::new().with("judge", reward);
+    for _ in 0..2 {
+        let scored = rewards.score(&batch, true)?;
+        assert!(scored.totals().iter().all(|score| (*score as f32).is_finite()), "{scored:?}");
+    }
+    Ok(())
+}
+
+const ANSWERS: [&str; 24] = [
+    "1",
+    "-0.0",
+    "{\"score\": 1}",
+    "{\"scores\": [1, 2]}",
+    "{\"scores\": [1e39, -1e39]}",
+    "{\"scores\": []}",
+    "{\"score\": 1e999}",
+    "{\"score\": 1e300}",
+    "NaN",
+    "Infinity",
+    "null",
+    "",
+    " ",
+    "[[[[",
+    "\\033[2J\\033]0;title\\007",
+    "\\000\\377\\376",
+    "{\"score\": \"1\"}",
+    "{\"score\": [1]}",
+    "1 2",
+    "\\\"",
+    "0x10",
+    "18446744073709551616",
+    "{\"score\": 1, \"score\": 2}",
+    "\\342\\200\\256",
+];
+
+/// A shell program of pieces.
+fn program(dice: &mut Dice) -> String {
+    let answer = dice.pick(&ANSWERS).replace('\'', "");
+    let begin = dice.pick(&[
+        "",
+        "printf '\\033[31mloading\\n\\r' >&2; ",
+        "echo ready; ",
+        "head -c 300000 /dev/zero >&2; ",
+        "exec 2>&1; ",
+        "sleep 1000 & ",
+        "exec 0<&-; ",
+    ]);
+    let answers = format!("while read -r line; do printf '{answer}\\n'; done");
+    let body = dice.pick(&[
+        answers.clone(),
+        answers.clone(),
+        format!("read -r line; printf '{answer}\\n'; exit 3"),
+        format!("{answers}; sleep 1000"),
+        format!("yes '{}'", answer.replace('\\', "")),
+        format!("read -r line; printf '{answer}'; kill -9 $$"),
+        "head -c 30000000 /dev/zero".to_string(),
+        "head -c 300000 /dev/urandom".to_string(),
+        "exit 0".to_string(),
+        "( while :; do sleep 1; done ) & wait".to_string(),
+        "exec 1>&-; sleep 1000".to_string(),
+        "no-such-program-\\033".to_string(),
+        "(".to_string(),
+    ]);
+    format!("{begin}{body}")
+}
+
+/// Bytes in place of an answer of HTTP.
+fn response(dice: &mut Dice) -> Vec<u8> {
+    let reward = dice.pick(&ANSWERS);
+    let body = dice.pick(&[
+        format!("{{\"rewards\": [{reward}, 1, 2]}}"),
+        format!("{{\"rewards\": [1, 2, 3], \"extra_logs\": {{\"\\u001b[2J\": {reward}}}}}"),
+        "{\"rewards\": [1, 2, 3]}".to_string(),
+        "{\"rewards\": [1]}".to_string(),
+        format!("{{\"rewards\": {}", "[".repeat(100_000)),
+        "\u{1b}[2J".repeat(1000),
+        String::new(),
+    ]);
+    let status = dice.pick(&[
+        "200 OK",
+        "200 OK",
+        "200 OK",
+        "204 No",
+        "301 Moved",
+        "401 \u{1b}[2J",
+        "429 Slow",
+        "500 Oops",
+        "999 x",
+        "abc",
+        "",
+    ]);
+    let header = dice.pick(&[
+        "Connection: close".to_string(),
+        "Location: file:///etc/passwd".to_string(),
+        "Retry-After: 18446744073709551616".to_string(),
+        "Retry-After: -1".to_string(),
+        "Transfer-Encoding: chunked".to_string(),
+        "Content-Encoding: gzip".to_string(),
+        format!("X: {}", "y".repeat(100_000)),
+        "no header".to_string(),
+        "Content-Length: 1".to_string(),
+    ]);
+    let length = dice.pick(&[body.len(), body.len(), body.len(), body.len() + 5, usize::MAX, 0]);
+    let mut bytes = match dice.roll(6) {
+        0 => format!("HTTP/1.1 {status}\r\n{header}\r\n\r\n{body}").into_bytes(),
+        _ => format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{header}\r\n\r\n{body}").into_bytes(),
+    };
+    if dice.roll(4) == 0 {
+        let at = dice.roll(bytes.len());
+        bytes[at] = dice.roll(256) as u8;
+    }
+    bytes
+}
+
+#[test]
+fn no_reward_program_or_service_makes_the_program_panic_wait_or_take_memory() {
+    let found = Child { test: "attack::rewards::child_asks_hostile_rewards", address_space_gib: 6, vars: &[] }.run();
+    assert!(found["refused"].as_u64() > found["went_well"].as_u64(), "{found}");
+}
+
+#[test]
+#[ignore = "a process of its own, started by no_reward_program_or_service_makes_the_program_panic_wait_or_take_memory"]
+fn child_asks_hostile_rewards() {
+    let before = Child::memory("VmRSS");
+    let sound = Patience { timeout: Duration::from_secs(60), ..PATIENCE };
+    score(CommandReward::new("while read -r line; do echo 1; done", sound)).unwrap();
+    let mut outcomes = Outcomes::default();
+    for case in 0..cases(60) {
+        let line = program(&mut Dice(case));
+        let began = Instant::now();
+        outcomes.note(&format!("program {case}: {line:?}"), || score(CommandReward::new(line, PATIENCE)));
+        assert!(began.elapsed() < Duration::from_secs(20), "program {case} took {:?}", began.elapsed());
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let count = cases(200);
+    std::thread::spawn(move || {
+        let mut asked = 0;
+        for stream in listener.incoming() {
+            let mut stream = stream?;
+            asked += 1;
+            std::thread::spawn(move || {
+                let _ = stream.read(&mut [0; 4096]);
+                stream.write_all(&response(&mut Dice(asked)))
+            });
+        }
+        std::io::Result::Ok(())
+    });
+    for case in 0..count {
+        let settings = HttpSettings { patience: PATIENCE, ..HttpSettings::default() };
+        outcomes.note(&format!("service {case}"), || score(HttpReward::new(&url, settings)?));
+    }
+    let grew = Child::memory("VmHWM").saturating_sub(before);
+    assert!(grew < 500 << 20, "memory grew by {grew}");
+    Child::reports(&outcomes.report());
+}
