@@ -154,7 +154,7 @@ fn rlhf_command() -> Command {
             .after_help(
                 "Example:\n\
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
-             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo",
+             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos",
             ),
         config::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
@@ -218,7 +218,7 @@ fn rlhf_command() -> Command {
              \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
              \x20     --dataset_name pairs.jsonl --output_dir runs/reward\n\
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
-             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo\n\
+             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos\n\
              \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\n\
              Runs leave their settings in config.yaml for --config; `rlhf COMMAND --help` explains the flags.",
         )
@@ -1118,7 +1118,12 @@ mod tests {
         assert_eq!((plan.batch_size, plan.mini_batch_size, config.num_ppo_epochs), (16, 4, 2));
         assert_eq!((config.response_length, config.prompt_length.max_prompt_length), (64, Some(128)));
         assert_eq!((config.learning_rate, config.value_optimizer().0), (1e-5, 2e-6));
-        assert_eq!((config.optimizer.weight_decay, config.value_optimizer().1.weight_decay), (0.1, 0.2));
+        let decays = |config: &PpoConfig| (config.optimizer.weight_decay, config.value_optimizer().1.weight_decay);
+        assert_eq!(decays(&config), (0.1, 0.2));
+        // The actor's is the actor's alone, the critic's 0 unless something says another.
+        assert_eq!(decays(&read("--actor_weight_decay 0.1")), (0.1, 0.0));
+        assert_eq!(decays(&read("--critic_weight_decay 0.2")), (0.0, 0.2));
+        assert_eq!(decays(&read("--actor_weight_decay 0.1 --value_weight_decay 0.3")), (0.1, 0.3));
         assert_eq!((config.optimizer.warmup_steps, config.run.gradient_checkpointing), (7, true));
         assert_eq!((config.run.report_to, config.ema.enable_ema, config.run.seed), (ReportTo::Tensorboard, true, 1234));
         assert_eq!((config.peft.use_peft, config.value_lora()), (false, None));

@@ -877,14 +877,14 @@ pub struct GenerationBatchesConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct CountsConfig {
-    /// Clip an answer's whole score to plus or minus this where it becomes a reward.
+    /// Clip an answer's whole score, scores of its tokens included, to plus or minus this where it becomes a reward.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub clip_reward_value: std::option::Option<f64>,
     /// Leave out answers of fewer tokens that count; where no answer is left, the last ones that were train again.
     #[arg(long, help_heading = PPO, default_value_t = 0)]
     pub min_response_length: usize,
     /// Whether the end-of-sequence token of an answer is in the losses, or gets the score and is in none: `unless_pad` where
-    /// it is the padding token too, or there is no other.
+    /// DeepSpeed-Chat pads with it: with all models but Llama, and with a Llama whose padding token it is.
     #[arg(long, help_heading = PPO, value_enum, default_value = "always")]
     pub eos_in_loss: EosInLoss,
     /// Train the value of the state after an answer's last token, where the score lands behind it.
@@ -1060,7 +1060,7 @@ pub struct LegacyConfig {
     /// End an update's epochs at `target_kl`, which is then 1 unless it is set.
     #[arg(long, help_heading = PPO)]
     pub early_stopping: bool,
-    /// Divide scores by the standard deviation of all that the run has seen.
+    /// Divide the scores that are trained on by the standard deviation of all that the run has seen.
     #[arg(long, help_heading = REWARDS)]
     pub use_score_scaling: bool,
     /// Subtract the mean of all that the run has seen before that.
@@ -1540,7 +1540,8 @@ impl Preset {
 pub enum EosInLoss {
     /// As every token is.
     Always,
-    /// Unless the tokenizer pads with it, or has no padding token: DeepSpeed-Chat attends to no padding.
+    /// Unless DeepSpeed-Chat pads with it, which attends to no padding: it does with all models but Llama, whose tokenizer
+    /// keeps its padding token or gets one of its own.
     UnlessPad,
     /// In no case.
     Never,
@@ -1789,9 +1790,9 @@ impl PpoConfig {
     }
 
     fn check_whitening(&self) -> Result<()> {
-        if self.whiten_advantages == WhitenAdvantages::MiniBatch && self.num_mini_batches == 1 {
+        if self.whiten_advantages == WhitenAdvantages::MiniBatch && self.batches_per_epoch() == Some(1) {
             return usage(
-                "whiten_advantages = mini_batch is the same as batch where num_mini_batches = 1: set one of the two",
+                "whiten_advantages = mini_batch is the same as batch where an epoch is one mini-batch: set one of the two",
             );
         }
         Ok(())
@@ -1854,9 +1855,16 @@ impl PpoConfig {
         peft.lora()
     }
 
-    /// Answers of an update, those left out included.
-    pub(crate) fn answers_of_update(&self) -> usize {
-        self.batch_sizes().map_or(0, |(batch_size, _)| batch_size)
+    /// Optimizer steps of an update; `None` where the sizes do not go together.
+    fn steps_per_update(&self) -> Option<usize> {
+        let (batch_size, mini_batch_size) = self.batch_sizes().ok()?;
+        Some(batch_size.div_ceil(mini_batch_size).saturating_mul(self.num_ppo_epochs))
+    }
+
+    /// Batches of an epoch whose losses are averaged together; `None` where the sizes do not go together.
+    fn batches_per_epoch(&self) -> Option<usize> {
+        let (batch_size, _) = self.batch_sizes().ok()?;
+        Some(self.parts_per_epoch(batch_size))
     }
 
     /// Optimizer steps of one epoch over `rows` answers.
@@ -1922,8 +1930,8 @@ impl PpoConfig {
 
     /// How many averages of losses an epoch over `rows` answers has.
     pub(crate) fn parts_per_epoch(&self, rows: usize) -> usize {
-        let per_step = if self.preset == Preset::TrlLegacy { self.gradient_accumulation_steps } else { 1 };
-        (self.steps_per_epoch(rows) * per_step).max(1)
+        // An optimizer step is a whole number of parts, so only the last part of an epoch can be smaller.
+        self.batch_sizes().map_or(1, |(_, mini_batch_size)| rows.div_ceil(self.part_size(mini_batch_size))).max(1)
     }
 
     /// Answers of `mini_batch_size`, those of an optimizer step, whose losses are averaged together.
@@ -1951,6 +1959,13 @@ impl PpoConfig {
                 "mini_batch_size is the setting there",
             ),
             ("num_mini_batches", self.num_mini_batches, 1, "it follows from batch_size and mini_batch_size there"),
+            (
+                "per_device_generation_batch_size",
+                self.generation.per_device_generation_batch_size.unwrap_or(0),
+                0,
+                "an update answers batch_size prompts there",
+            ),
+            ("generation_batches", self.generation.generation_batches, 1, "an update answers batch_size prompts there"),
         ] {
             if found != usual {
                 no_effect(name, found, &format!("with preset = trl-legacy: {other}"))?;
@@ -2229,10 +2244,11 @@ impl StepConfig {
         let above_one = |name, found: Option<f64>| {
             found.map_or(Ok(()), |x| expect(x.is_finite() && x > 1.0, name, x, "a number above 1"))
         };
-        // The preset's own limit is there in any case.
-        let one_step = config.num_ppo_epochs * config.num_mini_batches <= 1 && config.preset != Preset::TrlLegacy;
+        // The preset's own limit is there in any case; sizes that do not go together are refused as such.
+        let one_step = config.steps_per_update() == Some(1) && config.preset != Preset::TrlLegacy;
         let limit = |name, found: Option<f64>| {
-            let why = "with num_ppo_epochs = 1 and num_mini_batches = 1: in an update's first step every ratio is 1";
+            let why = "with one optimizer step an update (num_ppo_epochs = 1 and one mini-batch): in the first step every \
+                       ratio is 1";
             found.filter(|_| one_step).map_or(Ok(()), |found| no_effect(name, found, why))
         };
         let last = config.num_ppo_epochs == 1;
@@ -2302,8 +2318,21 @@ impl LegacyConfig {
                 let why = "with use_peft = true: beside an adapter all layers are the reference's too";
                 no_effect("num_shared_layers", layers, why)
             }),
+            self.check_best(config),
             self.check_value_head(config),
         ])
+    }
+
+    /// Refuses to choose the best model by scores that move while the policy stays.
+    fn check_best(&self, config: &PpoConfig) -> Result<()> {
+        let moves = |metric: &&String| ["objective/scores", "objective/rlhf_reward"].contains(&metric.as_str());
+        match config.eval.metric_for_best_model.as_ref().filter(moves) {
+            Some(metric) if self.use_score_scaling => usage(format!(
+                "metric_for_best_model = {metric} with use_score_scaling = true: these scores move with the running deviation \
+                 while the policy stays; expected objective/raw_scores, or eval/score with eval_steps"
+            )),
+            _ => Ok(()),
+        }
     }
 
     fn check_value_head(&self, config: &PpoConfig) -> Result<()> {
@@ -3674,6 +3703,54 @@ mod tests {
     }
 
     #[test]
+    fn settings_of_several_steps_are_taken_wherever_an_update_has_several_and_refused_where_it_has_one() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 4] = [
+            (|c| c.step.dual_clip = Some(3.0), "dual_clip = 3 has no effect with one optimizer step an update"),
+            (|c| c.step.ratio_threshold = Some(10.0), "ratio_threshold = 10 has no effect with one optimizer step"),
+            (|c| c.step.cliprange_high = Some(0.3), "cliprange_high = 0.3 has no effect with one optimizer step"),
+            (|c| c.whiten_advantages = WhitenAdvantages::MiniBatch, "whiten_advantages = mini_batch is the same as"),
+        ];
+        for (change, message) in changes {
+            // 16 answers an update by default, one step; of 4 rows each they are four.
+            let mut config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
+            change(&mut config);
+            assert!(usage_of(config.check()).starts_with(message), "{message}");
+            config.per_device_train_batch_size = 4;
+            config.check().unwrap();
+        }
+        let mut legacy = PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o");
+        legacy.whiten_advantages = WhitenAdvantages::MiniBatch;
+        assert!(usage_of(legacy.check()).starts_with("whiten_advantages = mini_batch is the same as batch"));
+        legacy.legacy.mini_batch_size = Some(32);
+        legacy.check().unwrap();
+        (legacy.gradient_accumulation_steps, legacy.legacy.mini_batch_size) = (4, Some(32));
+        legacy.check().unwrap();
+    }
+
+    #[test]
+    fn the_preset_of_legacy_refuses_sizes_of_generation_that_it_would_not_use() {
+        let refused = |size, batches| {
+            let mut config = PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o");
+            config.generation =
+                GenerationBatchesConfig { per_device_generation_batch_size: size, generation_batches: batches };
+            usage_of(config.check())
+        };
+        let there = "has no effect with preset = trl-legacy: an update answers batch_size prompts there";
+        assert_eq!(refused(Some(4), 1), format!("per_device_generation_batch_size = 4 {there}"));
+        assert_eq!(refused(None, 2), format!("generation_batches = 2 {there}"));
+    }
+
+    #[test]
+    fn an_epoch_over_fewer_answers_has_as_many_parts_as_they_fill() {
+        let mut config = PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o");
+        (config.legacy.batch_size, config.legacy.mini_batch_size) = (Some(16), Some(2));
+        config.gradient_accumulation_steps = 4;
+        // Parts of 2 rows, 4 of them a step: 9 rows are 4 parts and one of a single row, in two steps.
+        assert_eq!([16, 9, 8, 1].map(|rows| config.parts_per_epoch(rows)), [8, 5, 4, 1]);
+    }
+
+    #[test]
     fn a_value_model_has_adapters_of_its_own_where_they_are_set() {
         let mut config = ppo();
         config.value_peft.value_use_peft = Some(true);
@@ -3697,7 +3774,15 @@ mod tests {
     #[test]
     fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 41] = [
+        let changes: [(Change, &str); 42] = [
+            (
+                |c| {
+                    c.legacy.use_score_scaling = true;
+                    c.eval.metric_for_best_model = Some("objective/scores".into());
+                    c.run.checkpoints.save_steps = Some(1);
+                },
+                "metric_for_best_model = objective/scores with use_score_scaling = true: these scores move",
+            ),
             (
                 |c| c.rewards.reward_label_column = "gold".into(),
                 "reward_label_column = gold has no effect without a reward that is a service",
@@ -3773,7 +3858,7 @@ mod tests {
             ),
             (
                 |c| (c.num_ppo_epochs, c.step.ratio_threshold) = (1, Some(10.0)),
-                "ratio_threshold = 10 has no effect with num_ppo_epochs = 1 and num_mini_batches = 1",
+                "ratio_threshold = 10 has no effect with one optimizer step an update (num_ppo_epochs = 1",
             ),
             (
                 |c| (c.vf_coef, c.value.value_warmup_updates) = (0.0, 1),

@@ -156,6 +156,10 @@ pub(crate) fn translate(preset: Option<Preset>, flags: &ArgMatches, settings: &m
     for (key, value) in together(&given)? {
         put(key, vec![value]);
     }
+    if given.contains_key("actor_weight_decay") {
+        // The critic's own is 0 there unless it is said; any other setting of it is behind this one.
+        settings.insert(0, Setting { key: "value_weight_decay".into(), line: 0, values: vec!["0".into()] });
+    }
     // What DeepSpeed-Chat holds all models in, it computes in.
     let held = settings.iter().rev().find(|setting| setting.key == "dtype").and_then(|setting| setting.values.first());
     let held = match (on_line(flags, "dtype"), held) {

@@ -53,7 +53,7 @@ impl Serialize for Metrics {
 }
 
 /// Names whose numbers are counts.
-const COUNTS: [&str; 7] = [
+const COUNTS: [&str; 9] = [
     "episode",
     "step",
     "val/num_eos_tokens",
@@ -61,4 +61,6 @@ const COUNTS: [&str; 7] = [
     "num_tokens",
     "policy/epochs",
     "policy/skipped_steps",
+    "val/dropped_responses",
+    "val/reused_responses",
 ];

@@ -10,7 +10,7 @@ use crate::weights::{BESIDE, write_text};
 use crate::{Error, Result};
 use comfy_table::{ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -33,6 +33,13 @@ pub enum Console {
 }
 
 impl Console {
+    /// Writes a warning to standard error, unless nobody watches.
+    pub(crate) fn warn(self, message: &str) {
+        if self != Console::Silent {
+            let _ = writeln!(std::io::stderr(), "warning: {}", one_line(message));
+        }
+    }
+
     /// A person if standard output is a terminal, else a program.
     pub fn detect() -> Self {
         if std::io::stdout().is_terminal() { Console::Person } else { Console::Program }
@@ -98,6 +105,34 @@ pub struct Evaluation {
     pub samples: Vec<Sample>,
 }
 
+/// Kinds of [`Warning`]; `docs/library.md` says when each comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum WarningKind {
+    /// The KL to the reference has grown by more than 1 nat per token since the first update; once in a run.
+    RunawayKl,
+    /// The policy's entropy is below 0.05 nats per token; once in a run.
+    LowEntropy,
+    /// At least 100 responses in a row did not end by a stop token though there is one; once in a run.
+    NoStop,
+    /// Most responses of a rollout go on behind an eos token, which stops nothing in this run; once in a run.
+    IgnoredEos,
+    /// All responses of an update were shorter than `min_response_length`, so earlier ones were trained on again.
+    ReusedResponses,
+    /// Optimizer steps of an update were skipped, since a loss or a gradient was not finite.
+    SkippedSteps,
+}
+
+/// A sign in an update that the run goes wrong; nothing is stopped by it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Warning {
+    /// The kind.
+    pub kind: WarningKind,
+    /// One line for people.
+    pub message: String,
+}
+
 /// Something that happened in a run, as [`crate::train::ppo::PpoTrainer::train_with`] tells it.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -122,6 +157,13 @@ pub enum Event<'a> {
         step: usize,
         /// The answers.
         samples: &'a [Sample],
+    },
+    /// Something in an update should be looked at, and stops nothing; also on standard error, unless the console is silent.
+    Warning {
+        /// Updates done so far, this one included.
+        step: usize,
+        /// The kind and the text.
+        warning: &'a Warning,
     },
     /// A folder holds the model as it is now: a checkpoint, the best model so far, or what the run leaves at its end.
     Saved {
@@ -204,6 +246,12 @@ impl<'w> Reporter<'w> {
     pub(crate) fn saved(&mut self, dir: &Path) {
         self.note(&format!("saved {}", dir.display()));
         self.tell(&Event::Saved { dir });
+    }
+
+    /// Warns of what was found in update `step`.
+    pub(crate) fn warning(&mut self, step: usize, warning: &Warning) {
+        self.warn(&warning.message);
+        self.tell(&Event::Warning { step, warning });
     }
 
     /// Writes one line of metrics.
@@ -296,9 +344,7 @@ impl<'w> Reporter<'w> {
     /// Tells something that a person should know and that stops nothing.
     pub(crate) fn warn(&self, message: &str) {
         if self.console != Console::Silent {
-            self.bar.suspend(|| {
-                let _ = writeln!(std::io::stderr(), "warning: {}", one_line(message));
-            });
+            self.bar.suspend(|| self.console.warn(message));
         }
     }
 

@@ -212,7 +212,8 @@ impl Moments {
 }
 
 /// What is made of the whole scores of an update, whatever rewards they are the sum of: divided by their running deviation,
-/// less their running mean before that, clipped; as TRL 0.11.
+/// less their running mean before that, clipped; as TRL 0.11. Scores that nothing learns from stay raw: the moments move from
+/// update to update, and would move them though the responses stay.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScoreScaling {
     scales: bool,
@@ -239,13 +240,14 @@ impl ScoreScaling {
         scores.iter().map(|&score| self.clip.map_or(scaled(score), |most| scaled(score).clamp(-most, most))).collect()
     }
 
-    /// [`ScoreScaling::shape`] of the whole scores of responses; scores of their tokens stay, and the rest makes up the difference.
-    pub(crate) fn apply(&mut self, scored: &mut Scored, learn: bool) {
+    /// [`ScoreScaling::shape`] of the whole scores of an update's responses, which enter the running moments; scores of their
+    /// tokens stay, and the rest makes up the difference.
+    pub(crate) fn apply(&mut self, scored: &mut Scored) {
         if !self.scales && self.clip.is_none() {
             return;
         }
         let totals = scored.totals();
-        let shaped = self.shape(&totals, learn);
+        let shaped = self.shape(&totals, true);
         let changes = shaped.iter().zip(&totals).map(|(shaped, total)| shaped - total);
         scored.responses.iter_mut().zip(changes).for_each(|(score, change)| *score += change);
     }
@@ -432,7 +434,8 @@ impl Rewards {
     /// If a reward fails, gives another count than that of the responses or of a response's tokens, or a number is not
     /// finite; the error names the reward and, where it is known, the row.
     pub fn score(&mut self, batch: &[RewardInput<'_>], learn: bool) -> Result<Scored> {
-        let mut scored = Scored { responses: vec![0.0; batch.len()], tokens: None, components: Vec::new() };
+        let zeros = vec![0.0; batch.len()];
+        let mut scored = Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new() };
         for component in &mut self.components {
             let began = Instant::now();
             let name = component.name.clone();
@@ -450,6 +453,7 @@ impl Rewards {
                 component.moments.update(&numbers);
             }
             for (row, score) in found.iter().enumerate() {
+                scored.raw[row] += score.numbers().iter().map(|number| component.shape(*number, false)).sum::<f64>();
                 match score {
                     Score::Response(number) => scored.responses[row] += component.shape(*number, learn),
                     Score::Tokens(numbers) => {
@@ -513,6 +517,8 @@ pub struct Scored {
     pub responses: Vec<f64>,
     /// The sum of the scores per token, a row per response, where a reward gave any.
     pub tokens: Option<Vec<Vec<f64>>>,
+    /// The whole score of each response before running moments normalise it, `[B]`: as sample tables and evaluations show it.
+    pub raw: Vec<f64>,
     /// Each reward's own.
     pub components: Vec<ComponentScores>,
 }

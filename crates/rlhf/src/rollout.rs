@@ -390,8 +390,15 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, config: &PpoConfig) -> (Tenso
         None => ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, config.kl_estimator),
     };
     let in_rewards = if config.kl.kl_in_loss { 0.0 } else { kl_coef };
-    let most = config.counts.clip_reward_value;
-    let scores = most.map_or_else(|| e.scores.shallow_clone(), |most| e.scores.clamp(-most, most));
+    let scores = match (config.counts.clip_reward_value, &e.token_scores) {
+        (None, _) => e.scores.shallow_clone(),
+        (Some(most), None) => e.scores.clamp(-most, most),
+        // Scores of tokens stay where they are; the response's own makes up for what the clip takes from the whole.
+        (Some(most), Some(_)) => {
+            let whole = e.total_scores();
+            &e.scores + whole.clamp(-most, most) - whole
+        }
+    };
     let mut rewards = ppo::rewards(&kl, &scores, &e.counted, in_rewards, config.score_position);
     if let Some(token_scores) = &e.token_scores {
         rewards += token_scores;

@@ -1,5 +1,6 @@
 //! The loops: supervised fine-tuning, the reward model, PPO. Each reads top to bottom.
 
+mod alarms;
 pub mod checks;
 pub mod ema;
 pub mod engine;
@@ -19,7 +20,7 @@ use crate::hub::Commits;
 use crate::inputs::Inputs;
 use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Dtype, ModelOptions, Param, Precision};
+use crate::model::{BASE_MODEL, Dtype, ModelConfig, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
 use crate::report::{Console, Reached, Reporter};
 use crate::tokenizer::Tokenizer;
@@ -328,6 +329,13 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
         (false, false) => Precision::F32,
     };
     Ok(ModelOptions { device: run.device.resolve()?, dtype: run.dtype, precision })
+}
+
+/// The token that DeepSpeed-Chat pads texts of `model` with: eos, but for Llama, whose tokenizer keeps its own padding token; `None`
+/// where it would add one that no text has.
+fn deepspeed_chat_pad(tokenizer: &Tokenizer, model: &ModelConfig) -> Option<i64> {
+    let is_llama = model.family.name == "llama";
+    if is_llama { tokenizer.pad() } else { tokenizer.eos().or(tokenizer.pad()) }
 }
 
 /// Activations that are always worth their memory, in bytes.

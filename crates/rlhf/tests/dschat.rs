@@ -6,7 +6,7 @@ use rlhf::config::{EosInLoss, LrSchedulerType, PpoConfig, Preset};
 use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::report::Console;
+use rlhf::report::{Console, WarningKind};
 use rlhf::reward::{RewardModel, Rewards};
 use rlhf::rollout::{Experience, Judges, experience_leaving_out, targets};
 use rlhf::tokenizer::Tokenizer;
@@ -397,10 +397,12 @@ fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_token
 }
 
 #[test]
-fn eos_is_left_out_where_it_pads_or_nothing_else_does_or_always() {
-    let left_out = |pad: Option<&str>, when| {
+fn eos_is_left_out_where_deepspeed_chat_pads_with_it_or_always() {
+    let left_out = |family: &str, pad: Option<&str>, when| {
         in_scratch(
             |config, dir| {
+                let of_family = |part: &str| init(&format!("{family}_{part}"));
+                (config.sft_model_path, config.reward_model_path) = (of_family("policy"), Some(of_family("reward")));
                 let tokenizer = dir.join("tokenizer");
                 std::fs::create_dir(&tokenizer).unwrap();
                 for file in ["config.json", "tokenizer.json"] {
@@ -433,9 +435,18 @@ fn eos_is_left_out_where_it_pads_or_nothing_else_does_or_always() {
         )
     };
     let other = "A"; // some other token
-    assert!(left_out(Some("eos"), EosInLoss::UnlessPad) && left_out(None, EosInLoss::UnlessPad));
-    assert!(!left_out(Some(other), EosInLoss::UnlessPad) && !left_out(Some("eos"), EosInLoss::Always));
-    assert!(left_out(Some(other), EosInLoss::Never));
+    // A Llama tokenizer keeps its pad, or gets one that no text has; all others pad with eos, whatever pad they name.
+    for (family, pad, unless_pad) in [
+        ("llama", Some("eos"), true),
+        ("llama", Some(other), false),
+        ("llama", None, false),
+        ("neox", Some("eos"), true),
+        ("neox", Some(other), true),
+        ("neox", None, true),
+    ] {
+        assert_eq!(left_out(family, pad, EosInLoss::UnlessPad), unless_pad, "{family}, pad {pad:?}");
+    }
+    assert!(!left_out("neox", Some("eos"), EosInLoss::Always) && left_out("llama", Some(other), EosInLoss::Never));
 }
 
 #[test]
@@ -527,6 +538,54 @@ fn short_answers_are_left_out_and_where_all_are_the_last_good_ones_come_again() 
             let again = short_answers(&mut engine, &[false, false, false]).unwrap();
             assert_eq!((&again.input_ids, &again.prompts), (&good.input_ids, &good.prompts));
             assert_ne!(again.logprobs, good.logprobs, "the policy as it is now judges them");
+        },
+    );
+}
+
+#[test]
+fn answers_that_come_again_are_counted_and_told_and_those_that_were_left_out_too() {
+    in_scratch(
+        |config, dir| {
+            // One answer an update, of which those that stop are too short; 60 of 320 tokens stop.
+            let tokenizer = dir.join("tokenizer");
+            std::fs::create_dir(&tokenizer).unwrap();
+            for file in ["tokenizer.json", "tokenizer_config.json"] {
+                std::fs::copy(golden().join("models/gpt_neox").join(file), tokenizer.join(file)).unwrap();
+            }
+            let stop = json!({"eos_token_id": (100..160).collect::<Vec<i64>>()});
+            std::fs::write(tokenizer.join("generation_config.json"), stop.to_string()).unwrap();
+            config.model_name_or_path = Some(tokenizer);
+            config.generation.per_device_generation_batch_size = Some(1);
+            config.per_device_train_batch_size = 1;
+            (config.counts.min_response_length, config.response_length) = (4, 4);
+            config.counts.eos_in_loss = EosInLoss::Always;
+        },
+        |config| {
+            // The first answer of a run may not be short: some seed has a long one.
+            let begun = (0..32).find_map(|seed| {
+                let mut config = config.clone();
+                config.run.seed = seed;
+                let mut trainer = PpoTrainer::from_config(&config).unwrap();
+                trainer.update().ok().map(|metrics| (trainer, metrics))
+            });
+            let (mut trainer, first) = begun.unwrap();
+            assert_eq!(first.get("val/reused_responses"), Some(0.0));
+            let mut reused = Vec::new();
+            for update in 2..=12 {
+                let metrics = trainer.update().unwrap();
+                let again = metrics.get("val/reused_responses");
+                assert_eq!(metrics.get("val/dropped_responses"), again, "update {update}");
+                let words = format!(
+                    "update {update}: each of 1 responses has fewer than min_response_length = 4 tokens before its end: 1 \
+                     responses of an earlier update are trained on again"
+                );
+                let told: Vec<_> = trainer.warnings().iter().map(|warning| (warning.kind, &warning.message)).collect();
+                let expected = [(WarningKind::ReusedResponses, &words)];
+                assert_eq!(told, &expected[..usize::from(again == Some(1.0))], "update {update}");
+                reused.push(again.unwrap());
+            }
+            let again = reused.iter().filter(|again| **again == 1.0).count();
+            assert!(again > 0 && again < 11, "{reused:?}");
         },
     );
 }

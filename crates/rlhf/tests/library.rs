@@ -3,12 +3,12 @@
 use crate::checkpoint::{assert_same, ppo_config};
 use crate::cli::{json_lines, timeless};
 use crate::support::golden;
-use rlhf::config::{PpoConfig, Resume};
+use rlhf::config::{PpoConfig, Resume, StopToken};
 use rlhf::data::{Cursor, Dataset, Prompt};
 use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::report::Event;
+use rlhf::report::{Event, WarningKind};
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::rollout::{Judges, Targets, advantages, experience, shape_rewards};
 use rlhf::tokenizer::Tokenizer;
@@ -307,6 +307,76 @@ fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_go_on_with_t
     plain.with_order(|update| vec![update, 5, 0, update]).with_schedule(rates).train().unwrap();
     let weights = |dir: &Path| std::fs::read(dir.join("model.safetensors")).unwrap();
     assert!(weights(&config.run.output_dir) != weights(&whole));
+}
+
+#[test]
+fn updates_in_a_loop_of_the_callers_warn_of_skipped_steps_and_end_at_too_many_as_a_run_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let by_hand = config(dir.path(), "by_hand");
+    let broken = |config: &PpoConfig| {
+        let trainer = PpoTrainer::new(config, parts(config)).unwrap();
+        let _ = tch::no_grad(|| trainer.learner.value.params()[0].tensor.shallow_clone().fill_(f64::NAN));
+        trainer
+    };
+    let mut trainer = broken(&by_hand);
+    let weights = sums(&trainer);
+    for update in 1..=2 {
+        assert_eq!(trainer.update().unwrap().get("val/skipped_steps"), Some(4.0));
+        let [warning] = trainer.warnings() else { panic!("{:?}", trainer.warnings()) };
+        assert_eq!(warning.kind, WarningKind::SkippedSteps);
+        assert!(warning.message.starts_with(&format!("update {update}: 4 of 4 optimizer steps skipped: ")));
+    }
+    let error = trainer.update().unwrap_err().to_string();
+    assert!(
+        error.starts_with("3 updates in a row were skipped, update 3 the last (max_skipped_updates = 3)"),
+        "{error}"
+    );
+    assert_eq!((trainer.updates_done(), sums(&trainer)), (3, weights));
+    // A run tells its watcher of the same, and ends in the same error.
+    let mut named = by_hand;
+    named.run.output_dir = dir.path().join("named");
+    named.watch.no_checks = true;
+    let mut told = Vec::new();
+    let ended = broken(&named).train_with(|event| {
+        if let Event::Warning { step, warning } = event {
+            told.push((*step, warning.kind));
+        }
+        Continue(())
+    });
+    assert!(ended.unwrap_err().to_string().starts_with(&error));
+    assert_eq!(told, [(1, WarningKind::SkippedSteps), (2, WarningKind::SkippedSteps)]);
+}
+
+#[test]
+fn a_hidden_eos_is_told_once_where_most_responses_go_on_behind_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path(), "out");
+    // Half of the vocabulary is an eos, and nothing stops.
+    config.stop_token_id = None;
+    let folder = dir.path().join("tokenizer");
+    std::fs::create_dir(&folder).unwrap();
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(golden().join("models/gpt_neox").join(file), folder.join(file)).unwrap();
+    }
+    let eos = serde_json::json!({"eos_token_id": (100..260).collect::<Vec<i64>>()});
+    std::fs::write(folder.join("generation_config.json"), eos.to_string()).unwrap();
+    let warnings = |stop: Option<StopToken>| {
+        let mut config = config.clone();
+        config.stop_token = stop;
+        let mut parts = parts(&config);
+        parts.tokenizer = Tokenizer::from_pretrained(&folder).unwrap();
+        let mut trainer = PpoTrainer::new(&config, parts).unwrap();
+        let update = |_| {
+            trainer.update().unwrap();
+            trainer.warnings().to_vec()
+        };
+        (0..3).flat_map(update).collect::<Vec<_>>()
+    };
+    let told = warnings(None);
+    let [warning] = &told[..] else { panic!("{told:?}") };
+    assert_eq!(warning.kind, WarningKind::IgnoredEos);
+    assert!(warning.message.ends_with("; --stop_token eos ends responses there"), "{}", warning.message);
+    assert_eq!(warnings(Some(StopToken::Eos)), []);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use crate::cli::{Scratch, json_lines};
 use crate::support::{assert_close, golden};
-use rlhf::config::{PpoConfig, PpoPlan, WhitenAdvantages};
+use rlhf::config::{PpoConfig, PpoPlan, Preset, WhitenAdvantages};
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
@@ -646,4 +646,97 @@ fn a_penalty_for_no_eos_replaces_scores_by_what_it_is_told() {
     assert_eq!(scores("--non_eos_penalty --penalty_reward_value -2.5", "lower"), (-2.5, 0.0));
     let subtracted = scores("--missing_eos_penalty 1.5", "subtracted");
     assert!((subtracted.0 - usual.0 + 1.5).abs() < 1e-5 && (subtracted.1 - usual.1).abs() < 1e-5);
+}
+
+// Scores as they are shown, and warnings.
+
+#[test]
+fn running_moments_and_their_clip_move_no_score_that_nothing_learns_from() {
+    let scratch = Scratch::new();
+    let line = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --response_length 4 \
+                --per_device_train_batch_size 3 --total_episodes 12 --learning_rate 0 --eval_split_size 2 --eval_steps 1 \
+                --num_sample_generations 4 --print_answers --stop_token_id 351 --missing_eos_penalty 1.5";
+    scratch.succeeds(&format!("{line} --output_dir plain"));
+    scratch.succeeds(&format!("{line} --output_dir scaled --use_score_scaling --use_score_norm --score_clip 0.5"));
+    let (plain, scaled) = (scratch.metrics("plain"), scratch.metrics("scaled"));
+    for (plain, scaled) in plain.iter().zip(&scaled) {
+        assert_eq!(scaled["eval/score"], plain["eval/score"]);
+        assert_eq!(scaled["objective/raw_scores"], plain["objective/scores"]);
+        assert_ne!(scaled["objective/scores"], plain["objective/scores"]);
+        assert!(plain.get("objective/raw_scores").is_none());
+    }
+    assert_eq!(plain[0]["eval/score"], plain[3]["eval/score"], "the policy stays");
+    for file in ["update-000000", "update-000004", "eval-000002", "answers-000001", "answers-000003"] {
+        let [plain, scaled] = ["plain", "scaled"].map(|out| scratch.read(&format!("{out}/samples/{file}.jsonl")));
+        assert_eq!(scaled, plain, "{file}");
+        // Each table has the same score: what the reward says, less the penalty, as no answer stops.
+        for row in json_lines(&plain) {
+            let said = row["components"].as_object().unwrap().values().next().unwrap().as_f64().unwrap();
+            let score = row["score"].as_f64().unwrap();
+            assert!((score - said + 1.5).abs() < 1e-5, "{file}: {score} is not {said} - 1.5");
+        }
+    }
+}
+
+#[test]
+fn a_clip_of_the_whole_score_counts_what_tokens_are_scored() {
+    let mut update = update(|c| c.counts.clip_reward_value = Some(5.0));
+    update.config.kl_coef = 0.0;
+    // 0.5, 1.5 or -2 for each token: wholes on both sides of the bounds and within them.
+    let of_row = Tensor::from_slice(&[0.5f32, 1.5, -2.0, 0.5, 1.5, -2.0, 0.5, 1.5]).unsqueeze(1);
+    let e = &mut update.experience;
+    e.token_scores = Some(keep(&(e.response_mask.to_kind(Kind::Float) * of_row), &e.response_mask));
+    let whole = e.total_scores();
+    assert!(whole.abs().max().double_value(&[]) > 5.0 && whole.abs().min().double_value(&[]) < 5.0, "{whole}");
+    let targets = targets(&update.experience, 0.0, &update.config);
+    let rewards = targets.rewards.sum_dim_intlist(1i64, false, Kind::Float);
+    assert_close("wholes", &rewards, &whole.clamp(-5.0, 5.0), 1e-5);
+    // Scores of tokens stay at their tokens: only where the whole score lands is there anything else.
+    let moved = (&targets.rewards - update.experience.token_scores.as_ref().unwrap()).abs().gt(1e-6);
+    assert!(moved.sum_dim_intlist(1i64, false, Kind::Int64).max().int64_value(&[]) <= 1);
+}
+
+#[test]
+fn policy_epochs_count_whole_epochs_where_answers_were_left_out() {
+    let mut update = update(|c| {
+        (c.preset, c.num_mini_batches) = (Preset::TrlLegacy, 1);
+        c.per_device_train_batch_size = 8;
+        (c.legacy.batch_size, c.legacy.mini_batch_size, c.gradient_accumulation_steps) = (Some(16), Some(2), 4);
+        (c.legacy.early_stopping, c.step.target_kl) = (true, Some(100.0));
+    });
+    update.plan.part_size = 2;
+    // Eight of sixteen are left: one step of four parts an epoch, where sixteen would make eight.
+    let targets = update.targets();
+    let steps = update.learn_orders(&targets, &vec![(0..8).collect(); 3]);
+    assert_eq!(steps.len(), 12);
+    assert_eq!(update.metrics(&steps).get("policy/epochs"), Some(3.0));
+    // Two more make half a step, of one part.
+    let steps = update.learn_orders(&targets, &vec![vec![0, 1]; 3]);
+    let mut few = rlhf::metrics::Metrics::default();
+    update.experience.lengths.truncate(2);
+    metrics(&mut few, &update.experience, &targets, &steps, &update.config);
+    assert_eq!((steps.len(), few.get("policy/epochs")), (3, Some(3.0)));
+}
+
+#[test]
+fn a_run_that_collapses_says_so_once_for_each_sign_on_standard_error() {
+    let scratch = Scratch::new();
+    let line = "ppo --sft_model_path policy --dataset_name prompts.jsonl --output_dir out --reward length:target=10 \
+                --response_length 16 --stop_token eos --per_device_train_batch_size 16 --num_sample_generations 0 \
+                --kl_coef 0 --num_ppo_epochs 8";
+    let ran = scratch.run(&format!("{line} --learning_rate 0.1 --total_episodes 320"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let signs = [
+        ("the KL to the reference is ", " nats per token, 0.00 in the first update"),
+        ("none of the last 1", " responses ended by a stop token or string: all were cut at response_length"),
+        ("the policy's entropy is 0.0", " nats per token"),
+    ];
+    for (begins, holds) in signs {
+        let found: Vec<&str> = ran.stderr.lines().filter(|line| line.contains(begins)).collect();
+        assert!(found.len() == 1 && found[0].contains(holds), "{begins}: {}", ran.stderr);
+        assert!(found[0].starts_with("warning: update "), "{}", found[0]);
+    }
+    // A run at a usual rate has no such word; its responses are too few for that of stopping.
+    let ran = scratch.run(&format!("{line} --learning_rate 1e-4 --total_episodes 80 --overwrite_output_dir"));
+    assert_eq!((ran.code, ran.stderr.matches("warning: update").count()), (0, 0), "{}", ran.stderr);
 }

@@ -4,6 +4,7 @@
 //! names of DeepSpeed-Chat's trainer. B rows, prompts of P tokens padded on the left, L = P + A tokens with the longest answer's
 //! A. Column t of `[B, L - 1]` is about token t + 1, so an answer begins in column P - 1. `docs/algorithm.md` has what differs.
 
+use super::deepspeed_chat_pad;
 use super::ema::EMA;
 use super::ppo::{
     KeptAnswers, Learner, PpoTrainer, StepStats, VALUE_MODEL, generation, left_out_of_losses, recomputes_logprobs,
@@ -290,7 +291,7 @@ impl RlhfEngine {
                 config.gradient_accumulation_steps
             )));
         }
-        let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer);
+        let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer, learner.policy.config());
         reference.hold_as_computed();
         Ok(Self {
             learner,
@@ -551,7 +552,7 @@ impl RlhfEngine {
     }
 
     fn pad(&self) -> i64 {
-        self.tokenizer.pad().or(self.tokenizer.eos()).unwrap_or(0)
+        deepspeed_chat_pad(&self.tokenizer, self.learner.policy.config()).or(self.tokenizer.eos()).unwrap_or(0)
     }
 }
 

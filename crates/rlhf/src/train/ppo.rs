@@ -1,12 +1,13 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
+use super::alarms::Alarms;
 use super::checks::{self, Checks, Skips};
 use super::ema::{EMA, Ema};
 use super::unsupervised::{Unsupervised, learn_texts};
 use super::{
-    LOSS_SCALE, begin_report, check_held_out, describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens,
-    leave_checkpoint, load_cursor, micro_batch_tokens, micro_batches, model_options, roundings, small_dataset,
-    trained_options, trained_share, write_model_card,
+    LOSS_SCALE, begin_report, check_held_out, deepspeed_chat_pad, describe_micro_batch, fixed_state, gather,
+    kept_micro_batch_tokens, leave_checkpoint, load_cursor, micro_batch_tokens, micro_batches, model_options,
+    roundings, small_dataset, trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due, leave_model};
 use crate::config::{
@@ -21,12 +22,13 @@ use crate::kl::KlController;
 use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
 use crate::model::{
-    BASE_MODEL, CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, Sampled, SequenceClassifier,
-    TokenLogprobs, ValueModel,
+    BASE_MODEL, CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelConfig, Sampled,
+    SequenceClassifier, TokenLogprobs, ValueModel,
 };
 use crate::optim::{AdamW, LearningRates};
 use crate::report::{
-    Console, Evaluation, Event, Hold, Reached, Reporter, Sample, check_output_dir, claim_output_dir, conclude,
+    Console, Evaluation, Event, Hold, Reached, Reporter, Sample, Warning, WarningKind, check_output_dir,
+    claim_output_dir, conclude,
 };
 use crate::reward::{ComponentScores, RewardModel, Rewards, ScoreScaling, Scored, Spec, resolve, specs};
 use crate::rng::{Purpose, Stream};
@@ -184,7 +186,8 @@ pub struct PpoTrainer {
     pub rewards: Rewards,
     /// The tokenizer of all of them.
     pub tokenizer: Tokenizer,
-    /// Where the words of [`PpoTrainer::train`] go, beside the files: nowhere, unless it is set.
+    /// Where the words of [`PpoTrainer::train`] and the warnings of [`PpoTrainer::update`] go, beside the files: nowhere, unless
+    /// it is set.
     pub console: Console,
     pub(super) prompts: Vec<Prompt>,
     sample_prompts: Vec<Prompt>,
@@ -223,6 +226,9 @@ pub struct PpoTrainer {
     /// What the checks found when the run began, for the model card.
     checks: Option<String>,
     skips: Skips,
+    alarms: Alarms,
+    /// Those of the last update.
+    warnings: Vec<Warning>,
     /// The hold on the run's folder.
     hold: Option<Hold>,
     /// Whether training has begun in it.
@@ -413,7 +419,7 @@ impl PpoTrainer {
         learner.policy.set_generation(generation_settings(config));
         check_ends(config, &tokenizer, vocab, &stop)?;
         let plan = config.plan(prompts.len())?;
-        let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer);
+        let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer, learner.policy.config());
         if learner.unsupervised.is_none() {
             let block = config.prompt_length.max_prompt_length.unwrap_or(room).min(room) + config.response_length;
             learner.unsupervised = Unsupervised::find(&config.unsupervised, &tokenizer, vocab, block, config.run.seed)?;
@@ -450,6 +456,8 @@ impl PpoTrainer {
             last_metrics: Metrics::default(),
             checks: None,
             skips: Skips::default(),
+            alarms: Alarms::default(),
+            warnings: Vec::new(),
             best: Best::new(&config.eval),
             done: 0,
             whole: (Map::new(), 0),
@@ -609,9 +617,11 @@ impl PpoTrainer {
             if let Some(evaluation) = evaluated.map_err(missing)? {
                 report.evaluation(done, episode, &evaluation)?;
             }
-            if let Some(warning) = self.skips.tell(done, self.config.watch.max_skipped_updates)? {
-                report.warn(&warning);
+            let too_many = self.note_skips().err();
+            for warning in &self.warnings {
+                report.warning(done, warning);
             }
+            too_many.map_or(Ok(()), Err)?;
             if is_due(self.plan.sample_every, done, total) {
                 let samples = self.samples(done)?;
                 report.samples(done, episode, &samples)?;
@@ -638,6 +648,7 @@ impl PpoTrainer {
         state.insert("scores".into(), self.scaling.state());
         state.extend(self.best.as_ref().map(|best| ("best".into(), best.state())));
         state.insert("skips".into(), self.skips.state());
+        state.insert("alarms".into(), self.alarms.state());
         state.extend(self.learner.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
         state.extend(self.own().map(|own| ("own".into(), own.into())));
@@ -678,6 +689,9 @@ impl PpoTrainer {
         }
         if let Ok(state) = saved.part("skips") {
             self.skips.load_state(state);
+        }
+        if let Ok(state) = saved.part("alarms") {
+            self.alarms.load_state(state);
         }
         self.checks = saved.part("checks").ok().and_then(Value::as_str).map(String::from);
         Ok(())
@@ -817,11 +831,17 @@ impl PpoTrainer {
         self.done
     }
 
+    /// The warnings of the last update, of [`PpoTrainer::update`] or of a run.
+    pub fn warnings(&self) -> &[Warning] {
+        &self.warnings
+    }
+
     /// The next update of the run, for a loop of the caller's: answer prompts, judge the answers, learn from them. Gives the
-    /// update's metrics; nothing is written.
+    /// update's metrics; nothing is written but, unless the console is silent, its [`PpoTrainer::warnings`] on standard error.
     ///
     /// # Errors
-    /// If the run is finished, a reward fails, or the models refuse a row.
+    /// If the run is finished, a reward fails, or the models refuse a row. If this is the last of `max_skipped_updates` updates in
+    /// a row without an optimizer step: the update counts as done, and no weight has changed in it.
     pub fn update(&mut self) -> Result<Metrics> {
         let total = self.plan.num_total_batches;
         if self.done == total {
@@ -830,7 +850,19 @@ impl PpoTrainer {
         let metrics = self.one_update()?;
         self.done += 1;
         self.note_whole();
-        Ok(metrics)
+        let too_many = self.note_skips().err();
+        self.warnings.iter().for_each(|warning| self.console.warn(&warning.message));
+        too_many.map_or(Ok(metrics), Err)
+    }
+
+    /// Adds what is to be said of the skipped steps of the last update to its warnings.
+    ///
+    /// # Errors
+    /// If as many updates in a row as `max_skipped_updates` took no step.
+    fn note_skips(&mut self) -> Result<()> {
+        let message = self.skips.tell(self.done, self.config.watch.max_skipped_updates)?;
+        self.warnings.extend(message.map(|message| Warning { kind: WarningKind::SkippedSteps, message }));
+        Ok(())
     }
 
     /// One update, from prompts to metrics; the caller counts it.
@@ -846,14 +878,28 @@ impl PpoTrainer {
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         let sampling = config.sampling();
         let responses = self.generate(&prompts, sampling, Purpose::Sampling, update)?;
-        let Kept { rows, responses, again } = self.kept.keep(rows, responses, &self.left_out)?;
+        let may_stop = !self.stop.is_empty() || self.stop_strings.is_some();
+        let eos = self.tokenizer.eos_ids();
+        let mut warnings = self.alarms.of_responses(update + 1, &responses, &self.stop, eos, may_stop);
+        let Kept { rows, responses, dropped, again } = self.kept.keep(rows, responses, &self.left_out)?;
+        warnings.extend(again.then(|| Warning {
+            kind: WarningKind::ReusedResponses,
+            message: format!(
+                "update {}: each of {dropped} responses has fewer than min_response_length = {} tokens before its end: {} \
+                 responses of an earlier update are trained on again",
+                update + 1,
+                config.counts.min_response_length,
+                responses.len()
+            ),
+        }));
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         let generated = began.elapsed().as_secs_f64();
 
         // 2. Responses to experience: scores, log-probabilities, values.
         let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
         let mut scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, true)?;
-        self.scaling.apply(&mut scored, true);
+        let raw = self.raw_scores(&scored, &responses);
+        self.scaling.apply(&mut scored);
         let (scores, ends) = self.penalised(&scored, &responses);
         let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
         // What the policy of an earlier update sampled is not what this one would say of it.
@@ -861,8 +907,7 @@ impl PpoTrainer {
         let experience =
             experience_leaving_out(judges, &prompts, &responses, scores, &self.left_out, recompute, config)?;
         self.answers = if self.shows_answers(update) {
-            let totals = Tensor::from_slice(&scored.totals());
-            self.sample_rows(&asked[..asked.len().min(SAMPLE_ROWS)], &responses, &totals, &scored.components)?
+            self.sample_rows(&asked[..asked.len().min(SAMPLE_ROWS)], &responses, &raw, &scored.components)?
         } else {
             Vec::new()
         };
@@ -890,6 +935,13 @@ impl PpoTrainer {
         m.push("episode", ((update + 1) * plan.batch_size) as f64);
         m.push("eps", plan.batch_size as f64 / took);
         metrics(&mut m, &experience, &targets, &steps, config);
+        if config.counts.min_response_length > 0 {
+            m.push("val/dropped_responses", dropped as f64);
+            m.push("val/reused_responses", if again { rows.len() as f64 } else { 0.0 });
+        }
+        if config.legacy.use_score_scaling {
+            m.push("objective/raw_scores", raw.mean(Kind::Double).double_value(&[]));
+        }
         scored.push_metrics(&mut m);
         m.push("val/num_eos_tokens", ends.iter().sum::<usize>() as f64);
         m.push("lr", rates.policy.unwrap_or(0.0));
@@ -910,6 +962,8 @@ impl PpoTrainer {
         m.push("tokens_per_second/update", tokens / took);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), rows.len());
         self.last_metrics.clone_from(&m);
+        warnings.extend(self.alarms.of_metrics(update + 1, &m));
+        self.warnings = warnings;
         Ok(m)
     }
 
@@ -1080,13 +1134,17 @@ impl PpoTrainer {
         self.sample_rows(&asked, &responses, &scores, &components)
     }
 
-    /// One score per response, what is said of its tokens included, less the penalty, and what each reward said; nothing learns
-    /// from them.
+    /// The whole score of each response without running moments, less the penalty, `[B]`: comparable over a run.
+    fn raw_scores(&self, scored: &Scored, responses: &[Response]) -> Tensor {
+        let raw = scored.raw.clone();
+        let whole = Scored { responses: raw.clone(), tokens: None, raw, components: Vec::new() };
+        self.penalised(&whole, responses).0.responses
+    }
+
+    /// [`PpoTrainer::raw_scores`] of responses, and what each reward said; nothing learns from them.
     fn whole_scores(&mut self, prompts: &[&Prompt], responses: &[Response]) -> Result<(Tensor, Vec<ComponentScores>)> {
-        let mut scored = self.rewards.score_responses(&self.tokenizer, prompts, responses, false)?;
-        self.scaling.apply(&mut scored, false);
-        (scored.responses, scored.tokens) = (scored.totals(), None);
-        Ok((self.penalised(&scored, responses).0.responses, scored.components))
+        let scored = self.rewards.score_responses(&self.tokenizer, prompts, responses, false)?;
+        Ok((self.raw_scores(&scored, responses), scored.components))
     }
 
     fn sample_rows(
@@ -1261,14 +1319,13 @@ pub fn mini_batch_orders(config: &PpoConfig, update: usize, rows: usize) -> Vec<
     epochs.map(|epoch| stream(epoch).permutation(rows)).collect()
 }
 
-/// The end tokens that are in no loss.
-pub(super) fn left_out_of_losses(eos_in_loss: EosInLoss, tokenizer: &Tokenizer) -> Vec<i64> {
-    let eos = || tokenizer.eos_ids().to_vec();
-    match (eos_in_loss, tokenizer.pad()) {
-        (EosInLoss::Always, _) => Vec::new(),
-        // Without a padding token DeepSpeed-Chat pads with eos.
-        (EosInLoss::Never, _) | (EosInLoss::UnlessPad, None) => eos(),
-        (EosInLoss::UnlessPad, Some(pad)) => eos().into_iter().filter(|&id| id == pad).collect(),
+/// The end tokens of responses of `model` that are in no loss.
+pub(super) fn left_out_of_losses(eos_in_loss: EosInLoss, tokenizer: &Tokenizer, model: &ModelConfig) -> Vec<i64> {
+    let eos = tokenizer.eos_ids().iter().copied();
+    match eos_in_loss {
+        EosInLoss::Always => Vec::new(),
+        EosInLoss::Never => eos.collect(),
+        EosInLoss::UnlessPad => eos.filter(|&id| Some(id) == deepspeed_chat_pad(tokenizer, model)).collect(),
     }
 }
 
@@ -1285,6 +1342,8 @@ pub(super) struct KeptAnswers {
 pub(super) struct Kept {
     pub(super) rows: Vec<usize>,
     pub(super) responses: Vec<Response>,
+    /// How many of the new ones are not among them.
+    pub(super) dropped: usize,
     /// Whether these are answers from before.
     pub(super) again: bool,
 }
@@ -1301,7 +1360,7 @@ impl KeptAnswers {
     /// If none is long enough and none was before.
     pub(super) fn keep(&mut self, rows: Vec<usize>, responses: Vec<Response>, left_out: &[i64]) -> Result<Kept> {
         if self.least == 0 {
-            return Ok(Kept { rows, responses, again: false });
+            return Ok(Kept { rows, responses, dropped: 0, again: false });
         }
         let (all, counted) = (rows.len(), counted_tokens(&responses, left_out));
         let long = |&(_, &count): &(_, &i64)| count >= self.least as i64;
@@ -1309,7 +1368,7 @@ impl KeptAnswers {
             rows.into_iter().zip(responses).zip(&counted).filter(long).map(|(answer, _)| answer).unzip();
         if !rows.is_empty() {
             self.last = Some((rows.clone(), responses.clone()));
-            return Ok(Kept { rows, responses, again: false });
+            return Ok(Kept { dropped: all - rows.len(), rows, responses, again: false });
         }
         let (rows, responses) = self.last.clone().ok_or_else(|| {
             Error::Run(format!(
@@ -1318,7 +1377,7 @@ impl KeptAnswers {
                 self.least
             ))
         })?;
-        Ok(Kept { rows, responses, again: true })
+        Ok(Kept { rows, responses, dropped: all, again: true })
     }
 
     /// What a checkpoint keeps of it, if anything: log-probabilities are taken anew.
@@ -1934,9 +1993,6 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
     if config.run.fp16 {
         m.push("policy/overflows", of_policy as f64);
         m.push("val/overflows", of_value as f64);
-    }
-    if config.counts.min_response_length > 0 {
-        m.push("val/dropped_responses", (config.answers_of_update() - experience.lengths.len()) as f64);
     }
 }
 

@@ -1,8 +1,8 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
 use super::{
-    Gathered, Progress, Saver, begin_report, check_held_out, describe_micro_batch, fixed_state, gather,
-    kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, roundings, small_dataset,
+    Gathered, Progress, Saver, begin_report, check_held_out, deepspeed_chat_pad, describe_micro_batch, fixed_state,
+    gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, roundings, small_dataset,
     trained_options, trained_share, write_model_card,
 };
 use crate::checkpoint::{Checkpoints, Start, leave_model};
@@ -325,14 +325,12 @@ struct Pads {
 }
 
 impl Pads {
-    /// DeepSpeed-Chat pads with eos, but for Llama.
+    /// DeepSpeed-Chat's padding; of a Llama tokenizer without a padding token the eos.
     ///
     /// # Errors
     /// If the tokenizer knows no token to pad with.
     fn find(tokenizer: &Tokenizer, model: &SequenceClassifier, config: &RewardConfig) -> Result<Self> {
-        let (eos, pad) = (tokenizer.eos(), tokenizer.pad());
-        let id = if model.config().family.name == "llama" { pad.or(eos) } else { eos.or(pad) };
-        let id = id.ok_or_else(|| {
+        let id = deepspeed_chat_pad(tokenizer, model.config()).or(tokenizer.eos()).ok_or_else(|| {
             let message = "pair_loss = tokens: expected a tokenizer with an eos or a pad token, found none";
             Error::Usage(format!("{message}; tokens_unpadded needs none"))
         })?;

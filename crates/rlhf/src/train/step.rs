@@ -646,7 +646,8 @@ impl StepTrainer {
         }
         // A call that is refused, and perhaps made again, must not count its scores.
         let mut scaling = self.scaling.clone();
-        let scores = scaling.shape(scores, true);
+        let raw = scores;
+        let scores = scaling.shape(raw, true);
 
         let experience = self.batched_forward_pass(queries, responses, &scores, response_masks)?;
         self.scaling = scaling;
@@ -656,7 +657,7 @@ impl StepTrainer {
         let (advantages, returns) = self.compute_advantages(&experience, &rewards);
         let targets = Targets { kl, kl_coef: self.kl.coef(0), rewards, advantages, returns };
         let shaped = began.elapsed().as_secs_f64();
-        self.keep_best(&scores)?;
+        self.keep_best(raw)?;
 
         let rows = queries.len();
         let orders: Vec<Vec<usize>> =
@@ -973,7 +974,8 @@ impl StepTrainer {
         self.ppo.policy_clip()
     }
 
-    /// Keeps the model that made these answers, if it is due and their mean score is the best so far.
+    /// Keeps the model that made these answers, if it is due and their mean raw score is the best so far: scaled ones would be
+    /// compared by a running deviation that moves.
     fn keep_best(&mut self, scores: &[f64]) -> Result<()> {
         let Some((mut best, dir)) = self.best.take().zip(self.config.output_dir.as_ref()) else { return Ok(()) };
         let mut metrics = Metrics::default();
