@@ -1,10 +1,10 @@
 //! `rlhf generate`: prompts from arguments, a dataset or standard input; answers as text or JSON lines.
 
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
 
 use rlhf::config::{Format, GenerateConfig};
 use rlhf::data::{Prompt, RowReader};
-use rlhf::generate::{GenerationConfig, Response, StopStrings, generate};
+use rlhf::generate::{FinishReason, GenerationConfig, Response, StopStrings, generate};
 use rlhf::model::CausalLm;
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
@@ -41,6 +41,8 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
         return Err(Error::invalid(dir, message));
     }
     let mut out = None;
+    let bare = tokenizer.has_chat_template() && !config.apply_chat_template;
+    let mut ended_at_once = false;
     // In parts, so that answers appear, and are written, as they are made.
     let at_once = (config.rows.batch_size / config.num_return_sequences).max(1);
     while let Some(part) = rows.next(at_once)? {
@@ -57,12 +59,19 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
         for (i, response) in responses.iter().enumerate() {
             let prompt = &prompts[i / config.num_return_sequences];
             let text = tokenizer.decode_after(&prompt.tokens, &response.tokens)?;
+            let asked = ["prompt", "query"].iter().any(|name| prompt.row[name].is_string());
+            ended_at_once |= bare && asked && response.finish == FinishReason::Stop && response.tokens.len() < 2;
             match format {
                 Format::Text => out.write(format_args!("{}{text}\n", prompt.text))?,
                 Format::Jsonl => out.write(json_row(prompt, tokenizer.knows_text().then_some(&text), response))?,
             }
         }
         out.flush()?;
+    }
+    if ended_at_once {
+        let hint = "note: a response ended before it said anything: the model has a chat template, and the prompt was given \
+                    without it; try --apply_chat_template";
+        let _ = writeln!(io::stderr(), "{hint}");
     }
     match out {
         Some(out) => out.finish(),

@@ -714,8 +714,8 @@ mod tests {
             flags("sft"),
             format!(
                 "model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
-                 max_length {steps} \
-                 completion_only_loss {lora} {optimizer} {eval} {run}"
+                 dataset_text_field max_length packing {steps} \
+                 completion_only_loss assistant_only_loss {lora} {optimizer} {eval} {run}"
             )
         );
         assert_eq!(

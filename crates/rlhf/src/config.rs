@@ -296,9 +296,15 @@ pub struct SftConfig {
     /// A dataset of its own for evaluation.
     #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub eval_dataset_name: std::option::Option<PathBuf>,
+    /// Field of a row with a text to learn whole.
+    #[arg(long, help_heading = DATA, default_value = "text")]
+    pub dataset_text_field: String,
     /// Tokens of a row, at most; longer rows are cut at their end.
     #[arg(long, help_heading = DATA, default_value_t = 1024)]
     pub max_length: usize,
+    /// Fill blocks of `max_length` tokens with whole rows; batch sizes count blocks.
+    #[arg(long, help_heading = DATA, default_value_t = false)]
+    pub packing: bool,
 
     /// Rows in one forward and backward pass.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
@@ -322,6 +328,9 @@ pub struct SftConfig {
     /// In rows with a prompt and a completion, learn the completion only.
     #[arg(long, help_heading = LOSS, default_value_t = true)]
     pub completion_only_loss: bool,
+    /// In conversations, learn what the assistant says only.
+    #[arg(long, help_heading = LOSS, default_value_t = false)]
+    pub assistant_only_loss: bool,
 
     /// Low-rank adapters in place of all weights.
     #[command(flatten)]

@@ -20,6 +20,7 @@ use formats::{format, next_line, open_text, read_rows};
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::io::BufRead;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -361,10 +362,26 @@ impl Dataset {
     /// # Errors
     /// If a row has none of these forms, the tokenizer names no eos token, or its chat template fails.
     pub fn demonstrations(&self, tokenizer: &Tokenizer, completion_only: bool) -> Result<Vec<Demonstration>> {
+        self.demonstrations_with(tokenizer, &Learned { completion_only, ..Learned::default() })
+    }
+
+    /// As [`Dataset::demonstrations`], with a choice of the field of texts and of what of a conversation is learned.
+    ///
+    /// # Errors
+    /// As [`Dataset::demonstrations`]; with `assistant_only`, if a row is no conversation, or its chat template neither marks
+    /// what the assistant says nor keeps the turns apart.
+    pub fn demonstrations_with(&self, tokenizer: &Tokenizer, learned: &Learned) -> Result<Vec<Demonstration>> {
+        let text_name = learned.text_field.as_str();
         self.map(|row| {
-            let (tokens, border) = match (field(row, "text"), answer_field(row), field(row, "messages")) {
+            let fields: &[&str] = match (field(row, text_name), answer_field(row), field(row, "messages")) {
+                (None, Some(("chosen", Value::Array(_))), _) if field(row, "prompt").is_none() => &["chosen"],
+                (None, Some((name, Value::Array(_))), _) => &["prompt", name],
+                (None, None, Some(_)) => &["messages"],
+                _ => &[],
+            };
+            let (tokens, border) = match (field(row, text_name), answer_field(row), field(row, "messages")) {
                 (Some(Value::String(text)), ..) if text.is_empty() => {
-                    return Err(Error::Run("field `text`: expected some text, found none".into()));
+                    return Err(Error::Run(format!("field `{text_name}`: expected some text, found none")));
                 }
                 (Some(Value::String(text)), ..) => tokenizer.encode_pair("", text)?,
                 (None, Some(("chosen", Value::String(text))), _) if field(row, "prompt").is_none() => {
@@ -383,12 +400,21 @@ impl Dataset {
                 (None, None, Some(_)) => (encode_chat(row, tokenizer, &["messages"], false)?.1, 0),
                 _ => {
                     let forms = "a string (or `prompt` and `completion` or `chosen`, or `messages`)";
-                    return Err(Error::Run(expected("text", forms, row)));
+                    return Err(Error::Run(expected(text_name, forms, row)));
                 }
             };
             // Nothing comes before the first token, so it cannot be learned.
-            let learn_from = if completion_only { border.max(1) } else { 1 };
-            Ok(Demonstration { tokens, learn_from })
+            let learn_from = if learned.completion_only { border.max(1) } else { 1 };
+            let mut row_learned = Demonstration { tokens, learn_from, spared: Vec::new() };
+            if learned.assistant_only {
+                if fields.is_empty() {
+                    let message = "assistant_only_loss: expected a row with a list of messages, found one without";
+                    return Err(Error::Run(message.into()));
+                }
+                let (messages, variables) = conversation(row, fields)?;
+                row_learned.spare_others(tokenizer.assistant_tokens(&messages, &variables)?);
+            }
+            Ok(row_learned)
         })
     }
 
@@ -561,23 +587,28 @@ pub(crate) fn encode_chat(
     fields: &[&str],
     prompt: bool,
 ) -> Result<(String, Vec<i64>)> {
+    let (conversation, variables) = conversation(row, fields)?;
+    if prompt && conversation.last().is_some_and(|message| message["role"] == "assistant") {
+        let message = format!("field `{}`: expected a message to answer at the end, found the assistant's", fields[0]);
+        return Err(Error::Run(message));
+    }
+    tokenizer.encode_chat(&conversation, prompt, &variables)
+}
+
+/// The messages in these fields of a row, one behind another, and the row's variables for the chat template.
+fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, Map<String, Value>)> {
     let mut conversation = Vec::new();
     for name in fields {
         let messages = field(row, name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
         let wrong = || Error::Run(expected(name, "a list of at least one message", row));
         conversation.extend_from_slice(messages.ok_or_else(wrong)?);
     }
-    if prompt && conversation.last().is_some_and(|message| message["role"] == "assistant") {
-        let message = format!("field `{}`: expected a message to answer at the end, found the assistant's", fields[0]);
-        return Err(Error::Run(message));
-    }
-    let none = Map::new();
     let variables = match field(row, "chat_template_kwargs") {
-        None => &none,
-        Some(Value::Object(variables)) => variables,
+        None => Map::new(),
+        Some(Value::Object(variables)) => variables.clone(),
         Some(_) => return Err(Error::Run(expected("chat_template_kwargs", "an object", row))),
     };
-    tokenizer.encode_chat(&conversation, prompt, variables)
+    Ok((conversation, variables))
 }
 
 /// `ids` without the blank that a template may put behind its last eos, a new line for instance.
@@ -630,6 +661,63 @@ pub struct Demonstration {
     pub tokens: Vec<i64>,
     /// The first token that the loss counts; at least 1.
     pub learn_from: usize,
+    /// Tokens behind it that the loss does not count: ranges in order, apart from each other.
+    pub spared: Vec<Range<usize>>,
+}
+
+impl Demonstration {
+    /// How many tokens the loss counts.
+    pub fn counted(&self) -> usize {
+        let spared: usize = self.spared.iter().map(Range::len).sum();
+        self.tokens.len().saturating_sub(self.learn_from + spared)
+    }
+
+    /// Cuts it after `most` tokens.
+    pub(crate) fn truncate(&mut self, most: usize) {
+        self.tokens.truncate(most);
+        let len = self.tokens.len();
+        self.spared.iter_mut().for_each(|range| *range = range.start.min(len)..range.end.min(len));
+        self.spared.retain(|range| !range.is_empty());
+    }
+
+    /// From now on the loss counts only those of its tokens that lie in `ranges`.
+    fn spare_others(&mut self, ranges: Vec<Range<usize>>) {
+        let mut at = self.learn_from;
+        let end = self.tokens.len();
+        for range in ranges {
+            if range.end <= at {
+                continue;
+            }
+            if range.start > at {
+                self.spared.push(at..range.start);
+            }
+            at = range.end;
+        }
+        if at < end {
+            self.spared.push(at..end);
+        }
+        // What is spared at the beginning need not be computed.
+        if self.spared.first().is_some_and(|first| first.start == self.learn_from && first.end < end) {
+            self.learn_from = self.spared.remove(0).end;
+        }
+    }
+}
+
+/// What of a row is learned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Learned {
+    /// Of a prompt and a completion, the completion only.
+    pub completion_only: bool,
+    /// Of a conversation, what the assistant says only.
+    pub assistant_only: bool,
+    /// The field of a text that is learned whole.
+    pub text_field: String,
+}
+
+impl Default for Learned {
+    fn default() -> Self {
+        Self { completion_only: true, assistant_only: false, text_field: "text".into() }
+    }
 }
 
 /// Two texts, one preferred.

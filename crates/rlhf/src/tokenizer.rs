@@ -12,6 +12,7 @@ use chat::ChatTemplate;
 pub(crate) use chat::user_message;
 use rules::{Growth, guarded};
 use serde_json::{Map, Value};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// The files that make up a tokenizer; those that are there travel with every model we save.
@@ -260,13 +261,7 @@ impl Tokenizer {
         add_generation_prompt: bool,
         variables: &Map<String, Value>,
     ) -> Result<(String, Vec<i64>)> {
-        let template = self.template.as_ref().ok_or_else(|| {
-            Error::Run(format!(
-                "a list of messages needs a chat template: expected `chat_template` in tokenizer_config.json, or a \
-                 {CHAT_TEMPLATE}, in {}, found neither",
-                self.dir.display()
-            ))
-        })?;
+        let template = self.require_chat_template()?;
         let variables = self.named.iter().filter(|(name, _)| !variables.contains_key(*name)).chain(variables);
         let variables = variables.map(|(name, value)| (name.clone(), value.clone()));
         let text = template.render(messages, add_generation_prompt, variables)?;
@@ -274,6 +269,64 @@ impl Tokenizer {
             ids if ids.is_empty() => Err(Error::Run("the chat template makes no text of the messages".into())),
             ids => Ok((text, ids)),
         }
+    }
+
+    fn require_chat_template(&self) -> Result<&ChatTemplate> {
+        self.template.as_ref().ok_or_else(|| {
+            Error::Run(format!(
+                "a list of messages needs a chat template: expected `chat_template` in tokenizer_config.json, or a \
+                 {CHAT_TEMPLATE}, in {}, found neither",
+                self.dir.display()
+            ))
+        })
+    }
+
+    /// Which tokens of a conversation, as [`Tokenizer::encode_chat`] encodes it whole, the assistant says: those in the
+    /// `{% generation %}` blocks of the chat template; where it has none, those of each turn of the assistant behind what the
+    /// template writes to ask for it, up to the turn's end.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode_chat`]; if the template has no such blocks, and writes a turn otherwise when others follow it.
+    pub fn assistant_tokens(&self, messages: &[Value], variables: &Map<String, Value>) -> Result<Vec<Range<usize>>> {
+        let template = self.require_chat_template()?;
+        let all = || {
+            let named = self.named.iter().filter(|(name, _)| !variables.contains_key(*name));
+            named.chain(variables).map(|(name, value)| (name.clone(), value.clone()))
+        };
+        let (text, spans) = if template.has_marks() {
+            template.render_marked(messages, all())?
+        } else {
+            let text = template.render(messages, false, all())?;
+            let mut spans = Vec::new();
+            for (at, _) in messages.iter().enumerate().filter(|(_, message)| message["role"] == "assistant") {
+                let before = template.render(&messages[..at], true, all())?;
+                let after = template.render(&messages[..=at], false, all())?;
+                if !after.starts_with(&before) || !text.starts_with(&after) {
+                    return Err(Error::Run(format!(
+                        "assistant_only_loss: {} has no {{% generation %}} blocks, and its text of message {} is not the \
+                         same alone and among the others",
+                        template.file().display(),
+                        at + 1
+                    )));
+                }
+                spans.push(before.len()..after.len());
+            }
+            (text, spans)
+        };
+        let offsets = self.offsets(&text)?;
+        let within = |span: &Range<usize>| {
+            let begin = offsets.iter().position(|(from, to)| *from < span.end && *to > span.start)?;
+            let end = offsets.iter().rposition(|(from, to)| *from < span.end && *to > span.start)?;
+            Some(begin..end + 1)
+        };
+        Ok(spans.iter().filter_map(within).collect())
+    }
+
+    /// Where in `text` each of its tokens stands, in bytes, encoded as [`Tokenizer::encode_verbatim`] does.
+    fn offsets(&self, text: &str) -> Result<Vec<(usize, usize)>> {
+        let Some(inner) = &self.inner else { return Ok(Vec::new()) };
+        let encoding = guarded(|| inner.encode(text, false)).map_err(|e| self.error(&e))?;
+        Ok(encoding.get_offsets().to_vec())
     }
 
     /// Token ids of `text`, with what the tokenizer puts around a text (a begin token, say).

@@ -475,3 +475,22 @@ fn what_is_not_ours_reaches_standard_error_escaped_and_shortened() {
         assert!(!error.contains(char::is_control), "{error:?}");
     }
 }
+
+#[test]
+fn a_bare_prompt_that_a_chat_model_ends_at_once_hints_at_the_template() {
+    let scratch = Scratch::new();
+    let line = "generate --model policy --do_sample false --max_new_tokens 4";
+    let first = |ran: &str| json_lines(ran)[0]["completion_ids"][0].as_i64().unwrap();
+    let stop = first(&scratch.run_with(line, &["The movie"]).stdout);
+    let line = format!("{line} --stop_token_ids {stop}");
+    let hints = |line: &str| {
+        let ran = scratch.run_with(line, &["The movie"]);
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        ran.stderr
+    };
+    assert_eq!(hints(&line), "", "without a template there is nothing to try");
+    scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
+    let hint = hints(&line);
+    assert!(hint.contains("--apply_chat_template") && hint.lines().count() == 1, "{hint}");
+    assert_eq!(hints(&format!("{line} --apply_chat_template")), "");
+}

@@ -211,3 +211,25 @@ fn datasets_are_mixed_by_weight_from_the_seed() {
     let whole = line.replace("--total_episodes 8", "");
     assert_eq!(run(&whole, "whole").len(), 8);
 }
+
+#[test]
+fn rows_that_are_packed_have_the_loss_of_rows_that_are_not() {
+    let scratch = Scratch::new();
+    // With eos 29, 29, 29 and 21 tokens: two blocks of at most 64.
+    let rows = [("x", 28), ("y", 28), ("z", 28), ("x", 20)];
+    scratch.write("rows.jsonl", &rows.map(|(c, n)| format!("{}\n", json!({"content": c.repeat(n)}))).concat());
+    let sft =
+        "sft --model_name_or_path policy --dataset_name rows.jsonl --max_length 64 --max_steps 2 --logging_steps 1";
+    scratch.refuses(&format!("{sft} --output_dir out"), 1, &["line 1", "expected a field `text`", "found `content`"]);
+    let sft = format!("{sft} --dataset_text_field content");
+    scratch.succeeds(&format!("{sft} --per_device_train_batch_size 4 --output_dir apart"));
+    scratch.succeeds(&format!("{sft} --packing --per_device_train_batch_size 2 --output_dir packed"));
+    let (apart, packed) = (scratch.metrics("apart"), scratch.metrics("packed"));
+    assert_eq!((apart.len(), packed.len()), (2, 2));
+    for (apart, packed) in apart.iter().zip(&packed) {
+        for name in ["loss", "grad_norm", "num_tokens", "epoch"] {
+            let [apart, packed] = [apart, packed].map(|line| line[name].as_f64().unwrap());
+            assert!((apart - packed).abs() <= 1e-5 * apart.abs(), "{name}: {apart}, {packed}");
+        }
+    }
+}

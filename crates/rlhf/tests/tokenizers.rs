@@ -1,7 +1,7 @@
 //! Tokenizers of every kind and chat templates of every style, against transformers.
 
 use crate::support::{given_golden, golden, say};
-use rlhf::data::{Dataset, Demonstration};
+use rlhf::data::{Dataset, Demonstration, Learned};
 use rlhf::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -377,4 +377,44 @@ fn rules_of_a_tokenizer_that_are_not_sound_or_grow_without_end_are_one_line_that
     let spaces = replace(json!({"String": " "}), "\u{2581}");
     let (_dir, tokenizer) = with_parts(&normalizers(vec![json!({"type": "Prepend", "prepend": "\u{2581}"}), spaces]));
     tokenizer.unwrap().encode(&"word ".repeat(100_000)).unwrap();
+}
+
+#[test]
+fn of_a_conversation_what_the_assistant_says_is_learned_alone() {
+    let turns = [turn("user", "hi"), turn("assistant", "oh"), turn("user", "and"), turn("assistant", "no")];
+    let (mut tokenizer, dataset, dir) = rows(&[
+        json!({"messages": turns}),
+        json!({"prompt": turns[..3], "completion": turns[3..]}),
+        json!({"messages": turns[..1]}),
+    ]);
+    let learned = |tokenizer: &Tokenizer| {
+        let options = Learned { assistant_only: true, ..Learned::default() };
+        let found = dataset.demonstrations_with(tokenizer, &options).unwrap();
+        let text = |row: &Demonstration| {
+            let counts = |at: &usize| !row.spared.iter().any(|range| range.contains(at));
+            let ids: Vec<i64> = (row.learn_from..row.tokens.len()).filter(counts).map(|at| row.tokens[at]).collect();
+            assert_eq!(ids.len(), row.counted());
+            tokenizer.decode_verbatim(&ids).unwrap()
+        };
+        found.iter().map(text).collect::<Vec<_>>()
+    };
+    // By the template's turns.
+    assert_eq!(learned(&tokenizer), ["oh<|endoftext|>\nno<|endoftext|>\n", "no<|endoftext|>\n", ""]);
+    // By its marks.
+    let marked = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}\
+                  {% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}\
+                  {% if add_generation_prompt %}assistant: {% endif %}";
+    let path = dir.path().join("marked.jinja");
+    std::fs::write(&path, marked).unwrap();
+    tokenizer.use_chat_template(&path).unwrap();
+    assert_eq!(learned(&tokenizer), ["oh<|endoftext|>no<|endoftext|>", "no<|endoftext|>", ""]);
+    // A template that writes a turn otherwise when others follow it.
+    std::fs::write(&path, "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}").unwrap();
+    tokenizer.use_chat_template(&path).unwrap();
+    let options = Learned { assistant_only: true, ..Learned::default() };
+    let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
+    assert!(error.contains("marked.jinja has no {% generation %} blocks") && error.contains("line 1"), "{error}");
+    let (tokenizer, dataset, _dir) = rows(&[json!({"text": "hi"})]);
+    let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
+    assert!(error.contains("assistant_only_loss: expected a row with a list of messages"), "{error}");
 }

@@ -7,7 +7,7 @@
 use super::check_held_out;
 use super::ppo::{check_ends, ppo, require_reward, room_in, stop_tokens};
 use super::reward::{check_margins, leave_out_long, reward};
-use super::sft::{sft, shorten};
+use super::sft::{into_blocks, learned, sft, shorten};
 use crate::checkpoint::{Finished, Saved, Start};
 use crate::config::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step, write_resolved};
 use crate::data::{PromptLimit, Sources};
@@ -382,11 +382,11 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
     let (train, eval) = sources.read(config.run.seed, Step::Sft)?;
     let mut rows = 0;
     for dataset in &train {
-        let read = dataset.demonstrations(&reading.tokenizer, config.completion_only_loss)?;
-        rows += shorten(read, most, dataset.path())?.0.len();
+        let read = dataset.demonstrations_with(&reading.tokenizer, &learned(config))?;
+        rows += into_blocks(shorten(read, most, dataset.path())?.0, config.packing.then_some(most)).len();
     }
     if let Some(dataset) = &eval {
-        dataset.demonstrations(&reading.tokenizer, config.completion_only_loss)?;
+        dataset.demonstrations_with(&reading.tokenizer, &learned(config))?;
     }
     config.plan(rows)?;
     Ok(reading)

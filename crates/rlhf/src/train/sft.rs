@@ -7,7 +7,7 @@ use super::{
 };
 use crate::checkpoint::{Checkpoints, Start, leave_model};
 use crate::config::{SftConfig, Step, TrainPlan};
-use crate::data::{Dataset, Demonstration, Sources};
+use crate::data::{Dataset, Demonstration, Learned, Sources};
 use crate::hub::{self, AskedHub};
 use crate::inputs::Inputs;
 use crate::metrics::Metrics;
@@ -18,10 +18,11 @@ use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
-use tch::Kind;
+use tch::{Device, Kind, Tensor};
 
 /// Fine-tunes a model as `config` says and saves it in `output_dir`.
 ///
@@ -77,7 +78,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
 
     let max_length = config.max_length.min(model.config().max_position_embeddings);
     let read = |dataset: &Dataset| {
-        let rows = dataset.demonstrations(&tokenizer, config.completion_only_loss)?;
+        let rows = dataset.demonstrations_with(&tokenizer, &learned(config))?;
         let ends =
             |row: &Demonstration| row.tokens.iter().skip(row.learn_from).any(|id| tokenizer.eos_ids().contains(id));
         let endless = (!rows.iter().any(ends)).then(|| {
@@ -97,7 +98,12 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     for (name, file) in [("config_name", &shape_file), ("chat_template_path", &config.chat_template_path)] {
         file.as_deref().map_or(Ok(()), |file| inputs.file(name, file))?;
     }
-    let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    let blocks = |dataset: &Dataset| {
+        let (rows, warnings) = read(dataset)?;
+        Ok((into_blocks(rows, config.packing.then_some(max_length)), warnings))
+    };
+    let (train, eval) = (gather(&train, blocks)?, gather(eval.as_slice(), read)?);
+    let num_rows: usize = train.rows.iter().map(Vec::len).sum();
     let plan = config.plan(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
     warnings.extend(small_dataset(&config.data, train.rows.len(), plan.batch_size));
@@ -129,6 +135,9 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         begin_report(&config.run, &start, plan.num_updates, progress.reached(), &warnings, &tokenizer, console)?;
     let trained = trained_share(model.params());
     report.note(&format!("trained parameters: {trained}"));
+    if config.packing {
+        report.note(&format!("packing: {num_rows} rows in {} blocks of at most {max_length} tokens", train.rows.len()));
+    }
     let write = |dir: &Path| {
         model.save_pretrained(dir, eos, pad, most)?;
         tokenizer.save_pretrained(dir)
@@ -142,7 +151,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
 
     // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
     let from = model_dir.map_or("random weights".into(), |dir| format!("`{}`", dir.display()));
-    let data = format!("`{}`, {} rows", config.data.describe(), train.rows.len());
+    let data = format!("`{}`, {num_rows} rows", config.data.describe());
     let facts = [
         ("started from", from),
         ("data", data),
@@ -174,7 +183,7 @@ fn run_updates(
     plan: &TrainPlan,
     model: &CausalLm,
     most_tokens: usize,
-    train: &Gathered<Demonstration>,
+    train: &Gathered<Vec<Demonstration>>,
     eval: &[Demonstration],
     report: &mut Reporter<'_>,
     progress: &mut Progress<Totals>,
@@ -182,7 +191,12 @@ fn run_updates(
 ) -> Result<()> {
     report.note(&describe_micro_batch(&config.run, most_tokens, |on| model.activation_bytes(on)));
     let rows = &train.rows;
-    let length = |row: usize| rows[row].tokens.len();
+    let length = |block: usize| rows[block].iter().map(|row| row.tokens.len()).sum::<usize>();
+    // A block is a row of `max_length` tokens.
+    let (most_rows, most_tokens) = match config.packing {
+        true => (usize::MAX, most_tokens.min(config.per_device_train_batch_size.saturating_mul(config.max_length))),
+        false => (config.per_device_train_batch_size, most_tokens),
+    };
     let mut before = train.cursor(config.run.seed, &config.data);
     let updates = (0..progress.done).map(|_| before.take(plan.batch_size).into_iter().map(length).sum::<usize>());
     let mut tokens_seen = updates.sum::<usize>() as f64;
@@ -197,23 +211,26 @@ fn run_updates(
     let mut began = Instant::now();
     while progress.done < plan.num_updates && !stop_requested() {
         let taken = progress.cursor.take(plan.batch_size);
-        let mut batch: Vec<&Demonstration> = taken.into_iter().map(|row| &rows[row]).collect();
+        let mut batch: Vec<&Demonstration> = taken.into_iter().flat_map(|block| &rows[block]).collect();
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
         batch.sort_by_key(|row| row.tokens.len());
         let scale = progress.loss_scale();
-        let counted: usize = batch.iter().map(|row| row.tokens.len() - row.learn_from).sum();
+        let counted: usize = batch.iter().map(|row| row.counted()).sum();
         let mut row = 0;
         let tokens = |row: &&Demonstration| row.tokens.len();
-        for micro_batch in micro_batches(&batch, config.per_device_train_batch_size, most_tokens, tokens) {
+        for micro_batch in micro_batches(&batch, most_rows, most_tokens, tokens) {
             let rows = (row..row + micro_batch.len() as u64).collect();
             row += micro_batch.len() as u64;
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
             let dropout = DropoutRows { share, seed, update: progress.done as u64, rows };
             let (sequences, spans) = counted_tokens(micro_batch);
-            let found = model.learn_logprobs_dropping(&sequences, &spans, 1.0, false, Some(&dropout), |_, now| {
-                -now.logprobs.sum(Kind::Float) / (counted as f64 / scale)
-            })?;
-            progress.since.loss -= found.logprobs.sum(Kind::Float).double_value(&[]);
+            let weights = weights(micro_batch, model.device());
+            let found =
+                model.learn_logprobs_dropping(&sequences, &spans, 1.0, false, Some(&dropout), |part, now| {
+                    let weights = weights.as_ref().map(|all| all.narrow(0, part.start, part.end - part.start));
+                    -total(&now.logprobs, weights.as_ref()) / (counted as f64 / scale)
+                })?;
+            progress.since.loss -= total(&found.logprobs, weights.as_ref()).double_value(&[]);
         }
         let lr = learning_rate(config.learning_rate, &config.optimizer, progress.done, plan.num_updates);
         let done = progress.done + 1;
@@ -251,6 +268,61 @@ fn run_updates(
     Ok(())
 }
 
+/// What of its rows a run learns.
+pub(super) fn learned(config: &SftConfig) -> Learned {
+    Learned {
+        completion_only: config.completion_only_loss,
+        assistant_only: config.assistant_only_loss,
+        text_field: config.dataset_text_field.clone(),
+    }
+}
+
+/// The blocks that rows are taken in: each alone, or with `packing` together as long as they have no more tokens than that.
+///
+/// As TRL's "bfd" does, the longest rows come first, and each goes where it leaves the least room. No row is cut for it.
+pub(super) fn into_blocks(rows: Vec<Demonstration>, packing: Option<usize>) -> Vec<Vec<Demonstration>> {
+    let Some(most) = packing else { return rows.into_iter().map(|row| vec![row]).collect() };
+    let mut rows = rows;
+    rows.sort_by_key(|row| std::cmp::Reverse(row.tokens.len()));
+    let mut blocks: Vec<Vec<Demonstration>> = Vec::new();
+    // The blocks by the room that they have left.
+    let mut by_room: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for row in rows {
+        let len = row.tokens.len();
+        let found = by_room.range_mut(len..).find_map(|(room, blocks)| Some((*room, blocks.pop()?)));
+        let (room, block) = found.unwrap_or_else(|| {
+            blocks.push(Vec::new());
+            (most, blocks.len() - 1)
+        });
+        if by_room.get(&room).is_some_and(Vec::is_empty) {
+            by_room.remove(&room);
+        }
+        blocks[block].push(row);
+        by_room.entry(room.saturating_sub(len)).or_default().push(block);
+    }
+    blocks
+}
+
+/// 1 for each token of the rows' spans that counts, 0 for the others; `None` where all count.
+fn weights(rows: &[&Demonstration], device: Device) -> Option<Tensor> {
+    if rows.iter().all(|row| row.spared.is_empty()) {
+        return None;
+    }
+    let of = |row: &&Demonstration| {
+        let counts = |at: usize| f32::from(u8::from(!row.spared.iter().any(|range| range.contains(&at))));
+        (row.learn_from..row.tokens.len()).map(counts).collect::<Vec<_>>()
+    };
+    Some(Tensor::from_slice(&rows.iter().flat_map(of).collect::<Vec<f32>>()).to_device(device))
+}
+
+/// The sum of the log-probabilities that count.
+fn total(logprobs: &Tensor, weights: Option<&Tensor>) -> Tensor {
+    match weights {
+        Some(weights) => (logprobs * weights).sum(Kind::Float),
+        None => logprobs.sum(Kind::Float),
+    }
+}
+
 /// The rows' tokens, and which of them count.
 fn counted_tokens<'r>(rows: &[&'r Demonstration]) -> (Vec<&'r Vec<i64>>, Vec<Range<usize>>) {
     rows.iter().map(|row| (&row.tokens, row.learn_from..row.tokens.len())).unzip()
@@ -258,12 +330,13 @@ fn counted_tokens<'r>(rows: &[&'r Demonstration]) -> (Vec<&'r Vec<i64>>, Vec<Ran
 
 /// Mean negative log-likelihood per counted token.
 fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Result<f64> {
-    let counted: usize = rows.iter().map(|row| row.tokens.len() - row.learn_from).sum();
+    let counted: usize = rows.iter().map(Demonstration::counted).sum();
     let mut loss = 0.0;
     for batch in rows.chunks(batch_size) {
-        let (sequences, spans) = counted_tokens(&batch.iter().collect::<Vec<_>>());
+        let batch = batch.iter().collect::<Vec<_>>();
+        let (sequences, spans) = counted_tokens(&batch);
         let found = tch::no_grad(|| model.token_logprobs(&sequences, &spans, 1.0, false))?;
-        loss -= found.logprobs.sum(Kind::Float).double_value(&[]);
+        loss -= total(&found.logprobs, weights(&batch, model.device()).as_ref()).double_value(&[]);
     }
     Ok(loss / counted as f64)
 }
@@ -280,9 +353,9 @@ pub(super) fn shorten(
     let all = rows.len();
     let cut = rows.iter().filter(|row| row.tokens.len() > max_length).count();
     for row in &mut rows {
-        row.tokens.truncate(max_length);
+        row.truncate(max_length);
     }
-    rows.retain(|row| row.tokens.len() > row.learn_from);
+    rows.retain(|row| row.counted() > 0);
     let left_out = all - rows.len();
     if rows.is_empty() {
         let message = format!("none of {all} rows has a token to learn within max_length = {max_length} tokens");
@@ -308,4 +381,39 @@ struct Totals {
     tokens: f64,
     grad_norm: f64,
     updates: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(len: usize) -> Demonstration {
+        Demonstration { tokens: vec![1; len], learn_from: 1, spared: Vec::new() }
+    }
+
+    #[test]
+    fn rows_are_packed_whole_where_they_leave_the_least_room() {
+        let lens = |blocks: Vec<Vec<Demonstration>>| -> Vec<Vec<usize>> {
+            blocks.iter().map(|block| block.iter().map(|row| row.tokens.len()).collect()).collect()
+        };
+        let rows = || [3, 7, 5, 2, 6, 10].map(row).to_vec();
+        assert_eq!(lens(into_blocks(rows(), Some(10))), [vec![10], vec![7, 3], vec![6, 2], vec![5]]);
+        assert_eq!(lens(into_blocks(rows(), None)), [[3], [7], [5], [2], [6], [10]]);
+        let many = into_blocks((1..=50).cycle().take(500).map(row).collect(), Some(64));
+        assert!(many.iter().all(|block| block.iter().map(|row| row.tokens.len()).sum::<usize>() <= 64));
+        assert_eq!(many.iter().map(Vec::len).sum::<usize>(), 500);
+    }
+
+    #[test]
+    fn tokens_that_are_spared_weigh_nothing_and_do_not_count() {
+        let mut spared = row(6);
+        spared.spared = vec![2..4];
+        let plain = row(3);
+        let weights = weights(&[&spared, &plain], Device::Cpu).unwrap();
+        assert_eq!(Vec::<f32>::try_from(&weights).unwrap(), [1., 0., 0., 1., 1., 1., 1.]);
+        assert_eq!((spared.counted(), plain.counted()), (3, 2));
+        spared.truncate(3);
+        assert_eq!((spared.counted(), spared.spared), (1, vec![2..3]));
+        assert!(super::weights(&[&plain], Device::Cpu).is_none());
+    }
 }
