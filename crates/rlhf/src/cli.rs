@@ -4,8 +4,10 @@
 
 #[cfg(test)]
 mod attack;
+mod help;
 mod pipeline;
 
+use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
@@ -14,8 +16,8 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueEnum};
 use rlhf::config::{
-    self, GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, RewardConfig, ScoreConfig,
-    SftConfig,
+    self, GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, Refusals, RewardConfig,
+    ScoreConfig, SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 use rlhf::{Error, Result};
@@ -23,6 +25,7 @@ use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, IgnoredA
 use serde_saphyr::Spanned;
 
 use crate::deepspeed_chat;
+use crate::trl::{self, Said};
 
 /// A command with its configuration, checked.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,11 +41,21 @@ pub(crate) enum Task {
     Merge(MergeConfig),
 }
 
+/// What a command line and its file say.
+#[derive(Debug)]
+pub(crate) struct Parsed {
+    pub(crate) task: Task,
+    /// Lines for the user, before it begins: what was taken without an effect, and what was left out of a preset.
+    pub(crate) notes: Vec<String>,
+}
+
 /// Why there is no task.
 #[derive(Debug)]
 pub(crate) enum Stop {
     /// Help or the version was asked for.
     Help(clap::Error),
+    /// The flags that most runs need were asked for.
+    ShortHelp(String),
     /// The command line or the file is wrong.
     Error(Error),
 }
@@ -65,46 +78,213 @@ impl From<clap::Error> for Stop {
 }
 
 /// Reads a command line, program name first, and the file that its `--config` names.
-pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Task, Stop> {
-    let args = normalise(args, &rlhf_command());
-    // The first pass finds `--config`, which may hold what is required.
-    let lenient = rlhf_command().mut_subcommands(|command| command.mut_args(|arg| arg.required(false)));
-    let matches = match lenient.try_get_matches_from(&args) {
-        Ok(matches) => matches,
-        // Help and errors are worded for the command as it is.
-        Err(error) => {
-            if let (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) =
-                (error.kind(), error.get(ContextKind::InvalidArg))
-                && args.get(1).is_some_and(|command| command == "ppo")
-                && let Some(reason) = refused(&Command::new("ppo"), flag.trim_start_matches('-'))
-            {
-                return Err(Error::Usage(reason).into());
-            }
-            return Err(rlhf_command().try_get_matches_from(&args).err().unwrap_or(error).into());
+///
+/// # Errors
+/// [`Stop::Error`] with all that is wrong with both, a line each.
+pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, Stop> {
+    let rlhf = rlhf_command();
+    let mut args = normalise(args, &rlhf);
+    let mut said = Said::default();
+    // The first pass finds `--config`, which may hold what is required, and takes out what cannot be read.
+    let lenient = rlhf.clone().mut_subcommands(|command| command.mut_args(|arg| arg.required(false)));
+    let matches = loop {
+        let error = match lenient.clone().try_get_matches_from(&args) {
+            Ok(matches) => break matches,
+            Err(error) => error,
+        };
+        if !take_out(&mut args, &error, &rlhf, &mut said.refusals) {
+            // Help and errors are worded for the command as it is.
+            let error = rlhf.clone().try_get_matches_from(&args).err().unwrap_or(error);
+            return Err(match help::short(&rlhf, &args, &error) {
+                Some(text) => Stop::ShortHelp(text),
+                None => and_this(said.refusals, error),
+            });
         }
     };
-    let file = matches.subcommand().and_then(|(name, flags)| Some((name, flags.get_one::<PathBuf>("config")?)));
-    let mut strict = rlhf_command();
+    let (name, flags) = matches.subcommand().expect("a command is required");
+    let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
+    if let (PIPELINE, Some(path)) = (name, file) {
+        let task = pipeline::parse(path, &args, &rlhf, &mut said)?;
+        said.refusals.end()?;
+        return Ok(Parsed { task: Task::Pipeline(task), notes: said.notes });
+    }
+    let command = rlhf.find_subcommand(name).expect("clap matched it");
     let mut settings = match file {
-        Some((PIPELINE, path)) => return pipeline::parse(path, &args, &strict).map(Task::Pipeline),
-        Some((name, path)) => {
-            let command = strict.find_subcommand(name).expect("clap matched it");
-            read_config(path, &Keys { top: vec![command], sections: Vec::new() })?
-        }
+        Some(path) => read_config(path, &Keys { top: vec![command], sections: Vec::new() }, &mut said.refusals)?,
         None => Vec::new(),
     };
-    if let Some((name, flags)) = matches.subcommand() {
-        if name == "ppo" {
-            with_preset(flags, &mut settings)?;
-        }
-        settings.retain(|setting| !setting.values.is_empty());
-        strict = strict.mut_subcommand(name, |command| settings.into_iter().fold(command, set_default));
+    let preset = translated(command, flags, file, &mut settings, &mut said);
+    settings.retain(|setting| !setting.values.is_empty());
+    let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
+        let strict = rlhf.clone().mut_subcommand(name, |command| with_defaults(command, layers));
+        let matches = matches_of(&strict, &args, refusals, |command| {
+            command.mut_subcommand(name, |command| command.mut_args(not_required))
+        })?;
+        let (_, flags) = matches.subcommand().expect("clap matched it");
+        Ok(Task::new(name, flags)?)
+    };
+    let on_line = |key: &str| on_line(flags, key);
+    let task = resolve(preset, &settings, on_line, build, Task::check, &mut said)?;
+    said.refusals.end()?;
+    Ok(Parsed { task, notes: said.notes })
+}
+
+/// What `flags` and `settings` are with what other systems' flags come to; gives what the preset says.
+fn translated(
+    command: &Command,
+    flags: &ArgMatches,
+    path: Option<&Path>,
+    settings: &mut Vec<Setting>,
+    said: &mut Said,
+) -> Vec<Setting> {
+    let preset = if command.get_name() == "ppo" { preset_of(flags, settings) } else { None };
+    if command.get_name() == "ppo" {
+        deepspeed_chat::translate(preset, flags, settings, &mut said.refusals);
     }
-    let mut matches = strict.try_get_matches_from(&args)?;
-    let (name, flags) = matches.remove_subcommand().expect("a command is required");
-    let task = Task::new(&name, &flags)?;
-    task.check()?;
-    Ok(task)
+    trl::translate(command, preset, flags, path, settings, said);
+    of_preset(preset, settings)
+}
+
+/// The configuration that `build` makes of `preset` and of `settings`, which win over it, checked.
+///
+/// A value of the preset's that is refused because of what the user has set has no meaning in this run: it is left out, and
+/// noted. All else that `check` refuses is put with the refusals.
+fn resolve<C>(
+    mut preset: Vec<Setting>,
+    settings: &[Setting],
+    on_line: impl Fn(&str) -> bool,
+    build: impl Fn(&[&[Setting]], &mut Refusals) -> Result<C, Stop>,
+    check: impl Fn(&C) -> Result<()>,
+    said: &mut Said,
+) -> Result<C, Stop> {
+    let is_own = |key: &str| on_line(key) || settings.iter().any(|setting| setting.key == key);
+    let mut config = build(&[&preset, settings], &mut said.refusals)?;
+    loop {
+        let checked = check(&config);
+        let of_preset = |line: &str| {
+            let mut keys = config::subjects(line).filter(|key| !is_own(key));
+            keys.find_map(|key| preset.iter().position(|setting| setting.key == key))
+        };
+        let refused = checked.as_ref().err().map_or(&[][..], Error::refusals);
+        let Some((line, place)) = refused.iter().find_map(|line| Some((line.clone(), of_preset(line)?))) else {
+            said.refusals.add(checked)?;
+            return Ok(config);
+        };
+        let setting = preset.remove(place);
+        said.notes.push(format!("`{}` of the preset is left out: {line}", setting.key));
+        config = build(&[&preset, settings], &mut Refusals::default())?;
+    }
+}
+
+/// What the command line says over `command`; what is required and missing is put with the refusals, and is then as
+/// `relaxed` makes it.
+fn matches_of(
+    command: &Command,
+    args: &[OsString],
+    refusals: &mut Refusals,
+    relaxed: impl Fn(Command) -> Command,
+) -> Result<ArgMatches, Stop> {
+    let error = match command.clone().try_get_matches_from(args) {
+        Ok(matches) => return Ok(matches),
+        Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => error,
+        Err(error) => return Err(and_this(std::mem::take(refusals), error)),
+    };
+    if let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg) {
+        let missing = missing.iter().filter(|flag| !refusals.has(flag_name(flag)));
+        let missing: Vec<&str> = missing.map(String::as_str).collect();
+        if !missing.is_empty() {
+            let line = format!("the following required arguments were not provided: {}", missing.join(", "));
+            refusals.refuse(line, missing.iter().map(|flag| flag_name(flag)));
+        }
+    }
+    Ok(relaxed(command.clone()).try_get_matches_from(args)?)
+}
+
+fn not_required(arg: Arg) -> Arg {
+    if arg.is_required_set() { arg.required(false).default_value(".") } else { arg }
+}
+
+/// `--seed <N>`: `seed`.
+fn flag_name(shown: &str) -> &str {
+    let name = shown.trim_start_matches('-');
+    name.split([' ', '=', '[', '<']).next().unwrap_or_default()
+}
+
+/// The refusals, and the `error` behind them.
+fn and_this(mut refusals: Refusals, error: clap::Error) -> Stop {
+    let stop = Stop::from(error);
+    match stop {
+        Stop::Error(Error::Usage(line)) if !refusals.is_empty() => {
+            refusals.refuse(line, [""; 0]);
+            refusals.end().expect_err("there are some").into()
+        }
+        other => other,
+    }
+}
+
+/// Takes the flag, with its values, that `error` is about out of the command line and puts the error with the refusals: what
+/// else is wrong is found then too. `false` where there is none.
+fn take_out(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command, refusals: &mut Refusals) -> bool {
+    let Some(ContextValue::String(shown)) = error.get(ContextKind::InvalidArg) else { return false };
+    let Some(command) = args.get(1).and_then(|name| rlhf.find_subcommand(name)) else { return false };
+    let name = flag_name(shown);
+    let known = command.get_arguments().find(|arg| is_named(arg, name));
+    let is_flag = shown.starts_with("--");
+    // Whether a word of the command line is the flag, and whether its value is in the same word.
+    let meant = |word: &OsString| {
+        let Some(text) = word.to_str() else { return None };
+        if !is_flag {
+            return (text == shown.as_str()).then_some(true);
+        }
+        let text = text.strip_prefix("--")?;
+        let (head, value) = text.split_once('=').map_or((text, false), |(head, _)| (head, true));
+        (head == name || known.is_some_and(|arg| is_named(arg, head))).then_some(value)
+    };
+    let before = args.len();
+    let end = args.iter().position(|word| word == "--").unwrap_or(args.len());
+    let mut kept = Vec::new();
+    let mut words = args.drain(..).enumerate().peekable();
+    while let Some((at, word)) = words.next() {
+        let Some(whole) = (if at > 1 && at < end { meant(&word) } else { None }) else {
+            kept.push(word);
+            continue;
+        };
+        let most = known.and_then(Arg::get_num_args).map_or(usize::MAX, |count| count.max_values());
+        let most = if whole || known.is_some_and(Arg::is_require_equals_set) { 0 } else { most.max(1) };
+        let is_value = |word: &OsString| !word.to_str().is_some_and(|text| text.starts_with("--"));
+        for _ in 0..most {
+            if words.next_if(|(at, word)| *at < end && is_value(word)).is_none() {
+                break;
+            }
+        }
+    }
+    drop(words);
+    *args = kept;
+    if args.len() == before {
+        return false;
+    }
+    let (line, about) = match (error.kind(), is_flag) {
+        (ErrorKind::UnknownArgument, true) => {
+            let flags = command.get_arguments().filter(|arg| !arg.is_hide_set()).map(|arg| arg.get_id().as_str());
+            let near = nearest(name, flags.chain(NOT_SETTINGS));
+            let tip = near.map_or(String::new(), |near| format!("; tip: a similar argument exists: '--{near}'"));
+            (format!("unexpected argument '--{name}' found{tip}"), near)
+        }
+        _ => (one_line(error), known.map(|arg| arg.get_id().as_str())),
+    };
+    refusals.refuse(line, about);
+    true
+}
+
+/// Whether `name` is the flag's own or one of its others.
+fn is_named(arg: &Arg, name: &str) -> bool {
+    arg.get_id() == name
+        || arg.get_long() == Some(name)
+        || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))
+}
+
+fn on_line(flags: &ArgMatches, name: &str) -> bool {
+    flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
 }
 
 impl Task {
@@ -140,16 +320,20 @@ const PIPELINE: &str = "pipeline";
 
 fn rlhf_command() -> Command {
     let commands = [
-        config::command::<SftConfig>("sft").about("Fine-tune a language model on texts or demonstrations").after_help(
-            "Example:\n\
+        trl::with_flags(config::command::<SftConfig>("sft"))
+            .about("Fine-tune a language model on texts or demonstrations")
+            .after_help(
+                "Example:\n\
              \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft",
-        ),
-        config::command::<RewardConfig>("reward").about("Train a reward model on preference pairs").after_help(
-            "Example:\n\
+            ),
+        trl::with_flags(config::command::<RewardConfig>("reward"))
+            .about("Train a reward model on preference pairs")
+            .after_help(
+                "Example:\n\
              \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
              \x20     --dataset_name pairs.jsonl --output_dir runs/reward",
-        ),
-        deepspeed_chat::with_flags(config::command::<PpoConfig>("ppo"))
+            ),
+        deepspeed_chat::with_flags(trl::with_flags(config::command::<PpoConfig>("ppo")))
             .about("Train a language model with PPO against a reward")
             .after_help(
                 "Example:\n\
@@ -172,13 +356,15 @@ fn rlhf_command() -> Command {
              Example:\n\
              \x20 rlhf pipeline --config pipeline.yaml --resume_from_checkpoint",
             ),
-        config::command::<GenerateConfig>("generate").about("Answer prompts with a language model").after_help(
-            "Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.\n\n\
+        trl::with_flags(config::command::<GenerateConfig>("generate"))
+            .about("Answer prompts with a language model")
+            .after_help(
+                "Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.\n\n\
                  Examples:\n\
                  \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\
                  \x20 rlhf generate --model_name_or_path runs/ppo --dataset_name prompts.jsonl --do_sample false",
-        ),
-        config::command::<LogprobsConfig>("logprobs")
+            ),
+        trl::with_flags(config::command::<LogprobsConfig>("logprobs"))
             .about("Log-probabilities of given completions, row by row")
             .after_help(
                 "Rows have `prompt` and `completion`, or `prompt_ids` and `completion_ids`; each is written with\n\
@@ -186,7 +372,7 @@ fn rlhf_command() -> Command {
                  Example:\n\
                  \x20 rlhf logprobs --model_name_or_path runs/ppo --dataset_name answers.jsonl",
             ),
-        config::command::<ScoreConfig>("score")
+        trl::with_flags(config::command::<ScoreConfig>("score"))
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(
                 "Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and\n\
@@ -207,8 +393,9 @@ fn rlhf_command() -> Command {
         .value_name("FILE")
         .value_parser(ValueParser::path_buf())
         .help("YAML file of settings, named as the flags are; a flag wins over the file");
-    // One form of help: the long one would take a paragraph per flag.
-    let help = Arg::new("help").short('h').long("help").action(ArgAction::HelpShort).help("Print help");
+    // clap's long form would take a paragraph per flag, its short one for what most runs need too: see `help`.
+    let help = Arg::new("help").short('h').long("help").action(ArgAction::HelpShort);
+    let help = help.help("Print help: -h of the flags that most runs need, --help of all");
     Command::new("rlhf")
         .version(env!("CARGO_PKG_VERSION"))
         .about("RLHF with PPO for language models: supervised fine-tuning, a reward model, then PPO.")
@@ -264,12 +451,6 @@ fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<Os
     normal
 }
 
-/// Why `command` has no flag that another system has.
-fn refused(command: &Command, flag: &str) -> Option<String> {
-    let reason = config::refused(flag).filter(|_| command.get_name() == "ppo")?;
-    Some(format!("`{flag}` is a setting of another system that has no place here: {reason}"))
-}
-
 /// Flags that are no keys of a configuration file.
 const NOT_SETTINGS: [&str; 2] = ["config", "help"];
 
@@ -279,14 +460,6 @@ pub(crate) struct Setting {
     pub(crate) key: String,
     pub(crate) line: u64,
     pub(crate) values: Vec<String>,
-}
-
-/// Puts what the preset says before the `settings` of a file for `rlhf ppo`, and what DeepSpeed-Chat's flags come to behind them.
-fn with_preset(flags: &ArgMatches, settings: &mut Vec<Setting>) -> Result<()> {
-    let preset = preset_of(flags, settings);
-    deepspeed_chat::translate(preset, flags, settings)?;
-    settings.splice(0..0, of_preset(preset, settings));
-    Ok(())
 }
 
 /// The preset that the flags name, or else the file's `settings`.
@@ -305,6 +478,11 @@ fn of_preset(preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
     let is_null = |key: &str| settings.iter().any(|setting| setting.key == key && setting.values.is_empty());
     let own = own.iter().filter(|(key, _)| !is_null(key));
     own.map(|&(key, value)| Setting { key: key.into(), line: 0, values: vec![value.into()] }).collect()
+}
+
+/// The settings as defaults of the flags, where the later of two wins.
+fn with_defaults(command: Command, layers: &[&[Setting]]) -> Command {
+    layers.iter().copied().flatten().cloned().fold(command, set_default)
 }
 
 fn set_default(command: Command, setting: Setting) -> Command {
@@ -348,43 +526,66 @@ impl<'c> Keys<'c> {
         }
     }
 
+    /// The key most like `key`, if any is like it.
+    fn nearest(&self, key: &str) -> Option<&'c str> {
+        let (commands, name) = self.place(key);
+        let flags = commands.into_iter().flat_map(|command| command.get_arguments()).filter(|arg| !arg.is_hide_set());
+        let flags = flags.map(|arg| arg.get_id().as_str()).filter(|name| !NOT_SETTINGS.contains(name));
+        let sections = self.sections.iter().map(|command| command.get_name()).filter(|_| !key.contains('.'));
+        nearest(name, flags.chain(sections))
+    }
+
     /// What is wrong with a key that is no flag's.
     fn unknown(&self, key: &str) -> String {
-        let (commands, name) = self.place(key);
-        if let Some(reason) = commands.iter().find_map(|command| refused(command, name)) {
-            return reason;
-        }
-        let flags = commands.iter().flat_map(|command| command.get_arguments()).map(|arg| arg.get_id().as_str());
-        let sections = self.sections.iter().map(|command| command.get_name()).filter(|_| !key.contains('.'));
-        let hint =
-            match (nearest(name, flags.chain(sections).filter(|name| !NOT_SETTINGS.contains(name))), &commands[..]) {
-                (Some(name), _) => format!("did you mean `{name}`?"),
-                (None, [command]) => {
-                    format!("`rlhf {} --help` lists the flags, whose names are the keys", command.get_name())
-                }
-                (None, _) => "`--help` of each step's command lists its flags, whose names are the keys".into(),
-            };
+        let hint = match (self.nearest(key), &self.place(key).0[..]) {
+            (Some(name), _) => format!("did you mean `{name}`?"),
+            (None, [command]) => {
+                format!("`rlhf {} --help` lists the flags, whose names are the keys", command.get_name())
+            }
+            (None, _) => "`--help` of each step's command lists its flags, whose names are the keys".into(),
+        };
         format!("unknown key `{key}`; {hint}")
     }
 }
 
-/// Reads the settings in the YAML file `path`, each one accepted by its flag.
-fn read_config(path: &Path, keys: &Keys<'_>) -> Result<Vec<Setting>> {
+/// Reads the settings in the YAML file `path`, each one accepted by its flag; what is not is put with the refusals.
+///
+/// # Errors
+/// If the file cannot be read, or is not a map of settings.
+fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals) -> Result<Vec<Setting>> {
     let text = rlhf::files::read_settings(path)?;
-    let usage = |line: u64, message: String| Error::Usage(format!("{}:{line}: {message}", path.display()));
+    let place = |line: u64, message: String| format!("{}:{line}: {message}", path.display());
     let mut settings: Vec<Setting> = Vec::new();
-    for mut setting in read_yaml(&text, keys).map_err(|(line, message)| usage(line, message))? {
+    let found = match read_yaml(&text, keys) {
+        Ok(found) => found,
+        Err((line, message)) => {
+            refusals.refuse(place(line, message), [""; 0]);
+            return std::mem::take(refusals).end().map(|()| settings);
+        }
+    };
+    for Found { mut setting, fault } in found {
+        if let Some(fault) = fault {
+            let about = keys.own(&setting.key);
+            refusals.refuse(place(setting.line, format!("`{}`: {fault}", setting.key)), about.rsplit('.').take(1));
+            continue;
+        }
         let Setting { key, line, values } = &setting;
         let own = keys.own(key);
         if settings.iter().any(|earlier| earlier.key == own) {
-            return Err(usage(*line, format!("`{key}` is set twice")));
+            refusals.refuse(place(*line, format!("`{key}` is set twice")), [own]);
+            continue;
         }
         if keys.section(key).is_none() {
-            let arg = keys.flag(key).ok_or_else(|| usage(*line, keys.unknown(key)))?;
-            for value in values {
-                if let Some(expected) = refusal(arg, value) {
-                    return Err(usage(*line, format!("`{key}`: {expected}, found `{value}`")));
-                }
+            let Some(arg) = keys.flag(key) else {
+                let near = keys.nearest(key).map(str::to_string);
+                refusals.refuse(place(*line, keys.unknown(key)), near);
+                continue;
+            };
+            let mut refused = values.iter().filter_map(|value| Some((value, refusal(arg, value)?)));
+            if let Some((value, expected)) = refused.next() {
+                let line = place(*line, format!("`{key}`: {expected}, found `{value}`"));
+                refusals.refuse(line, own.rsplit('.').take(1));
+                continue;
             }
         }
         // Another system's name for it.
@@ -394,19 +595,106 @@ fn read_config(path: &Path, keys: &Keys<'_>) -> Result<Vec<Setting>> {
     Ok(settings)
 }
 
-/// The key whose value is read, its line, and whether a list belongs there.
-type Place = (String, u64, bool);
-
-/// Reads the settings of a document or, by its name, of a section in it.
-struct Settings<'a> {
-    keys: &'a Keys<'a>,
-    section: Option<&'a str>,
-    found: &'a mut Vec<Setting>,
-    /// The key whose value is read.
-    reading: &'a mut Option<Place>,
+/// One setting of a document as it stands there, and what is wrong with the form of its value.
+struct Found {
+    setting: Setting,
+    fault: Option<&'static str>,
 }
 
-impl<'de> DeserializeSeed<'de> for Settings<'_> {
+/// The form of a value: it is looked at before it is read, as what is of another form than its reader's ends the reading.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Form {
+    One,
+    Many,
+    /// A list or a map with nothing in it.
+    Empty,
+    Nested,
+}
+
+impl<'de> Deserialize<'de> for Form {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reader;
+        impl<'de> Visitor<'de> for Reader {
+            type Value = Form;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a value")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Form, A::Error> {
+                let mut form = Form::Empty;
+                while let Some(element) = list.next_element::<Form>()? {
+                    form = if element == Form::One && form != Form::Nested { Form::Many } else { Form::Nested };
+                }
+                Ok(form)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Form, A::Error> {
+                let mut form = Form::Empty;
+                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
+                    form = Form::Nested;
+                }
+                Ok(form)
+            }
+
+            fn visit_unit<E>(self) -> Result<Form, E> {
+                Ok(Form::One)
+            }
+
+            fn visit_none<E>(self) -> Result<Form, E> {
+                Ok(Form::One)
+            }
+
+            fn visit_str<E>(self, _: &str) -> Result<Form, E> {
+                Ok(Form::One)
+            }
+
+            fn visit_bool<E>(self, _: bool) -> Result<Form, E> {
+                Ok(Form::One)
+            }
+
+            fn visit_i64<E>(self, _: i64) -> Result<Form, E> {
+                Ok(Form::One)
+            }
+
+            fn visit_u64<E>(self, _: u64) -> Result<Form, E> {
+                Ok(Form::One)
+            }
+
+            fn visit_i128<E>(self, _: i128) -> Result<Form, E> {
+                Ok(Form::One)
+            }
+
+            fn visit_u128<E>(self, _: u128) -> Result<Form, E> {
+                Ok(Form::One)
+            }
+
+            fn visit_f64<E>(self, _: f64) -> Result<Form, E> {
+                Ok(Form::One)
+            }
+        }
+        deserializer.deserialize_any(Reader)
+    }
+}
+
+/// What is done with the values of a document.
+enum Pass<'a> {
+    /// Their forms are noted.
+    Forms(&'a mut VecDeque<Form>),
+    /// They are read, by their forms.
+    Values(&'a mut VecDeque<Form>, &'a mut Vec<Found>),
+}
+
+/// Reads the settings of a document or, by its name, of a section in it.
+struct Settings<'a, 'p> {
+    keys: &'a Keys<'a>,
+    section: Option<&'a str>,
+    pass: &'a mut Pass<'p>,
+    /// The section that is read, and its line.
+    reading: &'a mut Option<(String, u64)>,
+}
+
+impl<'de> DeserializeSeed<'de> for Settings<'_, '_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -414,7 +702,7 @@ impl<'de> DeserializeSeed<'de> for Settings<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Settings<'_> {
+impl<'de> Visitor<'de> for Settings<'_, '_> {
     type Value = ();
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -424,25 +712,46 @@ impl<'de> Visitor<'de> for Settings<'_> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         while let Some(name) = map.next_key::<Spanned<String>>()? {
             let (name, line) = (name.value.replace('-', "_"), name.referenced.line());
+            let setting = |key: String, values| Setting { key, line, values };
             if self.section.is_none() && self.keys.section(&name).is_some() {
-                *self.reading = Some((name.clone(), line, false));
-                self.found.push(Setting { key: name.clone(), line, values: Vec::new() });
+                *self.reading = Some((name.clone(), line));
+                if let Pass::Values(_, found) = self.pass {
+                    found.push(Found { setting: setting(name.clone(), Vec::new()), fault: None });
+                }
                 let Self { keys, .. } = self;
-                map.next_value_seed(Settings { keys, section: Some(&name), found: self.found, reading: self.reading })?;
+                map.next_value_seed(Settings { keys, section: Some(&name), pass: self.pass, reading: self.reading })?;
                 *self.reading = None;
                 continue;
             }
+            let (forms, found) = match self.pass {
+                Pass::Forms(forms) => {
+                    forms.push_back(map.next_value()?);
+                    continue;
+                }
+                Pass::Values(forms, found) => (forms, found),
+            };
             let key = self.section.map_or(name.clone(), |section| format!("{section}.{name}"));
             let arg = self.keys.flag(&key);
-            let list = arg.is_some_and(is_list);
-            *self.reading = Some((key.clone(), line, list));
-            let values = match arg {
-                Some(_) if list => map.next_value::<Texts>()?.0,
-                Some(_) => map.next_value::<Option<String>>()?.into_iter().collect(),
-                None => map.next_value::<IgnoredAny>().map(|_| Vec::new())?,
+            let mut fault = None;
+            let values = match (forms.pop_front(), arg) {
+                (_, None) => map.next_value::<IgnoredAny>().map(|_| Vec::new())?,
+                (Some(Form::Empty), Some(arg)) if is_list(arg) => map.next_value::<IgnoredAny>().map(|_| Vec::new())?,
+                (Some(Form::One), Some(arg)) if !is_list(arg) => {
+                    map.next_value::<Option<String>>()?.into_iter().collect()
+                }
+                (Some(Form::One | Form::Many), Some(arg)) if is_list(arg) => map.next_value::<Texts>()?.0,
+                (_, Some(arg)) => {
+                    map.next_value::<IgnoredAny>()?;
+                    match trl::is_added(arg) {
+                        true => vec!["{...}".to_string()],
+                        false => {
+                            fault = Some(if is_list(arg) { NO_LIST } else { NO_VALUE });
+                            Vec::new()
+                        }
+                    }
+                }
             };
-            *self.reading = None;
-            self.found.push(Setting { key, line, values });
+            found.push(Found { setting: setting(key, values), fault });
         }
         Ok(())
     }
@@ -462,29 +771,37 @@ impl<'de> Visitor<'de> for Settings<'_> {
     }
 }
 
-/// The settings of a YAML document in its order, a section before what is in it, or the line and the message of its first
-/// error. Keys may have dashes.
-fn read_yaml(text: &str, keys: &Keys<'_>) -> Result<Vec<Setting>, (u64, String)> {
-    let options = serde_saphyr::options! { with_snippet: false };
-    let (mut found, mut reading) = (Vec::new(), None);
+/// The settings of a YAML document in its order, a section before what is in it, or the line and the message of what keeps it
+/// from being read. Keys may have dashes.
+fn read_yaml(text: &str, keys: &Keys<'_>) -> Result<Vec<Found>, (u64, String)> {
+    let (mut forms, mut found) = (VecDeque::new(), Vec::new());
+    pass(text, keys, &mut Pass::Forms(&mut forms))?;
+    pass(text, keys, &mut Pass::Values(&mut forms, &mut found))?;
+    Ok(found)
+}
+
+fn pass(text: &str, keys: &Keys<'_>, pass: &mut Pass<'_>) -> Result<(), (u64, String)> {
+    // A number's own form is its flag's to judge.
+    let any_float = serde_saphyr::NonFiniteFloatPolicy::PassThrough;
+    let options = serde_saphyr::options! { with_snippet: false, non_finite_float_policy: any_float };
+    let mut reading = None;
     serde_saphyr::with_deserializer_from_str_with_options(text, options, |yaml| {
-        yaml.deserialize_map(Settings { keys, section: None, found: &mut found, reading: &mut reading })
+        yaml.deserialize_map(Settings { keys, section: None, pass, reading: &mut reading })
     })
     .map_err(|error| {
         let line = error.location().map_or(1, |location| location.line());
-        let says = |message| error.to_string().contains(message);
-        let (no_list, no_map) = (says(NO_LIST), says(NO_MAP));
+        // A section that is no map.
+        let is_form = |error: &serde_saphyr::Error| {
+            let message = error.to_string();
+            matches!(error, serde_saphyr::Error::Unexpected { .. })
+                || [NO_MAP, "invalid type"].iter().any(|part| message.contains(part))
+        };
         match (error, reading) {
-            (_, Some((key, line, true))) if no_list => (line, format!("`{key}`: {NO_LIST}")),
-            (_, Some((key, line, _))) if no_map || keys.section(&key).is_some() => (line, format!("`{key}`: {NO_MAP}")),
-            (serde_saphyr::Error::Unexpected { .. }, Some((key, line, true))) => (line, format!("`{key}`: {NO_LIST}")),
-            (serde_saphyr::Error::Unexpected { .. }, Some((key, line, false))) => {
-                (line, format!("`{key}`: expected one value, found a list or a map"))
-            }
-            (serde_saphyr::Error::Unexpected { .. }, None) => (line, "expected lines of the form `key: value`".into()),
             (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => {
                 (line, format!("`{key}` is set twice"))
             }
+            (error, Some((key, line))) if is_form(&error) => (line, format!("`{key}`: {NO_MAP}")),
+            (serde_saphyr::Error::Unexpected { .. }, None) => (line, "expected lines of the form `key: value`".into()),
             (serde_saphyr::Error::MultipleDocuments { .. }, _) => {
                 (line, "expected one YAML document, found two".into())
             }
@@ -494,11 +811,12 @@ fn read_yaml(text: &str, keys: &Keys<'_>) -> Result<Vec<Setting>, (u64, String)>
                 (line, format!("not valid YAML: {message}"))
             }
         }
-    })?;
-    Ok(found)
+    })
 }
 
 const NO_MAP: &str = "expected settings of the form `key: value` below it";
+
+const NO_VALUE: &str = "expected one value, found a list or a map";
 
 const NO_LIST: &str = "expected a text or a list of texts, found something else";
 
@@ -575,13 +893,17 @@ fn refusal(arg: &Arg, value: &str) -> Option<String> {
     })
 }
 
-/// The name most like `key`, if any is like it.
+/// The name that `key` is a slip of: a letter in five is wrong at most, or it is the beginning of this name alone.
 fn nearest<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    names
-        .map(|name| (strsim::jaro_winkler(key, name), name))
-        .filter(|&(likeness, _)| likeness > 0.8)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, name)| name)
+    let names: Vec<&str> = names.collect();
+    let slips = names.iter().map(|&name| (strsim::osa_distance(key, name), name));
+    let close = slips.filter(|(wrong, _)| *wrong <= (key.len() / 5).max(1)).min();
+    let longer = |name: &&&str| name.strip_prefix(key).is_some_and(|rest| rest.starts_with('_'));
+    match (close, &names.iter().filter(longer).collect::<Vec<_>>()[..]) {
+        (Some((_, name)), _) => Some(name),
+        (None, [name]) => Some(name),
+        (None, _) => None,
+    }
 }
 
 /// clap's message and tip without its usage block, which here would be a list of fifty flags.
@@ -626,8 +948,13 @@ mod tests {
     ];
 
     fn parse_words(words: &[&str]) -> Result<Task, String> {
+        parsed(words).map(|parsed| parsed.task)
+    }
+
+    fn parsed(words: &[&str]) -> Result<Parsed, String> {
         parse(["rlhf"].iter().chain(words).map(OsString::from)).map_err(|stop| match stop {
             Stop::Help(help) => help.to_string(),
+            Stop::ShortHelp(text) => text,
             Stop::Error(error) => error.to_string(),
         })
     }
@@ -856,8 +1183,8 @@ mod tests {
         assert_eq!((ppo.data.dataset_name, ppo.data.data_split), (vec!["z".into()], None));
         let twice = pipeline("  kl_coef: 0.1\n  init_kl_coef: 0.2\n").unwrap_err();
         assert!(twice.starts_with("run.yaml:7: `ppo.init_kl_coef` is set twice"), "{twice}");
-        let refused = pipeline("  tracker_kwargs: 1\n").unwrap_err();
-        assert!(refused.starts_with("run.yaml:6: `tracker_kwargs` is a setting of another system"), "{refused}");
+        let refused = pipeline("  world_size: 2\n").unwrap_err();
+        assert!(refused.starts_with("run.yaml:6: ppo: world_size = 2: there is one process"), "{refused}");
     }
 
     /// The flags that a cell of a table, or a line of text, names: `--flag` in backticks, with a value or without.
@@ -1284,6 +1611,385 @@ mod tests {
             parse_words(&["train"]).unwrap_err(),
             "unrecognized subcommand 'train'; the commands are sft, reward, ppo, pipeline, generate, logprobs, score and merge"
         );
+    }
+
+    /// The names of TRL 1.11's configurations and scripts: transformers' arguments, the model's and the dataset's; then what
+    /// each trainer has beside them.
+    const SHARED: &str = "\
+        output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type \
+        lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon \
+        optim_target_modules gradient_accumulation_steps average_tokens_across_devices max_grad_norm \
+        label_smoothing_factor bf16 fp16 bf16_full_eval fp16_full_eval tf32 activation_checkpointing \
+        activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs torch_compile \
+        torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache \
+        neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size logging_strategy logging_steps \
+        logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level \
+        log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id \
+        trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size \
+        prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object \
+        eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model save_strategy \
+        save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token \
+        hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end \
+        metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint \
+        full_determinism seed data_seed use_cpu accelerator_config parallelism_config dataloader_drop_last \
+        dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers \
+        dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order \
+        remove_unused_columns label_names train_sampling_strategy length_column_name \
+        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend \
+        ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval do_predict \
+        resume_from_checkpoint local_rank model_name_or_path model_revision dtype attn_implementation \
+        use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters \
+        lora_modules_to_save lora_task_type use_rslora use_dora load_in_8bit load_in_4bit \
+        bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage dataset_name dataset_config \
+        dataset_train_split dataset_test_split dataset_streaming ignore_bias_buffers datasets streaming \
+        test_split_size";
+    const OF_PPO: &str = "\
+        dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size \
+        num_sample_generations response_length stop_token stop_token_id temperature missing_eos_penalty \
+        sft_model_path world_size num_total_batches micro_batch_size local_batch_size batch_size \
+        local_mini_batch_size mini_batch_size reward_model_path model_adapter_name ref_adapter_name \
+        num_ppo_epochs whiten_rewards kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam \
+        ds3_gather_for_generation";
+    const OF_SFT: &str = "\
+        model_init_kwargs router_aux_loss_coef trust_remote_code chat_template_path dataset_text_field \
+        dataset_kwargs dataset_num_proc eos_token max_length truncation_mode shuffle_dataset packing \
+        packing_strategy padding_free pad_to_multiple_of eval_packing completion_only_loss \
+        assistant_only_loss loss_type activation_offloading pad_token";
+    const OF_REWARD: &str = "\
+        model_init_kwargs trust_remote_code chat_template_path disable_dropout dataset_num_proc eos_token \
+        max_length pad_to_multiple_of center_rewards_coefficient activation_offloading pad_token";
+
+    /// The fewest words of a command that are one.
+    fn least(command: &str) -> Vec<&str> {
+        match command {
+            "ppo" => PPO.to_vec(),
+            "merge" => vec!["merge", "--model_name_or_path", "m", "--output_dir", "o"],
+            "sft" | "reward" => vec![command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"],
+            _ => vec![command, "--model_name_or_path", "m"],
+        }
+    }
+
+    #[test]
+    fn every_name_of_trl_works_or_is_noted_or_is_refused_with_its_reason() {
+        let rlhf = rlhf_command();
+        for (name, own) in [("ppo", OF_PPO), ("sft", OF_SFT), ("reward", OF_REWARD)] {
+            let command = rlhf.find_subcommand(name).unwrap();
+            let keys = Keys { top: vec![command], sections: Vec::new() };
+            let (mut works, mut foreign) = (0, 0);
+            for flag in SHARED.split_whitespace().chain(own.split_whitespace()) {
+                let arg = keys.flag(flag).unwrap_or_else(|| panic!("rlhf {name}: no {flag}"));
+                if !trl::is_added(arg) {
+                    works += 1;
+                    continue;
+                }
+                foreign += 1;
+                let said = |value: &str| parsed(&[&least(name)[..], &[&format!("--{flag}"), value]].concat());
+                match said("zzz") {
+                    Ok(parsed) => {
+                        let [note] = &parsed.notes[..] else { panic!("{flag}: {:?}", parsed.notes) };
+                        assert!(note.starts_with(&format!("without effect here: {flag} (")), "{note}");
+                        let plain = parse_words(&least(name)).unwrap();
+                        assert_eq!(parsed.task, plain, "{flag}");
+                    }
+                    Err(error) => {
+                        assert!(error.starts_with(&format!("{flag} = zzz: ")) && error.lines().count() == 1, "{error}");
+                        let fine = error.split(" expected ").nth(1).unwrap().split([' ', ',', ';']).next().unwrap();
+                        assert!(said(fine).is_ok(), "{flag} = {fine}");
+                    }
+                }
+            }
+            assert!(works > 40 && foreign > 60, "{name}: {works} {foreign}");
+        }
+    }
+
+    #[test]
+    fn documented_lines_of_trls_scripts_run_once_models_and_dataset_are_named() {
+        let models = "--sft_model_path policy --reward_model_path judge --dataset_name prompts.jsonl";
+        let read = |line: &str| {
+            let words: Vec<&str> = line.split_whitespace().filter(|word| *word != "\\").collect();
+            let found = parsed(&[&["ppo"], &words[..]].concat()).unwrap_or_else(|error| panic!("{line}: {error}"));
+            let Task::Ppo(config) = found.task else { panic!() };
+            (config, found.notes)
+        };
+        let (config, notes) = read(&format!(
+            "--learning_rate 3e-6 --num_ppo_epochs 1 --num_mini_batches 1 --output_dir models/minimal/ppo \
+             --per_device_train_batch_size 64 --gradient_accumulation_steps 1 --total_episodes 10000 \
+             --model_name_or_path EleutherAI/pythia-1b-deduped --non_eos_penalty {models}"
+        ));
+        assert!(config.non_eos_penalty && notes.is_empty(), "{notes:?}");
+        let (config, notes) = read(&format!(
+            "--output_dir models/minimal/ppo_tldr --learning_rate 3e-6 --per_device_train_batch_size 16 \
+             --gradient_accumulation_steps 4 --total_episodes 1000000 --model_name_or_path EleutherAI/pythia-1b-deduped \
+             --sft_model_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr \
+             --reward_model_path cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr \
+             --local_rollout_forward_batch_size 16 --non_eos_penalty --stop_token eos --dataset_name trl-lib/tldr"
+        ));
+        assert_eq!((config.plan(1).unwrap().batch_size, config.stop_token), (64, Some(StopToken::Eos)));
+        assert!(notes.is_empty(), "{notes:?}");
+        let (config, notes) = read(&format!(
+            "{models} --dataset_test_split validation --learning_rate 3e-6 --output_dir out --per_device_train_batch_size 1 \
+             --gradient_accumulation_steps 64 --total_episodes 30000 --missing_eos_penalty 1.0 --stop_token eos \
+             --response_length 53 --eval_strategy steps --eval_steps 100 --logging_steps 10 --save_strategy no \
+             --torch_dtype float32 --attn_implementation flash_attention_2 --trust_remote_code False --run_name tldr \
+             --report_to none"
+        ));
+        assert_eq!((config.eval.eval_steps, config.run.checkpoints.save_steps), (Some(100), None));
+        assert_eq!(
+            notes,
+            [
+                "without effect here: run_name (a run is known by its output_dir); logging_steps (each update is logged); \
+              attn_implementation (it changes memory and speed only, which are seen to here)"
+            ]
+        );
+    }
+
+    #[test]
+    fn strategies_stand_for_their_steps() {
+        let steps = |words: &str| {
+            let config = ppo(&words.split_whitespace().collect::<Vec<_>>());
+            (config.eval.eval_steps, config.run.checkpoints.save_steps)
+        };
+        assert_eq!(steps("--eval_strategy steps --save_strategy steps"), (Some(10), Some(500)));
+        assert_eq!(steps("--evaluation_strategy steps --save_steps 7"), (Some(10), Some(7)));
+        assert_eq!(steps("--eval_strategy no --save_strategy no"), (None, None));
+        assert_eq!(ppo(&["--use_cpu"]).run.device, rlhf::device::Device::Cpu);
+        let sft = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"];
+        let Task::Sft(config) =
+            with_file("eval_strategy: steps\nlogging_steps: 3\nsave_strategy: no\nsave_steps: 500\n", &sft).unwrap()
+        else {
+            panic!()
+        };
+        assert_eq!((config.eval.eval_steps, config.run.checkpoints.save_steps), (Some(3), None));
+        for (words, message) in [
+            ("--eval_strategy epoch", "eval_strategy = epoch: expected steps or no; with eval_steps = N it is every N"),
+            ("--eval_strategy no --eval_steps 3", "eval_strategy = no and eval_steps exclude each other"),
+            ("--save_strategy best", "save_strategy = best needs metric_for_best_model"),
+            ("--use_cpu --device cuda", "use_cpu = true and device exclude each other"),
+        ] {
+            let error = ppo_error(&words.split_whitespace().collect::<Vec<_>>());
+            assert!(error.starts_with(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_whole_configuration_of_trls_trainer_with_step_is_a_file_for_its_preset() {
+        let text = "preset: trl-legacy\noutput_dir: out\nexp_name: ppo\nseed: 0\nlog_with: null\ntask_name: null\nmodel_name: gpt2\n\
+                    query_dataset: stanfordnlp/imdb\nreward_model: 'sentiment-analysis:lvwerra/distilbert-imdb'\n\
+                    remove_unused_columns: true\ntracker_kwargs: {}\naccelerator_kwargs: {}\nproject_kwargs: {}\n\
+                    tracker_project_name: trl\npush_to_hub_if_best_kwargs: {}\nsteps: 20000\nlearning_rate: 1.41e-05\n\
+                    adap_kl_ctrl: true\ninit_kl_coef: 0.2\nkl_penalty: kl\ntarget: 6.0\nhorizon: 10000.0\ngamma: 1.0\nlam: 0.95\n\
+                    cliprange: 0.2\ncliprange_value: 0.2\nvf_coef: 0.1\nbatch_size: 128\nforward_batch_size: null\n\
+                    mini_batch_size: 128\ngradient_accumulation_steps: 1\nworld_size: null\nppo_epochs: 4\nmax_grad_norm: null\n\
+                    optimize_cuda_cache: null\noptimize_device_cache: false\nearly_stopping: false\ntarget_kl: 1.0\n\
+                    compare_steps: 1\nratio_threshold: 10.0\nuse_score_scaling: false\nuse_score_norm: false\nscore_clip: null\n\
+                    whiten_rewards: false\ngradient_checkpointing: false\nis_encoder_decoder: null\nis_peft_model: null\n\
+                    backward_batch_size: null\nglobal_backward_batch_size: null\nglobal_batch_size: null\ndataset_num_proc: null\n";
+        let Task::Ppo(mut config) = with_file(text, &["ppo"]).unwrap() else { panic!() };
+        let expected = PpoConfig::with_preset(
+            Preset::TrlLegacy,
+            "gpt2",
+            "sentiment-analysis:lvwerra/distilbert-imdb",
+            "stanfordnlp/imdb",
+            "out",
+        );
+        (config.legacy.batch_size, config.legacy.mini_batch_size, config.step.target_kl) = (None, None, None);
+        assert_eq!(config, expected);
+        // With values that ask for what is not here: all in one answer, each with its line.
+        let text = text
+            .replace("world_size: null", "world_size: 8")
+            .replace("tracker_kwargs: {}", "tracker_kwargs: {wandb: {a: 1}}");
+        let text =
+            text.replace("forward_batch_size: null", "forward_batch_size: 4").replace("gamma: 1.0", "gamma: 2.0");
+        let text =
+            text.replace("is_encoder_decoder: null", "is_encoder_decoder: true").replace("lam: 0.95", "lam: high");
+        let error = with_file(&text, &["ppo"]).unwrap_err();
+        let expected = [
+            "run.yaml:24: `lam`: expected a number, found `high`",
+            "run.yaml:32: world_size = 8: there is one process; expected none or 1",
+            "run.yaml:29: forward_batch_size = 4: it is mini_batch_size under its older name; expected none",
+            "run.yaml:46: is_encoder_decoder = true: models are decoders; expected none or false",
+            "gamma = 2: expected a number from 0 to 1",
+        ];
+        assert_eq!(error.lines().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn all_that_is_wrong_with_a_line_and_its_file_is_told_at_once() {
+        let words = [
+            "ppo",
+            "--sft_model_path",
+            "s",
+            "--learning_rat",
+            "1e-5",
+            "--seed",
+            "-1",
+            "--kl_estimator=k2",
+            "--gamma",
+            "2",
+            "--optim",
+            "sgd",
+            "--zzz",
+            "--adap_kl_ctrl",
+            "--horizon",
+            "0",
+            "--output_dir",
+        ];
+        let text = "lam: x\ncliprang: 0.1\nresponse_length: {a: 1}\nvf_coef: -1\nmax_steps: 7\n";
+        let error = with_file(text, &words).unwrap_err();
+        let expected = [
+            "unexpected argument '--learning_rat' found; tip: a similar argument exists: '--learning_rate'",
+            "invalid value '-1' for '--seed <N>': expected a whole number, 0 or more",
+            "invalid value 'k2' for '--kl_estimator <NAME>' [possible values: k1, k3, abs, mse, full]",
+            "unexpected argument '--zzz' found",
+            "a value is required for '--output_dir <PATH>' but none was supplied",
+            "run.yaml:1: `lam`: expected a number, found `x`",
+            "run.yaml:2: unknown key `cliprang`; did you mean `cliprange`?",
+            "run.yaml:3: `response_length`: expected one value, found a list or a map",
+            "optim = sgd: the optimizer is AdamW with decoupled weight decay, in float32; expected none or adamw_torch",
+            "run.yaml:5: max_steps = 7: total_episodes is the length of the run; expected none or -1",
+            "the following required arguments were not provided: --dataset_name <PATH>...",
+            "vf_coef = -1: expected a number of 0 or more",
+            "gamma = 2: expected a number from 0 to 1",
+            "horizon = 0: expected a number above 0",
+        ];
+        let lines: Vec<&str> = error.lines().collect();
+        assert_eq!(lines.len(), expected.len(), "{error}");
+        for (line, expected) in lines.iter().zip(expected) {
+            assert!(line.starts_with(expected), "{line}\nis not {expected}");
+        }
+    }
+
+    #[test]
+    fn what_follows_from_a_refused_flag_is_not_refused_too() {
+        assert_eq!(
+            ppo_error(&["--adap_kl_ctrl=maybe", "--horizon", "3"]),
+            "invalid value 'maybe' for '--adap_kl_ctrl[=<BOOL>]': expected true or false"
+        );
+        assert_eq!(
+            ppo_error(&["--use_pef", "--lora_r", "3"]),
+            "unexpected argument '--use_pef' found; tip: a similar argument exists: '--use_peft'"
+        );
+    }
+
+    #[test]
+    fn a_hint_is_for_a_slip_of_the_keyboard_or_a_name_cut_short_and_else_there_is_none() {
+        let names =
+            ["learning_rate", "lr_scheduler_type", "num_sample_generations", "seed", "max_length", "max_grad_norm"];
+        for (wrong, expected) in [
+            ("learning_rat", Some("learning_rate")),
+            ("laerning_rate", Some("learning_rate")),
+            ("lr_scheduler", Some("lr_scheduler_type")),
+            ("sead", Some("seed")),
+            ("attn_implementation", None),
+            ("num_generations", None),
+            ("max", None),
+            ("rate", None),
+        ] {
+            assert_eq!(nearest(wrong, names.into_iter()), expected, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_value_of_a_preset_that_a_flag_makes_meaningless_is_left_out() {
+        type Look = fn(&PpoConfig) -> bool;
+        let cases: [(&str, &str, Look, &str); 12] = [
+            ("deepspeed-chat", "--lr_scheduler_type constant", |c| c.optimizer.warmup_steps == 0, "`warmup_steps`"),
+            ("deepspeed-chat", "--vf_coef 0", |c| c.value.value_learning_rate.is_none(), "`value_learning_rate`"),
+            ("deepspeed-chat", "--stop_token_id 3", |c| c.stop_token.is_none(), "`stop_token`"),
+            ("deepspeed-chat", "--warmup_ratio 0.1", |c| c.optimizer.warmup_steps == 0, "`warmup_steps`"),
+            ("deepspeed-chat", "--response_length 1", |c| c.counts.min_response_length == 0, "`min_response_length`"),
+            (
+                "deepspeed-chat",
+                "--score_position last_token",
+                |c| c.counts.last_value_in_loss && c.counts.eos_in_loss == EosInLoss::Always,
+                "`last_value_in_loss`",
+            ),
+            (
+                "deepspeed-chat",
+                "--value_head",
+                |c| c.legacy.value_head && c.value.value_learning_rate.is_none(),
+                "`value_learning_rate`",
+            ),
+            ("trl-legacy", "--init_kl_coef 0", |c| !c.kl.adap_kl_ctrl && c.kl_coef == 0.0, "`adap_kl_ctrl`"),
+            ("trl-legacy", "--kl_coef_end 0.1", |c| !c.kl.adap_kl_ctrl, "`adap_kl_ctrl`"),
+            ("trl-legacy", "--stop_token_id 3", |c| c.stop_token.is_none(), "`stop_token`"),
+            ("trl-legacy", "--eos_in_loss never", |c| c.score_position == ScorePosition::AfterStop, "`score_position`"),
+            ("trl-legacy", "--lr_scheduler_type linear", |c| c.optimizer.warmup_steps == 0, ""),
+        ];
+        for (preset, words, holds, noted) in cases {
+            let words: Vec<&str> = words.split_whitespace().collect();
+            let found = parsed(&[&PPO[..], &["--preset", preset], &words].concat())
+                .unwrap_or_else(|e| panic!("{words:?}: {e}"));
+            let Task::Ppo(config) = found.task else { panic!() };
+            assert!(holds(&config), "{words:?}: {config:?}");
+            let noted = if noted.is_empty() { String::new() } else { format!("{noted} of the preset is left out: ") };
+            assert!(found.notes.first().map_or("", String::as_str).starts_with(&noted), "{words:?}: {:?}", found.notes);
+            // What is written of the run is the same run.
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("run.yaml");
+            config::write_resolved(&config, &path).unwrap();
+            assert_eq!(parse_words(&["ppo", "--config", path.to_str().unwrap()]).unwrap(), Task::Ppo(config));
+        }
+        // The user's own are refused as ever, on the line and in a file.
+        let own = ["--preset", "deepspeed-chat", "--lr_scheduler_type", "constant", "--warmup_steps", "3"];
+        assert!(ppo_error(&own).starts_with("warmup_steps = 3 has no effect with lr_scheduler_type = constant"));
+        let error = with_file("preset: trl-legacy\nadap_kl_ctrl: true\nkl_coef: 0\n", &PPO).unwrap_err();
+        assert!(error.starts_with("adap_kl_ctrl = true has no effect with kl_coef = 0"), "{error}");
+        assert!(
+            ppo_error(&["--preset", "trl-legacy", "--warmup_steps", "3"]).starts_with("warmup_steps = 3 has no effect")
+        );
+        assert!(ppo_error(&["--preset", "trl-legacy", "--fp16"]).starts_with("fp16 = true with value_head = true"));
+        // A section of a pipeline is a file too.
+        let text = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nppo: {preset: deepspeed-chat, vf_coef: 0}\n";
+        let Task::Pipeline(config) = with_file(text, &["pipeline"]).unwrap() else { panic!() };
+        assert_eq!(config.ppo.unwrap().value.value_learning_rate, None);
+    }
+
+    #[test]
+    fn no_size_is_large_enough_for_more_than_a_usage_error() {
+        let mut counted = 0;
+        for command in rlhf_command().get_subcommands().filter(|command| command.get_name() != PIPELINE) {
+            for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
+                let is_number = arg.get_value_names().is_some_and(|names| names.iter().any(|name| name == "N"));
+                let (Some(flag), true) = (arg.get_long(), is_number) else { continue };
+                let own = format!("--{flag}");
+                for value in ["18446744073709551615", "9223372036854775807"] {
+                    let words = [&least(command.get_name())[..], &[&own, value]].concat();
+                    if let Err(error) = parse_words(&words) {
+                        assert!(error.contains(flag), "{words:?}: {error}");
+                    } else {
+                        assert!(
+                            ["seed", "data_split_seed", "stop_token_id", "stop_token_ids", "total_episodes"]
+                                .contains(&flag),
+                            "{words:?}"
+                        );
+                    }
+                }
+                counted += 1;
+            }
+        }
+        assert!(counted > 60, "{counted}");
+    }
+
+    #[test]
+    fn the_short_help_of_a_command_is_one_screen_and_begins_with_what_is_needed() {
+        for command in rlhf_command().get_subcommands() {
+            let name = command.get_name();
+            let short = parse_words(&[name, "-h"]).unwrap_err();
+            assert!(short.lines().count() <= 24 && short.lines().all(|line| line.chars().count() <= 80), "{short}");
+            assert!(short.contains(&format!("`rlhf {name} --help`")), "{short}");
+            let long = parse_words(&[name, "--help"]).unwrap_err();
+            for arg in command.get_arguments().filter(|arg| !arg.is_hide_set() && !arg.is_positional()) {
+                let flag = format!("--{}", arg.get_id());
+                assert!(long.contains(&flag), "rlhf {name} --help has no {flag}");
+                let (needed, _) = short.split_once("Often used:").unwrap();
+                assert!(!arg.is_required_set() || needed.contains(&flag), "{short}");
+            }
+            for line in short.lines().filter(|line| line.starts_with("  --")) {
+                let flag = line.split_whitespace().next().unwrap();
+                assert!(long.contains(flag) && line.chars().nth(37).is_some_and(|c| c != ' '), "{line}");
+            }
+        }
     }
 
     #[test]

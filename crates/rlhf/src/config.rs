@@ -943,17 +943,26 @@ pub enum LogprobsOf {
 
 impl SamplingConfig {
     fn check(&self, config: &PpoConfig) -> Result<()> {
-        above_zero("top_p", self.top_p)?;
-        zero_to_one("top_p", self.top_p)?;
-        zero_to_one("min_p", self.min_p)?;
-        above_zero("repetition_penalty", self.repetition_penalty)?;
         let (least, most) = (self.min_new_tokens, config.response_length);
-        expect(least <= most, "min_new_tokens", least, &format!("at most response_length = {most}"))?;
-        expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text")?;
         let stops = config.stop_token.is_some() || config.stop_token_id.is_some() || !self.stop_strings.is_empty();
-        if least > 0 && !stops {
-            return no_effect("min_new_tokens", least, "without stop_token, stop_token_id or stop_strings");
-        }
+        all([
+            above_zero("top_p", self.top_p),
+            zero_to_one("top_p", self.top_p),
+            zero_to_one("min_p", self.min_p),
+            above_zero("repetition_penalty", self.repetition_penalty),
+            expect(least <= most, "min_new_tokens", least, &format!("at most response_length = {most}")),
+            expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text"),
+            if least > 0 && !stops {
+                no_effect("min_new_tokens", least, "without stop_token, stop_token_id or stop_strings")
+            } else {
+                Ok(())
+            },
+            self.check_logprobs(config),
+        ])
+    }
+
+    fn check_logprobs(&self, config: &PpoConfig) -> Result<()> {
+        let least = self.min_new_tokens;
         if self.logprobs_of == LogprobsOf::Policy {
             return Ok(());
         }
@@ -2926,7 +2935,8 @@ impl Setting for usize {
     const EXPECTED: &'static str = "a whole number, 0 or more";
 
     fn read(text: &str) -> Option<Self> {
-        text.parse().ok()
+        // As Python writes a whole number that may be a share.
+        text.strip_suffix(".0").unwrap_or(text).parse().ok()
     }
 }
 
@@ -3104,9 +3114,8 @@ fn typed<T: Setting>(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
     }
 }
 
-/// A refusal of one line, whatever the values hold that it quotes.
 fn usage<T>(message: impl Into<String>) -> Result<T> {
-    Err(Error::Usage(message.into().replace('\n', "\\n")))
+    Err(Error::Usage(message.into()))
 }
 
 /// Gathers what is wrong with settings, so that all of it is reported at once and not one fault per run.
@@ -3126,6 +3135,16 @@ impl Refusals {
         self.lines.is_empty()
     }
 
+    /// Whether a line refuses this setting.
+    pub fn has(&self, name: &str) -> bool {
+        self.about.iter().any(|about| about == name)
+    }
+
+    /// None, of a part of the same settings: what follows from a refusal of these is not refused there either.
+    pub fn about(&self) -> Self {
+        Self { lines: Vec::new(), about: self.about.clone() }
+    }
+
     /// Takes up one line, which refuses these settings.
     pub fn refuse(&mut self, line: impl Into<String>, about: impl IntoIterator<Item = impl Into<String>>) {
         self.lines.push(line.into());
@@ -3135,27 +3154,31 @@ impl Refusals {
     /// Takes up what `checked` refuses, but for what names a setting that is refused already: that follows from it.
     ///
     /// # Errors
-    /// If it is an error of another kind than [`Error::Usage`].
+    /// If it is an error of another kind than [`Error::Usage`] and [`Error::Refused`].
     pub fn add(&mut self, checked: Result<()>) -> Result<()> {
-        match checked {
-            Err(Error::Usage(message)) => {
-                for line in message.lines() {
-                    if !self.about.iter().any(|name| names(line, name)) {
-                        self.refuse(line, subjects(line));
-                    }
-                }
-                Ok(())
-            }
-            other => other,
+        let Err(error) = checked else { return Ok(()) };
+        let lines = error.refusals();
+        if lines.is_empty() {
+            return Err(error);
         }
+        for line in lines {
+            if !self.about.iter().any(|name| names(line, name)) {
+                self.refuse(line, subjects(line));
+            }
+        }
+        Ok(())
     }
 
     /// All of it, a line each.
     ///
     /// # Errors
-    /// [`Error::Usage`] if there is anything.
-    pub fn end(self) -> Result<()> {
-        if self.is_empty() { Ok(()) } else { Err(Error::Usage(self.lines.join("\n"))) }
+    /// [`Error::Usage`] or [`Error::Refused`] if there is anything.
+    pub fn end(mut self) -> Result<()> {
+        match self.lines.len() {
+            0 => Ok(()),
+            1 => Err(Error::Usage(self.lines.remove(0))),
+            _ => Err(Error::Refused(self.lines)),
+        }
     }
 }
 

@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
-use rlhf::config::Preset;
+use rlhf::config::{Preset, Refusals};
 use rlhf::model::Dtype;
-use rlhf::{Error, Result};
 
 use crate::cli::Setting;
+use crate::trl;
 
 /// What becomes of a flag.
 enum To {
@@ -85,6 +85,11 @@ const FLAGS: [(&str, bool, To); 44] = [
     ("tensorboard_path", false, Passed),
 ];
 
+/// Whether `name` is a flag of DeepSpeed-Chat's that is in the table.
+pub(crate) fn has(name: &str) -> bool {
+    FLAGS.iter().any(|(flag, ..)| *flag == name)
+}
+
 /// Adds the flags to the command `ppo`, out of sight: its help is long enough. Those that it has by now are its own.
 pub(crate) fn with_flags(ppo: Command) -> Command {
     let arg = |ppo: Command, (name, alone, to): &(&'static str, bool, To)| {
@@ -114,10 +119,19 @@ pub(crate) fn with_flags(ppo: Command) -> Command {
 /// Takes these flags out of the file's `settings` and finds those among the command line's `flags`; what they come to is put behind
 /// the file's own, so that a flag of ours still wins.
 ///
-/// # Errors
-/// If there is one and the preset is another; if one asks for what is not here, or says what one of ours says too.
-pub(crate) fn translate(preset: Option<Preset>, flags: &ArgMatches, settings: &mut Vec<Setting>) -> Result<()> {
-    let own = |name: &str| FLAGS.iter().find(|(flag, ..)| *flag == name && !is_ours(flags, name));
+/// It is refused if there is one and the preset is another, or if one asks for what is not here, or says what one of ours says too.
+pub(crate) fn translate(
+    preset: Option<Preset>,
+    flags: &ArgMatches,
+    settings: &mut Vec<Setting>,
+    refusals: &mut Refusals,
+) {
+    let chat = preset == Some(Preset::DeepspeedChat);
+    let own = |name: &str| {
+        let row = FLAGS.iter().find(|(flag, ..)| *flag == name && !is_ours(flags, name));
+        // Some are transformers' too.
+        row.filter(|(flag, ..)| chat || !trl::has("ppo", flag))
+    };
     let mut given: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let (theirs, ours): (Vec<Setting>, Vec<Setting>) =
         std::mem::take(settings).into_iter().partition(|setting| own(&setting.key).is_some());
@@ -130,30 +144,31 @@ pub(crate) fn translate(preset: Option<Preset>, flags: &ArgMatches, settings: &m
     for (name, ..) in FLAGS.iter().filter(|(name, ..)| own(name).is_some() && on_line(flags, name)) {
         given.insert(name, flags.get_many::<String>(name).into_iter().flatten().cloned().collect());
     }
-    if preset != Some(Preset::DeepspeedChat) {
-        return match given.keys().next().and_then(|name| own(name)) {
-            None => Ok(()),
-            Some((name, _, Ours(ours))) => {
-                usage(format!("{name} is a flag of --preset deepspeed-chat; else it is {ours}"))
-            }
-            Some((name, ..)) => usage(format!("{name} is a flag of --preset deepspeed-chat alone")),
-        };
+    if !chat {
+        for (name, _, to) in given.keys().filter_map(|name| own(name)) {
+            let line = match to {
+                Ours(ours) => format!("{name} is a flag of --preset deepspeed-chat; else it is {ours}"),
+                Together | Passed | Only(..) => format!("{name} is a flag of --preset deepspeed-chat alone"),
+            };
+            refusals.refuse(line, [*name]);
+        }
+        return;
     }
     let mut put = |key: &str, values: Vec<String>| settings.push(Setting { key: key.into(), line: 0, values });
     for (name, values) in &given {
         let said = values.first().map_or("none", String::as_str).to_ascii_lowercase();
         match own(name) {
             Some((_, _, Ours(ours))) if on_line(flags, ours) => {
-                return usage(format!("{name} and {ours} say the same: give one of them"));
+                refusals.refuse(format!("{name} and {ours} say the same: give one of them"), [*name, ours]);
             }
             Some((_, _, Ours(ours))) => put(ours, values.clone()),
             Some((_, _, Only(fine, reason))) if !fine.contains(&said.as_str()) => {
-                return usage(format!("{name} = {said}: {reason}; expected {}", fine.join(" or ")));
+                refusals.refuse(format!("{name} = {said}: {reason}; expected {}", fine.join(" or ")), [*name]);
             }
             _ => {}
         }
     }
-    for (key, value) in together(&given)? {
+    for (key, value) in together(&given, refusals) {
         put(key, vec![value]);
     }
     if given.contains_key("actor_weight_decay") {
@@ -185,7 +200,6 @@ pub(crate) fn translate(preset: Option<Preset>, flags: &ArgMatches, settings: &m
         // Its configuration of the engine has another than DeepSpeed's own.
         settings.insert(0, Setting { key: "loss_scale_window".into(), line: 0, values: vec!["100".into()] });
     }
-    Ok(())
 }
 
 /// Whether the command has the flag with a meaning of its own, and not by [`with_flags`], which takes text.
@@ -198,7 +212,7 @@ fn on_line(flags: &ArgMatches, name: &str) -> bool {
 }
 
 /// Learning rates and adapters: with an adapter only that is trained, at the rate that is meant for it.
-fn together(given: &BTreeMap<&str, Vec<String>>) -> Result<Vec<(&'static str, String)>> {
+fn together(given: &BTreeMap<&str, Vec<String>>, refusals: &mut Refusals) -> Vec<(&'static str, String)> {
     let said = |name: &str| given.get(name).and_then(|values| values.first());
     let on = |name: &str| said(name).is_some_and(|word| word.eq_ignore_ascii_case("true"));
     let mut settings = Vec::new();
@@ -206,12 +220,16 @@ fn together(given: &BTreeMap<&str, Vec<String>>) -> Result<Vec<(&'static str, St
     for (model, rank) in ["actor", "critic"].into_iter().zip(&mut ranks) {
         let name = format!("{model}_lora_dim");
         let dim = said(&name).map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
-        let dim = dim.or_else(|word| usage(format!("{name} = {word}: expected a whole number, 0 or more")))?;
+        let dim = dim.unwrap_or_else(|word| {
+            refusals.refuse(format!("{name} = {word}: expected a whole number, 0 or more"), [&name]);
+            0
+        });
         if dim > 0 && !on("only_optimize_lora") {
-            return usage(format!(
+            let line = format!(
                 "{name} = {dim} without only_optimize_lora = true trains embeddings, biases and norms beside the adapters, which \
                  is not done here: set only_optimize_lora, or {name} = 0"
-            ));
+            );
+            refusals.refuse(line, [&name]);
         }
         *rank = (dim > 0).then_some(dim);
     }
@@ -241,9 +259,5 @@ fn together(given: &BTreeMap<&str, Vec<String>>) -> Result<Vec<(&'static str, St
     if on("enable_tensorboard") {
         settings.push(("report_to", "tensorboard".into()));
     }
-    Ok(settings)
-}
-
-fn usage<T>(message: String) -> Result<T> {
-    Err(Error::Usage(message))
+    settings
 }

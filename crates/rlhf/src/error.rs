@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 pub enum Error {
     /// The command line or the configuration file contradicts itself or asks for what is not there.
     Usage(String),
+    /// Several settings are wrong: a line for each.
+    Refused(Vec<String>),
     /// A file or folder could not be read or written.
     Io {
         /// What was tried, as a verb phrase: "read", "create the folder".
@@ -55,10 +57,15 @@ impl fmt::Debug for Error {
     }
 }
 
-/// One line, whatever is in it of files, programs and services; see [`crate::safe_text::one_line`].
+/// One line, or one for each setting that is refused, whatever is in it of files, programs and services; see
+/// [`crate::safe_text::one_line`].
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = match self {
+            Error::Refused(lines) => {
+                let lines: Vec<_> = lines.iter().map(|line| one_line(line)).collect();
+                return f.write_str(&lines.join("\n"));
+            }
             Error::Usage(message) | Error::Run(message) | Error::Stopped { message, .. } => message.clone(),
             Error::Io { action, path, source } => format!("{}: cannot {action}: {source}", path.display()),
             Error::Invalid { path, message } => format!("{}: {message}", path.display()),
@@ -85,10 +92,19 @@ impl Error {
         Error::Invalid { path: path.as_ref().to_path_buf(), message: message.into() }
     }
 
+    /// What is wrong with the settings, each as a line of its own; empty for an error of another kind.
+    pub fn refusals(&self) -> &[String] {
+        match self {
+            Error::Usage(line) => std::slice::from_ref(line),
+            Error::Refused(lines) => lines,
+            _ => &[],
+        }
+    }
+
     /// The exit code of the program: 2 for usage, 128 and a signal's number for a run that it ended, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Error::Usage(_) => 2,
+            Error::Usage(_) | Error::Refused(_) => 2,
             Error::Stopped { code, .. } => *code,
             _ => 1,
         }
@@ -116,5 +132,6 @@ mod tests {
             assert!(!text.contains(char::is_control) && text.len() < 4000, "{text}");
             assert!(text.contains("\\u{1b}[2J"), "{text}");
         }
+        assert_eq!(Error::Refused(vec!["a = 1\nb".into(), "c".into()]).to_string(), "a = 1\\nb\nc");
     }
 }

@@ -6,6 +6,7 @@ mod cli;
 mod deepspeed_chat;
 mod measure;
 mod output;
+mod trl;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -19,7 +20,7 @@ use rlhf::report::{Console, request_stop};
 use rlhf::safe_text::one_line;
 use rlhf::{Error, Result};
 
-use crate::cli::{Stop, Task};
+use crate::cli::{Parsed, Stop, Task};
 
 fn main() -> ExitCode {
     tch_ext::bound_spinning();
@@ -35,15 +36,24 @@ fn main() -> ExitCode {
 
 fn start() -> ExitCode {
     match cli::parse(std::env::args_os()) {
-        Ok(task) => match run(&task) {
-            Ok(()) => ExitCode::SUCCESS,
-            // The reader of our output has seen enough.
-            Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-            Err(error) => report(&error),
-        },
+        Ok(Parsed { task, notes }) => {
+            for note in notes {
+                let _ = writeln!(io::stderr(), "note: {note}");
+            }
+            match run(&task) {
+                Ok(()) => ExitCode::SUCCESS,
+                // The reader of our output has seen enough.
+                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+                Err(error) => report(&error),
+            }
+        }
         Err(Stop::Help(help)) => {
             let _ = help.print();
             ExitCode::from(if help.use_stderr() { 2 } else { 0 })
+        }
+        Err(Stop::ShortHelp(text)) => {
+            let _ = io::stdout().write_all(text.as_bytes());
+            ExitCode::SUCCESS
         }
         Err(Stop::Error(error)) => report(&error),
     }
@@ -96,11 +106,15 @@ fn is_ignored(signal: i32) -> bool {
 
 /// Prints the line that ends a failed run, or, of settings, a line for each that is wrong.
 fn report(error: &Error) -> ExitCode {
-    let lines = if matches!(error, Error::Usage(_)) { usize::MAX } else { 1 };
-    for line in error.to_string().lines().take(lines) {
-        fail(line, error.exit_code());
+    match error.refusals() {
+        [] => fail(&error.to_string(), error.exit_code()),
+        lines => {
+            for line in lines {
+                fail(&one_line(line), error.exit_code());
+            }
+            ExitCode::from(error.exit_code())
+        }
     }
-    ExitCode::from(error.exit_code())
 }
 
 /// Prints one line of an error.

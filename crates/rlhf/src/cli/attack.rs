@@ -100,7 +100,7 @@ fn values() -> Vec<OsString> {
 fn check(what: &str, args: Vec<OsString>) -> bool {
     match parse([OsString::from("rlhf")].into_iter().chain(args)) {
         Ok(_) => true,
-        Err(Stop::Help(_)) => true,
+        Err(Stop::Help(_) | Stop::ShortHelp(_)) => true,
         Err(Stop::Error(error)) => {
             let text = error.to_string();
             // A line for each setting that is refused.

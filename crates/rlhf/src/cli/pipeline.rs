@@ -5,10 +5,14 @@ use std::path::{Path, PathBuf};
 
 use clap::{Command, FromArgMatches};
 use rlhf::Error;
-use rlhf::config::{PipelineFlags, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step};
+use rlhf::config::{PipelineFlags, PpoConfig, Refusals, Resume, RewardConfig, RunConfig, SftConfig, Step};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
-use super::{Keys, NOT_SETTINGS, PIPELINE, Setting, Stop, one_line, read_config, set_default, with_preset};
+use super::{
+    Keys, NOT_SETTINGS, PIPELINE, Setting, Stop, matches_of, not_required, read_config, resolve, set_default,
+    translated, with_defaults,
+};
+use crate::trl::Said;
 
 /// Settings of the whole, which no section has.
 const OF_THE_WHOLE: [&str; 4] =
@@ -29,12 +33,14 @@ const OF_A_DATASET: [&str; 8] = [
     "data_split_seed",
 ];
 
-/// What the file `path` and the command line `args` of `rlhf pipeline` say.
-pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command) -> Result<PipelineConfig, Stop> {
+/// What the file `path` and the command line `args` of `rlhf pipeline` say; what is wrong with it is put with the refusals of
+/// `said`.
+pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command, said: &mut Said) -> Result<PipelineConfig, Stop> {
     let command = |name: &str| rlhf.find_subcommand(name).expect("it is a command");
     let steps = Step::ALL.map(|step| command(step.name()));
     let top = [command(PIPELINE)].into_iter().chain(steps).collect();
-    let (settings, nulls): (Vec<Setting>, _) = read_config(path, &Keys { top, sections: steps.to_vec() })?
+    let keys = Keys { top, sections: steps.to_vec() };
+    let (settings, nulls): (Vec<Setting>, _) = read_config(path, &keys, &mut said.refusals)?
         .into_iter()
         .partition(|setting| !setting.values.is_empty() || Step::ALL.iter().any(|step| step.name() == setting.key));
     let file = File { path, settings: &settings, nulls: &nulls };
@@ -42,7 +48,7 @@ pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command) -> Result<Pi
         if let Some(key) = OF_THE_WHOLE.iter().find(|key| file.own(step, key).is_some()) {
             let line = file.own(step, key).map_or(1, |setting| setting.line);
             let message = format!("`{step}.{key}`: expected it above the sections: it is the pipeline's");
-            return Err(file.usage(line, &message).into());
+            said.refusals.refuse(file.placed(line, &message), [*key]);
         }
     }
     let whole = |command: &Command| {
@@ -51,34 +57,28 @@ pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command) -> Result<Pi
     };
     let strict = whole(command(PIPELINE));
     let strict = rlhf.clone().mut_subcommand(PIPELINE, |command| strict.into_iter().fold(command, set_default));
-    let mut matches = strict.try_get_matches_from(args)?;
+    let mut matches = matches_of(&strict, args, &mut said.refusals, |rlhf| {
+        rlhf.mut_subcommand(PIPELINE, |command| command.mut_args(not_required))
+    })?;
     let flags = PipelineFlags::from_arg_matches(&matches.remove_subcommand().expect("it is a command").1)?;
     if let Some(Resume::From(dir)) = &flags.resume_from_checkpoint {
-        return Err(Error::Usage(format!(
+        let line = format!(
             "resume_from_checkpoint = {}: expected true: each step goes on from its own newest checkpoint",
             dir.display()
-        ))
-        .into());
+        );
+        said.refusals.refuse(line, ["resume_from_checkpoint"]);
     }
     let runs = |step: Step| !flags.skip.contains(&step);
     let config = PipelineConfig {
-        sft: runs(Step::Sft).then(|| file.sft(&flags, steps[0])).transpose()?,
-        reward: runs(Step::Reward).then(|| file.reward(&flags, steps[1])).transpose()?,
-        ppo: runs(Step::Ppo).then(|| file.ppo(&flags, steps[2])).transpose()?,
-        output_dir: flags.output_dir,
+        sft: runs(Step::Sft).then(|| file.sft(&flags, steps[0], said)).transpose()?.flatten(),
+        reward: runs(Step::Reward).then(|| file.reward(&flags, steps[1], said)).transpose()?.flatten(),
+        ppo: runs(Step::Ppo).then(|| file.ppo(&flags, steps[2], said)).transpose()?.flatten(),
+        output_dir: flags.output_dir.clone(),
     };
-    if Step::ALL.into_iter().all(|step| !runs_of(&config, step)) {
-        return Err(Error::Usage("skip = sft,reward,ppo leaves nothing to do".into()).into());
+    if !Step::ALL.into_iter().any(runs) {
+        said.refusals.refuse("skip = sft,reward,ppo leaves nothing to do", ["skip"]);
     }
     Ok(config)
-}
-
-fn runs_of(config: &PipelineConfig, step: Step) -> bool {
-    match step {
-        Step::Sft => config.sft.is_some(),
-        Step::Reward => config.reward.is_some(),
-        Step::Ppo => config.ppo.is_some(),
-    }
 }
 
 struct File<'a> {
@@ -89,8 +89,8 @@ struct File<'a> {
 }
 
 impl File<'_> {
-    fn usage(&self, line: u64, message: &str) -> Error {
-        Error::Usage(format!("{}:{line}: {message}", self.path.display()))
+    fn placed(&self, line: u64, message: &str) -> String {
+        format!("{}:{line}: {message}", self.path.display())
     }
 
     fn find(&self, key: &str) -> Option<&Setting> {
@@ -102,8 +102,15 @@ impl File<'_> {
         self.find(&format!("{step}.{key}"))
     }
 
-    /// What holds for `step`: the settings of all, then its own, then the `links` that neither sets; each by its flag's name.
-    fn settings_of(&self, step: Step, command: &Command, links: Vec<(&str, String)>) -> rlhf::Result<Vec<Setting>> {
+    /// What holds for `step`: what its preset says; and the settings of all, then its own, then the `links` that neither sets, each
+    /// by its flag's name.
+    fn settings_of(
+        &self,
+        step: Step,
+        command: &Command,
+        links: Vec<(&str, String)>,
+        said: &mut Said,
+    ) -> Result<(Vec<Setting>, Vec<Setting>), Stop> {
         let is_flag = |name: &str| {
             !NOT_SETTINGS.contains(&name) && command.get_arguments().any(|arg| arg.get_id().as_str() == name)
         };
@@ -121,14 +128,12 @@ impl File<'_> {
         };
         let mut found: Vec<Setting> = self.settings.iter().filter(shared).cloned().collect();
         found.extend(self.settings.iter().filter_map(own));
-        if step == Step::Ppo {
-            let flags = command.clone().mut_args(|arg| arg.required(false)).try_get_matches_from([step.name()]);
-            let is_set = |null: &Setting| found.iter().any(|setting| setting.key == null.key);
-            let nulls: Vec<Setting> = self.nulls.iter().filter_map(own).filter(|null| !is_set(null)).collect();
-            found.extend(nulls);
-            with_preset(&flags.map_err(|error| Error::Usage(one_line(&error)))?, &mut found)?;
-            found.retain(|setting| !setting.values.is_empty());
-        }
+        let is_set = |null: &Setting| found.iter().any(|setting| setting.key == null.key);
+        let nulls: Vec<Setting> = self.nulls.iter().filter_map(own).filter(|null| !is_set(null)).collect();
+        found.extend(nulls);
+        let flags = command.clone().mut_args(|arg| arg.required(false)).try_get_matches_from([step.name()])?;
+        let preset = translated(command, &flags, None, &mut found, said);
+        found.retain(|setting| !setting.values.is_empty());
         for (key, value) in links {
             if !found.iter().any(|setting| setting.key == key) {
                 found.push(Setting { key: key.into(), line: 0, values: vec![value] });
@@ -140,10 +145,10 @@ impl File<'_> {
             found.push(Setting { key: "data_split".into(), line: 0, values: vec![DEFAULT_SPLIT.into()] });
         }
         found.push(Setting { key: "output_dir".into(), line: 0, values: vec![".".into()] });
-        Ok(found)
+        Ok((preset, found))
     }
 
-    /// The checked configuration of `step`; errors name the place in the file that they are about.
+    /// The checked configuration of `step`; what is refused names the place in the file that it is about.
     fn config<C: FromArgMatches>(
         &self,
         flags: &PipelineFlags,
@@ -152,40 +157,63 @@ impl File<'_> {
         links: Vec<(&str, String)>,
         run: fn(&mut C) -> &mut RunConfig,
         check: fn(&C) -> rlhf::Result<()>,
-    ) -> Result<C, Stop> {
-        let placed = |error| match error {
-            Error::Usage(message) => self.place(step, &message),
-            other => other,
+        said: &mut Said,
+    ) -> Result<Option<C>, Stop> {
+        // What is refused in the file by now has its place there.
+        let mut own = Said { refusals: said.refusals.about(), notes: Vec::new() };
+        let (preset, settings) = self.settings_of(step, command, links, &mut own)?;
+        let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
+            let command = with_defaults(command.clone(), layers);
+            let relaxed = |command: Command| command.mut_args(not_required);
+            let matches = matches_of(&command, &[step.name().into()], refusals, relaxed)?;
+            let mut config = C::from_arg_matches(&matches)?;
+            let own = run(&mut config);
+            own.output_dir = PipelineConfig::dir(&flags.output_dir, step);
+            own.overwrite_output_dir = flags.overwrite_output_dir;
+            own.checkpoints.resume_from_checkpoint.clone_from(&flags.resume_from_checkpoint);
+            own.checkpoints.resume_with_changed_inputs = flags.resume_with_changed_inputs;
+            Ok(config)
         };
-        let settings = self.settings_of(step, command, links).map_err(placed)?;
-        let command = settings.into_iter().fold(command.clone(), set_default);
-        let matches = command.try_get_matches_from([step.name()]);
-        let config = matches.and_then(|matches| C::from_arg_matches(&matches));
-        let mut config = config.map_err(|error| self.place(step, &one_line(&error)))?;
-        let own = run(&mut config);
-        own.output_dir = PipelineConfig::dir(&flags.output_dir, step);
-        own.overwrite_output_dir = flags.overwrite_output_dir;
-        own.checkpoints.resume_from_checkpoint.clone_from(&flags.resume_from_checkpoint);
-        own.checkpoints.resume_with_changed_inputs = flags.resume_with_changed_inputs;
-        check(&config).map_err(placed)?;
-        Ok(config)
+        let resolved = resolve(preset, &settings, |_| false, build, check, &mut own);
+        said.notes.extend(own.notes.into_iter().map(|note| format!("{step}: {note}")));
+        let error = match (own.refusals.end(), resolved) {
+            (Ok(()), Ok(config)) => return Ok(Some(config)),
+            (Err(error), _) | (_, Err(Stop::Error(error))) => error,
+            (_, Err(other)) => return Err(other),
+        };
+        if error.refusals().is_empty() {
+            return Err(error.into());
+        }
+        for line in error.refusals() {
+            said.refusals.refuse(self.place(step, line), [""; 0]);
+        }
+        Ok(None)
     }
 
     /// An error of `step`, with the line of the setting that its message begins with, or else that of the section.
-    fn place(&self, step: Step, message: &str) -> Error {
+    fn place(&self, step: Step, message: &str) -> String {
         let key = message.split([' ', ':']).next().unwrap_or_default();
         let setting = self.own(step, key).or_else(|| self.find(key)).or_else(|| self.find(step.name()));
-        self.usage(setting.map_or(1, |setting| setting.line), &format!("{step}: {message}"))
+        self.placed(setting.map_or(1, |setting| setting.line), &format!("{step}: {message}"))
     }
 
-    fn sft(&self, flags: &PipelineFlags, command: &Command) -> Result<SftConfig, Stop> {
-        self.config(flags, Step::Sft, command, Vec::new(), |config: &mut SftConfig| &mut config.run, SftConfig::check)
+    fn sft(&self, flags: &PipelineFlags, command: &Command, said: &mut Said) -> Result<Option<SftConfig>, Stop> {
+        self.config(
+            flags,
+            Step::Sft,
+            command,
+            Vec::new(),
+            |config: &mut SftConfig| &mut config.run,
+            SftConfig::check,
+            said,
+        )
     }
 
-    fn reward(&self, flags: &PipelineFlags, command: &Command) -> Result<RewardConfig, Stop> {
+    fn reward(&self, flags: &PipelineFlags, command: &Command, said: &mut Said) -> Result<Option<RewardConfig>, Stop> {
         let mut links = Vec::new();
         if self.own(Step::Reward, "model_name_or_path").is_none() {
-            links = self.sft_model(flags, Step::Reward, "model_name_or_path")?;
+            let Some(model) = self.sft_model(flags, Step::Reward, "model_name_or_path", said)? else { return Ok(None) };
+            links = model;
             links.push(("new_reward_head", "true".into()));
         }
         self.config(
@@ -195,30 +223,33 @@ impl File<'_> {
             links,
             |config: &mut RewardConfig| &mut config.run,
             RewardConfig::check,
+            said,
         )
     }
 
-    fn ppo(&self, flags: &PipelineFlags, command: &Command) -> Result<PpoConfig, Stop> {
+    fn ppo(&self, flags: &PipelineFlags, command: &Command, said: &mut Said) -> Result<Option<PpoConfig>, Stop> {
         let mut links = Vec::new();
         if ["sft_model_path", "actor_model_name_or_path"].iter().all(|key| self.own(Step::Ppo, key).is_none()) {
-            links = self.sft_model(flags, Step::Ppo, "sft_model_path")?;
+            let Some(model) = self.sft_model(flags, Step::Ppo, "sft_model_path", said)? else { return Ok(None) };
+            links = model;
         }
         if let Some(dir) = left_by(flags, Step::Reward) {
             links.push(("reward_model_path", text(&dir)?));
         }
-        self.config(flags, Step::Ppo, command, links, |config: &mut PpoConfig| &mut config.run, PpoConfig::check)
+        self.config(flags, Step::Ppo, command, links, |config: &mut PpoConfig| &mut config.run, PpoConfig::check, said)
     }
 
     /// The language model that `step` begins with, as the setting `key`: SFT's, or where that is left out and was never
-    /// made, the one that it would have begun with.
+    /// made, the one that it would have begun with. `None` where there is neither, which is refused.
     fn sft_model(
         &self,
         flags: &PipelineFlags,
         step: Step,
         key: &'static str,
-    ) -> Result<Vec<(&'static str, String)>, Stop> {
+        said: &mut Said,
+    ) -> Result<Option<Vec<(&'static str, String)>>, Stop> {
         if let Some(dir) = left_by(flags, Step::Sft) {
-            return Ok(vec![(key, text(&dir)?)]);
+            return Ok(Some(vec![(key, text(&dir)?)]));
         }
         let base =
             |key: &str| self.own(Step::Sft, key).or_else(|| self.find(key)).and_then(|s| s.values.first().cloned());
@@ -228,10 +259,11 @@ impl File<'_> {
                 "sft is left out, and {} holds no model: expected `{step}.{key}` or `model_name_or_path`",
                 dir.display()
             );
-            return Err(self.place(step, &message).into());
+            said.refusals.refuse(self.place(step, &message), [key]);
+            return Ok(None);
         };
         let revision = base("model_revision").map(|revision| ("model_revision", revision));
-        Ok(std::iter::once((key, model)).chain(revision).collect())
+        Ok(Some(std::iter::once((key, model)).chain(revision).collect()))
     }
 }
 

@@ -1,0 +1,478 @@
+//! The flags of TRL's and transformers' configurations that are none of ours: each one changes nothing of a run's result and is
+//! taken and noted, or may only say what is so here anyway, or is refused with the reason.
+//!
+//! Flags that have the same name and meaning here, or are aliases of ours, are not in the table.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Command};
+use rlhf::config::{Preset, Refusals};
+
+use crate::cli::Setting;
+use crate::deepspeed_chat;
+
+/// What becomes of a flag.
+#[derive(Debug, Clone, Copy)]
+enum To {
+    /// Whatever it says, the result is the same, for this reason.
+    Noted(&'static str),
+    /// It may only say one of these, as this is how it is here.
+    Only(&'static [&'static str], &'static str),
+    /// It says how often something is done, or where: see [`translate`].
+    Together,
+}
+use To::{Noted, Only, Together};
+
+/// The commands that take a flag.
+const TRAIN: &[&str] = &["sft", "reward", "ppo"];
+const LEARN: &[&str] = &["sft", "reward"];
+const SFT: &[&str] = &["sft"];
+const REWARD: &[&str] = &["reward"];
+const PPO: &[&str] = &["ppo"];
+
+const OFF: &[&str] = &["none", "false"];
+const UNSET: &[&str] = &["none"];
+const ZERO: &[&str] = &["none", "0", "0.0"];
+
+const BY_DIR: &str = "a run is known by its output_dir";
+const METRICS: &str = "metrics go to output_dir, by logging_steps and report_to";
+const ONE_READER: &str = "rows are read, and padded, as the run needs them";
+const ONE_PROCESS: &str = "there is one process";
+const SPEED: &str = "it changes memory and speed only, which are seen to here";
+const WHOLE: &str = "a checkpoint is always whole, and a run that is stopped saves one";
+const COMMAND: &str = "the command says what is done";
+const NO_PUSH: &str = "nothing is uploaded";
+const NO_BITS: &str = "weights are not quantized";
+const COMPUTED: &str = "it follows from the other sizes";
+const OLD: &str = "it has no meaning for this program";
+
+const STRATEGY: &str = "expected steps or no";
+
+/// The flags with the commands that have them, by what becomes of them.
+const FLAGS: &[(To, &[&str], &[&str])] = &[
+    (Noted(BY_DIR), TRAIN, &["run_name", "project"]),
+    (Noted(BY_DIR), PPO, &["exp_name", "task_name", "tracker_project_name"]),
+    (
+        Noted(METRICS),
+        TRAIN,
+        &[
+            "logging_strategy",
+            "logging_dir",
+            "logging_first_step",
+            "logging_nan_inf_filter",
+            "log_on_each_node",
+            "log_level",
+            "log_level_replica",
+            "include_num_input_tokens_seen",
+            "include_tokens_per_second",
+            "include_for_metrics",
+            "include_inputs_for_metrics",
+            "trackio_space_id",
+            "trackio_bucket_id",
+            "trackio_static_space_id",
+        ],
+    ),
+    (Noted(METRICS), PPO, &["tracker_kwargs", "project_kwargs"]),
+    (Noted("each update is logged"), PPO, &["logging_steps"]),
+    (
+        Noted(ONE_READER),
+        TRAIN,
+        &[
+            "dataset_num_proc",
+            "dataset_streaming",
+            "streaming",
+            "dataloader_num_workers",
+            "dataloader_pin_memory",
+            "dataloader_persistent_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_multiprocessing_context",
+            "dataloader_in_order",
+            "remove_unused_columns",
+            "length_column_name",
+            "shuffle_dataset",
+        ],
+    ),
+    (
+        Noted(ONE_PROCESS),
+        TRAIN,
+        &[
+            "average_tokens_across_devices",
+            "accelerator_config",
+            "ddp_find_unused_parameters",
+            "ddp_bucket_cap_mb",
+            "ddp_broadcast_buffers",
+            "ddp_static_graph",
+            "ddp_backend",
+            "ddp_timeout",
+            "ignore_bias_buffers",
+            "save_on_each_node",
+            "eval_use_gather_object",
+            "fsdp_config",
+            "fsdp_min_num_params",
+            "fsdp_transformer_layer_cls_to_wrap",
+            "dispatch_batches",
+            "split_batches",
+            "ray_scope",
+        ],
+    ),
+    (Noted(ONE_PROCESS), PPO, &["ds3_gather_for_generation"]),
+    (
+        Noted(SPEED),
+        TRAIN,
+        &[
+            "attn_implementation",
+            "torch_compile",
+            "torch_compile_backend",
+            "torch_compile_mode",
+            "torchdynamo",
+            "use_liger_kernel",
+            "liger_kernel_config",
+            "use_cache",
+            "torch_empty_cache_steps",
+            "auto_find_batch_size",
+            "gradient_checkpointing_kwargs",
+            "activation_checkpointing_kwargs",
+            "debug",
+            "skip_memory_metrics",
+            "eval_accumulation_steps",
+            "eval_do_concat_batches",
+            "batch_eval_metrics",
+            "prediction_loss_only",
+            "low_cpu_mem_usage",
+        ],
+    ),
+    (Noted(SPEED), LEARN, &["activation_offloading", "pad_to_multiple_of"]),
+    (Noted(SPEED), SFT, &["padding_free", "eval_packing"]),
+    (Noted(SPEED), PPO, &["optimize_cuda_cache", "optimize_device_cache"]),
+    (
+        Noted("an evaluation takes local_rollout_forward_batch_size prompts at a time"),
+        PPO,
+        &["per_device_eval_batch_size"],
+    ),
+    (Noted(WHOLE), TRAIN, &["save_only_model", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"]),
+    (Noted(COMMAND), TRAIN, &["do_train", "do_eval", "do_predict"]),
+    (
+        Noted(NO_PUSH),
+        TRAIN,
+        &[
+            "hub_token",
+            "hub_private_repo",
+            "hub_model_id",
+            "hub_strategy",
+            "hub_always_push",
+            "hub_revision",
+            "push_to_hub_token",
+            "push_to_hub_model_id",
+            "push_to_hub_organization",
+        ],
+    ),
+    (Noted(NO_PUSH), PPO, &["push_to_hub_if_best_kwargs", "compare_steps"]),
+    (Noted(NO_BITS), TRAIN, &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"]),
+    (Noted("a run of the same seed is the same run"), TRAIN, &["full_determinism"]),
+    (Noted("no model here has experts"), SFT, &["router_aux_loss_coef"]),
+    (
+        Noted(OLD),
+        TRAIN,
+        &[
+            "half_precision_backend",
+            "fp16_backend",
+            "fp16_opt_level",
+            "use_legacy_prediction_loop",
+            "tpu_num_cores",
+            "tpu_metrics_debug",
+            "mp_parameters",
+            "jit_mode_eval",
+            "use_ipex",
+        ],
+    ),
+    (Together, TRAIN, &["eval_strategy", "save_strategy", "use_cpu"]),
+    (Only(OFF, "no code of a model is run"), TRAIN, &["trust_remote_code"]),
+    (Only(OFF, NO_PUSH), TRAIN, &["push_to_hub"]),
+    (
+        Only(
+            &["none", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"],
+            "the optimizer is AdamW with decoupled weight decay, in float32",
+        ),
+        TRAIN,
+        &["optim"],
+    ),
+    (Only(OFF, "the optimizer is AdamW"), TRAIN, &["adafactor"]),
+    (Only(UNSET, "the optimizer's settings are flags of their own"), TRAIN, &["optim_args", "optim_target_modules"]),
+    (Only(UNSET, "a schedule's settings are the flags lr_end and power"), TRAIN, &["lr_scheduler_kwargs"]),
+    (Only(ZERO, "the loss is of the tokens as they are"), TRAIN, &["label_smoothing_factor"]),
+    (Only(UNSET, "no noise is added to embeddings"), TRAIN, &["neftune_noise_alpha"]),
+    (Only(OFF, "an evaluation computes as the training does"), TRAIN, &["bf16_full_eval", "fp16_full_eval"]),
+    (Only(OFF, "float32 is computed with all its bits"), TRAIN, &["tf32"]),
+    (Only(ZERO, "evaluations come every eval_steps from the first on"), TRAIN, &["eval_delay"]),
+    (Only(OFF, "evaluations come every eval_steps"), TRAIN, &["eval_on_start"]),
+    (
+        Only(OFF, "output_dir holds the last model, and the best one in its folder `best`"),
+        TRAIN,
+        &["load_best_model_at_end"],
+    ),
+    (Only(OFF, "a resumed run takes the rows that it had still to take"), TRAIN, &["ignore_data_skip"]),
+    (Only(UNSET, "everything random is drawn by seed"), TRAIN, &["data_seed"]),
+    (Only(OFF, "every row is trained on"), TRAIN, &["dataloader_drop_last"]),
+    (Only(UNSET, "columns are known by their names"), TRAIN, &["label_names"]),
+    (Only(&["none", "random"], "rows are drawn in a random order"), TRAIN, &["train_sampling_strategy"]),
+    (Only(OFF, "rows are drawn in a random order"), TRAIN, &["group_by_length"]),
+    (Only(&["none", "", "false"], ONE_PROCESS), TRAIN, &["parallelism_config", "fsdp", "deepspeed"]),
+    (Only(&["none", "-1", "0"], ONE_PROCESS), TRAIN, &["local_rank"]),
+    (Only(&["none", "1"], ONE_PROCESS), PPO, &["world_size"]),
+    (Only(UNSET, ONE_PROCESS), PPO, &["accelerator_kwargs"]),
+    (Only(&["none", "-1"], "no output of an earlier pass is kept"), TRAIN, &["past_index"]),
+    (Only(&["none", "true"], "weights are written as safetensors"), TRAIN, &["save_safetensors"]),
+    (Only(OFF, "device says where to compute"), TRAIN, &["use_mps_device"]),
+    (Only(&["none", "", "[]"], "dataset_name takes several, dataset_weights their weights"), TRAIN, &["datasets"]),
+    (Only(OFF, "only low-rank adapters are trained beside a model"), TRAIN, &["use_dora"]),
+    (
+        Only(OFF, "weights are not quantized; dtype = bfloat16 halves frozen ones"),
+        TRAIN,
+        &["load_in_8bit", "load_in_4bit"],
+    ),
+    (Only(UNSET, "adapters are beside linear layers: lora_target_modules"), TRAIN, &["lora_target_parameters"]),
+    (Only(&["none", "score"], "only a head is trained beside its adapters"), REWARD, &["lora_modules_to_save"]),
+    (Only(UNSET, "only a head is trained beside its adapters"), &["sft", "ppo"], &["lora_modules_to_save"]),
+    (Only(&["none", "causal_lm", "seq_cls"], "the command says what the model is"), TRAIN, &["lora_task_type"]),
+    (Only(UNSET, "dtype says how a model is held, and its folder all else"), LEARN, &["model_init_kwargs"]),
+    (Only(UNSET, "the tokenizer's own are taken; change its folder"), LEARN, &["eos_token", "pad_token"]),
+    (Only(UNSET, "the tokenizer's own is taken"), REWARD, &["chat_template_path"]),
+    (Only(&["none", "true"], "no model's own dropout is applied"), REWARD, &["disable_dropout"]),
+    (Only(UNSET, "rows are read as the columns say"), SFT, &["dataset_kwargs"]),
+    (Only(&["none", "keep_start"], "rows are cut at their end"), SFT, &["truncation_mode"]),
+    (Only(&["none", "bfd"], "a block holds whole rows"), SFT, &["packing_strategy"]),
+    (Only(&["none", "nll"], "the loss is the negative log-likelihood"), SFT, &["loss_type"]),
+    (Only(&["none", "-1"], "total_episodes is the length of the run"), PPO, &["max_steps"]),
+    (Only(UNSET, "the reference is the policy without its adapters"), PPO, &["model_adapter_name", "ref_adapter_name"]),
+    (
+        Only(UNSET, COMPUTED),
+        PPO,
+        &[
+            "num_total_batches",
+            "micro_batch_size",
+            "local_batch_size",
+            "local_mini_batch_size",
+            "global_batch_size",
+            "backward_batch_size",
+            "global_backward_batch_size",
+            "total_ppo_epochs",
+        ],
+    ),
+    (Only(UNSET, "it is mini_batch_size under its older name"), PPO, &["forward_batch_size"]),
+    (Only(OFF, "models are decoders"), PPO, &["is_encoder_decoder"]),
+    (Only(OFF, "the model's folder and use_peft tell"), PPO, &["is_peft_model"]),
+];
+
+/// Other names of flags of ours, or of those in the table.
+const ALIASES: [(&str, &str); 5] = [
+    ("torch_dtype", "dtype"),
+    ("activation_checkpointing", "gradient_checkpointing"),
+    ("evaluation_strategy", "eval_strategy"),
+    ("test_split_size", "eval_split_size"),
+    ("no_cuda", "use_cpu"),
+];
+
+/// The heading of the flags, by which they are known among a command's.
+const HEADING: &str = "TRL and transformers";
+
+/// What transformers evaluates and saves by, where a strategy is given without its number of steps.
+const LOGGING_STEPS: &str = "10";
+const SAVE_STEPS: &str = "500";
+
+/// What becomes of the flag `name` of `command`.
+fn to(command: &str, name: &str) -> Option<To> {
+    let row = FLAGS.iter().find(|(_, commands, names)| commands.contains(&command) && names.contains(&name));
+    row.map(|(to, ..)| *to)
+}
+
+/// Whether `name` is a flag of TRL's or transformers' that is in the table for `command`.
+pub(crate) fn has(command: &str, name: &str) -> bool {
+    to(command, name).is_some()
+}
+
+/// Adds the flags to a command, out of sight. Those that it has by now are its own.
+pub(crate) fn with_flags(command: Command) -> Command {
+    let own = command.get_name().to_string();
+    let is_there = |command: &Command, name: &str| {
+        command
+            .get_arguments()
+            .any(|arg| arg.get_id() == name || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name)))
+    };
+    let names = FLAGS.iter().filter(|(_, commands, _)| commands.contains(&own.as_str())).flat_map(|(.., names)| *names);
+    let command = names.fold(command, |command, &name| {
+        if is_there(&command, name) {
+            return command;
+        }
+        let arg = Arg::new(name).long(name).hide(true).help("of TRL or transformers").help_heading(HEADING);
+        command.arg(arg.num_args(0..).allow_negative_numbers(true))
+    });
+    ALIASES.iter().fold(command, |command, &(alias, name)| {
+        if !is_there(&command, name) || is_there(&command, alias) {
+            return command;
+        }
+        // `mut_arg` would put it behind the others.
+        command.mut_args(|arg| if arg.get_id() == name { arg.alias(alias) } else { arg })
+    })
+}
+
+/// Whether [`with_flags`] made the flag.
+pub(crate) fn is_added(arg: &Arg) -> bool {
+    arg.get_help_heading() == Some(HEADING)
+}
+
+/// Whether one of `fine` is `value`, or says the same of yes and no.
+fn allows(fine: &[&str], value: &str) -> bool {
+    let value = match value {
+        "no" | "0" if fine.contains(&"false") => "false",
+        "yes" | "1" if fine.contains(&"true") => "true",
+        value => value,
+    };
+    fine.contains(&value)
+}
+
+/// What the flags come to, beside what is said otherwise.
+#[derive(Debug, Default)]
+pub(crate) struct Said {
+    pub(crate) refusals: Refusals,
+    /// Lines for the user, before the run begins.
+    pub(crate) notes: Vec<String>,
+}
+
+/// Takes these flags out of the `settings` of the file `path`, and finds those on the command line among `flags`. What they come to
+/// is put behind the settings; `said` gets the refusals.
+pub(crate) fn translate(
+    command: &Command,
+    preset: Option<Preset>,
+    flags: &ArgMatches,
+    path: Option<&Path>,
+    settings: &mut Vec<Setting>,
+    said: &mut Said,
+) {
+    let name = command.get_name();
+    let passed_on = |flag: &str| preset == Some(Preset::DeepspeedChat) && deepspeed_chat::has(flag);
+    let added = |flag: &str| command.get_arguments().any(|arg| arg.get_id() == flag && is_added(arg));
+    let theirs = |flag: &str| added(flag) && !passed_on(flag);
+    let on_line =
+        |flag: &str| flags.try_contains_id(flag).is_ok() && flags.value_source(flag) == Some(ValueSource::CommandLine);
+    // In the order of the table.
+    let mut given: BTreeMap<usize, (&str, Vec<String>, u64)> = BTreeMap::new();
+    let order = FLAGS.iter().filter(|(_, commands, _)| commands.contains(&name)).flat_map(|(.., names)| *names);
+    let order: Vec<&str> = order.copied().collect();
+    for (at, &flag) in order.iter().enumerate().filter(|(_, flag)| theirs(flag)) {
+        if let Some(place) = settings.iter().position(|setting| setting.key == flag) {
+            let setting = settings.remove(place);
+            given.insert(at, (flag, setting.values, setting.line));
+        }
+        if on_line(flag) {
+            let values = flags.get_many::<String>(flag).into_iter().flatten().cloned().collect::<Vec<_>>();
+            let alone = if values.is_empty() { vec!["true".to_string()] } else { values };
+            given.insert(at, (flag, alone, 0));
+        }
+    }
+    let word = |values: &[String]| match values {
+        [] => "none".to_string(),
+        [one] if one.is_empty() || ["{}", "[]", "null"].contains(&one.as_str()) => "none".to_string(),
+        several => several.join(" ").to_ascii_lowercase(),
+    };
+    let mut refuse = |flag: &str, line: u64, message: String| {
+        let placed = match path {
+            Some(path) if line > 0 => format!("{}:{line}: {message}", path.display()),
+            _ => message,
+        };
+        said.refusals.refuse(placed, [flag]);
+    };
+    let mut noted: Vec<(&str, Vec<&str>)> = Vec::new();
+    for (flag, values, line) in given.values() {
+        let value = word(values);
+        match to(name, flag) {
+            Some(Noted(why)) => match noted.iter_mut().find(|(other, _)| *other == why) {
+                Some((_, names)) => names.push(flag),
+                None => noted.push((why, vec![flag])),
+            },
+            Some(Only(fine, why)) if !allows(fine, &value) => {
+                let fine: Vec<&str> = fine.iter().copied().filter(|word| !word.is_empty()).collect();
+                let value: String = value.chars().take(60).collect();
+                refuse(flag, *line, format!("{flag} = {value}: {why}; expected {}", fine.join(" or ")));
+            }
+            _ => {}
+        }
+    }
+    let find = |wanted: &str| given.values().find(|(flag, ..)| *flag == wanted);
+    let said_of = |flag: &str| find(flag).map(|(_, values, line)| (word(values), *line));
+    // How often it evaluates and saves.
+    let logging = flags.try_get_one::<usize>("logging_steps").ok().flatten().map(usize::to_string);
+    let in_file = |settings: &[Setting], key: &str| {
+        settings.iter().find(|setting| setting.key == key).and_then(|setting| setting.values.first().cloned())
+    };
+    let logging = match (on_line("logging_steps"), in_file(settings, "logging_steps")) {
+        (false, Some(steps)) => steps,
+        _ => logging.unwrap_or_else(|| LOGGING_STEPS.to_string()),
+    };
+    for (strategy, steps, usual) in
+        [("eval_strategy", "eval_steps", logging.as_str()), ("save_strategy", "save_steps", SAVE_STEPS)]
+    {
+        let Some((value, line)) = said_of(strategy) else { continue };
+        let counted = on_line(steps) || in_file(settings, steps).is_some();
+        match value.as_str() {
+            "steps" if !counted => {
+                settings.retain(|setting| setting.key != steps);
+                settings.push(Setting { key: steps.into(), line: 0, values: vec![usual.into()] });
+            }
+            "steps" => {}
+            // As there: the number of steps does not count then.
+            "no" | "false" | "none" if !on_line(steps) => settings.retain(|setting| setting.key != steps),
+            "no" | "false" | "none" => {
+                refuse(strategy, line, format!("{strategy} = no and {steps} exclude each other: leave one of them out"))
+            }
+            "epoch" => refuse(
+                strategy,
+                line,
+                format!(
+                    "{strategy} = epoch: {STRATEGY}; with {steps} = N it is every N updates, such as those of an epoch"
+                ),
+            ),
+            "best" if strategy == "save_strategy" => {
+                if !on_line("metric_for_best_model") && in_file(settings, "metric_for_best_model").is_none() {
+                    refuse(strategy, line, "save_strategy = best needs metric_for_best_model".into());
+                }
+            }
+            other => refuse(strategy, line, format!("{strategy} = {other}: {STRATEGY}")),
+        }
+    }
+    if let Some((value, line)) = said_of("use_cpu") {
+        let device = on_line("device") || in_file(settings, "device").is_some();
+        match value.as_str() {
+            "true" | "1" | "yes" if device => {
+                refuse("use_cpu", line, "use_cpu = true and device exclude each other: give one of them".into());
+            }
+            "true" | "1" | "yes" => {
+                settings.push(Setting { key: "device".into(), line: 0, values: vec!["cpu".into()] });
+            }
+            "false" | "0" | "no" | "none" => {}
+            other => refuse("use_cpu", line, format!("use_cpu = {other}: expected true or false")),
+        }
+    }
+    if !noted.is_empty() {
+        let groups: Vec<String> = noted.iter().map(|(why, names)| format!("{} ({why})", names.join(", "))).collect();
+        said.notes.push(format!("without effect here: {}", groups.join("; ")));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_flag_is_in_the_table_twice() {
+        for command in TRAIN {
+            let mut seen = std::collections::BTreeSet::new();
+            for (_, commands, names) in FLAGS {
+                for name in names.iter().filter(|_| commands.contains(command)) {
+                    assert!(seen.insert(name), "{command}: {name}");
+                }
+            }
+        }
+    }
+}
