@@ -10,7 +10,7 @@ use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Value, json};
 
-use crate::output::{Output, model_options, open_rows};
+use crate::output::{Output, is_typed, model_options, open_rows};
 
 /// Answers the prompts that `config` names.
 pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
@@ -44,7 +44,11 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
     let bare = tokenizer.has_chat_template() && !config.apply_chat_template;
     let mut ended_at_once = false;
     // In parts, so that answers appear, and are written, as they are made.
-    let at_once = (config.rows.batch_size / config.num_return_sequences).max(1);
+    let at_once = if is_typed(&config.rows) && config.prompts.is_empty() {
+        1
+    } else {
+        (config.rows.batch_size / config.num_return_sequences).max(1)
+    };
     while let Some(part) = rows.next(at_once)? {
         let part = if config.apply_chat_template { part.with_chat_prompts() } else { part };
         let prompts = part.prompts(&tokenizer, vocab, most)?;

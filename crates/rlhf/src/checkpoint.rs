@@ -39,12 +39,13 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 4] = [STATE, UNFINISHED, OPTIMIZER, BEST_FILE];
 
 /// Settings that decide no result: a resumed run may change them.
-const FREE: [&str; 20] = [
+const FREE: [&str; 21] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
     "max_shard_size",
     "report_to",
+    "tensorboard_tags",
     "num_threads", // what it comes to is compared
     "disable_tqdm",
     "num_sample_generations",

@@ -1204,6 +1204,10 @@ pub struct RunConfig {
     /// Where metrics go besides `metrics.jsonl`.
     #[arg(long, alias = "log_with", help_heading = RUN, value_enum, default_value = "none")]
     pub report_to: ReportTo,
+    /// Names of the metrics in TensorBoard: `plain` as in `metrics.jsonl`, `trl` as TRL's trainers write them, such as
+    /// `train/objective/kl` and `eval/loss`.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "plain")]
+    pub tensorboard_tags: TensorboardTags,
     /// Threads for tensor operations [default: one per core].
     #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
     pub num_threads: std::option::Option<usize>,
@@ -1428,6 +1432,12 @@ impl RunConfig {
                 Ok(())
             },
             self.loss_scale.check(self.fp16),
+            match (self.tensorboard_tags, self.report_to) {
+                (TensorboardTags::Trl, ReportTo::None) => {
+                    no_effect("tensorboard_tags", "trl", "without report_to = tensorboard")
+                }
+                _ => Ok(()),
+            },
             self.checkpoints.check(),
             self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most)),
         ])
@@ -1656,6 +1666,28 @@ pub enum ReportTo {
     None,
     /// TensorBoard event files in the output folder.
     Tensorboard,
+}
+
+/// How metrics are named in TensorBoard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum TensorboardTags {
+    /// As in `metrics.jsonl`.
+    Plain,
+    /// As transformers' callback names what TRL's trainers log: `eval_loss` is `eval/loss`, all else begins with `train/`.
+    Trl,
+}
+
+impl TensorboardTags {
+    /// The tag of the metric `name`.
+    pub(crate) fn tag(self, name: &str) -> String {
+        match (self, name.strip_prefix("eval_")) {
+            (Self::Plain, _) => name.into(),
+            (Self::Trl, Some(name)) => format!("eval/{name}"),
+            (Self::Trl, None) if name.starts_with("eval/") => name.into(),
+            (Self::Trl, None) => format!("train/{name}"),
+        }
+    }
 }
 
 /// How `rlhf generate` reads standard input, and how it writes answers.
@@ -3384,6 +3416,18 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn tags_of_tensorboard_are_those_of_the_metrics_or_of_trl() {
+        let tags = ["objective/kl", "lr", "eval_loss", "eval/score"].map(|name| TensorboardTags::Trl.tag(name));
+        assert_eq!(tags, ["train/objective/kl", "train/lr", "eval/loss", "eval/score"]);
+        assert_eq!(TensorboardTags::Plain.tag("eval_loss"), "eval_loss");
+        let mut config = ppo();
+        config.run.tensorboard_tags = TensorboardTags::Trl;
+        assert!(usage_of(config.check()).contains("without report_to = tensorboard"));
+        config.run.report_to = ReportTo::Tensorboard;
+        config.check().unwrap();
+    }
+
     fn ppo() -> PpoConfig {
         PpoConfig::new("policy", "judge", "prompts.jsonl", "out")
     }
@@ -3409,7 +3453,7 @@ mod tests {
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
             "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
-            "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "num_threads": null, "disable_tqdm": false,
+            "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "tensorboard_tags": "plain", "num_threads": null, "disable_tqdm": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "use_rslora": false, "save_steps": null, "save_total_limit": null, "eval_steps": null,
             "metric_for_best_model": null, "greater_is_better": null,

@@ -54,6 +54,7 @@ pub mod rng;
 pub mod rollout;
 pub mod safe_text;
 mod tensorboard;
+pub mod terminal;
 pub mod tokenizer;
 pub mod train;
 pub mod weights;

@@ -16,8 +16,9 @@ use std::panic::{self, PanicHookInfo};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-use rlhf::report::{Console, request_stop};
+use rlhf::report::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
+use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
 use crate::cli::{Parsed, Stop, Task};
@@ -86,12 +87,10 @@ fn stop_on_signals() -> io::Result<()> {
             // The exit code that shells give a program which the signal ended.
             let code = 128 + signal;
             if request_stop(code as u8) {
+                clear_bar();
                 tch_ext::exit_at_once(code);
             }
-            let _ = writeln!(
-                io::stderr(),
-                "\nending after this update; once more to end at once and lose what is not saved"
-            );
+            announce("\nending after this update; once more to end at once and lose what is not saved");
         }
     })?;
     Ok(())
@@ -119,7 +118,8 @@ fn report(error: &Error) -> ExitCode {
 
 /// Prints one line of an error.
 fn fail(message: &str, code: u8) -> ExitCode {
-    let _ = writeln!(io::stderr(), "error: {}", one_line(first_line(message)));
+    let message = one_line(first_line(message));
+    let _ = writeln!(io::stderr(), "{}", Stream::Err.labelled("error", Colour::Red, &message));
     ExitCode::from(code)
 }
 

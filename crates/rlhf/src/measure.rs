@@ -10,7 +10,7 @@ use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 use tch::Tensor;
 
-use crate::output::{Output, model_options, open_rows};
+use crate::output::{Output, is_typed, model_options, open_rows};
 
 /// So many batches are read at once and sorted by length; with a batch size of 1 there is nothing to sort.
 const BATCHES_AT_ONCE: usize = 8;
@@ -118,7 +118,8 @@ fn annotate(
     mut rows: RowReader,
     mut measure: impl FnMut(&Dataset) -> Result<Vec<Fields>>,
 ) -> Result<()> {
-    let at_once = if config.batch_size == 1 { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
+    let at_once =
+        if config.batch_size == 1 || is_typed(config) { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
     let mut out = None;
     while let Some(part) = rows.next(at_once)? {
         let measured = measure(&part)?;

@@ -31,6 +31,15 @@ impl Metrics {
         self.0.iter().find(|(found, _)| found == name).map(|(_, value)| *value)
     }
 
+    /// The same names with what `change` makes of their numbers, but for counts.
+    pub(crate) fn map(&self, change: impl Fn(f64) -> f64) -> Self {
+        let changed = |(name, value): &(Cow<'static, str>, f64)| {
+            let value = if COUNTS.contains(&name.as_ref()) { *value } else { change(*value) };
+            (name.clone(), value)
+        };
+        Self(self.0.iter().map(changed).collect())
+    }
+
     /// All numbers, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0.iter().map(|(name, value)| (name.as_ref(), *value))

@@ -1,13 +1,14 @@
 //! Where `generate`, `logprobs` and `score` take rows from and write them to: files and pipes, one part after another.
 
 use std::fs::{self, File};
-use std::io::{self, BufReader, BufWriter, ErrorKind, IsTerminal, Write};
+use std::io::{self, BufReader, BufWriter, ErrorKind, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 
 use rlhf::config::RowsConfig;
 use rlhf::data::{Columns, RowReader};
 use rlhf::model::ModelOptions;
 use rlhf::safe_text::{lines, one_line};
+use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
 /// The rows of the dataset, else of standard input: JSON objects or, with `json: false`, prompts, a line each.
@@ -17,9 +18,52 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
     check_output_file(config)?;
     let rows = match &config.dataset_name {
         Some(name) => RowReader::open(name, &config.dataset_split)?,
+        None if is_typed(config) => {
+            RowReader::lines("standard input", BufReader::new(Typed::new(io::stdin(), io::stderr())), json)
+        }
         None => RowReader::lines("standard input", BufReader::new(io::stdin()), json),
     };
     Ok(rows.with_columns(Columns::parse(&config.dataset_columns)?))
+}
+
+/// Whether rows come from a person at a terminal, who waits for the answer to each.
+pub(crate) fn is_typed(config: &RowsConfig) -> bool {
+    config.dataset_name.is_none() && io::stdin().is_terminal() && Stream::Err.width().is_some()
+}
+
+/// Lines that a person types, each after a sign that it is waited for; the end, once said, is the end.
+struct Typed<R, W> {
+    reader: R,
+    /// Where the sign appears.
+    to: W,
+    /// Whether a line begins.
+    begins: bool,
+    ended: bool,
+}
+
+impl<R: Read, W: Write> Typed<R, W> {
+    fn new(reader: R, to: W) -> Self {
+        Self { reader, to, begins: true, ended: false }
+    }
+}
+
+impl<R: Read, W: Write> Read for Typed<R, W> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.ended {
+            // A terminal would ask once more.
+            return Ok(0);
+        }
+        if self.begins {
+            let _ = write!(self.to, "{} ", Stream::Err.paint(Colour::Bold, ">")).and_then(|()| self.to.flush());
+        }
+        let read = self.reader.read(buffer)?;
+        self.ended = read == 0;
+        if self.ended {
+            let _ = writeln!(self.to);
+        }
+        self.begins = buffer[..read].last() == Some(&b'\n');
+        Ok(read)
+    }
 }
 
 fn check_output_file(config: &RowsConfig) -> Result<()> {
@@ -158,6 +202,7 @@ impl Drop for Output {
 mod tests {
     use super::*;
     use rlhf::config::GenerateConfig;
+    use std::io::BufRead;
 
     #[test]
     fn a_file_that_appears_meanwhile_is_replaced_only_where_that_is_allowed() {
@@ -186,5 +231,27 @@ mod tests {
         write(&config, None).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "ours\n");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
+    }
+
+    #[test]
+    fn each_typed_line_has_a_sign_before_it_and_one_end_of_input_is_the_end() {
+        /// A terminal: a line at a time, and after each end of input more.
+        struct Terminal(Vec<&'static str>);
+        impl Read for Terminal {
+            fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+                let line = self.0.remove(0);
+                buffer[..line.len()].copy_from_slice(line.as_bytes());
+                Ok(line.len())
+            }
+        }
+        let mut shown = Vec::new();
+        let mut lines =
+            BufReader::new(Typed::new(Terminal(vec!["one\n", "tw", "o\n", "", "never asked for\n"]), &mut shown));
+        let mut next = || {
+            let mut line = String::new();
+            lines.read_line(&mut line).map(|_| line).unwrap()
+        };
+        assert_eq!([next(), next(), next(), next()], ["one\n", "two\n", "", ""]);
+        assert_eq!(String::from_utf8(shown).unwrap(), "> > > \n");
     }
 }

@@ -1,32 +1,37 @@
 //! What a run tells: `metrics.jsonl` and TensorBoard for programs, a progress bar and tables for people.
 
 use crate::checkpoint::{self, Start};
-use crate::config::{RESOLVED, ReportTo, Resume, RunConfig};
+use crate::config::{RESOLVED, ReportTo, Resume, RunConfig, TensorboardTags};
+use crate::data::prompt_field;
 use crate::files;
+use crate::generate::FinishReason;
 use crate::metrics::Metrics;
 use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::safe_text::{self, beginning, one_line};
+use crate::terminal::{self, Colour, Stream};
 use crate::weights::{BESIDE, write_text};
 use crate::{Error, Result};
-use comfy_table::{ContentArrangement, Table, presets};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use comfy_table::{Attribute, Cell, ContentArrangement, Table, presets};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle, WeakProgressBar};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Where a run's words go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Console {
-    /// A person watches: a progress bar and warnings on standard error, tables on standard output.
+    /// A person watches: a progress bar, how the run begins and ends, and warnings on standard error, tables on standard
+    /// output.
     Person,
-    /// A program reads: the lines of `metrics.jsonl` on standard output too; warnings, and the progress bar where it is a
-    /// terminal, on standard error.
+    /// A program reads: the lines of `metrics.jsonl` on standard output too, in seven significant digits; warnings and checks
+    /// on standard error, and where that is a terminal, all that a person is told, but for the tables.
     Program,
     /// Nobody does: files only. What a library's caller wants.
     Silent,
@@ -36,7 +41,8 @@ impl Console {
     /// Writes a warning to standard error, unless nobody watches.
     pub(crate) fn warn(self, message: &str) {
         if self != Console::Silent {
-            let _ = writeln!(std::io::stderr(), "warning: {}", one_line(message));
+            let warning = Stream::Err.labelled("warning", Colour::Yellow, &one_line(message));
+            let _ = writeln!(std::io::stderr(), "{warning}");
         }
     }
 
@@ -94,6 +100,47 @@ pub struct Sample {
     pub score: f64,
     /// What each reward said, by its name, before weights and penalties.
     pub components: BTreeMap<String, f64>,
+    /// Why the response ended, where that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub finish_reason: Option<FinishReason>,
+    /// Tokens of the response, a stop token included, where they are known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_tokens: Option<usize>,
+    /// The prompt as a table shows it, where it is a conversation.
+    #[serde(skip)]
+    pub(crate) conversation: Option<Conversation>,
+}
+
+/// A conversation as a table shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Conversation {
+    /// What it begins with, often the same for all.
+    system: Option<String>,
+    /// What was said.
+    turns: String,
+}
+
+impl Conversation {
+    /// That of a dataset's `row`, if it is one and all of it stands in `text`, the prompt as the model reads it: a prompt that
+    /// was cut is shown as it is.
+    pub(crate) fn of(row: &Value, text: &str) -> Option<Self> {
+        let (_, prompt) = prompt_field(row)?;
+        let messages: Option<Vec<(&str, &str)>> = prompt
+            .as_array()?
+            .iter()
+            .map(|message| Some((message["role"].as_str()?, message["content"].as_str()?)))
+            .collect();
+        let messages = messages.filter(|messages| messages.iter().all(|(_, said)| text.contains(said.trim())))?;
+        let (system, turns) = match messages.split_first()? {
+            (("system" | "developer", system), turns) if !turns.is_empty() => (Some(system.to_string()), turns),
+            _ => (None, &messages[..]),
+        };
+        let turns = match turns {
+            [("user", said)] => said.to_string(),
+            turns => turns.iter().map(|(role, said)| format!("{role}: {said}")).collect::<Vec<_>>().join("\n"),
+        };
+        Some(Self { system, turns })
+    }
 }
 
 /// What the policy makes of the prompts that are held out.
@@ -174,15 +221,105 @@ pub enum Event<'a> {
 
 type Watcher<'w> = dyn FnMut(&Event<'_>) -> ControlFlow<()> + 'w;
 
-/// The voice of one training run.
+/// Writes the metrics, samples and console output of one training run.
 pub(crate) struct Reporter<'w> {
     dir: PathBuf,
     console: Console,
+    /// Whether someone reads standard error: how the run begins and ends is for them.
+    is_read: bool,
     metrics: File,
     tensorboard: Option<crate::TensorBoard>,
+    tags: TensorboardTags,
     bar: ProgressBar,
+    progress: Arc<Mutex<Shown>>,
+    began: Instant,
     watcher: Option<Box<Watcher<'w>>>,
     stopped: bool,
+}
+
+/// What the progress bar shows beside the updates done.
+#[derive(Debug, Clone)]
+struct Shown {
+    /// What the run is doing.
+    phase: &'static str,
+    /// The few numbers people look at, the most important first.
+    watched: Vec<String>,
+    /// When the first update of this process began, and how many were done by then.
+    began: (Instant, usize),
+    /// When the last update ended, and how many are done.
+    reached: Option<(Instant, usize)>,
+}
+
+impl Shown {
+    /// The time that the updates to `total` will take by the mean of those done; unknown before the first one is done.
+    fn left(&self, total: usize, now: Instant) -> Option<Duration> {
+        let ((at, done), (began, first)) = (self.reached?, self.began);
+        let each = at.duration_since(began).div_f64(done.checked_sub(first).filter(|&done| done > 0)? as f64);
+        let left = each.mul_f64(total.saturating_sub(done) as f64);
+        Some(left.saturating_sub(now.duration_since(at)))
+    }
+}
+
+/// Columns of the phase on the progress bar, so that what follows stays in its place.
+const PHASE: usize = "optimising".len();
+
+/// The line of the progress bar on a terminal of `width` columns: what does not fit is left out, the least important first.
+fn bar_line(
+    shown: &Shown,
+    width: usize,
+    colours: bool,
+    done: usize,
+    total: usize,
+    elapsed: Duration,
+    now: Instant,
+) -> String {
+    let columns = match width {
+        ..70 => 8,
+        70..100 => 14,
+        _ => 24,
+    };
+    let full = (columns * done.min(total)).checked_div(total).unwrap_or(0);
+    let left = shown.left(total, now).map_or("--".into(), terminal::clock);
+    let of = total.to_string();
+    let count = format!("{done:>0$}/{of}", of.len());
+    let rest = format!(" {count} [{}, {left} left] ", terminal::clock(elapsed));
+    let room = (width.saturating_sub(1)).saturating_sub(columns + rest.len());
+    let mut tail = format!("{:PHASE$}", shown.phase);
+    for number in &shown.watched {
+        if tail.len() + 2 + number.len() > room {
+            break;
+        }
+        tail.push_str("  ");
+        tail.push_str(number);
+    }
+    let bar = format!("{}{}", "\u{2588}".repeat(full), "\u{2591}".repeat(columns - full));
+    let bar = terminal::paint(colours, Colour::Cyan, &bar);
+    format!("{bar}{rest}{}", tail.trim_end())
+}
+
+/// The progress bar that is on the terminal, if one is: what else is written there has to stand above it.
+static BAR: Mutex<Option<WeakProgressBar>> = Mutex::new(None);
+
+fn current_bar() -> Option<ProgressBar> {
+    unpoisoned(&BAR).as_ref().and_then(WeakProgressBar::upgrade)
+}
+
+fn unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Writes a line to standard error, above the progress bar of a running training.
+pub fn announce(text: &str) {
+    let write = || drop(writeln!(std::io::stderr(), "{text}"));
+    match current_bar() {
+        Some(bar) => bar.suspend(write),
+        None => write(),
+    }
+}
+
+/// Takes the progress bar of a running training off the terminal, before the process ends at once.
+pub fn clear_bar() {
+    current_bar().iter().for_each(ProgressBar::finish_and_clear);
 }
 
 impl<'w> Reporter<'w> {
@@ -207,17 +344,77 @@ impl<'w> Reporter<'w> {
             ReportTo::None => None,
             ReportTo::Tensorboard => Some(crate::TensorBoard::create(&dir)?),
         };
+        let began = Instant::now();
+        let shown = Shown { phase: "", watched: Vec::new(), began: (began, reached.updates), reached: None };
+        let progress = Arc::new(Mutex::new(shown));
         // Where standard error is no terminal the bar hides itself.
-        let hidden = run.disable_tqdm || console == Console::Silent;
+        let hidden = run.disable_tqdm || console == Console::Silent || !Stream::Err.moves_cursor();
         let target = if hidden { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
-        let style = ProgressStyle::with_template("{bar:24} {pos}/{len} [{elapsed_precise}, {eta_precise} left] {msg}")
-            .expect("the template is sound");
+        let (of_bar, colours) = (progress.clone(), Stream::Err.has_colours());
+        let line = move |state: &ProgressState, to: &mut dyn std::fmt::Write| {
+            let (done, total) = (state.pos() as usize, state.len().unwrap_or(0) as usize);
+            let width = Stream::Err.width().unwrap_or(80);
+            let shown = unpoisoned(&of_bar).clone();
+            let _ = to.write_str(&bar_line(&shown, width, colours, done, total, state.elapsed(), Instant::now()));
+        };
+        let style = ProgressStyle::with_template("{line}").expect("the template is sound").with_key("line", line);
         let bar = ProgressBar::with_draw_target(Some(total as u64), target).with_style(style);
         bar.set_position(reached.updates as u64);
-        bar.reset_eta();
-        // A long update moves the clock too.
-        bar.enable_steady_tick(Duration::from_millis(500));
-        Ok(Self { dir, console, metrics, tensorboard, bar, watcher: None, stopped: false })
+        if !hidden {
+            *unpoisoned(&BAR) = Some(bar.downgrade());
+            // A long update moves the clock too.
+            bar.enable_steady_tick(Duration::from_millis(500));
+        }
+        let is_read = match console {
+            Console::Person => true,
+            Console::Program => Stream::Err.width().is_some(),
+            Console::Silent => false,
+        };
+        let tags = run.tensorboard_tags;
+        Ok(Self {
+            dir,
+            console,
+            is_read,
+            metrics,
+            tensorboard,
+            tags,
+            bar,
+            progress,
+            began,
+            watcher: None,
+            stopped: false,
+        })
+    }
+
+    /// Writes the settings of the run where hyperparameters are wanted.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub(crate) fn settings(&mut self, settings: &impl Serialize) -> Result<()> {
+        let settings = serde_json::to_value(settings).ok().and_then(|settings| settings.as_object().cloned());
+        let tensorboard = self.tensorboard.as_mut().zip(settings);
+        tensorboard.map_or(Ok(()), |(tensorboard, settings)| tensorboard.hyperparameters(&settings))
+    }
+
+    /// Tells how the run begins.
+    pub(crate) fn begins(&self, title: &str, facts: &[(&str, String)]) {
+        if self.is_read {
+            let title = Stream::Err.paint(Colour::Bold, &one_line(title));
+            let facts: Vec<_> = facts.iter().map(|(name, fact)| (*name, one_line(fact))).collect();
+            self.tell_all(&format!("{title}\n{}", terminal::facts(&facts, Stream::Err).trim_end()));
+        }
+    }
+
+    /// Says on the progress bar what the run is doing.
+    pub(crate) fn phase(&self, phase: &'static str) {
+        unpoisoned(&self.progress).phase = phase;
+        self.bar.tick();
+    }
+
+    /// The first update begins: what comes before it is in no estimate.
+    pub(crate) fn updates_begin(&self) {
+        let mut shown = unpoisoned(&self.progress);
+        shown.began.0 = Instant::now();
     }
 
     /// Brings the metrics to the disk, before a checkpoint counts on them.
@@ -245,6 +442,11 @@ impl<'w> Reporter<'w> {
     /// Tells that `dir` holds the model as it is now.
     pub(crate) fn saved(&mut self, dir: &Path) {
         self.note(&format!("saved {}", dir.display()));
+        self.left(dir);
+    }
+
+    /// [`Reporter::saved`] of what the run leaves at its end, which [`Reporter::ends`] tells people.
+    pub(crate) fn left(&mut self, dir: &Path) {
         self.tell(&Event::Saved { dir });
     }
 
@@ -266,23 +468,41 @@ impl<'w> Reporter<'w> {
 
     /// [`Reporter::record`], of what no update has brought.
     pub(crate) fn record_alone(&mut self, step: i64, metrics: &Metrics) -> Result<()> {
-        let line = serde_json::to_string(metrics).expect("numbers have a JSON form");
+        let json = |metrics: &Metrics| serde_json::to_string(metrics).expect("numbers have a JSON form");
+        let line = json(metrics);
         // In one write: a kill leaves no half of a line that is followed by another.
         let path = self.dir.join(METRICS);
         self.metrics.write_all(format!("{line}\n").as_bytes()).map_err(Error::io("write", path))?;
         if self.console == Console::Program {
-            self.print(&line);
+            self.print(&json(&metrics.map(terminal::seven_digits)));
         }
         if let Some(tensorboard) = &mut self.tensorboard {
-            tensorboard.scalars(step, metrics.iter().filter(|(name, _)| *name != "step"))?;
+            let tagged = metrics.iter().filter(|(name, _)| *name != "step");
+            let tagged: Vec<(String, f64)> = tagged.map(|(name, value)| (self.tags.tag(name), value)).collect();
+            tensorboard.scalars(step, tagged.iter().map(|(tag, value)| (tag.as_str(), *value)))?;
         }
         Ok(())
     }
 
-    /// Moves the progress bar one update on; `watched` are the few numbers people look at.
-    pub(crate) fn advance(&self, watched: String) {
-        self.bar.set_message(watched);
+    /// Moves the progress bar one update on; `watched` are the few numbers people look at, the most important first. After the
+    /// first update says how long the rest will take.
+    pub(crate) fn advance(&self, watched: Vec<String>) {
+        let now = Instant::now();
+        let (total, expected) = (self.bar.length().unwrap_or(0) as usize, {
+            let mut shown = unpoisoned(&self.progress);
+            let is_first = shown.reached.is_none();
+            let done = shown.reached.map_or(shown.began.1, |(_, done)| done) + 1;
+            shown.watched = watched;
+            shown.reached = Some((now, done));
+            is_first.then(|| (done, now.duration_since(shown.began.0)))
+        });
         self.bar.inc(1);
+        if let Some((done, took)) = expected.filter(|(done, _)| *done < total) {
+            let (left, each) = (total - done, terminal::about(took));
+            let all = terminal::about(took.mul_f64(left as f64));
+            let updates = if left == 1 { "the one left".into() } else { format!("the {left} left") };
+            self.note(&format!("update {done} took {each}; {updates} will take about {all}"));
+        }
     }
 
     /// Writes the answers given after `update` updates to a file of its own in `samples/`, and shows them where a person
@@ -305,14 +525,9 @@ impl<'w> Reporter<'w> {
     fn show_samples(&mut self, kind: &str, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
         self.write_samples(kind, update, episode, samples)?;
         if self.console == Console::Person {
-            let mut table = Table::new();
-            table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
-            table.set_header(["prompt", "response", "score"]);
-            for sample in samples {
-                let cell = |text: &str| safe_text::lines(&beginning(text, LONGEST_CELL)).into_owned();
-                table.add_row([cell(&sample.prompt), cell(&sample.response), format!("{:.3}", sample.score)]);
-            }
-            self.print(&format!("Episode {episode}\n{table}"));
+            let title = Stream::Out.paint(Colour::Bold, &format!("Episode {episode}"));
+            let table = sample_table(samples, Stream::Out.width(), Stream::Out.has_colours());
+            self.print(&format!("{title}\n{table}"));
         }
         self.tell(&Event::Samples { step: update, samples });
         Ok(())
@@ -328,7 +543,7 @@ impl<'w> Reporter<'w> {
         Ok(())
     }
 
-    fn write_samples(&self, kind: &str, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
+    fn write_samples(&mut self, kind: &str, update: usize, episode: usize, samples: &[Sample]) -> Result<()> {
         let dir = self.dir.join(SAMPLES);
         std::fs::create_dir_all(&dir).map_err(Error::io("create the folder", &dir))?;
         let mut lines = String::new();
@@ -338,7 +553,10 @@ impl<'w> Reporter<'w> {
             row.as_object_mut().expect("an object").extend(sample.as_object().expect("an object").clone());
             lines.push_str(&format!("{row}\n"));
         }
-        write_text(&dir.join(format!("{kind}-{update:06}.jsonl")), &lines)
+        write_text(&dir.join(format!("{kind}-{update:06}.jsonl")), &lines)?;
+        let tensorboard = self.tensorboard.as_mut();
+        let tag = if kind == "update" { "samples".into() } else { format!("samples/{kind}") };
+        tensorboard.map_or(Ok(()), |tensorboard| tensorboard.text(update as i64, &tag, &markdown(samples)))
     }
 
     /// Tells something that a person should know and that stops nothing.
@@ -348,18 +566,53 @@ impl<'w> Reporter<'w> {
         }
     }
 
-    /// Tells a person how things stand.
-    pub(crate) fn note(&self, message: &str) {
-        if self.console == Console::Person {
-            self.bar.suspend(|| {
-                let _ = writeln!(std::io::stderr(), "{}", one_line(message));
-            });
+    /// Tells which checks of the run's own numbers have held, also where only a program reads.
+    pub(crate) fn checked(&self, message: &str) {
+        if self.console != Console::Silent {
+            self.tell_all(&Stream::Err.labelled("checks", Colour::Green, &one_line(message)));
         }
     }
 
-    /// Ends the progress bar.
+    /// Tells a person how things stand.
+    pub(crate) fn note(&self, message: &str) {
+        if self.is_read {
+            self.tell_all(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
+        }
+    }
+
+    fn tell_all(&self, text: &str) {
+        self.bar.suspend(|| {
+            let _ = writeln!(std::io::stderr(), "{text}");
+        });
+    }
+
+    /// Takes the progress bar away.
     pub(crate) fn finish(&self) {
-        self.bar.finish();
+        self.bar.finish_and_clear();
+    }
+
+    /// Tells how a run of `updates` updates has ended: the numbers of the first and of the last line of metrics that have them,
+    /// by the names that people know them by; where the model is; the command that tries it, or several with pipes
+    /// between them.
+    pub(crate) fn ends(&self, updates: usize, numbers: &[(&str, &str)], commands: &[Vec<String>]) {
+        if !self.is_read {
+            return;
+        }
+        let time = terminal::clock(self.began.elapsed());
+        let s = if updates == 1 { "" } else { "s" };
+        let mut text = Stream::Err.paint(Colour::Green, &format!("done: {updates} update{s} in {time}"));
+        text.push('\n');
+        let lines = std::fs::read_to_string(self.dir.join(METRICS)).unwrap_or_default();
+        text.push_str(&changes(&lines, numbers));
+        let dir = self.dir.display();
+        text.push_str(&terminal::wrap(
+            &one_line(&format!("the model is in {dir}; to try it:")),
+            Stream::Err.width(),
+            2,
+        ));
+        text.push('\n');
+        text.push_str(&safe_text::lines(&terminal::shell_command(commands, Stream::Err.width())));
+        self.tell_all(&text);
     }
 
     /// Standard output is a copy of what the files hold: when its reader goes away (`| head`), the run goes on.
@@ -368,6 +621,97 @@ impl<'w> Reporter<'w> {
             let _ = writeln!(std::io::stdout(), "{text}");
         });
     }
+}
+
+impl Drop for Reporter<'_> {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+fn four_decimals(number: f64) -> String {
+    let text = format!("{number:.4}");
+    // What rounds to 0 has no sign.
+    if text == "-0.0000" { "0.0000".into() } else { text }
+}
+
+/// What the `lines` of a run's metrics say of these `numbers`, each by its name for people and its own: in the first line that
+/// has it, and in the last.
+fn changes(lines: &str, numbers: &[(&str, &str)]) -> String {
+    let lines: Vec<Map<String, Value>> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let mut rows = Vec::new();
+    for &(name, metric) in numbers {
+        let mut found = lines.iter().filter_map(|line| line.get(metric)?.as_f64());
+        let Some(first) = found.next() else { continue };
+        let [first, last] = [Some(first), found.next_back()].map(|number| number.map(four_decimals));
+        rows.push([name.to_string(), first.unwrap_or_default(), last.unwrap_or_default()]);
+    }
+    if rows.is_empty() {
+        return String::new();
+    }
+    rows.insert(0, [String::new(), "first".into(), "last".into()]);
+    let columns = [0, 1, 2].map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0));
+    let line = |[name, first, last]: &[String; 3]| {
+        let line = format!("  {name:0$}  {first:>1$}  {last:>2$}", columns[0], columns[1], columns[2]);
+        format!("{}\n", line.trim_end())
+    };
+    rows.iter().map(line).collect()
+}
+
+/// The table of `samples`, at most `width` columns wide. What all conversations begin with stands above it, once.
+fn sample_table(samples: &[Sample], width: Option<usize>, colours: bool) -> String {
+    let system = |sample: &Sample| sample.conversation.as_ref().and_then(|c| c.system.clone());
+    let common =
+        samples.first().and_then(system).filter(|first| samples.iter().all(|s| system(s).as_ref() == Some(first)));
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
+    width.map(|width| table.set_width(width.min(usize::from(u16::MAX)) as u16));
+    let with_ends = samples.iter().any(|sample| sample.num_tokens.is_some());
+    let head = ["prompt", "response", "score", "tokens"].into_iter().take(if with_ends { 4 } else { 3 });
+    let bold = |cell: Cell| if colours { cell.add_attribute(Attribute::Bold) } else { cell };
+    table.set_header(head.map(|name| bold(Cell::new(name))));
+    let cell = |text: &str| safe_text::lines(&beginning(text, LONGEST_CELL)).into_owned();
+    for sample in samples {
+        let prompt = match &sample.conversation {
+            None => sample.prompt.clone(),
+            Some(Conversation { system: Some(system), turns }) if common.is_none() => {
+                format!("system: {system}\n{turns}")
+            }
+            Some(Conversation { turns, .. }) => turns.clone(),
+        };
+        let mut row = vec![cell(&prompt), cell(&sample.response), format!("{:.3}", sample.score)];
+        if with_ends {
+            let end = sample.finish_reason.map(|finish| match finish {
+                FinishReason::Stop => " stop",
+                FinishReason::Length => " length",
+            });
+            row.push(sample.num_tokens.map_or(String::new(), |tokens| format!("{tokens}{}", end.unwrap_or_default())));
+        }
+        table.add_row(row);
+    }
+    match common {
+        Some(system) => format!("{}\n{table}", terminal::wrap(&cell(&format!("system: {system}")), width, 2)),
+        None => table.to_string(),
+    }
+}
+
+/// The same as Markdown.
+fn markdown(samples: &[Sample]) -> String {
+    let cell = |text: &str| {
+        let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('|', "&#124;").replace('`', "&#96;");
+        text.replace("\r\n", "\n").replace('\n', "<br>")
+    };
+    let mut text = String::from("| prompt | response | score | tokens | ended by |\n|---|---|---|---|---|\n");
+    for sample in samples {
+        let tokens = sample.num_tokens.map_or(String::new(), |tokens| tokens.to_string());
+        let end = sample.finish_reason.map_or("", |finish| match finish {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+        });
+        let (prompt, response) = (cell(&sample.prompt), cell(&sample.response));
+        text.push_str(&format!("| {prompt} | {response} | {:.3} | {tokens} | {end} |\n", sample.score));
+    }
+    text
 }
 
 /// How far a run is that goes on.
@@ -753,6 +1097,78 @@ mod tests {
         let mut run = SftConfig::new("model", "data", dir).run;
         run.overwrite_output_dir = overwrite;
         run
+    }
+
+    fn sample(prompt: &str, response: &str, row: Value) -> Sample {
+        Sample {
+            prompt: prompt.into(),
+            response: response.into(),
+            score: 0.5,
+            components: BTreeMap::new(),
+            finish_reason: Some(FinishReason::Stop),
+            num_tokens: Some(12),
+            conversation: Conversation::of(&row, prompt),
+        }
+    }
+
+    #[test]
+    fn the_time_that_is_left_is_unknown_until_an_update_is_done() {
+        let began = Instant::now();
+        let after = |seconds| began + Duration::from_secs(seconds);
+        let mut shown = Shown { phase: "sampling", watched: Vec::new(), began: (began, 3), reached: None };
+        assert_eq!(shown.left(10, after(60)), None);
+        let line = |shown: &Shown, width, now| bar_line(shown, width, false, 3, 10, Duration::from_secs(61), now);
+        let first = line(&shown, 80, after(60));
+        assert!(first.ends_with("  3/10 [1:01, -- left] sampling"), "{first}");
+        // Two updates of a run that began at the third took 10 s each; 5 are left, one of them is 4 s old.
+        shown.reached = Some((after(20), 5));
+        assert_eq!(shown.left(10, after(24)), Some(Duration::from_secs(46)));
+        assert_eq!(shown.left(10, after(200)), Some(Duration::ZERO));
+        shown.watched = ["score 0.123", "kl 0.012", "length 53.0", "400 tokens/s"].map(String::from).to_vec();
+        for (width, last) in [(60, "score 0.123"), (80, "kl 0.012"), (120, "400 tokens/s")] {
+            let line = line(&shown, width, after(24));
+            assert!(line.ends_with(last) && console::measure_text_width(&line) < width, "{width}: {line}");
+            assert!(line.contains("[1:01, 0:46 left] sampling"), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_table_shows_a_system_prompt_once_and_fits_its_width() {
+        let row = |system: &str, said: &str| serde_json::json!({"prompt": [{"role": "system", "content": system}, {"role": "user", "content": said}]});
+        let text = |system: &str, said: &str| format!("<|system|>{system}<|user|>{said}<|assistant|>");
+        let asked = |system: &str, said: &str| sample(&text(system, said), "Well, yes and no.", row(system, said));
+        let rules = "You are a helpful assistant of few words, and polite.";
+        let samples = [asked(rules, "What is a cat?"), asked(rules, "And a dog?")];
+        for width in [60, 80, 120] {
+            let table = sample_table(&samples, Some(width), false);
+            assert!(table.lines().all(|line| console::measure_text_width(line) <= width), "{table}");
+            assert_eq!(table.matches("helpful").count(), 1, "{table}");
+            assert!(table.contains("What is a cat?") && !table.contains("<|user|>"), "{table}");
+            assert!(table.contains("12 stop"), "{table}");
+        }
+        // Those of different systems say theirs; what was cut is shown as it is.
+        let table = sample_table(&[asked(rules, "Who?"), asked("Be rude.", "Who?")], Some(100), false);
+        assert!(table.contains("helpful") && table.contains("system: Be rude."), "{table}");
+        let cut = sample("a cat?<|assistant|>", "Yes.", row(rules, "What is a cat?"));
+        assert!(sample_table(&[cut], None, false).contains("a cat?<|assistant|>"));
+    }
+
+    #[test]
+    fn the_end_tells_of_the_first_and_the_last_line_that_have_a_number() {
+        let lines = "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":2.0,\"eval_loss\":3.0}\n{\"step\":3,\"loss\":1.23456}\nhal";
+        let numbers = [("loss", "loss"), ("held-out loss", "eval_loss"), ("KL", "kl")];
+        assert_eq!(
+            changes(lines, &numbers),
+            "                  first    last\n  loss           2.5000  1.2346\n  held-out loss  3.0000\n"
+        );
+        assert_eq!(changes("", &numbers), "");
+    }
+
+    #[test]
+    fn samples_are_a_markdown_table_whatever_is_in_them() {
+        let text = markdown(&[sample("a|b\n<i>", "`x`", Value::Null)]);
+        assert_eq!(text.lines().last(), Some("| a&#124;b<br>&lt;i> | &#96;x&#96; | 0.500 | 12 | stop |"));
+        assert_eq!(text.lines().count(), 3);
     }
 
     #[test]

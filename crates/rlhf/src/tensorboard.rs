@@ -1,12 +1,14 @@
-//! Scalars as TensorBoard event files.
+//! Scalars, texts and hyperparameters as TensorBoard event files.
 //!
-//! An event file is a TFRecord file whose records are `tensorflow.Event` protocol buffers. We write the five fields that
-//! a scalar needs by hand: the maintained alternatives are a protobuf code generator, or crates without a release since
+//! An event file is a TFRecord file whose records are `tensorflow.Event` protocol buffers. We write the few fields that
+//! these need by hand: the maintained alternatives are a protobuf code generator, or crates without a release since
 //! 2022. Sources: `tensorflow/core/lib/io/record_writer.h` (framing), `tensorflow/core/lib/hash/crc32c.h` (mask),
-//! `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto` (field numbers).
+//! `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto` (field numbers); for texts and
+//! hyperparameters `torch/utils/tensorboard/summary.py` and `tensorboard/plugins/hparams/{plugin_data,api}.proto`.
 
 use crate::{Error, Result};
 use crc::{CRC_32_ISCSI, Crc, Table};
+use serde_json::{Map, Value};
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -18,7 +20,7 @@ pub(crate) const PREFIX: &str = "events.out.tfevents.";
 /// The file that the rest of a cut file is written to before it is renamed.
 pub(crate) const BESIDE: &str = ".events.tmp";
 
-/// One event file of scalars, which TensorBoard can follow while it grows.
+/// One event file, which TensorBoard can follow while it grows.
 #[derive(Debug)]
 pub struct TensorBoard {
     file: File,
@@ -58,6 +60,23 @@ impl TensorBoard {
     /// [`Error::Io`] if the file cannot be written.
     pub fn scalars<'a>(&mut self, step: i64, values: impl IntoIterator<Item = (&'a str, f64)>) -> Result<()> {
         self.append(&scalars_event(wall_time(), step, values))
+    }
+
+    /// Appends one event with a text of `step`, in Markdown, for the tab of texts.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be written.
+    pub fn text(&mut self, step: i64, tag: &str, markdown: &str) -> Result<()> {
+        self.append(&text_event(wall_time(), step, tag, markdown))
+    }
+
+    /// Appends the settings of the run, for the tab of hyperparameters: strings, numbers and truth values as such, lists as
+    /// their JSON; what is null or a map is left out.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be written.
+    pub fn hyperparameters(&mut self, settings: &Map<String, Value>) -> Result<()> {
+        self.append(&hyperparameters_event(wall_time(), settings))
     }
 
     /// The event file.
@@ -113,12 +132,68 @@ fn scalars_event<'a>(wall_time: f64, step: i64, values: impl IntoIterator<Item =
         put_f32(&mut entry, VALUE_SIMPLE_VALUE, value as f32);
         put_bytes(&mut summary, SUMMARY_VALUE, &entry);
     }
+    summary_event(wall_time, step, &summary)
+}
+
+fn summary_event(wall_time: f64, step: i64, summary: &[u8]) -> Vec<u8> {
     let mut event = Vec::new();
     put_f64(&mut event, EVENT_WALL_TIME, wall_time);
     put_varint(&mut event, (EVENT_STEP << 3) | VARINT);
     put_varint(&mut event, step as u64); // int64: a negative one is its two's complement
-    put_bytes(&mut event, EVENT_SUMMARY, &summary);
+    put_bytes(&mut event, EVENT_SUMMARY, summary);
     event
+}
+
+/// As torch's `SummaryWriter.add_text` writes it: a vector of one string, for the plugin `text`.
+fn text_event(wall_time: f64, step: i64, tag: &str, text: &str) -> Vec<u8> {
+    let (mut dim, mut shape, mut tensor, mut entry, mut summary) =
+        <(Vec<u8>, Vec<u8>, Vec<u8>, Vec<u8>, Vec<u8>)>::default();
+    put_number(&mut dim, DIM_SIZE, 1);
+    put_bytes(&mut shape, SHAPE_DIM, &dim);
+    put_number(&mut tensor, TENSOR_DTYPE, DT_STRING);
+    put_bytes(&mut tensor, TENSOR_SHAPE, &shape);
+    put_bytes(&mut tensor, TENSOR_STRING_VAL, text.as_bytes());
+    put_bytes(&mut entry, VALUE_TAG, tag.as_bytes());
+    put_bytes(&mut entry, VALUE_TENSOR, &tensor);
+    put_bytes(&mut entry, VALUE_METADATA, &plugin_metadata("text", &[]));
+    put_bytes(&mut summary, SUMMARY_VALUE, &entry);
+    summary_event(wall_time, step, &summary)
+}
+
+/// What the plugin `hparams` knows a session by; from the sessions of all runs TensorBoard finds what may differ.
+fn hyperparameters_event(wall_time: f64, settings: &Map<String, Value>) -> Vec<u8> {
+    let mut session = Vec::new();
+    for (name, setting) in settings {
+        let mut value = Vec::new();
+        match setting {
+            Value::Null | Value::Object(_) => continue,
+            Value::Bool(truth) => put_number(&mut value, PROTO_BOOL, u64::from(*truth)),
+            Value::Number(number) => put_f64(&mut value, PROTO_NUMBER, number.as_f64().unwrap_or(f64::NAN)),
+            Value::String(text) => put_bytes(&mut value, PROTO_STRING, text.as_bytes()),
+            Value::Array(_) => put_bytes(&mut value, PROTO_STRING, setting.to_string().as_bytes()),
+        }
+        let mut entry = Vec::new();
+        put_bytes(&mut entry, MAP_KEY, name.as_bytes());
+        put_bytes(&mut entry, MAP_VALUE, &value);
+        put_bytes(&mut session, SESSION_HPARAMS, &entry);
+    }
+    put_f64(&mut session, SESSION_START_TIME, wall_time);
+    let (mut content, mut entry, mut summary) = <(Vec<u8>, Vec<u8>, Vec<u8>)>::default();
+    put_bytes(&mut content, HPARAMS_SESSION_START, &session);
+    put_bytes(&mut entry, VALUE_TAG, b"_hparams_/session_start_info");
+    put_bytes(&mut entry, VALUE_METADATA, &plugin_metadata("hparams", &content));
+    put_bytes(&mut summary, SUMMARY_VALUE, &entry);
+    summary_event(wall_time, 0, &summary)
+}
+
+fn plugin_metadata(plugin: &str, content: &[u8]) -> Vec<u8> {
+    let (mut data, mut metadata) = (Vec::new(), Vec::new());
+    put_bytes(&mut data, PLUGIN_NAME, plugin.as_bytes());
+    if !content.is_empty() {
+        put_bytes(&mut data, PLUGIN_CONTENT, content);
+    }
+    put_bytes(&mut metadata, METADATA_PLUGIN_DATA, &data);
+    metadata
 }
 
 // Field numbers of `tensorflow.Event`, `tensorflow.Summary` and `tensorflow.Summary.Value`.
@@ -129,6 +204,31 @@ const EVENT_SUMMARY: u64 = 5;
 const SUMMARY_VALUE: u64 = 1;
 const VALUE_TAG: u64 = 1;
 const VALUE_SIMPLE_VALUE: u64 = 2;
+const VALUE_TENSOR: u64 = 8;
+const VALUE_METADATA: u64 = 9;
+
+// Of `tensorflow.SummaryMetadata` and its `PluginData`.
+const METADATA_PLUGIN_DATA: u64 = 1;
+const PLUGIN_NAME: u64 = 1;
+const PLUGIN_CONTENT: u64 = 2;
+
+// Of `tensorflow.TensorProto`, `TensorShapeProto` and its `Dim`.
+const TENSOR_DTYPE: u64 = 1;
+const TENSOR_SHAPE: u64 = 2;
+const TENSOR_STRING_VAL: u64 = 8;
+const SHAPE_DIM: u64 = 2;
+const DIM_SIZE: u64 = 1;
+const DT_STRING: u64 = 7;
+
+// Of `tensorboard.hparams.HParamsPluginData` and `SessionStartInfo`, of the entries of a map, of `google.protobuf.Value`.
+const HPARAMS_SESSION_START: u64 = 3;
+const SESSION_HPARAMS: u64 = 1;
+const SESSION_START_TIME: u64 = 5;
+const MAP_KEY: u64 = 1;
+const MAP_VALUE: u64 = 2;
+const PROTO_NUMBER: u64 = 2;
+const PROTO_STRING: u64 = 3;
+const PROTO_BOOL: u64 = 4;
 
 // Wire types: the low three bits of a protobuf key.
 const VARINT: u64 = 0;
@@ -142,6 +242,11 @@ fn put_varint(buffer: &mut Vec<u8>, mut value: u64) {
         value >>= 7;
     }
     buffer.push(value as u8);
+}
+
+fn put_number(buffer: &mut Vec<u8>, field: u64, value: u64) {
+    put_varint(buffer, (field << 3) | VARINT);
+    put_varint(buffer, value);
 }
 
 fn put_f64(buffer: &mut Vec<u8>, field: u64, value: f64) {
@@ -258,6 +363,20 @@ mod tests {
         let negative = b" \0\0\0\0\0\0\0)\xed\xa9P\t\0\0\0\0\0\0\xf8?\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\
             *\n\n\x08\n\x01x\x15\0\0\0\0\x01\x9b\x10&";
         assert_eq!(record(&scalars_event(1.5, -1, [("x", 0.0)])), negative);
+    }
+
+    #[test]
+    fn texts_and_hyperparameters_are_byte_for_byte_those_of_tensorboards_own_messages() {
+        // tensorboard 2.21: Event(...).SerializeToString() of what `SummaryWriter.add_text` of torch makes, without its suffix
+        // of the tag.
+        let text = b"\t\0\0\0\0\0\0\xf8?\x10\xac\x02*&\n$\n\x07samplesB\x0f\x08\x07\x12\x04\x12\x02\x08\x01B\x05| a |J\x08\n\x06\n\x04text";
+        assert_eq!(text_event(1.5, 300, "samples", "| a |"), text);
+        // Of an HParamsPluginData with a session_start_info of {"bf16": true}; a step of 0 is written here (10 00).
+        let session =
+            b"\t\0\0\0\0\0\0\xf8?\x10\0*F\nD\n\x1c_hparams_/session_start_infoJ$\n\"\n\x07hparams\x12\x17\x1a\x15\
+            \n\n\n\x04bf16\x12\x02 \x01)\0\0\0\0\0\0\xf8?";
+        let settings = serde_json::json!({"bf16": true, "max_steps": null, "inner": {}});
+        assert_eq!(hyperparameters_event(1.5, settings.as_object().unwrap()), session);
     }
 
     #[test]

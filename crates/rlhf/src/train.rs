@@ -14,7 +14,7 @@ pub mod unsupervised;
 use crate::Result;
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
 use crate::config::{DataConfig, EvalConfig, RunConfig, TrainPlan};
-use crate::data::{Cursor, Dataset, Sources};
+use crate::data::{Cursor, Dataset, Sources, prompt_field};
 use crate::device::{memory, use_threads};
 use crate::hub::Commits;
 use crate::inputs::Inputs;
@@ -23,7 +23,7 @@ use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, Dtype, ModelConfig, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
 use crate::report::{Console, Reached, Reporter};
-use crate::tokenizer::Tokenizer;
+use crate::terminal;
 use crate::weights::write_text;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -260,22 +260,78 @@ fn leave_checkpoint(
     }
 }
 
-/// Begins to tell of a run of `num_updates`: what to be warned of, where it goes on from, what it reads text by.
+/// Begins to tell of a run of `num_updates`: what to be warned of, where it goes on from.
 fn begin_report(
     run: &RunConfig,
     start: &Start,
     num_updates: usize,
     reached: Reached,
     warnings: &[String],
-    tokenizer: &Tokenizer,
     console: Console,
 ) -> Result<Reporter<'static>> {
     let report = Reporter::resume(run, num_updates, reached, console)?;
     start.warnings.iter().chain(warnings).for_each(|warning| report.warn(warning));
     start.finished(num_updates).iter().for_each(|warning| report.warn(warning));
     start.describe(run, num_updates).iter().for_each(|note| report.note(note));
-    report.note(&format!("tokenizer: {}", tokenizer.describe()));
     Ok(report)
+}
+
+/// What a run is computed by, for the head of its console output.
+fn describe_machine(run: &RunConfig, device: tch::Device) -> [(&'static str, String); 2] {
+    let threads = tch::get_num_threads();
+    let threads = format!("{threads} thread{}", if threads == 1 { "" } else { "s" });
+    let device = match device {
+        tch::Device::Cuda(number) => format!("cuda:{number}, {threads} on the processor"),
+        _ => format!("cpu, {threads}"),
+    };
+    let dtype = match (run.bf16, run.fp16) {
+        (true, _) => "bfloat16; the optimizer's weights are float32",
+        (false, true) => "float16; the optimizer's weights are float32",
+        (false, false) => "float32",
+    };
+    [("device", device), ("dtype", dtype.into())]
+}
+
+/// A prompt of the most characters that a command line is shown with.
+const MOST_SHOWN: usize = 200;
+
+/// The command line that tries the language model in `dir`, with a prompt like that of `row`, a row of its data; of a long
+/// prompt, or where there is no text, `rlhf generate` asks for one.
+fn command_to_try(dir: &Path, row: Option<&Value>, max_new_tokens: Option<usize>) -> Vec<String> {
+    let mut words = ["generate", "--model_name_or_path"].map(String::from).to_vec();
+    words.insert(0, terminal::program());
+    words.push(dir.display().to_string());
+    let asked = |messages: &Value| {
+        let messages = messages.as_array()?;
+        let last = messages.iter().rev().find(|message| message["role"] == "user")?;
+        Some(last["content"].as_str().map(String::from))
+    };
+    let of_text = |row: &Value| {
+        let text = row.get("text")?.as_str()?;
+        Some(text.split_whitespace().take(4).collect::<Vec<_>>().join(" "))
+    };
+    let (prompt, is_chat) = match row {
+        None => (None, false),
+        Some(row) => match prompt_field(row).map(|(_, prompt)| prompt).or_else(|| row.get("messages")) {
+            Some(Value::String(prompt)) => (Some(prompt.clone()), false),
+            Some(messages) => asked(messages).map_or((None, false), |prompt| (prompt, true)),
+            None => (of_text(row), false),
+        },
+    };
+    if is_chat {
+        words.push("--apply_chat_template".into());
+    }
+    if let Some(most) = max_new_tokens {
+        words.extend(["--max_new_tokens".into(), most.to_string()]);
+    }
+    let fits = |prompt: &String| {
+        !prompt.is_empty() && prompt.chars().count() <= MOST_SHOWN && !prompt.chars().any(char::is_control)
+    };
+    if let Some(prompt) = prompt.filter(fits) {
+        words.extend(prompt.starts_with('-').then(|| "--".into()));
+        words.push(prompt);
+    }
+    words
 }
 
 /// How a model that a run trains is read: what is trained whole is held in f32, whatever its file has.
@@ -403,7 +459,7 @@ fn describe_micro_batch(run: &RunConfig, tokens: usize, activation_bytes: impl F
         false => String::new(),
     };
     let taken = mib(run.gradient_checkpointing);
-    format!("micro-batches: at most {tokens} tokens, whose activations take about {taken} MiB{without}")
+    format!("at most {tokens} tokens, whose activations take about {taken} MiB{without}")
 }
 
 /// Cuts `rows` into micro-batches of at most `most_rows`, and these into about equal parts where they have more than
@@ -489,16 +545,47 @@ impl<T> Gathered<T> {
     }
 }
 
-/// Writes the model card that transformers' users expect beside a model.
-fn write_model_card(dir: &Path, command: &str, facts: &[(&str, String)]) -> Result<()> {
-    let mut card = format!("---\nlibrary_name: transformers\ntags:\n- rlhf\n- {command}\n---\n\n# ");
-    let title = dir.file_name().map_or("Model".into(), |name| name.to_string_lossy());
-    let _ = write!(card, "{title}\n\nTrained by `rlhf {command}` {}.\n\n| | |\n|---|---|\n", env!("CARGO_PKG_VERSION"));
-    for (name, value) in facts {
-        let _ = writeln!(card, "| {name} | {} |", value.replace('|', "\\|"));
+/// What a model card says.
+struct Card<'a> {
+    /// The command that trained the model.
+    command: &'static str,
+    /// The model that it began as, or that it is an adapter of; a folder or a name of the hub.
+    base_model: Option<&'a Path>,
+    /// Whether it is an adapter, which PEFT opens.
+    is_adapter: bool,
+    /// What else is told of it.
+    facts: &'a [(&'a str, String)],
+}
+
+impl Card<'_> {
+    /// Writes the card of the model in `dir` beside it, with the command line that made it.
+    fn write(&self, dir: &Path) -> Result<()> {
+        let title = dir.file_name().map_or("Model".into(), |name| name.to_string_lossy());
+        write_text(&dir.join("README.md"), &self.text(&title, terminal::command_line().as_deref()))
     }
-    card.push_str("\n`config.yaml` holds every setting of the run, `metrics.jsonl` its course.\n");
-    write_text(&dir.join("README.md"), &card)
+
+    fn text(&self, title: &str, command_line: Option<&str>) -> String {
+        let mut card = String::from("---\n");
+        if let Some(base) = self.base_model {
+            // A JSON string is one of YAML.
+            let _ = writeln!(card, "base_model: {}", Value::from(base.display().to_string()));
+        }
+        let library = if self.is_adapter { "peft" } else { "transformers" };
+        let command = self.command;
+        let _ = write!(card, "library_name: {library}\ntags:\n- rlhf\n- {command}\n---\n\n# {title}\n\n");
+        let _ = write!(card, "Trained by `rlhf {command}` {}", env!("CARGO_PKG_VERSION"));
+        match command_line {
+            // Indented: a fence of backticks would end at one in the line.
+            Some(line) => drop(write!(card, ":\n\n    {}\n\n", line.replace('\n', "\n    "))),
+            None => card.push_str(".\n\n"),
+        }
+        card.push_str("| | |\n|---|---|\n");
+        for (name, value) in self.facts {
+            let _ = writeln!(card, "| {name} | {} |", value.replace('|', "\\|"));
+        }
+        card.push_str("\n`config.yaml` holds every setting of the run, `metrics.jsonl` its course.\n");
+        card
+    }
 }
 
 #[cfg(test)]
@@ -539,6 +626,38 @@ mod tests {
         assert_eq!(kept(&run, tch::Device::Cpu), 400);
         run = RunConfig { max_tokens_per_micro_batch: Some(400), ..config.run.clone() };
         assert_eq!(kept(&run, tch::Device::Cpu), 400);
+    }
+
+    #[test]
+    fn the_command_that_tries_a_model_asks_as_its_data_does() {
+        let command = |row: Value, most| command_to_try(Path::new("my runs/ppo"), Some(&row), most)[1..].join(" ");
+        let words = "generate --model_name_or_path my runs/ppo";
+        assert_eq!(command(json!({"prompt": "The movie"}), None), format!("{words} The movie"));
+        assert_eq!(command(json!({"query": "-5 is"}), Some(8)), format!("{words} --max_new_tokens 8 -- -5 is"));
+        let system = json!({"role": "system", "content": "Be brief."});
+        let chat = json!([system, {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]);
+        for name in ["prompt", "messages"] {
+            assert_eq!(command(json!({name: chat.clone()}), None), format!("{words} --apply_chat_template Who?"));
+        }
+        assert_eq!(command(json!({"text": "One two  three four five"}), None), format!("{words} One two three four"));
+        // What cannot be shown in a line is asked for.
+        for row in [json!({"prompt": "a\nb"}), json!({"prompt": "x".repeat(300)}), json!({"prompt_ids": [1]})] {
+            assert_eq!(command(row, None), words);
+        }
+    }
+
+    #[test]
+    fn a_model_card_names_its_base_its_library_and_the_command_line() {
+        let facts = [("updates", "3".to_string())];
+        let base = Path::new("org/base: \"7b\"");
+        let card = Card { command: "sft", base_model: Some(base), is_adapter: true, facts: &facts };
+        let text = card.text("mine", Some("rlhf sft --output_dir 'a b'"));
+        let (front, body) = text.strip_prefix("---\n").unwrap().split_once("---\n").unwrap();
+        let front: Value = serde_saphyr::from_str(front).unwrap();
+        assert_eq!(front, json!({"base_model": base, "library_name": "peft", "tags": ["rlhf", "sft"]}));
+        assert!(body.contains("`rlhf sft` ") && body.contains(":\n\n    rlhf sft --output_dir 'a b'\n\n"), "{body}");
+        let text = Card { base_model: None, is_adapter: false, ..card }.text("mine", None);
+        assert!(text.starts_with("---\nlibrary_name: transformers\n") && text.contains("| updates | 3 |"), "{text}");
     }
 
     #[test]

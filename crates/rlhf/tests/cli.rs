@@ -16,7 +16,10 @@ pub(crate) struct Scratch(tempfile::TempDir);
 pub(crate) struct Ran {
     pub(crate) code: i32,
     pub(crate) stdout: String,
+    /// Without the line that says which checks have held.
     pub(crate) stderr: String,
+    /// That line.
+    pub(crate) checks: Option<String>,
 }
 
 pub(crate) const PPO: &str = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --output_dir out \
@@ -143,7 +146,11 @@ impl Scratch {
 impl From<std::process::Output> for Ran {
     fn from(output: std::process::Output) -> Self {
         let text = |bytes| String::from_utf8(bytes).unwrap();
-        Self { code: output.status.code().unwrap_or(-1), stdout: text(output.stdout), stderr: text(output.stderr) }
+        let (stdout, stderr) = (text(output.stdout), text(output.stderr));
+        let (checks, others): (Vec<&str>, Vec<&str>) =
+            stderr.split_inclusive('\n').partition(|line| line.starts_with("checks: "));
+        let checks = checks.first().map(|line| line.trim_end().to_string());
+        Self { code: output.status.code().unwrap_or(-1), stdout, stderr: others.concat(), checks }
     }
 }
 
@@ -231,9 +238,27 @@ fn trains(scratch: &Scratch, line: &str, out: &str, updates: usize, names: &[&st
     for file in files {
         assert!(scratch.path(out).join(file).metadata().is_ok_and(|file| file.len() > 0), "{line}: no {out}/{file}");
     }
-    assert_eq!(stdout, scratch.read(&format!("{out}/metrics.jsonl")), "{line}");
     let metrics = scratch.metrics(out);
     assert_eq!(metrics.len(), updates, "{line}");
+    let shown = json_lines(&stdout);
+    assert_eq!(shown.len(), updates, "{line}");
+    for (shown, whole) in shown.iter().zip(&metrics) {
+        assert!(shown.keys().eq(whole.keys()), "{line}");
+        for (name, whole) in whole {
+            let (shown, whole) = (shown[name].as_f64().unwrap(), whole.as_f64().unwrap());
+            assert!((shown - whole).abs() <= 5e-7 * whole.abs(), "{line}: {name}: {shown} is not {whole}");
+        }
+    }
+    // Seven significant digits; leading zeros and exponents are none.
+    let digits = |number: &str| {
+        let mantissa = number.split(['e', 'E']).next().unwrap_or_default();
+        mantissa.chars().filter(char::is_ascii_digit).collect::<String>().trim_matches('0').len()
+    };
+    let longest = json_lines(&stdout)
+        .iter()
+        .flat_map(|line| line.values().map(|v| digits(&v.to_string())).collect::<Vec<_>>())
+        .max();
+    assert!(longest.is_some_and(|longest| (6..=7).contains(&longest)), "{line}: {longest:?} digits");
     for (name, value) in metrics.iter().flatten() {
         assert!(value.as_f64().is_some_and(f64::is_finite), "{line}: {name} = {value}");
     }
@@ -265,7 +290,12 @@ fn whole_course(golden_model: &str, sft_start: &str) {
         let samples = json_lines(&scratch.read(&format!("ppo/samples/update-00000{update}.jsonl")));
         for sample in &samples {
             let names: Vec<&str> = sample.keys().map(String::as_str).collect();
-            assert_eq!(names, ["step", "episode", "prompt", "response", "score", "components"]);
+            assert_eq!(
+                names,
+                ["step", "episode", "prompt", "response", "score", "components", "finish_reason", "num_tokens"]
+            );
+            let (tokens, finish) = (sample["num_tokens"].as_u64().unwrap(), sample["finish_reason"].as_str().unwrap());
+            assert!((1..=8).contains(&tokens) && (finish == "stop" || (finish, tokens) == ("length", 8)), "{sample:?}");
             assert_eq!((sample["step"].as_u64(), sample["episode"].as_u64()), (Some(update), Some(4 * update)));
             assert!(sample["score"].is_f64() && sample["components"].is_object(), "{sample:?}");
         }
@@ -394,6 +424,20 @@ fn a_folder_with_only_a_pickle_is_refused_with_the_way_out() {
     scratch.refuses(PPO, 1, &["policy: expected model.safetensors", "found neither"]);
     scratch.write("policy/pytorch_model.bin", "x");
     scratch.refuses(PPO, 1, &["policy: expected model.safetensors", "found only pytorch_model.bin", "convert it"]);
+}
+
+#[test]
+fn in_a_pipe_checks_and_warnings_are_on_standard_error_and_the_card_has_the_command_line() {
+    let scratch = Scratch::new();
+    let ran = scratch.run(&format!("{PPO} --use_peft --reward_command"));
+    assert_eq!(ran.code, 2, "{}", ran.stderr);
+    let ran = scratch.run(&format!("{PPO} --use_peft"));
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    assert!(ran.checks.unwrap().starts_with("checks: first ratio 1 within "));
+    assert!(json_lines(&ran.stdout).len() == 2 && !ran.stdout.contains("checks"));
+    let card = scratch.read("out/README.md");
+    assert!(card.starts_with("---\nbase_model: \"policy\"\nlibrary_name: peft\n"), "{card}");
+    assert!(card.contains("\n    rlhf ppo --sft_model_path policy --reward_model_path reward "), "{card}");
 }
 
 #[test]

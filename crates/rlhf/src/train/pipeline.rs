@@ -16,6 +16,7 @@ use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};
 use crate::reward::{Spec, specs};
 use crate::safe_text::{lines, one_line};
+use crate::terminal::Stream;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
 use crate::{Error, Result, hub};
@@ -190,7 +191,7 @@ fn named(step: Step, error: Error) -> Error {
 
 fn say(console: Console, text: &str) {
     if console != Console::Silent {
-        let _ = writeln!(std::io::stderr(), "{}", lines(text));
+        crate::report::announce(&crate::terminal::wrap(&lines(text), Stream::Err.width(), 2));
     }
 }
 
@@ -512,6 +513,8 @@ fn tell_results(config: &PipelineConfig, console: Console) -> Result<()> {
     }
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
+    let stream = if console == Console::Program { Stream::Err } else { Stream::Out };
+    stream.width().map(|width| table.set_width(width.min(usize::from(u16::MAX)) as u16));
     table.set_header(["step", "updates", "numbers, first and last", "folder"]);
     for step in Step::ALL {
         let Some(run) = config.run(step) else {

@@ -5,9 +5,9 @@ use super::checks::{self, Checks, Skips};
 use super::ema::{EMA, Ema};
 use super::unsupervised::{Unsupervised, learn_texts};
 use super::{
-    LOSS_SCALE, begin_report, check_held_out, deepspeed_chat_pad, describe_micro_batch, fixed_state, gather,
-    kept_micro_batch_tokens, leave_checkpoint, load_cursor, micro_batch_tokens, micro_batches, model_options,
-    roundings, small_dataset, trained_options, trained_share, write_model_card,
+    Card, LOSS_SCALE, begin_report, check_held_out, command_to_try, deepspeed_chat_pad, describe_machine,
+    describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, leave_checkpoint, load_cursor,
+    micro_batch_tokens, micro_batches, model_options, roundings, small_dataset, trained_options, trained_share,
 };
 use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due, leave_model};
 use crate::config::{
@@ -27,7 +27,7 @@ use crate::model::{
 };
 use crate::optim::{AdamW, LearningRates};
 use crate::report::{
-    Console, Evaluation, Event, Hold, Reached, Reporter, Sample, Warning, WarningKind, check_output_dir,
+    Console, Conversation, Evaluation, Event, Hold, Reached, Reporter, Sample, Warning, WarningKind, check_output_dir,
     claim_output_dir, conclude,
 };
 use crate::reward::{ComponentScores, RewardModel, Rewards, ScoreScaling, Scored, Spec, resolve, specs};
@@ -51,6 +51,16 @@ const SAMPLE_ROWS: usize = 5;
 
 /// The metrics that the model card tells, with their decimals.
 const CARD_METRICS: [(&str, usize); 3] = [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)];
+
+/// The metrics whose change people are told at the end, with their names for it.
+const OUTCOME: [(&str, &str); 6] = [
+    ("score", "objective/scores"),
+    ("KL", "objective/kl"),
+    ("length", "val/response_length"),
+    ("held-out score", "eval/score"),
+    ("held-out KL", "eval/kl"),
+    ("held-out length", "eval/response_length"),
+];
 
 /// The folder of the value model, below the policy's.
 pub(super) const VALUE_MODEL: &str = "value_model";
@@ -519,7 +529,8 @@ impl PpoTrainer {
         }
         let (run, total) = (&self.config.run, self.plan.num_total_batches);
         let reached = Reached { updates: self.done, recorded: self.done };
-        let mut report = begin_report(run, &start, total, reached, &warnings, &self.tokenizer, self.console)?;
+        let mut report = begin_report(run, &start, total, reached, &warnings, self.console)?;
+        report.settings(&self.config)?;
         report.watch(watcher);
         let done = self.run(&mut report);
         report.finish();
@@ -534,9 +545,14 @@ impl PpoTrainer {
             })
         });
         if let Some(Ok(())) = saved {
-            report.saved(out);
+            report.left(out);
         }
-        conclude(done, saved, total, out)
+        let done = conclude(done, saved, total, out)?;
+        if done > reached.updates {
+            let row = self.sample_prompts.first().map(|prompt| &prompt.row);
+            report.ends(done, &OUTCOME, &[command_to_try(out, row, Some(self.config.response_length))]);
+        }
+        Ok(done)
     }
 
     /// Runs all updates that are left, or those until the report is stopped, and saves checkpoints and the best model as the
@@ -561,26 +577,23 @@ impl PpoTrainer {
                 model.dir().display()
             ));
         }
-        report.note(&format!("rewards: {}", self.rewards.describe()));
+        self.tell_beginning(report);
         for model in self.rewards.models().filter(|model| model.reads_text()) {
             report.note(&format!("{}: reads the decoded text, by its own tokenizer", model.dir().display()));
         }
-        for (name, trained) in self.trained() {
-            report.note(&format!("{name}: {trained}"));
-        }
         self.learner.unsupervised.iter().for_each(|texts| report.note(&texts.describe()));
-        let (run, tokens) = (&self.config.run, self.learner.micro_batch_tokens);
-        report.note(&describe_micro_batch(run, tokens, |on| self.learner.policy.activation_bytes(on)));
         if self.learner.value.has_new_head() {
             let name = if self.learner.value.model().is_some() { "model" } else { "head on the policy's trunk" };
             report.note(&format!("value {name}: begins with a fresh head"));
         }
         if !self.config.watch.no_checks {
+            report.phase("checking");
             self.check_aloud(report)?;
         }
         let total = self.plan.num_total_batches;
         self.write_best(report)?;
         if self.done == 0 && self.config.eval.eval_steps.is_some() {
+            report.phase("evaluating");
             let evaluation = self.evaluate()?;
             let mut metrics = Metrics::default();
             metrics.push("step", 0.0);
@@ -590,14 +603,19 @@ impl PpoTrainer {
             report.evaluation(0, 0, &evaluation)?;
         }
         if self.done == 0 && self.plan.sample_every.is_some() {
+            report.phase("samples");
             let samples = self.samples(0)?;
             report.samples(0, 0, &samples)?;
         }
+        report.updates_begin();
         while self.done < self.last_update() && !report.stopped() {
-            let mut metrics = self.one_update()?;
+            let mut metrics = self.one_update(&|phase| report.phase(phase))?;
             let done = self.done + 1;
             let episode = done * self.plan.batch_size;
             let evaluates = is_due(self.config.eval.eval_steps, done, total);
+            if evaluates {
+                report.phase("evaluating");
+            }
             let evaluated = if evaluates { self.evaluate().map(Some) } else { Ok(None) };
             if let Ok(Some(evaluation)) = &evaluated {
                 metrics.extend(&evaluation.metrics);
@@ -623,16 +641,47 @@ impl PpoTrainer {
             }
             too_many.map_or(Ok(()), Err)?;
             if is_due(self.plan.sample_every, done, total) {
+                report.phase("samples");
                 let samples = self.samples(done)?;
                 report.samples(done, episode, &samples)?;
             }
             looked?.iter().for_each(|warning| report.warn(warning));
+            report.phase("saving");
             self.write_best(report)?;
             if checkpoints.is_due(done) {
                 self.save_checkpoint(checkpoints, report)?;
             }
         }
         Ok(self.done)
+    }
+
+    /// Tells how the run begins: by what it is computed, how much there is to do, from what.
+    fn tell_beginning(&self, report: &Reporter<'_>) {
+        let (config, plan) = (&self.config, &self.plan);
+        let mut facts = Vec::from(describe_machine(&config.run, self.learner.policy.device()));
+        let left = match self.done {
+            0 => String::new(),
+            done => format!(", {done} of them done"),
+        };
+        facts.push(("updates", format!("{}{left}", plan.num_total_batches)));
+        let (rows, most) = (plan.batch_size, config.response_length);
+        facts.push(("an update", format!("{rows} responses of at most {most} tokens")));
+        facts.push(("rewards", self.rewards.describe()));
+        facts.push(("prompts", format!("{}, {} rows", config.data.describe(), self.prompts.len())));
+        facts.push(("tokenizer", self.tokenizer.describe()));
+        let trained = |(name, trained): (&'static str, String)| {
+            (name.trim_start_matches("trained parameters, "), format!("{trained} of its parameters are trained"))
+        };
+        facts.extend(self.trained().into_iter().map(trained));
+        let tokens = self.learner.micro_batch_tokens;
+        facts.push((
+            "micro-batches",
+            describe_micro_batch(&config.run, tokens, |on| self.learner.policy.activation_bytes(on)),
+        ));
+        report.begins(
+            &format!("rlhf ppo: {} into {}", config.sft_model_path.display(), config.run.output_dir.display()),
+            &facts,
+        );
     }
 
     /// What each part remembers beside weights and optimizers, by its name; each has a line here and one in
@@ -847,7 +896,7 @@ impl PpoTrainer {
         if self.done == total {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
-        let metrics = self.one_update()?;
+        let metrics = self.one_update(&|_| ())?;
         self.done += 1;
         self.note_whole();
         let too_many = self.note_skips().err();
@@ -865,12 +914,13 @@ impl PpoTrainer {
         Ok(())
     }
 
-    /// One update, from prompts to metrics; the caller counts it.
-    fn one_update(&mut self) -> Result<Metrics> {
+    /// One update, from prompts to metrics; the caller counts it, and is told what it is `doing`.
+    fn one_update(&mut self, doing: &dyn Fn(&'static str)) -> Result<Metrics> {
         let (config, plan, update) = (&self.config, &self.plan, self.done);
         let began = Instant::now();
 
         // 1. Prompts to responses.
+        doing("sampling");
         let rows = match &mut self.order {
             Some(order) => own_rows(update, (order.0)(update), plan.batch_size, self.prompts.len())?,
             None => self.cursor.take(plan.batch_size),
@@ -896,6 +946,7 @@ impl PpoTrainer {
         let generated = began.elapsed().as_secs_f64();
 
         // 2. Responses to experience: scores, log-probabilities, values.
+        doing("scoring");
         let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
         let mut scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, true)?;
         let raw = self.raw_scores(&scored, &responses);
@@ -917,6 +968,7 @@ impl PpoTrainer {
         let rollout = began.elapsed().as_secs_f64();
 
         // 4. Epochs of mini-batches.
+        doing("optimising");
         let rates = match &mut self.schedule {
             Some(schedule) => own_rates(update, (schedule.0)(update))?,
             None => LearningRates::at(config, update, plan.num_total_batches),
@@ -1003,7 +1055,8 @@ impl PpoTrainer {
         for (name, decimals) in CARD_METRICS {
             facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.decimals$}"))));
         }
-        write_model_card(dir, "ppo", &facts)
+        let (base_model, is_adapter) = (Some(self.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
+        Card { command: COMMAND, base_model, is_adapter, facts: &facts }.write(dir)
     }
 
     /// Writes both models with tokenizers to a folder that nothing is in.
@@ -1091,7 +1144,7 @@ impl PpoTrainer {
     fn check_aloud(&mut self, report: &Reporter<'_>) -> Result<()> {
         let (few_bits, checks) = (self.config.run.computes_in_few_bits(), self.check()?);
         match checks.failure(Checks::tolerance(few_bits)) {
-            None => report.note(&format!("checks: {checks}")),
+            None => report.checked(&checks.to_string()),
             Some(failure) if few_bits => report.warn(&failure),
             Some(failure) => return Err(Error::Run(failure)),
         }
@@ -1161,9 +1214,16 @@ impl PpoTrainer {
             .zip(scores)
             .enumerate()
             .map(|(row, ((prompt, response), score))| {
-                let response = self.tokenizer.decode(&response.tokens)?;
                 let components = components.iter().map(|c| (c.name.clone(), c.scores[row])).collect();
-                Ok(Sample { prompt: prompt.text.clone(), response, score, components })
+                Ok(Sample {
+                    prompt: prompt.text.clone(),
+                    response: self.tokenizer.decode(&response.tokens)?,
+                    score,
+                    components,
+                    finish_reason: Some(response.finish),
+                    num_tokens: Some(response.tokens.len()),
+                    conversation: Conversation::of(&prompt.row, &prompt.text),
+                })
             })
             .collect()
     }
@@ -1412,15 +1472,14 @@ impl KeptAnswers {
 }
 
 /// The few numbers that people watch.
-fn watched(m: &Metrics) -> String {
+fn watched(m: &Metrics) -> Vec<String> {
     let number = |name| m.get(name).unwrap_or(f64::NAN);
-    format!(
-        "score {:.3} kl {:.3} length {:.1} {:.0} tokens/s",
-        number("objective/scores"),
-        number("objective/kl"),
-        number("val/response_length"),
-        number("tokens_per_second/update")
-    )
+    vec![
+        format!("score {:.3}", number("objective/scores")),
+        format!("kl {:.3}", number("objective/kl")),
+        format!("length {:.1}", number("val/response_length")),
+        format!("{:.0} tokens/s", number("tokens_per_second/update")),
+    ]
 }
 
 /// What learns: the policy, and what says the values, which is a model of its own with an optimizer of its own, or a head on

@@ -1,9 +1,9 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
 use super::{
-    Gathered, Progress, Saver, begin_report, check_held_out, deepspeed_chat_pad, describe_micro_batch, fixed_state,
-    gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, roundings, small_dataset,
-    trained_options, trained_share, write_model_card,
+    Card, Gathered, Progress, Saver, begin_report, check_held_out, deepspeed_chat_pad, describe_machine,
+    describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches,
+    model_options, roundings, small_dataset, trained_options, trained_share,
 };
 use crate::checkpoint::{Checkpoints, Start, leave_model};
 use crate::config::{PairLoss, RewardConfig, Step, TrainPlan};
@@ -14,10 +14,12 @@ use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, DropoutRows, SequenceClassifier};
 use crate::optim::{AdamW, learning_rate};
 use crate::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
+use crate::terminal;
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
@@ -74,6 +76,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     inputs.rows("dataset_name", &config.data.describe(), &train);
     inputs.rows("rows held out", &config.data.describe(), &eval);
     inputs.model("model_name_or_path", model_dir)?;
+    let tried = train.first().and_then(|dataset| dataset.rows().next().cloned());
     let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
     let plan = config.plan(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
@@ -101,10 +104,21 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let (eos, pad, most) = (tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0);
     model.keep_base(&dir.join(BASE_MODEL), eos, pad, most)?;
     warnings.extend(differences);
-    let mut report =
-        begin_report(&config.run, &start, plan.num_updates, progress.reached(), &warnings, &tokenizer, console)?;
+    let mut report = begin_report(&config.run, &start, plan.num_updates, progress.reached(), &warnings, console)?;
+    report.settings(config)?;
     let trained = trained_share(model.params());
-    report.note(&format!("trained parameters: {trained}"));
+    let mut facts = Vec::from(describe_machine(&config.run, device));
+    let left = match progress.done {
+        0 => String::new(),
+        done => format!(", {done} of them done"),
+    };
+    facts.push(("updates", format!("{}{left}", plan.num_updates)));
+    facts.push(("an update", format!("{} of {} pairs", plan.batch_size, train.rows.len())));
+    facts.push(("tokenizer", tokenizer.describe()));
+    facts.push(("trained parameters", trained.clone()));
+    facts.push(("micro-batches", describe_micro_batch(&config.run, most_tokens, |on| model.activation_bytes(on))));
+    let from = model_dir.display();
+    report.begins(&format!("rlhf reward: {from} into {}", dir.display()), &facts);
     if let Some(count) = config.num_padding_at_beginning.filter(|_| pads.is_none()) {
         report.note(&format!(
             "num_padding_at_beginning = {count} has no effect without pair_loss = tokens: each text has its own length"
@@ -138,16 +152,43 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         ("trained parameters", trained),
         ("updates", progress.done.to_string()),
     ];
+    let base_model = Some(config.model_name_or_path.as_path());
+    let card = Card { command: COMMAND, base_model, is_adapter: config.peft.use_peft, facts: &facts };
     // But what has not learnt is where it began, and a model in `dir` would keep the run from beginning again there.
     let learnt = progress.done > 0;
     let saved = learnt.then(|| {
         leave_model(dir, COMMAND, config, (progress.done, plan.num_updates), &ended, || {
-            replace_files(dir, write).and_then(|()| write_model_card(dir, "reward", &facts))
+            replace_files(dir, write).and_then(|()| card.write(dir))
         })
     });
-    conclude(ended, saved, plan.num_updates, dir)?;
-    report.note(&format!("saved {}", dir.display()));
+    let done = conclude(ended, saved, plan.num_updates, dir)?;
+    if done > start.done() {
+        let numbers = [
+            ("loss", "loss"),
+            ("accuracy", "accuracy"),
+            ("margin", "margin"),
+            ("held-out loss", "eval_loss"),
+            ("held-out accuracy", "eval_accuracy"),
+        ];
+        report.ends(done, &numbers, &commands_to_score(dir, tried.as_ref()));
+    }
     Ok(())
+}
+
+/// The commands that score a text with the reward model in `dir`: one like those of `row`, a row of its data.
+fn commands_to_score(dir: &Path, row: Option<&Value>) -> [Vec<String>; 2] {
+    let text = |name: &str| row.and_then(|row| row.get(name)?.as_str());
+    let scored = match (text("prompt"), text("chosen")) {
+        (Some(prompt), Some(chosen)) => json!({"prompt": prompt, "completion": chosen}),
+        (None, Some(chosen)) => json!({"text": chosen}),
+        _ => json!({"text": "It was good."}),
+    };
+    let line = scored.to_string();
+    let line = if line.len() > 200 { json!({"text": "It was good."}).to_string() } else { line };
+    // `echo` of some shells reads backslashes.
+    let printed = ["printf", "%s", &line].map(String::from);
+    let scores = [terminal::program(), "score".into(), "--model_name_or_path".into(), dir.display().to_string()];
+    [printed.into(), scores.into()]
 }
 
 /// The command, as checkpoints name it.
@@ -170,7 +211,6 @@ fn run_updates(
     progress: &mut Progress<Totals>,
     saver: &mut Saver<'_>,
 ) -> Result<()> {
-    report.note(&describe_micro_batch(&config.run, most_tokens, |on| model.activation_bytes(on)));
     let pairs = &train.rows;
     let evaluate = |metrics: &mut Metrics| -> Result<()> {
         let mut totals = Totals::default();
@@ -182,6 +222,7 @@ fn run_updates(
     };
     saver.write_best(progress, report)?;
     if progress.done == 0 && config.eval.eval_steps.is_some() {
+        report.phase("evaluating");
         let mut metrics = Metrics::default();
         metrics.push("step", 0.0);
         metrics.push("epoch", 0.0);
@@ -189,7 +230,9 @@ fn run_updates(
         report.record_alone(0, &metrics)?;
     }
     let mut began = Instant::now();
+    report.updates_begin();
     while progress.done < plan.num_updates && !stop_requested() {
+        report.phase("training");
         let taken = progress.cursor.take(plan.batch_size);
         let mut batch: Vec<&Pair> = taken.into_iter().map(|row| &pairs[row]).collect();
         batch.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
@@ -225,7 +268,10 @@ fn run_updates(
         let grad_norm = progress.step(lr)?;
         let since = &mut progress.since;
         since.grad_norm += grad_norm;
-        report.advance(format!("loss {:.3} accuracy {:.2}", since.loss / since.pairs, since.correct / since.pairs));
+        report.advance(vec![
+            format!("loss {:.3}", since.loss / since.pairs),
+            format!("accuracy {:.2}", since.correct / since.pairs),
+        ]);
         let (finished, stopping) = (done == plan.num_updates, stop_requested());
         let mut told = None;
         if due.line || stopping {
@@ -239,6 +285,7 @@ fn run_updates(
             metrics.push("time/update", began.elapsed().as_secs_f64() / updates);
             progress.push_loss_scale(&mut metrics);
             if (due.evaluation || finished || stopping) && !eval.is_empty() {
+                report.phase("evaluating");
                 evaluate(&mut metrics)?;
             }
             report.record(done as i64, &metrics)?;

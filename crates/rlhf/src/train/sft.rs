@@ -1,9 +1,9 @@
 //! Supervised fine-tuning: a language model learns to continue as the demonstrations do.
 
 use super::{
-    Gathered, Progress, Saver, begin_report, check_held_out, describe_micro_batch, fixed_state, gather,
-    kept_micro_batch_tokens, micro_batch_tokens, micro_batches, model_options, roundings, small_dataset,
-    trained_options, trained_share, write_model_card,
+    Card, Gathered, Progress, Saver, begin_report, check_held_out, command_to_try, describe_machine,
+    describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches,
+    model_options, roundings, small_dataset, trained_options, trained_share,
 };
 use crate::checkpoint::{Checkpoints, Start, leave_model};
 use crate::config::{SftConfig, Step, TrainPlan};
@@ -98,6 +98,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     for (name, file) in [("config_name", &shape_file), ("chat_template_path", &config.chat_template_path)] {
         file.as_deref().map_or(Ok(()), |file| inputs.file(name, file))?;
     }
+    let tried = train.first().and_then(|dataset| dataset.rows().next().cloned());
     let blocks = |dataset: &Dataset| {
         let (rows, warnings) = read(dataset)?;
         Ok((into_blocks(rows, config.packing.then_some(max_length)), warnings))
@@ -131,13 +132,26 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let (eos, pad, most) = (tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0);
     model.keep_base(&dir.join(BASE_MODEL), eos, pad, most)?;
     warnings.extend(differences);
-    let mut report =
-        begin_report(&config.run, &start, plan.num_updates, progress.reached(), &warnings, &tokenizer, console)?;
+    let mut report = begin_report(&config.run, &start, plan.num_updates, progress.reached(), &warnings, console)?;
+    report.settings(config)?;
     let trained = trained_share(model.params());
-    report.note(&format!("trained parameters: {trained}"));
+    let mut facts = Vec::from(describe_machine(&config.run, device));
+    let left = match progress.done {
+        0 => String::new(),
+        done => format!(", {done} of them done"),
+    };
+    let unit = if config.packing { "blocks" } else { "rows" };
+    facts.push(("updates", format!("{}{left}", plan.num_updates)));
+    facts.push(("an update", format!("{} of {} {unit}", plan.batch_size, train.rows.len())));
     if config.packing {
-        report.note(&format!("packing: {num_rows} rows in {} blocks of at most {max_length} tokens", train.rows.len()));
+        let blocks = train.rows.len();
+        facts.push(("packing", format!("{num_rows} rows in {blocks} blocks of at most {max_length} tokens")));
     }
+    facts.push(("tokenizer", tokenizer.describe()));
+    facts.push(("trained parameters", trained.clone()));
+    facts.push(("micro-batches", describe_micro_batch(&config.run, most_tokens, |on| model.activation_bytes(on))));
+    let from = model_dir.map_or("random weights".into(), |dir| dir.display().to_string());
+    report.begins(&format!("rlhf sft: {from} into {}", dir.display()), &facts);
     let write = |dir: &Path| {
         model.save_pretrained(dir, eos, pad, most)?;
         tokenizer.save_pretrained(dir)
@@ -159,15 +173,20 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         ("trained parameters", trained),
         ("updates", progress.done.to_string()),
     ];
+    let base_model = config.model_name_or_path.as_deref();
+    let card = Card { command: COMMAND, base_model, is_adapter: config.peft.use_peft, facts: &facts };
     // But what has not learnt is where it began, and a model in `dir` would keep the run from beginning again there.
     let learnt = progress.done > 0;
     let saved = learnt.then(|| {
         leave_model(dir, COMMAND, config, (progress.done, plan.num_updates), &ended, || {
-            replace_files(dir, write).and_then(|()| write_model_card(dir, "sft", &facts))
+            replace_files(dir, write).and_then(|()| card.write(dir))
         })
     });
-    conclude(ended, saved, plan.num_updates, dir)?;
-    report.note(&format!("saved {}", dir.display()));
+    let done = conclude(ended, saved, plan.num_updates, dir)?;
+    if done > start.done() {
+        let numbers = [("loss", "loss"), ("held-out loss", "eval_loss")];
+        report.ends(done, &numbers, &[command_to_try(dir, tried.as_ref(), None)]);
+    }
     Ok(())
 }
 
@@ -189,7 +208,6 @@ fn run_updates(
     progress: &mut Progress<Totals>,
     saver: &mut Saver<'_>,
 ) -> Result<()> {
-    report.note(&describe_micro_batch(&config.run, most_tokens, |on| model.activation_bytes(on)));
     let rows = &train.rows;
     let length = |block: usize| rows[block].iter().map(|row| row.tokens.len()).sum::<usize>();
     // A block is a row of `max_length` tokens.
@@ -202,6 +220,7 @@ fn run_updates(
     let mut tokens_seen = updates.sum::<usize>() as f64;
     saver.write_best(progress, report)?;
     if progress.done == 0 && config.eval.eval_steps.is_some() {
+        report.phase("evaluating");
         let mut metrics = Metrics::default();
         metrics.push("step", 0.0);
         metrics.push("epoch", 0.0);
@@ -209,7 +228,9 @@ fn run_updates(
         report.record_alone(0, &metrics)?;
     }
     let mut began = Instant::now();
+    report.updates_begin();
     while progress.done < plan.num_updates && !stop_requested() {
+        report.phase("training");
         let taken = progress.cursor.take(plan.batch_size);
         let mut batch: Vec<&Demonstration> = taken.into_iter().flat_map(|block| &rows[block]).collect();
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
@@ -241,7 +262,7 @@ fn run_updates(
         since.grad_norm += grad_norm;
         since.updates += 1.0;
         tokens_seen += batch.iter().map(|row| row.tokens.len()).sum::<usize>() as f64;
-        report.advance(format!("loss {:.3}", since.loss / since.tokens));
+        report.advance(vec![format!("loss {:.3}", since.loss / since.tokens)]);
         let (finished, stopping) = (done == plan.num_updates, stop_requested());
         let mut told = None;
         if due.line || stopping {
@@ -255,6 +276,7 @@ fn run_updates(
             metrics.push("time/update", began.elapsed().as_secs_f64() / since.updates);
             progress.push_loss_scale(&mut metrics);
             if (due.evaluation || finished || stopping) && !eval.is_empty() {
+                report.phase("evaluating");
                 metrics.push("eval_loss", evaluate(model, eval, config.per_device_eval_batch_size)?);
             }
             report.record(done as i64, &metrics)?;

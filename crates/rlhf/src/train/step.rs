@@ -17,8 +17,8 @@ use crate::reward::ScoreScaling;
 use crate::rng::{Purpose, Stream};
 use crate::rollout::{Experience, Judges, Targets, advantages, experience, shape_rewards};
 use crate::tokenizer::Tokenizer;
+use crate::train::Card;
 use crate::train::ppo::{Learner, StepStats, optimizer_steps};
-use crate::train::write_model_card;
 use crate::weights::replace_files;
 use crate::{Error, Result, config, files, hub};
 use clap::ValueEnum;
@@ -518,7 +518,9 @@ impl StepTrainer {
             let mut run = ppo.run.clone();
             run.output_dir = dir.join(&config.tracker_project_name);
             std::fs::create_dir_all(&run.output_dir).map_err(Error::io("create the folder", &run.output_dir))?;
-            Reporter::resume(&run, 0, Reached::default(), Console::Silent)
+            let mut reporter = Reporter::resume(&run, 0, Reached::default(), Console::Silent)?;
+            reporter.settings(&ppo)?;
+            Ok::<_, Error>(reporter)
         });
         let best = config.keep_best.then(|| {
             let metric_for_best_model = Some(MEAN_SCORE.to_string());
@@ -919,6 +921,9 @@ impl StepTrainer {
             response: response.clone(),
             score,
             components: std::collections::BTreeMap::new(),
+            finish_reason: None,
+            num_tokens: None,
+            conversation: None,
         };
         let samples: Vec<Sample> = texts.query.iter().zip(texts.response).zip(rewards).map(sample).collect();
         reporter.samples(self.logged, self.logged * rows[0], &samples)?;
@@ -952,7 +957,8 @@ impl StepTrainer {
         ];
         facts.extend(c.exp_name.clone().map(|name| ("experiment", name)));
         facts.extend(c.task_name.clone().map(|name| ("task", name)));
-        write_model_card(dir, "ppo", &facts)
+        let (base_model, is_adapter) = (Some(c.model_name.as_path()), self.learner.policy.has_adapter());
+        Card { command: "ppo", base_model, is_adapter, facts: &facts }.write(dir)
     }
 
     /// What the KL weighs in the next step.
