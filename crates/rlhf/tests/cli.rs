@@ -229,6 +229,27 @@ const PPO_METRICS: [&str; 28] = [
     "step",
 ];
 
+/// Checks that a standard output has these metrics, in seven significant digits.
+#[track_caller]
+pub(crate) fn shows_in_seven_digits(stdout: &str, metrics: &[Map<String, Value>]) {
+    let shown = json_lines(stdout);
+    assert_eq!(shown.len(), metrics.len());
+    // Leading and trailing zeros and exponents are no digits of it.
+    let digits = |number: &Value| {
+        let text = number.to_string();
+        let mantissa = text.split(['e', 'E']).next().unwrap_or_default();
+        mantissa.chars().filter(char::is_ascii_digit).collect::<String>().trim_matches('0').len()
+    };
+    for (shown, whole) in shown.iter().zip(metrics) {
+        assert!(shown.keys().eq(whole.keys()));
+        for (name, whole) in whole {
+            assert!(digits(&shown[name]) <= 7, "{name}: {}", shown[name]);
+            let (shown, whole) = (shown[name].as_f64().unwrap(), whole.as_f64().unwrap());
+            assert!((shown - whole).abs() <= 5.1e-7 * whole.abs(), "{name}: {shown} is not {whole}");
+        }
+    }
+}
+
 /// Trains with `line` into `out`: checks the files, the metrics and that standard output is a copy of them.
 #[track_caller]
 fn trains(scratch: &Scratch, line: &str, out: &str, updates: usize, names: &[&str]) {
@@ -240,25 +261,7 @@ fn trains(scratch: &Scratch, line: &str, out: &str, updates: usize, names: &[&st
     }
     let metrics = scratch.metrics(out);
     assert_eq!(metrics.len(), updates, "{line}");
-    let shown = json_lines(&stdout);
-    assert_eq!(shown.len(), updates, "{line}");
-    for (shown, whole) in shown.iter().zip(&metrics) {
-        assert!(shown.keys().eq(whole.keys()), "{line}");
-        for (name, whole) in whole {
-            let (shown, whole) = (shown[name].as_f64().unwrap(), whole.as_f64().unwrap());
-            assert!((shown - whole).abs() <= 5e-7 * whole.abs(), "{line}: {name}: {shown} is not {whole}");
-        }
-    }
-    // Seven significant digits; leading zeros and exponents are none.
-    let digits = |number: &str| {
-        let mantissa = number.split(['e', 'E']).next().unwrap_or_default();
-        mantissa.chars().filter(char::is_ascii_digit).collect::<String>().trim_matches('0').len()
-    };
-    let longest = json_lines(&stdout)
-        .iter()
-        .flat_map(|line| line.values().map(|v| digits(&v.to_string())).collect::<Vec<_>>())
-        .max();
-    assert!(longest.is_some_and(|longest| (6..=7).contains(&longest)), "{line}: {longest:?} digits");
+    shows_in_seven_digits(&stdout, &metrics);
     for (name, value) in metrics.iter().flatten() {
         assert!(value.as_f64().is_some_and(f64::is_finite), "{line}: {name} = {value}");
     }

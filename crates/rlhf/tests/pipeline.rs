@@ -1,7 +1,7 @@
 //! The three trainings as one command: what links them, what a stop leaves, what is found before anything runs.
 
 use crate::checkpoint::{signal, wait_until};
-use crate::cli::{PROMPTS, Ran, Scratch, json_lines, timeless};
+use crate::cli::{PROMPTS, Ran, Scratch, shows_in_seven_digits, timeless};
 use serde_json::json;
 use std::process::Stdio;
 
@@ -46,9 +46,9 @@ fn one_dataset_trains_all_three_as_the_single_commands_do_and_the_settings_left_
         assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
     }
     let dirs = ["out/1-sft", "out/2-reward", "out/3-ppo"];
-    let lines = dirs.map(|dir| scratch.read(&format!("{dir}/metrics.jsonl")));
-    assert_eq!(ran.stdout, lines.concat());
-    assert_eq!(json_lines(&ran.stdout).len(), 9);
+    let metrics = dirs.map(|dir| scratch.metrics(dir)).concat();
+    assert_eq!(metrics.len(), 9);
+    shows_in_seven_digits(&ran.stdout, &metrics);
 
     let usual = "--dataset_name rows.jsonl --data_split 2,4,4 --seed 7 --per_device_train_batch_size 4";
     let steps = "--logging_steps 1 --max_steps 3";
