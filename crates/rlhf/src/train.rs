@@ -24,6 +24,7 @@ use crate::model::{BASE_MODEL, Dtype, ModelConfig, ModelOptions, Param, Precisio
 use crate::optim::AdamW;
 use crate::report::{Console, Reached, Reporter};
 use crate::terminal;
+use crate::tokenizer::Tokenizer;
 use crate::weights::write_text;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
