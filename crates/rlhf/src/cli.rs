@@ -115,13 +115,21 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     };
     let preset = translated(command, flags, file, &mut settings, &mut said);
     settings.retain(|setting| !setting.values.is_empty());
+    let without_dir = name == "reward" && measures_only(flags, &settings);
+    if without_dir {
+        settings.push(Setting { key: "output_dir".into(), line: 0, values: vec![".".into()] });
+    }
     let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
         let strict = rlhf.clone().mut_subcommand(name, |command| with_defaults(command, layers));
         let matches = matches_of(&strict, &args, refusals, |command| {
             command.mut_subcommand(name, |command| command.mut_args(not_required))
         })?;
         let (_, flags) = matches.subcommand().expect("clap matched it");
-        Ok(Task::new(name, flags)?)
+        let mut task = Task::new(name, flags)?;
+        if let (Task::Reward(config), true) = (&mut task, without_dir) {
+            config.run.output_dir = PathBuf::new();
+        }
+        Ok(task)
     };
     let on_line = |key: &str| on_line(flags, key);
     let task = resolve(preset, &settings, on_line, build, Task::check, &mut said)?;
@@ -376,7 +384,9 @@ fn rlhf_command() -> Command {
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(
                 "Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and\n\
-             `completion_ids`; each is written with its `score`. No eos is added. Rewards other than one model score\n\
+             `completion_ids`; each is written with its `score`. No eos is added. Preference pairs, `chosen` and\n\
+             `rejected`, get `score_chosen`, `score_rejected` and `score_margin`, and accuracy and mean margin at\n\
+             the end; sample files of a run are read as they are. Rewards other than one model score\n\
              a completion to its prompt, and `components` has what each of them says.\n\n\
              Examples:\n\
              \x20 rlhf generate --model runs/ppo --dataset_name prompts.jsonl | rlhf score --model runs/reward\n\
@@ -483,6 +493,19 @@ fn of_preset(preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
 /// The settings as defaults of the flags, where the later of two wins.
 fn with_defaults(command: Command, layers: &[&[Setting]]) -> Command {
     layers.iter().copied().flatten().cloned().fold(command, set_default)
+}
+
+/// Whether `rlhf reward` is to measure a model alone, and has no folder, which it does not need then.
+fn measures_only(flags: &ArgMatches, settings: &[Setting]) -> bool {
+    let of_file = |key: &str| settings.iter().find(|setting| setting.key == key);
+    let has_dir = flags.contains_id("output_dir") || of_file("output_dir").is_some();
+    let of_flag = match flags.value_source("eval_only") {
+        Some(ValueSource::CommandLine) => flags.get_one::<bool>("eval_only").copied(),
+        _ => None,
+    };
+    let yes =
+        |setting: &Setting| setting.values.iter().any(|value| ["true", "yes", "1"].contains(&&*value.to_lowercase()));
+    !has_dir && of_flag.unwrap_or_else(|| of_file("eval_only").is_some_and(yes))
 }
 
 fn set_default(command: Command, setting: Setting) -> Command {
@@ -1050,7 +1073,7 @@ mod tests {
             format!(
                 "model_name_or_path model_revision new_reward_head reward_format {data} eval_dataset_name \
                  num_padding_at_beginning max_length {steps} pair_loss center_rewards_coefficient {lora} {optimizer} \
-                 {eval} {run}"
+                 eval_only {eval} {run}"
             )
         );
         assert_eq!(

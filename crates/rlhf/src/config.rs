@@ -423,6 +423,10 @@ pub struct RewardConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
+    /// Train nothing: write the model's loss, accuracy and margin on the rows that are held out, else on all rows, to standard
+    /// output as JSON; output_dir is not needed, and no file is written.
+    #[arg(long, help_heading = EVALUATION)]
+    pub eval_only: bool,
     /// Evaluation on the way, and the best model.
     #[command(flatten)]
     #[serde(flatten)]
@@ -2168,6 +2172,12 @@ impl RewardConfig {
         check_sizes(self)?;
         all([
             self.data.check(self.eval_dataset_name.as_deref()),
+            expect(
+                self.eval_only || !self.run.output_dir.as_os_str().is_empty(),
+                "output_dir",
+                "\"\"",
+                "a folder, as only eval_only = true needs none",
+            ),
             at_least_one("max_length", self.max_length),
             at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
             at_least_one("logging_steps", self.logging_steps),
@@ -3545,7 +3555,7 @@ mod tests {
                 "model_name_or_path": "m", "model_revision": "main", "new_reward_head": false, "dataset_name": "d", "eval_dataset_name": null,
                 "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null, "max_length": 1024,
                 "logging_steps": 10, "center_rewards_coefficient": null, "learning_rate": 1e-4,
-                "pair_loss": "sequence", "reward_format": null, "num_padding_at_beginning": null,
+                "pair_loss": "sequence", "reward_format": null, "num_padding_at_beginning": null, "eval_only": false,
             }),
         );
         assert_settings(

@@ -429,28 +429,7 @@ impl Dataset {
     /// # Errors
     /// If a row lacks one of the two, its margin is no number, the tokenizer names no eos token, or its chat template fails.
     pub fn pairs(&self, tokenizer: &Tokenizer, end: bool) -> Result<Vec<Pair>> {
-        self.map(|row| {
-            let has_prompt = field(row, "prompt").is_some();
-            let side = |name| -> Result<Vec<i64>> {
-                if let Some(Value::Array(_)) = field(row, name) {
-                    let fields = if has_prompt { &["prompt", name][..] } else { &[name] };
-                    up_to_eos(encode_chat(row, tokenizer, fields, false)?.1, tokenizer)
-                } else {
-                    let prompt = if has_prompt { text_field(row, "prompt")? } else { "" };
-                    let text = text_field(row, name)?;
-                    let encoded = if end {
-                        tokenizer.encode_pair(prompt, text)
-                    } else {
-                        tokenizer.encode_open_pair(prompt, text)
-                    };
-                    Ok(encoded?.0)
-                }
-            };
-            let number =
-                |margin: &Value| margin.as_f64().ok_or_else(|| Error::Run(expected("margin", "a number", row)));
-            let margin = field(row, "margin").map(number).transpose()?;
-            Ok(Pair { chosen: side("chosen")?, rejected: side("rejected")?, margin })
-        })
+        self.map(|row| pair_of(row, tokenizer, end))
     }
 
     /// The rows' texts with the place where each completion begins: `prompt_ids` or `prompt`, then `completion_ids`, or
@@ -481,23 +460,29 @@ impl Dataset {
     /// # Errors
     /// If a row has no prompt with a completion.
     pub fn answers(&self, tokenizer: &Tokenizer) -> Result<Vec<Answer>> {
+        self.map(|row| answer_of(row, tokenizer))
+    }
+
+    /// What is scored of each row: its answer, as [`Dataset::answers`] takes it, or of a preference pair the answers `chosen` and
+    /// `rejected` to its `prompt`, which end with eos if they are strings, as in [`Dataset::pairs`].
+    ///
+    /// # Errors
+    /// As [`Dataset::answers`].
+    pub fn scored_answers(&self, tokenizer: &Tokenizer) -> Result<Vec<Vec<Answer>>> {
         self.map(|row| {
-            let (mut tokens, border) = completed(row, tokenizer, i64::MAX, false)?;
-            let ids = field(row, "completion_ids").is_some();
-            if !ids && row["completion"].is_array() {
-                tokens = up_to_eos(tokens, tokenizer)?;
+            if !is_pair(row) {
+                return Ok(vec![answer_of(row, tokenizer)?]);
             }
-            let mut prompt = prompt_of(row, tokenizer, i64::MAX)?;
-            let response_ids = tokens.split_off(border.min(tokens.len()));
-            prompt.tokens = tokens;
-            let response = tokenizer.decode_after(&prompt.tokens, &response_ids)?;
-            let ended = response_ids.last().is_some_and(|id| tokenizer.eos_ids().contains(id));
-            let finish = match field(row, "finish_reason").and_then(Value::as_str) {
-                Some("length") => FinishReason::Length,
-                None if ids && !ended => FinishReason::Length,
-                _ => FinishReason::Stop,
+            let side = |name: &str| -> Result<Answer> {
+                let mut side = row.clone();
+                side["completion"] = row[name].clone();
+                let mut answer = answer_of(&side, tokenizer)?;
+                if row[name].is_string() {
+                    end_with_eos(&mut answer.response_ids, tokenizer);
+                }
+                Ok(answer)
             };
-            Ok(Answer { prompt, response, response_ids, finish })
+            Ok(vec![side("chosen")?, side("rejected")?])
         })
     }
 
@@ -508,27 +493,29 @@ impl Dataset {
     /// # Errors
     /// If a row has no such form, is empty or has more than `most` tokens, or an id is not below `vocab`.
     pub fn texts(&self, tokenizer: &Tokenizer, vocab: i64, most: usize) -> Result<Vec<Vec<i64>>> {
+        self.map(|row| check_text(text_of(row, tokenizer, vocab)?, most))
+    }
+
+    /// What a model scores of each row: its text, as [`Dataset::texts`] takes it, or of a preference pair the two texts, as
+    /// [`Dataset::pairs`] takes them with this `end`: the better one first.
+    ///
+    /// # Errors
+    /// As [`Dataset::texts`] and [`Dataset::pairs`].
+    pub fn scored_texts(
+        &self,
+        tokenizer: &Tokenizer,
+        end: bool,
+        vocab: i64,
+        most: usize,
+    ) -> Result<Vec<Vec<Vec<i64>>>> {
         self.map(|row| {
-            let paired = field(row, "completion").is_some() || field(row, "completion_ids").is_some();
-            let tokens = if paired {
-                let (tokens, _) = completed(row, tokenizer, vocab, true)?;
-                let chat = field(row, "completion_ids").is_none() && row["completion"].is_array();
-                if chat { up_to_eos(tokens, tokenizer)? } else { tokens }
-            } else if field(row, "messages").is_some() {
-                up_to_eos(encode_chat(row, tokenizer, &["messages"], false)?.1, tokenizer)?
-            } else if let Some(ids) = token_ids(row, "input_ids", vocab)? {
-                ids
+            let texts = if is_pair(row) {
+                let Pair { chosen, rejected, .. } = pair_of(row, tokenizer, end)?;
+                vec![chosen, rejected]
             } else {
-                let text = field(row, "text").and_then(Value::as_str);
-                let forms = "a string (or `messages`, or `prompt` and `completion`, or token ids: `input_ids`, or \
-                             `prompt_ids` and `completion_ids`)";
-                tokenizer.encode(text.ok_or_else(|| Error::Run(expected("text", forms, row)))?)?
+                vec![text_of(row, tokenizer, vocab)?]
             };
-            if tokens.is_empty() {
-                return Err(Error::Run("the text is empty: expected at least one token".into()));
-            }
-            check_length(tokens.len(), most)?;
-            Ok(tokens)
+            texts.into_iter().map(|text| check_text(text, most)).collect()
         })
     }
 
@@ -821,11 +808,114 @@ pub(crate) fn prompt_field(row: &Value) -> Option<(&'static str, &Value)> {
     ["prompt", "query"].into_iter().find_map(|name| Some((name, field(row, name)?)))
 }
 
+/// Whether a row is a preference pair, and holds no text of another form.
+fn is_pair(row: &Value) -> bool {
+    let there = |name: &&str| field(row, name).is_some();
+    let others = ["completion", "completion_ids", "response", "text", "messages", "input_ids"];
+    ["chosen", "rejected"].iter().all(there) && !others.iter().any(there)
+}
+
+/// The field of an answer that is no list of ids: `completion`, or `response` as the sample files of a run have it.
+fn completion_name(row: &Value) -> &'static str {
+    let there = |name: &&str| field(row, name).is_some();
+    let others = ["completion", "text", "messages", "input_ids"];
+    if there(&"response") && !others.iter().any(there) { "response" } else { "completion" }
+}
+
+/// Puts eos at the end of `ids`, if the tokenizer has one, and it is not there.
+fn end_with_eos(ids: &mut Vec<i64>, tokenizer: &Tokenizer) {
+    if let Some(eos) = tokenizer.eos().filter(|_| !ids.last().is_some_and(|id| tokenizer.eos_ids().contains(id))) {
+        ids.push(eos);
+    }
+}
+
+/// Whether the row is one of a run's sample files, which have responses without the eos that ended them.
+fn lost_its_eos(row: &Value) -> bool {
+    completion_name(row) == "response"
+        && field(row, "completion_ids").is_none()
+        && row["response"].is_string()
+        && row["finish_reason"] == "stop"
+}
+
+/// The prompt of a row with its answer, as [`Dataset::answers`] takes them.
+fn answer_of(row: &Value, tokenizer: &Tokenizer) -> Result<Answer> {
+    let (mut tokens, border) = completed(row, tokenizer, i64::MAX, false)?;
+    let ids = field(row, "completion_ids").is_some();
+    if !ids && row[completion_name(row)].is_array() {
+        tokens = up_to_eos(tokens, tokenizer)?;
+    }
+    let mut prompt = prompt_of(row, tokenizer, i64::MAX)?;
+    let mut response_ids = tokens.split_off(border.min(tokens.len()));
+    if lost_its_eos(row) {
+        end_with_eos(&mut response_ids, tokenizer);
+    }
+    prompt.tokens = tokens;
+    let response = tokenizer.decode_after(&prompt.tokens, &response_ids)?;
+    let ended = response_ids.last().is_some_and(|id| tokenizer.eos_ids().contains(id));
+    let finish = match field(row, "finish_reason").and_then(Value::as_str) {
+        Some("length") => FinishReason::Length,
+        None if ids && !ended => FinishReason::Length,
+        _ => FinishReason::Stop,
+    };
+    Ok(Answer { prompt, response, response_ids, finish })
+}
+
+/// The whole text of a row, as [`Dataset::texts`] takes it.
+fn text_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Vec<i64>> {
+    let name = completion_name(row);
+    if field(row, name).is_some() || field(row, "completion_ids").is_some() {
+        let (mut tokens, _) = completed(row, tokenizer, vocab, true)?;
+        if lost_its_eos(row) {
+            end_with_eos(&mut tokens, tokenizer);
+        }
+        let chat = field(row, "completion_ids").is_none() && row[name].is_array();
+        return if chat { up_to_eos(tokens, tokenizer) } else { Ok(tokens) };
+    }
+    if field(row, "messages").is_some() {
+        return up_to_eos(encode_chat(row, tokenizer, &["messages"], false)?.1, tokenizer);
+    }
+    if let Some(ids) = token_ids(row, "input_ids", vocab)? {
+        return Ok(ids);
+    }
+    let text = field(row, "text").and_then(Value::as_str);
+    let forms = "a string (or `messages`, or `prompt` and `completion`, or `chosen` and `rejected`, or token ids: `input_ids`, or \
+                 `prompt_ids` and `completion_ids`)";
+    tokenizer.encode(text.ok_or_else(|| Error::Run(expected("text", forms, row)))?)
+}
+
+fn check_text(tokens: Vec<i64>, most: usize) -> Result<Vec<i64>> {
+    if tokens.is_empty() {
+        return Err(Error::Run("the text is empty: expected at least one token".into()));
+    }
+    check_length(tokens.len(), most)?;
+    Ok(tokens)
+}
+
 /// The answer that a demonstration shows, and the field that holds it: of a preference pair the better one.
 fn answer_field(row: &Value) -> Option<(&'static str, &Value)> {
     let other = field(row, "messages").is_some();
     let completion = field(row, "completion").map(|answer| ("completion", answer));
     completion.or_else(|| Some(("chosen", field(row, "chosen").filter(|_| !other)?)))
+}
+
+/// The preference pair of a row, as [`Dataset::pairs`] takes it.
+fn pair_of(row: &Value, tokenizer: &Tokenizer, end: bool) -> Result<Pair> {
+    let has_prompt = field(row, "prompt").is_some();
+    let side = |name| -> Result<Vec<i64>> {
+        if let Some(Value::Array(_)) = field(row, name) {
+            let fields = if has_prompt { &["prompt", name][..] } else { &[name] };
+            up_to_eos(encode_chat(row, tokenizer, fields, false)?.1, tokenizer)
+        } else {
+            let prompt = if has_prompt { text_field(row, "prompt")? } else { "" };
+            let text = text_field(row, name)?;
+            let encoded =
+                if end { tokenizer.encode_pair(prompt, text) } else { tokenizer.encode_open_pair(prompt, text) };
+            Ok(encoded?.0)
+        }
+    };
+    let number = |margin: &Value| margin.as_f64().ok_or_else(|| Error::Run(expected("margin", "a number", row)));
+    let margin = field(row, "margin").map(number).transpose()?;
+    Ok(Pair { chosen: side("chosen")?, rejected: side("rejected")?, margin })
 }
 
 fn prompt_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Prompt> {
@@ -878,10 +968,11 @@ fn completed(row: &Value, tokenizer: &Tokenizer, vocab: i64, closed: bool) -> Re
         if prompt.is_some() {
             return Err(Error::Run(expected("completion_ids", "a list of token ids, as `prompt_ids` is", row)));
         }
-        if let Some(Value::Array(_)) = field(row, "completion") {
-            return completed_chat(row, tokenizer, "completion");
+        let name = completion_name(row);
+        if let Some(Value::Array(_)) = field(row, name) {
+            return completed_chat(row, tokenizer, name);
         }
-        let (prompt, completion) = (text_field(row, "prompt")?, text_field(row, "completion")?);
+        let (prompt, completion) = (text_field(row, "prompt")?, text_field(row, name)?);
         let encode = if closed { Tokenizer::encode_open_pair } else { Tokenizer::encode_unclosed_pair };
         return encode(tokenizer, prompt, completion);
     };

@@ -67,6 +67,7 @@ fn run(task: &Task) -> Result<()> {
     }
     match task {
         Task::Sft(config) => rlhf::train::sft::sft(config, Console::detect()),
+        Task::Reward(config) if config.eval_only => measure::evaluate(config),
         Task::Reward(config) => rlhf::train::reward::reward(config, Console::detect()),
         Task::Ppo(config) => rlhf::train::ppo::ppo(config, Console::detect()),
         Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, Console::detect()),

@@ -1,10 +1,13 @@
 //! `rlhf logprobs` and `rlhf score`: rows in, the same rows with a model's numbers out.
 
-use rlhf::config::{LogprobsConfig, RowsConfig, ScoreConfig};
-use rlhf::data::{Dataset, RowReader};
+use std::io::{self, Write};
+
+use rlhf::config::{LogprobsConfig, RewardConfig, RowsConfig, ScoreConfig};
+use rlhf::data::{Answer, Dataset, RowReader};
 use rlhf::hub;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::reward::{RewardInput, Rewards};
+use rlhf::safe_text::one_line;
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -66,19 +69,72 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     model.choose_label(config.reward_label.as_deref(), dir)?;
     tokenizer.check_fits(model.config(), dir)?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
+    let (end, mut preferences) = (model.config().causal, Preferences::default());
     annotate(&config.rows, rows, |part| {
-        let texts = part.texts(&tokenizer, vocab, context)?;
+        let of_rows = part.scored_texts(&tokenizer, end, vocab, context)?;
+        let rows: Vec<usize> = (0..).zip(&of_rows).flat_map(|(row, texts)| texts.iter().map(move |_| row)).collect();
+        let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
+        let texts = of_rows.concat();
         let mut scores = vec![0.0; texts.len()];
         for batch in batches((0..texts.len()).collect(), config.rows.batch_size, |i| texts[i].len()) {
             let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].as_slice()).collect();
             let found = numbers(&tch::no_grad(|| model.scores(&sequences))?)?;
             for (&i, score) in batch.iter().zip(found) {
-                check_finite(part, i, &[score])?;
+                check_finite(part, rows[i], &[score])?;
                 scores[i] = score;
             }
         }
-        Ok(scores.into_iter().map(|score| vec![("score", json!(score))]).collect())
-    })
+        let mut scores = scores.into_iter();
+        let fields = counts.into_iter().map(|count| {
+            let scores: Vec<f32> = scores.by_ref().take(count).collect();
+            match scores.as_slice() {
+                [chosen, rejected] => preferences.fields(f64::from(*chosen), f64::from(*rejected)),
+                scores => vec![("score", json!(scores.first()))],
+            }
+        });
+        Ok(fields.collect())
+    })?;
+    preferences.tell();
+    Ok(())
+}
+
+/// The scores of preference pairs, counted.
+#[derive(Default)]
+struct Preferences {
+    pairs: usize,
+    correct: usize,
+    margin: f64,
+}
+
+impl Preferences {
+    /// The fields of a pair with these scores, which is counted.
+    fn fields(&mut self, chosen: f64, rejected: f64) -> Fields {
+        let margin = chosen - rejected;
+        self.pairs += 1;
+        self.correct += usize::from(margin > 0.0);
+        self.margin += margin;
+        vec![("score_chosen", json!(chosen)), ("score_rejected", json!(rejected)), ("score_margin", json!(margin))]
+    }
+
+    /// Says on standard error how often the chosen side of all pairs scores higher, and by how much, if there are pairs.
+    fn tell(&self) {
+        if self.pairs > 0 {
+            let pairs = self.pairs as f64;
+            let (accuracy, margin) = (self.correct as f64 / pairs, self.margin / pairs);
+            let _ = writeln!(io::stderr(), "accuracy {accuracy:.4}, mean margin {margin:.4} over {} pairs", self.pairs);
+        }
+    }
+}
+
+/// Measures a reward model on pairs: one JSON object on standard output, warnings on standard error.
+pub(crate) fn evaluate(config: &RewardConfig) -> Result<()> {
+    let found = rlhf::train::reward::evaluate(config)?;
+    for warning in &found.warnings {
+        let _ = writeln!(io::stderr(), "warning: {}", one_line(warning));
+    }
+    let mut row = Map::from_iter([("dataset".into(), json!(found.dataset)), ("pairs".into(), json!(found.pairs))]);
+    row.extend(found.metrics.iter().map(|(name, value)| (name.to_string(), json!(value))));
+    writeln!(io::stdout(), "{}", Value::Object(row)).map_err(Error::io("write to", "standard output"))
 }
 
 /// Writes the rows, prompts with answers, with what the rewards say of them.
@@ -90,8 +146,11 @@ fn score_answers(config: &ScoreConfig, rows: RowReader, options: ModelOptions) -
     };
     let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
     let mut rewards = Rewards::of_score(config, &tokenizer, options)?;
+    let mut preferences = Preferences::default();
     annotate(&config.rows, rows, |part| {
-        let answers = part.answers(&tokenizer)?;
+        let of_rows = part.scored_answers(&tokenizer)?;
+        let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
+        let answers: Vec<Answer> = of_rows.into_iter().flatten().collect();
         let inputs = answers.iter().map(|answer| RewardInput {
             prompt: &answer.prompt.text,
             response: &answer.response,
@@ -101,12 +160,27 @@ fn score_answers(config: &ScoreConfig, rows: RowReader, options: ModelOptions) -
             row: &answer.prompt.row,
         });
         let scored = rewards.score(&inputs.collect::<Vec<_>>(), true)?;
-        let fields = scored.totals().into_iter().enumerate().map(|(row, total)| {
-            let components = scored.components.iter().map(|one| (one.name.clone(), json!(one.scores[row])));
-            vec![("score", json!(total)), ("components", Value::Object(components.collect()))]
+        let totals = scored.totals();
+        let components = |at: usize| {
+            let components = scored.components.iter().map(|one| (one.name.clone(), json!(one.scores[at])));
+            Value::Object(components.collect())
+        };
+        let mut at = 0;
+        let fields = counts.into_iter().map(|count| {
+            let first = at;
+            at += count;
+            if count == 1 {
+                return vec![("score", json!(totals[first])), ("components", components(first))];
+            }
+            let mut fields = preferences.fields(totals[first], totals[first + 1]);
+            let both = json!({"chosen": components(first), "rejected": components(first + 1)});
+            fields.push(("components", both));
+            fields
         });
         Ok(fields.collect())
-    })
+    })?;
+    preferences.tell();
+    Ok(())
 }
 
 /// New fields of a row.

@@ -20,6 +20,7 @@ mod pipeline;
 mod ppo_golden;
 mod ppo_invariance;
 mod ppo_knobs;
+mod preferences;
 mod rewards;
 mod sampling;
 mod step;

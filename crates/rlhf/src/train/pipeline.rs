@@ -6,7 +6,7 @@
 
 use super::check_held_out;
 use super::ppo::{check_ends, ppo, require_reward, room_in, stop_tokens};
-use super::reward::{check_margins, leave_out_long, reward};
+use super::reward::{check_margins, leave_out_long, refuse_eval_only, reward};
 use super::sft::{into_blocks, learned, sft, shorten};
 use crate::checkpoint::{Finished, Saved, Start};
 use crate::config::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step, write_resolved};
@@ -394,6 +394,7 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
 }
 
 fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Reading>> {
+    refuse_eval_only(config)?;
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let revision = Some(config.model_revision.as_str());

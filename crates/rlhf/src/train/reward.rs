@@ -11,7 +11,7 @@ use crate::data::{Dataset, Pair, Sources};
 use crate::hub::{self, AskedHub};
 use crate::inputs::Inputs;
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, DropoutRows, SequenceClassifier};
+use crate::model::{BASE_MODEL, DropoutRows, ModelOptions, SequenceClassifier};
 use crate::optim::{AdamW, learning_rate};
 use crate::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
 use crate::terminal;
@@ -31,6 +31,7 @@ use tch::{Device, Kind, Tensor};
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     config.check()?;
+    refuse_eval_only(config)?;
     let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
     let model_dir = config.model_name_or_path.as_path();
     let mut inputs: Vec<&Path> = vec![model_dir];
@@ -45,17 +46,8 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let model_dir = &hub::model_dir(model_dir, Some(&config.model_revision))?;
-    let tokenizer = Tokenizer::from_pretrained(model_dir)?;
     let new_head = config.new_reward_head.then_some(config.run.seed);
-    let mut model = SequenceClassifier::from_pretrained(model_dir, new_head, options)?;
-    if model.labels().len() > 1 {
-        let message = format!("expected a classifier with one label, found {}", model.labels().join(", "));
-        return Err(Error::invalid(model_dir, message));
-    }
-    if config.pair_loss != PairLoss::Sequence {
-        model.check_values(model_dir)?;
-    }
-    let pads = (config.pair_loss == PairLoss::Tokens).then(|| Pads::find(&tokenizer, &model, config)).transpose()?;
+    let (mut model, tokenizer, pads) = load(config, model_dir, new_head, options)?;
     // An adapter that is there already becomes part of what is trained, or of what a fresh one is put on.
     model.prepare(config.peft.use_peft);
     config.reward_format.map_or(Ok(()), |format| model.set_format(format))?;
@@ -64,13 +56,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     }
     tokenizer.check_fits(model.config(), model_dir)?;
 
-    let max_length = config.max_length.min(model.config().max_position_embeddings);
-    let read = |dataset: &Dataset| {
-        let read = leave_out_long(dataset.pairs(&tokenizer, model.config().causal)?, max_length, dataset.path())?;
-        check_margins(&read.0, config.pair_loss, dataset.path())?;
-        pads.as_ref().map_or(Ok(()), |pads| pads.check(&read.0, dataset.path()))?;
-        Ok(read)
-    };
+    let read = |dataset: &Dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref());
     let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
     let mut inputs = Inputs::default();
     inputs.rows("dataset_name", &config.data.describe(), &train);
@@ -191,6 +177,101 @@ fn commands_to_score(dir: &Path, row: Option<&Value>) -> [Vec<String>; 2] {
     [printed.into(), scores.into()]
 }
 
+/// Reads the model in `dir`, with its tokenizer, and what pads its texts, where the loss counts pads.
+fn load(
+    config: &RewardConfig,
+    dir: &Path,
+    new_head: Option<u64>,
+    options: ModelOptions,
+) -> Result<(SequenceClassifier, Tokenizer, Option<Pads>)> {
+    let tokenizer = Tokenizer::from_pretrained(dir)?;
+    let model = SequenceClassifier::from_pretrained(dir, new_head, options)?;
+    if model.labels().len() > 1 {
+        let message = format!("expected a classifier with one label, found {}", model.labels().join(", "));
+        return Err(Error::invalid(dir, message));
+    }
+    if config.pair_loss != PairLoss::Sequence {
+        model.check_values(dir)?;
+    }
+    let pads = (config.pair_loss == PairLoss::Tokens).then(|| Pads::find(&tokenizer, &model, config)).transpose()?;
+    Ok((model, tokenizer, pads))
+}
+
+/// The pairs of a dataset that are not too long, and what to tell of it.
+///
+/// # Errors
+/// If a row is no pair, none is left, or one is not what the loss can compare.
+fn read_pairs(
+    dataset: &Dataset,
+    config: &RewardConfig,
+    model: &SequenceClassifier,
+    tokenizer: &Tokenizer,
+    pads: Option<&Pads>,
+) -> Result<(Vec<Pair>, Vec<String>)> {
+    let max_length = config.max_length.min(model.config().max_position_embeddings);
+    let read = leave_out_long(dataset.pairs(tokenizer, model.config().causal)?, max_length, dataset.path())?;
+    check_margins(&read.0, config.pair_loss, dataset.path())?;
+    pads.map_or(Ok(()), |pads| pads.check(&read.0, dataset.path()))?;
+    Ok(read)
+}
+
+/// Refuses `eval_only` where training is asked for.
+pub(super) fn refuse_eval_only(config: &RewardConfig) -> Result<()> {
+    if config.eval_only {
+        let message =
+            "eval_only = true: expected false, as this trains a model; `rlhf reward --eval_only` measures one";
+        return Err(Error::Usage(message.into()));
+    }
+    Ok(())
+}
+
+/// What [`evaluate`] finds.
+#[derive(Debug, Clone)]
+pub struct RewardEvaluation {
+    /// Where the pairs are from.
+    pub dataset: String,
+    /// Pairs that were measured.
+    pub pairs: usize,
+    /// `eval_loss`, `eval_accuracy`, `eval_margin` and `eval_mean_reward`, as training writes them.
+    pub metrics: Metrics,
+    /// What to be warned of.
+    pub warnings: Vec<String>,
+}
+
+/// Measures the model that `config` names, and writes nothing: on the dataset for evaluation if there is one, else on the test
+/// split or the rows held out by `eval_split_size`, else on all rows to train on.
+///
+/// # Errors
+/// If an input is not what it should be; if a score is not finite.
+pub fn evaluate(config: &RewardConfig) -> Result<RewardEvaluation> {
+    config.check()?;
+    let options = model_options(&config.run)?;
+    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+    let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
+    // A fresh head says nothing.
+    let (mut model, tokenizer, pads) = load(config, dir, None, options)?;
+    model.prepare(false);
+    tokenizer.check_fits(model.config(), dir)?;
+    let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
+    let datasets = eval.map_or(train, |eval| vec![eval]);
+    let gathered = gather(&datasets, |dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref()))?;
+    let mut totals = Totals::default();
+    for batch in gathered.rows.chunks(config.per_device_eval_batch_size) {
+        tch::no_grad(|| totals.measure(&model, &batch.iter().collect::<Vec<_>>(), pads.as_ref(), config))?;
+    }
+    let mut metrics = Metrics::default();
+    totals.push(&mut metrics, EVAL_METRICS);
+    if let Some((name, value)) = metrics.iter().find(|(_, value)| !value.is_finite()) {
+        let message = format!("{name} is {value}: the model's scores are not finite: its weights are damaged");
+        return Err(Error::invalid(dir, message));
+    }
+    let names: Vec<String> = datasets.iter().map(|dataset| dataset.path().display().to_string()).collect();
+    Ok(RewardEvaluation { dataset: names.join(", "), pairs: gathered.rows.len(), metrics, warnings: gathered.warnings })
+}
+
+/// The metrics of an evaluation.
+const EVAL_METRICS: [&str; 4] = ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"];
+
 /// The command, as checkpoints name it.
 const COMMAND: &str = "reward";
 
@@ -217,7 +298,7 @@ fn run_updates(
         for batch in eval.chunks(config.per_device_eval_batch_size) {
             tch::no_grad(|| totals.measure(model, &batch.iter().collect::<Vec<_>>(), pads, config))?;
         }
-        totals.push(metrics, ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"]);
+        totals.push(metrics, EVAL_METRICS);
         Ok(())
     };
     saver.write_best(progress, report)?;
@@ -596,7 +677,6 @@ impl Totals {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::ModelOptions;
     use std::collections::HashMap;
 
     /// That of the golden pairs.
