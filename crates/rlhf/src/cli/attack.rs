@@ -99,8 +99,6 @@ fn values() -> Vec<OsString> {
 #[track_caller]
 fn check(what: &str, args: Vec<OsString>) -> bool {
     match parse([OsString::from("rlhf")].into_iter().chain(args)) {
-        Ok(_) => true,
-        Err(Stop::Help(_) | Stop::ShortHelp(_)) => true,
         Err(Stop::Error(error)) => {
             let text = error.to_string();
             // A line for each setting that is refused.
@@ -112,6 +110,8 @@ fn check(what: &str, args: Vec<OsString>) -> bool {
             }
             false
         }
+        // A task, or help.
+        _ => true,
     }
 }
 
