@@ -8,6 +8,7 @@ mod files;
 mod rewards;
 
 use serde_json::{Map, Value};
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// How many cases of a kind there are, where the quick form has `quick`.
@@ -43,7 +44,7 @@ impl Outcomes {
     /// Does one case, which may panic: that is noted with its name.
     fn note<T>(&mut self, name: &str, case: impl FnOnce() -> rlhf::Result<T>) {
         // Where the process dies, its last line says in which case.
-        println!("{name}");
+        let _ = writeln!(std::io::stdout(), "{name}");
         match catch_unwind(AssertUnwindSafe(case)) {
             Ok(Ok(_)) => self.went_well += 1,
             Ok(Err(error)) => {

@@ -163,10 +163,8 @@ fn child_asks_hostile_rewards() {
     let url = format!("http://{}/", listener.local_addr().unwrap());
     let count = cases(200);
     std::thread::spawn(move || {
-        let mut asked = 0;
-        for stream in listener.incoming() {
+        for (asked, stream) in (0..).zip(listener.incoming()) {
             let mut stream = stream?;
-            asked += 1;
             std::thread::spawn(move || {
                 let _ = stream.read(&mut [0; 4096]);
                 stream.write_all(&response(&mut Dice(asked)))
