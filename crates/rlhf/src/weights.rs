@@ -132,7 +132,9 @@ impl Checkpoint {
             Error::invalid(&source.path, message)
         })?;
         let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
-        let tensor = Tensor::f_empty(&shape, (kind, device))?.f_view([-1])?;
+        let tensor = Tensor::f_empty(&shape, (kind, device))?;
+        // The view is left behind: it would keep this memory also when the tensor gets other, of another dtype.
+        let flat = tensor.f_view([-1])?;
         let width = stored.elt_size_in_bytes();
         let (mut at, end) = entry.info.data_offsets;
         let mut bytes = vec![0; READ_AT_ONCE.min(end - at)];
@@ -143,10 +145,10 @@ impl Checkpoint {
             let place = source.data_start + at as u64;
             source.file.read_exact_at(part, place).map_err(Error::io("read", &source.path))?;
             let len = (part.len() / width) as i64;
-            tensor.f_narrow(0, filled, len)?.f_copy_(&Tensor::f_from_data_size(part, &[len], stored)?)?;
+            flat.f_narrow(0, filled, len)?.f_copy_(&Tensor::f_from_data_size(part, &[len], stored)?)?;
             (at, filled) = (at + part.len(), filled + len);
         }
-        Ok(tensor.f_view(shape.as_slice())?)
+        Ok(tensor)
     }
 
     fn add_file(&mut self, path: PathBuf) -> Result<Vec<String>> {

@@ -218,12 +218,12 @@ impl<'a> Builder<'a> {
             Init::Normal(std) => {
                 let mut stream = Stream::new(seed, Purpose::Init, self.params.len() as u64, 0);
                 // libtorch first: it refuses a size that memory cannot hold, where a vector would end the program.
-                let mut tensor = Tensor::f_empty(shape, (Kind::Float, Device::Cpu))?.f_view([-1])?;
-                for from in (0..tensor.size()[0]).step_by(DRAWN_AT_ONCE) {
-                    let len = (DRAWN_AT_ONCE as i64).min(tensor.size()[0] - from);
-                    tensor.narrow(0, from, len).f_copy_(&Tensor::f_from_slice(&stream.normals(len as usize, std))?)?;
+                let tensor = Tensor::f_empty(shape, (Kind::Float, Device::Cpu))?;
+                let flat = tensor.f_view([-1])?;
+                for from in (0..flat.size()[0]).step_by(DRAWN_AT_ONCE) {
+                    let len = (DRAWN_AT_ONCE as i64).min(flat.size()[0] - from);
+                    flat.narrow(0, from, len).f_copy_(&Tensor::f_from_slice(&stream.normals(len as usize, std))?)?;
                 }
-                tensor = tensor.f_view(shape)?;
                 tensor.to_device(self.device).to_kind(self.kind())
             }
         })
