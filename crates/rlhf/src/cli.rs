@@ -240,7 +240,7 @@ fn take_out(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command, refus
     let is_flag = shown.starts_with("--");
     // Whether a word of the command line is the flag, and whether its value is in the same word.
     let meant = |word: &OsString| {
-        let Some(text) = word.to_str() else { return None };
+        let text = word.to_str()?;
         if !is_flag {
             return (text == shown.as_str()).then_some(true);
         }

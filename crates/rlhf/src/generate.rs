@@ -318,7 +318,7 @@ fn generate_batch<P: AsRef<[i64]>>(
             next = Some(tokens.shallow_clone());
             chosen.push(choice);
         }
-        for (length, HostChoice { tokens, logprobs, kept }) in lengths.zip(on_host(chosen)) {
+        for (length, HostChoice { tokens, logprobs, kept }) in lengths.zip(on_host(&chosen)) {
             let vocab = kept.len() / tokens.len().max(1);
             for (row, ((&i, &token), &logprob)) in alive.iter().zip(&tokens).zip(&logprobs).enumerate() {
                 if stopped[i] {
@@ -386,7 +386,7 @@ struct HostChoice {
 }
 
 /// What each of some steps chose, by row.
-fn on_host(chosen: Vec<Choice>) -> Vec<HostChoice> {
+fn on_host(chosen: &[Choice]) -> Vec<HostChoice> {
     let all = |f: fn(&Choice) -> &Tensor| Tensor::cat(&chosen.iter().map(f).collect::<Vec<_>>(), 0);
     let rows = chosen[0].tokens.size()[0] as usize;
     let tokens = Vec::<i64>::try_from(all(|choice| &choice.tokens)).expect("one id per step and row");
@@ -601,7 +601,7 @@ mod tests {
     /// The token that `draw` gives of one row of logits, and its log-probability.
     fn chosen(logits: &Tensor, sampling: Sampling, draw: f64) -> (i64, f32) {
         let choice = choose(logits, None, sampling, false, &Tensor::from_slice(&[draw]));
-        let HostChoice { tokens, logprobs, .. } = on_host(vec![choice]).remove(0);
+        let HostChoice { tokens, logprobs, .. } = on_host(&[choice]).remove(0);
         (tokens[0], logprobs[0])
     }
 

@@ -217,7 +217,8 @@ impl Body {
     fn hold_as_computed(&mut self, head: Option<&mut Linear>) {
         let kept = self.params.iter().take(self.shared).map(|param| param.tensor.data_ptr()).collect();
         let linears = self.decoder.linears_mut().chain(head);
-        if linears.fold(false, |changed, linear| linear.hold_as_computed(&kept) || changed) {
+        let changed = linears.filter_map(|linear| linear.hold_as_computed(&kept).then_some(())).count();
+        if changed > 0 {
             self.kind = self.decoder.compute;
             self.narrowed = true;
         }
@@ -308,7 +309,8 @@ impl Body {
     fn merge_adapter(&mut self, extra: Option<&mut Linear>) {
         if self.adapter.take().is_some() {
             let linears = self.decoder.linears_mut().chain(extra);
-            if linears.fold(false, |widened, linear| linear.merge() || widened) {
+            let widened = linears.filter_map(|linear| linear.merge().then_some(())).count();
+            if widened > 0 {
                 // So that whoever reads what is saved keeps the sum.
                 self.kind = Kind::Float;
             }
@@ -936,7 +938,7 @@ impl CausalLm {
                             false => model.head(&hidden),
                         };
                         let logits = logits.to_kind(Kind::Float) / sampled.temperature;
-                        restricted(logits, excluded.as_ref()).log_softmax(-1, Kind::Float)
+                        restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float)
                     };
                     divergence_of(&logprobs(self, &hidden), &logprobs(other, &others))
                 })
@@ -1088,7 +1090,7 @@ impl CausalLm {
                 let theirs = reference.map(|(of, states)| {
                     tch::no_grad(|| match &excluded {
                         None => of.logprobs(&slice(states), temperature),
-                        some => restricted(of.logprobs(&slice(states), temperature), some.as_ref())
+                        some => restricted(&of.logprobs(&slice(states), temperature), some.as_ref())
                             .log_softmax(-1, Kind::Float),
                     })
                 });
@@ -1197,7 +1199,7 @@ impl CausalLm {
         others: Option<&Tensor>,
     ) -> TokenLogprobs {
         let logits = self.head(hidden).to_kind(Kind::Float) / temperature;
-        let all = restricted(logits, excluded).log_softmax(-1, Kind::Float);
+        let all = restricted(&logits, excluded).log_softmax(-1, Kind::Float);
         let logprobs = all.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1);
         let (entropy, kl) = (with_entropy.then(|| entropy_of(&all)), others.map(|others| divergence_of(&all, others)));
         TokenLogprobs { logprobs, entropy, kl }

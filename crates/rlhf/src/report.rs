@@ -1099,7 +1099,7 @@ mod tests {
         run
     }
 
-    fn sample(prompt: &str, response: &str, row: Value) -> Sample {
+    fn sample(prompt: &str, response: &str, row: &Value) -> Sample {
         Sample {
             prompt: prompt.into(),
             response: response.into(),
@@ -1107,7 +1107,7 @@ mod tests {
             components: BTreeMap::new(),
             finish_reason: Some(FinishReason::Stop),
             num_tokens: Some(12),
-            conversation: Conversation::of(&row, prompt),
+            conversation: Conversation::of(row, prompt),
         }
     }
 
@@ -1136,7 +1136,7 @@ mod tests {
     fn a_table_shows_a_system_prompt_once_and_fits_its_width() {
         let row = |system: &str, said: &str| serde_json::json!({"prompt": [{"role": "system", "content": system}, {"role": "user", "content": said}]});
         let text = |system: &str, said: &str| format!("<|system|>{system}<|user|>{said}<|assistant|>");
-        let asked = |system: &str, said: &str| sample(&text(system, said), "Well, yes and no.", row(system, said));
+        let asked = |system: &str, said: &str| sample(&text(system, said), "Well, yes and no.", &row(system, said));
         let rules = "You are a helpful assistant of few words, and polite.";
         let samples = [asked(rules, "What is a cat?"), asked(rules, "And a dog?")];
         for width in [60, 80, 120] {
@@ -1149,7 +1149,7 @@ mod tests {
         // Those of different systems say theirs; what was cut is shown as it is.
         let table = sample_table(&[asked(rules, "Who?"), asked("Be rude.", "Who?")], Some(100), false);
         assert!(table.contains("helpful") && table.contains("system: Be rude."), "{table}");
-        let cut = sample("a cat?<|assistant|>", "Yes.", row(rules, "What is a cat?"));
+        let cut = sample("a cat?<|assistant|>", "Yes.", &row(rules, "What is a cat?"));
         assert!(sample_table(&[cut], None, false).contains("a cat?<|assistant|>"));
     }
 
@@ -1166,7 +1166,7 @@ mod tests {
 
     #[test]
     fn samples_are_a_markdown_table_whatever_is_in_them() {
-        let text = markdown(&[sample("a|b\n<i>", "`x`", Value::Null)]);
+        let text = markdown(&[sample("a|b\n<i>", "`x`", &Value::Null)]);
         assert_eq!(text.lines().last(), Some("| a&#124;b<br>&lt;i> | &#96;x&#96; | 0.500 | 12 | stop |"));
         assert_eq!(text.lines().count(), 3);
     }

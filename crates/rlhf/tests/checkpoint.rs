@@ -587,9 +587,9 @@ fn a_finished_run_that_is_extended_says_so_and_is_the_longer_run() {
     let sft = |out: &str, epochs: usize| {
         format!("{} --num_train_epochs {epochs}", line.replace("--output_dir out", &format!("--output_dir {out}")))
     };
-    let lines: [(&str, &dyn Fn(&str, usize) -> String, [usize; 3]); 2] =
-        [("ppo", &ppo, [12, 20, 5]), ("sft", &sft, [1, 2, 4])];
-    for (name, line, [short, long, updates]) in lines {
+    type Line<'a> = &'a dyn Fn(&str, usize) -> String;
+    let cases: [(&str, Line<'_>, [usize; 3]); 2] = [("ppo", &ppo, [12, 20, 5]), ("sft", &sft, [1, 2, 4])];
+    for (name, line, [short, long, updates]) in cases {
         let (out, whole) = (format!("{name}-out"), format!("{name}-whole"));
         scratch.succeeds(&line(&whole, long));
         scratch.succeeds(&line(&out, short));

@@ -218,7 +218,8 @@ fn child_holds_a_model_as_computed() {
         model
     };
     let ids = [vec![5i64, 6, 7]];
-    load(&golden().join("models/gpt_neox")).token_logprobs(&ids, &[1..3], 1.0, false).unwrap();
+    let response = std::slice::from_ref(&(1..3));
+    load(&golden().join("models/gpt_neox")).token_logprobs(&ids, response, 1.0, false).unwrap();
     let before = Child::memory("VmRSS");
     let model = load(Path::new(&dir));
     let held = Child::memory("VmRSS").saturating_sub(before);
@@ -286,7 +287,8 @@ fn frozen_run(scratch: &Scratch, change: impl FnOnce(&mut PpoConfig)) -> PpoConf
 #[test]
 fn the_reference_is_the_policys_start_whatever_the_dtypes_of_the_files_and_the_flags() {
     golden(); // one thread
-    let folders: [(&str, fn(&Scratch)); 3] =
+    type Write = fn(&Scratch);
+    let folders: [(&str, Write); 3] =
         [("f32", |_| ()), ("bf16", |scratch| narrow(scratch, "policy")), ("bf16 with f32 norms", mix)];
     for (files, write) in folders {
         let scratch = Scratch::new();

@@ -97,7 +97,7 @@ fn filtered_logprobs_are_those_among_what_each_token_was_sampled_from_for_policy
     close(counted(&e.logprobs, &e), &among_sets(&learner.policy, &responses, 0.7));
     close(counted(&e.ref_logprobs, &e), &among_sets(&reference, &responses, 0.7));
     // By default they are of the whole vocabulary, though the sampling was filtered: lower, as no token is left out.
-    let mut plain = config.clone();
+    let mut plain = config;
     plain.sampling.logprobs_of = LogprobsOf::Policy;
     let whole = judged(&learner, &reference, &responses, &plain);
     let sampled: Vec<f64> = responses.iter().flat_map(|r| r.logprobs.iter().map(|&x| f64::from(x))).collect();

@@ -88,6 +88,12 @@ struct File<'a> {
     nulls: &'a [Setting],
 }
 
+/// The parts of a step's configuration that all steps have.
+struct Parts<C> {
+    run: fn(&mut C) -> &mut RunConfig,
+    check: fn(&C) -> rlhf::Result<()>,
+}
+
 impl File<'_> {
     fn placed(&self, line: u64, message: &str) -> String {
         format!("{}:{line}: {message}", self.path.display())
@@ -155,8 +161,7 @@ impl File<'_> {
         step: Step,
         command: &Command,
         links: Vec<(&str, String)>,
-        run: fn(&mut C) -> &mut RunConfig,
-        check: fn(&C) -> rlhf::Result<()>,
+        Parts { run, check }: Parts<C>,
         said: &mut Said,
     ) -> Result<Option<C>, Stop> {
         // What is refused in the file by now has its place there.
@@ -203,8 +208,7 @@ impl File<'_> {
             Step::Sft,
             command,
             Vec::new(),
-            |config: &mut SftConfig| &mut config.run,
-            SftConfig::check,
+            Parts { run: |config: &mut SftConfig| &mut config.run, check: SftConfig::check },
             said,
         )
     }
@@ -221,8 +225,7 @@ impl File<'_> {
             Step::Reward,
             command,
             links,
-            |config: &mut RewardConfig| &mut config.run,
-            RewardConfig::check,
+            Parts { run: |config: &mut RewardConfig| &mut config.run, check: RewardConfig::check },
             said,
         )
     }

@@ -148,7 +148,8 @@ impl Linear {
     pub(crate) fn hold_as_computed(&mut self, kept: &HashSet<*mut c_void>) -> bool {
         let weights = std::iter::once(&mut self.weight).chain(&mut self.bias);
         let own = weights.filter(|weight| !kept.contains(&weight.held.data_ptr()));
-        own.fold(false, |changed, weight| weight.hold(self.compute) || changed)
+        // Each of them, also behind one that changed.
+        own.filter_map(|weight| weight.hold(self.compute).then_some(())).count() > 0
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Tensor {

@@ -87,7 +87,7 @@ impl Sampled<'_> {
 }
 
 /// `logits` `[count, vocab]` f32, with what is `excluded` at a probability of 0.
-pub(super) fn restricted(logits: Tensor, excluded: Option<&Tensor>) -> Tensor {
+pub(super) fn restricted(logits: &Tensor, excluded: Option<&Tensor>) -> Tensor {
     excluded.map_or_else(|| logits.shallow_clone(), |excluded| logits.masked_fill(excluded, IMPOSSIBLE))
 }
 
@@ -110,7 +110,7 @@ mod tests {
         let sampled = Sampled { temperature: 1.0, sets: Some(&sets) };
         let excluded = sampled.excluded(0, 2, 3, Device::Cpu);
         let logits = Tensor::from_slice(&[1.0f32, 5.0, 2.0, 0.0, 1.0, 2.0]).view([2, 3]).set_requires_grad(true);
-        let logprobs = restricted(logits.shallow_clone(), excluded.as_ref()).log_softmax(-1, Kind::Float);
+        let logprobs = restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float);
         let entropy = -(logprobs.exp() * &logprobs).sum_dim_intlist(-1, false, Kind::Float);
         let p = 1.0 / (1.0 + 1f64.exp()); // e / (e + e^2)
         assert!((logprobs.double_value(&[0, 0]) - p.ln()).abs() < 1e-6);

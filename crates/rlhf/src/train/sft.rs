@@ -427,6 +427,7 @@ mod tests {
     }
 
     #[test]
+    #[allow(clippy::single_range_in_vec_init)] // ranges of tokens are meant
     fn tokens_that_are_spared_weigh_nothing_and_do_not_count() {
         let mut spared = row(6);
         spared.spared = vec![2..4];
