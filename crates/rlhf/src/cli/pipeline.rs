@@ -239,7 +239,8 @@ impl File<'_> {
         if let Some(dir) = left_by(flags, Step::Reward) {
             links.push(("reward_model_path", text(&dir)?));
         }
-        self.config(flags, Step::Ppo, command, links, |config: &mut PpoConfig| &mut config.run, PpoConfig::check, said)
+        let parts = Parts { run: |config: &mut PpoConfig| &mut config.run, check: PpoConfig::check };
+        self.config(flags, Step::Ppo, command, links, parts, said)
     }
 
     /// The language model that `step` begins with, as the setting `key`: SFT's, or where that is left out and was never
