@@ -1740,13 +1740,13 @@ mod tests {
              --model_name_or_path EleutherAI/pythia-1b-deduped --non_eos_penalty {models}"
         ));
         assert!(config.non_eos_penalty && notes.is_empty(), "{notes:?}");
-        let (config, notes) = read(&format!(
+        let (config, notes) = read(
             "--output_dir models/minimal/ppo_tldr --learning_rate 3e-6 --per_device_train_batch_size 16 \
              --gradient_accumulation_steps 4 --total_episodes 1000000 --model_name_or_path EleutherAI/pythia-1b-deduped \
              --sft_model_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr \
              --reward_model_path cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr \
-             --local_rollout_forward_batch_size 16 --non_eos_penalty --stop_token eos --dataset_name trl-lib/tldr"
-        ));
+             --local_rollout_forward_batch_size 16 --non_eos_penalty --stop_token eos --dataset_name trl-lib/tldr",
+        );
         assert_eq!((config.plan(1).unwrap().batch_size, config.stop_token), (64, Some(StopToken::Eos)));
         assert!(notes.is_empty(), "{notes:?}");
         let (config, notes) = read(&format!(
