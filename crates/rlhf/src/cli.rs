@@ -103,7 +103,11 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     };
     let (name, flags) = matches.subcommand().expect("a command is required");
     let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
-    if let (PIPELINE, Some(path)) = (name, file) {
+    if name == PIPELINE {
+        let Some(path) = file else {
+            let error = rlhf.clone().try_get_matches_from(&args).expect_err("its file is required");
+            return Err(and_this(said.refusals, error));
+        };
         let task = pipeline::parse(path, &args, &rlhf, &mut said)?;
         said.refusals.end()?;
         return Ok(Parsed { task: Task::Pipeline(task), notes: said.notes });
@@ -1630,6 +1634,8 @@ mod tests {
             parse_words(&["reward", "--model_name_or_path", "m"]).unwrap_err(),
             "the following required arguments were not provided: --dataset_name <PATH>..., --output_dir <PATH>"
         );
+        let no_file = parse_words(&["pipeline", "--seeed", "1"]).unwrap_err();
+        assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
             "unrecognized subcommand 'train'; the commands are sft, reward, ppo, pipeline, generate, logprobs, score and merge"
