@@ -3547,6 +3547,7 @@ mod tests {
                 "eval_dataset_name": null, "output_dir": "o", "per_device_eval_batch_size": 8, "max_steps": null,
                 "max_length": 1024, "logging_steps": 10, "completion_only_loss": true, "learning_rate": 2e-5,
                 "chat_template_path": null,
+                "packing": false, "assistant_only_loss": false, "dataset_text_field": "text",
             }),
         );
         assert_settings(
