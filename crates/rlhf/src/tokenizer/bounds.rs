@@ -27,10 +27,10 @@ const MAX_CONSTANT: u128 = 1 << 20;
 const MAX_DEPTH: usize = 100;
 
 /// The bytes of text and values that one rendering may make or read, beside a share for those of its messages.
-const BUDGET: u64 = 64 << 20;
+const BUDGET: u64 = 256 << 20;
 
 /// How often the messages of a rendering may be made or read beyond that.
-const PER_BYTE: u64 = 256;
+const PER_BYTE: u64 = 16;
 
 /// What one value costs beside its text.
 const NODE: u64 = 32;
