@@ -1155,6 +1155,11 @@ mod tests {
         assert_eq!(reward.run.output_dir, PathBuf::from("p/2-reward"));
         assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("p/1-sft".into(), None));
         assert_eq!(ppo.rewards.reward.len(), 2);
+        // `max_steps` is for those that have it, and no refusal of PPO, which has another length.
+        let config = pipeline(&format!("{least}max_steps: 3\nlogging_steps: 1\n"), &[]).unwrap();
+        assert_eq!((config.sft.unwrap().max_steps, config.reward.unwrap().max_steps), (Some(3), Some(3)));
+        let own = pipeline(&format!("{least}ppo: {{max_steps: 3}}\n"), &[]).unwrap_err();
+        assert!(own.starts_with("run.yaml:4: ppo: max_steps = 3: total_episodes is the length"), "{own}");
         // What is left out and was never made is not there to begin with.
         let config = pipeline(&format!("{least}{text}"), &["--skip", "sft,reward"]).unwrap();
         assert_eq!((config.sft, config.reward), (None, None));

@@ -12,7 +12,7 @@ use super::{
     Keys, NOT_SETTINGS, PIPELINE, Setting, Stop, matches_of, not_required, read_config, resolve, set_default,
     translated, with_defaults,
 };
-use crate::trl::Said;
+use crate::trl::{self, Said};
 
 /// Settings of the whole, which no section has.
 const OF_THE_WHOLE: [&str; 4] =
@@ -43,7 +43,7 @@ pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command, said: &mut S
     let (settings, nulls): (Vec<Setting>, _) = read_config(path, &keys, &mut said.refusals)?
         .into_iter()
         .partition(|setting| !setting.values.is_empty() || Step::ALL.iter().any(|step| step.name() == setting.key));
-    let file = File { path, settings: &settings, nulls: &nulls };
+    let file = File { path, steps, settings: &settings, nulls: &nulls };
     for step in Step::ALL {
         if let Some(key) = OF_THE_WHOLE.iter().find(|key| file.own(step, key).is_some()) {
             let line = file.own(step, key).map_or(1, |setting| setting.line);
@@ -83,6 +83,8 @@ pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command, said: &mut S
 
 struct File<'a> {
     path: &'a Path,
+    /// The commands of all steps.
+    steps: [&'a Command; 3],
     settings: &'a [Setting],
     /// Keys that are set to null: as if they were not there, but for what a preset says.
     nulls: &'a [Setting],
@@ -117,9 +119,13 @@ impl File<'_> {
         links: Vec<(&str, String)>,
         said: &mut Said,
     ) -> Result<(Vec<Setting>, Vec<Setting>), Stop> {
-        let is_flag = |name: &str| {
-            !NOT_SETTINGS.contains(&name) && command.get_arguments().any(|arg| arg.get_id().as_str() == name)
+        let flag = |command: &Command, name: &str| {
+            let arg = command.get_arguments().find(|arg| arg.get_id().as_str() == name);
+            arg.filter(|_| !NOT_SETTINGS.contains(&name)).map(trl::is_added)
         };
+        // What is one step's own is not for another to which it is another system's.
+        let is_owned = |name: &str| self.steps.iter().any(|step| flag(step, name) == Some(false));
+        let is_flag = |name: &str| flag(command, name).is_some_and(|added| !added || !is_owned(name));
         let own_data = ["dataset_name", "data_path"].iter().any(|key| self.own(step, key).is_some());
         let shared = |setting: &&Setting| {
             let key = setting.key.as_str();
