@@ -401,7 +401,7 @@ fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_goes_on() 
 #[test]
 fn a_second_signal_ends_a_run_at_once() {
     let scratch = Scratch::new();
-    let line = format!("{PPO} --num_ppo_epochs 10000000 --num_sample_generations 0");
+    let line = format!("{PPO} --num_ppo_epochs 10000 --num_sample_generations 0");
     let mut child = scratch.command(&line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     wait_until(&mut child, || scratch.path("out/metrics.jsonl").exists());
     signal(&child, "INT");
