@@ -87,6 +87,8 @@ impl Alarms {
             }
         }
         if let Some(entropy) = per_token("objective/entropy").filter(|entropy| *entropy < LEAST_ENTROPY) {
+            // No -0.000.
+            let entropy = entropy.max(0.0) + 0.0;
             found.push(self.once(WarningKind::LowEntropy, || {
                 format!(
                     "update {update}: the policy's entropy is {entropy:.3} nats per token: it answers each prompt in one way \
