@@ -180,7 +180,7 @@ impl Saved {
         self.state.update == self.state.num_updates
     }
 
-    /// Checks that the run goes on as it began; gives what a person should know of its differences. A finished run may be
+    /// Checks that the resumed run keeps its settings; returns warnings about harmless differences. A finished run may be
     /// longer than it was.
     ///
     /// # Errors
@@ -417,7 +417,7 @@ impl Start {
         }
     }
 
-    /// Checks that the run goes on, or begins again, as it began; gives what a person should know of its differences.
+    /// Checks that the run, resumed or started again, keeps its settings; returns warnings about harmless differences.
     ///
     /// # Errors
     /// As [`Saved::check`].
@@ -471,7 +471,7 @@ impl Start {
         }
     }
 
-    /// What to say where the run was finished: that nothing is left to do, or that it is extended.
+    /// The message for a run that was finished: nothing is left to do, or it is extended.
     pub(crate) fn finished(&self, num_updates: usize) -> Option<String> {
         let saved = self.from.as_ref().filter(|saved| saved.is_finished() || saved.state.update == num_updates)?;
         let (dir, done) = (saved.dir.display(), saved.state.update);
@@ -1070,7 +1070,7 @@ mod tests {
     fn what_a_kill_left_beyond_the_limit_goes_when_the_run_goes_on() {
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), None, &[2, 4, 6, 8]);
-        // The last is damaged, and the run goes on from the one before.
+        // The last is damaged, so the run resumes from the one before.
         fs::remove_file(dir.path().join("checkpoint-8/model")).unwrap();
         let run = run(dir.path(), Some(2), None);
         Checkpoints::new("sft", &run, &json!({}), 9, 6).unwrap();

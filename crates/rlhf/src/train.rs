@@ -364,6 +364,19 @@ fn roundings(dir: &Path, dtype: Dtype, was_rounded: bool, rounded_base: Option<t
     found
 }
 
+/// Evaluates before the first update, and records it as step 0.
+///
+/// # Errors
+/// Those of `evaluate`; if the metrics cannot be written.
+fn record_start(report: &mut Reporter<'_>, evaluate: impl FnOnce(&mut Metrics) -> Result<()>) -> Result<()> {
+    report.phase("evaluating");
+    let mut metrics = Metrics::default();
+    metrics.push("step", 0.0);
+    metrics.push("epoch", 0.0);
+    evaluate(&mut metrics)?;
+    report.record_alone(0, &metrics)
+}
+
 /// How many of a model's numbers are trained, and their share, as PEFT's `print_trainable_parameters` counts them.
 fn trained_share(params: &[Param]) -> String {
     let count = |trained: bool| -> usize {

@@ -3,7 +3,7 @@
 use super::{
     Card, Gathered, Progress, Saver, begin_report, check_held_out, deepspeed_chat_pad, describe_machine,
     describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches,
-    model_options, roundings, small_dataset, trained_options, trained_share,
+    model_options, record_start, roundings, small_dataset, trained_options, trained_share,
 };
 use crate::checkpoint::{Checkpoints, Start, leave_model};
 use crate::config::{PairLoss, RewardConfig, Step, TrainPlan};
@@ -303,12 +303,7 @@ fn run_updates(
     };
     saver.write_best(progress, report)?;
     if progress.done == 0 && config.eval.eval_steps.is_some() {
-        report.phase("evaluating");
-        let mut metrics = Metrics::default();
-        metrics.push("step", 0.0);
-        metrics.push("epoch", 0.0);
-        evaluate(&mut metrics)?;
-        report.record_alone(0, &metrics)?;
+        record_start(report, evaluate)?;
     }
     let mut began = Instant::now();
     report.updates_begin();

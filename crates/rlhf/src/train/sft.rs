@@ -3,7 +3,7 @@
 use super::{
     Card, Gathered, Progress, Saver, begin_report, check_held_out, command_to_try, describe_machine,
     describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches,
-    model_options, roundings, small_dataset, trained_options, trained_share,
+    model_options, record_start, roundings, small_dataset, trained_options, trained_share,
 };
 use crate::checkpoint::{Checkpoints, Start, leave_model};
 use crate::config::{SftConfig, Step, TrainPlan};
@@ -220,12 +220,10 @@ fn run_updates(
     let mut tokens_seen = updates.sum::<usize>() as f64;
     saver.write_best(progress, report)?;
     if progress.done == 0 && config.eval.eval_steps.is_some() {
-        report.phase("evaluating");
-        let mut metrics = Metrics::default();
-        metrics.push("step", 0.0);
-        metrics.push("epoch", 0.0);
-        metrics.push("eval_loss", evaluate(model, eval, config.per_device_eval_batch_size)?);
-        report.record_alone(0, &metrics)?;
+        record_start(report, |metrics| {
+            metrics.push("eval_loss", evaluate(model, eval, config.per_device_eval_batch_size)?);
+            Ok(())
+        })?;
     }
     let mut began = Instant::now();
     report.updates_begin();
