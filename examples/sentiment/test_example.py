@@ -16,6 +16,7 @@ sys.path.insert(0, str(HERE))
 import grammar  # noqa: E402
 import judge  # noqa: E402
 import make_data  # noqa: E402
+import plot  # noqa: E402
 import summary  # noqa: E402
 
 
@@ -252,6 +253,16 @@ class Summary(unittest.TestCase):
             self.assertRegex(
                 done.stderr, r"^summary\.py: .*sft.metrics\.jsonl: not found; run examples/sentiment/run\.sh first\n$"
             )
+
+
+class Plot(unittest.TestCase):
+    def test_the_committed_image_is_drawn_from_the_committed_results(self):
+        self.assertEqual(plot.IMAGE.read_text(), plot.draw())
+
+    def test_every_point_of_every_seed_is_drawn(self):
+        for key, *_ in plot.PANELS:
+            points = {seed: len(values) for seed, values in plot.curves(key).items()}
+            self.assertEqual(points, {"seed-1": 32, "seed-2": 32, "seed-3": 32})
 
 
 @unittest.skipIf(os.name == "nt", "run.sh needs a POSIX shell")
