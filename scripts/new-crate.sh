@@ -57,8 +57,8 @@ TOML
 cat >"$folder/src/main.rs" <<'RUST'
 //! PPO with a closure as the reward: short responses are good ones.
 
-use rlhf::config::PpoConfig;
-use rlhf::report::Console;
+use rlhf::settings::PpoConfig;
+use rlhf::run::report::Console;
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::train::ppo::PpoTrainer;
 

@@ -2,13 +2,13 @@
 //!
 //!     cargo run --release --example by_hand -- SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 
-use rlhf::config::PpoConfig;
 use rlhf::data::{Cursor, Dataset, Prompt};
 use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{FnReward, Rewards};
-use rlhf::rollout::{Judges, experience, targets};
+use rlhf::rl::rollout::{Judges, experience, targets};
+use rlhf::settings::PpoConfig;
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::{Learner, generation, mini_batch_orders, stop_tokens};
 use std::path::Path;

@@ -2,8 +2,8 @@
 //!
 //!     cargo run --release --example engine -- SFT_FOLDER REWARD_FOLDER PROMPTS.jsonl OUTPUT_FOLDER [TEXTS.jsonl]
 
-use rlhf::config::{PpoConfig, Preset};
-use rlhf::train::engine::{Batch, MiniDataset, RlhfEngine};
+use rlhf::compat::engine::{Batch, MiniDataset, RlhfEngine};
+use rlhf::settings::{PpoConfig, Preset};
 use std::path::Path;
 
 #[allow(clippy::print_stdout)]

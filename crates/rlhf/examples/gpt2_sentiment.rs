@@ -4,10 +4,10 @@
 //!
 //!     cargo run --release --example gpt2_sentiment -- SFT_FOLDER CLASSIFIER_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 
-use rlhf::config::{PpoConfig, StopToken};
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::model::ModelOptions;
 use rlhf::reward::{RewardModel, Rewards};
+use rlhf::settings::{PpoConfig, StopToken};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::PpoTrainer;
 use std::path::Path;

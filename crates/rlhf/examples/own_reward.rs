@@ -2,9 +2,9 @@
 //!
 //!     cargo run --release --example own_reward -- SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 
-use rlhf::config::PpoConfig;
-use rlhf::report::Console;
 use rlhf::reward::{FnReward, Rewards};
+use rlhf::run::report::Console;
+use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::PpoTrainer;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

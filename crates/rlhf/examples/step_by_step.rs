@@ -2,9 +2,9 @@
 //!
 //!     cargo run --release --example step_by_step -- SFT_FOLDER QUERIES.jsonl OUTPUT_FOLDER
 
+use rlhf::compat::step::{Generate, StepConfig, StepTrainer, Texts};
 use rlhf::data::Dataset;
 use rlhf::model::ModelOptions;
-use rlhf::train::step::{Generate, StepConfig, StepTrainer, Texts};
 use std::path::Path;
 
 /// Short answers are good answers: a tenth off for every word.

@@ -4,8 +4,13 @@
 
 #[cfg(test)]
 mod attack;
+mod deepspeed_chat;
+pub(crate) mod generate;
 mod help;
+pub(crate) mod measure;
+mod output;
 mod pipeline;
+mod trl;
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -15,7 +20,7 @@ use clap::builder::ValueParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueEnum};
-use rlhf::config::{
+use rlhf::settings::{
     self, GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, Refusals, RewardConfig,
     ScoreConfig, SftConfig,
 };
@@ -24,8 +29,7 @@ use rlhf::{Error, Result};
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
-use crate::deepspeed_chat;
-use crate::trl::{self, Said};
+use trl::Said;
 
 /// A command with its configuration, checked.
 #[derive(Debug, Clone, PartialEq)]
@@ -174,7 +178,7 @@ fn resolve<C>(
     loop {
         let checked = check(&config);
         let of_preset = |line: &str| {
-            let mut keys = config::subjects(line).filter(|key| !is_own(key));
+            let mut keys = settings::subjects(line).filter(|key| !is_own(key));
             keys.find_map(|key| preset.iter().position(|setting| setting.key == key))
         };
         let refused = checked.as_ref().err().map_or(&[][..], Error::refusals);
@@ -332,27 +336,27 @@ const PIPELINE: &str = "pipeline";
 
 fn rlhf_command() -> Command {
     let commands = [
-        trl::with_flags(config::command::<SftConfig>("sft"))
+        trl::with_flags(settings::command::<SftConfig>("sft"))
             .about("Fine-tune a language model on texts or demonstrations")
             .after_help(
                 "Example:\n\
              \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft",
             ),
-        trl::with_flags(config::command::<RewardConfig>("reward"))
+        trl::with_flags(settings::command::<RewardConfig>("reward"))
             .about("Train a reward model on preference pairs")
             .after_help(
                 "Example:\n\
              \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
              \x20     --dataset_name pairs.jsonl --output_dir runs/reward",
             ),
-        deepspeed_chat::with_flags(trl::with_flags(config::command::<PpoConfig>("ppo")))
+        deepspeed_chat::with_flags(trl::with_flags(settings::command::<PpoConfig>("ppo")))
             .about("Train a language model with PPO against a reward")
             .after_help(
                 "Example:\n\
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
              \x20     --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos",
             ),
-        config::command::<PipelineFlags>(PIPELINE)
+        settings::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
             .after_help(
                 "The file has a section for each step, with that command's settings by their flags' names;\n\
@@ -368,7 +372,7 @@ fn rlhf_command() -> Command {
              Example:\n\
              \x20 rlhf pipeline --config pipeline.yaml --resume_from_checkpoint",
             ),
-        trl::with_flags(config::command::<GenerateConfig>("generate"))
+        trl::with_flags(settings::command::<GenerateConfig>("generate"))
             .about("Answer prompts with a language model")
             .after_help(
                 "Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.\n\n\
@@ -376,7 +380,7 @@ fn rlhf_command() -> Command {
                  \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\
                  \x20 rlhf generate --model_name_or_path runs/ppo --dataset_name prompts.jsonl --do_sample false",
             ),
-        trl::with_flags(config::command::<LogprobsConfig>("logprobs"))
+        trl::with_flags(settings::command::<LogprobsConfig>("logprobs"))
             .about("Log-probabilities of given completions, row by row")
             .after_help(
                 "Rows have `prompt` and `completion`, or `prompt_ids` and `completion_ids`; each is written with\n\
@@ -384,7 +388,7 @@ fn rlhf_command() -> Command {
                  Example:\n\
                  \x20 rlhf logprobs --model_name_or_path runs/ppo --dataset_name answers.jsonl",
             ),
-        trl::with_flags(config::command::<ScoreConfig>("score"))
+        trl::with_flags(settings::command::<ScoreConfig>("score"))
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(
                 "Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and\n\
@@ -397,7 +401,7 @@ fn rlhf_command() -> Command {
              \x20 rlhf score --tokenizer_name runs/sft --reward length:target=40 --reward_command ./reward.py \\\n\
              \x20     --dataset_name answers.jsonl",
             ),
-        config::command::<MergeConfig>("merge").about("Fold a LoRA adapter into a whole model").after_help(
+        settings::command::<MergeConfig>("merge").about("Fold a LoRA adapter into a whole model").after_help(
             "Example:\n\
              \x20 rlhf merge --model_name_or_path runs/ppo --output_dir merged",
         ),
@@ -957,8 +961,8 @@ fn one_line(error: &clap::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rlhf::config::{EosInLoss, Format, LongPrompts, LrSchedulerType, ReportTo, StopToken, WhitenAdvantages};
-    use rlhf::ppo::{KlEstimator, ScorePosition};
+    use rlhf::rl::math::{KlEstimator, ScorePosition};
+    use rlhf::settings::{EosInLoss, Format, LongPrompts, LrSchedulerType, ReportTo, StopToken, WhitenAdvantages};
 
     use super::*;
 
@@ -1961,7 +1965,7 @@ mod tests {
             // What is written of the run is the same run.
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("run.yaml");
-            config::write_resolved(&config, &path).unwrap();
+            settings::write_resolved(&config, &path).unwrap();
             assert_eq!(parse_words(&["ppo", "--config", path.to_str().unwrap()]).unwrap(), Task::Ppo(config));
         }
         // The user's own are refused as ever, on the line and in a file.
@@ -2041,7 +2045,7 @@ mod tests {
         let path = folder.path().join("run.yaml");
         let reread = |name: &str| parse_words(&[name, "--config", path.to_str().unwrap()]).unwrap();
 
-        config::write_resolved(&PpoConfig::new("a", "b", "c", "d"), &path).unwrap();
+        settings::write_resolved(&PpoConfig::new("a", "b", "c", "d"), &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(PpoConfig::new("a", "b", "c", "d")));
 
         let mut ppo = PpoConfig::new("a: b # c", "007", "yes", "~");
@@ -2087,28 +2091,28 @@ mod tests {
         ppo.run.seed = u64::MAX;
         ppo.run.report_to = ReportTo::Tensorboard;
         ppo.run.num_threads = Some(1);
-        config::write_resolved(&ppo, &path).unwrap();
+        settings::write_resolved(&ppo, &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(ppo));
 
         // With its preset's defaults, and with one of them changed back.
         let mut chat = PpoConfig::with_preset(Preset::DeepspeedChat, "a", "b", "c", "d");
-        config::write_resolved(&chat, &path).unwrap();
+        settings::write_resolved(&chat, &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(chat.clone()));
         (chat.kl_coef, chat.stop_token, chat.prompt_length.max_prompt_length) = (0.05, None, None);
         chat.counts.eos_in_loss = EosInLoss::Never;
         chat.value.value_learning_rate = None;
-        config::write_resolved(&chat, &path).unwrap();
+        settings::write_resolved(&chat, &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(chat));
 
         let mut sft = SftConfig::from_scratch("c.json", "t", "d", "o");
         sft.completion_only_loss = false;
         sft.max_steps = Some(5);
-        config::write_resolved(&sft, &path).unwrap();
+        settings::write_resolved(&sft, &path).unwrap();
         assert_eq!(reread("sft"), Task::Sft(sft));
 
         let mut reward = RewardConfig::new("m", "d", "o");
         reward.center_rewards_coefficient = Some(0.01);
-        config::write_resolved(&reward, &path).unwrap();
+        settings::write_resolved(&reward, &path).unwrap();
         assert_eq!(reread("reward"), Task::Reward(reward));
 
         let mut generate = GenerateConfig::new("m");
@@ -2119,7 +2123,7 @@ mod tests {
         generate.do_sample = Some(false);
         generate.min_p = Some(0.05);
         generate.output_format = Some(Format::Jsonl);
-        config::write_resolved(&generate, &path).unwrap();
+        settings::write_resolved(&generate, &path).unwrap();
         assert_eq!(reread("generate"), Task::Generate(generate));
     }
 
@@ -2129,7 +2133,7 @@ mod tests {
         let path = folder.path().join("run.yaml");
         let mut config = PpoConfig::new("a", "b", "c", "d");
         config.run.overwrite_output_dir = true;
-        config::write_resolved(&config, &path).unwrap();
+        settings::write_resolved(&config, &path).unwrap();
         let task = parse_words(&["ppo", "--config", path.to_str().unwrap()]).unwrap();
         assert_eq!(task, Task::Ppo(PpoConfig::new("a", "b", "c", "d")));
     }

@@ -10,9 +10,9 @@ pub use columns::Columns;
 pub use cursor::Cursor;
 pub use files::Files;
 
-use crate::config::{DataConfig, DataSplit, LongPrompts, PromptLengthConfig, Step, TEST};
 use crate::generate::FinishReason;
 use crate::rng::{Purpose, Stream};
+use crate::settings::{DataConfig, DataSplit, LongPrompts, PromptLengthConfig, Step, TEST};
 use crate::tokenizer::{Tokenizer, shared_prefix, user_message};
 use crate::weights::brief;
 use crate::{Error, Result};
@@ -1133,7 +1133,7 @@ mod tests {
 
     /// The data settings of a run on these files.
     fn config(names: &[&Path]) -> DataConfig {
-        let mut data = crate::config::PpoConfig::new("", "", "", "").data;
+        let mut data = crate::settings::PpoConfig::new("", "", "", "").data;
         data.dataset_name = names.iter().map(|name| name.to_path_buf()).collect();
         data
     }

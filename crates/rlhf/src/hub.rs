@@ -8,7 +8,7 @@
 
 use crate::files;
 use crate::model::no_such_file;
-use crate::report::{pause, stop_requested, stopped};
+use crate::run::report::{pause, stop_requested, stopped};
 use crate::safe_text::one_line;
 use crate::weights::{no_safetensors, read_json};
 use crate::{Error, Result};

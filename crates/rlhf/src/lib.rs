@@ -1,7 +1,7 @@
 //! RLHF with PPO for language models, on libtorch: supervised fine-tuning, reward models, PPO.
 //!
 //! ```no_run
-//! use rlhf::config::PpoConfig;
+//! use rlhf::settings::PpoConfig;
 //! use rlhf::reward::{FnReward, Rewards};
 //! use rlhf::train::ppo::PpoTrainer;
 //!
@@ -18,50 +18,45 @@
 //!
 //! | for | see |
 //! |---|---|
-//! | a whole PPO run, or its updates one by one | [`train::ppo::PpoTrainer`], [`config::PpoConfig`] |
-//! | TRL's `step(queries, responses, scores)` | [`train::step::StepTrainer`] |
-//! | DeepSpeed-Chat's `generate_experience` and `train_rlhf` | [`train::engine::RlhfEngine`] |
+//! | a whole PPO run, or its updates one by one | [`train::ppo::PpoTrainer`], [`settings::PpoConfig`] |
+//! | TRL's `step(queries, responses, scores)` | [`compat::step::StepTrainer`] |
+//! | DeepSpeed-Chat's `generate_experience` and `train_rlhf` | [`compat::engine::RlhfEngine`] |
 //! | supervised fine-tuning, reward models | [`train::sft`], [`train::reward`] |
 //! | models of Hugging Face's format | [`model::CausalLm`], [`model::SequenceClassifier`], [`tokenizer::Tokenizer`] |
 //! | sampling | [`generate::generate`] |
 //! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
-//! | the equations of PPO, on tensors alone | [`ppo`] |
+//! | the equations of PPO, on tensors alone | [`rl::math`] |
 //!
 //! A crate that depends on this one needs libtorch 2.11.0 to build and a run path to it: the page `docs/library.md` of the repository
 //! has the three-line build script, and `make crate DIR=../my-trainer` in a checkout makes such a crate.
 #![forbid(unsafe_code)]
 
-mod checkpoint;
-pub mod config;
+pub mod compat;
 pub mod data;
 pub mod device;
 mod error;
 pub mod files;
 pub mod generate;
 pub mod hub;
-mod inputs;
-pub mod kl;
-pub mod loss_scale;
 pub mod merge;
 pub mod metrics;
 pub mod model;
 pub mod optim;
-pub mod ppo;
-pub mod report;
 pub mod reward;
+pub mod rl;
 pub mod rng;
-pub mod rollout;
+pub mod run;
 pub mod safe_text;
-mod tensorboard;
+pub mod settings;
 pub mod terminal;
 pub mod tokenizer;
 pub mod train;
 pub mod weights;
 
 pub use error::{Error, Result};
+pub use run::tensorboard::TensorBoard;
 pub use tch;
-pub use tensorboard::TensorBoard;
 
 /// The README's Rust code must compile.
 #[cfg(doctest)]

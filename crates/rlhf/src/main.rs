@@ -1,12 +1,7 @@
 //! The program `rlhf`: a command line over the library. Exit codes: 0, 2 for usage, 128 and the number of the signal that
 //! ended a training run, 1 for every other error.
 
-mod answer;
 mod cli;
-mod deepspeed_chat;
-mod measure;
-mod output;
-mod trl;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -16,7 +11,7 @@ use std::panic::{self, PanicHookInfo};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-use rlhf::report::{Console, announce, clear_bar, request_stop};
+use rlhf::run::report::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
@@ -67,13 +62,13 @@ fn run(task: &Task) -> Result<()> {
     }
     match task {
         Task::Sft(config) => rlhf::train::sft::sft(config, Console::detect()),
-        Task::Reward(config) if config.eval_only => measure::evaluate(config),
+        Task::Reward(config) if config.eval_only => cli::measure::evaluate(config),
         Task::Reward(config) => rlhf::train::reward::reward(config, Console::detect()),
         Task::Ppo(config) => rlhf::train::ppo::ppo(config, Console::detect()),
         Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, Console::detect()),
-        Task::Generate(config) => answer::answer(config),
-        Task::Logprobs(config) => measure::logprobs(config),
-        Task::Score(config) => measure::score(config),
+        Task::Generate(config) => cli::generate::answer(config),
+        Task::Logprobs(config) => cli::measure::logprobs(config),
+        Task::Score(config) => cli::measure::score(config),
         Task::Merge(config) => rlhf::merge::merge(config),
     }
 }

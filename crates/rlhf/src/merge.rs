@@ -1,9 +1,9 @@
 //! `rlhf merge`: an adapter folded into its base, saved as a whole model.
 
-use crate::config::MergeConfig;
 use crate::hub;
 use crate::model::{AdapterFolder, CausalLm, Dtype, ModelOptions, SequenceClassifier};
-use crate::report::{check_folder, claim_folder};
+use crate::run::report::{check_folder, claim_folder};
+use crate::settings::MergeConfig;
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};

@@ -56,7 +56,7 @@ pub enum Precision {
     F32,
     /// bf16 matrix products and attention, f32 residual stream, norms, log-probabilities and weights.
     Bf16,
-    /// The same in f16: more digits and a smaller range, so that training needs a [`crate::loss_scale::LossScaler`].
+    /// The same in f16: more digits and a smaller range, so that training needs a [`crate::optim::loss_scale::LossScaler`].
     F16,
 }
 

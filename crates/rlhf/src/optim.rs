@@ -1,7 +1,9 @@
 //! AdamW, gradient clipping, learning-rate schedules.
 
-use crate::config::{LrSchedulerType, OptimizerConfig, PpoConfig};
+pub mod loss_scale;
+
 use crate::model::Param;
+use crate::settings::{LrSchedulerType, OptimizerConfig, PpoConfig};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
 use std::path::Path;
@@ -273,7 +275,7 @@ impl LearningRates {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::SftConfig;
+    use crate::settings::SftConfig;
 
     fn config() -> OptimizerConfig {
         SftConfig::new("m", "d", "o").optimizer

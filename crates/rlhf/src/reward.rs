@@ -13,12 +13,12 @@ pub use model::RewardModel;
 pub use rules::Rule;
 pub(crate) use spec::{Spec, resolve, specs};
 
-use crate::config::LegacyConfig;
 use crate::data::Prompt;
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
-use crate::report::{pause, stopped};
-use crate::rollout::Scores;
+use crate::rl::rollout::Scores;
+use crate::run::report::{pause, stopped};
+use crate::settings::LegacyConfig;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};

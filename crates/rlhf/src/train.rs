@@ -1,28 +1,22 @@
 //! The loops: supervised fine-tuning, the reward model, PPO. Each reads top to bottom.
 
-mod alarms;
-pub mod checks;
-pub mod ema;
-pub mod engine;
 pub mod pipeline;
 pub mod ppo;
 pub mod reward;
 pub mod sft;
-pub mod step;
-pub mod unsupervised;
 
 use crate::Result;
-use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
-use crate::config::{DataConfig, EvalConfig, RunConfig, TrainPlan};
 use crate::data::{Cursor, Dataset, Sources, prompt_field};
 use crate::device::{memory, use_threads};
 use crate::hub::Commits;
-use crate::inputs::Inputs;
-use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, Dtype, ModelConfig, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
-use crate::report::{Console, Reached, Reporter};
+use crate::optim::loss_scale::LossScaler;
+use crate::run::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
+use crate::run::inputs::Inputs;
+use crate::run::report::{Console, Reached, Reporter};
+use crate::settings::{DataConfig, EvalConfig, RunConfig, TrainPlan};
 use crate::terminal;
 use crate::tokenizer::Tokenizer;
 use crate::weights::write_text;
@@ -403,7 +397,7 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
 
 /// The token that DeepSpeed-Chat pads texts of `model` with: eos, but for Llama, whose tokenizer keeps its own padding token; `None`
 /// where it would add one that no text has.
-fn deepspeed_chat_pad(tokenizer: &Tokenizer, model: &ModelConfig) -> Option<i64> {
+pub(crate) fn deepspeed_chat_pad(tokenizer: &Tokenizer, model: &ModelConfig) -> Option<i64> {
     let is_llama = model.family.name == "llama";
     if is_llama { tokenizer.pad() } else { tokenizer.eos().or(tokenizer.pad()) }
 }
@@ -478,7 +472,12 @@ fn describe_micro_batch(run: &RunConfig, tokens: usize, activation_bytes: impl F
 
 /// Cuts `rows` into micro-batches of at most `most_rows`, and these into about equal parts where they have more than
 /// `most_tokens` tokens; a row that alone has more is a part by itself.
-fn micro_batches<T>(rows: &[T], most_rows: usize, most_tokens: usize, tokens: impl Fn(&T) -> usize) -> Vec<&[T]> {
+pub(crate) fn micro_batches<T>(
+    rows: &[T],
+    most_rows: usize,
+    most_tokens: usize,
+    tokens: impl Fn(&T) -> usize,
+) -> Vec<&[T]> {
     let mut parts = Vec::new();
     for chunk in rows.chunks(most_rows) {
         let total: usize = chunk.iter().map(&tokens).sum();
@@ -560,20 +559,20 @@ impl<T> Gathered<T> {
 }
 
 /// What a model card says.
-struct Card<'a> {
+pub(crate) struct Card<'a> {
     /// The command that trained the model.
-    command: &'static str,
+    pub(crate) command: &'static str,
     /// The model that it began as, or that it is an adapter of; a folder or a name of the hub.
-    base_model: Option<&'a Path>,
+    pub(crate) base_model: Option<&'a Path>,
     /// Whether it is an adapter, which PEFT opens.
-    is_adapter: bool,
+    pub(crate) is_adapter: bool,
     /// What else is told of it.
-    facts: &'a [(&'a str, String)],
+    pub(crate) facts: &'a [(&'a str, String)],
 }
 
 impl Card<'_> {
     /// Writes the card of the model in `dir` beside it, with the command line that made it.
-    fn write(&self, dir: &Path) -> Result<()> {
+    pub(crate) fn write(&self, dir: &Path) -> Result<()> {
         let title = dir.file_name().map_or("Model".into(), |name| name.to_string_lossy());
         write_text(&dir.join("README.md"), &self.text(&title, terminal::command_line().as_deref()))
     }
@@ -605,7 +604,7 @@ impl Card<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::SftConfig;
+    use crate::settings::SftConfig;
 
     #[test]
     fn a_run_that_goes_on_and_ends_at_once_has_the_state_that_it_was_given() {

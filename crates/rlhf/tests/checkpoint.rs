@@ -2,9 +2,9 @@
 
 use crate::cli::{PPO, REWARD, Ran, SFT, Scratch, json_lines, timeless};
 use crate::support::{golden, say};
-use rlhf::config::{LrSchedulerType, PpoConfig, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
-use rlhf::report::Console;
 use rlhf::rng::{Purpose, Stream};
+use rlhf::run::report::Console;
+use rlhf::settings::{LrSchedulerType, PpoConfig, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
 use serde_json::{Map, Value, json};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};

@@ -2,18 +2,18 @@
 
 use crate::cli::{Scratch, json_lines, timeless};
 use crate::support::{Tensors, assert_close, given_golden, golden, say};
-use rlhf::config::{EosInLoss, LrSchedulerType, PpoConfig, Preset};
-use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
-use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
-use rlhf::optim::LearningRates;
-use rlhf::report::{Console, WarningKind};
-use rlhf::reward::{RewardModel, Rewards};
-use rlhf::rollout::{Experience, Judges, experience_leaving_out, targets};
-use rlhf::tokenizer::Tokenizer;
-use rlhf::train::engine::{
+use rlhf::compat::engine::{
     Batch, MiniDataset, RlhfEngine, RlhfExperience, actor_loss_fn, compute_rewards, critic_loss_fn, ends,
     get_advantages_and_returns,
 };
+use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
+use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
+use rlhf::optim::LearningRates;
+use rlhf::reward::{RewardModel, Rewards};
+use rlhf::rl::rollout::{Experience, Judges, experience_leaving_out, targets};
+use rlhf::run::report::{Console, WarningKind};
+use rlhf::settings::{EosInLoss, LrSchedulerType, PpoConfig, Preset};
+use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::{Learner, PpoTrainer, ppo};
 use rlhf::weights::save;
 use serde_json::{Value, json};
@@ -364,7 +364,7 @@ fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_token
     let (learner, e, config) = judged(&[192]);
     let shaped = targets(&e, config.kl_coef, &config);
     let rows: Vec<usize> = (0..8).collect();
-    let learnt = |targets: &rlhf::rollout::Targets| {
+    let learnt = |targets: &rlhf::rl::rollout::Targets| {
         let stats = learner.gradients(&e, targets, &rows, 8, true, &config).unwrap();
         let value: Vec<Tensor> = learner.value.params().iter().map(|param| param.tensor.grad().copy()).collect();
         let found = (gradients(&learner.policy), value);

@@ -2,11 +2,11 @@
 
 use crate::cli::{PPO, REWARD, SFT, Scratch, timeless};
 use crate::support::{Child, golden, say};
-use rlhf::config::PpoConfig;
 use rlhf::model::{
     CausalLm, CausalLmWithValueHead, Dtype, ModelConfig, ModelOptions, Param, Precision, SequenceClassifier,
     ValueHeadInit,
 };
+use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::PpoTrainer;
 use rlhf::weights::{Checkpoint, save};
 use serde_json::{Value, json};

@@ -3,14 +3,14 @@
 use crate::checkpoint::{assert_same, ppo_config};
 use crate::cli::{json_lines, timeless};
 use crate::support::golden;
-use rlhf::config::{PpoConfig, Resume, StopToken};
 use rlhf::data::{Cursor, Dataset, Prompt};
 use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::report::{Event, WarningKind};
 use rlhf::reward::{FnReward, Rewards};
-use rlhf::rollout::{Judges, Targets, advantages, experience, shape_rewards};
+use rlhf::rl::rollout::{Judges, Targets, advantages, experience, shape_rewards};
+use rlhf::run::report::{Event, WarningKind};
+use rlhf::settings::{PpoConfig, Resume, StopToken};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::{Learner, PpoParts, PpoTrainer, generation, metrics, mini_batch_orders, stop_tokens};
 use serde_json::{Map, Value};

@@ -2,8 +2,8 @@
 
 use crate::cli::{Scratch, json_lines};
 use crate::support::{Tensors, assert_close, golden};
-use rlhf::config::PpoConfig;
 use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
+use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::PpoTrainer;
 use rlhf::weights::Checkpoint;
 use serde_json::{Value, json};
@@ -273,7 +273,7 @@ fn training_an_adapter_leaves_the_base_as_it_was_to_the_bit() {
     let before = bits(model.params());
     model.add_adapter(&config(), 1).unwrap();
     model.set_trainable(true);
-    let optimizer = rlhf::config::SftConfig::new("m", "d", "o").optimizer;
+    let optimizer = rlhf::settings::SftConfig::new("m", "d", "o").optimizer;
     let mut optimizer = rlhf::optim::AdamW::new(model.trainable_params(), &optimizer);
     let spans = IDS.map(|ids| 1..ids.len());
     let loss = || -model.token_logprobs(&IDS, &spans, 1.0, false).unwrap().logprobs.sum(Kind::Float);

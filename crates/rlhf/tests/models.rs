@@ -1,13 +1,13 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
 use crate::support::{Tensors, assert_close, given_golden, golden, say};
-use rlhf::config::SftConfig;
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{
     CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, LoraConfig, ModelConfig, ModelOptions, Param, Precision,
     RopeScaling, SequenceClassifier, TokenLogprobs, ValueHeadInit,
 };
 use rlhf::optim::AdamW;
+use rlhf::settings::SftConfig;
 use rlhf::tokenizer::Tokenizer;
 use std::path::{Path, PathBuf};
 use tch::Tensor;

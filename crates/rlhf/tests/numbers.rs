@@ -2,12 +2,12 @@
 
 use crate::cli::{PPO, REWARD, SFT, Scratch, timeless};
 use crate::support::golden;
-use rlhf::config::PpoConfig;
 use rlhf::generate::{GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::rollout::{Experience, Judges, Targets, experience, targets};
-use rlhf::train::checks::Checks;
+use rlhf::rl::checks::Checks;
+use rlhf::rl::rollout::{Experience, Judges, Targets, experience, targets};
+use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::{Learner, metrics};
 use std::collections::BTreeSet;
 use std::path::Path;

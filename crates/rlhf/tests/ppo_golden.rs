@@ -1,13 +1,13 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
 use crate::support::{Tensors, assert_close, given_golden, golden, say};
-use rlhf::config::{LrSchedulerType, PpoConfig, StopToken};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::ppo::KlEstimator;
-use rlhf::rollout::{Judges, experience, penalise_missing_stop, score, targets};
+use rlhf::rl::math::KlEstimator;
+use rlhf::rl::rollout::{Judges, experience, penalise_missing_stop, score, targets};
+use rlhf::settings::{LrSchedulerType, PpoConfig, StopToken};
 use rlhf::train::ppo::{Learner, metrics};
 use serde_json::Value;
 use std::collections::BTreeSet;

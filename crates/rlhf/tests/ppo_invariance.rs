@@ -1,12 +1,12 @@
 //! What a PPO run may not depend on: how its rows are cut into passes. And what its sizes and its precision do change.
 
 use crate::support::{assert_close, golden};
-use rlhf::config::PpoConfig;
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::report::Console;
-use rlhf::rollout::{Judges, experience, score, targets};
+use rlhf::rl::rollout::{Judges, experience, score, targets};
+use rlhf::run::report::Console;
+use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::{Learner, ppo};
 use rlhf::weights::Checkpoint;
 use serde_json::{Map, Value};

@@ -2,14 +2,14 @@
 
 use crate::cli::{Scratch, json_lines};
 use crate::support::{assert_close, golden};
-use rlhf::config::{PpoConfig, PpoPlan, Preset, WhitenAdvantages};
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::optim::LearningRates;
-use rlhf::ppo::{KlEstimator, gae, keep};
-use rlhf::report::Console;
-use rlhf::rollout::{Experience, Judges, Targets, experience, score, targets};
+use rlhf::rl::math::{KlEstimator, gae, keep};
+use rlhf::rl::rollout::{Experience, Judges, Targets, experience, score, targets};
+use rlhf::run::report::Console;
+use rlhf::settings::{PpoConfig, PpoPlan, Preset, WhitenAdvantages};
 use rlhf::train::ppo::{Learner, PpoTrainer, StepStats, metrics, ppo};
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -540,7 +540,7 @@ fn as_an_estimator_the_kl_over_the_vocabulary_makes_the_rewards() {
     let sum = |x: &Tensor| x.sum(Kind::Double).double_value(&[]);
     assert!((sum(&targets.rewards) - sum(&e.scores) + 0.3 * sum(&kl)).abs() < 1e-4);
     // Every estimator is one of the same number.
-    let k3 = rlhf::ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, KlEstimator::K3);
+    let k3 = rlhf::rl::math::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, KlEstimator::K3);
     assert!((sum(&k3) / sum(&kl)).ln().abs() < 1.0, "{} and {}", sum(&k3), sum(&kl));
 }
 

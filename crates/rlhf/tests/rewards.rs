@@ -3,13 +3,13 @@
 use crate::checkpoint::{signal, wait_until};
 use crate::cli::{PPO, PROMPTS, Ran, Scratch, json_lines, timeless};
 use crate::support::{Child, golden};
-use rlhf::config::PpoConfig;
 use rlhf::generate::FinishReason;
 use rlhf::model::ModelOptions;
-use rlhf::ppo::ScorePosition;
 use rlhf::reward::{
     CommandReward, FnReward, HttpReward, HttpSettings, Patience, Reward, RewardInput, RewardModel, Rewards, Score,
 };
+use rlhf::rl::math::ScorePosition;
+use rlhf::settings::PpoConfig;
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::PpoTrainer;
 use serde_json::{Map, Value, json};

@@ -3,12 +3,12 @@
 
 use crate::cli::{PPO, Scratch, json_lines};
 use crate::support::{assert_close, golden};
-use rlhf::config::{LogprobsOf, PpoConfig};
 use rlhf::generate::{FinishReason, GenerationConfig, Response, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{FnReward, Rewards};
-use rlhf::rollout::{Experience, Judges, experience, targets};
+use rlhf::rl::rollout::{Experience, Judges, experience, targets};
+use rlhf::settings::{LogprobsOf, PpoConfig};
 use rlhf::train::ppo::{Learner, PpoTrainer};
 use serde_json::{Value, json};
 use std::sync::{Arc, Mutex};

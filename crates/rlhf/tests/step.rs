@@ -2,18 +2,18 @@
 
 use crate::cli::{Scratch, json_lines};
 use crate::support::{assert_close, golden};
-use rlhf::config::{PpoConfig, PpoPlan, Preset};
+use rlhf::compat::step::{Generate, LengthSampler, Stat, StepConfig, StepTrainer, Texts};
 use rlhf::data::Dataset;
 use rlhf::generate::Sampling;
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, CausalLmWithValueHead, LoraConfig, ModelOptions, ValueHeadInit};
 use rlhf::optim::LearningRates;
-use rlhf::ppo::KlEstimator;
+use rlhf::rl::math::KlEstimator;
+use rlhf::rl::rollout::Targets;
 use rlhf::rng::{Purpose, Stream};
-use rlhf::rollout::Targets;
+use rlhf::settings::{PpoConfig, PpoPlan, Preset};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::metrics;
-use rlhf::train::step::{Generate, LengthSampler, Stat, StepConfig, StepTrainer, Texts};
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
 
@@ -476,8 +476,8 @@ fn what_is_logged_is_in_the_folder_with_the_best_model_and_what_is_saved_reads_b
     assert_eq!((&lines[1]["step"], &lines[1]["env/reward_mean"]), (&2.into(), &2.0.into()));
     assert!((lines[1]["env/reward_std"].as_f64().unwrap() - (4.0f64 / 3.0).sqrt()).abs() < 1e-6);
     assert!(lines[2]["objective/kl"].is_number() && lines[2]["time/ppo/total"].is_number());
-    assert!(trainer.log_stats(&rlhf::train::step::Stats::default(), texts, &[1.0]).is_err());
-    let logged = small(|_| {}).log_stats(&rlhf::train::step::Stats::default(), texts, &[1.0, 2.0, 3.0, 4.0]).unwrap();
+    assert!(trainer.log_stats(&rlhf::compat::step::Stats::default(), texts, &[1.0]).is_err());
+    let logged = small(|_| {}).log_stats(&rlhf::compat::step::Stats::default(), texts, &[1.0, 2.0, 3.0, 4.0]).unwrap();
     assert_eq!(logged.stat("env/reward_dist"), Some(&Stat::List(vec![1.0, 2.0, 3.0, 4.0])));
     assert_eq!(logged.get("env/reward_mean"), Some(2.5));
 

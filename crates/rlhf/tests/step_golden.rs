@@ -2,11 +2,11 @@
 //! mini-batches; everything else is ours.
 
 use crate::support::{Tensors, assert_close, given_golden, golden, say};
+use rlhf::compat::step::{Stat, Stats, StepConfig, StepTrainer};
 use rlhf::model::{CausalLm, CausalLmWithValueHead, ModelOptions, ValueHeadInit};
-use rlhf::ppo::{gae, keep, whiten};
-use rlhf::rollout::{Experience, Targets};
+use rlhf::rl::math::{gae, keep, whiten};
+use rlhf::rl::rollout::{Experience, Targets};
 use rlhf::tokenizer::Tokenizer;
-use rlhf::train::step::{Stat, Stats, StepConfig, StepTrainer};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
@@ -142,10 +142,10 @@ fn config(args: &Value) -> StepConfig {
     let size = |name: &str, usual: usize| args[name].as_u64().map_or(usual, |size| size as usize);
     let flag = |name: &str, usual: bool| args[name].as_bool().unwrap_or(usual);
     let kl_penalty = match args["kl_penalty"].as_str().unwrap_or("kl") {
-        "kl" => rlhf::ppo::KlEstimator::K1,
-        "abs" => rlhf::ppo::KlEstimator::Abs,
-        "mse" => rlhf::ppo::KlEstimator::Mse,
-        "full" => rlhf::ppo::KlEstimator::Full,
+        "kl" => rlhf::rl::math::KlEstimator::K1,
+        "abs" => rlhf::rl::math::KlEstimator::Abs,
+        "mse" => rlhf::rl::math::KlEstimator::Mse,
+        "full" => rlhf::rl::math::KlEstimator::Full,
         other => panic!("unknown penalty {other}"),
     };
     StepConfig {

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 
 use clap::{Command, FromArgMatches};
 use rlhf::Error;
-use rlhf::config::{PipelineFlags, PpoConfig, Refusals, Resume, RewardConfig, RunConfig, SftConfig, Step};
+use rlhf::settings::{PipelineFlags, PpoConfig, Refusals, Resume, RewardConfig, RunConfig, SftConfig, Step};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
 use super::{
     Keys, NOT_SETTINGS, PIPELINE, Setting, Stop, matches_of, not_required, read_config, resolve, set_default,
     translated, with_defaults,
 };
-use crate::trl::{self, Said};
+use crate::cli::trl::{self, Said};
 
 /// Settings of the whole, which no section has.
 const OF_THE_WHOLE: [&str; 4] =

@@ -4,7 +4,7 @@ use super::{Reward, RewardInput, Score};
 use crate::data::{encode_chat, prompt_field, up_to_eos};
 use crate::generate::FinishReason;
 use crate::model::{ModelOptions, SequenceClassifier};
-use crate::rollout::in_batches;
+use crate::rl::rollout::in_batches;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Value, json};

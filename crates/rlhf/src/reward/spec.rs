@@ -5,9 +5,9 @@ use super::rules::KINDS;
 use super::{
     CommandReward, HttpReward, HttpSettings, Normalize, Patience, Reward, RewardModel, Rewards, Rule, Shaping,
 };
-use crate::config::{PpoConfig, RewardsConfig, ScoreConfig};
 use crate::model::ModelOptions;
 use crate::safe_text::beginning;
+use crate::settings::{PpoConfig, RewardsConfig, ScoreConfig};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
 use serde_json::Value;

@@ -8,14 +8,14 @@ use super::check_held_out;
 use super::ppo::{check_ends, ppo, require_reward, room_in, stop_tokens};
 use super::reward::{check_margins, leave_out_long, refuse_eval_only, reward};
 use super::sft::{into_blocks, learned, sft, shorten};
-use crate::checkpoint::{Finished, Saved, Start};
-use crate::config::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step, write_resolved};
 use crate::data::{PromptLimit, Sources};
-use crate::inputs::Inputs;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
-use crate::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};
 use crate::reward::{Spec, specs};
+use crate::run::checkpoint::{Finished, Saved, Start};
+use crate::run::inputs::Inputs;
+use crate::run::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};
 use crate::safe_text::{lines, one_line};
+use crate::settings::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step, write_resolved};
 use crate::terminal::Stream;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
@@ -191,7 +191,7 @@ fn named(step: Step, error: Error) -> Error {
 
 fn say(console: Console, text: &str) {
     if console != Console::Silent {
-        crate::report::announce(&crate::terminal::wrap(&lines(text), Stream::Err.width(), 2));
+        crate::run::report::announce(&crate::terminal::wrap(&lines(text), Stream::Err.width(), 2));
     }
 }
 

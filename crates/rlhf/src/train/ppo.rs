@@ -1,44 +1,45 @@
 //! PPO: prompts to responses, to experience, to a better policy; and around again.
 
-use super::alarms::Alarms;
-use super::checks::{self, Checks, Skips};
-use super::ema::{EMA, Ema};
-use super::unsupervised::{Unsupervised, learn_texts};
 use super::{
     Card, LOSS_SCALE, begin_report, check_held_out, command_to_try, deepspeed_chat_pad, describe_machine,
     describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, leave_checkpoint, load_cursor,
     micro_batch_tokens, micro_batches, model_options, roundings, small_dataset, trained_options, trained_share,
 };
-use crate::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due, leave_model};
-use crate::config::{
-    EVAL_SCORES, EosInLoss, LogprobsOf, LongPrompts, NUM_EVAL_PROMPTS, OptimizerConfig, PpoConfig, PpoPlan, Step,
-    StopToken, WhitenAdvantages,
-};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, StopStrings, generate};
 use crate::hub::{self, AskedHub, Commits};
-use crate::inputs::Inputs;
-use crate::kl::KlController;
-use crate::loss_scale::LossScaler;
 use crate::metrics::Metrics;
 use crate::model::{
     BASE_MODEL, CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelConfig, Sampled,
     SequenceClassifier, TokenLogprobs, ValueModel,
 };
+use crate::optim::loss_scale::LossScaler;
 use crate::optim::{AdamW, LearningRates};
-use crate::report::{
-    Console, Conversation, Evaluation, Event, Hold, Reached, Reporter, Sample, Warning, WarningKind, check_output_dir,
-    claim_output_dir, conclude,
-};
 use crate::reward::{ComponentScores, RewardModel, Rewards, ScoreScaling, Scored, Spec, resolve, specs};
-use crate::rng::{Purpose, Stream};
-use crate::rollout::{
+use crate::rl::alarms::Alarms;
+use crate::rl::checks::{self, Checks, Skips};
+use crate::rl::ema::{EMA, Ema};
+use crate::rl::kl::KlController;
+use crate::rl::math;
+use crate::rl::rollout::{
     Experience, Judges, Scores, Targets, counted_tokens, experience, experience_leaving_out, penalise_missing_stop,
     replace_missing_stop, targets,
 };
+use crate::rl::unsupervised::{Unsupervised, learn_texts};
+use crate::rng::{Purpose, Stream};
+use crate::run::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due, leave_model};
+use crate::run::inputs::Inputs;
+use crate::run::report::{
+    Console, Conversation, Evaluation, Event, Hold, Reached, Reporter, Sample, Warning, WarningKind, check_output_dir,
+    claim_output_dir, conclude,
+};
+use crate::settings::{
+    EVAL_SCORES, EosInLoss, LogprobsOf, LongPrompts, NUM_EVAL_PROMPTS, OptimizerConfig, PpoConfig, PpoPlan, Step,
+    StopToken, WhitenAdvantages,
+};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
-use crate::{Error, Result, ppo};
+use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::ops::{ControlFlow, Range};
@@ -63,7 +64,7 @@ const OUTCOME: [(&str, &str); 6] = [
 ];
 
 /// The folder of the value model, below the policy's.
-pub(super) const VALUE_MODEL: &str = "value_model";
+pub(crate) const VALUE_MODEL: &str = "value_model";
 
 /// An update's epochs end early beyond this many times `target_kl`; as TRL 0.11.
 const EARLY_STOP: f64 = 1.5;
@@ -104,7 +105,7 @@ fn begin(config: &PpoConfig) -> Result<(Start, Vec<String>)> {
 }
 
 /// Refuses a run that has no reward.
-pub(super) fn require_reward(none: bool) -> Result<()> {
+pub(crate) fn require_reward(none: bool) -> Result<()> {
     if none {
         let message = "no reward: set at least one of reward_model_path, reward, reward_command and reward_url";
         return Err(Error::Usage(message.into()));
@@ -116,7 +117,7 @@ pub(super) fn require_reward(none: bool) -> Result<()> {
 ///
 /// # Errors
 /// If there is no room for any.
-pub(super) fn room_in(context: usize, response_length: usize) -> Result<usize> {
+pub(crate) fn room_in(context: usize, response_length: usize) -> Result<usize> {
     context.checked_sub(response_length).filter(|&room| room > 0).ok_or_else(|| {
         Error::Usage(format!(
             "response_length = {response_length} leaves no room for a prompt in the models' context of {context} tokens"
@@ -128,7 +129,7 @@ pub(super) fn room_in(context: usize, response_length: usize) -> Result<usize> {
 ///
 /// # Errors
 /// If one has it not.
-pub(super) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vocab: i64, stop: &[i64]) -> Result<()> {
+pub(crate) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vocab: i64, stop: &[i64]) -> Result<()> {
     let by_text = !config.sampling.stop_strings.is_empty();
     if (config.missing_eos_penalty.is_some() || config.non_eos_penalty) && stop.is_empty() && !by_text {
         tokenizer.require_eos()?;
@@ -173,7 +174,7 @@ impl<T> fmt::Debug for PerUpdate<T> {
 /// A whole PPO run: models, rewards, a tokenizer, prompts.
 ///
 /// ```no_run
-/// use rlhf::config::PpoConfig;
+/// use rlhf::settings::PpoConfig;
 /// use rlhf::train::ppo::PpoTrainer;
 /// # fn main() -> rlhf::Result<()> {
 /// let config = PpoConfig::new("runs/sft", "runs/reward", "prompts.jsonl", "runs/ppo");
@@ -199,7 +200,7 @@ pub struct PpoTrainer {
     /// Where the words of [`PpoTrainer::train`] and the warnings of [`PpoTrainer::update`] go, beside the files: nowhere, unless
     /// it is set.
     pub console: Console,
-    pub(super) prompts: Vec<Prompt>,
+    pub(crate) prompts: Vec<Prompt>,
     sample_prompts: Vec<Prompt>,
     eval_prompts: Vec<Prompt>,
     /// What to tell of the prompts.
@@ -208,7 +209,7 @@ pub struct PpoTrainer {
     commits: Commits,
     /// Digests of what the run reads.
     inputs: Inputs,
-    pub(super) cursor: Cursor,
+    pub(crate) cursor: Cursor,
     /// In place of the cursor.
     order: Option<PerUpdate<Vec<usize>>>,
     /// In place of the learning rates that the settings say.
@@ -221,7 +222,7 @@ pub struct PpoTrainer {
     /// The texts that end a response.
     stop_strings: Option<StopStrings>,
     /// Those that end a response and are in no loss.
-    pub(super) left_out: Vec<i64>,
+    pub(crate) left_out: Vec<i64>,
     /// Which answers are trained on.
     kept: KeptAnswers,
     /// Those of the last update that are to be shown.
@@ -502,7 +503,7 @@ impl PpoTrainer {
     ///
     /// # Errors
     /// If `output_dir` holds something, the checkpoint is not of a run like this one, a number stops being finite, or a file
-    /// cannot be written; [`Error::Stopped`] after [`crate::report::request_stop`]. What can be saved is saved all the same.
+    /// cannot be written; [`Error::Stopped`] after [`crate::run::report::request_stop`]. What can be saved is saved all the same.
     pub fn train(&mut self) -> Result<usize> {
         self.train_with(|_| ControlFlow::Continue(()))
     }
@@ -1305,7 +1306,7 @@ fn own_rates(update: usize, rates: LearningRates) -> Result<LearningRates> {
 }
 
 /// Whether the log-probabilities of sampling are not those that training takes.
-pub(super) fn recomputes_logprobs(policy: &CausalLm, config: &PpoConfig) -> bool {
+pub(crate) fn recomputes_logprobs(policy: &CausalLm, config: &PpoConfig) -> bool {
     // Decoding notes those of the whole vocabulary.
     let filtered = config.sampling.logprobs_of == LogprobsOf::Filtered;
     filtered || !policy.is_exact() || config.logprob_temperature() != config.temperature
@@ -1380,7 +1381,7 @@ pub fn mini_batch_orders(config: &PpoConfig, update: usize, rows: usize) -> Vec<
 }
 
 /// The end tokens of responses of `model` that are in no loss.
-pub(super) fn left_out_of_losses(eos_in_loss: EosInLoss, tokenizer: &Tokenizer, model: &ModelConfig) -> Vec<i64> {
+pub(crate) fn left_out_of_losses(eos_in_loss: EosInLoss, tokenizer: &Tokenizer, model: &ModelConfig) -> Vec<i64> {
     let eos = tokenizer.eos_ids().iter().copied();
     match eos_in_loss {
         EosInLoss::Always => Vec::new(),
@@ -1391,7 +1392,7 @@ pub(super) fn left_out_of_losses(eos_in_loss: EosInLoss, tokenizer: &Tokenizer, 
 
 /// Which of the answers are trained on: those that are long enough, and in place of none of them the last that were.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct KeptAnswers {
+pub(crate) struct KeptAnswers {
     least: usize,
     /// Rows of the data with their answers.
     last: Option<(Vec<usize>, Vec<Response>)>,
@@ -1399,18 +1400,18 @@ pub(super) struct KeptAnswers {
 
 /// What [`KeptAnswers::keep`] keeps.
 #[derive(Debug, PartialEq)]
-pub(super) struct Kept {
-    pub(super) rows: Vec<usize>,
-    pub(super) responses: Vec<Response>,
+pub(crate) struct Kept {
+    pub(crate) rows: Vec<usize>,
+    pub(crate) responses: Vec<Response>,
     /// How many of the new ones are not among them.
-    pub(super) dropped: usize,
+    pub(crate) dropped: usize,
     /// Whether these are answers from before.
-    pub(super) again: bool,
+    pub(crate) again: bool,
 }
 
 impl KeptAnswers {
     /// Keeps answers of `least` tokens that count, and longer ones.
-    pub(super) fn new(least: usize) -> Self {
+    pub(crate) fn new(least: usize) -> Self {
         Self { least, last: None }
     }
 
@@ -1418,7 +1419,7 @@ impl KeptAnswers {
     ///
     /// # Errors
     /// If none is long enough and none was before.
-    pub(super) fn keep(&mut self, rows: Vec<usize>, responses: Vec<Response>, left_out: &[i64]) -> Result<Kept> {
+    pub(crate) fn keep(&mut self, rows: Vec<usize>, responses: Vec<Response>, left_out: &[i64]) -> Result<Kept> {
         if self.least == 0 {
             return Ok(Kept { rows, responses, dropped: 0, again: false });
         }
@@ -1617,7 +1618,7 @@ impl StepStats {
 }
 
 /// The entries of each optimizer step.
-pub(super) fn optimizer_steps(parts: &[StepStats]) -> impl Iterator<Item = &[StepStats]> + Clone {
+pub(crate) fn optimizer_steps(parts: &[StepStats]) -> impl Iterator<Item = &[StepStats]> + Clone {
     parts.split_inclusive(|part| !part.goes_on)
 }
 
@@ -1870,7 +1871,7 @@ impl Learner {
         let policy_loss = |tokens: Range<i64>, now: &TokenLogprobs| {
             let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
             let counts = here(&counts);
-            let loss = ppo::policy_loss(&now.logprobs, &here(&old), &here(&advantages), &counts, clip);
+            let loss = math::policy_loss(&now.logprobs, &here(&old), &here(&advantages), &counts, clip);
             stats.policy_loss += number(&loss.sum);
             stats.policy_clipped += number(&loss.clipped);
             stats.dual_clipped += number(&loss.dual_clipped);
@@ -1881,8 +1882,8 @@ impl Learner {
             stats.ratios.extend(numbers(&loss.ratio.masked_select(&counts)));
             let sum = match &reference {
                 Some(reference) => {
-                    let estimate = || ppo::kl(&now.logprobs, &here(reference), &counts, config.kl_estimator);
-                    let kl = now.kl.as_ref().map_or_else(estimate, |kl| ppo::keep(kl, &counts)).sum(Kind::Float);
+                    let estimate = || math::kl(&now.logprobs, &here(reference), &counts, config.kl_estimator);
+                    let kl = now.kl.as_ref().map_or_else(estimate, |kl| math::keep(kl, &counts)).sum(Kind::Float);
                     stats.ref_kl += number(&kl);
                     loss.sum + kl * targets.kl_coef
                 }
@@ -1890,7 +1891,7 @@ impl Learner {
             };
             let sum = match &now.entropy {
                 Some(entropy) if config.step.entropy_coef > 0.0 => {
-                    sum - ppo::masked_sum(entropy, &counts) * config.step.entropy_coef
+                    sum - math::masked_sum(entropy, &counts) * config.step.entropy_coef
                 }
                 _ => sum,
             };
@@ -1903,12 +1904,12 @@ impl Learner {
         let (old_values, returns, of_value) =
             (mine(&experience.values), mine(&targets.returns), mine(&experience.value_loss_mask));
         let value_loss = |values: &Tensor| {
-            let loss = ppo::value_loss(values, &old_values, &returns, &of_value, config.cliprange_value);
+            let loss = math::value_loss(values, &old_values, &returns, &of_value, config.cliprange_value);
             stats.value_loss += number(&loss.sum);
             stats.value_clipped += number(&loss.clipped);
             let values = values.detach();
-            stats.value += number(&ppo::masked_sum(&values, &of_value));
-            stats.value_error += number(&ppo::masked_sum(&(&values - &returns).square(), &of_value));
+            stats.value += number(&math::masked_sum(&values, &of_value));
+            stats.value_error += number(&math::masked_sum(&(&values - &returns).square(), &of_value));
             loss.sum * (config.vf_coef / stats.value_slots.max(1.0) * value_scale)
         };
 
@@ -1945,14 +1946,14 @@ impl Learner {
             }
         };
         let entropy = new.and_then(|new| new.entropy);
-        stats.entropy += entropy.map_or(0.0, |entropy| number(&ppo::masked_sum(&entropy, &counts)));
+        stats.entropy += entropy.map_or(0.0, |entropy| number(&math::masked_sum(&entropy, &counts)));
         Ok(())
     }
 }
 
 /// The first `counts` slots of `rows` of `x`, row after row: as the models give their numbers.
 fn packed(x: &Tensor, counts: &[i64], rows: &[usize]) -> Tensor {
-    let slots = ppo::response_mask(counts, x.size()[1], x.device());
+    let slots = math::response_mask(counts, x.size()[1], x.device());
     x.index_select(0, &row_index(rows, x)).masked_select(&slots)
 }
 
@@ -1960,7 +1961,7 @@ fn packed(x: &Tensor, counts: &[i64], rows: &[usize]) -> Tensor {
 fn whiten_rows(x: &Tensor, rows: &[usize], mask: &Tensor) -> Tensor {
     let index = row_index(rows, x);
     let theirs = mask.zeros_like().index_copy(0, &index, &mask.index_select(0, &index));
-    ppo::whiten(x, &theirs, true)
+    math::whiten(x, &theirs, true)
 }
 
 fn row_index(rows: &[usize], like: &Tensor) -> Tensor {
@@ -2008,7 +2009,7 @@ pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, step
 
     m.push("objective/kl", kl);
     m.push("objective/kl_coef", targets.kl_coef);
-    m.push("objective/entropy", -per_row(&ppo::keep(&experience.logprobs, &experience.response_mask)));
+    m.push("objective/entropy", -per_row(&math::keep(&experience.logprobs, &experience.response_mask)));
     m.push("objective/non_score_reward", -in_rewards * kl);
     m.push("objective/rlhf_reward", score - in_rewards * kl);
     m.push("objective/scores", score);

@@ -5,15 +5,15 @@ use super::{
     describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches,
     model_options, record_start, roundings, small_dataset, trained_options, trained_share,
 };
-use crate::checkpoint::{Checkpoints, Start, leave_model};
-use crate::config::{PairLoss, RewardConfig, Step, TrainPlan};
 use crate::data::{Dataset, Pair, Sources};
 use crate::hub::{self, AskedHub};
-use crate::inputs::Inputs;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, DropoutRows, ModelOptions, SequenceClassifier};
 use crate::optim::{AdamW, learning_rate};
-use crate::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
+use crate::run::checkpoint::{Checkpoints, Start, leave_model};
+use crate::run::inputs::Inputs;
+use crate::run::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
+use crate::settings::{PairLoss, RewardConfig, Step, TrainPlan};
 use crate::terminal;
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
@@ -216,7 +216,7 @@ fn read_pairs(
 }
 
 /// Refuses `eval_only` where training is asked for.
-pub(super) fn refuse_eval_only(config: &RewardConfig) -> Result<()> {
+pub(crate) fn refuse_eval_only(config: &RewardConfig) -> Result<()> {
     if config.eval_only {
         let message =
             "eval_only = true: expected false, as this trains a model; `rlhf reward --eval_only` measures one";
@@ -380,7 +380,7 @@ fn run_updates(
 ///
 /// # Errors
 /// If nothing is left.
-pub(super) fn leave_out_long(mut pairs: Vec<Pair>, max_length: usize, path: &Path) -> Result<(Vec<Pair>, Vec<String>)> {
+pub(crate) fn leave_out_long(mut pairs: Vec<Pair>, max_length: usize, path: &Path) -> Result<(Vec<Pair>, Vec<String>)> {
     let all = pairs.len();
     pairs.retain(|pair| pair.chosen.len().max(pair.rejected.len()) <= max_length);
     let left_out = all - pairs.len();
@@ -423,7 +423,7 @@ fn sequence_loss(scores: &Tensor, pairs: &[&Pair]) -> Tensor {
 ///
 /// # Errors
 /// If a pair has one, and the loss is of tokens.
-pub(super) fn check_margins(pairs: &[Pair], pair_loss: PairLoss, path: &Path) -> Result<()> {
+pub(crate) fn check_margins(pairs: &[Pair], pair_loss: PairLoss, path: &Path) -> Result<()> {
     let Some(margin) = pairs.iter().find_map(|pair| pair.margin).filter(|_| pair_loss != PairLoss::Sequence) else {
         return Ok(());
     };

@@ -5,15 +5,15 @@ use super::{
     describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches,
     model_options, record_start, roundings, small_dataset, trained_options, trained_share,
 };
-use crate::checkpoint::{Checkpoints, Start, leave_model};
-use crate::config::{SftConfig, Step, TrainPlan};
 use crate::data::{Dataset, Demonstration, Learned, Sources};
 use crate::hub::{self, AskedHub};
-use crate::inputs::Inputs;
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, DropoutRows, ModelConfig};
 use crate::optim::{AdamW, learning_rate};
-use crate::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
+use crate::run::checkpoint::{Checkpoints, Start, leave_model};
+use crate::run::inputs::Inputs;
+use crate::run::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
+use crate::settings::{SftConfig, Step, TrainPlan};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
@@ -289,7 +289,7 @@ fn run_updates(
 }
 
 /// What of its rows a run learns.
-pub(super) fn learned(config: &SftConfig) -> Learned {
+pub(crate) fn learned(config: &SftConfig) -> Learned {
     Learned {
         completion_only: config.completion_only_loss,
         assistant_only: config.assistant_only_loss,
@@ -300,7 +300,7 @@ pub(super) fn learned(config: &SftConfig) -> Learned {
 /// The blocks that rows are taken in: each alone, or with `packing` together as long as they have no more tokens than that.
 ///
 /// As TRL's "bfd" does, the longest rows come first, and each goes where it leaves the least room. No row is cut for it.
-pub(super) fn into_blocks(rows: Vec<Demonstration>, packing: Option<usize>) -> Vec<Vec<Demonstration>> {
+pub(crate) fn into_blocks(rows: Vec<Demonstration>, packing: Option<usize>) -> Vec<Vec<Demonstration>> {
     let Some(most) = packing else { return rows.into_iter().map(|row| vec![row]).collect() };
     let mut rows = rows;
     rows.sort_by_key(|row| std::cmp::Reverse(row.tokens.len()));
@@ -365,7 +365,7 @@ fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Resu
 ///
 /// # Errors
 /// If nothing is left.
-pub(super) fn shorten(
+pub(crate) fn shorten(
     mut rows: Vec<Demonstration>,
     max_length: usize,
     path: &Path,

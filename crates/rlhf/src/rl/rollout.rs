@@ -1,10 +1,11 @@
 //! The half of a PPO step that needs no gradient: what the models say of the responses.
 
-use crate::config::{LogprobsOf, PpoConfig, WhitenAdvantages};
 use crate::generate::Response;
 use crate::model::{CausalLm, Distributions, Sampled, SequenceClassifier, TokenSet, ValueModel};
-use crate::ppo::KlEstimator;
-use crate::{Error, Result, ppo};
+use crate::rl::math;
+use crate::rl::math::KlEstimator;
+use crate::settings::{LogprobsOf, PpoConfig, WhitenAdvantages};
+use crate::{Error, Result};
 use std::cell::RefCell;
 use std::ops::Range;
 use tch::{Device, Kind, Tensor};
@@ -115,10 +116,10 @@ impl Experience {
             (&mut self.ref_logprobs, &self.response_mask),
             (&mut self.values, &self.value_mask),
         ] {
-            *x = ppo::keep(x, mask);
+            *x = math::keep(x, mask);
         }
         for x in self.full_kl.iter_mut().chain(&mut self.token_scores) {
-            *x = ppo::keep(x, &self.response_mask);
+            *x = math::keep(x, &self.response_mask);
         }
         Ok(())
     }
@@ -158,7 +159,7 @@ pub(crate) fn to_slots(numbers: &Tensor, counts: &[i64], width: i64) -> Tensor {
 
 /// How many values each row has: one per token that counts, and one after the last if a slot is left for it and for the score.
 fn value_counts(config: &PpoConfig, counted: &[i64], width: i64) -> Vec<i64> {
-    let extra = i64::from(config.score_position == ppo::ScorePosition::AfterStop);
+    let extra = i64::from(config.score_position == math::ScorePosition::AfterStop);
     counted.iter().map(|&len| (len + extra).min(width)).collect()
 }
 
@@ -243,11 +244,11 @@ pub fn experience_leaving_out(
         prompts.iter().zip(responses).map(|(prompt, r)| [prompt.as_slice(), &r.tokens].concat()).collect();
     let lengths: Vec<i64> = responses.iter().map(|r| r.tokens.len() as i64).collect();
     let counted = counted_tokens(responses, left_out);
-    let loss_mask = ppo::response_mask(&counted, width, device);
-    let value_mask = ppo::value_mask(&counted, width, config.score_position, device);
+    let loss_mask = math::response_mask(&counted, width, device);
+    let value_mask = math::value_mask(&counted, width, config.score_position, device);
     let last_value = config.counts.last_value_in_loss;
     let mut experience = Experience {
-        response_mask: ppo::response_mask(&lengths, width, device),
+        response_mask: math::response_mask(&lengths, width, device),
         value_loss_mask: if last_value { &value_mask } else { &loss_mask }.shallow_clone(),
         loss_mask,
         value_mask,
@@ -387,7 +388,7 @@ pub fn targets(e: &Experience, kl_coef: f64, config: &PpoConfig) -> Targets {
 pub fn shape_rewards(e: &Experience, kl_coef: f64, config: &PpoConfig) -> (Tensor, Tensor) {
     let kl = match &e.full_kl {
         Some(kl) => kl.shallow_clone(),
-        None => ppo::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, config.kl_estimator),
+        None => math::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, config.kl_estimator),
     };
     let in_rewards = if config.kl.kl_in_loss { 0.0 } else { kl_coef };
     let scores = match (config.counts.clip_reward_value, &e.token_scores) {
@@ -399,12 +400,12 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, config: &PpoConfig) -> (Tenso
             &e.scores + whole.clamp(-most, most) - whole
         }
     };
-    let mut rewards = ppo::rewards(&kl, &scores, &e.counted, in_rewards, config.score_position);
+    let mut rewards = math::rewards(&kl, &scores, &e.counted, in_rewards, config.score_position);
     if let Some(token_scores) = &e.token_scores {
         rewards += token_scores;
     }
     if config.whiten_rewards {
-        rewards = ppo::whiten(&rewards, &e.value_mask, false);
+        rewards = math::whiten(&rewards, &e.value_mask, false);
     }
     (kl, rewards)
 }
@@ -412,11 +413,11 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, config: &PpoConfig) -> (Tenso
 /// Advantages by GAE of `rewards` and the values, whitened over the whole batch unless the configuration says otherwise, and
 /// what the value model should say, not whitened. All are `[B, R]` f32.
 pub fn advantages(e: &Experience, rewards: &Tensor, config: &PpoConfig) -> (Tensor, Tensor) {
-    let (advantages, returns) = ppo::gae(rewards, &e.values, &e.value_mask, config.gamma, config.lam);
+    let (advantages, returns) = math::gae(rewards, &e.values, &e.value_mask, config.gamma, config.lam);
     let advantages = match config.whiten_advantages {
-        WhitenAdvantages::Batch => ppo::whiten(&advantages, &e.loss_mask, true),
+        WhitenAdvantages::Batch => math::whiten(&advantages, &e.loss_mask, true),
         // Each mini-batch by itself, when it comes.
-        WhitenAdvantages::MiniBatch | WhitenAdvantages::None => ppo::keep(&advantages, &e.loss_mask),
+        WhitenAdvantages::MiniBatch | WhitenAdvantages::None => math::keep(&advantages, &e.loss_mask),
     };
     (advantages, returns)
 }

@@ -8,10 +8,10 @@ use std::path::Path;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
-use rlhf::config::{Preset, Refusals};
+use rlhf::settings::{Preset, Refusals};
 
 use crate::cli::Setting;
-use crate::deepspeed_chat;
+use crate::cli::deepspeed_chat;
 
 /// What becomes of a flag.
 #[derive(Debug, Clone, Copy)]

@@ -4,10 +4,10 @@ use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, ErrorKind, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 
-use rlhf::config::RowsConfig;
 use rlhf::data::{Columns, RowReader};
 use rlhf::model::ModelOptions;
 use rlhf::safe_text::{lines, one_line};
+use rlhf::settings::RowsConfig;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
@@ -201,7 +201,7 @@ impl Drop for Output {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rlhf::config::GenerateConfig;
+    use rlhf::settings::GenerateConfig;
     use std::io::BufRead;
 
     #[test]

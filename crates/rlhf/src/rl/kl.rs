@@ -1,6 +1,6 @@
 //! What the KL to the reference weighs, from update to update: fixed, adapted to a target, or on a schedule.
 
-use crate::config::PpoConfig;
+use crate::settings::PpoConfig;
 use crate::{Error, Result};
 use serde_json::{Value, json};
 

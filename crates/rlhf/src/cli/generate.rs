@@ -2,15 +2,15 @@
 
 use std::io::{self, IsTerminal, Write};
 
-use rlhf::config::{Format, GenerateConfig};
 use rlhf::data::{Prompt, RowReader};
 use rlhf::generate::{FinishReason, GenerationConfig, Response, StopStrings, generate};
 use rlhf::model::CausalLm;
+use rlhf::settings::{Format, GenerateConfig};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Value, json};
 
-use crate::output::{Output, is_typed, model_options, open_rows};
+use crate::cli::output::{Output, is_typed, model_options, open_rows};
 
 /// Answers the prompts that `config` names.
 pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {

@@ -1,11 +1,11 @@
 //! Texts that a policy keeps learning to continue while PPO trains it (InstructGPT's PPO-ptx): packed into blocks of one
 //! length, taken in shuffled passes.
 
-use super::micro_batches;
-use crate::config::UnsupervisedConfig;
 use crate::data::{Cursor, Dataset, Files};
 use crate::model::CausalLm;
+use crate::settings::UnsupervisedConfig;
 use crate::tokenizer::Tokenizer;
+use crate::train::micro_batches;
 use crate::{Error, Result};
 use serde_json::Value;
 use std::ops::Range;

@@ -1,20 +1,21 @@
 //! What a PPO run asserts of itself: before it learns, that its passes agree; while it learns, that its numbers are finite.
 
-use super::ppo::{Learner, StepStats, optimizer_steps};
-use crate::config::PpoConfig;
 use crate::generate::Response;
 use crate::model::{CausalLm, Param};
-use crate::rollout::{Judges, experience, targets, to_slots};
-use crate::{Error, Result, ppo};
+use crate::rl::math;
+use crate::rl::rollout::{Judges, experience, targets, to_slots};
+use crate::settings::PpoConfig;
+use crate::train::ppo::{Learner, StepStats, optimizer_steps};
+use crate::{Error, Result};
 use serde_json::Value;
 use std::fmt::{self, Display};
 use tch::{Kind, Tensor};
 
 /// Prompts that the checks answer, at most.
-pub(super) const ROWS: usize = 4;
+pub(crate) const ROWS: usize = 4;
 
 /// Tokens of their answers, at most: enough to leave the prompt behind, few enough to cost little.
-pub(super) const TOKENS: usize = 32;
+pub(crate) const TOKENS: usize = 32;
 
 /// Distances between log-probabilities that should be equal, each a root mean square over the tokens of a few answers.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -55,7 +56,7 @@ impl Checks {
         let noted = to_slots(&Tensor::from_slice(&noted).to_device(device), &experience.lengths, experience.width());
         let tokens = experience.lengths.iter().sum::<i64>() as f64;
         let distance = |a: &Tensor, b: &Tensor| {
-            let difference = ppo::keep(&(a - b), &experience.response_mask).to_kind(Kind::Double);
+            let difference = math::keep(&(a - b), &experience.response_mask).to_kind(Kind::Double);
             (difference.square().sum(Kind::Double).double_value(&[]) / tokens).sqrt()
         };
         let cached = (!policy.config().turns_by_length()).then(|| distance(&noted, &experience.logprobs));
@@ -141,7 +142,7 @@ fn same_weights(policy: &CausalLm, reference: &CausalLm) -> bool {
 
 /// The count of updates that could not take a single optimizer step, one after another.
 #[derive(Debug, Default)]
-pub(super) struct Skips {
+pub(crate) struct Skips {
     updates: usize,
     /// What was not finite in the present update, and how often.
     found: Option<(String, usize, usize)>,
@@ -149,7 +150,7 @@ pub(super) struct Skips {
 
 impl Skips {
     /// Notes the steps of an update.
-    pub(super) fn note(&mut self, steps: &[StepStats]) {
+    pub(crate) fn note(&mut self, steps: &[StepStats]) {
         let steps = optimizer_steps(steps);
         let all = steps.clone().count();
         let reasons: Vec<String> = steps.filter_map(|parts| parts.iter().find_map(StepStats::not_finite)).collect();
@@ -159,12 +160,12 @@ impl Skips {
     }
 
     /// What a checkpoint keeps of it.
-    pub(super) fn state(&self) -> Value {
+    pub(crate) fn state(&self) -> Value {
         self.updates.into()
     }
 
     /// Takes up what [`Skips::state`] gave.
-    pub(super) fn load_state(&mut self, state: &Value) {
+    pub(crate) fn load_state(&mut self, state: &Value) {
         self.updates = state.as_u64().unwrap_or(0) as usize;
     }
 
@@ -172,7 +173,7 @@ impl Skips {
     ///
     /// # Errors
     /// If the updates without a step, one after another, are `most`.
-    pub(super) fn tell(&self, update: usize, most: usize) -> Result<Option<String>> {
+    pub(crate) fn tell(&self, update: usize, most: usize) -> Result<Option<String>> {
         let Some((reason, skipped, steps)) = &self.found else { return Ok(None) };
         if self.updates < most {
             return Ok(Some(format!("update {update}: {skipped} of {steps} optimizer steps skipped: {reason}")));

@@ -3,24 +3,24 @@
 //! One policy with a value head on its trunk, one optimizer. The maths, the rollout and the learning are those of
 //! [`crate::train::ppo`] with the preset `trl-legacy`; `docs/algorithm.md` lists where TRL's own trainer differs.
 
-use crate::checkpoint::Best;
-use crate::config::{EvalConfig, OptimizerConfig, PpoConfig, PpoPlan, Preset, ReportTo};
 use crate::data::{Dataset, Prompt};
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
-use crate::kl::KlController;
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, CausalLmWithValueHead, ModelOptions};
 use crate::optim::LearningRates;
-use crate::ppo::{self, KlEstimator, PolicyClip};
-use crate::report::{Console, Hold, Reached, Reporter, Sample, claim_folder};
 use crate::reward::ScoreScaling;
+use crate::rl::kl::KlController;
+use crate::rl::math::{self, KlEstimator, PolicyClip};
+use crate::rl::rollout::{Experience, Judges, Targets, advantages, experience, shape_rewards};
 use crate::rng::{Purpose, Stream};
-use crate::rollout::{Experience, Judges, Targets, advantages, experience, shape_rewards};
+use crate::run::checkpoint::Best;
+use crate::run::report::{Console, Hold, Reached, Reporter, Sample, claim_folder};
+use crate::settings::{EvalConfig, OptimizerConfig, PpoConfig, PpoPlan, Preset, ReportTo};
 use crate::tokenizer::Tokenizer;
 use crate::train::Card;
 use crate::train::ppo::{Learner, StepStats, optimizer_steps};
 use crate::weights::replace_files;
-use crate::{Error, Result, config, files, hub};
+use crate::{Error, Result, files, hub, settings};
 use clap::ValueEnum;
 use serde::{Deserialize, Deserializer};
 use std::borrow::Cow;
@@ -180,7 +180,7 @@ impl StepConfig {
         let config: Self = serde_saphyr::from_str(&text).map_err(|error| {
             let line = error.location().map_or(1, |location| location.line());
             let message = error.to_string();
-            let reason = message.split('`').nth(1).and_then(|key| Some((key, config::refused(key)?)));
+            let reason = message.split('`').nth(1).and_then(|key| Some((key, settings::refused(key)?)));
             let message = match reason.filter(|_| message.contains("unknown field")) {
                 Some((key, reason)) => {
                     format!("`{key}` is a setting of another system that has no place here: {reason}")
@@ -435,7 +435,7 @@ impl DataLoader {
 ///
 /// ```no_run
 /// use rlhf::model::ModelOptions;
-/// use rlhf::train::step::{Generate, StepConfig, StepTrainer};
+/// use rlhf::compat::step::{Generate, StepConfig, StepTrainer};
 /// # fn main() -> rlhf::Result<()> {
 /// let config = StepConfig { model_name: "runs/sft".into(), batch_size: 2, mini_batch_size: 2, ..StepConfig::default() };
 /// let mut trainer = StepTrainer::from_pretrained(config, ModelOptions::default())?;
@@ -761,8 +761,8 @@ impl StepTrainer {
         returns: &Tensor,
     ) -> (Tensor, Tensor, Stats) {
         let number = |x: &Tensor| x.double_value(&[]);
-        let policy = ppo::policy_loss(logprobs, old_logprobs, advantages, mask, self.clip());
-        let value = ppo::value_loss(vpreds, values, returns, mask, self.config.cliprange_value);
+        let policy = math::policy_loss(logprobs, old_logprobs, advantages, mask, self.clip());
+        let value = math::value_loss(vpreds, values, returns, mask, self.config.cliprange_value);
         let count = number(&mask.sum(Kind::Double));
         let predicted = vpreds.detach();
         let part = StepStats {
@@ -774,10 +774,10 @@ impl StepTrainer {
             value_clipped: number(&value.clipped),
             approx_kl: number(&policy.approx_kl),
             policy_kl: number(&policy.policy_kl),
-            entropy: number(&ppo::masked_sum(entropy, mask)),
+            entropy: number(&math::masked_sum(entropy, mask)),
             ratios: Vec::try_from(policy.ratio.masked_select(mask)).expect("a vector of f32"),
-            value: number(&ppo::masked_sum(&predicted, mask)),
-            value_error: number(&ppo::masked_sum(&(&predicted - returns).square(), mask)),
+            value: number(&math::masked_sum(&predicted, mask)),
+            value_error: number(&math::masked_sum(&(&predicted - returns).square(), mask)),
             ..StepStats::default()
         };
         let counted = |x: &Tensor| Vec::<f32>::try_from(x.masked_select(mask)).expect("a vector of f32");
@@ -859,7 +859,7 @@ impl StepTrainer {
 
         // Of each average of losses, and then the mean of these.
         let [advantages, returns, values] =
-            [&targets.advantages, &targets.returns, &ppo::keep(&e.values, &e.value_mask)].map(counted);
+            [&targets.advantages, &targets.returns, &math::keep(&e.values, &e.value_mask)].map(counted);
         let rows = orders
             .iter()
             .flat_map(|order| order.chunks(plan.mini_batch_size))

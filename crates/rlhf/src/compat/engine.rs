@@ -1,26 +1,27 @@
 //! DeepSpeed-Chat's engine, for a loop of one's own: four models, experience from prompts, a step from experience.
 //!
-//! The steps are those of [`super::ppo::Learner`], and so are the moving average and the mix of texts; here are the shapes and the
+//! The steps are those of [`crate::train::ppo::Learner`], and so are the moving average and the mix of texts; here are the shapes and the
 //! names of DeepSpeed-Chat's trainer. B rows, prompts of P tokens padded on the left, L = P + A tokens with the longest answer's
 //! A. Column t of `[B, L - 1]` is about token t + 1, so an answer begins in column P - 1. `docs/algorithm.md` has what differs.
 
-use super::deepspeed_chat_pad;
-use super::ema::EMA;
-use super::ppo::{
-    KeptAnswers, Learner, PpoTrainer, StepStats, VALUE_MODEL, generation, left_out_of_losses, recomputes_logprobs,
-    stop_strings, stop_tokens,
-};
-use crate::config::{LogprobsOf, PpoConfig, WhitenAdvantages};
 use crate::data::{Cursor, Prompt};
 use crate::generate::{GenerationConfig, Response, generate};
 use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
-use crate::ppo::{KlEstimator, ScorePosition};
 use crate::reward::Rewards;
-use crate::rollout::{Experience, Judges, Targets, experience_leaving_out};
+use crate::rl::ema::EMA;
+use crate::rl::math;
+use crate::rl::math::{KlEstimator, ScorePosition};
+use crate::rl::rollout::{Experience, Judges, Targets, experience_leaving_out};
+use crate::settings::{LogprobsOf, PpoConfig, WhitenAdvantages};
 use crate::tokenizer::Tokenizer;
+use crate::train::deepspeed_chat_pad;
+use crate::train::ppo::{
+    KeptAnswers, Learner, PpoTrainer, StepStats, VALUE_MODEL, generation, left_out_of_losses, recomputes_logprobs,
+    stop_strings, stop_tokens,
+};
 use crate::weights::replace_files;
-use crate::{Error, Result, ppo};
+use crate::{Error, Result};
 use serde_json::json;
 use std::ops::Range;
 use std::path::Path;
@@ -39,12 +40,12 @@ pub fn compute_rewards(
     config: &PpoConfig,
 ) -> Tensor {
     let start = prompts.size()[1] - 1;
-    let kl = ppo::kl(log_probs, ref_log_probs, &log_probs.ones_like().to_kind(Kind::Bool), config.kl_estimator);
+    let kl = math::kl(log_probs, ref_log_probs, &log_probs.ones_like().to_kind(Kind::Bool), config.kl_estimator);
     let most = config.counts.clip_reward_value.unwrap_or(f64::INFINITY);
     let scores = reward_score.to_kind(Kind::Float).clamp(-most, most);
     let (before, answer) = (kl.narrow(1, 0, start), answer_columns(&kl, start));
     let counted = counted(action_mask, start);
-    let rewards = ppo::rewards(&answer, &scores, &counted, config.kl_coef, ScorePosition::AfterStop);
+    let rewards = math::rewards(&answer, &scores, &counted, config.kl_coef, ScorePosition::AfterStop);
     Tensor::cat(&[-config.kl_coef * before, rewards], 1)
 }
 
@@ -62,7 +63,7 @@ pub fn get_advantages_and_returns(
     config: &PpoConfig,
 ) -> (Tensor, Tensor) {
     let (values, rewards) = (answer_columns(values, start), answer_columns(rewards, start));
-    ppo::gae(&rewards, &values, &values.ones_like().to_kind(Kind::Bool), config.gamma, config.lam)
+    math::gae(&rewards, &values, &values.ones_like().to_kind(Kind::Bool), config.gamma, config.lam)
 }
 
 /// The clipped loss of the actor, a scalar: its mean over `mask`. All are `[B, A]`; `logprobs` carries the gradient.
@@ -74,7 +75,7 @@ pub fn actor_loss_fn(
     config: &PpoConfig,
 ) -> Tensor {
     let mask = mask.to_kind(Kind::Bool);
-    ppo::policy_loss(logprobs, old_logprobs, advantages, &mask, config.policy_clip()).sum / count(&mask)
+    math::policy_loss(logprobs, old_logprobs, advantages, &mask, config.policy_clip()).sum / count(&mask)
 }
 
 /// The clipped loss of the critic, a scalar: its mean over `mask`. All are `[B, A]`; `values` carries the gradient.
@@ -86,7 +87,7 @@ pub fn critic_loss_fn(
     config: &PpoConfig,
 ) -> Tensor {
     let mask = mask.to_kind(Kind::Bool);
-    ppo::value_loss(values, old_values, returns, &mask, config.cliprange_value).sum / count(&mask)
+    math::value_loss(values, old_values, returns, &mask, config.cliprange_value).sum / count(&mask)
 }
 
 fn count(mask: &Tensor) -> Tensor {
@@ -576,25 +577,25 @@ fn shaped(e: &RlhfExperience, config: &PpoConfig) -> Result<(Experience, Targets
     let action_mask = e.attention_mask.narrow(1, 1, len - 1);
     let lengths = counted(&action_mask, start);
     let device = e.logprobs.device();
-    let mask = ppo::response_mask(&lengths, len - width, device);
+    let mask = math::response_mask(&lengths, len - width, device);
     if mask != answer_columns(&action_mask, start).to_kind(Kind::Bool).to_device(device) {
         let message =
             "experience: attention_mask: expected the tokens of an answer side by side, found others between them";
         return Err(Error::Run(message.into()));
     }
-    let value_mask = ppo::value_mask(&lengths, len - width, ScorePosition::AfterStop, device);
+    let value_mask = math::value_mask(&lengths, len - width, ScorePosition::AfterStop, device);
     let rewards = compute_rewards(&e.prompts, &e.logprobs, &e.ref_logprobs, &e.rewards, &action_mask, config);
     // Behind the score there is nothing.
-    let within = |x: &Tensor| ppo::keep(&answer_columns(x, start), &value_mask);
+    let within = |x: &Tensor| math::keep(&answer_columns(x, start), &value_mask);
     let (rewards, values) = (within(&rewards), within(&e.value));
     let (advantages, returns) = get_advantages_and_returns(&values, &rewards, 0, config);
     let advantages = match config.whiten_advantages {
-        WhitenAdvantages::None => ppo::keep(&advantages, &mask),
-        WhitenAdvantages::Batch | WhitenAdvantages::MiniBatch => ppo::whiten(&advantages, &mask, true),
+        WhitenAdvantages::None => math::keep(&advantages, &mask),
+        WhitenAdvantages::Batch | WhitenAdvantages::MiniBatch => math::whiten(&advantages, &mask, true),
     };
-    let answer = |x: &Tensor| ppo::keep(&answer_columns(x, start), &mask);
+    let answer = |x: &Tensor| math::keep(&answer_columns(x, start), &mask);
     let (logprobs, ref_logprobs) = (answer(&e.logprobs), answer(&e.ref_logprobs));
-    let kl = ppo::kl(&logprobs, &ref_logprobs, &mask, config.kl_estimator);
+    let kl = math::kl(&logprobs, &ref_logprobs, &mask, config.kl_estimator);
     let last_value = config.counts.last_value_in_loss;
     let experience = Experience {
         sequences: unpadded(&e.input_ids, &e.attention_mask)?,

@@ -1,6 +1,6 @@
 //! Dynamic loss scaling: what a backward pass in f16 would round to 0 is kept by a factor that finds its own size.
 
-use crate::config::LossScaleConfig;
+use crate::settings::LossScaleConfig;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};

@@ -2,18 +2,18 @@
 
 use std::io::{self, Write};
 
-use rlhf::config::{LogprobsConfig, RewardConfig, RowsConfig, ScoreConfig};
 use rlhf::data::{Answer, Dataset, RowReader};
 use rlhf::hub;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::reward::{RewardInput, Rewards};
 use rlhf::safe_text::one_line;
+use rlhf::settings::{LogprobsConfig, RewardConfig, RowsConfig, ScoreConfig};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 use tch::Tensor;
 
-use crate::output::{Output, is_typed, model_options, open_rows};
+use crate::cli::output::{Output, is_typed, model_options, open_rows};
 
 /// So many batches are read at once and sorted by length; with a batch size of 1 there is nothing to sort.
 const BATCHES_AT_ONCE: usize = 8;

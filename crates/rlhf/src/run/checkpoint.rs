@@ -5,11 +5,11 @@
 //! under another name and brought to the disk before it gets its own, so that one with that name is whole; what a killed run
 //! leaves under other names, the next one clears away.
 
-use crate::config::{CheckpointConfig, EvalConfig, Resume, RunConfig, is_eval_metric};
 use crate::hub::Commits;
-use crate::inputs::Inputs;
 use crate::metrics::Metrics;
 use crate::model::is_model;
+use crate::run::inputs::Inputs;
+use crate::settings::{CheckpointConfig, EvalConfig, Resume, RunConfig, is_eval_metric};
 use crate::weights::{pretty, read_json, sync, write_text};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -875,7 +875,7 @@ fn sizes(dir: &Path, below: &str, found: &mut BTreeMap<String, u64>) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::SftConfig;
+    use crate::settings::SftConfig;
 
     fn run(dir: &Path, limit: Option<usize>, resume: Option<Resume>) -> RunConfig {
         let mut run = SftConfig::new("model", "data", dir).run;
@@ -1009,7 +1009,7 @@ mod tests {
         let config = |metric: &str, greater| EvalConfig {
             metric_for_best_model: Some(metric.into()),
             greater_is_better: greater,
-            ..crate::config::PpoConfig::new("p", "r", "d", "o").eval
+            ..crate::settings::PpoConfig::new("p", "r", "d", "o").eval
         };
         let dir = tempfile::tempdir().unwrap();
         let mut best = Best::new(&config("eval/score", None)).unwrap();

@@ -1,13 +1,13 @@
 //! What a run tells: `metrics.jsonl` and TensorBoard for programs, a progress bar and tables for people.
 
-use crate::checkpoint::{self, Start};
-use crate::config::{RESOLVED, ReportTo, Resume, RunConfig, TensorboardTags};
 use crate::data::prompt_field;
 use crate::files;
 use crate::generate::FinishReason;
 use crate::metrics::Metrics;
 use crate::model::{AdapterFolder, BASE_MODEL};
+use crate::run::checkpoint::{self, Start};
 use crate::safe_text::{self, beginning, one_line};
+use crate::settings::{RESOLVED, ReportTo, Resume, RunConfig, TensorboardTags};
 use crate::terminal::{self, Colour, Stream};
 use crate::weights::{BESIDE, write_text};
 use crate::{Error, Result};
@@ -818,14 +818,14 @@ fn is_leftover(path: &Path) -> bool {
         false if name == format!("{CONFIG}.tmp") => std::fs::read(path).is_ok_and(|text| is_resolved(&text)),
         false => {
             let of_samples = name.ends_with(".tmp") && samples_update(&name).is_some();
-            of_samples || name == format!("{METRICS}.tmp") || name == crate::tensorboard::BESIDE
+            of_samples || name == format!("{METRICS}.tmp") || name == crate::run::tensorboard::BESIDE
         }
     }
 }
 
 /// Whether a run writes files of this name: what `overwrite_output_dir` may remove, and nothing else.
 fn is_run_file(name: &str) -> bool {
-    if name == crate::tensorboard::BESIDE {
+    if name == crate::run::tensorboard::BESIDE {
         return true;
     }
     let name = name.strip_suffix(".tmp").unwrap_or(name);
@@ -839,7 +839,7 @@ fn is_run_file(name: &str) -> bool {
         || RUN_FILES.contains(&name)
         || checkpoint::FILES.contains(&name)
         || crate::tokenizer::FILES.contains(&name)
-        || name.starts_with(crate::tensorboard::PREFIX)
+        || name.starts_with(crate::run::tensorboard::PREFIX)
 }
 
 /// Checks that a run may write to `run.output_dir`, before anything slow begins. Nothing is changed yet.
@@ -977,7 +977,7 @@ pub(crate) fn claim_output_dir(run: &RunConfig, start: &Start, hold: Hold, resol
     let dir = run.output_dir.as_path();
     if start.in_place {
         if start.extends(resolved)? && dir.join(CONFIG).is_file() {
-            crate::config::write_resolved(resolved, dir.join(CONFIG))?;
+            crate::settings::write_resolved(resolved, dir.join(CONFIG))?;
         }
         return Ok(hold);
     }
@@ -1018,7 +1018,7 @@ fn clean_folder(dir: &Path, resolved: &impl Serialize) -> Result<()> {
             remove_run_folder(folder)?;
         }
     }
-    crate::config::write_resolved(resolved, dir.join(CONFIG))?;
+    crate::settings::write_resolved(resolved, dir.join(CONFIG))?;
     remove_files(dir, |name| name == OLD_CONFIG)
 }
 
@@ -1091,7 +1091,7 @@ pub(crate) fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: us
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::SftConfig;
+    use crate::settings::SftConfig;
 
     fn run(dir: &Path, overwrite: bool) -> RunConfig {
         let mut run = SftConfig::new("model", "data", dir).run;

@@ -17,8 +17,8 @@ use crate::data::Columns;
 use crate::device::Device;
 use crate::generate::{GenerationConfig, Sampling};
 use crate::model::{ClassifierFormat, Dtype, LoraConfig};
-use crate::ppo::{KlEstimator, PolicyClip, ScorePosition};
 use crate::reward::{LEFT_OUT, Spec, address};
+use crate::rl::math::{KlEstimator, PolicyClip, ScorePosition};
 use crate::weights::brief;
 use crate::{Error, Result};
 
@@ -51,7 +51,7 @@ pub(crate) const TEST: &str = "test";
 /// What `rlhf ppo` does.
 ///
 /// ```no_run
-/// use rlhf::config::PpoConfig;
+/// use rlhf::settings::PpoConfig;
 /// # fn main() -> rlhf::Result<()> {
 /// let mut config = PpoConfig::new("runs/sft", "runs/reward", "prompts.jsonl", "runs/ppo");
 /// config.learning_rate = 1e-5;

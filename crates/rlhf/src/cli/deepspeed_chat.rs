@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
-use rlhf::config::{Preset, Refusals};
 use rlhf::model::Dtype;
+use rlhf::settings::{Preset, Refusals};
 
 use crate::cli::Setting;
-use crate::trl;
+use crate::cli::trl;
 
 /// What becomes of a flag.
 enum To {

@@ -2,7 +2,7 @@
 
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
-use crate::report::{Warning, WarningKind};
+use crate::run::report::{Warning, WarningKind};
 use serde_json::{Value, json};
 
 /// Growth of the KL to the reference, in nats per token, beyond which it is called runaway. Runs that learn stay below 0.2 (the
@@ -19,7 +19,7 @@ const UNSTOPPED_RESPONSES: usize = 100;
 
 /// Watches the updates of a run for the signs, and tells of each once.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Alarms {
+pub(crate) struct Alarms {
     told: Vec<WarningKind>,
     /// KL per token in the first update, which is above 0 where the reference is another model than the policy began as.
     first_kl: Option<f64>,
@@ -30,7 +30,7 @@ pub(super) struct Alarms {
 impl Alarms {
     /// Notes the responses that an update (counted from 1) sampled, those that are left out of training included; gives what to
     /// warn of. `stop` are the tokens that end a response, `eos` those that end a text; `may_stop` tells whether anything ends one.
-    pub(super) fn of_responses(
+    pub(crate) fn of_responses(
         &mut self,
         update: usize,
         responses: &[Response],
@@ -69,7 +69,7 @@ impl Alarms {
     }
 
     /// Notes an update's metrics; gives what to warn of.
-    pub(super) fn of_metrics(&mut self, update: usize, metrics: &Metrics) -> Vec<Warning> {
+    pub(crate) fn of_metrics(&mut self, update: usize, metrics: &Metrics) -> Vec<Warning> {
         let per_token = |name| Some(metrics.get(name)? / metrics.get("val/response_length")?);
         let mut found = Vec::new();
         if let Some(kl) = per_token("objective/kl") {
@@ -108,12 +108,12 @@ impl Alarms {
     }
 
     /// What a checkpoint keeps of it.
-    pub(super) fn state(&self) -> Value {
+    pub(crate) fn state(&self) -> Value {
         json!({"told": self.told, "first_kl": self.first_kl, "unstopped": self.unstopped})
     }
 
     /// Takes up what [`Alarms::state`] gave; of what is something else, nothing: a warning may come twice then.
-    pub(super) fn load_state(&mut self, state: &Value) {
+    pub(crate) fn load_state(&mut self, state: &Value) {
         self.told = serde_json::from_value(state["told"].clone()).unwrap_or_default();
         self.first_kl = state["first_kl"].as_f64();
         self.unstopped = state["unstopped"].as_u64().unwrap_or(0) as usize;

@@ -1,0 +1,4 @@
+//! Training loops of other systems: TRL's `step(queries, responses, scores)` and DeepSpeed-Chat's engine.
+
+pub mod engine;
+pub mod step;

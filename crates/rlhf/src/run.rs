@@ -1,0 +1,6 @@
+//! The state of a run: output folder, checkpoints, resuming, the best model, metrics, console output.
+
+pub(crate) mod checkpoint;
+pub(crate) mod inputs;
+pub mod report;
+pub(crate) mod tensorboard;
