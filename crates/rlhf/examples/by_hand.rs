@@ -7,10 +7,11 @@ use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{FnReward, Rewards};
+use rlhf::rl::learner::{Learner, mini_batch_orders};
 use rlhf::rl::rollout::{Judges, experience, targets};
+use rlhf::rl::sampling::{generation, stop_tokens};
 use rlhf::settings::PpoConfig;
 use rlhf::tokenizer::Tokenizer;
-use rlhf::train::ppo::{Learner, generation, mini_batch_orders, stop_tokens};
 use std::path::Path;
 
 #[allow(clippy::print_stdout)]

@@ -1,6 +1,7 @@
 //! AdamW, gradient clipping, learning-rate schedules.
 
 pub mod loss_scale;
+pub(crate) mod micro_batch;
 
 use crate::model::Param;
 use crate::settings::{LrSchedulerType, OptimizerConfig, PpoConfig};

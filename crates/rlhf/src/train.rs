@@ -7,10 +7,10 @@ pub mod sft;
 
 use crate::Result;
 use crate::data::{Cursor, Dataset, Sources, prompt_field};
-use crate::device::{memory, use_threads};
+use crate::device::use_threads;
 use crate::hub::Commits;
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Dtype, ModelConfig, ModelOptions, Param, Precision};
+use crate::model::{BASE_MODEL, Dtype, ModelOptions, Param, Precision};
 use crate::optim::AdamW;
 use crate::optim::loss_scale::LossScaler;
 use crate::run::checkpoint::{Best, Checkpoints, OPTIMIZER, Saved, Start, is_due};
@@ -18,7 +18,6 @@ use crate::run::inputs::Inputs;
 use crate::run::report::{Console, Reached, Reporter};
 use crate::settings::{DataConfig, EvalConfig, RunConfig, TrainPlan};
 use crate::terminal;
-use crate::tokenizer::Tokenizer;
 use crate::weights::write_text;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -395,35 +394,6 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     Ok(ModelOptions { device: run.device.resolve()?, dtype: run.dtype, precision })
 }
 
-/// The token that DeepSpeed-Chat pads texts of `model` with: eos, but for Llama, whose tokenizer keeps its own padding token; `None`
-/// where it would add one that no text has.
-pub(crate) fn deepspeed_chat_pad(tokenizer: &Tokenizer, model: &ModelConfig) -> Option<i64> {
-    let is_llama = model.family.name == "llama";
-    if is_llama { tokenizer.pad() } else { tokenizer.eos().or(tokenizer.pad()) }
-}
-
-/// Activations that are always worth their memory, in bytes.
-const LEAST_ACTIVATIONS: usize = 128 << 20;
-
-/// The most tokens that go through a model with these parameters at once, as set, or such that what they leave in memory for the
-/// way back stays small beside what training holds anyway: half of the weights, and an eighth of the memory there is.
-///
-/// More tokens spread the cost of adding to every weight's gradient over more work, which is soon too little to see.
-/// `activation_bytes` gives what a token leaves, with gradient checkpointing and without.
-fn micro_batch_tokens(
-    run: &RunConfig,
-    device: tch::Device,
-    params: &[Param],
-    activation_bytes: impl Fn(bool) -> usize,
-) -> usize {
-    let weights: usize = params.iter().map(|param| param.tensor.numel() * 4).sum();
-    let of_token = activation_bytes(run.gradient_checkpointing).max(1);
-    run.max_tokens_per_micro_batch.unwrap_or_else(|| match memory(device) {
-        Some(bytes) => (LEAST_ACTIVATIONS.max(weights / 2).min(bytes / 8) / of_token).clamp(256, 2048),
-        None => 16384,
-    })
-}
-
 /// [`micro_batch_tokens`] of a run that goes on from `saved`: as many as it began with, where only the memory can have changed
 /// `tokens`. The cut decides how sums round.
 fn kept_micro_batch_tokens(run: &RunConfig, device: tch::Device, tokens: usize, saved: &Saved) -> usize {
@@ -468,32 +438,6 @@ fn describe_micro_batch(run: &RunConfig, tokens: usize, activation_bytes: impl F
     };
     let taken = mib(run.gradient_checkpointing);
     format!("at most {tokens} tokens, whose activations take about {taken} MiB{without}")
-}
-
-/// Cuts `rows` into micro-batches of at most `most_rows`, and these into about equal parts where they have more than
-/// `most_tokens` tokens; a row that alone has more is a part by itself.
-pub(crate) fn micro_batches<T>(
-    rows: &[T],
-    most_rows: usize,
-    most_tokens: usize,
-    tokens: impl Fn(&T) -> usize,
-) -> Vec<&[T]> {
-    let mut parts = Vec::new();
-    for chunk in rows.chunks(most_rows) {
-        let total: usize = chunk.iter().map(&tokens).sum();
-        let share = total.div_ceil(total.div_ceil(most_tokens).max(1));
-        let (mut from, mut held) = (0, 0);
-        for (at, row) in chunk.iter().enumerate() {
-            let more = tokens(row);
-            if at > from && (held + more > most_tokens || held >= share) {
-                parts.push(&chunk[from..at]);
-                (from, held) = (at, 0);
-            }
-            held += more;
-        }
-        parts.push(&chunk[from..]);
-    }
-    parts
 }
 
 /// What to tell of data that do not fill one update.
@@ -671,20 +615,5 @@ mod tests {
         assert!(body.contains("`rlhf sft` ") && body.contains(":\n\n    rlhf sft --output_dir 'a b'\n\n"), "{body}");
         let text = Card { base_model: None, is_adapter: false, ..card }.text("mine", None);
         assert!(text.starts_with("---\nlibrary_name: transformers\n") && text.contains("| updates | 3 |"), "{text}");
-    }
-
-    #[test]
-    fn micro_batches_keep_all_rows_in_order_within_both_bounds() {
-        let lens = [5, 5, 5, 5, 30, 1, 1, 1, 1, 1, 9];
-        for (most_rows, most_tokens) in [(1, 100), (3, 100), (100, 100), (100, 10), (4, 12), (100, 1)] {
-            let parts = micro_batches(&lens, most_rows, most_tokens, |&len| len);
-            assert_eq!(parts.concat(), lens);
-            for part in parts {
-                let total: usize = part.iter().sum();
-                assert!(part.len() <= most_rows && (total <= most_tokens || part.len() == 1), "{part:?}");
-            }
-        }
-        // About equal: 40 tokens at most 30 at once are 20 and 20, not 30 and 10.
-        assert_eq!(micro_batches(&[10; 4], 4, 30, |&len| len), [&[10; 2], &[10; 2]]);
     }
 }

@@ -10,11 +10,12 @@ use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, generat
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{RewardModel, Rewards};
+use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::{Experience, Judges, experience_leaving_out, targets};
 use rlhf::run::report::{Console, WarningKind};
 use rlhf::settings::{EosInLoss, LrSchedulerType, PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
-use rlhf::train::ppo::{Learner, PpoTrainer, ppo};
+use rlhf::train::ppo::{PpoTrainer, ppo};
 use rlhf::weights::save;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};

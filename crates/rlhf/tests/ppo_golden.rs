@@ -5,10 +5,11 @@ use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::optim::LearningRates;
+use rlhf::rl::learner::Learner;
 use rlhf::rl::math::KlEstimator;
 use rlhf::rl::rollout::{Judges, experience, penalise_missing_stop, score, targets};
+use rlhf::rl::stats::metrics;
 use rlhf::settings::{LrSchedulerType, PpoConfig, StopToken};
-use rlhf::train::ppo::{Learner, metrics};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -205,7 +206,7 @@ fn near(what: &str, found: f64, expected: f64, tolerance: f64) {
     assert!((found - expected).abs() <= tolerance, "{what}: {found} is not {expected} within {tolerance:e}");
 }
 
-fn compare_steps(variant: &Variant, it: usize, steps: &[rlhf::train::ppo::StepStats]) {
+fn compare_steps(variant: &Variant, it: usize, steps: &[rlhf::rl::stats::StepStats]) {
     let of_iteration = |list: &str| -> Vec<Value> {
         let all = variant.info[list].as_array().unwrap();
         all.iter().filter(|entry| entry["iteration"] == it).cloned().collect()

@@ -10,10 +10,10 @@ use rlhf::model::{CausalLm, CausalLmWithValueHead, LoraConfig, ModelOptions, Val
 use rlhf::optim::LearningRates;
 use rlhf::rl::math::KlEstimator;
 use rlhf::rl::rollout::Targets;
+use rlhf::rl::stats::metrics;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::settings::{PpoConfig, PpoPlan, Preset};
 use rlhf::tokenizer::Tokenizer;
-use rlhf::train::ppo::metrics;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
 

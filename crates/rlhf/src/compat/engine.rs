@@ -1,6 +1,6 @@
 //! DeepSpeed-Chat's engine, for a loop of one's own: four models, experience from prompts, a step from experience.
 //!
-//! The steps are those of [`crate::train::ppo::Learner`], and so are the moving average and the mix of texts; here are the shapes and the
+//! The steps are those of [`crate::rl::learner::Learner`], and so are the moving average and the mix of texts; here are the shapes and the
 //! names of DeepSpeed-Chat's trainer. B rows, prompts of P tokens padded on the left, L = P + A tokens with the longest answer's
 //! A. Column t of `[B, L - 1]` is about token t + 1, so an answer begins in column P - 1. `docs/algorithm.md` has what differs.
 
@@ -10,16 +10,18 @@ use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
 use crate::reward::Rewards;
 use crate::rl::ema::EMA;
+use crate::rl::kept::KeptAnswers;
+use crate::rl::learner::Learner;
 use crate::rl::math;
 use crate::rl::math::{KlEstimator, ScorePosition};
 use crate::rl::rollout::{Experience, Judges, Targets, experience_leaving_out};
+use crate::rl::sampling::{
+    deepspeed_chat_pad, generation, left_out_of_losses, recomputes_logprobs, stop_strings, stop_tokens,
+};
+use crate::rl::stats::StepStats;
 use crate::settings::{LogprobsOf, PpoConfig, WhitenAdvantages};
 use crate::tokenizer::Tokenizer;
-use crate::train::deepspeed_chat_pad;
-use crate::train::ppo::{
-    KeptAnswers, Learner, PpoTrainer, StepStats, VALUE_MODEL, generation, left_out_of_losses, recomputes_logprobs,
-    stop_strings, stop_tokens,
-};
+use crate::train::ppo::{PpoTrainer, VALUE_MODEL};
 use crate::weights::replace_files;
 use crate::{Error, Result};
 use serde_json::json;

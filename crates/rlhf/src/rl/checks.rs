@@ -2,10 +2,11 @@
 
 use crate::generate::Response;
 use crate::model::{CausalLm, Param};
+use crate::rl::learner::Learner;
 use crate::rl::math;
 use crate::rl::rollout::{Judges, experience, targets, to_slots};
+use crate::rl::stats::{StepStats, optimizer_steps};
 use crate::settings::PpoConfig;
-use crate::train::ppo::{Learner, StepStats, optimizer_steps};
 use crate::{Error, Result};
 use serde_json::Value;
 use std::fmt::{self, Display};

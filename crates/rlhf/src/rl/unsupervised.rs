@@ -3,9 +3,9 @@
 
 use crate::data::{Cursor, Dataset, Files};
 use crate::model::CausalLm;
+use crate::optim::micro_batch::micro_batches;
 use crate::settings::UnsupervisedConfig;
 use crate::tokenizer::Tokenizer;
-use crate::train::micro_batches;
 use crate::{Error, Result};
 use serde_json::Value;
 use std::ops::Range;

@@ -5,12 +5,13 @@
 //! goes on passes over it.
 
 use super::check_held_out;
-use super::ppo::{check_ends, ppo, require_reward, room_in, stop_tokens};
+use super::ppo::{check_ends, ppo, require_reward, room_in};
 use super::reward::{check_margins, leave_out_long, refuse_eval_only, reward};
 use super::sft::{into_blocks, learned, sft, shorten};
 use crate::data::{PromptLimit, Sources};
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, specs};
+use crate::rl::sampling::stop_tokens;
 use crate::run::checkpoint::{Finished, Saved, Start};
 use crate::run::inputs::Inputs;
 use crate::run::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};

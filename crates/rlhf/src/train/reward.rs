@@ -1,15 +1,17 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
 use super::{
-    Card, Gathered, Progress, Saver, begin_report, check_held_out, deepspeed_chat_pad, describe_machine,
-    describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches,
-    model_options, record_start, roundings, small_dataset, trained_options, trained_share,
+    Card, Gathered, Progress, Saver, begin_report, check_held_out, describe_machine, describe_micro_batch, fixed_state,
+    gather, kept_micro_batch_tokens, model_options, record_start, roundings, small_dataset, trained_options,
+    trained_share,
 };
 use crate::data::{Dataset, Pair, Sources};
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, DropoutRows, ModelOptions, SequenceClassifier};
+use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
 use crate::optim::{AdamW, learning_rate};
+use crate::rl::sampling::deepspeed_chat_pad;
 use crate::run::checkpoint::{Checkpoints, Start, leave_model};
 use crate::run::inputs::Inputs;
 use crate::run::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};

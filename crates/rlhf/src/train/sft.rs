@@ -2,13 +2,14 @@
 
 use super::{
     Card, Gathered, Progress, Saver, begin_report, check_held_out, command_to_try, describe_machine,
-    describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, micro_batch_tokens, micro_batches,
-    model_options, record_start, roundings, small_dataset, trained_options, trained_share,
+    describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, model_options, record_start, roundings,
+    small_dataset, trained_options, trained_share,
 };
 use crate::data::{Dataset, Demonstration, Learned, Sources};
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, DropoutRows, ModelConfig};
+use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
 use crate::optim::{AdamW, learning_rate};
 use crate::run::checkpoint::{Checkpoints, Start, leave_model};
 use crate::run::inputs::Inputs;

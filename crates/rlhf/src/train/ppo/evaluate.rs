@@ -1,0 +1,151 @@
+//! Evaluation, samples and the scores of responses.
+
+use super::PpoTrainer;
+use crate::data::Prompt;
+use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
+use crate::metrics::Metrics;
+use crate::reward::{ComponentScores, Scored};
+use crate::rl::checks::{self, Checks};
+use crate::rl::rollout::{Judges, Scores, experience, penalise_missing_stop, replace_missing_stop};
+use crate::rng::Purpose;
+use crate::run::report::{Conversation, Evaluation, Sample};
+use crate::settings::{EVAL_SCORES, PpoConfig};
+use crate::{Error, Result};
+use std::time::Instant;
+use tch::{Kind, Tensor};
+
+impl PpoTrainer {
+    /// Answers the prompts that are held out as training does; changes nothing.
+    ///
+    /// # Errors
+    /// If there are none; if a reward fails.
+    pub fn evaluate(&mut self) -> Result<Evaluation> {
+        if self.eval_prompts.is_empty() {
+            let message = "evaluate: expected prompts that are held out, found none; a dataset's split, eval_split_size or \
+                           PpoParts::eval_prompts gives some";
+            return Err(Error::Usage(message.into()));
+        }
+        let began = Instant::now();
+        let asked = self.eval_prompts.clone();
+        let asked: Vec<&Prompt> = asked.iter().collect();
+        let prompts: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
+        let sampling = self.config.sampling();
+        // The same draws each time: where two evaluations differ, the policy does.
+        let responses = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
+        let (scores, components) = self.whole_scores(&asked, &responses)?;
+        let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
+        let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        let recompute = self.recomputes_logprobs();
+        let e = experience(judges, &prompts, &responses, scores, recompute, &self.config)?;
+        let rows = prompts.len() as f64;
+        let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
+        let mut m = Metrics::default();
+        m.push("eval/score", per_row(&e.scores));
+        for ComponentScores { name, scores, .. } in &components {
+            m.push(format!("{EVAL_SCORES}{name}"), scores.iter().sum::<f64>() / rows);
+        }
+        m.push("eval/kl", per_row(&(&e.logprobs - &e.ref_logprobs)));
+        m.push("eval/response_length", e.lengths.iter().sum::<i64>() as f64 / rows);
+        m.push("time/eval", began.elapsed().as_secs_f64());
+        Ok(Evaluation { metrics: m, samples })
+    }
+
+    /// Answers a few prompts and compares what the passes of a run say of the answers; changes nothing.
+    ///
+    /// # Errors
+    /// As [`PpoTrainer::train`].
+    pub fn check(&mut self) -> Result<Checks> {
+        let sampling = Sampling::at_temperature(self.config.logprob_temperature());
+        let response_length = self.config.response_length.min(checks::TOKENS);
+        let generation = GenerationConfig {
+            max_new_tokens: response_length,
+            min_new_tokens: 0,
+            repetition_penalty: 1.0,
+            keep_sets: false,
+            ..self.generation(sampling, Purpose::Samples, 0)
+        };
+        let rows = self.prompts.len().min(self.plan.micro_batch_size).min(checks::ROWS);
+        let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
+        let responses = generate(&self.learner.policy, &prompts, &generation)?;
+        let config = PpoConfig { response_length, ..self.config.clone() };
+        Checks::of(&mut self.learner, &self.reference, &prompts, &responses, &config)
+    }
+
+    /// Greedy answers to the sample prompts, with their scores.
+    pub(super) fn samples(&mut self, update: usize) -> Result<Vec<Sample>> {
+        let prompts: Vec<Vec<i64>> = self.sample_prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
+        let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Samples, update)?;
+        let asked = self.sample_prompts.clone();
+        let asked: Vec<&Prompt> = asked.iter().collect();
+        let (scores, components) = self.whole_scores(&asked, &responses)?;
+        self.sample_rows(&asked, &responses, &scores, &components)
+    }
+
+    pub(super) fn sample_rows(
+        &self,
+        prompts: &[&Prompt],
+        responses: &[Response],
+        scores: &Tensor,
+        components: &[ComponentScores],
+    ) -> Result<Vec<Sample>> {
+        let scores = Vec::<f64>::try_from(scores.to_kind(Kind::Double))?;
+        prompts
+            .iter()
+            .zip(responses)
+            .zip(scores)
+            .enumerate()
+            .map(|(row, ((prompt, response), score))| {
+                let components = components.iter().map(|c| (c.name.clone(), c.scores[row])).collect();
+                Ok(Sample {
+                    prompt: prompt.text.clone(),
+                    response: self.tokenizer.decode(&response.tokens)?,
+                    score,
+                    components,
+                    finish_reason: Some(response.finish),
+                    num_tokens: Some(response.tokens.len()),
+                    conversation: Conversation::of(&prompt.row, &prompt.text),
+                })
+            })
+            .collect()
+    }
+
+    /// [`PpoTrainer::raw_scores`] of responses, and what each reward said; nothing learns from them.
+    pub(super) fn whole_scores(
+        &mut self,
+        prompts: &[&Prompt],
+        responses: &[Response],
+    ) -> Result<(Tensor, Vec<ComponentScores>)> {
+        let scored = self.rewards.score_responses(&self.tokenizer, prompts, responses, false)?;
+        Ok((self.raw_scores(&scored, responses), scored.components))
+    }
+
+    /// The whole score of each response without running moments, less the penalty, `[B]`: comparable over a run.
+    pub(super) fn raw_scores(&self, scored: &Scored, responses: &[Response]) -> Tensor {
+        let raw = scored.raw.clone();
+        let whole = Scored { responses: raw.clone(), tokens: None, raw, components: Vec::new() };
+        self.penalised(&whole, responses).0.responses
+    }
+
+    /// Scores less the penalty of responses that did not stop, and how often each response holds a token that should end
+    /// it: a stop token, or eos where none is set. One that ends with a stop string has stopped too.
+    pub(super) fn penalised(&self, scored: &Scored, responses: &[Response]) -> (Scores, Vec<usize>) {
+        let end = if self.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.stop };
+        let ends: Vec<usize> =
+            responses.iter().map(|r| r.tokens.iter().filter(|id| end.contains(id)).count()).collect();
+        let stopped = ends.iter().zip(responses).map(|(&count, r)| count > 0 || r.finish == FinishReason::Stop);
+        let stopped: Vec<bool> = stopped.collect();
+        let mut scores = scored.to_scores(self.learner.policy.device());
+        match self.config.missing_eos_penalty {
+            Some(penalty) => scores.responses = penalise_missing_stop(&scores.responses, &stopped, penalty),
+            None if self.config.non_eos_penalty => {
+                let value = self.config.penalty_reward_value;
+                scores.responses = replace_missing_stop(&scores.responses, &stopped, value);
+                // What is replaced is all that a response got.
+                let of_tokens = scores.tokens.iter_mut().flatten().zip(&stopped);
+                of_tokens.filter(|(_, stopped)| !**stopped).for_each(|(row, _)| row.fill(0.0));
+            }
+            None => {}
+        }
+        (scores, ends)
+    }
+}

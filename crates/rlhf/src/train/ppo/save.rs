@@ -1,0 +1,75 @@
+//! Saves the models of a PPO run.
+
+use super::super::{Card, trained_share};
+use super::{CARD_METRICS, COMMAND, PpoTrainer, VALUE_MODEL};
+use crate::Result;
+use crate::rl::ema::EMA;
+use crate::weights::replace_files;
+use std::path::Path;
+
+impl PpoTrainer {
+    /// Writes the policy with tokenizer and model card to `dir`, and the value model, where it is one of its own, to
+    /// `dir/value_model`: folders that transformers opens.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn save_model(&self, dir: &Path) -> Result<()> {
+        replace_files(dir, |dir| self.write_policy(dir))?;
+        if self.learner.value.model().is_some() {
+            replace_files(&dir.join(VALUE_MODEL), |dir| self.write_value_model(dir))?;
+        }
+        if self.learner.ema.is_some() {
+            replace_files(&dir.join(EMA), |dir| self.write_ema(dir))?;
+        }
+        let mut facts = vec![
+            ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
+            ("rewards", self.rewards.describe()),
+            ("prompts", format!("`{}`, {} rows", self.config.data.describe(), self.prompts.len())),
+            ("tokenizer", self.tokenizer.describe()),
+        ];
+        facts.extend(self.trained());
+        facts.extend(self.checks.clone().map(|checks| ("checks", checks)));
+        for (name, decimals) in CARD_METRICS {
+            facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.decimals$}"))));
+        }
+        let (base_model, is_adapter) = (Some(self.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
+        Card { command: COMMAND, base_model, is_adapter, facts: &facts }.write(dir)
+    }
+
+    /// Writes both models with tokenizers to a folder that nothing is in.
+    pub(super) fn write_models(&self, dir: &Path) -> Result<()> {
+        self.write_policy(dir)?;
+        self.write_ema(&dir.join(EMA))?;
+        self.write_value_model(&dir.join(VALUE_MODEL))
+    }
+
+    /// Writes the moving average of the policy as the policy is written, if there is one.
+    pub(super) fn write_ema(&self, dir: &Path) -> Result<()> {
+        let Some(ema) = &self.learner.ema else { return Ok(()) };
+        ema.with(&self.learner.policy, |_| self.write_policy(dir))
+    }
+
+    pub(super) fn write_policy(&self, dir: &Path) -> Result<()> {
+        let (pad, most) = (self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        // What ended its responses in training ends them elsewhere.
+        let mut eos = self.tokenizer.eos_ids().to_vec();
+        eos.extend(self.stop.iter().filter(|id| !self.tokenizer.eos_ids().contains(id)));
+        self.learner.policy.save_pretrained(dir, &eos, pad, most)?;
+        self.tokenizer.save_pretrained(dir)
+    }
+
+    pub(super) fn write_value_model(&self, dir: &Path) -> Result<()> {
+        let Some(value) = self.learner.value.model() else { return Ok(()) };
+        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        value.save_pretrained(dir, eos, pad, most)?;
+        self.tokenizer.save_pretrained(dir)
+    }
+
+    /// How many numbers of the models are trained.
+    pub(super) fn trained(&self) -> Vec<(&'static str, String)> {
+        let mut trained = vec![("trained parameters, policy", trained_share(self.learner.policy.params()))];
+        let value = self.learner.value.model().map(|value| trained_share(value.params()));
+        trained.extend(value.map(|value| ("trained parameters, value model", value)));
+        trained
+    }
+}
