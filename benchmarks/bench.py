@@ -2,7 +2,7 @@
 
     bench.py cells                  lists the cells of the benchmark
     bench.py run [CELL ...]         measures cells, all by default; writes results/DATE-COMMIT.json and the table
-    bench.py table                  writes the table anew from the files of results/, for each cell from the newest
+    bench.py table                  writes the table again from the files of results/, for each cell from the newest
 
 A CELL may be a pattern: 'update/*' is every cell of updates.
 """
@@ -198,7 +198,7 @@ def main():
     measure.add_argument("--rounds", type=int, default=3, help="repetitions of each cell (default 3)")
     measure.add_argument("--updates", type=int, help="updates of each run, the first not counted (default 4 or 3)")
     measure.add_argument("--rlhf", type=Path, default=TARGET / "release" / "rlhf", help="the program")
-    write = commands.add_parser("table", help="write the table anew")
+    write = commands.add_parser("table", help="write the table again")
     for command in (measure, write):
         command.add_argument("--results", type=Path, default=HERE / "results", help="folder of the results")
     args = parser.parse_args()

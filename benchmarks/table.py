@@ -7,7 +7,7 @@ from models import SIZES
 
 NAME = "README.md"
 
-# What is aimed at: (gate, stretch) of the median over the rounds.
+# Targets: (gate, stretch) of the median over the rounds.
 UPDATE = {"f32": (2.0, 2.5), "bf16-weights": (2.5, 3.3), "bf16-flag": (4, 5)}
 GENERATE, GENERATE_ONE = (2.5, 3.5), (1.3, 2)
 MEMORY = {("s", "f32"): (0.5, 0.4), ("m", "f32"): (0.55, 0.4), ("s", "bf16"): (0.5, None), ("m", "bf16"): (0.9, 0.75)}
@@ -18,13 +18,13 @@ MODES = {
     ("rlhf", "f32"): "rlhf, f32",
     ("TRL", "bf16-weights"): "TRL, bf16 weights, gradients and Adam states",
     ("rlhf", "bf16"): "rlhf, bf16 compute; f32 master weights, gradients and Adam states",
-    ("TRL", "bf16-flag"): "TRL, `bf16=True` (does nothing on a CPU)",
+    ("TRL", "bf16-flag"): "TRL, `bf16=True` (has no effect on a CPU)",
     ("TRL", "autocast"): "TRL, `bf16=True`; f32 weights, frozen models bf16",
 }
 
 
 def newest(folder):
-    """The newest report of each cell: {cell: (report, runs)}."""
+    """Returns the newest report of each cell: {cell: (report, runs)}."""
     reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     cells = {}
     for report in sorted(reports, key=lambda report: report["date"]):
@@ -33,7 +33,7 @@ def newest(folder):
 
 
 def rounds(runs, *wanted):
-    """For each round the runs that match each of `wanted`."""
+    """Yields, for each round, the runs that match each of `wanted`."""
     for number in sorted({run["round"] for run in runs}):
         of_round = [run for run in runs if run["round"] == number]
         yield [next(run for run in of_round if want.items() <= run.items()) for want in wanted]
@@ -45,7 +45,7 @@ def gemm_fraction(run):
 
 
 def targets(cells):
-    """(name, (gate, stretch), whether less is better, numbers of the rounds) of each target that was measured."""
+    """Yields (name, (gate, stretch), lower is better, numbers of the rounds) for each target that was measured."""
     runs = {cell: runs for cell, (_, runs) in cells.items()}
     sizes = ("s", "m")
     for ours, theirs in (("f32", "f32"), ("bf16", "bf16-weights"), ("bf16", "bf16-flag")):
@@ -90,7 +90,7 @@ def verdict(number, aim, less):
 
 
 def markdown(header, rows):
-    """A table; the first column is text, the others are numbers."""
+    """A Markdown table; the first column is text, the others are numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines) + "\n"
 
@@ -222,39 +222,40 @@ def page(cells):
     sections = [
         (
             "Targets",
-            "TRL's or transformers' seconds over ours (for memory our bytes over TRL's): each round, and the median.",
+            "Seconds of TRL or transformers divided by those of rlhf; for memory, bytes of rlhf divided by those of "
+            "TRL: each round, and the median.",
             target_table(cells),
         ),
         (
             "Seconds per update",
             "Medians over the rounds of each run's median update; the first update of a run is not counted. Start-up "
-            "is from the program's start to its first rollout. TRL's `bf16=True` does nothing on a CPU: it computes in "
-            "f32, and takes the time and memory of f32. So both of its modes are here.",
+            "is the time from the program's start to its first rollout. TRL's `bf16=True` has no effect on a CPU: it "
+            "computes in f32, with the time and memory of f32. The table therefore has both of TRL's bf16 modes.",
             update_tables(cells),
         ),
-        ("Generated tokens per second", "53 new tokens, sampled, prefill included.", generation_table(cells)),
+        ("Generated tokens per second", "53 new tokens, sampled, including prefill.", generation_table(cells)),
         (
             "GEMM rate",
-            "FLOPs that the optimise phase cannot do without, over its seconds, against this machine's rate of matrix "
-            "products alone in the same shapes.",
+            "The FLOPs that the optimise phase requires, divided by its seconds, compared with the rate of matrix "
+            "products alone in the same shapes on this machine.",
             gemm_table(cells),
         ),
         (
             "Growth",
             "rlhf, s, f32. Twice the episodes are twice the tokens. Twice the response length is less than twice the "
-            "tokens, as the prompts stay as they are.",
+            "tokens, because the prompts do not change.",
             growth_table(cells),
         ),
         (
-            "Answers that stop early",
-            "s, f32, the same model but for the logit of the end of text. In brackets: against the answers that never "
-            "stop. Generation should follow the response tokens, the rest all tokens.",
+            "Responses that stop early",
+            "s, f32, the same model except for the logit of the end-of-text token. In brackets: the ratio to responses "
+            "that never stop. Generation should be proportional to the response tokens, the rest to all tokens.",
             early_table(cells),
         ),
     ]
     text = (
-        "# Results\n\nWritten by `benchmarks/bench.py table` from the raw numbers beside it. "
-        f"[The guide](../README.md) says what is compared. GPT-NeoX, random weights. {sizes}.\n\n"
+        "# Results\n\nWritten by `benchmarks/bench.py table` from the raw numbers in this folder. "
+        f"[The benchmark's page](../README.md) describes what is compared. GPT-NeoX, random weights. {sizes}.\n\n"
     )
     for title, words, body in sections:
         if body:
@@ -263,12 +264,12 @@ def page(cells):
 
 
 def write(folder):
-    """Writes the page of the results of `folder` into it."""
+    """Writes the page of the results in `folder` to that folder."""
     (folder / NAME).write_text(page(newest(folder)))
 
 
 def one_line(run):
-    """A run in short, to watch it by."""
+    """One line about a run, for the console."""
     if "transformers" in run:
         return f"batch {run['batch']}: transformers {run['transformers']:.0f}, rlhf {run['rlhf']:.0f} tokens/s"
     return f"{MODES[run['program'], run['precision']]}: {median(run['update']):.2f} s, {run['peak_bytes'] / 1e9:.2f} GB"
