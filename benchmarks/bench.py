@@ -1,4 +1,4 @@
-"""rlhf against TRL and transformers, on this machine; README.md says what is compared and how.
+"""Compares rlhf with TRL and transformers on this machine; README.md describes the comparison.
 
     bench.py cells                  lists the cells of the benchmark
     bench.py run [CELL ...]         measures cells, all by default; writes results/DATE-COMMIT.json and the table
@@ -29,19 +29,19 @@ BATCHES = {"s": (16, 2), "m": (8, 2)}
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 # Batch sizes of generation, and how many batches of each, the first not counted.
 GENERATE = {1: 9, 16: 4, 32: 4}
-# Answers of a tuned model: their mean length, were there no limit.
+# Mean response length of a tuned model if there were no limit.
 EARLY = RESPONSE // 3
 
 
 class Bench:
-    """What the cells share: the binary, the number of repetitions, the models made so far."""
+    """State shared by the cells: the binary, the number of repetitions, the models created so far."""
 
     def __init__(self, args):
         self.binary, self.rounds, self.updates = args.rlhf, args.rounds, args.updates
         self.made = set()
 
     def models(self, size, mean_length=None):
-        """A folder with a policy and a reward model, made anew in each invocation."""
+        """A folder with a policy and a reward model, created again in each invocation."""
         folder = WORK / (f"{size}-early" if mean_length else size)
         if folder not in self.made:
             say(f"making the models {folder}")
@@ -74,7 +74,7 @@ class Bench:
 
 
 def update(bench, size, precision):
-    """Updates of both programs in turn, so that a round's ratios are of neighbours in time."""
+    """Updates of both programs, alternating, so that a ratio compares runs that are close in time."""
     job = bench.job(size)
     lengths = prompt_lengths(job.episodes)
     tokens = round(sum(lengths) / job.accumulation) + job.batch * (RESPONSE - 1)
@@ -106,7 +106,7 @@ def generate(bench, size, precision):
 
 
 def growth(bench, size):
-    """rlhf with up to four times the episodes, then with up to four times the answers' length."""
+    """rlhf with up to four times the episodes, then with up to four times the response length."""
     usual = BATCHES[size][1]
 
     def measure():
@@ -121,7 +121,7 @@ def growth(bench, size):
 
 
 def early(bench, size):
-    """Both programs with answers that never stop, and with answers that stop after a third of the limit in the mean."""
+    """Both programs with responses that never stop, and with responses that stop on average after a third of the limit."""
     models = {"never": bench.models(size), "early": bench.models(size, EARLY)}
     lengths = prompt_lengths(BATCHES[size][0] * BATCHES[size][1])
 
@@ -177,7 +177,7 @@ def run(args):
             failed.append(cell)
             say(f"{cell}: {error}")
             continue
-        # After each cell: what is measured is kept, whatever comes after it.
+        # Written after each cell, so that later failures lose no measurement.
         path.write_text(json.dumps(report, indent=1) + "\n")
         table.write(args.results)
         say(f"wrote {path} and {args.results / table.NAME}")

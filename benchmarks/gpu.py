@@ -150,11 +150,11 @@ def page(report):
         ]
         if run["program"] == "rlhf":
             ours = (update, generate)
-        answered = len(prompts) * median(run["response_length"])
+        generated = len(prompts) * median(run["response_length"])
         rows.append(
             [name]
             + [f"{seconds:.2f}" for seconds in phases]
-            + [f"{answered / generate:.0f}", f"{answered / update:.0f}"]
+            + [f"{generated / generate:.0f}", f"{generated / update:.0f}"]
             + [f"{report['optimise_flops'] / optimise / peak:.1%}" if peak else "-"]
             + [gigabytes([run], key) if key in run else "-" for key in ("card_bytes", "allocated_bytes")]
             + [f"{update / ours[0]:.2f}, {generate / ours[1]:.2f}" if ours else "-"]
@@ -165,7 +165,7 @@ def page(report):
     versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     return (
         f"{report['card']}, {report['date']}. {versions}. {len(prompts)} episodes, prompts of {min(prompts)} to "
-        f"{max(prompts)} tokens, answers of 53, {runs.EPOCHS} epochs. Tokens are response tokens.\n\n"
+        f"{max(prompts)} tokens, responses of 53, {runs.EPOCHS} epochs. Tokens are response tokens.\n\n"
         + markdown(header, rows)
         + f"MFU: the {report['optimise_flops'] / 1e12:.1f} TFLOP that the optimise phase cannot do without, over its "
         "seconds and the card's dense bf16 peak. GB of the card: the most that nvidia-smi saw; GB allocated: torch's "

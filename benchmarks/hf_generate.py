@@ -1,4 +1,4 @@
-"""Answers of transformers' `generate`: a JSON line per batch size, with the tokens and seconds of each batch."""
+"""Responses of transformers' `generate`: a JSON line per batch size, with the tokens and seconds of each batch."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def main():
     with open(args.prompts) as lines:
         prompts = [json.loads(line)["input_ids"] for line in lines]
 
-    def answer(rows):
+    def respond(rows):
         width = max(map(len, rows))
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
         output = model.generate(
@@ -44,7 +44,7 @@ def main():
         size, batches = int(size), []
         for i in range(count):
             began = time.perf_counter()
-            tokens = answer(prompts[i * size : (i + 1) * size])
+            tokens = respond(prompts[i * size : (i + 1) * size])
             batches.append((tokens, time.perf_counter() - began))
         print(json.dumps({"batch": size, "batches": batches[1:]}), flush=True)
 

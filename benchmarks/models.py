@@ -32,9 +32,9 @@ class Size:
         return body + [(head_rows, h, self.vocab, 1)] * (head_rows > 0)
 
     def optimise_flops(self, prompts, response, epochs):
-        """FLOPs of `epochs` passes over answers of `response` tokens to prompts of these lengths, without padding.
+        """FLOPs of `epochs` passes over responses of `response` tokens to prompts of these lengths, without padding.
 
-        A sequence is T = prompt + response - 1 tokens: nothing is asked of the last one. Forward, for policy and value
+        A sequence is T = prompt + response - 1 tokens: the last one is not computed. Forward, for policy and value
         model each: 2 FLOPs per weight and token, and in each layer 2 T (T + 1) hidden for the scores and the sums of
         causal attention; behind the last layer's attention only the response's rows count. So for the policy's head;
         the value model's, of one row, is not counted. The backward pass is twice the forward one. A forward pass done

@@ -1,4 +1,4 @@
-"""Runs of rlhf and of its peers as processes of their own, watched from outside; and what the machine is.
+"""Runs rlhf and its peers as separate processes, measured from outside; describes the machine.
 
 Only the standard library, on purpose: Linux counts the memory of the process that starts a program into the program's
 peak, so the one that measures must be smaller than all that it measures.
@@ -28,12 +28,12 @@ ROLLOUT_BATCH = 64
 
 
 class Failed(Exception):
-    """A program did not do what it was run for; the message is for the user."""
+    """A program failed; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a program wrote, and what it took."""
+    """A program's output, and its time and memory."""
 
     lines: list  # of standard output
     arrivals: list  # of the lines, in seconds since the start of the program
@@ -45,7 +45,7 @@ class Output:
 
 
 def watch(command, timeout=None):
-    """Runs `command` to its end; `Failed` with what it said last if it fails or takes longer than `timeout` seconds."""
+    """Runs `command` to its end; `Failed` with its last output if it fails or takes longer than `timeout` seconds."""
     command = [str(word) for word in command]
     env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as errors:
@@ -74,7 +74,7 @@ def watch(command, timeout=None):
 
 @dataclass(frozen=True)
 class Job:
-    """One PPO run, the same for rlhf and TRL; every update answers every prompt once."""
+    """One PPO run, the same for rlhf and TRL; every update uses every prompt once."""
 
     models: Path
     prompts: Path
@@ -140,7 +140,7 @@ class Job:
         return self._summary("TRL", precision, watch(command, **watching))
 
     def _summary(self, program, precision, output):
-        """Numbers of each update; the first is told apart, as it is not counted.
+        """Numbers of each update; the first is separate, because it is not counted.
 
         An update's seconds are from the end of the one before it to its own end, whatever the program does in between.
         """
@@ -170,7 +170,7 @@ class Job:
 def transformers_rates(model, prompts, dtype, batches, new_tokens):
     """Generated tokens per second by batch size, the median of the batches.
 
-    `batches` says how many batches of each size there are; the first is not counted.
+    `batches` is the number of batches of each size; the first is not counted.
     """
     flags = {
         "model": model,
@@ -204,20 +204,20 @@ def rlhf_rate(binary, model, prompts, dtype, batch, count, new_tokens):
             + ["--dtype", dtype, "--batch_size", batch, "--max_new_tokens", new_tokens, "--temperature", TEMPERATURE]
             + ["--num_threads", THREADS]
         )
-    answers = output.json_lines()
-    if len(answers) != batch * count:
-        raise Failed(f"rlhf generate: expected {batch * count} answers, found {len(answers)}")
-    ends = [at for at, _ in answers[batch - 1 :: batch]]
+    responses = output.json_lines()
+    if len(responses) != batch * count:
+        raise Failed(f"rlhf generate: expected {batch * count} responses, found {len(responses)}")
+    ends = [at for at, _ in responses[batch - 1 :: batch]]
     took = [after - before for before, after in zip(ends, ends[1:])]
     if min(took) < 0.2 * median(took):
-        raise Failed(f"rlhf generate: expected answers to come batch by batch, found seconds between batches of {took}")
-    tokens = [answer["num_tokens"] for _, answer in answers]
+        raise Failed(f"rlhf generate: expected responses to come batch by batch, found seconds between batches of {took}")
+    tokens = [row["num_tokens"] for _, row in responses]
     return median(sum(tokens[i * batch : (i + 1) * batch]) / seconds for i, seconds in enumerate(took, start=1))
 
 
 def gemm_rate(size, dtype, tokens, head_rows):
     """GFLOP/s of matrix products, see gemm.py."""
-    # Else each large result lies in memory that is new, and the system's time to clear it would count as the product's.
+    # Otherwise each large result is in new memory, and the time in which the system clears it would count.
     kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
     command = [sys.executable, HERE / "gemm.py", size, dtype, tokens, head_rows, THREADS]
     [(_, rate)] = watch(["env", *(f"{name}={value}" for name, value in kept.items()), *command]).json_lines()
@@ -225,7 +225,7 @@ def gemm_rate(size, dtype, tokens, head_rows):
 
 
 def machine():
-    """What the numbers were measured on; nothing that names the machine."""
+    """The hardware of the measurement, without anything that names the machine."""
     cpu = dict(line.split(":", 1) for line in open("/proc/cpuinfo").read().split("\n\n")[0].splitlines() if ":" in line)
     cpu = {name.strip(): value.strip() for name, value in cpu.items()}
     flags = cpu.get("flags", cpu.get("Features", "")).split()

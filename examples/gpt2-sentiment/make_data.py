@@ -69,9 +69,9 @@ def shuffled(draw, items):
 def texts_of(review, draw):
     """The labelled texts of a review of one mood, which is the label of each: its sentences, and its beginning.
 
-    The beginning ends at any word behind the third: the policy's answers end in mid-sentence too. A text without a
-    word of feeling is of the kind "plain". There are as many of them with either label, which teaches a classifier that
-    they say nothing; one that never meets them may take them for praise, and a policy will find that out.
+    The beginning ends at any word after the third, because the policy's responses end in mid-sentence too. A text without
+    a sentiment word is of the kind "plain". Both labels have the same number of plain texts, which teaches a classifier
+    that they are neutral. A classifier that never saw them may score them as praise, and a policy would exploit that.
     """
     label = label_of(review)
     if not label:

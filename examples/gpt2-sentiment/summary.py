@@ -1,10 +1,10 @@
-"""Sums up a run of the example: what the classifier, and a count of words, say of the answers before and after PPO.
+"""Summarizes a run of the example: the classifier's scores and word counts of the responses before and after PPO.
 
     python3 summary.py [FOLDER]         default: runs/gpt2-sentiment
     python3 summary.py --text IN OUT    the rows of IN, as `rlhf generate` wrote them, without their token ids
 
-Reads FOLDER/ppo/metrics.jsonl, before.jsonl, after.jsonl and timings.tsv, as run.sh leaves them; prints the summary and
-writes it to FOLDER/summary.json and FOLDER/summary.md. Exit code 1 when the mean score of the answers has not risen.
+Reads FOLDER/ppo/metrics.jsonl, before.jsonl, after.jsonl and timings.tsv, as run.sh writes them; prints the summary and
+writes it to FOLDER/summary.json and FOLDER/summary.md. Exit code 1 when the mean score of the responses has not risen.
 
 Python 3.9 or newer, standard library only.
 """
@@ -29,13 +29,13 @@ def read(path):
 
 
 def strip_ids(source, target):
-    """Leaves of each row what a model with another tokenizer can read."""
+    """Keeps the fields of each row that a model with another tokenizer can read."""
     rows = [{key: row[key] for key in ("prompt", "completion", "finish_reason")} for row in read(source)]
     target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def judged(rows):
-    """The numbers of one set of scored answers; words of feeling are those of the lexicon, and the cues."""
+    """The metrics of one set of scored responses; sentiment words are those of the lexicon, and the cues."""
     texts = [row["completion"] for row in rows]
     felt = {label: [len(pattern.findall(text)) for text in texts] for label, pattern in make_data.FELT.items()}
     negative, positive = (sum(felt[label]) for label in make_data.LABELS)
@@ -56,7 +56,7 @@ def judged(rows):
 
 
 def summarise(folder):
-    """All numbers of the run, as one dict that json can write."""
+    """All metrics of the run, as one dict for json."""
     updates = [row for row in read(folder / "ppo" / "metrics.jsonl") if "objective/scores" in row]
     before, after = shared.read_answers(folder, "gpt2-sentiment")
     if not updates:
@@ -79,16 +79,16 @@ def summarise(folder):
     }
 
 
-ROWS = [  # of the table: what it is, its key, its form
+ROWS = [  # of the table: label, key, format
     ("mean score: logit of POSITIVE", "score", "{:+.2f}"),
     ("spread of the scores", "score_std", "{:.2f}"),
-    ("answers that score above 0", "positive_scores", "{:.1%}"),
-    ("answers without a word of feeling", "plain_answers", "{:.1%}"),
+    ("responses that score above 0", "positive_scores", "{:.1%}"),
+    ("responses without a sentiment word", "plain_answers", "{:.1%}"),
     ("positive words", "positive_words", "{}"),
     ("negative words", "negative_words", "{}"),
     ("mood by these words, -1 to 1", "mood", "{:+.2f}"),
-    ("distinct bigrams, all answers", "distinct_bigrams", "{:.1%}"),
-    ("words per answer", "words", "{:.1f}"),
+    ("distinct bigrams, all responses", "distinct_bigrams", "{:.1%}"),
+    ("words per response", "words", "{:.1f}"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Trains the example's classifier: a small DistilBERT that tells negative from positive text of the demo's reviews.
+"""Trains the example's classifier: a small DistilBERT for negative and positive text of the demo's reviews.
 
 From the checkout's root:
 
@@ -9,9 +9,9 @@ It makes a WordPiece tokenizer from the training rows, trains from random weight
 of data/sentences_test.jsonl, none of whose texts and reviews it has seen, and writes
 
     classifier/               a Hugging Face folder, as DistilBertForSequenceClassification saves it
-    results/classifier.json   the accuracy, and what it stands on
+    results/classifier.json   the accuracy, and how it was measured
 
-Both are shipped: the example runs without this script. Takes about a minute on one core.
+Both are committed: the example runs without this script. Takes about a minute on one core.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def encode(tokenizer, rows):
 
 
 def train(model, tokenizer, rows, arguments):
-    """AdamW over shuffled batches, its rate falling to 0; gives back the mean loss of the last epoch."""
+    """AdamW over shuffled batches with a linear decay to 0; returns the mean loss of the last epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.01)
     steps = arguments.epochs * -(-len(rows) // arguments.batch_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)

@@ -1,12 +1,12 @@
 #!/bin/sh
-# A reward in plain shell: a tenth off for every exclamation mark of the answer.
+# A reward in plain shell: minus 0.1 for each exclamation mark in the response.
 #
 #     rlhf ppo --reward_command "sh examples/rewards/reward.sh" ...
 #
-# A line in, a line out. Quotes within texts are escaped in JSON, so the two patterns fit at the answer's ends alone.
+# One line in, one line out. JSON escapes quotes within texts, so the two patterns match only at the ends of the response.
 while IFS= read -r line; do
-    answer=${line#*\"response\":\"}
-    answer=${answer%%\",\"prompt_ids\":*}
-    marks=$(printf %s "$answer" | tr -cd '!' | wc -c)
+    response=${line#*\"response\":\"}
+    response=${response%%\",\"prompt_ids\":*}
+    marks=$(printf %s "$response" | tr -cd '!' | wc -c)
     echo "{\"score\": -$((marks / 10)).$((marks % 10))}"
 done

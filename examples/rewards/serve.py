@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A reward service in Python's standard library: longer answers score higher, up to 100 characters.
+"""A reward service in Python's standard library: longer responses score higher, up to 100 characters.
 
     RLHF_REWARD_TOKEN=secret python3 examples/rewards/serve.py 5000 &
     RLHF_REWARD_TOKEN=secret rlhf ppo --reward_url http://127.0.0.1:5000/score ...
 
-The shape is that of OpenRLHF's remote reward models: `query` is prompt and answer, `prompts` the prompts alone, `labels` the
-column `--reward_label_column` of the dataset, null where a row has none. `rewards` is what counts, a number per query;
-numbers in `extra_logs` stand in metrics.jsonl.
+The protocol is that of OpenRLHF's remote reward models: `query` is the prompt with its response, `prompts` the prompts alone,
+`labels` the column `--reward_label_column` of the dataset, null where a row has none. The scores are `rewards`, one number
+per query; numbers in `extra_logs` are logged in metrics.jsonl.
 """
 
 import json
@@ -21,8 +21,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         if TOKEN and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.send_error(401)
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        lengths = [len(query) - len(prompt) for query, prompt in zip(asked["query"], asked["prompts"])]
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        lengths = [len(query) - len(prompt) for query, prompt in zip(request["query"], request["prompts"])]
         rewards = [min(length, 100) / 100 for length in lengths]
         body = json.dumps({"rewards": rewards, "scores": rewards, "extra_logs": {"characters": lengths}}).encode()
         self.send_response(200)

@@ -1,4 +1,4 @@
-"""The language of the demo: short movie reviews, written down as data, with a sampler and an exact recogniser.
+"""The language of the demo: short movie reviews, written down as data, with a sampler and an exact parser.
 
 A review is an opening, up to two body sentences and a closing. The opening is cut in two, the prompt and the start of
 its completion:
@@ -11,7 +11,7 @@ it. Slots named in LEXICON or CUES, such as `{Adj}`, take a word of feeling, pos
 without such slots is plain; with them it is felt, and can be said with either feeling, but not with both at once.
 
 The lexicon has two halves, A and B, equal in size for each part of speech and sharing no word stem. Preference pairs
-use only A, the judge counts only B; what a model learns from A must carry over to B for the judge to see it.
+use only A, the judge counts only B: what a model learns from A must carry over to B to count.
 
 Python 3.9 or newer, standard library only.
 """
@@ -326,12 +326,12 @@ CLOSING = re.compile(either(CLOSINGS))
 
 
 def is_prompt(text):
-    """Whether `text` is a whole start of an opening."""
+    """Returns True if `text` is a complete start of an opening."""
     return START.fullmatch(text) is not None
 
 
 def parses(review):
-    """Whether `review` (prompt and answer together) is a whole review of the grammar, to the letter."""
+    """Returns True if `review` (prompt and response together) is a complete review of the grammar."""
     first, *bodies, last = SENTENCE_END.split(review) if "." in review[:-1] else [review, ""]
     return bool(
         len(bodies) <= 2

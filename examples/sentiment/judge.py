@@ -1,10 +1,10 @@
-"""Judges answers: how positive they are, whether the grammar parses them, how varied they are.
+"""Evaluates responses: how positive they are, whether the grammar parses them, how varied they are.
 
     python3 judge.py ANSWERS.jsonl ...      one line per file; rows as `rlhf generate` writes them
 
-The mood counts only words of half B of the lexicon. The reward model never saw one of them in its preference pairs, so
-a policy that has learned only to please it with words of half A gains nothing here. The other two numbers fall when a
-policy pays for its mood with broken or repeated text.
+The mood counts only words of half B of the lexicon. None of them is in the preference pairs of the reward model, so a
+policy that has only learned to use words of half A gains nothing here. The other two numbers fall when a policy gains mood
+at the price of broken or repeated text.
 
 Python 3.9 or newer, standard library only.
 """
@@ -27,7 +27,7 @@ def read_answers(path):
 
 
 def tokens(text):
-    """Lower-case words and single marks."""
+    """Lower-case words and single punctuation marks."""
     return TOKEN.findall(text.lower())
 
 
@@ -42,15 +42,15 @@ def bigrams(text):
 
 
 def judge(rows):
-    """The numbers of one set of answers, as a dict.
+    """The metrics of one set of responses, as a dict.
 
-    - `mood`: balance of all positive and negative B words in the answers, from -1 to 1
-    - `positive_words`, `negative_words`: the counts it comes from
-    - `positive_answers`: share of answers with more positive than negative B words, of those where they differ
-    - `grammar`: share of answers that stopped by themselves and, with their prompt, are a whole review of the grammar
-    - `distinct_bigrams`: different word pairs of all answers / all their word pairs
-    - `distinct_bigrams_per_answer`: the same share within each answer, averaged
-    - `words`: mean number of words and marks in an answer
+    - `mood`: balance of all positive and negative B words in the responses, from -1 to 1
+    - `positive_words`, `negative_words`: the counts behind it
+    - `positive_answers`: share of responses with more positive than negative B words, of those where they differ
+    - `grammar`: share of responses that stopped by themselves and form, with their prompt, a complete review
+    - `distinct_bigrams`: different word pairs of all responses / all their word pairs
+    - `distinct_bigrams_per_answer`: the same share within each response, averaged
+    - `words`: mean number of words and punctuation marks in a response
     """
     counts = []
     for row in rows:
@@ -80,9 +80,9 @@ def main(paths):
     for path in paths:
         found = judge(read_answers(path))
         print(
-            "{path}: mood {mood:+.3f} (+{positive_words} -{negative_words}), positive answers {positive_answers:.1%}, "
+            "{path}: mood {mood:+.3f} (+{positive_words} -{negative_words}), positive responses {positive_answers:.1%}, "
             "grammar {grammar:.1%}, distinct bigrams {distinct_bigrams:.1%} "
-            "(per answer {distinct_bigrams_per_answer:.1%}), words {words:.1f}".format(path=path, **found)
+            "(per response {distinct_bigrams_per_answer:.1%}), words {words:.1f}".format(path=path, **found)
         )
     return 0
 

@@ -13,7 +13,7 @@
     prompts.jsonl            1024 starts of reviews, {"prompt"}, neutral, cut at the border in the opening.
     prompts_test.jsonl       96 starts that open nothing in any other file: for the comparison before and after.
 
-The trainer appends the end-of-text token to reviews and answers; no file holds it.
+The trainer appends the end-of-text token to reviews and responses; no file contains it.
 
 Python 3.9 or newer, standard library only.
 """

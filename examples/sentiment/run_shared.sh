@@ -1,8 +1,8 @@
-# What the run.sh of this example and that of gpt2-sentiment do alike; sourced by them with their own arguments.
+# Code shared by the run.sh of this example and that of gpt2-sentiment, which source it with their own arguments.
 #
-# They set `default_out`, the folder of a run without --out; `kind`, what they call themselves; and `options`, the flags that they
-# take, each with a value: --seed, --out, and perhaps others, whose values are folders. Each flag's value is left in a variable
-# of its name, the program in `binary`, Python in `python`; the checkout's root is where they stand then.
+# They set `default_out`, the folder of a run without --out; `kind`, the name of the example; and `options`, the flags that they
+# take, each with a value: --seed, --out, and possibly others whose values are folders. This script stores each flag's value in
+# a variable of its name, the program in `binary` and Python in `python`, and changes to the checkout's root.
 
 usage() { # the comment on top of the script
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
@@ -41,7 +41,7 @@ command -v "$binary" >/dev/null || fail "$binary: no such program; build it with
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "$python: not found; the summary needs Python 3.9 or newer"
 
-# Configurations name files from the checkout's root; what the caller named is relative to where the caller stands.
+# Configurations name files relative to the checkout's root; the caller's paths are relative to the caller's folder.
 here=$(pwd)
 cd "$(dirname "$0")/../.."
 absolute() {

@@ -1,4 +1,4 @@
-"""What the scripts of this example and those of gpt2-sentiment do alike: shipped files, and the summary of a run.
+"""Code shared by the scripts of this example and those of gpt2-sentiment: committed files, and the summary of a run.
 
 Python 3.9 or newer, standard library only.
 """
@@ -9,7 +9,7 @@ import sys
 
 
 class Missing(Exception):
-    """Something that a run should have left is not there."""
+    """A file that a run should have written is missing."""
 
 
 def encoded(files):
@@ -28,7 +28,7 @@ def differing(made, folder):
 
 
 def make(arguments, usage, folder, files):
-    """A make_data.py: writes what `files` makes to `folder`, or with --check compares; gives the exit code."""
+    """A make_data.py: writes what `files` makes to `folder`, or with --check compares; returns the exit code."""
     if arguments == ["--check"]:
         different = differing(files(), folder)
         for name in different:
@@ -56,22 +56,22 @@ def read_rows(path, example):
 
 
 def read_answers(folder, example):
-    """The answers before and after PPO, to the same prompts."""
+    """The responses before and after PPO, to the same prompts."""
     before, after = (read_rows(folder / name, example) for name in ("before.jsonl", "after.jsonl"))
     if not before or [row["prompt"] for row in before] != [row["prompt"] for row in after]:
-        raise Missing(f"{folder}: before.jsonl and after.jsonl should answer the same prompts, in the same order")
+        raise Missing(f"{folder}: expected before.jsonl and after.jsonl with the same prompts in the same order")
     return before, after
 
 
 def read_timings(folder):
-    """What took how many seconds."""
+    """Step -> seconds."""
     path = folder / "timings.tsv"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return {name: int(seconds) for name, seconds in (line.split("\t") for line in lines)}
 
 
 def summary(arguments, usage, default, summarise, as_markdown, as_text, is_good):
-    """A summary.py: writes what `summarise` finds in a run's folder beside it, and shows it; gives the exit code."""
+    """A summary.py: writes the result of `summarise` to the run's folder and prints it; returns the exit code."""
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
         print(usage)
         return 0 if arguments in (["-h"], ["--help"]) else 2

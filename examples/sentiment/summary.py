@@ -1,8 +1,8 @@
-"""Sums up a run of the demo: did PPO raise the score, and does the raise mean what it should?
+"""Summarizes a run of the demo: did PPO raise the score, and does the rise mean what it should?
 
     python3 summary.py [FOLDER]     default: runs/sentiment
 
-Reads FOLDER/{sft,reward,ppo}/metrics.jsonl, before.jsonl, after.jsonl and timings.tsv, as run.sh leaves them; prints
+Reads FOLDER/{sft,reward,ppo}/metrics.jsonl, before.jsonl, after.jsonl and timings.tsv, as run.sh writes them; prints
 the summary and writes it to FOLDER/summary.json and FOLDER/summary.md. Exit code 1 when a verdict is no.
 
 Python 3.9 or newer, standard library only.
@@ -36,7 +36,7 @@ def tenths(rows, key):
 
 
 def summarise(folder):
-    """All numbers of the run, as one dict that json can write."""
+    """All metrics of the run, as one dict for json."""
     sft = read_metrics(folder / "sft" / "metrics.jsonl", "loss")
     reward = read_metrics(folder / "reward" / "metrics.jsonl", "loss", "accuracy")
     ppo = read_metrics(folder / "ppo" / "metrics.jsonl", "objective/scores", "objective/kl")
@@ -96,11 +96,11 @@ def answer_rows(found):
         row("judge: mood, -1 to 1", "mood", "{:+.3f}"),
         row("judge: positive words", "positive_words", "{}"),
         row("judge: negative words", "negative_words", "{}"),
-        row("judge: positive answers", "positive_answers", "{:.1%}"),
-        row("answers the grammar parses", "grammar", "{:.1%}"),
-        row("distinct bigrams, all answers", "distinct_bigrams", "{:.1%}"),
-        row("distinct bigrams, per answer", "distinct_bigrams_per_answer", "{:.1%}"),
-        row("words per answer", "words", "{:.1f}"),
+        row("judge: positive responses", "positive_answers", "{:.1%}"),
+        row("responses that the grammar parses", "grammar", "{:.1%}"),
+        row("distinct bigrams, all responses", "distinct_bigrams", "{:.1%}"),
+        row("distinct bigrams, per response", "distinct_bigrams_per_answer", "{:.1%}"),
+        row("words per response", "words", "{:.1f}"),
     ]
 
 
@@ -171,7 +171,7 @@ def as_text(found, width=None, colour=False):
         return f"\033[1;{32 if good else 31}m{word:3}\033[0m" if colour else f"{word:3}"
 
     lines = aligned(training_rows(found)) + [""] + aligned(answer_rows(found)) + [""]
-    lines += ["The same prompts answered before and after:"]
+    lines += ["Responses to the same prompts before and after:"]
     lines += side_by_side(found["samples"], width) if width else listed(found["samples"])
     lines += ["", score_line(found)]
     lines += [f"  {mark(good)}  {claim}" for claim, good in found["verdicts"].items()]
