@@ -20,9 +20,9 @@ use clap::builder::ValueParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueEnum};
+use rlhf::flag::{self, Refusals};
 use rlhf::settings::{
-    self, GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, Refusals, RewardConfig,
-    ScoreConfig, SftConfig,
+    GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, RewardConfig, ScoreConfig, SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 use rlhf::{Error, Result};
@@ -178,7 +178,7 @@ fn resolve<C>(
     loop {
         let checked = check(&config);
         let of_preset = |line: &str| {
-            let mut keys = settings::subjects(line).filter(|key| !is_own(key));
+            let mut keys = flag::subjects(line).filter(|key| !is_own(key));
             keys.find_map(|key| preset.iter().position(|setting| setting.key == key))
         };
         let refused = checked.as_ref().err().map_or(&[][..], Error::refusals);
@@ -336,27 +336,27 @@ const PIPELINE: &str = "pipeline";
 
 fn rlhf_command() -> Command {
     let commands = [
-        trl::with_flags(settings::command::<SftConfig>("sft"))
+        trl::with_flags(flag::command::<SftConfig>("sft"))
             .about("Fine-tune a language model on texts or demonstrations")
             .after_help(
                 "Example:\n\
              \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft",
             ),
-        trl::with_flags(settings::command::<RewardConfig>("reward"))
+        trl::with_flags(flag::command::<RewardConfig>("reward"))
             .about("Train a reward model on preference pairs")
             .after_help(
                 "Example:\n\
              \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
              \x20     --dataset_name pairs.jsonl --output_dir runs/reward",
             ),
-        deepspeed_chat::with_flags(trl::with_flags(settings::command::<PpoConfig>("ppo")))
+        deepspeed_chat::with_flags(trl::with_flags(flag::command::<PpoConfig>("ppo")))
             .about("Train a language model with PPO against a reward")
             .after_help(
                 "Example:\n\
              \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
              \x20     --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos",
             ),
-        settings::command::<PipelineFlags>(PIPELINE)
+        flag::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
             .after_help(
                 "The file has a section for each step, with that command's settings by their flags' names;\n\
@@ -372,7 +372,7 @@ fn rlhf_command() -> Command {
              Example:\n\
              \x20 rlhf pipeline --config pipeline.yaml --resume_from_checkpoint",
             ),
-        trl::with_flags(settings::command::<GenerateConfig>("generate"))
+        trl::with_flags(flag::command::<GenerateConfig>("generate"))
             .about("Answer prompts with a language model")
             .after_help(
                 "Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.\n\n\
@@ -380,7 +380,7 @@ fn rlhf_command() -> Command {
                  \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\
                  \x20 rlhf generate --model_name_or_path runs/ppo --dataset_name prompts.jsonl --do_sample false",
             ),
-        trl::with_flags(settings::command::<LogprobsConfig>("logprobs"))
+        trl::with_flags(flag::command::<LogprobsConfig>("logprobs"))
             .about("Log-probabilities of given completions, row by row")
             .after_help(
                 "Rows have `prompt` and `completion`, or `prompt_ids` and `completion_ids`; each is written with\n\
@@ -388,7 +388,7 @@ fn rlhf_command() -> Command {
                  Example:\n\
                  \x20 rlhf logprobs --model_name_or_path runs/ppo --dataset_name answers.jsonl",
             ),
-        trl::with_flags(settings::command::<ScoreConfig>("score"))
+        trl::with_flags(flag::command::<ScoreConfig>("score"))
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(
                 "Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and\n\
@@ -401,7 +401,7 @@ fn rlhf_command() -> Command {
              \x20 rlhf score --tokenizer_name runs/sft --reward length:target=40 --reward_command ./reward.py \\\n\
              \x20     --dataset_name answers.jsonl",
             ),
-        settings::command::<MergeConfig>("merge").about("Fold a LoRA adapter into a whole model").after_help(
+        flag::command::<MergeConfig>("merge").about("Fold a LoRA adapter into a whole model").after_help(
             "Example:\n\
              \x20 rlhf merge --model_name_or_path runs/ppo --output_dir merged",
         ),
@@ -962,7 +962,9 @@ fn one_line(error: &clap::Error) -> String {
 #[cfg(test)]
 mod tests {
     use rlhf::rl::math::{KlEstimator, ScorePosition};
-    use rlhf::settings::{EosInLoss, Format, LongPrompts, LrSchedulerType, ReportTo, StopToken, WhitenAdvantages};
+    use rlhf::settings::{
+        self, EosInLoss, Format, LongPrompts, LrSchedulerType, ReportTo, StopToken, WhitenAdvantages,
+    };
 
     use super::*;
 

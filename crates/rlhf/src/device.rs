@@ -1,5 +1,6 @@
 //! Where models live and compute: the processor, or a GPU whose libraries are loaded only when they are asked for.
 
+use crate::flag::Setting;
 use crate::{Error, Result};
 use std::fmt;
 use std::io::Write;
@@ -49,6 +50,15 @@ impl Device {
                 Err(reason) => usage(self, &reason),
             },
         }
+    }
+}
+
+impl Setting for Device {
+    const NAME: &'static str = "DEVICE";
+    const EXPECTED: &'static str = "auto, cpu, cuda or cuda:N";
+
+    fn read(text: &str) -> Option<Self> {
+        Self::parse(text)
     }
 }
 

@@ -37,6 +37,7 @@ pub mod data;
 pub mod device;
 mod error;
 pub mod files;
+pub mod flag;
 pub mod generate;
 pub mod hub;
 pub mod merge;

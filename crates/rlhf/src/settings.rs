@@ -4,17 +4,22 @@
 //! comment is its `--help` text. Every default is written once, in the field's `arg` attribute: the constructors take
 //! theirs from there.
 
-use std::any::TypeId;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use clap::builder::{PossibleValue, ValueParser};
-use clap::{Arg, ArgAction, Args, Command, ValueEnum};
+use clap::builder::PossibleValue;
+use clap::{ArgAction, Args, ValueEnum};
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::data::Columns;
 use crate::device::Device;
+pub use crate::flag::ByteSize;
+use crate::flag::{
+    BATCHES, CHECKPOINTS, DATA, EVALUATION, LORA, LOSS, MODELS, NONE, OPTIMIZER, PPO, REWARDS, RUN, Refusals, SAMPLING,
+    Setting, above_zero, all, at_least_one, defaults, defaults_with, expect, no_effect, optional, required, usage,
+    zero_or_more, zero_to_one,
+};
 use crate::generate::{GenerationConfig, Sampling};
 use crate::model::{ClassifierFormat, Dtype, LoraConfig};
 use crate::reward::{LEFT_OUT, Spec, address};
@@ -22,31 +27,12 @@ use crate::rl::math::{KlEstimator, PolicyClip, ScorePosition};
 use crate::weights::brief;
 use crate::{Error, Result};
 
-const MODELS: &str = "Models";
-const REWARDS: &str = "Rewards";
-const DATA: &str = "Data";
-const BATCHES: &str = "Batch sizes and length of the run";
-const PPO: &str = "PPO";
-const LOSS: &str = "Loss";
-const SAMPLING: &str = "Sampling";
-const LORA: &str = "LoRA";
-const OPTIMIZER: &str = "Optimizer";
-const CHECKPOINTS: &str = "Checkpoints";
-const EVALUATION: &str = "Evaluation";
-const RUN: &str = "Run";
-
-/// How an unset option is written.
-const NONE: &str = "none";
-
 /// What the shares of a dataset are drawn by, if nothing else is said: another than a run's own seed, so that runs of any seeds
 /// have shares without a row in common.
 const SPLIT_SEED: u64 = 42;
 
 /// The split that is evaluated on if there is one and no other is named.
 pub(crate) const TEST: &str = "test";
-
-// An optional field's type is spelled `std::option::Option`: clap reads a bare `Option` as "the flag may be absent",
-// and then `none` could not unset on the command line what a file has set.
 
 /// What `rlhf ppo` does.
 ///
@@ -145,7 +131,7 @@ pub struct PpoConfig {
     #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
     pub response_length: usize,
     /// Cut answers after this token: `eos` is the tokenizer's, or another that its `generation_config.json` names.
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<StopToken>)]
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_name = StopToken::NAME, value_parser = optional::<StopToken>)]
     pub stop_token: std::option::Option<StopToken>,
     /// Cut answers after the token with this id.
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<i64>)]
@@ -368,7 +354,7 @@ pub struct RewardConfig {
     pub new_reward_head: bool,
     /// Names of the saved tensors: transformers' (`score.weight`) or deepspeed-chat's (`v_head.weight`) [default: those of
     /// the folder that the head is read from].
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<ClassifierFormat>)]
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_name = ClassifierFormat::NAME, value_parser = optional::<ClassifierFormat>)]
     pub reward_format: std::option::Option<ClassifierFormat>,
 
     /// Where rows come from.
@@ -455,7 +441,7 @@ pub struct MergeConfig {
     #[serde(skip)] // As for a run.
     pub overwrite_output_dir: bool,
     /// Write weights in files of at most this size each, such as 5GB or 500MB.
-    #[arg(long, help_heading = RUN, default_value = "50GB", value_parser = required::<ByteSize>)]
+    #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
     pub max_shard_size: ByteSize,
 }
 
@@ -474,10 +460,10 @@ pub struct GenerateConfig {
     #[arg(value_name = "PROMPT")]
     pub prompts: Vec<String>,
     /// What standard input holds: `text`, a prompt per line, or `jsonl`, a row per line as in a dataset.
-    #[arg(long, help_heading = DATA, default_value = "text")]
+    #[arg(long, help_heading = DATA, default_value = "text", value_name = Format::NAME, value_parser = required::<Format>)]
     pub input_format: Format,
     /// `text` to read, `jsonl` for programs [default: text on a terminal, else jsonl].
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<Format>)]
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_name = Format::NAME, value_parser = optional::<Format>)]
     pub output_format: std::option::Option<Format>,
     /// Put a prompt that is a string into the chat template, as what the user says.
     #[arg(long, help_heading = DATA)]
@@ -606,7 +592,7 @@ pub struct RowsConfig {
     #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
     pub dtype: Dtype,
     /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_parser = required::<Device>)]
+    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
     pub device: Device,
     /// Threads for tensor operations [default: one per core].
     #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
@@ -689,7 +675,7 @@ pub struct DataConfig {
     pub eval_split_size: std::option::Option<f64>,
     /// Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4, that have no row in
     /// common.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<DataSplit>)]
+    #[arg(long, help_heading = DATA, default_value = NONE, value_name = DataSplit::NAME, value_parser = optional::<DataSplit>)]
     pub data_split: std::option::Option<DataSplit>,
     /// Decides which rows are in which share; must be the same for all three.
     #[arg(long, help_heading = DATA, default_value_t = SPLIT_SEED)]
@@ -786,7 +772,7 @@ pub struct PipelineFlags {
     pub skip: Vec<Step>,
     /// Pass over the steps that are finished, and go on with the one that is not from its newest checkpoint.
     #[arg(
-        long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_parser = resume_or_false,
+        long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_name = Resume::NAME, value_parser = resume_or_false,
         num_args = 0..=1, default_missing_value = "true"
     )]
     pub resume_from_checkpoint: std::option::Option<Resume>,
@@ -1104,7 +1090,7 @@ pub struct ValueConfig {
     #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
     pub value_learning_rate: std::option::Option<f64>,
     /// Its schedule [default: `lr_scheduler_type`].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<LrSchedulerType>)]
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_name = LrSchedulerType::NAME, value_parser = optional::<LrSchedulerType>)]
     pub value_lr_scheduler_type: std::option::Option<LrSchedulerType>,
     /// Updates in which its learning rate rises [default: those of `warmup_steps` or `warmup_ratio`].
     #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
@@ -1194,10 +1180,10 @@ pub struct RunConfig {
     #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
     pub dtype: Dtype,
     /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_parser = required::<Device>)]
+    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
     pub device: Device,
     /// Write weights in files of at most this size each, such as 5GB or 500MB.
-    #[arg(long, help_heading = RUN, default_value = "50GB", value_parser = required::<ByteSize>)]
+    #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
     pub max_shard_size: ByteSize,
     /// Keep only what goes into each layer, and compute the layer again on the way back: less memory, more time.
     #[arg(long, help_heading = RUN)]
@@ -1318,7 +1304,7 @@ pub struct CheckpointConfig {
     pub save_total_limit: std::option::Option<usize>,
     /// Go on from this checkpoint; `true` is the newest whole one in `output_dir`, and the beginning where there is none.
     #[arg(
-        long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_parser = resume_or_false,
+        long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_name = Resume::NAME, value_parser = resume_or_false,
         num_args = 0..=1, default_missing_value = "true"
     )]
     #[serde(skip)] // A run is gone on with when that is asked for, not when its settings are used again.
@@ -1445,38 +1431,6 @@ impl RunConfig {
             self.checkpoints.check(),
             self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most)),
         ])
-    }
-}
-
-/// A number of bytes, written as Hugging Face writes it: `5GB`, `500MB`, `1GiB`, or a number alone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ByteSize(pub usize);
-
-const UNITS: [(&str, u64); 8] = [
-    ("TIB", 1 << 40),
-    ("GIB", 1 << 30),
-    ("MIB", 1 << 20),
-    ("KIB", 1 << 10),
-    ("TB", 1_000_000_000_000),
-    ("GB", 1_000_000_000),
-    ("MB", 1_000_000),
-    ("KB", 1_000),
-];
-
-impl Display for ByteSize {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let bytes = self.0 as u64;
-        let whole = |(_, size): &&(&str, u64)| bytes >= *size && bytes.is_multiple_of(*size);
-        match UNITS[4..].iter().find(whole) {
-            Some((unit, size)) => write!(f, "{}{unit}", bytes / size),
-            None => write!(f, "{bytes}"),
-        }
-    }
-}
-
-impl Serialize for ByteSize {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
     }
 }
 
@@ -2855,49 +2809,6 @@ impl RowsConfig {
     }
 }
 
-/// The clap command `name` whose flags are the fields of `C`, in the forms that `rlhf` takes.
-///
-/// Flags have the fields' names; a yes-or-no flag stands alone or takes `=true` or `=false`; `none` or `null` unsets an
-/// optional value; of a flag given twice the last counts.
-pub fn command<C: Args>(name: &'static str) -> Command {
-    C::augment_args(Command::new(name)).args_override_self(true).mut_args(|arg| {
-        let arg = arg.allow_negative_numbers(true);
-        if let ArgAction::SetTrue = arg.get_action() {
-            let off = arg.get_default_values().is_empty();
-            let arg = if off { arg.default_value("false").hide_default_value(true) } else { arg };
-            return arg
-                .action(ArgAction::Set)
-                .value_parser(required::<bool>)
-                .value_name(bool::NAME)
-                .num_args(0..=1)
-                // Else a prompt after `--ignore_eos` would be its value.
-                .require_equals(true)
-                .default_missing_value("true");
-        }
-        if arg.is_positional() {
-            return arg;
-        }
-        let kind = typed::<usize>(&arg)
-            .or_else(|| typed::<u64>(&arg))
-            .or_else(|| typed::<i64>(&arg))
-            .or_else(|| typed::<f64>(&arg))
-            .or_else(|| typed::<bool>(&arg))
-            .or_else(|| typed::<Resume>(&arg))
-            .or_else(|| typed::<PathBuf>(&arg))
-            .or_else(|| typed::<String>(&arg))
-            .or_else(|| typed::<StopToken>(&arg))
-            .or_else(|| typed::<DataSplit>(&arg))
-            .or_else(|| typed::<Format>(&arg))
-            .or_else(|| typed::<Device>(&arg))
-            .or_else(|| typed::<ByteSize>(&arg));
-        match kind {
-            Some((name, Some(parser))) => arg.value_name(name).value_parser(parser),
-            Some((name, None)) => arg.value_name(name),
-            None => arg.value_name("NAME"),
-        }
-    })
-}
-
 /// Writes every setting of a run to the file `path`, as YAML that `--config` reads back, consent to overwrite left out.
 ///
 /// Errors: [`Error::Io`]; [`Error::Invalid`] if a path among the settings is not UTF-8.
@@ -2911,25 +2822,6 @@ pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result
 
 /// How a file begins that [`write_resolved`] writes: a person's configuration may have the same name.
 pub(crate) const RESOLVED: &str = "# Every setting of this run, as resolved by rlhf ";
-
-/// `C` with the defaults of its flags, and "." wherever a value is required.
-fn defaults<C: Args>() -> C {
-    defaults_with(&[])
-}
-
-/// [`defaults`], but for these settings.
-fn defaults_with<C: Args>(settings: &[(&'static str, &'static str)]) -> C {
-    let own = |command: Command, &(name, value): &(&'static str, &'static str)| {
-        command.mut_arg(name, |arg| arg.default_value(value))
-    };
-    let matches = settings
-        .iter()
-        .fold(command::<C>("defaults"), own)
-        .no_binary_name(true)
-        .mut_args(|arg| if arg.is_required_set() { arg.required(false).default_value(".") } else { arg })
-        .get_matches_from(std::iter::empty::<&str>());
-    C::from_arg_matches(&matches).expect("every flag has a default that it accepts")
-}
 
 // By hand, because `ppo` knows tensors only.
 impl ValueEnum for KlEstimator {
@@ -2962,75 +2854,6 @@ impl ValueEnum for ScorePosition {
     }
 }
 
-/// A type that flags have, read from text.
-trait Setting: Clone + Send + Sync + Sized + 'static {
-    /// What stands for a value in `--help`.
-    const NAME: &'static str;
-    /// What a value looks like, for error messages.
-    const EXPECTED: &'static str;
-
-    fn read(text: &str) -> Option<Self>;
-}
-
-impl Setting for usize {
-    const NAME: &'static str = "N";
-    const EXPECTED: &'static str = "a whole number, 0 or more";
-
-    fn read(text: &str) -> Option<Self> {
-        // As Python writes a whole number that may be a share.
-        text.strip_suffix(".0").unwrap_or(text).parse().ok()
-    }
-}
-
-impl Setting for u64 {
-    const NAME: &'static str = "N";
-    const EXPECTED: &'static str = "a whole number, 0 or more";
-
-    fn read(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-}
-
-impl Setting for i64 {
-    const NAME: &'static str = "N";
-    const EXPECTED: &'static str = "a whole number";
-
-    fn read(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-}
-
-impl Setting for f64 {
-    const NAME: &'static str = "X";
-    const EXPECTED: &'static str = "a number";
-
-    fn read(text: &str) -> Option<Self> {
-        text.parse().ok().filter(|x: &f64| x.is_finite())
-    }
-}
-
-impl Setting for bool {
-    const NAME: &'static str = "BOOL";
-    const EXPECTED: &'static str = "true or false";
-
-    fn read(text: &str) -> Option<Self> {
-        match text.to_ascii_lowercase().as_str() {
-            "true" | "yes" | "1" => Some(true),
-            "false" | "no" | "0" => Some(false),
-            _ => None,
-        }
-    }
-}
-
-impl Setting for PathBuf {
-    const NAME: &'static str = "PATH";
-    const EXPECTED: &'static str = "a path";
-
-    fn read(text: &str) -> Option<Self> {
-        (!text.is_empty()).then(|| text.into())
-    }
-}
-
 impl Setting for Resume {
     const NAME: &'static str = "PATH";
     const EXPECTED: &'static str = "the folder of a checkpoint, or true for the newest";
@@ -3040,37 +2863,6 @@ impl Setting for Resume {
             "true" | "latest" => Some(Self::Latest),
             _ => (!text.is_empty()).then(|| Self::From(text.into())),
         }
-    }
-}
-
-impl Setting for String {
-    const NAME: &'static str = "TEXT";
-    const EXPECTED: &'static str = "some text";
-
-    fn read(text: &str) -> Option<Self> {
-        (!text.is_empty()).then(|| text.into())
-    }
-}
-
-impl Setting for Device {
-    const NAME: &'static str = "DEVICE";
-    const EXPECTED: &'static str = "auto, cpu, cuda or cuda:N";
-
-    fn read(text: &str) -> Option<Self> {
-        Self::parse(text)
-    }
-}
-
-impl Setting for ByteSize {
-    const NAME: &'static str = "SIZE";
-    const EXPECTED: &'static str = "a size above 0, such as 5GB or 500MB";
-
-    fn read(text: &str) -> Option<Self> {
-        let text = text.trim().to_ascii_uppercase();
-        let unit = UNITS.iter().find_map(|(unit, size)| Some((text.strip_suffix(unit)?, *size)));
-        let (number, size) = unit.unwrap_or((&text, 1));
-        let bytes = number.trim_end().parse::<f64>().ok()? * size as f64;
-        (bytes >= 1.0 && bytes < usize::MAX as f64).then_some(Self(bytes as usize))
     }
 }
 
@@ -3087,15 +2879,6 @@ impl Setting for LrSchedulerType {
     const NAME: &'static str = "NAME";
     const EXPECTED: &'static str =
         "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, constant or constant_with_warmup";
-
-    fn read(text: &str) -> Option<Self> {
-        Self::from_str(text, true).ok()
-    }
-}
-
-impl Setting for ClassifierFormat {
-    const NAME: &'static str = "FORMAT";
-    const EXPECTED: &'static str = "transformers or deepspeed-chat";
 
     fn read(text: &str) -> Option<Self> {
         Self::from_str(text, true).ok()
@@ -3120,17 +2903,6 @@ impl Setting for Format {
     }
 }
 
-fn required<T: Setting>(text: &str) -> Result<T, String> {
-    T::read(text).ok_or_else(|| format!("expected {}", T::EXPECTED))
-}
-
-fn optional<T: Setting>(text: &str) -> Result<Option<T>, String> {
-    match text.to_ascii_lowercase().as_str() {
-        "none" | "null" => Ok(None),
-        _ => required(text).map(Some),
-    }
-}
-
 /// TRL writes "not set" as -1 here.
 fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
     if text == "-1" { Ok(None) } else { optional(text) }
@@ -3144,110 +2916,6 @@ fn resume_or_false(text: &str) -> Result<Option<Resume>, String> {
 /// A norm of 0 turns clipping off.
 fn norm_or_zero(text: &str) -> Result<Option<f64>, String> {
     Ok(optional(text)?.filter(|&norm| norm != 0.0))
-}
-
-/// The value name of `arg` if it holds a `T` or an `Option<T>`, and the parser if derive chose it.
-fn typed<T: Setting>(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
-    let held = arg.get_value_parser().type_id();
-    if held == TypeId::of::<T>() {
-        Some((T::NAME, Some(ValueParser::new(required::<T>))))
-    } else {
-        (held == TypeId::of::<Option<T>>()).then_some((T::NAME, None))
-    }
-}
-
-fn usage<T>(message: impl Into<String>) -> Result<T> {
-    Err(Error::Usage(message.into()))
-}
-
-/// Gathers what is wrong with settings, so that all of it is reported at once and not one fault per run.
-///
-/// A refusal is one line. It begins with the setting that has to change or to go (`NAME = VALUE`), or says that two settings
-/// exclude each other: [`subjects`] reads that.
-#[derive(Debug, Default)]
-pub struct Refusals {
-    lines: Vec<String>,
-    /// Settings that are refused.
-    about: Vec<String>,
-}
-
-impl Refusals {
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.lines.is_empty()
-    }
-
-    /// Whether a line refuses this setting.
-    pub fn has(&self, name: &str) -> bool {
-        self.about.iter().any(|about| about == name)
-    }
-
-    /// None, of a part of the same settings: what follows from a refusal of these is not refused there either.
-    pub fn about(&self) -> Self {
-        Self { lines: Vec::new(), about: self.about.clone() }
-    }
-
-    /// Takes up one line, which refuses these settings.
-    pub fn refuse(&mut self, line: impl Into<String>, about: impl IntoIterator<Item = impl Into<String>>) {
-        self.lines.push(line.into());
-        self.about.extend(about.into_iter().map(Into::into));
-    }
-
-    /// Takes up what `checked` refuses, but for what names a setting that is refused already: that follows from it.
-    ///
-    /// # Errors
-    /// If it is an error of another kind than [`Error::Usage`] and [`Error::Refused`].
-    pub fn add(&mut self, checked: Result<()>) -> Result<()> {
-        let Err(error) = checked else { return Ok(()) };
-        let lines = error.refusals();
-        if lines.is_empty() {
-            return Err(error);
-        }
-        for line in lines {
-            if !self.about.iter().any(|name| names(line, name)) {
-                self.refuse(line, subjects(line));
-            }
-        }
-        Ok(())
-    }
-
-    /// All of it, a line each.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] or [`Error::Refused`] if there is anything.
-    pub fn end(mut self) -> Result<()> {
-        match self.lines.len() {
-            0 => Ok(()),
-            1 => Err(Error::Usage(self.lines.remove(0))),
-            _ => Err(Error::Refused(self.lines)),
-        }
-    }
-}
-
-/// What all of `checks` refuse, as one error.
-fn all<const N: usize>(checks: [Result<()>; N]) -> Result<()> {
-    let mut refusals = Refusals::default();
-    for checked in checks {
-        refusals.add(checked)?;
-    }
-    refusals.end()
-}
-
-/// The settings that a refusal is about: the one that it begins with, and the second of two that exclude each other.
-pub fn subjects(refusal: &str) -> impl Iterator<Item = &str> {
-    let subject = |text: &'_ str| -> Option<usize> {
-        let end = text.find(|c: char| !c.is_ascii_alphanumeric() && c != '_')?;
-        (end > 0 && (text[end..].starts_with(" = ") || text[end..].starts_with(':'))).then_some(end)
-    };
-    let first = subject(refusal).map(|end| &refusal[..end]);
-    let both = refusal.split_once(" exclude each other").map_or("", |(both, _)| both);
-    let second = both.rsplit_once(" and ").and_then(|(_, text)| subject(text).map(|end| &text[..end]));
-    first.into_iter().chain(second)
-}
-
-/// Whether `line` has `name` as a word.
-fn names(line: &str, name: &str) -> bool {
-    line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == name)
 }
 
 /// The most that a whole number of a configuration may be: beyond use, and sums and products of a few of them are far below
@@ -3293,31 +2961,6 @@ fn check_sizes(config: &impl Serialize) -> Result<()> {
         }
     }
     refusals.end()
-}
-
-fn expect(holds: bool, name: &str, found: impl Display, expected: &str) -> Result<()> {
-    if holds { Ok(()) } else { usage(format!("{name} = {found}: expected {expected}")) }
-}
-
-/// Refuses a setting that does nothing.
-fn no_effect(name: &str, found: impl Display, why: &str) -> Result<()> {
-    usage(format!("{name} = {found} has no effect {why}"))
-}
-
-fn at_least_one(name: &str, found: usize) -> Result<()> {
-    expect(found >= 1, name, found, "at least 1")
-}
-
-fn above_zero(name: &str, found: f64) -> Result<()> {
-    expect(found.is_finite() && found > 0.0, name, found, "a number above 0")
-}
-
-fn zero_or_more(name: &str, found: f64) -> Result<()> {
-    expect(found.is_finite() && found >= 0.0, name, found, "a number of 0 or more")
-}
-
-fn zero_to_one(name: &str, found: f64) -> Result<()> {
-    expect((0.0..=1.0).contains(&found), name, found, "a number from 0 to 1")
 }
 
 fn check_token_id(id: Option<i64>) -> Result<()> {
@@ -3588,26 +3231,6 @@ mod tests {
                 rewards,
             ]),
         );
-    }
-
-    #[test]
-    fn sizes_are_read_as_hugging_face_reads_them_and_written_so_that_they_read_back() {
-        for (text, bytes, written) in [
-            ("5GB", 5_000_000_000, "5GB"),
-            ("500mb", 500_000_000, "500MB"),
-            ("1.5 GB", 1_500_000_000, "1500MB"),
-            ("2GiB", 1 << 31, "2147483648"),
-            ("300KB", 300_000, "300KB"),
-            ("10000", 10_000, "10KB"),
-            ("7", 7, "7"),
-        ] {
-            let size = ByteSize::read(text).unwrap();
-            assert_eq!((size.0, size.to_string().as_str()), (bytes, written), "{text}");
-            assert_eq!(ByteSize::read(&size.to_string()), Some(size));
-        }
-        for text in ["", "GB", "0", "-5GB", "5XB", "nan", "inf", "1e30GB", "five"] {
-            assert_eq!(ByteSize::read(text), None, "{text}");
-        }
     }
 
     #[test]
@@ -4017,17 +3640,6 @@ mod tests {
         for (line, expected) in lines.iter().zip(expected) {
             assert!(line.starts_with(expected), "{line}\nis not {expected}");
         }
-    }
-
-    #[test]
-    fn a_refusal_is_about_the_settings_that_it_begins_with() {
-        let of = |line: &'static str| subjects(line).collect::<Vec<_>>();
-        assert_eq!(of("warmup_steps = 100 has no effect with lr_scheduler_type = constant"), ["warmup_steps"]);
-        assert_eq!(
-            of("stop_token = eos and stop_token_id = 3 exclude each other: set one"),
-            ["stop_token", "stop_token_id"]
-        );
-        assert_eq!(of("batch size = a * b = 4 is not a multiple of num_mini_batches = 3"), Vec::<&str>::new());
     }
 
     #[test]

@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
+use rlhf::flag::Refusals;
 use rlhf::model::Dtype;
-use rlhf::settings::{Preset, Refusals};
+use rlhf::settings::Preset;
 
 use crate::cli::Setting;
 use crate::cli::trl;

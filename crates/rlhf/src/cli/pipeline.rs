@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use clap::{Command, FromArgMatches};
 use rlhf::Error;
-use rlhf::settings::{PipelineFlags, PpoConfig, Refusals, Resume, RewardConfig, RunConfig, SftConfig, Step};
+use rlhf::flag::Refusals;
+use rlhf::settings::{PipelineFlags, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
 use super::{

@@ -8,7 +8,8 @@ use std::path::Path;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
-use rlhf::settings::{Preset, Refusals};
+use rlhf::flag::Refusals;
+use rlhf::settings::Preset;
 
 use crate::cli::Setting;
 use crate::cli::deepspeed_chat;

@@ -7,6 +7,7 @@ use super::linear::{Linear, LinearShape};
 use super::lora::{AdapterFolder, DropoutRows, LoraConfig};
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
 use super::{Body, ModelOptions};
+use crate::flag::Setting;
 use crate::weights::{Checkpoint, replace_files};
 use crate::{Error, Result};
 use serde::Serialize;
@@ -27,6 +28,15 @@ pub enum ClassifierFormat {
     Transformers,
     /// DeepSpeed-Chat's: `v_head.weight`, and `rwtransformer.` before the names of the model without its head.
     DeepspeedChat,
+}
+
+impl Setting for ClassifierFormat {
+    const NAME: &'static str = "NAME";
+    const EXPECTED: &'static str = "transformers or deepspeed-chat";
+
+    fn read(text: &str) -> Option<Self> {
+        clap::ValueEnum::from_str(text, true).ok()
+    }
 }
 
 /// A model with a number per position, or, where it is an encoder, some per sequence: a reward model or a value model.
