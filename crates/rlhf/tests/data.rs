@@ -126,7 +126,7 @@ fn broken_files_are_named_with_the_place() {
     for (file, words) in [
         ("short.csv", &["short.csv: line 3", "expected 2 fields", "found 1"][..]),
         ("open.csv", &["open.csv: line 3", "never closed"]),
-        ("cut.parquet", &["cut.parquet: not sound Parquet"]),
+        ("cut.parquet", &["cut.parquet: not valid Parquet"]),
         (
             "columns.csv",
             &["columns.csv: line 2", "`prompt`", "found `question`, `answer`", "--dataset_columns prompt=question"],
@@ -145,13 +145,13 @@ fn run_on_a_long_prompt(scratch: &Scratch, flags: &str, out: &str) -> Ran {
 }
 
 #[test]
-fn long_prompts_are_dropped_or_cut_and_counted() {
+fn long_prompts_are_dropped_or_truncated_and_counted() {
     let scratch = Scratch::new();
     let limit = "--max_prompt_length 8 --long_prompts";
     for (long, told, queries) in [
         ("drop", "1 of 3 prompts were dropped", ["xxx", "zzzzz"].as_slice()),
-        ("truncate_left", "1 of 3 prompts were cut", &["xxx", "yyyyyyyy", "zzzzz"]),
-        ("truncate_right", "1 of 3 prompts were cut", &["xxx", "yyyyyyyy", "zzzzz"]),
+        ("truncate_left", "1 of 3 prompts were truncated", &["xxx", "yyyyyyyy", "zzzzz"]),
+        ("truncate_right", "1 of 3 prompts were truncated", &["xxx", "yyyyyyyy", "zzzzz"]),
     ] {
         let ran = run_on_a_long_prompt(&scratch, &format!("{limit} {long}"), long);
         assert_eq!(ran.code, 0, "{}", ran.stderr);

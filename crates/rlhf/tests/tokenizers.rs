@@ -1,7 +1,7 @@
 //! Tokenizers of every kind and chat templates of every style, against transformers.
 
 use crate::support::{given_golden, golden, say};
-use rlhf::data::{Dataset, Demonstration, Learned};
+use rlhf::data::{Dataset, Demonstration, DemonstrationOptions};
 use rlhf::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -235,13 +235,13 @@ fn conversations_are_learned_whole_and_completions_alone() {
         json!({"messages": [turn("user", "hi"), turn("assistant", "oh")]}),
         json!({"prompt": [turn("user", "hi")], "completion": [turn("assistant", "oh")]}),
     ]);
-    let learned = |row: &Demonstration| tokenizer.decode_verbatim(&row.tokens[row.learn_from..]).unwrap();
+    let learned = |row: &Demonstration| tokenizer.decode_verbatim(&row.tokens[row.loss_start..]).unwrap();
     let whole = "user: hi<|endoftext|>\nassistant: oh<|endoftext|>\n";
     let found = dataset.demonstrations(&tokenizer, true).unwrap();
     assert_eq!(found[0].tokens, tokenizer.encode_verbatim(whole).unwrap(), "the template alone says where texts end");
-    assert_eq!((found[0].learn_from, learned(&found[1]).as_str()), (1, "oh<|endoftext|>\n"));
+    assert_eq!((found[0].loss_start, learned(&found[1]).as_str()), (1, "oh<|endoftext|>\n"));
     let found = dataset.demonstrations(&tokenizer, false).unwrap();
-    assert_eq!((found[0].learn_from, found[1].learn_from), (1, 1));
+    assert_eq!((found[0].loss_start, found[1].loss_start), (1, 1));
 }
 
 #[test]
@@ -261,8 +261,8 @@ fn the_better_side_of_a_pair_is_learned_as_a_completion_is() {
     for pair in found.chunks(2) {
         assert_eq!(pair[0], pair[1]);
     }
-    assert!(found[0].learn_from > 1 && found[2].learn_from > 1, "the prompt is not learned");
-    assert_eq!((found[4].learn_from, found[6].learn_from), (1, 1), "without a prompt all is");
+    assert!(found[0].loss_start > 1 && found[2].loss_start > 1, "the prompt is not learned");
+    assert_eq!((found[4].loss_start, found[6].loss_start), (1, 1), "without a prompt all is");
 }
 
 #[test]
@@ -289,7 +289,7 @@ fn rows_that_are_no_conversations_are_refused_with_their_line() {
     let demonstrations = |d: &Dataset, t: &Tokenizer| d.demonstrations(t, true).err();
     let pairs = |d: &Dataset, t: &Tokenizer| d.pairs(t, true).err();
     refuse(json!({"prompt": []}), prompts, "field `prompt`: expected a list of at least one message, found []");
-    refuse(json!({"prompt": [turn("assistant", "oh")]}), prompts, "expected a message to answer at the end");
+    refuse(json!({"prompt": [turn("assistant", "oh")]}), prompts, "expected a message to respond to at the end");
     refuse(json!({"prompt": [{"role": "user", "content": 3}]}), prompts, "expected a string or a list of text parts");
     refuse(json!({"prompt": [turn("user", "a")], "chat_template_kwargs": 1}), prompts, "expected an object, found 1");
     refuse(json!({"messages": "hi"}), demonstrations, "field `messages`: expected a list of at least one message");
@@ -388,12 +388,12 @@ fn of_a_conversation_what_the_assistant_says_is_learned_alone() {
         json!({"messages": turns[..1]}),
     ]);
     let learned = |tokenizer: &Tokenizer| {
-        let options = Learned { assistant_only: true, ..Learned::default() };
+        let options = DemonstrationOptions { assistant_only: true, ..DemonstrationOptions::default() };
         let found = dataset.demonstrations_with(tokenizer, &options).unwrap();
         let text = |row: &Demonstration| {
-            let counts = |at: &usize| !row.spared.iter().any(|range| range.contains(at));
-            let ids: Vec<i64> = (row.learn_from..row.tokens.len()).filter(counts).map(|at| row.tokens[at]).collect();
-            assert_eq!(ids.len(), row.counted());
+            let counts = |at: &usize| !row.masked.iter().any(|range| range.contains(at));
+            let ids: Vec<i64> = (row.loss_start..row.tokens.len()).filter(counts).map(|at| row.tokens[at]).collect();
+            assert_eq!(ids.len(), row.loss_tokens());
             tokenizer.decode_verbatim(&ids).unwrap()
         };
         found.iter().map(text).collect::<Vec<_>>()
@@ -411,7 +411,7 @@ fn of_a_conversation_what_the_assistant_says_is_learned_alone() {
     // A template that writes a turn otherwise when others follow it.
     std::fs::write(&path, "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}").unwrap();
     tokenizer.use_chat_template(&path).unwrap();
-    let options = Learned { assistant_only: true, ..Learned::default() };
+    let options = DemonstrationOptions { assistant_only: true, ..DemonstrationOptions::default() };
     let error = dataset.demonstrations_with(&tokenizer, &options).unwrap_err().to_string();
     assert!(error.contains("marked.jinja has no {% generation %} blocks") && error.contains("line 1"), "{error}");
     let (tokenizer, dataset, _dir) = rows(&[json!({"text": "hi"})]);

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use rlhf::data::{Answer, Dataset, RowReader};
+use rlhf::data::{Dataset, PromptResponse, RowReader};
 use rlhf::hub;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::reward::{RewardInput, Rewards};
@@ -31,10 +31,10 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
     annotate(&config.rows, rows, |part| {
         let texts = part.completions(&tokenizer, vocab, context)?;
         let mut logprobs = vec![Vec::new(); texts.len()];
-        let asked: Vec<usize> = (0..texts.len()).filter(|&i| texts[i].border < texts[i].tokens.len()).collect();
+        let asked: Vec<usize> = (0..texts.len()).filter(|&i| texts[i].prompt_len < texts[i].tokens.len()).collect();
         for batch in batches(asked, config.rows.batch_size, |i| texts[i].tokens.len()) {
             let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].tokens.as_slice()).collect();
-            let spans: Vec<_> = batch.iter().map(|&i| texts[i].border..texts[i].tokens.len()).collect();
+            let spans: Vec<_> = batch.iter().map(|&i| texts[i].prompt_len..texts[i].tokens.len()).collect();
             let found = tch::no_grad(|| model.token_logprobs(&sequences, &spans, config.temperature, false))?;
             let mut found = numbers(&found.logprobs)?.into_iter();
             for (&i, span) in batch.iter().zip(&spans) {
@@ -45,7 +45,7 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
         let fields = texts.iter().zip(logprobs).map(|(text, logprobs)| {
             let sum = logprobs.iter().fold(0.0, |sum, &logprob| sum + f64::from(logprob)); // `sum` of none is -0
             vec![
-                ("completion_ids", json!(text.tokens[text.border..])),
+                ("completion_ids", json!(text.tokens[text.prompt_len..])),
                 ("logprobs", json!(logprobs)),
                 ("sum_logprobs", json!(sum)),
             ]
@@ -148,9 +148,9 @@ fn score_answers(config: &ScoreConfig, rows: RowReader, options: ModelOptions) -
     let mut rewards = Rewards::of_score(config, &tokenizer, options)?;
     let mut preferences = Preferences::default();
     annotate(&config.rows, rows, |part| {
-        let of_rows = part.scored_answers(&tokenizer)?;
+        let of_rows = part.scored_responses(&tokenizer)?;
         let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
-        let answers: Vec<Answer> = of_rows.into_iter().flatten().collect();
+        let answers: Vec<PromptResponse> = of_rows.into_iter().flatten().collect();
         let inputs = answers.iter().map(|answer| RewardInput {
             prompt: &answer.prompt.text,
             response: &answer.response,

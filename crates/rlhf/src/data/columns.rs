@@ -1,11 +1,11 @@
-//! `--dataset_columns`: fields of a row that have other names in the dataset.
+//! `--dataset_columns`: reads the fields of rows from columns with other names.
 
 use super::formats::{cell, format};
-use super::{Row, expected};
+use super::row::{Row, expected};
 use crate::{Error, Result};
 use serde_json::Value;
 
-/// The fields that rlhf reads, each with those that would be read in its place or beside it if the row had them too.
+/// The fields that rlhf reads, each with the fields that would take precedence over it, or be read along with it.
 const FIELDS: [(&str, &[&str]); 12] = [
     ("prompt", &["prompt_ids", "query", "input_ids", "text", "messages"]),
     ("prompt_ids", &["text", "messages"]),
@@ -21,27 +21,27 @@ const FIELDS: [(&str, &[&str]); 12] = [
     ("chat_template_kwargs", &[]),
 ];
 
-/// In place of a column's name: the field is left out.
-const LEFT_OUT: &str = "none";
+/// Column name that removes the field.
+const REMOVED: &str = "none";
 
-/// Whether a column may be read as the field `name`.
+/// Returns true if a column can be read as the field `name`.
 pub(super) fn is_field(name: &str) -> bool {
     FIELDS.iter().any(|(field, _)| *field == name)
 }
 
-/// Which columns of a dataset are read as which fields.
+/// A map from fields to the columns of a dataset that they are read from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Columns {
-    /// Fields with their columns; without one the field is left out.
+    /// Fields and their columns; `None` removes the field.
     fields: Vec<(&'static str, Option<String>)>,
 }
 
 impl Columns {
-    /// Reads entries of the form `FIELD=COLUMN`; `response` is another name of the field `completion`, and `none` as the
-    /// column leaves the field out.
+    /// Parses entries of the form `FIELD=COLUMN`. `response` is another name for the field `completion`; the column `none`
+    /// removes the field.
     ///
     /// # Errors
-    /// If an entry has another form, a field is none that rlhf reads, or one is given twice.
+    /// If an entry has another form, a field is unknown, or one is given twice.
     pub fn parse(entries: &[String]) -> Result<Self> {
         let mut fields: Vec<(&'static str, Option<String>)> = Vec::new();
         for entry in entries {
@@ -59,13 +59,13 @@ impl Columns {
             if fields.iter().any(|(known, _)| known == field) {
                 return Err(wrong(format!("the field {field} is given twice")));
             }
-            fields.push((field, (column != LEFT_OUT).then(|| column.to_string())));
+            fields.push((field, (column != REMOVED).then(|| column.to_string())));
         }
         Ok(Self { fields })
     }
 
-    /// Gives `row` the fields, whose columns stay too. Fields that are not given go where they would be read in place of
-    /// one that is.
+    /// Adds the fields to `row`; the columns stay as they are. Removes other fields that would take precedence over a field
+    /// that is given.
     ///
     /// # Errors
     /// If the row lacks a column.
@@ -73,12 +73,12 @@ impl Columns {
         if self.fields.is_empty() {
             return Ok(());
         }
-        let error = |message: String| row.place.error(&row.file, message);
+        let error = |message: String| row.error(message);
         let mut read = Vec::new();
         for (field, column) in &self.fields {
             let Some(column) = column else { continue };
             let value = match row.value.get(column) {
-                // A cell of CSV is text, and it is the field that says what it holds.
+                // CSV cells are text; the type depends on the field.
                 Some(Value::String(text)) if format(&row.file) == Some("csv") => {
                     cell(field, text).map_err(|message| error(format!("column `{column}`, {message}")))?
                 }
@@ -110,7 +110,7 @@ impl Columns {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::Place;
+    use crate::data::row::Place;
     use serde_json::json;
     use std::path::Path;
 
@@ -125,13 +125,13 @@ mod tests {
     }
 
     #[test]
-    fn a_column_is_read_as_its_field_and_stays_for_rewards() {
+    fn a_column_is_read_as_its_field_and_is_kept_for_rewards() {
         let row = json!({"question": "q", "answer": "a", "n": 1});
         assert_eq!(
             applied("a.jsonl", &["prompt=question", "response=answer"], row).unwrap(),
             json!({"question": "q", "answer": "a", "n": 1, "prompt": "q", "completion": "a"})
         );
-        // Two may change places.
+        // Two columns can be swapped.
         assert_eq!(
             applied("a.jsonl", &["chosen=rejected", "rejected=chosen"], json!({"chosen": 1, "rejected": 2})).unwrap(),
             json!({"chosen": 2, "rejected": 1})
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_given_field_is_read_and_not_another_that_the_row_has_too() {
+    fn a_given_field_takes_precedence_over_other_fields_of_the_row() {
         let row = json!({"text": "t", "prompt_ids": [1], "question": "q", "completion": "c"});
         assert_eq!(
             applied("a.jsonl", &["prompt=question"], row.clone()).unwrap(),
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn cells_of_csv_become_what_the_field_holds() {
+    fn csv_cells_are_parsed_by_the_type_of_the_field() {
         let row = json!({"strength": "0.5", "talk": "[{\"role\": \"user\", \"content\": \"x\"}]"});
         let found = applied("a.csv", &["margin=strength", "messages=talk"], row.clone()).unwrap();
         assert_eq!((&found["margin"], &found["messages"][0]["content"]), (&json!(0.5), &json!("x")));
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_entry_and_a_missing_column_are_errors() {
+    fn a_malformed_entry_and_a_missing_column_are_errors() {
         for (entries, message) in [
             (&["prompt"][..], "dataset_columns = prompt: expected FIELD=COLUMN, such as prompt=question"),
             (&["=x"], "dataset_columns = =x: expected FIELD=COLUMN"),

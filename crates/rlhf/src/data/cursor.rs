@@ -1,13 +1,13 @@
-//! The order in which rows are taken.
+//! The order of rows in training.
 
 use crate::rng::{Purpose, Stream};
 use crate::{Error, Result};
 use serde_json::{Value, json};
 
-/// Hands out row indices in shuffled passes: each row once per pass, in an order that the seed and the pass fix.
+/// Samples row indices in shuffled passes: each row once per pass, in an order that depends only on the seed and the pass.
 ///
-/// A batch that a pass cannot fill goes on into the next: no row is dropped. Of several datasets with weights, each has its own
-/// passes, and each draw takes the next row of one of them.
+/// A batch that a pass cannot fill continues with the next pass: no row is dropped. Datasets with weights have separate
+/// passes, and each draw takes the next row of one dataset.
 ///
 /// ```
 /// use rlhf::data::Cursor;
@@ -21,24 +21,24 @@ use serde_json::{Value, json};
 pub struct Cursor {
     seed: u64,
     sources: Vec<Passes>,
-    /// The upper ends of the sources' shares of [0, 1).
+    /// Cumulative sampling probabilities of the sources.
     ends: Vec<f64>,
     taken: usize,
 }
 
-/// The shuffled passes over one dataset.
+/// Shuffled passes over one dataset.
 #[derive(Debug, Clone)]
 struct Passes {
-    /// The index of its first row among all.
+    /// Index of its first row among all rows.
     first: usize,
     len: usize,
     taken: usize,
-    /// The current pass and its order.
+    /// The current pass and the order of its rows.
     order: Option<(usize, Vec<usize>)>,
 }
 
 impl Cursor {
-    /// A cursor at the beginning of the first pass over `len` rows.
+    /// Creates a cursor at the start of the first pass over `len` rows.
     ///
     /// # Panics
     /// If there are no rows.
@@ -46,11 +46,11 @@ impl Cursor {
         Self::mixture(seed, &[len], &[])
     }
 
-    /// A cursor over datasets of `lens` rows, whose rows are numbered through. Draw by draw a dataset is chosen with a
-    /// probability in proportion to its weight; without `weights` all rows are shuffled together.
+    /// Creates a cursor over several datasets with `lens` rows each; row indices count through all of them. Each draw selects a
+    /// dataset with a probability proportional to its weight. Without `weights`, all rows are shuffled together.
     ///
     /// # Panics
-    /// If a dataset has no rows, or there are weights and not one above 0 for each dataset.
+    /// If a dataset has no rows, or `weights` is not empty and has not one weight above 0 per dataset.
     pub fn mixture(seed: u64, lens: &[usize], weights: &[f64]) -> Self {
         let (all, sum) = ([lens.iter().sum()], weights.iter().sum::<f64>());
         let (lens, weights) = if weights.is_empty() { (&all[..], &[1.0][..]) } else { (lens, weights) };
@@ -68,7 +68,7 @@ impl Cursor {
         cursor
     }
 
-    /// The next `count` rows.
+    /// Returns the next `count` rows.
     pub fn take(&mut self, count: usize) -> Vec<usize> {
         (0..count).map(|_| self.next()).collect()
     }
@@ -86,17 +86,17 @@ impl Cursor {
         source.first + source.order.as_ref().map_or(0, |(_, order)| order[place])
     }
 
-    /// Which dataset the draw after so many others takes a row of.
+    /// Returns the dataset of the draw with the index `draw`.
     fn source_of(&self, draw: usize) -> usize {
         if self.sources.len() == 1 {
             return 0;
         }
         let point = Stream::new(self.seed, Purpose::Mixture, draw as u64, 0).uniform();
-        // The last end is 1 but for rounding.
+        // Rounding may leave the last sum below 1.
         self.ends.iter().position(|&end| point < end).unwrap_or(self.ends.len() - 1)
     }
 
-    /// How many rows were taken so far: with the seed, all there is to a cursor's place.
+    /// Number of rows taken so far. With the seed it determines the cursor's state.
     pub fn taken(&self) -> usize {
         self.taken
     }
@@ -105,39 +105,39 @@ impl Cursor {
         self.sources.iter().map(|source| source.len).collect()
     }
 
-    /// Where it stands, for a checkpoint.
+    /// Returns the state for a checkpoint.
     pub fn state(&self) -> Value {
         json!({"taken": self.taken, "rows": self.lens()})
     }
 
-    /// Goes to where [`Cursor::state`] was taken.
+    /// Restores the state that [`Cursor::state`] returned.
     ///
     /// # Errors
-    /// If that was over other numbers of rows: the data have changed.
+    /// If the numbers of rows differ: the data have changed.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
         let taken = state["taken"]
             .as_u64()
-            .ok_or_else(|| Error::Run(format!("expected a place in the data, found {state}")))?;
+            .ok_or_else(|| Error::Run(format!("expected a position in the data, found {state}")))?;
         if state["rows"] != json!(self.lens()) {
             let sum = |rows: &Value| rows.to_string().trim_matches(['[', ']']).replace(',', " + ");
-            let (began, found) = (sum(&state["rows"]), sum(&json!(self.lens())));
+            let (expected, found) = (sum(&state["rows"]), sum(&json!(self.lens())));
             return Err(Error::Run(format!(
-                "expected the {began} rows of data that the run began with, found {found}"
+                "expected the {expected} rows of data that the run started with, found {found}"
             )));
         }
         self.restore(taken as usize);
         Ok(())
     }
 
-    /// [`Cursor::load_state`], also over other numbers of rows: as many are taken.
+    /// As [`Cursor::load_state`], but the numbers of rows may differ: only the number of rows taken is restored.
     ///
     /// # Errors
-    /// If `state` is something else.
+    /// If `state` is malformed.
     pub(crate) fn load_place(&mut self, state: &Value) -> Result<()> {
         self.load_state(&json!({"taken": state["taken"], "rows": self.lens()}))
     }
 
-    /// Goes to where a cursor of the same seed, lengths and weights is that has handed out `taken` rows.
+    /// Moves to the state of a cursor with the same seed, lengths and weights after `taken` rows.
     pub fn restore(&mut self, taken: usize) {
         self.taken = taken;
         if let [only] = self.sources.as_mut_slice() {
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_row_is_taken_once_per_pass_and_batches_run_on_into_the_next() {
+    fn every_row_is_taken_once_per_pass_and_batches_continue_with_the_next_pass() {
         let mut cursor = Cursor::new(3, 5);
         let taken: Vec<usize> = (0..5).flat_map(|_| cursor.take(3)).collect();
         for pass in taken.chunks(5) {
@@ -166,14 +166,14 @@ mod tests {
             assert_eq!(sorted, [0, 1, 2, 3, 4]);
         }
         assert_ne!(taken[..5], taken[5..10], "passes are shuffled anew");
-        assert_eq!(Cursor::new(3, 5).take(15), taken, "and the batch size changes no order");
-        assert_ne!(Cursor::new(4, 5).take(15), taken, "which the seed does");
+        assert_eq!(Cursor::new(3, 5).take(15), taken, "the order does not depend on the batch size");
+        assert_ne!(Cursor::new(4, 5).take(15), taken, "the order depends on the seed");
         let first_pass = Stream::new(3, Purpose::DataOrder, 0, 0).permutation(5);
-        assert_eq!(taken[..5], first_pass, "an order is keyed by seed and pass alone");
+        assert_eq!(taken[..5], first_pass, "the order depends on seed and pass only");
     }
 
     #[test]
-    fn a_mixture_takes_from_each_dataset_by_its_weight_and_in_passes_of_its_own() {
+    fn a_mixture_samples_datasets_by_weight_with_separate_passes() {
         let mut cursor = Cursor::mixture(7, &[10, 400, 3], &[7.0, 2.0, 1.0]);
         let taken = cursor.take(20_000);
         let of = |range: std::ops::Range<usize>| taken.iter().copied().filter(move |row| range.contains(row));
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_cursor_goes_on_as_if_it_had_never_stopped() {
+    fn a_restored_cursor_continues_as_if_it_had_never_stopped() {
         for (lens, weights) in [(&[7][..], &[][..]), (&[4, 9, 2], &[0.5, 0.2, 0.3]), (&[5], &[2.0])] {
             let whole = Cursor::mixture(5, lens, weights).take(60);
             for stop in 0..40 {
@@ -209,12 +209,12 @@ mod tests {
                 assert_eq!(cursor.take(20), whole[stop..stop + 20], "{lens:?} from {stop}");
                 cursor.load_state(&state).unwrap();
                 assert_eq!(cursor.take(3), whole[stop..stop + 3]);
-                // Back as well as forth, and from the middle of a pass.
+                // Backwards too, and from the middle of a pass.
                 cursor.restore(stop / 2);
                 assert_eq!(cursor.take(9), whole[stop / 2..stop / 2 + 9]);
             }
         }
         let other = Cursor::new(5, 8).load_state(&Cursor::new(5, 7).state()).unwrap_err().to_string();
-        assert_eq!(other, "expected the 7 rows of data that the run began with, found 8");
+        assert_eq!(other, "expected the 7 rows of data that the run started with, found 8");
     }
 }

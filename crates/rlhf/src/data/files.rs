@@ -1,46 +1,46 @@
-//! From the name of a dataset to its files: a file, a folder with files per split, a name on the hub.
+//! Finds the files of a dataset: a file, a folder with files per split, or a name on the hub.
 
 use crate::hub::{Hub, files_below, is_hub_name};
 use crate::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// What a file of rows may be, the first choice first where a split is there in several.
+/// File formats, in order of preference for a split that exists in several.
 const FORMATS: [&str; 7] = ["jsonl", "json", "csv", "parquet", "jsonl.gz", "json.gz", "csv.gz"];
 
-/// Words that name splits: a file with one of them in its name is not the whole of a dataset.
+/// Names of splits. A file with one of them in its name is not a whole dataset.
 const SPLITS: [&str; 8] = ["train", "test", "validation", "valid", "val", "dev", "eval", "unsupervised"];
 
 /// The files of one split of a dataset, in the order of their rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
-    /// The dataset, as it was named.
+    /// The name of the dataset as given.
     pub name: PathBuf,
-    /// Its files.
+    /// Paths of the files.
     pub paths: Vec<PathBuf>,
 }
 
 impl Files {
-    /// The files of `split` in the dataset `name`, and in its folder `config` where several hold that split.
+    /// Finds the files of `split` in the dataset `name`, in the folder `config` if several folders have that split.
     ///
-    /// `name` is a file, which is all of it and has no splits; a folder; or `owner/name` on the hub, with `@revision` behind it if
-    /// it is not the main branch. A split is `split.jsonl`, or `split-00000-of-00002.parquet` and the rest of them, or the
-    /// files in a folder `split`; all that in the folder itself, in `data`, or in the only folder that has it. A file that is
-    /// alone and named after no split is the split `train`.
+    /// `name` is a file, which has no splits and is used as a whole; a folder; or `owner/name` on the hub, with `@revision`
+    /// appended for another branch than main. A split is `split.jsonl`, the shards `split-00000-of-00002.parquet` and so on, or
+    /// the files in a folder `split`. It is looked up in the folder itself, in `data`, and then in the only folder that has it.
+    /// A single file whose name contains no split is the split `train`.
     ///
     /// # Errors
-    /// If there is no such file or folder, no such split in it, a shard is missing, several folders hold the split; and those
+    /// If there is no such file or folder, it has no such split, a shard is missing, or several folders have the split; errors
     /// of the hub.
     pub fn find(name: &Path, config: Option<&str>, split: &str) -> Result<Self> {
         let found = Self::look_for(name, config, split, true)?;
-        Ok(found.expect("what is required and not there is an error"))
+        Ok(found.expect("a missing split is an error"))
     }
 
-    /// As [`Files::find`]; `None` for a file, and where the dataset has no such split.
+    /// As [`Files::find`]; returns `None` for a file, and if the dataset has no such split.
     ///
     /// # Errors
-    /// As [`Files::find`], but for a missing split.
-    pub fn find_if_there(name: &Path, config: Option<&str>, split: &str) -> Result<Option<Self>> {
+    /// As [`Files::find`], except for a missing split.
+    pub fn find_optional(name: &Path, config: Option<&str>, split: &str) -> Result<Option<Self>> {
         if name.is_file() { Ok(None) } else { Self::look_for(name, config, split, false) }
     }
 
@@ -67,13 +67,13 @@ impl Files {
         Ok((!paths.is_empty()).then(|| Self { name: name.to_path_buf(), paths }))
     }
 
-    /// What stands for the files in messages: the file, or the dataset if it has several.
+    /// Returns the name for messages: the file, or the dataset if it has several files.
     pub fn describe(&self) -> &Path {
         if let [only] = self.paths.as_slice() { only } else { &self.name }
     }
 }
 
-/// Name and revision on the hub, if `name` has that form and not that of a file.
+/// Returns the name and the revision on the hub, if `name` has that form and is not a file name.
 fn hub_name(name: &Path) -> Option<(&str, &str)> {
     let text = name.to_str()?;
     let (id, revision) = text.split_once('@').unwrap_or((text, "main"));
@@ -82,7 +82,7 @@ fn hub_name(name: &Path) -> Option<(&str, &str)> {
     (is_hub_name(id) && !is_file).then_some((id, revision))
 }
 
-/// The files of a split among all files of a dataset, none if it is not there.
+/// Returns the files of a split among all files of a dataset; empty if there is no such split.
 fn of_split(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Result<Vec<String>, String> {
     if let Some(config) = config {
         return in_folder(files, &format!("{config}/"), split);
@@ -94,7 +94,7 @@ fn of_split(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Resu
         }
     }
     let folders: BTreeSet<&str> = files.iter().filter_map(|file| Some(&file[..=file.rfind('/')?])).collect();
-    // A folder named after the split is not where it lies, but what it is.
+    // A folder named after the split contains the split's files; its parent is the folder to search.
     let parents = folders.iter().filter_map(|folder| folder.strip_suffix(&format!("{split}/")));
     let candidates: BTreeSet<&str> = folders.iter().copied().chain(parents).filter(|f| !f.is_empty()).collect();
     let mut found = BTreeMap::new();
@@ -108,13 +108,13 @@ fn of_split(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Resu
         let names: Vec<&str> = found.into_keys().collect();
         return Err(format!(
             "expected one folder with a split `{split}`, found {}: choose by --dataset_config",
-            listed(&names)
+            list(&names)
         ));
     }
     if let Some((_, chosen)) = found.pop_first() {
         return Ok(chosen);
     }
-    // Whoever saved one file named it as they liked.
+    // The only file of a dataset may have any name.
     let mut data = files.iter().filter(|file| format_of(file).is_some());
     Ok(match (data.next(), data.next()) {
         (Some(only), None) if split == "train" && !is_of_a_split(only) => vec![only.clone()],
@@ -122,7 +122,7 @@ fn of_split(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Resu
     })
 }
 
-/// The files of a split in one folder, whose path is empty or ends with a slash.
+/// Returns the files of a split in one folder, whose path is empty or ends with a slash.
 fn in_folder(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<Vec<String>, String> {
     for format in FORMATS {
         let whole = format!("{folder}{split}.{format}");
@@ -135,8 +135,8 @@ fn in_folder(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<Vec<
             let numbers: Vec<usize> = shards.iter().map(|&(number, ..)| number).collect();
             if shards.iter().any(|&(_, n, _)| n != count) || numbers != Vec::from_iter(0..count) {
                 return Err(format!(
-                    "expected the {count} shards {folder}{split}-*-of-{count:05}*.{format}, each once, found those of \
-                     the numbers {numbers:?}"
+                    "expected the {count} shards {folder}{split}-*-of-{count:05}*.{format}, each once, found the \
+                     numbers {numbers:?}"
                 ));
             }
             return Ok(shards.into_iter().map(|(.., file)| file.clone()).collect());
@@ -153,7 +153,7 @@ fn in_folder(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<Vec<
     Ok(Vec::new())
 }
 
-/// Number and count of `split-00000-of-00002.parquet`, behind which the hub may have put a hash.
+/// Returns the number and the count of a shard such as `split-00000-of-00002.parquet`; the hub may have appended a hash.
 fn shard_of(file: &str, folder: &str, split: &str, format: &str) -> Option<(usize, usize)> {
     let stem = file.strip_prefix(folder)?.strip_suffix(format)?.strip_suffix('.')?;
     let (number, rest) = stem.strip_prefix(split)?.strip_prefix('-')?.split_once("-of-")?;
@@ -171,7 +171,7 @@ fn is_of_a_split(file: &str) -> bool {
     file.split(words).any(|word| SPLITS.contains(&word.to_ascii_lowercase().as_str()))
 }
 
-/// The splits that files are named after, in words.
+/// Lists the splits in the names of the files, for messages.
 fn splits_there(files: &BTreeSet<String>, config: Option<&str>) -> String {
     let folder = config.map(|config| format!("{config}/")).unwrap_or_default();
     let name = |file: &String| -> Option<String> {
@@ -190,11 +190,11 @@ fn splits_there(files: &BTreeSet<String>, config: Option<&str>) -> String {
         };
     }
     let names: Vec<&str> = found.iter().map(String::as_str).collect();
-    format!("found {}", listed(&names))
+    format!("found {}", list(&names))
 }
 
-/// A few names, and whether there are more.
-fn listed(names: &[&str]) -> String {
+/// Lists the first 8 names and the number of the others.
+fn list(names: &[&str]) -> String {
     let shown = names.iter().take(8).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
     if names.len() > 8 { format!("{shown} and {} more", names.len() - 8) } else { shown }
 }
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_is_found_in_the_layouts_that_datasets_have() {
+    fn a_split_is_found_in_all_layouts_of_datasets() {
         for (files, expected) in [
             (&["train.jsonl", "test.jsonl", "README.md"][..], &["train.jsonl"][..]),
             (&["train.csv", "train.parquet"], &["train.csv"]),
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn one_of_several_folders_is_chosen_by_name_and_never_by_chance() {
+    fn several_folders_with_the_split_are_an_error_unless_one_is_named() {
         let files = ["main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"];
         let error = chosen(&files, None, "train").unwrap_err();
         assert!(error.contains("`main`, `socratic`") && error.contains("--dataset_config"), "{error}");
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_files_are_not_looked_for_on_the_hub() {
+    fn file_names_are_not_looked_up_on_the_hub() {
         for name in ["a.jsonl", "org/a.parquet", "./a", "a/b/c", "a.csv@v1", "rows.txt"] {
             assert_eq!(hub_name(Path::new(name)), None, "{name}");
         }
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_split_is_told_with_those_that_are_there() {
+    fn the_error_for_a_missing_split_lists_the_splits_found() {
         let there = |files: &[&str]| splits_there(&files.iter().map(ToString::to_string).collect(), None);
         assert_eq!(there(&["data/dev-00000-of-00001.parquet", "test.csv.gz", "x.py"]), "found `dev`, `test`");
         assert_eq!(there(&["default/train/0000.parquet"]), "found `train`");

@@ -1,7 +1,7 @@
-//! From a file to its rows: JSONL, JSON, CSV, Parquet, the texts also compressed by gzip. Whatever the format, a row is a JSON
+//! Reads the rows of a file: JSONL, JSON or CSV, optionally compressed with gzip, or Parquet. In every format a row is a JSON
 //! object.
 
-use super::{Place, Row};
+use super::row::{Place, Row};
 use crate::files;
 use crate::safe_text::beginning;
 use crate::{Error, Result};
@@ -15,28 +15,27 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Columns that hold lists in every format; a cell of CSV is text, so there they are JSON.
+/// Columns of lists. CSV cells are text, so in CSV files these are JSON.
 const LISTS: [&str; 4] = ["prompt_ids", "input_ids", "completion_ids", "messages"];
 
-/// Columns that hold numbers in every format.
+/// Columns of numbers.
 const NUMBERS: [&str; 1] = ["margin"];
 
-/// The longest line of rows in bytes: what a stream without line ends may take.
-const LONGEST_LINE: u64 = 256 << 20;
+/// Maximum length of a line in bytes; bounds the memory for a stream without line ends.
+const MAX_LINE: u64 = 256 << 20;
 
-/// A packed text may be so many times as long as its file; texts that people write are 2 to 10 times as long, and what is made
-/// to fill the memory up to 1000 times.
-const LARGEST_RATIO: u64 = 100;
+/// Maximum compression ratio of gzip. Natural text reaches 2 to 10, decompression bombs up to 1000.
+const MAX_RATIO: u64 = 100;
 
-/// A packed text of so many bytes is read in any case.
+/// Decompressed size in bytes up to which the ratio is not checked.
 const SMALL_TEXT: u64 = 64 << 20;
 
 const NOT_UTF8: &str = "expected UTF-8, found bytes of another encoding";
 
-/// All rows of a file, whose kind the end of its name tells; JSONL where it tells nothing.
+/// Reads all rows of a file in the format of its extension; JSONL if that is unknown.
 ///
 /// # Errors
-/// If it cannot be read, or is not what it should be: with the place.
+/// If the file cannot be read or is malformed, with the line or row.
 pub(super) fn read_rows(path: &Path) -> Result<Vec<Row>> {
     let file: Arc<Path> = path.into();
     match format(path) {
@@ -55,10 +54,10 @@ pub(super) fn read_rows(path: &Path) -> Result<Vec<Row>> {
     }
 }
 
-/// The next line that is not blank, as a row: a JSON object, or with `json: false` a prompt. `read` counts the lines.
+/// Returns the next line that is not blank as a row: a JSON object, or a prompt with `json: false`. `read` counts the lines.
 ///
 /// # Errors
-/// If the source cannot be read, or the line is not what it should be.
+/// If the source cannot be read, or the line is malformed.
 pub(super) fn next_line(
     file: &Arc<Path>,
     reader: &mut impl BufRead,
@@ -67,14 +66,14 @@ pub(super) fn next_line(
 ) -> Result<Option<Row>> {
     loop {
         let mut bytes = Vec::new();
-        let mut part = (&mut *reader).take(LONGEST_LINE + 1);
+        let mut part = (&mut *reader).take(MAX_LINE + 1);
         if part.read_until(b'\n', &mut bytes).map_err(Error::io("read", file.to_path_buf()))? == 0 {
             return Ok(None);
         }
         *read += 1;
         let place = Place::Line(*read);
-        if bytes.len() as u64 > LONGEST_LINE {
-            return Err(place.error(file, format!("expected at most {LONGEST_LINE} bytes, found a longer line")));
+        if bytes.len() as u64 > MAX_LINE {
+            return Err(place.error(file, format!("expected at most {MAX_LINE} bytes, found a longer line")));
         }
         let text = String::from_utf8(bytes).map_err(|_| place.error(file, NOT_UTF8))?;
         let text = if *read == 1 { text.strip_prefix('\u{feff}').unwrap_or(&text) } else { &text };
@@ -89,41 +88,41 @@ pub(super) fn next_line(
     }
 }
 
-/// One line of a JSONL file.
+/// Parses one line of a JSONL file.
 fn parse_line(file: &Arc<Path>, line: usize, text: &str) -> Result<Row> {
     let place = Place::Line(line);
     match serde_json::from_str(text) {
         Ok(row) => Row::new(file, place, row),
         Err(e) => {
-            // The parser saw one line and says so; ours is the line that counts.
+            // The parser sees a single line; the line number of the file is in `place`.
             let message = e.to_string().replace(" at line 1 column", " at column");
             Err(place.error(file, format!("not valid JSON: {message}")))
         }
     }
 }
 
-/// What the end of a file's name says of its rows, `.gz` behind it left out.
+/// Returns the extension of a file, without a final `.gz`.
 pub(super) fn format(path: &Path) -> Option<&str> {
     let name = path.file_name()?.to_str()?;
     Some(name.strip_suffix(".gz").unwrap_or(name).rsplit_once('.')?.1)
 }
 
-/// Opens a text, and unpacks it where its name ends in `.gz`; a file may be several packed ones in a row, as `cat` joins them.
+/// Opens a text file, decompressed if its name ends in `.gz`. It may consist of several gzip members, as `cat` joins them.
 ///
 /// # Errors
-/// If it cannot be opened. What is not sound gzip, or unpacks to far more than a text does, fails when it is read.
+/// If it cannot be opened. Reading fails if the gzip data are damaged or expand far more than text does.
 pub(super) fn open_text(path: &Path) -> Result<Box<dyn BufRead>> {
     let file = files::open(path)?;
     if path.extension().is_none_or(|extension| extension != "gz") {
         return Ok(Box::new(BufReader::new(file)));
     }
-    let packed = file.metadata().map_err(Error::io("read", path))?.len();
-    let most = SMALL_TEXT.max(packed.saturating_mul(LARGEST_RATIO));
-    let unpacked = MultiGzDecoder::new(BufReader::new(file));
-    Ok(Box::new(BufReader::new(Bounded { from: unpacked, left: most, most })))
+    let compressed = file.metadata().map_err(Error::io("read", path))?.len();
+    let most = SMALL_TEXT.max(compressed.saturating_mul(MAX_RATIO));
+    let decompressed = MultiGzDecoder::new(BufReader::new(file));
+    Ok(Box::new(BufReader::new(Bounded { from: decompressed, left: most, most })))
 }
 
-/// A source that fails, and does not end, behind its `most` bytes.
+/// A reader that fails after `most` bytes, rather than ending there.
 struct Bounded<R> {
     from: R,
     left: u64,
@@ -135,7 +134,7 @@ impl<R: Read> Read for Bounded<R> {
         let read = self.from.read(buffer)?;
         self.left = self.left.checked_sub(read as u64).ok_or_else(|| {
             std::io::Error::other(format!(
-                "it unpacks to more than {} bytes, {LARGEST_RATIO} times its size: if that is right, unpack it first",
+                "it decompresses to more than {} bytes, {MAX_RATIO} times its size: if that is right, decompress it first",
                 self.most
             ))
         })?;
@@ -143,7 +142,7 @@ impl<R: Read> Read for Bounded<R> {
     }
 }
 
-/// The text of a file, without the byte order mark that some editors write.
+/// Returns the text of a file, without a byte order mark.
 fn read_text(path: &Path) -> Result<String> {
     let mut bytes = Vec::new();
     open_text(path)?.read_to_end(&mut bytes).map_err(Error::io("read", path))?;
@@ -155,7 +154,7 @@ fn read_text(path: &Path) -> Result<String> {
 }
 
 fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
-    // A record begins behind the line ends that the parser finds before it, and counts to it.
+    // The parser's position of a record includes the line ends before it.
     let begin = |position: Option<&csv::Position>| {
         let byte = position.map_or(0, |position| position.byte() as usize).min(text.len());
         text.len() - text[byte..].trim_start_matches(['\r', '\n']).len()
@@ -167,7 +166,7 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
                 file,
                 format!(
                     "expected {expected_len} fields, as in the header, found {len}; a field with a comma or a line end \
-                     needs quotes around it"
+                     must be quoted"
                 ),
             ),
             _ => line.error(file, format!("not valid CSV: {error}")),
@@ -176,9 +175,8 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
     let mut reader = csv::Reader::from_reader(text.as_bytes());
     let header = reader.headers().map_err(fault)?.clone();
     if let Some((at, name)) = header.iter().enumerate().find(|(at, name)| header.iter().take(*at).any(|n| n == *name)) {
-        return Err(
-            Place::Line(1).error(file, format!("expected names that differ, found `{name}` again as name {}", at + 1))
-        );
+        return Err(Place::Line(1)
+            .error(file, format!("expected distinct column names, found `{name}` again as column {}", at + 1)));
     }
     let mut rows = Vec::new();
     let (mut last, mut line) = (0, 1);
@@ -194,22 +192,22 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
         }
         rows.push(Row::new(file, Place::Line(line), Value::Object(row))?);
     }
-    // The parser takes the end of the file for the end of the quote, and all lines on the way for one field.
+    // The parser treats an unclosed quote as closed at the end of the file, with all lines up to there in one field.
     if ends_in_quotes(&text[last..]) {
         return Err(Place::Line(line).error(file, "the row has a quote that is never closed"));
     }
     Ok(rows)
 }
 
-/// What a cell of CSV in the column `name` holds.
+/// Parses a CSV cell in the column `name`.
 ///
 /// # Errors
-/// If it is not what columns of this name hold.
+/// If it has not the type of that column.
 pub(super) fn cell(name: &str, text: &str) -> Result<Value, String> {
     let (is_list, is_number) = (LISTS.contains(&name), NUMBERS.contains(&name));
     let wrong = |what: &str| format!("field `{name}`: expected {what}, found {:?}", beginning(text, 120));
     match text.trim() {
-        // What other formats say by null.
+        // Other formats have a null here.
         "" if is_list || is_number => Ok(Value::Null),
         list if is_list => {
             serde_json::from_str(list).ok().filter(Value::is_array).ok_or_else(|| wrong("a list in JSON"))
@@ -221,16 +219,16 @@ pub(super) fn cell(name: &str, text: &str) -> Result<Value, String> {
     }
 }
 
-/// Whether a record of CSV, with what comes behind it, ends within quotes.
+/// Returns true if CSV text that starts with a record ends within quotes.
 fn ends_in_quotes(record: &str) -> bool {
-    let (mut quoted, mut field_begins) = (false, true);
+    let (mut quoted, mut field_start) = (false, true);
     for c in record.chars() {
-        // A quote in quotes is written twice: it closes and opens them.
+        // A quote within quotes is doubled: it closes and reopens them.
         match c {
-            '"' if quoted => (quoted, field_begins) = (false, true),
-            '"' if field_begins => quoted = true,
+            '"' if quoted => (quoted, field_start) = (false, true),
+            '"' if field_start => quoted = true,
             _ if quoted => {}
-            c => field_begins = matches!(c, ',' | '\n' | '\r'),
+            c => field_start = matches!(c, ',' | '\n' | '\r'),
         }
     }
     quoted
@@ -239,7 +237,7 @@ fn ends_in_quotes(record: &str) -> bool {
 fn read_parquet(path: &Arc<Path>) -> Result<Vec<Row>> {
     let file = files::open(path)?;
     let mut values = Vec::new();
-    // The crate panics at types that it does not know and at some damage.
+    // The parquet crate panics at unknown types and at some damaged files.
     let done = catch_unwind(AssertUnwindSafe(|| -> Result<(), ParquetError> {
         let reader = SerializedFileReader::new(file)?;
         for row in reader.get_row_iter(None)? {
@@ -257,7 +255,7 @@ fn read_parquet(path: &Arc<Path>) -> Result<Vec<Row>> {
             text.or(panic.downcast_ref::<String>().cloned()).unwrap_or_default()
         }
     };
-    let message = format!("not sound Parquet: {}", message.lines().next().unwrap_or_default());
+    let message = format!("not valid Parquet: {}", message.lines().next().unwrap_or_default());
     Err(match values.len() {
         0 => Error::invalid(path, message),
         read => Place::Row(read + 1).error(path, message),
@@ -268,7 +266,7 @@ fn object(columns: Vec<(String, Field)>) -> Value {
     columns.into_iter().map(|(name, field)| (name, json_of(field))).collect::<Map<_, _>>().into()
 }
 
-/// A value of Parquet as JSON has it. Bytes that are no text (images, say) have no such form, and are null.
+/// Converts a Parquet value to JSON. Bytes that are not text, such as images, become null.
 fn json_of(field: Field) -> Value {
     match field {
         Field::Null => Value::Null,
@@ -298,7 +296,7 @@ fn json_of(field: Field) -> Value {
             };
             map.entries().iter().map(entry).collect::<Map<_, _>>().into()
         }
-        // Dates, times and decimals, as they are printed.
+        // Dates, times and decimals, in their printed form.
         other => other.to_string().into(),
     }
 }
@@ -311,7 +309,7 @@ mod tests {
     use std::io::Write;
 
     #[test]
-    fn gzip_is_unpacked_whatever_is_in_it_and_damage_is_an_error() {
+    fn gzip_is_decompressed_for_every_text_format_and_damage_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let pack = |text: &str| {
             let mut packed = GzEncoder::new(Vec::new(), Compression::fast());
@@ -335,10 +333,10 @@ mod tests {
     }
 
     #[test]
-    fn what_unpacks_to_far_more_than_a_text_is_refused_and_takes_no_more_memory_than_the_bound() {
+    fn a_decompression_bomb_is_refused_within_bounded_memory() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("bomb.jsonl.gz");
-        // 80 MiB in 80 KB, above what is read in any case.
+        // 80 MiB in 80 KB, above SMALL_TEXT.
         let mut packed = GzEncoder::new(Vec::new(), Compression::fast());
         (0..80).for_each(|_| packed.write_all(&vec![b' '; 1 << 20]).unwrap());
         std::fs::write(&path, packed.finish().unwrap()).unwrap();
@@ -346,12 +344,15 @@ mod tests {
         let streamed = next_line(&path.as_path().into(), &mut open_text(&path).unwrap(), true, &mut read);
         for error in [read_rows(&path).unwrap_err(), streamed.unwrap_err()] {
             let error = error.to_string();
-            assert!(error.contains("bomb.jsonl.gz: cannot read: it unpacks to more than 67108864 bytes"), "{error}");
+            assert!(
+                error.contains("bomb.jsonl.gz: cannot read: it decompresses to more than 67108864 bytes"),
+                "{error}"
+            );
         }
     }
 
     #[test]
-    fn a_named_pipe_in_the_place_of_a_file_is_refused_at_once() {
+    fn a_named_pipe_instead_of_a_file_is_refused_at_once() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz"] {
             let path = dir.path().join(name);
@@ -366,16 +367,16 @@ mod tests {
     }
 
     #[test]
-    fn a_blank_cell_in_a_column_of_lists_is_no_list() {
+    fn a_blank_cell_in_a_column_of_lists_is_null() {
         let rows = csv("prompt,prompt_ids\nx,\ny, \nz,\"[1, 2]\"\n").unwrap();
         let ids: Vec<&Value> = rows.iter().map(|row| &row.value["prompt_ids"]).collect();
         assert_eq!(ids, [&Value::Null, &Value::Null, &serde_json::json!([1, 2])]);
         let text = csv("prompt,answer\nx,\n").unwrap();
-        assert_eq!(text[0].value["answer"], "", "a column of texts has an empty one");
+        assert_eq!(text[0].value["answer"], "", "an empty string in a column of text");
     }
 
     #[test]
-    fn a_cell_is_text_and_a_list_is_json() {
+    fn csv_cells_are_text_and_lists_are_json() {
         let text = "prompt,input_ids,n\r\n\"a, \"\"b\"\"\nc\",\"[1, 2]\",007\r\n\r\n[3],[],\n";
         let rows = csv(text).unwrap();
         let values: Vec<&Value> = rows.iter().map(|row| &row.value).collect();
@@ -385,18 +386,18 @@ mod tests {
     }
 
     #[test]
-    fn broken_csv_is_an_error_with_its_line() {
+    fn malformed_csv_is_an_error_with_its_line() {
         for (text, message) in [
             ("a,b\n1,2\n3\n", "a.csv: line 3: expected 2 fields, as in the header, found 1"),
             ("a,b\n1,2\n\"x\ny\",2,3\n", "a.csv: line 3: expected 2 fields, as in the header, found 3"),
             ("a,b\n1,2\n\n3,\"4\n5,6\n", "a.csv: line 4: the row has a quote that is never closed"),
-            ("a,b,a\n1,2,3\n", "a.csv: line 1: expected names that differ, found `a` again as name 3"),
+            ("a,b,a\n1,2,3\n", "a.csv: line 1: expected distinct column names, found `a` again as column 3"),
             ("prompt,input_ids\nx,1 2\n", "a.csv: line 2: field `input_ids`: expected a list in JSON, found \"1 2\""),
         ] {
             let error = csv(text).unwrap_err().to_string();
             assert!(error.starts_with(message), "{error}");
         }
-        // A quote within a field opens nothing.
+        // A quote within a field does not open a quoted field.
         assert_eq!(csv("a,b\n1,5\" tape\n").unwrap()[0].value["b"], "5\" tape");
     }
 }

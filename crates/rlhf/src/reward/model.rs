@@ -1,7 +1,7 @@
 //! A reward model, which may read text by a tokenizer and a chat template of its own.
 
 use super::{Reward, RewardInput, Score};
-use crate::data::{encode_chat, prompt_field, up_to_eos};
+use crate::data::{cut_after_eos, encode_chat, prompt_field};
 use crate::generate::FinishReason;
 use crate::model::{ModelOptions, SequenceClassifier};
 use crate::rl::rollout::in_batches;
@@ -140,7 +140,7 @@ impl Own {
         let (text, ids) = encode_chat(&row, &self.tokenizer, &[field, "completion"], false)?;
         match text.rfind(CUT).filter(|_| cut) {
             Some(end) => self.tokenizer.encode_verbatim(&text[..end]),
-            None => up_to_eos(ids, &self.tokenizer),
+            None => cut_after_eos(ids, &self.tokenizer),
         }
     }
 }

@@ -37,7 +37,7 @@ impl Unsupervised {
     ) -> Result<Option<Self>> {
         let Some(name) = &config.unsupervised_dataset_name else { return Ok(None) };
         let files = Files::find(name, config.unsupervised_dataset_config_name.as_deref(), "train")?;
-        let texts = Dataset::of(&files)?.texts(tokenizer, vocab, usize::MAX)?;
+        let texts = Dataset::from_files(&files)?.texts(tokenizer, vocab, usize::MAX)?;
         Self::new(&texts, block, config.unsup_coef, seed, name).map(Some)
     }
 

@@ -31,7 +31,7 @@ pub(crate) struct Inputs(Map<String, Value>);
 impl Inputs {
     /// Adds the rows of these datasets; none where there are none.
     pub(crate) fn rows<'a>(&mut self, name: &str, path: &str, datasets: impl IntoIterator<Item = &'a Dataset>) {
-        let values: Vec<&Value> = datasets.into_iter().flat_map(Dataset::values).collect();
+        let values: Vec<&Value> = datasets.into_iter().flat_map(Dataset::rows).collect();
         if !values.is_empty() {
             self.values(name, path, &values);
         }

@@ -5,7 +5,7 @@ use super::{
     describe_micro_batch, fixed_state, gather, kept_micro_batch_tokens, model_options, record_start, roundings,
     small_dataset, trained_options, trained_share,
 };
-use crate::data::{Dataset, Demonstration, Learned, Sources};
+use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources};
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, CausalLm, DropoutRows, ModelConfig};
@@ -81,7 +81,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     let read = |dataset: &Dataset| {
         let rows = dataset.demonstrations_with(&tokenizer, &learned(config))?;
         let ends =
-            |row: &Demonstration| row.tokens.iter().skip(row.learn_from).any(|id| tokenizer.eos_ids().contains(id));
+            |row: &Demonstration| row.tokens.iter().skip(row.loss_start).any(|id| tokenizer.eos_ids().contains(id));
         let endless = (!rows.iter().any(ends)).then(|| {
             let path = dataset.path().display();
             format!("{path}: no row teaches the model to stop: the chat template closes no answer with an eos token")
@@ -235,7 +235,7 @@ fn run_updates(
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
         batch.sort_by_key(|row| row.tokens.len());
         let scale = progress.loss_scale();
-        let counted: usize = batch.iter().map(|row| row.counted()).sum();
+        let counted: usize = batch.iter().map(|row| row.loss_tokens()).sum();
         let mut row = 0;
         let tokens = |row: &&Demonstration| row.tokens.len();
         for micro_batch in micro_batches(&batch, most_rows, most_tokens, tokens) {
@@ -290,8 +290,8 @@ fn run_updates(
 }
 
 /// What of its rows a run learns.
-pub(crate) fn learned(config: &SftConfig) -> Learned {
-    Learned {
+pub(crate) fn learned(config: &SftConfig) -> DemonstrationOptions {
+    DemonstrationOptions {
         completion_only: config.completion_only_loss,
         assistant_only: config.assistant_only_loss,
         text_field: config.dataset_text_field.clone(),
@@ -326,12 +326,12 @@ pub(crate) fn into_blocks(rows: Vec<Demonstration>, packing: Option<usize>) -> V
 
 /// 1 for each token of the rows' spans that counts, 0 for the others; `None` where all count.
 fn weights(rows: &[&Demonstration], device: Device) -> Option<Tensor> {
-    if rows.iter().all(|row| row.spared.is_empty()) {
+    if rows.iter().all(|row| row.masked.is_empty()) {
         return None;
     }
     let of = |row: &&Demonstration| {
-        let counts = |at: usize| f32::from(u8::from(!row.spared.iter().any(|range| range.contains(&at))));
-        (row.learn_from..row.tokens.len()).map(counts).collect::<Vec<_>>()
+        let counts = |at: usize| f32::from(u8::from(!row.masked.iter().any(|range| range.contains(&at))));
+        (row.loss_start..row.tokens.len()).map(counts).collect::<Vec<_>>()
     };
     Some(Tensor::from_slice(&rows.iter().flat_map(of).collect::<Vec<f32>>()).to_device(device))
 }
@@ -346,12 +346,12 @@ fn total(logprobs: &Tensor, weights: Option<&Tensor>) -> Tensor {
 
 /// The rows' tokens, and which of them count.
 fn counted_tokens<'r>(rows: &[&'r Demonstration]) -> (Vec<&'r Vec<i64>>, Vec<Range<usize>>) {
-    rows.iter().map(|row| (&row.tokens, row.learn_from..row.tokens.len())).unzip()
+    rows.iter().map(|row| (&row.tokens, row.loss_start..row.tokens.len())).unzip()
 }
 
 /// Mean negative log-likelihood per counted token.
 fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Result<f64> {
-    let counted: usize = rows.iter().map(Demonstration::counted).sum();
+    let counted: usize = rows.iter().map(Demonstration::loss_tokens).sum();
     let mut loss = 0.0;
     for batch in rows.chunks(batch_size) {
         let batch = batch.iter().collect::<Vec<_>>();
@@ -376,7 +376,7 @@ pub(crate) fn shorten(
     for row in &mut rows {
         row.truncate(max_length);
     }
-    rows.retain(|row| row.counted() > 0);
+    rows.retain(|row| row.loss_tokens() > 0);
     let left_out = all - rows.len();
     if rows.is_empty() {
         let message = format!("none of {all} rows has a token to learn within max_length = {max_length} tokens");
@@ -409,7 +409,7 @@ mod tests {
     use super::*;
 
     fn row(len: usize) -> Demonstration {
-        Demonstration { tokens: vec![1; len], learn_from: 1, spared: Vec::new() }
+        Demonstration { tokens: vec![1; len], loss_start: 1, masked: Vec::new() }
     }
 
     #[test]
@@ -427,15 +427,15 @@ mod tests {
 
     #[test]
     #[allow(clippy::single_range_in_vec_init)] // ranges of tokens are meant
-    fn tokens_that_are_spared_weigh_nothing_and_do_not_count() {
-        let mut spared = row(6);
-        spared.spared.push(2..4);
+    fn masked_tokens_have_weight_0_and_are_not_counted() {
+        let mut masked = row(6);
+        masked.masked.push(2..4);
         let plain = row(3);
-        let weights = weights(&[&spared, &plain], Device::Cpu).unwrap();
+        let weights = weights(&[&masked, &plain], Device::Cpu).unwrap();
         assert_eq!(Vec::<f32>::try_from(&weights).unwrap(), [1., 0., 0., 1., 1., 1., 1.]);
-        assert_eq!((spared.counted(), plain.counted()), (3, 2));
-        spared.truncate(3);
-        assert_eq!((spared.counted(), spared.spared.first()), (1, Some(&(2..3))));
+        assert_eq!((masked.loss_tokens(), plain.loss_tokens()), (3, 2));
+        masked.truncate(3);
+        assert_eq!((masked.loss_tokens(), masked.masked.first()), (1, Some(&(2..3))));
         assert!(super::weights(&[&plain], Device::Cpu).is_none());
     }
 }

@@ -194,7 +194,7 @@ fn child_reads_damaged_rows() {
                 rows.prompts(&tokenizer, 300, 60).map(drop),
                 rows.completions(&tokenizer, 300, 60).map(drop),
                 rows.texts(&tokenizer, 300, 60).map(drop),
-                rows.answers(&tokenizer).map(drop),
+                rows.responses(&tokenizer).map(drop),
             ];
             let mut read = RowReader::open(&path, "train")?;
             while read.next(2)?.is_some() {}

@@ -1,0 +1,61 @@
+//! Conversations in the fields of a row.
+
+use super::row::{expected, field};
+use crate::tokenizer::{Tokenizer, shared_prefix};
+use crate::{Error, Result};
+use serde_json::{Map, Value};
+
+/// Renders the messages in `fields` of a row, joined in this order, by the chat template; returns the text and its token ids.
+pub(crate) fn encode_chat(
+    row: &Value,
+    tokenizer: &Tokenizer,
+    fields: &[&str],
+    add_generation_prompt: bool,
+) -> Result<(String, Vec<i64>)> {
+    let (messages, variables) = conversation(row, fields)?;
+    if add_generation_prompt && messages.last().is_some_and(|message| message["role"] == "assistant") {
+        let message =
+            format!("field `{}`: expected a message to respond to at the end, found the assistant's", fields[0]);
+        return Err(Error::Run(message));
+    }
+    tokenizer.encode_chat(&messages, add_generation_prompt, &variables)
+}
+
+/// Returns the messages in `fields` of a row, joined, and the row's variables for the chat template.
+pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, Map<String, Value>)> {
+    let mut conversation = Vec::new();
+    for name in fields {
+        let messages = field(row, name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
+        let wrong = || Error::Run(expected(name, "a list of at least one message", row));
+        conversation.extend_from_slice(messages.ok_or_else(wrong)?);
+    }
+    let variables = match field(row, "chat_template_kwargs") {
+        None => Map::new(),
+        Some(Value::Object(variables)) => variables.clone(),
+        Some(_) => return Err(Error::Run(expected("chat_template_kwargs", "an object", row))),
+    };
+    Ok((conversation, variables))
+}
+
+/// Returns the token ids of the messages in `prompt` and `response`, two fields of the row, and the number of tokens of the
+/// prompt among them.
+pub(super) fn encode_prompt_and_response(
+    row: &Value,
+    tokenizer: &Tokenizer,
+    response: &str,
+) -> Result<(Vec<i64>, usize)> {
+    let prompt = encode_chat(row, tokenizer, &["prompt"], true)?.1;
+    let whole = encode_chat(row, tokenizer, &["prompt", response], false)?.1;
+    let prompt_len = shared_prefix(&prompt, &whole);
+    Ok((whole, prompt_len))
+}
+
+/// Returns `ids` without the whitespace that a chat template may put after the last EOS, such as a newline.
+pub(crate) fn cut_after_eos(mut ids: Vec<i64>, tokenizer: &Tokenizer) -> Result<Vec<i64>> {
+    if let Some(last) = ids.iter().rposition(|id| tokenizer.eos_ids().contains(id))
+        && tokenizer.decode_verbatim(&ids[last + 1..])?.trim().is_empty()
+    {
+        ids.truncate(last + 1);
+    }
+    Ok(ids)
+}

@@ -1,0 +1,173 @@
+//! A dataset in memory.
+
+use super::columns::Columns;
+use super::files::Files;
+use super::formats::read_rows;
+use super::row::{Row, prompt_field};
+use crate::tokenizer::user_message;
+use crate::{Error, Result};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Rows, each a JSON object with its file and line.
+///
+/// ```no_run
+/// use rlhf::data::Dataset;
+/// use rlhf::tokenizer::Tokenizer;
+/// # fn main() -> rlhf::Result<()> {
+/// let tokenizer = Tokenizer::from_pretrained("runs/sft".as_ref())?;
+/// // JSONL, JSON, CSV or Parquet: a file, a folder, or a name on the hub. Prompts of at most 64 tokens; vocabulary of 50,304.
+/// let prompts = Dataset::read("prompts.jsonl".as_ref(), "train")?.prompts(&tokenizer, 50_304, 64)?;
+/// println!("{} prompts; the first is {:?}", prompts.len(), prompts[0].text);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Dataset {
+    pub(super) name: PathBuf,
+    pub(super) rows: Vec<Row>,
+}
+
+impl Dataset {
+    /// Reads `split` of the dataset `name`, as [`Files::find`] finds it: JSONL (one object per line; blank lines are skipped),
+    /// JSON (an array of objects), CSV (cells are text, except JSON lists in columns of token ids and messages) or Parquet.
+    ///
+    /// # Errors
+    /// If there is no such file, a row is malformed, or there are no rows.
+    pub fn read(name: &Path, split: &str) -> Result<Self> {
+        Self::from_files(&Files::find(name, None, split)?)
+    }
+
+    /// Reads the rows of all `files`.
+    ///
+    /// # Errors
+    /// As [`Dataset::read`].
+    pub fn from_files(files: &Files) -> Result<Self> {
+        let mut rows = Vec::new();
+        for path in &files.paths {
+            rows.extend(read_rows(path)?);
+        }
+        let name = files.describe().to_path_buf();
+        if rows.is_empty() {
+            return Err(Error::invalid(&name, "expected at least one row, found an empty dataset"));
+        }
+        Ok(Self { name, rows })
+    }
+
+    /// Reads the fields of all rows from other columns.
+    ///
+    /// # Errors
+    /// If a row lacks one of the columns.
+    pub fn with_columns(mut self, columns: &Columns) -> Result<Self> {
+        self.rows.iter_mut().try_for_each(|row| columns.apply(row))?;
+        Ok(self)
+    }
+
+    /// Turns every prompt that is a string into a conversation of one user message.
+    pub fn with_chat_prompts(mut self) -> Self {
+        for row in &mut self.rows {
+            if let Some((name, Value::String(text))) = prompt_field(&row.value) {
+                let message = user_message(text);
+                row.value[name] = Value::from(vec![message]);
+            }
+        }
+        self
+    }
+
+    /// Concatenates two datasets.
+    pub(super) fn and(mut self, other: Self) -> Self {
+        self.name = format!("{}, {}", self.name.display(), other.name.display()).into();
+        self.rows.extend(other.rows);
+        self
+    }
+
+    /// Keeps the first `count` rows.
+    pub fn first(mut self, count: usize) -> Self {
+        self.rows.truncate(count);
+        self
+    }
+
+    /// The rows, each a JSON object.
+    pub fn rows(&self) -> impl Iterator<Item = &Value> {
+        self.rows.iter().map(|row| &row.value)
+    }
+
+    /// The file, or the dataset if it has several files.
+    pub fn path(&self) -> &Path {
+        &self.name
+    }
+
+    /// Returns an error about the row at `index`, with its file and line.
+    pub fn error(&self, index: usize, message: impl Into<String>) -> Error {
+        self.rows[index].error(message)
+    }
+
+    /// Calls `check` on every row.
+    ///
+    /// # Errors
+    /// The first error of `check`, with the file and line of its row.
+    pub fn check(&self, check: impl Fn(&Value) -> Result<()>) -> Result<()> {
+        self.map(check).map(drop)
+    }
+
+    /// Applies `f` to every row; adds the file and line to its errors.
+    pub(super) fn map<T>(&self, f: impl Fn(&Value) -> Result<T>) -> Result<Vec<T>> {
+        self.rows
+            .iter()
+            .map(|row| {
+                f(&row.value).map_err(|e| match e {
+                    Error::Run(message) => row.error(message),
+                    other => other,
+                })
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::row::Place;
+
+    fn read(name: &str, text: &str) -> Result<Dataset> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        Dataset::read(&path, "train")
+    }
+
+    #[test]
+    fn jsonl_json_and_csv_hold_the_same_rows() {
+        let lines = read("a.jsonl", "{\"prompt\": \"x\"}\n\n{\"prompt\": \"y\"}\n").unwrap();
+        let array = read("a.json", "[{\"prompt\": \"x\"}, {\"prompt\": \"y\"}]").unwrap();
+        let table = read("a.csv", "prompt\nx\ny\n").unwrap();
+        let rows = |d: &Dataset| d.rows().cloned().collect::<Vec<_>>();
+        assert_eq!(rows(&lines), rows(&array));
+        assert_eq!(rows(&lines), rows(&table));
+        assert_eq!(lines.rows[1].place, Place::Line(3), "blank lines count");
+    }
+
+    #[test]
+    fn the_error_for_a_malformed_line_has_its_number() {
+        for (text, wanted) in [
+            ("{\"prompt\": \"x\"}\n{\"prompt\": ", "a.jsonl: line 2: not valid JSON"),
+            ("{\"prompt\": \"x\"}\n7", "a.jsonl: line 2: expected a JSON object"),
+            ("\n", "expected at least one row"),
+        ] {
+            let error = read("a.jsonl", text).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_error_about_a_row_names_the_file_of_that_row() {
+        let dir = tempfile::tempdir().unwrap();
+        let second = dir.path().join("train-00001-of-00002.jsonl");
+        std::fs::write(dir.path().join("train-00000-of-00002.jsonl"), "{}\n{}\n{}\n").unwrap();
+        std::fs::write(&second, "{}\n").unwrap();
+        let dataset = Dataset::read(dir.path(), "train").unwrap();
+        let error = dataset.error(3, "no").to_string();
+        assert_eq!(error, format!("{}: line 1: no", second.display()));
+        assert_eq!(dataset.path(), dir.path());
+    }
+}

@@ -1,0 +1,166 @@
+//! Demonstrations for supervised fine-tuning.
+
+use super::chat::{conversation, encode_chat, encode_prompt_and_response};
+use super::dataset::Dataset;
+use super::row::{expected, field, text_field};
+use crate::tokenizer::Tokenizer;
+use crate::{Error, Result};
+use serde_json::Value;
+use std::ops::Range;
+
+/// A text for supervised fine-tuning, and the tokens that enter the loss.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Demonstration {
+    /// Token ids.
+    pub tokens: Vec<i64>,
+    /// Index of the first token in the loss; at least 1.
+    pub loss_start: usize,
+    /// Tokens after `loss_start` that are not in the loss: sorted ranges that neither overlap nor touch.
+    pub masked: Vec<Range<usize>>,
+}
+
+impl Demonstration {
+    /// Returns the number of tokens in the loss.
+    pub fn loss_tokens(&self) -> usize {
+        let masked: usize = self.masked.iter().map(Range::len).sum();
+        self.tokens.len().saturating_sub(self.loss_start + masked)
+    }
+
+    /// Truncates the text to `max_length` tokens.
+    pub(crate) fn truncate(&mut self, max_length: usize) {
+        self.tokens.truncate(max_length);
+        let len = self.tokens.len();
+        self.masked.iter_mut().for_each(|range| *range = range.start.min(len)..range.end.min(len));
+        self.masked.retain(|range| !range.is_empty());
+    }
+
+    /// Masks all tokens outside `ranges`.
+    fn mask_others(&mut self, ranges: Vec<Range<usize>>) {
+        let mut at = self.loss_start;
+        let end = self.tokens.len();
+        for range in ranges {
+            if range.end <= at {
+                continue;
+            }
+            if range.start > at {
+                self.masked.push(at..range.start);
+            }
+            at = range.end;
+        }
+        if at < end {
+            self.masked.push(at..end);
+        }
+        // The logits of masked tokens at the start need not be computed.
+        if self.masked.first().is_some_and(|first| first.start == self.loss_start && first.end < end) {
+            self.loss_start = self.masked.remove(0).end;
+        }
+    }
+}
+
+/// Selects the field of plain texts and the tokens that enter the loss.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DemonstrationOptions {
+    /// Computes the loss on the completion only, for rows with a prompt and a completion.
+    pub completion_only: bool,
+    /// Computes the loss on the assistant's messages only, for conversations.
+    pub assistant_only: bool,
+    /// Field of texts that are in the loss as a whole.
+    pub text_field: String,
+}
+
+impl Default for DemonstrationOptions {
+    fn default() -> Self {
+        Self { completion_only: true, assistant_only: false, text_field: "text".into() }
+    }
+}
+
+impl Dataset {
+    /// Returns the demonstrations of all rows: `text`; `prompt` and `completion`; `messages`; or `chosen`, after the `prompt` if
+    /// there is one.
+    ///
+    /// Prompt and completion (or `chosen`) are both strings or both lists of messages. EOS is appended to strings;
+    /// conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss.
+    ///
+    /// # Errors
+    /// If a row has none of these forms, the tokenizer has no EOS token, or its chat template fails.
+    pub fn demonstrations(&self, tokenizer: &Tokenizer, completion_only: bool) -> Result<Vec<Demonstration>> {
+        let options = DemonstrationOptions { completion_only, ..DemonstrationOptions::default() };
+        self.demonstrations_with(tokenizer, &options)
+    }
+
+    /// As [`Dataset::demonstrations`], with all options.
+    ///
+    /// # Errors
+    /// As [`Dataset::demonstrations`]; with `assistant_only`, if a row is not a conversation, or its chat template neither marks
+    /// the assistant's messages nor separates the turns.
+    pub fn demonstrations_with(
+        &self,
+        tokenizer: &Tokenizer,
+        options: &DemonstrationOptions,
+    ) -> Result<Vec<Demonstration>> {
+        self.map(|row| demonstration_of(row, tokenizer, options))
+    }
+}
+
+fn demonstration_of(row: &Value, tokenizer: &Tokenizer, options: &DemonstrationOptions) -> Result<Demonstration> {
+    let Encoded { tokens, prompt_len, chat_fields } = encode(row, tokenizer, &options.text_field)?;
+    // The first token cannot be predicted.
+    let loss_start = if options.completion_only { prompt_len.max(1) } else { 1 };
+    let mut demonstration = Demonstration { tokens, loss_start, masked: Vec::new() };
+    if options.assistant_only {
+        if chat_fields.is_empty() {
+            let message = "assistant_only_loss: expected a row with a list of messages, found one without";
+            return Err(Error::Run(message.into()));
+        }
+        let (messages, variables) = conversation(row, &chat_fields)?;
+        demonstration.mask_others(tokenizer.assistant_tokens(&messages, &variables)?);
+    }
+    Ok(demonstration)
+}
+
+/// The tokens of a demonstration.
+struct Encoded {
+    tokens: Vec<i64>,
+    prompt_len: usize,
+    /// The fields with its messages, if it is a conversation.
+    chat_fields: Vec<&'static str>,
+}
+
+fn encode(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded> {
+    let text = |(tokens, prompt_len)| Encoded { tokens, prompt_len, chat_fields: Vec::new() };
+    let chat = |(tokens, prompt_len), chat_fields| Encoded { tokens, prompt_len, chat_fields };
+    let no_form = || {
+        let forms = "a string (or `prompt` and `completion` or `chosen`, or `messages`)";
+        Error::Run(expected(text_name, forms, row))
+    };
+    if let Some(value) = field(row, text_name) {
+        return match value.as_str().ok_or_else(no_form)? {
+            "" => Err(Error::Run(format!("field `{text_name}`: expected some text, found none"))),
+            whole => Ok(text(tokenizer.encode_pair("", whole)?)),
+        };
+    }
+    let Some((name, response)) = response_field(row) else {
+        field(row, "messages").ok_or_else(no_form)?;
+        return Ok(chat((encode_chat(row, tokenizer, &["messages"], false)?.1, 0), vec!["messages"]));
+    };
+    // A completion needs a prompt; a `chosen` text may contain it.
+    let has_prompt = name != "chosen" || field(row, "prompt").is_some();
+    match response {
+        Value::String(response) => {
+            let prompt = if has_prompt { text_field(row, "prompt")? } else { "" };
+            Ok(text(tokenizer.encode_pair(prompt, response)?))
+        }
+        Value::Array(_) if has_prompt => {
+            Ok(chat(encode_prompt_and_response(row, tokenizer, name)?, vec!["prompt", name]))
+        }
+        Value::Array(_) => Ok(chat((encode_chat(row, tokenizer, &[name], false)?.1, 0), vec![name])),
+        _ => Err(Error::Run(expected(name, "a string or a list of messages", row))),
+    }
+}
+
+/// Returns the response of a demonstration and the name of its field: `completion`, or `chosen` of a preference pair.
+fn response_field(row: &Value) -> Option<(&'static str, &Value)> {
+    let has_messages = field(row, "messages").is_some();
+    let completion = field(row, "completion").map(|response| ("completion", response));
+    completion.or_else(|| Some(("chosen", field(row, "chosen").filter(|_| !has_messages)?)))
+}

@@ -1,0 +1,158 @@
+//! Prompts: token ids, text, and the limit on their length.
+
+use super::chat::encode_chat;
+use super::dataset::Dataset;
+use super::row::{expected, field, prompt_field, token_ids};
+use crate::settings::{LongPrompts, PromptLengthConfig};
+use crate::tokenizer::Tokenizer;
+use crate::{Error, Result};
+use serde_json::Value;
+
+/// A prompt to generate responses to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Prompt {
+    /// Token ids, at least one.
+    pub tokens: Vec<i64>,
+    /// Text.
+    pub text: String,
+    /// The whole row of the dataset.
+    pub row: Value,
+}
+
+/// The maximum prompt length in tokens, and the treatment of longer prompts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PromptLimit {
+    max_length: usize,
+    long: LongPrompts,
+    /// Origin of `max_length`, for messages.
+    reason: &'static str,
+    /// Hint for the error about a longer prompt.
+    hint: &'static str,
+}
+
+impl PromptLimit {
+    /// Limits prompts to `max_length`, the models' context less the response; a longer prompt is an error.
+    pub fn of_context(max_length: usize) -> Self {
+        Self { max_length, long: LongPrompts::Error, reason: "the models' context less the response", hint: "" }
+    }
+
+    /// The limit of the settings; `room` is the models' context less the response.
+    ///
+    /// # Errors
+    /// If `max_prompt_length` is above `room`.
+    pub fn new(config: &PromptLengthConfig, room: usize) -> Result<Self> {
+        let (long, hint) = (config.long_prompts, "; --long_prompts can drop or truncate such prompts");
+        match config.max_prompt_length {
+            Some(max_length) if max_length > room => Err(Error::Usage(format!(
+                "max_prompt_length = {max_length}: expected at most {room}, the models' context less response_length"
+            ))),
+            Some(max_length) => Ok(Self { max_length, long, reason: "max_prompt_length", hint }),
+            None => Ok(Self { long, hint, ..Self::of_context(room) }),
+        }
+    }
+
+    /// Applies the limit to a prompt that is longer; returns `None` if it is to be dropped. Truncation on the left keeps
+    /// `prefix`, the tokens that the tokenizer puts before every text.
+    fn shorten(&self, mut prompt: Prompt, prefix: &[i64], tokenizer: &Tokenizer) -> Result<Option<Prompt>> {
+        let (max_length, found) = (self.max_length, prompt.tokens.len());
+        match self.long {
+            LongPrompts::Error => {
+                return Err(Error::Run(format!(
+                    "the prompt is too long: expected at most {max_length} tokens ({}), found {found}{}",
+                    self.reason, self.hint
+                )));
+            }
+            LongPrompts::Drop => return Ok(None),
+            LongPrompts::TruncateLeft => {
+                let keeps_prefix = prompt.tokens.starts_with(prefix) && prefix.len() < max_length;
+                let kept = if keeps_prefix { prefix.len() } else { 0 };
+                prompt.tokens.drain(kept..kept + found - max_length);
+            }
+            LongPrompts::TruncateRight => prompt.tokens.truncate(max_length),
+        }
+        let is_chat = prompt_field(&prompt.row).is_some_and(|(_, prompt)| prompt.is_array());
+        prompt.text =
+            if is_chat { tokenizer.decode_verbatim(&prompt.tokens)? } else { tokenizer.decode(&prompt.tokens)? };
+        Ok(Some(prompt))
+    }
+}
+
+impl Dataset {
+    /// Returns the prompts of all rows. A prompt is the token ids `prompt_ids`, else `prompt`, a string or a list of messages,
+    /// else the token ids `input_ids`, else `query`, which has the form of `prompt`.
+    ///
+    /// # Errors
+    /// If a row has none of these fields, its prompt is empty or has more than `max_length` tokens, or an id is not below
+    /// `vocab`.
+    pub fn prompts(&self, tokenizer: &Tokenizer, vocab: i64, max_length: usize) -> Result<Vec<Prompt>> {
+        Ok(self.prompts_within(tokenizer, vocab, PromptLimit::of_context(max_length))?.0)
+    }
+
+    /// As [`Dataset::prompts`], with a treatment of long prompts. Also returns a message with the number of prompts that were
+    /// dropped or truncated, if there are any.
+    ///
+    /// # Errors
+    /// As [`Dataset::prompts`]; if all prompts are dropped.
+    pub fn prompts_within(
+        &self,
+        tokenizer: &Tokenizer,
+        vocab: i64,
+        limit: PromptLimit,
+    ) -> Result<(Vec<Prompt>, Option<String>)> {
+        let PromptLimit { max_length, long, reason, .. } = limit;
+        let prefix = if long == LongPrompts::TruncateLeft && tokenizer.knows_text() {
+            tokenizer.encode_prompt("")?
+        } else {
+            Vec::new()
+        };
+        let prompts = self.map(|row| {
+            let prompt = prompt_of(row, tokenizer, vocab)?;
+            if prompt.tokens.is_empty() {
+                return Err(Error::Run("the prompt is empty: expected at least one token".into()));
+            }
+            if prompt.tokens.len() <= max_length {
+                return Ok((Some(prompt), false));
+            }
+            Ok((limit.shorten(prompt, &prefix, tokenizer)?, true))
+        })?;
+        let (all, too_long) = (prompts.len(), prompts.iter().filter(|(_, long)| *long).count());
+        let prompts: Vec<Prompt> = prompts.into_iter().filter_map(|(prompt, _)| prompt).collect();
+        if prompts.is_empty() {
+            let message = format!("each of {all} prompts has more than {max_length} tokens ({reason})");
+            return Err(Error::invalid(&self.name, message));
+        }
+        let done = if long == LongPrompts::Drop { "dropped" } else { "truncated" };
+        let note = (too_long > 0).then(|| {
+            let name = self.name.display();
+            format!("{name}: {too_long} of {all} prompts were {done}: more than {max_length} tokens ({reason})")
+        });
+        Ok((prompts, note))
+    }
+}
+
+/// Returns the prompt of a row, of any length.
+pub(super) fn prompt_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Prompt> {
+    let ids = match (token_ids(row, "prompt_ids", vocab)?, field(row, "prompt")) {
+        // With a `prompt`, `input_ids` may be the ids of any text; with a `query` they are the ids of the query.
+        (None, None) => token_ids(row, "input_ids", vocab)?,
+        (ids, _) => ids,
+    };
+    let (tokens, text) = match (ids, prompt_field(row)) {
+        (Some(tokens), Some((_, Value::String(text)))) => (tokens, text.clone()),
+        (Some(tokens), _) => {
+            let text = tokenizer.decode(&tokens)?;
+            (tokens, text)
+        }
+        (None, Some((name, Value::Array(_)))) => {
+            let (text, tokens) = encode_chat(row, tokenizer, &[name], true)?;
+            (tokens, text)
+        }
+        (None, Some((_, Value::String(text)))) => (tokenizer.encode_prompt(text)?, text.clone()),
+        (None, Some((name, _))) => return Err(Error::Run(expected(name, "a string or a list of messages", row))),
+        (None, None) => {
+            let forms = "a string or a list of messages (or token ids: `prompt_ids` or `input_ids`)";
+            return Err(Error::Run(expected("prompt", forms, row)));
+        }
+    };
+    Ok(Prompt { tokens, text, row: row.clone() })
+}

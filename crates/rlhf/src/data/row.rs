@@ -1,0 +1,156 @@
+//! One row of a dataset: a JSON object, its file and its line, and access to its fields.
+
+use super::columns;
+use crate::weights::brief;
+use crate::{Error, Result};
+use serde_json::Value;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+/// One row.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Row {
+    pub(super) file: Arc<Path>,
+    pub(super) place: Place,
+    pub(super) value: Value,
+}
+
+impl Row {
+    pub(super) fn new(file: &Arc<Path>, place: Place, value: Value) -> Result<Self> {
+        if value.is_object() {
+            Ok(Self { file: file.clone(), place, value })
+        } else {
+            Err(place.error(file, "expected a JSON object"))
+        }
+    }
+
+    /// Returns an error about this row, with its file and place.
+    pub(super) fn error(&self, message: impl Into<String>) -> Error {
+        self.place.error(&self.file, message)
+    }
+}
+
+/// The position of a row in its source, counted from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Line of a text file.
+    Line(usize),
+    /// Element of a JSON array, or row of a Parquet file.
+    Row(usize),
+    /// Argument of the command line.
+    Argument(usize),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Line(at) => write!(f, "line {at}"),
+            Self::Row(at) => write!(f, "row {at}"),
+            Self::Argument(at) => write!(f, "argument {at}"),
+        }
+    }
+}
+
+impl Place {
+    pub(super) fn error(self, file: &Path, message: impl Into<String>) -> Error {
+        Error::Row { path: file.to_path_buf(), place: self.to_string(), message: message.into() }
+    }
+}
+
+/// Returns the value of the field `name`. A null counts as missing: formats with columns have a null where JSON has no field.
+pub(super) fn field<'a>(row: &'a Value, name: &str) -> Option<&'a Value> {
+    row.get(name).filter(|value| !value.is_null())
+}
+
+/// Returns the field `name`, which must be a string.
+pub(super) fn text_field<'a>(row: &'a Value, name: &str) -> Result<&'a str> {
+    field(row, name).and_then(Value::as_str).ok_or_else(|| Error::Run(expected(name, "a string", row)))
+}
+
+/// Returns the prompt that is a string or a list of messages, with the name of its field: `prompt`, or `query` in older
+/// datasets.
+pub(crate) fn prompt_field(row: &Value) -> Option<(&'static str, &Value)> {
+    ["prompt", "query"].into_iter().find_map(|name| Some((name, field(row, name)?)))
+}
+
+/// Returns the token ids in the field `name`, or `None` if the row has no such field.
+///
+/// # Errors
+/// If the field is not a list of ids below `vocab`.
+pub(super) fn token_ids(row: &Value, name: &str, vocab: i64) -> Result<Option<Vec<i64>>> {
+    let Some(ids) = field(row, name) else { return Ok(None) };
+    let ids: Option<Vec<i64>> = ids.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
+    let ids = ids.ok_or_else(|| Error::Run(expected(name, "a list of token ids", row)))?;
+    // Token ids fit in u32 for every tokenizer, so larger numbers are wrong whatever the vocabulary.
+    let vocab = vocab.min(1 << 32);
+    match ids.iter().find(|id| !(0..vocab).contains(*id)) {
+        Some(id) => {
+            Err(Error::Run(format!("field `{name}`: expected ids below the vocabulary of {vocab}, found {id}")))
+        }
+        None => Ok(Some(ids)),
+    }
+}
+
+/// Returns the message "expected ... in the field `name`, found ..." for a row whose field is missing or has the wrong type.
+pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
+    match row.get(name) {
+        Some(found) => format!("field `{name}`: expected {what}, found {}", brief(&found.to_string())),
+        None => {
+            let names: Vec<String> = row
+                .as_object()
+                .into_iter()
+                .flat_map(|row| row.keys())
+                .map(|name| format!("`{}`", brief(name)))
+                .collect();
+            let found = if names.is_empty() { "no field at all".to_string() } else { names.join(", ") };
+            let hint = likely_field(name, row).map(|other| {
+                let by_flag = if columns::is_field(name) {
+                    format!("--dataset_columns {name}={other}")
+                } else {
+                    format!("rename it to `{name}`")
+                };
+                format!("; if `{other}` is it, {by_flag}")
+            });
+            format!("expected a field `{name}` with {what}, found {found}{}", hint.unwrap_or_default())
+        }
+    }
+}
+
+/// Other names that datasets use for each field.
+const SYNONYMS: [(&str, &[&str]); 5] = [
+    ("prompt", &["question", "instruction", "problem", "input", "text", "context"]),
+    ("completion", &["response", "answer", "output", "solution", "target"]),
+    ("text", &["content", "document", "review", "sentence", "body"]),
+    ("chosen", &["preferred", "accepted", "positive", "response_chosen"]),
+    ("rejected", &["dispreferred", "negative", "response_rejected"]),
+];
+
+/// Returns the field of `row` that is most likely meant by `name`: one with a similar name, else a synonym.
+fn likely_field<'r>(name: &str, row: &'r Value) -> Option<&'r str> {
+    let fields = || row.as_object().into_iter().flat_map(|row| row.keys()).map(String::as_str);
+    let similar = fields().find(|field| strsim::jaro_winkler(&field.to_lowercase(), name) > 0.9);
+    let synonyms = SYNONYMS.iter().find(|(of, _)| *of == name).map_or(&[][..], |(_, synonyms)| *synonyms);
+    similar.or_else(|| synonyms.iter().find_map(|name| fields().find(|field| field.eq_ignore_ascii_case(name))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_error_for_a_missing_field_lists_the_fields_of_the_row_and_suggests_a_column() {
+        let row = json!({"question": "x", "answer": 1});
+        assert_eq!(
+            expected("prompt", "a string", &row),
+            "expected a field `prompt` with a string, found `question`, `answer`; if `question` is it, --dataset_columns prompt=question"
+        );
+        assert_eq!(expected("answer", "a string", &row), "field `answer`: expected a string, found 1");
+        assert_eq!(
+            expected("text", "a string", &row),
+            "expected a field `text` with a string, found `question`, `answer`"
+        );
+        assert_eq!(likely_field("prompt", &json!({"text": 1, "Prompts": 1})), Some("Prompts"));
+    }
+}
