@@ -35,6 +35,7 @@
 pub mod compat;
 pub mod data;
 pub mod device;
+pub mod dist;
 mod error;
 pub mod files;
 pub mod flag;

@@ -4,6 +4,7 @@
 //! probabilities before and after an update, and noise between the two passes would pass for a change of the policy. That of
 //! an adapter is applied where a pass asks for it by `DropoutRows`.
 
+mod batches;
 mod classifier;
 mod config;
 mod decoder;
@@ -15,6 +16,7 @@ mod params;
 mod sampled;
 mod value_head;
 
+pub(crate) use batches::{batches, in_batches};
 pub use classifier::{ClassifierFormat, SequenceClassifier};
 pub(crate) use config::no_such_file;
 pub use config::{Activation, ModelConfig, NormKind, Order, Rope, RopeScaling, Shape};

@@ -16,7 +16,6 @@ pub(crate) use spec::{Spec, resolve, specs};
 use crate::data::Prompt;
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
-use crate::rl::rollout::Scores;
 use crate::run::report::{pause, stopped};
 use crate::settings::LegacyConfig;
 use crate::tokenizer::Tokenizer;
@@ -25,6 +24,21 @@ use serde_json::{Map, Value, json};
 use std::fmt::{self, Write};
 use std::time::{Duration, Instant};
 use tch::{Device, Tensor};
+
+/// Scores of responses.
+#[derive(Debug)]
+pub struct Scores {
+    /// One number per response, `[B]` f32.
+    pub responses: Tensor,
+    /// One number per token, a row per response, if a reward returns such.
+    pub tokens: Option<Vec<Vec<f32>>>,
+}
+
+impl From<Tensor> for Scores {
+    fn from(responses: Tensor) -> Self {
+        Self { responses, tokens: None }
+    }
+}
 
 /// One response, with all that a reward may want to know of it.
 #[derive(Debug, Clone, Copy)]

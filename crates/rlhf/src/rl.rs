@@ -1,13 +1,17 @@
 //! Every line that is PPO: the equations, the rollout, the losses, the update.
 
+pub mod advantage;
 pub(crate) mod alarms;
 pub mod checks;
 pub mod ema;
+pub(crate) mod eos;
+pub mod experience;
 pub(crate) mod kept;
 pub mod kl;
 pub mod learner;
+pub mod loss;
 pub mod math;
 pub mod rollout;
-pub mod sampling;
+pub mod shaping;
 pub mod stats;
 pub mod unsupervised;

@@ -4,6 +4,8 @@
 //! comment is its `--help` text. Every default is written once, in the field's `arg` attribute: the constructors take
 //! theirs from there.
 
+mod resolve;
+
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
@@ -23,6 +25,7 @@ use crate::flag::{
 use crate::generate::{GenerationConfig, Sampling};
 use crate::model::{ClassifierFormat, Dtype, LoraConfig};
 use crate::reward::{LEFT_OUT, Spec, address};
+use crate::rl::learner::EpochPlan;
 use crate::rl::math::{KlEstimator, PolicyClip, ScorePosition};
 use crate::weights::brief;
 use crate::{Error, Result};
@@ -1664,14 +1667,8 @@ pub struct PpoPlan {
     /// Prompts answered in one update: `per_device_train_batch_size * gradient_accumulation_steps`, with the preset
     /// `trl-ppov2` times `num_mini_batches`; or `per_device_generation_batch_size * generation_batches`.
     pub batch_size: usize,
-    /// Answers in one optimizer step: `batch_size / num_mini_batches`, exactly; where the update has a size of its own,
-    /// `per_device_train_batch_size * gradient_accumulation_steps`, and fewer in the last one of an epoch.
-    pub mini_batch_size: usize,
-    /// Answers whose losses are averaged together: all of an optimizer step, with the preset `trl-legacy` `mini_batch_size` of
-    /// them, and the step goes by the mean of the averages.
-    pub part_size: usize,
-    /// Answers in one forward and backward pass, at most: `per_device_train_batch_size`, but no more than a mini-batch.
-    pub micro_batch_size: usize,
+    /// How the rows of an epoch are divided.
+    pub epoch: EpochPlan,
     /// Answers asked for; the run trains on `num_total_batches * batch_size`, which may be a few more.
     pub total_episodes: usize,
     /// Updates in the run: `total_episodes / batch_size`, rounded up.
@@ -1837,13 +1834,15 @@ impl PpoConfig {
         expect(frozen < num_total_batches, "value_warmup_updates", frozen, &expected)?;
         Ok(PpoPlan {
             batch_size,
-            mini_batch_size,
-            part_size: self.part_size(mini_batch_size),
-            micro_batch_size: match self.preset {
-                Preset::TrlLegacy => self.part_size(mini_batch_size),
-                Preset::Trl | Preset::TrlPpov2 | Preset::DeepspeedChat => {
-                    self.per_device_train_batch_size.min(mini_batch_size)
-                }
+            epoch: EpochPlan {
+                mini_batch_size,
+                part_size: self.part_size(mini_batch_size),
+                micro_batch_size: match self.preset {
+                    Preset::TrlLegacy => self.part_size(mini_batch_size),
+                    Preset::Trl | Preset::TrlPpov2 | Preset::DeepspeedChat => {
+                        self.per_device_train_batch_size.min(mini_batch_size)
+                    }
+                },
             },
             total_episodes,
             num_total_batches,
@@ -3278,9 +3277,7 @@ mod tests {
             plan,
             PpoPlan {
                 batch_size: 32,
-                mini_batch_size: 16,
-                part_size: 16,
-                micro_batch_size: 8,
+                epoch: EpochPlan { mini_batch_size: 16, part_size: 16, micro_batch_size: 8 },
                 total_episodes: 1000,
                 num_total_batches: 32,
                 sample_every: Some(3),
@@ -3305,7 +3302,7 @@ mod tests {
         let mut config = ppo();
         config.num_mini_batches = 4;
         let plan = config.plan(8).unwrap();
-        assert_eq!((plan.mini_batch_size, plan.micro_batch_size), (2, 2));
+        assert_eq!((plan.epoch.mini_batch_size, plan.epoch.micro_batch_size), (2, 2));
     }
 
     #[test]
@@ -3348,7 +3345,7 @@ mod tests {
         config.total_episodes = Some(100);
         let plan = config.plan(50).unwrap();
         // 2 * 4 * 3 = 24 answers an update, in steps of 2 * 4; 100 / 24 = 4.2.
-        assert_eq!((plan.batch_size, plan.mini_batch_size, plan.micro_batch_size), (24, 8, 2));
+        assert_eq!((plan.batch_size, plan.epoch.mini_batch_size, plan.epoch.micro_batch_size), (24, 8, 2));
         assert_eq!(plan.num_total_batches, 5);
         config.num_mini_batches = 1 << 19;
         assert!(usage_of(config.plan(50)).contains("num_mini_batches = 4194304: expected at most 1048576"));
@@ -3364,8 +3361,9 @@ mod tests {
             config.total_episodes = Some(100);
             config.plan(50)
         };
-        let sizes =
-            |plan: Result<PpoPlan>| plan.map(|p| (p.batch_size, p.mini_batch_size, p.micro_batch_size)).unwrap();
+        let sizes = |plan: Result<PpoPlan>| {
+            plan.map(|p| (p.batch_size, p.epoch.mini_batch_size, p.epoch.micro_batch_size)).unwrap()
+        };
         assert_eq!(sizes(plan(Some(6), 4, 4, 2)), (24, 8, 4));
         assert_eq!(sizes(plan(Some(6), 4, 5, 2)), (24, 10, 5), "the last step of an epoch has 4");
         assert_eq!(plan(Some(6), 4, 4, 2).unwrap().num_total_batches, 5);
@@ -3400,7 +3398,7 @@ mod tests {
         );
         assert_eq!((config.response_length, config.prompt_length.max_prompt_length), (256, Some(256)));
         let plan = config.plan(160).unwrap();
-        assert_eq!((plan.batch_size, plan.mini_batch_size, plan.num_total_batches), (16, 16, 10));
+        assert_eq!((plan.batch_size, plan.epoch.mini_batch_size, plan.num_total_batches), (16, 16, 10));
         for preset in [Preset::Trl, Preset::TrlPpov2] {
             assert_eq!(
                 PpoConfig {

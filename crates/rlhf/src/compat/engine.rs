@@ -10,16 +10,16 @@ use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
 use crate::reward::Rewards;
 use crate::rl::ema::EMA;
-use crate::rl::kept::KeptAnswers;
+use crate::rl::eos::deepspeed_chat_pad;
+use crate::rl::experience::{Experience, Masks};
+use crate::rl::kept::KeptResponses;
 use crate::rl::learner::Learner;
 use crate::rl::math;
 use crate::rl::math::{KlEstimator, ScorePosition};
-use crate::rl::rollout::{Experience, Judges, Targets, experience_leaving_out};
-use crate::rl::sampling::{
-    deepspeed_chat_pad, generation, left_out_of_losses, recomputes_logprobs, stop_strings, stop_tokens,
-};
+use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::shaping::{Shaping, targets};
 use crate::rl::stats::StepStats;
-use crate::settings::{LogprobsOf, PpoConfig, WhitenAdvantages};
+use crate::settings::{LogprobsOf, PpoConfig};
 use crate::tokenizer::Tokenizer;
 use crate::train::ppo::{PpoTrainer, VALUE_MODEL};
 use crate::weights::replace_files;
@@ -45,7 +45,7 @@ pub fn compute_rewards(
     let kl = math::kl(log_probs, ref_log_probs, &log_probs.ones_like().to_kind(Kind::Bool), config.kl_estimator);
     let most = config.counts.clip_reward_value.unwrap_or(f64::INFINITY);
     let scores = reward_score.to_kind(Kind::Float).clamp(-most, most);
-    let (before, answer) = (kl.narrow(1, 0, start), answer_columns(&kl, start));
+    let (before, answer) = (kl.narrow(1, 0, start), response_columns(&kl, start));
     let counted = counted(action_mask, start);
     let rewards = math::rewards(&answer, &scores, &counted, config.kl_coef, ScorePosition::AfterStop);
     Tensor::cat(&[-config.kl_coef * before, rewards], 1)
@@ -64,7 +64,7 @@ pub fn get_advantages_and_returns(
     start: i64,
     config: &PpoConfig,
 ) -> (Tensor, Tensor) {
-    let (values, rewards) = (answer_columns(values, start), answer_columns(rewards, start));
+    let (values, rewards) = (response_columns(values, start), response_columns(rewards, start));
     math::gae(&rewards, &values, &values.ones_like().to_kind(Kind::Bool), config.gamma, config.lam)
 }
 
@@ -97,13 +97,13 @@ fn count(mask: &Tensor) -> Tensor {
 }
 
 /// The columns from `start` on.
-fn answer_columns(x: &Tensor, start: i64) -> Tensor {
+fn response_columns(x: &Tensor, start: i64) -> Tensor {
     x.narrow(1, start, x.size()[1] - start)
 }
 
 /// How many tokens of each row's answer count.
 fn counted(action_mask: &Tensor, start: i64) -> Vec<i64> {
-    let sums = answer_columns(action_mask, start).sum_dim_intlist([1i64].as_slice(), false, Kind::Int64);
+    let sums = response_columns(action_mask, start).sum_dim_intlist([1i64].as_slice(), false, Kind::Int64);
     Vec::try_from(sums).expect("a sum per row")
 }
 
@@ -214,9 +214,11 @@ pub struct RlhfEngine {
     pub mixes_texts: bool,
     /// Steps of the run, over which the learning rates have their course; a rate that does not fall needs none.
     pub num_total_iters: Option<usize>,
-    /// The tokens that end an answer and are in no loss.
-    left_out: Vec<i64>,
-    kept: KeptAnswers,
+    /// How the models evaluate responses.
+    rollout: RolloutSettings,
+    /// How rewards and targets are made of them.
+    shaping: Shaping,
+    kept: KeptResponses,
     /// The prompts of the last answers that were long enough, with their mask.
     last: Option<(Tensor, Tensor)>,
     /// How often answers were generated, which keys the draws.
@@ -256,7 +258,7 @@ impl RlhfEngine {
         tokenizer: Tokenizer,
         config: &PpoConfig,
     ) -> Result<Self> {
-        Self::with_learner(Learner::new(actor, critic, config), reference, reward, tokenizer, config)
+        Self::with_learner(Learner::new(actor, critic, config.learner()), reference, reward, tokenizer, config)
     }
 
     fn with_learner(
@@ -294,14 +296,15 @@ impl RlhfEngine {
                 config.gradient_accumulation_steps
             )));
         }
-        let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer, learner.policy.config());
+        let rollout = config.rollout(&learner.policy, &tokenizer);
         reference.hold_as_computed();
         Ok(Self {
             learner,
             reference,
             reward,
-            left_out,
-            kept: KeptAnswers::new(config.counts.min_response_length),
+            rollout,
+            shaping: config.shaping(),
+            kept: KeptResponses::new(config.counts.min_response_length),
             last: None,
             mixes_texts: config.unsupervised.unsupervised_dataset_name.is_some(),
             num_total_iters: None,
@@ -343,9 +346,9 @@ impl RlhfEngine {
     /// # Errors
     /// If no answer is long enough and none was before; if the reward fails; if a prompt does not fit the models.
     pub fn generate_experience(&mut self, prompts: &Tensor, mask: &Tensor) -> Result<RlhfExperience> {
-        let stop_strings = stop_strings(&self.config, &self.tokenizer)?;
-        let generation = generation(&self.config, &stop_tokens(&self.config, &self.tokenizer)?, self.generated);
-        let generation = GenerationConfig { stop_strings, ..generation };
+        let stop_strings = self.config.stop_strings(&self.tokenizer)?;
+        let stop = self.config.stop_tokens(&self.tokenizer)?;
+        let generation = GenerationConfig { stop_strings, ..self.config.generation(&stop, self.generated) };
         let responses = generate(&self.learner.policy, &unpadded(prompts, mask)?, &generation)?;
         self.generated += 1;
         self.experience_of(prompts, mask, responses)
@@ -376,8 +379,8 @@ impl RlhfEngine {
                 mask.size()
             )));
         }
-        let kept = self.kept.keep((0..responses.len()).collect(), responses, &self.left_out)?;
-        if !kept.again {
+        let kept = self.kept.keep((0..responses.len()).collect(), responses, &self.rollout.left_out)?;
+        if !kept.reused {
             self.last = Some((prompts.shallow_clone(), mask.shallow_clone()));
         }
         let Some((prompts, mask)) = &self.last else { unreachable!("answers come again from prompts that were") };
@@ -385,14 +388,15 @@ impl RlhfEngine {
         let (prompts, mask) = (prompts.index_select(0, &rows), mask.index_select(0, &rows));
         let (ragged, responses) = (unpadded(&prompts, &mask)?, kept.responses);
         let noted = responses.iter().all(|response| response.logprobs.len() == response.tokens.len());
-        let recompute = kept.again || !noted || recomputes_logprobs(&self.learner.policy, &self.config);
+        let recompute_logprobs = kept.reused || !noted || self.rollout.recompute_logprobs;
 
         let scores = self.scores(&ragged, &responses)?;
         let learner = &self.learner;
-        let judges = Judges { policy: &learner.policy, reference: &self.reference, value: &learner.value };
-        let e = experience_leaving_out(judges, &ragged, &responses, scores, &self.left_out, recompute, &self.config)?;
+        let models = RolloutModels { policy: &learner.policy, reference: &self.reference, value: &learner.value };
+        let settings = RolloutSettings { recompute_logprobs, ..self.rollout.clone() };
+        let e = experience(models, &ragged, &responses, scores, &settings)?;
 
-        let (width, longest) = (prompts.size()[1], e.lengths.iter().copied().max().unwrap_or(0).max(1));
+        let (width, longest) = (prompts.size()[1], e.lengths().into_iter().max().unwrap_or(0).max(1));
         let columns = |x: &Tensor| {
             let answer = x.narrow(1, 0, longest);
             answer.constant_pad_nd([width - 1, 0])
@@ -403,7 +407,7 @@ impl RlhfEngine {
             response.tokens.iter().copied().chain(padding)
         });
         let answers = Tensor::from_slice(&answers.collect::<Vec<_>>()).view([-1, longest]);
-        let counts = e.loss_mask.narrow(1, 0, longest).to_device(mask.device()).to_kind(Kind::Int64);
+        let counts = e.masks.loss.narrow(1, 0, longest).to_device(mask.device()).to_kind(Kind::Int64);
         Ok(RlhfExperience {
             input_ids: Tensor::cat(&[&prompts, &answers], 1),
             attention_mask: Tensor::cat(&[mask.to_kind(Kind::Int64), counts], 1),
@@ -422,7 +426,8 @@ impl RlhfEngine {
             .map(|response| {
                 let mut read = response.clone();
                 read.tokens.truncate(
-                    read.tokens.len() - usize::from(read.tokens.last().is_some_and(|id| self.left_out.contains(id))),
+                    read.tokens.len()
+                        - usize::from(read.tokens.last().is_some_and(|id| self.rollout.left_out.contains(id))),
                 );
                 read
             })
@@ -453,10 +458,10 @@ impl RlhfEngine {
             return Err(Error::Usage(message.into()));
         }
         self.rates()?;
-        let config = &self.config;
-        let (e, targets) = shaped(experience, config)?;
+        let e = self.ragged(experience)?;
+        let targets = targets(&self.learner.world, &e, self.config.kl_coef, &self.shaping);
         let rows: Vec<usize> = (0..experience.rows()).collect();
-        let stats = self.learner.gradients(&e, &targets, &rows, config.per_device_train_batch_size, true, config)?;
+        let stats = self.learner.gradients(&e, &targets, &rows, self.config.per_device_train_batch_size, true)?;
         let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
         match self.mixes_texts {
             true => self.waiting = Some(stats),
@@ -483,6 +488,48 @@ impl RlhfEngine {
         let stats = self.waiting.take().ok_or_else(none_waits)?;
         self.step(StepStats { unsup_loss: loss, ..stats })?;
         Ok(loss)
+    }
+
+    /// A padded batch as the ragged rows that the learner takes.
+    fn ragged(&self, e: &RlhfExperience) -> Result<Experience> {
+        check_shapes(e)?;
+        let (_, len) = e.input_ids.size2()?;
+        let (_, width) = e.prompts.size2()?;
+        let start = width - 1;
+        let action_mask = e.attention_mask.narrow(1, 1, len - 1);
+        let counted = counted(&action_mask, start);
+        let device = e.logprobs.device();
+        let response = math::response_mask(&counted, len - width, device);
+        if response != response_columns(&action_mask, start).to_kind(Kind::Bool).to_device(device) {
+            let message =
+                "experience: attention_mask: expected the tokens of a response side by side, found others between them";
+            return Err(Error::Run(message.into()));
+        }
+        let value = math::value_mask(&counted, len - width, ScorePosition::AfterStop, device);
+        let of_response = |x: &Tensor, mask: &Tensor| math::keep(&response_columns(x, start), mask);
+        let sequences = unpadded(&e.input_ids, &e.attention_mask)?;
+        let split = |(tokens, &counted): (Vec<i64>, &i64)| {
+            let (prompt, response) = tokens.split_at(tokens.len() - counted as usize);
+            (prompt.to_vec(), response.to_vec())
+        };
+        let (prompts, responses): (Vec<_>, Vec<_>) = sequences.into_iter().zip(&counted).map(split).unzip();
+        let value_loss = if self.rollout.last_value_in_loss { &value } else { &response }.shallow_clone();
+        Ok(Experience {
+            groups: (0..prompts.len()).collect(),
+            prompts,
+            responses,
+            value_counts: counted.iter().map(|&n| (n + 1).min(len - width)).collect(),
+            logprobs: of_response(&e.logprobs, &response),
+            ref_logprobs: of_response(&e.ref_logprobs, &response),
+            values: of_response(&e.value, &value),
+            masks: Masks { loss: response.shallow_clone(), response, value, value_loss },
+            full_kl: None,
+            reference: None,
+            scores: e.rewards.shallow_clone(),
+            token_scores: None,
+            sets: None,
+            counted,
+        })
     }
 
     /// The learning rates of the next step.
@@ -559,8 +606,8 @@ impl RlhfEngine {
     }
 }
 
-/// What [`Learner::gradients`] learns from, of what an engine's batch says.
-fn shaped(e: &RlhfExperience, config: &PpoConfig) -> Result<(Experience, Targets)> {
+/// Checks the shapes of a batch.
+fn check_shapes(e: &RlhfExperience) -> Result<()> {
     let (rows, len) = e.input_ids.size2()?;
     let (_, width) = e.prompts.size2()?;
     for (name, x, expected) in [
@@ -575,49 +622,7 @@ fn shaped(e: &RlhfExperience, config: &PpoConfig) -> Result<(Experience, Targets
             return Err(Error::Run(format!("experience: {name}: expected shape {expected:?}, found {:?}", x.size())));
         }
     }
-    let start = width - 1;
-    let action_mask = e.attention_mask.narrow(1, 1, len - 1);
-    let lengths = counted(&action_mask, start);
-    let device = e.logprobs.device();
-    let mask = math::response_mask(&lengths, len - width, device);
-    if mask != answer_columns(&action_mask, start).to_kind(Kind::Bool).to_device(device) {
-        let message =
-            "experience: attention_mask: expected the tokens of an answer side by side, found others between them";
-        return Err(Error::Run(message.into()));
-    }
-    let value_mask = math::value_mask(&lengths, len - width, ScorePosition::AfterStop, device);
-    let rewards = compute_rewards(&e.prompts, &e.logprobs, &e.ref_logprobs, &e.rewards, &action_mask, config);
-    // Behind the score there is nothing.
-    let within = |x: &Tensor| math::keep(&answer_columns(x, start), &value_mask);
-    let (rewards, values) = (within(&rewards), within(&e.value));
-    let (advantages, returns) = get_advantages_and_returns(&values, &rewards, 0, config);
-    let advantages = match config.whiten_advantages {
-        WhitenAdvantages::None => math::keep(&advantages, &mask),
-        WhitenAdvantages::Batch | WhitenAdvantages::MiniBatch => math::whiten(&advantages, &mask, true),
-    };
-    let answer = |x: &Tensor| math::keep(&answer_columns(x, start), &mask);
-    let (logprobs, ref_logprobs) = (answer(&e.logprobs), answer(&e.ref_logprobs));
-    let kl = math::kl(&logprobs, &ref_logprobs, &mask, config.kl_estimator);
-    let last_value = config.counts.last_value_in_loss;
-    let experience = Experience {
-        sequences: unpadded(&e.input_ids, &e.attention_mask)?,
-        value_counts: lengths.iter().map(|&n| (n + 1).min(len - width)).collect(),
-        counted: lengths.clone(),
-        lengths,
-        loss_mask: mask.shallow_clone(),
-        value_loss_mask: if last_value { &value_mask } else { &mask }.shallow_clone(),
-        response_mask: mask,
-        value_mask,
-        logprobs,
-        ref_logprobs,
-        full_kl: None,
-        reference: None,
-        values,
-        scores: e.rewards.shallow_clone(),
-        token_scores: None,
-        sets: None,
-    };
-    Ok((experience, Targets { kl, kl_coef: config.kl_coef, rewards, advantages, returns }))
+    Ok(())
 }
 
 /// The tokens of each row where `mask` is 1.

@@ -9,15 +9,17 @@ use crate::metrics::Metrics;
 use crate::model::{CausalLm, CausalLmWithValueHead, ModelOptions};
 use crate::optim::LearningRates;
 use crate::reward::ScoreScaling;
+use crate::rl::experience::Experience;
 use crate::rl::kl::KlController;
-use crate::rl::learner::Learner;
+use crate::rl::learner::{EpochPlan, Learner};
 use crate::rl::math::{self, KlEstimator, PolicyClip};
-use crate::rl::rollout::{Experience, Judges, Targets, advantages, experience, shape_rewards};
+use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::shaping::{Shaping, Targets, advantages, shape_rewards};
 use crate::rl::stats::{StepStats, optimizer_steps};
 use crate::rng::{Purpose, Stream};
 use crate::run::checkpoint::Best;
 use crate::run::report::{Console, Hold, Reached, Reporter, Sample, claim_folder};
-use crate::settings::{EvalConfig, OptimizerConfig, PpoConfig, PpoPlan, Preset, ReportTo};
+use crate::settings::{EvalConfig, OptimizerConfig, PpoConfig, Preset, ReportTo};
 use crate::tokenizer::Tokenizer;
 use crate::train::Card;
 use crate::weights::replace_files;
@@ -242,16 +244,12 @@ impl StepConfig {
         ppo
     }
 
-    /// How `rows` rows are cut.
-    fn plan(&self, rows: usize) -> PpoPlan {
-        PpoPlan {
-            batch_size: rows,
+    /// How the rows of a step are divided.
+    fn epoch(&self) -> EpochPlan {
+        EpochPlan {
             mini_batch_size: self.mini_batch_size * self.gradient_accumulation_steps,
             part_size: self.mini_batch_size,
             micro_batch_size: self.mini_batch_size,
-            total_episodes: self.steps,
-            num_total_batches: self.steps.div_ceil(self.batch_size),
-            sample_every: None,
         }
     }
 }
@@ -455,8 +453,10 @@ pub struct StepTrainer {
     /// The tokenizer of both.
     pub tokenizer: Tokenizer,
     config: StepConfig,
-    /// The same settings as the learner reads them.
-    ppo: PpoConfig,
+    /// How the models evaluate responses.
+    rollout: RolloutSettings,
+    /// How rewards and targets are made of them.
+    shaping: Shaping,
     kl: KlController,
     scaling: ScoreScaling,
     schedule: Box<dyn FnMut(usize) -> f64>,
@@ -529,7 +529,9 @@ impl StepTrainer {
         });
         let (seed, learning_rate) = (config.seed, config.learning_rate);
         Ok(Self {
-            learner: Learner::new(policy, head, &ppo),
+            rollout: ppo.rollout(&policy, &tokenizer),
+            shaping: ppo.shaping(),
+            learner: Learner { collect_ratios: true, ..Learner::new(policy, head, ppo.learner()) },
             reference,
             tokenizer,
             kl: KlController::new(&ppo, 0),
@@ -539,7 +541,6 @@ impl StepTrainer {
             best: best.flatten(),
             reporter: reporter.transpose()?,
             _hold: hold,
-            ppo,
             config,
             steps: 0,
             passes: 0,
@@ -667,8 +668,8 @@ impl StepTrainer {
             (0..self.config.ppo_epochs as u64).map(|epoch| (self.order)(self.passes + epoch, rows)).collect();
         self.passes += orders.len() as u64;
         let rates = self.rates();
-        let plan = self.config.plan(rows);
-        let parts = self.learner.optimise(&experience, &targets, &orders, rates, &plan, &self.ppo)?;
+        let plan = self.config.epoch();
+        let parts = self.learner.optimise(&experience, &targets, &orders, rates, &plan)?;
         let learnt = began.elapsed().as_secs_f64();
 
         let mut stats = self.record_step_stats(&experience, &targets, &orders, &parts, &plan);
@@ -727,9 +728,10 @@ impl StepTrainer {
         let responses: Vec<Response> = responses.iter().map(response).collect();
         let scores: Vec<f32> = scores.iter().map(|&score| score as f32).collect();
         let scores = Tensor::from_slice(&scores).to_device(self.learner.policy.device());
-        let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
-        let config = PpoConfig { response_length: longest, ..self.ppo.clone() };
-        let mut experience = experience(judges, queries, &responses, scores, true, &config)?;
+        let models =
+            RolloutModels { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        let settings = RolloutSettings { response_length: longest, recompute_logprobs: true, ..self.rollout.clone() };
+        let mut experience = experience(models, queries, &responses, scores, &settings)?;
         if let Some(kept) = response_masks {
             experience.leave_out(kept)?;
         }
@@ -739,12 +741,12 @@ impl StepTrainer {
     /// The KL of each token and its reward: minus the KL's weight times that, and the score on the last one; `[rows, longest
     /// response]` each.
     pub fn compute_rewards(&self, experience: &Experience) -> (Tensor, Tensor) {
-        shape_rewards(experience, self.kl.coef(0), &self.ppo)
+        shape_rewards(&self.learner.world, experience, self.kl.coef(0), &self.shaping)
     }
 
     /// Advantages, whitened over all tokens, and returns; `[rows, longest response]` each.
     pub fn compute_advantages(&self, experience: &Experience, rewards: &Tensor) -> (Tensor, Tensor) {
-        advantages(experience, rewards, &self.ppo)
+        advantages(&self.learner.world, experience, rewards, &self.shaping)
     }
 
     /// The losses of given log-probabilities and values, as means over `mask`, the value loss times `vf_coef`: scalars with
@@ -800,15 +802,15 @@ impl StepTrainer {
         targets: &Targets,
         rows: &[usize],
     ) -> Result<Vec<StepStats>> {
-        let all = experience.lengths.len();
+        let all = experience.rows();
         if rows.is_empty() || rows.iter().any(|&row| row >= all) {
             return Err(Error::Run(format!(
                 "train_minibatch: expected rows of an experience of {all}, found {rows:?}"
             )));
         }
-        let plan = PpoPlan { mini_batch_size: rows.len(), part_size: rows.len(), ..self.config.plan(rows.len()) };
+        let plan = EpochPlan { mini_batch_size: rows.len(), part_size: rows.len(), ..self.config.epoch() };
         let rates = self.rates();
-        self.learner.optimise(experience, targets, &[rows.to_vec()], rates, &plan, &self.ppo)
+        self.learner.optimise(experience, targets, &[rows.to_vec()], rates, &plan)
     }
 
     /// All statistics of a step but times and the learning rate. `orders` are the passes' orders, `parts` what
@@ -819,15 +821,16 @@ impl StepTrainer {
         targets: &Targets,
         orders: &[Vec<usize>],
         parts: &[StepStats],
-        plan: &PpoPlan,
+        plan: &EpochPlan,
     ) -> Stats {
         let e = experience;
+        let lengths = e.lengths();
         let of_rows = |x: &Tensor| {
             let numbers: Vec<Vec<f32>> = Vec::try_from(x).expect("rows of f32");
             let cut = |(row, &length): (Vec<f32>, &i64)| row[..length as usize].to_vec();
-            numbers.into_iter().zip(&e.lengths).map(cut).collect::<Vec<_>>()
+            numbers.into_iter().zip(&lengths).map(cut).collect::<Vec<_>>()
         };
-        let mask = of_rows(&e.response_mask.to_kind(Kind::Float));
+        let mask = of_rows(&e.masks.response.to_kind(Kind::Float));
         let counted = |x: &Tensor| -> Vec<Vec<f32>> {
             let kept = |(row, mask): (Vec<f32>, &Vec<f32>)| {
                 row.into_iter().zip(mask).filter_map(|(x, &kept)| (kept > 0.0).then_some(x)).collect()
@@ -839,8 +842,8 @@ impl StepTrainer {
             counted(&targets.kl).concat().iter().map(|kl| -targets.kl_coef * f64::from(*kl)).collect::<Vec<_>>();
         let entropies: Vec<f32> = counted(&e.logprobs).iter().map(|row| -row.iter().sum::<f32>()).collect();
         let scores: Vec<f32> = Vec::try_from(&e.scores).expect("a vector of f32");
-        let responses: Vec<f32> = e.lengths.iter().map(|&length| length as f32).collect();
-        let queries: Vec<f32> = e.sequences.iter().zip(&responses).map(|(all, own)| all.len() as f32 - own).collect();
+        let [queries, responses] =
+            [&e.prompts, &e.responses].map(|rows| rows.iter().map(|row| row.len() as f32).collect::<Vec<_>>());
 
         let mut stats = Stats::default();
         stats.push("objective/kl", mean(&kl_dist));
@@ -860,7 +863,7 @@ impl StepTrainer {
 
         // Of each average of losses, and then the mean of these.
         let [advantages, returns, values] =
-            [&targets.advantages, &targets.returns, &math::keep(&e.values, &e.value_mask)].map(counted);
+            [&targets.advantages, &targets.returns, &math::keep(&e.values, &e.masks.value)].map(counted);
         let rows = orders
             .iter()
             .flat_map(|order| order.chunks(plan.mini_batch_size))
@@ -978,7 +981,7 @@ impl StepTrainer {
     }
 
     fn clip(&self) -> PolicyClip {
-        self.ppo.policy_clip()
+        self.learner.settings().loss.clip
     }
 
     /// Keeps the model that made these answers, if it is due and their mean raw score is the best so far: scaled ones would be

@@ -2,32 +2,30 @@
 
 use crate::device::memory;
 use crate::model::Param;
-use crate::settings::RunConfig;
 
-/// Activations that are always worth their memory, in bytes.
+/// Memory that activations may always take, in bytes.
 const LEAST_ACTIVATIONS: usize = 128 << 20;
 
-/// The most tokens that go through a model with these parameters at once, as set, or such that what they leave in memory for the
-/// way back stays small beside what training holds anyway: half of the weights, and an eighth of the memory there is.
+/// Most tokens in one forward and backward pass of a model with these parameters: `max_tokens` if it is set, else as many as keep
+/// the activations, `activation_bytes` per token, small beside the rest of training: half of the weights' bytes, at most an
+/// eighth of the memory.
 ///
-/// More tokens spread the cost of adding to every weight's gradient over more work, which is soon too little to see.
-/// `activation_bytes` gives what a token leaves, with gradient checkpointing and without.
+/// More tokens spread the cost of adding to every weight's gradient over more work, with diminishing returns.
 pub(crate) fn micro_batch_tokens(
-    run: &RunConfig,
+    max_tokens: Option<usize>,
     device: tch::Device,
     params: &[Param],
-    activation_bytes: impl Fn(bool) -> usize,
+    activation_bytes: usize,
 ) -> usize {
     let weights: usize = params.iter().map(|param| param.tensor.numel() * 4).sum();
-    let of_token = activation_bytes(run.gradient_checkpointing).max(1);
-    run.max_tokens_per_micro_batch.unwrap_or_else(|| match memory(device) {
-        Some(bytes) => (LEAST_ACTIVATIONS.max(weights / 2).min(bytes / 8) / of_token).clamp(256, 2048),
+    max_tokens.unwrap_or_else(|| match memory(device) {
+        Some(bytes) => (LEAST_ACTIVATIONS.max(weights / 2).min(bytes / 8) / activation_bytes.max(1)).clamp(256, 2048),
         None => 16384,
     })
 }
 
-/// Cuts `rows` into micro-batches of at most `most_rows`, and these into about equal parts where they have more than
-/// `most_tokens` tokens; a row that alone has more is a part by itself.
+/// Divides `rows` into micro-batches of at most `most_rows` rows, and these into about equal parts where they have more than
+/// `most_tokens` tokens; a row with more tokens is a part by itself.
 pub(crate) fn micro_batches<T>(
     rows: &[T],
     most_rows: usize,

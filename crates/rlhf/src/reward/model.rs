@@ -3,8 +3,7 @@
 use super::{Reward, RewardInput, Score};
 use crate::data::{cut_after_eos, encode_chat, prompt_field};
 use crate::generate::FinishReason;
-use crate::model::{ModelOptions, SequenceClassifier};
-use crate::rl::rollout::in_batches;
+use crate::model::{ModelOptions, SequenceClassifier, in_batches};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Value, json};
@@ -152,7 +151,7 @@ impl Reward for RewardModel {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
         let sequences: Vec<Vec<i64>> = batch.iter().map(|input| self.sequence(input)).collect::<Result<_>>()?;
         let scores =
-            tch::no_grad(|| in_batches(&sequences, self.batch_size, |rows| self.model.scores(&sequences[rows])))?;
+            tch::no_grad(|| in_batches(sequences.len(), self.batch_size, |rows| self.model.scores(&sequences[rows])))?;
         Ok(Vec::<f32>::try_from(&scores)?.into_iter().map(|score| Score::Response(f64::from(score))).collect())
     }
 

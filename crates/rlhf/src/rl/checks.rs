@@ -1,27 +1,28 @@
-//! What a PPO run asserts of itself: before it learns, that its passes agree; while it learns, that its numbers are finite.
+//! Sanity checks of a PPO run: before it trains, that its passes agree; while it trains, that its numbers are finite.
 
 use crate::generate::Response;
 use crate::model::{CausalLm, Param};
+use crate::rl::experience::to_slots;
 use crate::rl::learner::Learner;
 use crate::rl::math;
-use crate::rl::rollout::{Judges, experience, targets, to_slots};
+use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::shaping::{Shaping, targets};
 use crate::rl::stats::{StepStats, optimizer_steps};
-use crate::settings::PpoConfig;
 use crate::{Error, Result};
 use serde_json::Value;
 use std::fmt::{self, Display};
 use tch::{Kind, Tensor};
 
-/// Prompts that the checks answer, at most.
+/// Most prompts of the checks.
 pub(crate) const ROWS: usize = 4;
 
-/// Tokens of their answers, at most: enough to leave the prompt behind, few enough to cost little.
+/// Most tokens of their responses: enough to leave the prompt behind, few enough to cost little.
 pub(crate) const TOKENS: usize = 32;
 
-/// Distances between log-probabilities that should be equal, each a root mean square over the tokens of a few answers.
+/// Distances between log-probabilities that should be equal, each a root mean square over the tokens of a few responses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Checks {
-    /// Between what the rollout notes and the pass that training uses: the first ratio is 1 as far as this is 0.
+    /// Between the rollout and the pass that training uses: the first ratio is 1 as far as this is 0.
     pub ratio: f64,
     /// Between policy and reference; `None` where these are different models, whose KL is not 0 at any time.
     pub kl: Option<f64>,
@@ -30,59 +31,63 @@ pub struct Checks {
     pub cached: Option<f64>,
 }
 
+/// How the rows of [`Checks::of`] are evaluated: as those of an update.
+pub(crate) struct CheckSettings {
+    /// With `recompute_logprobs`.
+    pub(crate) rollout: RolloutSettings,
+    pub(crate) shaping: Shaping,
+    pub(crate) kl_coef: f64,
+    /// The models compute in bf16 or f16.
+    pub(crate) low_precision: bool,
+}
+
 impl Checks {
-    /// How far equal log-probabilities may be apart: f32 rounds far below it, and bf16, whose numbers have two or three
-    /// digits, stays within it, as does f16.
-    pub fn tolerance(few_bits: bool) -> f64 {
-        if few_bits { 0.1 } else { 1e-4 }
+    /// Largest distance of log-probabilities that count as equal: far above the rounding of f32, and above that of bf16 and
+    /// f16, which have two or three digits.
+    pub fn tolerance(low_precision: bool) -> f64 {
+        if low_precision { 0.1 } else { 1e-4 }
     }
 
-    /// Answers to a few prompts, asked of every pass that a run makes: `learner` is left as it was, without gradients.
+    /// Compares every pass of a run over a few responses; `learner` is left as it was, without gradients.
     ///
     /// # Errors
     /// If the rows do not fit the models.
-    pub fn of(
+    pub(crate) fn of(
         learner: &mut Learner,
         reference: &CausalLm,
         prompts: &[Vec<i64>],
         responses: &[Response],
-        config: &PpoConfig,
+        settings: &CheckSettings,
     ) -> Result<Self> {
         let policy = &learner.policy;
         let device = policy.device();
         let scores = Tensor::zeros([prompts.len() as i64], (Kind::Float, device));
-        let judges = Judges { policy, reference, value: &learner.value };
-        let mut experience = experience(judges, prompts, responses, scores, true, config)?;
-        let noted: Vec<f32> = responses.iter().flat_map(|response| response.logprobs.iter().copied()).collect();
-        let noted = to_slots(&Tensor::from_slice(&noted).to_device(device), &experience.lengths, experience.width());
-        let tokens = experience.lengths.iter().sum::<i64>() as f64;
+        let models = RolloutModels { policy, reference, value: &learner.value };
+        let mut experience = experience(models, prompts, responses, scores, &settings.rollout)?;
+        let sampled: Vec<f32> = responses.iter().flat_map(|response| response.logprobs.iter().copied()).collect();
+        let sampled = Tensor::from_slice(&sampled).to_device(device);
+        let sampled = to_slots(&sampled, &experience.lengths(), experience.width());
+        let tokens = experience.lengths().iter().sum::<i64>() as f64;
         let distance = |a: &Tensor, b: &Tensor| {
-            let difference = math::keep(&(a - b), &experience.response_mask).to_kind(Kind::Double);
+            let difference = math::keep(&(a - b), &experience.masks.response).to_kind(Kind::Double);
             (difference.square().sum(Kind::Double).double_value(&[]) / tokens).sqrt()
         };
-        let cached = (!policy.config().turns_by_length()).then(|| distance(&noted, &experience.logprobs));
+        let cached = (!policy.config().turns_by_length()).then(|| distance(&sampled, &experience.logprobs));
         let kl = distance(&experience.logprobs, &experience.ref_logprobs);
-        // Weights are compared only where it matters: that reads all of them.
-        let kl =
-            (kl <= Self::tolerance(config.run.computes_in_few_bits()) || same_weights(policy, reference)).then_some(kl);
+        // Comparing weights reads all of them, so it is done only where the KL is not 0.
+        let equal = kl <= Self::tolerance(settings.low_precision) || same_weights(policy, reference);
         if policy.is_exact() {
-            experience.logprobs = noted;
+            experience.logprobs = sampled;
         }
         let rows: Vec<usize> = (0..prompts.len()).collect();
-        let stats = learner.gradients(
-            &experience,
-            &targets(&experience, config.kl_coef, config),
-            &rows,
-            rows.len(),
-            true,
-            config,
-        );
+        let targets = targets(&learner.world, &experience, settings.kl_coef, &settings.shaping);
+        let stats = learner.gradients(&experience, &targets, &rows, rows.len(), true);
         learner.zero_grad();
         let stats = stats?;
-        Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens).sqrt(), kl, cached })
+        Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens).sqrt(), kl: equal.then_some(kl), cached })
     }
 
-    /// What is not as it should be, if anything.
+    /// Describes the first check that failed.
     pub fn failure(&self, tolerance: f64) -> Option<String> {
         let claims = [
             (
@@ -96,7 +101,7 @@ impl Checks {
                 self.cached,
                 "decoding is exact",
                 "decoding with a cache and a whole pass",
-                "so answers are not the policy's",
+                "so responses are not the policy's",
             ),
         ];
         let failed = claims
@@ -106,7 +111,7 @@ impl Checks {
             let distance = distance.unwrap_or(f64::NAN);
             format!(
                 "checks: {claim}: expected log-probs within {tolerance:.0e}, found {who} {distance:.1e} apart, {so}; \
-                 --no_checks goes on all the same"
+                 --no_checks trains all the same"
             )
         })
     }
@@ -126,10 +131,10 @@ impl Display for Checks {
     }
 }
 
-/// Whether two language models have the same weights, and an adapter on the first, if there is one, adds nothing yet.
+/// Returns true if two language models have the same weights, and an adapter on the first, if there is one, adds nothing yet.
 fn same_weights(policy: &CausalLm, reference: &CausalLm) -> bool {
     let equal = |param: &Param, other: &Param| {
-        // The reference may hold a matrix in fewer bits, where it is computed with in these.
+        // The reference may hold a matrix in the lower precision that it is computed in.
         let (a, b) = (param.tensor.detach().to_kind(other.tensor.kind()), other.tensor.detach());
         a.size() == b.size() && a.equal(&b)
     };
@@ -141,17 +146,17 @@ fn same_weights(policy: &CausalLm, reference: &CausalLm) -> bool {
     })
 }
 
-/// The count of updates that could not take a single optimizer step, one after another.
+/// Counts consecutive updates without a single optimizer step.
 #[derive(Debug, Default)]
 pub(crate) struct Skips {
     updates: usize,
-    /// What was not finite in the present update, and how often.
+    /// The number that was not finite in the present update, the steps skipped for it, and all steps.
     found: Option<(String, usize, usize)>,
 }
 
 impl Skips {
-    /// Notes the steps of an update.
-    pub(crate) fn note(&mut self, steps: &[StepStats]) {
+    /// Records the steps of an update.
+    pub(crate) fn record(&mut self, steps: &[StepStats]) {
         let steps = optimizer_steps(steps);
         let all = steps.clone().count();
         let reasons: Vec<String> = steps.filter_map(|parts| parts.iter().find_map(StepStats::not_finite)).collect();
@@ -160,21 +165,21 @@ impl Skips {
         self.found = reasons.into_iter().next().map(|reason| (reason, skipped, all));
     }
 
-    /// What a checkpoint keeps of it.
+    /// State for a checkpoint.
     pub(crate) fn state(&self) -> Value {
         self.updates.into()
     }
 
-    /// Takes up what [`Skips::state`] gave.
+    /// Restores the state that [`Skips::state`] returned.
     pub(crate) fn load_state(&mut self, state: &Value) {
         self.updates = state.as_u64().unwrap_or(0) as usize;
     }
 
-    /// What to warn of after update `update`, counted from 1.
+    /// Warning about skipped steps after update `update`, counted from 1.
     ///
     /// # Errors
-    /// If the updates without a step, one after another, are `most`.
-    pub(crate) fn tell(&self, update: usize, most: usize) -> Result<Option<String>> {
+    /// If `most` consecutive updates took no step.
+    pub(crate) fn warning(&self, update: usize, most: usize) -> Result<Option<String>> {
         let Some((reason, skipped, steps)) = &self.found else { return Ok(None) };
         if self.updates < most {
             return Ok(Some(format!("update {update}: {skipped} of {steps} optimizer steps skipped: {reason}")));
@@ -227,8 +232,8 @@ mod tests {
         let (whole, half, none) = ([bad.clone(), bad.clone()], [sound.clone(), bad], [sound.clone(), sound]);
         let mut skips = Skips::default();
         let mut told = |steps: &[StepStats]| {
-            skips.note(steps);
-            skips.tell(7, 3).map_err(|error| error.to_string())
+            skips.record(steps);
+            skips.warning(7, 3).map_err(|error| error.to_string())
         };
         assert_eq!(told(&none), Ok(None));
         // Twice in a row, then an update with a step in it; only the third in a row is one too many.
@@ -240,20 +245,20 @@ mod tests {
             );
             assert_eq!(warning, words);
         }
-        // A run that goes on from a checkpoint has the same updates behind it.
+        // A resumed run counts on.
         let kept = skips.state();
         let mut skips = Skips::default();
         skips.load_state(&kept);
-        skips.note(&whole);
-        let error = skips.tell(7, 3).unwrap_err().to_string();
+        skips.record(&whole);
+        let error = skips.warning(7, 3).unwrap_err().to_string();
         assert!(
             error.starts_with("3 updates in a row were skipped, update 7 the last (max_skipped_updates = 3): "),
             "{error}"
         );
         skips.updates = 0;
-        skips.note(&whole);
+        skips.record(&whole);
         assert!(
-            skips.tell(1, 1).unwrap_err().to_string().starts_with("update 1 was skipped (max_skipped_updates = 1)")
+            skips.warning(1, 1).unwrap_err().to_string().starts_with("update 1 was skipped (max_skipped_updates = 1)")
         );
     }
 }

@@ -5,58 +5,58 @@ use crate::rl::rollout::counted_tokens;
 use crate::{Error, Result};
 use serde_json::{Value, json};
 
-/// Which of the answers are trained on: those that are long enough, and in place of none of them the last that were.
+/// Selects the responses that are long enough to train on; where none is, the last ones that were are trained on again.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct KeptAnswers {
+pub(crate) struct KeptResponses {
     least: usize,
-    /// Rows of the data with their answers.
+    /// The last responses that were long enough, and their rows of the data.
     last: Option<(Vec<usize>, Vec<Response>)>,
 }
 
-/// What [`KeptAnswers::keep`] keeps.
+/// The selection of [`KeptResponses::keep`].
 #[derive(Debug, PartialEq)]
 pub(crate) struct Kept {
     pub(crate) rows: Vec<usize>,
     pub(crate) responses: Vec<Response>,
-    /// How many of the new ones are not among them.
+    /// Number of new responses that are not among them.
     pub(crate) dropped: usize,
-    /// Whether these are answers from before.
-    pub(crate) again: bool,
+    /// These are responses of an earlier update.
+    pub(crate) reused: bool,
 }
 
-impl KeptAnswers {
-    /// Keeps answers of `least` tokens that count, and longer ones.
+impl KeptResponses {
+    /// Selects responses of at least `least` tokens that count.
     pub(crate) fn new(least: usize) -> Self {
         Self { least, last: None }
     }
 
-    /// Of these answers those to train on; tokens of `left_out` do not count.
+    /// Selects the responses to train on; tokens of `left_out` do not count.
     ///
     /// # Errors
-    /// If none is long enough and none was before.
+    /// If none is long enough, and none ever was.
     pub(crate) fn keep(&mut self, rows: Vec<usize>, responses: Vec<Response>, left_out: &[i64]) -> Result<Kept> {
         if self.least == 0 {
-            return Ok(Kept { rows, responses, dropped: 0, again: false });
+            return Ok(Kept { rows, responses, dropped: 0, reused: false });
         }
         let (all, counted) = (rows.len(), counted_tokens(&responses, left_out));
         let long = |&(_, &count): &(_, &i64)| count >= self.least as i64;
         let (rows, responses): (Vec<_>, Vec<_>) =
-            rows.into_iter().zip(responses).zip(&counted).filter(long).map(|(answer, _)| answer).unzip();
+            rows.into_iter().zip(responses).zip(&counted).filter(long).map(|(row, _)| row).unzip();
         if !rows.is_empty() {
             self.last = Some((rows.clone(), responses.clone()));
-            return Ok(Kept { dropped: all - rows.len(), rows, responses, again: false });
+            return Ok(Kept { dropped: all - rows.len(), rows, responses, reused: false });
         }
         let (rows, responses) = self.last.clone().ok_or_else(|| {
             Error::Run(format!(
-                "each of the first {all} answers has fewer than min_response_length = {} tokens before its end: there is \
-                 nothing to learn from; look at what the policy answers, by `rlhf generate`",
+                "each of the first {all} responses has fewer than min_response_length = {} tokens before its end: there is \
+                 nothing to learn from; look at responses of the policy with `rlhf generate`",
                 self.least
             ))
         })?;
-        Ok(Kept { rows, responses, dropped: all, again: true })
+        Ok(Kept { rows, responses, dropped: all, reused: true })
     }
 
-    /// What a checkpoint keeps of it, if anything: log-probabilities are taken anew.
+    /// State for a checkpoint, if there is any; log-probabilities are recomputed after resuming.
     pub(crate) fn state(&self) -> Option<Value> {
         let (rows, responses) = self.last.as_ref()?;
         let tokens: Vec<&Vec<i64>> = responses.iter().map(|response| &response.tokens).collect();
@@ -64,11 +64,11 @@ impl KeptAnswers {
         Some(json!({"rows": rows, "tokens": tokens, "stopped": stopped}))
     }
 
-    /// Goes on from what [`KeptAnswers::state`] gave, over `prompts` prompts.
+    /// Restores the state that [`KeptResponses::state`] returned, over `prompts` prompts.
     pub(crate) fn load_state(&mut self, state: Option<&Value>, prompts: usize) -> Result<()> {
         let Some(state) = state.filter(|_| self.least > 0) else { return Ok(()) };
         let wrong =
-            || Error::Run(format!("state of the last answers: expected rows, tokens and stopped, found {state}"));
+            || Error::Run(format!("state of the last responses: expected rows, tokens and stopped, found {state}"));
         let part = |name: &str| state.get(name).cloned().unwrap_or_default();
         let rows: Vec<usize> = serde_json::from_value(part("rows")).map_err(|_| wrong())?;
         let tokens: Vec<Vec<i64>> = serde_json::from_value(part("tokens")).map_err(|_| wrong())?;

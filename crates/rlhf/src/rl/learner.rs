@@ -1,69 +1,133 @@
-//! The update: epochs of mini-batches, losses, gradients and optimizer steps.
+//! The update: epochs of mini-batches, their gradients, and optimizer steps.
 
-use crate::model::{CausalLm, Sampled, TokenLogprobs, ValueModel};
+use crate::dist::World;
+use crate::model::{CausalLm, Distributions, TokenLogprobs, ValueModel};
 use crate::optim::loss_scale::LossScaler;
 use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
 use crate::optim::{AdamW, LearningRates};
+use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
-use crate::rl::math;
-use crate::rl::rollout::{Experience, Targets};
+use crate::rl::experience::{Experience, row_index};
+use crate::rl::loss::{LossSettings, MicroBatch, Sums, Weights};
+use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use crate::rl::unsupervised::{Unsupervised, learn_texts};
 use crate::rng::{Purpose, Stream};
-use crate::settings::{OptimizerConfig, PpoConfig, PpoPlan, WhitenAdvantages};
+use crate::settings::{LossScaleConfig, OptimizerConfig};
 use crate::{Error, Result};
 use serde_json::{Value, json};
-use std::ops::Range;
 use tch::{Kind, Tensor};
 
-/// An update's epochs end early beyond this many times `target_kl`; as TRL 0.11.
+/// An update's epochs end early beyond this many times `target_kl`; as in TRL 0.11.
 const EARLY_STOP: f64 = 1.5;
 
-/// What learns: the policy, and what says the values, which is a model of its own with an optimizer of its own, or a head on
-/// the policy's trunk, whose optimizer is the policy's.
+/// How the rows of an epoch are divided.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EpochPlan {
+    /// Rows in one optimizer step; the last one of an epoch may have fewer.
+    pub mini_batch_size: usize,
+    /// Rows whose losses are averaged together: a whole mini-batch, or parts of it, and then the step goes by the mean of the
+    /// averages (TRL's `step()` with gradient accumulation).
+    pub part_size: usize,
+    /// Rows in one forward and backward pass, at most; changes memory and speed only.
+    pub micro_batch_size: usize,
+}
+
+impl EpochPlan {
+    /// Number of parts in an epoch over `rows` rows: an optimizer step is a whole number of parts, so only the last part of an
+    /// epoch can be smaller.
+    pub fn parts(&self, rows: usize) -> usize {
+        rows.div_ceil(self.part_size).max(1)
+    }
+}
+
+/// Settings of a [`Learner`]; [`PpoConfig::learner`](crate::settings::PpoConfig::learner) resolves them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LearnerSettings {
+    /// Terms of the losses.
+    pub loss: LossSettings,
+    /// Whiten the advantages of each mini-batch by itself.
+    pub whiten_mini_batches: bool,
+    /// End an update's epochs after one whose last mini-batch is 1.5 times this away from the policy that sampled, in nats
+    /// per token.
+    pub target_kl: Option<f64>,
+    /// Skip a mini-batch whose mean probability ratio is above this.
+    pub ratio_threshold: Option<f64>,
+    /// Optimizer of the policy (and of a value head on it).
+    pub policy_optimizer: OptimizerConfig,
+    /// Optimizer of a separate value model.
+    pub value_optimizer: OptimizerConfig,
+    /// Recompute activations in the backward pass.
+    pub gradient_checkpointing: bool,
+    /// Most tokens in one forward and backward pass; chosen by the memory there is where it is not set.
+    pub max_tokens_per_micro_batch: Option<usize>,
+    /// Dynamic loss scaling, for f16.
+    pub loss_scale: Option<LossScaleConfig>,
+    /// An f16 overflow of one model skips the step of both.
+    pub align_overflow: bool,
+    /// Decay of a moving average of the policy's weights, if one is maintained.
+    pub ema_beta: Option<f64>,
+}
+
+/// The policy and the critic with their optimizers.
+///
+/// The critic is a separate model with an optimizer of its own, or a head on the policy, trained by the policy's optimizer.
 #[derive(Debug)]
 pub struct Learner {
     /// The policy.
     pub policy: CausalLm,
-    /// The value model.
+    /// The critic.
     pub value: ValueModel,
-    /// A moving average of the policy, where the settings ask for one.
+    /// A moving average of the policy, if the settings ask for one.
     pub ema: Option<Ema>,
     /// Texts that are mixed into the policy's steps.
     pub unsupervised: Option<Unsupervised>,
+    /// Return every probability ratio in [`StepStats::ratios`]; off, because reading them from the device takes time.
+    pub collect_ratios: bool,
+    /// The ranks that train together.
+    pub(crate) world: World,
+    pub(crate) settings: LearnerSettings,
     pub(crate) policy_optimizer: AdamW,
-    /// Of a value model of its own.
+    /// Optimizer of a separate value model.
     pub(crate) value_optimizer: Option<AdamW>,
-    /// What the losses are scaled by, where the models compute in f16.
+    /// Loss scales, in f16.
     pub(crate) scaling: Option<Scaling>,
-    /// Most tokens that go through a model at once.
+    /// Most tokens in one forward and backward pass.
     pub(crate) micro_batch_tokens: usize,
 }
 
 impl Learner {
-    /// Makes `policy` and `value` trainable, with fresh optimizers; a value head is one on this policy's trunk.
-    pub fn new(mut policy: CausalLm, value: impl Into<ValueModel>, config: &PpoConfig) -> Self {
+    /// Makes `policy` and `value` trainable, with fresh optimizers; a value head must be one on this policy.
+    pub fn new(mut policy: CausalLm, value: impl Into<ValueModel>, settings: LearnerSettings) -> Self {
         let mut value = value.into();
+        let checkpointing = settings.gradient_checkpointing;
         policy.set_trainable(true);
-        policy.set_gradient_checkpointing(config.run.gradient_checkpointing);
+        policy.set_gradient_checkpointing(checkpointing);
         if let Some(value) = value.model_mut() {
             value.set_trainable(true);
-            value.set_gradient_checkpointing(config.run.gradient_checkpointing);
+            value.set_gradient_checkpointing(checkpointing);
         }
         let of_value = |on| value.model().map_or(0, |value| value.activation_bytes(on));
-        let activation_bytes = |on| policy.activation_bytes(on).max(of_value(on));
-        let micro_batch_tokens = micro_batch_tokens(&config.run, policy.device(), policy.params(), activation_bytes);
-        let policy_optimizer = AdamW::new(policy.trainable_params(), &config.optimizer);
-        let value_optimizer =
-            value.model().map(|value| AdamW::new(value.trainable_params(), &config.value_optimizer().1));
-        let ema = config.ema.enable_ema.then(|| Ema::new(&policy, config.ema.ema_beta));
-        let scaling = config.run.fp16.then(|| Scaling::new(&value, config));
-        let unsupervised = None;
-        Self { policy, value, ema, unsupervised, policy_optimizer, value_optimizer, scaling, micro_batch_tokens }
+        let activation_bytes = policy.activation_bytes(checkpointing).max(of_value(checkpointing));
+        let most = settings.max_tokens_per_micro_batch;
+        let micro_batch_tokens = micro_batch_tokens(most, policy.device(), policy.params(), activation_bytes);
+        Self {
+            policy_optimizer: AdamW::new(policy.trainable_params(), &settings.policy_optimizer),
+            value_optimizer: value.model().map(|value| AdamW::new(value.trainable_params(), &settings.value_optimizer)),
+            ema: settings.ema_beta.map(|beta| Ema::new(&policy, beta)),
+            scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
+            unsupervised: None,
+            collect_ratios: false,
+            world: World::single(),
+            policy,
+            value,
+            settings,
+            micro_batch_tokens,
+        }
     }
 
-    /// Gives the models fresh optimizers of these settings in place of the configuration's: betas, epsilon, weight decay and
-    /// `max_grad_norm`; learning rates come with every step. A head on the policy's trunk has the policy's optimizer.
+    /// Replaces the optimizers by fresh ones with these settings: betas, epsilon, weight decay and `max_grad_norm`; learning
+    /// rates are given to every step. A head on the policy is trained by the policy's optimizer.
     #[must_use]
     pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
         self.policy_optimizer = AdamW::new(self.policy.trainable_params(), policy);
@@ -71,25 +135,26 @@ impl Learner {
         self
     }
 
-    /// Optimizer steps taken, of all models.
+    /// Settings that the learner was made with.
+    pub fn settings(&self) -> &LearnerSettings {
+        &self.settings
+    }
+
+    /// Optimizer steps taken, of both models.
     pub(crate) fn steps(&self) -> i64 {
         self.policy_optimizer.steps() + self.value_optimizer.as_ref().map_or(0, AdamW::steps)
     }
 
-    /// Learns from one batch of experience: one pass per entry of `orders`, a permutation of the rows each.
+    /// Trains on one batch of experience: one epoch per entry of `orders`, each a permutation of the rows.
     ///
-    /// A pass is `num_mini_batches` optimizer steps of `mini_batch_size` rows. A mini-batch goes through the models in
-    /// micro-batches; its losses are sums over them, divided by the token count of the whole mini-batch, so the size of
-    /// a micro-batch changes memory and speed and nothing else. Gives one entry per mini-batch.
+    /// An epoch is divided into mini-batches of `plan.mini_batch_size` rows, each an optimizer step. A mini-batch goes through
+    /// the models in micro-batches; its losses are sums over them, divided by the token count of the whole mini-batch, so the
+    /// size of a micro-batch changes memory and speed only. Returns one entry per mini-batch, or per part where
+    /// `plan.part_size` is smaller: then a step goes by the mean of the parts' losses, each divided by its own token count.
     ///
-    /// Where the plan's `part_size` is less than that, a step goes by the mean of the losses of its parts, each divided by its own
-    /// token count, and there is an entry per part.
-    ///
-    /// Where there are texts to mix in, each mini-batch takes as many of their blocks as it has rows. Where there is a moving
-    /// average, it moves with each step of the policy.
-    ///
-    /// A mini-batch above `ratio_threshold` is skipped. A pass that ends too far from the policy that sampled, by
-    /// `target_kl`, is the last. Where `rates` has none for the policy, only the value model learns.
+    /// Each mini-batch takes as many blocks of [`Learner::unsupervised`] as it has rows. A moving average follows each step of
+    /// the policy. A mini-batch above `ratio_threshold` is skipped, and an epoch that ends too far from the policy that
+    /// sampled, by `target_kl`, is the last. Where `rates.policy` is `None` only the value model is trained.
     ///
     /// # Errors
     /// If libtorch refuses a step.
@@ -99,22 +164,21 @@ impl Learner {
         targets: &Targets,
         orders: &[Vec<usize>],
         rates: LearningRates,
-        plan: &PpoPlan,
-        config: &PpoConfig,
+        plan: &EpochPlan,
     ) -> Result<Vec<StepStats>> {
         let mut steps = Vec::new();
         for order in orders {
             for mini_batch in order.chunks(plan.mini_batch_size) {
-                let learns = rates.policy.is_some();
+                let trains_policy = rates.policy.is_some();
                 let parts = mini_batch.chunks(plan.part_size);
                 let share = (parts.len() as f64).recip();
                 let parts =
-                    parts.map(|part| self.gradients(experience, targets, part, plan.micro_batch_size, learns, config));
+                    parts.map(|part| self.gradients(experience, targets, part, plan.micro_batch_size, trains_policy));
                 let mut parts: Vec<StepStats> = parts.collect::<Result<_>>()?;
-                parts.iter_mut().rev().skip(1).for_each(|part| part.goes_on = true);
-                if self.takes_step(&mut parts, share, config) {
+                parts.iter_mut().rev().skip(1).for_each(|part| part.continues_step = true);
+                if self.takes_step(&mut parts, share) {
                     let last = parts.last_mut().expect("a mini-batch has rows");
-                    if learns {
+                    if trains_policy {
                         self.mix_texts(mini_batch.len(), plan.micro_batch_size, last)?;
                     }
                     self.step_of_parts(&mut parts, rates)?;
@@ -122,22 +186,122 @@ impl Learner {
                 steps.extend(parts);
             }
             let moved = steps.last().map_or(0.0, |last: &StepStats| last.policy_kl / last.tokens.max(1.0));
-            if config.target_kl().is_some_and(|target| moved > EARLY_STOP * target) {
+            if self.settings.target_kl.is_some_and(|target| moved > EARLY_STOP * target) {
                 break;
             }
         }
         Ok(steps)
     }
 
-    /// Whether a mini-batch whose `parts` have added their gradients is learnt from: not if one is above `ratio_threshold`. Makes
-    /// their sum what each having its `share` of the loss gives.
-    fn takes_step(&mut self, parts: &mut [StepStats], share: f64, config: &PpoConfig) -> bool {
-        let far = |part: &StepStats| config.step.ratio_threshold.is_some_and(|most| part.ratio > most * part.tokens);
-        // An infinite ratio is far, whatever the loss is by it.
-        let sound = |part: &StepStats| {
+    /// Computes the losses of one mini-batch and accumulates their gradients; returns its sums.
+    ///
+    /// `mini_batch` are rows of `experience`, of which at most `micro_batch_size` go through the models at a time; without
+    /// `trains_policy` only through the value model.
+    ///
+    /// # Errors
+    /// If a row does not fit the models.
+    pub fn gradients(
+        &self,
+        experience: &Experience,
+        targets: &Targets,
+        mini_batch: &[usize],
+        micro_batch_size: usize,
+        trains_policy: bool,
+    ) -> Result<StepStats> {
+        let count = |mask: &Tensor| {
+            let own = mask.index_select(0, &row_index(mini_batch, mask)).sum(Kind::Double);
+            self.world.sum(own).double_value(&[])
+        };
+        let tokens = if trains_policy { count(&experience.masks.loss) } else { 0.0 };
+        let value_slots = count(&experience.masks.value_loss);
+        let weights = Weights { tokens, value_slots, kl_coef: targets.kl_coef, scales: self.loss_scales() };
+        let whitened = self
+            .settings
+            .whiten_mini_batches
+            .then(|| whiten_rows(&self.world, &targets.advantages, mini_batch, &experience.masks.loss));
+        let advantages = whitened.as_ref().unwrap_or(&targets.advantages);
+        let mut sums = Sums::new(self.collect_ratios);
+        let length = |&row: &usize| experience.prompts[row].len() + experience.responses[row].len();
+        for rows in micro_batches(mini_batch, micro_batch_size, self.micro_batch_tokens, length) {
+            let batch = MicroBatch::new(experience, targets, advantages, rows, &self.settings.loss);
+            let reference = experience.reference.as_ref().map(|reference| (reference, rows));
+            self.backward(&batch, reference, weights, trains_policy, &mut sums)?;
+        }
+        let mut stats = StepStats { tokens, value_slots, ..StepStats::default() };
+        sums.read_into(&mut stats);
+        stats.sum_over(&self.world);
+        Ok(stats)
+    }
+
+    /// Forward and backward pass of one micro-batch; accumulates gradients.
+    ///
+    /// `reference`: the reference model's distributions and the rows of the micro-batch in them, where the loss has the KL
+    /// over the whole vocabulary.
+    fn backward(
+        &self,
+        batch: &MicroBatch,
+        reference: Option<(&Distributions, &[usize])>,
+        weights: Weights,
+        trains_policy: bool,
+        sums: &mut Sums,
+    ) -> Result<()> {
+        let settings = &self.settings.loss;
+        let sampled = batch.sampled(settings);
+        let (sequences, token_spans, value_spans) = (&batch.sequences, &batch.token_spans, &batch.value_spans);
+        // The value model's sums wait for the policy's, since both losses of a shared trunk need `sums` at once.
+        let mut value_sums = Sums::default();
+        let policy_loss = |slice, now: &TokenLogprobs| batch.policy_loss(slice, now, settings, weights, sums);
+        let value_loss = |values: &Tensor| batch.value_loss(values, settings, weights, &mut value_sums);
+        let now = match (&self.value, reference) {
+            (ValueModel::Head(_), Some(_)) => {
+                return Err(Error::Run("kl_in_loss with kl_estimator = full needs a value model of its own".into()));
+            }
+            (ValueModel::Head(head), None) => Some(head.learn(
+                &self.policy,
+                sequences,
+                token_spans,
+                value_spans,
+                sampled,
+                true,
+                policy_loss,
+                value_loss,
+            )?),
+            // Two models share nothing, so the policy's activations are freed before the value model's forward pass.
+            (ValueModel::Model(value), reference) => {
+                let policy = &self.policy;
+                let now = match reference.filter(|_| trains_policy) {
+                    _ if !trains_policy => None,
+                    Some(theirs) => Some(policy.learn_logprobs_and_kl(
+                        sequences,
+                        token_spans,
+                        sampled,
+                        true,
+                        theirs,
+                        policy_loss,
+                    )?),
+                    None => Some(policy.learn_logprobs(sequences, token_spans, sampled, true, policy_loss)?),
+                };
+                value.learn_values(sequences, value_spans, value_loss)?;
+                now
+            }
+        };
+        sums.add_values_of(value_sums);
+        if let Some(entropy) = now.and_then(|now| now.entropy) {
+            sums.add_entropy(&batch.entropy_sum(&entropy));
+        }
+        Ok(())
+    }
+
+    /// Whether a mini-batch whose `parts` have accumulated their gradients is trained on: not if the mean ratio of one is above
+    /// `ratio_threshold`. Scales the gradients by each part's `share` of the loss.
+    fn takes_step(&mut self, parts: &mut [StepStats], share: f64) -> bool {
+        let most = self.settings.ratio_threshold;
+        let far = |part: &StepStats| most.is_some_and(|most| part.ratio > most * part.tokens);
+        // An infinite ratio is far, whatever it makes of the loss.
+        let finite = |part: &StepStats| {
             part.not_finite().is_none() || (part.ratio == f64::INFINITY && part.value_loss.is_finite())
         };
-        if parts.iter().any(far) && parts.iter().all(sound) {
+        if self.world.any(parts.iter().any(far) && parts.iter().all(finite)) {
             for part in parts.iter_mut() {
                 part.skipped = true;
                 part.policy_loss = if part.policy_loss.is_finite() { part.policy_loss } else { 0.0 };
@@ -152,7 +316,7 @@ impl Learner {
         true
     }
 
-    /// [`Learner::step`] by the gradients of all `parts`; one that is not finite keeps the others from being learnt.
+    /// [`Learner::step`] by the gradients of all `parts`; one part that is not finite skips the step.
     fn step_of_parts(&mut self, parts: &mut [StepStats], rates: LearningRates) -> Result<()> {
         let at = parts.iter().position(|part| part.not_finite().is_some()).unwrap_or(parts.len() - 1);
         self.step(rates, &mut parts[at])?;
@@ -161,63 +325,31 @@ impl Learner {
         Ok(())
     }
 
-    /// Adds the gradients of the losses of one mini-batch to those that the parameters hold; gives its sums.
-    ///
-    /// `mini_batch` are rows of `experience`, of which at most `micro_batch_size` go through the models at a time;
-    /// without `learns_policy` only through the value model.
-    ///
-    /// # Errors
-    /// If a row does not fit the models.
-    pub fn gradients(
-        &self,
-        experience: &Experience,
-        targets: &Targets,
-        mini_batch: &[usize],
-        micro_batch_size: usize,
-        learns_policy: bool,
-        config: &PpoConfig,
-    ) -> Result<StepStats> {
-        let mut stats = StepStats::default();
-        let count = |mask: &Tensor| number(&mask.index_select(0, &row_index(mini_batch, mask)).sum(Kind::Double));
-        if learns_policy {
-            stats.tokens = count(&experience.loss_mask);
-        }
-        stats.value_slots = count(&experience.value_loss_mask);
-        let advantages = match config.whiten_advantages {
-            WhitenAdvantages::MiniBatch => whiten_rows(&targets.advantages, mini_batch, &experience.loss_mask),
-            WhitenAdvantages::Batch | WhitenAdvantages::None => targets.advantages.shallow_clone(),
-        };
-        let tokens = |&row: &usize| experience.sequences[row].len();
-        for micro_batch in micro_batches(mini_batch, micro_batch_size, self.micro_batch_tokens, tokens) {
-            self.accumulate(experience, targets, &advantages, micro_batch, learns_policy, &mut stats, config)?;
-        }
-        Ok(stats)
-    }
-
-    /// What the losses of policy and value model are multiplied by on the way back.
+    /// Loss scales of policy and value model.
     fn loss_scales(&self) -> [f64; 2] {
         let Some(scaling) = &self.scaling else { return [1.0; 2] };
-        // What a trunk's two heads send back is one gradient.
+        // Both losses of a shared trunk make one gradient.
         [&scaling.policy, scaling.value.as_ref().unwrap_or(&scaling.policy)].map(LossScaler::scale)
     }
 
-    /// Takes one optimizer step by the gradients that the parameters hold, clears these, and notes their norms in `stats`.
+    /// Takes one optimizer step with the accumulated gradients, clears them, and records their norms in `stats`.
     ///
-    /// Where a loss or a norm is not finite neither model moves, and no optimizer state changes:
-    /// [`StepStats::not_finite`] tells. In f16 a model whose gradients overflow stays where it is, and with `align_overflow`
-    /// the other too.
+    /// Where a loss or a norm is not finite, neither model moves and no optimizer state changes: see
+    /// [`StepStats::not_finite`]. In f16 a model whose gradients overflow skips the step, and with `align_overflow` both do.
     ///
     /// # Errors
     /// If libtorch refuses the step.
     pub fn step(&mut self, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
         let [of_policy, of_value] = self.loss_scales();
+        let params = self.policy.params().iter().chain(self.value.model().into_iter().flat_map(|model| model.params()));
+        self.world.sum_gradients(params.map(|param| &param.tensor));
         if rates.policy.is_some() {
             stats.policy_grad_norm = self.policy_optimizer.grad_norm() / of_policy;
         }
         stats.value_grad_norm = self.value_optimizer.as_ref().map_or(0.0, AdamW::grad_norm) / of_value;
         let align = self.scaling.as_ref().is_some_and(|scaling| scaling.align);
-        self.scaling.iter_mut().for_each(|scaling| scaling.note(rates.policy.is_some(), stats));
-        if stats.not_finite().is_some() {
+        self.scaling.iter_mut().for_each(|scaling| scaling.record(rates.policy.is_some(), stats));
+        if self.world.any(stats.not_finite().is_some()) {
             self.zero_grad();
             return Ok(());
         }
@@ -238,7 +370,7 @@ impl Learner {
         Ok(())
     }
 
-    /// Adds the gradient of the next `rows` blocks of text, if there are any, to that of the policy.
+    /// Accumulates the policy's gradient of the next `rows` blocks of text, if there are any.
     fn mix_texts(&mut self, rows: usize, most_rows: usize, stats: &mut StepStats) -> Result<()> {
         let [scale, _] = self.loss_scales();
         let Some(texts) = &mut self.unsupervised else { return Ok(()) };
@@ -247,8 +379,8 @@ impl Learner {
         Ok(())
     }
 
-    /// Adds the gradient of `coef` times the mean negative log-likelihood of the tokens of `texts`, each one's first aside, to
-    /// that of the policy; gives that mean.
+    /// Accumulates the policy's gradient of `coef` times the mean negative log-likelihood of the tokens of `texts`, except each
+    /// text's first; returns that mean.
     ///
     /// # Errors
     /// If a text does not fit the policy, or none has two tokens.
@@ -257,143 +389,44 @@ impl Learner {
         learn_texts(&self.policy, texts, coef * scale, texts.len().max(1), self.micro_batch_tokens)
     }
 
-    /// Clears the gradients of all models.
+    /// Clears the gradients of both models.
     pub fn zero_grad(&mut self) {
         self.policy_optimizer.zero_grad();
         self.value_optimizer.iter_mut().for_each(AdamW::zero_grad);
     }
-
-    /// Adds the gradients of one micro-batch's share of the losses over the mini-batch, and its share of the sums.
-    #[expect(clippy::too_many_arguments, reason = "all that a mini-batch knows")]
-    fn accumulate(
-        &self,
-        experience: &Experience,
-        targets: &Targets,
-        advantages: &Tensor,
-        rows: &[usize],
-        learns_policy: bool,
-        stats: &mut StepStats,
-        config: &PpoConfig,
-    ) -> Result<()> {
-        let sequences: Vec<&Vec<i64>> = rows.iter().map(|&row| &experience.sequences[row]).collect();
-        let token_spans: Vec<_> = rows.iter().map(|&row| experience.token_span(row)).collect();
-        let value_spans: Vec<_> = rows.iter().map(|&row| experience.value_span(row)).collect();
-
-        let lengths = rows.iter().map(|&row| experience.lengths[row]).collect::<Vec<_>>();
-        let mine = |x: &Tensor| packed(x, &lengths, rows);
-        let (old, advantages, counts) = (mine(&experience.logprobs), mine(advantages), mine(&experience.loss_mask));
-        let reference = config.kl.kl_in_loss.then(|| mine(&experience.ref_logprobs));
-        let (clip, [policy_scale, value_scale]) = (config.policy_clip(), self.loss_scales());
-        let sets = experience.sets_of(rows.iter().copied());
-        let sampled = Sampled { temperature: config.logprob_temperature(), sets: sets.as_deref() };
-        let policy_loss = |tokens: Range<i64>, now: &TokenLogprobs| {
-            let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
-            let counts = here(&counts);
-            let loss = math::policy_loss(&now.logprobs, &here(&old), &here(&advantages), &counts, clip);
-            stats.policy_loss += number(&loss.sum);
-            stats.policy_clipped += number(&loss.clipped);
-            stats.dual_clipped += number(&loss.dual_clipped);
-            stats.approx_kl += number(&loss.approx_kl);
-            stats.policy_kl += number(&loss.policy_kl);
-            stats.ratio += number(&loss.ratio.sum(Kind::Float));
-            stats.ratio_squared += number(&loss.ratio.square().sum(Kind::Float));
-            stats.ratios.extend(numbers(&loss.ratio.masked_select(&counts)));
-            let sum = match &reference {
-                Some(reference) => {
-                    let estimate = || math::kl(&now.logprobs, &here(reference), &counts, config.kl_estimator);
-                    let kl = now.kl.as_ref().map_or_else(estimate, |kl| math::keep(kl, &counts)).sum(Kind::Float);
-                    stats.ref_kl += number(&kl);
-                    loss.sum + kl * targets.kl_coef
-                }
-                None => loss.sum,
-            };
-            let sum = match &now.entropy {
-                Some(entropy) if config.step.entropy_coef > 0.0 => {
-                    sum - math::masked_sum(entropy, &counts) * config.step.entropy_coef
-                }
-                _ => sum,
-            };
-            // Where nothing counts, nothing is learnt.
-            sum / (stats.tokens.max(1.0) / policy_scale)
-        };
-
-        let lengths = rows.iter().map(|&row| experience.value_counts[row]).collect::<Vec<_>>();
-        let mine = |x: &Tensor| packed(x, &lengths, rows);
-        let (old_values, returns, of_value) =
-            (mine(&experience.values), mine(&targets.returns), mine(&experience.value_loss_mask));
-        let value_loss = |values: &Tensor| {
-            let loss = math::value_loss(values, &old_values, &returns, &of_value, config.cliprange_value);
-            stats.value_loss += number(&loss.sum);
-            stats.value_clipped += number(&loss.clipped);
-            let values = values.detach();
-            stats.value += number(&math::masked_sum(&values, &of_value));
-            stats.value_error += number(&math::masked_sum(&(&values - &returns).square(), &of_value));
-            loss.sum * (config.vf_coef / stats.value_slots.max(1.0) * value_scale)
-        };
-
-        let new = match &self.value {
-            ValueModel::Head(_) if experience.reference.is_some() => {
-                return Err(Error::Run("kl_in_loss with kl_estimator = full needs a value model of its own".into()));
-            }
-            ValueModel::Head(head) => Some(head.learn(
-                &self.policy,
-                &sequences,
-                &token_spans,
-                &value_spans,
-                sampled,
-                true,
-                policy_loss,
-                value_loss,
-            )?),
-            // Two models share nothing, so the policy's activations are gone before the value model's come.
-            ValueModel::Model(value) => {
-                let policy = &self.policy;
-                let new = match (&experience.reference, learns_policy) {
-                    (_, false) => None,
-                    (Some(reference), true) => {
-                        let theirs = (reference, rows);
-                        let (spans, loss) = (&token_spans, policy_loss);
-                        Some(policy.learn_logprobs_and_kl(&sequences, spans, sampled, true, theirs, loss)?)
-                    }
-                    (None, true) => {
-                        Some(policy.learn_logprobs(&sequences, &token_spans, sampled, true, policy_loss)?)
-                    }
-                };
-                value.learn_values(&sequences, &value_spans, value_loss)?;
-                new
-            }
-        };
-        let entropy = new.and_then(|new| new.entropy);
-        stats.entropy += entropy.map_or(0.0, |entropy| number(&math::masked_sum(&entropy, &counts)));
-        Ok(())
-    }
 }
 
-/// The loss scales of the two models.
+/// The order of an update's rows in each of its epochs, as [`Learner::optimise`] takes them.
+pub fn mini_batch_orders(seed: u64, epochs: usize, update: usize, rows: usize) -> Vec<Vec<usize>> {
+    let stream = |epoch| Stream::new(seed, Purpose::MiniBatches, update as u64, epoch);
+    (0..epochs as u64).map(|epoch| stream(epoch).permutation(rows)).collect()
+}
+
+/// The loss scales of both models, in f16.
 #[derive(Debug)]
 pub(crate) struct Scaling {
     pub(crate) policy: LossScaler,
-    /// That of a value model of its own.
+    /// Loss scale of a separate value model.
     pub(crate) value: Option<LossScaler>,
-    /// Whether an overflow of one leaves the step of both out.
-    pub(crate) align: bool,
+    /// An overflow of one model skips the step of both.
+    align: bool,
 }
 
 impl Scaling {
-    pub(crate) fn new(value: &ValueModel, config: &PpoConfig) -> Self {
-        let scaler = || LossScaler::new(&config.run.loss_scale);
-        Self { policy: scaler(), value: value.model().map(|_| scaler()), align: config.half.align_overflow }
+    fn new(value: &ValueModel, config: &LossScaleConfig, align: bool) -> Self {
+        let scaler = || LossScaler::new(config);
+        Self { policy: scaler(), value: value.model().map(|_| scaler()), align }
     }
 
-    /// Notes overflows of the gradients whose norms `stats` holds; a loss that is not finite is not the scale's doing.
-    pub(crate) fn note(&mut self, learns_policy: bool, stats: &mut StepStats) {
+    /// Records overflows of the gradients whose norms `stats` holds; a loss that is not finite is no overflow.
+    fn record(&mut self, trains_policy: bool, stats: &mut StepStats) {
         if !(stats.policy_loss.is_finite() && stats.value_loss.is_finite()) {
             return;
         }
         let overflows = |norm: f64| !norm.is_finite();
-        // Who only goes along with the other's overflow learns nothing of its own scale.
+        // Under `align_overflow`, only the model that overflowed adjusts its scale.
         let (of_policy, of_value) = (overflows(stats.policy_grad_norm), overflows(stats.value_grad_norm));
-        if learns_policy && (of_policy || !(self.align && of_value)) {
+        if trains_policy && (of_policy || !(self.align && of_value)) {
             stats.policy_overflowed = self.policy.overflows_at(stats.policy_grad_norm);
         }
         if let Some(value) = self.value.as_mut().filter(|_| of_value || !(self.align && of_policy)) {
@@ -415,36 +448,4 @@ impl Scaling {
         self.policy.load_state(&state["policy"])?;
         self.value.as_mut().map_or(Ok(()), |value| value.load_state(&state["value"]))
     }
-}
-
-/// The order of an update's `rows` rows in each of its epochs, as [`Learner::optimise`] takes them.
-pub fn mini_batch_orders(config: &PpoConfig, update: usize, rows: usize) -> Vec<Vec<usize>> {
-    let epochs = 0..config.num_ppo_epochs as u64;
-    let stream = |epoch| Stream::new(config.run.seed, Purpose::MiniBatches, update as u64, epoch);
-    epochs.map(|epoch| stream(epoch).permutation(rows)).collect()
-}
-
-/// The first `counts` slots of `rows` of `x`, row after row: as the models give their numbers.
-fn packed(x: &Tensor, counts: &[i64], rows: &[usize]) -> Tensor {
-    let slots = math::response_mask(counts, x.size()[1], x.device());
-    x.index_select(0, &row_index(rows, x)).masked_select(&slots)
-}
-
-/// `x` whitened over the counted slots of `rows` alone; 0 in other rows.
-fn whiten_rows(x: &Tensor, rows: &[usize], mask: &Tensor) -> Tensor {
-    let index = row_index(rows, x);
-    let theirs = mask.zeros_like().index_copy(0, &index, &mask.index_select(0, &index));
-    math::whiten(x, &theirs, true)
-}
-
-fn row_index(rows: &[usize], like: &Tensor) -> Tensor {
-    Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>()).to_device(like.device())
-}
-
-fn number(x: &Tensor) -> f64 {
-    x.double_value(&[])
-}
-
-fn numbers(x: &Tensor) -> Vec<f32> {
-    Vec::try_from(x).expect("a vector of f32")
 }

@@ -1,45 +1,48 @@
 //! Sums of an optimizer step, and the metrics of an update.
 
+use crate::dist::World;
 use crate::metrics::Metrics;
+use crate::model::ValueModel;
+use crate::rl::experience::Experience;
+use crate::rl::learner::{EpochPlan, Learner};
 use crate::rl::math;
-use crate::rl::rollout::{Experience, Targets};
-use crate::settings::PpoConfig;
+use crate::rl::shaping::Targets;
 use tch::{Kind, Tensor};
 
-/// What one optimizer step did. Sums are over the tokens (or value slots) of its mini-batch.
+/// Sums of one optimizer step over the tokens (or value slots) of its mini-batch, of all ranks together.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepStats {
-    /// Response tokens of the mini-batch that the policy learnt from; 0 while it is frozen.
+    /// Response tokens of the mini-batch in the policy loss; 0 while the policy is frozen.
     pub tokens: f64,
     /// Value slots of the mini-batch.
     pub value_slots: f64,
-    /// Sum of the clipped policy objective, negated; without the KL and the entropy that may be added.
+    /// Sum of the clipped policy objective, negated; without the KL and entropy terms.
     pub policy_loss: f64,
     /// Sum of the clipped value loss, without `vf_coef`.
     pub value_loss: f64,
-    /// Tokens at which the policy's clip was active.
+    /// Tokens at which the policy clip was active.
     pub policy_clipped: f64,
     /// Tokens at which the dual clip was active.
     pub dual_clipped: f64,
-    /// Slots at which the value's clip was active.
+    /// Slots at which the value clip was active.
     pub value_clipped: f64,
     /// Sum of (new - old log-probability)^2 / 2.
     pub approx_kl: f64,
     /// Sum of old - new log-probability.
     pub policy_kl: f64,
-    /// Sum of the estimates of KL(policy || reference), where they are in the loss.
+    /// Sum of the estimates of KL(policy || reference), where the loss has that term.
     pub ref_kl: f64,
     /// Sum of the entropies of the distributions over the vocabulary, in nats.
     pub entropy: f64,
     /// Sum of the probability ratios.
     pub ratio: f64,
-    /// Sum of their squares.
+    /// Sum of the squared probability ratios.
     pub ratio_squared: f64,
-    /// The ratios themselves, row after row.
+    /// The probability ratios, row after row; empty unless [`Learner::collect_ratios`] is set.
     pub ratios: Vec<f32>,
     /// Sum of the new values.
     pub value: f64,
-    /// Sum of the squares of their distances from the returns.
+    /// Sum of the squared distances of the new values from the returns.
     pub value_error: f64,
     /// Norm of the policy's gradient before clipping.
     pub policy_grad_norm: f64,
@@ -47,18 +50,18 @@ pub struct StepStats {
     pub value_grad_norm: f64,
     /// Mean negative log-likelihood of the tokens of the texts that were mixed in, without `unsup_coef`.
     pub unsup_loss: f64,
-    /// Whether the mean ratio was above `ratio_threshold`: then nothing was learnt, and the norms are 0.
+    /// The mean ratio was above `ratio_threshold`: no step was taken, and the norms are 0.
     pub skipped: bool,
-    /// Whether the next entry is of the same optimizer step.
-    pub goes_on: bool,
-    /// Whether the policy's gradient overflowed f16: then it took no step, the norm is 0, and its loss scale may have fallen.
+    /// The next entry belongs to the same optimizer step.
+    pub continues_step: bool,
+    /// The policy's gradient overflowed f16: it took no step, its norm is 0, and its loss scale may have fallen.
     pub policy_overflowed: bool,
-    /// The same of the value model.
+    /// The value model's gradient overflowed f16.
     pub value_overflowed: bool,
 }
 
 impl StepStats {
-    /// What kept the step from being taken: a loss, or a gradient's norm, that is not finite.
+    /// Describes the loss or gradient norm that is not finite, for which the step was not taken.
     pub fn not_finite(&self) -> Option<String> {
         let numbers = [
             ("the policy's loss", self.policy_loss),
@@ -69,99 +72,176 @@ impl StepStats {
         let found = numbers.into_iter().find(|(_, number)| !number.is_finite());
         found.map(|(name, number)| format!("{name} is {number}"))
     }
+
+    /// Adds the sums of the other ranks; `tokens` and `value_slots` are global already.
+    pub(crate) fn sum_over(&mut self, world: &World) {
+        let sums = [
+            &mut self.policy_loss,
+            &mut self.value_loss,
+            &mut self.policy_clipped,
+            &mut self.dual_clipped,
+            &mut self.value_clipped,
+            &mut self.approx_kl,
+            &mut self.policy_kl,
+            &mut self.ref_kl,
+            &mut self.entropy,
+            &mut self.ratio,
+            &mut self.ratio_squared,
+            &mut self.value,
+            &mut self.value_error,
+        ];
+        let mut numbers = sums.each_ref().map(|sum| **sum);
+        world.sum_numbers(&mut numbers);
+        sums.into_iter().zip(numbers).for_each(|(sum, number)| *sum = number);
+    }
 }
 
 /// The entries of each optimizer step.
 pub(crate) fn optimizer_steps(parts: &[StepStats]) -> impl Iterator<Item = &[StepStats]> + Clone {
-    parts.split_inclusive(|part| !part.goes_on)
+    parts.split_inclusive(|part| !part.continues_step)
 }
 
-/// Adds the metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the other
-/// averages are over real tokens, of all mini-batches together. `docs/algorithm.md` defines each.
-///
-/// What belongs to a setting that is off by default is there only where it is on; of a policy that is frozen there is
-/// nothing to tell.
-pub fn metrics(m: &mut Metrics, experience: &Experience, targets: &Targets, steps: &[StepStats], config: &PpoConfig) {
-    let rows = experience.lengths.len() as f64;
-    let learns = steps.iter().any(|step| step.tokens > 0.0);
-    let all = optimizer_steps(steps).count();
-    let sound = |step: &&[StepStats]| step.iter().all(|part| part.not_finite().is_none());
-    let (parts, kept) = (steps.len(), optimizer_steps(steps).filter(sound).collect::<Vec<_>>());
-    let steps: Vec<&StepStats> = kept.iter().copied().flatten().collect();
-    let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
-    let sum = |f: fn(&StepStats) -> f64| steps.iter().map(|step| f(step)).sum::<f64>();
-    // Without a step there is nothing to average: 0 / 0 is the NaN that says so.
-    let (tokens, value_slots) = (sum(|s| s.tokens), sum(|s| s.value_slots));
-    let kl = per_row(&targets.kl);
-    let scores = experience.total_scores();
-    let score = per_row(&scores);
-    let in_rewards = if config.kl.kl_in_loss { 0.0 } else { targets.kl_coef };
-    let taken = kept.iter().filter(|step| !step[0].skipped).count();
-    let overflows = |f: fn(&StepStats) -> bool| steps.iter().filter(|step| f(step)).count();
-    let of_policy = overflows(|s| s.policy_overflowed);
-    let of_value = overflows(|s| s.value_overflowed);
-    let mean_norm = |f: fn(&StepStats) -> f64, overflows: usize| {
-        // All parts of a step have its norm.
-        let norms: f64 = kept.iter().map(|step| f(&step[step.len() - 1])).sum();
-        norms / taken.saturating_sub(overflows).max(kept.len().min(1)) as f64
-    };
-    let response_tokens = experience.lengths.iter().sum::<i64>() as f64;
+impl Learner {
+    /// Adds the metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the
+    /// other averages are over tokens, of all mini-batches together. `docs/algorithm.md` defines each.
+    ///
+    /// Metrics of a setting that is off by default appear only where it is on. While the policy is frozen there are none of
+    /// its loss.
+    pub fn metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets, steps: &[StepStats], plan: &EpochPlan) {
+        self.rollout_metrics(m, e, targets);
+        let steps = Steps::of(steps);
+        if steps.all.iter().any(|step| step.tokens > 0.0) {
+            self.policy_metrics(m, &steps, plan.parts(e.rows()));
+        }
+        m.push("loss/value_avg", steps.per_value(|s| s.value_loss));
+        m.push("val/clipfrac_avg", steps.per_value(|s| s.value_clipped));
+        if steps.all.iter().any(|step| step.tokens > 0.0) {
+            let ratio = steps.per_token(|s| s.ratio);
+            m.push("val/ratio", ratio);
+            m.push("val/ratio_var", (steps.per_token(|s| s.ratio_squared) - ratio * ratio).clamp(0.0, f64::INFINITY));
+        }
+        m.push("val/explained_variance", explained_variance(&self.world, e, targets));
+        if matches!(self.value, ValueModel::Model(_)) {
+            m.push("val/grad_norm", steps.mean_norm(|s| s.value_grad_norm, |s| s.value_overflowed));
+        }
+        let lengths = self.world.gather(Tensor::from_slice(&e.lengths()));
+        m.push("val/response_length", mean(&lengths));
+        m.push("val/skipped_steps", (steps.all_steps - steps.kept.len()) as f64);
+        if self.scaling.is_some() {
+            m.push("policy/overflows", steps.count(|s| s.policy_overflowed) as f64);
+            m.push("val/overflows", steps.count(|s| s.value_overflowed) as f64);
+        }
+    }
 
-    m.push("objective/kl", kl);
-    m.push("objective/kl_coef", targets.kl_coef);
-    m.push("objective/entropy", -per_row(&math::keep(&experience.logprobs, &experience.response_mask)));
-    m.push("objective/non_score_reward", -in_rewards * kl);
-    m.push("objective/rlhf_reward", score - in_rewards * kl);
-    m.push("objective/scores", score);
-    m.push("objective/scores_std", if rows > 1.0 { scores.std(true).double_value(&[]) } else { 0.0 });
-    if learns {
-        m.push("policy/approxkl_avg", sum(|s| s.approx_kl) / tokens);
-        m.push("policy/clipfrac_avg", sum(|s| s.policy_clipped) / tokens);
-        if config.step.dual_clip.is_some() {
-            m.push("policy/dual_clipfrac_avg", sum(|s| s.dual_clipped) / tokens);
-        }
-        m.push("policy/entropy_avg", sum(|s| s.entropy) / tokens);
-        m.push("policy/grad_norm", mean_norm(|s| s.policy_grad_norm, of_policy));
-        if config.target_kl().is_some() {
-            m.push("policy/policykl_avg", sum(|s| s.policy_kl) / tokens);
-            m.push("policy/epochs", (parts / config.parts_per_epoch(experience.lengths.len())) as f64);
-        }
-        if config.step.ratio_threshold.is_some() {
-            m.push("policy/skipped_steps", (kept.len() - taken) as f64);
-        }
-        m.push("loss/policy_avg", sum(|s| s.policy_loss) / tokens);
-        if config.kl.kl_in_loss {
-            m.push("loss/kl_avg", sum(|s| s.ref_kl) / tokens);
-        }
-        if config.unsupervised.unsupervised_dataset_name.is_some() {
-            m.push("loss/unsup_avg", sum(|s| s.unsup_loss) / taken as f64);
-        }
+    /// Metrics of the responses, before anything is trained.
+    fn rollout_metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets) {
+        let per_row = |x: Tensor| {
+            let rows = self.world.gather(Tensor::from_slice(&[e.rows() as i64])).sum(Kind::Double).double_value(&[]);
+            self.world.sum(x.sum(Kind::Double)).double_value(&[]) / rows
+        };
+        let (kl, entropy) = (per_row(targets.kl.shallow_clone()), -per_row(math::keep(&e.logprobs, &e.masks.response)));
+        let in_rewards = if self.settings.loss.kl_in_loss.is_some() { 0.0 } else { targets.kl_coef };
+        let scores = self.world.gather(e.total_scores());
+        let score = mean(&scores);
+        m.push("objective/kl", kl);
+        m.push("objective/kl_coef", targets.kl_coef);
+        m.push("objective/entropy", entropy);
+        m.push("objective/non_score_reward", -in_rewards * kl);
+        m.push("objective/rlhf_reward", score - in_rewards * kl);
+        m.push("objective/scores", score);
+        m.push("objective/scores_std", if scores.numel() > 1 { scores.std(true).double_value(&[]) } else { 0.0 });
     }
-    m.push("loss/value_avg", sum(|s| s.value_loss) / value_slots);
-    m.push("val/clipfrac_avg", sum(|s| s.value_clipped) / value_slots);
-    if learns {
-        let ratio = sum(|s| s.ratio) / tokens;
-        m.push("val/ratio", ratio);
-        m.push("val/ratio_var", (sum(|s| s.ratio_squared) / tokens - ratio * ratio).clamp(0.0, f64::INFINITY));
-    }
-    m.push("val/explained_variance", explained_variance(experience, targets));
-    if !config.legacy.value_head {
-        m.push("val/grad_norm", mean_norm(|s| s.value_grad_norm, of_value));
-    }
-    m.push("val/response_length", response_tokens / rows);
-    m.push("val/skipped_steps", (all - kept.len()) as f64);
-    if config.run.fp16 {
-        m.push("policy/overflows", of_policy as f64);
-        m.push("val/overflows", of_value as f64);
+
+    /// Metrics of the policy's optimizer steps, of which an epoch has `parts_per_epoch` entries.
+    fn policy_metrics(&self, m: &mut Metrics, steps: &Steps<'_>, parts_per_epoch: usize) {
+        let settings = &self.settings;
+        m.push("policy/approxkl_avg", steps.per_token(|s| s.approx_kl));
+        m.push("policy/clipfrac_avg", steps.per_token(|s| s.policy_clipped));
+        if settings.loss.clip.dual.is_some() {
+            m.push("policy/dual_clipfrac_avg", steps.per_token(|s| s.dual_clipped));
+        }
+        m.push("policy/entropy_avg", steps.per_token(|s| s.entropy));
+        m.push("policy/grad_norm", steps.mean_norm(|s| s.policy_grad_norm, |s| s.policy_overflowed));
+        if settings.target_kl.is_some() {
+            m.push("policy/policykl_avg", steps.per_token(|s| s.policy_kl));
+            m.push("policy/epochs", (steps.entries / parts_per_epoch) as f64);
+        }
+        if settings.ratio_threshold.is_some() {
+            m.push("policy/skipped_steps", (steps.kept.len() - steps.taken()) as f64);
+        }
+        m.push("loss/policy_avg", steps.per_token(|s| s.policy_loss));
+        if settings.loss.kl_in_loss.is_some() {
+            m.push("loss/kl_avg", steps.per_token(|s| s.ref_kl));
+        }
+        if self.unsupervised.is_some() {
+            let sum: f64 = steps.entries().map(|step| step.unsup_loss).sum();
+            m.push("loss/unsup_avg", sum / steps.taken() as f64);
+        }
     }
 }
 
-/// 1 - Var(returns - values) / Var(returns) over the value slots: 1 is a perfect value model, 0 no better than a constant.
-fn explained_variance(experience: &Experience, targets: &Targets) -> f64 {
+/// The optimizer steps of an update whose losses and gradients were finite.
+struct Steps<'a> {
+    all: &'a [StepStats],
+    kept: Vec<&'a [StepStats]>,
+    /// Optimizer steps, finite or not.
+    all_steps: usize,
+    /// Entries, finite or not.
+    entries: usize,
+}
+
+impl<'a> Steps<'a> {
+    fn of(all: &'a [StepStats]) -> Self {
+        let finite = |step: &&[StepStats]| step.iter().all(|part| part.not_finite().is_none());
+        let kept = optimizer_steps(all).filter(finite).collect();
+        Self { all, kept, all_steps: optimizer_steps(all).count(), entries: all.len() }
+    }
+
+    fn entries(&self) -> impl Iterator<Item = &StepStats> {
+        self.kept.iter().copied().flatten()
+    }
+
+    fn sum(&self, f: impl Fn(&StepStats) -> f64) -> f64 {
+        self.entries().map(f).sum()
+    }
+
+    fn count(&self, f: fn(&StepStats) -> bool) -> usize {
+        self.entries().filter(|step| f(step)).count()
+    }
+
+    /// Average over tokens; NaN, as 0 / 0, without a step.
+    fn per_token(&self, f: fn(&StepStats) -> f64) -> f64 {
+        self.sum(f) / self.sum(|s| s.tokens)
+    }
+
+    /// Average over value slots; NaN without a step.
+    fn per_value(&self, f: fn(&StepStats) -> f64) -> f64 {
+        self.sum(f) / self.sum(|s| s.value_slots)
+    }
+
+    /// Steps that were not skipped for their mean ratio.
+    fn taken(&self) -> usize {
+        self.kept.iter().filter(|step| !step[0].skipped).count()
+    }
+
+    /// Mean of a gradient norm over the steps that were taken.
+    fn mean_norm(&self, norm: fn(&StepStats) -> f64, overflowed: fn(&StepStats) -> bool) -> f64 {
+        // All entries of a step have its norm.
+        let norms: f64 = self.kept.iter().map(|step| norm(&step[step.len() - 1])).sum();
+        norms / self.taken().saturating_sub(self.count(overflowed)).max(self.kept.len().min(1)) as f64
+    }
+}
+
+fn mean(x: &Tensor) -> f64 {
+    x.sum(Kind::Double).double_value(&[]) / x.numel() as f64
+}
+
+/// 1 - Var(returns - values) / Var(returns) over the value slots: 1 for a perfect value model, 0 for a constant.
+fn explained_variance(world: &World, e: &Experience, targets: &Targets) -> f64 {
     let variance = |x: &Tensor| {
-        let counted = x.masked_select(&experience.value_mask);
+        let counted = world.gather(x.masked_select(&e.masks.value));
         if counted.numel() > 1 { counted.var(true).double_value(&[]) } else { 0.0 }
     };
     let total = variance(&targets.returns);
-    if total > 0.0 { 1.0 - variance(&(&targets.returns - &experience.values)) / total } else { 0.0 }
+    if total > 0.0 { 1.0 - variance(&(&targets.returns - &e.values)) / total } else { 0.0 }
 }

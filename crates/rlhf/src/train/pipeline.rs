@@ -11,7 +11,6 @@ use super::sft::{into_blocks, learned, sft, shorten};
 use crate::data::{PromptLimit, Sources};
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, specs};
-use crate::rl::sampling::stop_tokens;
 use crate::run::checkpoint::{Finished, Saved, Start};
 use crate::run::inputs::Inputs;
 use crate::run::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};
@@ -450,7 +449,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
         }
     }
     let limit = PromptLimit::new(&config.prompt_length, room_in(context, config.response_length)?)?;
-    check_ends(config, tokenizer, vocab, &stop_tokens(config, tokenizer)?)?;
+    check_ends(config, tokenizer, vocab, &config.stop_tokens(&tokenizer)?)?;
     let (train, eval) = sources.read(config.run.seed, Step::Ppo)?;
     let mut prompts = 0;
     for (at, dataset) in train.into_iter().chain(eval).enumerate() {

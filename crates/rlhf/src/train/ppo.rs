@@ -14,12 +14,11 @@ use crate::optim::LearningRates;
 use crate::reward::{Rewards, ScoreScaling};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
-use crate::rl::kept::{Kept, KeptAnswers};
+use crate::rl::kept::{Kept, KeptResponses};
 use crate::rl::kl::KlController;
-use crate::rl::learner::{Learner, mini_batch_orders};
-use crate::rl::rollout::{Judges, experience_leaving_out, targets};
-use crate::rl::sampling::{generation, recomputes_logprobs};
-use crate::rl::stats::metrics;
+use crate::rl::learner::Learner;
+use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::shaping::{Shaping, targets};
 use crate::rng::Purpose;
 use crate::run::checkpoint::Best;
 use crate::run::inputs::Inputs;
@@ -27,6 +26,7 @@ use crate::run::report::{Console, Hold, Sample, Warning, WarningKind};
 use crate::settings::{NUM_EVAL_PROMPTS, PpoConfig, PpoPlan};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
+use evaluate::ReportedScores;
 use load::begin;
 pub(in crate::train) use load::{check_ends, require_reward, room_in};
 use serde_json::{Map, Value};
@@ -142,10 +142,12 @@ pub struct PpoTrainer {
     stop: Vec<i64>,
     /// The texts that end a response.
     stop_strings: Option<StopStrings>,
-    /// Those that end a response and are in no loss.
-    pub(crate) left_out: Vec<i64>,
-    /// Which answers are trained on.
-    kept: KeptAnswers,
+    /// How the models evaluate responses.
+    rollout: RolloutSettings,
+    /// How rewards and targets are made of them.
+    shaping: Shaping,
+    /// Selects the responses to train on.
+    kept: KeptResponses,
     /// Those of the last update that are to be shown.
     answers: Vec<Sample>,
     last_metrics: Metrics,
@@ -197,90 +199,113 @@ impl PpoTrainer {
         too_many.map_or(Ok(metrics), Err)
     }
 
-    /// One update, from prompts to metrics; the caller counts it, and is told what it is `doing`.
-    fn one_update(&mut self, doing: &dyn Fn(&'static str)) -> Result<Metrics> {
-        let (config, plan, update) = (&self.config, &self.plan, self.done);
-        let began = Instant::now();
+    /// One update, from prompts to metrics; the caller counts it. `phase` is called with the name of each phase.
+    fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<Metrics> {
+        let (update, mut clock) = (self.done, Clock::start());
 
         // 1. Prompts to responses.
-        doing("sampling");
+        phase("sampling");
+        let batch = self.sample(update)?;
+        clock.lap("generate");
+
+        // 2. Responses to experience: scores, log-probabilities, values.
+        phase("scoring");
+        let prompts: Vec<Vec<i64>> = batch.rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
+        let scores = self.score_batch(&batch)?;
+        let models =
+            RolloutModels { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        // The policy of now would give responses of an earlier update other log-probabilities.
+        let settings = self.rollout_settings(batch.reused);
+        let experience = experience(models, &prompts, &batch.responses, scores.penalised, &settings)?;
+
+        // 3. Experience to rewards, advantages, returns.
+        let kl_coef = self.kl_controller.coef(update);
+        let targets = targets(&self.learner.world, &experience, kl_coef, &self.shaping);
+        clock.lap("rollout");
+
+        // 4. Epochs of mini-batches.
+        phase("optimising");
+        let rates = self.learning_rates(update)?;
+        let orders = self.config.mini_batch_orders(update, experience.rows());
+        // The rollout's allocations have other sizes than training's, and would fragment the memory.
+        tch_ext::release_memory();
+        let steps = self.learner.optimise(&experience, &targets, &orders, rates, &self.plan.epoch)?;
+        clock.lap("optimise");
+
+        // 5. Metrics, and what follows from them.
+        let mut m = Metrics::default();
+        m.push("step", (update + 1) as f64);
+        m.push("episode", ((update + 1) * self.plan.batch_size) as f64);
+        m.push("eps", self.plan.batch_size as f64 / clock.total());
+        self.learner.metrics(&mut m, &experience, &targets, &steps, &self.plan.epoch);
+        self.push_batch_metrics(&mut m, &batch, &scores.reported);
+        self.push_rates(&mut m, rates);
+        clock.push_metrics(&mut m, experience.lengths().iter().sum());
+        self.skips.record(&steps);
+        self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
+        self.warnings = [batch.warnings, self.alarms.of_metrics(update + 1, &m)].concat();
+        self.answers = scores.shown;
+        self.last_metrics.clone_from(&m);
+        Ok(m)
+    }
+
+    /// Samples responses to the next prompts, and selects those that are long enough to train on.
+    fn sample(&mut self, update: usize) -> Result<Batch> {
+        let size = self.plan.batch_size;
         let rows = match &mut self.order {
-            Some(order) => own_rows(update, (order.0)(update), plan.batch_size, self.prompts.len())?,
-            None => self.cursor.take(plan.batch_size),
+            Some(order) => own_rows(update, (order.0)(update), size, self.prompts.len())?,
+            None => self.cursor.take(size),
         };
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
-        let sampling = config.sampling();
-        let responses = self.generate(&prompts, sampling, Purpose::Sampling, update)?;
+        let responses = self.generate(&prompts, self.config.sampling(), Purpose::Sampling, update)?;
         let may_stop = !self.stop.is_empty() || self.stop_strings.is_some();
         let eos = self.tokenizer.eos_ids();
         let mut warnings = self.alarms.of_responses(update + 1, &responses, &self.stop, eos, may_stop);
-        let Kept { rows, responses, dropped, again } = self.kept.keep(rows, responses, &self.left_out)?;
-        warnings.extend(again.then(|| Warning {
+        let Kept { rows, responses, dropped, reused } = self.kept.keep(rows, responses, &self.rollout.left_out)?;
+        warnings.extend(reused.then(|| Warning {
             kind: WarningKind::ReusedResponses,
             message: format!(
                 "update {}: each of {dropped} responses has fewer than min_response_length = {} tokens before its end: {} \
                  responses of an earlier update are trained on again",
                 update + 1,
-                config.counts.min_response_length,
+                self.config.counts.min_response_length,
                 responses.len()
             ),
         }));
-        let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
-        let generated = began.elapsed().as_secs_f64();
+        Ok(Batch { update, rows, responses, dropped, reused, warnings })
+    }
 
-        // 2. Responses to experience: scores, log-probabilities, values.
-        doing("scoring");
-        let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-        let mut scored = self.rewards.score_responses(&self.tokenizer, &asked, &responses, true)?;
-        let raw = self.raw_scores(&scored, &responses);
-        self.scaling.apply(&mut scored);
-        let (scores, ends) = self.penalised(&scored, &responses);
-        let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
-        // What the policy of an earlier update sampled is not what this one would say of it.
-        let recompute = again || self.recomputes_logprobs();
-        let experience =
-            experience_leaving_out(judges, &prompts, &responses, scores, &self.left_out, recompute, config)?;
-        self.answers = if self.shows_answers(update) {
-            self.sample_rows(&asked[..asked.len().min(SAMPLE_ROWS)], &responses, &raw, &scored.components)?
-        } else {
-            Vec::new()
-        };
+    /// How the models evaluate responses; log-probabilities of `reused` ones are computed anew.
+    fn rollout_settings(&self, reused: bool) -> RolloutSettings {
+        let recompute_logprobs = self.rollout.recompute_logprobs || reused;
+        RolloutSettings { recompute_logprobs, ..self.rollout.clone() }
+    }
 
-        // 3. Experience to rewards, advantages, returns.
-        let targets = targets(&experience, self.kl_controller.coef(update), config);
-        let rollout = began.elapsed().as_secs_f64();
-
-        // 4. Epochs of mini-batches.
-        doing("optimising");
-        let rates = match &mut self.schedule {
-            Some(schedule) => own_rates(update, (schedule.0)(update))?,
-            None => LearningRates::at(config, update, plan.num_total_batches),
-        };
-        let orders = mini_batch_orders(config, update, rows.len());
-        // The rollout's pieces are of other sizes than training's, and would stand between them.
-        tch_ext::release_memory();
-        let steps = self.learner.optimise(&experience, &targets, &orders, rates, plan, config)?;
-        self.skips.note(&steps);
-
-        // 5. What happened.
-        let took = began.elapsed().as_secs_f64();
-        let tokens = experience.lengths.iter().sum::<i64>() as f64;
-        let mut m = Metrics::default();
-        m.push("step", (update + 1) as f64);
-        m.push("episode", ((update + 1) * plan.batch_size) as f64);
-        m.push("eps", plan.batch_size as f64 / took);
-        metrics(&mut m, &experience, &targets, &steps, config);
-        if config.counts.min_response_length > 0 {
-            m.push("val/dropped_responses", dropped as f64);
-            m.push("val/reused_responses", if again { rows.len() as f64 } else { 0.0 });
+    /// The learning rates of an update: the caller's, or those of the settings.
+    fn learning_rates(&mut self, update: usize) -> Result<LearningRates> {
+        match &mut self.schedule {
+            Some(schedule) => own_rates(update, (schedule.0)(update)),
+            None => Ok(self.config.learning_rates(update, self.plan.num_total_batches)),
         }
-        if config.legacy.use_score_scaling {
-            m.push("objective/raw_scores", raw.mean(Kind::Double).double_value(&[]));
+    }
+
+    /// Adds the metrics of sampling and scoring.
+    fn push_batch_metrics(&self, m: &mut Metrics, batch: &Batch, scores: &ReportedScores) {
+        if self.config.counts.min_response_length > 0 {
+            m.push("val/dropped_responses", batch.dropped as f64);
+            m.push("val/reused_responses", if batch.reused { batch.rows.len() as f64 } else { 0.0 });
         }
-        scored.push_metrics(&mut m);
-        m.push("val/num_eos_tokens", ends.iter().sum::<usize>() as f64);
+        if self.config.legacy.use_score_scaling {
+            m.push("objective/raw_scores", scores.raw.mean(Kind::Double).double_value(&[]));
+        }
+        scores.scored.push_metrics(m);
+        m.push("val/num_eos_tokens", scores.ends.iter().sum::<usize>() as f64);
+    }
+
+    /// Adds learning rates and loss scales.
+    fn push_rates(&self, m: &mut Metrics, rates: LearningRates) {
         m.push("lr", rates.policy.unwrap_or(0.0));
-        if config.value.differs() || self.schedule.is_some() {
+        if self.config.value.differs() || self.schedule.is_some() {
             m.push("val/lr", rates.value);
         }
         if let Some(scaling) = &self.learner.scaling {
@@ -289,25 +314,9 @@ impl PpoTrainer {
                 m.push("val/loss_scale", value.scale());
             }
         }
-        m.push("time/generate", generated);
-        m.push("time/rollout", rollout);
-        m.push("time/optimise", took - rollout);
-        m.push("time/update", took);
-        m.push("tokens_per_second/generate", tokens / generated);
-        m.push("tokens_per_second/update", tokens / took);
-        self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), rows.len());
-        self.last_metrics.clone_from(&m);
-        warnings.extend(self.alarms.of_metrics(update + 1, &m));
-        self.warnings = warnings;
-        Ok(m)
     }
 
-    /// Whether the answers of update `update` are shown.
-    fn shows_answers(&self, update: usize) -> bool {
-        let trial = &self.config.trial;
-        trial.print_answers && update.is_multiple_of(trial.print_answers_interval)
-    }
-
+    /// Samples responses to prompts; `step` and `purpose` key the random draws.
     fn generate(
         &self,
         prompts: &[Vec<i64>],
@@ -318,18 +327,61 @@ impl PpoTrainer {
         generate(&self.learner.policy, prompts, &self.generation(sampling, purpose, step))
     }
 
-    /// Whether the log-probabilities of sampling are not those that training takes.
-    fn recomputes_logprobs(&self) -> bool {
-        recomputes_logprobs(&self.learner.policy, &self.config)
-    }
-
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {
         let stop_strings = self.stop_strings.clone();
-        GenerationConfig { sampling, purpose, stop_strings, ..generation(&self.config, &self.stop, step) }
+        GenerationConfig { sampling, purpose, stop_strings, ..self.config.generation(&self.stop, step) }
     }
 }
 
-/// The rows that the caller's order says, if they are `count` of the `prompts`.
+/// The responses of one update.
+struct Batch {
+    /// Number of the update, from 0.
+    update: usize,
+    /// Rows of the prompts.
+    rows: Vec<usize>,
+    responses: Vec<Response>,
+    /// Responses that are too short to train on.
+    dropped: usize,
+    /// These are responses of an earlier update.
+    reused: bool,
+    warnings: Vec<Warning>,
+}
+
+/// Seconds by phase of an update.
+struct Clock {
+    began: Instant,
+    laps: Vec<(&'static str, f64)>,
+}
+
+impl Clock {
+    fn start() -> Self {
+        Self { began: Instant::now(), laps: Vec::new() }
+    }
+
+    /// Ends a phase.
+    fn lap(&mut self, name: &'static str) {
+        self.laps.push((name, self.began.elapsed().as_secs_f64()));
+    }
+
+    /// Seconds from the start to the end of the last phase.
+    fn total(&self) -> f64 {
+        self.laps.last().map_or(0.0, |(_, end)| *end)
+    }
+
+    /// Adds seconds and tokens per second; `time/rollout` has sampling in it.
+    fn push_metrics(&self, m: &mut Metrics, tokens: i64) {
+        let end = |name| self.laps.iter().find(|(lap, _)| *lap == name).map_or(0.0, |(_, end)| *end);
+        let (generate, rollout, total) = (end("generate"), end("rollout"), self.total());
+        m.push("time/generate", generate);
+        m.push("time/rollout", rollout);
+        m.push("time/optimise", total - rollout);
+        m.push("time/update", total);
+        m.push("tokens_per_second/generate", tokens as f64 / generate);
+        m.push("tokens_per_second/update", tokens as f64 / total);
+    }
+}
+
+/// Checks the rows that the caller's order returned: `count` of the `prompts`.
 fn own_rows(update: usize, rows: Vec<usize>, count: usize, prompts: usize) -> Result<Vec<usize>> {
     let found = match rows.iter().find(|&&row| row >= prompts) {
         Some(row) => format!("row {row}"),
@@ -339,7 +391,7 @@ fn own_rows(update: usize, rows: Vec<usize>, count: usize, prompts: usize) -> Re
     Err(Error::Run(format!("order: update {update}: expected {count} rows, each below {prompts}, found {found}")))
 }
 
-/// The learning rates that the caller's schedule says, if such are possible.
+/// Checks the learning rates that the caller's schedule returned.
 fn own_rates(update: usize, rates: LearningRates) -> Result<LearningRates> {
     let mut all = rates.policy.into_iter().chain([rates.value]);
     match all.find(|rate| !(rate.is_finite() && *rate >= 0.0)) {

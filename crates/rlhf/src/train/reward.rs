@@ -11,7 +11,7 @@ use crate::metrics::Metrics;
 use crate::model::{BASE_MODEL, DropoutRows, ModelOptions, SequenceClassifier};
 use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
 use crate::optim::{AdamW, learning_rate};
-use crate::rl::sampling::deepspeed_chat_pad;
+use crate::rl::eos::deepspeed_chat_pad;
 use crate::run::checkpoint::{Checkpoints, Start, leave_model};
 use crate::run::inputs::Inputs;
 use crate::run::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
@@ -75,7 +75,12 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
     let optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
     let (device, activation_bytes) = (model.device(), |on| model.activation_bytes(on));
-    let mut most_tokens = micro_batch_tokens(&config.run, device, model.params(), activation_bytes);
+    let mut most_tokens = micro_batch_tokens(
+        config.run.max_tokens_per_micro_batch,
+        device,
+        model.params(),
+        activation_bytes(config.run.gradient_checkpointing),
+    );
     if let Some(saved) = &start.from {
         most_tokens = kept_micro_batch_tokens(&config.run, device, most_tokens, saved);
     }

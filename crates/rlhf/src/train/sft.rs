@@ -116,7 +116,12 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
     let optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
     let (device, activation_bytes) = (model.device(), |on| model.activation_bytes(on));
-    let mut most_tokens = micro_batch_tokens(&config.run, device, model.params(), activation_bytes);
+    let mut most_tokens = micro_batch_tokens(
+        config.run.max_tokens_per_micro_batch,
+        device,
+        model.params(),
+        activation_bytes(config.run.gradient_checkpointing),
+    );
     if let Some(saved) = &start.from {
         most_tokens = kept_micro_batch_tokens(&config.run, device, most_tokens, saved);
     }

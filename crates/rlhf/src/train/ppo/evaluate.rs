@@ -1,18 +1,37 @@
 //! Evaluation, samples and the scores of responses.
 
-use super::PpoTrainer;
+use super::{Batch, PpoTrainer, SAMPLE_ROWS};
 use crate::data::Prompt;
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
 use crate::metrics::Metrics;
-use crate::reward::{ComponentScores, Scored};
-use crate::rl::checks::{self, Checks};
-use crate::rl::rollout::{Judges, Scores, experience, penalise_missing_stop, replace_missing_stop};
+use crate::reward::{ComponentScores, Scored, Scores};
+use crate::rl::checks::{self, CheckSettings, Checks};
+use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::shaping::{penalise_missing_stop, replace_missing_stop};
 use crate::rng::Purpose;
 use crate::run::report::{Conversation, Evaluation, Sample};
-use crate::settings::{EVAL_SCORES, PpoConfig};
+use crate::settings::EVAL_SCORES;
 use crate::{Error, Result};
 use std::time::Instant;
 use tch::{Kind, Tensor};
+
+/// The scores of an update's responses.
+pub(super) struct BatchScores {
+    /// The scores that are trained on: scaled, and after penalties.
+    pub(super) penalised: Scores,
+    pub(super) reported: ReportedScores,
+    /// The responses to show, if this update shows any.
+    pub(super) shown: Vec<Sample>,
+}
+
+/// The part of the scores that is reported.
+pub(super) struct ReportedScores {
+    /// Total score of each response without running moments, `[B]`.
+    pub(super) raw: Tensor,
+    pub(super) scored: Scored,
+    /// Number of tokens of each response that should end it.
+    pub(super) ends: Vec<usize>,
+}
 
 impl PpoTrainer {
     /// Answers the prompts that are held out as training does; changes nothing.
@@ -34,9 +53,9 @@ impl PpoTrainer {
         let responses = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
         let (scores, components) = self.whole_scores(&asked, &responses)?;
         let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
-        let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
-        let recompute = self.recomputes_logprobs();
-        let e = experience(judges, &prompts, &responses, scores, recompute, &self.config)?;
+        let models =
+            RolloutModels { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        let e = experience(models, &prompts, &responses, scores, &self.rollout)?;
         let rows = prompts.len() as f64;
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
         let mut m = Metrics::default();
@@ -45,7 +64,7 @@ impl PpoTrainer {
             m.push(format!("{EVAL_SCORES}{name}"), scores.iter().sum::<f64>() / rows);
         }
         m.push("eval/kl", per_row(&(&e.logprobs - &e.ref_logprobs)));
-        m.push("eval/response_length", e.lengths.iter().sum::<i64>() as f64 / rows);
+        m.push("eval/response_length", e.lengths().iter().sum::<i64>() as f64 / rows);
         m.push("time/eval", began.elapsed().as_secs_f64());
         Ok(Evaluation { metrics: m, samples })
     }
@@ -64,14 +83,41 @@ impl PpoTrainer {
             keep_sets: false,
             ..self.generation(sampling, Purpose::Samples, 0)
         };
-        let rows = self.prompts.len().min(self.plan.micro_batch_size).min(checks::ROWS);
+        let rows = self.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
         let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = generate(&self.learner.policy, &prompts, &generation)?;
-        let config = PpoConfig { response_length, ..self.config.clone() };
-        Checks::of(&mut self.learner, &self.reference, &prompts, &responses, &config)
+        let settings = CheckSettings {
+            rollout: RolloutSettings {
+                response_length,
+                recompute_logprobs: true,
+                left_out: Vec::new(),
+                ..self.rollout.clone()
+            },
+            shaping: self.shaping.clone(),
+            kl_coef: self.config.kl_coef,
+            low_precision: self.config.run.computes_in_few_bits(),
+        };
+        Checks::of(&mut self.learner, &self.reference, &prompts, &responses, &settings)
     }
 
-    /// Greedy answers to the sample prompts, with their scores.
+    /// Scores the responses of an update by every reward, and scales the scores and subtracts penalties as the settings say.
+    pub(super) fn score_batch(&mut self, batch: &Batch) -> Result<BatchScores> {
+        let prompts: Vec<&Prompt> = batch.rows.iter().map(|&row| &self.prompts[row]).collect();
+        let mut scored = self.rewards.score_responses(&self.tokenizer, &prompts, &batch.responses, true)?;
+        let raw = self.raw_scores(&scored, &batch.responses);
+        self.scaling.apply(&mut scored);
+        let (penalised, ends) = self.penalised(&scored, &batch.responses);
+        let trial = &self.config.trial;
+        let shown = if trial.print_answers && batch.update.is_multiple_of(trial.print_answers_interval) {
+            let shown = &prompts[..prompts.len().min(SAMPLE_ROWS)];
+            self.sample_rows(shown, &batch.responses, &raw, &scored.components)?
+        } else {
+            Vec::new()
+        };
+        Ok(BatchScores { penalised, reported: ReportedScores { raw, scored, ends }, shown })
+    }
+
+    /// Greedy responses to the sample prompts, with their scores.
     pub(super) fn samples(&mut self, update: usize) -> Result<Vec<Sample>> {
         let prompts: Vec<Vec<i64>> = self.sample_prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Samples, update)?;

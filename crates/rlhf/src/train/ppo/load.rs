@@ -10,10 +10,9 @@ use crate::optim::LearningRates;
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
-use crate::rl::kept::KeptAnswers;
+use crate::rl::kept::KeptResponses;
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
-use crate::rl::sampling::{left_out_of_losses, stop_strings, stop_tokens};
 use crate::rl::unsupervised::Unsupervised;
 use crate::run::checkpoint::{Best, Start};
 use crate::run::inputs::Inputs;
@@ -131,7 +130,7 @@ impl PpoTrainer {
         for dir in &checked {
             tokenizer.check_same(dir)?;
         }
-        let learner = Learner::new(policy, value, config);
+        let learner = Learner::new(policy, value, config.learner());
         let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
         let vocab = learner.policy.config().vocab_size;
         let limit = PromptLimit::new(&config.prompt_length, room)?;
@@ -204,11 +203,11 @@ impl PpoTrainer {
         let eval_prompts = first(&eval_prompts, config.num_eval_prompts);
         let mut all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
         all.try_for_each(|prompt| rewards.check_row(&prompt.row))?;
-        let (stop, stop_strings) = (stop_tokens(config, &tokenizer)?, stop_strings(config, &tokenizer)?);
+        let (stop, stop_strings) = (config.stop_tokens(&tokenizer)?, config.stop_strings(&tokenizer)?);
         learner.policy.set_generation(generation_settings(config));
         check_ends(config, &tokenizer, vocab, &stop)?;
         let plan = config.plan(prompts.len())?;
-        let left_out = left_out_of_losses(config.counts.eos_in_loss, &tokenizer, learner.policy.config());
+        let rollout = config.rollout(&learner.policy, &tokenizer);
         if learner.unsupervised.is_none() {
             let block = config.prompt_length.max_prompt_length.unwrap_or(room).min(room) + config.response_length;
             learner.unsupervised = Unsupervised::find(&config.unsupervised, &tokenizer, vocab, block, config.run.seed)?;
@@ -239,8 +238,9 @@ impl PpoTrainer {
             prompts,
             stop,
             stop_strings,
-            left_out,
-            kept: KeptAnswers::new(config.counts.min_response_length),
+            rollout,
+            shaping: config.shaping(),
+            kept: KeptResponses::new(config.counts.min_response_length),
             answers: Vec::new(),
             last_metrics: Metrics::default(),
             checks: None,

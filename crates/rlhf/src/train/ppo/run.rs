@@ -375,7 +375,7 @@ impl PpoTrainer {
     /// # Errors
     /// If as many updates in a row as `max_skipped_updates` took no step.
     pub(super) fn note_skips(&mut self) -> Result<()> {
-        let message = self.skips.tell(self.done, self.config.watch.max_skipped_updates)?;
+        let message = self.skips.warning(self.done, self.config.watch.max_skipped_updates)?;
         self.warnings.extend(message.map(|message| Warning { kind: WarningKind::SkippedSteps, message }));
         Ok(())
     }

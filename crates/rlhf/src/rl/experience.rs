@@ -1,0 +1,165 @@
+//! The data of one PPO update: responses and everything that the models computed for them.
+
+use crate::model::{Distributions, TokenSet};
+use crate::rl::math;
+use crate::{Error, Result};
+use std::ops::Range;
+use tch::{Kind, Tensor};
+
+/// The slots of `[B, R]` tensors that count; every mask is bool, true = counts.
+#[derive(Debug)]
+pub struct Masks {
+    /// Slots with a response token.
+    pub response: Tensor,
+    /// Slots whose tokens are in the policy loss; within `response`.
+    pub loss: Tensor,
+    /// Slots with a value: the state before each token that counts and, where a slot is left, the state after the last one.
+    pub value: Tensor,
+    /// Slots whose values are in the value loss; within `value`.
+    pub value_loss: Tensor,
+}
+
+/// The responses of one update with their log-probabilities, values and scores; B rows, R = `response_length` slots.
+///
+/// Tensors are `[B, R]` f32 and exactly 0 outside their mask, unless said otherwise.
+#[derive(Debug)]
+pub struct Experience {
+    /// Prompt tokens of each row.
+    pub prompts: Vec<Vec<i64>>,
+    /// Response tokens of each row.
+    pub responses: Vec<Vec<i64>>,
+    /// Group of each row: rows of one group are responses to one prompt, sampled together.
+    pub groups: Vec<usize>,
+    /// Number of response tokens of each row that count, from the first: an eos at the end may not. The score lands behind
+    /// the last of them.
+    pub counted: Vec<i64>,
+    /// Number of values of each row: one per token that counts, and one after the last where there is room.
+    pub value_counts: Vec<i64>,
+    /// The slots that count.
+    pub masks: Masks,
+    /// Log-probabilities under the policy that sampled, within `masks.response`.
+    pub logprobs: Tensor,
+    /// Log-probabilities under the reference model, within `masks.response`.
+    pub ref_logprobs: Tensor,
+    /// KL(policy || reference) over the whole vocabulary, within `masks.response`; only with [`KlEstimator::Full`].
+    ///
+    /// [`KlEstimator::Full`]: super::kl::KlEstimator::Full
+    pub full_kl: Option<Tensor>,
+    /// The reference model's distribution at each response token; only where the loss has the KL over the vocabulary.
+    pub reference: Option<Distributions>,
+    /// Values of the states before each token and after the last, within `masks.value`.
+    pub values: Tensor,
+    /// Score of each row, `[B]`, after any penalty for a missing stop token.
+    pub scores: Tensor,
+    /// Scores of single tokens, within `masks.response`, if a reward returns any.
+    pub token_scores: Option<Tensor>,
+    /// The tokens that each response token was sampled from, a list per row; only where log-probabilities are taken over the
+    /// filtered vocabulary.
+    pub sets: Option<Vec<Vec<TokenSet>>>,
+}
+
+impl Experience {
+    /// Number of rows B.
+    pub fn rows(&self) -> usize {
+        self.responses.len()
+    }
+
+    /// Number of slots R.
+    pub fn width(&self) -> i64 {
+        self.masks.response.size()[1]
+    }
+
+    /// Number of response tokens of each row.
+    pub fn lengths(&self) -> Vec<i64> {
+        self.responses.iter().map(|response| response.len() as i64).collect()
+    }
+
+    /// Prompt and response of a row, joined: the sequence that the models read.
+    pub fn sequence(&self, row: usize) -> Vec<i64> {
+        [self.prompts[row].as_slice(), &self.responses[row]].concat()
+    }
+
+    /// Positions of the response tokens of a row in its sequence.
+    pub fn token_span(&self, row: usize) -> Range<usize> {
+        let start = self.prompts[row].len();
+        start..start + self.responses[row].len()
+    }
+
+    /// Positions at which the values of a row are read: the token before each response token, and the last token.
+    pub fn value_span(&self, row: usize) -> Range<usize> {
+        let start = self.prompts[row].len() - 1;
+        start..start + self.value_counts[row] as usize
+    }
+
+    /// Total score of each row, `[B]`: its own and those of its tokens.
+    pub fn total_scores(&self) -> Tensor {
+        match &self.token_scores {
+            Some(tokens) => &self.scores + tokens.sum_dim_intlist(1i64, false, Kind::Float),
+            None => self.scores.shallow_clone(),
+        }
+    }
+
+    /// The sampled-from tokens of `rows`, concatenated; `None` where log-probabilities are over the whole vocabulary.
+    pub(crate) fn sets_of(&self, rows: impl IntoIterator<Item = usize>) -> Option<Vec<TokenSet>> {
+        let sets = self.sets.as_ref()?;
+        Some(rows.into_iter().flat_map(|row| sets[row].iter().cloned()).collect())
+    }
+
+    /// Masks out the tokens whose `kept` is false, so that they are in no reward, advantage, loss or sum: one entry per token
+    /// of each response. A value at a masked token counts as 0, and the score lands on the last token that is kept.
+    ///
+    /// # Errors
+    /// If `kept` does not have an entry for each token, or masks out a whole response.
+    pub fn leave_out(&mut self, kept: &[Vec<bool>]) -> Result<()> {
+        let lengths = self.lengths();
+        if !kept.iter().map(|row| row.len() as i64).eq(lengths.iter().copied()) {
+            return Err(Error::Run("response_masks: expected an entry for each token of each response".into()));
+        }
+        if let Some(row) = kept.iter().position(|row| !row.is_empty() && !row.contains(&true)) {
+            return Err(Error::Run(format!(
+                "response_masks: row {row}: expected at least one token that counts, found none"
+            )));
+        }
+        let flat: Vec<f32> = kept.iter().flatten().map(|&kept| f32::from(u8::from(kept))).collect();
+        let flat = Tensor::from_slice(&flat).to_device(self.masks.response.device());
+        let left = to_slots(&flat, &lengths, self.width()).gt(0.5);
+        let lost = self.masks.response.logical_and(&left.logical_not());
+        let Masks { response, loss, value, value_loss } = &mut self.masks;
+        for mask in [response, loss, value, value_loss] {
+            *mask = mask.logical_and(&lost.logical_not());
+        }
+        let last = |row: &Vec<bool>| row.iter().rposition(|&kept| kept).map_or(0, |at| at as i64 + 1);
+        self.counted = kept.iter().zip(&self.counted).map(|(row, &counted)| last(row).min(counted)).collect();
+        for (x, mask) in [
+            (&mut self.logprobs, &self.masks.response),
+            (&mut self.ref_logprobs, &self.masks.response),
+            (&mut self.values, &self.masks.value),
+        ] {
+            *x = math::keep(x, mask);
+        }
+        for x in self.full_kl.iter_mut().chain(&mut self.token_scores) {
+            *x = math::keep(x, &self.masks.response);
+        }
+        Ok(())
+    }
+}
+
+/// Scatters `numbers`, row after row, into the first `counts[b]` slots of each row: `[M]` to `[B, width]`; differentiable.
+pub(crate) fn to_slots(numbers: &Tensor, counts: &[i64], width: i64) -> Tensor {
+    let slots: Vec<i64> =
+        counts.iter().zip(0i64..).flat_map(|(&count, row)| (0..count).map(move |t| row * width + t)).collect();
+    let slots = Tensor::from_slice(&slots).to_device(numbers.device());
+    let rows = counts.len() as i64;
+    Tensor::zeros([rows * width], (Kind::Float, numbers.device())).index_copy(0, &slots, numbers).view([rows, width])
+}
+
+/// The inverse of [`to_slots`] for some rows: the first `counts[b]` slots of `rows` of `x`, concatenated.
+pub(crate) fn from_slots(x: &Tensor, counts: &[i64], rows: &[usize]) -> Tensor {
+    let slots = math::response_mask(counts, x.size()[1], x.device());
+    x.index_select(0, &row_index(rows, x)).masked_select(&slots)
+}
+
+/// Row numbers as an index tensor on the device of `like`.
+pub(crate) fn row_index(rows: &[usize], like: &Tensor) -> Tensor {
+    Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>()).to_device(like.device())
+}

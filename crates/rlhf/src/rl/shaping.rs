@@ -1,0 +1,110 @@
+//! Reward shaping: from scores and log-probabilities to the rewards, advantages and returns of an update.
+
+use crate::dist::World;
+use crate::rl::advantage::{Advantage, whiten, whiten_update};
+use crate::rl::experience::Experience;
+use crate::rl::math::{self, KlEstimator, ScorePosition};
+use crate::settings::WhitenAdvantages;
+use tch::{Kind, Tensor};
+
+/// How rewards and targets are made of an experience.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Shaping {
+    /// How the KL to the reference model is estimated.
+    pub kl_estimator: KlEstimator,
+    /// The KL is a term of the policy loss instead of a penalty in the rewards.
+    pub kl_in_loss: bool,
+    /// Where the score lands.
+    pub score_position: ScorePosition,
+    /// Bound on the absolute total score of a response.
+    pub clip_reward_value: Option<f64>,
+    /// Scale the rewards of an update to variance 1.
+    pub whiten_rewards: bool,
+    /// How advantages are estimated.
+    pub advantage: Advantage,
+    /// Over which tokens advantages are whitened.
+    pub whiten_advantages: WhitenAdvantages,
+}
+
+/// Rewards and the targets of both losses, `[B, R]` f32.
+#[derive(Debug)]
+pub struct Targets {
+    /// Estimate of KL(policy || reference) per token.
+    pub kl: Tensor,
+    /// Weight of the KL in this update, in the rewards or in the policy loss.
+    pub kl_coef: f64,
+    /// -kl_coef * kl, unless the KL is in the loss, plus the scores at their places; whitened if the settings say so.
+    pub rewards: Tensor,
+    /// Advantages, as the policy loss takes them.
+    pub advantages: Tensor,
+    /// Targets of the value model; never whitened.
+    pub returns: Tensor,
+}
+
+/// Rewards, advantages and returns of an experience whose KL has the weight `kl_coef`.
+///
+/// [`shape_rewards`], then [`advantages`]: the one path for [`PpoTrainer`](crate::train::ppo::PpoTrainer), TRL's `step()` and
+/// DeepSpeed-Chat's engine.
+pub fn targets(world: &World, e: &Experience, kl_coef: f64, shaping: &Shaping) -> Targets {
+    let (kl, rewards) = shape_rewards(world, e, kl_coef, shaping);
+    let (advantages, returns) = advantages(world, e, &rewards, shaping);
+    Targets { kl, kl_coef, rewards, advantages, returns }
+}
+
+/// Estimate of KL(policy || reference) per token, and rewards: the scores at their places minus `kl_coef` times the KL, unless
+/// the KL is in the loss; whitened if the settings say so. Both are `[B, R]` f32.
+pub fn shape_rewards(world: &World, e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor, Tensor) {
+    let kl = match &e.full_kl {
+        Some(kl) => kl.shallow_clone(),
+        None => math::kl(&e.logprobs, &e.ref_logprobs, &e.masks.response, shaping.kl_estimator),
+    };
+    let in_rewards = if shaping.kl_in_loss { 0.0 } else { kl_coef };
+    let scores = match (shaping.clip_reward_value, &e.token_scores) {
+        (None, _) => e.scores.shallow_clone(),
+        (Some(most), None) => e.scores.clamp(-most, most),
+        // Scores of tokens stay where they are; the response's own makes up for what the clip takes from the total.
+        (Some(most), Some(_)) => {
+            let total = e.total_scores();
+            &e.scores + total.clamp(-most, most) - total
+        }
+    };
+    let mut rewards = math::rewards(&kl, &scores, &e.counted, in_rewards, shaping.score_position);
+    if let Some(token_scores) = &e.token_scores {
+        rewards += token_scores;
+    }
+    if shaping.whiten_rewards {
+        rewards = whiten(world, &rewards, &e.masks.value, false);
+    }
+    (kl, rewards)
+}
+
+/// Advantages of `rewards`, whitened as the settings say, and returns, never whitened. Both are `[B, R]` f32.
+pub fn advantages(world: &World, e: &Experience, rewards: &Tensor, shaping: &Shaping) -> (Tensor, Tensor) {
+    let (advantages, returns) = shaping.advantage.estimate(e, rewards);
+    (whiten_update(world, e, &advantages, shaping.whiten_advantages), returns)
+}
+
+/// `scores` minus `penalty` for each row without a stop token; `[B]`.
+pub fn penalise_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) -> Tensor {
+    let missing = Tensor::from_slice(stopped).to_device(scores.device()).logical_not();
+    scores - missing.to_kind(Kind::Float) * penalty
+}
+
+/// `scores`, with `value` in place of the score of each row without a stop token; `[B]`.
+pub fn replace_missing_stop(scores: &Tensor, stopped: &[bool], value: f64) -> Tensor {
+    scores.masked_fill(&Tensor::from_slice(stopped).to_device(scores.device()).logical_not(), value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_stop_lowers_the_score_or_replaces_it_whatever_it_was() {
+        let scores = Tensor::from_slice(&[3.0f32, 5.0, f32::NAN]);
+        let replaced = replace_missing_stop(&scores, &[true, false, false], -1.0);
+        assert_eq!(Vec::<f32>::try_from(replaced).unwrap(), [3.0, -1.0, -1.0]);
+        let lowered = penalise_missing_stop(&scores.narrow(0, 0, 2), &[true, false], 1.5);
+        assert_eq!(Vec::<f32>::try_from(lowered).unwrap(), [3.0, 3.5]);
+    }
+}
