@@ -5,11 +5,9 @@
 use rlhf::data::{Cursor, Dataset, Prompt};
 use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
-use rlhf::optim::LearningRates;
 use rlhf::reward::{FnReward, Rewards};
-use rlhf::rl::learner::{Learner, mini_batch_orders};
-use rlhf::rl::rollout::{Judges, experience, targets};
-use rlhf::rl::sampling::{generation, stop_tokens};
+use rlhf::rl::learner::Learner;
+use rlhf::rl::rollout::{RolloutModels, experience};
 use rlhf::settings::PpoConfig;
 use rlhf::tokenizer::Tokenizer;
 use std::path::Path;
@@ -30,8 +28,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let reference = CausalLm::from_pretrained(dir, options)?;
     // The value model starts from the language model, with a fresh head.
     let value = SequenceClassifier::from_pretrained(dir, Some(config.run.seed), options)?;
-    let mut learner = Learner::new(CausalLm::from_pretrained(dir, options)?, value, &config);
-    // Short answers are good answers: a tenth off for every word.
+    let mut learner = Learner::new(CausalLm::from_pretrained(dir, options)?, value, config.learner());
+    // Short responses are good responses: a tenth off for every word.
     let mut rewards = Rewards::new().with(
         "brevity",
         FnReward::new(|batch| {
@@ -41,25 +39,25 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
 
     let prompts = Dataset::read(Path::new(prompts), "train")?.prompts(&tokenizer, reference.config().vocab_size, 64)?;
-    let (plan, stop) = (config.plan(prompts.len())?, stop_tokens(&config, &tokenizer)?);
+    let (plan, stop) = (config.plan(prompts.len())?, config.stop_tokens(&tokenizer)?);
+    let (rollout, shaping) = (config.rollout(&learner.policy), config.shaping());
     let mut cursor = Cursor::new(config.run.seed, prompts.len());
     for update in 0..plan.num_total_batches {
         let asked: Vec<&Prompt> = cursor.take(plan.batch_size).into_iter().map(|row| &prompts[row]).collect();
         let tokens: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
-        let responses = generate(&learner.policy, &tokens, &generation(&config, &stop, update))?;
+        let responses = generate(&learner.policy, &tokens, &config.generation(&stop, update))?;
 
         let scored = rewards.score_responses(&tokenizer, &asked, &responses, true)?;
         println!("update {update}: mean reward {:.3}", scored.responses.iter().sum::<f64>() / asked.len() as f64);
 
-        let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let models = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
         let scores = scored.to_scores(learner.policy.device());
-        let recompute = !learner.policy.is_exact();
-        let experience = experience(judges, &tokens, &responses, scores, recompute, &config)?;
-        let targets = targets(&experience, config.kl_coef, &config);
+        let experience = experience(models, &tokens, &responses, scores, &rollout)?;
+        let targets = learner.targets(&experience, config.kl_coef, &shaping);
 
-        let orders = mini_batch_orders(&config, update, plan.batch_size);
-        let rates = LearningRates::at(&config, update, plan.num_total_batches);
-        learner.optimise(&experience, &targets, &orders, rates, &plan, &config)?;
+        let orders = config.mini_batch_orders(update, plan.batch_size);
+        let rates = config.learning_rates(update, plan.num_total_batches);
+        learner.optimise(&experience, &targets, &orders, rates, &plan.epoch)?;
     }
     learner.policy.save_pretrained(Path::new(out), tokenizer.eos_ids(), tokenizer.pad(), usize::MAX)?;
     tokenizer.save_pretrained(Path::new(out))?;

@@ -1480,7 +1480,7 @@ mod tests {
              --unsupervised_dataset_name texts --unsup_coef 20 --print_answers --enable_test_mode --test_stop_step 3",
         );
         let plan = config.plan(100).unwrap();
-        assert_eq!((plan.batch_size, plan.mini_batch_size, config.num_ppo_epochs), (16, 4, 2));
+        assert_eq!((plan.batch_size, plan.epoch.mini_batch_size, config.num_ppo_epochs), (16, 4, 2));
         assert_eq!((config.response_length, config.prompt_length.max_prompt_length), (64, Some(128)));
         assert_eq!((config.learning_rate, config.value_optimizer().0), (1e-5, 2e-6));
         let decays = |config: &PpoConfig| (config.optimizer.weight_decay, config.value_optimizer().1.weight_decay);

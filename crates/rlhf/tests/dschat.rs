@@ -6,12 +6,15 @@ use rlhf::compat::engine::{
     Batch, MiniDataset, RlhfEngine, RlhfExperience, actor_loss_fn, compute_rewards, critic_loss_fn, ends,
     get_advantages_and_returns,
 };
+use rlhf::dist::World;
 use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{RewardModel, Rewards};
+use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{Experience, Judges, experience_leaving_out, targets};
+use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use rlhf::rl::shaping::targets;
 use rlhf::run::report::{Console, WarningKind};
 use rlhf::settings::{EosInLoss, LrSchedulerType, PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
@@ -345,7 +348,7 @@ fn judged(left_out: &[i64]) -> (Learner, Experience, PpoConfig) {
     (config.response_length, config.optimizer.warmup_steps) = (6, 0);
     let lm = |name: &str| CausalLm::from_pretrained(&init(name), ModelOptions::default()).unwrap();
     let value = SequenceClassifier::from_pretrained(&init("llama_value"), None, ModelOptions::default()).unwrap();
-    let (learner, reference) = (Learner::new(lm("llama_policy"), value, &config), lm("llama_ref"));
+    let (learner, reference) = (Learner::new(lm("llama_policy"), value, config.learner()), lm("llama_ref"));
     let prompts: Vec<Vec<i64>> = (0..8).map(|row| (5..6 + row).collect()).collect();
     let generation =
         GenerationConfig { seed: 1, ..GenerationConfig::new(Sampling::at_temperature(1.0), config.response_length) };
@@ -354,19 +357,26 @@ fn judged(left_out: &[i64]) -> (Learner, Experience, PpoConfig) {
         response.tokens.truncate(row % 6 + 1);
         *response.tokens.last_mut().unwrap() = if row % 2 == 0 { 192 } else { 17 };
     }
-    let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
+    let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
     let scores = Tensor::from_slice(&[9.0f32, -9.0, 1.0, 2.0, 0.5, -0.5, 0.0, 1.0]);
-    let e = experience_leaving_out(judges, &prompts, &responses, scores, left_out, true, &config).unwrap();
+    let e = experience(
+        judges,
+        &prompts,
+        &responses,
+        scores,
+        &RolloutSettings { left_out: left_out.to_vec(), recompute_logprobs: true, ..config.rollout(judges.policy) },
+    )
+    .unwrap();
     (learner, e, config)
 }
 
 #[test]
 fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_tokens_before() {
     let (learner, e, config) = judged(&[192]);
-    let shaped = targets(&e, config.kl_coef, &config);
+    let shaped = targets(&World::default(), &e, config.kl_coef, &config.shaping());
     let rows: Vec<usize> = (0..8).collect();
-    let learnt = |targets: &rlhf::rl::rollout::Targets| {
-        let stats = learner.gradients(&e, targets, &rows, 8, true, &config).unwrap();
+    let learnt = |targets: &rlhf::rl::shaping::Targets| {
+        let stats = learner.gradients(&e, targets, &rows, 8, true).unwrap();
         let value: Vec<Tensor> = learner.value.params().iter().map(|param| param.tensor.grad().copy()).collect();
         let found = (gradients(&learner.policy), value);
         for param in learner.policy.params().iter().chain(learner.value.params()) {
@@ -375,12 +385,12 @@ fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_token
         (stats, found)
     };
     let (stats, usual) = learnt(&shaped);
-    let ended = e.sequences.iter().filter(|tokens| tokens.last() == Some(&192)).count() as i64;
-    let tokens: i64 = e.lengths.iter().sum();
+    let ended = e.responses.iter().filter(|tokens| tokens.last() == Some(&192)).count() as i64;
+    let tokens: i64 = e.lengths().iter().sum();
     assert_eq!((stats.tokens, stats.value_slots), ((tokens - ended) as f64, (tokens - ended) as f64));
     // Whatever the slot of the eos, or the one behind the end, should bring: nobody listens.
-    let mut other = targets(&e, config.kl_coef, &config);
-    let out = e.loss_mask.logical_not();
+    let mut other = targets(&World::default(), &e, config.kl_coef, &config.shaping());
+    let out = e.masks.loss.logical_not();
     (other.advantages, other.returns) =
         (other.advantages.masked_fill(&out, 1e3), other.returns.masked_fill(&out, -1e3));
     assert_eq!(learnt(&other).1, usual);
@@ -393,7 +403,7 @@ fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_token
     }
     // Where it counts, both learn from it.
     let (all, e, config) = judged(&[]);
-    let stats = all.gradients(&e, &targets(&e, 0.1, &config), &rows, 8, true, &config).unwrap();
+    let stats = all.gradients(&e, &targets(&World::default(), &e, 0.1, &config.shaping()), &rows, 8, true).unwrap();
     assert_eq!((stats.tokens, stats.value_slots), (tokens as f64, tokens as f64));
 }
 
@@ -455,14 +465,14 @@ fn a_moving_average_in_f32_follows_steps_that_are_tiny() {
     let (learner, e, mut config) = judged(&[192]);
     config.ema.enable_ema = true;
     let Learner { policy, value, .. } = learner;
-    let mut learner = Learner::new(policy, value, &config);
-    let shaped = targets(&e, config.kl_coef, &config);
+    let mut learner = Learner::new(policy, value, config.learner());
+    let shaped = targets(&World::default(), &e, config.kl_coef, &config.shaping());
     let start = weights(learner.policy.params());
     let rates = LearningRates { policy: Some(1e-6), value: 1e-6 };
     let rows: Vec<usize> = (0..8).collect();
     let mut expected = start.iter().map(|x| x.to_kind(Kind::Double)).collect::<Vec<_>>();
     for _ in 0..20 {
-        let mut stats = learner.gradients(&e, &shaped, &rows, 8, true, &config).unwrap();
+        let mut stats = learner.gradients(&e, &shaped, &rows, 8, true).unwrap();
         learner.step(rates, &mut stats).unwrap();
         for (average, param) in expected.iter_mut().zip(learner.policy.params()) {
             *average = &*average * 0.992 + param.tensor.detach().to_kind(Kind::Double) * 0.008;
@@ -484,10 +494,10 @@ fn a_moving_average_in_f32_follows_steps_that_are_tiny() {
 #[test]
 fn texts_in_the_mix_add_their_weighted_gradient_and_no_more() {
     let (learner, e, config) = judged(&[192]);
-    let shaped = targets(&e, config.kl_coef, &config);
+    let shaped = targets(&World::default(), &e, config.kl_coef, &config.shaping());
     let rows: Vec<usize> = (0..8).collect();
     let clear = || learner.policy.params().iter().for_each(|param| param.tensor.shallow_clone().zero_grad());
-    learner.gradients(&e, &shaped, &rows, 8, true, &config).unwrap();
+    learner.gradients(&e, &shaped, &rows, 8, true).unwrap();
     let of_ppo = gradients(&learner.policy);
     clear();
     let texts = [vec![5i64, 9, 2, 7], vec![4, 4, 8, 1, 6, 3]];
@@ -502,7 +512,7 @@ fn texts_in_the_mix_add_their_weighted_gradient_and_no_more() {
     loss.backward();
     let of_texts = gradients(&learner.policy);
     clear();
-    learner.gradients(&e, &shaped, &rows, 8, true, &config).unwrap();
+    learner.gradients(&e, &shaped, &rows, 8, true).unwrap();
     let found = learner.learn_texts(&texts, 27.8).unwrap();
     assert!((found - number(&loss)).abs() < 1e-5);
     for ((found, ppo), text) in gradients(&learner.policy).iter().zip(&of_ppo).zip(&of_texts) {

@@ -4,14 +4,14 @@ use crate::checkpoint::{assert_same, ppo_config};
 use crate::cli::{json_lines, timeless};
 use crate::support::golden;
 use rlhf::data::{Cursor, Dataset, Prompt};
+use rlhf::dist::World;
 use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{FnReward, Rewards};
-use rlhf::rl::learner::{Learner, mini_batch_orders};
-use rlhf::rl::rollout::{Judges, Targets, advantages, experience, shape_rewards};
-use rlhf::rl::sampling::{generation, stop_tokens};
-use rlhf::rl::stats::metrics;
+use rlhf::rl::learner::Learner;
+use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use rlhf::rl::shaping::{Targets, advantages, shape_rewards};
 use rlhf::run::report::{Event, WarningKind};
 use rlhf::settings::{PpoConfig, Resume, StopToken};
 use rlhf::tokenizer::Tokenizer;
@@ -55,7 +55,7 @@ fn parts(config: &PpoConfig) -> PpoParts {
     let prompts =
         |split| Dataset::read(&config.data.dataset_name[0], split).unwrap().prompts(&tokenizer, VOCAB, 100).unwrap();
     PpoParts {
-        learner: Learner::new(policy(), value, config),
+        learner: Learner::new(policy(), value, config.learner()),
         reference: policy(),
         rewards: brevity(),
         prompts: prompts("train"),
@@ -426,24 +426,31 @@ fn the_pieces_of_a_step_make_the_trainers_updates_bit_for_bit() {
     config.whiten_rewards = true;
     let mut trainer = PpoTrainer::new(&config, parts(&config)).unwrap();
     let PpoParts { mut learner, reference, mut rewards, tokenizer, prompts, .. } = parts(&config);
-    let (plan, stop) = (config.plan(prompts.len()).unwrap(), stop_tokens(&config, &tokenizer).unwrap());
+    let (plan, stop) = (config.plan(prompts.len()).unwrap(), config.stop_tokens(&tokenizer).unwrap());
     let mut cursor = Cursor::new(config.run.seed, prompts.len());
     for update in 0..2 {
         let asked: Vec<&Prompt> = cursor.take(plan.batch_size).into_iter().map(|row| &prompts[row]).collect();
         let tokens: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
-        let responses = generate(&learner.policy, &tokens, &generation(&config, &stop, update)).unwrap();
+        let responses = generate(&learner.policy, &tokens, &config.generation(&stop, update)).unwrap();
         let scored = rewards.score_responses(&tokenizer, &asked, &responses, true).unwrap();
-        let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
         let scores = scored.to_scores(learner.policy.device());
-        let experience = experience(judges, &tokens, &responses, scores, false, &config).unwrap();
-        let (kl, rewards) = shape_rewards(&experience, config.kl_coef, &config);
-        let (advantages, returns) = advantages(&experience, &rewards, &config);
+        let experience = experience(
+            judges,
+            &tokens,
+            &responses,
+            scores,
+            &RolloutSettings { recompute_logprobs: false, ..config.rollout(judges.policy) },
+        )
+        .unwrap();
+        let (kl, rewards) = shape_rewards(&World::default(), &experience, config.kl_coef, &config.shaping());
+        let (advantages, returns) = advantages(&World::default(), &experience, &rewards, &config.shaping());
         let targets = Targets { kl, kl_coef: config.kl_coef, rewards, advantages, returns };
-        let orders = mini_batch_orders(&config, update, plan.batch_size);
-        let rates = LearningRates::at(&config, update, plan.num_total_batches);
-        let steps = learner.optimise(&experience, &targets, &orders, rates, &plan, &config).unwrap();
+        let orders = config.mini_batch_orders(update, plan.batch_size);
+        let rates = config.learning_rates(update, plan.num_total_batches);
+        let steps = learner.optimise(&experience, &targets, &orders, rates, &plan.epoch).unwrap();
         let mut found = rlhf::metrics::Metrics::default();
-        metrics(&mut found, &experience, &targets, &steps, &config);
+        learner.metrics(&mut found, &experience, &targets, &steps, &plan.epoch);
         let expected = trainer.update().unwrap();
         for (name, value) in found.iter() {
             assert_eq!(Some(value.to_bits()), expected.get(name).map(f64::to_bits), "update {update}: {name}");

@@ -2,13 +2,15 @@
 
 use crate::cli::{PPO, REWARD, SFT, Scratch, timeless};
 use crate::support::golden;
+use rlhf::dist::World;
 use rlhf::generate::{GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::rl::checks::Checks;
+use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{Experience, Judges, Targets, experience, targets};
-use rlhf::rl::stats::metrics;
+use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use rlhf::rl::shaping::{Targets, targets};
 use rlhf::settings::PpoConfig;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -39,7 +41,7 @@ impl Update {
         config.response_length = 12;
         config.run.bf16 = precision == Precision::Bf16;
         config.learning_rate = 1e-3;
-        let learner = Learner::new(policy(), value, &config);
+        let learner = Learner::new(policy(), value, config.learner());
         let prompts: Vec<Vec<i64>> = (0..8).map(|row| (5..6 + row).collect()).collect();
         let generation = GenerationConfig {
             seed: 1,
@@ -54,13 +56,22 @@ impl Update {
     }
 
     fn experience(&self) -> Experience {
-        let judges = Judges { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        let judges =
+            RolloutModels { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
         let scores = Tensor::arange(8, (Kind::Float, tch::Device::Cpu)) / 4.0 - 1.0;
-        experience(judges, &self.prompts, &self.responses, scores, false, &self.config).unwrap()
+        experience(
+            judges,
+            &self.prompts,
+            &self.responses,
+            scores,
+            &RolloutSettings { recompute_logprobs: false, ..self.config.rollout(judges.policy) },
+        )
+        .unwrap()
     }
 
     fn checks(&mut self) -> Checks {
-        Checks::of(&mut self.learner, &self.reference, &self.prompts, &self.responses, &self.config).unwrap()
+        let settings = self.config.checks(&self.learner.policy);
+        Checks::of(&mut self.learner, &self.reference, &self.prompts, &self.responses, &settings).unwrap()
     }
 
     fn params(&self) -> impl Iterator<Item = &Param> {
@@ -74,8 +85,8 @@ impl Update {
     /// The gradients of the losses over all rows, `rows` at a time; none are left.
     fn gradients(&mut self, experience: &Experience, targets: &Targets, rows: usize) -> Vec<Tensor> {
         let all: Vec<usize> = (0..8).collect();
-        let stats = self.learner.gradients(experience, targets, &all, rows, true, &self.config).unwrap();
-        assert_eq!(stats.tokens, experience.lengths.iter().sum::<i64>() as f64);
+        let stats = self.learner.gradients(experience, targets, &all, rows, true).unwrap();
+        assert_eq!(stats.tokens, experience.lengths().iter().sum::<i64>() as f64);
         let found = self.params().map(|param| param.tensor.grad().copy()).collect();
         self.learner.zero_grad();
         found
@@ -84,8 +95,8 @@ impl Update {
 
 /// Everything in `experience` that a mask covers, with garbage outside of it.
 fn poisoned(experience: &mut Experience, garbage: f64) {
-    let Experience { response_mask, value_mask, logprobs, ref_logprobs, values, .. } = experience;
-    for (tensor, mask) in [(logprobs, &response_mask), (ref_logprobs, &response_mask), (values, &value_mask)] {
+    let Experience { masks, logprobs, ref_logprobs, values, .. } = experience;
+    for (tensor, mask) in [(logprobs, &masks.response), (ref_logprobs, &masks.response), (values, &masks.value)] {
         *tensor = tensor.masked_fill(&mask.logical_not(), garbage);
     }
 }
@@ -95,7 +106,7 @@ fn gradients_agree_however_a_mini_batch_is_cut_into_micro_batches() {
     for family in ["llama", "neox"] {
         let mut update = Update::new(family, Precision::F32);
         let e = update.experience();
-        let t = targets(&e, update.config.kl_coef, &update.config);
+        let t = targets(&World::default(), &e, update.config.kl_coef, &update.config.shaping());
         let whole = update.gradients(&e, &t, 8);
         for rows in [1, 3, 4] {
             let cut = update.gradients(&e, &t, rows);
@@ -121,12 +132,12 @@ fn garbage_outside_the_masks_changes_no_target_no_gradient_and_no_metric() {
     let mut update = Update::new("neox", Precision::F32);
     update.config.whiten_rewards = true;
     let clean = update.experience();
-    let expected = targets(&clean, update.config.kl_coef, &update.config);
+    let expected = targets(&World::default(), &clean, update.config.kl_coef, &update.config.shaping());
     let gradients = update.gradients(&clean, &expected, 3);
     for garbage in GARBAGE {
         let mut dirty = update.experience();
         poisoned(&mut dirty, garbage);
-        let mut found = targets(&dirty, update.config.kl_coef, &update.config);
+        let mut found = targets(&World::default(), &dirty, update.config.kl_coef, &update.config.shaping());
         for (name, found, expected) in [
             ("kl", &found.kl, &expected.kl),
             ("rewards", &found.rewards, &expected.rewards),
@@ -135,7 +146,8 @@ fn garbage_outside_the_masks_changes_no_target_no_gradient_and_no_metric() {
         ] {
             assert!(found.equal(expected), "{name} with {garbage} outside the masks: {found} is not {expected}");
         }
-        for (tensor, mask) in [(&mut found.advantages, &dirty.response_mask), (&mut found.returns, &dirty.value_mask)] {
+        for (tensor, mask) in [(&mut found.advantages, &dirty.masks.response), (&mut found.returns, &dirty.masks.value)]
+        {
             *tensor = tensor.masked_fill(&mask.logical_not(), garbage);
         }
         for (found, expected) in update.gradients(&dirty, &found, 3).iter().zip(&gradients) {
@@ -143,7 +155,7 @@ fn garbage_outside_the_masks_changes_no_target_no_gradient_and_no_metric() {
         }
         let told = |e: &Experience, t: &Targets| {
             let mut told = rlhf::metrics::Metrics::default();
-            metrics(&mut told, e, t, &[], &update.config);
+            update.learner.metrics(&mut told, e, t, &[], &update.config.plan(8).unwrap().epoch);
             serde_json::to_string(&told).unwrap()
         };
         assert_eq!(told(&dirty, &found), told(&clean, &expected), "metrics with {garbage} outside the masks");
@@ -183,14 +195,14 @@ fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_tra
         let orders = [(0..8).collect::<Vec<usize>>()];
         if let Some((tensor, number, what)) = bad {
             let before = update.weights();
-            let mut t = targets(&e, update.config.kl_coef, &update.config);
+            let mut t = targets(&World::default(), &e, update.config.kl_coef, &update.config.shaping());
             let _ = tensor(&mut t).get(2).get(0).fill_(number);
-            let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan, &update.config).unwrap();
+            let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan.epoch).unwrap();
             let reason = steps[0].not_finite().unwrap();
             assert!(reason.starts_with(what), "{reason}");
             assert!(before.iter().zip(update.weights()).all(|(a, b)| a.equal(&b)), "{reason}: weights moved");
             let mut told = rlhf::metrics::Metrics::default();
-            metrics(&mut told, &e, &t, &steps, &update.config);
+            update.learner.metrics(&mut told, &e, &t, &steps, &plan.epoch);
             assert_eq!(told.get("val/skipped_steps"), Some(1.0));
             for name in [
                 "policy/clipfrac_avg",
@@ -204,8 +216,8 @@ fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_tra
             }
             assert!(told.get("objective/kl").unwrap().is_finite());
         }
-        let t = targets(&e, update.config.kl_coef, &update.config);
-        let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan, &update.config).unwrap();
+        let t = targets(&World::default(), &e, update.config.kl_coef, &update.config.shaping());
+        let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan.epoch).unwrap();
         assert_eq!(steps[0].not_finite(), None);
         update.weights()
     };

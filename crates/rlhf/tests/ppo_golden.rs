@@ -1,14 +1,14 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
 use crate::support::{Tensors, assert_close, given_golden, golden, say};
+use rlhf::dist::World;
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
-use rlhf::optim::LearningRates;
 use rlhf::rl::learner::Learner;
 use rlhf::rl::math::KlEstimator;
-use rlhf::rl::rollout::{Judges, experience, penalise_missing_stop, score, targets};
-use rlhf::rl::stats::metrics;
+use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience, score};
+use rlhf::rl::shaping::{penalise_missing_stop, targets};
 use rlhf::settings::{LrSchedulerType, PpoConfig, StopToken};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -140,7 +140,7 @@ fn compare(variant: &Variant) {
     let config = &variant.config;
     let plan = config.plan(variant.info["dataset_rows"].as_u64().unwrap() as usize).unwrap();
     assert_eq!(plan.num_total_batches, variant.iterations());
-    let mut learner = Learner::new(load("policy"), load_cls("value"), config);
+    let mut learner = Learner::new(load("policy"), load_cls("value"), config.learner());
     let steps_agree = variant.steps_agree();
     let iterations = if steps_agree { variant.iterations() } else { 1 };
 
@@ -169,16 +169,23 @@ fn compare(variant: &Variant) {
             scores
         };
 
-        let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
-        let e = experience(judges, &prompts, &responses, scores, true, config).unwrap();
-        let t = targets(&e, config.kl_coef, config);
-        variant.check(it, "logprobs", &e.logprobs, &e.response_mask);
-        variant.check(it, "ref_logprobs", &e.ref_logprobs, &e.response_mask);
-        variant.check(it, "values", &e.values, &e.value_mask);
-        variant.check(it, "kl", &t.kl, &e.response_mask);
-        variant.check(it, "rewards", &t.rewards, &e.value_mask);
-        variant.check(it, "advantages", &t.advantages, &e.response_mask);
-        variant.check(it, "returns", &t.returns, &e.value_mask);
+        let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let e = experience(
+            judges,
+            &prompts,
+            &responses,
+            scores,
+            &RolloutSettings { recompute_logprobs: true, ..config.rollout(judges.policy) },
+        )
+        .unwrap();
+        let t = targets(&World::default(), &e, config.kl_coef, &config.shaping());
+        variant.check(it, "logprobs", &e.logprobs, &e.masks.response);
+        variant.check(it, "ref_logprobs", &e.ref_logprobs, &e.masks.response);
+        variant.check(it, "values", &e.values, &e.masks.value);
+        variant.check(it, "kl", &t.kl, &e.masks.response);
+        variant.check(it, "rewards", &t.rewards, &e.masks.value);
+        variant.check(it, "advantages", &t.advantages, &e.masks.response);
+        variant.check(it, "returns", &t.returns, &e.masks.value);
         if !steps_agree {
             say(&format!("{}: compared up to the first optimizer step, which TRL takes elsewhere", variant.name()));
             return;
@@ -190,11 +197,11 @@ fn compare(variant: &Variant) {
             .iter()
             .map(|row| row.iter().map(|&i| i as usize).collect())
             .collect();
-        let rates = LearningRates::at(config, it, plan.num_total_batches);
-        let steps = learner.optimise(&e, &t, &orders, rates, &plan, config).unwrap();
+        let rates = config.learning_rates(it, plan.num_total_batches);
+        let steps = learner.optimise(&e, &t, &orders, rates, &plan.epoch).unwrap();
         compare_steps(variant, it, &steps);
         let mut found = Metrics::default();
-        metrics(&mut found, &e, &t, &steps, config);
+        learner.metrics(&mut found, &e, &t, &steps, &plan.epoch);
         compare_metrics(variant, it, &found, rates.value);
     }
     compare_weights(variant, "policy", learner.policy.params());

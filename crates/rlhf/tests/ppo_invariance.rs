@@ -1,11 +1,13 @@
 //! What a PPO run may not depend on: how its rows are cut into passes. And what its sizes and its precision do change.
 
 use crate::support::{assert_close, golden};
+use rlhf::dist::World;
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{Judges, experience, score, targets};
+use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience, score};
+use rlhf::rl::shaping::targets;
 use rlhf::run::report::Console;
 use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::ppo;
@@ -149,7 +151,7 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
     for num_mini_batches in [1, 2, 4] {
         let mut config = config(dir.path());
         config.num_mini_batches = num_mini_batches;
-        let mut learner = Learner::new(policy(), classifier("llama_value"), &config);
+        let mut learner = Learner::new(policy(), classifier("llama_value"), config.learner());
         let prompts: Vec<Vec<i64>> = (0..8).map(|row| (5..6 + row).collect()).collect();
         let generation = GenerationConfig {
             stop_token_ids: config.stop_token_id.into_iter().collect(),
@@ -161,15 +163,22 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
             prompts.iter().zip(&responses).map(|(p, r)| [&p[..], &r.tokens].concat()).collect();
         let scores = score(&classifier("llama_reward"), &sequences, 8).unwrap();
         let reference = policy();
-        let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
-        let experience = experience(judges, &prompts, &responses, scores, false, &config).unwrap();
-        let targets = targets(&experience, config.kl_coef, &config);
+        let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let experience = experience(
+            judges,
+            &prompts,
+            &responses,
+            scores,
+            &RolloutSettings { recompute_logprobs: false, ..config.rollout(judges.policy) },
+        )
+        .unwrap();
+        let targets = targets(&World::default(), &experience, config.kl_coef, &config.shaping());
 
         let plan = config.plan(prompts.len()).unwrap();
         let orders = vec![vec![0, 1, 2, 3, 4, 5, 6, 7], vec![7, 6, 5, 4, 3, 2, 1, 0]];
         let rates = LearningRates { policy: Some(1e-6), value: 1e-6 };
-        let steps = learner.optimise(&experience, &targets, &orders, rates, &plan, &config).unwrap();
-        let rows: Vec<f64> = orders.concat().iter().map(|&row| experience.lengths[row] as f64).collect();
+        let steps = learner.optimise(&experience, &targets, &orders, rates, &plan.epoch).unwrap();
+        let rows: Vec<f64> = orders.concat().iter().map(|&row| experience.lengths()[row] as f64).collect();
         let tokens: Vec<f64> = rows.chunks(8 / num_mini_batches).map(|rows| rows.iter().sum()).collect();
         assert_eq!(steps.iter().map(|step| step.tokens).collect::<Vec<_>>(), tokens);
         assert_eq!(steps.len(), 2 * num_mini_batches);

@@ -2,14 +2,16 @@
 
 use crate::cli::{Scratch, json_lines};
 use crate::support::{assert_close, golden};
+use rlhf::dist::World;
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
-use rlhf::optim::LearningRates;
+use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
 use rlhf::rl::math::{KlEstimator, gae, keep};
-use rlhf::rl::rollout::{Experience, Judges, Targets, experience, score, targets};
-use rlhf::rl::stats::{StepStats, metrics};
+use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience, score};
+use rlhf::rl::shaping::{Targets, targets};
+use rlhf::rl::stats::StepStats;
 use rlhf::run::report::Console;
 use rlhf::settings::{PpoConfig, PpoPlan, Preset, WhitenAdvantages};
 use rlhf::train::ppo::{PpoTrainer, ppo};
@@ -47,7 +49,7 @@ fn update(change: impl FnOnce(&mut PpoConfig)) -> Update {
     change(&mut config);
     let plan = config.plan(8).unwrap();
     let (learner, reference) =
-        (Learner::new(policy("llama_policy"), classifier("llama_value"), &config), policy("llama_ref"));
+        (Learner::new(policy("llama_policy"), classifier("llama_value"), config.learner()), policy("llama_ref"));
     let prompts: Vec<Vec<i64>> = (0..8).map(|row| (5..6 + row).collect()).collect();
     let generation = GenerationConfig {
         stop_token_ids: vec![192],
@@ -57,20 +59,27 @@ fn update(change: impl FnOnce(&mut PpoConfig)) -> Update {
     let responses = generate(&learner.policy, &prompts, &generation).unwrap();
     let sequences: Vec<Vec<i64>> = prompts.iter().zip(&responses).map(|(p, r)| [&p[..], &r.tokens].concat()).collect();
     let scores = score(&classifier("llama_reward"), &sequences, 8).unwrap();
-    let judges = Judges { policy: &learner.policy, reference: &reference, value: &learner.value };
-    let experience = experience(judges, &prompts, &responses, scores, false, &config).unwrap();
+    let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
+    let experience = experience(
+        judges,
+        &prompts,
+        &responses,
+        scores,
+        &RolloutSettings { recompute_logprobs: false, ..config.rollout(judges.policy) },
+    )
+    .unwrap();
     Update { learner, reference, experience, plan, config }
 }
 
 impl Update {
     fn targets(&self) -> Targets {
-        targets(&self.experience, self.config.kl_coef, &self.config)
+        targets(&World::default(), &self.experience, self.config.kl_coef, &self.config.shaping())
     }
 
     /// Learns from rows in these orders, at the rates of the run's first update.
     fn learn_orders(&mut self, targets: &Targets, orders: &[Vec<usize>]) -> Vec<StepStats> {
-        let rates = LearningRates::at(&self.config, 0, self.plan.num_total_batches);
-        self.learner.optimise(&self.experience, targets, orders, rates, &self.plan, &self.config).unwrap()
+        let rates = self.config.learning_rates(0, self.plan.num_total_batches);
+        self.learner.optimise(&self.experience, targets, orders, rates, &self.plan.epoch).unwrap()
     }
 
     fn learn(&mut self, epochs: usize) -> Vec<StepStats> {
@@ -99,7 +108,7 @@ impl Update {
 
     fn metrics(&self, steps: &[StepStats]) -> Metrics {
         let mut found = Metrics::default();
-        metrics(&mut found, &self.experience, &self.targets(), steps, &self.config);
+        self.learner.metrics(&mut found, &self.experience, &self.targets(), steps, &self.plan.epoch);
         found
     }
 
@@ -301,10 +310,10 @@ fn advantages_are_whitened_over_the_update_over_each_mini_batch_or_not() {
     assert!(first_loss(WhitenAdvantages::Batch).1.abs() > 1e-3);
     let (update, loss) = first_loss(WhitenAdvantages::None);
     let (e, targets) = (&update.experience, update.targets());
-    let (raw, _) = gae(&targets.rewards, &e.values, &e.value_mask, update.config.gamma, update.config.lam);
-    let raw = keep(&raw, &e.response_mask);
+    let (raw, _) = gae(&targets.rewards, &e.values, &e.masks.value, update.config.gamma, update.config.lam);
+    let raw = keep(&raw, &e.masks.response);
     assert_close("advantages", &targets.advantages, &raw, 0.0);
-    let tokens: i64 = e.lengths[..4].iter().sum();
+    let tokens: i64 = e.lengths()[..4].iter().sum();
     let expected = -raw.narrow(0, 0, 4).sum(Kind::Double).double_value(&[]) / tokens as f64;
     assert!((loss - expected).abs() < 1e-5, "{loss} is not {expected}");
 }
@@ -534,15 +543,16 @@ fn as_an_estimator_the_kl_over_the_vocabulary_makes_the_rewards() {
         c.kl_coef = 0.3;
     });
     let (e, targets) = (&update.experience, update.targets());
-    let spans: Vec<_> = e.sequences.iter().zip(&e.lengths).map(|(s, &n)| s.len() - n as usize..s.len()).collect();
-    let kl = update.learner.policy.kl_to(&update.reference, &e.sequences, &spans, update.config.temperature).unwrap();
-    assert_close("KL", &targets.kl.masked_select(&e.response_mask), &kl, 1e-6);
-    let outside = targets.kl.masked_fill(&e.response_mask, 0.0);
+    let sequences: Vec<_> = (0..e.rows()).map(|row| e.sequence(row)).collect();
+    let spans: Vec<_> = (0..e.rows()).map(|row| e.token_span(row)).collect();
+    let kl = update.learner.policy.kl_to(&update.reference, &sequences, &spans, update.config.temperature).unwrap();
+    assert_close("KL", &targets.kl.masked_select(&e.masks.response), &kl, 1e-6);
+    let outside = targets.kl.masked_fill(&e.masks.response, 0.0);
     assert_eq!(outside.abs().max().double_value(&[]), 0.0);
     let sum = |x: &Tensor| x.sum(Kind::Double).double_value(&[]);
     assert!((sum(&targets.rewards) - sum(&e.scores) + 0.3 * sum(&kl)).abs() < 1e-4);
     // Every estimator is one of the same number.
-    let k3 = rlhf::rl::math::kl(&e.logprobs, &e.ref_logprobs, &e.response_mask, KlEstimator::K3);
+    let k3 = rlhf::rl::math::kl(&e.logprobs, &e.ref_logprobs, &e.masks.response, KlEstimator::K3);
     assert!((sum(&k3) / sum(&kl)).ln().abs() < 1.0, "{} and {}", sum(&k3), sum(&kl));
 }
 
@@ -689,10 +699,10 @@ fn a_clip_of_the_whole_score_counts_what_tokens_are_scored() {
     // 0.5, 1.5 or -2 for each token: wholes on both sides of the bounds and within them.
     let of_row = Tensor::from_slice(&[0.5f32, 1.5, -2.0, 0.5, 1.5, -2.0, 0.5, 1.5]).unsqueeze(1);
     let e = &mut update.experience;
-    e.token_scores = Some(keep(&(e.response_mask.to_kind(Kind::Float) * of_row), &e.response_mask));
+    e.token_scores = Some(keep(&(e.masks.response.to_kind(Kind::Float) * of_row), &e.masks.response));
     let whole = e.total_scores();
     assert!(whole.abs().max().double_value(&[]) > 5.0 && whole.abs().min().double_value(&[]) < 5.0, "{whole}");
-    let targets = targets(&update.experience, 0.0, &update.config);
+    let targets = targets(&World::default(), &update.experience, 0.0, &update.config.shaping());
     let rewards = targets.rewards.sum_dim_intlist(1i64, false, Kind::Float);
     assert_close("wholes", &rewards, &whole.clamp(-5.0, 5.0), 1e-5);
     // Scores of tokens stay at their tokens: only where the whole score lands is there anything else.
@@ -708,7 +718,7 @@ fn policy_epochs_count_whole_epochs_where_answers_were_left_out() {
         (c.legacy.batch_size, c.legacy.mini_batch_size, c.gradient_accumulation_steps) = (Some(16), Some(2), 4);
         (c.legacy.early_stopping, c.step.target_kl) = (true, Some(100.0));
     });
-    update.plan.part_size = 2;
+    update.plan.epoch.part_size = 2;
     // Eight of sixteen are left: one step of four parts an epoch, where sixteen would make eight.
     let targets = update.targets();
     let steps = update.learn_orders(&targets, &vec![(0..8).collect(); 3]);
@@ -717,8 +727,8 @@ fn policy_epochs_count_whole_epochs_where_answers_were_left_out() {
     // Two more make half a step, of one part.
     let steps = update.learn_orders(&targets, &vec![vec![0, 1]; 3]);
     let mut few = rlhf::metrics::Metrics::default();
-    update.experience.lengths.truncate(2);
-    metrics(&mut few, &update.experience, &targets, &steps, &update.config);
+    update.experience.responses.truncate(2);
+    update.learner.metrics(&mut few, &update.experience, &targets, &steps, &update.plan.epoch);
     assert_eq!((steps.len(), few.get("policy/epochs")), (3, Some(3.0)));
 }
 

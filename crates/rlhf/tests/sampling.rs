@@ -3,12 +3,15 @@
 
 use crate::cli::{PPO, Scratch, json_lines};
 use crate::support::{assert_close, golden};
+use rlhf::dist::World;
 use rlhf::generate::{FinishReason, GenerationConfig, Response, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{FnReward, Rewards};
+use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{Experience, Judges, experience, targets};
+use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use rlhf::rl::shaping::targets;
 use rlhf::settings::{LogprobsOf, PpoConfig};
 use rlhf::train::ppo::PpoTrainer;
 use serde_json::{Value, json};
@@ -46,15 +49,22 @@ fn responses(policy: &CausalLm, config: &PpoConfig) -> Vec<Response> {
 
 /// What the models say of the responses, whose scores are 0.
 fn judged(learner: &Learner, reference: &CausalLm, responses: &[Response], config: &PpoConfig) -> Experience {
-    let judges = Judges { policy: &learner.policy, reference, value: &learner.value };
+    let judges = RolloutModels { policy: &learner.policy, reference, value: &learner.value };
     let scores = Tensor::zeros([8], (Kind::Float, tch::Device::Cpu));
-    experience(judges, &prompts(), responses, scores, true, config).unwrap()
+    experience(
+        judges,
+        &prompts(),
+        responses,
+        scores,
+        &RolloutSettings { recompute_logprobs: true, ..config.rollout(judges.policy) },
+    )
+    .unwrap()
 }
 
 fn learner(config: &PpoConfig) -> Learner {
     let value = golden().join("trl_new/init/llama_value");
     let value = SequenceClassifier::from_pretrained(&value, None, ModelOptions::default()).unwrap();
-    Learner::new(model("llama_policy"), value, config)
+    Learner::new(model("llama_policy"), value, config.learner())
 }
 
 /// Log-probabilities of the response tokens among the tokens that each was sampled from, by the definition.
@@ -75,7 +85,7 @@ fn among_sets(model: &CausalLm, responses: &[Response], temperature: f64) -> Vec
 }
 
 fn counted(x: &Tensor, e: &Experience) -> Vec<f64> {
-    Vec::<f64>::try_from(x.masked_select(&e.response_mask).to_kind(Kind::Double)).unwrap()
+    Vec::<f64>::try_from(x.masked_select(&e.masks.response).to_kind(Kind::Double)).unwrap()
 }
 
 #[test]
@@ -111,17 +121,18 @@ fn the_sets_stay_while_the_policy_learns_so_that_the_first_ratio_is_1_and_later_
     let mut config = config();
     config.learning_rate = 1e-3;
     let (mut learner, reference) = (learner(&config), model("llama_ref"));
+    learner.collect_ratios = true;
     let responses = responses(&learner.policy, &config);
     let e = judged(&learner, &reference, &responses, &config);
     let old = among_sets(&learner.policy, &responses, 0.7);
-    let (targets, plan) = (targets(&e, 0.05, &config), config.plan(8).unwrap());
+    let (targets, plan) = (targets(&World::default(), &e, 0.05, &config.shaping()), config.plan(8).unwrap());
     let rates = LearningRates { policy: Some(1e-3), value: 1e-3 };
     let orders: Vec<Vec<usize>> = vec![(0..8).collect(); 2];
-    let steps = learner.optimise(&e, &targets, &orders, rates, &plan, &config).unwrap();
+    let steps = learner.optimise(&e, &targets, &orders, rates, &plan.epoch).unwrap();
     assert!(steps[0].ratios.iter().all(|ratio| (ratio - 1.0).abs() < 1e-5), "{:?}", steps[0].ratios);
     // The second step's are those of the policy after the first, over the sets that the first one sampled from.
     let mut once = self::learner(&config);
-    once.optimise(&e, &targets, &orders[..1], rates, &plan, &config).unwrap();
+    once.optimise(&e, &targets, &orders[..1], rates, &plan.epoch).unwrap();
     let now = among_sets(&once.policy, &responses, 0.7);
     let expected: Vec<f32> = now.iter().zip(&old).map(|(now, old)| (now - old).exp() as f32).collect();
     assert!(expected.iter().any(|ratio| (ratio - 1.0).abs() > 1e-3), "the step moved the policy");

@@ -8,11 +8,11 @@ use rlhf::generate::Sampling;
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, CausalLmWithValueHead, LoraConfig, ModelOptions, ValueHeadInit};
 use rlhf::optim::LearningRates;
+use rlhf::rl::learner::EpochPlan;
 use rlhf::rl::math::KlEstimator;
-use rlhf::rl::rollout::Targets;
-use rlhf::rl::stats::metrics;
+use rlhf::rl::shaping::Targets;
 use rlhf::rng::{Purpose, Stream};
-use rlhf::settings::{PpoConfig, PpoPlan, Preset};
+use rlhf::settings::{PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
@@ -346,16 +346,15 @@ fn an_optimizer_step_of_several_averages_is_skipped_and_counted_as_one() {
     let logprobs = e.logprobs.copy();
     let _ = logprobs.get(1).g_sub_scalar_(2.0);
     e.logprobs = logprobs;
-    let ppo = trainer.config().ppo();
-    let plan = PpoPlan { mini_batch_size: 2, part_size: 1, micro_batch_size: 1, ..ppo.plan(4).unwrap() };
+    let plan = EpochPlan { mini_batch_size: 2, part_size: 1, micro_batch_size: 1 };
     let rates = LearningRates { policy: Some(1e-3), value: 1e-3 };
     let orders = [vec![0, 1, 2, 3]];
-    let parts = trainer.learner.optimise(&e, &targets, &orders, rates, &plan, &ppo).unwrap();
+    let parts = trainer.learner.optimise(&e, &targets, &orders, rates, &plan).unwrap();
     assert_eq!(parts.iter().map(|part| part.skipped).collect::<Vec<_>>(), [true, true, false, false]);
     let stats = trainer.record_step_stats(&e, &targets, &orders, &parts, &plan);
     assert_eq!(stats.get("ppo/skipped_steps"), Some(1.0));
     let mut found = Metrics::default();
-    metrics(&mut found, &e, &targets, &parts, &ppo);
+    trainer.learner.metrics(&mut found, &e, &targets, &parts, &plan);
     assert_eq!((found.get("policy/skipped_steps"), found.get("val/skipped_steps")), (Some(1.0), Some(0.0)));
     assert_eq!(found.get("policy/grad_norm"), Some(parts[3].policy_grad_norm));
     // Of what is skipped the losses are 0.
@@ -522,7 +521,7 @@ fn the_pieces_by_hand_are_what_step_does() {
         assert!(one.equal(&other));
     }
     // The losses of numbers that did not move: ratios are 1, so the policy's is minus the mean advantage.
-    let mask = &e.response_mask;
+    let mask = &e.masks.response;
     let (policy, value, of_loss) = pieces.loss(
         &e.logprobs,
         &e.values,

@@ -4,8 +4,9 @@
 use crate::support::{Tensors, assert_close, given_golden, golden, say};
 use rlhf::compat::step::{Stat, Stats, StepConfig, StepTrainer};
 use rlhf::model::{CausalLm, CausalLmWithValueHead, ModelOptions, ValueHeadInit};
+use rlhf::rl::experience::Experience;
 use rlhf::rl::math::{gae, keep, whiten};
-use rlhf::rl::rollout::{Experience, Targets};
+use rlhf::rl::shaping::Targets;
 use rlhf::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -182,7 +183,7 @@ fn near(what: &str, found: f64, expected: f64, tolerance: f64) {
 
 /// What the rollout and the maths behind it give, before anything is learnt.
 fn compare_rollout(variant: &Variant, step: usize, e: &Experience, t: &Targets) {
-    let mask = &e.response_mask;
+    let mask = &e.masks.response;
     let check = |name: &str, found: &Tensor| {
         let full = format!("step{step}.{name}");
         assert_close(
@@ -278,7 +279,7 @@ fn compare_mini_batches(variant: &Variant, e: &Experience, targets: &Targets) {
         let now = trainer.batched_forward_pass(&queries, &responses, &scores, masks.as_deref()).unwrap();
         for (name, found) in [("new_logprobs", &now.logprobs), ("vpreds", &now.values)] {
             let name = format!("micro{at:02}.{name}");
-            let mask = &e.response_mask;
+            let mask = &e.masks.response;
             let expected = variant.slots_of(0, variant.data.get(&name), &rows, mask);
             let found = keep(found, mask).index_select(0, &index(&rows));
             assert_close(&format!("{}: {name}", variant.name()), &found, &expected, variant.tolerance(&name));
@@ -407,8 +408,7 @@ fn compare_weights(variant: &Variant, trainer: &StepTrainer) {
 fn compare_gradient(variant: &Variant, trainer: &StepTrainer, e: &Experience, targets: &Targets) {
     let golden = Tensors::read(&variant.dir.join("grad0.safetensors"));
     let (_, rows) = &variant.micros(0)[0];
-    let ppo = variant.config.ppo();
-    trainer.learner.gradients(e, targets, rows, rows.len(), true, &ppo).unwrap();
+    trainer.learner.gradients(e, targets, rows, rows.len(), true).unwrap();
     for param in trainer.learner.policy.params() {
         let name = stored_name(&param.name);
         let mut tensor = param.tensor.shallow_clone();

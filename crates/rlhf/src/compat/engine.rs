@@ -296,7 +296,8 @@ impl RlhfEngine {
                 config.gradient_accumulation_steps
             )));
         }
-        let rollout = config.rollout(&learner.policy, &tokenizer);
+        let left_out = config.left_out(&learner.policy, &tokenizer);
+        let rollout = RolloutSettings { left_out, ..config.rollout(&learner.policy) };
         reference.hold_as_computed();
         Ok(Self {
             learner,

@@ -529,7 +529,7 @@ impl StepTrainer {
         });
         let (seed, learning_rate) = (config.seed, config.learning_rate);
         Ok(Self {
-            rollout: ppo.rollout(&policy, &tokenizer),
+            rollout: ppo.rollout(&policy),
             shaping: ppo.shaping(),
             learner: Learner { collect_ratios: true, ..Learner::new(policy, head, ppo.learner()) },
             reference,

@@ -32,13 +32,16 @@ pub struct Checks {
 }
 
 /// How the rows of [`Checks::of`] are evaluated: as those of an update.
-pub(crate) struct CheckSettings {
-    /// With `recompute_logprobs`.
-    pub(crate) rollout: RolloutSettings,
-    pub(crate) shaping: Shaping,
-    pub(crate) kl_coef: f64,
+#[derive(Debug, Clone)]
+pub struct CheckSettings {
+    /// How the models evaluate them; with `recompute_logprobs`.
+    pub rollout: RolloutSettings,
+    /// How rewards and targets are made.
+    pub shaping: Shaping,
+    /// Weight of the KL.
+    pub kl_coef: f64,
     /// The models compute in bf16 or f16.
-    pub(crate) low_precision: bool,
+    pub low_precision: bool,
 }
 
 impl Checks {
@@ -52,7 +55,7 @@ impl Checks {
     ///
     /// # Errors
     /// If the rows do not fit the models.
-    pub(crate) fn of(
+    pub fn of(
         learner: &mut Learner,
         reference: &CausalLm,
         prompts: &[Vec<i64>],

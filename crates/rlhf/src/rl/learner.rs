@@ -9,7 +9,7 @@ use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::loss::{LossSettings, MicroBatch, Sums, Weights};
-use crate::rl::shaping::Targets;
+use crate::rl::shaping::{Shaping, Targets, targets};
 use crate::rl::stats::StepStats;
 use crate::rl::unsupervised::{Unsupervised, learn_texts};
 use crate::rng::{Purpose, Stream};
@@ -138,6 +138,11 @@ impl Learner {
     /// Settings that the learner was made with.
     pub fn settings(&self) -> &LearnerSettings {
         &self.settings
+    }
+
+    /// Rewards, advantages and returns of an experience whose KL has the weight `kl_coef`; see [`targets`].
+    pub fn targets(&self, experience: &Experience, kl_coef: f64, shaping: &Shaping) -> Targets {
+        targets(&self.world, experience, kl_coef, shaping)
     }
 
     /// Optimizer steps taken, of both models.

@@ -6,6 +6,7 @@ use crate::generate::{GenerationConfig, StopStrings};
 use crate::model::CausalLm;
 use crate::optim::LearningRates;
 use crate::rl::advantage::Advantage;
+use crate::rl::checks::CheckSettings;
 use crate::rl::eos::left_out_of_losses;
 use crate::rl::learner::{LearnerSettings, mini_batch_orders};
 use crate::rl::loss::LossSettings;
@@ -55,8 +56,13 @@ impl PpoConfig {
         (!strings.is_empty()).then(|| StopStrings::new(tokenizer, strings.clone())).transpose()
     }
 
-    /// How the models evaluate the responses of `policy`.
-    pub fn rollout(&self, policy: &CausalLm, tokenizer: &Tokenizer) -> RolloutSettings {
+    /// End tokens of responses of `policy` that are in no loss, for [`RolloutSettings::left_out`].
+    pub fn left_out(&self, policy: &CausalLm, tokenizer: &Tokenizer) -> Vec<i64> {
+        left_out_of_losses(self.counts.eos_in_loss, tokenizer, policy.config())
+    }
+
+    /// How the models evaluate the responses of `policy`; [`PpoConfig::left_out`] is to be added.
+    pub fn rollout(&self, policy: &CausalLm) -> RolloutSettings {
         let full_kl = self.kl_estimator == KlEstimator::Full;
         let filtered_logprobs = self.sampling.logprobs_of == LogprobsOf::Filtered;
         let temperature = self.logprob_temperature();
@@ -71,7 +77,17 @@ impl PpoConfig {
             last_value_in_loss: self.counts.last_value_in_loss,
             full_kl,
             store_distributions: full_kl && self.kl.kl_in_loss,
-            left_out: left_out_of_losses(self.counts.eos_in_loss, tokenizer, policy.config()),
+            left_out: Vec::new(),
+        }
+    }
+
+    /// How the sanity checks evaluate responses of `policy`.
+    pub fn checks(&self, policy: &CausalLm) -> CheckSettings {
+        CheckSettings {
+            rollout: RolloutSettings { recompute_logprobs: true, ..self.rollout(policy) },
+            shaping: self.shaping(),
+            kl_coef: self.kl_coef,
+            low_precision: self.run.computes_in_few_bits(),
         }
     }
 

@@ -5,8 +5,8 @@ use crate::data::Prompt;
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
 use crate::metrics::Metrics;
 use crate::reward::{ComponentScores, Scored, Scores};
-use crate::rl::checks::{self, CheckSettings, Checks};
-use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::checks::{self, Checks};
+use crate::rl::rollout::{RolloutModels, experience};
 use crate::rl::shaping::{penalise_missing_stop, replace_missing_stop};
 use crate::rng::Purpose;
 use crate::run::report::{Conversation, Evaluation, Sample};
@@ -86,17 +86,8 @@ impl PpoTrainer {
         let rows = self.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
         let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = generate(&self.learner.policy, &prompts, &generation)?;
-        let settings = CheckSettings {
-            rollout: RolloutSettings {
-                response_length,
-                recompute_logprobs: true,
-                left_out: Vec::new(),
-                ..self.rollout.clone()
-            },
-            shaping: self.shaping.clone(),
-            kl_coef: self.config.kl_coef,
-            low_precision: self.config.run.computes_in_few_bits(),
-        };
+        let mut settings = self.config.checks(&self.learner.policy);
+        settings.rollout.response_length = response_length;
         Checks::of(&mut self.learner, &self.reference, &prompts, &responses, &settings)
     }
 

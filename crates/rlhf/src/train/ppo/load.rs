@@ -13,6 +13,7 @@ use crate::rl::checks::Skips;
 use crate::rl::kept::KeptResponses;
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
+use crate::rl::rollout::RolloutSettings;
 use crate::rl::unsupervised::Unsupervised;
 use crate::run::checkpoint::{Best, Start};
 use crate::run::inputs::Inputs;
@@ -207,7 +208,8 @@ impl PpoTrainer {
         learner.policy.set_generation(generation_settings(config));
         check_ends(config, &tokenizer, vocab, &stop)?;
         let plan = config.plan(prompts.len())?;
-        let rollout = config.rollout(&learner.policy, &tokenizer);
+        let left_out = config.left_out(&learner.policy, &tokenizer);
+        let rollout = RolloutSettings { left_out, ..config.rollout(&learner.policy) };
         if learner.unsupervised.is_none() {
             let block = config.prompt_length.max_prompt_length.unwrap_or(room).min(room) + config.response_length;
             learner.unsupervised = Unsupervised::find(&config.unsupervised, &tokenizer, vocab, block, config.run.seed)?;
