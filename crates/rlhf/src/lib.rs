@@ -61,11 +61,11 @@ pub use run::tensorboard::TensorBoard;
 pub use tch;
 
 /// The README's Rust code must compile.
-#[cfg(doctest)]
+#[cfg(all(doctest, repository))]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
 /// So must that of the page about the library.
-#[cfg(doctest)]
+#[cfg(all(doctest, repository))]
 #[doc = include_str!("../../../docs/library.md")]
 struct LibraryPage;
