@@ -25,5 +25,6 @@ mod rewards;
 mod sampling;
 mod step;
 mod step_golden;
+mod structure;
 mod support;
 mod tokenizers;
