@@ -224,7 +224,8 @@ fn sources() -> Vec<(String, String)> {
     files
 }
 
-/// Prints the `rows` with the largest numbers.
+/// Prints the `rows` with the largest numbers, for `--nocapture`.
+#[expect(clippy::print_stdout, reason = "the tables are the output of this test")]
 fn print_longest(title: &str, mut rows: Vec<(usize, String)>) {
     rows.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
     println!("\n{title}");
