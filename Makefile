@@ -1,4 +1,4 @@
-# Every target does its own set-up (libtorch, once) and works offline after its first time.
+# Each target does its own set-up (libtorch, once). After the first time they work offline, but for `package`.
 
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
@@ -54,7 +54,7 @@ deny: ## dependencies: licences, sources, unused ones (deny.toml); CHECKS=adviso
 	.venv-tools/bin/cargo-shear --locked
 
 package: setup ## both crates as crates.io would get them, built but not uploaded (needs cargo 1.90)
-	cargo publish --dry-run --workspace --locked
+	cargo publish --dry-run --workspace --locked $(PACKAGE_FLAGS)
 
 install: setup ## put rlhf into PREFIX/bin (default ~/.local), with the libraries that it needs
 	cargo build --release --locked

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Fetches libtorch's CUDA half beside the libtorch that setup.sh fetched, so that `rlhf --device cuda` finds it: the
-# libraries of the torch wheel, and the wheels of NVIDIA's that its metadata pins (cuBLAS, cuDNN, NCCL and the rest).
-# Nothing is built with them, and nothing loads them but `--device cuda` and `--device auto` on a machine with a GPU.
+# Downloads the CUDA libraries of libtorch for `rlhf --device cuda`, into the libtorch that setup.sh downloaded: those of
+# the torch wheel, and NVIDIA's wheels that its metadata pins (cuBLAS, cuDNN, NCCL and others). Nothing is linked with
+# them; they are loaded only by `--device cuda`, and by `--device auto` on a machine with a GPU.
 #
 # Each failure is one line on standard error and exit code 1.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 
 TORCH=2.11.0
-# The wheels, pip's cache of them, and what is unpacked.
+# Disk space for the wheels, pip's cache of them, and the unpacked files.
 FETCH_NEEDS_MB=12000
 
 say() { printf 'cuda: %s\n' "$*"; }
@@ -37,7 +37,7 @@ free_mb=$(df -Pm .libtorch | awk 'NR == 2 { print $4 }')
 [ "$free_mb" -ge $FETCH_NEEDS_MB ] ||
     fail "$PWD/.libtorch: too little disk space for CUDA: expected $FETCH_NEEDS_MB MB free, found $free_mb MB"
 
-# As in setup.sh: everything happens in this folder, and the last steps rename its results.
+# As in setup.sh: all work is done in this folder, and the last steps rename its results.
 partial=$PWD/.libtorch/partial
 trap 'rm -rf "$partial"' EXIT
 trap 'exit 130' INT
@@ -50,7 +50,7 @@ case $python in 3.1[0-4]) ;; *) python=3.12 ;; esac
 platforms=(--platform manylinux2014_"$arch")
 for glibc in {28..17}; do platforms+=(--platform manylinux_2_${glibc}_"$arch"); done
 
-# Downloads what the arguments ask for.
+# Downloads the packages given as arguments.
 get() {
     TMPDIR=$partial PIP_REQUIRE_VIRTUALENV=0 python3 -m pip --disable-pip-version-check download \
         --only-binary=:all: --implementation cp --python-version $python "${platforms[@]}" \
@@ -69,7 +69,7 @@ import glob, re, sys, zipfile
 with zipfile.ZipFile(glob.glob(sys.argv[1] + "/torch-*.whl")[0]) as wheel:
     name = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
     metadata = wheel.read(name).decode()
-# The libraries; not the bindings for Python, and not triton, which compiles for Python.
+# The libraries only, without the Python bindings and triton.
 for line in re.findall(r"(?m)^Requires-Dist: ((?:nvidia-|cuda-toolkit)[^;\n]*)", metadata):
     print(line.strip().replace(" ", ""))
 PY
@@ -97,7 +97,7 @@ PY
 
 rm -rf .libtorch/nvidia
 mv "$partial/nvidia" .libtorch/nvidia
-# Last, as it is what this script looks for: all that it needs is in place then.
+# libtorch_cuda.so comes last: this script and the program look for it, and by then all that it needs is in place.
 mv -f "$partial"/torch/lib/libtorch_nvshmem*.so "$torch/lib/" 2>/dev/null || true
 for library in "$partial"/torch/lib/libtorch_cuda_*.so "$partial/torch/lib/libtorch_cuda.so"; do
     [ ! -e "$library" ] || mv -f "$library" "$torch/lib/"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# install.sh BINARY PREFIX: puts BINARY at PREFIX/bin/rlhf so that it runs without this checkout.
+# install.sh BINARY PREFIX: installs BINARY as PREFIX/bin/rlhf, with the libraries it needs, independent of this checkout.
 #
-# Its first run path is PREFIX/lib/rlhf/torch/lib. A fetched libtorch is copied there, only the libraries in use;
-# a libtorch of the user's own stays where it is and is linked to.
+# The first run path of the binary is PREFIX/lib/rlhf/torch/lib. Of a downloaded libtorch the libraries in use are copied
+# there; any other libtorch is linked to where it is.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 binary=$1
-prefix=${2/#\~/$HOME} # sh and zsh hand on the ~ of `PREFIX=~/.local` as it is
+prefix=${2/#\~/$HOME} # sh and zsh do not expand the ~ in `PREFIX=~/.local`
 [[ $prefix == /* ]] || { echo "error: PREFIX='$prefix': expected an absolute path" >&2; exit 1; }
 lib=$prefix/lib/rlhf
 

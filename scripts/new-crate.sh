@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# new-crate.sh FOLDER: a crate of your own that uses this checkout's `rlhf` and libtorch, ready for `cargo run`.
+# new-crate.sh FOLDER: makes a crate that uses this checkout's `rlhf` and libtorch, ready for `cargo run`.
 #
-# What it writes is explained in docs/library.md ("In a crate of your own"), for those who add rlhf to a crate they have.
+# docs/library.md ("In a crate of your own") explains the files, for adding rlhf to an existing crate.
 set -euo pipefail
 checkout=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
 
@@ -31,12 +31,12 @@ edition = "2024"
 [dependencies]
 rlhf = { path = "$checkout/crates/rlhf" }
 
-# libtorch does the work; some optimisation of the code around it is enough.
+# libtorch's kernels take most of the time; level 1 is enough for the code around them.
 [profile.dev]
 opt-level = 1
 debug = "line-tables-only"
 TOML
-# The versions that rlhf is tested with.
+# The versions of dependencies that rlhf is tested with.
 cp "$checkout/Cargo.lock" "$folder/Cargo.lock"
 
 cat >"$folder/build.rs" <<'RUST'
@@ -47,10 +47,10 @@ RUST
 
 cat >"$folder/.cargo/config.toml" <<TOML
 [env]
-# The libtorch 2.11.0 to build with; one in your environment wins.
+# The libtorch 2.11.0 to build with; LIBTORCH in the environment takes precedence.
 LIBTORCH = "$libtorch"
 LIBTORCH_BYPASS_VERSION_CHECK = "1"
-# How long libgomp's threads spin at barriers, for programs that cargo starts.
+# Limits how long libgomp's threads spin at barriers, in programs that cargo starts.
 GOMP_SPINCOUNT = "10000"
 TOML
 

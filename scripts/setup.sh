@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Makes libtorch ready for cargo: $LIBTORCH, else .libtorch/torch, which .cargo/config.toml points at. Run by every make
-# target; silent and immediate when there is nothing to do.
+# Provides libtorch for cargo: $LIBTORCH, else .libtorch/torch, which .cargo/config.toml points at. Every make target runs
+# this script first; it prints nothing and returns at once if libtorch is there.
 #
-# In order of preference: a $LIBTORCH of the user's, an importable Python torch (linked to, not copied), the wheel from
-# PyPI (unpacked here; the user's Python is never written to). All must be of the one version that tch is made for.
+# In order of preference: $LIBTORCH, an importable Python torch (linked, not copied), the wheel from PyPI (unpacked here;
+# nothing is installed into Python). All must have the version that tch binds.
 #
 # Each failure is one line on standard error and exit code 1.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 
 TORCH=2.11.0
-# What libtorch_cpu.so of that wheel is linked with; the versions that its metadata (cuda-toolkit 13.0.2) pins.
+# Libraries that libtorch_cpu.so of that wheel is linked with, at the versions that its metadata (cuda-toolkit 13.0.2) pins.
 CUDA_WHEELS=(nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85)
-# The wheels, pip's cache of them, and what is unpacked.
+# Disk space for the wheels, pip's cache of them, and the unpacked files.
 FETCH_NEEDS_MB=2048
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -21,7 +21,7 @@ fail() {
     exit 1
 }
 
-# The version of the libtorch in folder $1, empty where there is none. an older torch keeps it in the second file.
+# Prints the version of the libtorch in folder $1, nothing if there is none. Older versions of torch have it in the second file.
 version_of() {
     local header
     [ -e "$1/lib/libtorch_cpu.so" ] || return 0
@@ -50,7 +50,7 @@ fi
 
 [ "$(version_of .libtorch/torch)" = $TORCH ] && exit
 
-# One set-up at a time: a second one then finds the work done.
+# One set-up at a time: a second one waits, then finds libtorch in place.
 mkdir -p .libtorch
 exec 9>.libtorch/lock
 flock -n 9 || { say "waiting for another set-up in $PWD"; flock 9; }
@@ -59,14 +59,14 @@ flock -n 9 || { say "waiting for another set-up in $PWD"; flock 9; }
 command -v python3 >/dev/null ||
     fail "no python3 on PATH: install Python 3 with pip, or set LIBTORCH to a libtorch $TORCH folder"
 
-# Puts $1 in the place of .libtorch/torch. What cargo remembers of an earlier libtorch there (torch-sys asks it whether
-# to link CUDA) no longer holds then, and cargo cannot see that.
+# Replaces .libtorch/torch by $1. torch-sys links CUDA or not depending on the libtorch that it finds, and cargo does not
+# notice that libtorch changed: the fingerprints are removed, so that torch-sys is built again.
 put_in_place() {
     rm -rf .libtorch/torch "${CARGO_TARGET_DIR:-target}"/*/.fingerprint/torch-sys-*
     mv "$1" .libtorch/torch
 }
 
-# Found without importing it, which would take seconds; '' (the current folder) is no place to find a package in.
+# Finds torch without importing it, which would take seconds. The current folder ('') is left out of the search.
 python_torch=$(python3 -c '
 import sys
 sys.path = [p for p in sys.path if p]
@@ -78,9 +78,9 @@ if [ -n "$python_torch" ]; then
     found=$(version_of "$python_torch")
     if [ "$found" = $TORCH ]; then
         say "libtorch $TORCH: using Python's torch in $python_torch"
-        # A CUDA build links as well as a CPU one: torch-sys adds -ltorch_cuda when it sees that library, and rustc's
-        # --as-needed drops it again, as nothing of ours refers to it. (GNU ld keeps libtorch.so, see below, and through
-        # it the program then loads CUDA's libraries at each start: slower, but right.)
+        # A CUDA build of torch works too: torch-sys adds -ltorch_cuda, and rustc's --as-needed drops it again because no
+        # symbol of it is used. (GNU ld keeps libtorch.so, see below, and through it the program loads CUDA's libraries at
+        # each start: slower, but correct.)
         rm -f .libtorch/link
         ln -s "$python_torch" .libtorch/link
         put_in_place .libtorch/link
@@ -100,8 +100,8 @@ free_mb=$(df -Pm .libtorch | awk 'NR == 2 { print $4 }')
 [ "$free_mb" -ge $FETCH_NEEDS_MB ] ||
     fail "$PWD/.libtorch: too little disk space for libtorch: expected $FETCH_NEEDS_MB MB free, found $free_mb MB"
 
-# Everything happens in this folder, and the last step renames its result: an interrupted fetch leaves nothing half-made.
-# A killed one may leave the folder, which the next run removes.
+# All work is done in this folder, and the last step renames its result, so that an interrupted download leaves no
+# incomplete libtorch. A killed script may leave the folder; the next one removes it.
 partial=$PWD/.libtorch/partial
 trap 'rm -rf "$partial"' EXIT
 trap 'exit 130' INT
@@ -109,23 +109,23 @@ rm -rf "$partial"
 mkdir "$partial"
 
 say "libtorch $TORCH: fetching the PyPI wheel (once, about 530 MB)"
-# Any Python's wheel holds the same libtorch; with the user's own, pip's cache serves `make test-interop` too.
+# The wheels of all Python versions contain the same libtorch; with the user's version, `make test-interop` reuses pip's cache.
 python=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 case $python in 3.1[0-4]) ;; *) python=3.12 ;; esac
-# pip's working copy goes to $TMPDIR, and /tmp is often small.
+# pip downloads to $TMPDIR first, and /tmp is often small.
 TMPDIR=$partial PIP_REQUIRE_VIRTUALENV=0 python3 -m pip --disable-pip-version-check download \
     --no-deps --only-binary=:all: --implementation cp --python-version $python \
     --platform manylinux_2_28_"$arch" --platform manylinux_2_25_"$arch" \
     --platform manylinux_2_17_"$arch" --platform manylinux2014_"$arch" \
     --dest "$partial" torch==$TORCH "${CUDA_WHEELS[@]}" 2>"$partial/pip.log" || {
-    # Behind a broken connection pip's last word is that no such version exists; the cause is in its warnings.
+    # After a failed connection, pip's last message is that no such version exists; the cause is in its warnings.
     reason=$(grep -oE "\[Errno[^'\")]*|timed out|certificate verify failed" "$partial/pip.log" | tail -n 1 || true)
     [ -n "$reason" ] || reason=$(grep -m 1 '^ERROR' "$partial/pip.log" || echo nothing)
     fail "pip could not download libtorch $TORCH: is there a network? pip said: $reason"
 }
 
 say "unpacking"
-# Left out: CUDA's gigabyte (and with libtorch_cuda.so torch-sys would link it) and the Python binding.
+# Without the CUDA libraries (1 GB; torch-sys would link libtorch_cuda.so if it were there) and the Python binding.
 reason=$(python3 - "$partial" 2>&1 <<'PY'
 import glob, re, sys, zipfile
 
@@ -142,8 +142,8 @@ PY
 ) || fail "cannot unpack libtorch: $reason"
 found=$(version_of "$partial/torch")
 [ "$found" = $TORCH ] || fail "the torch==$TORCH wheel: expected libtorch $TORCH in it, found ${found:-no libtorch}"
-# libtorch.so is a shell that asks for libtorch_cuda.so and brings a few functions of a newer libstdc++. For those GNU ld
-# would link it (lld, which rustc uses on x86-64 since 1.90, would not), and the program would not start.
+# libtorch.so is nearly empty: it depends on libtorch_cuda.so and defines a few functions of a newer libstdc++. GNU ld would
+# link it for those (lld, rustc's default on x86-64 since 1.90, would not), and the program would not start.
 echo 'INPUT(-ltorch_cpu)' >"$partial/torch/lib/libtorch.so"
 
 rm -rf .libtorch/nvidia

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks what rlhf writes with the programs that read it: transformers, peft and tensorboard, in an environment of their own.
-# tests/interop/check.py exits with 0 only when every check ran and held; a check that was skipped is a failure.
+# Loads the files that rlhf writes with transformers, peft and tensorboard, in a Python environment for this test.
+# tests/interop/check.py exits with 0 only if every check ran and passed; a skipped check is a failure.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 scripts/venv.sh .venv-interop scripts/interop-requirements.txt \

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# venv.sh FOLDER REQUIREMENTS WHAT: makes the Python environment FOLDER with what REQUIREMENTS lists, unless it is there already;
-# WHAT is said of it meanwhile.
+# venv.sh FOLDER REQUIREMENTS MESSAGE: makes the Python environment FOLDER with the packages of the file REQUIREMENTS, and prints
+# MESSAGE first. Does nothing if the environment is there with these packages.
 set -euo pipefail
-venv=$1 requirements=$2 what=$3
+venv=$1 requirements=$2 message=$3
 
-# The stamp is the list of what is installed, written when that is complete.
+# `installed` is a copy of REQUIREMENTS, written when all packages are installed.
 if cmp -s "$requirements" "$venv/installed" && [ -x "$venv/bin/python" ]; then
     exit
 fi
-echo "$what" >&2
+echo "$message" >&2
 rm -rf "$venv"
 if python3 -m venv "$venv" >/dev/null 2>&1; then
     pip=("$venv/bin/python" -m pip)
 else
-    # Debian without python3-venv: an environment without pip, filled by the pip outside (22.3 or newer).
+    # Debian without python3-venv: an environment without pip, filled by the system's pip (22.3 or newer).
     rm -rf "$venv"
     python3 -m venv --without-pip "$venv"
     pip=(python3 -m pip --python "$venv/bin/python")
