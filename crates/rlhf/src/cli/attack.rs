@@ -5,7 +5,8 @@ use std::os::unix::ffi::OsStringExt;
 
 use rlhf::rng::{Purpose, Stream};
 
-use super::{Stop, parse, rlhf_command};
+use super::commands::rlhf_command;
+use super::{Stop, parse};
 
 /// How many cases there are, where the quick form has `quick`; `RLHF_ATTACK=N` makes N times as many.
 fn cases(quick: usize) -> usize {

@@ -11,7 +11,7 @@ use rlhf::flag::Refusals;
 use rlhf::model::Dtype;
 use rlhf::settings::Preset;
 
-use crate::cli::Setting;
+use crate::cli::layers::Setting;
 use crate::cli::trl;
 
 /// What becomes of a flag.
@@ -261,4 +261,97 @@ fn together(given: &BTreeMap<&str, Vec<String>>, refusals: &mut Refusals) -> Vec
         settings.push(("report_to", "tensorboard".into()));
     }
     settings
+}
+
+#[cfg(test)]
+mod tests {
+    use rlhf::settings::{PpoConfig, ReportTo};
+
+    use super::*;
+    use crate::cli::Task;
+    use crate::cli::testing::{parse_words, ppo_error, with_file};
+
+    #[test]
+    fn flags_of_deepspeed_chat_are_ours_under_other_names_with_its_preset() {
+        let chat = |words: &str| {
+            let line = "ppo --preset deepspeed-chat --actor_model_name_or_path a --critic_model_name_or_path c --data_path d \
+                        --output_dir o";
+            parse_words(&line.split_whitespace().chain(words.split_whitespace()).collect::<Vec<_>>())
+        };
+        let read = |words: &str| match chat(words).unwrap() {
+            Task::Ppo(config) => config,
+            task => panic!("not ppo: {task:?}"),
+        };
+        assert_eq!(read(""), PpoConfig::with_preset(Preset::DeepspeedChat, "a", "c", "d", "o"));
+        let config = read(
+            "--deepspeed --per_device_generation_batch_size 8 --per_device_training_batch_size 4 --generation_batches 2 \
+             --ppo_epochs 2 --max_answer_seq_len 64 --max_prompt_seq_len 128 --actor_learning_rate 1e-5 \
+             --critic_learning_rate 2e-6 --actor_weight_decay 0.1 --critic_weight_decay 0.2 --num_warmup_steps 7 \
+             --num_padding_at_beginning 1 --actor_dropout 0.0 --inference_tp_size 1 --actor_zero_stage 0 --offload false \
+             --enable_ema --actor_gradient_checkpointing --enable_tensorboard --compute_fp32_loss --local_rank -1 --seed 1234 \
+             --unsupervised_dataset_name texts --unsup_coef 20 --print_answers --enable_test_mode --test_stop_step 3",
+        );
+        let plan = config.plan(100).unwrap();
+        assert_eq!((plan.batch_size, plan.epoch.mini_batch_size, config.num_ppo_epochs), (16, 4, 2));
+        assert_eq!((config.response_length, config.prompt_length.max_prompt_length), (64, Some(128)));
+        assert_eq!((config.learning_rate, config.value_optimizer().0), (1e-5, 2e-6));
+        let decays = |config: &PpoConfig| (config.optimizer.weight_decay, config.value_optimizer().1.weight_decay);
+        assert_eq!(decays(&config), (0.1, 0.2));
+        // The actor's is the actor's alone, the critic's 0 unless something says another.
+        assert_eq!(decays(&read("--actor_weight_decay 0.1")), (0.1, 0.0));
+        assert_eq!(decays(&read("--critic_weight_decay 0.2")), (0.0, 0.2));
+        assert_eq!(decays(&read("--actor_weight_decay 0.1 --value_weight_decay 0.3")), (0.1, 0.3));
+        assert_eq!((config.optimizer.warmup_steps, config.run.gradient_checkpointing), (7, true));
+        assert_eq!((config.run.report_to, config.ema.enable_ema, config.run.seed), (ReportTo::Tensorboard, true, 1234));
+        assert_eq!((config.peft.use_peft, config.value_lora()), (false, None));
+        let window = |words: &str| (read(words).run.fp16, read(words).run.loss_scale.loss_scale_window);
+        for (words, expected) in [
+            ("--dtype fp16", (true, 100)),
+            ("--fp16", (true, 100)),
+            ("--fp16 --loss_scale_window 7", (true, 7)),
+            ("--dtype fp16 --fp16=false", (false, 1000)),
+            ("--bf16", (false, 1000)),
+        ] {
+            assert_eq!(window(words), expected, "{words}");
+        }
+        let config = read("--actor_lora_dim 8 --only_optimize_lora --actor_lora_learning_rate 1e-3");
+        let lora = config.peft.lora().unwrap();
+        assert_eq!((lora.r, lora.alpha, lora.target_modules), (8, 1.0, Some(vec!["decoder.layers.".into()])));
+        assert_eq!((config.learning_rate, config.value_lora(), config.value_optimizer().0), (1e-3, None, 5e-6));
+        let config = read("--critic_lora_dim 4 --critic_lora_module_name layers. --only_optimize_lora --dtype bf16");
+        assert_eq!((config.peft.use_peft, config.value_lora().unwrap().r, config.run.bf16), (false, 4, true));
+        assert_eq!((config.value_optimizer().0, config.learning_rate), (5e-4, 9.65e-6));
+        for (words, message) in [
+            (
+                "--enable_hybrid_engine",
+                "enable_hybrid_engine = true: generation here has a cache of its own and needs no",
+            ),
+            (
+                "--actor_zero_stage 2",
+                "actor_zero_stage = 2: it shards models over DeepSpeed's processes, and this is one",
+            ),
+            ("--offload", "offload = true: it moves weights between GPU and CPU"),
+            ("--actor_dropout 0.1", "actor_dropout = 0.1: no model's own dropout is applied here"),
+            ("--actor_lora_dim 8", "actor_lora_dim = 8 without only_optimize_lora = true trains embeddings"),
+            ("--critic_lora_dim x", "critic_lora_dim = x: expected a whole number"),
+            (
+                "--max_answer_seq_len 9 --response_length 8",
+                "max_answer_seq_len and response_length say the same: give one",
+            ),
+        ] {
+            let error = chat(words).unwrap_err();
+            assert!(error.starts_with(message), "{error}");
+        }
+        assert_eq!(
+            ppo_error(&["--max_answer_seq_len", "2"]),
+            "max_answer_seq_len is a flag of --preset deepspeed-chat; else it is response_length"
+        );
+        assert_eq!(ppo_error(&["--offload"]), "offload is a flag of --preset deepspeed-chat alone");
+        // In a file they are keys, and a flag wins.
+        let text = "preset: deepspeed-chat\nactor_model_name_or_path: a\ncritic_model_name_or_path: c\ndata_path: [d, e]\n\
+                    ppo_epochs: 3\noffload: false\nmax_answer_seq_len: 9\n";
+        let words = ["ppo", "--output_dir", "o", "--max_answer_seq_len", "11"];
+        let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
+        assert_eq!((config.num_ppo_epochs, config.response_length, config.data.dataset_name.len()), (3, 11, 2));
+    }
 }

@@ -165,3 +165,39 @@ fn text(command: &Command) -> String {
     let _ = writeln!(text, "\n`rlhf {name} --help` explains all {all} flags.");
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::cli::commands::rlhf_command;
+    use crate::cli::testing::parse_words;
+
+    #[test]
+    fn the_short_help_of_a_command_is_one_screen_and_begins_with_what_is_needed() {
+        for command in rlhf_command().get_subcommands() {
+            let name = command.get_name();
+            let short = parse_words(&[name, "-h"]).unwrap_err();
+            assert!(short.lines().count() <= 24 && short.lines().all(|line| line.chars().count() <= 80), "{short}");
+            assert!(short.contains(&format!("`rlhf {name} --help`")), "{short}");
+            let long = parse_words(&[name, "--help"]).unwrap_err();
+            for arg in command.get_arguments().filter(|arg| !arg.is_hide_set() && !arg.is_positional()) {
+                let flag = format!("--{}", arg.get_id());
+                assert!(long.contains(&flag), "rlhf {name} --help has no {flag}");
+                let (needed, _) = short.split_once("Often used:").unwrap();
+                assert!(!arg.is_required_set() || needed.contains(&flag), "{short}");
+            }
+            for line in short.lines().filter(|line| line.starts_with("  --")) {
+                let flag = line.split_whitespace().next().unwrap();
+                assert!(long.contains(flag) && line.chars().nth(37).is_some_and(|c| c != ' '), "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
+        let help = parse_words(&["--help"]).unwrap_err();
+        assert!(help.lines().count() <= 27, "{help}");
+        let help = parse_words(&["ppo", "--help"]).unwrap_err();
+        assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
+        assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");
+    }
+}

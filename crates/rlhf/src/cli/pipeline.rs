@@ -9,10 +9,11 @@ use rlhf::flag::Refusals;
 use rlhf::settings::{PipelineFlags, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
-use super::{
-    Keys, NOT_SETTINGS, PIPELINE, Setting, Stop, matches_of, not_required, read_config, resolve, set_default,
-    translated, with_defaults,
-};
+use super::Stop;
+use super::args::{matches_of, not_required};
+use super::commands::PIPELINE;
+use super::config_file::{Keys, NOT_SETTINGS, read_config};
+use super::layers::{Setting, resolve, set_default, translated, with_defaults};
 use crate::cli::trl::{self, Said};
 
 /// Settings of the whole, which no section has.
@@ -288,4 +289,124 @@ fn left_by(flags: &PipelineFlags, step: Step) -> Option<PathBuf> {
 fn text(path: &Path) -> Result<String, Stop> {
     let text = path.to_str().map(String::from);
     text.ok_or_else(|| Error::Usage(format!("output_dir = {}: expected UTF-8", path.display())).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Task;
+    use crate::cli::testing::{parse_words, with_file};
+
+    #[test]
+    fn a_pipeline_has_the_settings_of_all_then_each_steps_own_and_links_what_neither_sets() {
+        let pipeline = |text: &str, words: &[&str]| match with_file(text, &[&["pipeline"], words].concat()) {
+            Ok(Task::Pipeline(config)) => Ok(config),
+            Ok(task) => panic!("{task:?}"),
+            Err(error) => Err(error),
+        };
+        let least = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\n";
+        assert_eq!(pipeline(least, &[]).unwrap(), PipelineConfig::new("m", "d", "o"));
+        let text = "model-revision: v1\nseed: 7\nnum_train_epochs: 2\nsft:\n  seed: 8\nreward:\n  model_name_or_path: base\n  \
+                    dataset_name: pairs\nppo: {reward_model_path: none, reward: [json, 'length:target=3']}\n";
+        let config = pipeline(&format!("{least}data_split: 1,1,1\n{text}"), &["--output_dir", "p"]).unwrap();
+        let (sft, reward, ppo) = (config.sft.unwrap(), config.reward.unwrap(), config.ppo.unwrap());
+        assert_eq!((sft.run.seed, reward.run.seed, ppo.run.seed), (8, 7, 7));
+        assert_eq!([sft.num_train_epochs, reward.num_train_epochs, ppo.num_train_epochs], [2.0; 3]);
+        assert_eq!((sft.model_revision.as_str(), reward.model_revision.as_str()), ("v1", "main"));
+        assert_eq!((reward.model_name_or_path, reward.new_reward_head), ("base".into(), false));
+        let split = "1,1,1".parse().ok();
+        assert_eq!((sft.data.data_split, reward.data.data_split, ppo.data.data_split), (split, None, split));
+        assert_eq!(reward.run.output_dir, PathBuf::from("p/2-reward"));
+        assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("p/1-sft".into(), None));
+        assert_eq!(ppo.rewards.reward.len(), 2);
+        // `max_steps` is for those that have it, and no refusal of PPO, which has another length.
+        let config = pipeline(&format!("{least}max_steps: 3\nlogging_steps: 1\n"), &[]).unwrap();
+        assert_eq!((config.sft.unwrap().max_steps, config.reward.unwrap().max_steps), (Some(3), Some(3)));
+        let own = pipeline(&format!("{least}ppo: {{max_steps: 3}}\n"), &[]).unwrap_err();
+        assert!(own.starts_with("run.yaml:4: ppo: max_steps = 3: total_episodes is the length"), "{own}");
+        // What is left out and was never made is not there to begin with.
+        let config = pipeline(&format!("{least}{text}"), &["--skip", "sft,reward"]).unwrap();
+        assert_eq!((config.sft, config.reward), (None, None));
+        let ppo = config.ppo.unwrap();
+        assert_eq!((ppo.sft_model_path, ppo.model_revision.as_str()), ("m".into(), "v1"));
+        let error = |text: &str| pipeline(text, &[]).unwrap_err();
+        for (text, wanted) in [
+            ("ppo:\n  kl_coeff: 1\n", "run.yaml:5: unknown key `ppo.kl_coeff`; did you mean `kl_coef`?"),
+            ("ppos:\n  kl_coef: 1\n", "run.yaml:4: unknown key `ppos`; did you mean `ppo`?"),
+            ("kl_coeff: 1\n", "run.yaml:4: unknown key `kl_coeff`; did you mean `kl_coef`?"),
+            ("sft:\n  kl_coef: 1\n", "run.yaml:5: unknown key `sft.kl_coef`; `rlhf sft --help` lists the flags"),
+            ("ppo:\n  kl_coef: x\n", "run.yaml:5: `ppo.kl_coef`: expected a number, found `x`"),
+            ("ppo:\n  kl_coef: [1]\n", "run.yaml:5: `ppo.kl_coef`: expected one value, found a list or a map"),
+            ("ppo:\n  kl_coef: 1\n\n  kl_coef: 2\n", "run.yaml:7: `kl_coef` is set twice"),
+            ("ppo: 3\n", "run.yaml:4: `ppo`: expected settings of the form `key: value` below it"),
+            ("ppo: [kl_coef]\n", "run.yaml:4: `ppo`: expected settings of the form `key: value` below it"),
+            ("ppo:\n  kl_coef: -1\n", "run.yaml:5: ppo: kl_coef = -1: expected a number of 0 or more"),
+            ("kl_coef: -1\nppo:\n", "run.yaml:4: ppo: kl_coef = -1: expected a number of 0 or more"),
+            (
+                "seed: 1\nppo:\n  adap_kl_ctrl: true\n  kl_coef: 0\n",
+                "run.yaml:6: ppo: adap_kl_ctrl = true has no effect with kl_coef = 0",
+            ),
+            ("sft: {output_dir: x}\n", "run.yaml:4: `sft.output_dir`: expected it above the sections"),
+            ("resume_from_checkpoint: x\n", "resume_from_checkpoint = x: expected true"),
+            ("skip: [sft, reward, ppo]\n", "skip = sft,reward,ppo leaves nothing to do"),
+            ("skip: 7\n", "run.yaml:4: `skip`: expected one of sft, reward, ppo, found `7`"),
+        ] {
+            let found = error(&format!("{least}{text}"));
+            assert!(found.starts_with(wanted), "{found}\nis not {wanted}");
+        }
+        let found = error("output_dir: o\nsft: {model_name_or_path: m, dataset_name: d}\n\nreward:\n");
+        assert!(found.starts_with("run.yaml:4: reward: ") && found.contains("--dataset_name"), "{found}");
+        let found = pipeline("output_dir: o\ndataset_name: d\nskip: sft\n", &[]).unwrap_err();
+        assert!(found.contains("reward: sft is left out, and o/1-sft holds no model"), "{found}");
+    }
+
+    #[test]
+    fn a_section_of_a_pipeline_takes_another_systems_names_and_they_stand_for_ours() {
+        let least = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\n";
+        let pipeline = |ppo: &str| match with_file(&format!("{least}ppo:\n  preset: trl-legacy\n{ppo}"), &["pipeline"])
+        {
+            Ok(Task::Pipeline(config)) => Ok(config.ppo.unwrap()),
+            Ok(task) => panic!("{task:?}"),
+            Err(error) => Err(error),
+        };
+        let ppo = pipeline("  init_kl_coef: 0.3\n  steps: 8\n  batch_size: 4\n").unwrap();
+        assert_eq!((ppo.kl_coef, ppo.total_episodes, ppo.legacy.batch_size), (0.3, Some(8), Some(4)));
+        assert!(ppo.legacy.value_head && ppo.kl.adap_kl_ctrl);
+        assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("o/1-sft".into(), Some("o/2-reward".into())));
+        // What a section names is not linked, whichever name it uses.
+        let ppo = pipeline("  model_name: x\n  reward_model: y\n  query_dataset: z\n").unwrap();
+        assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("x".into(), Some("y".into())));
+        assert_eq!((ppo.data.dataset_name, ppo.data.data_split), (vec!["z".into()], None));
+        let twice = pipeline("  kl_coef: 0.1\n  init_kl_coef: 0.2\n").unwrap_err();
+        assert!(twice.starts_with("run.yaml:7: `ppo.init_kl_coef` is set twice"), "{twice}");
+        let refused = pipeline("  world_size: 2\n").unwrap_err();
+        assert!(refused.starts_with("run.yaml:6: ppo: world_size = 2: there is one process"), "{refused}");
+    }
+
+    #[test]
+    fn the_example_of_a_pipeline_is_the_demos_three_files() {
+        let file = |name: &str| format!("{}/../../examples/sentiment/{name}.yaml", env!("CARGO_MANIFEST_DIR"));
+        let single = |name: &str| parse_words(&[name, "--config", &file(name)]).unwrap();
+        let Task::Pipeline(found) = parse_words(&["pipeline", "--config", &file("pipeline")]).unwrap() else {
+            panic!()
+        };
+        let (Task::Sft(mut sft), Task::Reward(mut reward), Task::Ppo(mut ppo)) =
+            (single("sft"), single("reward"), single("ppo"))
+        else {
+            panic!()
+        };
+        let dir = |name: &str| PathBuf::from("runs/sentiment-pipeline").join(name);
+        for (run, name) in [(&mut sft.run, "1-sft"), (&mut reward.run, "2-reward"), (&mut ppo.run, "3-ppo")] {
+            run.output_dir = dir(name);
+        }
+        reward.model_name_or_path = dir("1-sft");
+        (ppo.sft_model_path, ppo.reward_model_path) = (dir("1-sft"), Some(dir("2-reward")));
+        let expected = PipelineConfig {
+            output_dir: dir("").parent().unwrap().join("sentiment-pipeline"),
+            sft: Some(sft),
+            reward: Some(reward),
+            ppo: Some(ppo),
+        };
+        assert_eq!(found, expected);
+    }
 }

@@ -11,8 +11,8 @@ use clap::{Arg, ArgMatches, Command};
 use rlhf::flag::Refusals;
 use rlhf::settings::Preset;
 
-use crate::cli::Setting;
 use crate::cli::deepspeed_chat;
+use crate::cli::layers::Setting;
 
 /// What becomes of a flag.
 #[derive(Debug, Clone, Copy)]
@@ -463,7 +463,13 @@ pub(crate) fn translate(
 
 #[cfg(test)]
 mod tests {
+    use rlhf::settings::{PpoConfig, StopToken};
+
     use super::*;
+    use crate::cli::Task;
+    use crate::cli::commands::rlhf_command;
+    use crate::cli::config_file::Keys;
+    use crate::cli::testing::{least, parse_words, parsed, ppo, ppo_error, with_file};
 
     #[test]
     fn no_flag_is_in_the_table_twice() {
@@ -475,5 +481,198 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// The names of TRL 1.11's configurations and scripts: transformers' arguments, the model's and the dataset's; then what
+    /// each trainer has beside them.
+    const SHARED: &str = "\
+        output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type \
+        lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon \
+        optim_target_modules gradient_accumulation_steps average_tokens_across_devices max_grad_norm \
+        label_smoothing_factor bf16 fp16 bf16_full_eval fp16_full_eval tf32 activation_checkpointing \
+        activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs torch_compile \
+        torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache \
+        neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size logging_strategy logging_steps \
+        logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level \
+        log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id \
+        trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size \
+        prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object \
+        eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model save_strategy \
+        save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token \
+        hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end \
+        metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint \
+        full_determinism seed data_seed use_cpu accelerator_config parallelism_config dataloader_drop_last \
+        dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers \
+        dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order \
+        remove_unused_columns label_names train_sampling_strategy length_column_name \
+        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend \
+        ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval do_predict \
+        resume_from_checkpoint local_rank model_name_or_path model_revision dtype attn_implementation \
+        use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters \
+        lora_modules_to_save lora_task_type use_rslora use_dora load_in_8bit load_in_4bit \
+        bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage dataset_name dataset_config \
+        dataset_train_split dataset_test_split dataset_streaming ignore_bias_buffers datasets streaming \
+        test_split_size";
+
+    const OF_PPO: &str = "\
+        dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size \
+        num_sample_generations response_length stop_token stop_token_id temperature missing_eos_penalty \
+        sft_model_path world_size num_total_batches micro_batch_size local_batch_size batch_size \
+        local_mini_batch_size mini_batch_size reward_model_path model_adapter_name ref_adapter_name \
+        num_ppo_epochs whiten_rewards kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam \
+        ds3_gather_for_generation";
+
+    const OF_SFT: &str = "\
+        model_init_kwargs router_aux_loss_coef trust_remote_code chat_template_path dataset_text_field \
+        dataset_kwargs dataset_num_proc eos_token max_length truncation_mode shuffle_dataset packing \
+        packing_strategy padding_free pad_to_multiple_of eval_packing completion_only_loss \
+        assistant_only_loss loss_type activation_offloading pad_token";
+
+    const OF_REWARD: &str = "\
+        model_init_kwargs trust_remote_code chat_template_path disable_dropout dataset_num_proc eos_token \
+        max_length pad_to_multiple_of center_rewards_coefficient activation_offloading pad_token";
+
+    #[test]
+    fn every_name_of_trl_works_or_is_noted_or_is_refused_with_its_reason() {
+        let rlhf = rlhf_command();
+        for (name, own) in [("ppo", OF_PPO), ("sft", OF_SFT), ("reward", OF_REWARD)] {
+            let command = rlhf.find_subcommand(name).unwrap();
+            let keys = Keys { top: vec![command], sections: Vec::new() };
+            let (mut works, mut foreign) = (0, 0);
+            for flag in SHARED.split_whitespace().chain(own.split_whitespace()) {
+                let arg = keys.flag(flag).unwrap_or_else(|| panic!("rlhf {name}: no {flag}"));
+                if !is_added(arg) {
+                    works += 1;
+                    continue;
+                }
+                foreign += 1;
+                let said = |value: &str| parsed(&[&least(name)[..], &[&format!("--{flag}"), value]].concat());
+                match said("zzz") {
+                    Ok(parsed) => {
+                        let [note] = &parsed.notes[..] else { panic!("{flag}: {:?}", parsed.notes) };
+                        assert!(note.starts_with(&format!("without effect here: {flag} (")), "{note}");
+                        let plain = parse_words(&least(name)).unwrap();
+                        assert_eq!(parsed.task, plain, "{flag}");
+                    }
+                    Err(error) => {
+                        assert!(error.starts_with(&format!("{flag} = zzz: ")) && error.lines().count() == 1, "{error}");
+                        let fine = error.split(" expected ").nth(1).unwrap().split([' ', ',', ';']).next().unwrap();
+                        assert!(said(fine).is_ok(), "{flag} = {fine}");
+                    }
+                }
+            }
+            assert!(works > 40 && foreign > 60, "{name}: {works} {foreign}");
+        }
+    }
+
+    #[test]
+    fn documented_lines_of_trls_scripts_run_once_models_and_dataset_are_named() {
+        let models = "--sft_model_path policy --reward_model_path judge --dataset_name prompts.jsonl";
+        let read = |line: &str| {
+            let words: Vec<&str> = line.split_whitespace().filter(|word| *word != "\\").collect();
+            let found = parsed(&[&["ppo"], &words[..]].concat()).unwrap_or_else(|error| panic!("{line}: {error}"));
+            let Task::Ppo(config) = found.task else { panic!() };
+            (config, found.notes)
+        };
+        let (config, notes) = read(&format!(
+            "--learning_rate 3e-6 --num_ppo_epochs 1 --num_mini_batches 1 --output_dir models/minimal/ppo \
+             --per_device_train_batch_size 64 --gradient_accumulation_steps 1 --total_episodes 10000 \
+             --model_name_or_path EleutherAI/pythia-1b-deduped --non_eos_penalty {models}"
+        ));
+        assert!(config.non_eos_penalty && notes.is_empty(), "{notes:?}");
+        let (config, notes) = read(
+            "--output_dir models/minimal/ppo_tldr --learning_rate 3e-6 --per_device_train_batch_size 16 \
+             --gradient_accumulation_steps 4 --total_episodes 1000000 --model_name_or_path EleutherAI/pythia-1b-deduped \
+             --sft_model_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr \
+             --reward_model_path cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr \
+             --local_rollout_forward_batch_size 16 --non_eos_penalty --stop_token eos --dataset_name trl-lib/tldr",
+        );
+        assert_eq!((config.plan(1).unwrap().batch_size, config.stop_token), (64, Some(StopToken::Eos)));
+        assert!(notes.is_empty(), "{notes:?}");
+        let (config, notes) = read(&format!(
+            "{models} --dataset_test_split validation --learning_rate 3e-6 --output_dir out --per_device_train_batch_size 1 \
+             --gradient_accumulation_steps 64 --total_episodes 30000 --missing_eos_penalty 1.0 --stop_token eos \
+             --response_length 53 --eval_strategy steps --eval_steps 100 --logging_steps 10 --save_strategy no \
+             --torch_dtype float32 --attn_implementation flash_attention_2 --trust_remote_code False --run_name tldr \
+             --report_to none"
+        ));
+        assert_eq!((config.eval.eval_steps, config.run.checkpoints.save_steps), (Some(100), None));
+        assert_eq!(
+            notes,
+            [
+                "without effect here: run_name (a run is known by its output_dir); logging_steps (each update is logged); \
+              attn_implementation (it changes memory and speed only, which are seen to here)"
+            ]
+        );
+    }
+
+    #[test]
+    fn strategies_stand_for_their_steps() {
+        let steps = |words: &str| {
+            let config = ppo(&words.split_whitespace().collect::<Vec<_>>());
+            (config.eval.eval_steps, config.run.checkpoints.save_steps)
+        };
+        assert_eq!(steps("--eval_strategy steps --save_strategy steps"), (Some(10), Some(500)));
+        assert_eq!(steps("--evaluation_strategy steps --save_steps 7"), (Some(10), Some(7)));
+        assert_eq!(steps("--eval_strategy no --save_strategy no"), (None, None));
+        assert_eq!(ppo(&["--use_cpu"]).run.device, rlhf::device::Device::Cpu);
+        let sft = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"];
+        let Task::Sft(config) =
+            with_file("eval_strategy: steps\nlogging_steps: 3\nsave_strategy: no\nsave_steps: 500\n", &sft).unwrap()
+        else {
+            panic!()
+        };
+        assert_eq!((config.eval.eval_steps, config.run.checkpoints.save_steps), (Some(3), None));
+        for (words, message) in [
+            ("--eval_strategy epoch", "eval_strategy = epoch: expected steps or no; with eval_steps = N it is every N"),
+            ("--eval_strategy no --eval_steps 3", "eval_strategy = no and eval_steps exclude each other"),
+            ("--save_strategy best", "save_strategy = best needs metric_for_best_model"),
+            ("--use_cpu --device cuda", "use_cpu = true and device exclude each other"),
+        ] {
+            let error = ppo_error(&words.split_whitespace().collect::<Vec<_>>());
+            assert!(error.starts_with(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_whole_configuration_of_trls_trainer_with_step_is_a_file_for_its_preset() {
+        let text = "preset: trl-legacy\noutput_dir: out\nexp_name: ppo\nseed: 0\nlog_with: null\ntask_name: null\nmodel_name: gpt2\n\
+                    query_dataset: stanfordnlp/imdb\nreward_model: 'sentiment-analysis:lvwerra/distilbert-imdb'\n\
+                    remove_unused_columns: true\ntracker_kwargs: {}\naccelerator_kwargs: {}\nproject_kwargs: {}\n\
+                    tracker_project_name: trl\npush_to_hub_if_best_kwargs: {}\nsteps: 20000\nlearning_rate: 1.41e-05\n\
+                    adap_kl_ctrl: true\ninit_kl_coef: 0.2\nkl_penalty: kl\ntarget: 6.0\nhorizon: 10000.0\ngamma: 1.0\nlam: 0.95\n\
+                    cliprange: 0.2\ncliprange_value: 0.2\nvf_coef: 0.1\nbatch_size: 128\nforward_batch_size: null\n\
+                    mini_batch_size: 128\ngradient_accumulation_steps: 1\nworld_size: null\nppo_epochs: 4\nmax_grad_norm: null\n\
+                    optimize_cuda_cache: null\noptimize_device_cache: false\nearly_stopping: false\ntarget_kl: 1.0\n\
+                    compare_steps: 1\nratio_threshold: 10.0\nuse_score_scaling: false\nuse_score_norm: false\nscore_clip: null\n\
+                    whiten_rewards: false\ngradient_checkpointing: false\nis_encoder_decoder: null\nis_peft_model: null\n\
+                    backward_batch_size: null\nglobal_backward_batch_size: null\nglobal_batch_size: null\ndataset_num_proc: null\n";
+        let Task::Ppo(mut config) = with_file(text, &["ppo"]).unwrap() else { panic!() };
+        let expected = PpoConfig::with_preset(
+            Preset::TrlLegacy,
+            "gpt2",
+            "sentiment-analysis:lvwerra/distilbert-imdb",
+            "stanfordnlp/imdb",
+            "out",
+        );
+        (config.legacy.batch_size, config.legacy.mini_batch_size, config.step.target_kl) = (None, None, None);
+        assert_eq!(config, expected);
+        // With values that ask for what is not here: all in one answer, each with its line.
+        let text = text
+            .replace("world_size: null", "world_size: 8")
+            .replace("tracker_kwargs: {}", "tracker_kwargs: {wandb: {a: 1}}");
+        let text =
+            text.replace("forward_batch_size: null", "forward_batch_size: 4").replace("gamma: 1.0", "gamma: 2.0");
+        let text =
+            text.replace("is_encoder_decoder: null", "is_encoder_decoder: true").replace("lam: 0.95", "lam: high");
+        let error = with_file(&text, &["ppo"]).unwrap_err();
+        let expected = [
+            "run.yaml:24: `lam`: expected a number, found `high`",
+            "run.yaml:32: world_size = 8: there is one process; expected none or 1",
+            "run.yaml:29: forward_batch_size = 4: it is mini_batch_size under its older name; expected none",
+            "run.yaml:46: is_encoder_decoder = true: models are decoders; expected none or false",
+            "gamma = 2: expected a number from 0 to 1",
+        ];
+        assert_eq!(error.lines().collect::<Vec<_>>(), expected);
     }
 }

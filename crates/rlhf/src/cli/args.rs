@@ -1,0 +1,287 @@
+//! The words of the command line: their form, and which of them cannot be read.
+
+use std::ffi::OsString;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Command};
+use rlhf::Result;
+use rlhf::flag::Refusals;
+
+use super::Stop;
+use super::config_file::NOT_SETTINGS;
+use super::errors::{and_this, nearest, one_line, refusal};
+
+/// Dashes in flag names become underscores, and `--flag true` becomes `--flag=true` where the flag may also stand alone.
+/// Values and whatever follows `--` stay as they are.
+pub(super) fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<OsString> {
+    let flag =
+        |name: &str| rlhf.get_subcommands().flat_map(Command::get_arguments).find(|a| a.get_long() == Some(name));
+    let mut args = args.into_iter().peekable();
+    let mut normal = Vec::new();
+    while let Some(arg) = args.next() {
+        let Some(text) = arg.to_str().and_then(|text| text.strip_prefix("--")) else {
+            normal.push(arg);
+            continue;
+        };
+        if text.is_empty() {
+            normal.push(arg);
+            normal.extend(args);
+            break;
+        }
+        let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
+        let name = name.replace('-', "_");
+        let mut word = OsString::from(format!("--{name}"));
+        if let Some(value) = value {
+            word.push("=");
+            word.push(value);
+        } else if let Some(flag) = flag(&name).filter(|flag| flag.is_require_equals_set())
+            && let Some(value) = args.next_if(|next| next.to_str().is_some_and(|next| refusal(flag, next).is_none()))
+        {
+            word.push("=");
+            word.push(value);
+        }
+        normal.push(word);
+    }
+    normal
+}
+
+/// What the command line says over `command`; what is required and missing is put with the refusals, and is then as
+/// `relaxed` makes it.
+pub(super) fn matches_of(
+    command: &Command,
+    args: &[OsString],
+    refusals: &mut Refusals,
+    relaxed: impl Fn(Command) -> Command,
+) -> Result<ArgMatches, Stop> {
+    let error = match command.clone().try_get_matches_from(args) {
+        Ok(matches) => return Ok(matches),
+        Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => error,
+        Err(error) => return Err(and_this(std::mem::take(refusals), error)),
+    };
+    if let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg) {
+        let missing = missing.iter().filter(|flag| !refusals.has(flag_name(flag)));
+        let missing: Vec<&str> = missing.map(String::as_str).collect();
+        if !missing.is_empty() {
+            let line = format!("the following required arguments were not provided: {}", missing.join(", "));
+            refusals.refuse(line, missing.iter().map(|flag| flag_name(flag)));
+        }
+    }
+    Ok(relaxed(command.clone()).try_get_matches_from(args)?)
+}
+
+pub(super) fn not_required(arg: Arg) -> Arg {
+    if arg.is_required_set() { arg.required(false).default_value(".") } else { arg }
+}
+
+/// Takes the flag, with its values, that `error` is about out of the command line and puts the error with the refusals: what
+/// else is wrong is found then too. `false` where there is none.
+pub(super) fn take_out(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command, refusals: &mut Refusals) -> bool {
+    let Some(ContextValue::String(shown)) = error.get(ContextKind::InvalidArg) else { return false };
+    let Some(command) = args.get(1).and_then(|name| rlhf.find_subcommand(name)) else { return false };
+    let name = flag_name(shown);
+    let known = command.get_arguments().find(|arg| is_named(arg, name));
+    let is_flag = shown.starts_with("--");
+    // Whether a word of the command line is the flag, and whether its value is in the same word.
+    let meant = |word: &OsString| {
+        let text = word.to_str()?;
+        if !is_flag {
+            return (text == shown.as_str()).then_some(true);
+        }
+        let text = text.strip_prefix("--")?;
+        let (head, value) = text.split_once('=').map_or((text, false), |(head, _)| (head, true));
+        (head == name || known.is_some_and(|arg| is_named(arg, head))).then_some(value)
+    };
+    let before = args.len();
+    let end = args.iter().position(|word| word == "--").unwrap_or(args.len());
+    let mut kept = Vec::new();
+    let mut words = args.drain(..).enumerate().peekable();
+    while let Some((at, word)) = words.next() {
+        let Some(whole) = (if at > 1 && at < end { meant(&word) } else { None }) else {
+            kept.push(word);
+            continue;
+        };
+        let most = known.and_then(Arg::get_num_args).map_or(usize::MAX, |count| count.max_values());
+        let most = if whole || known.is_some_and(Arg::is_require_equals_set) { 0 } else { most.max(1) };
+        let is_value = |word: &OsString| !word.to_str().is_some_and(|text| text.starts_with("--"));
+        for _ in 0..most {
+            if words.next_if(|(at, word)| *at < end && is_value(word)).is_none() {
+                break;
+            }
+        }
+    }
+    drop(words);
+    *args = kept;
+    if args.len() == before {
+        return false;
+    }
+    let (line, about) = match (error.kind(), is_flag) {
+        (ErrorKind::UnknownArgument, true) => {
+            let flags = command.get_arguments().filter(|arg| !arg.is_hide_set()).map(|arg| arg.get_id().as_str());
+            let near = nearest(name, flags.chain(NOT_SETTINGS));
+            let tip = near.map_or(String::new(), |near| format!("; tip: a similar argument exists: '--{near}'"));
+            (format!("unexpected argument '--{name}' found{tip}"), near)
+        }
+        _ => (one_line(error), known.map(|arg| arg.get_id().as_str())),
+    };
+    refusals.refuse(line, about);
+    true
+}
+
+/// `--seed <N>`: `seed`.
+pub(super) fn flag_name(shown: &str) -> &str {
+    let name = shown.trim_start_matches('-');
+    name.split([' ', '=', '[', '<']).next().unwrap_or_default()
+}
+
+/// Whether `name` is the flag's own or one of its others.
+pub(super) fn is_named(arg: &Arg, name: &str) -> bool {
+    arg.get_id() == name
+        || arg.get_long() == Some(name)
+        || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))
+}
+
+pub(super) fn on_line(flags: &ArgMatches, name: &str) -> bool {
+    flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use rlhf::rl::math::ScorePosition;
+    use rlhf::settings::{PpoConfig, SftConfig};
+
+    use crate::cli::Task;
+    use crate::cli::testing::{parse_words, ppo, ppo_error, with_file};
+
+    #[test]
+    fn dashes_and_underscores_name_the_same_flag_and_values_keep_theirs() {
+        assert_eq!(ppo(&["--num-mini-batches", "2", "--kl_coef=0.5"]).num_mini_batches, 2);
+        assert_eq!(ppo(&["--score-position=last_token"]).score_position, ScorePosition::LastToken);
+        assert_eq!(ppo(&["--value-model-path", "my-value-model"]).value_model_path, Some("my-value-model".into()));
+        assert_eq!(ppo(&["--value-model-path=--a-b=c-d"]).value_model_path, Some("--a-b=c-d".into()));
+        let task =
+            parse_words(&["generate", "--model-name-or-path", "m", "--", "--a-b", "--ignore_eos", "true"]).unwrap();
+        let Task::Generate(config) = task else { panic!("{task:?}") };
+        assert_eq!(config.prompts, ["--a-b", "--ignore_eos", "true"]);
+        assert!(!config.ignore_eos);
+    }
+
+    #[test]
+    fn a_yes_or_no_flag_stands_alone_or_takes_a_word_in_any_case() {
+        for words in [
+            &["--whiten_rewards"][..],
+            &["--whiten-rewards", "true"],
+            &["--whiten_rewards=YES"],
+            &["--whiten_rewards", "1"],
+        ] {
+            assert!(ppo(words).whiten_rewards, "{words:?}");
+        }
+        for words in [&["--whiten_rewards=False"][..], &["--whiten_rewards", "no"], &["--whiten_rewards", "0"]] {
+            assert!(!ppo(words).whiten_rewards, "{words:?}");
+        }
+        assert_eq!(
+            ppo_error(&["--whiten_rewards=maybe"]),
+            "invalid value 'maybe' for '--whiten_rewards[=<BOOL>]': expected true or false"
+        );
+    }
+
+    #[test]
+    fn a_prompt_after_a_yes_or_no_flag_stays_a_prompt() {
+        let task = parse_words(&["generate", "--model_name_or_path", "m", "--ignore_eos", "The film was"]).unwrap();
+        let Task::Generate(config) = task else { panic!("{task:?}") };
+        assert!(config.ignore_eos);
+        assert_eq!(config.prompts, ["The film was"]);
+    }
+
+    #[test]
+    fn a_flag_of_many_values_takes_one_at_a_time_so_that_a_prompt_stays_a_prompt() {
+        let words =
+            ["--stop_token_ids", "1,2", "--stop_token_ids", "3", "--stop_strings", "a,b", "--stop_strings", "c"];
+        let task = parse_words(&[&["generate", "--model", "m"], &words[..], &["The film"]].concat()).unwrap();
+        let Task::Generate(config) = task else { panic!("{task:?}") };
+        assert_eq!((config.stop_token_ids, config.prompts), (vec![1, 2, 3], vec!["The film".to_string()]));
+        assert_eq!(config.stop_strings, ["a,b", "c"]);
+    }
+
+    #[test]
+    fn zero_turns_clipping_off_and_minus_one_steps_are_no_limit_as_in_trl() {
+        assert_eq!(ppo(&["--max_grad_norm", "0"]).optimizer.max_grad_norm, None);
+        assert_eq!(ppo(&["--max_grad_norm", "1.0"]).optimizer.max_grad_norm, Some(1.0));
+        let words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", "--max_steps", "-1"];
+        let task = parse_words(&[&["sft"][..], &words].concat()).unwrap();
+        assert_eq!(task, Task::Sft(SftConfig::new("m", "d", "o")));
+    }
+
+    #[test]
+    fn targets_of_lora_stand_side_by_side_as_trl_takes_them_or_with_commas() {
+        for words in [&["q_proj", "v_proj", "--use_peft"][..], &["q_proj,v_proj", "--use_peft"]] {
+            let config = ppo(&[&["--lora_target_modules"], words].concat());
+            assert_eq!(
+                (config.peft.use_peft, config.peft.lora_target_modules),
+                (true, vec!["q_proj".into(), "v_proj".into()])
+            );
+        }
+    }
+
+    #[test]
+    fn rewards_keep_their_commas_and_their_settings_are_split_at_them() {
+        let words = ["--reward", "length:target=40,unit=words", "--reward", "regex:a,b", "--reward_weights"];
+        let config = ppo(&[&words[..], &["model=1,length=0.1", "--reward_clip=5"]].concat());
+        assert_eq!(config.rewards.reward, ["length:target=40,unit=words", "regex:a,b"]);
+        assert_eq!(config.rewards.reward_weights, ["model=1", "length=0.1"]);
+        assert_eq!(config.rewards.reward_clip, ["5"]);
+        assert!(ppo_error(&["--reward", "rhyme:x"]).starts_with("reward = rhyme...: expected one of model, command"));
+    }
+
+    #[test]
+    fn several_datasets_stand_side_by_side_or_in_a_list_and_one_needs_none() {
+        let names = |config: &PpoConfig| {
+            config.data.dataset_name.iter().map(|name| name.display().to_string()).collect::<Vec<_>>()
+        };
+        let config = ppo(&["--dataset_name", "a.jsonl", "b", "--dataset_weights", "0.7", "0.3"]);
+        assert_eq!((names(&config), config.data.dataset_weights), (vec!["a.jsonl".into(), "b".into()], vec![0.7, 0.3]));
+        let rest = ["ppo", "--sft_model_path", "s", "--reward_model_path", "r", "--output_dir", "o"];
+        for (text, expected) in [
+            ("dataset_name: [a, b]\ndataset_weights: [1, 2.5]\n", &["a", "b"][..]),
+            ("dataset_name: a\ndataset_weights: 3\n", &["a"]),
+            ("dataset_name:\n- 'a'\ndataset_weights:\n", &["a"]),
+        ] {
+            let Task::Ppo(config) = with_file(text, &rest).unwrap() else { panic!() };
+            assert_eq!(names(&config), expected, "{text}");
+        }
+        let no_list = "`: expected a text or a list of texts, found something else";
+        for (text, message) in [
+            ("dataset_name: {a: 1}\n", format!("run.yaml:1: `dataset_name{no_list}")),
+            ("dataset_name: [a, [b]]\n", format!("run.yaml:1: `dataset_name{no_list}")),
+            (
+                "dataset_name: [a, b]\ndataset_weights: [1, x]\n",
+                "run.yaml:2: `dataset_weights`: expected a number, found `x`".into(),
+            ),
+        ] {
+            assert_eq!(with_file(text, &rest).unwrap_err(), message);
+        }
+        for (words, message) in [
+            (
+                &["--dataset_weights", "1", "2"][..],
+                "numbers in dataset_weights = 2: expected one for each of the datasets, which are 1",
+            ),
+            (&["--dataset_weights", "0"], "dataset_weights = 0: expected a number above 0"),
+            (
+                &["--eval_split_size", "1.5"],
+                "eval_split_size = 1.5: expected a share below 1, or a whole number of rows",
+            ),
+            (&["--max_prompt_length", "0"], "max_prompt_length = 0: expected at least 1"),
+        ] {
+            assert_eq!(ppo_error(words), message);
+        }
+    }
+
+    #[test]
+    fn the_last_flag_wins() {
+        let config = ppo(&["--dataset_name", "a", "b", "--dataset_name", "c"]);
+        assert_eq!(config.data.dataset_name, [PathBuf::from("c")]);
+        assert_eq!(ppo(&["--seed", "1", "--seed", "2"]).run.seed, 2);
+    }
+}

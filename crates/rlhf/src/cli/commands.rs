@@ -1,0 +1,335 @@
+//! The commands of `rlhf`: their flags, descriptions and examples.
+
+use clap::builder::ValueParser;
+use clap::{Arg, ArgAction, Command};
+use rlhf::flag;
+use rlhf::settings::{
+    GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, RewardConfig, ScoreConfig, SftConfig,
+};
+
+use super::{deepspeed_chat, trl};
+
+/// The command whose settings are those of its steps: it needs a file.
+pub(super) const PIPELINE: &str = "pipeline";
+
+pub(super) fn rlhf_command() -> Command {
+    let commands = [
+        trl::with_flags(flag::command::<SftConfig>("sft"))
+            .about("Fine-tune a language model on texts or demonstrations")
+            .after_help(
+                "Example:\n\
+             \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft",
+            ),
+        trl::with_flags(flag::command::<RewardConfig>("reward"))
+            .about("Train a reward model on preference pairs")
+            .after_help(
+                "Example:\n\
+             \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
+             \x20     --dataset_name pairs.jsonl --output_dir runs/reward",
+            ),
+        deepspeed_chat::with_flags(trl::with_flags(flag::command::<PpoConfig>("ppo")))
+            .about("Train a language model with PPO against a reward")
+            .after_help(
+                "Example:\n\
+             \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
+             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos",
+            ),
+        flag::command::<PipelineFlags>(PIPELINE)
+            .about("Run SFT, the reward model and PPO, one after another")
+            .after_help(
+                "The file has a section for each step, with that command's settings by their flags' names;\n\
+             above them stand those of all. The reward model begins with what SFT left, PPO with what\n\
+             both left. One dataset of all, with `prompt`, `chosen` and `rejected`, is split 2,4,4.\n\
+             Everything is checked before the first step begins.\n\n\
+             \x20 model_name_or_path: pythia-160m\n\
+             \x20 dataset_name: comparisons.jsonl\n\
+             \x20 output_dir: runs/all\n\
+             \x20 sft: {num_train_epochs: 1}\n\
+             \x20 reward: {num_train_epochs: 1}\n\
+             \x20 ppo: {total_episodes: 4096, stop_token: eos, missing_eos_penalty: 1.0}\n\n\
+             Example:\n\
+             \x20 rlhf pipeline --config pipeline.yaml --resume_from_checkpoint",
+            ),
+        trl::with_flags(flag::command::<GenerateConfig>("generate"))
+            .about("Answer prompts with a language model")
+            .after_help(
+                "Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.\n\n\
+                 Examples:\n\
+                 \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\
+                 \x20 rlhf generate --model_name_or_path runs/ppo --dataset_name prompts.jsonl --do_sample false",
+            ),
+        trl::with_flags(flag::command::<LogprobsConfig>("logprobs"))
+            .about("Log-probabilities of given completions, row by row")
+            .after_help(
+                "Rows have `prompt` and `completion`, or `prompt_ids` and `completion_ids`; each is written with\n\
+                 `completion_ids`, `logprobs` (one per completion token) and `sum_logprobs`. No eos is added.\n\n\
+                 Example:\n\
+                 \x20 rlhf logprobs --model_name_or_path runs/ppo --dataset_name answers.jsonl",
+            ),
+        trl::with_flags(flag::command::<ScoreConfig>("score"))
+            .about("Scores of a reward model, or of other rewards, row by row")
+            .after_help(
+                "Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and\n\
+             `completion_ids`; each is written with its `score`. No eos is added. Preference pairs, `chosen` and\n\
+             `rejected`, get `score_chosen`, `score_rejected` and `score_margin`, and accuracy and mean margin at\n\
+             the end; sample files of a run are read as they are. Rewards other than one model score\n\
+             a completion to its prompt, and `components` has what each of them says.\n\n\
+             Examples:\n\
+             \x20 rlhf generate --model runs/ppo --dataset_name prompts.jsonl | rlhf score --model runs/reward\n\
+             \x20 rlhf score --tokenizer_name runs/sft --reward length:target=40 --reward_command ./reward.py \\\n\
+             \x20     --dataset_name answers.jsonl",
+            ),
+        flag::command::<MergeConfig>("merge").about("Fold a LoRA adapter into a whole model").after_help(
+            "Example:\n\
+             \x20 rlhf merge --model_name_or_path runs/ppo --output_dir merged",
+        ),
+    ];
+    let file = Arg::new("config")
+        .long("config")
+        .value_name("FILE")
+        .value_parser(ValueParser::path_buf())
+        .help("YAML file of settings, named as the flags are; a flag wins over the file");
+    // clap's long form would take a paragraph per flag, its short one for what most runs need too: see `help`.
+    let help = Arg::new("help").short('h').long("help").action(ArgAction::HelpShort);
+    let help = help.help("Print help: -h of the flags that most runs need, --help of all");
+    Command::new("rlhf")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("RLHF with PPO for language models: supervised fine-tuning, a reward model, then PPO.")
+        .after_help(
+            "From a language model to a tuned one; models are Hugging Face folders, data is JSONL or Parquet:\n\
+             \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft\n\
+             \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
+             \x20     --dataset_name pairs.jsonl --output_dir runs/reward\n\
+             \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
+             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos\n\
+             \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\n\
+             Runs leave their settings in config.yaml for --config; `rlhf COMMAND --help` explains the flags.",
+        )
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .disable_help_subcommand(true)
+        .subcommands(commands)
+        .mut_subcommands(|command| command.disable_help_flag(true).args([file.clone(), help.clone()]))
+        .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use rlhf::settings::Preset;
+
+    use super::*;
+    use crate::cli::Task;
+    use crate::cli::errors::refusal;
+    use crate::cli::testing::{least, parse_words, ppo, with_file};
+
+    #[test]
+    fn clap_finds_no_fault_with_the_commands() {
+        rlhf_command().debug_assert();
+    }
+
+    #[test]
+    fn the_command_line_is_frozen() {
+        let flags = |name: &str| {
+            let command = rlhf_command();
+            let command = command.find_subcommand(name).unwrap();
+            let seen = command.get_arguments().filter(|arg| !arg.is_hide_set());
+            seen.map(|arg| arg.get_id().as_str()).collect::<Vec<_>>().join(" ")
+        };
+        let lora = "use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora";
+        let optimizer = "learning_rate lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
+                         adam_epsilon max_grad_norm";
+        let run = "output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
+                   hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
+                   max_tokens_per_micro_batch report_to tensorboard_tags num_threads disable_tqdm save_steps save_total_limit \
+                   resume_from_checkpoint resume_with_changed_inputs config help";
+        let data = "dataset_name dataset_weights dataset_config dataset_columns dataset_train_split dataset_test_split eval_split_size data_split \
+                    data_split_seed";
+        let rows = "dataset_name dataset_split dataset_columns output_file overwrite_output_file batch_size dtype device num_threads config help";
+        let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
+                       reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
+        let eval = "eval_steps metric_for_best_model greater_is_better";
+        let steps = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
+                     num_train_epochs max_steps logging_steps";
+        assert_eq!(
+            flags("ppo"),
+            format!(
+                "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
+                 new_reward_head {rewards} {data} \
+                 max_prompt_length long_prompts \
+                 apply_chat_template preset per_device_generation_batch_size generation_batches \
+                 per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
+                 local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
+                 response_length stop_token stop_token_id temperature top_k top_p min_p repetition_penalty min_new_tokens \
+                 stop_strings logprobs_of num_ppo_epochs missing_eos_penalty \
+                 non_eos_penalty penalty_reward_value \
+                 score_position kl_coef kl_estimator kl_in_loss adap_kl_ctrl target horizon kl_coef_end whiten_rewards \
+                 whiten_advantages gamma lam cliprange cliprange_value vf_coef cliprange_high dual_clip entropy_coef \
+                 target_kl ratio_threshold clip_reward_value min_response_length eos_in_loss last_value_in_loss \
+                 unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef enable_ema ema_beta value_head raw_logprobs num_shared_layers batch_size \
+                 mini_batch_size early_stopping use_score_scaling use_score_norm score_clip \
+                 {lora} value_use_peft value_lora_r \
+                 value_lora_target_modules {optimizer} value_warmup_updates value_learning_rate \
+                 value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \
+                 max_skipped_updates no_checks align_overflow compute_fp32_loss print_answers print_answers_interval \
+                 enable_test_mode test_stop_step num_eval_prompts {eval} {run}"
+            )
+        );
+        assert_eq!(
+            flags("sft"),
+            format!(
+                "model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
+                 dataset_text_field max_length packing {steps} \
+                 completion_only_loss assistant_only_loss {lora} {optimizer} {eval} {run}"
+            )
+        );
+        assert_eq!(
+            flags("reward"),
+            format!(
+                "model_name_or_path model_revision new_reward_head reward_format {data} eval_dataset_name \
+                 num_padding_at_beginning max_length {steps} pair_loss center_rewards_coefficient {lora} {optimizer} \
+                 eval_only {eval} {run}"
+            )
+        );
+        assert_eq!(
+            flags("generate"),
+            format!(
+                "model_name_or_path model_revision prompts input_format output_format apply_chat_template max_new_tokens \
+                 min_new_tokens do_sample \
+                 temperature top_k top_p min_p repetition_penalty num_return_sequences stop_token_ids stop_strings \
+                 ignore_eos seed {rows}"
+            )
+        );
+        assert_eq!(flags("logprobs"), format!("model_name_or_path model_revision temperature {rows}"));
+        assert_eq!(
+            flags("score"),
+            format!("model_name_or_path model_revision reward_label tokenizer_name {rewards} {rows}")
+        );
+        assert_eq!(
+            flags("pipeline"),
+            "output_dir overwrite_output_dir skip resume_from_checkpoint resume_with_changed_inputs help config"
+        );
+        assert_eq!(
+            flags("merge"),
+            "model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help"
+        );
+    }
+
+    #[test]
+    fn every_flag_is_explained_under_a_heading() {
+        for command in rlhf_command().get_subcommands() {
+            for arg in command.get_arguments() {
+                let id = arg.get_id().as_str();
+                assert!(arg.get_help().is_some(), "{id}");
+                assert_eq!(arg.get_help_heading().is_none(), ["config", "help", "prompts"].contains(&id), "{id}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_command_line_has_the_defaults_of_the_constructors() {
+        assert_eq!(ppo(&[]), PpoConfig::new("policy", "judge", "prompts.jsonl", "out"));
+        let data = ["--dataset_name", "d", "--output_dir", "o"];
+        let sft = parse_words(&[&["sft", "--model_name_or_path", "m"], &data[..]].concat()).unwrap();
+        assert_eq!(sft, Task::Sft(SftConfig::new("m", "d", "o")));
+        let scratch = parse_words(&[&["sft", "--config_name", "c", "--tokenizer_name", "t"], &data[..]].concat());
+        assert_eq!(scratch.unwrap(), Task::Sft(SftConfig::from_scratch("c", "t", "d", "o")));
+        let reward = parse_words(&[&["reward", "--model_name_or_path", "m"], &data[..]].concat()).unwrap();
+        assert_eq!(reward, Task::Reward(RewardConfig::new("m", "d", "o")));
+        let generate = parse_words(&["generate", "--model_name_or_path", "m"]).unwrap();
+        assert_eq!(generate, Task::Generate(GenerateConfig::new("m")));
+        let logprobs = parse_words(&["logprobs", "--model", "m"]).unwrap();
+        assert_eq!(logprobs, Task::Logprobs(LogprobsConfig::new("m")));
+        let score = parse_words(&["score", "--model=m"]).unwrap();
+        assert_eq!(score, Task::Score(ScoreConfig::new("m")));
+    }
+
+    /// The flags that a cell of a table, or a line of text, names: `--flag` in backticks, with a value or without.
+    fn flags_in(text: &str) -> impl Iterator<Item = &str> {
+        let code = text.split('`').skip(1).step_by(2);
+        let words = code.flat_map(str::split_whitespace).filter_map(|word| word.strip_prefix("--"));
+        words.map(|word| word.split(['=', ',']).next().unwrap_or_default())
+    }
+
+    #[test]
+    fn every_flag_that_the_migration_page_names_is_there() {
+        let page = include_str!("../../../../docs/migration.md");
+        let rlhf = rlhf_command();
+        let knows = |command: &str, flag: &str| {
+            let command = rlhf.find_subcommand(command).unwrap_or_else(|| panic!("no command {command}"));
+            let names = |arg: &Arg| {
+                arg.get_long() == Some(flag) || arg.get_all_aliases().is_some_and(|all| all.contains(&flag))
+            };
+            command.get_arguments().any(names)
+        };
+        let mut checked = 0;
+        let mut command = None;
+        for line in page.lines() {
+            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+            let Some(ours) = cells.get(2).filter(|_| line.starts_with('|')) else {
+                command = None;
+                for flag in flags_in(line) {
+                    let known = rlhf.get_subcommands().any(|command| knows(command.get_name(), flag));
+                    assert!(known, "no --{flag} in any command: {line}");
+                }
+                continue;
+            };
+            match (command, ours.strip_prefix("`rlhf ").and_then(|rest| rest.split([' ', '`']).next())) {
+                (None, Some(name)) => command = Some(name),
+                (None, None) => {}
+                (Some(name), _) => {
+                    // Where it is the same, theirs is ours.
+                    let theirs = cells[1].split('`').skip(1).step_by(2).filter(|_| *ours == "the same");
+                    for flag in theirs {
+                        assert!(knows(name, flag), "no --{flag} in `rlhf {name}`: {line}");
+                        checked += 1;
+                    }
+                    for flag in flags_in(ours).chain(flags_in(cells.get(3).unwrap_or(&""))) {
+                        assert!(knows(name, flag), "no --{flag} in `rlhf {name}`: {line}");
+                        checked += 1;
+                    }
+                }
+            }
+        }
+        assert!(checked > 150, "only {checked} flags were found in the tables");
+        let preset =
+            rlhf.find_subcommand("ppo").and_then(|ppo| ppo.get_arguments().find(|arg| arg.get_id() == "preset"));
+        for after in page.split("--preset ").skip(1) {
+            let name: String = after.chars().take_while(|c| c.is_alphanumeric() || *c == '-').collect();
+            assert_eq!(refusal(preset.unwrap(), &name), None, "{name}");
+        }
+        // The file of its three steps is one.
+        let file = page.split("```yaml").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+        let Task::Pipeline(chat) = with_file(file, &["pipeline"]).unwrap() else { panic!() };
+        let ppo = chat.ppo.unwrap();
+        assert_eq!((ppo.preset, ppo.data.data_split, ppo.kl_coef), (Preset::DeepspeedChat, "2,4,4".parse().ok(), 0.1));
+        assert_eq!(ppo.sft_model_path, PathBuf::from("runs/chat/1-sft"));
+    }
+
+    #[test]
+    fn no_size_is_large_enough_for_more_than_a_usage_error() {
+        let mut counted = 0;
+        for command in rlhf_command().get_subcommands().filter(|command| command.get_name() != PIPELINE) {
+            for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
+                let is_number = arg.get_value_names().is_some_and(|names| names.iter().any(|name| name == "N"));
+                let (Some(flag), true) = (arg.get_long(), is_number) else { continue };
+                let own = format!("--{flag}");
+                for value in ["18446744073709551615", "9223372036854775807"] {
+                    let words = [&least(command.get_name())[..], &[&own, value]].concat();
+                    if let Err(error) = parse_words(&words) {
+                        assert!(error.contains(flag), "{words:?}: {error}");
+                    } else {
+                        assert!(
+                            ["seed", "data_split_seed", "stop_token_id", "stop_token_ids", "total_episodes"]
+                                .contains(&flag),
+                            "{words:?}"
+                        );
+                    }
+                }
+                counted += 1;
+            }
+        }
+        assert!(counted > 60, "{counted}");
+    }
+}

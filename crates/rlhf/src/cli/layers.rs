@@ -1,0 +1,310 @@
+//! Which value of a setting counts: a flag's, else the file's, else the preset's, else the default.
+
+use std::path::Path;
+
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Command, ValueEnum};
+use rlhf::flag::{self, Refusals};
+use rlhf::settings::Preset;
+use rlhf::{Error, Result};
+
+use super::trl::Said;
+use super::{Stop, deepspeed_chat, trl};
+
+/// One setting of a configuration file; no values stand for `null`.
+#[derive(Debug, Clone)]
+pub(crate) struct Setting {
+    pub(crate) key: String,
+    pub(crate) line: u64,
+    pub(crate) values: Vec<String>,
+}
+
+/// What `flags` and `settings` are with what other systems' flags come to; gives what the preset says.
+pub(super) fn translated(
+    command: &Command,
+    flags: &ArgMatches,
+    path: Option<&Path>,
+    settings: &mut Vec<Setting>,
+    said: &mut Said,
+) -> Vec<Setting> {
+    let preset = if command.get_name() == "ppo" { preset_of(flags, settings) } else { None };
+    if command.get_name() == "ppo" {
+        deepspeed_chat::translate(preset, flags, settings, &mut said.refusals);
+    }
+    trl::translate(command, preset, flags, path, settings, said);
+    of_preset(preset, settings)
+}
+
+/// The configuration that `build` makes of `preset` and of `settings`, which win over it, checked.
+///
+/// A value of the preset's that is refused because of what the user has set has no meaning in this run: it is left out, and
+/// noted. All else that `check` refuses is put with the refusals.
+pub(super) fn resolve<C>(
+    mut preset: Vec<Setting>,
+    settings: &[Setting],
+    on_line: impl Fn(&str) -> bool,
+    build: impl Fn(&[&[Setting]], &mut Refusals) -> Result<C, Stop>,
+    check: impl Fn(&C) -> Result<()>,
+    said: &mut Said,
+) -> Result<C, Stop> {
+    let is_own = |key: &str| on_line(key) || settings.iter().any(|setting| setting.key == key);
+    let mut config = build(&[&preset, settings], &mut said.refusals)?;
+    loop {
+        let checked = check(&config);
+        let of_preset = |line: &str| {
+            let mut keys = flag::subjects(line).filter(|key| !is_own(key));
+            keys.find_map(|key| preset.iter().position(|setting| setting.key == key))
+        };
+        let refused = checked.as_ref().err().map_or(&[][..], Error::refusals);
+        let Some((line, place)) = refused.iter().find_map(|line| Some((line.clone(), of_preset(line)?))) else {
+            said.refusals.add(checked)?;
+            return Ok(config);
+        };
+        let setting = preset.remove(place);
+        said.notes.push(format!("`{}` of the preset is left out: {line}", setting.key));
+        config = build(&[&preset, settings], &mut Refusals::default())?;
+    }
+}
+
+/// The preset that the flags name, or else the file's `settings`.
+pub(super) fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Preset> {
+    let of_flag = || flags.get_one::<Preset>("preset").copied();
+    let of_file = || settings.iter().find(|setting| setting.key == "preset")?.values.first();
+    match flags.value_source("preset") {
+        Some(ValueSource::CommandLine) => of_flag(),
+        _ => of_file().and_then(|name| Preset::from_str(name, false).ok()).or_else(of_flag),
+    }
+}
+
+/// What the preset sets, but for what the file's `settings` set to null.
+pub(super) fn of_preset(preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
+    let own = preset.map_or(&[][..], Preset::settings);
+    let is_null = |key: &str| settings.iter().any(|setting| setting.key == key && setting.values.is_empty());
+    let own = own.iter().filter(|(key, _)| !is_null(key));
+    own.map(|&(key, value)| Setting { key: key.into(), line: 0, values: vec![value.into()] }).collect()
+}
+
+/// The settings as defaults of the flags, where the later of two wins.
+pub(super) fn with_defaults(command: Command, layers: &[&[Setting]]) -> Command {
+    layers.iter().copied().flatten().cloned().fold(command, set_default)
+}
+
+pub(super) fn set_default(command: Command, setting: Setting) -> Command {
+    command.mut_arg(setting.key, |arg| arg.required(false).default_values(setting.values))
+}
+
+#[cfg(test)]
+mod tests {
+    use rlhf::rl::math::{KlEstimator, ScorePosition};
+    use rlhf::settings::{
+        self, EosInLoss, Format, GenerateConfig, LongPrompts, LrSchedulerType, PpoConfig, ReportTo, RewardConfig,
+        SftConfig, StopToken, WhitenAdvantages,
+    };
+
+    use super::*;
+    use crate::cli::Task;
+    use crate::cli::testing::{PPO, parse_words, parsed, ppo, ppo_error, with_file};
+
+    #[test]
+    fn none_and_null_unset_what_an_earlier_flag_or_the_file_set() {
+        let words = ["--total_episodes", "8", "--total_episodes", "None", "--stop_token", "eos", "--stop_token=null"];
+        let config = ppo(&words);
+        assert_eq!((config.total_episodes, config.stop_token), (None, None));
+        let words = [&PPO[..], &["--stop_token_id", "none"]].concat();
+        let Task::Ppo(config) = with_file("stop_token_id: 3\n", &words).unwrap() else { panic!() };
+        assert_eq!(config.stop_token_id, None);
+    }
+
+    #[test]
+    fn a_preset_is_behind_the_file_and_the_flags_and_before_the_defaults() {
+        let config = ppo(&["--preset", "deepspeed-chat"]);
+        assert_eq!(config, PpoConfig::with_preset(Preset::DeepspeedChat, "policy", "judge", "prompts.jsonl", "out"));
+        let words = [&PPO[..], &["--temperature", "0.7"]].concat();
+        let Task::Ppo(config) = with_file("preset: deepspeed-chat\nkl_coef: 0.05\n", &words).unwrap() else { panic!() };
+        assert_eq!((config.kl_coef, config.temperature, config.vf_coef), (0.05, 0.7, 1.0));
+        let words = [&PPO[..], &["--preset=trl"]].concat();
+        let Task::Ppo(config) = with_file("preset: deepspeed-chat\nvf_coef: 0.5\n", &words).unwrap() else { panic!() };
+        assert_eq!((config.preset, config.kl_coef, config.vf_coef), (Preset::Trl, 0.05, 0.5));
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_the_file_over_the_defaults() {
+        let text = "# a run\nsft_model_path: from-file\nlearning-rate: 1e-5\nseed: 7\nbf16: yes\nkl_estimator: k3\n\
+                    total_episodes: null\ngamma:\nlam: ~\n";
+        let words = ["ppo", "--seed", "8", "--reward_model_path", "r", "--dataset_name", "d", "--output_dir", "o"];
+        let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
+        let mut expected = PpoConfig::new("from-file", "r", "d", "o");
+        expected.learning_rate = 1e-5;
+        expected.run.seed = 8;
+        expected.run.bf16 = true;
+        expected.kl_estimator = KlEstimator::K3;
+        assert_eq!(config, expected);
+        let words = [&words[..], &["--bf16=false"]].concat();
+        let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
+        assert!(!config.run.bf16);
+    }
+
+    #[test]
+    fn prompts_given_as_words_replace_those_of_the_file() {
+        let text = "model_name_or_path: m\nprompts: [from file, 007]\n";
+        let Task::Generate(config) = with_file(text, &["generate"]).unwrap() else { panic!() };
+        assert_eq!(config.prompts, ["from file", "007"]);
+        let Task::Generate(config) = with_file(text, &["generate", "my own"]).unwrap() else { panic!() };
+        assert_eq!(config.prompts, ["my own"]);
+    }
+
+    #[test]
+    fn a_value_of_a_preset_that_a_flag_makes_meaningless_is_left_out() {
+        type Look = fn(&PpoConfig) -> bool;
+        let cases: [(&str, &str, Look, &str); 12] = [
+            ("deepspeed-chat", "--lr_scheduler_type constant", |c| c.optimizer.warmup_steps == 0, "`warmup_steps`"),
+            ("deepspeed-chat", "--vf_coef 0", |c| c.value.value_learning_rate.is_none(), "`value_learning_rate`"),
+            ("deepspeed-chat", "--stop_token_id 3", |c| c.stop_token.is_none(), "`stop_token`"),
+            ("deepspeed-chat", "--warmup_ratio 0.1", |c| c.optimizer.warmup_steps == 0, "`warmup_steps`"),
+            ("deepspeed-chat", "--response_length 1", |c| c.counts.min_response_length == 0, "`min_response_length`"),
+            (
+                "deepspeed-chat",
+                "--score_position last_token",
+                |c| c.counts.last_value_in_loss && c.counts.eos_in_loss == EosInLoss::Always,
+                "`last_value_in_loss`",
+            ),
+            (
+                "deepspeed-chat",
+                "--value_head",
+                |c| c.legacy.value_head && c.value.value_learning_rate.is_none(),
+                "`value_learning_rate`",
+            ),
+            ("trl-legacy", "--init_kl_coef 0", |c| !c.kl.adap_kl_ctrl && c.kl_coef == 0.0, "`adap_kl_ctrl`"),
+            ("trl-legacy", "--kl_coef_end 0.1", |c| !c.kl.adap_kl_ctrl, "`adap_kl_ctrl`"),
+            ("trl-legacy", "--stop_token_id 3", |c| c.stop_token.is_none(), "`stop_token`"),
+            ("trl-legacy", "--eos_in_loss never", |c| c.score_position == ScorePosition::AfterStop, "`score_position`"),
+            ("trl-legacy", "--lr_scheduler_type linear", |c| c.optimizer.warmup_steps == 0, ""),
+        ];
+        for (preset, words, holds, noted) in cases {
+            let words: Vec<&str> = words.split_whitespace().collect();
+            let found = parsed(&[&PPO[..], &["--preset", preset], &words].concat())
+                .unwrap_or_else(|e| panic!("{words:?}: {e}"));
+            let Task::Ppo(config) = found.task else { panic!() };
+            assert!(holds(&config), "{words:?}: {config:?}");
+            let noted = if noted.is_empty() { String::new() } else { format!("{noted} of the preset is left out: ") };
+            assert!(found.notes.first().map_or("", String::as_str).starts_with(&noted), "{words:?}: {:?}", found.notes);
+            // What is written of the run is the same run.
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("run.yaml");
+            settings::write_resolved(&config, &path).unwrap();
+            assert_eq!(parse_words(&["ppo", "--config", path.to_str().unwrap()]).unwrap(), Task::Ppo(config));
+        }
+        // The user's own are refused as ever, on the line and in a file.
+        let own = ["--preset", "deepspeed-chat", "--lr_scheduler_type", "constant", "--warmup_steps", "3"];
+        assert!(ppo_error(&own).starts_with("warmup_steps = 3 has no effect with lr_scheduler_type = constant"));
+        let error = with_file("preset: trl-legacy\nadap_kl_ctrl: true\nkl_coef: 0\n", &PPO).unwrap_err();
+        assert!(error.starts_with("adap_kl_ctrl = true has no effect with kl_coef = 0"), "{error}");
+        assert!(
+            ppo_error(&["--preset", "trl-legacy", "--warmup_steps", "3"]).starts_with("warmup_steps = 3 has no effect")
+        );
+        assert!(ppo_error(&["--preset", "trl-legacy", "--fp16"]).starts_with("fp16 = true with value_head = true"));
+        // A section of a pipeline is a file too.
+        let text = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nppo: {preset: deepspeed-chat, vf_coef: 0}\n";
+        let Task::Pipeline(config) = with_file(text, &["pipeline"]).unwrap() else { panic!() };
+        assert_eq!(config.ppo.unwrap().value.value_learning_rate, None);
+    }
+
+    #[test]
+    fn a_resolved_configuration_read_back_is_the_same_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.yaml");
+        let reread = |name: &str| parse_words(&[name, "--config", path.to_str().unwrap()]).unwrap();
+
+        settings::write_resolved(&PpoConfig::new("a", "b", "c", "d"), &path).unwrap();
+        assert_eq!(reread("ppo"), Task::Ppo(PpoConfig::new("a", "b", "c", "d")));
+
+        let mut ppo = PpoConfig::new("a: b # c", "007", "yes", "~");
+        ppo.value_model_path = Some("1.0".into());
+        ppo.rewards.reward = ["tags=regex:^<a>, \"b\": 'c' #", "length:40"].map(String::from).into();
+        ppo.rewards.reward_command = Some("python3 reward.py --x 'a b'".into());
+        ppo.rewards.reward_weights = ["model=0.5", "tags=-1"].map(String::from).into();
+        ppo.new_reward_head = true;
+        ppo.data.dataset_test_split = "- 'quoted' \"twice\"".into();
+        ppo.data.dataset_name.push("007".into());
+        ppo.data.dataset_weights = vec![0.7, 1.0 / 3.0];
+        ppo.data.eval_split_size = Some(0.05);
+        ppo.prompt_length.max_prompt_length = Some(512);
+        ppo.prompt_length.long_prompts = LongPrompts::TruncateLeft;
+        ppo.total_episodes = Some(1000);
+        ppo.num_train_epochs = 1.0 / 3.0;
+        ppo.stop_token = Some(StopToken::Eos);
+        ppo.missing_eos_penalty = Some(1.0);
+        ppo.score_position = ScorePosition::LastToken;
+        ppo.kl_estimator = KlEstimator::Mse;
+        ppo.preset = Preset::TrlPpov2;
+        ppo.num_mini_batches = 2;
+        ppo.whiten_advantages = WhitenAdvantages::MiniBatch;
+        ppo.kl.kl_in_loss = true;
+        ppo.kl.adap_kl_ctrl = true;
+        ppo.kl.horizon = 1e5;
+        ppo.step.cliprange_high = Some(0.28);
+        ppo.step.dual_clip = Some(3.0);
+        ppo.step.target_kl = Some(0.1);
+        ppo.value.value_learning_rate = Some(1e-5);
+        ppo.value.value_lr_scheduler_type = Some(LrSchedulerType::ConstantWithWarmup);
+        ppo.value.value_max_grad_norm = Some(0.0);
+        ppo.generation.per_device_generation_batch_size = None;
+        ppo.unsupervised.unsupervised_dataset_name = Some("texts".into());
+        ppo.ema.enable_ema = true;
+        ppo.value_peft.value_use_peft = Some(false);
+        ppo.peft.use_peft = true;
+        ppo.peft.lora_target_modules = vec!["q_proj".into(), "v_proj".into()];
+        ppo.learning_rate = 1.41e-5;
+        ppo.optimizer.lr_scheduler_type = LrSchedulerType::ConstantWithWarmup;
+        ppo.optimizer.max_grad_norm = Some(0.1 + 0.2);
+        ppo.optimizer.warmup_ratio = 0.1;
+        ppo.run.seed = u64::MAX;
+        ppo.run.report_to = ReportTo::Tensorboard;
+        ppo.run.num_threads = Some(1);
+        settings::write_resolved(&ppo, &path).unwrap();
+        assert_eq!(reread("ppo"), Task::Ppo(ppo));
+
+        // With its preset's defaults, and with one of them changed back.
+        let mut chat = PpoConfig::with_preset(Preset::DeepspeedChat, "a", "b", "c", "d");
+        settings::write_resolved(&chat, &path).unwrap();
+        assert_eq!(reread("ppo"), Task::Ppo(chat.clone()));
+        (chat.kl_coef, chat.stop_token, chat.prompt_length.max_prompt_length) = (0.05, None, None);
+        chat.counts.eos_in_loss = EosInLoss::Never;
+        chat.value.value_learning_rate = None;
+        settings::write_resolved(&chat, &path).unwrap();
+        assert_eq!(reread("ppo"), Task::Ppo(chat));
+
+        let mut sft = SftConfig::from_scratch("c.json", "t", "d", "o");
+        sft.completion_only_loss = false;
+        sft.max_steps = Some(5);
+        settings::write_resolved(&sft, &path).unwrap();
+        assert_eq!(reread("sft"), Task::Sft(sft));
+
+        let mut reward = RewardConfig::new("m", "d", "o");
+        reward.center_rewards_coefficient = Some(0.01);
+        settings::write_resolved(&reward, &path).unwrap();
+        assert_eq!(reread("reward"), Task::Reward(reward));
+
+        let mut generate = GenerateConfig::new("m");
+        generate.prompts =
+            ["two\nlines", "- x", "--do_sample", "none", "", " 007 ", "\u{1F3AC} é\t\"'"].map(String::from).into();
+        generate.stop_token_ids = vec![0, 50256];
+        generate.stop_strings = ["\n\n", "Human:", "7"].map(String::from).into();
+        generate.do_sample = Some(false);
+        generate.min_p = Some(0.05);
+        generate.output_format = Some(Format::Jsonl);
+        settings::write_resolved(&generate, &path).unwrap();
+        assert_eq!(reread("generate"), Task::Generate(generate));
+    }
+
+    #[test]
+    fn consent_to_overwrite_is_never_read_from_a_resolved_configuration() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.yaml");
+        let mut config = PpoConfig::new("a", "b", "c", "d");
+        config.run.overwrite_output_dir = true;
+        settings::write_resolved(&config, &path).unwrap();
+        let task = parse_words(&["ppo", "--config", path.to_str().unwrap()]).unwrap();
+        assert_eq!(task, Task::Ppo(PpoConfig::new("a", "b", "c", "d")));
+    }
+}

@@ -1,0 +1,67 @@
+//! Command lines and files of settings, parsed for tests.
+
+use std::ffi::OsString;
+
+use rlhf::settings::PpoConfig;
+
+use super::{Parsed, Stop, Task, parse};
+
+pub(super) const PPO: [&str; 9] = [
+    "ppo",
+    "--sft_model_path",
+    "policy",
+    "--reward_model_path",
+    "judge",
+    "--dataset_name",
+    "prompts.jsonl",
+    "--output_dir",
+    "out",
+];
+
+pub(super) fn parse_words(words: &[&str]) -> Result<Task, String> {
+    parsed(words).map(|parsed| parsed.task)
+}
+
+pub(super) fn parsed(words: &[&str]) -> Result<Parsed, String> {
+    parse(["rlhf"].iter().chain(words).map(OsString::from)).map_err(|stop| match stop {
+        Stop::Help(help) => help.to_string(),
+        Stop::ShortHelp(text) => text,
+        Stop::Error(error) => error.to_string(),
+    })
+}
+
+#[track_caller]
+pub(super) fn ppo(words: &[&str]) -> PpoConfig {
+    match parse_words(&[&PPO[..], words].concat()).unwrap() {
+        Task::Ppo(config) => config,
+        task => panic!("not ppo: {task:?}"),
+    }
+}
+
+#[track_caller]
+pub(super) fn ppo_error(words: &[&str]) -> String {
+    parse_words(&[&PPO[..], words].concat()).unwrap_err()
+}
+
+/// What the words say together with a configuration file of this text; its path is taken out of error messages.
+pub(super) fn with_file(text: &str, words: &[&str]) -> Result<Task, String> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), text).unwrap();
+    let path = file.path().to_str().unwrap();
+    parse_words(&[words, &["--config", path]].concat()).map_err(|error| error.replace(path, "run.yaml"))
+}
+
+#[track_caller]
+pub(super) fn file_error(text: &str) -> String {
+    with_file(text, &PPO).unwrap_err()
+}
+
+/// The fewest words of a command that are one.
+pub(super) fn least(command: &str) -> Vec<&str> {
+    match command {
+        "ppo" => PPO.to_vec(),
+        "merge" => vec!["merge", "--model_name_or_path", "m", "--output_dir", "o"],
+        "sft" | "reward" => vec![command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"],
+        _ => vec![command, "--model_name_or_path", "m"],
+    }
+}
