@@ -3,8 +3,8 @@
 use crate::support::{Tensors, assert_close, given_golden, golden, say};
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{
-    CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, LoraConfig, ModelConfig, ModelOptions, Param, Precision,
-    RopeScaling, SequenceClassifier, TokenLogprobs, ValueHeadInit,
+    Batch, CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, JointBatch, LogprobOptions, LoraConfig,
+    ModelConfig, ModelOptions, Param, Precision, RopeScaling, SequenceClassifier, TokenLogprobs, ValueHeadInit,
 };
 use rlhf::optim::AdamW;
 use rlhf::settings::SftConfig;
@@ -410,7 +410,7 @@ fn a_step_of_the_optimizer_changes_what_is_computed_in_bf16_at_once() {
         let (ids, span) = ([vec![5i64, 9, 2, 7, 1, 3]], std::slice::from_ref(&(1..6)));
         let logprobs = |m: &CausalLm| tch::no_grad(|| m.token_logprobs(&ids, span, 1.0, false).unwrap().logprobs);
         let before = logprobs(&model);
-        model.learn_logprobs(&ids, span, 1.0, false, |_, now| -now.logprobs.sum(tch::Kind::Float)).unwrap();
+        model.logprobs_backward(Batch::new(&ids, span), 1.0, |_, now| -now.logprobs.sum(tch::Kind::Float)).unwrap();
         let mut optimizer = AdamW::new(model.trainable_params(), &SftConfig::new("m", "d", "o").optimizer);
         optimizer.step(1e-2).unwrap();
         let after = logprobs(&model);
@@ -427,9 +427,8 @@ fn a_frozen_model_refuses_to_learn_and_an_empty_sequence_is_an_error_of_its_own(
     let mut model = CausalLm::from_pretrained(&golden().join("models/gpt2"), ModelOptions::default()).unwrap();
     for checkpointing in [false, true] {
         model.set_gradient_checkpointing(checkpointing);
-        let learnt = model.learn_logprobs(&[[1i64, 2]], std::slice::from_ref(&(1..2)), 1.0, false, |_, now| {
-            -now.logprobs.sum(tch::Kind::Float)
-        });
+        let batch = Batch::new(&[[1i64, 2]], std::slice::from_ref(&(1..2)));
+        let learnt = model.logprobs_backward(batch, 1.0, |_, now| -now.logprobs.sum(tch::Kind::Float));
         assert!(learnt.unwrap_err().to_string().contains("the model is frozen"), "checkpointing {checkpointing}");
     }
     let reward = SequenceClassifier::from_pretrained(&golden().join("models/gpt2"), Some(1), ModelOptions::default());
@@ -558,10 +557,13 @@ fn rows_together_give_the_numbers_and_gradients_of_each_alone_whatever_is_comput
         };
         let learn = |(lm, value): &(CausalLm, SequenceClassifier), rows: &[Vec<i64>], spans: &[_]| {
             let asked = lm.token_logprobs(rows, spans, 0.7, true).unwrap();
+            let options = LogprobOptions { entropy: true, ..0.7.into() };
             let found = lm
-                .learn_logprobs(rows, spans, 0.7, true, |_, now| now.logprobs.square().sum(tch::Kind::Float))
+                .logprobs_backward(Batch::new(rows, spans), options, |_, now| {
+                    now.logprobs.square().sum(tch::Kind::Float)
+                })
                 .unwrap();
-            value.learn_values(rows, spans, |values| values.square().sum(tch::Kind::Float)).unwrap();
+            value.values_backward(Batch::new(rows, spans), |values| values.square().sum(tch::Kind::Float)).unwrap();
             let values = value.values_at(rows, spans).unwrap();
             assert_close("what is read", &asked.logprobs, &found.logprobs, 1e-5);
             Tensor::cat(&[&found.logprobs, &found.entropy.unwrap(), &values], 0).detach().view([3, -1])
@@ -591,7 +593,8 @@ fn value_heads_of_trl_and_deepspeed_chat_give_their_values_and_keep_their_names(
     let spans: Vec<_> = sequences.iter().map(|row| 0..row.len()).collect();
     assert_close("v_head.summary", &model.values_at(&sequences, &spans).unwrap(), &expected, TOLERANCE);
     let (from_2, from_1): (Vec<_>, Vec<_>) = sequences.iter().map(|row| (2..row.len(), 1..row.len())).unzip();
-    let (logprobs, values) = model.logprobs_and_values(&sequences, &from_2, &from_1, 1.0, false).unwrap();
+    let batch = JointBatch { sequences: &sequences, token_spans: &from_2, value_spans: &from_1 };
+    let (logprobs, values) = model.logprobs_and_values(batch, 1.0, false).unwrap();
     let alone = model.lm().token_logprobs(&sequences, &from_2, 1.0, false).unwrap().logprobs;
     assert_close("logprobs", &logprobs.logprobs, &alone, TOLERANCE);
     assert_close("values", &values, &model.values_at(&sequences, &from_1).unwrap(), TOLERANCE);
@@ -774,7 +777,7 @@ fn few_bits_that_are_to_learn_are_refused_and_an_adapter_beside_them_learns() {
     let mut model = CausalLm::from_pretrained(&golden().join("models/llama_tied"), options).unwrap();
     let learn = |model: &CausalLm| {
         let sum = |_, now: &TokenLogprobs| now.logprobs.sum(tch::Kind::Float);
-        model.learn_logprobs(&[[5i64, 9, 2]], std::slice::from_ref(&(1..3)), 1.0, false, sum)
+        model.logprobs_backward(Batch::new(&[[5i64, 9, 2]], std::slice::from_ref(&(1..3))), 1.0, sum)
     };
     model.set_trainable(true);
     let error = learn(&model).unwrap_err().to_string();

@@ -1,12 +1,14 @@
 //! Sequence classifiers: reward models and value models.
 
+use super::ModelOptions;
+use super::batch::Batch;
+use super::body::Body;
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::families::{HeadActivation, HeadNames};
 use super::linear::{Linear, LinearShape};
 use super::lora::{AdapterFolder, DropoutRows, LoraConfig};
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
-use super::{Body, ModelOptions};
 use crate::flag::Setting;
 use crate::weights::{Checkpoint, replace_files};
 use crate::{Error, Result};
@@ -229,8 +231,7 @@ impl SequenceClassifier {
 
     /// As [`super::CausalLm::prepare`].
     pub(crate) fn prepare(&mut self, gets_adapter: bool) {
-        self.merge_adapter();
-        if gets_adapter { self.hold_as_computed() } else { self.body.hold_as_f32() }
+        self.body.prepare(gets_adapter, self.head.inner(), None);
     }
 
     /// As [`super::CausalLm::was_rounded`].
@@ -330,63 +331,37 @@ impl SequenceClassifier {
         Ok(())
     }
 
-    /// The numbers at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
+    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
     ///
     /// # Errors
     /// As [`super::CausalLm::logits`]; if a span is not within its sequence; if the model fails
     /// [`SequenceClassifier::check_values`].
     pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
-        self.values_showing(sequences, None, spans)
+        self.values(Batch::new(sequences, spans))
     }
 
-    /// [`SequenceClassifier::values_at`]; with `shown` what is behind so many tokens of each sequence is padding: it sees them, and
-    /// nothing sees it.
-    ///
-    /// # Errors
-    /// As [`SequenceClassifier::values_at`].
-    pub(crate) fn values_showing<S: AsRef<[i64]>>(
-        &self,
-        sequences: &[S],
-        shown: Option<&[usize]>,
-        spans: &[Range<usize>],
-    ) -> Result<Tensor> {
+    /// [`SequenceClassifier::values_at`] for a batch, which may have padding; errors as that.
+    pub(crate) fn values<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Tensor> {
         let score = self.value_head()?;
-        self.body.check_spans(sequences, spans, 0)?;
-        Ok(score.forward(&self.body.hidden_showing(sequences, shown, spans, 0)?).squeeze_dim(1))
+        self.body.check_spans(batch.sequences, batch.spans, 0)?;
+        Ok(score.forward(&self.body.hidden_at(batch, 0)?).squeeze_dim(1))
     }
 
-    /// [`SequenceClassifier::values_at`], detached, with the way back: adds the gradients of `loss`, a scalar made of the values
-    /// `[M]`, to those of the parameters.
+    /// Forward and backward pass of `loss`, a scalar computed from the values `[M]` of [`SequenceClassifier::values_at`];
+    /// accumulates gradients.
     ///
     /// # Errors
     /// As [`SequenceClassifier::values_at`]; if the model is frozen.
-    pub fn learn_values<S: AsRef<[i64]>>(
+    pub fn values_backward<S: AsRef<[i64]>>(
         &self,
-        sequences: &[S],
-        spans: &[Range<usize>],
-        loss: impl FnOnce(&Tensor) -> Tensor,
-    ) -> Result<()> {
-        self.learn_values_showing(sequences, None, spans, None, loss)
-    }
-
-    /// [`SequenceClassifier::learn_values`] with dropout in front of the adapters, of what
-    /// [`SequenceClassifier::values_showing`] gives.
-    ///
-    /// # Errors
-    /// As [`SequenceClassifier::learn_values`].
-    pub(crate) fn learn_values_showing<S: AsRef<[i64]>>(
-        &self,
-        sequences: &[S],
-        shown: Option<&[usize]>,
-        spans: &[Range<usize>],
-        dropout: Option<&DropoutRows>,
+        batch: Batch<'_, S>,
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
         let score = self.value_head()?;
-        self.body.check_spans(sequences, spans, 0)?;
-        self.body.learn_showing(sequences, shown, spans, 0, dropout, |hidden| {
+        self.body.check_spans(batch.sequences, batch.spans, 0)?;
+        self.body.backward(batch, 0, |hidden| {
             loss(&score.forward(hidden).squeeze_dim(1)).backward();
-            Ok(Some(hidden.grad()))
+            hidden.grad()
         })
     }
 
@@ -413,7 +388,7 @@ impl SequenceClassifier {
     /// # Errors
     /// As [`super::CausalLm::logits`].
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
-        Ok(self.head.forward(&self.body.hidden_at(sequences, &self.read_at(sequences), 0)?))
+        Ok(self.head.forward(&self.body.hidden_at(Batch::new(sequences, &self.read_at(sequences)), 0)?))
     }
 
     /// The score of each sequence: its logit for the chosen label, `[rows]` f32.
@@ -424,20 +399,21 @@ impl SequenceClassifier {
         Ok(self.chosen_of(&self.logits(sequences)?))
     }
 
-    /// [`SequenceClassifier::scores`], detached, with the way back and dropout in front of the adapters: adds the gradients of
-    /// `loss`, a scalar made of the scores `[rows]`, to those of the parameters.
+    /// Forward and backward pass of `loss`, a scalar computed from the [scores](SequenceClassifier::scores) `[rows]`, with
+    /// dropout before the adapters; accumulates gradients.
     ///
     /// # Errors
-    /// As [`super::CausalLm::logits`].
-    pub(crate) fn learn_scores<S: AsRef<[i64]>>(
+    /// As [`super::CausalLm::logits`]; if the model is frozen.
+    pub(crate) fn scores_backward<S: AsRef<[i64]>>(
         &self,
         sequences: &[S],
         dropout: Option<&DropoutRows>,
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
-        self.body.learn(sequences, &self.read_at(sequences), 0, dropout, |hidden| {
+        let spans = self.read_at(sequences);
+        self.body.backward(Batch::new(sequences, &spans).with_dropout(dropout), 0, |hidden| {
             loss(&self.chosen_of(&self.head.forward(hidden))).backward();
-            Ok(Some(hidden.grad()))
+            hidden.grad()
         })
     }
 
@@ -493,9 +469,9 @@ impl SequenceClassifier {
         replace_files(dir, |dir| {
             if self.format == ClassifierFormat::Transformers {
                 let config = self.config().for_sequence_classifier(&self.labels, eos, pad);
-                return self.body.save(dir, &config, max_shard_bytes);
+                return self.body.save(dir, &config, max_shard_bytes, |_| None);
             }
-            self.body.save_renamed(dir, &self.config().for_causal_lm(eos, pad), max_shard_bytes, self.stored_names())
+            self.body.save(dir, &self.config().for_causal_lm(eos, pad), max_shard_bytes, self.stored_names())
         })
     }
 }

@@ -1,4 +1,4 @@
-//! One stack of layers for all families: what differs between them is data, in [`Shape`] and [`Names`].
+//! The decoder: one stack of layers for all families. Their differences are data, in [`Shape`] and [`Names`].
 
 use super::config::{Activation, Order, RopeScaling, Shape};
 use super::families::{MlpIn, Names, Qkv};
@@ -23,14 +23,14 @@ struct Layer {
     scores: Scores,
 }
 
-/// A model without its head: tokens to hidden states.
+/// A model without its head: maps tokens to hidden states.
 #[derive(Debug)]
 pub(crate) struct Decoder {
     embed: Tensor,
     positions: Option<Tensor>,
     token_types: Option<Tensor>,
     embed_norm: Option<Norm>,
-    /// Between the width of the embeddings and that of the layers.
+    /// Projections from the width of the embeddings to that of the layers, and back.
     project: Option<[Linear; 2]>,
     layers: Vec<Layer>,
     final_norm: Option<Norm>,
@@ -39,15 +39,24 @@ pub(crate) struct Decoder {
     pub(crate) compute: Kind,
 }
 
-/// What the tokens of one forward pass may attend to.
+/// The keys and values that the tokens of one forward pass attend to.
 enum Attention<'a> {
     /// Whole sequences; their keys and values are also stored, if there is a cache.
     Sequences(&'a Layout, Option<&'a mut KvCache>),
-    /// One token per row, behind those in the cache.
+    /// One token per row, after the cached tokens.
     Step(&'a mut KvCache),
 }
 
-/// What all layers of one forward pass share.
+/// Options of [`Decoder::backward`].
+#[derive(Clone, Copy)]
+pub(crate) struct BackwardOptions<'a> {
+    /// Dropout before the adapters.
+    pub(crate) dropout: Option<&'a Dropout>,
+    /// Whether to store only the input of each layer and to recompute the layer in the backward pass.
+    pub(crate) gradient_checkpointing: bool,
+}
+
+/// State shared by all layers of one forward pass.
 struct Pass<'a> {
     attention: Attention<'a>,
     rotation: Option<(Tensor, Tensor)>,
@@ -88,18 +97,18 @@ impl Decoder {
         Ok(Self { embed, positions, token_types, embed_norm, project, layers, final_norm, shape, compute })
     }
 
-    /// The embedding, which is also the LM head where the two are tied; [vocab, embedding size].
+    /// The embedding `[vocab, embedding size]`, which is also the LM head if the two are tied.
     pub(crate) fn embedding(&self) -> Tensor {
         self.embed.shallow_clone()
     }
 
-    /// The linear layers, which may get adapters.
+    /// The linear layers, which can have adapters.
     pub(crate) fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
         self.project.iter_mut().flatten().chain(self.layers.iter_mut().flat_map(Layer::linears_mut))
     }
 
-    /// Hidden states after the final norm, f32, of whole sequences: of the tokens at `rows` `[M]` i64 of the packed order, or
-    /// of all; `[M, embedding size]`. Fills `cache` if there is one.
+    /// Hidden states after the final norm, `[M, embedding size]` f32, of whole sequences: at the indices `rows` `[M]` i64 of the
+    /// packed order, or at all tokens. Fills `cache` if there is one.
     pub(crate) fn forward(
         &self,
         layout: &Layout,
@@ -118,7 +127,7 @@ impl Decoder {
         self.finish(x, rows, dropout)
     }
 
-    /// Hidden states, [rows, embedding size] f32, of one more token per row; `tokens` is `[rows]` i64.
+    /// Hidden states `[rows, embedding size]` f32 of one more token per row; `tokens` is `[rows]` i64.
     pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
         let positions = cache.begin_step();
         let mut x = self.embed(tokens, &positions, None);
@@ -129,65 +138,71 @@ impl Decoder {
         self.finish(x, None, None)
     }
 
-    /// [`Decoder::forward`], and back by the gradient that `f` makes of the first `count` hidden states.
-    ///
-    /// With `checkpoints` only what goes into each layer is kept, and the layer is computed again on the way back.
-    pub(crate) fn learn(
+    /// Forward and backward pass; accumulates gradients. `gradient_of` receives the first `count` hidden states at `rows`,
+    /// detached, and returns the gradient of the loss with respect to them.
+    pub(crate) fn backward(
+        &self,
+        layout: &Layout,
+        (rows, count): (&Tensor, i64),
+        options: BackwardOptions<'_>,
+        gradient_of: impl FnOnce(&Tensor) -> Tensor,
+    ) {
+        let gradient_of = |hidden: &Tensor| {
+            let gradient = gradient_of(&hidden.narrow(0, 0, count).detach().set_requires_grad(true));
+            gradient.constant_pad_nd([0, 0, 0, hidden.size()[0] - count])
+        };
+        let dropout = options.dropout;
+        if options.gradient_checkpointing {
+            return self.backward_recomputing(layout, rows, dropout, gradient_of);
+        }
+        let hidden = self.forward(layout, None, Some(rows), dropout);
+        tch_ext::backward(&hidden, &gradient_of(&hidden));
+    }
+
+    /// [`Decoder::backward`] with gradient checkpointing: stores only the input of each layer and recomputes the layer in the
+    /// backward pass, with the same dropout.
+    fn backward_recomputing(
         &self,
         layout: &Layout,
         rows: &Tensor,
-        count: i64,
         dropout: Option<&Dropout>,
-        checkpoints: bool,
-        f: impl FnOnce(&Tensor) -> Result<Option<Tensor>>,
-    ) -> Result<()> {
-        let gradient_of = |hidden: &Tensor| -> Result<Option<Tensor>> {
-            let gradient = f(&hidden.narrow(0, 0, count).detach().set_requires_grad(true))?;
-            Ok(gradient.map(|gradient| gradient.constant_pad_nd([0, 0, 0, hidden.size()[0] - count])))
-        };
-        if !checkpoints {
-            let hidden = self.forward(layout, None, Some(rows), dropout);
-            if let Some(gradient) = gradient_of(&hidden)? {
-                tch_ext::backward(&hidden, &gradient);
-            }
-            return Ok(());
-        }
+        gradient_of: impl FnOnce(&Tensor) -> Tensor,
+    ) {
         let rows = Some(rows);
         let state = || dropout.map(Dropout::state);
-        let recall = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
+        let restore = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
         let mut pass = self.pass(&layout.positions, Attention::Sequences(layout, None), dropout);
-        let mut kept = Vec::with_capacity(self.layers.len());
-        let begin = state();
+        let mut inputs = Vec::with_capacity(self.layers.len());
+        let first_state = state();
         let top = tch::no_grad(|| {
             let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
             for i in 0..self.layers.len() {
                 let state = state();
                 let out = self.layer(i, &x, &mut pass, rows);
-                kept.push((std::mem::replace(&mut x, out), state));
+                inputs.push((std::mem::replace(&mut x, out), state));
             }
             x
         });
         let top = top.set_requires_grad(true);
         let hidden = self.finish(top.shallow_clone(), rows, dropout);
-        let Some(gradient) = gradient_of(&hidden)? else { return Ok(()) };
+        let gradient = gradient_of(&hidden);
         tch_ext::backward(&hidden, &gradient);
         let mut gradient = top.grad();
         for i in (0..self.layers.len()).rev() {
-            let (x, state) = kept.pop().expect("one per layer");
-            recall(state);
+            let (x, state) = inputs.pop().expect("one per layer");
+            restore(state);
             let x = x.set_requires_grad(true);
             tch_ext::backward(&self.layer(i, &x, &mut pass, rows), &gradient);
             gradient = x.grad();
         }
-        recall(begin);
+        restore(first_state);
         let x = self.embed(&layout.tokens, &layout.positions, dropout);
         if x.requires_grad() {
             tch_ext::backward(&x, &gradient);
         }
-        Ok(())
     }
 
-    /// A cache for `rows` sequences of at most `capacity` tokens.
+    /// Allocates a cache for `rows` sequences of at most `capacity` tokens.
     pub(crate) fn new_cache(&self, rows: usize, capacity: usize) -> Result<KvCache> {
         KvCache::new(
             self.shape.num_hidden_layers,
@@ -203,45 +218,45 @@ impl Decoder {
         Pass { rotation: self.rotation(positions, &attention), attention, dropout }
     }
 
-    /// The residual stream behind layer `i`.
+    /// The residual stream after layer `i`.
     fn layer(&self, i: usize, x: &Tensor, pass: &mut Pass<'_>, rows: Option<&Tensor>) -> Tensor {
         let layer = &self.layers[i];
         let (compute, dropout) = (self.compute, pass.dropout);
-        // Behind the last layer's attention nothing but what is asked for is computed. With dropout all rows go on to the end,
-        // so that its draws do not depend on what is asked for.
+        // After the last layer's attention only the selected rows are computed. With dropout all rows are, so that its draws do
+        // not depend on the selection.
         let rows = rows.filter(|_| i + 1 == self.layers.len() && dropout.is_none());
-        let keep = |x: &Tensor| rows.map_or_else(|| x.shallow_clone(), |rows| x.index_select(0, rows));
+        let select = |x: &Tensor| rows.map_or_else(|| x.shallow_clone(), |rows| x.index_select(0, rows));
         let mut attend =
-            |x: &Tensor| layer.attention_out.forward_dropping(&keep(&self.attention(i, layer, x, pass)), dropout);
+            |x: &Tensor| layer.attention_out.forward_dropping(&select(&self.attention(i, layer, x, pass)), dropout);
         match (self.shape.order, &layer.output_norms) {
             (Order::Parallel, _) => {
                 let attended = attend(&layer.input_norm.forward(x, compute));
-                let x = keep(x);
+                let x = select(x);
                 let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
                 add(&x, &attended, Some(&fed))
             }
             (Order::Post, _) => {
                 let attended = attend(x);
-                let x = layer.input_norm.forward(&add(&keep(x), &attended, None), Kind::Float);
+                let x = layer.input_norm.forward(&add(&select(x), &attended, None), Kind::Float);
                 layer.mlp_norm.forward(&add(&x, &self.mlp(layer, &x, dropout), None), Kind::Float)
             }
-            (Order::Sandwich, Some([behind_attention, behind_mlp])) => {
-                let behind = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
+            (Order::Sandwich, Some([after_attention, after_mlp])) => {
+                let normed = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
                 let attended = attend(&layer.input_norm.forward(x, compute));
-                let x = add(&keep(x), &behind(behind_attention, &attended), None);
+                let x = add(&select(x), &normed(after_attention, &attended), None);
                 let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
-                add(&x, &behind(behind_mlp, &fed), None)
+                add(&x, &normed(after_mlp, &fed), None)
             }
             (Order::Pre | Order::Sandwich, _) => {
                 let attended = attend(&layer.input_norm.forward(x, compute));
-                let x = add(&keep(x), &attended, None);
+                let x = add(&select(x), &attended, None);
                 let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
                 add(&x, &fed, None)
             }
         }
     }
 
-    /// What comes behind the layers.
+    /// The final norm and projection; selects `rows` if the last layer did not.
     fn finish(&self, mut x: Tensor, rows: Option<&Tensor>, dropout: Option<&Dropout>) -> Tensor {
         if let Some(norm) = &self.final_norm {
             x = norm.forward(&x, Kind::Float);
@@ -282,7 +297,7 @@ impl Decoder {
         }
     }
 
-    /// Cosines and sines of the rotary angles, [N, dim / 2] each.
+    /// Cosines and sines of the rotary angles, `[N, dim / 2]` each.
     fn rotation(&self, positions: &Tensor, attention: &Attention<'_>) -> Option<(Tensor, Tensor)> {
         let rope = self.shape.rope?;
         let options = (Kind::Float, positions.device());
@@ -293,7 +308,7 @@ impl Decoder {
             RopeScaling::Default => plain(),
             RopeScaling::Linear { factor } => plain() / factor,
             RopeScaling::Dynamic { factor, original } => {
-                // The length of the text that each token stands in: all of it, or as far as it has been decoded.
+                // The length of each token's sequence, or of the part decoded so far.
                 let lens = match attention {
                     Attention::Sequences(layout, _) => layout.len_of_each_token(),
                     Attention::Step(_) => positions + 1,
@@ -305,7 +320,7 @@ impl Decoder {
             }
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
                 let inv_freq = plain();
-                // Turns over the original length, placed between the two bounds: 0 and less is slow, 1 and more is fast.
+                // Rotations over the original length, scaled to the two bounds: 0 and less is slow, 1 and more is fast.
                 let turns = &inv_freq * (original / std::f64::consts::TAU);
                 let fast = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
                 &inv_freq * &fast + &inv_freq * (1.0 - &fast) / factor
@@ -315,7 +330,7 @@ impl Decoder {
         Some((angles.cos(), angles.sin()))
     }
 
-    /// The heads' results, [N, heads * head_dim].
+    /// The heads' outputs, `[N, heads * head_dim]`.
     fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
         let projections: Vec<Tensor> = layer.qkv.iter().map(project).collect();
@@ -336,7 +351,10 @@ impl Decoder {
     ) -> Tensor {
         let rotation = pass.rotation.as_ref();
         let c = &self.shape;
-        assert!(layer.qk_norm.is_none() || projections.len() == 3, "a norm of queries and keys: they are apart");
+        assert!(
+            layer.qk_norm.is_none() || projections.len() == 3,
+            "a norm of queries and keys needs separate projections"
+        );
         for (norm, x) in layer.qk_norm.iter().flatten().zip(&mut projections) {
             let by_head = x.view([-1, c.head_dim]).to_kind(Kind::Float);
             *x = norm.forward(&by_head, self.compute).view_as(x);
@@ -352,7 +370,7 @@ impl Decoder {
         }
     }
 
-    /// Attention by libtorch's own operations: what the kernels are measured by, and what runs where there are none.
+    /// Attention by libtorch's own operations: the kernels' reference, and the fallback where there are none.
     fn attend_plainly(&self, index: usize, layer: &Layer, projections: &[Tensor], pass: &mut Pass<'_>) -> Tensor {
         let c = &self.shape;
         let (heads, kv_heads, head_dim) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
@@ -417,7 +435,7 @@ impl Layer {
         let (hidden, inner, std) = (shape.hidden_size, shape.intermediate_size, shape.initializer_range);
         let (heads_width, kv_width) =
             (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-        // GPT-2 shrinks what enters the residual stream by its depth.
+        // GPT-2 initializes the projections into the residual stream with a smaller deviation in deeper models.
         let depth = if shape.scale_residual_init { 2.0 * shape.num_hidden_layers as f64 } else { 1.0 };
         let residual_std = std / depth.sqrt();
         let at = |name: &str| format!("{}.{i}.{name}", names.layers);
@@ -476,7 +494,7 @@ fn three(parts: Vec<Tensor>) -> [Tensor; 3] {
     parts.try_into().expect("three parts")
 }
 
-/// Turns the first dimensions of each head by the rotary angles, pairing dimension i with i + dim / 2 as Hugging Face does.
+/// Rotates the first dimensions of each head by the rotary angles, pairing dimension i with i + dim / 2 as Hugging Face does.
 fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor)) -> Tensor {
     let (cos, sin) = (&cos.unsqueeze(1), &sin.unsqueeze(1));
     let half = *cos.size().last().expect("the angles have dimensions");

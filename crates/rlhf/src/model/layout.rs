@@ -102,7 +102,7 @@ pub(crate) struct Layout {
     /// Length of the longest.
     pub(crate) width: i64,
     /// How many of each sequence's tokens others see, and see themselves, where there is padding behind them, which sees these.
-    shown: Option<Vec<i64>>,
+    unpadded: Option<Vec<i64>>,
     /// Packed index of each slot of [rows, width], and slot of each packed token; made when it is first asked for.
     slots: OnceCell<(Tensor, Tensor)>,
     /// `starts` on the device, i32; made when it is first asked for.
@@ -129,32 +129,32 @@ impl Layout {
             lens,
             starts,
             width,
-            shown: None,
+            unpadded: None,
             slots: OnceCell::new(),
             device_starts: OnceCell::new(),
         }
     }
 
-    /// Sequences of which only the first `shown` tokens are text, and what follows is padding, as transformers computes it behind
+    /// Sequences of which only the first `unpadded` tokens are text, and what follows is padding, as transformers computes it behind
     /// an attention mask: it sees the text, and nothing sees it. Its place is `place`, or else that of any token there.
     pub(crate) fn with_padding<S: AsRef<[i64]>>(
         sequences: &[S],
-        shown: &[usize],
+        unpadded: &[usize],
         place: Option<i64>,
         device: Device,
     ) -> Self {
         let layout = Self::new(sequences, device);
-        let shown: Vec<i64> = shown.iter().map(|&n| n as i64).collect();
-        let rows = layout.lens.iter().zip(&shown);
+        let unpadded: Vec<i64> = unpadded.iter().map(|&n| n as i64).collect();
+        let rows = layout.lens.iter().zip(&unpadded);
         let places =
-            rows.flat_map(|(&len, &shown)| (0..len).map(move |t| if t < shown { t } else { place.unwrap_or(t) }));
+            rows.flat_map(|(&len, &unpadded)| (0..len).map(move |t| if t < unpadded { t } else { place.unwrap_or(t) }));
         let positions = Tensor::from_slice(&places.collect::<Vec<_>>()).to_device(device);
-        Self { positions, shown: Some(shown), ..layout }
+        Self { positions, unpadded: Some(unpadded), ..layout }
     }
 
     /// Whether there are tokens that are not seen, of which the kernels know nothing.
     pub(crate) fn hides(&self) -> bool {
-        self.shown.is_some()
+        self.unpadded.is_some()
     }
 
     /// The same with tokens behind the last sequence, which nothing sees, so that their number is a round one: every new shape
@@ -237,9 +237,9 @@ impl Layout {
         }
         let back = slots().unsqueeze(1) - slots().unsqueeze(0);
         let near = back.ge(0).logical_and(&back.lt(window.unwrap_or(self.width)));
-        let Some(shown) = &self.shown else { return Some(near) };
-        let shown = Tensor::from_slice(shown).to_device(device).view([-1, 1, 1, 1]);
-        let near = near.logical_and(&slots().lt_tensor(&shown));
+        let Some(unpadded) = &self.unpadded else { return Some(near) };
+        let unpadded = Tensor::from_slice(unpadded).to_device(device).view([-1, 1, 1, 1]);
+        let near = near.logical_and(&slots().lt_tensor(&unpadded));
         // Padding behind a whole window of padding sees itself, as something must be seen.
         let none = near.any_dim(-1, true).logical_not();
         Some(near.logical_or(&none.logical_and(&back.eq(0))))

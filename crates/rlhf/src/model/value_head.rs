@@ -1,38 +1,39 @@
-//! A language model with a value head on its trunk, as TRL's legacy trainer has it.
+//! A language model with a value head on its trunk, as in TRL's legacy trainer.
 
+use super::batch::{Batch, JointBatch, JointSpans};
 use super::config::{ModelConfig, Shape};
 use super::linear::Linear;
+use super::logprobs::{LogprobOptions, Targets, TokenLogprobs};
 use super::params::{Builder, Init, Param, Source};
-use super::{CausalLm, ModelOptions, Sampled, SequenceClassifier, Slices, TokenLogprobs};
+use super::{CausalLm, ModelOptions, Sampled, SequenceClassifier};
 use crate::weights::Checkpoint;
 use crate::{Error, Result};
 use std::ops::Range;
 use std::path::Path;
 use tch::{Kind, Tensor};
 
-/// Names of the value heads that are known: those of TRL's `AutoModelForCausalLMWithValueHead`, and DeepSpeed-Chat's, which
-/// has no bias.
+/// Names of known value heads: those of TRL's `AutoModelForCausalLMWithValueHead`, and DeepSpeed-Chat's, which has no bias.
 const HEADS: [&str; 2] = ["v_head.summary", "v_head"];
 
-/// Where a value head comes from.
+/// Source of a value head.
 #[derive(Debug, Clone, Copy)]
 pub enum ValueHeadInit<'a> {
-    /// The folder of the language model, which must hold one.
+    /// The folder of the language model, which must contain a value head.
     Checkpoint,
-    /// Drawn from the seed, as torch draws a linear layer; a head in the folder is left out.
+    /// Initialized from the seed as torch initializes a linear layer; a head in the folder is ignored.
     Fresh(u64),
-    /// The score head of the reward model in this folder, which must be as wide as the language model.
+    /// The score head of the reward model in this folder, whose hidden size must be that of the language model.
     Reward(&'a Path),
 }
 
-/// A language model whose hidden states a value head reads too: one trunk, two heads.
+/// A language model with a value head on its trunk: one trunk, two heads.
 #[derive(Debug)]
 pub struct CausalLmWithValueHead {
     lm: CausalLm,
     head: ValueHead,
 }
 
-/// A head that gives a value at every position of the language model that it was built on, whose parameters include its own.
+/// A value head on the trunk of a language model, whose parameters include the head's.
 #[derive(Debug)]
 pub struct ValueHead {
     linear: Linear,
@@ -40,11 +41,11 @@ pub struct ValueHead {
 }
 
 impl CausalLmWithValueHead {
-    /// Reads a model folder, and the value head from where `init` says; frozen until
+    /// Loads a model folder, and the value head from `init`. The model is frozen until
     /// [`CausalLmWithValueHead::set_trainable`].
     ///
     /// # Errors
-    /// As [`CausalLm::from_pretrained`]; if `init` names a head that is not there, or is of another width.
+    /// As [`CausalLm::from_pretrained`]; if the head of `init` is missing or of another width.
     pub fn from_pretrained(dir: &Path, init: ValueHeadInit<'_>, options: ModelOptions) -> Result<Self> {
         let config = ModelConfig::from_dir(dir)?;
         config.check_causal_lm(dir)?;
@@ -56,10 +57,10 @@ impl CausalLmWithValueHead {
         Ok(Self { lm, head: ValueHead { linear, fresh } })
     }
 
-    /// Puts a head on the trunk of `lm`, whose adapter, if it has one, is trained beside it.
+    /// Adds a value head to the trunk of `lm`. An adapter of `lm` stays trainable beside it.
     ///
     /// # Errors
-    /// If `init` names a head that is not there, or is of another width: [`ValueHeadInit::Checkpoint`] is for folders.
+    /// If the head of `init` is missing or of another width; for [`ValueHeadInit::Checkpoint`], which needs a folder.
     pub fn from_lm(mut lm: CausalLm, init: ValueHeadInit<'_>) -> Result<Self> {
         let fresh = match init {
             ValueHeadInit::Fresh(seed) => Some(seed),
@@ -69,20 +70,20 @@ impl CausalLmWithValueHead {
             }
         };
         let (names, shape) = (&lm.body.config.family.names, lm.body.config.clone());
-        // A head is small, and trained whole beside an adapter: held in f32 whatever the rest is held in.
+        // A head is small and is trained in full beside an adapter, so it is always held in f32.
         let mut builder = Builder::new(Source::Fresh(fresh.unwrap_or(0)), names, lm.body.device, Some(Kind::Float));
         let linear = build_head(&mut builder, &shape, init)?;
         lm.body.params.extend(builder.finish(&[])?);
         Ok(Self { lm, head: ValueHead { linear, fresh: fresh.is_some() } })
     }
 
-    /// `lm`, which was read from `dir`, with the head that the folder holds, or else one drawn from `seed`.
+    /// Adds the value head that `dir` contains, or else one drawn from `seed`, to `lm`, which was loaded from `dir`.
     ///
     /// # Errors
-    /// If the head that is there is of another width.
+    /// If the stored head is of another width.
     pub fn found_in(dir: &Path, lm: CausalLm, seed: u64) -> Result<Self> {
         let name = format!("{}.weight", HEADS[0]);
-        // A folder with an adapter alone holds no model.
+        // A folder with only an adapter contains no model.
         let checkpoint = if dir.join("config.json").is_file() { Some(Checkpoint::open(dir)?) } else { None };
         let Some(checkpoint) = checkpoint.filter(|checkpoint| checkpoint.shape(&name).is_some()) else {
             return Self::from_lm(lm, ValueHeadInit::Fresh(seed));
@@ -110,41 +111,33 @@ impl CausalLmWithValueHead {
         &self.head
     }
 
-    /// The two apart.
+    /// The language model and the value head.
     pub fn into_parts(self) -> (CausalLm, ValueHead) {
         (self.lm, self.head)
     }
 
-    /// Whether gradients reach the weights.
+    /// Sets whether the weights require gradients.
     pub fn set_trainable(&mut self, trainable: bool) {
         self.lm.set_trainable(trainable);
     }
 
-    /// [`ValueHead::values_at`].
-    ///
-    /// # Errors
-    /// As that.
+    /// [`ValueHead::values_at`]; errors as that.
     pub fn values_at<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
         self.head.values_at(&self.lm, sequences, spans)
     }
 
-    /// [`ValueHead::logprobs_and_values`].
-    ///
-    /// # Errors
-    /// As that.
+    /// [`ValueHead::logprobs_and_values`]; errors as that.
     pub fn logprobs_and_values<'a, S: AsRef<[i64]>>(
         &self,
-        sequences: &[S],
-        token_spans: &[Range<usize>],
-        value_spans: &[Range<usize>],
+        batch: JointBatch<'_, S>,
         sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
     ) -> Result<(TokenLogprobs, Tensor)> {
-        self.head.logprobs_and_values(&self.lm, sequences, token_spans, value_spans, sampled, with_entropy)
+        self.head.logprobs_and_values(&self.lm, batch, sampled, with_entropy)
     }
 
-    /// Writes the language model with its value head in the same files, as TRL does; [`CausalLm::from_pretrained`] and
-    /// transformers read the language model from there.
+    /// Writes the language model and its value head to the same files, as TRL does. [`CausalLm::from_pretrained`] and
+    /// transformers can load the language model from there.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -154,77 +147,72 @@ impl CausalLmWithValueHead {
 }
 
 impl ValueHead {
-    /// Whether the head was drawn when the model was read: its numbers mean nothing before training.
+    /// Whether the head was newly initialized, so that its values mean nothing before training.
     pub fn is_fresh(&self) -> bool {
         self.fresh
     }
 
-    /// The values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32. `lm` is the model that the
+    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32. `lm` is the model that the
     /// head was built on.
     ///
     /// # Errors
     /// As [`CausalLm::logits`]; if a span is not within its sequence.
     pub fn values_at<S: AsRef<[i64]>>(&self, lm: &CausalLm, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
         lm.body.check_spans(sequences, spans, 0)?;
-        Ok(self.values_of(&lm.body.hidden_at(sequences, spans, 0)?))
+        Ok(self.values_of(&lm.body.hidden_at(Batch::new(sequences, spans), 0)?))
     }
 
-    /// [`CausalLm::token_logprobs`] of the tokens at `token_spans` and [`ValueHead::values_at`] of `value_spans`, from one
-    /// pass through the trunk; errors as these two.
+    /// [`CausalLm::token_logprobs`] of the batch's tokens and [`ValueHead::values_at`] of its value positions, from one
+    /// forward pass through the trunk; errors as these two.
     pub fn logprobs_and_values<'a, S: AsRef<[i64]>>(
         &self,
         lm: &CausalLm,
-        sequences: &[S],
-        token_spans: &[Range<usize>],
-        value_spans: &[Range<usize>],
+        batch: JointBatch<'_, S>,
         sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
     ) -> Result<(TokenLogprobs, Tensor)> {
-        let body = &lm.body;
-        body.check_spans(sequences, token_spans, 1)?;
-        body.check_spans(sequences, value_spans, 0)?;
-        let both = Both::new(token_spans, value_spans);
-        let hidden = body.hidden_at(sequences, &both.spans, 0)?;
-        let values = self.values_of(&both.at_values(&hidden));
-        let (sampled, targets) = (sampled.into(), lm.targets(sequences, token_spans));
-        sampled.check(targets.size()[0])?;
-        Ok((lm.logprobs_of(&both.at_tokens(&hidden), &targets, sampled, with_entropy), values))
+        let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
+        let (joint, targets) = Self::joint(lm, batch, options)?;
+        let hidden = lm.body.hidden_at(Batch::new(batch.sequences, &joint.spans), 0)?;
+        let values = self.values_of(&hidden.index_select(0, &joint.values));
+        Ok((lm.logprobs_of(&hidden.index_select(0, &joint.tokens), &targets), values))
     }
 
-    /// [`CausalLm::learn_logprobs`] and a loss of the values at `value_spans` in one pass through the trunk, forward and back:
-    /// adds the gradients of the sum of both losses to those of the parameters. `value_loss` is a scalar made of the values.
+    /// Forward and backward pass of the sum of two losses, in one pass through the trunk; accumulates gradients. `policy_loss` is
+    /// that of [`CausalLm::logprobs_backward`]; `value_loss` returns a scalar computed from the values.
     ///
     /// # Errors
-    /// As [`CausalLm::learn_logprobs`] and [`ValueHead::values_at`].
-    #[expect(clippy::too_many_arguments, reason = "the arguments of two functions of which this does both")]
-    pub fn learn<'a, S: AsRef<[i64]>>(
+    /// As [`CausalLm::logprobs_backward`] and [`ValueHead::values_at`].
+    pub fn backward<'a, S: AsRef<[i64]>>(
         &self,
         lm: &CausalLm,
-        sequences: &[S],
-        token_spans: &[Range<usize>],
-        value_spans: &[Range<usize>],
-        sampled: impl Into<Sampled<'a>>,
-        with_entropy: bool,
+        batch: JointBatch<'_, S>,
+        options: impl Into<LogprobOptions<'a>>,
         policy_loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
         value_loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<TokenLogprobs> {
-        lm.body.check_spans(sequences, token_spans, 1)?;
-        lm.body.check_spans(sequences, value_spans, 0)?;
-        let both = Both::new(token_spans, value_spans);
-        let (sampled, targets) = (sampled.into(), lm.targets(sequences, token_spans));
-        sampled.check(targets.size()[0])?;
+        let (joint, targets) = Self::joint(lm, batch, options.into())?;
+        let JointSpans { spans, tokens, values } = &joint;
         let mut found = None;
-        lm.body.learn(sequences, &both.spans, 0, None, |hidden| {
-            let read = both.at_values(hidden).detach().set_requires_grad(true);
+        lm.body.backward(Batch::new(batch.sequences, spans), 0, |hidden| {
+            let read = hidden.index_select(0, values).detach().set_requires_grad(true);
             value_loss(&self.values_of(&read)).backward();
-            let (logprobs, of_tokens) =
-                lm.logprobs_gradient(&both.at_tokens(hidden), &targets, sampled, with_entropy, None, policy_loss);
+            let (logprobs, of_tokens) = lm.logprobs_gradient(&hidden.index_select(0, tokens), &targets, policy_loss);
             found = Some(logprobs);
-            let at = |positions: &Tensor| positions.to_device(hidden.device());
-            let gradient = hidden.zeros_like().index_add(0, &at(&both.values), &read.grad());
-            Ok(Some(gradient.index_add(0, &at(&both.tokens), &of_tokens)))
+            hidden.zeros_like().index_add(0, values, &read.grad()).index_add(0, tokens, &of_tokens)
         })?;
-        Ok(found.unwrap_or_else(|| Slices::new(with_entropy, false).join(lm.device())))
+        Ok(found.unwrap_or_else(|| targets.none()))
+    }
+
+    fn joint<'a, S: AsRef<[i64]>>(
+        lm: &CausalLm,
+        batch: JointBatch<'_, S>,
+        options: LogprobOptions<'a>,
+    ) -> Result<(JointSpans, Targets<'a>)> {
+        lm.body.check_spans(batch.sequences, batch.token_spans, 1)?;
+        lm.body.check_spans(batch.sequences, batch.value_spans, 0)?;
+        let targets = Targets::new(lm, batch.sequences, batch.token_spans, options)?;
+        Ok((JointSpans::new(&batch, lm.device()), targets))
     }
 
     fn values_of(&self, hidden: &Tensor) -> Tensor {
@@ -232,10 +220,10 @@ impl ValueHead {
     }
 }
 
-/// What says what a state is worth.
+/// The critic: a separate model, or a head on the policy.
 #[derive(Debug)]
 pub enum ValueModel {
-    /// A model of its own.
+    /// A separate model.
     Model(Box<SequenceClassifier>),
     /// A head on the policy's trunk; its parameters are among the policy's.
     Head(ValueHead),
@@ -254,7 +242,7 @@ impl From<ValueHead> for ValueModel {
 }
 
 impl ValueModel {
-    /// The model, where it is one of its own.
+    /// The critic's model, if it is a separate one.
     pub fn model(&self) -> Option<&SequenceClassifier> {
         match self {
             Self::Model(model) => Some(model),
@@ -262,7 +250,7 @@ impl ValueModel {
         }
     }
 
-    /// [`ValueModel::model`], to change it.
+    /// The critic's model, mutable, if it is a separate one.
     pub fn model_mut(&mut self) -> Option<&mut SequenceClassifier> {
         match self {
             Self::Model(model) => Some(model),
@@ -270,12 +258,12 @@ impl ValueModel {
         }
     }
 
-    /// The parameters that are not the policy's.
+    /// The critic's parameters that are not the policy's.
     pub fn params(&self) -> &[Param] {
         self.model().map_or(&[], SequenceClassifier::params)
     }
 
-    /// Whether its head was drawn when it was read: its numbers mean nothing before training.
+    /// Whether its head was newly initialized, so that its values mean nothing before training.
     pub fn has_new_head(&self) -> bool {
         match self {
             Self::Model(model) => model.has_new_head(),
@@ -283,7 +271,7 @@ impl ValueModel {
         }
     }
 
-    /// The values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
+    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
     ///
     /// # Errors
     /// As [`SequenceClassifier::values_at`] and [`ValueHead::values_at`].
@@ -300,44 +288,6 @@ impl ValueModel {
     }
 }
 
-/// Positions that two heads read, one of them where each token is predicted.
-struct Both {
-    /// What covers the positions of both in each sequence.
-    spans: Vec<Range<usize>>,
-    /// Where the positions before the tokens lie among all that are covered, `[M]` i64, on the processor.
-    tokens: Tensor,
-    /// Where those of the values lie.
-    values: Tensor,
-}
-
-impl Both {
-    fn new(token_spans: &[Range<usize>], value_spans: &[Range<usize>]) -> Self {
-        let (mut spans, mut tokens, mut values) = (Vec::new(), Vec::new(), Vec::new());
-        let mut before = 0;
-        for (token, value) in token_spans.iter().zip(value_spans) {
-            // Each token is predicted at the position before it.
-            let parts = [token.start - 1..token.end - 1, value.clone()];
-            let read = || parts.iter().filter(|part| !part.is_empty());
-            let start = read().map(|part| part.start).min().unwrap_or(0);
-            let end = read().map(|part| part.end).max().unwrap_or(start);
-            for (part, at) in parts.iter().zip([&mut tokens, &mut values]) {
-                at.extend(part.clone().map(|t| (before + t - start) as i64));
-            }
-            spans.push(start..end);
-            before += end - start;
-        }
-        Self { spans, tokens: Tensor::from_slice(&tokens), values: Tensor::from_slice(&values) }
-    }
-
-    fn at_tokens(&self, hidden: &Tensor) -> Tensor {
-        hidden.index_select(0, &self.tokens.to_device(hidden.device()))
-    }
-
-    fn at_values(&self, hidden: &Tensor) -> Tensor {
-        hidden.index_select(0, &self.values.to_device(hidden.device()))
-    }
-}
-
 fn build_head(b: &mut Builder<'_>, shape: &Shape, init: ValueHeadInit<'_>) -> Result<Linear> {
     let width = shape.embedding_size;
     let bound = (width as f64).sqrt().recip();
@@ -349,7 +299,7 @@ fn build_head(b: &mut Builder<'_>, shape: &Shape, init: ValueHeadInit<'_>) -> Re
             let bias = format!("{}.bias", HEADS[0]);
             (weight, (name == names[0]).then(|| b.tensor(bias, &[1], Init::Zeros, false)).transpose()?)
         }
-        // A head that begins where torch's would: uniform within the bound has the deviation of bound / sqrt(3).
+        // As torch initializes it: a uniform distribution within the bound has a deviation of bound / sqrt(3).
         ValueHeadInit::Fresh(seed) => {
             let weight = b.new_head(names[0].clone(), &[1, width], seed, bound / 3f64.sqrt())?;
             (weight, Some(b.zeros(format!("{}.bias", HEADS[0]), &[1])?))

@@ -1,7 +1,7 @@
 //! The update: epochs of mini-batches, their gradients, and optimizer steps.
 
 use crate::dist::World;
-use crate::model::{CausalLm, Distributions, TokenLogprobs, ValueModel};
+use crate::model::{Batch, CausalLm, Distributions, JointBatch, LogprobOptions, TokenLogprobs, ValueModel};
 use crate::optim::loss_scale::LossScaler;
 use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
 use crate::optim::{AdamW, LearningRates};
@@ -257,36 +257,24 @@ impl Learner {
         let mut value_sums = Sums::default();
         let policy_loss = |slice, now: &TokenLogprobs| batch.policy_loss(slice, now, settings, weights, sums);
         let value_loss = |values: &Tensor| batch.value_loss(values, settings, weights, &mut value_sums);
+        let options = LogprobOptions { sampled, entropy: true, kl_to: reference };
         let now = match (&self.value, reference) {
             (ValueModel::Head(_), Some(_)) => {
                 return Err(Error::Run("kl_in_loss with kl_estimator = full needs a value model of its own".into()));
             }
-            (ValueModel::Head(head), None) => Some(head.learn(
-                &self.policy,
-                sequences,
-                token_spans,
-                value_spans,
-                sampled,
-                true,
-                policy_loss,
-                value_loss,
-            )?),
+            (ValueModel::Head(head), None) => {
+                let batch = JointBatch { sequences, token_spans, value_spans };
+                Some(head.backward(&self.policy, batch, options, policy_loss, value_loss)?)
+            }
             // Two models share nothing, so the policy's activations are freed before the value model's forward pass.
-            (ValueModel::Model(value), reference) => {
-                let policy = &self.policy;
-                let now = match reference.filter(|_| trains_policy) {
-                    _ if !trains_policy => None,
-                    Some(theirs) => Some(policy.learn_logprobs_and_kl(
-                        sequences,
-                        token_spans,
-                        sampled,
-                        true,
-                        theirs,
-                        policy_loss,
-                    )?),
-                    None => Some(policy.learn_logprobs(sequences, token_spans, sampled, true, policy_loss)?),
+            (ValueModel::Model(value), _) => {
+                let now = if trains_policy {
+                    let batch = Batch::new(sequences, token_spans);
+                    Some(self.policy.logprobs_backward(batch, options, policy_loss)?)
+                } else {
+                    None
                 };
-                value.learn_values(sequences, value_spans, value_loss)?;
+                value.values_backward(Batch::new(sequences, value_spans), value_loss)?;
                 now
             }
         };

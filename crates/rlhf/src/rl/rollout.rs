@@ -1,7 +1,7 @@
 //! The half of a PPO update without gradients: the models evaluate the sampled responses.
 
 use crate::generate::Response;
-use crate::model::{CausalLm, Distributions, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches};
+use crate::model::{CausalLm, Distributions, JointBatch, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches};
 use crate::reward::Scores;
 use crate::rl::experience::{Experience, Masks, to_slots};
 use crate::rl::math::{self, ScorePosition};
@@ -185,14 +185,9 @@ impl Passes<'_> {
         };
         let values = RefCell::new(Vec::new());
         let logprobs = self.per_token(|batch| {
-            let (found, of_states) = head.logprobs_and_values(
-                policy,
-                &batch.sequences,
-                &batch.tokens,
-                &batch.values,
-                self.sampled(batch),
-                false,
-            )?;
+            let joint =
+                JointBatch { sequences: &batch.sequences, token_spans: &batch.tokens, value_spans: &batch.values };
+            let (found, of_states) = head.logprobs_and_values(policy, joint, self.sampled(batch), false)?;
             values.borrow_mut().push(of_states);
             Ok(found.logprobs)
         })?;

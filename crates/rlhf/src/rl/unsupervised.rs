@@ -2,7 +2,7 @@
 //! length, taken in shuffled passes.
 
 use crate::data::{Cursor, Dataset, Files};
-use crate::model::CausalLm;
+use crate::model::{Batch, CausalLm};
 use crate::optim::micro_batch::micro_batches;
 use crate::settings::UnsupervisedConfig;
 use crate::tokenizer::Tokenizer;
@@ -118,7 +118,7 @@ pub(crate) fn learn_texts<S: AsRef<[i64]>>(
     }
     let mut sum = 0.0;
     for part in micro_batches(texts, most_rows, most_tokens, |text| text.as_ref().len()) {
-        let found = policy.learn_logprobs(part, &spans(part), 1.0, false, |_, now| {
+        let found = policy.logprobs_backward(Batch::new(part, &spans(part)), 1.0, |_, now| {
             -now.logprobs.sum(Kind::Float) * (coef / tokens as f64)
         })?;
         sum -= found.logprobs.sum(Kind::Float).double_value(&[]);

@@ -8,7 +8,7 @@ use super::{
 use crate::data::{Dataset, Pair, Sources};
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, DropoutRows, ModelOptions, SequenceClassifier};
+use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, SequenceClassifier};
 use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
 use crate::optim::{AdamW, learning_rate};
 use crate::rl::eos::deepspeed_chat_pad;
@@ -334,7 +334,7 @@ fn run_updates(
             let per_pair = batch.len() as f64 / progress.loss_scale();
             let since = &mut progress.since;
             match config.pair_loss {
-                PairLoss::Sequence => model.learn_scores(&sides(micro_batch), Some(&dropout), |scores| {
+                PairLoss::Sequence => model.scores_backward(&sides(micro_batch), Some(&dropout), |scores| {
                     since.add(scores, &sequence_loss(scores, micro_batch), config) / per_pair
                 }),
                 PairLoss::Tokens | PairLoss::TokensUnpadded => {
@@ -590,6 +590,10 @@ impl Compared {
         padded.then_some(&self.shown)
     }
 
+    fn batch(&self) -> Batch<'_, Vec<i64>> {
+        Batch::new(&self.texts, &self.spans).with_padding(self.shown())
+    }
+
     /// Has the model learn by a `loss` of the values at the spans.
     fn learn(
         &self,
@@ -597,7 +601,7 @@ impl Compared {
         dropout: Option<&DropoutRows>,
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
-        model.learn_values_showing(&self.texts, self.shown(), &self.spans, dropout, loss)
+        model.values_backward(self.batch().with_dropout(dropout), loss)
     }
 
     /// The scores at the ends, all chosen sides and then all rejected ones, among the `values` at the spans.
@@ -642,7 +646,7 @@ impl Totals {
             }
             PairLoss::Tokens | PairLoss::TokensUnpadded => {
                 let compared = Compared::of(pairs, pads, model.device());
-                let values = model.values_showing(&compared.texts, compared.shown(), &compared.spans)?;
+                let values = model.values(compared.batch())?;
                 (compared.ends(&values), compared.loss(&values))
             }
         };
@@ -767,7 +771,7 @@ mod tests {
                 let norm = Tensor::stack(&norms, 0).norm();
                 let expected = &golden["padded_trunk.grad_norm"];
                 close(name, &(norm / expected), &expected.ones_like(), 1e-4);
-                let again = model.values_showing(&compared.texts, compared.shown(), &compared.spans);
+                let again = model.values(compared.batch());
                 close(name, &tch::no_grad(|| again).unwrap(), &values, 2e-5);
             }
         }

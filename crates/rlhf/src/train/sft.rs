@@ -8,7 +8,7 @@ use super::{
 use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources};
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, CausalLm, DropoutRows, ModelConfig};
+use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig};
 use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
 use crate::optim::{AdamW, learning_rate};
 use crate::run::checkpoint::{Checkpoints, Start, leave_model};
@@ -250,11 +250,14 @@ fn run_updates(
             let dropout = DropoutRows { share, seed, update: progress.done as u64, rows };
             let (sequences, spans) = counted_tokens(micro_batch);
             let weights = weights(micro_batch, model.device());
-            let found =
-                model.learn_logprobs_dropping(&sequences, &spans, 1.0, false, Some(&dropout), |part, now| {
+            let found = model.logprobs_backward(
+                Batch::new(&sequences, &spans).with_dropout(Some(&dropout)),
+                1.0,
+                |part, now| {
                     let weights = weights.as_ref().map(|all| all.narrow(0, part.start, part.end - part.start));
                     -total(&now.logprobs, weights.as_ref()) / (counted as f64 / scale)
-                })?;
+                },
+            )?;
             progress.since.loss -= total(&found.logprobs, weights.as_ref()).double_value(&[]);
         }
         let lr = learning_rate(config.learning_rate, &config.optimizer, progress.done, plan.num_updates);

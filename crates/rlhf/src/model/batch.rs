@@ -1,0 +1,92 @@
+//! Batches of ragged sequences: the tokens of one pass and the positions whose results are computed.
+
+use super::lora::DropoutRows;
+use std::ops::Range;
+use tch::{Device, Tensor};
+
+/// Sequences of one pass and, for each, the span of positions whose results are computed.
+#[derive(Debug)]
+pub struct Batch<'a, S> {
+    pub(super) sequences: &'a [S],
+    pub(super) spans: &'a [Range<usize>],
+    /// Number of tokens of each sequence before its padding; `None`: there is no padding.
+    pub(super) unpadded_lens: Option<&'a [usize]>,
+    /// Dropout before the adapters; backward passes only.
+    pub(super) dropout: Option<&'a DropoutRows>,
+}
+
+impl<S> Clone for Batch<'_, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S> Copy for Batch<'_, S> {}
+
+impl<'a, S> Batch<'a, S> {
+    /// A batch of whole sequences without padding or dropout; one span per sequence, in positions of that sequence.
+    pub fn new(sequences: &'a [S], spans: &'a [Range<usize>]) -> Self {
+        Self { sequences, spans, unpadded_lens: None, dropout: None }
+    }
+
+    /// Treats the tokens of each sequence behind the first `unpadded_lens` as padding: padding attends to the text, and
+    /// the text does not attend to padding.
+    pub(crate) fn with_padding(self, unpadded_lens: Option<&'a [usize]>) -> Self {
+        Self { unpadded_lens, ..self }
+    }
+
+    /// Applies dropout before the adapters of the model.
+    pub(crate) fn with_dropout(self, dropout: Option<&'a DropoutRows>) -> Self {
+        Self { dropout, ..self }
+    }
+}
+
+/// Sequences of one pass through a trunk with two heads: an LM head and a value head.
+#[derive(Debug)]
+pub struct JointBatch<'a, S> {
+    /// The sequences.
+    pub sequences: &'a [S],
+    /// The tokens of each sequence whose log-probabilities are computed; a span may not start at 0.
+    pub token_spans: &'a [Range<usize>],
+    /// The positions of each sequence whose values are computed.
+    pub value_spans: &'a [Range<usize>],
+}
+
+impl<S> Clone for JointBatch<'_, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S> Copy for JointBatch<'_, S> {}
+
+/// Spans that cover the positions read by two heads, and the indices of each head's positions among them.
+pub(super) struct JointSpans {
+    /// One span per sequence.
+    pub(super) spans: Vec<Range<usize>>,
+    /// Indices of the positions at which the tokens are predicted, `[M]` i64.
+    pub(super) tokens: Tensor,
+    /// Indices of the positions of the values, `[M]` i64.
+    pub(super) values: Tensor,
+}
+
+impl JointSpans {
+    pub(super) fn new<S>(batch: &JointBatch<'_, S>, device: Device) -> Self {
+        let (mut spans, mut tokens, mut values) = (Vec::new(), Vec::new(), Vec::new());
+        let mut before = 0;
+        for (token, value) in batch.token_spans.iter().zip(batch.value_spans) {
+            // Each token is predicted at the position before it.
+            let parts = [token.start - 1..token.end - 1, value.clone()];
+            let read = || parts.iter().filter(|part| !part.is_empty());
+            let start = read().map(|part| part.start).min().unwrap_or(0);
+            let end = read().map(|part| part.end).max().unwrap_or(start);
+            for (part, at) in parts.iter().zip([&mut tokens, &mut values]) {
+                at.extend(part.clone().map(|t| (before + t - start) as i64));
+            }
+            spans.push(start..end);
+            before += end - start;
+        }
+        let on_device = |indices: &[i64]| Tensor::from_slice(indices).to_device(device);
+        Self { spans, tokens: on_device(&tokens), values: on_device(&values) }
+    }
+}

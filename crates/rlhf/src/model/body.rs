@@ -1,0 +1,353 @@
+//! The part that language models and sequence classifiers share: the decoder, its parameters and its configuration.
+
+use super::batch::Batch;
+use super::config::ModelConfig;
+use super::decoder::{BackwardOptions, Decoder};
+use super::families::MlpIn;
+use super::layout::{Layout, rounded};
+use super::linear::Linear;
+use super::lora::{self, Adapter, AdapterFolder, Dropout, LoraConfig};
+use super::params::Param;
+use super::uses_kernels;
+use crate::{Error, Result};
+use serde_json::{Map, Value};
+use std::ops::Range;
+use std::path::PathBuf;
+use tch::{Device, Kind, Tensor};
+
+/// A decoder with its parameters and its configuration: a model without its head.
+#[derive(Debug)]
+pub(super) struct Body {
+    pub(super) decoder: Decoder,
+    pub(super) params: Vec<Param>,
+    pub(super) config: ModelConfig,
+    pub(super) device: Device,
+    /// The dtype that most of the weights are held in; a saved model has this dtype.
+    pub(super) kind: Kind,
+    /// Whether tensors were rounded when they were read.
+    pub(super) rounded: bool,
+    /// Whether [`Body::hold_as_computed`] has rounded tensors.
+    pub(super) narrowed: bool,
+    /// Number of leading parameters that share the memory of another model.
+    pub(super) shared: usize,
+    /// The folder that the weights were read from, while the weights are still those of the folder.
+    pub(super) origin: Option<PathBuf>,
+    /// The content of `adapter_config.json`, if there is an adapter; without the base if the base is `origin`.
+    pub(super) adapter: Option<Map<String, Value>>,
+    /// The base's heads, which are trained in full beside an adapter, as they were before training.
+    pub(super) base_head: Vec<(String, Tensor)>,
+    /// Whether training stores only the input of each layer and recomputes the layer in the backward pass.
+    pub(super) gradient_checkpointing: bool,
+    /// Number of leading parameters that are never trained.
+    pub(super) num_frozen: usize,
+}
+
+impl Body {
+    pub(super) fn new(decoder: Decoder, params: Vec<Param>, config: ModelConfig, device: Device, kind: Kind) -> Self {
+        Self {
+            decoder,
+            params,
+            config,
+            device,
+            kind,
+            rounded: false,
+            narrowed: false,
+            shared: 0,
+            origin: None,
+            adapter: None,
+            base_head: Vec::new(),
+            gradient_checkpointing: false,
+            num_frozen: 0,
+        }
+    }
+
+    /// Prepares weights that were just read for training: merges an adapter that is already there into `adapted_head` and the
+    /// layers. The base of a new adapter is held in the dtype that it is computed in, `lm_head` included; other weights in f32.
+    pub(super) fn prepare(
+        &mut self,
+        gets_adapter: bool,
+        adapted_head: Option<&mut Linear>,
+        lm_head: Option<&mut Linear>,
+    ) {
+        self.merge_adapter(adapted_head);
+        if gets_adapter { self.hold_as_computed(lm_head) } else { self.hold_as_f32() }
+    }
+
+    /// Holds each matrix in the dtype of its product, where that takes no more memory; results stay the same.
+    pub(super) fn hold_as_computed(&mut self, head: Option<&mut Linear>) {
+        let kept = self.params.iter().take(self.shared).map(|param| param.tensor.data_ptr()).collect();
+        let linears = self.decoder.linears_mut().chain(head);
+        let changed = linears.filter_map(|linear| linear.hold_as_computed(&kept).then_some(())).count();
+        if changed > 0 {
+            self.kind = self.decoder.compute;
+            self.narrowed = true;
+        }
+    }
+
+    /// Holds every tensor in f32.
+    fn hold_as_f32(&mut self) {
+        for param in &mut self.params {
+            if param.tensor.kind() != Kind::Float {
+                let wide = tch::no_grad(|| param.tensor.to_kind(Kind::Float));
+                param.tensor.set_data(&wide);
+            }
+        }
+        self.kind = Kind::Float;
+    }
+
+    /// Copies of the heads that are trained in full beside an adapter.
+    fn heads(&self) -> Vec<(String, Tensor)> {
+        let heads = self.params.iter().filter(|param| lora::is_head(&param.name));
+        heads.map(|param| (param.name.clone(), param.tensor.detach().copy())).collect()
+    }
+
+    /// The dtype that the base of an adapter was rounded to, if the run has to save that base.
+    pub(super) fn rounded_base(&self) -> Option<Kind> {
+        (self.narrowed && self.adapter.is_some() && self.origin.is_none()).then_some(self.kind)
+    }
+
+    /// Sets which parameters require gradients. With an adapter only the adapter and a classifier's or value head do.
+    pub(super) fn set_trainable(&mut self, trainable: bool) {
+        let all = self.adapter.is_none();
+        for (at, param) in self.params.iter_mut().enumerate() {
+            let learns = trainable && at >= self.num_frozen && (all || lora::is_trained(&param.name));
+            let _ = param.tensor.requires_grad_(learns);
+        }
+    }
+
+    pub(super) fn trainable_params(&self) -> impl Iterator<Item = &Param> {
+        self.params.iter().filter(|param| param.tensor.requires_grad())
+    }
+
+    /// Returns the layers that can have an adapter, `head` among them. Fails if the model already has an adapter.
+    fn linears<'a>(&'a mut self, head: Option<&'a mut Linear>) -> Result<Vec<&'a mut Linear>> {
+        if self.adapter.is_some() {
+            return Err(Error::Run("the model has an adapter; merge it before adding another".into()));
+        }
+        Ok(self.decoder.linears_mut().chain(head).filter(|linear| !lora::is_in_head(linear.name())).collect())
+    }
+
+    /// Adds a new adapter, drawn from `seed`, to the layers that `config` selects.
+    pub(super) fn add_adapter(
+        &mut self,
+        head: Option<&mut Linear>,
+        config: &LoraConfig,
+        seed: u64,
+        classifier: bool,
+    ) -> Result<()> {
+        let (family, device) = (self.config.family, self.device);
+        let mut params = Vec::new();
+        let mut linears = self.linears(head)?;
+        let names: Vec<String> = linears.iter().map(|linear| linear.name().to_string()).collect();
+        let chosen = config.choose(family, &names)?;
+        let mut linears: Vec<_> = linears.drain(..).zip(chosen).filter_map(|(l, chosen)| chosen.then_some(l)).collect();
+        for (index, linear) in linears.iter_mut().enumerate() {
+            let adapter = Adapter::fresh(config, linear.widths(), device, seed, index as u64)?;
+            params.extend(adapter.params(linear.name()));
+            linear.set_adapter(adapter);
+        }
+        let layers: Vec<String> = linears.iter().map(|linear| linear.name().to_string()).collect();
+        self.base_head = self.heads();
+        self.params.extend(params);
+        self.adapter = Some(config.describe(family, &layers, classifier));
+        self.set_trainable(false);
+        Ok(())
+    }
+
+    /// Adds the adapter stored in `folder`.
+    pub(super) fn load_adapter(
+        &mut self,
+        head: Option<&mut Linear>,
+        folder: &AdapterFolder,
+        classifier: bool,
+    ) -> Result<()> {
+        let heads = self.heads();
+        let mut params = std::mem::take(&mut self.params);
+        let device = self.device;
+        let applied = self.linears(head).and_then(|linears| folder.apply(linears, &mut params, device));
+        self.params = params;
+        applied?;
+        self.base_head = heads;
+        self.adapter = Some(folder.described(classifier));
+        self.set_trainable(false);
+        Ok(())
+    }
+
+    /// Adds the adapter's product to the weights and removes the adapter, if there is one.
+    pub(super) fn merge_adapter(&mut self, head: Option<&mut Linear>) {
+        if self.adapter.take().is_some() {
+            let linears = self.decoder.linears_mut().chain(head);
+            let widened = linears.filter_map(|linear| linear.merge().then_some(())).count();
+            if widened > 0 {
+                // f32, so that saving does not round the sum.
+                self.kind = Kind::Float;
+            }
+            self.base_head.clear();
+            self.params.retain(|param| !lora::is_lora(&param.name));
+            self.origin = None;
+            self.set_trainable(false);
+        }
+    }
+
+    /// Checks the input for mistakes of the caller on which libtorch would fail.
+    pub(super) fn check<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<()> {
+        let (vocab, most) = (self.config.vocab_size, self.config.max_position_embeddings);
+        if let Some(param) = self.trainable_params().find(|param| param.tensor.kind() != Kind::Float) {
+            return Err(Error::Run(format!(
+                "`{}` is held in {:?} and trainable: expected f32 (Dtype::Float32), or an adapter on frozen weights",
+                param.name,
+                param.tensor.kind()
+            )));
+        }
+        if sequences.is_empty() {
+            return Err(Error::Run("expected at least one sequence, found none".into()));
+        }
+        for (row, sequence) in sequences.iter().enumerate() {
+            let sequence = sequence.as_ref();
+            if sequence.is_empty() || sequence.len() > most {
+                let found = sequence.len();
+                return Err(Error::Run(format!("sequence {row}: expected 1 to {most} tokens, found {found}")));
+            }
+            if let Some(id) = sequence.iter().find(|id| !(0..vocab).contains(*id)) {
+                let message = format!("sequence {row}: token id {id} is outside the model's vocabulary of {vocab}");
+                return Err(Error::Run(message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that each sequence has one span, within the sequence and not before `first`.
+    pub(super) fn check_spans<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        first: usize,
+    ) -> Result<()> {
+        if spans.len() != sequences.len() {
+            return Err(Error::Run(format!(
+                "expected {} spans, one per sequence, found {}",
+                sequences.len(),
+                spans.len()
+            )));
+        }
+        for (row, (sequence, span)) in sequences.iter().zip(spans).enumerate() {
+            let len = sequence.as_ref().len();
+            if span.start < first || span.start > span.end || span.end > len {
+                return Err(Error::Run(format!(
+                    "sequence {row}: expected a span within {first}..{len}, found {span:?}"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Activation bytes per token of a forward pass with gradients.
+    pub(super) fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
+        let (c, kind) = (&self.config, self.decoder.compute.elt_size_in_bytes() as i64);
+        let stream = c.hidden_size * 4;
+        let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
+        let inner = match c.family.names.mlp_in {
+            MlpIn::Up(_) => 2 * c.intermediate_size,
+            MlpIn::Gated(_) | MlpIn::GatedFused(_) => 4 * c.intermediate_size,
+        };
+        // The residual stream after attention and after the MLP; both norms, the projections, the heads' outputs, the MLP.
+        let layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
+        let layers = c.num_hidden_layers;
+        (if gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
+    }
+
+    /// Hidden states of all tokens, packed.
+    pub(super) fn hidden<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<(Layout, Tensor)> {
+        self.check(sequences)?;
+        let layout = Layout::new(sequences, self.device);
+        let hidden = self.decoder.forward(&layout, None, None, None);
+        Ok((layout, hidden))
+    }
+
+    /// Hidden states `[M, embedding size]` at the positions of the batch's spans, each moved by `shift`; no dropout is applied.
+    pub(super) fn hidden_at<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>, shift: i64) -> Result<Tensor> {
+        self.check(batch.sequences)?;
+        let layout = self.layout_of(&batch.with_dropout(None), shift);
+        let (rows, count) = self.rounded_rows_at(&layout, batch.spans, shift);
+        Ok(self.decoder.forward(&layout, None, Some(&rows), None).narrow(0, 0, count))
+    }
+
+    /// Forward and backward pass; accumulates gradients. `gradient_of` receives the hidden states of [`Body::hidden_at`],
+    /// detached, and returns the gradient of the loss with respect to them. It is not called if all spans are empty.
+    ///
+    /// # Errors
+    /// If the model is frozen; as [`Body::hidden_at`].
+    pub(super) fn backward<S: AsRef<[i64]>>(
+        &self,
+        batch: Batch<'_, S>,
+        shift: i64,
+        gradient_of: impl FnOnce(&Tensor) -> Tensor,
+    ) -> Result<()> {
+        self.check(batch.sequences)?;
+        if self.trainable_params().next().is_none() {
+            return Err(Error::Run("the model is frozen, so it has no gradients; call set_trainable first".into()));
+        }
+        if batch.spans.iter().all(Range::is_empty) {
+            return Ok(());
+        }
+        let dropout = batch.dropout.filter(|rows| rows.share > 0.0 && self.adapter.is_some());
+        let layout = self.layout_of(&batch.with_dropout(dropout), shift);
+        let dropout = dropout.map(|rows| Dropout::new(rows, &layout.lens));
+        let (rows, count) = self.rounded_rows_at(&layout, batch.spans, shift);
+        let options =
+            BackwardOptions { dropout: dropout.as_ref(), gradient_checkpointing: self.gradient_checkpointing };
+        self.decoder.backward(&layout, (&rows, count), options, gradient_of);
+        Ok(())
+    }
+
+    /// The layout of a batch for a pass with outputs at its spans only.
+    fn layout_of<S: AsRef<[i64]>>(&self, batch: &Batch<'_, S>, shift: i64) -> Layout {
+        match (batch.unpadded_lens, batch.dropout) {
+            (Some(unpadded_lens), _) => {
+                // As in transformers. OPT's padding has position -1, as its positions count unpadded tokens.
+                let position = (self.config.position_offset > 0).then_some(-1);
+                Layout::with_padding(batch.sequences, unpadded_lens, position, self.device)
+            }
+            (None, None) => self.padded_layout(&self.needed(batch, shift)),
+            // Dropout draws for whole sequences, so that the draws do not depend on the spans.
+            (None, Some(_)) => Layout::new(batch.sequences, self.device),
+        }
+    }
+
+    /// The layout for a pass with outputs at some rows only.
+    pub(super) fn padded_layout<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Layout {
+        let layout = Layout::new(sequences, self.device);
+        if uses_kernels(self.decoder.compute, self.device) { layout.padded() } else { layout }
+    }
+
+    /// The sequences up to the last token that the outputs depend on; in a causal model nothing behind a span matters.
+    fn needed<'s, S: AsRef<[i64]>>(&self, batch: &Batch<'s, S>, shift: i64) -> Vec<&'s [i64]> {
+        let whole = !self.config.causal || self.config.turns_by_length();
+        let pairs = batch.sequences.iter().map(AsRef::as_ref).zip(batch.spans);
+        pairs
+            .map(|(sequence, span)| match (whole, span.is_empty()) {
+                (true, _) => sequence,
+                (false, true) => &sequence[..1],
+                (false, false) => &sequence[..(span.end as i64 + shift) as usize],
+            })
+            .collect()
+    }
+
+    /// Indices in the packed order of the positions `spans` of each sequence, each moved by `shift`.
+    pub(super) fn rows_at(&self, layout: &Layout, spans: &[Range<usize>], shift: i64) -> Tensor {
+        let spans = layout.starts.iter().zip(spans);
+        let rows: Vec<i64> =
+            spans.flat_map(|(start, span)| span.clone().map(move |t| start + t as i64 + shift)).collect();
+        Tensor::from_slice(&rows).to_device(self.device)
+    }
+
+    /// [`Body::rows_at`] followed by unused indices up to a round number, and the number of used ones.
+    fn rounded_rows_at(&self, layout: &Layout, spans: &[Range<usize>], shift: i64) -> (Tensor, i64) {
+        let rows = self.rows_at(layout, spans, shift);
+        let count = rows.size()[0];
+        match uses_kernels(self.decoder.compute, self.device) {
+            true => (rows.constant_pad_nd([0, rounded(count) - count]), count),
+            false => (rows, count),
+        }
+    }
+}

@@ -1,0 +1,440 @@
+//! Causal language models.
+
+use super::batch::Batch;
+use super::body::Body;
+use super::config::{ModelConfig, Shape};
+use super::decoder::Decoder;
+use super::layout::KvCache;
+use super::linear::Linear;
+use super::logprobs::{Distributions, LogprobOptions, Targets, TokenLogprobs, check_vocabulary};
+use super::lora::{AdapterFolder, LoraConfig};
+use super::params::{Builder, Init, Param, Source};
+use super::sampled::Sampled;
+use super::{Dtype, ModelOptions, Precision};
+use crate::weights::{self, Checkpoint, replace_files};
+use crate::{Error, Result};
+use serde_json::{Map, Value};
+use std::ops::Range;
+use std::path::Path;
+use tch::{Device, Kind, Tensor};
+
+/// A causal language model: a decoder and a head over its vocabulary.
+///
+/// ```no_run
+/// use rlhf::model::{CausalLm, ModelOptions};
+/// # fn main() -> rlhf::Result<()> {
+/// let model = CausalLm::from_pretrained("runs/sft".as_ref(), ModelOptions::default())?;
+/// // Sequences are ragged: no padding, no mask.
+/// let logits = model.logits(&[vec![5, 6, 7], vec![8, 9]])?;
+/// assert_eq!(logits[1].size(), [2, model.config().vocab_size]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct CausalLm {
+    pub(super) body: Body,
+    pub(super) lm_head: Linear,
+}
+
+impl CausalLm {
+    /// Loads a model folder: `config.json` and safetensors. The model is frozen until [`CausalLm::set_trainable`].
+    ///
+    /// If the folder holds a PEFT adapter and no model, loads the adapter's base and adds the adapter to it. A value head
+    /// beside the model is ignored; [`CausalLmWithValueHead`](super::CausalLmWithValueHead) loads it.
+    ///
+    /// # Errors
+    /// If the folder, the configuration or a tensor is not as expected; one error lists all such tensors.
+    pub fn from_pretrained(dir: &Path, options: ModelOptions) -> Result<Self> {
+        if let Some(folder) = AdapterFolder::find(dir)? {
+            folder.check_task(false)?;
+            let mut model = Self::from_pretrained(&folder.base_dir()?, options)?;
+            model.body.load_adapter(None, &folder, false)?;
+            model.body.config.read_generation(dir)?;
+            return Ok(model);
+        }
+        let config = ModelConfig::from_dir(dir)?;
+        config.check_causal_lm(dir)?;
+        let checkpoint = Checkpoint::open(dir)?;
+        let (mut model, ()) =
+            Self::build(config, Source::Checkpoint(&checkpoint), options, &["v_head."], |_, _| Ok(()))?;
+        model.body.origin = Some(dir.to_path_buf());
+        Ok(model)
+    }
+
+    /// Initializes a model with the shape of `config`, its weights drawn from `seed` as transformers draws them.
+    ///
+    /// # Errors
+    /// If the family has no language models; if libtorch cannot allocate the weights.
+    pub fn from_config(config: ModelConfig, seed: u64, options: ModelOptions) -> Result<Self> {
+        config.check_causal_lm(Path::new("config"))?;
+        Ok(Self::build(config, Source::Fresh(seed), options, &[], |_, _| Ok(()))?.0)
+    }
+
+    /// Builds the model and what `extra` builds beside it. Tensors of the checkpoint whose names start with one of `ignored`
+    /// are skipped.
+    pub(super) fn build<T>(
+        mut config: ModelConfig,
+        source: Source<'_>,
+        options: ModelOptions,
+        ignored: &[&str],
+        extra: impl FnOnce(&mut Builder<'_>, &Shape) -> Result<T>,
+    ) -> Result<(Self, T)> {
+        let names = &config.family.names;
+        let (held, compute) = options.kinds(source);
+        let mut builder = Builder::new(source, names, options.device, options.dtype.kind());
+        builder.set_tied(config.tie_word_embeddings);
+        let decoder = Decoder::new(&config, &mut builder, compute)?;
+        // As in transformers 5: a stored head whose values differ from the embedding's is a separate head.
+        if config.tie_word_embeddings && builder.holds_other(names.lm_head, &decoder.embedding())? {
+            config.untie();
+        }
+        let head = if config.tie_word_embeddings {
+            decoder.embedding()
+        } else {
+            let shape = [config.vocab_size, config.embedding_size];
+            builder.tensor(names.lm_head.into(), &shape, Init::Normal(config.initializer_range), true)?
+        };
+        let extra = extra(&mut builder, &config)?;
+        // Some tied checkpoints hold the head too; it equals the embedding.
+        let tied = config.tie_word_embeddings.then_some(names.lm_head);
+        let rounded = builder.has_rounded();
+        let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
+        let lm_head = Linear::new(head, None, compute);
+        let body = Body { rounded, ..Body::new(decoder, params, config, options.device, held) };
+        Ok((Self { body, lm_head }, extra))
+    }
+
+    /// Adds a new adapter, drawn from `seed`, and freezes the other weights. The adapter has no effect until it is trained.
+    ///
+    /// # Errors
+    /// If a target matches no layer; if the model has an adapter.
+    pub fn add_adapter(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
+        self.body.add_adapter(None, config, seed, false)
+    }
+
+    /// Loads the adapter in the folder `dir` into this model, whatever base the folder names.
+    ///
+    /// # Errors
+    /// If the adapter does not fit this model; if the model has an adapter.
+    pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
+        let folder = AdapterFolder::open(dir)?;
+        folder.check_task(false)?;
+        self.body.load_adapter(None, &folder, false)
+    }
+
+    /// Merges the adapter, if there is one, into the weights. The sums are computed and held in f32, so a low-precision model is
+    /// saved in f32 unless [`CausalLm::hold_as_computed`] rounds it again.
+    pub fn merge_adapter(&mut self) {
+        self.body.merge_adapter(None);
+    }
+
+    /// Whether the model has an adapter.
+    pub fn has_adapter(&self) -> bool {
+        self.body.adapter.is_some()
+    }
+
+    /// Holds each matrix in the dtype of its product, where that takes no more memory: a frozen model returns the same numbers,
+    /// bit for bit. Norms, embeddings, trainable weights and weights shared with another model stay as they are. The model is
+    /// saved with the rounded weights.
+    pub fn hold_as_computed(&mut self) {
+        let own_head = !self.body.config.tie_word_embeddings;
+        self.body.hold_as_computed(own_head.then_some(&mut self.lm_head));
+    }
+
+    /// Prepares weights that were just read for training: merges an adapter that is already there. Weights that get a new
+    /// adapter are held as they are computed, other weights in f32.
+    pub(crate) fn prepare(&mut self, gets_adapter: bool) {
+        let own_head = !self.body.config.tie_word_embeddings;
+        self.body.prepare(gets_adapter, None, own_head.then_some(&mut self.lm_head));
+    }
+
+    /// Whether tensors were rounded to the configured dtype when they were read.
+    pub(crate) fn was_rounded(&self) -> bool {
+        self.body.rounded
+    }
+
+    /// The dtype that the adapter's base was rounded to, if the run has to save that base because no folder holds it.
+    pub(crate) fn rounded_base(&self) -> Option<Kind> {
+        self.body.rounded_base()
+    }
+
+    /// The model without its adapter: a view of the same weights. It takes no memory except for copies of weights in the dtype of
+    /// products, where that dtype is narrower.
+    ///
+    /// # Errors
+    /// None for a model that was built.
+    pub fn base(&self) -> Result<Self> {
+        self.viewing(&self.body.params, self.body.params.len())
+    }
+
+    /// Freezes the embeddings and the first `layers` layers permanently and returns a frozen copy of the model that shares
+    /// their memory.
+    ///
+    /// # Errors
+    /// If no trainable layer would be left.
+    pub fn share_lower_layers(&mut self, layers: usize) -> Result<Self> {
+        let first = format!("{}.{layers}.", self.body.config.family.names.layers);
+        let Some(shared) = self.body.params.iter().position(|param| param.name.starts_with(&first)) else {
+            let most = self.body.config.num_hidden_layers - 1;
+            return Err(Error::Usage(format!(
+                "num_shared_layers = {layers}: expected at most {most}, so that at least one layer is trained"
+            )));
+        };
+        self.body.num_frozen = shared;
+        self.body.set_trainable(false);
+        self.copy_sharing(shared)
+    }
+
+    /// Returns a frozen copy of the model in its current state.
+    ///
+    /// # Errors
+    /// None for a model that was built.
+    pub fn frozen_copy(&self) -> Result<Self> {
+        self.copy_sharing(0)
+    }
+
+    /// A copy that shares the memory of the first `shared` parameters.
+    fn copy_sharing(&self, shared: usize) -> Result<Self> {
+        let copies = self.body.params.iter().enumerate().map(|(at, Param { name, tensor, decay })| {
+            let tensor = if at < shared { tensor.shallow_clone() } else { tensor.detach().copy() };
+            Param { name: name.clone(), tensor, decay: *decay }
+        });
+        self.viewing(&copies.collect::<Vec<_>>(), shared)
+    }
+
+    /// A model of this shape and precision on the memory of `params`, the first `shared` of which belong to another model.
+    fn viewing(&self, params: &[Param], shared: usize) -> Result<Self> {
+        let precision = match self.body.decoder.compute {
+            Kind::Float => Precision::F32,
+            Kind::Half => Precision::F16,
+            _ => Precision::Bf16,
+        };
+        let options = ModelOptions { device: self.body.device, dtype: Dtype::Auto, precision };
+        let source = Source::Shared(params);
+        let (mut model, ()) = Self::build(self.body.config.clone(), source, options, &[], |_, _| Ok(()))?;
+        (model.body.kind, model.body.shared) = (self.body.kind, shared);
+        Ok(model)
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.body.config
+    }
+
+    /// Whether the same tokens give the same numbers, up to f32 rounding, in any batch and while decoding. True if the model computes in
+    /// f32 throughout, on the CPU (a GPU chooses its kernels by the shape of the batch), and its rotary angles do not depend on
+    /// the length of the text.
+    pub fn is_exact(&self) -> bool {
+        self.body.decoder.compute == Kind::Float && self.body.device == Device::Cpu && !self.config().turns_by_length()
+    }
+
+    /// The device of the weights.
+    pub fn device(&self) -> Device {
+        self.body.device
+    }
+
+    /// The parameters in the order of the model; those of an adapter come last.
+    pub fn params(&self) -> &[Param] {
+        &self.body.params
+    }
+
+    /// The parameters that require gradients: after [`CausalLm::set_trainable`] all of them, or those of the adapter.
+    pub fn trainable_params(&self) -> impl Iterator<Item = &Param> {
+        self.body.trainable_params()
+    }
+
+    /// Sets whether the weights require gradients; if there is an adapter, whether the adapter's weights do.
+    pub fn set_trainable(&mut self, trainable: bool) {
+        self.body.set_trainable(trainable);
+    }
+
+    /// Sets whether training stores only the input of each layer and recomputes the layer in the backward pass: less memory,
+    /// about a third more work, the same gradients.
+    pub fn set_gradient_checkpointing(&mut self, on: bool) {
+        self.body.gradient_checkpointing = on;
+    }
+
+    /// Activation bytes per token of a forward pass with gradients, about.
+    pub fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
+        self.body.activation_bytes(gradient_checkpointing)
+    }
+
+    /// Logits at every position, one `[length, vocab]` f32 tensor per sequence. Holds all of them in memory, so this is for
+    /// small inputs.
+    ///
+    /// # Errors
+    /// If a sequence is empty, too long, or contains an id outside the vocabulary.
+    pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
+        let (layout, hidden) = self.body.hidden(sequences)?;
+        Ok(self.head(&hidden).to_kind(Kind::Float).split_with_sizes(&layout.lens, 0))
+    }
+
+    /// Hidden states after the final norm, one `[length, hidden]` f32 tensor per sequence; errors as [`CausalLm::logits`].
+    pub fn hidden_states<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
+        let (layout, hidden) = self.body.hidden(sequences)?;
+        Ok(hidden.split_with_sizes(&layout.lens, 0))
+    }
+
+    /// Log-probabilities of the tokens at `spans` of each sequence under softmax(logits / temperature), or under the restricted
+    /// distribution that [`Sampled`] describes; differentiable.
+    ///
+    /// A span may be empty and may not start at 0, as the first token is not predicted. With M tokens in all spans, the
+    /// results are `[M]`. The LM head is applied to these tokens only.
+    ///
+    /// # Errors
+    /// As [`CausalLm::logits`]; if a span is not within its sequence.
+    pub fn token_logprobs<'a, S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        sampled: impl Into<Sampled<'a>>,
+        with_entropy: bool,
+    ) -> Result<TokenLogprobs> {
+        self.body.check_spans(sequences, spans, 1)?;
+        let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
+        let targets = Targets::new(self, sequences, spans, options)?;
+        // Each token is predicted at the position before it.
+        let hidden = self.body.hidden_at(Batch::new(sequences, spans), -1)?;
+        Ok(self.logprobs_of(&hidden, &targets))
+    }
+
+    /// Forward and backward pass of a loss of [`CausalLm::token_logprobs`]; accumulates gradients. Returns the
+    /// log-probabilities detached.
+    ///
+    /// `loss` receives the results for a slice of the M tokens and their range among the M, and returns their share of the loss, a
+    /// scalar; a token's loss may depend on that token's results only. Logits are computed and consumed slice by slice.
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`]; if the model is frozen; if reference distributions are over another vocabulary or
+    /// for another number of tokens.
+    pub fn logprobs_backward<'a, S: AsRef<[i64]>>(
+        &self,
+        batch: Batch<'_, S>,
+        options: impl Into<LogprobOptions<'a>>,
+        loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+    ) -> Result<TokenLogprobs> {
+        let Batch { sequences, spans, .. } = batch;
+        self.body.check_spans(sequences, spans, 1)?;
+        let targets = Targets::new(self, sequences, spans, options.into())?;
+        let mut found = None;
+        self.body.backward(batch, -1, |hidden| {
+            let (logprobs, gradient) = self.logprobs_gradient(hidden, &targets, loss);
+            found = Some(logprobs);
+            gradient
+        })?;
+        Ok(found.unwrap_or_else(|| targets.none()))
+    }
+
+    /// KL divergence from this model's distribution to that of `other` at each token of `spans`: `[M]` f32, exact over the whole
+    /// vocabulary. Both are under softmax(logits / temperature), or restricted as [`Sampled`] describes. Not differentiable.
+    ///
+    /// Logits are held a slice at a time, as in [`CausalLm::token_logprobs`].
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`]; if the sizes of the two vocabularies differ.
+    pub fn kl_to<'a, S: AsRef<[i64]>>(
+        &self,
+        other: &Self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        sampled: impl Into<Sampled<'a>>,
+    ) -> Result<Tensor> {
+        check_vocabulary(self.config().vocab_size, other.config().vocab_size)?;
+        self.body.check_spans(sequences, spans, 1)?;
+        let sampled = sampled.into();
+        sampled.check(spans.iter().map(|span| span.len() as i64).sum())?;
+        tch::no_grad(|| {
+            let batch = Batch::new(sequences, spans);
+            let (hidden, others) = (self.body.hidden_at(batch, -1)?, other.body.hidden_at(batch, -1)?);
+            Ok(self.kl_at(&hidden, (other, &others), sampled))
+        })
+    }
+
+    /// The distributions from which the tokens at `spans` of each sequence are drawn, for [`LogprobOptions::kl_to`]. They are
+    /// stored as one hidden state per token, without logits.
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`].
+    pub fn distributions<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Distributions> {
+        self.body.check_spans(sequences, spans, 1)?;
+        let hidden = tch::no_grad(|| self.body.hidden_at(Batch::new(sequences, spans), -1))?;
+        let lens: Vec<i64> = spans.iter().map(|span| span.len() as i64).collect();
+        Ok(Distributions::new(self, &hidden, &lens))
+    }
+
+    /// Starts decoding: reads the prompts into a cache with room for `capacity` tokens per row.
+    ///
+    /// Returns the cache and the logits of each row's next token, `[rows, vocab]` f32 or bf16.
+    pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: usize) -> Result<(KvCache, Tensor)> {
+        self.body.check(prompts)?;
+        let layout = self.body.padded_layout(prompts);
+        let mut cache = self.body.decoder.new_cache(prompts.len(), capacity)?;
+        let last: Vec<_> = layout.lens.iter().map(|&len| len as usize - 1..len as usize).collect();
+        let last = self.body.rows_at(&layout, &last, 0);
+        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None);
+        Ok((cache, self.head(&hidden)))
+    }
+
+    /// Appends one token to every row of the cache, `tokens` `[rows]` i64, and returns the logits of the next, `[rows, vocab]` f32
+    /// or bf16. Neither waits for the device nor copies anything to it.
+    pub(crate) fn decode(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
+        self.head(&self.body.decoder.forward_step(tokens, cache))
+    }
+
+    /// Writes the base of an adapter to `dir` if no folder holds it; adapters saved later refer to `dir`.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub(crate) fn keep_base(
+        &mut self,
+        dir: &Path,
+        eos: &[i64],
+        pad: Option<i64>,
+        max_shard_bytes: usize,
+    ) -> Result<()> {
+        let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
+        self.body.keep_base(dir, &config, max_shard_bytes)
+    }
+
+    /// Sets the generation settings that [`CausalLm::save_pretrained`] writes, by the names of transformers' generation
+    /// configuration; they replace the loaded ones.
+    pub fn set_generation(&mut self, settings: Map<String, Value>) {
+        self.body.config.set_generation(settings);
+    }
+
+    /// Reads the trained weights that [`CausalLm::save_pretrained`] wrote to `dir` into this model.
+    ///
+    /// # Errors
+    /// If they are missing or do not fit this model.
+    pub(crate) fn load_trained(&mut self, dir: &Path) -> Result<()> {
+        self.body.load_trained(dir, |_| None)
+    }
+
+    /// Writes `config.json`, `generation_config.json` and the weights to `dir`, in the format of transformers.
+    ///
+    /// With an adapter, writes the adapter as PEFT does. The base stays in the folder it was read from; it is written to
+    /// `dir/base_model` if it was not read from a folder or has changed since.
+    ///
+    /// `eos` and `pad` are written if they are given: all of `eos` end a generated text, and the first is appended to texts in training.
+    /// Weights of more than `max_shard_bytes` are split into several files.
+    ///
+    /// # Errors
+    /// If a file cannot be written; the folder then keeps its previous content.
+    pub fn save_pretrained(&self, dir: &Path, eos: &[i64], pad: Option<i64>, max_shard_bytes: usize) -> Result<()> {
+        let config = self.body.config.for_causal_lm(eos.first().copied(), pad);
+        let mut generation = config.generation();
+        let eos = if eos.is_empty() { config.eos_token_ids.as_slice() } else { eos };
+        if !eos.is_empty() {
+            let ids = match eos {
+                [only] => serde_json::json!(only),
+                several => serde_json::json!(several),
+            };
+            generation.insert("eos_token_id".into(), ids);
+        }
+        generation.extend(pad.map(|pad| ("pad_token_id".into(), pad.into())));
+        replace_files(dir, |dir| {
+            self.body.save(dir, &config, max_shard_bytes, |_| None)?;
+            weights::write_text(&dir.join("generation_config.json"), &weights::pretty(&generation.into()))
+        })
+    }
+}

@@ -1,0 +1,406 @@
+//! Log-probabilities of tokens, their entropy and KL divergence, computed from hidden states in slices of the vocabulary's
+//! logits: no pass holds the logits of all tokens at once.
+
+use super::causal_lm::CausalLm;
+use super::layout::rounded;
+use super::linear::Linear;
+use super::sampled::{Sampled, restricted};
+use super::uses_kernels;
+use crate::{Error, Result};
+use std::ops::Range;
+use tch::{Device, Kind, Tensor};
+
+/// The most logits held at once, in elements (32 MiB of f32).
+const LOGITS_CHUNK: i64 = 1 << 23;
+
+/// Log-probabilities of M tokens in all, row after row; each tensor is `[M]` f32.
+#[derive(Debug)]
+pub struct TokenLogprobs {
+    /// Log-probability of each token given the tokens before it.
+    pub logprobs: Tensor,
+    /// Entropy in nats of the distribution that each token was sampled from.
+    pub entropy: Option<Tensor>,
+    /// KL divergence in nats from that distribution to the reference model's, if one was given.
+    pub kl: Option<Tensor>,
+}
+
+impl TokenLogprobs {
+    fn detached(&self) -> Self {
+        let detach = |x: &Option<Tensor>| x.as_ref().map(Tensor::detach);
+        Self { logprobs: self.logprobs.detach(), entropy: detach(&self.entropy), kl: detach(&self.kl) }
+    }
+}
+
+/// Options of [`CausalLm::logprobs_backward`]. A temperature or [`Sampled`] converts into options that compute
+/// log-probabilities only.
+#[derive(Debug, Clone, Copy)]
+pub struct LogprobOptions<'a> {
+    /// The distribution that the tokens were sampled from.
+    pub sampled: Sampled<'a>,
+    /// Whether to compute entropies.
+    pub entropy: bool,
+    /// Reference distributions to compute the KL divergence to: for each sequence of the batch, its index among the sequences
+    /// of [`Distributions`].
+    pub kl_to: Option<(&'a Distributions, &'a [usize])>,
+}
+
+impl<'a> From<Sampled<'a>> for LogprobOptions<'a> {
+    fn from(sampled: Sampled<'a>) -> Self {
+        Self { sampled, entropy: false, kl_to: None }
+    }
+}
+
+impl From<f64> for LogprobOptions<'_> {
+    /// Tokens sampled from the whole vocabulary at this temperature.
+    fn from(temperature: f64) -> Self {
+        Sampled::from(temperature).into()
+    }
+}
+
+/// Distributions of a frozen model over its vocabulary, stored as one hidden state per token.
+#[derive(Debug)]
+pub struct Distributions {
+    /// `[tokens, embedding size]` of each sequence, in the dtype of products.
+    hidden: Vec<Tensor>,
+    head: Linear,
+    softcap: Option<f64>,
+}
+
+impl Distributions {
+    /// Distributions at `hidden` `[M, embedding size]`, where sequence i has `lens[i]` of the M tokens.
+    pub(super) fn new(model: &CausalLm, hidden: &Tensor, lens: &[i64]) -> Self {
+        let compute = model.body.decoder.compute;
+        let head = Linear::new(model.lm_head.weight().0.detach(), None, compute);
+        let hidden = hidden.to_kind(compute).split_with_sizes(lens, 0);
+        Self { hidden, head, softcap: model.body.config.final_softcap }
+    }
+
+    /// Appends the same model's distributions of more sequences.
+    pub fn extend(&mut self, more: Self) {
+        self.hidden.extend(more.hidden);
+    }
+
+    /// Log-probabilities of a slice of hidden states, `[rows, vocab]` f32.
+    fn logprobs(&self, hidden: &Tensor, temperature: f64) -> Tensor {
+        let logits = capped(self.head.forward(hidden), self.softcap);
+        (logits.to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
+    }
+
+    /// Checks that the distributions at `rows` are over a vocabulary of `vocab` tokens, and as many as the tokens of `spans`.
+    fn check(&self, rows: &[usize], spans: &[Range<usize>], vocab: i64) -> Result<()> {
+        check_vocabulary(vocab, self.head.widths()[1])?;
+        let found: Vec<i64> =
+            rows.iter().map(|&row| self.hidden.get(row).map_or(-1, |hidden| hidden.size()[0])).collect();
+        if rows.is_empty() || !spans.iter().map(|span| span.len() as i64).eq(found) {
+            return Err(Error::Run(
+                "KL over the vocabulary: expected one reference distribution per token of the batch".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Hidden states of the sequences `rows`, one after another: `[M, embedding size]`.
+    fn hidden_of(&self, rows: &[usize]) -> Tensor {
+        Tensor::cat(&rows.iter().map(|&row| &self.hidden[row]).collect::<Vec<_>>(), 0)
+    }
+}
+
+/// Checks that two models whose distributions are compared have equally large vocabularies.
+pub(super) fn check_vocabulary(own: i64, other: i64) -> Result<()> {
+    if own == other {
+        return Ok(());
+    }
+    Err(Error::Run(format!("KL over the vocabulary: vocabulary sizes differ: {own} and {other}")))
+}
+
+/// The tokens of one pass and what is computed for each of them.
+pub(super) struct Targets<'a> {
+    /// Token ids, `[M]` i64.
+    ids: Tensor,
+    sampled: Sampled<'a>,
+    entropy: bool,
+    /// Reference distributions with the hidden states of the M tokens, `[M, embedding size]`.
+    reference: Option<(&'a Distributions, Tensor)>,
+}
+
+impl<'a> Targets<'a> {
+    /// The tokens at `spans` of the sequences.
+    ///
+    /// # Errors
+    /// If the sets of tokens or the reference distributions of `options` do not fit the tokens or the model.
+    pub(super) fn new<S: AsRef<[i64]>>(
+        model: &CausalLm,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        options: LogprobOptions<'a>,
+    ) -> Result<Self> {
+        let LogprobOptions { sampled, entropy, kl_to } = options;
+        let pairs = sequences.iter().zip(spans);
+        let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
+        sampled.check(ids.len() as i64)?;
+        if let Some((of, rows)) = kl_to {
+            of.check(rows, spans, model.config().vocab_size)?;
+        }
+        let ids = Tensor::from_slice(&ids).to_device(model.device());
+        Ok(Self { ids, sampled, entropy, reference: kl_to.map(|(of, rows)| (of, of.hidden_of(rows))) })
+    }
+
+    /// The results of a pass over no tokens.
+    pub(super) fn none(&self) -> TokenLogprobs {
+        self.slices().join(self.ids.device())
+    }
+
+    fn slices(&self) -> Slices {
+        Slices {
+            logprobs: Vec::new(),
+            entropy: self.entropy.then(Vec::new),
+            kl: self.reference.is_some().then(Vec::new),
+        }
+    }
+}
+
+/// Results of consecutive slices of tokens.
+struct Slices {
+    logprobs: Vec<Tensor>,
+    entropy: Option<Vec<Tensor>>,
+    kl: Option<Vec<Tensor>>,
+}
+
+impl Slices {
+    fn push(&mut self, slice: TokenLogprobs) {
+        self.logprobs.push(slice.logprobs);
+        for (parts, part) in [(&mut self.entropy, slice.entropy), (&mut self.kl, slice.kl)] {
+            parts.iter_mut().for_each(|parts| parts.extend(part.as_ref().map(Tensor::shallow_clone)));
+        }
+    }
+
+    fn join(self, device: Device) -> TokenLogprobs {
+        let join = |parts: Vec<Tensor>| joined(&parts, device);
+        TokenLogprobs { logprobs: join(self.logprobs), entropy: self.entropy.map(join), kl: self.kl.map(join) }
+    }
+}
+
+impl CausalLm {
+    /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`. The divergence to a reference model is
+    /// computed in the backward pass only.
+    pub(super) fn logprobs_of(&self, hidden: &Tensor, targets: &Targets<'_>) -> TokenLogprobs {
+        let by_kernels = !hidden.requires_grad()
+            && targets.sampled.sets.is_none()
+            && uses_kernels(self.body.decoder.compute, hidden.device());
+        let mut found = targets.slices();
+        for range in self.slices(hidden.size()[0]) {
+            let hidden = rows_of(hidden, &range);
+            found.push(match by_kernels {
+                false => self.plain_logprobs(&hidden, &range, targets),
+                true => {
+                    let ids = rows_of(&targets.ids, &range);
+                    let logits = self.head(&with_rounded_rows(&hidden)).narrow(0, 0, ids.size()[0]);
+                    let stats = tch_ext::logits_stats(&logits, targets.sampled.temperature, &ids, targets.entropy);
+                    TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None }
+                }
+            });
+        }
+        found.join(self.body.device)
+    }
+
+    /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`, detached, and the gradient of the loss
+    /// with respect to the hidden states. The gradient of the head's weight is accumulated.
+    ///
+    /// `loss` receives a slice of the tokens and their range among the M, and returns their share of the loss, a scalar.
+    pub(super) fn logprobs_gradient(
+        &self,
+        hidden: &Tensor,
+        targets: &Targets<'_>,
+        mut loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+    ) -> (TokenLogprobs, Tensor) {
+        let mut found = targets.slices();
+        let gradient = hidden.zeros_like();
+        // The kernels compute neither a second distribution nor one over a part of the vocabulary.
+        let by_kernels = self.body.config.final_softcap.is_none()
+            && targets.reference.is_none()
+            && targets.sampled.sets.is_none()
+            && uses_kernels(self.body.decoder.compute, hidden.device());
+        let mut kernels = by_kernels.then(|| SliceKernels::new(self));
+        for range in self.slices(hidden.size()[0]) {
+            let (hidden, mut gradient) = (rows_of(hidden, &range).detach(), rows_of(&gradient, &range));
+            let now = match &mut kernels {
+                Some(kernels) => kernels.backward(&hidden, range, targets, &mut loss, &mut gradient),
+                None => {
+                    let hidden = hidden.set_requires_grad(true);
+                    let now = self.plain_logprobs(&hidden, &range, targets);
+                    loss(range, &now).backward();
+                    gradient.copy_(&hidden.grad());
+                    now
+                }
+            };
+            found.push(now.detached());
+        }
+        (found.join(self.body.device), gradient)
+    }
+
+    /// Differentiable log-probabilities of the targets in `range` at their hidden states, by libtorch's own operations; all
+    /// logits of the range at once.
+    fn plain_logprobs(&self, hidden: &Tensor, range: &Range<i64>, targets: &Targets<'_>) -> TokenLogprobs {
+        let Targets { ids, sampled, entropy, reference } = targets;
+        let count = range.end - range.start;
+        let excluded = sampled.excluded(range.start, count, self.config().vocab_size, hidden.device());
+        let of_reference = reference.as_ref().map(|(of, states)| {
+            let all = tch::no_grad(|| of.logprobs(&rows_of(states, range), sampled.temperature));
+            match &excluded {
+                None => all,
+                some => tch::no_grad(|| restricted(&all, some.as_ref()).log_softmax(-1, Kind::Float)),
+            }
+        });
+        let logits = self.head(hidden).to_kind(Kind::Float) / sampled.temperature;
+        let all = restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float);
+        let logprobs = all.gather(1, &rows_of(ids, range).unsqueeze(1), false).squeeze_dim(1);
+        let entropy = entropy.then(|| entropy_of(&all));
+        TokenLogprobs { logprobs, entropy, kl: of_reference.map(|others| divergence_of(&all, &others)) }
+    }
+
+    /// [`CausalLm::kl_to`] at the hidden states `[M, embedding size]` of both models: `[M]` f32.
+    pub(super) fn kl_at(&self, hidden: &Tensor, other: (&Self, &Tensor), sampled: Sampled<'_>) -> Tensor {
+        let (other, others_hidden) = other;
+        let of_slice = |range: Range<i64>| {
+            let count = range.end - range.start;
+            let excluded = sampled.excluded(range.start, count, self.config().vocab_size, self.device());
+            let logprobs = |model: &Self, hidden: &Tensor| {
+                let hidden = rows_of(hidden, &range);
+                let logits = match uses_kernels(model.body.decoder.compute, hidden.device()) {
+                    true => model.head(&with_rounded_rows(&hidden)).narrow(0, 0, count),
+                    false => model.head(&hidden),
+                };
+                let logits = logits.to_kind(Kind::Float) / sampled.temperature;
+                restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float)
+            };
+            divergence_of(&logprobs(self, hidden), &logprobs(other, others_hidden))
+        };
+        let parts: Vec<Tensor> = self.slices(hidden.size()[0]).map(of_slice).collect();
+        joined(&parts, self.device())
+    }
+
+    /// Ranges of rows whose logits may be held at once.
+    fn slices(&self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
+        let most = (LOGITS_CHUNK / self.body.config.vocab_size).max(1);
+        // About equal, as a short last slice would be a product of a poor shape; and of few different sizes.
+        let share = rows.max(1).unsigned_abs().div_ceil(rows.unsigned_abs().div_ceil(most.unsigned_abs()).max(1));
+        let len = rounded(share as i64).min(if most < 64 { most } else { most / 32 * 32 });
+        (0..rows).step_by(len as usize).map(move |from| from..(from + len).min(rows))
+    }
+
+    /// Logits of hidden states, `[M, vocab]` in the dtype of products, or f32.
+    pub(super) fn head(&self, hidden: &Tensor) -> Tensor {
+        capped(self.lm_head.forward(hidden), self.body.config.final_softcap)
+    }
+}
+
+/// Forward and backward pass through the LM head by fused kernels; the gradient of the logits replaces the logits in place.
+struct SliceKernels<'m> {
+    /// The head's weight as it is held, which accumulates the gradient.
+    weight: &'m Tensor,
+    /// The head's weight in the dtype of products, `[vocab, embedding size]`.
+    used: Tensor,
+    /// The logits of a slice; allocated for the first slice, which is the longest.
+    buffer: Option<Tensor>,
+}
+
+impl<'m> SliceKernels<'m> {
+    fn new(model: &'m CausalLm) -> Self {
+        let (weight, used) = model.lm_head.weight();
+        Self { weight, used, buffer: None }
+    }
+
+    /// Writes the gradient of the loss with respect to `hidden` to `gradient`, both `[count, embedding size]`.
+    fn backward(
+        &mut self,
+        hidden: &Tensor,
+        range: Range<i64>,
+        targets: &Targets<'_>,
+        loss: &mut impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
+        gradient: &mut Tensor,
+    ) -> TokenLogprobs {
+        let Self { weight, used, buffer } = self;
+        let (count, ids) = (range.end - range.start, rows_of(&targets.ids, &range));
+        let temperature = targets.sampled.temperature;
+        let hidden = with_rounded_rows(&hidden.to_kind(used.kind()));
+        let rows = hidden.size()[0];
+        let shape = [rows, used.size()[0]];
+        let buffer = buffer.get_or_insert_with(|| Tensor::empty(shape, (used.kind(), used.device())));
+        let mut all = buffer.narrow(0, 0, rows);
+        tch_ext::product_into(&mut all, &hidden, &used.tr());
+        let mut logits = all.narrow(0, 0, count);
+        let stats = tch_ext::logits_stats(&logits, temperature, &ids, targets.entropy);
+        let now = TokenLogprobs {
+            logprobs: stats.logprobs.set_requires_grad(true),
+            entropy: stats.entropy.map(|entropy| entropy.set_requires_grad(true)),
+            kl: None,
+        };
+        loss(range, &now).backward();
+        let slope = now.logprobs.grad();
+        let slope = if slope.defined() { slope } else { now.logprobs.detach().zeros_like() };
+        let entropy = now.entropy.as_ref().map(|entropy| (entropy.detach(), entropy.grad()));
+        let entropy = entropy.as_ref().filter(|(_, slope)| slope.defined()).map(|(value, slope)| (value, slope));
+        tch_ext::logits_gradient(&mut logits, temperature, &ids, &stats.lse, &slope, entropy);
+        let _ = all.narrow(0, count, rows - count).zero_();
+        let mut of_hidden = hidden.empty_like();
+        tch_ext::product_into(&mut of_hidden, &all, used);
+        gradient.copy_(&of_hidden.narrow(0, 0, count));
+        if weight.requires_grad() {
+            tch_ext::add_product_to_grad(weight, &all.tr(), &hidden);
+        }
+        now
+    }
+}
+
+/// The rows `range` of `x`, as a view.
+fn rows_of(x: &Tensor, range: &Range<i64>) -> Tensor {
+    x.narrow(0, range.start, range.end - range.start)
+}
+
+/// `parts` `[n]` one after another; `[0]` f32 if there are none.
+fn joined(parts: &[Tensor], device: Device) -> Tensor {
+    match parts {
+        [] => Tensor::zeros([0], (Kind::Float, device)),
+        parts => Tensor::cat(parts, 0),
+    }
+}
+
+/// Logits under a family's soft cap, if it has one.
+fn capped(logits: Tensor, cap: Option<f64>) -> Tensor {
+    match cap {
+        Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
+        None => logits,
+    }
+}
+
+/// `hidden` followed by rows of 0 up to a round number of rows.
+fn with_rounded_rows(hidden: &Tensor) -> Tensor {
+    let count = hidden.size()[0];
+    hidden.constant_pad_nd([0, 0, 0, rounded(count) - count])
+}
+
+/// Entropy in nats of each row of log-probabilities, `[M, vocab]` to `[M]`.
+fn entropy_of(logprobs: &Tensor) -> Tensor {
+    // As a product of a row and a column, which needs no third tensor of this size.
+    -logprobs.exp().unsqueeze(1).bmm(&logprobs.unsqueeze(2)).view([-1])
+}
+
+/// KL(p || q) in nats of each row of log-probabilities, `[M, vocab]` to `[M]`.
+fn divergence_of(p: &Tensor, q: &Tensor) -> Tensor {
+    p.exp().unsqueeze(1).bmm(&(p - q).unsqueeze(2)).view([-1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_divergence_is_not_symmetric_and_that_of_trl_0_11() {
+        let row = |logits: &[f32]| Tensor::from_slice(logits).log_softmax(-1, Kind::Float).unsqueeze(0);
+        let (p, q) = (row(&[1.0, 1.0, 0.0]), row(&[0.0, 1.0, 2.0]));
+        let found = |p: &Tensor, q: &Tensor| divergence_of(p, q).double_value(&[0]);
+        assert!((found(&p, &q) - 0.657205).abs() < 1e-6, "{}", found(&p, &q)); // TRL 0.11.4, kl_penalty = full
+        assert!((found(&q, &p) - found(&p, &q)).abs() > 1e-2);
+        assert_eq!(found(&p, &p), 0.0);
+    }
+}
