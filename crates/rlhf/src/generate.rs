@@ -1,24 +1,25 @@
-//! Sampling with a key-value cache: ragged prompts in, responses out; a row that stops leaves the batch.
+//! Generation with a key-value cache: samples responses to ragged prompts. A response that stops leaves the batch.
 
-use crate::model::{CausalLm, TokenSet, uses_kernels};
+use crate::model::{CausalLm, KvCache, TokenSet, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
+use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
-/// So many steps a GPU decodes before the host looks at what they chose: to look is to wait, and what a response chose behind
-/// its end is lost work.
+/// Number of steps that a GPU decodes before the host reads the tokens: reading waits for the GPU, and tokens chosen after the
+/// end of a response are wasted work.
 const STEPS_ON_GPU: usize = 16;
 
 /// Below this, f32 logits divided by the temperature overflow.
 const MIN_TEMPERATURE: f64 = 1e-4;
 
-/// How the next token is chosen.
+/// The method by which the next token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Sampling {
     /// The most likely token.
     Greedy,
-    /// A draw from softmax(logits / temperature), after the filters, which come in the order of the fields.
+    /// A draw from softmax(logits / temperature), after the filters, which are applied in the order of the fields.
     Random {
         /// Divides the logits; above 0.
         temperature: f64,
@@ -37,7 +38,7 @@ impl Sampling {
         Sampling::Random { temperature, top_k: 0, top_p: 1.0, min_p: 0.0 }
     }
 
-    /// What divides the logits before log-probabilities are taken; 1 for greedy.
+    /// The temperature of the log-probabilities; 1 for greedy decoding.
     fn temperature(self) -> f64 {
         match self {
             Sampling::Greedy => 1.0,
@@ -62,7 +63,7 @@ impl Sampling {
     }
 }
 
-/// What is generated, and from which random numbers.
+/// Settings of [`generate`].
 ///
 /// ```no_run
 /// use rlhf::generate::{GenerationConfig, Sampling, generate};
@@ -78,38 +79,38 @@ impl Sampling {
 /// ```
 #[derive(Debug, Clone)]
 pub struct GenerationConfig {
-    /// How the next token is chosen.
+    /// The method by which the next token is chosen.
     pub sampling: Sampling,
-    /// Divides the logits above 0, and multiplies those below, of every token of the prompt and of the response so far,
-    /// before anything else; 1 changes nothing.
+    /// Repetition penalty: divides the positive logits, and multiplies the negative ones, of every token of the prompt and of the
+    /// response so far, before anything else; 1 has no effect.
     pub repetition_penalty: f64,
-    /// Before a response has this many tokens, it does not stop: a stop token cannot be drawn, a stop string is
-    /// passed over.
+    /// Minimum number of tokens of a response: before it, a stop token cannot be drawn, and a stop string is
+    /// ignored.
     pub min_new_tokens: usize,
-    /// The most tokens of a response.
+    /// Maximum number of tokens of a response.
     pub max_new_tokens: usize,
-    /// A response ends with the first of these, which it keeps; empty: none ends it.
+    /// A response ends with the first of these tokens, which is part of it; may be empty.
     pub stop_token_ids: Vec<i64>,
-    /// A response ends with the token that completes one of these texts, which it keeps whole.
+    /// A response ends with the token that completes one of these texts; the whole token is part of it.
     pub stop_strings: Option<StopStrings>,
-    /// Whether a response notes the tokens that each of its own was drawn from; greedy decoding draws none.
+    /// Whether a response stores the set of tokens that each of its tokens was drawn from; greedy decoding draws none.
     pub keep_sets: bool,
-    /// Responses to each prompt; their draws differ.
+    /// Number of responses per prompt; each has its own draws.
     pub samples_per_prompt: usize,
     /// The run's seed.
     pub seed: u64,
-    /// What the draws are for, with `step` and the row a part of their key.
+    /// The purpose of the draws, part of their key with `step` and the row.
     pub purpose: Purpose,
-    /// Separates the draws of one update from those of the next.
+    /// The update that the draws are for; each update has its own draws.
     pub step: u64,
-    /// The number of the first row, where the rows are a part of something larger; 0 else.
+    /// Index of the first row, if the rows are part of a larger batch; else 0.
     pub first_row: u64,
-    /// The most rows decoded together; changes speed and memory, and tokens only where rounding tips a draw.
+    /// Maximum number of rows decoded together. Affects speed and memory, and a token only where rounding changes a draw.
     pub batch_size: usize,
 }
 
 impl GenerationConfig {
-    /// One response per prompt of at most `max_new_tokens`, which nothing else ends; seed 0, 32 rows at a time.
+    /// Settings for one response of exactly `max_new_tokens` tokens per prompt; seed 0, 32 rows at a time.
     pub fn new(sampling: Sampling, max_new_tokens: usize) -> Self {
         Self {
             sampling,
@@ -128,6 +129,11 @@ impl GenerationConfig {
         }
     }
 
+    /// Whether responses store the sets of tokens that they were drawn from.
+    fn stores_sets(&self) -> bool {
+        self.keep_sets && self.sampling != Sampling::Greedy
+    }
+
     fn check(&self) -> Result<()> {
         self.sampling.check()?;
         let penalty = self.repetition_penalty;
@@ -141,17 +147,17 @@ fn expect(holds: bool, name: &str, found: impl std::fmt::Display, expected: &str
     if holds { Ok(()) } else { Err(Error::Usage(format!("{name} = {found}: expected {expected}"))) }
 }
 
-/// Texts that end a response, wherever the borders of its tokens lie; special tokens count with their names.
+/// Texts that end a response, independent of token boundaries; special tokens count as their names.
 #[derive(Debug, Clone)]
 pub struct StopStrings {
     tokenizer: Tokenizer,
     strings: Vec<String>,
-    /// So many of the last tokens hold any of the strings that the last one completes.
+    /// Number of last tokens that contain any string completed by the last token.
     window: usize,
 }
 
 impl StopStrings {
-    /// The texts, as `tokenizer` makes them of tokens.
+    /// Stop strings in the text that `tokenizer` decodes from tokens.
     ///
     /// # Errors
     /// If one of them is empty.
@@ -159,7 +165,7 @@ impl StopStrings {
         if strings.iter().any(String::is_empty) {
             return Err(Error::Usage("a stop string is empty: expected some text".into()));
         }
-        // A token has a byte at least; a few more, for what a tokenizer does to the beginning of a text.
+        // A token has at least one byte; 4 more tokens, as a tokenizer may decode the beginning of a text differently.
         let window = strings.iter().map(String::len).max().unwrap_or(0) + 4;
         Ok(Self { tokenizer: tokenizer.clone(), strings, window })
     }
@@ -172,44 +178,50 @@ impl StopStrings {
         if !self.strings.iter().any(|stop| text.contains(stop)) {
             return Ok(false);
         }
-        // One that was complete before counts no longer: it was passed over.
+        // A string that was already complete does not count: it was ignored.
         let before = self.tokenizer.decode_verbatim(&before[from..])?;
         Ok(self.strings.iter().any(|stop| text.matches(stop).count() > before.matches(stop).count()))
     }
 }
 
-/// Why a response ended.
+/// The reason that a response ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
     /// Its last token is a stop token, or completes a stop string.
     Stop,
-    /// It has the most tokens allowed.
+    /// It has the maximum number of tokens.
     Length,
 }
 
 /// One generated response.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Response {
-    /// Token ids, at least one; a stop token is included, and so is the whole of the token that completes a stop string.
+    /// Token ids, at least one; includes the stop token, or the whole token that completes a stop string.
     pub tokens: Vec<i64>,
-    /// Log-probability of each token under softmax(logits / temperature) of the model's own logits, so before the
-    /// repetition penalty, the minimum length and the filters; 1 is greedy's temperature.
+    /// Log-probability of each token under softmax(logits / temperature) of the model's logits, before the
+    /// repetition penalty, the minimum length and the filters; the temperature of greedy decoding is 1.
     pub logprobs: Vec<f32>,
-    /// Why it ended.
+    /// The reason that it ended.
     pub finish: FinishReason,
-    /// The tokens that each was drawn from, after the filters and the minimum length, where [`GenerationConfig::keep_sets`]
-    /// asks for them; else of the whole vocabulary.
+    /// The set of tokens that each token was drawn from, after the filters and the minimum length, if
+    /// [`GenerationConfig::keep_sets`] is set.
     pub sets: Option<Vec<TokenSet>>,
 }
 
-/// Generates `samples_per_prompt` responses to each prompt, those of one prompt together, in the prompts' order.
+impl Response {
+    fn empty(config: &GenerationConfig) -> Self {
+        let sets = config.stores_sets().then(Vec::new);
+        Self { tokens: Vec::new(), logprobs: Vec::new(), finish: FinishReason::Length, sets }
+    }
+}
+
+/// Generates `samples_per_prompt` responses to each prompt. Responses are in the order of the prompts.
 ///
-/// The draws of response `i` depend on the seed, the purpose, the step and `first_row + i` alone, so the rest of the
-/// batch does not change them.
+/// The draws of response `i` depend only on the seed, the purpose, the step and `first_row + i`, not on the rest of the batch.
 ///
 /// # Errors
-/// If a setting is out of its range; if a prompt is empty, holds an id outside the vocabulary, or leaves no room in the
+/// If a setting is out of range; if a prompt is empty, contains an id outside the vocabulary, or leaves no room in the
 /// model's context for `max_new_tokens`; if the model's logits are not finite.
 pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &GenerationConfig) -> Result<Vec<Response>> {
     let steps = match model.device() {
@@ -219,7 +231,7 @@ pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &Gener
     generate_by(steps, model, prompts, config)
 }
 
-/// [`generate`] that looks at what was chosen every `steps` steps, which changes nothing but speed.
+/// [`generate`], reading tokens from the device every `steps` steps, which affects only speed.
 fn generate_by<P: AsRef<[i64]>>(
     steps: usize,
     model: &CausalLm,
@@ -238,7 +250,7 @@ fn generate_by<P: AsRef<[i64]>>(
         }
     }
     let samples = config.samples_per_prompt;
-    // Rows of like length decode together: less of the cache is empty, and less attention is spent on it.
+    // Rows of similar length are decoded together: less of the cache is empty, and less attention is wasted on it.
     let mut order: Vec<usize> = (0..prompts.len() * samples).collect();
     order.sort_by_key(|&row| prompts[row / samples].as_ref().len());
     let mut responses: Vec<Option<Response>> = vec![None; order.len()];
@@ -251,7 +263,7 @@ fn generate_by<P: AsRef<[i64]>>(
     Ok(responses.into_iter().map(|response| response.expect("every row was in one batch")).collect())
 }
 
-/// Generates the responses `rows`; those to one prompt are neighbours.
+/// Generates the responses `rows`; responses to one prompt are neighbours. Reads results from the device every `steps` steps.
 fn generate_batch<P: AsRef<[i64]>>(
     steps: usize,
     model: &CausalLm,
@@ -259,133 +271,189 @@ fn generate_batch<P: AsRef<[i64]>>(
     rows: &[usize],
     config: &GenerationConfig,
 ) -> Result<Vec<Response>> {
-    let mut streams: Vec<Stream> = rows
-        .iter()
-        .map(|&row| Stream::new(config.seed, config.purpose, config.step, config.first_row + row as u64))
-        .collect();
-    let keep_sets = config.keep_sets && config.sampling != Sampling::Greedy;
-    let sets = keep_sets.then(Vec::new);
-    let empty = Response { tokens: Vec::new(), logprobs: Vec::new(), finish: FinishReason::Length, sets };
-    let mut responses = vec![empty; rows.len()];
     if config.max_new_tokens == 0 || rows.is_empty() {
-        return Ok(responses);
+        return Ok(vec![Response::empty(config); rows.len()]);
     }
-    // Each prompt is read once; its other samples begin with a copy of its cache.
-    let (mut asked, mut copies) = (Vec::new(), Vec::new());
-    for row in rows {
-        let prompt = row / config.samples_per_prompt;
-        if asked.last() != Some(&prompt) {
-            asked.push(prompt);
-        }
-        copies.push(asked.len() as i64 - 1);
-    }
-    let batch: Vec<&[i64]> = asked.iter().map(|&prompt| prompts[prompt].as_ref()).collect();
-    let longest = batch.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
-    let (mut cache, mut logits) = model.prefill(&batch, longest + config.max_new_tokens)?;
-    if asked.len() < rows.len() {
-        cache.keep_rows(&copies);
-        logits = logits.index_select(0, &Tensor::from_slice(&copies).to_device(logits.device()));
-    }
-    let mut seen = (config.repetition_penalty != 1.0).then(|| {
-        let rows: Vec<&[i64]> = copies.iter().map(|&copy| batch[copy as usize]).collect();
-        Seen::new(&rows, &logits)
-    });
-    let stop_ids = ids_within(&config.stop_token_ids, &logits);
-    // `alive[i]` is the place in the batch of the cache's row i; a row that has stopped is decoded until enough have to
-    // make closing the gaps worth a copy of the cache.
-    let mut alive: Vec<usize> = (0..rows.len()).collect();
-    let mut stopped = vec![false; rows.len()];
-    let mut next: Option<Tensor> = None;
+    let mut decoding = Decoding::start(model, prompts, rows, config)?;
     for first in (1..=config.max_new_tokens).step_by(steps) {
         let lengths = first..(first + steps).min(config.max_new_tokens + 1);
-        let draws: Vec<f64> = lengths.clone().flat_map(|_| &alive).map(|&i| streams[i].uniform()).collect();
-        let draws = Tensor::from_slice(&draws).to_device(model.device()).view([lengths.len() as i64, -1]);
-        // All of this is asked of the device without waiting for any of it.
-        let mut chosen = Vec::with_capacity(lengths.len());
-        for (length, draws) in lengths.clone().zip(draws.unbind(0)) {
-            if let Some(tokens) = &next {
-                logits = model.decode(tokens, &mut cache);
-            }
-            let mut adjusted = seen.as_ref().map(|seen| seen.penalise(&logits, config.repetition_penalty));
-            if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
-                adjusted = Some(without(adjusted.as_ref().unwrap_or(&logits), &stop_ids));
-            }
-            let choice = choose(&logits, adjusted.as_ref(), config.sampling, keep_sets, &draws);
-            let Choice { tokens, .. } = &choice;
-            if let Some(seen) = &mut seen {
-                seen.add(tokens);
-            }
-            next = Some(tokens.shallow_clone());
-            chosen.push(choice);
+        let chosen = decoding.decode(lengths.clone());
+        for (length, choice) in lengths.zip(on_host(&chosen)) {
+            decoding.record(length, &choice)?;
         }
-        for (length, HostChoice { tokens, logprobs, kept }) in lengths.zip(on_host(&chosen)) {
-            let vocab = kept.len() / tokens.len().max(1);
-            for (row, ((&i, &token), &logprob)) in alive.iter().zip(&tokens).zip(&logprobs).enumerate() {
-                if stopped[i] {
-                    continue;
-                }
-                if !logprob.is_finite() {
-                    let prompt = rows[i] / config.samples_per_prompt;
-                    return Err(Error::Run(format!(
-                        "prompt {prompt}: the model's logits are not finite: its weights are damaged, or training diverged"
-                    )));
-                }
-                let response = &mut responses[i];
-                response.tokens.push(token);
-                response.logprobs.push(logprob);
-                if let Some(sets) = &mut response.sets {
-                    sets.push(TokenSet::new(&kept[row * vocab..(row + 1) * vocab]));
-                }
-                let ends = config.stop_token_ids.contains(&token)
-                    || match &config.stop_strings {
-                        Some(strings) => {
-                            length >= config.min_new_tokens && strings.completed_by_last(&response.tokens)?
-                        }
-                        None => false,
-                    };
-                if ends {
-                    response.finish = FinishReason::Stop;
-                }
-                stopped[i] = ends;
-            }
-        }
-        let going = alive.iter().filter(|&&i| !stopped[i]).count();
-        if going == 0 {
+        if !decoding.remove_stopped() {
             break;
         }
-        if going * 8 <= alive.len() * 7 {
-            let kept: Vec<usize> = (0..alive.len()).filter(|&at| !stopped[alive[at]]).collect();
-            let index: Vec<i64> = kept.iter().map(|&at| at as i64).collect();
-            cache.keep_rows(&index);
-            if let Some(seen) = &mut seen {
-                seen.keep_rows(&index);
-            }
-            let index = Tensor::from_slice(&index).to_device(model.device());
-            next = next.map(|tokens| tokens.index_select(0, &index));
-            alive = kept.iter().map(|&at| alive[at]).collect();
-        }
     }
-    Ok(responses)
+    Ok(decoding.responses)
 }
 
-/// What one step chose, a row per response.
+/// A batch of responses that is being decoded.
+struct Decoding<'a> {
+    model: &'a CausalLm,
+    config: &'a GenerationConfig,
+    /// The number of each response among all of [`generate`].
+    rows: &'a [usize],
+    /// The random numbers of each response.
+    streams: Vec<Stream>,
+    responses: Vec<Response>,
+    stopped: Vec<bool>,
+    /// Index of the response that each row of the cache belongs to. A stopped response stays in the cache until enough have
+    /// stopped to make copying the cache worthwhile.
+    alive: Vec<usize>,
+    cache: KvCache,
+    /// Logits of the next token, `[rows of the cache, vocab]`.
+    logits: Tensor,
+    /// The tokens chosen last, `[rows of the cache]` i64; `None` before the first step.
+    last: Option<Tensor>,
+    /// The tokens of prompt and response, if there is a repetition penalty.
+    seen: Option<Seen>,
+    stop_ids: Tensor,
+}
+
+impl<'a> Decoding<'a> {
+    /// Reads the prompts of the responses `rows` into a cache.
+    fn start<P: AsRef<[i64]>>(
+        model: &'a CausalLm,
+        prompts: &[P],
+        rows: &'a [usize],
+        config: &'a GenerationConfig,
+    ) -> Result<Self> {
+        // Each prompt is read once; its other responses start with a copy of its cache.
+        let (mut distinct, mut copies) = (Vec::new(), Vec::new());
+        for row in rows {
+            let prompt = row / config.samples_per_prompt;
+            if distinct.last() != Some(&prompt) {
+                distinct.push(prompt);
+            }
+            copies.push(distinct.len() as i64 - 1);
+        }
+        let batch: Vec<&[i64]> = distinct.iter().map(|&prompt| prompts[prompt].as_ref()).collect();
+        let longest = batch.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
+        let (mut cache, mut logits) = model.prefill(&batch, longest + config.max_new_tokens)?;
+        if distinct.len() < rows.len() {
+            cache.keep_rows(&copies);
+            logits = logits.index_select(0, &Tensor::from_slice(&copies).to_device(logits.device()));
+        }
+        let seen = (config.repetition_penalty != 1.0).then(|| {
+            let rows: Vec<&[i64]> = copies.iter().map(|&copy| batch[copy as usize]).collect();
+            Seen::new(&rows, &logits)
+        });
+        let stream = |&row| Stream::new(config.seed, config.purpose, config.step, config.first_row + row as u64);
+        Ok(Self {
+            model,
+            config,
+            rows,
+            streams: rows.iter().map(stream).collect(),
+            responses: vec![Response::empty(config); rows.len()],
+            stopped: vec![false; rows.len()],
+            alive: (0..rows.len()).collect(),
+            stop_ids: ids_within(&config.stop_token_ids, &logits),
+            cache,
+            logits,
+            last: None,
+            seen,
+        })
+    }
+
+    /// Queues one step per length of the responses on the device, without waiting for the results.
+    fn decode(&mut self, lengths: Range<usize>) -> Vec<Choice> {
+        let config = self.config;
+        let draws: Vec<f64> = lengths.clone().flat_map(|_| &self.alive).map(|&i| self.streams[i].uniform()).collect();
+        let draws = Tensor::from_slice(&draws).to_device(self.model.device()).view([lengths.len() as i64, -1]);
+        let mut chosen = Vec::with_capacity(lengths.len());
+        for (length, draws) in lengths.zip(draws.unbind(0)) {
+            if let Some(tokens) = &self.last {
+                self.logits = self.model.decode(tokens, &mut self.cache);
+            }
+            let logits = &self.logits;
+            let mut adjusted = self.seen.as_ref().map(|seen| seen.penalise(logits, config.repetition_penalty));
+            if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
+                adjusted = Some(without(adjusted.as_ref().unwrap_or(logits), &self.stop_ids));
+            }
+            let choice = choose(logits, adjusted.as_ref(), config.sampling, config.stores_sets(), &draws);
+            if let Some(seen) = &mut self.seen {
+                seen.add(&choice.tokens);
+            }
+            self.last = Some(choice.tokens.shallow_clone());
+            chosen.push(choice);
+        }
+        chosen
+    }
+
+    /// Appends the tokens of one step, after which responses have `length` tokens, to the responses that have not stopped.
+    fn record(&mut self, length: usize, choice: &HostChoice) -> Result<()> {
+        let HostChoice { tokens, logprobs, kept } = choice;
+        let config = self.config;
+        let vocab = kept.len() / tokens.len().max(1);
+        for (row, ((&i, &token), &logprob)) in self.alive.iter().zip(tokens).zip(logprobs).enumerate() {
+            if self.stopped[i] {
+                continue;
+            }
+            if !logprob.is_finite() {
+                let prompt = self.rows[i] / config.samples_per_prompt;
+                return Err(Error::Run(format!(
+                    "prompt {prompt}: the model's logits are not finite: its weights are damaged, or training diverged"
+                )));
+            }
+            let response = &mut self.responses[i];
+            response.tokens.push(token);
+            response.logprobs.push(logprob);
+            if let Some(sets) = &mut response.sets {
+                sets.push(TokenSet::new(&kept[row * vocab..(row + 1) * vocab]));
+            }
+            let ends = config.stop_token_ids.contains(&token)
+                || match &config.stop_strings {
+                    Some(strings) => length >= config.min_new_tokens && strings.completed_by_last(&response.tokens)?,
+                    None => false,
+                };
+            if ends {
+                response.finish = FinishReason::Stop;
+            }
+            self.stopped[i] = ends;
+        }
+        Ok(())
+    }
+
+    /// Removes stopped responses from the cache once an eighth of its rows have stopped. Returns whether any response has not.
+    fn remove_stopped(&mut self) -> bool {
+        let (alive, stopped) = (&self.alive, &self.stopped);
+        let kept: Vec<usize> = (0..alive.len()).filter(|&at| !stopped[alive[at]]).collect();
+        if kept.is_empty() {
+            return false;
+        }
+        if kept.len() * 8 <= alive.len() * 7 {
+            let index: Vec<i64> = kept.iter().map(|&at| at as i64).collect();
+            self.cache.keep_rows(&index);
+            if let Some(seen) = &mut self.seen {
+                seen.keep_rows(&index);
+            }
+            let index = Tensor::from_slice(&index).to_device(self.model.device());
+            self.last = self.last.take().map(|tokens| tokens.index_select(0, &index));
+            self.alive = kept.iter().map(|&at| self.alive[at]).collect();
+        }
+        true
+    }
+}
+
+/// The tokens chosen in one step, one row per response.
 struct Choice {
     /// `[rows]` i64.
     tokens: Tensor,
     /// `[rows]` f32.
     logprobs: Tensor,
-    /// Which tokens could be drawn, `[rows, vocab]` bool, where that is asked for.
+    /// The tokens that could be drawn, `[rows, vocab]` bool, if sets are stored.
     kept: Option<Tensor>,
 }
 
-/// [`Choice`] in the host's memory; `kept` is empty where it was not asked for.
+/// [`Choice`] in the host's memory; `kept` is empty if sets are not stored.
 struct HostChoice {
     tokens: Vec<i64>,
     logprobs: Vec<f32>,
     kept: Vec<bool>,
 }
 
-/// What each of some steps chose, by row.
+/// Copies the choices of several steps to the host, with one copy per kind of result.
 fn on_host(chosen: &[Choice]) -> Vec<HostChoice> {
     let all = |f: fn(&Choice) -> &Tensor| Tensor::cat(&chosen.iter().map(f).collect::<Vec<_>>(), 0);
     let rows = chosen[0].tokens.size()[0] as usize;
@@ -401,7 +469,7 @@ fn on_host(chosen: &[Choice]) -> Vec<HostChoice> {
         .collect()
 }
 
-/// Which tokens each row holds so far, `[rows, vocab]` bool.
+/// The tokens that each row contains so far, `[rows, vocab]` bool.
 struct Seen(Tensor);
 
 impl Seen {
@@ -423,14 +491,14 @@ impl Seen {
         self.0 = self.0.index_select(0, &Tensor::from_slice(kept).to_device(self.0.device()));
     }
 
-    /// Makes seen tokens less likely; the formula of the CTRL paper, with logits below 0 multiplied, as transformers.
+    /// Makes seen tokens less likely: the formula of the CTRL paper, with negative logits multiplied, as in transformers.
     fn penalise(&self, logits: &Tensor, penalty: f64) -> Tensor {
         let penalised = (logits * penalty).where_self(&logits.lt(0.0), &(logits / penalty));
         penalised.where_self(&self.0, logits)
     }
 }
 
-/// Those of `ids` that are columns of `logits`, on its device.
+/// The `ids` that are columns of `logits`, on its device.
 fn ids_within(ids: &[i64], logits: &Tensor) -> Tensor {
     let vocab = logits.size()[1];
     let ids: Vec<i64> = ids.iter().copied().filter(|id| (0..vocab).contains(id)).collect();
@@ -442,11 +510,11 @@ fn without(logits: &Tensor, ids: &Tensor) -> Tensor {
     logits.index_fill(1, ids, f64::NEG_INFINITY)
 }
 
-/// Chooses one token per row of `logits` `[rows, vocab]`, with one uniform draw per row, by `adjusted` logits where there
-/// are any; gives tokens, `[rows]` i64, and their log-probabilities by the plain logits, `[rows]` f32, which are not finite
-/// where the logits are not. A GPU is not waited for.
+/// Chooses one token per row of `logits` `[rows, vocab]` with one uniform draw per row, by the `adjusted` logits if there are
+/// any. Returns tokens, `[rows]` i64, and their log-probabilities under the unadjusted logits, `[rows]` f32, which are not
+/// finite where the logits are not. Does not wait for a GPU.
 ///
-/// With `keep_sets` also which tokens could be drawn.
+/// With `keep_sets`, also returns the tokens that could be drawn.
 fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, keep_sets: bool, draws: &Tensor) -> Choice {
     let temperature = sampling.temperature();
     if adjusted.is_none() && !sampling.filters() && !keep_sets && uses_kernels(logits.kind(), logits.device()) {
@@ -472,7 +540,7 @@ fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, keep_s
                 all.exp()
             };
             // The inverse of the cumulative distribution at the draw. Summed in f64: an f32 sum over a large vocabulary
-            // would shift the borders of rare tokens by more than their probability.
+            // would shift the boundaries of rare tokens by more than their probability.
             let cumulative = probs.cumsum(-1, Kind::Double);
             let vocab = cumulative.size()[1];
             let total = cumulative.narrow(1, vocab - 1, 1);
@@ -496,7 +564,7 @@ fn filter(logits: &Tensor, top_k: usize, top_p: f64, min_p: f64) -> Tensor {
     if top_p < 1.0 {
         let (sorted, order) = logits.sort(-1, true);
         let probs = sorted.softmax(-1, Kind::Float);
-        // A token goes if those before it reach top_p already: the one that crosses the border stays.
+        // A token is dropped if the tokens before it reach top_p already: the token that crosses the threshold stays.
         let before = probs.cumsum(-1, Kind::Float) - &probs;
         let dropped = before.ge(top_p);
         let dropped = dropped.zeros_like().scatter(1, &order, &dropped);

@@ -28,6 +28,7 @@ pub use classifier::{ClassifierFormat, SequenceClassifier};
 pub(crate) use config::no_such_file;
 pub use config::{Activation, ModelConfig, NormKind, Order, Rope, RopeScaling, Shape};
 pub use families::Family;
+pub(crate) use layout::KvCache;
 pub use logprobs::{Distributions, LogprobOptions, TokenLogprobs};
 pub(crate) use lora::AdapterFolder;
 pub(crate) use lora::DropoutRows;

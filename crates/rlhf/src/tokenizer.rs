@@ -1,4 +1,4 @@
-//! Text to token ids and back, with explicit end and pad tokens and chat templates; `tokenizer.json` in and out.
+//! Tokenizers: encode text as token ids and decode it, with explicit eos and pad tokens and chat templates, from `tokenizer.json`.
 
 mod bounds;
 mod chat;
@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// The files that make up a tokenizer; those that are there travel with every model we save.
+/// The files of a tokenizer; the existing ones are saved with every model.
 pub(crate) const FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,13 +29,13 @@ pub(crate) const FILES: [&str; 10] = [
     CHAT_TEMPLATE,
 ];
 
-/// Where a chat template has a file of its own.
+/// The file of a chat template that is not in `tokenizer_config.json`.
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// What a tokenizer without a tokenizer.json is made of.
+/// Files of tokenizers without a `tokenizer.json`.
 const SLOW_FILES: [&str; 4] = ["vocab.json", "vocab.txt", "tokenizer.model", "spiece.model"];
 
-/// The special tokens that have names, which chat templates know them by.
+/// Names of special tokens, which chat templates use.
 const NAMED_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
@@ -53,9 +53,9 @@ const NAMED_TOKENS: [&str; 7] =
 /// ```
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
-    /// `None` where the folder has no tokenizer.json and none was asked for.
+    /// `None` if the folder has no tokenizer.json and none is required.
     inner: Option<tokenizers::Tokenizer>,
-    /// What its rules may cost.
+    /// Bounds on the cost of its rules.
     growth: Option<Growth>,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
@@ -67,16 +67,16 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads the tokenizer of a model folder.
+    /// Loads the tokenizer of a model folder.
     ///
-    /// The eos token is what `tokenizer_config.json` or `special_tokens_map.json` says, else the `eos_token_id` of
+    /// The eos token is that of `tokenizer_config.json` or `special_tokens_map.json`, else the `eos_token_id` of
     /// `config.json`, else that of `generation_config.json`; the ids of the latter two end a text in any case. The pad
-    /// token comes from the same places and is not needed: lengths are explicit everywhere, so pad may also equal eos.
+    /// token comes from the same files and is not required: lengths are explicit everywhere, so pad may also equal eos.
     ///
-    /// The folder of an adapter may have no tokenizer: then it is that of its base.
+    /// If the folder of an adapter has no tokenizer, loads that of its base.
     ///
     /// # Errors
-    /// If there is no sound `tokenizer.json`, a named special token is not in the vocabulary, or an id of these files is none.
+    /// If there is no valid `tokenizer.json`, a named special token is not in the vocabulary, or an id in these files is invalid.
     pub fn from_pretrained(dir: &Path) -> Result<Self> {
         let dir = &Self::folder(dir)?;
         let path = dir.join("tokenizer.json");
@@ -96,10 +96,10 @@ impl Tokenizer {
     }
 
     /// As [`Tokenizer::from_pretrained`], also for a folder without a `tokenizer.json`: then text cannot be encoded, ids
-    /// have no text, and the end and pad tokens are those of `config.json` and `generation_config.json`.
+    /// have no text, and the eos and pad tokens are those of `config.json` and `generation_config.json`.
     ///
     /// # Errors
-    /// If what there is, is not sound.
+    /// If an existing file is invalid.
     pub fn of_text_or_ids(dir: &Path) -> Result<Self> {
         Self::read(&Self::folder(dir)?)
     }
@@ -111,72 +111,18 @@ impl Tokenizer {
 
     fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
-        let (mut inner, mut growth) = (None, None);
-        if path.is_file() {
-            growth = Some(Growth::read(&path)?);
-            let mut found = guarded(|| tokenizers::Tokenizer::from_file(&path))
-                .map_err(|e| Error::invalid(&path, format!("not a tokenizer that can be read: {e}")))?;
-            // A file may ask for padding or truncation; here both would change what a text means.
-            found.with_padding(None);
-            found.with_truncation(None).map_err(|e| Error::invalid(&path, e.to_string()))?;
-            inner = Some(found);
-        }
+        // The bounds first: they reject rules on which loading would fail.
+        let growth = path.is_file().then(|| Growth::read(&path)).transpose()?;
+        let inner = path.is_file().then(|| load(&path)).transpose()?;
         let mut files = Vec::new();
         for name in FILES {
             if dir.join(name).is_file() {
                 files.push((name, files::read(&dir.join(name))?));
             }
         }
-        let json = |name: &str| -> Result<Value> {
-            let path = dir.join(name);
-            if path.is_file() { read_json(&path) } else { Ok(Value::Null) }
-        };
-        let mut named = Map::new();
-        let mut ids: Vec<(&str, i64)> = Vec::new();
-        let tokenizer_config = json("tokenizer_config.json")?;
-        let sources = [
-            ("tokenizer_config.json", &tokenizer_config),
-            ("special_tokens_map.json", &json("special_tokens_map.json")?),
-        ];
-        for (file, source) in sources.into_iter().filter(|_| inner.is_some()) {
-            for key in NAMED_TOKENS {
-                // A token is a string, or an object with its `content`.
-                let value = &source[key];
-                let token = value.as_str().or_else(|| value["content"].as_str());
-                let Some(token) = token.filter(|_| !named.contains_key(key)) else { continue };
-                named.insert(key.into(), token.into());
-                match inner.as_ref().and_then(|inner| inner.token_to_id(token)) {
-                    Some(id) => ids.push((key, i64::from(id))),
-                    // The others are for templates only.
-                    None if !["eos_token", "pad_token"].contains(&key) => {}
-                    None => {
-                        let message = format!("`{key}`: the token {token:?} is not in tokenizer.json");
-                        return Err(Error::invalid(dir.join(file), message));
-                    }
-                }
-            }
-        }
-        let id_of = |key: &str| ids.iter().find(|(name, _)| *name == key).map(|(_, id)| *id);
-        let mut eos = Vec::from_iter(id_of("eos_token"));
-        let mut pad = id_of("pad_token");
-        for file in ["config.json", "generation_config.json"] {
-            let config = json(file)?;
-            let ids = |key: &str| -> Result<Vec<i64>> {
-                let ids = match &config[key] {
-                    Value::Null => Some(Vec::new()),
-                    Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
-                    id => id.as_i64().map(|id| vec![id]),
-                };
-                let message = || format!("`{key}`: expected a token id or a list of them, found {}", config[key]);
-                ids.ok_or_else(|| Error::invalid(dir.join(file), message()))
-            };
-            for id in ids("eos_token_id")? {
-                if !eos.contains(&id) {
-                    eos.push(id);
-                }
-            }
-            pad = pad.or(ids("pad_token_id")?.first().copied());
-        }
+        let tokenizer_config = read_if_present(dir, "tokenizer_config.json")?;
+        let special = SpecialTokens::read(dir, inner.as_ref(), &tokenizer_config)?;
+        let SpecialTokens { named, eos, pad } = special;
         let mut tokenizer = Self { inner, growth, dir: dir.to_path_buf(), files, named, eos, pad, template: None };
         if dir.join(CHAT_TEMPLATE).is_file() {
             tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
@@ -187,7 +133,7 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Where the tokenizer of the model in `dir` is: there, or, for an adapter without one, beside its base.
+    /// The folder of the tokenizer of the model in `dir`: `dir`, or, for an adapter without one, its base's folder.
     fn folder(dir: &Path) -> Result<PathBuf> {
         match AdapterFolder::find(dir)? {
             Some(adapter) if !dir.join("tokenizer.json").is_file() => adapter.base_dir(),
@@ -198,15 +144,15 @@ impl Tokenizer {
     /// Whether the model in `dir` has a tokenizer.
     ///
     /// # Errors
-    /// If it is an adapter whose base is not there.
+    /// If it is an adapter whose base is missing.
     pub(crate) fn is_in(dir: &Path) -> Result<bool> {
         Ok(Self::folder(dir)?.join("tokenizer.json").is_file())
     }
 
-    /// Takes the chat template from `file`, which is then saved with the tokenizer.
+    /// Sets the chat template to that in `file`, which is then saved with the tokenizer.
     ///
     /// # Errors
-    /// If it cannot be read or is not UTF-8. Its syntax is looked at when it is first needed.
+    /// If it cannot be read or is not UTF-8. Errors in its syntax are reported on first use.
     pub fn use_chat_template(&mut self, file: &Path) -> Result<()> {
         let bytes = files::read(file)?;
         let source =
@@ -222,13 +168,13 @@ impl Tokenizer {
         self.template.is_some()
     }
 
-    /// Whether there is a chat template, and `other` has none or another.
+    /// Whether there is a chat template, and `other` has none or a different one.
     pub(crate) fn has_other_chat_template(&self, other: &Self) -> bool {
         let same = |own: &ChatTemplate| other.template.as_ref().is_some_and(|theirs| theirs.is_same(own));
         self.template.as_ref().is_some_and(|own| !same(own))
     }
 
-    /// What a run tells of its tokenizer: the tokens that end a text, the pad token, the chat template.
+    /// Describes the tokens that end a text, the pad token and the chat template in one line, for the log.
     pub fn describe(&self) -> String {
         let show = |&id: &i64| {
             let token = u32::try_from(id).ok().and_then(|id| self.inner.as_ref()?.id_to_token(id));
@@ -249,12 +195,14 @@ impl Tokenizer {
         format!("eos {eos}; pad: {pad}; chat template: {template}")
     }
 
-    /// The text of a conversation by the chat template, and its token ids; `variables` are further ones for the template.
+    /// Renders a conversation by the chat template and returns the text and its token ids; `variables` are further variables
+    /// of the template.
     ///
-    /// With `add_generation_prompt` it ends where the assistant is to answer. No special token is added to the template's.
+    /// With `add_generation_prompt` the text ends where the assistant's response starts. No special tokens are added to the
+    /// template's.
     ///
     /// # Errors
-    /// If there is no template, it is not sound, or it refuses the messages.
+    /// If there is no template, it is invalid, or it rejects the messages.
     pub fn encode_chat(
         &self,
         messages: &[Value],
@@ -281,12 +229,12 @@ impl Tokenizer {
         })
     }
 
-    /// Which tokens of a conversation, as [`Tokenizer::encode_chat`] encodes it whole, the assistant says: those in the
-    /// `{% generation %}` blocks of the chat template; where it has none, those of each turn of the assistant behind what the
-    /// template writes to ask for it, up to the turn's end.
+    /// Spans of the assistant's tokens in a conversation as encoded by [`Tokenizer::encode_chat`]: the tokens in the
+    /// `{% generation %}` blocks of the chat template; if it has none, each turn of the assistant from the end of the
+    /// template's generation prompt to the end of the turn.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode_chat`]; if the template has no such blocks, and writes a turn otherwise when others follow it.
+    /// As [`Tokenizer::encode_chat`]; if the template has no such blocks and renders a turn differently when others follow it.
     pub fn assistant_tokens(&self, messages: &[Value], variables: &Map<String, Value>) -> Result<Vec<Range<usize>>> {
         let template = self.require_chat_template()?;
         let all = || {
@@ -322,14 +270,14 @@ impl Tokenizer {
         Ok(spans.iter().filter_map(within).collect())
     }
 
-    /// Where in `text` each of its tokens stands, in bytes, encoded as [`Tokenizer::encode_verbatim`] does.
+    /// Byte offsets in `text` of each of its tokens, encoded as by [`Tokenizer::encode_verbatim`].
     fn offsets(&self, text: &str) -> Result<Vec<(usize, usize)>> {
         let Some(inner) = &self.inner else { return Ok(Vec::new()) };
         let encoding = guarded(|| inner.encode(text, false)).map_err(|e| self.error(&e))?;
         Ok(encoding.get_offsets().to_vec())
     }
 
-    /// Token ids of `text`, with what the tokenizer puts around a text (a begin token, say).
+    /// Token ids of `text`, with the special tokens that the tokenizer adds (a bos token, for example).
     ///
     /// # Errors
     /// If the tokenizer cannot encode it.
@@ -337,7 +285,7 @@ impl Tokenizer {
         self.encode_with(text, true)
     }
 
-    /// Token ids of `text` alone: special tokens are those that stand in it. For text from a chat template.
+    /// Token ids of `text` without added special tokens, for text from a chat template.
     ///
     /// # Errors
     /// If the tokenizer cannot encode it.
@@ -345,8 +293,8 @@ impl Tokenizer {
         self.encode_with(text, false)
     }
 
-    /// Token ids of `text` that is to be continued: as [`Tokenizer::encode`], less the eos that some tokenizers put behind
-    /// every text. An eos that stands in `text` itself stays.
+    /// Token ids of a prompt: as [`Tokenizer::encode`], without the eos that some tokenizers append to
+    /// every text. An eos in `text` itself is kept.
     ///
     /// # Errors
     /// If the tokenizer cannot encode it.
@@ -355,7 +303,7 @@ impl Tokenizer {
         self.without_added_eos(ids, text)
     }
 
-    /// `ids`, which [`Tokenizer::encode`] gave for `text`, less the eos that the tokenizer put behind it.
+    /// `ids`, which [`Tokenizer::encode`] returned for `text`, without the eos that the tokenizer appended.
     fn without_added_eos(&self, mut ids: Vec<i64>, text: &str) -> Result<Vec<i64>> {
         if ids.last().is_some_and(|id| self.eos.contains(id)) {
             let ends = |ids: &[i64]| ids.iter().rev().take_while(|id| self.eos.contains(id)).count();
@@ -365,14 +313,14 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// As [`Tokenizer::encode_open_pair`], less the eos that some tokenizers put behind every text, as
-    /// [`Tokenizer::encode_prompt`] leaves it out.
+    /// As [`Tokenizer::encode_open_pair`], without the eos that some tokenizers append to every text, as in
+    /// [`Tokenizer::encode_prompt`].
     ///
     /// # Errors
     /// If the tokenizer cannot encode it.
-    pub fn encode_unclosed_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
-        let (whole, border) = self.encode_open_pair(prompt, completion)?;
-        let whole = self.without_added_eos(whole, &format!("{prompt}{completion}"))?;
+    pub fn encode_unclosed_pair(&self, prompt: &str, response: &str) -> Result<(Vec<i64>, usize)> {
+        let (whole, border) = self.encode_open_pair(prompt, response)?;
+        let whole = self.without_added_eos(whole, &format!("{prompt}{response}"))?;
         let border = border.min(whole.len());
         Ok((whole, border))
     }
@@ -389,35 +337,34 @@ impl Tokenizer {
         Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
     }
 
-    /// Token ids of a prompt with its completion, eos last, and the place of the first token that the prompt alone does
-    /// not have.
+    /// Token ids of a prompt with its response, eos last, and the index of the first token that is not the prompt's.
     ///
-    /// The two are encoded as one text, as TRL does: encoded apart, a SentencePiece tokenizer would put a space between
-    /// them. Where the border falls inside a token, that token counts as the completion's.
+    /// The two are encoded as one text, as in TRL: encoded separately, a SentencePiece tokenizer would put a space between
+    /// them. A token that crosses the boundary belongs to the response.
     ///
     /// # Errors
-    /// If the tokenizer cannot encode it, or names no eos token.
-    pub fn encode_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
+    /// If the tokenizer cannot encode it, or has no eos token.
+    pub fn encode_pair(&self, prompt: &str, response: &str) -> Result<(Vec<i64>, usize)> {
         let eos = self.require_eos()?;
-        let (mut whole, border) = self.encode_open_pair(prompt, completion)?;
+        let (mut whole, border) = self.encode_open_pair(prompt, response)?;
         if whole.last() != Some(&eos) {
             whole.push(eos);
         }
         Ok((whole, border))
     }
 
-    /// As [`Tokenizer::encode_pair`], with no eos added: what the tokenizer makes of the text and nothing else.
+    /// As [`Tokenizer::encode_pair`], without adding an eos.
     ///
     /// # Errors
     /// If the tokenizer cannot encode it.
-    pub fn encode_open_pair(&self, prompt: &str, completion: &str) -> Result<(Vec<i64>, usize)> {
+    pub fn encode_open_pair(&self, prompt: &str, response: &str) -> Result<(Vec<i64>, usize)> {
         let alone = self.encode_prompt(prompt)?;
-        let whole = self.encode(&format!("{prompt}{completion}"))?;
+        let whole = self.encode(&format!("{prompt}{response}"))?;
         let shared = shared_prefix(&alone, &whole);
         Ok((whole, shared))
     }
 
-    /// The text of token ids, without special tokens.
+    /// Decodes token ids, without special tokens.
     ///
     /// # Errors
     /// If the tokenizer cannot decode them.
@@ -425,7 +372,7 @@ impl Tokenizer {
         self.decode_with(ids, true)
     }
 
-    /// The text of token ids, special tokens and all.
+    /// Decodes token ids, with special tokens.
     ///
     /// # Errors
     /// If the tokenizer cannot decode them.
@@ -444,18 +391,18 @@ impl Tokenizer {
         guarded(|| inner.decode(&ids, skip_special_tokens)).map_err(|e| self.error(&e))
     }
 
-    /// The text that `ids` add to that of `prompt`, without special tokens.
+    /// Decodes `ids` as the continuation of `prompt`, without special tokens.
     ///
-    /// Decoded by themselves, ids of a SentencePiece tokenizer would lose the space before their first word.
+    /// Decoded separately, ids of a SentencePiece tokenizer would lose the space before their first word.
     pub fn decode_after(&self, prompt: &[i64], ids: &[i64]) -> Result<String> {
         let whole = self.decode(&[prompt, ids].concat())?;
         match whole.strip_prefix(&self.decode(prompt)?) {
             Some(text) => Ok(text.to_string()),
-            None => self.decode(ids), // The border lies within a character.
+            None => self.decode(ids), // The boundary lies within a character.
         }
     }
 
-    /// The id of the token that is put at the end of a text, if there is one.
+    /// The id of the token that is appended to a text, if there is one.
     pub fn eos(&self) -> Option<i64> {
         self.eos.first().copied()
     }
@@ -465,7 +412,7 @@ impl Tokenizer {
         &self.eos
     }
 
-    /// The id of the pad token, if there is one; it is only noted in what we save.
+    /// The id of the pad token, if there is one; it is only used in saved configurations.
     pub fn pad(&self) -> Option<i64> {
         self.pad
     }
@@ -473,15 +420,15 @@ impl Tokenizer {
     /// The id of the token that ends a text.
     ///
     /// # Errors
-    /// If the tokenizer names none.
+    /// If there is none.
     pub fn require_eos(&self) -> Result<i64> {
         self.eos().ok_or_else(|| self.error("expected an `eos_token` in tokenizer_config.json, found none"))
     }
 
-    /// Checks that every id of this tokenizer has a row in `model`'s embedding.
+    /// Checks that every id of this tokenizer has a row in the embedding of `model`, whose folder is `dir`.
     ///
     /// # Errors
-    /// If it does not; `dir` is the model's folder.
+    /// If an id has none.
     pub fn check_fits(&self, model: &ModelConfig, dir: &Path) -> Result<()> {
         let ids = self.vocab().into_values().max().map_or(0, |id| i64::from(id) + 1);
         let eos = self.eos().filter(|eos| !(0..model.vocab_size).contains(eos));
@@ -502,10 +449,10 @@ impl Tokenizer {
         ))
     }
 
-    /// Checks that the tokenizer in the model folder `dir`, if it has one, gives the same ids as this one.
+    /// Checks that the tokenizer in the model folder `dir`, if there is one, has the same ids as this one.
     ///
     /// # Errors
-    /// If it does not: that model would read other words than this one's.
+    /// If it does not: the two models would read the same ids as different texts.
     pub fn check_same(&self, dir: &Path) -> Result<()> {
         if !Self::is_in(dir)? {
             return Ok(());
@@ -527,16 +474,16 @@ impl Tokenizer {
         self.inner.as_ref().map(|inner| inner.get_vocab(true)).unwrap_or_default()
     }
 
-    /// How many of this tokenizer's tokens have another id, or none, in `other`.
+    /// Number of this tokenizer's tokens that have another id, or none, in `other`.
     pub(crate) fn difference(&self, other: &Self) -> usize {
         let theirs = other.vocab();
         self.vocab().iter().filter(|(token, id)| theirs.get(*token) != Some(id)).count()
     }
 
-    /// From now on a text of more than `most` tokens is cut to its last ones; what the tokenizer puts around it stays.
+    /// Truncates texts of more than `most` tokens to their last tokens from now on; added special tokens are kept.
     ///
     /// # Errors
-    /// If that is more than `most` already.
+    /// If there are more than `most` special tokens.
     pub(crate) fn keep_last(&mut self, most: usize) -> Result<()> {
         let direction = tokenizers::TruncationDirection::Left;
         let truncation = tokenizers::TruncationParams { max_length: most, direction, ..Default::default() };
@@ -545,7 +492,7 @@ impl Tokenizer {
         done.map_err(|message| self.error(&message))
     }
 
-    /// Writes the tokenizer's files below `dir`, byte for byte as they were read.
+    /// Writes the tokenizer's files to `dir`, byte for byte as they were read.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -562,14 +509,94 @@ impl Tokenizer {
     }
 }
 
-/// The chat template in a tokenizer_config.json: a text, or the one of a list that is named "default".
+/// Loads a `tokenizer.json`, without its padding and truncation, which would change the ids of a text.
+fn load(path: &Path) -> Result<tokenizers::Tokenizer> {
+    let mut found = guarded(|| tokenizers::Tokenizer::from_file(path))
+        .map_err(|e| Error::invalid(path, format!("not a tokenizer that can be read: {e}")))?;
+    found.with_padding(None);
+    found.with_truncation(None).map_err(|e| Error::invalid(path, e.to_string()))?;
+    Ok(found)
+}
+
+/// The JSON file `name` in `dir`; null if there is none.
+fn read_if_present(dir: &Path, name: &str) -> Result<Value> {
+    let path = dir.join(name);
+    if path.is_file() { read_json(&path) } else { Ok(Value::Null) }
+}
+
+/// The special tokens that a model folder names.
+struct SpecialTokens {
+    named: Map<String, Value>,
+    eos: Vec<i64>,
+    pad: Option<i64>,
+}
+
+impl SpecialTokens {
+    fn read(dir: &Path, inner: Option<&tokenizers::Tokenizer>, tokenizer_config: &Value) -> Result<Self> {
+        let mut special = Self { named: Map::new(), eos: Vec::new(), pad: None };
+        let map = read_if_present(dir, "special_tokens_map.json")?;
+        if let Some(inner) = inner {
+            for (file, source) in [("tokenizer_config.json", tokenizer_config), ("special_tokens_map.json", &map)] {
+                special.add_named(inner, source).map_err(|message| Error::invalid(dir.join(file), message))?;
+            }
+        }
+        for file in ["config.json", "generation_config.json"] {
+            let config = read_if_present(dir, file)?;
+            special.add_ids(&config).map_err(|message| Error::invalid(dir.join(file), message))?;
+        }
+        Ok(special)
+    }
+
+    /// Adds the tokens that `source` names and that are not yet known.
+    fn add_named(&mut self, inner: &tokenizers::Tokenizer, source: &Value) -> Result<(), String> {
+        for key in NAMED_TOKENS {
+            // A token is a string, or an object with its `content`.
+            let value = &source[key];
+            let token = value.as_str().or_else(|| value["content"].as_str());
+            let Some(token) = token.filter(|_| !self.named.contains_key(key)) else { continue };
+            self.named.insert(key.into(), token.into());
+            let id = || {
+                let id = inner.token_to_id(token).map(i64::from);
+                id.ok_or_else(|| format!("`{key}`: the token {token:?} is not in tokenizer.json"))
+            };
+            match key {
+                "eos_token" => self.eos = vec![id()?],
+                "pad_token" => self.pad = Some(id()?),
+                // The others are used by templates only.
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the ids that `config` names: its eos ids end a text in any case, its pad id counts if none is known.
+    fn add_ids(&mut self, config: &Value) -> Result<(), String> {
+        let ids = |key: &str| -> Result<Vec<i64>, String> {
+            let ids = match &config[key] {
+                Value::Null => Some(Vec::new()),
+                Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
+                id => id.as_i64().map(|id| vec![id]),
+            };
+            ids.ok_or_else(|| format!("`{key}`: expected a token id or a list of them, found {}", config[key]))
+        };
+        for id in ids("eos_token_id")? {
+            if !self.eos.contains(&id) {
+                self.eos.push(id);
+            }
+        }
+        self.pad = self.pad.or(ids("pad_token_id")?.first().copied());
+        Ok(())
+    }
+}
+
+/// The chat template in a tokenizer_config.json: a text, or the element of a list that is named "default".
 fn template_of(config: &Value) -> Option<&str> {
     let template = &config["chat_template"];
     let named = || template.as_array()?.iter().find(|one| one["name"] == "default")?["template"].as_str();
     template.as_str().or_else(named)
 }
 
-/// How many ids two sequences begin with in common.
+/// Length of the common prefix of two sequences of ids.
 pub(crate) fn shared_prefix(a: &[i64], b: &[i64]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

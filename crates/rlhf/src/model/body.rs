@@ -322,7 +322,7 @@ impl Body {
 
     /// The sequences up to the last token that the outputs depend on; in a causal model nothing behind a span matters.
     fn needed<'s, S: AsRef<[i64]>>(&self, batch: &Batch<'s, S>, shift: i64) -> Vec<&'s [i64]> {
-        let whole = !self.config.causal || self.config.turns_by_length();
+        let whole = !self.config.causal || self.config.has_length_dependent_rope();
         let pairs = batch.sequences.iter().map(AsRef::as_ref).zip(batch.spans);
         pairs
             .map(|(sequence, span)| match (whole, span.is_empty()) {

@@ -225,7 +225,9 @@ impl CausalLm {
     /// f32 throughout, on the CPU (a GPU chooses its kernels by the shape of the batch), and its rotary angles do not depend on
     /// the length of the text.
     pub fn is_exact(&self) -> bool {
-        self.body.decoder.compute == Kind::Float && self.body.device == Device::Cpu && !self.config().turns_by_length()
+        self.body.decoder.compute == Kind::Float
+            && self.body.device == Device::Cpu
+            && !self.config().has_length_dependent_rope()
     }
 
     /// The device of the weights.

@@ -17,18 +17,18 @@ use std::ops::Range;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
-/// Names of the one-product heads that are known: transformers', and DeepSpeed-Chat's.
+/// Names of known linear heads: transformers', and DeepSpeed-Chat's.
 const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
 
-/// By which names a file holds a decoder with a score head.
+/// Tensor names of a decoder with a score head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 #[value(rename_all = "kebab-case")]
 pub enum ClassifierFormat {
-    /// Those of transformers' `...ForSequenceClassification`: `score.weight`.
+    /// Names of transformers' `...ForSequenceClassification`: `score.weight`.
     #[default]
     Transformers,
-    /// DeepSpeed-Chat's: `v_head.weight`, and `rwtransformer.` before the names of the model without its head.
+    /// DeepSpeed-Chat's names: `v_head.weight`, and `rwtransformer.` before the names of the model without its head.
     DeepspeedChat,
 }
 
@@ -41,7 +41,7 @@ impl Setting for ClassifierFormat {
     }
 }
 
-/// A model with a number per position, or, where it is an encoder, some per sequence: a reward model or a value model.
+/// A sequence classifier: a reward model or a value model. A decoder has a score per position, an encoder scores per sequence.
 ///
 /// ```no_run
 /// use rlhf::model::{ModelOptions, SequenceClassifier};
@@ -64,31 +64,32 @@ pub struct SequenceClassifier {
 
 #[derive(Debug)]
 enum Head {
-    /// Applied at any position.
+    /// A linear head, applied at any position.
     Score(Linear),
-    /// Applied at the first token.
+    /// A two-layer head, applied at the first token.
     Dense { inner: Linear, activation: HeadActivation, out: Linear },
 }
 
-/// What of a classifier's labels is the score.
+/// The labels whose logits make the score.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Label {
     One(i64),
-    /// The first less the second.
+    /// The first minus the second.
     Difference(i64, i64),
 }
 
 impl SequenceClassifier {
-    /// Reads a folder that holds a sequence classifier, also as DeepSpeed-Chat writes it (`v_head.weight`); frozen until
+    /// Loads a folder with a sequence classifier, also in DeepSpeed-Chat's format (`v_head.weight`). The model is frozen until
     /// [`SequenceClassifier::set_trainable`].
     ///
-    /// With `new_head: Some(seed)` the folder may hold a language model: its body is read, a head with one label is drawn.
+    /// With `new_head: Some(seed)` the folder may contain a language model: its body is loaded, and a head with one label is
+    /// initialized.
     ///
-    /// The folder may hold a PEFT adapter and no model: then its base is read, and the adapter put on it, with the head
-    /// that was trained beside it; with `new_head` it may be a language model's.
+    /// If the folder holds a PEFT adapter and no model, loads the adapter's base and adds the adapter to it, with the head
+    /// that was trained beside it; with `new_head` the adapter may be a language model's.
     ///
     /// # Errors
-    /// As [`super::CausalLm::from_pretrained`]; a language model without `new_head` is an error that says so.
+    /// As [`super::CausalLm::from_pretrained`]; if the folder contains a language model and `new_head` is `None`.
     pub fn from_pretrained(dir: &Path, new_head: Option<u64>, options: ModelOptions) -> Result<Self> {
         if let Some(folder) = AdapterFolder::find(dir)? {
             if new_head.is_none() {
@@ -113,15 +114,15 @@ impl SequenceClassifier {
         let decoder = Decoder::new(&config, &mut builder, compute)?;
         let name = builder.first_stored(&SCORE_HEADS);
         let is_score = matches!(names.head, HeadNames::Score);
-        // A folder that has a head keeps it: `new_head` is for those that have none.
+        // A stored head is kept: `new_head` is for folders without one.
         let new_head = new_head.filter(|_| is_score && checkpoint.shape(name).is_none());
         let one = || vec!["LABEL_0".to_string()];
         let labels = if new_head.is_some() || name == SCORE_HEADS[1] { one() } else { config.labels.clone() };
-        // A head is small, and trained whole beside an adapter: held in f32 whatever the rest is held in.
+        // A head is small and is trained in full beside an adapter, so it is always held in f32.
         let others = builder.hold_as(Some(Kind::Float));
         let head = Head::build(&mut builder, &config, name, labels.len() as i64, new_head)?;
         builder.hold_as(others);
-        // Beside a head of its own, what a language model's head or a value head says does not matter.
+        // Other heads in the file, an LM head or a value head, are not used.
         let ignored = match (new_head, name == SCORE_HEADS[1]) {
             (Some(_), _) => vec![names.lm_head, "v_head."],
             (None, true) => vec![names.lm_head],
@@ -140,30 +141,29 @@ impl SequenceClassifier {
         Ok(Self { body, head, labels, chosen, new_head, format })
     }
 
-    /// Where the model lives.
+    /// The device of the weights.
     pub fn device(&self) -> Device {
         self.body.device
     }
 
-    /// The model's shape.
+    /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.body.config
     }
 
-    /// Puts a fresh adapter, drawn from `seed`, beside the weights, which stay as they are from now on; the head is still
-    /// trained whole.
+    /// Adds a new adapter, drawn from `seed`, and freezes the other weights; the head is still trained in full.
     ///
     /// # Errors
-    /// As [`super::CausalLm::add_adapter`]; if the model is DeepSpeed-Chat's, whose names PEFT does not know.
+    /// As [`super::CausalLm::add_adapter`]; if the model has DeepSpeed-Chat's names, which PEFT does not know.
     pub fn add_adapter(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
         self.check_names()?;
         self.body.add_adapter(self.head.inner(), config, seed, true)
     }
 
-    /// Puts the adapter in the folder `dir` on this model, whatever base the folder names.
+    /// Loads the adapter in the folder `dir` into this model, whatever base the folder names.
     ///
     /// # Errors
-    /// As [`super::CausalLm::load_adapter`]; if the model is DeepSpeed-Chat's, whose names PEFT does not know.
+    /// As [`super::CausalLm::load_adapter`]; if the model has DeepSpeed-Chat's names, which PEFT does not know.
     pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
         let folder = AdapterFolder::open(dir)?;
         folder.check_task(true)?;
@@ -186,23 +186,23 @@ impl SequenceClassifier {
         }
     }
 
-    /// By which names the model is saved: those of the folder that it was read from, or those that were
+    /// The format in which the model is saved: that of the folder it was loaded from, or the one that was
     /// [set](SequenceClassifier::set_format).
     pub fn format(&self) -> ClassifierFormat {
         self.format
     }
 
-    /// Has the model saved by these names from now on; its numbers stay what they are.
+    /// Sets the format in which the model is saved; the weights do not change.
     ///
     /// # Errors
-    /// For DeepSpeed-Chat's names if the model is an encoder, has several labels or an adapter.
+    /// For DeepSpeed-Chat's format if the model is an encoder, has several labels or an adapter.
     pub fn set_format(&mut self, format: ClassifierFormat) -> Result<()> {
         if format == self.format {
             return Ok(());
         }
         if format == ClassifierFormat::DeepspeedChat && self.body.adapter.is_some() {
             return Err(Error::Run(
-                "reward_format = deepspeed-chat: these names have no adapter; fold it in first".into(),
+                "reward_format = deepspeed-chat: this format has no adapters; merge it first".into(),
             ));
         }
         self.value_head()
@@ -214,17 +214,17 @@ impl SequenceClassifier {
         let heads = self.body.params.iter_mut().filter(|param| param.name == old);
         heads.for_each(|param| param.name = new.into());
         self.format = format;
-        // The folder has other names, by which an adapter would not find its base.
+        // The folder has other names, so an adapter would not find its base there.
         self.body.origin = None;
         Ok(())
     }
 
-    /// Folds the adapter, if there is one, into the weights, as [`super::CausalLm::merge_adapter`] does.
+    /// Merges the adapter, if there is one, as [`super::CausalLm::merge_adapter`].
     pub fn merge_adapter(&mut self) {
         self.body.merge_adapter(self.head.inner());
     }
 
-    /// As [`super::CausalLm::hold_as_computed`]; the head's product is done in f32 in any case.
+    /// As [`super::CausalLm::hold_as_computed`]; the head's product is always computed in f32.
     pub fn hold_as_computed(&mut self) {
         self.body.hold_as_computed(None);
     }
@@ -249,8 +249,8 @@ impl SequenceClassifier {
         &self.body.params
     }
 
-    /// The parameters that gradients reach: after [`SequenceClassifier::set_trainable`] all, or those of the adapter and the
-    /// head.
+    /// The parameters that require gradients: after [`SequenceClassifier::set_trainable`] all of them, or those of the adapter and
+    /// the head.
     pub fn trainable_params(&self) -> impl Iterator<Item = &Param> {
         self.body.trainable_params()
     }
@@ -260,17 +260,17 @@ impl SequenceClassifier {
         &self.labels
     }
 
-    /// Whether gradients reach the weights; where there is an adapter, its own and the head's only.
+    /// Sets whether the weights require gradients; if there is an adapter, whether the adapter's and the head's weights do.
     pub fn set_trainable(&mut self, trainable: bool) {
         self.body.set_trainable(trainable);
     }
 
-    /// Whether the score head was drawn when the model was read: its numbers mean nothing before training.
+    /// Whether the score head was newly initialized, so that its scores mean nothing before training.
     pub fn has_new_head(&self) -> bool {
         self.new_head
     }
 
-    /// Checks that the model says one number at every position, as a value model must.
+    /// Checks that the model has one score per position, as a value model must.
     ///
     /// # Errors
     /// If it is an encoder or has several labels.
@@ -290,12 +290,13 @@ impl SequenceClassifier {
         }
     }
 
-    /// Chooses which label is the score: a name, a number, or two of these with a minus between them.
+    /// Chooses the label whose logit is the score: a name, a number, or two of these with a minus between them for their
+    /// difference.
     ///
-    /// `None` is right for a model with one label only.
+    /// `None` is valid only for a model with one label.
     ///
     /// # Errors
-    /// If there is no such label, or there are several and none is chosen; `dir` is the model's folder.
+    /// If there is no such label, or if there are several labels and `label` is `None`; `dir` is the model's folder.
     pub fn choose_label(&mut self, label: Option<&str>, dir: &Path) -> Result<()> {
         let known = self.labels.join(", ");
         let at = |name: &str| {
@@ -373,7 +374,7 @@ impl SequenceClassifier {
         }
     }
 
-    /// Whether training keeps only what goes into each layer, as [`super::CausalLm::set_gradient_checkpointing`] says.
+    /// As [`super::CausalLm::set_gradient_checkpointing`].
     pub fn set_gradient_checkpointing(&mut self, on: bool) {
         self.body.gradient_checkpointing = on;
     }
@@ -383,7 +384,7 @@ impl SequenceClassifier {
         self.body.activation_bytes(gradient_checkpointing)
     }
 
-    /// The logits of each sequence, read at its last token, by an encoder at its first: `[rows, labels]` f32.
+    /// The logits of each sequence, at its last token, for an encoder at its first: `[rows, labels]` f32.
     ///
     /// # Errors
     /// As [`super::CausalLm::logits`].
@@ -417,7 +418,7 @@ impl SequenceClassifier {
         })
     }
 
-    /// Where the label is read.
+    /// The position of each sequence at which the head is applied.
     fn read_at<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Vec<Range<usize>> {
         let lens = sequences.iter().map(|s| s.as_ref().len());
         match self.head {
@@ -451,16 +452,16 @@ impl SequenceClassifier {
         self.body.load_trained(dir, stored)
     }
 
-    /// The names in the file, where they are others.
+    /// Returns a tensor's name in the file where it differs.
     fn stored_names(&self) -> impl Fn(&str) -> Option<String> + use<> {
         let renamed = self.format == ClassifierFormat::DeepspeedChat;
         let prefix = renamed.then_some(self.config().family.names.prefix);
         move |name| prefix.and_then(|prefix| name.strip_prefix(prefix)).map(|rest| format!("{DEEPSPEED_CHAT}{rest}"))
     }
 
-    /// Writes `config.json` and the weights below `dir`, by the names of its [format](SequenceClassifier::format).
+    /// Writes `config.json` and the weights to `dir`, in its [format](SequenceClassifier::format).
     ///
-    /// Without a `pad` the configuration names eos as such: transformers scores no batch without one.
+    /// Without a `pad`, the configuration names eos as pad: transformers scores no batch without one.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -476,7 +477,7 @@ impl SequenceClassifier {
     }
 }
 
-/// Refuses a folder that holds a model as a pickle alone, as DeepSpeed-Chat saves its reward models.
+/// Rejects a folder whose weights are only a pickle, as DeepSpeed-Chat saves its reward models.
 fn check_pickle(dir: &Path) -> Result<()> {
     const PICKLE: &str = "pytorch_model.bin";
     if !dir.join(PICKLE).is_file() || dir.join("model.safetensors.index.json").is_file() {
@@ -492,7 +493,7 @@ fn check_pickle(dir: &Path) -> Result<()> {
 }
 
 impl Head {
-    /// The layer that an adapter may be put on.
+    /// The layer that can have an adapter.
     fn inner(&mut self) -> Option<&mut Linear> {
         match self {
             Head::Score(_) => None,
@@ -500,7 +501,7 @@ impl Head {
         }
     }
 
-    /// Hidden states to logits, f32.
+    /// Logits of hidden states, f32.
     fn forward(&self, hidden: &Tensor) -> Tensor {
         match self {
             Head::Score(score) => score.forward(hidden),
@@ -514,7 +515,7 @@ impl Head {
         }
     }
 
-    /// `name` is that of a one-product head.
+    /// Builds the head; `name` is the weight's name of a linear head.
     fn build(
         builder: &mut Builder<'_>,
         config: &ModelConfig,
@@ -522,7 +523,7 @@ impl Head {
         labels: i64,
         new_head: Option<u64>,
     ) -> Result<Self> {
-        // A head's product is done in f32: in bf16 scores would come in steps of 1/128 of their size.
+        // f32, as bf16 would round scores to steps of 1/128 of their size.
         let compute = Kind::Float;
         let std = config.initializer_range;
         match config.family.names.head {

@@ -1,4 +1,4 @@
-//! `config.json` as transformers 4 and 5 write it, resolved into what the decoder needs: nothing left to interpret.
+//! `config.json` as transformers 4 and 5 write it, resolved into the [`Shape`] that the decoder needs.
 
 use super::families::{FAMILIES, Family};
 use crate::weights::{pretty, read_json, write_text};
@@ -23,18 +23,18 @@ pub enum Activation {
 /// Rotary position embedding.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
-    /// The base of the angles' geometric series.
+    /// Base of the geometric series of the angles.
     pub theta: f64,
-    /// How many of a head's dimensions turn.
+    /// Number of a head's dimensions that are rotated.
     pub dim: i64,
-    /// How the angles are changed for texts longer than the model was first trained on.
+    /// Scaling of the angles for texts longer than the model was pretrained on.
     pub scaling: RopeScaling,
 }
 
-/// How rotary angles are stretched over longer texts; named as transformers' `rope_type`.
+/// Scaling of rotary angles for longer texts; named as transformers' `rope_type`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     Default,
     /// All angles are divided by `factor`.
     Linear {
@@ -43,11 +43,11 @@ pub enum RopeScaling {
     },
     /// The base grows with the length of a text beyond `original` tokens (NTK).
     ///
-    /// The length is each sequence's own, where transformers takes the longest of the batch: here a batch changes nothing.
+    /// The length is that of each sequence. transformers uses the longest of the batch, so its results depend on the batch.
     Dynamic {
         /// How much longer texts may be.
         factor: f64,
-        /// The length up to which nothing changes.
+        /// The length up to which the base is unchanged.
         original: f64,
     },
     /// Slow angles are divided by `factor`, fast ones kept, those between are blended (Llama 3.1).
@@ -58,38 +58,38 @@ pub enum RopeScaling {
         low_freq_factor: f64,
         /// `original` over this is the wavelength up to which angles are kept.
         high_freq_factor: f64,
-        /// The length that the model was first trained on.
+        /// The length that the model was pretrained on.
         original: f64,
     },
 }
 
-/// Where a layer's norms stand.
+/// Positions of a layer's norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// Before attention and before the MLP, and one at the end of the model.
     Pre,
     /// As `Pre`, and attention and MLP read the same input (GPT-NeoX).
     Parallel,
-    /// Behind each sum; none at the end (BERT, the smaller OPT).
+    /// After each sum; none at the end (BERT, the smaller OPT).
     Post,
-    /// As `Pre`, and behind attention and MLP before their sums (Gemma 2).
+    /// As `Pre`, and after attention and MLP before their sums (Gemma 2).
     Sandwich,
 }
 
-/// What a norm computes.
+/// Kind of norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormKind {
     /// Layer norm with a bias.
     Layer,
     /// RMS norm.
     Rms,
-    /// RMS norm whose weight is counted from 1 (Gemma).
+    /// RMS norm that multiplies by 1 + weight (Gemma).
     RmsPlusOne,
 }
 
-/// `config.json`: the shape of a model, and the file as it was read, which goes along when the model is saved.
+/// `config.json`: the shape of a model, and the content of the file, which is saved with the model.
 ///
-/// The shape can be read through this type and not changed: a saved file would no longer say what the weights are.
+/// The shape is read-only, so that a saved file always describes the weights.
 #[derive(Debug, Clone)]
 pub struct ModelConfig {
     shape: Shape,
@@ -106,7 +106,7 @@ impl std::ops::Deref for ModelConfig {
     }
 }
 
-/// The shape of a model, resolved: every field has its value.
+/// The shape of a model, with a value for every field.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
     /// The family.
@@ -131,25 +131,25 @@ pub struct Shape {
     pub max_position_embeddings: usize,
     /// Row of the first position in a table of learned ones.
     pub position_offset: i64,
-    /// Kinds of segment that the embedding knows; 0: none.
+    /// Number of segment types of the embedding; 0: none.
     pub token_types: i64,
-    /// What the embeddings are multiplied by.
+    /// Factor of the embeddings.
     pub embedding_scale: f64,
-    /// What the norms compute.
+    /// Kind of the norms.
     pub norm: NormKind,
     /// Added to the variance in the norms.
     pub norm_eps: f64,
-    /// Where the norms stand.
+    /// Positions of the norms.
     pub order: Order,
     /// The MLP's non-linearity.
     pub activation: Activation,
     /// Rotary positions; `None` means learned ones.
     pub rope: Option<Rope>,
-    /// Whether a token sees only those before it, and itself.
+    /// Whether a token attends only to itself and the tokens before it.
     pub causal: bool,
-    /// How many tokens, itself included, a token sees, for each layer; `None`: all.
+    /// Number of tokens, itself included, that a token attends to in each layer; `None`: all.
     pub windows: Vec<Option<i64>>,
-    /// What the products of queries and keys are multiplied by.
+    /// Factor of the products of queries and keys.
     pub attention_scale: f64,
     /// Attention scores `x` become `cap * tanh(x / cap)`.
     pub attention_softcap: Option<f64>,
@@ -163,25 +163,25 @@ pub struct Shape {
     pub mlp_bias: bool,
     /// Whether the LM head is the embedding.
     pub tie_word_embeddings: bool,
-    /// Standard deviation of fresh weights.
+    /// Standard deviation of newly initialized weights.
     pub initializer_range: f64,
-    /// Whether fresh weights that enter the residual stream shrink with the depth.
+    /// Whether the initial weights of projections into the residual stream shrink with the depth.
     pub scale_residual_init: bool,
-    /// The ids that end a text, first the one to append.
+    /// The ids that end a text; the first is appended to texts.
     pub eos_token_ids: Vec<i64>,
-    /// The classes transformers should load the folder with.
+    /// The classes with which transformers loads the folder.
     pub architectures: Vec<String>,
-    /// The names of the labels, where this is a classifier.
+    /// The names of a classifier's labels.
     pub labels: Vec<String>,
 }
 
-/// Far above any model's sizes, and small enough that their products do not overflow.
+/// Maximum of a size: far above any model's, and small enough that products do not overflow.
 const MOST: i64 = 1 << 28;
 
-/// Far above any other number of a configuration, and small enough that the ratio of two is an f32.
+/// Maximum of any other number: far above any model's, and small enough that the ratio of two is an f32.
 const LARGEST: f64 = 1e15;
 
-/// Encoder-decoders by name, for those whose files do not say it.
+/// Names of encoder-decoders whose files do not state it.
 const ENCODER_DECODERS: [&str; 12] = [
     "t5",
     "mt5",
@@ -197,7 +197,7 @@ const ENCODER_DECODERS: [&str; 12] = [
     "blenderbot",
 ];
 
-/// The most layers; a hostile file could otherwise keep us building for hours.
+/// Maximum number of layers, so that a hostile file cannot make building take hours.
 const MOST_LAYERS: i64 = 10_000;
 
 /// Reads fields of a JSON object; errors name the file and the field.
@@ -207,10 +207,10 @@ pub(super) struct Fields<'a> {
     pub(super) family: &'static Family,
 }
 
-/// Where files of before transformers 5 keep their rotary settings.
+/// Names of the rotary settings in files of transformers before version 5.
 pub(super) struct RopeKeys {
     pub(super) theta: &'static str,
-    /// Which share of a head's dimensions turns.
+    /// Fraction of a head's dimensions that is rotated.
     pub(super) fraction: &'static str,
     pub(super) default_fraction: f64,
 }
@@ -235,12 +235,12 @@ impl Fields<'_> {
         }
     }
 
-    /// An integer from 1 under the family's own name, or the one that all families know.
+    /// An integer from 1 under the family's own name, or the common name.
     pub(super) fn size_as(&self, own: &str, common: &str, default: i64) -> Result<i64> {
         self.size(if self.present(own).is_some() { own } else { common }, default)
     }
 
-    /// The longest text, in tokens, of rotary positions that were trained on `positions` tokens.
+    /// Maximum text length in tokens with rotary positions trained on `positions` tokens.
     pub(super) fn longest(positions: i64, rope: &Rope) -> usize {
         match rope.scaling {
             RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor, .. } => {
@@ -273,7 +273,7 @@ impl Fields<'_> {
         found.filter(|x| (1.0 / LARGEST..=LARGEST).contains(x)).ok_or_else(|| self.wrong(name, &expected()))
     }
 
-    /// A bound on logits: a number above 0, `null` for none.
+    /// A soft cap of logits: a number above 0, `null` for none.
     pub(super) fn cap(&self, name: &str, default: f64) -> Result<Option<f64>> {
         match self.raw.get(name) {
             Some(Value::Null) => Ok(None),
@@ -281,7 +281,7 @@ impl Fields<'_> {
         }
     }
 
-    /// A width of attention: an integer from 1, `null` for none.
+    /// A window of attention: an integer from 1, `null` for none.
     pub(super) fn window(&self, name: &str, default: Option<i64>) -> Result<Option<i64>> {
         match self.raw.get(name) {
             Some(Value::Null) => Ok(None),
@@ -290,7 +290,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The window of each layer: where `layer_types` says so, or, without that field, where `default` does.
+    /// The window of each layer, for the layers selected by `layer_types`, or, without that field, by `default`.
     pub(super) fn windows(
         &self,
         window: Option<i64>,
@@ -320,12 +320,12 @@ impl Fields<'_> {
         self.present(name).map_or(Ok(default), |v| v.as_bool().ok_or_else(|| self.wrong(name, "true or false")))
     }
 
-    /// A switch that is known here in one position only.
+    /// Checks a switch of which only one value is supported.
     pub(super) fn must_be(&self, name: &str, expected: bool) -> Result<()> {
         if self.flag(name, expected)? == expected { Ok(()) } else { Err(self.wrong(name, &format!("{expected}"))) }
     }
 
-    /// As [`Fields::must_be`], for a name.
+    /// As [`Fields::must_be`], for a string.
     pub(super) fn must_be_text(&self, name: &str, expected: &str) -> Result<()> {
         match self.present(name).map(Value::as_str) {
             None => Ok(()),
@@ -344,7 +344,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Rotary settings: transformers 5 keeps them in `rope_parameters`, transformers 4 beside the other fields and in
+    /// Rotary settings. transformers 5 stores them in `rope_parameters`, transformers 4 among the other fields and in
     /// `rope_scaling`.
     pub(super) fn rope(&self, head_dim: i64, old: &RopeKeys) -> Result<Rope> {
         let empty = Map::new();
@@ -415,7 +415,7 @@ impl Fields<'_> {
     }
 }
 
-/// The error for a model folder without one of its files; names of the hub get a hint.
+/// The error for a model folder without one of its files; includes a hint if the path looks like a name on the hub.
 pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
     let found = match dir {
         dir if dir.is_dir() => "none in this folder",
@@ -429,7 +429,7 @@ impl ModelConfig {
     /// Reads `dir/config.json`.
     ///
     /// # Errors
-    /// If it is not there, is not JSON, or describes what this decoder does not know; the message names the field.
+    /// If it is missing, is not JSON, or describes an unsupported model; the message names the field.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
         if !path.is_file() {
@@ -440,10 +440,10 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// Takes up `dir/generation_config.json`, if it is there.
+    /// Reads `dir/generation_config.json`, if it exists.
     ///
     /// # Errors
-    /// If it is no JSON object.
+    /// If it is not a JSON object.
     pub(super) fn read_generation(&mut self, dir: &Path) -> Result<()> {
         let path = dir.join("generation_config.json");
         if path.is_file() {
@@ -455,13 +455,12 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// How text is generated where nothing else is asked for: what `generation_config.json` says; empty where there is none.
+    /// The model's default generation settings, from `generation_config.json`; empty if there is none.
     pub fn generation_settings(&self) -> &Map<String, Value> {
         &self.generation
     }
 
-    /// Has `generation_config.json` say these `settings` in place of all that it said of how text is generated; ids of tokens
-    /// stay.
+    /// Replaces the generation settings of `generation_config.json` by `settings`; token ids are kept.
     pub(super) fn set_generation(&mut self, settings: Map<String, Value>) {
         let stays =
             |name: &str| ["bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"].contains(&name);
@@ -490,7 +489,7 @@ impl ModelConfig {
             .and_then(Value::as_array)
             .map(|names| names.iter().filter_map(|name| Some(name.as_str()?.to_string())).collect())
             .unwrap_or_default();
-        // A language model may say of labels what it likes.
+        // The labels of a language model are not used.
         shape.labels = match labels(&f) {
             Err(error) if shape.is_sequence_classifier() => return Err(error),
             labels => labels.unwrap_or_default(),
@@ -500,7 +499,7 @@ impl ModelConfig {
     }
 }
 
-/// The family that `model_type` names.
+/// Returns the family named by `model_type`.
 fn family(path: &Path, raw: &Map<String, Value>) -> Result<&'static Family> {
     let found = raw.get("model_type").unwrap_or(&Value::Null);
     if let Some(family) = FAMILIES.iter().find(|family| found == family.name) {
@@ -517,7 +516,7 @@ fn family(path: &Path, raw: &Map<String, Value>) -> Result<&'static Family> {
     Err(Error::invalid(path, format!("`model_type`: expected one of {}, found {found}", known.join(", "))))
 }
 
-/// The names of the labels in their order; transformers' default is two.
+/// The names of the labels in order; transformers' default is two labels.
 fn labels(f: &Fields<'_>) -> Result<Vec<String>> {
     let Some(names) = f.present("id2label") else {
         let count = f.size("num_labels", 2)?.min(MOST_LAYERS);
@@ -528,18 +527,18 @@ fn labels(f: &Fields<'_>) -> Result<Vec<String>> {
     (0..names.len()).map(|i| Ok(names.get(&i.to_string()).and_then(Value::as_str).ok_or_else(wrong)?.into())).collect()
 }
 
-/// A JSON value for an error message.
+/// Shortens a JSON value for an error message.
 fn brief(value: &Value) -> String {
     crate::weights::brief(&value.to_string()).into_owned()
 }
 
 impl Shape {
-    /// Whether a token's rotary angles depend on the length of the whole text.
-    pub(crate) fn turns_by_length(&self) -> bool {
+    /// Whether a token's rotary angles depend on the length of its text.
+    pub(crate) fn has_length_dependent_rope(&self) -> bool {
         self.rope.is_some_and(|rope| matches!(rope.scaling, RopeScaling::Dynamic { .. }))
     }
 
-    /// What the families' readers change where they differ: a decoder with biases, layer norms and learned positions.
+    /// The base that the families' readers modify: a decoder with biases, layer norms and learned positions.
     pub(super) fn biased(f: &Fields<'_>, vocab_size: i64, hidden_size: i64, heads: i64, layers: i64) -> Result<Self> {
         if layers > MOST_LAYERS {
             return Err(Error::invalid(f.path, format!("expected at most {MOST_LAYERS} layers, found {layers}")));
@@ -582,7 +581,7 @@ impl Shape {
 
     fn check(&self, path: &Path) -> Result<()> {
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
-        // Llama and its successors project to heads of any width; the others cut the hidden size into heads.
+        // Llama and its successors have heads of any width; in the others the heads divide the hidden size.
         let free = self.norm != NormKind::Layer;
         if !free && self.head_dim * heads != self.hidden_size {
             let message = format!("hidden size {}: expected a multiple of {heads} attention heads", self.hidden_size);
@@ -598,14 +597,14 @@ impl Shape {
         Ok(())
     }
 
-    /// Whether the folder says it holds a sequence classifier (a reward or value model).
+    /// Whether the configuration is that of a sequence classifier (a reward or value model).
     pub fn is_sequence_classifier(&self) -> bool {
         self.architectures.iter().any(|name| name.ends_with("ForSequenceClassification"))
     }
 }
 
 impl ModelConfig {
-    /// Checks that the family has language models; `place` is what the error names.
+    /// Checks that the family has language models; the error names `place`.
     pub(crate) fn check_causal_lm(&self, place: &Path) -> Result<()> {
         match self.family.causal_lm_class {
             Some(_) => Ok(()),
@@ -616,13 +615,13 @@ impl ModelConfig {
         }
     }
 
-    /// The head is no longer the embedding.
+    /// Unties the LM head from the embedding.
     pub(crate) fn untie(&mut self) {
         self.shape.tie_word_embeddings = false;
         self.raw.insert("tie_word_embeddings".into(), json!(false));
     }
 
-    /// What `generation_config.json` said, for saving; where there was none, that all comes from the configuration.
+    /// The content of `generation_config.json` for saving; if there was none, a note that all comes from the configuration.
     pub(crate) fn generation(&self) -> Map<String, Value> {
         if self.generation.is_empty() {
             Map::from_iter([("_from_model_config".into(), true.into())])
@@ -642,8 +641,8 @@ impl ModelConfig {
         config
     }
 
-    /// The configuration for saving a classifier: transformers needs a pad id to find the last token, so where there is
-    /// none it is eos.
+    /// The configuration for saving a classifier. transformers needs a pad id to find the last token, so without one eos is
+    /// used.
     pub(crate) fn for_sequence_classifier(&self, labels: &[String], eos: Option<i64>, pad: Option<i64>) -> Self {
         let own = self.raw.get("pad_token_id").and_then(Value::as_i64);
         let mut config = self.with_tokens(eos, pad.or(own).or(eos));
@@ -669,7 +668,7 @@ impl ModelConfig {
         config
     }
 
-    /// Writes `dir/config.json`: what was read, with the fields that changed, and the dtype of the weights beside it.
+    /// Writes `dir/config.json`: the content that was read with the changed fields, and the dtype of the weights.
     pub(crate) fn save(&self, dir: &Path, kind: Kind) -> Result<()> {
         let mut raw = self.raw.clone();
         let key = if raw.contains_key("torch_dtype") { "torch_dtype" } else { "dtype" };

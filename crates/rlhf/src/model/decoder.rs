@@ -334,8 +334,8 @@ impl Decoder {
     fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
         let projections: Vec<Tensor> = layer.qkv.iter().map(project).collect();
-        let hides = matches!(&pass.attention, Attention::Sequences(layout, _) if layout.hides());
-        if uses_kernels(self.compute, x.device()) && !hides {
+        let has_padding = matches!(&pass.attention, Attention::Sequences(layout, _) if layout.has_padding());
+        if uses_kernels(self.compute, x.device()) && !has_padding {
             self.attend_by_kernels(index, layer, projections, pass)
         } else {
             self.attend_plainly(index, layer, &projections, pass)

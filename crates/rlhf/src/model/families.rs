@@ -1,18 +1,18 @@
-//! The families of models, as data: what `config.json` means for each, and what each calls its tensors.
+//! Families of models, as data: the meaning of each family's `config.json` and the names of its tensors.
 //!
 //! A new family is an entry in [`FAMILIES`], a reader that fills a [`Shape`], a table of [`Names`], and a golden model.
 
 use super::config::{Fields, NormKind, Order, RopeKeys, Shape};
 use crate::Result;
 
-/// A family of models, known by the `model_type` of its `config.json`.
+/// A family of models, identified by the `model_type` in `config.json`.
 #[derive(Debug)]
 pub struct Family {
     /// The `model_type`.
     pub name: &'static str,
-    /// The class of transformers for its language models; `None` for encoders, which are only classifiers here.
+    /// transformers' class of its language models; `None` for encoders, which are only supported as classifiers.
     pub(crate) causal_lm_class: Option<&'static str>,
-    /// The class of transformers for its classifiers.
+    /// transformers' class of its classifiers.
     pub(crate) classifier_class: &'static str,
     pub(super) shape: fn(&Fields<'_>) -> Result<Shape>,
     pub(crate) names: Names,
@@ -24,18 +24,18 @@ impl PartialEq for Family {
     }
 }
 
-/// What a family calls its tensors; `{base}.weight` and `{base}.bias` complete each name. `None`: it has no such part.
+/// Names of a family's tensors, completed by `.weight` and `.bias`. `None`: the family has no such part.
 #[derive(Debug)]
 pub(crate) struct Names {
-    /// What all of the base model's names begin with.
+    /// Prefix of all of the base model's names.
     pub(crate) prefix: &'static str,
     pub(crate) embed: &'static str,
     /// Learned positions.
     pub(crate) positions: Option<&'static str>,
-    /// Kinds of segment; every token is of kind 0 here.
+    /// Segment types; every token has type 0 here.
     pub(crate) token_types: Option<&'static str>,
     pub(crate) embed_norm: Option<&'static str>,
-    /// From the width of the embeddings to that of the layers and back, where the two differ.
+    /// Projections from the width of the embeddings to that of the layers and back, if the two differ.
     pub(crate) project: Option<[&'static str; 2]>,
     pub(crate) layers: &'static str,
     pub(crate) input_norm: &'static str,
@@ -44,23 +44,23 @@ pub(crate) struct Names {
     pub(crate) qk_norm: Option<[&'static str; 2]>,
     pub(crate) attention_out: &'static str,
     pub(crate) mlp_norm: &'static str,
-    /// Norms of what attention and MLP give back.
+    /// Norms of the outputs of attention and MLP.
     pub(crate) output_norms: Option<[&'static str; 2]>,
     pub(crate) mlp_in: MlpIn,
     pub(crate) mlp_out: &'static str,
     pub(crate) final_norm: &'static str,
-    /// The whole name of the LM head's weight.
+    /// Full name of the LM head's weight.
     pub(crate) lm_head: &'static str,
-    /// Linear weights are stored as `[in, out]` and not as `[out, in]`.
+    /// Whether linear weights are stored as `[in, out]` instead of `[out, in]`.
     pub(crate) transposed: bool,
-    /// The linear layers that get a low-rank adapter where the user names none, by the ends of their names: PEFT's choice.
+    /// Default linear layers of low-rank adapters, as suffixes of their names: PEFT's default.
     pub(crate) lora_targets: &'static [&'static str],
     pub(crate) head: HeadNames,
-    /// Endings of tensors that old checkpoints hold and nobody needs: masks, rotary tables, position numbers.
+    /// Name suffixes of unused tensors in old checkpoints: masks, rotary tables, position numbers.
     pub(crate) harmless: &'static [&'static str],
 }
 
-/// How queries, keys and values are projected.
+/// Projections of queries, keys and values.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Qkv {
     Separate([&'static str; 3]),
@@ -70,11 +70,11 @@ pub(crate) enum Qkv {
     FusedByHead(&'static str),
 }
 
-/// How the MLP begins.
+/// Input projections of the MLP.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum MlpIn {
     Up(&'static str),
-    /// The activated gate times the way up.
+    /// The activated gate times the up projection.
     Gated([&'static str; 2]),
     /// One product: gate, then up.
     GatedFused(&'static str),
@@ -83,9 +83,9 @@ pub(crate) enum MlpIn {
 /// The head of a family's classifiers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum HeadNames {
-    /// One product per position, without bias, read at the last token: `score.weight`.
+    /// A linear layer without bias, read at the last token: `score.weight`.
     Score,
-    /// Two products, read at the first token: hidden layer, its activation, then one row per label.
+    /// Two linear layers, read at the first token: a hidden layer, its activation, then one row per label.
     Dense { inner: &'static str, activation: HeadActivation, out: &'static str },
 }
 
@@ -96,7 +96,7 @@ pub(crate) enum HeadActivation {
     Relu,
 }
 
-/// The families that there are.
+/// The supported families.
 pub(crate) static FAMILIES: &[Family] = &[
     Family {
         name: "gpt2",
@@ -208,7 +208,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         names: Names {
             qkv: Qkv::Fused("self_attn.qkv_proj"),
             mlp_in: MlpIn::GatedFused("mlp.gate_up_proj"),
-            // PEFT has no choice of its own for it.
+            // PEFT has no default for it.
             lora_targets: &["qkv_proj"],
             ..LLAMA
         },
@@ -235,7 +235,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             token_types: Some("roberta.embeddings.token_type_embeddings"),
             embed_norm: Some("roberta.embeddings.LayerNorm"),
             layers: "roberta.encoder.layer",
-            // What pre-training left and its classifiers do not use.
+            // Left from pretraining; its classifiers do not use them.
             harmless: &[".embeddings.position_ids", "roberta.pooler.dense.weight", "roberta.pooler.dense.bias"],
             ..BERT
         },
@@ -265,7 +265,7 @@ pub(crate) static FAMILIES: &[Family] = &[
     },
 ];
 
-/// Llama's names, which most decoders since share.
+/// Llama's names, which most later decoders share.
 const LLAMA: Names = Names {
     prefix: "model.",
     embed: "model.embed_tokens",
@@ -290,7 +290,7 @@ const LLAMA: Names = Names {
     harmless: &[".rotary_emb.inv_freq"],
 };
 
-/// BERT's names, which the encoders after it share inside their layers.
+/// BERT's names, which later encoders share inside their layers.
 const BERT: Names = Names {
     prefix: "bert.",
     embed: "bert.embeddings.word_embeddings",
@@ -358,7 +358,7 @@ fn opt(f: &Fields<'_>) -> Result<Shape> {
     Ok(Shape {
         embedding_size: f.size("word_embed_proj_dim", hidden_size)?,
         intermediate_size: f.size("ffn_dim", 3072)?,
-        // Its table begins with two rows that nobody reads any more.
+        // The first two rows of its table are no longer used.
         position_offset: 2,
         order: if f.flag("do_layer_norm_before", true)? { Order::Pre } else { Order::Post },
         activation: f.activation("activation_function", "relu")?,
@@ -368,7 +368,7 @@ fn opt(f: &Fields<'_>) -> Result<Shape> {
     })
 }
 
-/// What Llama and its successors have in common.
+/// The shape shared by Llama and its successors.
 fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
     let hidden_size = f.size("hidden_size", defaults.hidden_size)?;
     let (heads, layers) =
@@ -377,7 +377,7 @@ fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
     let keys = RopeKeys { theta: "rope_theta", fraction: "partial_rotary_factor", default_fraction: 1.0 };
     let rope = f.rope(head_dim, &keys)?;
     if rope.dim != head_dim && f.family.name != "phi3" {
-        // transformers reads the field for Phi-3 and passes it over for the others.
+        // transformers reads the field for Phi-3 and ignores it for the others.
         return Err(f.wrong("partial_rotary_factor", "1, or none"));
     }
     let longest = Fields::longest(f.size("max_position_embeddings", defaults.positions)?, &rope);
@@ -399,7 +399,7 @@ fn llama_like(f: &Fields<'_>, defaults: &Defaults) -> Result<Shape> {
     })
 }
 
-/// What transformers takes for fields that a `config.json` leaves out.
+/// transformers' defaults of fields that a `config.json` omits.
 struct Defaults {
     vocab_size: i64,
     hidden_size: i64,
@@ -444,7 +444,7 @@ fn mistral(f: &Fields<'_>) -> Result<Shape> {
     Ok(Shape { windows: f.windows(window, shape.num_hidden_layers, |_| true)?, ..shape })
 }
 
-/// The windows of Qwen2 and Qwen3: none unless asked for, then in the upper layers.
+/// The windows of Qwen2 and Qwen3: none by default; if enabled, in the upper layers.
 fn qwen_windows(f: &Fields<'_>, layers: i64) -> Result<Vec<Option<i64>>> {
     let used = f.flag("use_sliding_window", false)?;
     let window = if used { f.window("sliding_window", Some(4096))? } else { None };
@@ -520,12 +520,12 @@ fn phi3(f: &Fields<'_>) -> Result<Shape> {
         ..LLAMA_DEFAULTS
     };
     let shape = llama_like(f, &defaults)?;
-    // Its `layer_types`, if there are any, mean nothing to transformers.
+    // transformers ignores its `layer_types`.
     let windows = vec![f.window("sliding_window", None)?; shape.num_hidden_layers as usize];
     Ok(Shape { windows, ..shape })
 }
 
-/// What BERT and RoBERTa have in common.
+/// The shape shared by BERT and RoBERTa.
 fn bert(f: &Fields<'_>) -> Result<Shape> {
     f.must_be("is_decoder", false)?;
     f.must_be("add_cross_attention", false)?;
@@ -545,7 +545,7 @@ fn bert(f: &Fields<'_>) -> Result<Shape> {
 
 fn roberta(f: &Fields<'_>) -> Result<Shape> {
     let shape = bert(f)?;
-    // Positions are counted from behind the pad token's id, so the table has that many rows more than there are places.
+    // Positions are counted from the pad token's id + 1, so the table has that many more rows than positions.
     let offset = f.ids("pad_token_id")?.first().map_or(1, |pad| pad.saturating_add(1));
     let positions = shape.max_position_embeddings as i64;
     if !(0..positions).contains(&offset) {

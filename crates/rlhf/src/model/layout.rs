@@ -1,15 +1,15 @@
-//! How tokens lie in memory: several sequences packed one after another, and the keys and values kept while decoding.
+//! Memory layout of tokens: sequences packed one after another, and the key-value cache of decoding.
 
 use super::plain;
 use crate::Result;
 use std::cell::OnceCell;
 use tch::{Device, Kind, Tensor};
 
-/// The number of tokens that [`Layout::padded`] makes multiples of.
+/// [`Layout::padded`] pads to a multiple of this number of tokens.
 const ROUND_TOKENS: u64 = 128;
 
 /// `rows` rounded up by at most an eighth: every new shape of a product costs oneDNN milliseconds and memory, so there
-/// should be few.
+/// should be few shapes.
 pub(crate) fn rounded(rows: i64) -> i64 {
     match rows as u64 {
         0..64 => rows,
@@ -17,21 +17,21 @@ pub(crate) fn rounded(rows: i64) -> i64 {
     }
 }
 
-/// How a layer weighs what a token attends to.
+/// Settings of a layer's attention scores.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scores {
-    /// What the products of queries and keys are multiplied by.
+    /// Factor of the products of queries and keys.
     pub(crate) scale: f64,
     /// Scores `x` become `cap * tanh(x / cap)`.
     pub(crate) softcap: Option<f64>,
-    /// How many tokens, itself included, a token sees; `None`: all.
+    /// Number of tokens, itself included, that a token attends to; `None`: all.
     pub(crate) window: Option<i64>,
-    /// Whether a token sees only those before it, and itself.
+    /// Whether a token attends only to itself and the tokens before it.
     pub(crate) causal: bool,
 }
 
 impl Scores {
-    /// The same as the kernels have it.
+    /// The settings in the kernels' form.
     pub(crate) fn kernel(&self, heads: i64, kv_heads: i64, head_dim: i64, by_head: bool) -> tch_ext::Attention {
         let Scores { scale, softcap, window, causal } = *self;
         tch_ext::Attention { heads, kv_heads, head_dim, scale, softcap, window, causal, by_head }
@@ -39,12 +39,13 @@ impl Scores {
 
     /// Attention of `q` [rows, heads, queries, head_dim] over `k`, `v` [rows, heads, keys, head_dim].
     ///
-    /// `mask` is that of [`mask_of`] and broadcasts to [rows, heads, queries, keys]; `None`: all, or with `causal` all before.
+    /// `mask` comes from [`mask_of`] and broadcasts to [rows, heads, queries, keys]; without it a query attends to all keys, or with
+    /// `causal` to those up to its position.
     fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, causal: bool) -> Tensor {
         let Some(cap) = self.softcap else {
             return Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, causal, Some(self.scale), false);
         };
-        // libtorch has no attention with a bound on its scores, so here they are, [rows, heads, queries, keys], in f32.
+        // libtorch has no attention with a soft cap, so the scores are computed, [rows, heads, queries, keys] f32.
         let scores = (q.matmul(&k.transpose(-2, -1)).to_kind(Kind::Float) * (self.scale / cap)).tanh() * cap;
         let scores = match mask {
             Some(mask) => scores + mask,
@@ -54,26 +55,27 @@ impl Scores {
     }
 }
 
-/// What libtorch names the implementations that it chooses among for attention.
+/// libtorch's numbers of its attention implementations.
 const CHOICE_FLASH: i64 = 1;
 const CHOICE_CUDNN: i64 = 3;
 
-/// Whether libtorch's flash attention over packed sequences takes heads like `q`, [N, heads, head_dim], of sequences of at most
-/// `width` tokens.
+/// Whether libtorch's flash attention over packed sequences supports heads like `q`, [N, heads, head_dim], of sequences of at
+/// most `width` tokens.
 fn flash_takes(scores: &Scores, q: &Tensor, width: i64) -> bool {
     let head_dim = q.size()[2];
     let known = matches!(q.device(), Device::Cuda(_)) && flash_takes_shape(scores, q.kind(), head_dim, width);
     if !known {
         return false;
     }
-    // Whether the GPU has it is not to be asked: but where one sequence could go to it, or to what newer ones prefer, it has.
+    // libtorch has no query for the GPU's support. If it would choose flash attention for one sequence, or cuDNN's, which newer
+    // GPUs prefer, flash attention is supported.
     let q = q.unsqueeze(0).transpose(1, 2);
     let choice = Tensor::internal_fused_sdp_choice(&q, &q, &q, None::<&Tensor>, 0.0, true, Some(scores.scale), false);
     [CHOICE_FLASH, CHOICE_CUDNN].contains(&choice)
 }
 
 fn flash_takes_shape(scores: &Scores, kind: Kind, head_dim: i64, width: i64) -> bool {
-    // For single tokens it puts the heads elsewhere, and its way back does not know.
+    // For single tokens it reorders the heads, which its backward pass does not account for.
     matches!(kind, Kind::Half | Kind::BFloat16)
         && scores.softcap.is_none()
         && (scores.causal || scores.window.is_none())
@@ -82,30 +84,29 @@ fn flash_takes_shape(scores: &Scores, kind: Kind, head_dim: i64, width: i64) -> 
         && width > 1
 }
 
-/// What is added to scores so that only the `visible` (bool) count: 0 or -inf, of `kind`. libtorch would make the same of
-/// the bools anew in every layer.
+/// The additive mask of `visible` (bool): 0 or -inf, of `kind`. From bools libtorch would compute it again in every layer.
 fn mask_of(visible: &Tensor, kind: Kind) -> Tensor {
     Tensor::zeros(visible.size(), (kind, visible.device())).masked_fill_(&visible.logical_not(), f64::NEG_INFINITY)
 }
 
-/// Sequences of different lengths, packed: N tokens in all. Only attention without kernels sees them as [rows, width]. Behind
-/// the last sequence there may be padding, of which `lens` and `starts` do not know ([`Layout::padded`]).
+/// Sequences of different lengths, packed: N tokens in all. Only attention without kernels pads them to [rows, width]. After
+/// the last sequence there may be padding that `lens` and `starts` do not include ([`Layout::padded`]).
 pub(crate) struct Layout {
     /// Token ids, [N] i64.
     pub(crate) tokens: Tensor,
-    /// Place of each token in its sequence, [N] i64.
+    /// Position of each token in its sequence, [N] i64.
     pub(crate) positions: Tensor,
     /// Length of each sequence.
     pub(crate) lens: Vec<i64>,
-    /// Where each sequence begins in the packed order, and the end of the last.
+    /// Start of each sequence in the packed order, and the end of the last.
     pub(crate) starts: Vec<i64>,
     /// Length of the longest.
     pub(crate) width: i64,
-    /// How many of each sequence's tokens others see, and see themselves, where there is padding behind them, which sees these.
+    /// Number of tokens of each sequence before its padding, if there is any; padding attends to them and is not attended to.
     unpadded: Option<Vec<i64>>,
-    /// Packed index of each slot of [rows, width], and slot of each packed token; made when it is first asked for.
+    /// Packed index of each slot of [rows, width], and slot of each packed token; computed on first use.
     slots: OnceCell<(Tensor, Tensor)>,
-    /// `starts` on the device, i32; made when it is first asked for.
+    /// `starts` on the device, i32; computed on first use.
     device_starts: OnceCell<Tensor>,
 }
 
@@ -120,7 +121,7 @@ impl Layout {
         let starts = std::iter::once(0).chain(ends).collect();
         let tokens: Vec<i64> = sequences.iter().flat_map(|s| s.as_ref()).copied().collect();
         let positions: Vec<i64> = lens.iter().flat_map(|&len| 0..len).collect();
-        // One copy: to a GPU each waits until everything before it is done.
+        // One copy: each copy to a GPU waits until all work before it is done.
         let both = Tensor::from_slice(&[tokens, positions].concat()).to_device(device).view([2, -1]);
         let (tokens, positions) = (both.get(0), both.get(1));
         Self {
@@ -135,30 +136,29 @@ impl Layout {
         }
     }
 
-    /// Sequences of which only the first `unpadded` tokens are text, and what follows is padding, as transformers computes it behind
-    /// an attention mask: it sees the text, and nothing sees it. Its place is `place`, or else that of any token there.
+    /// Sequences whose first `unpadded` tokens are text, followed by padding. As in transformers with an attention mask, padding
+    /// attends to the text, and nothing attends to padding. Its position is `position`, or else that of any token there.
     pub(crate) fn with_padding<S: AsRef<[i64]>>(
         sequences: &[S],
         unpadded: &[usize],
-        place: Option<i64>,
+        position: Option<i64>,
         device: Device,
     ) -> Self {
         let layout = Self::new(sequences, device);
         let unpadded: Vec<i64> = unpadded.iter().map(|&n| n as i64).collect();
         let rows = layout.lens.iter().zip(&unpadded);
-        let places =
-            rows.flat_map(|(&len, &unpadded)| (0..len).map(move |t| if t < unpadded { t } else { place.unwrap_or(t) }));
-        let positions = Tensor::from_slice(&places.collect::<Vec<_>>()).to_device(device);
+        let positions = rows
+            .flat_map(|(&len, &unpadded)| (0..len).map(move |t| if t < unpadded { t } else { position.unwrap_or(t) }));
+        let positions = Tensor::from_slice(&positions.collect::<Vec<_>>()).to_device(device);
         Self { positions, unpadded: Some(unpadded), ..layout }
     }
 
-    /// Whether there are tokens that are not seen, of which the kernels know nothing.
-    pub(crate) fn hides(&self) -> bool {
+    /// Whether there is padding that is not attended to, which the kernels do not support.
+    pub(crate) fn has_padding(&self) -> bool {
         self.unpadded.is_some()
     }
 
-    /// The same with tokens behind the last sequence, which nothing sees, so that their number is a round one: every new shape
-    /// of a product costs oneDNN milliseconds.
+    /// Appends unused tokens up to a round number of tokens: every new shape of a product costs oneDNN milliseconds.
     pub(crate) fn padded(self) -> Self {
         let total = self.tokens.size()[0];
         let pad = (total as u64).next_multiple_of(ROUND_TOKENS) as i64 - total;
@@ -175,8 +175,8 @@ impl Layout {
 
     fn slots(&self) -> &(Tensor, Tensor) {
         self.slots.get_or_init(|| {
-            // A slot behind a short row's end repeats the row's last token. Nothing attends to it from before, and what
-            // it computes is dropped, so its content is free; a finite one keeps the backward pass finite.
+            // A slot after a short row's end repeats the row's last token. No earlier token attends to it, and its result
+            // is dropped, so its content does not matter; a finite one keeps the backward pass finite.
             let slots: Vec<i64> = self
                 .starts
                 .iter()
@@ -202,7 +202,7 @@ impl Layout {
     /// Attention within each sequence; `q` [N, heads, head_dim], result [N, heads * head_dim].
     pub(crate) fn attend(&self, scores: &Scores, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
         let heads = q.size()[1];
-        if !plain() && !self.hides() && flash_takes(scores, q, self.width) {
+        if !plain() && !self.has_padding() && flash_takes(scores, q, self.width) {
             let attention = scores.kernel(heads, k.size()[1], q.size()[2], false);
             return tch_ext::flash_attention_varlen(&attention, q, k, v, self.device_starts(), self.width)
                 .flatten(1, 2);
@@ -222,17 +222,18 @@ impl Layout {
         self.unpad(&out.transpose(1, 2).flatten(2, 3))
     }
 
-    /// Which keys each query sees, where that is more than "those before it" or "all" say; bool, to [rows, 1, width, width].
+    /// The keys visible to each query, bool, broadcasting to [rows, 1, width, width]; `None` if all are, or in a causal model all up
+    /// to the query.
     fn visible(&self, scores: &Scores) -> Option<Tensor> {
         let device = self.tokens.device();
         let slots = || Tensor::arange(self.width, (Kind::Int64, device));
         if !scores.causal {
-            // Behind a short row's end there is nothing to see.
+            // Slots after a short row's end are not visible.
             let lens = || Tensor::from_slice(&self.lens).to_device(device).view([-1, 1, 1, 1]);
             return self.is_ragged().then(|| slots().lt_tensor(&lens()));
         }
         let window = scores.window.filter(|&window| window < self.width);
-        if window.is_none() && scores.softcap.is_none() && !self.hides() {
+        if window.is_none() && scores.softcap.is_none() && !self.has_padding() {
             return None;
         }
         let back = slots().unsqueeze(1) - slots().unsqueeze(0);
@@ -240,19 +241,19 @@ impl Layout {
         let Some(unpadded) = &self.unpadded else { return Some(near) };
         let unpadded = Tensor::from_slice(unpadded).to_device(device).view([-1, 1, 1, 1]);
         let near = near.logical_and(&slots().lt_tensor(&unpadded));
-        // Padding behind a whole window of padding sees itself, as something must be seen.
+        // Padding after a whole window of padding attends to itself, as each query must attend to a key.
         let none = near.any_dim(-1, true).logical_not();
         Some(near.logical_or(&none.logical_and(&back.eq(0))))
     }
 
-    /// The length of the sequence that each token stands in, `[N]` i64.
+    /// The length of each token's sequence, `[N]` i64.
     pub(crate) fn len_of_each_token(&self) -> Tensor {
         let mut lens: Vec<i64> = self.lens.iter().flat_map(|&len| std::iter::repeat_n(len, len as usize)).collect();
         lens.resize(self.tokens.size()[0] as usize, 1);
         Tensor::from_slice(&lens).to_device(self.tokens.device())
     }
 
-    /// Packed [N, ...] as [rows, width, ...].
+    /// Converts packed [N, ...] to [rows, width, ...].
     fn pad(&self, packed: &Tensor) -> Tensor {
         let mut shape = packed.size();
         shape.splice(0..1, [self.rows(), self.width]);
@@ -262,7 +263,7 @@ impl Layout {
         }
     }
 
-    /// [rows, width, ...] as packed [N, ...].
+    /// Converts [rows, width, ...] to packed [N, ...].
     fn unpad(&self, padded: &Tensor) -> Tensor {
         let mut shape = padded.size();
         shape.splice(0..2, [-1]);
@@ -274,33 +275,33 @@ impl Layout {
     }
 }
 
-/// The keys and values of the rows that are being decoded, preallocated.
+/// The keys and values of the rows that are decoded, preallocated.
 ///
 /// Each layer's keys and values are [rows * capacity, kv_heads * head_dim]; row r's position p lies at r * capacity + p.
 pub(crate) struct KvCache {
     layers: Vec<(Tensor, Tensor)>,
-    /// How many positions of each row are filled.
+    /// Number of filled positions of each row.
     lens: Vec<i64>,
-    /// The same on the device, `[rows]` i64, from the first step on; a step counts it up there, so that nothing is copied.
+    /// The same on the device, `[rows]` i64, from the first step on; each step increments it there, so that nothing is copied.
     filled: Option<Tensor>,
     capacity: i64,
     kv_heads: i64,
     head_dim: i64,
     device: Device,
-    /// Where the tokens of whole sequences go, `[N]` i64; made for the first layer that stores them.
+    /// Cache rows of the tokens of whole sequences, `[N]` i64; computed for the first layer that stores them.
     places: Option<Tensor>,
     step: Option<Step>,
 }
 
-/// One more token in every row of a cache, as libtorch's operations see it.
+/// One decoding step: one more token in every row of a cache, for libtorch's operations.
 struct Step {
-    /// Where the tokens go, `[rows]` i64.
+    /// Cache rows of the tokens, `[rows]` i64.
     places: Tensor,
-    /// How many of each row's first positions are filled, [rows, 1, 1, 1] i64.
+    /// Number of filled positions of each row, [rows, 1, 1, 1] i64.
     lens: Tensor,
-    /// The most positions filled in a row.
+    /// Maximum number of filled positions.
     width: i64,
-    /// The mask for each window that layers have asked for, [rows, 1, 1, width] of the cache's kind.
+    /// The masks of the layers' windows, [rows, 1, 1, width] of the cache's kind; computed on first use.
     masks: Vec<(Option<i64>, Tensor)>,
 }
 
@@ -329,14 +330,14 @@ impl KvCache {
         head_dim: i64,
         options: (Kind, Device),
     ) -> Result<Self> {
-        // Zeros, not empty memory: a masked NaN would still spoil the weighted sum of the values.
+        // Zeros, not uninitialized memory: a masked NaN would still make the weighted sum of the values NaN.
         let empty = || Tensor::f_zeros([rows.saturating_mul(capacity), kv_heads * head_dim], options);
         let layers = (0..num_layers).map(|_| Ok((empty()?, empty()?))).collect::<Result<_>>()?;
         let (lens, device) = (vec![0; rows as usize], options.1);
         Ok(Self { layers, lens, filled: None, capacity, kv_heads, head_dim, device, places: None, step: None })
     }
 
-    /// Makes room for the whole sequences of `layout` at the beginning of the rows; the decoder calls it once per forward pass.
+    /// Prepares the cache for the whole sequences of `layout` at the start of the rows; the decoder calls it once per forward pass.
     pub(crate) fn begin_sequences(&mut self, layout: &Layout) {
         self.lens.clone_from(&layout.lens);
         (self.filled, self.places, self.step) = (None, None, None);
@@ -353,13 +354,13 @@ impl KvCache {
         self.places = Some(places);
     }
 
-    /// A layer's part, as a kernel fills it.
+    /// A layer's part of the cache, for a kernel that fills it.
     pub(crate) fn layer(&mut self, layer: usize) -> tch_ext::Cache<'_> {
         let (keys, values) = &mut self.layers[layer];
         tch_ext::Cache { keys, values, capacity: self.capacity }
     }
 
-    /// [`KvCache::attend_step`] with the projections as they come from the linear layers.
+    /// [`KvCache::attend_step`] by a kernel, from the outputs of the linear layers.
     pub(crate) fn attend_step_by_kernel(
         &mut self,
         layer: usize,
@@ -371,8 +372,8 @@ impl KvCache {
         tch_ext::attention_step(attention, projections, rotation, &before, self.layer(layer))
     }
 
-    /// Makes room for one more token in every row, and gives the place of each in its sequence, `[rows]` i64; the decoder calls
-    /// it once per forward pass.
+    /// Prepares the cache for one more token in every row, and returns the position of each in its sequence, `[rows]` i64; the
+    /// decoder calls it once per forward pass.
     pub(crate) fn begin_step(&mut self) -> Tensor {
         let positions = self.filled.take().unwrap_or_else(|| Tensor::from_slice(&self.lens).to_device(self.device));
         self.filled = Some(&positions + 1);
@@ -394,7 +395,7 @@ impl KvCache {
         }
     }
 
-    /// Attends from one new token per row, `queries` [rows, heads, head_dim], to all of its row; [rows, heads * head_dim].
+    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim].
     pub(crate) fn attend_step(
         &mut self,
         layer: usize,
@@ -410,7 +411,7 @@ impl KvCache {
             cache.view([rows, self.capacity, self.kv_heads, self.head_dim]).narrow(1, 0, step.width).transpose(1, 2)
         };
         let (keys, values) = (view(&self.layers[layer].0), view(&self.layers[layer].1));
-        // Query heads that share a key head become that head's query positions: keys and values are never repeated.
+        // Query heads that share a key head become that head's query positions, so keys and values are not repeated.
         let grouped = queries.reshape([rows, self.kv_heads, -1, self.head_dim]);
         let window = scores.window.filter(|&window| window < step.width);
         let mask = step.mask(window, keys.kind());
@@ -419,7 +420,7 @@ impl KvCache {
         out.reshape([rows, -1])
     }
 
-    /// Keeps only the rows at `kept`, in that order.
+    /// Selects the rows at `kept`, in that order.
     pub(crate) fn keep_rows(&mut self, kept: &[i64]) {
         let index = Tensor::from_slice(kept).to_device(self.device);
         let rows = self.lens.len() as i64;

@@ -1,4 +1,4 @@
-//! The layers that hold weights: linear maps and norms, in whatever dtype the weights are held.
+//! Layers with weights: linear layers and norms, with weights held in any float dtype.
 
 use super::config::{NormKind, Shape};
 use super::lora::{Adapter, Dropout};
@@ -10,25 +10,25 @@ use std::collections::HashSet;
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
-/// A linear layer: takes any float dtype and gives `compute`, in which its product is done, whatever dtype the weight is held
-/// in.
+/// A linear layer. Takes input of any float dtype; computes and returns its product in the dtype `compute`, whatever the dtype of
+/// its weight.
 #[derive(Debug)]
 pub(crate) struct Linear {
-    /// What comes before `.weight` in the name of its weight.
+    /// The name of its weight without `.weight`.
     name: String,
     weight: Weight,
     bias: Option<Weight>,
-    /// Stored as [in, out] (GPT-2) and not as [out, in].
+    /// Whether the weight is stored as `[in, out]` (GPT-2) instead of `[out, in]`.
     transposed: bool,
     compute: Kind,
     adapter: Option<Adapter>,
 }
 
-/// A tensor as it is held and, where products are done in a narrower dtype, a copy in that.
+/// A weight and, if products are computed in a narrower dtype, a copy in that dtype.
 #[derive(Debug)]
 struct Weight {
     held: Tensor,
-    /// With the version of the held tensor that it was made from.
+    /// The copy, with the version of the held tensor that it was made from.
     copy: RefCell<Option<(i64, Tensor)>>,
 }
 
@@ -37,9 +37,9 @@ impl Weight {
         Self { held, copy: RefCell::new(None) }
     }
 
-    /// Holds the tensor in `kind` from now on, in all its handles, if that needs no more memory; says whether it changed.
+    /// Converts the tensor to `kind`, in all its handles, if that takes no more memory; returns whether it changed.
     ///
-    /// A tensor that learns stays as it is: small steps would be lost.
+    /// A trainable tensor stays as it is: small optimizer steps would be lost.
     fn hold(&mut self, kind: Kind) -> bool {
         let held = self.held.kind();
         if held == kind || held.elt_size_in_bytes() < kind.elt_size_in_bytes() || self.held.requires_grad() {
@@ -50,19 +50,19 @@ impl Weight {
         true
     }
 
-    /// Puts `new`, of any dtype, in place of what all handles of the tensor hold.
+    /// Replaces the data of the tensor, in all its handles, by `new`, of any dtype.
     fn replace(&mut self, new: &Tensor) {
         self.held.set_data(new);
-        // That changes no version.
+        // `set_data` does not change the version.
         *self.copy.get_mut() = None;
     }
 
-    /// The tensor in `kind`, detached from the held one if that is of another dtype.
+    /// The tensor in `kind`; detached from the held tensor if that has another dtype.
     fn used(&self, kind: Kind) -> Tensor {
         if self.held.kind() == kind {
             return self.held.shallow_clone();
         }
-        // Who holds a model in few bits wants no copy in more of them.
+        // A low-precision model gets no permanent copy of higher precision.
         if self.held.kind().elt_size_in_bytes() <= kind.elt_size_in_bytes() {
             return tch::no_grad(|| self.held.to_kind(kind));
         }
@@ -70,7 +70,7 @@ impl Weight {
         let mut copy = self.copy.borrow_mut();
         match &mut *copy {
             Some((of, _)) if *of == version => {}
-            // Into the memory of the last copy: an optimizer step makes one of every weight.
+            // Reuses the memory of the last copy, as every optimizer step renews the copies of all weights.
             Some((of, old)) => {
                 tch::no_grad(|| old.copy_(&self.held));
                 *of = version;
@@ -81,25 +81,25 @@ impl Weight {
     }
 }
 
-/// What a linear layer looks like.
+/// Shape and initialization of a linear layer.
 #[derive(Clone, Copy)]
 pub(crate) struct LinearShape {
     pub(crate) width_in: i64,
     pub(crate) width_out: i64,
     pub(crate) bias: bool,
     pub(crate) transposed: bool,
-    /// Standard deviation of a fresh weight.
+    /// Standard deviation of a newly initialized weight.
     pub(crate) std: f64,
 }
 
 impl Linear {
-    /// A head, which gets no adapter.
+    /// Creates a head, which gets no adapter.
     pub(crate) fn new(weight: Tensor, bias: Option<Tensor>, compute: Kind) -> Self {
         let (weight, bias) = (Weight::new(weight), bias.map(Weight::new));
         Self { name: String::new(), weight, bias, transposed: false, compute, adapter: None }
     }
 
-    /// The layer whose tensors are `{base}.weight` and `{base}.bias`.
+    /// Builds the layer whose tensors are `{base}.weight` and `{base}.bias`.
     pub(crate) fn build(b: &mut Builder<'_>, base: &str, shape: LinearShape, compute: Kind) -> Result<Self> {
         let LinearShape { width_in, width_out, transposed, .. } = shape;
         let stored = if transposed { [width_in, width_out] } else { [width_out, width_in] };
@@ -116,7 +116,7 @@ impl Linear {
         &self.name
     }
 
-    /// In and out.
+    /// Input and output width.
     pub(crate) fn widths(&self) -> [i64; 2] {
         let size = self.weight.held.size();
         if self.transposed { [size[0], size[1]] } else { [size[1], size[0]] }
@@ -126,8 +126,8 @@ impl Linear {
         self.adapter = Some(adapter);
     }
 
-    /// Folds the adapter, if there is one, into the weight; the sum is made in f32, and held so. Says whether the weight had
-    /// fewer bits.
+    /// Merges the adapter, if there is one, into the weight; the sum is computed and held in f32. Returns whether the weight had
+    /// lower precision.
     pub(crate) fn merge(&mut self) -> bool {
         let Some(adapter) = self.adapter.take() else { return false };
         let sum = tch::no_grad(|| {
@@ -143,12 +143,12 @@ impl Linear {
         narrow
     }
 
-    /// Holds weight and bias in the dtype of products, where that needs no more memory, but for tensors that `kept` names by
-    /// their memory; says whether a tensor changed.
+    /// Converts weight and bias to the dtype of products, where that takes no more memory, except the tensors at the addresses
+    /// `kept`; returns whether a tensor changed.
     pub(crate) fn hold_as_computed(&mut self, kept: &HashSet<*mut c_void>) -> bool {
         let weights = std::iter::once(&mut self.weight).chain(&mut self.bias);
         let own = weights.filter(|weight| !kept.contains(&weight.held.data_ptr()));
-        // Each of them, also behind one that changed.
+        // `any` would stop after the first that changed.
         own.filter_map(|weight| weight.hold(self.compute).then_some(())).count() > 0
     }
 
@@ -156,9 +156,9 @@ impl Linear {
         self.forward_dropping(x, None)
     }
 
-    /// [`Linear::forward`] with dropout in front of the adapter.
+    /// [`Linear::forward`] with dropout before the adapter.
     pub(crate) fn forward_dropping(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        // On any device: this one keeps its copy of the weight, and adds to its gradient in place.
+        // On every device: this kernel reuses the copy of the weight and accumulates its gradient in place.
         let out = if !plain() {
             let (weight, bias) = (self.weight.used(self.compute), self.bias.as_ref().map(|b| b.used(self.compute)));
             let bias = self.bias.as_ref().map(|b| &b.held).zip(bias.as_ref());
@@ -181,7 +181,7 @@ impl Linear {
     }
 }
 
-/// A norm over the last dimension; always in f32.
+/// A norm over the last dimension, computed in f32.
 #[derive(Debug)]
 pub(crate) struct Norm {
     kind: NormKind,
@@ -191,7 +191,7 @@ pub(crate) struct Norm {
 }
 
 impl Norm {
-    /// The norm whose tensors are `{base}.weight` and, for a layer norm, `{base}.bias`.
+    /// Builds the norm whose tensors are `{base}.weight` and, for a layer norm, `{base}.bias`.
     pub(crate) fn build(b: &mut Builder<'_>, base: &str, width: i64, shape: &Shape) -> Result<Self> {
         let kind = shape.norm;
         let init = if kind == NormKind::RmsPlusOne { Init::Zeros } else { Init::Ones };
@@ -203,7 +203,7 @@ impl Norm {
         Ok(Self { kind, weight, bias, eps: shape.norm_eps })
     }
 
-    /// The norm of `x`, which is f32, as `kind`.
+    /// Normalizes `x`, which is f32; returns `kind`.
     pub(crate) fn forward(&self, x: &Tensor, kind: Kind) -> Tensor {
         if uses_kernels(kind, x.device()) {
             let center = self.kind == NormKind::Layer;

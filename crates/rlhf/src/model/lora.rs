@@ -1,4 +1,4 @@
-//! Low-rank adapters (LoRA): small trained matrices beside frozen weights, in the files of PEFT.
+//! Low-rank adapters (LoRA): small trained matrices beside frozen weights, in PEFT's file format.
 
 use super::BASE_MODEL;
 use super::families::Family;
@@ -13,37 +13,37 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
-/// PEFT's names of the two files.
+/// PEFT's file names.
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 
-/// What PEFT's names of tensors begin with.
+/// Prefix of PEFT's tensor names.
 const PREFIX: &str = "base_model.model.";
 
-/// Ends of the names of an adapter's two tensors.
+/// Suffixes of the names of an adapter's two tensors.
 const ENDS: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
 
-/// PEFT's names of classifiers' heads, which are trained whole and saved with the adapter.
+/// PEFT's names of classifiers' heads, which are trained in full and saved with the adapter.
 const HEADS: [&str; 2] = ["classifier", "score"];
 
-/// A value head on the trunk of a language model.
+/// Name of the value head on the trunk of a language model.
 pub(super) const VALUE_HEAD: &str = "v_head";
 
-/// Stands for every linear layer but the output head.
+/// Target that selects every linear layer except the output head.
 const ALL_LINEAR: &str = "all-linear";
 
-/// A low-rank adapter before training; the defaults are those of TRL.
+/// Configuration of a new low-rank adapter; the defaults are those of TRL.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraConfig {
     /// The rank.
     pub r: usize,
     /// The adapter's product is scaled by `alpha / r`.
     pub alpha: f64,
-    /// Share of the adapter's inputs that SFT and reward training leave out; PPO never does.
+    /// Dropout probability of the adapter's inputs in SFT and reward training; PPO applies no dropout.
     pub dropout: f64,
-    /// The linear layers that get one: ends of their names, or `all-linear`; the family's own choice where `None`.
+    /// The linear layers with adapters: suffixes of their names, or `all-linear`; `None` selects the family's default.
     pub target_modules: Option<Vec<String>>,
-    /// Scale by `alpha / sqrt(r)`, so that a higher rank does not mean smaller steps.
+    /// Scale by `alpha / sqrt(r)` (rank-stabilized LoRA), so that a higher rank does not mean smaller steps.
     pub use_rslora: bool,
 }
 
@@ -59,9 +59,9 @@ impl LoraConfig {
         self.alpha / if self.use_rslora { r.sqrt() } else { r }
     }
 
-    /// What `adapter_config.json` says of an adapter of `layers`, but for the base.
+    /// The content of `adapter_config.json` for an adapter of `layers`, without the base.
     pub(super) fn describe(&self, family: &Family, layers: &[String], classifier: bool) -> Map<String, Value> {
-        // PEFT knows no ends with a dot: it reads the layers themselves.
+        // PEFT does not know suffixes that end with a dot, so the layers are listed.
         let all = self
             .target_modules
             .as_deref()
@@ -90,7 +90,7 @@ impl LoraConfig {
         described.as_object().cloned().unwrap_or_default()
     }
 
-    /// Which of the linear layers get an adapter.
+    /// Selects the linear layers that get an adapter: one entry per layer.
     ///
     /// # Errors
     /// If a target matches none of them; if the rank is 0.
@@ -121,12 +121,12 @@ fn is_all_linear(targets: &[String]) -> bool {
     matches!(targets, [only] if only.eq_ignore_ascii_case(ALL_LINEAR))
 }
 
-/// Whether a target stands for any part of a layer's name, as DeepSpeed-Chat's `decoder.layers.` does.
+/// Whether a target matches any part of a layer's name, as DeepSpeed-Chat's `decoder.layers.` does.
 fn is_part(target: &str) -> bool {
     target.ends_with('.')
 }
 
-/// Whether `target` is the layer's whole name or its last parts; with a dot at its end, any part.
+/// Whether `target` is the layer's whole name or its last parts; if it ends with a dot, any part.
 fn is_named(layer: &str, target: &str) -> bool {
     if is_part(target) {
         return layer.contains(target);
@@ -139,27 +139,27 @@ pub(super) fn is_lora(name: &str) -> bool {
     ENDS.iter().any(|end| name.ends_with(end))
 }
 
-/// Whether a parameter of this name is trained beside a frozen base: the adapter's, and a classifier's or value head.
+/// Whether a parameter of this name is trained beside a frozen base: an adapter's matrix, or a classifier's or value head.
 pub(super) fn is_trained(name: &str) -> bool {
     is_lora(name) || is_below(name, VALUE_HEAD) || HEADS.iter().any(|head| is_below(name, head))
 }
 
-/// Whether a parameter of this name is a head that is trained whole beside an adapter.
+/// Whether a parameter of this name is a head that is trained in full beside an adapter.
 pub(super) fn is_head(name: &str) -> bool {
     is_trained(name) && !is_lora(name)
 }
 
-/// Whether this is a tensor, or a layer, of the module `module`.
+/// Whether `name` is a tensor or a layer of the module `module`.
 pub(super) fn is_below(name: &str, module: &str) -> bool {
     name.strip_prefix(module).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// Whether the layer is part of a head that is trained whole, where an adapter would be one too many.
+/// Whether the layer is part of a head that is trained in full, which gets no adapter.
 pub(super) fn is_in_head(layer: &str) -> bool {
     HEADS.iter().any(|head| is_below(layer, head))
 }
 
-/// The two matrices beside one weight: `scale * B A` is added to it. They are f32 whatever the weight is held in.
+/// The two matrices beside one weight: `scale * B A` is added to it. They are always f32.
 #[derive(Debug)]
 pub(crate) struct Adapter {
     /// `[r, in]`.
@@ -170,7 +170,7 @@ pub(crate) struct Adapter {
 }
 
 impl Adapter {
-    /// An adapter that changes nothing yet: A as PEFT draws it, uniform within 1 / sqrt(in), B zeros.
+    /// Initializes an adapter without effect: A as PEFT draws it, uniform within 1 / sqrt(in), B zeros.
     pub(super) fn fresh(config: &LoraConfig, widths: [i64; 2], device: Device, seed: u64, index: u64) -> Result<Self> {
         let ([width_in, width_out], r) = (widths, config.r as i64);
         let mut stream = Stream::new(seed, Purpose::Adapter, index, 0);
@@ -190,34 +190,34 @@ impl Adapter {
         [param(ENDS[0], &self.a), param(ENDS[1], &self.b)]
     }
 
-    /// What is added to the layer's output, f32.
+    /// The term added to the layer's output, f32.
     pub(super) fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let x = x.to_kind(Kind::Float);
         let x = dropout.map_or_else(|| x.shallow_clone(), |dropout| dropout.apply(&x));
         x.linear::<&Tensor>(&self.a, None).linear::<&Tensor>(&self.b, None) * self.scale
     }
 
-    /// What is added to the weight when the two are folded into one, `[out, in]` f32.
+    /// The term added to the weight when the adapter is merged, `[out, in]` f32.
     pub(super) fn delta(&self) -> Tensor {
         self.b.matmul(&self.a) * self.scale
     }
 }
 
-/// Which rows of which update are trained on, and how much of the adapters' inputs is left out there.
+/// Dropout before the adapters in one pass, with the key of its random numbers.
 #[derive(Debug, Clone)]
 pub(crate) struct DropoutRows {
-    /// The share that is left out.
+    /// Dropout probability.
     pub(crate) share: f64,
     /// The run's seed.
     pub(crate) seed: u64,
-    /// The update.
+    /// The index of the update.
     pub(crate) update: u64,
-    /// The number of each sequence among all of the update.
+    /// The index of each sequence within the update.
     pub(crate) rows: Vec<u64>,
 }
 
-/// Dropout in one forward pass. Each row has a stream of its own, read layer after layer, so what is left out does not
-/// depend on how rows are put into batches.
+/// Dropout in one forward pass. Each row has its own random stream, read layer after layer, so the dropped elements do not
+/// depend on the batching.
 pub(crate) struct Dropout {
     share: f64,
     rows: RefCell<Vec<(Stream, i64)>>,
@@ -231,17 +231,17 @@ impl Dropout {
         Self { share: rows.share, rows: RefCell::new(streams.collect()) }
     }
 
-    /// Where the draws stand.
+    /// The state of the random streams.
     pub(super) fn state(&self) -> Vec<(Stream, i64)> {
         self.rows.borrow().clone()
     }
 
-    /// Goes back to where [`Dropout::state`] was asked for, so that a layer that is computed again leaves out the same.
+    /// Restores a [`Dropout::state`], so that a recomputed layer drops the same elements.
     pub(super) fn set_state(&self, state: Vec<(Stream, i64)>) {
         *self.rows.borrow_mut() = state;
     }
 
-    /// `x` `[N, width]` with some elements 0 and the others larger, so that their expectation stays.
+    /// `x` `[N, width]` with some elements set to 0 and the others scaled, so that the expectation is unchanged.
     fn apply(&self, x: &Tensor) -> Tensor {
         let width = x.size()[1];
         let mut dropped = Vec::with_capacity(x.numel());
@@ -253,14 +253,14 @@ impl Dropout {
     }
 }
 
-/// A folder that holds an adapter and no model.
+/// A folder that contains an adapter and no model.
 pub(crate) struct AdapterFolder {
     dir: PathBuf,
     described: Map<String, Value>,
 }
 
-/// Settings of `adapter_config.json` that mean nothing to the numbers, or that are looked at one by one. Every other one
-/// must be off: it asks for an adapter of another kind.
+/// Settings of `adapter_config.json` that do not affect the numbers or are checked one by one. Every other setting
+/// must be off, as it means an adapter of another kind.
 const SETTINGS: [&str; 19] = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -284,10 +284,10 @@ const SETTINGS: [&str; 19] = [
 ];
 
 impl AdapterFolder {
-    /// The adapter in `dir`; `None` where there is none, or where there is a whole model beside it.
+    /// The adapter in `dir`; `None` if there is none, or if there is a full model beside it.
     ///
     /// # Errors
-    /// If it is an adapter of a kind that is not known here.
+    /// If the kind of adapter is not supported.
     pub(crate) fn find(dir: &Path) -> Result<Option<Self>> {
         if !dir.join(CONFIG).is_file() || Checkpoint::is_in(dir) {
             return Ok(None);
@@ -335,15 +335,15 @@ impl AdapterFolder {
         Error::invalid(self.dir.join(CONFIG), format!("`{name}`: expected {expected}, found {found}"))
     }
 
-    /// The folder on this machine that the base is named by: from here, else from the adapter's folder.
+    /// The local folder of the base: its path from the working directory, else from the adapter's folder.
     pub(crate) fn local_base(&self) -> Option<PathBuf> {
         let name = self.described.get("base_model_name_or_path")?.as_str().filter(|name| !name.is_empty())?;
-        // A base that was saved beside its adapter has moved with it.
+        // A base that was saved beside its adapter moves with it.
         let beside = Path::new(name).ends_with(BASE_MODEL).then(|| self.dir.join(BASE_MODEL));
         [PathBuf::from(name), self.dir.join(name)].into_iter().chain(beside).find(|dir| dir.is_dir())
     }
 
-    /// The folder of the model that the adapter belongs to, fetched from the hub if it is named by its name there.
+    /// The folder of the base model, downloaded if it is a name on the hub.
     ///
     /// # Errors
     /// If there is none, or it is an adapter itself.
@@ -362,12 +362,12 @@ impl AdapterFolder {
             None => Ok(base),
             Some(_) => Err(Error::invalid(
                 &self.dir,
-                format!("its base {} is an adapter too; fold that one into a model with `rlhf merge`", base.display()),
+                format!("its base {} is an adapter too; merge that one into a model with `rlhf merge`", base.display()),
             )),
         }
     }
 
-    /// Whether it belongs to a sequence classifier: what it says, else whether a head was saved with it.
+    /// Whether it belongs to a sequence classifier: by its task type, else by whether a head was saved with it.
     ///
     /// # Errors
     /// If its weights cannot be read.
@@ -378,14 +378,14 @@ impl AdapterFolder {
         }
     }
 
-    /// Checks that the adapter is for the kind of model that it is asked for.
+    /// Checks that the adapter is for this kind of model.
     pub(super) fn check_task(&self, classifier: bool) -> Result<()> {
         let task = if classifier { "SEQ_CLS" } else { "CAUSAL_LM" };
         self.expect("task_type", |v| v.is_null() || v == task, task)
     }
 
-    /// What `adapter_config.json` says, the base by the name under which it was found; of a language model's adapter on a
-    /// classifier what it says from now on.
+    /// The content of `adapter_config.json`, with the path under which the base was found. For a language model's adapter on a
+    /// classifier, the content with which it will be saved.
     pub(super) fn described(&self, classifier: bool) -> Map<String, Value> {
         let mut described = self.described.clone();
         if classifier && self.check_task(true).is_err() {
@@ -402,7 +402,7 @@ impl AdapterFolder {
         described
     }
 
-    /// The settings that the numbers depend on.
+    /// The settings that affect the numbers.
     fn config(&self) -> Result<LoraConfig> {
         let get = |name: &str| self.described.get(name).unwrap_or(&Value::Null);
         let r = get("r").as_u64().filter(|&r| r > 0 && r <= u32::MAX.into());
@@ -412,7 +412,7 @@ impl AdapterFolder {
         let target_modules = match get("target_modules") {
             Value::Array(names) => Some(names.iter().filter_map(|n| Some(n.as_str()?.to_string())).collect()),
             Value::String(name) if name.eq_ignore_ascii_case(ALL_LINEAR) => Some(vec![name.clone()]),
-            // An expression, or PEFT's own choice: the tensors say which layers these are.
+            // An expression, or PEFT's default: the stored tensors determine the layers.
             _ => None,
         };
         let use_rslora = get("use_rslora") == &Value::Bool(true);
@@ -437,76 +437,32 @@ impl AdapterFolder {
         Err(Error::invalid(&self.dir, format!("expected {WEIGHTS}, found {found}")))
     }
 
-    /// Puts the adapter on `linears`, and the head that was saved with it into `params`; adds its matrices to these.
+    /// Adds the adapter to `linears` and its matrices to `params`, and loads the head that was saved with it into `params`.
+    /// Changes nothing on an error.
     ///
     /// # Errors
-    /// One error that lists what is missing, of another shape or not expected.
+    /// One error that lists all tensors that are missing, of another shape or unexpected.
     pub(super) fn apply(&self, linears: Vec<&mut Linear>, params: &mut Vec<Param>, device: Device) -> Result<()> {
-        let (config, weights) = (self.config()?, self.weights()?);
-        let mut problems = Vec::new();
-        let mut asked = Vec::new();
+        let config = self.config()?;
+        let weights = self.weights()?;
+        let mut tensors = AdapterTensors { weights: &weights, device, read: Vec::new(), problems: Vec::new() };
         let (mut adapters, mut heads) = (Vec::new(), Vec::new());
-        let r = config.r as i64;
-        let scale = config.scale();
-        let mut read = |name: String, shape: &[i64]| -> Result<Option<Tensor>> {
-            let tensor = match weights.shape(&name) {
-                None => {
-                    problems.push(format!("missing `{name}`"));
-                    None
-                }
-                Some(found) if found != shape => {
-                    problems.push(format!("tensor `{name}`: expected {shape:?}, found {found:?}"));
-                    None
-                }
-                Some(_) => Some(weights.read(&name, device, Kind::Float)?),
-            };
-            asked.push(name);
-            Ok(tensor)
-        };
         for linear in linears {
-            let base = format!("{PREFIX}{}", linear.name());
-            let named = |target: &String| is_named(linear.name(), target);
-            let targeted = match config.target_modules.as_deref() {
-                Some(targets) => is_all_linear(targets) || targets.iter().any(named),
-                None => ENDS.iter().any(|end| weights.shape(&format!("{base}.{end}")).is_some()),
-            };
-            if !targeted {
-                continue;
-            }
-            let [width_in, width_out] = linear.widths();
-            let a = read(format!("{base}.{}", ENDS[0]), &[r, width_in])?;
-            let b = read(format!("{base}.{}", ENDS[1]), &[width_out, r])?;
-            if let (Some(a), Some(b)) = (a, b) {
-                adapters.push((linear, Adapter { a, b, scale }));
+            if let Some(adapter) = tensors.adapter(linear, &config)? {
+                adapters.push((linear, adapter));
             }
         }
         let saves_head = self.described.get("modules_to_save").is_some_and(|v| !v.is_null());
         for param in params.iter().filter(|param| is_trained(&param.name)) {
-            let name = format!("{PREFIX}{}", param.name);
+            let name = stored_name(&param.name);
             if !saves_head && weights.shape(&name).is_none() {
                 continue;
             }
-            if let Some(head) = read(name, &param.tensor.size())? {
+            if let Some(head) = tensors.get(name, &param.tensor.size())? {
                 heads.push((param.tensor.shallow_clone(), head));
             }
         }
-        // A value head that stands beside the adapter is not this model's.
-        let of_value_head = |name: &str| name.strip_prefix(PREFIX).is_some_and(|name| is_below(name, VALUE_HEAD));
-        let unexpected =
-            weights.names().filter(|name| !asked.iter().any(|asked| asked == name) && !of_value_head(name));
-        problems.extend(unexpected.map(|name| format!("unexpected `{name}`")));
-        if asked.is_empty() {
-            problems.push("no adapter for any layer of the base".into());
-        }
-        match problems.as_slice() {
-            [] => {}
-            [first] => return Err(Error::invalid(&self.dir, first)),
-            [first, second, rest @ ..] => {
-                let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
-                return Err(Error::invalid(&self.dir, format!("{first}; {second}{more}")));
-            }
-        }
-        // Only now: a model is not left half changed.
+        tensors.finish(&self.dir)?;
         for (linear, adapter) in adapters {
             params.extend(adapter.params(linear.name()));
             linear.set_adapter(adapter);
@@ -518,17 +474,81 @@ impl AdapterFolder {
     }
 }
 
-/// The weights of the adapter in `dir`.
+/// Reads the tensors of an adapter's file and collects the problems.
+struct AdapterTensors<'a> {
+    weights: &'a Checkpoint,
+    device: Device,
+    /// Names of the tensors that were read or looked for.
+    read: Vec<String>,
+    problems: Vec<String>,
+}
+
+impl AdapterTensors<'_> {
+    /// The tensor `name` in f32; `None`, with a problem, if it is missing or has another shape.
+    fn get(&mut self, name: String, shape: &[i64]) -> Result<Option<Tensor>> {
+        let tensor = match self.weights.shape(&name) {
+            None => {
+                self.problems.push(format!("missing `{name}`"));
+                None
+            }
+            Some(found) if found != shape => {
+                self.problems.push(format!("tensor `{name}`: expected {shape:?}, found {found:?}"));
+                None
+            }
+            Some(_) => Some(self.weights.read(&name, self.device, Kind::Float)?),
+        };
+        self.read.push(name);
+        Ok(tensor)
+    }
+
+    /// The adapter of `linear`, if `config` targets this layer.
+    fn adapter(&mut self, linear: &Linear, config: &LoraConfig) -> Result<Option<Adapter>> {
+        let base = stored_name(linear.name());
+        let targeted = match config.target_modules.as_deref() {
+            Some(targets) => is_all_linear(targets) || targets.iter().any(|target| is_named(linear.name(), target)),
+            None => ENDS.iter().any(|end| self.weights.shape(&format!("{base}.{end}")).is_some()),
+        };
+        if !targeted {
+            return Ok(None);
+        }
+        let ([width_in, width_out], r) = (linear.widths(), config.r as i64);
+        let a = self.get(format!("{base}.{}", ENDS[0]), &[r, width_in])?;
+        let b = self.get(format!("{base}.{}", ENDS[1]), &[width_out, r])?;
+        Ok(a.zip(b).map(|(a, b)| Adapter { a, b, scale: config.scale() }))
+    }
+
+    /// Fails if there were problems, or if the file in `dir` has unexpected tensors.
+    fn finish(self, dir: &Path) -> Result<()> {
+        let Self { weights, read, mut problems, .. } = self;
+        // A value head that is stored beside the adapter belongs to another model.
+        let of_value_head = |name: &str| name.strip_prefix(PREFIX).is_some_and(|name| is_below(name, VALUE_HEAD));
+        let unexpected = weights.names().filter(|name| !read.iter().any(|read| read == name) && !of_value_head(name));
+        problems.extend(unexpected.map(|name| format!("unexpected `{name}`")));
+        if read.is_empty() {
+            problems.push("no adapter for any layer of the base".into());
+        }
+        match problems.as_slice() {
+            [] => Ok(()),
+            [first] => Err(Error::invalid(dir, first)),
+            [first, second, rest @ ..] => {
+                let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
+                Err(Error::invalid(dir, format!("{first}; {second}{more}")))
+            }
+        }
+    }
+}
+
+/// Opens the weights of the adapter in `dir`.
 pub(super) fn open_weights(dir: &Path) -> Result<Checkpoint> {
     Checkpoint::open_file(&dir.join(WEIGHTS))
 }
 
-/// The name that a parameter has in an adapter's file.
+/// The name of a parameter in an adapter's file.
 pub(super) fn stored_name(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
-/// Writes an adapter as PEFT does; `described` is all that `adapter_config.json` says.
+/// Writes an adapter as PEFT does; `described` is the content of `adapter_config.json`.
 pub(super) fn save(dir: &Path, described: &Map<String, Value>, params: &[Param]) -> Result<()> {
     let trained = params.iter().filter(|param| is_trained(&param.name));
     let tensors: Vec<_> = trained.map(|p| (stored_name(&p.name), p.tensor.detach().to_kind(Kind::Float))).collect();
@@ -542,7 +562,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_out_depends_on_the_row_and_not_on_its_batch() {
+    fn dropped_elements_depend_on_the_row_and_not_on_its_batch() {
         let rows = |rows: &[u64]| DropoutRows { share: 0.25, seed: 1, update: 2, rows: rows.to_vec() };
         let ones = Tensor::ones([5, 64], (Kind::Float, Device::Cpu));
         let both = Dropout::new(&rows(&[7, 8]), &[2, 3]);
@@ -555,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn dropout_leaves_out_its_share_and_keeps_the_mean() {
+    fn dropout_drops_its_share_and_keeps_the_mean() {
         let rows = DropoutRows { share: 0.25, seed: 1, update: 0, rows: vec![0] };
         let x = Tensor::ones([100, 100], (Kind::Float, Device::Cpu));
         let dropped = Dropout::new(&rows, &[100]).apply(&x);

@@ -1,4 +1,4 @@
-//! A model's parameters: named as in its checkpoint, read strictly or drawn fresh.
+//! A model's parameters: named as in its checkpoint, read strictly or newly initialized.
 
 use super::families::Names;
 use crate::rng::{Purpose, Stream};
@@ -10,15 +10,15 @@ use tch::{Device, Kind, Tensor};
 /// One trainable tensor of a model.
 #[derive(Debug)]
 pub struct Param {
-    /// Its name in the checkpoint, which is Hugging Face's.
+    /// Its name in the checkpoint, which is the Hugging Face name.
     pub name: String,
-    /// The tensor, in the dtype that it is held in; it shares memory with the model's.
+    /// The tensor, in the dtype that it is held in; shares memory with the model.
     pub tensor: Tensor,
-    /// Whether weight decay applies: not to biases and norms, as in TRL.
+    /// Whether weight decay applies. It does not apply to biases and norms, as in TRL.
     pub decay: bool,
 }
 
-/// How a tensor begins when no checkpoint holds it.
+/// Initialization of a tensor that comes from no checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Init {
     Zeros,
@@ -26,32 +26,32 @@ pub(crate) enum Init {
     Normal(f64),
 }
 
-/// Where a model's tensors come from.
+/// Source of a model's tensors.
 #[derive(Clone, Copy)]
 pub(crate) enum Source<'a> {
     Checkpoint(&'a Checkpoint),
-    /// Drawn from the seed.
+    /// Initialized from the seed.
     Fresh(u64),
     /// The memory of another model of the same shape.
     Shared(&'a [Param]),
 }
 
-/// What DeepSpeed-Chat's reward models have before the base model's names.
+/// Prefix of the base model's tensor names in DeepSpeed-Chat's reward models.
 pub(crate) const DEEPSPEED_CHAT: &str = "rwtransformer.";
 
-/// How many numbers are drawn before they are copied into their tensor.
+/// Number of random numbers drawn before they are copied into their tensor.
 const DRAWN_AT_ONCE: usize = 1 << 20;
 
-/// Hands out a model's tensors by name while it is put together, and keeps account of what was asked for.
+/// Provides a model's tensors by name while the model is built, and records which tensors were requested.
 pub(crate) struct Builder<'a> {
     source: Source<'a>,
     names: &'static Names,
     device: Device,
-    /// The dtype that the tensors get; `None`: each that of the checkpoint, or f32.
+    /// The dtype of the tensors; `None`: that of the checkpoint, or f32.
     hold: Option<Kind>,
-    /// Whether a tensor of the checkpoint was rounded to that.
+    /// Whether a tensor of the checkpoint was rounded to that dtype.
     rounded: bool,
-    /// What the checkpoint's names begin with where ours begin with `names.prefix`.
+    /// The checkpoint's prefix of names that start with `names.prefix` here.
     stored_prefix: &'static str,
     /// Whether the LM head is the embedding, so that a checkpoint may hold it under either name.
     tied: bool,
@@ -67,7 +67,7 @@ impl<'a> Builder<'a> {
             Source::Fresh(_) | Source::Shared(_) => names.prefix,
             Source::Checkpoint(checkpoint) => {
                 let used = |prefix: &&str| checkpoint.names().any(|name| name.starts_with(prefix));
-                // Some checkpoints (OpenAI's GPT-2) leave the prefix out.
+                // Some checkpoints (OpenAI's GPT-2) omit the prefix.
                 [names.prefix, DEEPSPEED_CHAT].into_iter().find(used).unwrap_or("")
             }
         };
@@ -77,8 +77,8 @@ impl<'a> Builder<'a> {
         Self { source, names, device, hold, rounded, stored_prefix, tied, params, asked, missing, mismatched }
     }
 
-    /// Checks that the checkpoint may hold as many layers as the configuration says: each has a tensor at least. Else a damaged
-    /// number would have us list hundreds of thousands of tensors that are missing.
+    /// Checks that the checkpoint has at least one tensor per layer of the configuration. Otherwise a damaged number of layers would
+    /// lead to a list of hundreds of thousands of missing tensors.
     pub(crate) fn check_layers(&self, layers: i64) -> Result<()> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
         let tensors = checkpoint.names().count();
@@ -89,7 +89,7 @@ impl<'a> Builder<'a> {
         Err(Error::invalid(checkpoint.dir(), message))
     }
 
-    /// Says whether the LM head is the embedding.
+    /// Sets whether the LM head is the embedding.
     pub(crate) fn set_tied(&mut self, tied: bool) {
         self.tied = tied;
     }
@@ -100,12 +100,12 @@ impl<'a> Builder<'a> {
         match checkpoint.shape(name) {
             None => Ok(false),
             Some(shape) if shape != tensor.size() => Ok(true),
-            // Where each has its own dtype, the exact numbers are compared.
+            // If each tensor has its own dtype, the exact numbers are compared.
             Some(_) => Ok(checkpoint.read(name, self.device, self.kind())? != tensor.to_kind(self.kind())),
         }
     }
 
-    /// The first of `names` that the checkpoint holds; the first of all where there is no checkpoint or none of them.
+    /// The first of `names` that the checkpoint contains; the first name if there is no checkpoint or it contains none.
     pub(crate) fn first_stored<'n>(&self, names: &[&'n str]) -> &'n str {
         let stored = |name: &&&str| match self.source {
             Source::Fresh(_) | Source::Shared(_) => false,
@@ -114,31 +114,31 @@ impl<'a> Builder<'a> {
         names.iter().find(stored).unwrap_or(&names[0])
     }
 
-    /// The dtype that the next tensors get; gives what was said of those before.
+    /// Sets the dtype of the next tensors; returns the previous one.
     pub(crate) fn hold_as(&mut self, kind: Option<Kind>) -> Option<Kind> {
         std::mem::replace(&mut self.hold, kind)
     }
 
-    /// Whether a tensor that was read has fewer bits, or others, than in the checkpoint.
+    /// Whether a tensor that was read was rounded to a dtype of lower precision, or to another 16-bit dtype.
     pub(crate) fn has_rounded(&self) -> bool {
         self.rounded
     }
 
-    /// The dtype of a tensor that no checkpoint holds.
+    /// The dtype of a tensor that comes from no checkpoint.
     fn kind(&self) -> Kind {
         self.hold.unwrap_or(Kind::Float)
     }
 
-    /// The tensor `stored` of the checkpoint, in the dtype that it gets.
+    /// Reads the tensor `stored` of the checkpoint in its dtype for this model.
     fn read(&mut self, checkpoint: &Checkpoint, stored: &str) -> Result<Tensor> {
         let (in_file, halves) = (checkpoint.kind_of(stored), [Kind::BFloat16, Kind::Half]);
-        // What is not known as a dtype of weights, `Checkpoint::read` refuses.
+        // `Checkpoint::read` rejects dtypes that weights cannot have.
         let kind = self.hold.unwrap_or(in_file.filter(|kind| halves.contains(kind)).unwrap_or(Kind::Float));
         self.rounded |= halves.contains(&kind) && in_file != Some(kind);
         checkpoint.read(stored, self.device, kind)
     }
 
-    /// The tensor `name` of `shape`: from the checkpoint, or as `init` says. Problems come together in `finish`.
+    /// Returns the tensor `name` of `shape`, from the checkpoint or initialized by `init`. [`Builder::finish`] reports problems.
     pub(crate) fn tensor(&mut self, name: String, shape: &[i64], init: Init, decay: bool) -> Result<Tensor> {
         let tensor = match self.source {
             Source::Fresh(seed) => self.fresh(seed, shape, init)?,
@@ -160,16 +160,16 @@ impl<'a> Builder<'a> {
                     Some(_) => Some(self.read(checkpoint, &stored)?),
                 };
                 self.asked.insert(stored);
-                // The model is thrown away when anything is amiss; a placeholder lets us list all that is.
+                // A placeholder, so that all problems are listed; `finish` then fails.
                 read.unwrap_or_else(|| Tensor::zeros([0], (self.kind(), self.device)))
             }
         };
         Ok(self.keep(name, tensor, decay))
     }
 
-    /// A tensor drawn fresh even where the rest comes from a checkpoint: a new head.
+    /// Returns a newly initialized tensor, even if the rest comes from a checkpoint: a new head.
     pub(crate) fn new_head(&mut self, name: String, shape: &[i64], seed: u64, std: f64) -> Result<Tensor> {
-        // Nothing is drawn for a model that will be refused: its sizes may be any.
+        // A model that will be rejected is not initialized, as its sizes may be arbitrary.
         let lost = !(self.missing.is_empty() && self.mismatched.is_empty());
         let tensor = match lost {
             true => Tensor::zeros([0], (self.kind(), self.device)),
@@ -178,13 +178,13 @@ impl<'a> Builder<'a> {
         Ok(self.keep(name, tensor, true))
     }
 
-    /// A bias of zeros, wherever the rest comes from.
+    /// Returns a bias of zeros, whatever the source of the rest.
     pub(crate) fn zeros(&mut self, name: String, shape: &[i64]) -> Result<Tensor> {
         let tensor = Tensor::f_zeros(shape, (self.kind(), self.device))?;
         Ok(self.keep(name, tensor, false))
     }
 
-    /// A weight that comes from elsewhere, read for the builder's device and dtype.
+    /// Returns a weight from another source, read for the builder's device and dtype.
     pub(crate) fn given(&mut self, name: String, read: impl FnOnce(Device, Kind) -> Result<Tensor>) -> Result<Tensor> {
         let tensor = read(self.device, self.kind())?;
         Ok(self.keep(name, tensor, true))
@@ -196,10 +196,10 @@ impl<'a> Builder<'a> {
             Some(rest) => format!("{}{rest}", self.stored_prefix),
             None => name.to_string(),
         };
-        // TensorFlow's names of a norm's two tensors live on in old BERTs.
+        // Old BERT checkpoints have TensorFlow's names of a norm's two tensors.
         let old = stored.strip_suffix("LayerNorm.weight").map(|base| format!("{base}LayerNorm.gamma"));
         let old = old.or_else(|| stored.strip_suffix("LayerNorm.bias").map(|base| format!("{base}LayerNorm.beta")));
-        // Of two names for one tensor some writers keep only the head's.
+        // Some writers store a tied tensor under the head's name only.
         let is_embedding = name.strip_suffix(".weight") == Some(self.names.embed);
         let old = old.or_else(|| (self.tied && is_embedding).then(|| self.names.lm_head.to_string()));
         old.filter(|old| checkpoint.shape(&stored).is_none() && checkpoint.shape(old).is_some()).unwrap_or(stored)
@@ -217,7 +217,7 @@ impl<'a> Builder<'a> {
             Init::Ones => Tensor::f_ones(shape, options)?,
             Init::Normal(std) => {
                 let mut stream = Stream::new(seed, Purpose::Init, self.params.len() as u64, 0);
-                // libtorch first: it refuses a size that memory cannot hold, where a vector would end the program.
+                // Allocated by libtorch, which returns an error for a size beyond memory; a vector would end the program.
                 let tensor = Tensor::f_empty(shape, (Kind::Float, Device::Cpu))?;
                 let flat = tensor.f_view([-1])?;
                 for from in (0..flat.size()[0]).step_by(DRAWN_AT_ONCE) {
@@ -229,11 +229,11 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// The parameters in the order of the model.
+    /// Returns the parameters in the order of the model.
     ///
     /// # Errors
-    /// One error that lists every tensor that is missing, of another shape, or not expected; tensors that begin with one
-    /// of `ignored` (the head of another task) may be there.
+    /// One error that lists every tensor that is missing, of another shape, or unexpected. Tensors whose names start with one
+    /// of `ignored` (the head of another task) are allowed.
     pub(crate) fn finish(self, ignored: &[&str]) -> Result<Vec<Param>> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(self.params) };
         let harmless = |name: &str| {

@@ -1,26 +1,26 @@
-//! The distribution that tokens were sampled from: tempered, and over a part of the vocabulary where filters left some out.
+//! The distribution that tokens were sampled from: with a temperature, and over a subset of the vocabulary if filters removed tokens.
 
 use crate::{Error, Result};
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
-/// In place of -inf, whose product with a probability of 0 is NaN: its softmax is exactly 0 too.
+/// The logit of an excluded token. Its softmax is exactly 0, as that of -inf, whose product with a probability of 0 is NaN.
 const IMPOSSIBLE: f64 = -1e30;
 
-/// The tokens of the vocabulary that filters left when one token was sampled.
+/// The set of tokens that one token was sampled from, after filters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenSet(Arc<Ids>);
 
 #[derive(Debug, PartialEq, Eq)]
 enum Ids {
-    /// Each of them.
+    /// The ids of the tokens.
     Listed(Box<[i32]>),
-    /// A bit per token of the vocabulary.
+    /// One bit per token of the vocabulary.
     Bits(Box<[u8]>),
 }
 
 impl TokenSet {
-    /// The tokens at which `kept`, an entry per token of the vocabulary, is true.
+    /// Creates the set of tokens at which `kept`, with one entry per token of the vocabulary, is true.
     pub fn new(kept: &[bool]) -> Self {
         let ids: Vec<i32> = (0..).zip(kept).filter_map(|(id, kept)| kept.then_some(id)).collect();
         // A listed token takes 32 bits.
@@ -44,26 +44,25 @@ impl TokenSet {
     }
 }
 
-/// How the tokens were sampled whose log-probabilities are asked for: from softmax(logits / temperature), over the whole
-/// vocabulary or over a set of tokens for each.
+/// The distribution that tokens were sampled from: softmax(logits / temperature) over the whole vocabulary, or over a set of
+/// tokens for each.
 #[derive(Debug, Clone, Copy)]
 pub struct Sampled<'a> {
     /// Divides the logits.
     pub temperature: f64,
-    /// The tokens that each of the M asked tokens was sampled from, row after row; `None`: the whole vocabulary.
+    /// The set that each of the M tokens was sampled from, row after row; `None`: the whole vocabulary.
     pub sets: Option<&'a [TokenSet]>,
 }
 
 impl From<f64> for Sampled<'_> {
-    /// At this temperature from the whole vocabulary.
+    /// The distribution at this temperature over the whole vocabulary.
     fn from(temperature: f64) -> Self {
         Self { temperature, sets: None }
     }
 }
 
 impl Sampled<'_> {
-    /// # Errors
-    /// If there are sets, and not one for each of `tokens` tokens.
+    /// Checks that there are no sets, or one for each of `tokens` tokens.
     pub(super) fn check(&self, tokens: i64) -> Result<()> {
         match self.sets {
             Some(sets) if sets.len() as i64 != tokens => Err(Error::Run(format!(
@@ -74,7 +73,7 @@ impl Sampled<'_> {
         }
     }
 
-    /// What could not be sampled at the tokens `from..from + count`, if anything: `[count, vocab]` bool.
+    /// The tokens that could not be sampled at the tokens `from..from + count`, `[count, vocab]` bool; `None` without sets.
     pub(super) fn excluded(&self, from: i64, count: i64, vocab: i64, device: Device) -> Option<Tensor> {
         let sets = &self.sets?[from as usize..(from + count) as usize];
         let places = (0i64..)
@@ -86,7 +85,7 @@ impl Sampled<'_> {
     }
 }
 
-/// `logits` `[count, vocab]` f32, with what is `excluded` at a probability of 0.
+/// `logits` `[count, vocab]` f32 with the `excluded` tokens at a probability of 0.
 pub(super) fn restricted(logits: &Tensor, excluded: Option<&Tensor>) -> Tensor {
     excluded.map_or_else(|| logits.shallow_clone(), |excluded| logits.masked_fill(excluded, IMPOSSIBLE))
 }

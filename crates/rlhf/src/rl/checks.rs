@@ -75,7 +75,7 @@ impl Checks {
             let difference = math::keep(&(a - b), &experience.masks.response).to_kind(Kind::Double);
             (difference.square().sum(Kind::Double).double_value(&[]) / tokens).sqrt()
         };
-        let cached = (!policy.config().turns_by_length()).then(|| distance(&sampled, &experience.logprobs));
+        let cached = (!policy.config().has_length_dependent_rope()).then(|| distance(&sampled, &experience.logprobs));
         let kl = distance(&experience.logprobs, &experience.ref_logprobs);
         // Comparing weights reads all of them, so it is done only where the KL is not 0.
         let equal = kl <= Self::tolerance(settings.low_precision) || same_weights(policy, reference);

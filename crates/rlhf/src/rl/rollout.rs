@@ -1,7 +1,9 @@
 //! The half of a PPO update without gradients: the models evaluate the sampled responses.
 
 use crate::generate::Response;
-use crate::model::{CausalLm, Distributions, JointBatch, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches};
+use crate::model::{
+    CausalLm, Distributions, JointBatch, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches,
+};
 use crate::reward::Scores;
 use crate::rl::experience::{Experience, Masks, to_slots};
 use crate::rl::math::{self, ScorePosition};

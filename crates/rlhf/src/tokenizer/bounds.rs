@@ -1,9 +1,9 @@
-//! What a chat template may cost. Templates come with models, so they are code of strangers: each operator, filter, test,
+//! Resource limits of chat templates. Templates come with models, so they are untrusted code: each operator, filter, test,
 //! function and method pays for the text and the values that it makes or reads out of one budget, before it runs, and the
-//! whole runs on a thread with a stack of its own.
+//! template runs on a separate thread with a large stack.
 //!
-//! The engine bounds the number of its steps and no more: one step may double a string. So the compiled instructions are
-//! rewritten: what can make or read something large is preceded by a filter that pays for it.
+//! The engine limits only the number of its steps, and one step may double a string. So the compiled instructions are
+//! rewritten: an instruction that can make or read something large is preceded by a filter that pays for it.
 
 use minijinja::machinery::{CodeGenerator, Instruction, Instructions, Token, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
@@ -14,36 +14,36 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{LazyLock, Mutex, PoisonError};
 
-/// The longest source, several times any real one.
+/// Maximum bytes of a source, several times any real one.
 const MAX_SOURCE: usize = 256 << 10;
 
-/// The most tokens of one block of a source: expressions nest no deeper.
+/// Maximum tokens of one block of a source, which bounds how deep its expressions nest.
 const MAX_TOKENS: usize = 2000;
 
-/// The most bytes that constants of one block can be multiplied to.
+/// Maximum bytes to which the constants of one block can be multiplied.
 const MAX_CONSTANT: u128 = 1 << 20;
 
-/// How deep values may lie in each other.
+/// Maximum nesting depth of values.
 const MAX_DEPTH: usize = 100;
 
-/// The bytes of text and values that one rendering may make or read, beside a share for those of its messages.
+/// Bytes of text and values that one rendering may make or read, plus [`PER_BYTE`] for each byte of its messages.
 const BUDGET: u64 = 256 << 20;
 
-/// How often the messages of a rendering may be made or read beyond that.
+/// Additional bytes that a rendering may make or read per byte of its messages.
 const PER_BYTE: u64 = 16;
 
-/// What one value costs beside its text.
+/// Cost of one value in addition to its text.
 const NODE: u64 = 32;
 
-/// Of the thread that compiles or renders; only what is used is taken from memory.
+/// Stack bytes of the thread that compiles or renders; only the used part takes memory.
 const STACK: usize = 256 << 20;
 
 thread_local! {
-    /// What is left of the budget of the rendering on this thread.
+    /// Remaining budget of the rendering on this thread.
     static LEFT: Cell<u64> = const { Cell::new(0) };
 }
 
-/// A template with its payments, as the engine runs it.
+/// A compiled template with its payments.
 pub(super) struct Program {
     main: Instructions<'static>,
     blocks: BTreeMap<&'static str, Instructions<'static>>,
@@ -74,8 +74,8 @@ impl Program {
         })
     }
 
-    /// Renders it with `environment`, which must be one of [`environment`]; `input` bytes of text are in `context`. Before it
-    /// begins, `begin` is called on the thread that renders.
+    /// Renders the template with `environment`, which must come from [`environment`]; `context` has `input` bytes of text.
+    /// First calls `begin` on the thread that renders.
     pub(super) fn render(
         &self,
         environment: &'static Environment<'static>,
@@ -96,7 +96,7 @@ impl Program {
     }
 }
 
-/// The source for as long as the program runs, as the engine's instructions need it: equal ones are kept once.
+/// Returns the source with a static lifetime, which the engine's instructions need; equal sources are leaked once.
 fn kept(source: String) -> &'static str {
     static SOURCES: Mutex<Option<HashSet<&'static str>>> = Mutex::new(None);
     let mut sources = SOURCES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -111,7 +111,7 @@ fn kept(source: String) -> &'static str {
     }
 }
 
-/// Runs `run` where deep recursion does not end the process; a panic is an error.
+/// Runs `run` on a thread whose stack is large enough for deep recursion; a panic becomes an error.
 fn on_a_deep_stack<T: Send>(run: impl FnOnce() -> Result<T, Error> + Send) -> Result<T, Error> {
     let failed = |what: String| Error::new(ErrorKind::InvalidOperation, what);
     std::thread::scope(|scope| {
@@ -122,8 +122,8 @@ fn on_a_deep_stack<T: Send>(run: impl FnOnce() -> Result<T, Error> + Send) -> Re
     })
 }
 
-/// Looks at each block of a source before it is parsed: the parser and the compiler recurse over its tokens, and the
-/// compiler computes what is constant.
+/// Checks each block of a source before it is parsed: the parser and the compiler recurse over its tokens, and the
+/// compiler evaluates constants.
 fn check_blocks(source: &str, syntax: &SyntaxConfig) -> Result<(), Error> {
     #[derive(Default)]
     struct Block {
@@ -135,7 +135,7 @@ fn check_blocks(source: &str, syntax: &SyntaxConfig) -> Result<(), Error> {
     }
     let mut block = Block { repeats: 1, ..Block::default() };
     for token in tokenize(source, false, syntax.clone()) {
-        // What is no token is the parser's to tell.
+        // The parser reports what is not a token.
         let Ok((token, span)) = token else { return Ok(()) };
         block.tokens += 1;
         match token {
@@ -163,66 +163,71 @@ fn check_blocks(source: &str, syntax: &SyntaxConfig) -> Result<(), Error> {
     Ok(())
 }
 
-/// The filters that pay; no source can write these names.
+/// Names of the filters that pay; no source can contain these names.
 const BEFORE: &str = "@before";
 const AFTER: &str = "@after";
 const BUILT: &str = "@built";
 
-/// No place in the engine's cache of filters.
+/// Marks a filter that is not in the engine's cache.
 const UNCACHED: u8 = !0;
+
+type Code = Vec<Instruction<'static>>;
+
+fn apply(filter: &'static str, count: u16) -> Instruction<'static> {
+    Instruction::ApplyFilter(filter, Some(count), UNCACHED)
+}
+
+/// `instruction` after a payment for `operation` on its `count` operands, and, if `checked`, before a check of its result.
+fn paid(operation: &'static str, count: u16, instruction: &Instruction<'static>, checked: bool) -> Code {
+    let mut code = vec![Instruction::LoadConst(Value::from(operation)), apply(BEFORE, count + 1)];
+    if count > 1 {
+        code.push(Instruction::UnpackList(usize::from(count)));
+    }
+    code.push(instruction.clone());
+    code.extend(checked.then(|| apply(AFTER, 1)));
+    code
+}
+
+/// `instruction` with a payment if it may cost more than a step.
+fn with_payment(instruction: &Instruction<'static>) -> Code {
+    match instruction {
+        Instruction::EmitRaw(text) => vec![Instruction::LoadConst(Value::from(*text)), Instruction::Emit],
+        Instruction::LoadConst(value) if value.kind() == ValueKind::Iterable => {
+            vec![instruction.clone(), apply(AFTER, 1)]
+        }
+        Instruction::Add => paid("+", 2, instruction, true),
+        Instruction::Mul => paid("*", 2, instruction, true),
+        Instruction::StringConcat => paid("~", 2, instruction, false),
+        Instruction::Eq
+        | Instruction::Ne
+        | Instruction::Lt
+        | Instruction::Lte
+        | Instruction::Gt
+        | Instruction::Gte
+        | Instruction::In
+        | Instruction::CompareAndPreserve(_) => paid("compare", 2, instruction, false),
+        Instruction::GetItem => paid("item", 2, instruction, false),
+        Instruction::Slice => paid("slice", 4, instruction, true),
+        Instruction::SetAttr(_) => paid("set", 2, instruction, false),
+        Instruction::PushLoop(_) | Instruction::UnpackList(_) => paid("take", 1, instruction, false),
+        Instruction::MergeKwargs(count) | Instruction::UnpackLists(count) if *count < usize::from(u16::MAX) => {
+            paid("take", *count as u16, instruction, false)
+        }
+        Instruction::CallMethod(_, Some(count)) => paid("call", *count, instruction, false),
+        Instruction::BuildList(_) | Instruction::BuildTuple(_) | Instruction::BuildMap(_) => {
+            vec![instruction.clone(), apply(BUILT, 1)]
+        }
+        other => vec![other.clone()],
+    }
+}
 
 /// `code` with a payment before each instruction that may cost more than a step.
 fn paying(code: &Instructions<'static>) -> Instructions<'static> {
-    type Code = Vec<Instruction<'static>>;
-    let filter = |name, count| Instruction::ApplyFilter(name, Some(count), UNCACHED);
-    let before = |operation: &'static str, count: u16| -> Code {
-        let mut code = vec![Instruction::LoadConst(Value::from(operation)), filter(BEFORE, count + 1)];
-        if count > 1 {
-            code.push(Instruction::UnpackList(usize::from(count)));
-        }
-        code
-    };
-    let then = |mut code: Code, instruction: &Instruction<'static>, after: Option<&'static str>| {
-        code.push(instruction.clone());
-        code.extend(after.map(|name| filter(name, 1)));
-        code
-    };
-    let replaced = |instruction: &Instruction<'static>| -> Code {
-        match instruction {
-            Instruction::EmitRaw(text) => vec![Instruction::LoadConst(Value::from(*text)), Instruction::Emit],
-            Instruction::LoadConst(value) if value.kind() == ValueKind::Iterable => {
-                then(Vec::new(), instruction, Some(AFTER))
-            }
-            Instruction::Add => then(before("+", 2), instruction, Some(AFTER)),
-            Instruction::Mul => then(before("*", 2), instruction, Some(AFTER)),
-            Instruction::StringConcat => then(before("~", 2), instruction, None),
-            Instruction::Eq
-            | Instruction::Ne
-            | Instruction::Lt
-            | Instruction::Lte
-            | Instruction::Gt
-            | Instruction::Gte
-            | Instruction::In
-            | Instruction::CompareAndPreserve(_) => then(before("compare", 2), instruction, None),
-            Instruction::GetItem => then(before("item", 2), instruction, None),
-            Instruction::Slice => then(before("slice", 4), instruction, Some(AFTER)),
-            Instruction::SetAttr(_) => then(before("set", 2), instruction, None),
-            Instruction::PushLoop(_) | Instruction::UnpackList(_) => then(before("take", 1), instruction, None),
-            Instruction::MergeKwargs(count) | Instruction::UnpackLists(count) if *count < usize::from(u16::MAX) => {
-                then(before("take", *count as u16), instruction, None)
-            }
-            Instruction::CallMethod(_, Some(count)) => then(before("call", *count), instruction, None),
-            Instruction::BuildList(_) | Instruction::BuildTuple(_) | Instruction::BuildMap(_) => {
-                then(Vec::new(), instruction, Some(BUILT))
-            }
-            other => vec![other.clone()],
-        }
-    };
     let mut parts: Vec<(u32, Code)> = Vec::new();
     while let Some(instruction) = code.get(parts.len() as u32) {
-        parts.push((parts.len() as u32, replaced(instruction)));
+        parts.push((parts.len() as u32, with_payment(instruction)));
     }
-    // Where each instruction's part begins, and the end.
+    // The new index of each instruction, and the end.
     let mut starts = vec![0];
     for (_, part) in &parts {
         starts.push(starts[starts.len() - 1] + part.len() as u32);
@@ -262,12 +267,12 @@ pub(super) fn pay(bytes: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// Pays for a look at all that `value` holds; gives how many bytes its text has at most.
-fn look(value: &Value, depth: usize) -> Result<u64, Error> {
+/// Pays for reading all of `value`; returns an upper bound on the bytes of its text.
+fn read(value: &Value, depth: usize) -> Result<u64, Error> {
     pay(NODE)?;
     if let Some(text) = value.as_str() {
         let len = text.len() as u64;
-        // Within others it is quoted and escaped.
+        // Within other values it is quoted and escaped.
         return Ok(if depth == 0 { len } else { 6 * len + 2 });
     }
     if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) {
@@ -279,18 +284,18 @@ fn look(value: &Value, depth: usize) -> Result<u64, Error> {
     let mut text = NODE;
     for item in value.try_iter()? {
         if value.kind() == ValueKind::Map {
-            text = text.saturating_add(look(&value.get_item(&item)?, depth + 1)?);
+            text = text.saturating_add(read(&value.get_item(&item)?, depth + 1)?);
         }
-        text = text.saturating_add(look(&item, depth + 1)?);
+        text = text.saturating_add(read(&item, depth + 1)?);
     }
     Ok(text)
 }
 
-fn look_at_all(values: &[Value]) -> Result<u64, Error> {
-    values.iter().try_fold(0, |sum: u64, value| Ok(sum.saturating_add(look(value, 0)?)))
+fn read_all(values: &[Value]) -> Result<u64, Error> {
+    values.iter().try_fold(0, |sum: u64, value| Ok(sum.saturating_add(read(value, 0)?)))
 }
 
-/// What it costs to go once over `value`, not into what it holds.
+/// Cost of iterating over `value` once, without reading its elements.
 fn size(value: &Value) -> u64 {
     match value.as_str() {
         Some(text) => text.len() as u64,
@@ -302,7 +307,7 @@ fn sizes(values: &[Value]) -> u64 {
     values.iter().map(size).fold(NODE, u64::saturating_add)
 }
 
-/// Whether `value` is or holds a namespace: one that held itself would never be freed.
+/// Whether `value` is or contains a namespace: a namespace that contained itself would never be freed.
 fn holds_namespace(value: &Value) -> bool {
     let is_namespace =
         |value: &Value| value.as_object().is_some_and(|object| object.type_name().ends_with("Namespace"));
@@ -318,7 +323,7 @@ fn holds_namespace(value: &Value) -> bool {
     is_namespace(value) || inner(value)
 }
 
-/// Pays for an operation on `operands`, the last of which names it; gives them back, the last one first.
+/// Pays for an operation on `operands`, the last of which is its name; returns the others in reverse order.
 fn before(operands: Rest<ValueOrKwargs>) -> Result<Value, Error> {
     let operands = operands.into_values();
     let Some((operation, operands)) = operands.split_last() else { return Ok(Value::UNDEFINED) };
@@ -326,18 +331,18 @@ fn before(operands: Rest<ValueOrKwargs>) -> Result<Value, Error> {
     match (operation.as_str().unwrap_or_default(), operands) {
         ("+" | "take" | "slice", operands) => pay(sizes(operands))?,
         ("*", [a, b]) => pay(repeated(a, b).max(repeated(b, a)).saturating_add(NODE))?,
-        ("~" | "compare", operands) => pay(look_at_all(operands)?)?,
+        ("~" | "compare", operands) => pay(read_all(operands)?)?,
         ("item", [base, key]) => {
-            let key = look(key, 0)?;
+            let key = read(key, 0)?;
             pay(key.saturating_add(base.as_str().map_or(0, |text| text.len() as u64)))?;
         }
         ("set", [value, _]) => {
-            pay(look(value, 0)?.min(NODE))?;
+            pay(read(value, 0)?.min(NODE))?;
             if holds_namespace(value) {
                 return Err(too_much("expected a namespace to hold plain values, found a namespace in it".into()));
             }
         }
-        ("call", [_, arguments @ ..]) => pay(look_at_all(arguments)?)?,
+        ("call", [_, arguments @ ..]) => pay(read_all(arguments)?)?,
         _ => {}
     }
     Ok(match operands {
@@ -346,7 +351,7 @@ fn before(operands: Rest<ValueOrKwargs>) -> Result<Value, Error> {
     })
 }
 
-/// What is made one by one when it is asked for, as a list: such values could lie in each other without end.
+/// Evaluates a lazy sequence to a list: lazy sequences could nest without limit.
 fn settle(value: Value) -> Result<Value, Error> {
     if value.kind() != ValueKind::Iterable {
         return Ok(value);
@@ -359,14 +364,14 @@ fn settle(value: Value) -> Result<Value, Error> {
     Ok(items.into())
 }
 
-/// Pays for what was put together, which must not be too deep.
+/// Pays for a new value and checks its depth.
 fn built(value: Value) -> Result<Value, Error> {
     let value = settle(value)?;
-    look(&value, 0)?;
+    read(&value, 0)?;
     Ok(value)
 }
 
-/// All whole numbers among `arguments`, named ones included, added up.
+/// Sum of all integers among `arguments`, keyword arguments included.
 fn numbers(arguments: &[Value]) -> u64 {
     let number = |value: &Value| value.as_i64().map_or(0, i64::unsigned_abs);
     let named = |value: &Value| {
@@ -376,7 +381,7 @@ fn numbers(arguments: &[Value]) -> u64 {
     arguments.iter().map(|value| number(value).saturating_add(named(value).unwrap_or(0))).fold(0, u64::saturating_add)
 }
 
-/// The widths and precisions that a format asks for.
+/// Sum of the widths and precisions of a format.
 fn widths(format: &Value, arguments: &[Value]) -> u64 {
     let text = format.as_str().unwrap_or_default();
     let written = text.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
@@ -386,7 +391,7 @@ fn widths(format: &Value, arguments: &[Value]) -> u64 {
     written.saturating_add(taken)
 }
 
-/// Pays for a filter or a method, by its name, of `arguments`: the first is what it is applied to.
+/// Pays for applying the filter or method `name` to `arguments`, the first of which is its subject.
 fn pay_for(name: &str, arguments: &[Value]) -> Result<(), Error> {
     let Some((subject, others)) = arguments.split_first() else { return Ok(()) };
     match name {
@@ -396,8 +401,8 @@ fn pay_for(name: &str, arguments: &[Value]) -> Result<(), Error> {
         | "lstrip" | "rstrip" | "trim" => return pay(sizes(arguments)),
         _ => {}
     }
-    let text = look_at_all(arguments)?;
-    let of = |value: &Value| look(value, 0);
+    let text = read_all(arguments)?;
+    let of = |value: &Value| read(value, 0);
     let count = |value: &Value| value.as_str().map_or(value.len().unwrap_or(0), str::len) as u64;
     let cost = match name {
         "batch" | "slice" => numbers(others).saturating_mul(NODE).saturating_add(sizes(arguments)),
@@ -422,18 +427,18 @@ fn pay_for(name: &str, arguments: &[Value]) -> Result<(), Error> {
         }
         "sort" | "dictsort" | "unique" | "groupby" | "min" | "max" | "sum" => text.saturating_mul(16),
         "split" | "lines" | "splitlines" => text.saturating_mul(NODE),
-        // Letters and escapes that take more bytes than what they stand for.
+        // Letters and escapes may take more bytes than the original.
         _ => text.saturating_mul(6),
     };
     pay(cost)
 }
 
-/// Whether what comes of a filter may lie one deeper than what went in.
+/// Whether the result of a filter may be nested one level deeper than its input.
 fn deepens(name: &str) -> bool {
     ["batch", "slice", "groupby", "zip", "items", "dictsort", "map"].contains(&name)
 }
 
-/// An environment whose filters, tests, functions and methods all pay; the caller adds to it by [`add_filter`] and
+/// Creates an environment whose filters, tests, functions and methods all pay; the caller extends it with [`add_filter`] and
 /// [`add_function`].
 pub(super) fn environment(syntax: &SyntaxConfig, steps: u64) -> Environment<'static> {
     let mut environment = Environment::empty();
@@ -441,7 +446,7 @@ pub(super) fn environment(syntax: &SyntaxConfig, steps: u64) -> Environment<'sta
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_fuel(Some(steps));
     environment.set_formatter(|out, state, value| {
-        let text = look(value, 0)?;
+        let text = read(value, 0)?;
         let escaped = !matches!(state.auto_escape(), AutoEscape::None);
         pay(if escaped { text.saturating_mul(6) } else { text })?;
         minijinja::escape_formatter(out, state, value)
@@ -454,9 +459,19 @@ pub(super) fn environment(syntax: &SyntaxConfig, steps: u64) -> Environment<'sta
     environment.add_filter(BEFORE, before);
     environment.add_filter(AFTER, settle);
     environment.add_filter(BUILT, built);
+    add_filters(&mut environment);
+    add_tests(&mut environment);
+    environment.add_function("range", functions::range);
+    add_function(&mut environment, "dict", Value::from_function(functions::dict));
+    add_function(&mut environment, "namespace", Value::from_function(functions::namespace));
+    environment
+}
+
+/// Adds Jinja's filters.
+fn add_filters(environment: &mut Environment<'static>) {
     macro_rules! filters {
         ($($name:literal: $filter:expr,)*) => {
-            $(add_filter(&mut environment, $name, Value::from_function($filter));)*
+            $(add_filter(environment, $name, Value::from_function($filter));)*
         };
     }
     filters! {
@@ -474,9 +489,13 @@ pub(super) fn environment(syntax: &SyntaxConfig, steps: u64) -> Environment<'sta
         "groupby": filters::groupby, "unique": filters::unique, "chain": filters::chain, "zip": filters::zip,
         "pprint": filters::pprint, "format": filters::format,
     }
+}
+
+/// Adds Jinja's tests.
+fn add_tests(environment: &mut Environment<'static>) {
     macro_rules! tests {
         ($($name:literal: $test:expr,)*) => {
-            $(add_test(&mut environment, $name, Value::from_function($test));)*
+            $(add_test(environment, $name, Value::from_function($test));)*
         };
     }
     tests! {
@@ -492,14 +511,10 @@ pub(super) fn environment(syntax: &SyntaxConfig, steps: u64) -> Environment<'sta
         "ge": tests::is_ge, ">=": tests::is_ge, "in": tests::is_in, "true": tests::is_true, "false": tests::is_false,
         "filter": tests::is_filter, "test": tests::is_test,
     }
-    // In Python whatever has a length and an index is a sequence.
+    // In Python, everything with a length and an index is a sequence.
     environment.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Undefined)
     });
-    environment.add_function("range", functions::range);
-    add_function(&mut environment, "dict", Value::from_function(functions::dict));
-    add_function(&mut environment, "namespace", Value::from_function(functions::namespace));
-    environment
 }
 
 /// Adds a filter that pays.
@@ -518,17 +533,17 @@ fn add_test(environment: &mut Environment<'static>, name: &'static str, test: Va
     environment.add_test(name, move |state: &mut State<'_, '_>, arguments: Rest<ValueOrKwargs>| {
         let arguments = arguments.into_values();
         if !by_kind {
-            pay(look_at_all(&arguments)?)?;
+            pay(read_all(&arguments)?)?;
         }
         Ok::<bool, Error>(test.call(state, &arguments)?.is_true())
     });
 }
 
-/// Adds a function that pays for a look at its arguments and at what it gives.
+/// Adds a function that pays for reading its arguments and its result.
 pub(super) fn add_function(environment: &mut Environment<'static>, name: &'static str, function: Value) {
     environment.add_function(name, move |state: &mut State<'_, '_>, arguments: Rest<ValueOrKwargs>| {
         let arguments = arguments.into_values();
-        pay(look_at_all(&arguments)?)?;
+        pay(read_all(&arguments)?)?;
         built(function.call(state, &arguments)?)
     });
 }

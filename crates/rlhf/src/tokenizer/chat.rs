@@ -1,4 +1,4 @@
-//! Chat templates: a list of messages becomes a text, as transformers' `apply_chat_template` renders it.
+//! Chat templates: render a list of messages as a text, as transformers' `apply_chat_template` does.
 
 use super::bounds::{self, Program, SYNTAX, pay};
 use crate::{Error, Result};
@@ -11,10 +11,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
-/// The most steps of a template for one text, far above any real one: a hostile template ends in a second.
+/// Maximum steps of a template for one text, far more than any real template needs; a hostile template ends within a second.
 const FUEL: u64 = 10_000_000;
 
-/// A template that was compiled, or why it could not be: only who has messages needs to know.
+/// A compiled template, or the error of compiling it, which is reported only when messages are rendered.
 #[derive(Debug, Clone)]
 pub(super) struct ChatTemplate {
     file: PathBuf,
@@ -23,28 +23,28 @@ pub(super) struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Compiles `source`, which stands in `file`.
+    /// Compiles `source`, which comes from `file`.
     pub(super) fn new(file: PathBuf, source: &str) -> Self {
         let compiled = Program::compile(marked_blocks(&unix_lines(source)), &SYNTAX);
         Self { file, source: source.to_string(), compiled: compiled.map(Arc::new).map_err(|e| explain(&e)) }
     }
 
-    /// Whether it has the same text as another.
+    /// Whether the two templates have the same source.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         self.source == other.source
     }
 
-    /// Whether it marks by `{% generation %}` what the assistant says.
+    /// Whether it marks the assistant's text with `{% generation %}`.
     pub(super) fn has_marks(&self) -> bool {
         marked_blocks(&self.source) != self.source
     }
 
-    /// Where it stands.
+    /// The file that contains it.
     pub(super) fn file(&self) -> &Path {
         &self.file
     }
 
-    /// The text of `messages`; `variables` are those of the template beside them.
+    /// Renders `messages`; `variables` are further variables of the template.
     pub(super) fn render(
         &self,
         messages: &[Value],
@@ -54,16 +54,16 @@ impl ChatTemplate {
         self.render_with(messages, add_generation_prompt, variables, "")
     }
 
-    /// As [`ChatTemplate::render`], with the places in the text that stand in its `{% generation %}` blocks.
+    /// As [`ChatTemplate::render`], with the byte ranges of the text in `{% generation %}` blocks.
     pub(super) fn render_marked(
         &self,
         messages: &[Value],
         variables: impl IntoIterator<Item = (String, Value)>,
     ) -> Result<(String, Vec<Range<usize>>)> {
-        // A mark that stands in no message.
-        let said = Value::from(messages).to_string();
+        // A mark that occurs in no message.
+        let content = Value::from(messages).to_string();
         let mark =
-            (0..).map(|n| format!("\u{1}{n}\u{2}")).find(|mark| !said.contains(mark.as_str())).unwrap_or_default();
+            (0..).map(|n| format!("\u{1}{n}\u{2}")).find(|mark| !content.contains(mark.as_str())).unwrap_or_default();
         let marked = self.render_with(messages, false, variables, &mark)?;
         let (mut text, mut spans) = (String::new(), Vec::new());
         for (at, part) in marked.split(mark.as_str()).enumerate() {
@@ -94,7 +94,7 @@ impl ChatTemplate {
         context.extend(variables);
         let input = context.values().map(text_bytes).sum();
         let context = Item::from(Serde(&context));
-        // The row may be at fault as well as the template, so who knows the row adds its place.
+        // The row may be at fault as well as the template, so the caller adds the row's place.
         program
             .render(&ENVIRONMENT, context, input, || MARK.set(Some(mark.to_string())))
             .map_err(|e| Error::Run(format!("{}: {}", self.file.display(), explain(&e))))
@@ -102,7 +102,7 @@ impl ChatTemplate {
 }
 
 thread_local! {
-    /// Put around what the assistant says by the rendering on this thread.
+    /// The mark that the rendering on this thread puts around the assistant's text.
     static MARK: Cell<Option<String>> = const { Cell::new(None) };
 }
 
@@ -116,7 +116,7 @@ fn text_bytes(value: &Value) -> usize {
     }
 }
 
-/// What transformers gives to its templates, with Python's methods on strings and dictionaries.
+/// The environment that transformers gives to its templates, with Python's methods on strings and dictionaries.
 static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
     let mut environment = bounds::environment(&SYNTAX, FUEL);
     let to_json = Item::from_function(|value: &Item, options: Kwargs| to_json(value, &options));
@@ -138,7 +138,7 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
     environment
 });
 
-/// One line of what is wrong, with the template's line.
+/// The error in one line, with the template's line number.
 fn explain(error: &minijinja::Error) -> String {
     let message = match (error.kind(), error.detail()) {
         (ErrorKind::OutOfFuel, _) => format!("does not end within {FUEL} steps"),
@@ -153,15 +153,16 @@ fn explain(error: &minijinja::Error) -> String {
     }
 }
 
-/// `text` with line ends as Jinja has them, whatever wrote the file.
+/// `text` with Jinja's line ends, independent of the system that wrote the file.
 fn unix_lines(text: &str) -> String {
     text.replace("\r\n", "\n").replace('\r', "\n")
 }
 
-/// The filter that marks what the assistant says.
+/// The filter that marks the assistant's text.
 const MARKED: &str = "assistant_text";
 
-/// `source` with `{% generation %}`, which marks what the assistant says, as a filter of a block with variables of its own.
+/// `source` with each `{% generation %}` block, which marks the assistant's text, replaced by a filter of a block with its own
+/// scope.
 fn marked_blocks(source: &str) -> String {
     let mut parts = source.split("{%");
     let mut marked = parts.next().unwrap_or_default().to_string();
@@ -180,8 +181,8 @@ fn marked_blocks(source: &str) -> String {
     marked
 }
 
-/// A message as templates expect it: without what is null, its parts joined to one text, its reasoning under each of
-/// the names that templates look for.
+/// A message as templates expect it: without null fields, its parts joined to one text, its reasoning under each of
+/// the names that templates use.
 fn tidy(message: &Value) -> Result<Value> {
     let wrong = |what: &str| Error::Run(format!("{what}, found {message}"));
     let fields = message.as_object().ok_or_else(|| wrong("expected a message with `role` and `content`"))?;
@@ -207,12 +208,12 @@ fn tidy(message: &Value) -> Result<Value> {
     Ok(tidy.into())
 }
 
-/// The message of a user who says `text`.
+/// A user's message with the content `text`.
 pub(crate) fn user_message(text: &str) -> Value {
     json!({"role": "user", "content": text})
 }
 
-/// The filter `tojson` as transformers defines it: Python's `json.dumps`, nothing escaped for HTML.
+/// The filter `tojson` as transformers defines it: Python's `json.dumps`, without HTML escapes.
 fn to_json(value: &Item, options: &Kwargs) -> Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     let ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
@@ -236,7 +237,7 @@ fn to_json(value: &Item, options: &Kwargs) -> Result<String, minijinja::Error> {
 
 /// Python's `json.dumps`.
 struct Dumps<'a> {
-    /// What stands between two items, and between key and value.
+    /// Separators between two items, and between key and value.
     item: &'a str,
     key: &'a str,
     indent: Option<usize>,

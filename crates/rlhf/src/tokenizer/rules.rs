@@ -1,5 +1,5 @@
-//! What the rules of a `tokenizer.json` may cost. Normalizers, decoders and post-processors can be chained so that each
-//! multiplies its text, and the library that applies them panics at some that are not sound.
+//! Resource limits of the rules in a `tokenizer.json`. Normalizers, decoders and post-processors can be chained so that each
+//! multiplies its text, and the library that applies them panics on some invalid ones.
 
 use crate::{Error, Result};
 use serde::Deserialize;
@@ -9,23 +9,23 @@ use std::io::BufReader;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-/// The most bytes that a text may become within the rules.
+/// Maximum bytes to which the rules may expand a text.
 const MAX_BYTES: f64 = 64.0 * 1024.0 * 1024.0;
 
-/// How deep rules may lie in each other.
+/// Maximum nesting depth of rules.
 const MAX_DEPTH: usize = 16;
 
-/// Below this, rules of real tokenizers: their decoded texts are not measured beforehand.
+/// Bound up to which rules are those of real tokenizers, whose decoded texts are not measured beforehand.
 const ORDINARY: f64 = 64.0;
 
-/// How much longer a text may get within the rules of one tokenizer.
+/// Bounds on how much the rules of one tokenizer can expand a text.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Growth {
     encode: Bound,
     decode: Bound,
 }
 
-/// At most `times` the bytes, and `more`.
+/// A bound on the bytes of a text: `times` its bytes, plus `more`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Bound {
     times: f64,
@@ -54,10 +54,10 @@ struct Parts {
 }
 
 impl Growth {
-    /// Of the rules in the `tokenizer.json` at `path`.
+    /// Reads the bounds of the rules in the `tokenizer.json` at `path`.
     ///
     /// # Errors
-    /// If they are not sound, or lie too deep in each other.
+    /// If the rules are invalid or nested too deep.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(Error::io("read", path))?;
         let parts: Parts = serde_json::from_reader(BufReader::new(file))
@@ -73,13 +73,13 @@ impl Growth {
         Ok(Self { encode, decode })
     }
 
-    /// Refuses to encode a text of `bytes` that would become too long.
+    /// Fails if a text of `bytes` could become too long when encoded.
     pub(super) fn check_encode(self, bytes: usize) -> Result<(), String> {
         check(self.encode, bytes)
     }
 
-    /// Refuses to decode tokens that would become too long; `bytes` tells those of all of them, and is asked only where the
-    /// rules are out of the ordinary.
+    /// Fails if tokens could become too long when decoded. `bytes` returns the bytes of all of them; it is called only if the
+    /// rules exceed [`ORDINARY`].
     pub(super) fn check_decode(self, bytes: impl FnOnce() -> usize) -> Result<(), String> {
         let ordinary = self.decode.times <= ORDINARY && self.decode.more <= ORDINARY;
         if ordinary { Ok(()) } else { check(self.decode, bytes()) }
@@ -88,7 +88,7 @@ impl Growth {
 
 fn check(bound: Bound, bytes: usize) -> Result<(), String> {
     let found = bound.of(bytes);
-    // A text that is long itself is the user's own.
+    // A long input is the user's choice.
     if found <= MAX_BYTES.max(4.0 * bytes as f64) {
         return Ok(());
     }
@@ -98,7 +98,7 @@ fn check(bound: Bound, bytes: usize) -> Result<(), String> {
     ))
 }
 
-/// Adds what `rules` may do to a text.
+/// Applies the growth of `rules` to `bound`.
 fn grow(bound: &mut Bound, rules: &Value, depth: usize) -> Result<(), String> {
     let Some(rule) = rules.as_object() else { return Ok(()) };
     if depth > MAX_DEPTH {
@@ -118,10 +118,10 @@ fn grow(bound: &mut Bound, rules: &Value, depth: usize) -> Result<(), String> {
         times = longest_entry(charsmap).ok_or("`precompiled_charsmap`: expected a table of characters, found none")?;
     }
     match text("type") {
-        // A byte becomes a character of up to two.
+        // Each byte becomes a character of up to two bytes.
         Some("ByteLevel") => times = 2.0,
         Some("Prepend") => bound.more += text("prepend").map_or(0, str::len) as f64,
-        // How often a template repeats its text.
+        // Number of times that a template repeats its text.
         Some("TemplateProcessing") => {
             let single = rule.get("single").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
             times = single.iter().filter(|piece| piece.get("Sequence").is_some()).count() as f64;
@@ -138,8 +138,8 @@ fn grow(bound: &mut Bound, rules: &Value, depth: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// The bytes of the longest replacement in a SentencePiece table: the size of a trie, the trie, and replacements that each
-/// end in a zero; `None` where it is no such table.
+/// Bytes of the longest replacement in a SentencePiece table: the size of a trie, the trie, and replacements that each
+/// end in a zero; `None` if it is not such a table.
 fn longest_entry(base64: &str) -> Option<f64> {
     let (mut bytes, mut bits, mut count) = (Vec::with_capacity(base64.len() / 4 * 3), 0u32, 0);
     for c in base64.trim_end_matches('=').bytes() {
@@ -162,7 +162,7 @@ fn longest_entry(base64: &str) -> Option<f64> {
     replacements.split(|byte| *byte == 0).map(<[u8]>::len).max().map(|longest| longest as f64)
 }
 
-/// Calls the library; one that panics at a rule says so in its result.
+/// Calls the tokenizer library; a panic becomes an error.
 pub(super) fn guarded<T, E: std::fmt::Display>(call: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     let message = match catch_unwind(AssertUnwindSafe(call)) {
         Ok(done) => return done.map_err(|e| e.to_string()),
