@@ -53,7 +53,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let models = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
         let scores = scored.to_scores(learner.policy.device());
         let experience = experience(models, &tokens, &responses, scores, &rollout)?;
-        let targets = learner.targets(&experience, config.kl_coef, &shaping);
+        let targets = learner.targets(&experience, config.kl.kl_coef, &shaping);
 
         let orders = config.mini_batch_orders(update, plan.batch_size);
         let rates = config.learning_rates(update, plan.num_total_batches);

@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     config.response_length = 24;
     config.stop_token = Some(StopToken::Eos);
     config.learning_rate = 1e-4;
-    config.kl_coef = 0.3;
+    config.kl.kl_coef = 0.3;
     config.optimizer.max_grad_norm = Some(1.0);
 
     // The classifier has a tokenizer of its own: it reads the text of prompt and answer. Its logit for POSITIVE is the score.

@@ -1,6 +1,6 @@
 //! Where models live and compute: the processor, or a GPU whose libraries are loaded only when they are asked for.
 
-use crate::flag::Setting;
+use crate::flag::{Setting, expect};
 use crate::{Error, Result};
 use std::fmt;
 use std::io::Write;
@@ -60,6 +60,15 @@ impl Setting for Device {
     fn read(text: &str) -> Option<Self> {
         Self::parse(text)
     }
+}
+
+/// Refuses a number of threads that the machine does not have processors for.
+pub(crate) fn check_threads(threads: Option<usize>) -> Result<()> {
+    let Some(threads) = threads else { return Ok(()) };
+    // libtorch's threads wait by spinning: with more of them than processors a run all but stands still.
+    let most = std::thread::available_parallelism().map_or(1, usize::from);
+    let expected = format!("1 to {most}, the processors there are");
+    expect((1..=most).contains(&threads), "num_threads", threads, &expected)
 }
 
 /// The memory that there is for a program on `device`, in bytes: the machine's, or the container's where that is less; unknown

@@ -1,5 +1,9 @@
 //! Generation with a key-value cache: samples responses to ragged prompts. A response that stops leaves the batch.
 
+pub(crate) mod settings;
+
+pub use settings::{LogprobsOf, SamplingConfig, StopToken};
+
 use crate::model::{CausalLm, KvCache, TokenSet, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;

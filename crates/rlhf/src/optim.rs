@@ -2,9 +2,11 @@
 
 pub mod loss_scale;
 pub(crate) mod micro_batch;
+pub(crate) mod settings;
+
+pub use settings::{LrSchedulerType, OptimizerConfig};
 
 use crate::model::Param;
-use crate::settings::{LrSchedulerType, OptimizerConfig, PpoConfig};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
 use std::path::Path;
@@ -250,36 +252,21 @@ pub fn learning_rate(peak: f64, config: &OptimizerConfig, update: usize, num_upd
     end + (peak - end) * left
 }
 
-/// The learning rates of one update of PPO.
+/// Learning rates of one PPO update.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LearningRates {
-    /// That of the policy; none while only the value model learns.
+    /// The policy's; `None` while only the value model is trained.
     pub policy: Option<f64>,
-    /// That of the value model.
+    /// The value model's.
     pub value: f64,
-}
-
-impl LearningRates {
-    /// Those of update `update` (from 0) of `num_updates`: the policy's schedule covers the updates in which it learns.
-    pub fn at(config: &PpoConfig, update: usize, num_updates: usize) -> Self {
-        let frozen = config.value.value_warmup_updates;
-        let of_policy =
-            |update| learning_rate(config.learning_rate, &config.optimizer, update, num_updates.saturating_sub(frozen));
-        let (peak, optimizer) = config.value_optimizer();
-        Self {
-            policy: update.checked_sub(frozen).map(of_policy),
-            value: learning_rate(peak, &optimizer, update, num_updates),
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::settings::SftConfig;
 
     fn config() -> OptimizerConfig {
-        SftConfig::new("m", "d", "o").optimizer
+        crate::flag::defaults()
     }
 
     fn param(values: &[f32], decay: bool) -> Param {
@@ -414,16 +401,5 @@ mod tests {
         // Without an end transformers takes 1e-7.
         let usual = OptimizerConfig { lr_end: None, power: 1.0, warmup_ratio: 0.0, ..polynomial };
         assert!((learning_rate(3e-6, &usual, 2, 4) - (1e-7 + 2.9e-6 / 2.0)).abs() < 1e-18);
-    }
-
-    #[test]
-    fn while_the_policy_is_frozen_it_has_no_rate_and_its_schedule_waits() {
-        let mut config = PpoConfig::new("policy", "judge", "prompts.jsonl", "out");
-        config.learning_rate = 1.0;
-        config.value.value_learning_rate = Some(4.0);
-        config.value.value_warmup_updates = 2;
-        let rates: Vec<_> = (0..4).map(|update| LearningRates::at(&config, update, 4)).collect();
-        assert_eq!(rates.iter().map(|r| r.policy).collect::<Vec<_>>(), [None, None, Some(1.0), Some(0.5)]);
-        assert_eq!(rates.iter().map(|r| r.value).collect::<Vec<_>>(), [4.0, 3.0, 2.0, 1.0]);
     }
 }

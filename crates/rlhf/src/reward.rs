@@ -4,20 +4,20 @@ mod command;
 mod http;
 mod model;
 mod rules;
+pub(crate) mod settings;
 mod spec;
 
 pub use command::CommandReward;
 pub use http::{HttpReward, HttpSettings};
-pub(crate) use http::{LEFT_OUT, address};
 pub use model::RewardModel;
 pub use rules::Rule;
-pub(crate) use spec::{Spec, resolve, specs};
+pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
+pub(crate) use spec::{RewardSources, Spec, resolve, specs};
 
 use crate::data::Prompt;
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
 use crate::run::report::{pause, stopped};
-use crate::settings::LegacyConfig;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -238,7 +238,7 @@ pub struct ScoreScaling {
 
 impl ScoreScaling {
     /// As `use_score_scaling`, `use_score_norm` and `score_clip` say, before any score.
-    pub fn new(config: &LegacyConfig) -> Self {
+    pub fn new(config: &ScoreScalingConfig) -> Self {
         let (scales, centres, clip) = (config.use_score_scaling, config.use_score_norm, config.score_clip);
         Self { scales, centres, clip, moments: Moments::default() }
     }

@@ -12,6 +12,7 @@ pub mod learner;
 pub mod loss;
 pub mod math;
 pub mod rollout;
+pub(crate) mod settings;
 pub mod shaping;
 pub mod stats;
 pub mod unsupervised;

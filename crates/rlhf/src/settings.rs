@@ -9,33 +9,43 @@ mod resolve;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use clap::builder::PossibleValue;
 use clap::{ArgAction, Args, ValueEnum};
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::data::Columns;
-use crate::device::Device;
+pub use crate::data::settings::{DataConfig, DataSplit, LongPrompts, PromptLengthConfig, Stage};
+use crate::device::{Device, check_threads};
 pub use crate::flag::ByteSize;
 use crate::flag::{
-    BATCHES, CHECKPOINTS, DATA, EVALUATION, LORA, LOSS, MODELS, NONE, OPTIMIZER, PPO, REWARDS, RUN, Refusals, SAMPLING,
-    Setting, above_zero, all, at_least_one, defaults, defaults_with, expect, no_effect, optional, required, usage,
-    zero_or_more, zero_to_one,
+    BATCHES, CHECKPOINTS, DATA, EVALUATION, LORA, LOSS, MODELS, NONE, OPTIMIZER, PPO, RUN, Refusals, SAMPLING, Setting,
+    above_zero, all, at_least_one, defaults, defaults_with, expect, no_effect, optional, required, usage, zero_or_more,
+    zero_to_one,
 };
+pub use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 use crate::generate::{GenerationConfig, Sampling};
-use crate::model::{ClassifierFormat, Dtype, LoraConfig};
-use crate::reward::{LEFT_OUT, Spec, address};
+pub use crate::model::PeftConfig;
+use crate::model::{ClassifierFormat, Dtype, LoraConfig, MOST_RANK, ModelOptions};
+pub use crate::optim::loss_scale::{Fp16Config, LossScaleConfig};
+use crate::optim::settings::check_learning;
+pub use crate::optim::settings::{LrSchedulerType, OptimizerConfig};
+use crate::reward::{RewardSources, Rewards, Spec, resolve};
+pub use crate::reward::{RewardSourcesConfig, ScoreScalingConfig};
+pub use crate::rl::ema::EmaConfig;
+pub use crate::rl::kl::KlConfig;
 use crate::rl::learner::EpochPlan;
 use crate::rl::math::{KlEstimator, PolicyClip, ScorePosition};
+pub use crate::rl::settings::{EosInLoss, LossConfig, MaskConfig, WhitenAdvantages};
+pub use crate::rl::unsupervised::UnsupervisedConfig;
+pub use crate::run::resolved::write_resolved;
+pub(crate) use crate::run::settings::EVAL_SCORES;
+use crate::run::settings::resume_or_false;
+pub use crate::run::settings::{
+    CheckpointConfig, EvalConfig, ReportTo, Resume, RunConfig, TensorboardTags, WatchConfig,
+};
+use crate::tokenizer::Tokenizer;
 use crate::weights::brief;
-use crate::{Error, Result};
-
-/// What the shares of a dataset are drawn by, if nothing else is said: another than a run's own seed, so that runs of any seeds
-/// have shares without a row in common.
-const SPLIT_SEED: u64 = 42;
-
-/// The split that is evaluated on if there is one and no other is named.
-pub(crate) const TEST: &str = "test";
+use crate::{Error, Result, hub};
 
 /// What `rlhf ppo` does.
 ///
@@ -83,7 +93,7 @@ pub struct PpoConfig {
     /// Rewards beside, or in place of, the reward model.
     #[command(flatten)]
     #[serde(flatten)]
-    pub rewards: RewardsConfig,
+    pub rewards: RewardSourcesConfig,
 
     /// Where prompts come from.
     #[command(flatten)]
@@ -162,12 +172,6 @@ pub struct PpoConfig {
     /// Where the score lands: one slot after the stop token, or on the answer's last token.
     #[arg(long, help_heading = PPO, value_enum, default_value = "after_stop")]
     pub score_position: ScorePosition,
-    /// Weight of the KL penalty per token.
-    #[arg(long, alias = "init_kl_coef", help_heading = PPO, default_value_t = 0.05)]
-    pub kl_coef: f64,
-    /// How the KL is estimated from each sampled token, or measured over the whole vocabulary (`full`).
-    #[arg(long, alias = "kl_penalty", help_heading = PPO, value_enum, default_value = "k1")]
-    pub kl_estimator: KlEstimator,
     /// How the KL's weight moves, and where the KL goes.
     #[command(flatten)]
     #[serde(flatten)]
@@ -196,11 +200,14 @@ pub struct PpoConfig {
     /// Further terms and limits of the policy's steps.
     #[command(flatten)]
     #[serde(flatten)]
-    pub step: StepConfig,
-    /// Which answers, and which of their tokens, count.
+    pub loss: LossConfig,
+    /// Clip an answer's whole score, scores of its tokens included, to plus or minus this where it becomes a reward.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub clip_reward_value: std::option::Option<f64>,
+    /// The responses and tokens that are trained on.
     #[command(flatten)]
     #[serde(flatten)]
-    pub counts: CountsConfig,
+    pub mask: MaskConfig,
     /// A text's likelihood as a further loss of the policy.
     #[command(flatten)]
     #[serde(flatten)]
@@ -213,6 +220,10 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub legacy: LegacyConfig,
+    /// Scaling of the scores that are trained on.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub score_scaling: ScoreScalingConfig,
 
     /// Low-rank adapters in place of all weights.
     #[command(flatten)]
@@ -559,7 +570,7 @@ pub struct ScoreConfig {
     /// Rewards beside, or in place of, the reward model.
     #[command(flatten)]
     #[serde(flatten)]
-    pub rewards: RewardsConfig,
+    pub rewards: RewardSourcesConfig,
     /// Where rows come from and go to.
     #[command(flatten)]
     #[serde(flatten)]
@@ -602,164 +613,6 @@ pub struct RowsConfig {
     pub num_threads: std::option::Option<usize>,
 }
 
-/// What scores the answers beside, or in place of, the reward model; the score is the sum.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct RewardsConfig {
-    /// A reward, as KIND:ARGUMENT or NAME=KIND:ARGUMENT; the flag several times for several. Kinds: length:target=40,
-    /// regex:EXPRESSION, words:FILE, json, exact:COLUMN, numeric:COLUMN, bleu:COLUMN, rouge_l:COLUMN, repetition:n=3,
-    /// model:FOLDER, command:LINE, url:ADDRESS.
-    #[arg(long, help_heading = REWARDS)]
-    #[serde(serialize_with = "rewards_without_queries")]
-    pub reward: Vec<String>,
-    /// Command line of a program that scores answers: JSON lines in, JSON lines out.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
-    pub reward_command: std::option::Option<String>,
-    /// Address of a service that scores answers; RLHF_REWARD_TOKEN in the environment is its token.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
-    #[serde(serialize_with = "address_without_query")]
-    pub reward_url: std::option::Option<String>,
-    /// Weights in the sum, as NAME=X with commas between them, or X for all [default: 1].
-    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
-    pub reward_weights: Vec<String>,
-    /// Divide a reward's scores by their running standard deviation, NAME=std, less their running mean before that,
-    /// NAME=mean_std.
-    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
-    pub reward_normalize: Vec<String>,
-    /// Multiply a reward's scores, after that, as NAME=X.
-    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
-    pub reward_scale: Vec<String>,
-    /// Clip a reward's scores to plus or minus this, after that and before they are weighted, as NAME=X.
-    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
-    pub reward_clip: Vec<String>,
-    /// Column of the dataset that a service gets as `labels`.
-    #[arg(long, help_heading = REWARDS, default_value = "label")]
-    pub reward_label_column: String,
-    /// Answers in one request to a service.
-    #[arg(long, help_heading = REWARDS, default_value_t = 32)]
-    pub reward_batch_size: usize,
-    /// Requests to a service at a time.
-    #[arg(long, help_heading = REWARDS, default_value_t = 4)]
-    pub reward_concurrency: usize,
-    /// Seconds to wait for the next score of a program, or for a service.
-    #[arg(long, help_heading = REWARDS, default_value_t = 120.0)]
-    pub reward_timeout: f64,
-    /// How often a program that fails is started again, and a service asked again, before the run ends.
-    #[arg(long, help_heading = REWARDS, default_value_t = 3)]
-    pub reward_retries: usize,
-}
-
-/// Where a training run takes its rows from, and which of them it keeps for evaluation.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct DataConfig {
-    /// JSONL, JSON, CSV or Parquet file of rows, a folder with files per split, or a dataset's name on the hub; or several.
-    #[arg(long, alias = "query_dataset", help_heading = DATA, required = true, num_args = 1.., action = ArgAction::Set)]
-    #[serde(serialize_with = "one_or_list")]
-    pub dataset_name: Vec<PathBuf>,
-    /// How often several datasets are drawn from, a number for each [default: every row as often as every other].
-    #[arg(long, help_heading = DATA, num_args = 1.., value_delimiter = ',', action = ArgAction::Set)]
-    pub dataset_weights: Vec<f64>,
-    /// Folder of the dataset to take, where several have the split.
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
-    pub dataset_config: std::option::Option<String>,
-    /// Columns to read as other fields, as FIELD=COLUMN with commas between them, such as prompt=question; FIELD=none leaves
-    /// a field out.
-    #[arg(long, help_heading = DATA, value_delimiter = ',')]
-    pub dataset_columns: Vec<String>,
-    /// Split of the dataset to train on.
-    #[arg(long, help_heading = DATA, default_value = "train")]
-    pub dataset_train_split: String,
-    /// Split of the dataset to evaluate on; in PPO the sample tables answer its prompts.
-    #[arg(long, help_heading = DATA, default_value = TEST)]
-    pub dataset_test_split: String,
-    /// Without a split to evaluate on, keep so many rows for it, or this share of them if below 1.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<f64>)]
-    pub eval_split_size: std::option::Option<f64>,
-    /// Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4, that have no row in
-    /// common.
-    #[arg(long, help_heading = DATA, default_value = NONE, value_name = DataSplit::NAME, value_parser = optional::<DataSplit>)]
-    pub data_split: std::option::Option<DataSplit>,
-    /// Decides which rows are in which share; must be the same for all three.
-    #[arg(long, help_heading = DATA, default_value_t = SPLIT_SEED)]
-    pub data_split_seed: u64,
-}
-
-/// The parts of a dataset that SFT, the reward model and PPO train on.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DataSplit {
-    parts: [f64; 3],
-}
-
-impl DataSplit {
-    /// The places of `step`'s share among `rows` rows in a random order: the shares lie one behind another, and hold them all.
-    pub fn share(&self, step: Step, rows: usize) -> std::ops::Range<usize> {
-        let all: f64 = self.parts.iter().sum();
-        let end = |parts: &[f64]| (rows as f64 * (parts.iter().sum::<f64>() / all)).round() as usize;
-        let at = step as usize;
-        end(&self.parts[..at])..end(&self.parts[..=at])
-    }
-}
-
-impl std::str::FromStr for DataSplit {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parts: Option<Vec<f64>> = text.split(',').map(|part| part.trim().parse().ok()).collect();
-        let parts: Option<[f64; 3]> = parts.and_then(|parts| parts.try_into().ok());
-        let sound = |parts: &[f64; 3]| {
-            let all: f64 = parts.iter().sum();
-            parts.iter().all(|&part| part >= 0.0) && all > 0.0 && all.is_finite()
-        };
-        parts.filter(sound).map(|parts| Self { parts }).ok_or_else(|| format!("expected {}", Self::EXPECTED))
-    }
-}
-
-impl Display for DataSplit {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let [sft, reward, ppo] = self.parts;
-        write!(f, "{sft},{reward},{ppo}")
-    }
-}
-
-impl Serialize for DataSplit {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-/// One of the three trainings, in their order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum Step {
-    /// Supervised fine-tuning.
-    Sft,
-    /// The reward model.
-    Reward,
-    /// PPO.
-    Ppo,
-}
-
-impl Step {
-    /// All three.
-    pub const ALL: [Self; 3] = [Self::Sft, Self::Reward, Self::Ppo];
-
-    /// The command that does it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Sft => "sft",
-            Self::Reward => "reward",
-            Self::Ppo => "ppo",
-        }
-    }
-}
-
-impl Display for Step {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
 /// What `rlhf pipeline` does, beside what each of its steps does.
 #[derive(Debug, Clone, PartialEq, Args)]
 #[command(rename_all = "snake_case")]
@@ -772,7 +625,7 @@ pub struct PipelineFlags {
     pub overwrite_output_dir: bool,
     /// Steps to leave out: sft, reward, ppo. What their folders hold is used as it is.
     #[arg(long, help_heading = RUN, value_enum, value_delimiter = ',', num_args = 1.., action = ArgAction::Set)]
-    pub skip: Vec<Step>,
+    pub skip: Vec<Stage>,
     /// Pass over the steps that are finished, and go on with the one that is not from its newest checkpoint.
     #[arg(
         long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_name = Resume::NAME, value_parser = resume_or_false,
@@ -782,84 +635,6 @@ pub struct PipelineFlags {
     /// Resume also where data or models are not those that a step began with.
     #[arg(long, help_heading = CHECKPOINTS)]
     pub resume_with_changed_inputs: bool,
-}
-
-/// How many tokens a prompt may have, and what becomes of longer ones.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct PromptLengthConfig {
-    /// Tokens of a prompt, at most [default: the models' context less `response_length`].
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
-    pub max_prompt_length: std::option::Option<usize>,
-    /// What becomes of longer prompts: an `error`, or they are dropped, or lose tokens on one side.
-    #[arg(long, help_heading = DATA, value_enum, default_value = "error")]
-    pub long_prompts: LongPrompts,
-}
-
-/// Low-rank adapters (LoRA): whether they are trained in place of all weights, and their shape.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct PeftConfig {
-    /// Train low-rank adapters beside frozen weights, which are held in the checkpoint's own dtype.
-    #[arg(long, help_heading = LORA)]
-    pub use_peft: bool,
-    /// Rank of the adapters.
-    #[arg(long, help_heading = LORA, default_value_t = 16)]
-    pub lora_r: usize,
-    /// The adapters' products are scaled by this over `lora_r`.
-    #[arg(long, help_heading = LORA, default_value_t = 32)]
-    pub lora_alpha: usize,
-    /// Dropout in front of the adapters, in SFT and reward training; PPO applies none, as its ratios must begin at 1.
-    #[arg(long, help_heading = LORA, default_value_t = 0.05)]
-    pub lora_dropout: f64,
-    /// Linear layers that get an adapter, by the ends of their names, or `all-linear` [default: the family's].
-    #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
-    pub lora_target_modules: Vec<String>,
-    /// Scale by `lora_alpha` over the square root of `lora_r`.
-    #[arg(long, help_heading = LORA)]
-    pub use_rslora: bool,
-}
-
-/// How the weight of the KL moves, and where the KL goes.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct KlConfig {
-    /// Add the KL to the policy's loss, in place of the rewards.
-    #[arg(long, help_heading = PPO)]
-    pub kl_in_loss: bool,
-    /// Adapt the KL's weight after each update, so that the KL of an answer comes near `target`.
-    #[arg(long, help_heading = PPO)]
-    pub adap_kl_ctrl: bool,
-    /// KL of an answer, in nats, that `adap_kl_ctrl` aims at.
-    #[arg(long, help_heading = PPO, default_value_t = 6.0)]
-    pub target: f64,
-    /// Answers over which `adap_kl_ctrl` takes up an error; smaller is faster.
-    #[arg(long, help_heading = PPO, default_value_t = 10000.0)]
-    pub horizon: f64,
-    /// The KL's weight in the last update, reached in a straight line from `kl_coef`.
-    #[arg(long, help_heading = PPO, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
-    pub kl_coef_end: std::option::Option<f64>,
-}
-
-/// Further terms and limits of the policy's steps.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct StepConfig {
-    /// Clip the probability ratio to at most 1 plus this [default: `cliprange`].
-    #[arg(long, help_heading = PPO, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
-    pub cliprange_high: std::option::Option<f64>,
-    /// Count a token of negative advantage with a ratio of at most this, above 1; 3 is usual.
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub dual_clip: std::option::Option<f64>,
-    /// Weight of the policy's entropy, which its loss is lowered by.
-    #[arg(long, help_heading = PPO, default_value_t = 0.0)]
-    pub entropy_coef: f64,
-    /// End an update's epochs after one whose last mini-batch is 1.5 times this KL per token away from the sampling policy.
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub target_kl: std::option::Option<f64>,
-    /// Skip the step of a mini-batch whose mean probability ratio is above this.
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub ratio_threshold: std::option::Option<f64>,
 }
 
 /// Answers per update, where these are not a multiple of what an optimizer step trains on.
@@ -873,146 +648,6 @@ pub struct GenerationBatchesConfig {
     /// Batches of that size that are answered before they are trained on.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub generation_batches: usize,
-}
-
-/// Which answers, and which of their tokens, count; what an answer's score can do.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct CountsConfig {
-    /// Clip an answer's whole score, scores of its tokens included, to plus or minus this where it becomes a reward.
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
-    pub clip_reward_value: std::option::Option<f64>,
-    /// Leave out answers of fewer tokens that count; where no answer is left, the last ones that were train again.
-    #[arg(long, help_heading = PPO, default_value_t = 0)]
-    pub min_response_length: usize,
-    /// Whether the end-of-sequence token of an answer is in the losses, or gets the score and is in none: `unless_pad` where
-    /// DeepSpeed-Chat pads with it: with all models but Llama, and with a Llama whose padding token it is.
-    #[arg(long, help_heading = PPO, value_enum, default_value = "always")]
-    pub eos_in_loss: EosInLoss,
-    /// Train the value of the state after an answer's last token, where the score lands behind it.
-    #[arg(long, help_heading = PPO, default_value_t = true)]
-    pub last_value_in_loss: bool,
-}
-
-/// How PPO's answers are sampled beside their temperature: in training, in evaluations and, but for the filters, in the sample
-/// tables, which take the likeliest token.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct SamplingConfig {
-    /// Sample from this many likeliest tokens only; 0 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
-    pub top_k: usize,
-    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
-    pub top_p: f64,
-    /// Sample from tokens at least this many times as likely as the likeliest; 0 for all.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0.0)]
-    pub min_p: f64,
-    /// Make tokens of the prompt and the answer less likely to come again; 1 for no penalty.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
-    pub repetition_penalty: f64,
-    /// Tokens of an answer, at least: before that nothing ends it.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
-    pub min_new_tokens: usize,
-    /// Stop with the token that completes this text; the flag several times for several.
-    #[arg(long, help_heading = SAMPLING)]
-    pub stop_strings: Vec<String>,
-    /// The distribution that log-probabilities are of: the `policy`'s over the whole vocabulary, or the `filtered` one over the
-    /// tokens that the filters left when an answer was sampled.
-    #[arg(long, help_heading = SAMPLING, value_enum, default_value = "policy")]
-    pub logprobs_of: LogprobsOf,
-}
-
-/// Over which tokens log-probabilities are taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum LogprobsOf {
-    /// The whole vocabulary, whatever filters the sampling had.
-    Policy,
-    /// Those that the filters left when the token was sampled: for the policy that sampled, the one that learns and the reference.
-    Filtered,
-}
-
-impl SamplingConfig {
-    fn check(&self, config: &PpoConfig) -> Result<()> {
-        let (least, most) = (self.min_new_tokens, config.response_length);
-        let stops = config.stop_token.is_some() || config.stop_token_id.is_some() || !self.stop_strings.is_empty();
-        all([
-            above_zero("top_p", self.top_p),
-            zero_to_one("top_p", self.top_p),
-            zero_to_one("min_p", self.min_p),
-            above_zero("repetition_penalty", self.repetition_penalty),
-            expect(least <= most, "min_new_tokens", least, &format!("at most response_length = {most}")),
-            expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text"),
-            if least > 0 && !stops {
-                no_effect("min_new_tokens", least, "without stop_token, stop_token_id or stop_strings")
-            } else {
-                Ok(())
-            },
-            self.check_logprobs(config),
-        ])
-    }
-
-    fn check_logprobs(&self, config: &PpoConfig) -> Result<()> {
-        let least = self.min_new_tokens;
-        if self.logprobs_of == LogprobsOf::Policy {
-            return Ok(());
-        }
-        let filters = self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0 || least > 0;
-        if !filters {
-            return no_effect("logprobs_of", "filtered", "without top_k, top_p, min_p or min_new_tokens");
-        }
-        if self.repetition_penalty != 1.0 {
-            return usage(format!(
-                "logprobs_of = filtered with repetition_penalty = {}: a penalty leaves no token out, it changes what all of \
-                 them count, by the text before each: expected 1, or logprobs_of = policy",
-                self.repetition_penalty
-            ));
-        }
-        if config.counts.min_response_length > 0 {
-            return usage(format!(
-                "logprobs_of = filtered with min_response_length = {}: where answers train again, an earlier policy's filters \
-                 would count for this one's: expected min_response_length = 0, or logprobs_of = policy",
-                config.counts.min_response_length
-            ));
-        }
-        if config.legacy.raw_logprobs && config.temperature != 1.0 {
-            return usage(format!(
-                "logprobs_of = filtered with raw_logprobs = true and temperature = {}: what was sampled from is filtered at the \
-                 temperature: expected temperature = 1, or raw_logprobs = false",
-                config.temperature
-            ));
-        }
-        Ok(())
-    }
-}
-
-/// The mix of a text's likelihood into the policy's steps.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct UnsupervisedConfig {
-    /// Dataset of texts that the policy keeps learning to continue: a file, a folder or a hub name.
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
-    pub unsupervised_dataset_name: std::option::Option<PathBuf>,
-    /// Folder of that dataset to take, where several have the split.
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
-    pub unsupervised_dataset_config_name: std::option::Option<String>,
-    /// Weight of the texts' loss.
-    #[arg(long, help_heading = PPO, default_value_t = 27.8)]
-    pub unsup_coef: f64,
-}
-
-/// An exponential moving average of the policy's weights.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct EmaConfig {
-    /// Keep a moving average of the policy, and save it in `ema`.
-    #[arg(long, help_heading = OPTIMIZER)]
-    pub enable_ema: bool,
-    /// How much of the average stays in each optimizer step.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.992)]
-    pub ema_beta: f64,
 }
 
 /// Where the value model's adapters differ from the policy's; what is not set is the policy's.
@@ -1071,15 +706,6 @@ pub struct LegacyConfig {
     /// End an update's epochs at `target_kl`, which is then 1 unless it is set.
     #[arg(long, help_heading = PPO)]
     pub early_stopping: bool,
-    /// Divide the scores that are trained on by the standard deviation of all that the run has seen.
-    #[arg(long, help_heading = REWARDS)]
-    pub use_score_scaling: bool,
-    /// Subtract the mean of all that the run has seen before that.
-    #[arg(long, help_heading = REWARDS)]
-    pub use_score_norm: bool,
-    /// Clip scores to plus or minus this, after that.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<f64>)]
-    pub score_clip: std::option::Option<f64>,
 }
 
 /// Where the value model's optimizer differs from the policy's; what is not set is the policy's.
@@ -1106,359 +732,8 @@ pub struct ValueConfig {
     pub value_max_grad_norm: std::option::Option<f64>,
 }
 
-/// AdamW and the learning rate's course; the learning rate itself is a field of each command, whose default it is.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct OptimizerConfig {
-    /// Course of the learning rate after the warm-up.
-    #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "linear")]
-    pub lr_scheduler_type: LrSchedulerType,
-    /// Updates in which the learning rate rises from 0 to its peak.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0)]
-    pub warmup_steps: usize,
-    /// The same as a share of all updates, rounded up.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
-    pub warmup_ratio: f64,
-    /// What the learning rate falls to [default: 0, `polynomial` 1e-7].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
-    pub lr_end: std::option::Option<f64>,
-    /// Power of the schedule `polynomial`.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 1.0)]
-    pub power: f64,
-    /// Decoupled weight decay.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
-    pub weight_decay: f64,
-    /// Decay of AdamW's mean of gradients.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.9)]
-    pub adam_beta1: f64,
-    /// Decay of AdamW's mean of squared gradients.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.999)]
-    pub adam_beta2: f64,
-    /// AdamW's epsilon.
-    #[arg(long, help_heading = OPTIMIZER, default_value = "1e-8")]
-    pub adam_epsilon: f64,
-    /// Clip gradients to this norm; none or 0 turns clipping off, 1 is a good choice.
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = norm_or_zero)]
-    pub max_grad_norm: std::option::Option<f64>,
-}
-
-/// What a PPO run asserts of its own numbers.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct WatchConfig {
-    /// Stop after this many updates in a row without an optimizer step, all of them skipped since a loss or a gradient was
-    /// not finite.
-    #[arg(long, help_heading = OPTIMIZER, default_value_t = 3)]
-    pub max_skipped_updates: usize,
-    /// Begin without the checks of the first ratio, the first KL, and decoding.
-    #[arg(long, help_heading = RUN)]
-    pub no_checks: bool,
-}
-
-/// Where a training run writes, and how it computes.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct RunConfig {
-    /// Folder for the model, the metrics and the resolved configuration.
-    #[arg(long, help_heading = RUN)]
-    pub output_dir: PathBuf,
-    /// Replace the run that `output_dir` holds.
-    #[arg(long, help_heading = RUN)]
-    #[serde(skip)] // Consent to lose a run is given for one run, never by the file that the run left behind.
-    pub overwrite_output_dir: bool,
-    /// Seed of everything random.
-    #[arg(long, help_heading = RUN, default_value_t = 42)]
-    pub seed: u64,
-    /// Compute in bfloat16; the optimizer keeps float32 weights.
-    #[arg(long, help_heading = RUN)]
-    pub bf16: bool,
-    /// Compute in float16, with a loss scale that finds its own size; the optimizer keeps float32 weights.
-    #[arg(long, help_heading = RUN)]
-    pub fp16: bool,
-    /// How that scale begins and moves.
-    #[command(flatten)]
-    #[serde(flatten)]
-    pub loss_scale: LossScaleConfig,
-    /// Dtype that models are loaded in, `auto` for their files'; what is trained goes on in float32.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
-    pub dtype: Dtype,
-    /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
-    pub device: Device,
-    /// Write weights in files of at most this size each, such as 5GB or 500MB.
-    #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
-    pub max_shard_size: ByteSize,
-    /// Keep only what goes into each layer, and compute the layer again on the way back: less memory, more time.
-    #[arg(long, help_heading = RUN)]
-    pub gradient_checkpointing: bool,
-    /// Most tokens in one forward and backward pass; it changes no result [default: by the memory there is].
-    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
-    pub max_tokens_per_micro_batch: std::option::Option<usize>,
-    /// Where metrics go besides `metrics.jsonl`.
-    #[arg(long, alias = "log_with", help_heading = RUN, value_enum, default_value = "none")]
-    pub report_to: ReportTo,
-    /// Names of the metrics in TensorBoard: `plain` as in `metrics.jsonl`, `trl` as TRL's trainers write them, such as
-    /// `train/objective/kl` and `eval/loss`.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "plain")]
-    pub tensorboard_tags: TensorboardTags,
-    /// Threads for tensor operations [default: one per core].
-    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
-    pub num_threads: std::option::Option<usize>,
-    /// Show no progress bar.
-    #[arg(long, help_heading = RUN)]
-    pub disable_tqdm: bool,
-    /// What is kept on the way, and what the run goes on from.
-    #[command(flatten)]
-    #[serde(flatten)]
-    pub checkpoints: CheckpointConfig,
-}
-
-/// The loss scale of a run that computes in float16, by the names of DeepSpeed's `fp16` settings.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct LossScaleConfig {
-    /// With `fp16`, the loss is scaled by 2 to the power of this at first.
-    #[arg(long, help_heading = RUN, default_value_t = 16)]
-    pub initial_scale_power: usize,
-    /// The scale is doubled after this many optimizer steps in a row without an overflow.
-    #[arg(long, help_heading = RUN, default_value_t = 1000)]
-    pub loss_scale_window: usize,
-    /// It is halved from this many-th overflow on, counted since it was last doubled; an overflow leaves its step out in any
-    /// case.
-    #[arg(long, help_heading = RUN, default_value_t = 2)]
-    pub hysteresis: usize,
-    /// It does not fall below this.
-    #[arg(long, help_heading = RUN, default_value_t = 1.0)]
-    pub min_loss_scale: f64,
-}
-
-/// The largest power of a loss scale: f32 holds no larger one, with room for a loss.
-const MOST_SCALE_POWER: usize = 100;
-
-impl LossScaleConfig {
-    /// What the loss is scaled by at first.
-    pub fn initial_scale(&self) -> f64 {
-        2f64.powi(self.initial_scale_power as i32)
-    }
-
-    fn check(&self, fp16: bool) -> Result<()> {
-        let usual: Self = defaults();
-        let (power, most) = (self.initial_scale_power, self.initial_scale());
-        if !fp16 {
-            let unused = |name, found: &dyn Display, differs: bool| {
-                if differs { no_effect(name, found, "without fp16 = true") } else { Ok(()) }
-            };
-            let (window, hysteresis, least) = (self.loss_scale_window, self.hysteresis, self.min_loss_scale);
-            return all([
-                unused("initial_scale_power", &power, power != usual.initial_scale_power),
-                unused("loss_scale_window", &window, window != usual.loss_scale_window),
-                unused("hysteresis", &hysteresis, hysteresis != usual.hysteresis),
-                unused("min_loss_scale", &least, least != usual.min_loss_scale),
-            ]);
-        }
-        let expected = format!("at most {most}, 2 to the power of initial_scale_power");
-        all([
-            expect(power <= MOST_SCALE_POWER, "initial_scale_power", power, &format!("at most {MOST_SCALE_POWER}")),
-            at_least_one("loss_scale_window", self.loss_scale_window),
-            at_least_one("hysteresis", self.hysteresis),
-            above_zero("min_loss_scale", self.min_loss_scale),
-            expect(self.min_loss_scale <= most, "min_loss_scale", self.min_loss_scale, &expected),
-        ])
-    }
-}
-
-/// What PPO's two models do together where they compute in float16.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct Fp16Config {
-    /// With `fp16`, where the gradients of policy or value model overflow, neither takes the step.
-    #[arg(long, help_heading = RUN)]
-    pub align_overflow: bool,
-    /// Make every log-probability of logits in float32, those of policy and reference alike; always so, and not to be turned
-    /// off.
-    #[arg(long, help_heading = RUN, default_value_t = true)]
-    pub compute_fp32_loss: bool,
-}
-
-impl Fp16Config {
-    fn check(&self, fp16: bool) -> Result<()> {
-        let expected =
-            "true: log-probabilities in fewer bits differ between the passes of a run, and the ratio with them";
-        all([
-            expect(self.compute_fp32_loss, "compute_fp32_loss", false, expected),
-            if self.align_overflow && !fp16 {
-                no_effect("align_overflow", true, "without fp16 = true")
-            } else {
-                Ok(())
-            },
-        ])
-    }
-}
-
-/// Checkpoints on the way, and how a run goes on from one.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct CheckpointConfig {
-    /// Save a checkpoint every this many updates, and after the last; without it only a run that ends early saves one.
-    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_parser = optional::<usize>)]
-    pub save_steps: std::option::Option<usize>,
-    /// Keep this many checkpoints, the newest [default: all].
-    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
-    pub save_total_limit: std::option::Option<usize>,
-    /// Go on from this checkpoint; `true` is the newest whole one in `output_dir`, and the beginning where there is none.
-    #[arg(
-        long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_name = Resume::NAME, value_parser = resume_or_false,
-        num_args = 0..=1, default_missing_value = "true"
-    )]
-    #[serde(skip)] // A run is gone on with when that is asked for, not when its settings are used again.
-    pub resume_from_checkpoint: std::option::Option<Resume>,
-    /// Resume also where data or models are not those that the run began with.
-    #[arg(long, help_heading = CHECKPOINTS)]
-    #[serde(skip)]
-    pub resume_with_changed_inputs: bool,
-}
-
-impl CheckpointConfig {
-    fn check(&self) -> Result<()> {
-        all([
-            if self.resume_with_changed_inputs && self.resume_from_checkpoint.is_none() {
-                no_effect("resume_with_changed_inputs", true, "without resume_from_checkpoint")
-            } else {
-                Ok(())
-            },
-            self.save_steps.map_or(Ok(()), |steps| at_least_one("save_steps", steps)),
-            self.save_total_limit.map_or(Ok(()), |limit| at_least_one("save_total_limit", limit)),
-        ])
-    }
-}
-
-/// What a run goes on from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Resume {
-    /// The newest whole checkpoint in the output folder; the beginning, where there is none.
-    Latest,
-    /// The checkpoint in this folder.
-    From(PathBuf),
-}
-
-/// Evaluation on the way, and the best model by what it finds.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct EvalConfig {
-    /// Evaluate on the rows that are held out before the first update, every this many updates, and after the last.
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<usize>)]
-    pub eval_steps: std::option::Option<usize>,
-    /// Keep the model at which this metric was best in `output_dir/best`; it is looked at after each evaluation, or else each
-    /// `save_steps`.
-    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
-    pub metric_for_best_model: std::option::Option<String>,
-    /// Whether more of that metric is better [default: unless it is a loss or a KL].
-    #[arg(
-        long, help_heading = EVALUATION, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>,
-        num_args = 0..=1, default_missing_value = "true"
-    )]
-    pub greater_is_better: std::option::Option<bool>,
-}
-
-/// Whether a metric of this name comes of an evaluation.
-pub(crate) fn is_eval_metric(name: &str) -> bool {
-    name.starts_with("eval/") || name.starts_with("eval_")
-}
-
 /// Prompts of an evaluation, where nothing else is set.
 pub(crate) const NUM_EVAL_PROMPTS: usize = 128;
-
-/// What begins the names of those that are of one reward each.
-pub(crate) const EVAL_SCORES: &str = "eval/scores/";
-
-impl EvalConfig {
-    /// `known` are the metrics of an evaluation; one that ends with a slash is followed by a reward's name.
-    fn check(&self, save_steps: Option<usize>, known: &[&str]) -> Result<()> {
-        self.eval_steps.map_or(Ok(()), |steps| at_least_one("eval_steps", steps))?;
-        let Some(metric) = &self.metric_for_best_model else {
-            return match self.greater_is_better {
-                Some(greater) => usage(format!(
-                    "greater_is_better = {greater} needs metric_for_best_model: no best model is looked for without one"
-                )),
-                None => Ok(()),
-            };
-        };
-        let needs =
-            |what: &str| usage(format!("metric_for_best_model = {metric} needs {what}: nothing looks at it else"));
-        match (self.eval_steps, save_steps) {
-            (None, _) if is_eval_metric(metric) => needs("eval_steps"),
-            (None, None) => needs("eval_steps or save_steps"),
-            // Other names are known when the first update is done; these would be after its first evaluation only.
-            _ if is_eval_metric(metric) => {
-                let is = |name: &&str| metric == name || name.ends_with('/') && metric.starts_with(name);
-                let named = |name: &&str| if name.ends_with('/') { format!("{name}NAME") } else { name.to_string() };
-                let names: Vec<String> = known.iter().map(named).collect();
-                let expected = match names.as_slice() {
-                    [only] => only.clone(),
-                    several => format!("one of {}", several.join(", ")),
-                };
-                expect(known.iter().any(is), "metric_for_best_model", metric, &expected)
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
-impl WatchConfig {
-    fn check(&self) -> Result<()> {
-        at_least_one("max_skipped_updates", self.max_skipped_updates)
-    }
-}
-
-impl RunConfig {
-    /// Whether models compute in fewer bits than f32 has, so that two passes over the same tokens differ by rounding.
-    pub(crate) fn computes_in_few_bits(&self) -> bool {
-        self.bf16 || self.fp16
-    }
-
-    fn check(&self) -> Result<()> {
-        all([
-            check_threads(self.num_threads),
-            if self.bf16 && self.fp16 {
-                usage("bf16 = true and fp16 = true exclude each other: set one of them")
-            } else {
-                Ok(())
-            },
-            self.loss_scale.check(self.fp16),
-            match (self.tensorboard_tags, self.report_to) {
-                (TensorboardTags::Trl, ReportTo::None) => {
-                    no_effect("tensorboard_tags", "trl", "without report_to = tensorboard")
-                }
-                _ => Ok(()),
-            },
-            self.checkpoints.check(),
-            self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most)),
-        ])
-    }
-}
-
-/// What becomes of prompts that are too long.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum LongPrompts {
-    /// The run ends before it begins.
-    Error,
-    /// They are left out.
-    Drop,
-    /// Their first tokens go, but for those that the tokenizer puts in front of every text.
-    TruncateLeft,
-    /// Their last tokens go.
-    TruncateRight,
-}
-
-/// A stop token that goes by a name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum StopToken {
-    /// The tokenizer's end-of-sequence token.
-    Eos,
-}
 
 /// Whose defaults, and whose sizes, the settings have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
@@ -1522,20 +797,6 @@ impl Preset {
     }
 }
 
-/// When the end-of-sequence token of an answer is in the losses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum EosInLoss {
-    /// As every token is.
-    Always,
-    /// Unless DeepSpeed-Chat pads with it, which attends to no padding: it does with all models but Llama, whose tokenizer
-    /// keeps its padding token or gets one of its own.
-    UnlessPad,
-    /// In no case.
-    Never,
-}
-
 /// What a reward model learns of a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
@@ -1572,83 +833,6 @@ pub fn refused(flag: &str) -> Option<&'static str> {
         "is_encoder_decoder" | "is_peft_model" => "the model's folder and use_peft tell",
         _ => return None,
     })
-}
-
-/// Over which tokens advantages are shifted and scaled to mean 0 and variance 1.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum WhitenAdvantages {
-    /// All of an update.
-    Batch,
-    /// Those of each mini-batch.
-    MiniBatch,
-    /// Not at all.
-    None,
-}
-
-/// The learning rate's course after the warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum LrSchedulerType {
-    /// In a straight line to 0.
-    Linear,
-    /// Half a cosine to 0.
-    Cosine,
-    /// The same: transformers' cosine that begins anew in each cycle has one.
-    CosineWithRestarts,
-    /// A power of the share of updates that are left.
-    Polynomial,
-    /// By one over the square root of the updates, whatever their number.
-    InverseSqrt,
-    /// The peak throughout, without warm-up.
-    Constant,
-    /// The peak throughout, after the warm-up.
-    ConstantWithWarmup,
-}
-
-impl LrSchedulerType {
-    /// Whether the rate falls over the updates of the run, to an end.
-    pub(crate) fn falls(self) -> bool {
-        matches!(self, Self::Linear | Self::Cosine | Self::CosineWithRestarts | Self::Polynomial)
-    }
-
-    pub(crate) fn name(self) -> String {
-        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
-    }
-}
-
-/// Where metrics go besides `metrics.jsonl`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum ReportTo {
-    /// Nowhere.
-    None,
-    /// TensorBoard event files in the output folder.
-    Tensorboard,
-}
-
-/// How metrics are named in TensorBoard.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum TensorboardTags {
-    /// As in `metrics.jsonl`.
-    Plain,
-    /// As transformers' callback names what TRL's trainers log: `eval_loss` is `eval/loss`, all else begins with `train/`.
-    Trl,
-}
-
-impl TensorboardTags {
-    /// The tag of the metric `name`.
-    pub(crate) fn tag(self, name: &str) -> String {
-        match (self, name.strip_prefix("eval_")) {
-            (Self::Plain, _) => name.into(),
-            (Self::Trl, Some(name)) => format!("eval/{name}"),
-            (Self::Trl, None) if name.starts_with("eval/") => name.into(),
-            (Self::Trl, None) => format!("train/{name}"),
-        }
-    }
 }
 
 /// How `rlhf generate` reads standard input, and how it writes answers.
@@ -1739,26 +923,30 @@ impl PpoConfig {
             above_zero("temperature", self.temperature),
             above_zero("cliprange", self.cliprange),
             above_zero("cliprange_value", self.cliprange_value),
-            zero_or_more("kl_coef", self.kl_coef),
+            zero_or_more("kl_coef", self.kl.kl_coef),
             zero_or_more("vf_coef", self.vf_coef),
             zero_to_one("gamma", self.gamma),
             zero_to_one("lam", self.lam),
             self.missing_eos_penalty.map_or(Ok(()), |penalty| zero_or_more("missing_eos_penalty", penalty)),
             self.check_penalty(),
             self.check_whitening(),
-            self.kl.check(self),
-            self.step.check(self),
+            self.kl.check(),
+            self.loss.check(),
+            self.check_limits(),
+            self.score_scaling.check(),
             self.legacy.check(self),
-            self.sampling.check(self),
+            self.sampling.check(),
+            self.check_sampling(),
             self.value.check(self),
             self.check_stop(),
             check_token_id(self.stop_token_id),
             self.rewards.check(),
-            crate::reward::specs(self).and_then(|rewards| self.rewards.check_asked(&rewards)),
+            crate::reward::specs(self).and_then(|rewards| self.rewards.check_outside(&rewards)),
             self.data.check(None),
             self.prompt_length.check(),
             self.check_adapters(),
-            self.counts.check(self),
+            self.clip_reward_value.map_or(Ok(()), |most| above_zero("clip_reward_value", most)),
+            self.mask.check(self.response_length, self.score_position),
             self.unsupervised.check(),
             self.ema.check(),
             self.trial.check(),
@@ -1773,6 +961,62 @@ impl PpoConfig {
             ),
             self.batch_sizes().map(drop),
         ])
+    }
+
+    /// Refuses limits of the policy's loss that cannot have an effect with these sizes.
+    fn check_limits(&self) -> Result<()> {
+        // The preset's own limit is there in any case; sizes that do not go together are refused as such.
+        let one_step = self.steps_per_update() == Some(1) && self.preset != Preset::TrlLegacy;
+        let limit = |name, found: Option<f64>| {
+            let why = "with one optimizer step an update (num_ppo_epochs = 1 and one mini-batch): in the first step every \
+                       ratio is 1";
+            found.filter(|_| one_step).map_or(Ok(()), |found| no_effect(name, found, why))
+        };
+        let last = self.num_ppo_epochs == 1;
+        all([
+            self.loss.target_kl.filter(|_| last).map_or(Ok(()), |kl| {
+                no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to leave out")
+            }),
+            limit("cliprange_high", self.loss.cliprange_high),
+            limit("dual_clip", self.loss.dual_clip),
+            limit("ratio_threshold", self.loss.ratio_threshold),
+        ])
+    }
+
+    /// Checks sampling together with lengths, stop tokens and masks.
+    fn check_sampling(&self) -> Result<()> {
+        let (least, most) = (self.sampling.min_new_tokens, self.response_length);
+        let stops = self.stop_token.is_some() || self.stop_token_id.is_some() || !self.sampling.stop_strings.is_empty();
+        all([
+            expect(least <= most, "min_new_tokens", least, &format!("at most response_length = {most}")),
+            if least > 0 && !stops {
+                no_effect("min_new_tokens", least, "without stop_token, stop_token_id or stop_strings")
+            } else {
+                Ok(())
+            },
+            self.check_filtered_logprobs(),
+        ])
+    }
+
+    fn check_filtered_logprobs(&self) -> Result<()> {
+        if self.sampling.logprobs_of == LogprobsOf::Policy {
+            return Ok(());
+        }
+        if self.mask.min_response_length > 0 {
+            return usage(format!(
+                "logprobs_of = filtered with min_response_length = {}: where answers train again, an earlier policy's filters \
+                 would count for this one's: expected min_response_length = 0, or logprobs_of = policy",
+                self.mask.min_response_length
+            ));
+        }
+        if self.legacy.raw_logprobs && self.temperature != 1.0 {
+            return usage(format!(
+                "logprobs_of = filtered with raw_logprobs = true and temperature = {}: what was sampled from is filtered at the \
+                 temperature: expected temperature = 1, or raw_logprobs = false",
+                self.temperature
+            ));
+        }
+        Ok(())
     }
 
     fn check_penalty(&self) -> Result<()> {
@@ -1895,8 +1139,8 @@ impl PpoConfig {
 
     /// Where the policy's ratio is clipped.
     pub fn policy_clip(&self) -> PolicyClip {
-        let high = self.step.cliprange_high.unwrap_or(self.cliprange);
-        PolicyClip { low: self.cliprange, high, dual: self.step.dual_clip }
+        let high = self.loss.cliprange_high.unwrap_or(self.cliprange);
+        PolicyClip { low: self.cliprange, high, dual: self.loss.dual_clip }
     }
 
     /// Checks the adapters of both models.
@@ -1932,7 +1176,7 @@ impl PpoConfig {
 
     /// KL at 1.5 times which an update's epochs end.
     pub fn target_kl(&self) -> Option<f64> {
-        self.step.target_kl.or(self.legacy.early_stopping.then_some(TARGET_KL))
+        self.loss.target_kl.or(self.legacy.early_stopping.then_some(TARGET_KL))
     }
 
     /// How many averages of losses an epoch over `rows` answers has.
@@ -2170,117 +1414,6 @@ impl MergeConfig {
     }
 }
 
-impl RewardsConfig {
-    fn check(&self) -> Result<()> {
-        let most = format!("at most {MOST_REQUESTS}");
-        let seconds = self.reward_timeout;
-        let expected = "a number of seconds above 0, at most a week";
-        all([
-            at_least_one("reward_batch_size", self.reward_batch_size),
-            at_least_one("reward_concurrency", self.reward_concurrency),
-            expect(self.reward_concurrency <= MOST_REQUESTS, "reward_concurrency", self.reward_concurrency, &most),
-            expect(seconds > 0.0 && seconds <= LONGEST_TIMEOUT, "reward_timeout", seconds, expected),
-        ])
-    }
-
-    /// How a reward is asked matters to those that are asked.
-    fn check_asked(&self, rewards: &[Spec]) -> Result<()> {
-        let usual: Self = defaults();
-        let (service, outside) = (rewards.iter().any(Spec::is_service), rewards.iter().any(Spec::is_outside));
-        let why = "without a reward that is a service";
-        let unused = |name, found: &dyn Display, differs: bool| {
-            if differs && !service { no_effect(name, found, why) } else { Ok(()) }
-        };
-        let own = "without a reward that is a program or a service";
-        let unasked = |name, found: &dyn Display, differs: bool| {
-            if differs && !outside { no_effect(name, found, own) } else { Ok(()) }
-        };
-        let (label, rows, requests) = (&self.reward_label_column, self.reward_batch_size, self.reward_concurrency);
-        all([
-            unused("reward_label_column", label, *label != usual.reward_label_column),
-            unused("reward_batch_size", &rows, rows != usual.reward_batch_size),
-            unused("reward_concurrency", &requests, requests != usual.reward_concurrency),
-            unasked("reward_timeout", &self.reward_timeout, self.reward_timeout != usual.reward_timeout),
-            unasked("reward_retries", &self.reward_retries, self.reward_retries != usual.reward_retries),
-        ])
-    }
-}
-
-impl KlConfig {
-    fn check(&self, config: &PpoConfig) -> Result<()> {
-        let usual: Self = defaults();
-        let of_control = |name, found, usual| {
-            if found != usual && !self.adap_kl_ctrl {
-                return no_effect(name, found, "without adap_kl_ctrl = true");
-            }
-            Ok(())
-        };
-        all([
-            above_zero("target", self.target),
-            above_zero("horizon", self.horizon),
-            self.kl_coef_end.map_or(Ok(()), |end| zero_or_more("kl_coef_end", end)),
-            of_control("target", self.target, usual.target),
-            of_control("horizon", self.horizon, usual.horizon),
-            match self.kl_coef_end {
-                Some(end) if self.adap_kl_ctrl => usage(format!(
-                    "adap_kl_ctrl = true and kl_coef_end = {end} exclude each other: the KL's weight follows its target or a \
-                     schedule"
-                )),
-                None if self.adap_kl_ctrl && config.kl_coef == 0.0 => {
-                    no_effect("adap_kl_ctrl", true, "with kl_coef = 0: the weight is only ever multiplied")
-                }
-                _ => Ok(()),
-            },
-            self.check_in_loss(config),
-        ])
-    }
-
-    fn check_in_loss(&self, config: &PpoConfig) -> Result<()> {
-        if !self.kl_in_loss {
-            return Ok(());
-        }
-        if config.kl_coef == 0.0 && self.kl_coef_end.unwrap_or(0.0) == 0.0 {
-            return no_effect("kl_in_loss", true, "with kl_coef = 0");
-        }
-        match config.kl_estimator {
-            KlEstimator::K1 => usage(
-                "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average; expected full or mse, whose \
-                 gradient is that of the KL, mse's on average, k3 or abs",
-            ),
-            KlEstimator::K3 | KlEstimator::Abs | KlEstimator::Mse | KlEstimator::Full => Ok(()),
-        }
-    }
-}
-
-impl StepConfig {
-    fn check(&self, config: &PpoConfig) -> Result<()> {
-        let above_one = |name, found: Option<f64>| {
-            found.map_or(Ok(()), |x| expect(x.is_finite() && x > 1.0, name, x, "a number above 1"))
-        };
-        // The preset's own limit is there in any case; sizes that do not go together are refused as such.
-        let one_step = config.steps_per_update() == Some(1) && config.preset != Preset::TrlLegacy;
-        let limit = |name, found: Option<f64>| {
-            let why = "with one optimizer step an update (num_ppo_epochs = 1 and one mini-batch): in the first step every \
-                       ratio is 1";
-            found.filter(|_| one_step).map_or(Ok(()), |found| no_effect(name, found, why))
-        };
-        let last = config.num_ppo_epochs == 1;
-        all([
-            self.cliprange_high.map_or(Ok(()), |range| above_zero("cliprange_high", range)),
-            zero_or_more("entropy_coef", self.entropy_coef),
-            self.target_kl.map_or(Ok(()), |kl| above_zero("target_kl", kl)),
-            above_one("dual_clip", self.dual_clip),
-            above_one("ratio_threshold", self.ratio_threshold),
-            self.target_kl.filter(|_| last).map_or(Ok(()), |kl| {
-                no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to leave out")
-            }),
-            limit("cliprange_high", self.cliprange_high),
-            limit("dual_clip", self.dual_clip),
-            limit("ratio_threshold", self.ratio_threshold),
-        ])
-    }
-}
-
 /// Tokens of a generated text, at most, where nothing else is said.
 const NEW_TOKENS: usize = 53;
 
@@ -2306,19 +1439,12 @@ impl LegacyConfig {
             of_preset("batch_size", self.batch_size),
             of_preset("mini_batch_size", self.mini_batch_size),
             refuse(
-                self.use_score_norm && !self.use_score_scaling,
-                "use_score_norm",
-                &true,
-                "without use_score_scaling = true",
-            ),
-            self.score_clip.map_or(Ok(()), |clip| above_zero("score_clip", clip)),
-            refuse(
                 self.raw_logprobs && config.temperature == 1.0 && !legacy,
                 "raw_logprobs",
                 &true,
                 "with temperature = 1",
             ),
-            config.step.target_kl.filter(unwatched).map_or(Ok(()), |kl| {
+            config.loss.target_kl.filter(unwatched).map_or(Ok(()), |kl| {
                 no_effect("target_kl", kl, "with preset = trl-legacy and without early_stopping = true")
             }),
             refuse(
@@ -2340,7 +1466,7 @@ impl LegacyConfig {
     fn check_best(&self, config: &PpoConfig) -> Result<()> {
         let moves = |metric: &&String| ["objective/scores", "objective/rlhf_reward"].contains(&metric.as_str());
         match config.eval.metric_for_best_model.as_ref().filter(moves) {
-            Some(metric) if self.use_score_scaling => usage(format!(
+            Some(metric) if config.score_scaling.use_score_scaling => usage(format!(
                 "metric_for_best_model = {metric} with use_score_scaling = true: these scores move with the running deviation \
                  while the policy stays; expected objective/raw_scores, or eval/score with eval_steps"
             )),
@@ -2353,7 +1479,7 @@ impl LegacyConfig {
             return Ok(());
         }
         let mut refusals = Refusals::default();
-        if config.kl.kl_in_loss && config.kl_estimator == KlEstimator::Full {
+        if config.kl.kl_in_loss && config.kl.kl_estimator == KlEstimator::Full {
             refusals.add(usage(
                 "kl_in_loss = true with kl_estimator = full and value_head = true: the KL over the vocabulary as a loss needs a value \
                  model of its own; expected mse, k3 or abs",
@@ -2444,64 +1570,6 @@ impl GenerationBatchesConfig {
     }
 }
 
-impl CountsConfig {
-    fn check(&self, config: &PpoConfig) -> Result<()> {
-        let most = format!("at most response_length = {}", config.response_length);
-        let least = self.min_response_length;
-        let ends = config.score_position == ScorePosition::LastToken;
-        let eos = self.eos_in_loss.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
-        all([
-            self.clip_reward_value.map_or(Ok(()), |most| above_zero("clip_reward_value", most)),
-            expect(least <= config.response_length, "min_response_length", least, &most),
-            if !self.last_value_in_loss && ends {
-                let why = "with score_position = last_token: there is no value behind it";
-                no_effect("last_value_in_loss", false, why)
-            } else {
-                Ok(())
-            },
-            if self.eos_in_loss != EosInLoss::Always && ends {
-                usage(format!(
-                    "score_position = last_token and eos_in_loss = {eos} exclude each other: the score would be that of a token \
-                     that may be left out; after_stop gives it to the token behind the last that counts"
-                ))
-            } else {
-                Ok(())
-            },
-        ])
-    }
-}
-
-impl UnsupervisedConfig {
-    fn check(&self) -> Result<()> {
-        let (usual, none): (Self, _) = (defaults(), self.unsupervised_dataset_name.is_none());
-        let without = "without unsupervised_dataset_name";
-        all([
-            above_zero("unsup_coef", self.unsup_coef),
-            self.unsupervised_dataset_config_name
-                .as_ref()
-                .filter(|_| none)
-                .map_or(Ok(()), |name| no_effect("unsupervised_dataset_config_name", name, without)),
-            if none && self.unsup_coef != usual.unsup_coef {
-                no_effect("unsup_coef", self.unsup_coef, without)
-            } else {
-                Ok(())
-            },
-        ])
-    }
-}
-
-impl EmaConfig {
-    fn check(&self) -> Result<()> {
-        let below_one = (0.0..1.0).contains(&self.ema_beta);
-        expect(below_one, "ema_beta", self.ema_beta, "a number from 0 to below 1")?;
-        let usual: Self = defaults();
-        if self.enable_ema || self.ema_beta == usual.ema_beta {
-            return Ok(());
-        }
-        no_effect("ema_beta", self.ema_beta, "without enable_ema = true")
-    }
-}
-
 impl TrialConfig {
     fn check(&self) -> Result<()> {
         let interval = self.print_answers_interval;
@@ -2516,35 +1584,6 @@ impl TrialConfig {
                 (false, step @ 1..) => no_effect("test_stop_step", step, "without enable_test_mode = true"),
                 _ => Ok(()),
             },
-        ])
-    }
-}
-
-impl PeftConfig {
-    /// The adapter that is asked for, if one is.
-    pub fn lora(&self) -> Option<LoraConfig> {
-        let targets = &self.lora_target_modules;
-        self.use_peft.then(|| LoraConfig {
-            r: self.lora_r,
-            alpha: self.lora_alpha as f64,
-            dropout: self.lora_dropout,
-            target_modules: (!targets.is_empty()).then(|| targets.clone()),
-            use_rslora: self.use_rslora,
-        })
-    }
-
-    fn check(&self) -> Result<()> {
-        if !self.use_peft && *self != defaults() {
-            return usage(
-                "settings of LoRA are given, and use_peft = false: set --use_peft, else all weights are trained",
-            );
-        }
-        let below_one = (0.0..1.0).contains(&self.lora_dropout);
-        all([
-            at_least_one("lora_r", self.lora_r),
-            expect(self.lora_r <= MOST_RANK, "lora_r", self.lora_r, &format!("at most {MOST_RANK}")),
-            at_least_one("lora_alpha", self.lora_alpha),
-            expect(below_one, "lora_dropout", self.lora_dropout, "a number from 0 to below 1"),
         ])
     }
 }
@@ -2729,75 +1768,6 @@ impl ScoreConfig {
     }
 }
 
-impl DataConfig {
-    /// All names, for messages.
-    pub fn describe(&self) -> String {
-        let names: Vec<String> = self.dataset_name.iter().map(|name| name.display().to_string()).collect();
-        names.join(", ")
-    }
-
-    /// `own_eval` is a dataset of its own for evaluation.
-    fn check(&self, own_eval: Option<&Path>) -> Result<()> {
-        let (names, weights) = (self.dataset_name.len(), self.dataset_weights.len());
-        let expected = format!("one for each of the datasets, which are {names}");
-        let size = self.eval_split_size;
-        let sound = |size: f64| size > 0.0 && size.is_finite() && (size < 1.0 || size.fract() == 0.0);
-        all([
-            expect(names > 0, "datasets", names, "at least 1"),
-            expect(weights == 0 || weights == names, "numbers in dataset_weights", weights, &expected),
-            self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight)),
-            Columns::parse(&self.dataset_columns).map(drop),
-            if self.data_split.is_none() && self.data_split_seed != SPLIT_SEED {
-                no_effect("data_split_seed", self.data_split_seed, "without data_split")
-            } else {
-                Ok(())
-            },
-            size.map_or(Ok(()), |size| {
-                expect(sound(size), "eval_split_size", size, "a share below 1, or a whole number of rows")
-            }),
-            match (size, own_eval.map(Path::display)) {
-                (Some(size), Some(own)) => usage(format!(
-                    "eval_split_size = {size} and eval_dataset_name = {own} exclude each other: set one of them"
-                )),
-                _ => Ok(()),
-            },
-        ])
-    }
-}
-
-impl PromptLengthConfig {
-    fn check(&self) -> Result<()> {
-        self.max_prompt_length.map_or(Ok(()), |most| at_least_one("max_prompt_length", most))
-    }
-}
-
-/// The address of a service as it is written to files: what comes behind a ? may be secret.
-fn without_query(url: &str) -> String {
-    match address(url) {
-        shown if shown == url => url.to_string(),
-        shown => format!("{shown}{LEFT_OUT}"),
-    }
-}
-
-fn address_without_query<S: serde::Serializer>(url: &Option<String>, serializer: S) -> Result<S::Ok, S::Error> {
-    url.as_deref().map(without_query).serialize(serializer)
-}
-
-fn rewards_without_queries<S: serde::Serializer>(rewards: &[String], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_seq(rewards.iter().map(|written| match written.split_once(':') {
-        Some((head, url)) if head == "url" || head.ends_with("=url") => format!("{head}:{}", without_query(url)),
-        _ => written.clone(),
-    }))
-}
-
-/// One dataset is written as its name, several as a list of them.
-fn one_or_list<S: serde::Serializer>(names: &[PathBuf], serializer: S) -> Result<S::Ok, S::Error> {
-    match names {
-        [one] => one.serialize(serializer),
-        several => several.serialize(serializer),
-    }
-}
-
 impl RowsConfig {
     fn check(&self) -> Result<()> {
         all([
@@ -2805,91 +1775,6 @@ impl RowsConfig {
             Columns::parse(&self.dataset_columns).map(drop),
             check_threads(self.num_threads),
         ])
-    }
-}
-
-/// Writes every setting of a run to the file `path`, as YAML that `--config` reads back, consent to overwrite left out.
-///
-/// Errors: [`Error::Io`]; [`Error::Invalid`] if a path among the settings is not UTF-8.
-pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result<()> {
-    let path = path.as_ref();
-    let settings = serde_saphyr::to_string(config)
-        .map_err(|error| Error::invalid(path, format!("the configuration cannot be written as YAML: {error}")))?;
-    let text = format!("{RESOLVED}{}.\n{settings}", env!("CARGO_PKG_VERSION"));
-    crate::weights::write_text(path, &text)
-}
-
-/// How a file begins that [`write_resolved`] writes: a person's configuration may have the same name.
-pub(crate) const RESOLVED: &str = "# Every setting of this run, as resolved by rlhf ";
-
-// By hand, because `ppo` knows tensors only.
-impl ValueEnum for KlEstimator {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::K1, Self::K3, Self::Abs, Self::Mse, Self::Full]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(match self {
-            // TRL 0.11 says so.
-            Self::K1 => PossibleValue::new("k1").alias("kl"),
-            Self::K3 => PossibleValue::new("k3"),
-            Self::Abs => PossibleValue::new("abs"),
-            Self::Mse => PossibleValue::new("mse"),
-            Self::Full => PossibleValue::new("full"),
-        })
-    }
-}
-
-impl ValueEnum for ScorePosition {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::AfterStop, Self::LastToken]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(PossibleValue::new(match self {
-            Self::AfterStop => "after_stop",
-            Self::LastToken => "last_token",
-        }))
-    }
-}
-
-impl Setting for Resume {
-    const NAME: &'static str = "PATH";
-    const EXPECTED: &'static str = "the folder of a checkpoint, or true for the newest";
-
-    fn read(text: &str) -> Option<Self> {
-        match text.to_ascii_lowercase().as_str() {
-            "true" | "latest" => Some(Self::Latest),
-            _ => (!text.is_empty()).then(|| Self::From(text.into())),
-        }
-    }
-}
-
-impl Setting for StopToken {
-    const NAME: &'static str = "TOKEN";
-    const EXPECTED: &'static str = "eos or none; an id goes to stop_token_id";
-
-    fn read(text: &str) -> Option<Self> {
-        Self::from_str(text, true).ok()
-    }
-}
-
-impl Setting for LrSchedulerType {
-    const NAME: &'static str = "NAME";
-    const EXPECTED: &'static str =
-        "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, constant or constant_with_warmup";
-
-    fn read(text: &str) -> Option<Self> {
-        Self::from_str(text, true).ok()
-    }
-}
-
-impl Setting for DataSplit {
-    const NAME: &'static str = "PARTS";
-    const EXPECTED: &'static str = "three numbers of 0 or more for sft, reward and ppo, such as 2,4,4";
-
-    fn read(text: &str) -> Option<Self> {
-        text.parse().ok()
     }
 }
 
@@ -2905,16 +1790,6 @@ impl Setting for Format {
 /// TRL writes "not set" as -1 here.
 fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
     if text == "-1" { Ok(None) } else { optional(text) }
-}
-
-/// A yes-or-no question that also takes a path.
-fn resume_or_false(text: &str) -> Result<Option<Resume>, String> {
-    if text.eq_ignore_ascii_case("false") { Ok(None) } else { optional(text) }
-}
-
-/// A norm of 0 turns clipping off.
-fn norm_or_zero(text: &str) -> Result<Option<f64>, String> {
-    Ok(optional(text)?.filter(|&norm| norm != 0.0))
 }
 
 /// The most that a whole number of a configuration may be: beyond use, and sums and products of a few of them are far below
@@ -2966,71 +1841,6 @@ fn check_token_id(id: Option<i64>) -> Result<()> {
     id.map_or(Ok(()), |id| expect(id >= 0, "stop_token_id", id, "a token id, 0 or more"))
 }
 
-fn check_threads(threads: Option<usize>) -> Result<()> {
-    let Some(threads) = threads else { return Ok(()) };
-    // libtorch's threads wait by spinning: with more of them than processors a run all but stands still.
-    let most = std::thread::available_parallelism().map_or(1, usize::from);
-    let expected = format!("1 to {most}, the processors there are");
-    expect((1..=most).contains(&threads), "num_threads", threads, &expected)
-}
-
-/// `value_schedule` is that of a value model, which shares what it has no setting of its own for.
-fn check_learning(
-    learning_rate: f64,
-    optimizer: &OptimizerConfig,
-    value_schedule: Option<LrSchedulerType>,
-) -> Result<()> {
-    let below_one = |beta: f64| (0.0..1.0).contains(&beta);
-    let (steps, ratio) = (optimizer.warmup_steps, optimizer.warmup_ratio);
-    let own = optimizer.lr_scheduler_type;
-    let no_schedule = |does: fn(LrSchedulerType) -> bool| !does(own) && !value_schedule.is_some_and(does);
-    let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", own.name());
-    let (beta1, beta2, power) = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.power);
-    let expected = format!("less than learning_rate = {learning_rate}");
-    let no_warmup = no_schedule(|schedule| schedule != LrSchedulerType::Constant);
-    all([
-        zero_or_more("learning_rate", learning_rate),
-        zero_or_more("weight_decay", optimizer.weight_decay),
-        expect(below_one(beta1), "adam_beta1", beta1, "a number from 0 to below 1"),
-        expect(below_one(beta2), "adam_beta2", beta2, "a number from 0 to below 1"),
-        above_zero("adam_epsilon", optimizer.adam_epsilon),
-        optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm)),
-        zero_to_one("warmup_ratio", ratio),
-        if steps > 0 && ratio > 0.0 {
-            usage(format!("warmup_steps = {steps} and warmup_ratio = {ratio} exclude each other: set one of them"))
-        } else {
-            Ok(())
-        },
-        if no_warmup && (steps > 0 || ratio > 0.0) {
-            let (name, found) = if steps > 0 { ("warmup_steps", steps as f64) } else { ("warmup_ratio", ratio) };
-            no_effect(name, found, &with_schedule("; constant_with_warmup has a warm-up"))
-        } else {
-            Ok(())
-        },
-        above_zero("power", power),
-        if no_schedule(|schedule| schedule == LrSchedulerType::Polynomial) && power != 1.0 {
-            no_effect("power", power, &with_schedule("; polynomial has it"))
-        } else {
-            Ok(())
-        },
-        optimizer.lr_end.map_or(Ok(()), |end| zero_or_more("lr_end", end)),
-        match optimizer.lr_end {
-            Some(end) if no_schedule(LrSchedulerType::falls) => no_effect("lr_end", end, &with_schedule("")),
-            Some(end) => expect(!own.falls() || end < learning_rate, "lr_end", end, &expected),
-            None => Ok(()),
-        },
-    ])
-}
-
-/// The most requests to a reward service at a time: each has a thread.
-const MOST_REQUESTS: usize = 1024;
-
-/// The longest wait for a reward, in seconds.
-const LONGEST_TIMEOUT: f64 = 7.0 * 24.0 * 3600.0;
-
-/// The highest rank of an adapter: above any model's width.
-const MOST_RANK: usize = 1 << 16;
-
 /// The most rows of an update: far above use, and small enough that a slip of the keyboard does not end in a crash.
 const MOST_ROWS: usize = 1 << 20;
 
@@ -3062,6 +1872,44 @@ fn train_plan(
     Ok(TrainPlan { batch_size, num_updates })
 }
 
+impl<'a> From<&'a PpoConfig> for RewardSources<'a> {
+    fn from(config: &'a PpoConfig) -> Self {
+        let (model, label) = (config.reward_model_path.as_deref(), config.reward_label.as_deref());
+        Self { model, label, settings: &config.rewards }
+    }
+}
+
+impl<'a> From<&'a ScoreConfig> for RewardSources<'a> {
+    fn from(config: &'a ScoreConfig) -> Self {
+        let (model, label) = (config.model_name_or_path.as_deref(), config.reward_label.as_deref());
+        Self { model, label, settings: &config.rewards }
+    }
+}
+
+impl PpoConfig {
+    /// Loads the rewards of `specs`, which are those of this configuration, for responses of the tokenizer `policy`.
+    ///
+    /// # Errors
+    /// If one cannot be loaded.
+    pub(crate) fn load_rewards(&self, specs: Vec<Spec>, policy: &Tokenizer, options: ModelOptions) -> Result<Rewards> {
+        let new_head = self.new_reward_head.then_some(self.run.seed);
+        Rewards::load(specs, &self.rewards, new_head, policy, self.local_rollout_forward_batch_size, options)
+    }
+}
+
+impl ScoreConfig {
+    /// Loads the rewards of this configuration, for responses of `tokenizer`.
+    ///
+    /// # Errors
+    /// If one is not written as it should be, or cannot be loaded.
+    pub fn load_rewards(&self, tokenizer: &Tokenizer, options: ModelOptions) -> Result<Rewards> {
+        let model = self.model_name_or_path.as_ref();
+        let model = model.map(|name| hub::model_dir(name, Some(&self.model_revision))).transpose()?;
+        let specs = resolve(RewardSources { model: model.as_deref(), ..self.into() })?;
+        Rewards::load(specs, &self.rewards, None, tokenizer, self.rows.batch_size, options)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -3069,17 +1917,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tags_of_tensorboard_are_those_of_the_metrics_or_of_trl() {
-        let tags = ["objective/kl", "lr", "eval_loss", "eval/score"].map(|name| TensorboardTags::Trl.tag(name));
-        assert_eq!(tags, ["train/objective/kl", "train/lr", "eval/loss", "eval/score"]);
-        assert_eq!(TensorboardTags::Plain.tag("eval_loss"), "eval_loss");
+    fn tags_of_tensorboard_need_tensorboard() {
         let mut config = ppo();
         config.run.tensorboard_tags = TensorboardTags::Trl;
         assert!(usage_of(config.check()).contains("without report_to = tensorboard"));
         config.run.report_to = ReportTo::Tensorboard;
         config.check().unwrap();
     }
-
     fn ppo() -> PpoConfig {
         PpoConfig::new("policy", "judge", "prompts.jsonl", "out")
     }
@@ -3233,26 +2077,6 @@ mod tests {
     }
 
     #[test]
-    fn the_shares_of_a_split_lie_one_behind_another_and_hold_every_row() {
-        for text in ["2,4,4", "1,0,0", " 0, 1, 2.5", "0.2,0.4,0.4"] {
-            let split = DataSplit::read(text).unwrap();
-            assert_eq!(DataSplit::read(&split.to_string()), Some(split));
-            for rows in [0, 1, 2, 3, 9, 10, 1001] {
-                let [sft, reward, ppo] = Step::ALL.map(|step| split.share(step, rows));
-                assert_eq!((sft.start, sft.end, reward.end, ppo.end), (0, reward.start, ppo.start, rows), "{text}");
-            }
-        }
-        let lens = Step::ALL.map(|step| DataSplit::read("2,4,4").unwrap().share(step, 1000).len());
-        assert_eq!(lens, [200, 400, 400]);
-        for wrong in ["", "2,4", "2,4,4,1", "2,-4,4", "0,0,0", "a,b,c", "1,inf,1", "1,nan,1"] {
-            assert_eq!(DataSplit::read(wrong), None, "{wrong}");
-        }
-        let mut config = ppo();
-        config.data.data_split_seed = 1;
-        assert_eq!(usage_of(config.check()), "data_split_seed = 1 has no effect without data_split");
-    }
-
-    #[test]
     fn models_are_loaded_in_any_dtype_with_an_adapter_and_without() {
         let (mut sft, mut reward) = (SftConfig::new("m", "d", "o"), RewardConfig::new("m", "d", "o"));
         for dtype in [Dtype::Auto, Dtype::Float32, Dtype::BFloat16, Dtype::Float16] {
@@ -3385,17 +2209,11 @@ mod tests {
     fn the_preset_of_deepspeed_chat_has_its_defaults() {
         let config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
         config.check().unwrap();
-        assert_eq!(
-            (config.kl_coef, config.counts.clip_reward_value, config.counts.min_response_length),
-            (0.1, Some(5.0), 2)
-        );
+        assert_eq!((config.kl.kl_coef, config.clip_reward_value, config.mask.min_response_length), (0.1, Some(5.0), 2));
         assert_eq!((config.learning_rate, config.value_optimizer().0), (9.65e-6, 5e-6));
         assert_eq!((config.optimizer.adam_beta1, config.optimizer.adam_beta2), (0.9, 0.95));
         assert_eq!((config.optimizer.max_grad_norm, config.optimizer.warmup_steps), (Some(1.0), 100));
-        assert_eq!(
-            (config.counts.eos_in_loss, config.whiten_advantages),
-            (EosInLoss::UnlessPad, WhitenAdvantages::None)
-        );
+        assert_eq!((config.mask.eos_in_loss, config.whiten_advantages), (EosInLoss::UnlessPad, WhitenAdvantages::None));
         assert_eq!((config.response_length, config.prompt_length.max_prompt_length), (256, Some(256)));
         let plan = config.plan(160).unwrap();
         assert_eq!((plan.batch_size, plan.epoch.mini_batch_size, plan.num_total_batches), (16, 16, 10));
@@ -3414,9 +2232,9 @@ mod tests {
     fn settings_of_several_steps_are_taken_wherever_an_update_has_several_and_refused_where_it_has_one() {
         type Change = fn(&mut PpoConfig);
         let changes: [(Change, &str); 4] = [
-            (|c| c.step.dual_clip = Some(3.0), "dual_clip = 3 has no effect with one optimizer step an update"),
-            (|c| c.step.ratio_threshold = Some(10.0), "ratio_threshold = 10 has no effect with one optimizer step"),
-            (|c| c.step.cliprange_high = Some(0.3), "cliprange_high = 0.3 has no effect with one optimizer step"),
+            (|c| c.loss.dual_clip = Some(3.0), "dual_clip = 3 has no effect with one optimizer step an update"),
+            (|c| c.loss.ratio_threshold = Some(10.0), "ratio_threshold = 10 has no effect with one optimizer step"),
+            (|c| c.loss.cliprange_high = Some(0.3), "cliprange_high = 0.3 has no effect with one optimizer step"),
             (|c| c.whiten_advantages = WhitenAdvantages::MiniBatch, "whiten_advantages = mini_batch is the same as"),
         ];
         for (change, message) in changes {
@@ -3485,7 +2303,7 @@ mod tests {
         let changes: [(Change, &str); 42] = [
             (
                 |c| {
-                    c.legacy.use_score_scaling = true;
+                    c.score_scaling.use_score_scaling = true;
                     c.eval.metric_for_best_model = Some("objective/scores".into());
                     c.run.checkpoints.save_steps = Some(1);
                 },
@@ -3523,14 +2341,14 @@ mod tests {
                 |c| c.whiten_advantages = WhitenAdvantages::MiniBatch,
                 "whiten_advantages = mini_batch is the same as batch",
             ),
-            (|c| c.counts.clip_reward_value = Some(0.0), "clip_reward_value = 0: expected a number above 0"),
-            (|c| c.counts.min_response_length = 54, "min_response_length = 54: expected at most response_length = 53"),
+            (|c| c.clip_reward_value = Some(0.0), "clip_reward_value = 0: expected a number above 0"),
+            (|c| c.mask.min_response_length = 54, "min_response_length = 54: expected at most response_length = 53"),
             (
-                |c| (c.score_position, c.counts.last_value_in_loss) = (ScorePosition::LastToken, false),
+                |c| (c.score_position, c.mask.last_value_in_loss) = (ScorePosition::LastToken, false),
                 "last_value_in_loss = false has no effect with score_position = last_token",
             ),
             (
-                |c| (c.score_position, c.counts.eos_in_loss) = (ScorePosition::LastToken, EosInLoss::Never),
+                |c| (c.score_position, c.mask.eos_in_loss) = (ScorePosition::LastToken, EosInLoss::Never),
                 "score_position = last_token and eos_in_loss = never exclude each other",
             ),
             (|c| c.unsupervised.unsup_coef = 1.0, "unsup_coef = 1 has no effect without unsupervised_dataset_name"),
@@ -3549,23 +2367,23 @@ mod tests {
                 |c| (c.kl.adap_kl_ctrl, c.kl.kl_coef_end) = (true, Some(0.1)),
                 "adap_kl_ctrl = true and kl_coef_end = 0.1 exclude each other",
             ),
-            (|c| (c.kl.adap_kl_ctrl, c.kl_coef) = (true, 0.0), "adap_kl_ctrl = true has no effect with kl_coef = 0"),
+            (|c| (c.kl.adap_kl_ctrl, c.kl.kl_coef) = (true, 0.0), "adap_kl_ctrl = true has no effect with kl_coef = 0"),
             (|c| c.kl.kl_coef_end = Some(-1.0), "kl_coef_end = -1: expected a number of 0 or more"),
-            (|c| (c.kl.kl_in_loss, c.kl_coef) = (true, 0.0), "kl_in_loss = true has no effect with kl_coef = 0"),
+            (|c| (c.kl.kl_in_loss, c.kl.kl_coef) = (true, 0.0), "kl_in_loss = true has no effect with kl_coef = 0"),
             (
                 |c| c.kl.kl_in_loss = true,
                 "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average",
             ),
-            (|c| c.step.dual_clip = Some(1.0), "dual_clip = 1: expected a number above 1"),
-            (|c| c.step.ratio_threshold = Some(0.9), "ratio_threshold = 0.9: expected a number above 1"),
-            (|c| c.step.cliprange_high = Some(0.0), "cliprange_high = 0: expected a number above 0"),
-            (|c| c.step.entropy_coef = -0.1, "entropy_coef = -0.1: expected a number of 0 or more"),
+            (|c| c.loss.dual_clip = Some(1.0), "dual_clip = 1: expected a number above 1"),
+            (|c| c.loss.ratio_threshold = Some(0.9), "ratio_threshold = 0.9: expected a number above 1"),
+            (|c| c.loss.cliprange_high = Some(0.0), "cliprange_high = 0: expected a number above 0"),
+            (|c| c.loss.entropy_coef = -0.1, "entropy_coef = -0.1: expected a number of 0 or more"),
             (
-                |c| (c.num_ppo_epochs, c.num_mini_batches, c.step.target_kl) = (1, 2, Some(0.1)),
+                |c| (c.num_ppo_epochs, c.num_mini_batches, c.loss.target_kl) = (1, 2, Some(0.1)),
                 "target_kl = 0.1 has no effect with num_ppo_epochs = 1",
             ),
             (
-                |c| (c.num_ppo_epochs, c.step.ratio_threshold) = (1, Some(10.0)),
+                |c| (c.num_ppo_epochs, c.loss.ratio_threshold) = (1, Some(10.0)),
                 "ratio_threshold = 10 has no effect with one optimizer step an update (num_ppo_epochs = 1",
             ),
             (
@@ -3782,19 +2600,6 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_is_named_by_its_folder_or_asked_for_as_the_newest() {
-        for (text, expected) in [
-            ("true", Some(Resume::Latest)),
-            ("Latest", Some(Resume::Latest)),
-            ("false", None),
-            ("none", None),
-            ("runs/ppo/checkpoint-5", Some(Resume::From("runs/ppo/checkpoint-5".into()))),
-        ] {
-            assert_eq!(resume_or_false(text), Ok(expected), "{text}");
-        }
-    }
-
-    #[test]
     fn threads_are_no_more_than_processors() {
         for threads in [0, 100_000] {
             let mut config = ppo();
@@ -3850,5 +2655,16 @@ mod tests {
             usage_of(config.check()),
             "dataset_name = d.jsonl and 2 prompts of your own exclude each other: give one of them"
         );
+    }
+
+    #[test]
+    fn while_the_policy_is_frozen_it_has_no_rate_and_its_schedule_waits() {
+        let mut config = PpoConfig::new("policy", "judge", "prompts.jsonl", "out");
+        config.learning_rate = 1.0;
+        config.value.value_learning_rate = Some(4.0);
+        config.value.value_warmup_updates = 2;
+        let rates: Vec<_> = (0..4).map(|update| config.learning_rates(update, 4)).collect();
+        assert_eq!(rates.iter().map(|r| r.policy).collect::<Vec<_>>(), [None, None, Some(1.0), Some(0.5)]);
+        assert_eq!(rates.iter().map(|r| r.value).collect::<Vec<_>>(), [4.0, 3.0, 2.0, 1.0]);
     }
 }

@@ -205,7 +205,7 @@ fn a_run_in_f16_goes_on_to_the_same_bits_with_its_loss_scales() {
 fn a_run_with_a_moving_average_and_texts_in_its_steps_goes_on_to_the_same_bits() {
     ppo_goes_on(|config| {
         config.ema.enable_ema = true;
-        config.counts.min_response_length = 2;
+        config.mask.min_response_length = 2;
         config.unsupervised.unsup_coef = 0.5;
         config.prompt_length.max_prompt_length = Some(10);
         let texts = config.run.output_dir.with_file_name("texts.jsonl");

@@ -44,8 +44,8 @@ fn hyper(usual: &Value, overrides: &Value) -> PpoConfig {
     for (name, value) in usual.as_object().unwrap().iter().chain(overrides.as_object().into_iter().flatten()) {
         let value = value.as_f64().unwrap();
         match name.as_str() {
-            "kl_ctl" => config.kl_coef = value,
-            "clip_reward_value" => config.counts.clip_reward_value = Some(value),
+            "kl_ctl" => config.kl.kl_coef = value,
+            "clip_reward_value" => config.clip_reward_value = Some(value),
             "cliprange" => config.cliprange = value,
             "cliprange_value" => config.cliprange_value = value,
             "gamma" => config.gamma = value,
@@ -183,7 +183,7 @@ fn compare_steps(dir: &Path, config_file: &Path) {
     let eos = tokenizer.eos().unwrap();
     let (ids, mask) = (data.rows("step0.exp.input_ids"), data.rows("step0.exp.attention_mask"));
     let pads = ids.iter().flatten().zip(mask.iter().flatten()).any(|(&id, &mask)| id == eos && mask == 0);
-    config.counts.eos_in_loss = if pads { EosInLoss::Never } else { EosInLoss::Always };
+    config.mask.eos_in_loss = if pads { EosInLoss::Never } else { EosInLoss::Always };
     let mut engine = RlhfEngine::new(lm(&actor), lm(&reference), critic, reward, tokenizer, &config).unwrap();
 
     let steps = (0..).take_while(|step| data.names().any(|name| name.starts_with(&format!("step{step}.")))).count();
@@ -373,7 +373,7 @@ fn judged(left_out: &[i64]) -> (Learner, Experience, PpoConfig) {
 #[test]
 fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_tokens_before() {
     let (learner, e, config) = judged(&[192]);
-    let shaped = targets(&World::default(), &e, config.kl_coef, &config.shaping());
+    let shaped = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
     let rows: Vec<usize> = (0..8).collect();
     let learnt = |targets: &rlhf::rl::shaping::Targets| {
         let stats = learner.gradients(&e, targets, &rows, 8, true).unwrap();
@@ -389,7 +389,7 @@ fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_token
     let tokens: i64 = e.lengths().iter().sum();
     assert_eq!((stats.tokens, stats.value_slots), ((tokens - ended) as f64, (tokens - ended) as f64));
     // Whatever the slot of the eos, or the one behind the end, should bring: nobody listens.
-    let mut other = targets(&World::default(), &e, config.kl_coef, &config.shaping());
+    let mut other = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
     let out = e.masks.loss.logical_not();
     (other.advantages, other.returns) =
         (other.advantages.masked_fill(&out, 1e3), other.returns.masked_fill(&out, -1e3));
@@ -428,7 +428,7 @@ fn eos_is_left_out_where_deepspeed_chat_pads_with_it_or_always() {
                 shape.as_object_mut().unwrap().remove("pad_token_id");
                 std::fs::write(tokenizer.join("config.json"), shape.to_string()).unwrap();
                 config.model_name_or_path = Some(tokenizer);
-                config.counts.eos_in_loss = when;
+                config.mask.eos_in_loss = when;
             },
             |config| {
                 let mut engine = RlhfEngine::from_config(config).unwrap();
@@ -466,7 +466,7 @@ fn a_moving_average_in_f32_follows_steps_that_are_tiny() {
     config.ema.enable_ema = true;
     let Learner { policy, value, .. } = learner;
     let mut learner = Learner::new(policy, value, config.learner());
-    let shaped = targets(&World::default(), &e, config.kl_coef, &config.shaping());
+    let shaped = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
     let start = weights(learner.policy.params());
     let rates = LearningRates { policy: Some(1e-6), value: 1e-6 };
     let rows: Vec<usize> = (0..8).collect();
@@ -494,7 +494,7 @@ fn a_moving_average_in_f32_follows_steps_that_are_tiny() {
 #[test]
 fn texts_in_the_mix_add_their_weighted_gradient_and_no_more() {
     let (learner, e, config) = judged(&[192]);
-    let shaped = targets(&World::default(), &e, config.kl_coef, &config.shaping());
+    let shaped = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
     let rows: Vec<usize> = (0..8).collect();
     let clear = || learner.policy.params().iter().for_each(|param| param.tensor.shallow_clone().zero_grad());
     learner.gradients(&e, &shaped, &rows, 8, true).unwrap();
@@ -568,8 +568,8 @@ fn answers_that_come_again_are_counted_and_told_and_those_that_were_left_out_too
             config.model_name_or_path = Some(tokenizer);
             config.generation.per_device_generation_batch_size = Some(1);
             config.per_device_train_batch_size = 1;
-            (config.counts.min_response_length, config.response_length) = (4, 4);
-            config.counts.eos_in_loss = EosInLoss::Always;
+            (config.mask.min_response_length, config.response_length) = (4, 4);
+            config.mask.eos_in_loss = EosInLoss::Always;
         },
         |config| {
             // The first answer of a run may not be short: some seed has a long one.
@@ -619,7 +619,7 @@ fn generation_batches_and_epochs_make_so_many_steps() {
         |config, dir| {
             config.generation.generation_batches = 3;
             (config.per_device_train_batch_size, config.num_ppo_epochs) = (2, 2);
-            config.counts.min_response_length = 0;
+            config.mask.min_response_length = 0;
             write_texts(config, dir);
             config.ema.enable_ema = true;
         },
@@ -778,9 +778,9 @@ fn an_engine_refuses_what_its_calls_do_not_do() {
         ("missing_eos_penalty has no meaning in RlhfEngine", |c| c.missing_eos_penalty = Some(1.0)),
         ("non_eos_penalty has no meaning in RlhfEngine", |c| c.non_eos_penalty = true),
         ("use_score_scaling has no meaning in RlhfEngine", |c| {
-            (c.legacy.use_score_scaling, c.legacy.use_score_norm) = (true, true);
+            (c.score_scaling.use_score_scaling, c.score_scaling.use_score_norm) = (true, true);
         }),
-        ("score_clip has no meaning in RlhfEngine", |c| c.legacy.score_clip = Some(0.5)),
+        ("score_clip has no meaning in RlhfEngine", |c| c.score_scaling.score_clip = Some(0.5)),
         ("early_stopping has no meaning in RlhfEngine", |c| (c.legacy.early_stopping, c.num_ppo_epochs) = (true, 2)),
         ("gradient_accumulation_steps = 2: RlhfEngine takes a step at each train_rlhf", |c| {
             (c.gradient_accumulation_steps, c.per_device_train_batch_size) = (2, 2);

@@ -443,9 +443,9 @@ fn the_pieces_of_a_step_make_the_trainers_updates_bit_for_bit() {
             &RolloutSettings { recompute_logprobs: false, ..config.rollout(judges.policy) },
         )
         .unwrap();
-        let (kl, rewards) = shape_rewards(&World::default(), &experience, config.kl_coef, &config.shaping());
+        let (kl, rewards) = shape_rewards(&World::default(), &experience, config.kl.kl_coef, &config.shaping());
         let (advantages, returns) = advantages(&World::default(), &experience, &rewards, &config.shaping());
-        let targets = Targets { kl, kl_coef: config.kl_coef, rewards, advantages, returns };
+        let targets = Targets { kl, kl_coef: config.kl.kl_coef, rewards, advantages, returns };
         let orders = config.mini_batch_orders(update, plan.batch_size);
         let rates = config.learning_rates(update, plan.num_total_batches);
         let steps = learner.optimise(&experience, &targets, &orders, rates, &plan.epoch).unwrap();

@@ -106,7 +106,7 @@ fn gradients_agree_however_a_mini_batch_is_cut_into_micro_batches() {
     for family in ["llama", "neox"] {
         let mut update = Update::new(family, Precision::F32);
         let e = update.experience();
-        let t = targets(&World::default(), &e, update.config.kl_coef, &update.config.shaping());
+        let t = targets(&World::default(), &e, update.config.kl.kl_coef, &update.config.shaping());
         let whole = update.gradients(&e, &t, 8);
         for rows in [1, 3, 4] {
             let cut = update.gradients(&e, &t, rows);
@@ -132,12 +132,12 @@ fn garbage_outside_the_masks_changes_no_target_no_gradient_and_no_metric() {
     let mut update = Update::new("neox", Precision::F32);
     update.config.whiten_rewards = true;
     let clean = update.experience();
-    let expected = targets(&World::default(), &clean, update.config.kl_coef, &update.config.shaping());
+    let expected = targets(&World::default(), &clean, update.config.kl.kl_coef, &update.config.shaping());
     let gradients = update.gradients(&clean, &expected, 3);
     for garbage in GARBAGE {
         let mut dirty = update.experience();
         poisoned(&mut dirty, garbage);
-        let mut found = targets(&World::default(), &dirty, update.config.kl_coef, &update.config.shaping());
+        let mut found = targets(&World::default(), &dirty, update.config.kl.kl_coef, &update.config.shaping());
         for (name, found, expected) in [
             ("kl", &found.kl, &expected.kl),
             ("rewards", &found.rewards, &expected.rewards),
@@ -195,7 +195,7 @@ fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_tra
         let orders = [(0..8).collect::<Vec<usize>>()];
         if let Some((tensor, number, what)) = bad {
             let before = update.weights();
-            let mut t = targets(&World::default(), &e, update.config.kl_coef, &update.config.shaping());
+            let mut t = targets(&World::default(), &e, update.config.kl.kl_coef, &update.config.shaping());
             let _ = tensor(&mut t).get(2).get(0).fill_(number);
             let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan.epoch).unwrap();
             let reason = steps[0].not_finite().unwrap();
@@ -216,7 +216,7 @@ fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_tra
             }
             assert!(told.get("objective/kl").unwrap().is_finite());
         }
-        let t = targets(&World::default(), &e, update.config.kl_coef, &update.config.shaping());
+        let t = targets(&World::default(), &e, update.config.kl.kl_coef, &update.config.shaping());
         let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan.epoch).unwrap();
         assert_eq!(steps[0].not_finite(), None);
         update.weights()

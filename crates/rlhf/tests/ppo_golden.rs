@@ -95,8 +95,8 @@ fn config(args: &Value) -> PpoConfig {
     config.stop_token_id = args["stop_token_id"].as_i64();
     config.temperature = number("temperature");
     config.missing_eos_penalty = args["missing_eos_penalty"].as_f64();
-    config.kl_coef = number("kl_coef");
-    config.kl_estimator = if args["kl_estimator"] == "k3" { KlEstimator::K3 } else { KlEstimator::K1 };
+    config.kl.kl_coef = number("kl_coef");
+    config.kl.kl_estimator = if args["kl_estimator"] == "k3" { KlEstimator::K3 } else { KlEstimator::K1 };
     config.whiten_rewards = args["whiten_rewards"].as_bool().unwrap();
     config.gamma = number("gamma");
     config.lam = number("lam");
@@ -178,7 +178,7 @@ fn compare(variant: &Variant) {
             &RolloutSettings { recompute_logprobs: true, ..config.rollout(judges.policy) },
         )
         .unwrap();
-        let t = targets(&World::default(), &e, config.kl_coef, &config.shaping());
+        let t = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
         variant.check(it, "logprobs", &e.logprobs, &e.masks.response);
         variant.check(it, "ref_logprobs", &e.ref_logprobs, &e.masks.response);
         variant.check(it, "values", &e.values, &e.masks.value);

@@ -172,7 +172,7 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
             &RolloutSettings { recompute_logprobs: false, ..config.rollout(judges.policy) },
         )
         .unwrap();
-        let targets = targets(&World::default(), &experience, config.kl_coef, &config.shaping());
+        let targets = targets(&World::default(), &experience, config.kl.kl_coef, &config.shaping());
 
         let plan = config.plan(prompts.len()).unwrap();
         let orders = vec![vec![0, 1, 2, 3, 4, 5, 6, 7], vec![7, 6, 5, 4, 3, 2, 1, 0]];

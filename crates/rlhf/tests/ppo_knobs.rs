@@ -73,7 +73,7 @@ fn update(change: impl FnOnce(&mut PpoConfig)) -> Update {
 
 impl Update {
     fn targets(&self) -> Targets {
-        targets(&World::default(), &self.experience, self.config.kl_coef, &self.config.shaping())
+        targets(&World::default(), &self.experience, self.config.kl.kl_coef, &self.config.shaping())
     }
 
     /// Learns from rows in these orders, at the rates of the run's first update.
@@ -132,7 +132,7 @@ fn a_loss_scale_is_taken_back_to_the_bit_before_a_step() {
     let learnt = |power: Option<usize>| {
         let mut update = update(|c| {
             c.optimizer.max_grad_norm = Some(0.5);
-            c.step.entropy_coef = 0.01;
+            c.loss.entropy_coef = 0.01;
             c.run.fp16 = power.is_some();
             c.run.loss_scale.initial_scale_power = power.unwrap_or(16);
         });
@@ -194,7 +194,7 @@ fn epochs_end_after_the_first_that_is_one_and_a_half_times_target_kl_away() {
     ] {
         let mut stopped = update(|c| {
             c.num_mini_batches = 2;
-            c.step.target_kl = Some(target);
+            c.loss.target_kl = Some(target);
         });
         let steps = stopped.learn(4);
         assert_eq!(steps, free[..2 * epochs], "target {target}, moved {moved:?}");
@@ -207,7 +207,7 @@ fn a_mini_batch_above_the_ratio_threshold_takes_no_step_and_leaves_nothing_behin
     let surprised = |threshold| {
         let mut update = update(|c| {
             c.num_mini_batches = 4;
-            c.step.ratio_threshold = threshold;
+            c.loss.ratio_threshold = threshold;
         });
         update.surprise(0..2);
         update
@@ -234,7 +234,7 @@ fn an_infinite_ratio_is_above_the_threshold_and_leaves_nothing_behind_whatever_t
     for advantage in [-1.0, 0.0, 1.0] {
         let mut update = update(|c| {
             c.num_mini_batches = 4;
-            c.step.ratio_threshold = Some(10.0);
+            c.loss.ratio_threshold = Some(10.0);
         });
         update.surprise_by(0..2, 100.0);
         let mut targets = update.targets();
@@ -254,7 +254,7 @@ fn an_infinite_ratio_is_above_the_threshold_and_leaves_nothing_behind_whatever_t
 
 #[test]
 fn a_run_of_nothing_but_skipped_steps_changes_no_weight() {
-    let mut update = update(|c| c.step.ratio_threshold = Some(10.0));
+    let mut update = update(|c| c.loss.ratio_threshold = Some(10.0));
     update.surprise(0..8);
     let before = (update.policy_weights(), update.value_weights());
     let steps = update.learn(4);
@@ -265,7 +265,7 @@ fn a_run_of_nothing_but_skipped_steps_changes_no_weight() {
 #[test]
 fn an_entropy_bonus_alone_raises_the_entropy_and_none_moves_nothing() {
     let entropies = |steps: &[StepStats]| steps.iter().map(|step| step.entropy / step.tokens).collect::<Vec<_>>();
-    let rising = entropies(&update(|c| c.step.entropy_coef = 0.5).learn_without_advantages(4));
+    let rising = entropies(&update(|c| c.loss.entropy_coef = 0.5).learn_without_advantages(4));
     assert!(rising.windows(2).all(|pair| pair[1] > pair[0] + 1e-4), "{rising:?}");
     let still = entropies(&update(|_| ()).learn_without_advantages(4));
     assert!(still.windows(2).all(|pair| pair[1] == pair[0]), "{still:?}");
@@ -275,8 +275,8 @@ fn an_entropy_bonus_alone_raises_the_entropy_and_none_moves_nothing() {
 fn the_kl_in_the_loss_draws_the_policy_to_the_reference_and_leaves_the_rewards_to_the_scores() {
     for estimator in [KlEstimator::Mse, KlEstimator::K3, KlEstimator::Abs, KlEstimator::Full] {
         let mut update = update(|c| {
-            c.kl_coef = 0.5;
-            c.kl_estimator = estimator;
+            c.kl.kl_coef = 0.5;
+            c.kl.kl_estimator = estimator;
             c.kl.kl_in_loss = true;
         });
         let targets = update.targets();
@@ -540,8 +540,8 @@ fn learning_from_the_kl_over_the_vocabulary_adds_the_gradients_of_the_softmaxes_
 #[test]
 fn as_an_estimator_the_kl_over_the_vocabulary_makes_the_rewards() {
     let update = update(|c| {
-        c.kl_estimator = KlEstimator::Full;
-        c.kl_coef = 0.3;
+        c.kl.kl_estimator = KlEstimator::Full;
+        c.kl.kl_coef = 0.3;
     });
     let (e, targets) = (&update.experience, update.targets());
     let sequences: Vec<_> = (0..e.rows()).map(|row| e.sequence(row)).collect();
@@ -696,8 +696,8 @@ fn running_moments_and_their_clip_move_no_score_that_nothing_learns_from() {
 
 #[test]
 fn a_clip_of_the_whole_score_counts_what_tokens_are_scored() {
-    let mut update = update(|c| c.counts.clip_reward_value = Some(5.0));
-    update.config.kl_coef = 0.0;
+    let mut update = update(|c| c.clip_reward_value = Some(5.0));
+    update.config.kl.kl_coef = 0.0;
     // 0.5, 1.5 or -2 for each token: wholes on both sides of the bounds and within them.
     let of_row = Tensor::from_slice(&[0.5f32, 1.5, -2.0, 0.5, 1.5, -2.0, 0.5, 1.5]).unsqueeze(1);
     let e = &mut update.experience;
@@ -718,7 +718,7 @@ fn policy_epochs_count_whole_epochs_where_answers_were_left_out() {
         (c.preset, c.num_mini_batches) = (Preset::TrlLegacy, 1);
         c.per_device_train_batch_size = 8;
         (c.legacy.batch_size, c.legacy.mini_batch_size, c.gradient_accumulation_steps) = (Some(16), Some(2), 4);
-        (c.legacy.early_stopping, c.step.target_kl) = (true, Some(100.0));
+        (c.legacy.early_stopping, c.loss.target_kl) = (true, Some(100.0));
     });
     update.plan.epoch.part_size = 2;
     // Eight of sixteen are left: one step of four parts an epoch, where sixteen would make eight.

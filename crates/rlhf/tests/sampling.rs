@@ -178,7 +178,7 @@ fn a_response_ends_behind_a_stop_string_and_counts_as_stopped() {
         PpoConfig::without_reward(scratch.path("policy"), scratch.path("prompts.jsonl"), scratch.path("out"));
     (config.response_length, config.total_episodes, config.per_device_train_batch_size) = (12, Some(32), 16);
     config.sampling.stop_strings = vec!["e".into(), "an".into()];
-    (config.missing_eos_penalty, config.kl_coef) = (Some(2.0), 0.0);
+    (config.missing_eos_penalty, config.kl.kl_coef) = (Some(2.0), 0.0);
     let seen: Arc<Mutex<Vec<(String, FinishReason, usize)>>> = Arc::default();
     let noted = seen.clone();
     let reward = FnReward::new(move |batch| {
@@ -284,7 +284,7 @@ fn settings_of_sampling_that_mean_nothing_or_contradict_each_other_are_refused()
             "logprobs_of = filtered has no effect without top_k, top_p, min_p or min_new_tokens",
         ),
         (|c| c.sampling.repetition_penalty = 1.2, "logprobs_of = filtered with repetition_penalty = 1.2: a penalty"),
-        (|c| c.counts.min_response_length = 2, "logprobs_of = filtered with min_response_length = 2: "),
+        (|c| c.mask.min_response_length = 2, "logprobs_of = filtered with min_response_length = 2: "),
     ];
     for (at, (change, message)) in changes.iter().enumerate() {
         let mut config = PpoConfig::new("policy", "reward", "prompts.jsonl", "out");

@@ -303,7 +303,10 @@ mod tests {
         let file = page.split("```yaml").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
         let Task::Pipeline(chat) = with_file(file, &["pipeline"]).unwrap() else { panic!() };
         let ppo = chat.ppo.unwrap();
-        assert_eq!((ppo.preset, ppo.data.data_split, ppo.kl_coef), (Preset::DeepspeedChat, "2,4,4".parse().ok(), 0.1));
+        assert_eq!(
+            (ppo.preset, ppo.data.data_split, ppo.kl.kl_coef),
+            (Preset::DeepspeedChat, "2,4,4".parse().ok(), 0.1)
+        );
         assert_eq!(ppo.sft_model_path, PathBuf::from("runs/chat/1-sft"));
     }
 

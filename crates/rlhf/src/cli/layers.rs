@@ -121,10 +121,10 @@ mod tests {
         assert_eq!(config, PpoConfig::with_preset(Preset::DeepspeedChat, "policy", "judge", "prompts.jsonl", "out"));
         let words = [&PPO[..], &["--temperature", "0.7"]].concat();
         let Task::Ppo(config) = with_file("preset: deepspeed-chat\nkl_coef: 0.05\n", &words).unwrap() else { panic!() };
-        assert_eq!((config.kl_coef, config.temperature, config.vf_coef), (0.05, 0.7, 1.0));
+        assert_eq!((config.kl.kl_coef, config.temperature, config.vf_coef), (0.05, 0.7, 1.0));
         let words = [&PPO[..], &["--preset=trl"]].concat();
         let Task::Ppo(config) = with_file("preset: deepspeed-chat\nvf_coef: 0.5\n", &words).unwrap() else { panic!() };
-        assert_eq!((config.preset, config.kl_coef, config.vf_coef), (Preset::Trl, 0.05, 0.5));
+        assert_eq!((config.preset, config.kl.kl_coef, config.vf_coef), (Preset::Trl, 0.05, 0.5));
     }
 
     #[test]
@@ -137,7 +137,7 @@ mod tests {
         expected.learning_rate = 1e-5;
         expected.run.seed = 8;
         expected.run.bf16 = true;
-        expected.kl_estimator = KlEstimator::K3;
+        expected.kl.kl_estimator = KlEstimator::K3;
         assert_eq!(config, expected);
         let words = [&words[..], &["--bf16=false"]].concat();
         let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
@@ -161,11 +161,11 @@ mod tests {
             ("deepspeed-chat", "--vf_coef 0", |c| c.value.value_learning_rate.is_none(), "`value_learning_rate`"),
             ("deepspeed-chat", "--stop_token_id 3", |c| c.stop_token.is_none(), "`stop_token`"),
             ("deepspeed-chat", "--warmup_ratio 0.1", |c| c.optimizer.warmup_steps == 0, "`warmup_steps`"),
-            ("deepspeed-chat", "--response_length 1", |c| c.counts.min_response_length == 0, "`min_response_length`"),
+            ("deepspeed-chat", "--response_length 1", |c| c.mask.min_response_length == 0, "`min_response_length`"),
             (
                 "deepspeed-chat",
                 "--score_position last_token",
-                |c| c.counts.last_value_in_loss && c.counts.eos_in_loss == EosInLoss::Always,
+                |c| c.mask.last_value_in_loss && c.mask.eos_in_loss == EosInLoss::Always,
                 "`last_value_in_loss`",
             ),
             (
@@ -174,7 +174,7 @@ mod tests {
                 |c| c.legacy.value_head && c.value.value_learning_rate.is_none(),
                 "`value_learning_rate`",
             ),
-            ("trl-legacy", "--init_kl_coef 0", |c| !c.kl.adap_kl_ctrl && c.kl_coef == 0.0, "`adap_kl_ctrl`"),
+            ("trl-legacy", "--init_kl_coef 0", |c| !c.kl.adap_kl_ctrl && c.kl.kl_coef == 0.0, "`adap_kl_ctrl`"),
             ("trl-legacy", "--kl_coef_end 0.1", |c| !c.kl.adap_kl_ctrl, "`adap_kl_ctrl`"),
             ("trl-legacy", "--stop_token_id 3", |c| c.stop_token.is_none(), "`stop_token`"),
             ("trl-legacy", "--eos_in_loss never", |c| c.score_position == ScorePosition::AfterStop, "`score_position`"),
@@ -235,16 +235,16 @@ mod tests {
         ppo.stop_token = Some(StopToken::Eos);
         ppo.missing_eos_penalty = Some(1.0);
         ppo.score_position = ScorePosition::LastToken;
-        ppo.kl_estimator = KlEstimator::Mse;
+        ppo.kl.kl_estimator = KlEstimator::Mse;
         ppo.preset = Preset::TrlPpov2;
         ppo.num_mini_batches = 2;
         ppo.whiten_advantages = WhitenAdvantages::MiniBatch;
         ppo.kl.kl_in_loss = true;
         ppo.kl.adap_kl_ctrl = true;
         ppo.kl.horizon = 1e5;
-        ppo.step.cliprange_high = Some(0.28);
-        ppo.step.dual_clip = Some(3.0);
-        ppo.step.target_kl = Some(0.1);
+        ppo.loss.cliprange_high = Some(0.28);
+        ppo.loss.dual_clip = Some(3.0);
+        ppo.loss.target_kl = Some(0.1);
         ppo.value.value_learning_rate = Some(1e-5);
         ppo.value.value_lr_scheduler_type = Some(LrSchedulerType::ConstantWithWarmup);
         ppo.value.value_max_grad_norm = Some(0.0);
@@ -268,8 +268,8 @@ mod tests {
         let mut chat = PpoConfig::with_preset(Preset::DeepspeedChat, "a", "b", "c", "d");
         settings::write_resolved(&chat, &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(chat.clone()));
-        (chat.kl_coef, chat.stop_token, chat.prompt_length.max_prompt_length) = (0.05, None, None);
-        chat.counts.eos_in_loss = EosInLoss::Never;
+        (chat.kl.kl_coef, chat.stop_token, chat.prompt_length.max_prompt_length) = (0.05, None, None);
+        chat.mask.eos_in_loss = EosInLoss::Never;
         chat.value.value_learning_rate = None;
         settings::write_resolved(&chat, &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(chat));

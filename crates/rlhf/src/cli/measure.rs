@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use rlhf::data::{Dataset, PromptResponse, RowReader};
 use rlhf::hub;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
-use rlhf::reward::{RewardInput, Rewards};
+use rlhf::reward::RewardInput;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{LogprobsConfig, RewardConfig, RowsConfig, ScoreConfig};
 use rlhf::tokenizer::Tokenizer;
@@ -145,7 +145,7 @@ fn score_answers(config: &ScoreConfig, rows: RowReader, options: ModelOptions) -
         (None, None) => return config.check(),
     };
     let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
-    let mut rewards = Rewards::of_score(config, &tokenizer, options)?;
+    let mut rewards = config.load_rewards(&tokenizer, options)?;
     let mut preferences = Preferences::default();
     annotate(&config.rows, rows, |part| {
         let of_rows = part.scored_responses(&tokenizer)?;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::{Command, FromArgMatches};
 use rlhf::Error;
 use rlhf::flag::Refusals;
-use rlhf::settings::{PipelineFlags, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step};
+use rlhf::settings::{PipelineFlags, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Stage};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
 use super::Stop;
@@ -39,14 +39,14 @@ const OF_A_DATASET: [&str; 8] = [
 /// `said`.
 pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command, said: &mut Said) -> Result<PipelineConfig, Stop> {
     let command = |name: &str| rlhf.find_subcommand(name).expect("it is a command");
-    let steps = Step::ALL.map(|step| command(step.name()));
+    let steps = Stage::ALL.map(|step| command(step.name()));
     let top = [command(PIPELINE)].into_iter().chain(steps).collect();
     let keys = Keys { top, sections: steps.to_vec() };
     let (settings, nulls): (Vec<Setting>, _) = read_config(path, &keys, &mut said.refusals)?
         .into_iter()
-        .partition(|setting| !setting.values.is_empty() || Step::ALL.iter().any(|step| step.name() == setting.key));
+        .partition(|setting| !setting.values.is_empty() || Stage::ALL.iter().any(|step| step.name() == setting.key));
     let file = File { path, steps, settings: &settings, nulls: &nulls };
-    for step in Step::ALL {
+    for step in Stage::ALL {
         if let Some(key) = OF_THE_WHOLE.iter().find(|key| file.own(step, key).is_some()) {
             let line = file.own(step, key).map_or(1, |setting| setting.line);
             let message = format!("`{step}.{key}`: expected it above the sections: it is the pipeline's");
@@ -70,14 +70,14 @@ pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command, said: &mut S
         );
         said.refusals.refuse(line, ["resume_from_checkpoint"]);
     }
-    let runs = |step: Step| !flags.skip.contains(&step);
+    let runs = |step: Stage| !flags.skip.contains(&step);
     let config = PipelineConfig {
-        sft: runs(Step::Sft).then(|| file.sft(&flags, steps[0], said)).transpose()?.flatten(),
-        reward: runs(Step::Reward).then(|| file.reward(&flags, steps[1], said)).transpose()?.flatten(),
-        ppo: runs(Step::Ppo).then(|| file.ppo(&flags, steps[2], said)).transpose()?.flatten(),
+        sft: runs(Stage::Sft).then(|| file.sft(&flags, steps[0], said)).transpose()?.flatten(),
+        reward: runs(Stage::Reward).then(|| file.reward(&flags, steps[1], said)).transpose()?.flatten(),
+        ppo: runs(Stage::Ppo).then(|| file.ppo(&flags, steps[2], said)).transpose()?.flatten(),
         output_dir: flags.output_dir.clone(),
     };
-    if !Step::ALL.into_iter().any(runs) {
+    if !Stage::ALL.into_iter().any(runs) {
         said.refusals.refuse("skip = sft,reward,ppo leaves nothing to do", ["skip"]);
     }
     Ok(config)
@@ -108,7 +108,7 @@ impl File<'_> {
     }
 
     /// What the section of `step` says of `key`.
-    fn own(&self, step: Step, key: &str) -> Option<&Setting> {
+    fn own(&self, step: Stage, key: &str) -> Option<&Setting> {
         self.find(&format!("{step}.{key}"))
     }
 
@@ -116,7 +116,7 @@ impl File<'_> {
     /// by its flag's name.
     fn settings_of(
         &self,
-        step: Step,
+        step: Stage,
         command: &Command,
         links: Vec<(&str, String)>,
         said: &mut Said,
@@ -132,7 +132,7 @@ impl File<'_> {
         let shared = |setting: &&Setting| {
             let key = setting.key.as_str();
             let of_others = OF_THE_WHOLE.contains(&key)
-                || (step != Step::Sft && OF_THE_FIRST.contains(&key))
+                || (step != Stage::Sft && OF_THE_FIRST.contains(&key))
                 || (own_data && OF_A_DATASET.contains(&key));
             is_flag(key) && !of_others
         };
@@ -166,7 +166,7 @@ impl File<'_> {
     fn config<C: FromArgMatches>(
         &self,
         flags: &PipelineFlags,
-        step: Step,
+        step: Stage,
         command: &Command,
         links: Vec<(&str, String)>,
         Parts { run, check }: Parts<C>,
@@ -204,7 +204,7 @@ impl File<'_> {
     }
 
     /// An error of `step`, with the line of the setting that its message begins with, or else that of the section.
-    fn place(&self, step: Step, message: &str) -> String {
+    fn place(&self, step: Stage, message: &str) -> String {
         let key = message.split([' ', ':']).next().unwrap_or_default();
         let setting = self.own(step, key).or_else(|| self.find(key)).or_else(|| self.find(step.name()));
         self.placed(setting.map_or(1, |setting| setting.line), &format!("{step}: {message}"))
@@ -213,7 +213,7 @@ impl File<'_> {
     fn sft(&self, flags: &PipelineFlags, command: &Command, said: &mut Said) -> Result<Option<SftConfig>, Stop> {
         self.config(
             flags,
-            Step::Sft,
+            Stage::Sft,
             command,
             Vec::new(),
             Parts { run: |config: &mut SftConfig| &mut config.run, check: SftConfig::check },
@@ -223,14 +223,16 @@ impl File<'_> {
 
     fn reward(&self, flags: &PipelineFlags, command: &Command, said: &mut Said) -> Result<Option<RewardConfig>, Stop> {
         let mut links = Vec::new();
-        if self.own(Step::Reward, "model_name_or_path").is_none() {
-            let Some(model) = self.sft_model(flags, Step::Reward, "model_name_or_path", said)? else { return Ok(None) };
+        if self.own(Stage::Reward, "model_name_or_path").is_none() {
+            let Some(model) = self.sft_model(flags, Stage::Reward, "model_name_or_path", said)? else {
+                return Ok(None);
+            };
             links = model;
             links.push(("new_reward_head", "true".into()));
         }
         self.config(
             flags,
-            Step::Reward,
+            Stage::Reward,
             command,
             links,
             Parts { run: |config: &mut RewardConfig| &mut config.run, check: RewardConfig::check },
@@ -240,15 +242,15 @@ impl File<'_> {
 
     fn ppo(&self, flags: &PipelineFlags, command: &Command, said: &mut Said) -> Result<Option<PpoConfig>, Stop> {
         let mut links = Vec::new();
-        if ["sft_model_path", "actor_model_name_or_path"].iter().all(|key| self.own(Step::Ppo, key).is_none()) {
-            let Some(model) = self.sft_model(flags, Step::Ppo, "sft_model_path", said)? else { return Ok(None) };
+        if ["sft_model_path", "actor_model_name_or_path"].iter().all(|key| self.own(Stage::Ppo, key).is_none()) {
+            let Some(model) = self.sft_model(flags, Stage::Ppo, "sft_model_path", said)? else { return Ok(None) };
             links = model;
         }
-        if let Some(dir) = left_by(flags, Step::Reward) {
+        if let Some(dir) = left_by(flags, Stage::Reward) {
             links.push(("reward_model_path", text(&dir)?));
         }
         let parts = Parts { run: |config: &mut PpoConfig| &mut config.run, check: PpoConfig::check };
-        self.config(flags, Step::Ppo, command, links, parts, said)
+        self.config(flags, Stage::Ppo, command, links, parts, said)
     }
 
     /// The language model that `step` begins with, as the setting `key`: SFT's, or where that is left out and was never
@@ -256,17 +258,17 @@ impl File<'_> {
     fn sft_model(
         &self,
         flags: &PipelineFlags,
-        step: Step,
+        step: Stage,
         key: &'static str,
         said: &mut Said,
     ) -> Result<Option<Vec<(&'static str, String)>>, Stop> {
-        if let Some(dir) = left_by(flags, Step::Sft) {
+        if let Some(dir) = left_by(flags, Stage::Sft) {
             return Ok(Some(vec![(key, text(&dir)?)]));
         }
         let base =
-            |key: &str| self.own(Step::Sft, key).or_else(|| self.find(key)).and_then(|s| s.values.first().cloned());
+            |key: &str| self.own(Stage::Sft, key).or_else(|| self.find(key)).and_then(|s| s.values.first().cloned());
         let Some(model) = base("model_name_or_path") else {
-            let dir = PipelineConfig::dir(&flags.output_dir, Step::Sft);
+            let dir = PipelineConfig::dir(&flags.output_dir, Stage::Sft);
             let message = format!(
                 "sft is left out, and {} holds no model: expected `{step}.{key}` or `model_name_or_path`",
                 dir.display()
@@ -280,7 +282,7 @@ impl File<'_> {
 }
 
 /// The folder of the model that `step` leaves, unless it is left out and there is none.
-fn left_by(flags: &PipelineFlags, step: Step) -> Option<PathBuf> {
+fn left_by(flags: &PipelineFlags, step: Stage) -> Option<PathBuf> {
     let dir = PipelineConfig::dir(&flags.output_dir, step);
     (!flags.skip.contains(&step) || dir.join("config.json").is_file() || dir.join("adapter_config.json").is_file())
         .then_some(dir)
@@ -335,8 +337,8 @@ mod tests {
             ("ppos:\n  kl_coef: 1\n", "run.yaml:4: unknown key `ppos`; did you mean `ppo`?"),
             ("kl_coeff: 1\n", "run.yaml:4: unknown key `kl_coeff`; did you mean `kl_coef`?"),
             ("sft:\n  kl_coef: 1\n", "run.yaml:5: unknown key `sft.kl_coef`; `rlhf sft --help` lists the flags"),
-            ("ppo:\n  kl_coef: x\n", "run.yaml:5: `ppo.kl_coef`: expected a number, found `x`"),
-            ("ppo:\n  kl_coef: [1]\n", "run.yaml:5: `ppo.kl_coef`: expected one value, found a list or a map"),
+            ("ppo:\n  kl_coef: x\n", "run.yaml:5: `ppo.kl.kl_coef`: expected a number, found `x`"),
+            ("ppo:\n  kl_coef: [1]\n", "run.yaml:5: `ppo.kl.kl_coef`: expected one value, found a list or a map"),
             ("ppo:\n  kl_coef: 1\n\n  kl_coef: 2\n", "run.yaml:7: `kl_coef` is set twice"),
             ("ppo: 3\n", "run.yaml:4: `ppo`: expected settings of the form `key: value` below it"),
             ("ppo: [kl_coef]\n", "run.yaml:4: `ppo`: expected settings of the form `key: value` below it"),
@@ -370,7 +372,7 @@ mod tests {
             Err(error) => Err(error),
         };
         let ppo = pipeline("  init_kl_coef: 0.3\n  steps: 8\n  batch_size: 4\n").unwrap();
-        assert_eq!((ppo.kl_coef, ppo.total_episodes, ppo.legacy.batch_size), (0.3, Some(8), Some(4)));
+        assert_eq!((ppo.kl.kl_coef, ppo.total_episodes, ppo.legacy.batch_size), (0.3, Some(8), Some(4)));
         assert!(ppo.legacy.value_head && ppo.kl.adap_kl_ctrl);
         assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("o/1-sft".into(), Some("o/2-reward".into())));
         // What a section names is not linked, whichever name it uses.

@@ -655,7 +655,7 @@ mod tests {
             "stanfordnlp/imdb",
             "out",
         );
-        (config.legacy.batch_size, config.legacy.mini_batch_size, config.step.target_kl) = (None, None, None);
+        (config.legacy.batch_size, config.legacy.mini_batch_size, config.loss.target_kl) = (None, None, None);
         assert_eq!(config, expected);
         // With values that ask for what is not here: all in one answer, each with its line.
         let text = text

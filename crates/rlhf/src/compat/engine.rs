@@ -42,13 +42,13 @@ pub fn compute_rewards(
     config: &PpoConfig,
 ) -> Tensor {
     let start = prompts.size()[1] - 1;
-    let kl = math::kl(log_probs, ref_log_probs, &log_probs.ones_like().to_kind(Kind::Bool), config.kl_estimator);
-    let most = config.counts.clip_reward_value.unwrap_or(f64::INFINITY);
+    let kl = math::kl(log_probs, ref_log_probs, &log_probs.ones_like().to_kind(Kind::Bool), config.kl.kl_estimator);
+    let most = config.clip_reward_value.unwrap_or(f64::INFINITY);
     let scores = reward_score.to_kind(Kind::Float).clamp(-most, most);
     let (before, answer) = (kl.narrow(1, 0, start), response_columns(&kl, start));
     let counted = counted(action_mask, start);
-    let rewards = math::rewards(&answer, &scores, &counted, config.kl_coef, ScorePosition::AfterStop);
-    Tensor::cat(&[-config.kl_coef * before, rewards], 1)
+    let rewards = math::rewards(&answer, &scores, &counted, config.kl.kl_coef, ScorePosition::AfterStop);
+    Tensor::cat(&[-config.kl.kl_coef * before, rewards], 1)
 }
 
 /// The column behind each row's score, `[B]` i64: from there on rewards and values are nothing.
@@ -273,17 +273,17 @@ impl RlhfEngine {
             ("adap_kl_ctrl", config.kl.adap_kl_ctrl),
             ("kl_coef_end", config.kl.kl_coef_end.is_some()),
             ("kl_in_loss", config.kl.kl_in_loss),
-            ("kl_estimator = full", config.kl_estimator == KlEstimator::Full),
+            ("kl_estimator = full", config.kl.kl_estimator == KlEstimator::Full),
             ("whiten_rewards", config.whiten_rewards),
             ("score_position = last_token", config.score_position == ScorePosition::LastToken),
-            ("target_kl", config.step.target_kl.is_some()),
-            ("ratio_threshold", config.step.ratio_threshold.is_some()),
+            ("target_kl", config.loss.target_kl.is_some()),
+            ("ratio_threshold", config.loss.ratio_threshold.is_some()),
             ("early_stopping", config.legacy.early_stopping),
             ("missing_eos_penalty", config.missing_eos_penalty.is_some()),
             ("logprobs_of = filtered", config.sampling.logprobs_of == LogprobsOf::Filtered),
             ("non_eos_penalty", config.non_eos_penalty),
-            ("use_score_scaling", config.legacy.use_score_scaling),
-            ("score_clip", config.legacy.score_clip.is_some()),
+            ("use_score_scaling", config.score_scaling.use_score_scaling),
+            ("score_clip", config.score_scaling.score_clip.is_some()),
         ];
         if let Some((name, _)) = meaningless.iter().find(|(_, set)| *set) {
             return Err(Error::Usage(format!(
@@ -305,7 +305,7 @@ impl RlhfEngine {
             reward,
             rollout,
             shaping: config.shaping(),
-            kept: KeptResponses::new(config.counts.min_response_length),
+            kept: KeptResponses::new(config.mask.min_response_length),
             last: None,
             mixes_texts: config.unsupervised.unsupervised_dataset_name.is_some(),
             num_total_iters: None,
@@ -460,7 +460,7 @@ impl RlhfEngine {
         }
         self.rates()?;
         let e = self.ragged(experience)?;
-        let targets = targets(&self.learner.world, &e, self.config.kl_coef, &self.shaping);
+        let targets = targets(&self.learner.world, &e, self.config.kl.kl_coef, &self.shaping);
         let rows: Vec<usize> = (0..experience.rows()).collect();
         let stats = self.learner.gradients(&e, &targets, &rows, self.config.per_device_train_batch_size, true)?;
         let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
@@ -553,7 +553,7 @@ impl RlhfEngine {
                     "num_total_iters = {total} steps are taken, and the learning rate is at its end: raise it for more"
                 )
             }
-            (total, _) => return Ok(LearningRates::at(config, self.iterations, total.unwrap_or(1))),
+            (total, _) => return Ok(config.learning_rates(self.iterations, total.unwrap_or(1))),
         };
         Err(Error::Usage(message))
     }

@@ -225,7 +225,7 @@ impl StepConfig {
         ppo.optimizer = OptimizerConfig { max_grad_norm: self.max_grad_norm, ..self.optimizer.clone() };
         // A weight of 0 stays 0 however it is adapted.
         ppo.kl.adap_kl_ctrl = self.adap_kl_ctrl && self.init_kl_coef != 0.0;
-        (ppo.kl_coef, ppo.kl_estimator) = (self.init_kl_coef, self.kl_penalty);
+        (ppo.kl.kl_coef, ppo.kl.kl_estimator) = (self.init_kl_coef, self.kl_penalty);
         if ppo.kl.adap_kl_ctrl {
             (ppo.kl.target, ppo.kl.horizon) = (self.target, self.horizon);
         }
@@ -234,11 +234,12 @@ impl StepConfig {
         (ppo.legacy.batch_size, ppo.legacy.mini_batch_size) = (Some(self.batch_size), Some(self.mini_batch_size));
         ppo.gradient_accumulation_steps = self.gradient_accumulation_steps;
         (ppo.local_rollout_forward_batch_size, ppo.num_ppo_epochs) = (self.mini_batch_size, self.ppo_epochs);
-        ppo.step.ratio_threshold = Some(self.ratio_threshold);
+        ppo.loss.ratio_threshold = Some(self.ratio_threshold);
         ppo.legacy.early_stopping = self.early_stopping;
-        ppo.step.target_kl = self.early_stopping.then_some(self.target_kl);
-        (ppo.legacy.use_score_scaling, ppo.legacy.use_score_norm) = (self.use_score_scaling, self.use_score_norm);
-        ppo.legacy.score_clip = self.score_clip;
+        ppo.loss.target_kl = self.early_stopping.then_some(self.target_kl);
+        (ppo.score_scaling.use_score_scaling, ppo.score_scaling.use_score_norm) =
+            (self.use_score_scaling, self.use_score_norm);
+        ppo.score_scaling.score_clip = self.score_clip;
         ppo.legacy.num_shared_layers = self.num_shared_layers;
         ppo.whiten_rewards = self.whiten_rewards;
         ppo
@@ -534,8 +535,8 @@ impl StepTrainer {
             learner: Learner { collect_ratios: true, ..Learner::new(policy, head, ppo.learner()) },
             reference,
             tokenizer,
-            kl: KlController::new(&ppo, 0),
-            scaling: ScoreScaling::new(&ppo.legacy),
+            kl: KlController::new(&ppo.kl, 0),
+            scaling: ScoreScaling::new(&ppo.score_scaling),
             schedule: Box::new(move |_| learning_rate),
             order: Box::new(move |pass, rows| Stream::new(seed, Purpose::MiniBatches, pass, 0).permutation(rows)),
             best: best.flatten(),

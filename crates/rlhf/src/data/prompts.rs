@@ -3,7 +3,7 @@
 use super::chat::encode_chat;
 use super::dataset::Dataset;
 use super::row::{expected, field, prompt_field, token_ids};
-use crate::settings::{LongPrompts, PromptLengthConfig};
+use super::settings::{LongPrompts, PromptLengthConfig};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::Value;

@@ -4,8 +4,8 @@ use super::columns::Columns;
 use super::dataset::Dataset;
 use super::files::Files;
 use super::row::Row;
+use super::settings::{DataConfig, DataSplit, Stage, TEST};
 use crate::rng::{Purpose, Stream};
-use crate::settings::{DataConfig, DataSplit, Step, TEST};
 use crate::{Error, Result};
 use std::path::Path;
 
@@ -60,18 +60,18 @@ impl<'c> Sources<'c> {
     }
 
     /// Reads the training rows, one dataset per source, and the evaluation rows. With `eval_split_size`, `seed` selects the
-    /// training rows that are held out for evaluation. With `data_split`, only the share of the stage `step` is read.
+    /// training rows that are held out for evaluation. With `data_split`, only the share of `stage` is read.
     ///
     /// # Errors
     /// If a file is malformed, or no training rows would be left.
-    pub fn read(&self, seed: u64, step: Step) -> Result<(Vec<Dataset>, Option<Dataset>)> {
+    pub fn read(&self, seed: u64, stage: Stage) -> Result<(Vec<Dataset>, Option<Dataset>)> {
         let columns = Columns::parse(&self.config.dataset_columns)?;
         let read = |files: &Vec<Files>| -> Result<Vec<_>> {
             files.iter().map(|files| Dataset::from_files(files)?.with_columns(&columns)).collect()
         };
         let (mut train, eval) = (read(&self.train)?, read(&self.eval)?);
         if let Some(split) = self.config.data_split {
-            train.iter_mut().try_for_each(|dataset| keep_share(dataset, split, self.config.data_split_seed, step))?;
+            train.iter_mut().try_for_each(|dataset| keep_share(dataset, split, self.config.data_split_seed, stage))?;
         }
         let eval = match self.config.eval_split_size {
             Some(size) if eval.is_empty() => Some(hold_out(&mut train, size, seed)?),
@@ -81,18 +81,18 @@ impl<'c> Sources<'c> {
     }
 }
 
-/// Keeps the rows of the share of `step`, in order. The shares depend on the seed and the number of rows only, not on the
+/// Keeps the rows of the share of `stage`, in order. The shares depend on the seed and the number of rows only, not on the
 /// other datasets of the run.
-fn keep_share(dataset: &mut Dataset, split: DataSplit, seed: u64, step: Step) -> Result<()> {
+fn keep_share(dataset: &mut Dataset, split: DataSplit, seed: u64, stage: Stage) -> Result<()> {
     let all = dataset.rows.len();
     let mut kept = vec![false; all];
     let order = Stream::new(seed, Purpose::DataSplit, 0, 0).permutation(all);
-    order[split.share(step, all)].iter().for_each(|&row| kept[row] = true);
+    order[split.share(stage, all)].iter().for_each(|&row| kept[row] = true);
     let mut kept = kept.into_iter();
     dataset.rows.retain(|_| kept.next() == Some(true));
     if dataset.rows.is_empty() {
         let name = dataset.name.display();
-        return Err(Error::Usage(format!("data_split = {split} leaves none of {all} rows of {name} for {step}")));
+        return Err(Error::Usage(format!("data_split = {split} leaves none of {all} rows of {name} for {stage}")));
     }
     Ok(())
 }
@@ -127,7 +127,7 @@ mod tests {
 
     /// Data settings for these files.
     fn config(names: &[&Path]) -> DataConfig {
-        let mut data = crate::settings::PpoConfig::new("", "", "", "").data;
+        let mut data: DataConfig = crate::flag::defaults();
         data.dataset_name = names.iter().map(|name| name.to_path_buf()).collect();
         data
     }
@@ -150,7 +150,7 @@ mod tests {
         let (a, b) = (numbered(dir.path(), "a.jsonl", 0..70), numbered(dir.path(), "b.jsonl", 70..100));
         let mut data = config(&[&a, &b]);
         let held = |data: &DataConfig, seed| {
-            let (train, eval) = Sources::find(data, None).unwrap().read(seed, Step::Sft).unwrap();
+            let (train, eval) = Sources::find(data, None).unwrap().read(seed, Stage::Sft).unwrap();
             let (train, eval) = (numbers(&train), numbers(&[eval.unwrap()]));
             let mut all = [&train[..], &eval[..]].concat();
             all.sort_unstable();
@@ -166,10 +166,10 @@ mod tests {
         }
         assert_ne!(held(&data, 1), held(&data, 2));
         data.eval_split_size = Some(100.0);
-        let error = Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap_err().to_string();
+        let error = Sources::find(&data, None).unwrap().read(1, Stage::Sft).unwrap_err().to_string();
         assert!(error.contains("eval_split_size = 100 leaves no row of") && error.contains("a.jsonl"), "{error}");
         data.eval_split_size = None;
-        assert!(Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap().1.is_none());
+        assert!(Sources::find(&data, None).unwrap().read(1, Stage::Sft).unwrap().1.is_none());
     }
 
     #[test]
@@ -180,7 +180,7 @@ mod tests {
             let mut data = config(names);
             data.data_split = Some("2,4,4".parse().unwrap());
             data.data_split_seed = split_seed;
-            Step::ALL.map(|step| numbers(&Sources::find(&data, None).unwrap().read(seed, step).unwrap().0))
+            Stage::ALL.map(|stage| numbers(&Sources::find(&data, None).unwrap().read(seed, stage).unwrap().0))
         };
         let both = shares(&[&a, &b], 1, 42);
         assert_eq!(both.each_ref().map(Vec::len), [10 + 2, 20 + 4, 20 + 4]);
@@ -198,12 +198,12 @@ mod tests {
         // Held-out rows come from the share.
         let mut data = config(&[&a]);
         (data.data_split, data.eval_split_size) = (Some("2,4,4".parse().unwrap()), Some(3.0));
-        let (train, eval) = Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap();
+        let (train, eval) = Sources::find(&data, None).unwrap().read(1, Stage::Sft).unwrap();
         let mut found = [numbers(&train), numbers(&[eval.unwrap()])].concat();
         found.sort_unstable();
         assert_eq!((numbers(&train).len(), found), (7, Vec::from_iter(alone[0].clone())));
         data.data_split = Some("0,1,1".parse().unwrap());
-        let error = Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap_err().to_string();
+        let error = Sources::find(&data, None).unwrap().read(1, Stage::Sft).unwrap_err().to_string();
         assert!(
             error.starts_with("data_split = 0,1,1 leaves none of 50 rows of ") && error.ends_with("for sft"),
             "{error}"
@@ -219,10 +219,10 @@ mod tests {
         numbered(&folder, "test.jsonl", 5..7);
         let file = numbered(dir.path(), "file.jsonl", 10..12);
         let mut data = config(&[&folder, &file]);
-        let (train, eval) = Sources::find(&data, None).unwrap().read(1, Step::Sft).unwrap();
+        let (train, eval) = Sources::find(&data, None).unwrap().read(1, Stage::Sft).unwrap();
         assert_eq!(train.iter().map(|d| d.rows.len()).collect::<Vec<_>>(), [5, 2]);
         assert_eq!((numbers(&train), numbers(&[eval.unwrap()])), (vec![0, 1, 2, 3, 4, 10, 11], vec![5, 6]));
-        let (_, eval) = Sources::find(&data, Some(&file)).unwrap().read(1, Step::Sft).unwrap();
+        let (_, eval) = Sources::find(&data, Some(&file)).unwrap().read(1, Stage::Sft).unwrap();
         assert_eq!(numbers(&[eval.unwrap()]), [10, 11]);
         data.eval_split_size = Some(0.5);
         let error = Sources::find(&data, None).unwrap_err().to_string();
@@ -232,7 +232,7 @@ mod tests {
         data.dataset_name.truncate(1);
         data.dataset_train_split = "test".into();
         let sources = Sources::find(&data, None).unwrap();
-        assert!(!sources.has_eval() && sources.read(1, Step::Sft).unwrap().1.is_none());
+        assert!(!sources.has_eval() && sources.read(1, Stage::Sft).unwrap().1.is_none());
         data = config(&[&folder, &file]);
         data.dataset_test_split = "validation".into();
         let error = Sources::find(&data, None).unwrap_err().to_string();
@@ -248,12 +248,12 @@ mod tests {
         let prompts = |dataset: &Dataset| dataset.rows().all(|row| row["prompt"] == row["n"]);
         for own in [None, Some(file.as_path())] {
             data.eval_split_size = own.is_none().then_some(1.0);
-            let (train, eval) = Sources::find(&data, own).unwrap().read(1, Step::Ppo).unwrap();
+            let (train, eval) = Sources::find(&data, own).unwrap().read(1, Stage::Ppo).unwrap();
             assert!(train.iter().chain(&eval).all(prompts));
             assert_eq!(eval.map(|eval| eval.rows.len()), Some(if own.is_none() { 1 } else { 4 }));
         }
         data.dataset_columns = vec!["prompt=question".into()];
-        let error = Sources::find(&data, None).unwrap().read(1, Step::Ppo).unwrap_err().to_string();
+        let error = Sources::find(&data, None).unwrap().read(1, Stage::Ppo).unwrap_err().to_string();
         assert!(error.contains("file.jsonl: line 1: expected a field `question` with what dataset_columns"), "{error}");
     }
 }

@@ -4,10 +4,13 @@ use super::BASE_MODEL;
 use super::families::Family;
 use super::linear::Linear;
 use super::params::Param;
+use crate::flag::{LORA, all, at_least_one, defaults, expect, usage};
 use crate::hub;
 use crate::rng::{Purpose, Stream};
 use crate::weights::{self, Checkpoint, pretty, read_json, write_text};
 use crate::{Error, Result};
+use clap::Args;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -114,6 +117,62 @@ impl LoraConfig {
             )));
         }
         Ok(layers.iter().map(|layer| targets.iter().any(|target| is_named(layer, target))).collect())
+    }
+}
+
+/// Maximum rank of an adapter: above any model's width.
+pub(crate) const MOST_RANK: usize = 1 << 16;
+
+/// Settings of low-rank adapters (LoRA) that are trained in place of all weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PeftConfig {
+    /// Train low-rank adapters beside frozen weights, which are held in the checkpoint's own dtype.
+    #[arg(long, help_heading = LORA)]
+    pub use_peft: bool,
+    /// Rank of the adapters.
+    #[arg(long, help_heading = LORA, default_value_t = 16)]
+    pub lora_r: usize,
+    /// The adapters' products are scaled by this over `lora_r`.
+    #[arg(long, help_heading = LORA, default_value_t = 32)]
+    pub lora_alpha: usize,
+    /// Dropout in front of the adapters, in SFT and reward training; PPO applies none, as its ratios must begin at 1.
+    #[arg(long, help_heading = LORA, default_value_t = 0.05)]
+    pub lora_dropout: f64,
+    /// Linear layers that get an adapter, by the ends of their names, or `all-linear` [default: the family's].
+    #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
+    pub lora_target_modules: Vec<String>,
+    /// Scale by `lora_alpha` over the square root of `lora_r`.
+    #[arg(long, help_heading = LORA)]
+    pub use_rslora: bool,
+}
+
+impl PeftConfig {
+    /// Returns the adapter of these settings; `None` without `use_peft`.
+    pub fn lora(&self) -> Option<LoraConfig> {
+        let targets = &self.lora_target_modules;
+        self.use_peft.then(|| LoraConfig {
+            r: self.lora_r,
+            alpha: self.lora_alpha as f64,
+            dropout: self.lora_dropout,
+            target_modules: (!targets.is_empty()).then(|| targets.clone()),
+            use_rslora: self.use_rslora,
+        })
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        if !self.use_peft && *self != defaults() {
+            return usage(
+                "settings of LoRA are given, and use_peft = false: set --use_peft, else all weights are trained",
+            );
+        }
+        let below_one = (0.0..1.0).contains(&self.lora_dropout);
+        all([
+            at_least_one("lora_r", self.lora_r),
+            expect(self.lora_r <= MOST_RANK, "lora_r", self.lora_r, &format!("at most {MOST_RANK}")),
+            at_least_one("lora_alpha", self.lora_alpha),
+            expect(below_one, "lora_dropout", self.lora_dropout, "a number from 0 to below 1"),
+        ])
     }
 }
 

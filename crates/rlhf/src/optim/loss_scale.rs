@@ -1,9 +1,93 @@
 //! Dynamic loss scaling: what a backward pass in f16 would round to 0 is kept by a factor that finds its own size.
 
-use crate::settings::LossScaleConfig;
+use crate::flag::{RUN, above_zero, all, at_least_one, defaults, expect, no_effect};
 use crate::{Error, Result};
+use clap::Args;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::fmt::Display;
+
+/// Maximum power of a loss scale: f32 holds no larger one with room for a loss.
+const MOST_SCALE_POWER: usize = 100;
+
+/// The loss scale of a run that computes in float16, by the names of DeepSpeed's `fp16` settings.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct LossScaleConfig {
+    /// With `fp16`, the loss is scaled by 2 to the power of this at first.
+    #[arg(long, help_heading = RUN, default_value_t = 16)]
+    pub initial_scale_power: usize,
+    /// The scale is doubled after this many optimizer steps in a row without an overflow.
+    #[arg(long, help_heading = RUN, default_value_t = 1000)]
+    pub loss_scale_window: usize,
+    /// It is halved from this many-th overflow on, counted since it was last doubled; an overflow leaves its step out in any
+    /// case.
+    #[arg(long, help_heading = RUN, default_value_t = 2)]
+    pub hysteresis: usize,
+    /// It does not fall below this.
+    #[arg(long, help_heading = RUN, default_value_t = 1.0)]
+    pub min_loss_scale: f64,
+}
+
+impl LossScaleConfig {
+    /// Returns the first loss scale.
+    pub fn initial_scale(&self) -> f64 {
+        2f64.powi(self.initial_scale_power as i32)
+    }
+
+    pub(crate) fn check(&self, fp16: bool) -> Result<()> {
+        let usual: Self = defaults();
+        let (power, most) = (self.initial_scale_power, self.initial_scale());
+        if !fp16 {
+            let unused = |name, found: &dyn Display, differs: bool| {
+                if differs { no_effect(name, found, "without fp16 = true") } else { Ok(()) }
+            };
+            let (window, hysteresis, least) = (self.loss_scale_window, self.hysteresis, self.min_loss_scale);
+            return all([
+                unused("initial_scale_power", &power, power != usual.initial_scale_power),
+                unused("loss_scale_window", &window, window != usual.loss_scale_window),
+                unused("hysteresis", &hysteresis, hysteresis != usual.hysteresis),
+                unused("min_loss_scale", &least, least != usual.min_loss_scale),
+            ]);
+        }
+        let expected = format!("at most {most}, 2 to the power of initial_scale_power");
+        all([
+            expect(power <= MOST_SCALE_POWER, "initial_scale_power", power, &format!("at most {MOST_SCALE_POWER}")),
+            at_least_one("loss_scale_window", self.loss_scale_window),
+            at_least_one("hysteresis", self.hysteresis),
+            above_zero("min_loss_scale", self.min_loss_scale),
+            expect(self.min_loss_scale <= most, "min_loss_scale", self.min_loss_scale, &expected),
+        ])
+    }
+}
+
+/// float16 settings of PPO, which trains two models.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct Fp16Config {
+    /// With `fp16`, where the gradients of policy or value model overflow, neither takes the step.
+    #[arg(long, help_heading = RUN)]
+    pub align_overflow: bool,
+    /// Make every log-probability of logits in float32, those of policy and reference alike; always so, and not to be turned
+    /// off.
+    #[arg(long, help_heading = RUN, default_value_t = true)]
+    pub compute_fp32_loss: bool,
+}
+
+impl Fp16Config {
+    pub(crate) fn check(&self, fp16: bool) -> Result<()> {
+        let expected =
+            "true: log-probabilities in low precision differ between the passes of a run, and the ratio with them";
+        all([
+            expect(self.compute_fp32_loss, "compute_fp32_loss", false, expected),
+            if self.align_overflow && !fp16 {
+                no_effect("align_overflow", true, "without fp16 = true")
+            } else {
+                Ok(())
+            },
+        ])
+    }
+}
 
 /// The factor of one model's loss, and what moves it.
 ///

@@ -2,12 +2,12 @@
 
 use super::http::TOKEN;
 use super::rules::KINDS;
+use super::settings::RewardSourcesConfig;
 use super::{
     CommandReward, HttpReward, HttpSettings, Normalize, Patience, Reward, RewardModel, Rewards, Rule, Shaping,
 };
 use crate::model::ModelOptions;
 use crate::safe_text::beginning;
-use crate::settings::{PpoConfig, RewardsConfig, ScoreConfig};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
 use serde_json::Value;
@@ -67,35 +67,21 @@ impl Spec {
     }
 }
 
-/// What a command's settings say of rewards.
+/// A command's settings that name its rewards.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Asked<'a> {
-    /// The folder or the name of the reward model that has a flag of its own, and its label.
+pub(crate) struct RewardSources<'a> {
+    /// Folder or name of the reward model that has a flag of its own, and its label.
     pub(crate) model: Option<&'a Path>,
     pub(crate) label: Option<&'a str>,
-    pub(crate) settings: &'a RewardsConfig,
-}
-
-impl<'a> From<&'a PpoConfig> for Asked<'a> {
-    fn from(config: &'a PpoConfig) -> Self {
-        let (model, label) = (config.reward_model_path.as_deref(), config.reward_label.as_deref());
-        Self { model, label, settings: &config.rewards }
-    }
-}
-
-impl<'a> From<&'a ScoreConfig> for Asked<'a> {
-    fn from(config: &'a ScoreConfig) -> Self {
-        let (model, label) = (config.model_name_or_path.as_deref(), config.reward_label.as_deref());
-        Self { model, label, settings: &config.rewards }
-    }
+    pub(crate) settings: &'a RewardSourcesConfig,
 }
 
 /// The rewards that a configuration names, in order: those with a flag of their own first. There may be none.
 ///
 /// # Errors
 /// If one is not written as it should be; if a weight or the like belongs to none of them.
-pub(crate) fn specs<'a>(asked: impl Into<Asked<'a>>) -> Result<Vec<Spec>> {
-    let Asked { model, label, settings } = asked.into();
+pub(crate) fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spec>> {
+    let RewardSources { model, label, settings } = sources.into();
     let mut found: Vec<(String, Kind, String)> = Vec::new();
     let mut add = |name: &str, kind, about| match found.iter().any(|(taken, ..)| taken == name) {
         true => usage(format!(
@@ -230,8 +216,8 @@ fn by_name<T: Copy>(
 ///
 /// # Errors
 /// As [`specs`]; if a model is not there.
-pub(crate) fn resolve<'a>(asked: impl Into<Asked<'a>>) -> Result<Vec<Spec>> {
-    let mut specs = specs(asked)?;
+pub(crate) fn resolve<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spec>> {
+    let mut specs = specs(sources)?;
     for spec in &mut specs {
         if let Kind::Model { path, .. } = &mut spec.kind {
             *path = hub::model_dir(path, None)?;
@@ -241,34 +227,15 @@ pub(crate) fn resolve<'a>(asked: impl Into<Asked<'a>>) -> Result<Vec<Spec>> {
 }
 
 impl Rewards {
-    /// Makes the rewards that `specs` ask for: reads models, starts programs.
+    /// Loads the rewards of `specs`: reads models, starts programs.
+    ///
+    /// A model without a score head gets a random one, seeded by `new_head`. Models score `batch_size` responses at a time.
     ///
     /// # Errors
-    /// If one cannot be made.
+    /// If one cannot be loaded.
     pub(crate) fn load(
         specs: Vec<Spec>,
-        config: &PpoConfig,
-        policy: &Tokenizer,
-        options: ModelOptions,
-    ) -> Result<Self> {
-        let new_head = config.new_reward_head.then_some(config.run.seed);
-        Self::make(specs, &config.rewards, new_head, policy, config.local_rollout_forward_batch_size, options)
-    }
-
-    /// The rewards that `config` names, for answers that `tokenizer` reads.
-    ///
-    /// # Errors
-    /// If one is not written as it should be, or cannot be made.
-    pub fn of_score(config: &ScoreConfig, tokenizer: &Tokenizer, options: ModelOptions) -> Result<Self> {
-        let model = config.model_name_or_path.as_ref();
-        let model = model.map(|name| hub::model_dir(name, Some(&config.model_revision))).transpose()?;
-        let specs = resolve(Asked { model: model.as_deref(), ..config.into() })?;
-        Self::make(specs, &config.rewards, None, tokenizer, config.rows.batch_size, options)
-    }
-
-    fn make(
-        specs: Vec<Spec>,
-        settings: &RewardsConfig,
+        settings: &RewardSourcesConfig,
         new_head: Option<u64>,
         policy: &Tokenizer,
         batch_size: usize,
@@ -296,7 +263,7 @@ impl Rewards {
     }
 }
 
-fn patience(settings: &RewardsConfig) -> Patience {
+fn patience(settings: &RewardSourcesConfig) -> Patience {
     Patience {
         timeout: Duration::from_secs_f64(settings.reward_timeout),
         attempts: u32::try_from(settings.reward_retries).unwrap_or(u32::MAX).saturating_add(1),
@@ -304,7 +271,7 @@ fn patience(settings: &RewardsConfig) -> Patience {
     }
 }
 
-fn http_settings(settings: &RewardsConfig) -> HttpSettings {
+fn http_settings(settings: &RewardSourcesConfig) -> HttpSettings {
     HttpSettings {
         token: std::env::var(TOKEN).ok().map(|token| token.trim().to_string()).filter(|token| !token.is_empty()),
         label_column: settings.reward_label_column.clone(),
@@ -322,10 +289,14 @@ fn usage<T>(message: impl Into<String>) -> Result<T> {
 mod tests {
     use super::*;
 
-    fn config(change: impl FnOnce(&mut RewardsConfig)) -> PpoConfig {
-        let mut config = PpoConfig::without_reward("policy", "prompts.jsonl", "out");
-        change(&mut config.rewards);
+    fn config(change: impl FnOnce(&mut RewardSourcesConfig)) -> RewardSourcesConfig {
+        let mut config = crate::flag::defaults();
+        change(&mut config);
         config
+    }
+
+    fn of(settings: &RewardSourcesConfig) -> RewardSources<'_> {
+        RewardSources { model: None, label: None, settings }
     }
 
     fn texts(list: &[&str]) -> Vec<String> {
@@ -342,8 +313,8 @@ mod tests {
             c.reward_clip = texts(&["model=5"]);
             c.reward_normalize = texts(&["url=mean_std", "url=std"]);
         });
-        config.rewards.reward_scale = texts(&["json=3"]);
-        let specs = specs(&config).unwrap();
+        config.reward_scale = texts(&["json=3"]);
+        let specs = specs(of(&config)).unwrap();
         let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
         assert_eq!(names, ["command", "url", "length", "tags", "model", "json"]);
         assert_eq!(specs.iter().map(|spec| spec.shaping.weight).collect::<Vec<_>>(), [0.5, 0.5, -2.0, 0.5, 0.5, 0.5]);
@@ -373,13 +344,15 @@ mod tests {
             (&["length:x"], &[], "reward = length:x: expected a length above 0"),
         ] {
             let config = config(|c| (c.reward, c.reward_weights) = (texts(rewards), texts(weights)));
-            let error = specs(&config).unwrap_err();
+            let error = specs(of(&config)).unwrap_err();
             assert!(error.to_string().starts_with(message) && !error.to_string().contains("secret"), "{error}");
             assert_eq!(error.exit_code(), 2);
         }
-        let mut config = config(|_| ());
-        assert!(specs(&config).unwrap().is_empty());
-        config.reward_label = Some("POSITIVE".into());
-        assert!(specs(&config).unwrap_err().to_string().starts_with("reward_label = POSITIVE needs reward_model_path"));
+        let config = config(|_| ());
+        assert!(specs(of(&config)).unwrap().is_empty());
+        let labelled = RewardSources { label: Some("POSITIVE"), ..of(&config) };
+        assert!(
+            specs(labelled).unwrap_err().to_string().starts_with("reward_label = POSITIVE needs reward_model_path")
+        );
     }
 }

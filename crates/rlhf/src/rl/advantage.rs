@@ -1,9 +1,9 @@
 //! Advantage estimation: how rewards become what the policy learns from.
 
+use super::settings::WhitenAdvantages;
 use crate::dist::World;
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math;
-use crate::settings::WhitenAdvantages;
 use tch::Tensor;
 
 /// An advantage estimator with its settings.

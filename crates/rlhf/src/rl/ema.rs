@@ -1,11 +1,38 @@
 //! An exponential moving average of a policy: calmer than the policy itself, and often what is served in the end.
 
+use crate::flag::{OPTIMIZER, defaults, expect, no_effect};
 use crate::model::CausalLm;
 use crate::{Error, Result};
+use clap::Args;
+use serde::Serialize;
 use tch::{Kind, Tensor};
 
 /// The folder of the average, below the policy's.
 pub(crate) const EMA: &str = "ema";
+
+/// Settings of the moving average of the policy's weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct EmaConfig {
+    /// Keep a moving average of the policy, and save it in `ema`.
+    #[arg(long, help_heading = OPTIMIZER)]
+    pub enable_ema: bool,
+    /// How much of the average stays in each optimizer step.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.992)]
+    pub ema_beta: f64,
+}
+
+impl EmaConfig {
+    pub(crate) fn check(&self) -> Result<()> {
+        let below_one = (0.0..1.0).contains(&self.ema_beta);
+        expect(below_one, "ema_beta", self.ema_beta, "a number from 0 to below 1")?;
+        let usual: Self = defaults();
+        if self.enable_ema || self.ema_beta == usual.ema_beta {
+            return Ok(());
+        }
+        no_effect("ema_beta", self.ema_beta, "without enable_ema = true")
+    }
+}
 
 /// The moving average of the weights of one policy that are trained.
 ///

@@ -1,7 +1,7 @@
 //! Which end tokens are in the losses.
 
+use super::settings::EosInLoss;
 use crate::model::ModelConfig;
-use crate::settings::EosInLoss;
 use crate::tokenizer::Tokenizer;
 
 /// The end tokens of responses of `model` that are in no loss.

@@ -1,11 +1,106 @@
 //! What the KL to the reference weighs, from update to update: fixed, adapted to a target, or on a schedule.
 
-use crate::settings::PpoConfig;
+use super::math::KlEstimator;
+use crate::flag::{NONE, PPO, above_zero, all, defaults, no_effect, optional, usage, zero_or_more};
 use crate::{Error, Result};
+use clap::builder::PossibleValue;
+use clap::{Args, ValueEnum};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 /// How far one update may move an adaptive coefficient, as a share of its horizon.
 const MOST_ERROR: f64 = 0.2;
+
+/// The KL to the reference model: its weight, its estimator, and where it is applied.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct KlConfig {
+    /// Weight of the KL penalty per token.
+    #[arg(long, alias = "init_kl_coef", help_heading = PPO, default_value_t = 0.05)]
+    pub kl_coef: f64,
+    /// How the KL is estimated from each sampled token, or measured over the whole vocabulary (`full`).
+    #[arg(long, alias = "kl_penalty", help_heading = PPO, value_enum, default_value = "k1")]
+    pub kl_estimator: KlEstimator,
+    /// Add the KL to the policy's loss, in place of the rewards.
+    #[arg(long, help_heading = PPO)]
+    pub kl_in_loss: bool,
+    /// Adapt the KL's weight after each update, so that the KL of an answer comes near `target`.
+    #[arg(long, help_heading = PPO)]
+    pub adap_kl_ctrl: bool,
+    /// KL of an answer, in nats, that `adap_kl_ctrl` aims at.
+    #[arg(long, help_heading = PPO, default_value_t = 6.0)]
+    pub target: f64,
+    /// Answers over which `adap_kl_ctrl` takes up an error; smaller is faster.
+    #[arg(long, help_heading = PPO, default_value_t = 10000.0)]
+    pub horizon: f64,
+    /// The KL's weight in the last update, reached in a straight line from `kl_coef`.
+    #[arg(long, help_heading = PPO, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub kl_coef_end: std::option::Option<f64>,
+}
+
+impl KlConfig {
+    pub(crate) fn check(&self) -> Result<()> {
+        let usual: Self = defaults();
+        let of_control = |name, found, usual| {
+            if found != usual && !self.adap_kl_ctrl {
+                return no_effect(name, found, "without adap_kl_ctrl = true");
+            }
+            Ok(())
+        };
+        all([
+            above_zero("target", self.target),
+            above_zero("horizon", self.horizon),
+            self.kl_coef_end.map_or(Ok(()), |end| zero_or_more("kl_coef_end", end)),
+            of_control("target", self.target, usual.target),
+            of_control("horizon", self.horizon, usual.horizon),
+            match self.kl_coef_end {
+                Some(end) if self.adap_kl_ctrl => usage(format!(
+                    "adap_kl_ctrl = true and kl_coef_end = {end} exclude each other: the KL's weight follows its target or a \
+                     schedule"
+                )),
+                None if self.adap_kl_ctrl && self.kl_coef == 0.0 => {
+                    no_effect("adap_kl_ctrl", true, "with kl_coef = 0: the weight is only ever multiplied")
+                }
+                _ => Ok(()),
+            },
+            self.check_in_loss(),
+        ])
+    }
+
+    fn check_in_loss(&self) -> Result<()> {
+        if !self.kl_in_loss {
+            return Ok(());
+        }
+        if self.kl_coef == 0.0 && self.kl_coef_end.unwrap_or(0.0) == 0.0 {
+            return no_effect("kl_in_loss", true, "with kl_coef = 0");
+        }
+        match self.kl_estimator {
+            KlEstimator::K1 => usage(
+                "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average; expected full or mse, whose \
+                 gradient is that of the KL, mse's on average, k3 or abs",
+            ),
+            KlEstimator::K3 | KlEstimator::Abs | KlEstimator::Mse | KlEstimator::Full => Ok(()),
+        }
+    }
+}
+
+// Not derived: `rl::math` depends on tensors only.
+impl ValueEnum for KlEstimator {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::K1, Self::K3, Self::Abs, Self::Mse, Self::Full]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(match self {
+            // TRL 0.11's name.
+            Self::K1 => PossibleValue::new("k1").alias("kl"),
+            Self::K3 => PossibleValue::new("k3"),
+            Self::Abs => PossibleValue::new("abs"),
+            Self::Mse => PossibleValue::new("mse"),
+            Self::Full => PossibleValue::new("full"),
+        })
+    }
+}
 
 /// The coefficient of the KL, which may move after each update.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,14 +126,13 @@ enum Rule {
 
 impl KlController {
     /// The controller of a run of `num_updates` updates.
-    pub fn new(config: &PpoConfig, num_updates: usize) -> Self {
-        let kl = &config.kl;
+    pub fn new(kl: &KlConfig, num_updates: usize) -> Self {
         let rule = match kl.kl_coef_end {
             Some(end) => Rule::Linear { end, num_updates },
             None if kl.adap_kl_ctrl => Rule::Adaptive { target: kl.target, horizon: kl.horizon },
             None => Rule::Fixed,
         };
-        Self { coef: config.kl_coef, rule }
+        Self { coef: kl.kl_coef, rule }
     }
 
     /// What the KL weighs in update `update`, from 0.
@@ -86,14 +180,10 @@ impl KlController {
 mod tests {
     use super::*;
 
-    fn config() -> PpoConfig {
-        PpoConfig::new("policy", "judge", "prompts.jsonl", "out")
-    }
-
     fn adaptive(kl_coef: f64) -> KlController {
-        let mut config = config();
+        let mut config: KlConfig = defaults();
         config.kl_coef = kl_coef;
-        config.kl.adap_kl_ctrl = true;
+        config.adap_kl_ctrl = true;
         KlController::new(&config, 100)
     }
 
@@ -124,12 +214,12 @@ mod tests {
 
     #[test]
     fn a_scheduled_coefficient_has_its_end_in_the_last_update_and_a_fixed_one_never_moves() {
-        let mut config = config();
+        let mut config: KlConfig = defaults();
         config.kl_coef = 0.2;
         let mut fixed = KlController::new(&config, 5);
         fixed.observe(100.0, 1000);
         assert_eq!(fixed.coef(4), 0.2);
-        config.kl.kl_coef_end = Some(0.1);
+        config.kl_coef_end = Some(0.1);
         let mut linear = KlController::new(&config, 5);
         linear.observe(100.0, 1000);
         for (update, expected) in [0.2, 0.175, 0.15, 0.125, 0.1, 0.1].into_iter().enumerate() {

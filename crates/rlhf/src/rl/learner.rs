@@ -2,9 +2,9 @@
 
 use crate::dist::World;
 use crate::model::{Batch, CausalLm, Distributions, JointBatch, LogprobOptions, TokenLogprobs, ValueModel};
-use crate::optim::loss_scale::LossScaler;
+use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
 use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
-use crate::optim::{AdamW, LearningRates};
+use crate::optim::{AdamW, LearningRates, OptimizerConfig};
 use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
 use crate::rl::experience::{Experience, row_index};
@@ -13,7 +13,6 @@ use crate::rl::shaping::{Shaping, Targets, targets};
 use crate::rl::stats::StepStats;
 use crate::rl::unsupervised::{Unsupervised, learn_texts};
 use crate::rng::{Purpose, Stream};
-use crate::settings::{LossScaleConfig, OptimizerConfig};
 use crate::{Error, Result};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};

@@ -1,10 +1,10 @@
 //! Reward shaping: from scores and log-probabilities to the rewards, advantages and returns of an update.
 
+use super::settings::WhitenAdvantages;
 use crate::dist::World;
 use crate::rl::advantage::{Advantage, whiten, whiten_update};
 use crate::rl::experience::Experience;
 use crate::rl::math::{self, KlEstimator, ScorePosition};
-use crate::settings::WhitenAdvantages;
 use tch::{Kind, Tensor};
 
 /// How rewards and targets are made of an experience.

@@ -2,18 +2,54 @@
 //! length, taken in shuffled passes.
 
 use crate::data::{Cursor, Dataset, Files};
+use crate::flag::{DATA, NONE, PPO, above_zero, all, defaults, no_effect, optional};
 use crate::model::{Batch, CausalLm};
 use crate::optim::micro_batch::micro_batches;
-use crate::settings::UnsupervisedConfig;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
+use clap::Args;
+use serde::Serialize;
 use serde_json::Value;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tch::Kind;
 
 /// The order of the blocks must not be that of the prompts, where there are as many: this is added to the run's seed.
 const SEED: u64 = 1 << 32;
+
+/// The language-modelling loss on texts that is added to the policy's (PPO-ptx).
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct UnsupervisedConfig {
+    /// Dataset of texts that the policy keeps learning to continue: a file, a folder or a hub name.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub unsupervised_dataset_name: std::option::Option<PathBuf>,
+    /// Folder of that dataset to take, where several have the split.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub unsupervised_dataset_config_name: std::option::Option<String>,
+    /// Weight of the texts' loss.
+    #[arg(long, help_heading = PPO, default_value_t = 27.8)]
+    pub unsup_coef: f64,
+}
+
+impl UnsupervisedConfig {
+    pub(crate) fn check(&self) -> Result<()> {
+        let (usual, none): (Self, _) = (defaults(), self.unsupervised_dataset_name.is_none());
+        let without = "without unsupervised_dataset_name";
+        all([
+            above_zero("unsup_coef", self.unsup_coef),
+            self.unsupervised_dataset_config_name
+                .as_ref()
+                .filter(|_| none)
+                .map_or(Ok(()), |name| no_effect("unsupervised_dataset_config_name", name, without)),
+            if none && self.unsup_coef != usual.unsup_coef {
+                no_effect("unsup_coef", self.unsup_coef, without)
+            } else {
+                Ok(())
+            },
+        ])
+    }
+}
 
 /// Blocks of text, and the place in them.
 #[derive(Debug)]

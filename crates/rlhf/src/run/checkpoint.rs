@@ -9,7 +9,7 @@ use crate::hub::Commits;
 use crate::metrics::Metrics;
 use crate::model::is_model;
 use crate::run::inputs::Inputs;
-use crate::settings::{CheckpointConfig, EvalConfig, Resume, RunConfig, is_eval_metric};
+use crate::run::settings::{CheckpointConfig, EvalConfig, Resume, RunConfig, is_eval_metric};
 use crate::weights::{pretty, read_json, sync, write_text};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -875,10 +875,10 @@ fn sizes(dir: &Path, below: &str, found: &mut BTreeMap<String, u64>) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::settings::SftConfig;
+    use crate::flag::defaults;
 
     fn run(dir: &Path, limit: Option<usize>, resume: Option<Resume>) -> RunConfig {
-        let mut run = SftConfig::new("model", "data", dir).run;
+        let mut run = RunConfig { output_dir: dir.into(), ..defaults() };
         run.checkpoints.save_steps = Some(2);
         run.checkpoints.save_total_limit = limit;
         run.checkpoints.resume_from_checkpoint = resume;
@@ -1009,7 +1009,7 @@ mod tests {
         let config = |metric: &str, greater| EvalConfig {
             metric_for_best_model: Some(metric.into()),
             greater_is_better: greater,
-            ..crate::settings::PpoConfig::new("p", "r", "d", "o").eval
+            ..defaults()
         };
         let dir = tempfile::tempdir().unwrap();
         let mut best = Best::new(&config("eval/score", None)).unwrap();
@@ -1042,7 +1042,7 @@ mod tests {
     #[test]
     fn a_best_model_whose_write_fails_is_still_to_be_written_after_a_resume() {
         let dir = tempfile::tempdir().unwrap();
-        let mut config = SftConfig::new("model", "data", dir.path()).eval;
+        let mut config: EvalConfig = defaults();
         config.metric_for_best_model = Some("eval_loss".into());
         let mut best = Best::new(&config).unwrap();
         let at = |value: f64| {

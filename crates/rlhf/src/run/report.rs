@@ -6,8 +6,9 @@ use crate::generate::FinishReason;
 use crate::metrics::Metrics;
 use crate::model::{AdapterFolder, BASE_MODEL};
 use crate::run::checkpoint::{self, Start};
+use crate::run::resolved::{RESOLVED, write_resolved};
+use crate::run::settings::{ReportTo, Resume, RunConfig, TensorboardTags};
 use crate::safe_text::{self, beginning, one_line};
-use crate::settings::{RESOLVED, ReportTo, Resume, RunConfig, TensorboardTags};
 use crate::terminal::{self, Colour, Stream};
 use crate::weights::{BESIDE, write_text};
 use crate::{Error, Result};
@@ -977,7 +978,7 @@ pub(crate) fn claim_output_dir(run: &RunConfig, start: &Start, hold: Hold, resol
     let dir = run.output_dir.as_path();
     if start.in_place {
         if start.extends(resolved)? && dir.join(CONFIG).is_file() {
-            crate::settings::write_resolved(resolved, dir.join(CONFIG))?;
+            write_resolved(resolved, dir.join(CONFIG))?;
         }
         return Ok(hold);
     }
@@ -1018,7 +1019,7 @@ fn clean_folder(dir: &Path, resolved: &impl Serialize) -> Result<()> {
             remove_run_folder(folder)?;
         }
     }
-    crate::settings::write_resolved(resolved, dir.join(CONFIG))?;
+    write_resolved(resolved, dir.join(CONFIG))?;
     remove_files(dir, |name| name == OLD_CONFIG)
 }
 
@@ -1091,10 +1092,10 @@ pub(crate) fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: us
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::settings::SftConfig;
+    use crate::flag::defaults;
 
     fn run(dir: &Path, overwrite: bool) -> RunConfig {
-        let mut run = SftConfig::new("model", "data", dir).run;
+        let mut run = RunConfig { output_dir: dir.into(), ..defaults() };
         run.overwrite_output_dir = overwrite;
         run
     }

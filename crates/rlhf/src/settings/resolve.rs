@@ -4,7 +4,7 @@ use super::{LogprobsOf, PpoConfig, StopToken, WhitenAdvantages};
 use crate::Result;
 use crate::generate::{GenerationConfig, StopStrings};
 use crate::model::CausalLm;
-use crate::optim::LearningRates;
+use crate::optim::{LearningRates, learning_rate};
 use crate::rl::advantage::Advantage;
 use crate::rl::checks::CheckSettings;
 use crate::rl::eos::left_out_of_losses;
@@ -58,12 +58,12 @@ impl PpoConfig {
 
     /// End tokens of responses of `policy` that are in no loss, for [`RolloutSettings::left_out`].
     pub fn left_out(&self, policy: &CausalLm, tokenizer: &Tokenizer) -> Vec<i64> {
-        left_out_of_losses(self.counts.eos_in_loss, tokenizer, policy.config())
+        left_out_of_losses(self.mask.eos_in_loss, tokenizer, policy.config())
     }
 
     /// How the models evaluate the responses of `policy`; [`PpoConfig::left_out`] is to be added.
     pub fn rollout(&self, policy: &CausalLm) -> RolloutSettings {
-        let full_kl = self.kl_estimator == KlEstimator::Full;
+        let full_kl = self.kl.kl_estimator == KlEstimator::Full;
         let filtered_logprobs = self.sampling.logprobs_of == LogprobsOf::Filtered;
         let temperature = self.logprob_temperature();
         RolloutSettings {
@@ -74,7 +74,7 @@ impl PpoConfig {
             // Decoding records log-probabilities over the whole vocabulary, at the temperature of sampling, in one pass per token.
             recompute_logprobs: filtered_logprobs || !policy.is_exact() || temperature != self.temperature,
             score_position: self.score_position,
-            last_value_in_loss: self.counts.last_value_in_loss,
+            last_value_in_loss: self.mask.last_value_in_loss,
             full_kl,
             store_distributions: full_kl && self.kl.kl_in_loss,
             left_out: Vec::new(),
@@ -86,18 +86,18 @@ impl PpoConfig {
         CheckSettings {
             rollout: RolloutSettings { recompute_logprobs: true, ..self.rollout(policy) },
             shaping: self.shaping(),
-            kl_coef: self.kl_coef,
-            low_precision: self.run.computes_in_few_bits(),
+            kl_coef: self.kl.kl_coef,
+            low_precision: self.run.is_low_precision(),
         }
     }
 
     /// How rewards and targets are made of an experience.
     pub fn shaping(&self) -> Shaping {
         Shaping {
-            kl_estimator: self.kl_estimator,
+            kl_estimator: self.kl.kl_estimator,
             kl_in_loss: self.kl.kl_in_loss,
             score_position: self.score_position,
-            clip_reward_value: self.counts.clip_reward_value,
+            clip_reward_value: self.clip_reward_value,
             whiten_rewards: self.whiten_rewards,
             advantage: Advantage::Gae { gamma: self.gamma, lam: self.lam },
             whiten_advantages: self.whiten_advantages,
@@ -111,13 +111,13 @@ impl PpoConfig {
                 clip: self.policy_clip(),
                 cliprange_value: self.cliprange_value,
                 vf_coef: self.vf_coef,
-                entropy_coef: self.step.entropy_coef,
-                kl_in_loss: self.kl.kl_in_loss.then_some(self.kl_estimator),
+                entropy_coef: self.loss.entropy_coef,
+                kl_in_loss: self.kl.kl_in_loss.then_some(self.kl.kl_estimator),
                 temperature: self.logprob_temperature(),
             },
             whiten_mini_batches: self.whiten_advantages == WhitenAdvantages::MiniBatch,
             target_kl: self.target_kl(),
-            ratio_threshold: self.step.ratio_threshold,
+            ratio_threshold: self.loss.ratio_threshold,
             policy_optimizer: self.optimizer.clone(),
             value_optimizer: self.value_optimizer().1,
             gradient_checkpointing: self.run.gradient_checkpointing,
@@ -133,8 +133,16 @@ impl PpoConfig {
         mini_batch_orders(self.run.seed, self.num_ppo_epochs, update, rows)
     }
 
-    /// Learning rates of update `update`, counted from 0, of `num_updates`.
+    /// Returns the learning rates of update `update` (from 0) of `num_updates`: the policy's schedule covers the updates in which
+    /// it is trained.
     pub fn learning_rates(&self, update: usize, num_updates: usize) -> LearningRates {
-        LearningRates::at(self, update, num_updates)
+        let frozen = self.value.value_warmup_updates;
+        let of_policy =
+            |update| learning_rate(self.learning_rate, &self.optimizer, update, num_updates.saturating_sub(frozen));
+        let (peak, optimizer) = self.value_optimizer();
+        LearningRates {
+            policy: update.checked_sub(frozen).map(of_policy),
+            value: learning_rate(peak, &optimizer, update, num_updates),
+        }
     }
 }

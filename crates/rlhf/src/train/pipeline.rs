@@ -15,7 +15,7 @@ use crate::run::checkpoint::{Finished, Saved, Start};
 use crate::run::inputs::Inputs;
 use crate::run::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};
 use crate::safe_text::{lines, one_line};
-use crate::settings::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Step, write_resolved};
+use crate::settings::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Stage, write_resolved};
 use crate::terminal::Stream;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
@@ -48,7 +48,7 @@ impl PipelineConfig {
         output_dir: impl Into<PathBuf>,
     ) -> Self {
         let (data, out) = (dataset_name.into(), output_dir.into());
-        let [sft_dir, reward_dir, ppo_dir] = Step::ALL.map(|step| Self::dir(&out, step));
+        let [sft_dir, reward_dir, ppo_dir] = Stage::ALL.map(|step| Self::dir(&out, step));
         let mut sft = SftConfig::new(model_name_or_path, &data, &sft_dir);
         let mut reward = RewardConfig::new(&sft_dir, &data, &reward_dir);
         reward.new_reward_head = true;
@@ -60,19 +60,19 @@ impl PipelineConfig {
     }
 
     /// The folder of `step` in that of the whole.
-    pub fn dir(output_dir: &Path, step: Step) -> PathBuf {
+    pub fn dir(output_dir: &Path, step: Stage) -> PathBuf {
         output_dir.join(match step {
-            Step::Sft => "1-sft",
-            Step::Reward => "2-reward",
-            Step::Ppo => "3-ppo",
+            Stage::Sft => "1-sft",
+            Stage::Reward => "2-reward",
+            Stage::Ppo => "3-ppo",
         })
     }
 
-    fn run(&self, step: Step) -> Option<&RunConfig> {
+    fn run(&self, step: Stage) -> Option<&RunConfig> {
         match step {
-            Step::Sft => self.sft.as_ref().map(|config| &config.run),
-            Step::Reward => self.reward.as_ref().map(|config| &config.run),
-            Step::Ppo => self.ppo.as_ref().map(|config| &config.run),
+            Stage::Sft => self.sft.as_ref().map(|config| &config.run),
+            Stage::Reward => self.reward.as_ref().map(|config| &config.run),
+            Stage::Ppo => self.ppo.as_ref().map(|config| &config.run),
         }
     }
 
@@ -91,19 +91,19 @@ impl PipelineConfig {
     }
 
     /// The settings of `step` by name.
-    fn settings(&self, step: Step) -> Value {
+    fn settings(&self, step: Stage) -> Value {
         match step {
-            Step::Sft => json!(self.sft),
-            Step::Reward => json!(self.reward),
-            Step::Ppo => json!(self.ppo),
+            Stage::Sft => json!(self.sft),
+            Stage::Reward => json!(self.reward),
+            Stage::Ppo => json!(self.ppo),
         }
     }
 
     /// The models that `step` begins with.
-    fn models(&self, step: Step) -> Vec<&Path> {
+    fn models(&self, step: Stage) -> Vec<&Path> {
         match (step, &self.reward, &self.ppo) {
-            (Step::Reward, Some(reward), _) => vec![&reward.model_name_or_path],
-            (Step::Ppo, _, Some(ppo)) => {
+            (Stage::Reward, Some(reward), _) => vec![&reward.model_name_or_path],
+            (Stage::Ppo, _, Some(ppo)) => {
                 let others = [ppo.reward_model_path.as_deref(), ppo.value_model_path.as_deref()];
                 others.into_iter().flatten().chain([ppo.sft_model_path.as_path()]).collect()
             }
@@ -111,11 +111,11 @@ impl PipelineConfig {
         }
     }
 
-    fn check(&self, step: Step) -> Result<()> {
+    fn check(&self, step: Stage) -> Result<()> {
         match step {
-            Step::Sft => self.sft.as_ref().map_or(Ok(()), SftConfig::check),
-            Step::Reward => self.reward.as_ref().map_or(Ok(()), RewardConfig::check),
-            Step::Ppo => self.ppo.as_ref().map_or(Ok(()), PpoConfig::check),
+            Stage::Sft => self.sft.as_ref().map_or(Ok(()), SftConfig::check),
+            Stage::Reward => self.reward.as_ref().map_or(Ok(()), RewardConfig::check),
+            Stage::Ppo => self.ppo.as_ref().map_or(Ok(()), PpoConfig::check),
         }
     }
 }
@@ -130,17 +130,17 @@ pub const DEFAULT_SPLIT: &str = "2,4,4";
 /// same call with `resume_from_checkpoint` in each step's settings goes on from there.
 pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     let threads = tch::get_num_threads();
-    for step in Step::ALL {
+    for step in Stage::ALL {
         config.check(step).map_err(|error| named(step, error))?;
     }
     let hold = Hold::take(&config.output_dir)?;
     let (finished, again) = check_folders(config, console)?;
     check_inputs(config, finished)?;
-    let overwrite = Step::ALL.into_iter().filter_map(|step| config.run(step)).any(|run| run.overwrite_output_dir);
+    let overwrite = Stage::ALL.into_iter().filter_map(|step| config.run(step)).any(|run| run.overwrite_output_dir);
     let _hold = hold.make(&config.output_dir, overwrite)?;
     let config = &config.replacing(again);
     write_settings(config)?;
-    for (at, step) in (1..).zip(Step::ALL) {
+    for (at, step) in (1..).zip(Stage::ALL) {
         let Some(run) = config.run(step) else {
             say(console, &format!("step {at} of 3, {step}: left out"));
             continue;
@@ -157,9 +157,9 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
         // What one step sets is not for the next.
         tch::set_num_threads(threads);
         let ended = match step {
-            Step::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, console)),
-            Step::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, console)),
-            Step::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
+            Stage::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, console)),
+            Stage::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, console)),
+            Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
         };
         ended.map_err(|error| named(step, error))?;
         let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
@@ -176,7 +176,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
 const GOES_ON: &str = "the same command with --resume_from_checkpoint goes on";
 
 /// The error of a step: what it was, and whose.
-fn named(step: Step, error: Error) -> Error {
+fn named(step: Stage, error: Error) -> Error {
     // The step's own hint is for its own command.
     let goes_on = |message: String| match message.split_once("; --resume_from_checkpoint ") {
         Some((what, _)) => format!("{step}: {what}; {GOES_ON}"),
@@ -199,7 +199,7 @@ fn say(console: Console, text: &str) {
 /// again: they were killed after their models were written and before that was noted.
 fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3], [bool; 3])> {
     let out = config.output_dir.as_path();
-    let runs = || Step::ALL.into_iter().filter_map(|step| Some((step, config.run(step)?)));
+    let runs = || Stage::ALL.into_iter().filter_map(|step| Some((step, config.run(step)?)));
     let resumes = |run: &RunConfig| run.checkpoints.resume_from_checkpoint == Some(Resume::Latest);
     if is_model(out) {
         return Err(Error::invalid(out, "output_dir: expected the folder of a pipeline, found a model in it"));
@@ -218,7 +218,7 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
         ));
     }
     let (mut finished, mut again) = ([false; 3], [false; 3]);
-    let mut unfinished: Vec<(Step, &Path)> = Vec::new();
+    let mut unfinished: Vec<(Stage, &Path)> = Vec::new();
     for (step, run) in runs() {
         let begun = (|| {
             // Let go of at once: the step takes its own.
@@ -265,18 +265,18 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
 
 /// Digests of what `step` reads, as far as it lies on this machine: what a finished step has read may be gone. What the steps
 /// before it leave is known by their own.
-fn inputs_of(config: &PipelineConfig, step: Step) -> Result<Inputs> {
+fn inputs_of(config: &PipelineConfig, step: Stage) -> Result<Inputs> {
     let mut inputs = Inputs::default();
     let own = "model_name_or_path";
     let (data, own_eval, models) = match (step, &config.sft, &config.reward, &config.ppo) {
-        (Step::Sft, Some(sft), ..) => {
+        (Stage::Sft, Some(sft), ..) => {
             (&sft.data, sft.eval_dataset_name.as_deref(), vec![(own, sft.model_name_or_path.as_deref())])
         }
-        (Step::Reward, _, Some(reward), _) => {
+        (Stage::Reward, _, Some(reward), _) => {
             let models = vec![(own, Some(reward.model_name_or_path.as_path()))];
             (&reward.data, reward.eval_dataset_name.as_deref(), models)
         }
-        (Step::Ppo, .., Some(ppo)) => {
+        (Stage::Ppo, .., Some(ppo)) => {
             let others = [("reward_model_path", &ppo.reward_model_path), ("value_model_path", &ppo.value_model_path)];
             let others = others.into_iter().map(|(name, path)| (name, path.as_deref()));
             let models = std::iter::once(("sft_model_path", Some(ppo.sft_model_path.as_path()))).chain(others);
@@ -290,7 +290,7 @@ fn inputs_of(config: &PipelineConfig, step: Step) -> Result<Inputs> {
         inputs.rows("dataset_name", &data.describe(), &train);
         inputs.rows("rows held out", &data.describe(), &eval);
     }
-    let left = Step::ALL.map(|step| PipelineConfig::dir(&config.output_dir, step));
+    let left = Stage::ALL.map(|step| PipelineConfig::dir(&config.output_dir, step));
     let models = models.into_iter().filter_map(|(name, dir)| Some((name, dir?)));
     for (name, dir) in models.filter(|(_, dir)| dir.is_dir() && !left.iter().any(|left| left == dir)) {
         inputs.model(name, dir)?;
@@ -343,16 +343,16 @@ fn reading_of(
 /// it, that the sizes go together. What weights alone can tell is left to the steps.
 fn check_inputs(config: &PipelineConfig, finished: [bool; 3]) -> Result<()> {
     let mut known: Readings<'_> = Vec::new();
-    for step in Step::ALL {
+    for step in Stage::ALL {
         let Some(run) = config.run(step) else { continue };
         let dir = run.output_dir.as_path();
         let reading = match step {
             _ if finished[step as usize] => {
                 Reading::of(dir, None, Tokenizer::from_pretrained).map(|reading| Some(Rc::new(reading)))
             }
-            Step::Sft => config.sft.as_ref().map(check_sft).transpose().map(|reading| reading.map(Rc::new)),
-            Step::Reward => config.reward.as_ref().map(|config| check_reward(config, &known)).transpose(),
-            Step::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| check_ppo(config, &known)).map(|()| None),
+            Stage::Sft => config.sft.as_ref().map(check_sft).transpose().map(|reading| reading.map(Rc::new)),
+            Stage::Reward => config.reward.as_ref().map(|config| check_reward(config, &known)).transpose(),
+            Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| check_ppo(config, &known)).map(|()| None),
         };
         known.extend(reading.map_err(|error| named(step, error))?.map(|reading| (dir, reading)));
     }
@@ -380,7 +380,7 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
     let place = config.model_name_or_path.as_deref().or(config.config_name.as_deref());
     reading.tokenizer.check_fits(&reading.shape, place.unwrap_or(Path::new("")))?;
     let most = config.max_length.min(reading.shape.max_position_embeddings);
-    let (train, eval) = sources.read(config.run.seed, Step::Sft)?;
+    let (train, eval) = sources.read(config.run.seed, Stage::Sft)?;
     let mut rows = 0;
     for dataset in &train {
         let read = dataset.demonstrations_with(&reading.tokenizer, &learned(config))?;
@@ -401,7 +401,7 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     let reading = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
     reading.tokenizer.check_fits(&reading.shape, &config.model_name_or_path)?;
     let most = config.max_length.min(reading.shape.max_position_embeddings);
-    let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
+    let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
     let mut pairs = 0;
     for dataset in &train {
         let read = dataset.pairs(&reading.tokenizer, reading.shape.causal)?;
@@ -450,7 +450,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     }
     let limit = PromptLimit::new(&config.prompt_length, room_in(context, config.response_length)?)?;
     check_ends(config, tokenizer, vocab, &config.stop_tokens(&tokenizer)?)?;
-    let (train, eval) = sources.read(config.run.seed, Step::Ppo)?;
+    let (train, eval) = sources.read(config.run.seed, Stage::Ppo)?;
     let mut prompts = 0;
     for (at, dataset) in train.into_iter().chain(eval).enumerate() {
         let dataset = if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset };
@@ -465,14 +465,14 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
 fn write_settings(config: &PipelineConfig) -> Result<()> {
     let out = config.output_dir.as_path();
     let mut all = Map::from_iter([("output_dir".to_string(), json!(out))]);
-    let skipped: Vec<_> = Step::ALL.into_iter().filter(|&step| config.run(step).is_none()).collect();
+    let skipped: Vec<_> = Stage::ALL.into_iter().filter(|&step| config.run(step).is_none()).collect();
     all.insert("skip".into(), json!(skipped));
-    for step in Step::ALL.into_iter().filter(|step| !skipped.contains(step)) {
+    for step in Stage::ALL.into_iter().filter(|step| !skipped.contains(step)) {
         let mut settings = config.settings(step);
         if let Some(settings) = settings.as_object_mut() {
             settings.remove("output_dir");
             // Not set, it would be what the step before leaves; set to that, it would be this run's also in another folder.
-            let left = [Step::Sft, Step::Reward].map(|step| json!(PipelineConfig::dir(out, step)));
+            let left = [Stage::Sft, Stage::Reward].map(|step| json!(PipelineConfig::dir(out, step)));
             for key in ["model_name_or_path", "sft_model_path", "reward_model_path"] {
                 match settings.get(key) {
                     Some(Value::Null) if key == "reward_model_path" => drop(settings.insert(key.into(), "none".into())),
@@ -517,7 +517,7 @@ fn tell_results(config: &PipelineConfig, console: Console) -> Result<()> {
     let stream = if console == Console::Program { Stream::Err } else { Stream::Out };
     stream.width().map(|width| table.set_width(width.min(usize::from(u16::MAX)) as u16));
     table.set_header(["step", "updates", "numbers, first and last", "folder"]);
-    for step in Step::ALL {
+    for step in Stage::ALL {
         let Some(run) = config.run(step) else {
             table.add_row([step.name(), "", "left out", ""]);
             continue;

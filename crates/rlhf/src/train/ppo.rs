@@ -268,7 +268,7 @@ impl PpoTrainer {
                 "update {}: each of {dropped} responses has fewer than min_response_length = {} tokens before its end: {} \
                  responses of an earlier update are trained on again",
                 update + 1,
-                self.config.counts.min_response_length,
+                self.config.mask.min_response_length,
                 responses.len()
             ),
         }));
@@ -291,11 +291,11 @@ impl PpoTrainer {
 
     /// Adds the metrics of sampling and scoring.
     fn push_batch_metrics(&self, m: &mut Metrics, batch: &Batch, scores: &ReportedScores) {
-        if self.config.counts.min_response_length > 0 {
+        if self.config.mask.min_response_length > 0 {
             m.push("val/dropped_responses", batch.dropped as f64);
             m.push("val/reused_responses", if batch.reused { batch.rows.len() as f64 } else { 0.0 });
         }
-        if self.config.legacy.use_score_scaling {
+        if self.config.score_scaling.use_score_scaling {
             m.push("objective/raw_scores", scores.raw.mean(Kind::Double).double_value(&[]));
         }
         scores.scored.push_metrics(m);

@@ -15,7 +15,7 @@ use crate::rl::eos::deepspeed_chat_pad;
 use crate::run::checkpoint::{Checkpoints, Start, leave_model};
 use crate::run::inputs::Inputs;
 use crate::run::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
-use crate::settings::{PairLoss, RewardConfig, Step, TrainPlan};
+use crate::settings::{PairLoss, RewardConfig, Stage, TrainPlan};
 use crate::terminal;
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
@@ -59,7 +59,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     tokenizer.check_fits(model.config(), model_dir)?;
 
     let read = |dataset: &Dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref());
-    let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
+    let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
     let mut inputs = Inputs::default();
     inputs.rows("dataset_name", &config.data.describe(), &train);
     inputs.rows("rows held out", &config.data.describe(), &eval);
@@ -259,7 +259,7 @@ pub fn evaluate(config: &RewardConfig) -> Result<RewardEvaluation> {
     let (mut model, tokenizer, pads) = load(config, dir, None, options)?;
     model.prepare(false);
     tokenizer.check_fits(model.config(), dir)?;
-    let (train, eval) = sources.read(config.run.seed, Step::Reward)?;
+    let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
     let datasets = eval.map_or(train, |eval| vec![eval]);
     let gathered = gather(&datasets, |dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref()))?;
     let mut totals = Totals::default();

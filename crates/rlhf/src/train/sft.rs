@@ -14,7 +14,7 @@ use crate::optim::{AdamW, learning_rate};
 use crate::run::checkpoint::{Checkpoints, Start, leave_model};
 use crate::run::inputs::Inputs;
 use crate::run::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
-use crate::settings::{SftConfig, Step, TrainPlan};
+use crate::settings::{SftConfig, Stage, TrainPlan};
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
 use crate::{Error, Result};
@@ -90,7 +90,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         warnings.extend(endless);
         Ok::<_, Error>((rows, warnings))
     };
-    let (train, eval) = sources.read(config.run.seed, Step::Sft)?;
+    let (train, eval) = sources.read(config.run.seed, Stage::Sft)?;
     let mut inputs = Inputs::default();
     inputs.rows("dataset_name", &config.data.describe(), &train);
     inputs.rows("rows held out", &config.data.describe(), &eval);

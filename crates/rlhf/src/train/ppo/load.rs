@@ -18,7 +18,7 @@ use crate::rl::unsupervised::Unsupervised;
 use crate::run::checkpoint::{Best, Start};
 use crate::run::inputs::Inputs;
 use crate::run::report::{Console, check_output_dir};
-use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Step};
+use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -92,7 +92,7 @@ impl PpoTrainer {
         };
         let mut roundings_found = roundings(policy_dir, config.run.dtype, policy.was_rounded(), policy.rounded_base());
         tokenizer.check_fits(policy.config(), policy_dir)?;
-        let mut rewards = Rewards::load(specs, config, &tokenizer, frozen)?;
+        let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
         if let Some(metric) = &config.eval.metric_for_best_model
             && let Some(name) = metric.strip_prefix(EVAL_SCORES)
@@ -139,7 +139,7 @@ impl PpoTrainer {
             dataset.check(|row| rewards.check_row(row))?;
             dataset.prompts_within(&tokenizer, vocab, limit)
         };
-        let (mut train, mut eval) = sources.read(config.run.seed, Step::Ppo)?;
+        let (mut train, mut eval) = sources.read(config.run.seed, Stage::Ppo)?;
         inputs.rows("dataset_name", &config.data.describe(), &train);
         inputs.rows("rows held out", &config.data.describe(), &eval);
         if config.apply_chat_template {
@@ -221,8 +221,8 @@ impl PpoTrainer {
             inputs.values("unsupervised_dataset_name", &name.display().to_string(), texts.blocks());
         }
         let mut trainer = Self {
-            kl_controller: KlController::new(config, plan.num_total_batches),
-            scaling: ScoreScaling::new(&config.legacy),
+            kl_controller: KlController::new(&config.kl, plan.num_total_batches),
+            scaling: ScoreScaling::new(&config.score_scaling),
             plan,
             learner,
             cursor: Cursor::new(config.run.seed, prompts.len()),
@@ -242,7 +242,7 @@ impl PpoTrainer {
             stop_strings,
             rollout,
             shaping: config.shaping(),
-            kept: KeptResponses::new(config.counts.min_response_length),
+            kept: KeptResponses::new(config.mask.min_response_length),
             answers: Vec::new(),
             last_metrics: Metrics::default(),
             checks: None,

@@ -257,7 +257,7 @@ impl PpoTrainer {
             texts.load_state(saved.part("unsupervised")?)?;
         }
         self.kept.load_state(saved.part("kept_answers").ok(), self.prompts.len())?;
-        if self.config.legacy.use_score_scaling {
+        if self.config.score_scaling.use_score_scaling {
             self.scaling.load_state(saved.part("scores")?)?;
         }
         if let (Some(best), Ok(state)) = (&mut self.best, saved.part("best")) {
@@ -391,7 +391,7 @@ impl PpoTrainer {
     /// # Errors
     /// If something is not as it should be; in bf16 and f16, whose rounding has no sharp bound, that is a warning.
     pub(super) fn check_aloud(&mut self, report: &Reporter<'_>) -> Result<()> {
-        let (few_bits, checks) = (self.config.run.computes_in_few_bits(), self.check()?);
+        let (few_bits, checks) = (self.config.run.is_low_precision(), self.check()?);
         match checks.failure(Checks::tolerance(few_bits)) {
             None => report.checked(&checks.to_string()),
             Some(failure) if few_bits => report.warn(&failure),

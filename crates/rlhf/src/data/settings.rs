@@ -1,0 +1,241 @@
+//! Settings of datasets: files, columns, splits, shares of the stages, lengths of prompts.
+
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+
+use clap::{ArgAction, Args, ValueEnum};
+use serde::Serialize;
+
+use super::Columns;
+use crate::Result;
+use crate::flag::{DATA, NONE, Setting, above_zero, all, at_least_one, expect, no_effect, optional, usage};
+
+/// Default seed of the shares of a dataset. It is not the run's seed, so that the stages' shares have no row in common whatever
+/// their seeds are.
+const SPLIT_SEED: u64 = 42;
+
+/// Default split to evaluate on.
+pub(crate) const TEST: &str = "test";
+
+/// A training run's datasets, and the rows held out for evaluation.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct DataConfig {
+    /// JSONL, JSON, CSV or Parquet file of rows, a folder with files per split, or a dataset's name on the hub; or several.
+    #[arg(long, alias = "query_dataset", help_heading = DATA, required = true, num_args = 1.., action = ArgAction::Set)]
+    #[serde(serialize_with = "one_or_list")]
+    pub dataset_name: Vec<PathBuf>,
+    /// How often several datasets are drawn from, a number for each [default: every row as often as every other].
+    #[arg(long, help_heading = DATA, num_args = 1.., value_delimiter = ',', action = ArgAction::Set)]
+    pub dataset_weights: Vec<f64>,
+    /// Folder of the dataset to take, where several have the split.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub dataset_config: std::option::Option<String>,
+    /// Columns to read as other fields, as FIELD=COLUMN with commas between them, such as prompt=question; FIELD=none leaves
+    /// a field out.
+    #[arg(long, help_heading = DATA, value_delimiter = ',')]
+    pub dataset_columns: Vec<String>,
+    /// Split of the dataset to train on.
+    #[arg(long, help_heading = DATA, default_value = "train")]
+    pub dataset_train_split: String,
+    /// Split of the dataset to evaluate on; in PPO the sample tables answer its prompts.
+    #[arg(long, help_heading = DATA, default_value = TEST)]
+    pub dataset_test_split: String,
+    /// Without a split to evaluate on, keep so many rows for it, or this share of them if below 1.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<f64>)]
+    pub eval_split_size: std::option::Option<f64>,
+    /// Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4, that have no row in
+    /// common.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_name = DataSplit::NAME, value_parser = optional::<DataSplit>)]
+    pub data_split: std::option::Option<DataSplit>,
+    /// Decides which rows are in which share; must be the same for all three.
+    #[arg(long, help_heading = DATA, default_value_t = SPLIT_SEED)]
+    pub data_split_seed: u64,
+}
+
+impl DataConfig {
+    /// Returns all names, for messages.
+    pub fn describe(&self) -> String {
+        let names: Vec<String> = self.dataset_name.iter().map(|name| name.display().to_string()).collect();
+        names.join(", ")
+    }
+
+    /// Checks every setting; `own_eval` is a separate dataset for evaluation.
+    pub(crate) fn check(&self, own_eval: Option<&Path>) -> Result<()> {
+        let (names, weights) = (self.dataset_name.len(), self.dataset_weights.len());
+        let expected = format!("one for each of the datasets, which are {names}");
+        let size = self.eval_split_size;
+        let sound = |size: f64| size > 0.0 && size.is_finite() && (size < 1.0 || size.fract() == 0.0);
+        all([
+            expect(names > 0, "datasets", names, "at least 1"),
+            expect(weights == 0 || weights == names, "numbers in dataset_weights", weights, &expected),
+            self.dataset_weights.iter().try_for_each(|&weight| above_zero("dataset_weights", weight)),
+            Columns::parse(&self.dataset_columns).map(drop),
+            if self.data_split.is_none() && self.data_split_seed != SPLIT_SEED {
+                no_effect("data_split_seed", self.data_split_seed, "without data_split")
+            } else {
+                Ok(())
+            },
+            size.map_or(Ok(()), |size| {
+                expect(sound(size), "eval_split_size", size, "a share below 1, or a whole number of rows")
+            }),
+            match (size, own_eval.map(Path::display)) {
+                (Some(size), Some(own)) => usage(format!(
+                    "eval_split_size = {size} and eval_dataset_name = {own} exclude each other: set one of them"
+                )),
+                _ => Ok(()),
+            },
+        ])
+    }
+}
+
+/// The parts of a dataset that SFT, the reward model and PPO train on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DataSplit {
+    parts: [f64; 3],
+}
+
+impl DataSplit {
+    /// Returns the range of `stage`'s share among `rows` shuffled rows: the shares are consecutive and cover all rows.
+    pub fn share(&self, stage: Stage, rows: usize) -> std::ops::Range<usize> {
+        let all: f64 = self.parts.iter().sum();
+        let end = |parts: &[f64]| (rows as f64 * (parts.iter().sum::<f64>() / all)).round() as usize;
+        let at = stage as usize;
+        end(&self.parts[..at])..end(&self.parts[..=at])
+    }
+}
+
+impl std::str::FromStr for DataSplit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parts: Option<Vec<f64>> = text.split(',').map(|part| part.trim().parse().ok()).collect();
+        let parts: Option<[f64; 3]> = parts.and_then(|parts| parts.try_into().ok());
+        let sound = |parts: &[f64; 3]| {
+            let all: f64 = parts.iter().sum();
+            parts.iter().all(|&part| part >= 0.0) && all > 0.0 && all.is_finite()
+        };
+        parts.filter(sound).map(|parts| Self { parts }).ok_or_else(|| format!("expected {}", Self::EXPECTED))
+    }
+}
+
+impl Display for DataSplit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [sft, reward, ppo] = self.parts;
+        write!(f, "{sft},{reward},{ppo}")
+    }
+}
+
+impl Serialize for DataSplit {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl Setting for DataSplit {
+    const NAME: &'static str = "PARTS";
+    const EXPECTED: &'static str = "three numbers of 0 or more for sft, reward and ppo, such as 2,4,4";
+
+    fn read(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+}
+
+/// A stage of RLHF, in their order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Supervised fine-tuning.
+    Sft,
+    /// The reward model.
+    Reward,
+    /// PPO.
+    Ppo,
+}
+
+impl Stage {
+    /// All three stages.
+    pub const ALL: [Self; 3] = [Self::Sft, Self::Reward, Self::Ppo];
+
+    /// Returns the name of its command.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sft => "sft",
+            Self::Reward => "reward",
+            Self::Ppo => "ppo",
+        }
+    }
+}
+
+impl Display for Stage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Maximum length of a prompt, and the treatment of longer ones.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PromptLengthConfig {
+    /// Tokens of a prompt, at most [default: the models' context less `response_length`].
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub max_prompt_length: std::option::Option<usize>,
+    /// What becomes of longer prompts: an `error`, or they are dropped, or lose tokens on one side.
+    #[arg(long, help_heading = DATA, value_enum, default_value = "error")]
+    pub long_prompts: LongPrompts,
+}
+
+impl PromptLengthConfig {
+    pub(crate) fn check(&self) -> Result<()> {
+        self.max_prompt_length.map_or(Ok(()), |most| at_least_one("max_prompt_length", most))
+    }
+}
+
+/// Treatment of prompts that are too long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum LongPrompts {
+    /// An error before training starts.
+    Error,
+    /// They are dropped.
+    Drop,
+    /// Their first tokens are removed, except those that the tokenizer puts in front of every text.
+    TruncateLeft,
+    /// Their last tokens are removed.
+    TruncateRight,
+}
+
+/// Writes one dataset as its name, several as a list.
+fn one_or_list<S: serde::Serializer>(names: &[PathBuf], serializer: S) -> Result<S::Ok, S::Error> {
+    match names {
+        [one] => one.serialize(serializer),
+        several => several.serialize(serializer),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flag::defaults;
+
+    #[test]
+    fn the_shares_of_a_split_are_consecutive_and_cover_every_row() {
+        for text in ["2,4,4", "1,0,0", " 0, 1, 2.5", "0.2,0.4,0.4"] {
+            let split = DataSplit::read(text).unwrap();
+            assert_eq!(DataSplit::read(&split.to_string()), Some(split));
+            for rows in [0, 1, 2, 3, 9, 10, 1001] {
+                let [sft, reward, ppo] = Stage::ALL.map(|stage| split.share(stage, rows));
+                assert_eq!((sft.start, sft.end, reward.end, ppo.end), (0, reward.start, ppo.start, rows), "{text}");
+            }
+        }
+        let lens = Stage::ALL.map(|stage| DataSplit::read("2,4,4").unwrap().share(stage, 1000).len());
+        assert_eq!(lens, [200, 400, 400]);
+        for wrong in ["", "2,4", "2,4,4,1", "2,-4,4", "0,0,0", "a,b,c", "1,inf,1", "1,nan,1"] {
+            assert_eq!(DataSplit::read(wrong), None, "{wrong}");
+        }
+        let config = DataConfig { data_split_seed: 1, ..defaults() };
+        let error = config.check(None).unwrap_err().to_string();
+        assert_eq!(error, "data_split_seed = 1 has no effect without data_split");
+    }
+}

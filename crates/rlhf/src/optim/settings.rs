@@ -1,0 +1,140 @@
+//! Settings of AdamW and of the learning-rate schedule.
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use crate::Result;
+use crate::flag::{
+    NONE, OPTIMIZER, Setting, above_zero, all, expect, no_effect, optional, usage, zero_or_more, zero_to_one,
+};
+
+/// AdamW and the learning-rate schedule. The peak learning rate is a field of each command, as its default differs.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct OptimizerConfig {
+    /// Course of the learning rate after the warm-up.
+    #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "linear")]
+    pub lr_scheduler_type: LrSchedulerType,
+    /// Updates in which the learning rate rises from 0 to its peak.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0)]
+    pub warmup_steps: usize,
+    /// The same as a share of all updates, rounded up.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
+    pub warmup_ratio: f64,
+    /// What the learning rate falls to [default: 0, `polynomial` 1e-7].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub lr_end: std::option::Option<f64>,
+    /// Power of the schedule `polynomial`.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 1.0)]
+    pub power: f64,
+    /// Decoupled weight decay.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
+    pub weight_decay: f64,
+    /// Decay of AdamW's mean of gradients.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.9)]
+    pub adam_beta1: f64,
+    /// Decay of AdamW's mean of squared gradients.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.999)]
+    pub adam_beta2: f64,
+    /// AdamW's epsilon.
+    #[arg(long, help_heading = OPTIMIZER, default_value = "1e-8")]
+    pub adam_epsilon: f64,
+    /// Clip gradients to this norm; none or 0 turns clipping off, 1 is a good choice.
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = norm_or_zero)]
+    pub max_grad_norm: std::option::Option<f64>,
+}
+
+/// Schedule of the learning rate after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum LrSchedulerType {
+    /// Linear decay to 0.
+    Linear,
+    /// Half a cosine to 0.
+    Cosine,
+    /// The same: by default transformers' cosine with restarts has one cycle.
+    CosineWithRestarts,
+    /// A power of the fraction of updates left.
+    Polynomial,
+    /// Inverse square root of the updates, whatever their number.
+    InverseSqrt,
+    /// The peak throughout, without warm-up.
+    Constant,
+    /// The peak throughout, after the warm-up.
+    ConstantWithWarmup,
+}
+
+impl LrSchedulerType {
+    /// Returns whether the rate falls to a final value over the updates of the run.
+    pub(crate) fn falls(self) -> bool {
+        matches!(self, Self::Linear | Self::Cosine | Self::CosineWithRestarts | Self::Polynomial)
+    }
+
+    pub(crate) fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
+    }
+}
+
+impl Setting for LrSchedulerType {
+    const NAME: &'static str = "NAME";
+    const EXPECTED: &'static str =
+        "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, constant or constant_with_warmup";
+
+    fn read(text: &str) -> Option<Self> {
+        Self::from_str(text, true).ok()
+    }
+}
+
+/// Parses a norm; 0 turns clipping off.
+fn norm_or_zero(text: &str) -> Result<Option<f64>, String> {
+    Ok(optional(text)?.filter(|&norm| norm != 0.0))
+}
+
+/// Checks an optimizer's settings; `value_schedule` is the schedule of a value model, which shares what it has no own setting for.
+pub(crate) fn check_learning(
+    learning_rate: f64,
+    optimizer: &OptimizerConfig,
+    value_schedule: Option<LrSchedulerType>,
+) -> Result<()> {
+    let below_one = |beta: f64| (0.0..1.0).contains(&beta);
+    let (steps, ratio) = (optimizer.warmup_steps, optimizer.warmup_ratio);
+    let own = optimizer.lr_scheduler_type;
+    let no_schedule = |does: fn(LrSchedulerType) -> bool| !does(own) && !value_schedule.is_some_and(does);
+    let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", own.name());
+    let (beta1, beta2, power) = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.power);
+    let expected = format!("less than learning_rate = {learning_rate}");
+    let no_warmup = no_schedule(|schedule| schedule != LrSchedulerType::Constant);
+    all([
+        zero_or_more("learning_rate", learning_rate),
+        zero_or_more("weight_decay", optimizer.weight_decay),
+        expect(below_one(beta1), "adam_beta1", beta1, "a number from 0 to below 1"),
+        expect(below_one(beta2), "adam_beta2", beta2, "a number from 0 to below 1"),
+        above_zero("adam_epsilon", optimizer.adam_epsilon),
+        optimizer.max_grad_norm.map_or(Ok(()), |norm| above_zero("max_grad_norm", norm)),
+        zero_to_one("warmup_ratio", ratio),
+        if steps > 0 && ratio > 0.0 {
+            usage(format!("warmup_steps = {steps} and warmup_ratio = {ratio} exclude each other: set one of them"))
+        } else {
+            Ok(())
+        },
+        if no_warmup && (steps > 0 || ratio > 0.0) {
+            let (name, found) = if steps > 0 { ("warmup_steps", steps as f64) } else { ("warmup_ratio", ratio) };
+            no_effect(name, found, &with_schedule("; constant_with_warmup has a warm-up"))
+        } else {
+            Ok(())
+        },
+        above_zero("power", power),
+        if no_schedule(|schedule| schedule == LrSchedulerType::Polynomial) && power != 1.0 {
+            no_effect("power", power, &with_schedule("; polynomial has it"))
+        } else {
+            Ok(())
+        },
+        optimizer.lr_end.map_or(Ok(()), |end| zero_or_more("lr_end", end)),
+        match optimizer.lr_end {
+            Some(end) if no_schedule(LrSchedulerType::falls) => no_effect("lr_end", end, &with_schedule("")),
+            Some(end) => expect(!own.falls() || end < learning_rate, "lr_end", end, &expected),
+            None => Ok(()),
+        },
+    ])
+}

@@ -1,0 +1,128 @@
+//! Settings of PPO's losses, advantages and masks.
+
+use clap::builder::PossibleValue;
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use super::math::ScorePosition;
+use crate::Result;
+use crate::flag::{NONE, PPO, above_zero, all, expect, no_effect, optional, usage, zero_or_more};
+
+/// Further terms and limits of the policy's loss.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct LossConfig {
+    /// Clip the probability ratio to at most 1 plus this [default: `cliprange`].
+    #[arg(long, help_heading = PPO, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub cliprange_high: std::option::Option<f64>,
+    /// Count a token of negative advantage with a ratio of at most this, above 1; 3 is usual.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub dual_clip: std::option::Option<f64>,
+    /// Weight of the policy's entropy, which its loss is lowered by.
+    #[arg(long, help_heading = PPO, default_value_t = 0.0)]
+    pub entropy_coef: f64,
+    /// End an update's epochs after one whose last mini-batch is 1.5 times this KL per token away from the sampling policy.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub target_kl: std::option::Option<f64>,
+    /// Skip the step of a mini-batch whose mean probability ratio is above this.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub ratio_threshold: std::option::Option<f64>,
+}
+
+impl LossConfig {
+    /// Checks what no other group of settings has a part in.
+    pub(crate) fn check(&self) -> Result<()> {
+        let above_one = |name, found: Option<f64>| {
+            found.map_or(Ok(()), |x| expect(x.is_finite() && x > 1.0, name, x, "a number above 1"))
+        };
+        all([
+            self.cliprange_high.map_or(Ok(()), |range| above_zero("cliprange_high", range)),
+            zero_or_more("entropy_coef", self.entropy_coef),
+            self.target_kl.map_or(Ok(()), |kl| above_zero("target_kl", kl)),
+            above_one("dual_clip", self.dual_clip),
+            above_one("ratio_threshold", self.ratio_threshold),
+        ])
+    }
+}
+
+/// The responses, and their tokens, that are trained on.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct MaskConfig {
+    /// Leave out answers of fewer tokens that count; where no answer is left, the last ones that were train again.
+    #[arg(long, help_heading = PPO, default_value_t = 0)]
+    pub min_response_length: usize,
+    /// Whether the end-of-sequence token of an answer is in the losses, or gets the score and is in none: `unless_pad` where
+    /// DeepSpeed-Chat pads with it: with all models but Llama, and with a Llama whose padding token it is.
+    #[arg(long, help_heading = PPO, value_enum, default_value = "always")]
+    pub eos_in_loss: EosInLoss,
+    /// Train the value of the state after an answer's last token, where the score lands behind it.
+    #[arg(long, help_heading = PPO, default_value_t = true)]
+    pub last_value_in_loss: bool,
+}
+
+impl MaskConfig {
+    pub(crate) fn check(&self, response_length: usize, score_position: ScorePosition) -> Result<()> {
+        let most = format!("at most response_length = {}", response_length);
+        let least = self.min_response_length;
+        let ends = score_position == ScorePosition::LastToken;
+        let eos = self.eos_in_loss.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());
+        all([
+            expect(least <= response_length, "min_response_length", least, &most),
+            if !self.last_value_in_loss && ends {
+                let why = "with score_position = last_token: there is no value behind it";
+                no_effect("last_value_in_loss", false, why)
+            } else {
+                Ok(())
+            },
+            if self.eos_in_loss != EosInLoss::Always && ends {
+                usage(format!(
+                    "score_position = last_token and eos_in_loss = {eos} exclude each other: the score would be that of a token \
+                     that may be left out; after_stop gives it to the token behind the last that counts"
+                ))
+            } else {
+                Ok(())
+            },
+        ])
+    }
+}
+
+/// Whether the losses include the end-of-sequence token of a response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum EosInLoss {
+    /// It is included, as every token is.
+    Always,
+    /// It is included unless DeepSpeed-Chat pads with it, which attends to no padding: it does with all models but Llama, whose tokenizer
+    /// keeps its padding token or gets one of its own.
+    UnlessPad,
+    /// It is masked.
+    Never,
+}
+
+/// The tokens over which advantages are whitened to mean 0 and variance 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum WhitenAdvantages {
+    /// All tokens of an update.
+    Batch,
+    /// The tokens of each mini-batch.
+    MiniBatch,
+    /// Advantages are not whitened.
+    None,
+}
+
+impl ValueEnum for ScorePosition {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::AfterStop, Self::LastToken]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::AfterStop => "after_stop",
+            Self::LastToken => "last_token",
+        }))
+    }
+}

@@ -1,0 +1,300 @@
+//! Settings of a run: output folder, seed, precision, reports, checkpoints, evaluation.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use crate::Result;
+use crate::device::{Device, check_threads};
+use crate::flag::{
+    ByteSize, CHECKPOINTS, EVALUATION, NONE, OPTIMIZER, RUN, Setting, all, at_least_one, expect, no_effect, optional,
+    required, usage,
+};
+use crate::model::Dtype;
+use crate::optim::loss_scale::LossScaleConfig;
+
+/// A training run's output folder, seed, precision and reports.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct RunConfig {
+    /// Folder for the model, the metrics and the resolved configuration.
+    #[arg(long, help_heading = RUN)]
+    pub output_dir: PathBuf,
+    /// Replace the run that `output_dir` holds.
+    #[arg(long, help_heading = RUN)]
+    #[serde(skip)] // Consent to lose a run is given for one run, never by the file that the run left behind.
+    pub overwrite_output_dir: bool,
+    /// Seed of everything random.
+    #[arg(long, help_heading = RUN, default_value_t = 42)]
+    pub seed: u64,
+    /// Compute in bfloat16; the optimizer keeps float32 weights.
+    #[arg(long, help_heading = RUN)]
+    pub bf16: bool,
+    /// Compute in float16, with a loss scale that finds its own size; the optimizer keeps float32 weights.
+    #[arg(long, help_heading = RUN)]
+    pub fp16: bool,
+    /// How that scale begins and moves.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub loss_scale: LossScaleConfig,
+    /// Dtype that models are loaded in, `auto` for their files'; what is trained goes on in float32.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    pub dtype: Dtype,
+    /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
+    pub device: Device,
+    /// Write weights in files of at most this size each, such as 5GB or 500MB.
+    #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
+    pub max_shard_size: ByteSize,
+    /// Keep only what goes into each layer, and compute the layer again on the way back: less memory, more time.
+    #[arg(long, help_heading = RUN)]
+    pub gradient_checkpointing: bool,
+    /// Most tokens in one forward and backward pass; it changes no result [default: by the memory there is].
+    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub max_tokens_per_micro_batch: std::option::Option<usize>,
+    /// Where metrics go besides `metrics.jsonl`.
+    #[arg(long, alias = "log_with", help_heading = RUN, value_enum, default_value = "none")]
+    pub report_to: ReportTo,
+    /// Names of the metrics in TensorBoard: `plain` as in `metrics.jsonl`, `trl` as TRL's trainers write them, such as
+    /// `train/objective/kl` and `eval/loss`.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "plain")]
+    pub tensorboard_tags: TensorboardTags,
+    /// Threads for tensor operations [default: one per core].
+    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub num_threads: std::option::Option<usize>,
+    /// Show no progress bar.
+    #[arg(long, help_heading = RUN)]
+    pub disable_tqdm: bool,
+    /// What is kept on the way, and what the run goes on from.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub checkpoints: CheckpointConfig,
+}
+
+impl RunConfig {
+    /// Returns whether models compute in less than f32 precision, so that two passes over the same tokens differ by rounding.
+    pub(crate) fn is_low_precision(&self) -> bool {
+        self.bf16 || self.fp16
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        all([
+            check_threads(self.num_threads),
+            if self.bf16 && self.fp16 {
+                usage("bf16 = true and fp16 = true exclude each other: set one of them")
+            } else {
+                Ok(())
+            },
+            self.loss_scale.check(self.fp16),
+            match (self.tensorboard_tags, self.report_to) {
+                (TensorboardTags::Trl, ReportTo::None) => {
+                    no_effect("tensorboard_tags", "trl", "without report_to = tensorboard")
+                }
+                _ => Ok(()),
+            },
+            self.checkpoints.check(),
+            self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most)),
+        ])
+    }
+}
+
+/// Checks that a PPO run makes of its own numbers.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct WatchConfig {
+    /// Stop after this many updates in a row without an optimizer step, all of them skipped since a loss or a gradient was
+    /// not finite.
+    #[arg(long, help_heading = OPTIMIZER, default_value_t = 3)]
+    pub max_skipped_updates: usize,
+    /// Begin without the checks of the first ratio, the first KL, and decoding.
+    #[arg(long, help_heading = RUN)]
+    pub no_checks: bool,
+}
+
+impl WatchConfig {
+    pub(crate) fn check(&self) -> Result<()> {
+        at_least_one("max_skipped_updates", self.max_skipped_updates)
+    }
+}
+
+/// Checkpoints, and resuming from one.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct CheckpointConfig {
+    /// Save a checkpoint every this many updates, and after the last; without it only a run that ends early saves one.
+    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_parser = optional::<usize>)]
+    pub save_steps: std::option::Option<usize>,
+    /// Keep this many checkpoints, the newest [default: all].
+    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub save_total_limit: std::option::Option<usize>,
+    /// Go on from this checkpoint; `true` is the newest whole one in `output_dir`, and the beginning where there is none.
+    #[arg(
+        long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_name = Resume::NAME, value_parser = resume_or_false,
+        num_args = 0..=1, default_missing_value = "true"
+    )]
+    #[serde(skip)] // A run is resumed on request, not because its settings are used again.
+    pub resume_from_checkpoint: std::option::Option<Resume>,
+    /// Resume also where data or models are not those that the run began with.
+    #[arg(long, help_heading = CHECKPOINTS)]
+    #[serde(skip)]
+    pub resume_with_changed_inputs: bool,
+}
+
+impl CheckpointConfig {
+    pub(crate) fn check(&self) -> Result<()> {
+        all([
+            if self.resume_with_changed_inputs && self.resume_from_checkpoint.is_none() {
+                no_effect("resume_with_changed_inputs", true, "without resume_from_checkpoint")
+            } else {
+                Ok(())
+            },
+            self.save_steps.map_or(Ok(()), |steps| at_least_one("save_steps", steps)),
+            self.save_total_limit.map_or(Ok(()), |limit| at_least_one("save_total_limit", limit)),
+        ])
+    }
+}
+
+/// The checkpoint that a run resumes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resume {
+    /// The newest whole checkpoint in the output folder; the start of training where there is none.
+    Latest,
+    /// The checkpoint in this folder.
+    From(PathBuf),
+}
+
+impl Setting for Resume {
+    const NAME: &'static str = "PATH";
+    const EXPECTED: &'static str = "the folder of a checkpoint, or true for the newest";
+
+    fn read(text: &str) -> Option<Self> {
+        match text.to_ascii_lowercase().as_str() {
+            "true" | "latest" => Some(Self::Latest),
+            _ => (!text.is_empty()).then(|| Self::From(text.into())),
+        }
+    }
+}
+
+/// Parses a boolean or the path of a checkpoint.
+pub(crate) fn resume_or_false(text: &str) -> Result<Option<Resume>, String> {
+    if text.eq_ignore_ascii_case("false") { Ok(None) } else { optional(text) }
+}
+
+/// Evaluations during training, and the choice of the best model.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct EvalConfig {
+    /// Evaluate on the rows that are held out before the first update, every this many updates, and after the last.
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<usize>)]
+    pub eval_steps: std::option::Option<usize>,
+    /// Keep the model at which this metric was best in `output_dir/best`; it is looked at after each evaluation, or else each
+    /// `save_steps`.
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
+    pub metric_for_best_model: std::option::Option<String>,
+    /// Whether more of that metric is better [default: unless it is a loss or a KL].
+    #[arg(
+        long, help_heading = EVALUATION, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>,
+        num_args = 0..=1, default_missing_value = "true"
+    )]
+    pub greater_is_better: std::option::Option<bool>,
+}
+
+/// Returns whether a metric of this name is computed by an evaluation.
+pub(crate) fn is_eval_metric(name: &str) -> bool {
+    name.starts_with("eval/") || name.starts_with("eval_")
+}
+
+/// Prefix of the evaluation metrics with one reward's mean score.
+pub(crate) const EVAL_SCORES: &str = "eval/scores/";
+
+impl EvalConfig {
+    /// Checks every setting; `known` are the metrics of an evaluation, where one that ends with a slash is followed by a
+    /// reward's name.
+    pub(crate) fn check(&self, save_steps: Option<usize>, known: &[&str]) -> Result<()> {
+        self.eval_steps.map_or(Ok(()), |steps| at_least_one("eval_steps", steps))?;
+        let Some(metric) = &self.metric_for_best_model else {
+            return match self.greater_is_better {
+                Some(greater) => usage(format!(
+                    "greater_is_better = {greater} needs metric_for_best_model: no best model is looked for without one"
+                )),
+                None => Ok(()),
+            };
+        };
+        let needs =
+            |what: &str| usage(format!("metric_for_best_model = {metric} needs {what}: nothing looks at it else"));
+        match (self.eval_steps, save_steps) {
+            (None, _) if is_eval_metric(metric) => needs("eval_steps"),
+            (None, None) => needs("eval_steps or save_steps"),
+            // Other names are known when the first update is done; these would be after its first evaluation only.
+            _ if is_eval_metric(metric) => {
+                let is = |name: &&str| metric == name || name.ends_with('/') && metric.starts_with(name);
+                let named = |name: &&str| if name.ends_with('/') { format!("{name}NAME") } else { name.to_string() };
+                let names: Vec<String> = known.iter().map(named).collect();
+                let expected = match names.as_slice() {
+                    [only] => only.clone(),
+                    several => format!("one of {}", several.join(", ")),
+                };
+                expect(known.iter().any(is), "metric_for_best_model", metric, &expected)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Destination of metrics besides `metrics.jsonl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum ReportTo {
+    /// Nowhere.
+    None,
+    /// TensorBoard event files in the output folder.
+    Tensorboard,
+}
+
+/// Names of metrics in TensorBoard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum TensorboardTags {
+    /// As in `metrics.jsonl`.
+    Plain,
+    /// As transformers' callback names what TRL's trainers log: `eval_loss` is `eval/loss`, all others start with `train/`.
+    Trl,
+}
+
+impl TensorboardTags {
+    /// Returns the tag of the metric `name`.
+    pub(crate) fn tag(self, name: &str) -> String {
+        match (self, name.strip_prefix("eval_")) {
+            (Self::Plain, _) => name.into(),
+            (Self::Trl, Some(name)) => format!("eval/{name}"),
+            (Self::Trl, None) if name.starts_with("eval/") => name.into(),
+            (Self::Trl, None) => format!("train/{name}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_of_tensorboard_are_those_of_the_metrics_or_of_trl() {
+        let tags = ["objective/kl", "lr", "eval_loss", "eval/score"].map(|name| TensorboardTags::Trl.tag(name));
+        assert_eq!(tags, ["train/objective/kl", "train/lr", "eval/loss", "eval/score"]);
+        assert_eq!(TensorboardTags::Plain.tag("eval_loss"), "eval_loss");
+    }
+
+    #[test]
+    fn a_checkpoint_is_given_by_its_folder_or_as_the_newest() {
+        for (text, expected) in [
+            ("true", Some(Resume::Latest)),
+            ("Latest", Some(Resume::Latest)),
+            ("false", None),
+            ("none", None),
+            ("runs/ppo/checkpoint-5", Some(Resume::From("runs/ppo/checkpoint-5".into()))),
+        ] {
+            assert_eq!(resume_or_false(text), Ok(expected), "{text}");
+        }
+    }
+}
