@@ -6,7 +6,7 @@ use crate::support::{Child, golden};
 use rlhf::generate::FinishReason;
 use rlhf::model::ModelOptions;
 use rlhf::reward::{
-    CommandReward, FnReward, HttpReward, HttpSettings, Patience, Reward, RewardInput, RewardModel, Rewards, Score,
+    CommandReward, FnReward, HttpReward, HttpSettings, RetryPolicy, Reward, RewardInput, RewardModel, Rewards, Score,
 };
 use rlhf::rl::math::ScorePosition;
 use rlhf::settings::PpoConfig;
@@ -75,14 +75,14 @@ impl Batch {
 }
 
 /// Tried twice, without long waits.
-fn patience(timeout: Duration) -> Patience {
-    Patience { timeout, attempts: 2, pause: Duration::from_millis(1) }
+fn retry(timeout: Duration) -> RetryPolicy {
+    RetryPolicy { timeout, attempts: 2, backoff: Duration::from_millis(1) }
 }
 
 const LONG: Duration = Duration::from_secs(30);
 
 fn command(line: &str) -> CommandReward {
-    CommandReward::new(line, patience(LONG))
+    CommandReward::new(line, retry(LONG))
 }
 
 /// Whether a process with this number, which stands in a file, is dead soon.
@@ -151,7 +151,7 @@ fn a_program_that_keeps_failing_is_one_error_with_its_last_words() {
     batch.refused(
         command(crash),
         &[
-            "row 2 of 3 (prompt \"prompt 1\"): the program ended after 1 of 3 answers",
+            "row 2 of 3 (prompt \"prompt 1\"): the program exited after 1 of 3 scores",
             "exit status: 3",
             "its standard error ends with: one / Traceback: no such film",
             "(tried 2 times)",
@@ -177,10 +177,10 @@ fn a_program_that_keeps_failing_is_one_error_with_its_last_words() {
 #[test]
 fn an_answer_that_nobody_has_asked_for_is_not_taken_for_the_next_rows() {
     let line = "read -r l; echo 1; sleep 0.1; echo 2; while read -r l; do echo 3; done";
-    let mut chatty = CommandReward::new(line, Patience { attempts: 1, ..patience(LONG) });
+    let mut chatty = CommandReward::new(line, RetryPolicy { attempts: 1, ..retry(LONG) });
     assert_eq!(Batch::of(1).numbers(&mut chatty), [1.0]);
     std::thread::sleep(Duration::from_millis(500));
-    Batch::of(1).refused(chatty, &["expected a line per response on standard output, found one more: \"2"]);
+    Batch::of(1).refused(chatty, &["expected one line per response on standard output, found an extra line: \"2"]);
 }
 
 #[test]
@@ -192,8 +192,8 @@ fn a_program_that_says_nothing_is_ended_with_all_that_it_started() {
         pids[0].display(),
         pids[1].display()
     );
-    let slow = CommandReward::new(line, Patience { attempts: 1, ..patience(Duration::from_millis(300)) });
-    Batch::of(1).refused(slow, &["row 1 of 1", "no answer within 0.3 s", "ends with: starting"]);
+    let slow = CommandReward::new(line, RetryPolicy { attempts: 1, ..retry(Duration::from_millis(300)) });
+    Batch::of(1).refused(slow, &["row 1 of 1", "no score within 0.3 s", "ends with: starting"]);
     assert!(pids.iter().all(|pid| dies(pid)));
 }
 
@@ -222,7 +222,7 @@ fn a_program_that_left_a_child_behind_is_noticed_and_the_child_ends_too() {
     drop(reward);
     assert!(dies(&pid), "after a program that ended by itself");
     let began = Instant::now();
-    let error = Batch::of(2).refused(command(&line), &["row 2 of 2", "the program ended after 1 of 2 answers"]);
+    let error = Batch::of(2).refused(command(&line), &["row 2 of 2", "the program exited after 1 of 2 scores"]);
     assert!(error.contains("exit status: 0") && dies(&pid), "{error}");
     assert!(began.elapsed() < LONG, "its end is not waited for until the time is over");
 }
@@ -238,12 +238,12 @@ fn a_program_that_prints_without_end_takes_no_memory() {
 fn child_reads_a_program_without_end() {
     let before = Child::memory("VmRSS");
     for (line, words) in [
-        ("cat /dev/zero", "expected an answer of at most 4194304 bytes"),
+        ("cat /dev/zero", "expected a line of at most 4194304 bytes"),
         ("yes $(head -c 100000 /dev/zero | tr '\\0' 1)", "expected"),
-        ("tr '\\0' x < /dev/zero >&2", "no answer within 0.5 s; its standard error ends with: xxx"),
-        ("yes 1", "found one more: \"1\""),
+        ("tr '\\0' x < /dev/zero >&2", "no score within 0.5 s; its standard error ends with: xxx"),
+        ("yes 1", "found an extra line: \"1\""),
     ] {
-        let reward = CommandReward::new(line, Patience { attempts: 1, ..patience(Duration::from_millis(500)) });
+        let reward = CommandReward::new(line, RetryPolicy { attempts: 1, ..retry(Duration::from_millis(500)) });
         Batch::of(1).refused(reward, &[words]);
     }
     Child::reports(&json!({"grew": Child::memory("VmHWM").saturating_sub(before)}));
@@ -318,7 +318,7 @@ impl Service {
     }
 
     fn reward(&self, change: impl FnOnce(&mut HttpSettings)) -> HttpReward {
-        let mut settings = HttpSettings { patience: patience(LONG), ..HttpSettings::default() };
+        let mut settings = HttpSettings { retry: retry(LONG), ..HttpSettings::default() };
         change(&mut settings);
         HttpReward::new(&self.url, settings).unwrap()
     }
@@ -457,10 +457,9 @@ fn a_service_that_keeps_failing_is_one_error_that_keeps_its_secrets() {
         std::thread::sleep(Duration::from_secs(5));
         (200, String::new(), String::new())
     });
-    let reward = silent.reward(|s| s.patience = patience(Duration::from_millis(100)));
-    batch.refused(reward, &["no answer within 0.1 s", "(tried 2 times)"]);
-    let gone =
-        HttpReward::new("http://127.0.0.1:1/", HttpSettings { patience: patience(LONG), ..HttpSettings::default() });
+    let reward = silent.reward(|s| s.retry = retry(Duration::from_millis(100)));
+    batch.refused(reward, &["timed out after 0.1 s", "(tried 2 times)"]);
+    let gone = HttpReward::new("http://127.0.0.1:1/", HttpSettings { retry: retry(LONG), ..HttpSettings::default() });
     batch.refused(gone.unwrap(), &["http://127.0.0.1:1/", "(tried 2 times)"]);
     // The row of a later request counts from the first.
     let service = Service::scoring(|_, label| if label == 4 { json!("x") } else { json!(1) });
@@ -477,7 +476,7 @@ fn the_service_of_the_examples_scores_for_those_who_know_its_token() {
     BufReader::new(service.stdout.take().unwrap()).read_line(&mut line).unwrap();
     let url = line.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("{line}"));
     let reward = |token: &str| {
-        let settings = HttpSettings { token: Some(token.into()), patience: patience(LONG), ..HttpSettings::default() };
+        let settings = HttpSettings { token: Some(token.into()), retry: retry(LONG), ..HttpSettings::default() };
         HttpReward::new(url, settings).unwrap()
     };
     assert_eq!(Batch::of(3).numbers(&mut reward("sesame")), [0.05; 3]); // " fine", of 100 characters
@@ -729,7 +728,7 @@ fn a_service_scores_a_run_and_its_token_is_nowhere_but_in_the_request() {
     assert!(scratch.read("out/README.md").contains("url: a service"), "the card is for others' eyes");
     // What is left out of the settings is not taken for the whole.
     let again = "ppo --config out/config.yaml --output_dir again";
-    scratch.refuses(again, 2, &["reward_url = http://127.0.0.1", "?", "the part behind the ?", "not written to files"]);
+    scratch.refuses(again, 2, &["reward_url = http://127.0.0.1", "?", "the part after the ?", "not written to files"]);
     let ran = scratch.run(&format!("{again} --reward_url {}", service.url));
     assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
 }

@@ -652,7 +652,7 @@ impl StepTrainer {
         // A call that is refused, and perhaps made again, must not count its scores.
         let mut scaling = self.scaling.clone();
         let raw = scores;
-        let scores = scaling.shape(raw, true);
+        let scores = scaling.scale(raw, true);
 
         let experience = self.batched_forward_pass(queries, responses, &scores, response_masks)?;
         self.scaling = scaling;

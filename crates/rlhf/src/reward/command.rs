@@ -1,6 +1,7 @@
-//! A reward that is a program in any language: started once, JSON lines in, JSON lines out.
+//! A reward that is an external program, started once; it reads and writes JSON lines.
 
-use super::{Patience, Problem, Reward, RewardInput, Score, check, excerpt};
+use super::retry::{Failure, check, excerpt};
+use super::{RetryPolicy, Reward, RewardInput, Score};
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::Value;
@@ -13,33 +14,33 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The longest answer to a row in bytes, far above any real one.
-const LONGEST_LINE: usize = 4 << 20;
-/// Answers that are read before they are asked for: with their length this bounds what a program that prints without end takes.
+/// Maximum length of an output line in bytes, far above any real one.
+const MAX_LINE: usize = 4 << 20;
+/// Number of output lines that are buffered. With `MAX_LINE` it bounds the memory for a program that prints without end.
 const READ_AHEAD: usize = 16;
-/// So many bytes of a line of standard error are looked at.
-const LONGEST_SAID: usize = 4096;
-/// So many of the last lines of standard error are told when the program fails.
-const LINES_SAID: usize = 5;
-/// How often a program that says nothing is looked at.
-const LOOK: Duration = Duration::from_millis(50);
-/// How long a line that nobody has asked for is waited for.
-const MOMENT: Duration = Duration::from_millis(5);
-/// How long a program that should end may take to do so.
-const GRACE: Duration = Duration::from_millis(500);
+/// Number of bytes of a line of standard error that are kept.
+const MAX_STDERR_LINE: usize = 4096;
+/// Number of lines at the end of standard error that are shown when the program fails.
+const STDERR_LINES: usize = 5;
+/// Interval at which a program without output is checked for its exit.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Wait for an extra output line after the last score of a batch.
+const EXTRA_LINE_WAIT: Duration = Duration::from_millis(5);
+/// Maximum wait for the exit of a program whose input has been closed.
+const EXIT_WAIT: Duration = Duration::from_millis(500);
 
 /// A program that scores responses.
 ///
-/// It is started by `sh -c`, once; it gets a JSON object per response on its standard input, a line each, and answers each, in
-/// order, by a line on its standard output: `{"score": x}`, `{"scores": [x, ...]}` with one number per token, or a number.
-/// When it fails it is started again. It ends when its standard input does, and is killed when it does not.
+/// It is started once, by `sh -c`. It reads one JSON object per response and line from its standard input, and writes one line
+/// per response, in order, to its standard output: `{"score": x}`, `{"scores": [x, ...]}` with one number per token, or a
+/// number. It is restarted after a failure. It should exit at the end of its standard input, and is killed if it does not.
 pub struct CommandReward {
     command: String,
-    patience: Patience,
+    retry: RetryPolicy,
     running: Option<Running>,
 }
 
-/// What the program is told of a response.
+/// The input line for one response.
 #[derive(Serialize)]
 struct Line<'a> {
     prompt: &'a str,
@@ -48,67 +49,67 @@ struct Line<'a> {
     response_ids: &'a [i64],
     finish_reason: &'static str,
     row: &'a Value,
-    /// How many lines of this batch follow, for programs that score several at once.
+    /// Number of lines of this batch that follow, for programs that score in batches.
     left: usize,
 }
 
 impl CommandReward {
-    /// A program, which is not started yet.
-    pub fn new(command: impl Into<String>, patience: Patience) -> Self {
-        Self { command: command.into(), patience, running: None }
+    /// Creates the reward without starting the program.
+    pub fn new(command: impl Into<String>, retry: RetryPolicy) -> Self {
+        Self { command: command.into(), retry, running: None }
     }
 
-    /// Starts the program unless it runs, so that it gets ready while something else is done.
+    /// Starts the program unless it is running, so that it initializes while something else is done.
     ///
     /// # Errors
     /// If there is no `sh`.
     pub fn start(&mut self) -> Result<()> {
-        self.running().map(drop).map_err(|problem| Error::Run(problem.what))
+        self.running().map(drop).map_err(|failure| Error::Run(failure.message))
     }
 
-    fn running(&mut self) -> Result<&mut Running, Problem> {
+    fn running(&mut self) -> Result<&mut Running, Failure> {
         match &mut self.running {
             Some(running) => Ok(running),
             none => {
                 let started = Running::start(&self.command);
                 // The command line may hold a key.
-                let wrong = |e| Problem::lasting(format!("the program cannot be started by sh: {e}"));
+                let wrong = |e| Failure::permanent(format!("the program cannot be started by sh: {e}"));
                 Ok(none.insert(started.map_err(wrong)?))
             }
         }
     }
 
-    fn ask(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>, Problem> {
-        let timeout = self.patience.timeout;
-        let answered = self.running()?.converse(batch, timeout);
-        answered.map_err(|problem| match self.running.take() {
-            // What it would say next belongs to no row.
-            Some(mut running) => running.explain(problem),
-            None => problem,
+    fn attempt(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>, Failure> {
+        let timeout = self.retry.timeout;
+        let scores = self.running()?.score(batch, timeout);
+        scores.map_err(|failure| match self.running.take() {
+            // Its next output line could not be attributed to a row.
+            Some(mut running) => running.explain(failure),
+            None => failure,
         })
     }
 }
 
 impl Reward for CommandReward {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
-        let patience = self.patience;
-        patience.repeat(|| self.ask(batch)).map_err(|problem| problem.error(batch))
+        let retry = self.retry;
+        retry.run(|| self.attempt(batch)).map_err(|failure| failure.error(batch))
     }
 }
 
-/// The program, with a thread for each of its pipes: however much goes through one of them, no other waits.
+/// The running program, with one thread per pipe, so that a full pipe does not block the others.
 struct Running {
     child: Child,
-    /// Until it is to end.
+    /// Input of the program; `None` closes it.
     to_child: Option<Sender<Vec<u8>>>,
-    /// Its answers; disconnected when its output has ended.
+    /// Output lines; disconnected at the end of its standard output.
     lines: Receiver<Vec<u8>>,
-    /// The last lines of its standard error.
-    said: Arc<Mutex<VecDeque<String>>>,
-    /// Disconnected when its standard error has ended.
-    silent: Receiver<()>,
-    /// Whether its output ended before it had answered.
-    ended: bool,
+    /// Last lines of its standard error.
+    stderr_tail: Arc<Mutex<VecDeque<String>>>,
+    /// Disconnected at the end of its standard error.
+    stderr_end: Receiver<()>,
+    /// True if its output ended before all scores were read.
+    output_ended: bool,
 }
 
 impl Running {
@@ -118,102 +119,101 @@ impl Running {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // A group of its own: Ctrl-C is for this program, which needs scores to finish its update, and all that
-            // the shell starts can be ended at once.
+            // A separate process group: Ctrl-C must not reach the program, whose scores are needed to finish the update,
+            // and the group can be killed with everything that the shell starts.
             .process_group(0)
             .spawn()?;
         let (to_child, batches) = channel::<Vec<u8>>();
         let (line, lines) = sync_channel(READ_AHEAD);
-        let (end_of_stderr, silent) = channel::<()>();
-        let said = Arc::new(Mutex::new(VecDeque::new()));
+        let (end_of_stderr, stderr_end) = channel::<()>();
+        let stderr_tail = Arc::new(Mutex::new(VecDeque::new()));
         if let Some(mut stdin) = child.stdin.take() {
             thread::spawn(move || {
-                // A program that has ended is noticed where its answers are read.
+                // The exit of the program is detected where its output is read.
                 batches.iter().try_for_each(|batch| stdin.write_all(&batch).and_then(|()| stdin.flush()))
             });
         }
         if let Some(stdout) = child.stdout.take() {
-            thread::spawn(move || read_lines(stdout, LONGEST_LINE, |text| line.send(text).is_ok()));
+            thread::spawn(move || read_lines(stdout, MAX_LINE, |text| line.send(text).is_ok()));
         }
         if let Some(stderr) = child.stderr.take() {
-            let said = said.clone();
+            let tail = stderr_tail.clone();
             thread::spawn(move || {
-                read_lines(stderr, LONGEST_SAID, |text| {
-                    let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
-                    said.push_back(String::from_utf8_lossy(&text).trim().chars().take(200).collect());
-                    if said.len() > LINES_SAID {
-                        said.pop_front();
+                read_lines(stderr, MAX_STDERR_LINE, |text| {
+                    let mut tail = tail.lock().unwrap_or_else(PoisonError::into_inner);
+                    tail.push_back(String::from_utf8_lossy(&text).trim().chars().take(200).collect());
+                    if tail.len() > STDERR_LINES {
+                        tail.pop_front();
                     }
                     true
                 });
                 drop(end_of_stderr);
             });
         }
-        Ok(Self { child, to_child: Some(to_child), lines, said, silent, ended: false })
+        Ok(Self { child, to_child: Some(to_child), lines, stderr_tail, stderr_end, output_ended: false })
     }
 
-    /// Sends the responses and takes an answer to each.
-    fn converse(&mut self, batch: &[RewardInput<'_>], timeout: Duration) -> Result<Vec<Score>, Problem> {
-        let unasked = |line: &[u8]| {
+    /// Sends the responses and reads one score for each.
+    fn score(&mut self, batch: &[RewardInput<'_>], timeout: Duration) -> Result<Vec<Score>, Failure> {
+        let extra_line = |line: &[u8]| {
             let found = excerpt(&String::from_utf8_lossy(line), 80);
-            Problem::new(format!("expected a line per response on standard output, found one more: {found}"))
+            Failure::new(format!("expected one line per response on standard output, found an extra line: {found}"))
         };
         if let Ok(line) = self.lines.try_recv() {
-            return Err(unasked(&line));
+            return Err(extra_line(&line));
         }
         let mut bytes = Vec::new();
         for (at, input) in batch.iter().enumerate() {
             let RewardInput { prompt, response, prompt_ids, response_ids, row, .. } = *input;
             let (finish_reason, left) = (input.finish_reason(), batch.len() - at - 1);
             let line = Line { prompt, response, prompt_ids, response_ids, finish_reason, row, left };
-            serde_json::to_writer(&mut bytes, &line).map_err(|e| Problem::lasting(e.to_string()))?;
+            serde_json::to_writer(&mut bytes, &line).map_err(|e| Failure::permanent(e.to_string()))?;
             bytes.push(b'\n');
         }
         if let Some(to_child) = &self.to_child {
-            // If nobody takes it the program has ended, and so has its output.
+            // Sending fails only if the program has closed its input; its exit is detected below.
             let _ = to_child.send(bytes);
         }
-        let mut scores = Vec::with_capacity(batch.len());
-        for row in 0..batch.len() {
-            let line = match self.next_line(timeout) {
-                Ok(line) if line.len() > LONGEST_LINE => {
-                    let what = format!("expected an answer of at most {LONGEST_LINE} bytes, found a longer line");
-                    return Err(Problem::at(row, what));
-                }
-                Ok(line) => line,
-                Err(RecvTimeoutError::Timeout) => {
-                    let what = format!("no answer within {} s", timeout.as_secs_f64());
-                    return Err(Problem::at(row, what));
-                }
-                Err(RecvTimeoutError::Disconnected) => {
-                    self.ended = true;
-                    let what = format!("the program ended after {row} of {} answers", batch.len());
-                    return Err(Problem::at(row, what));
-                }
-            };
-            scores.push(parse(&line).map_err(|what| Problem::at(row, what))?);
-        }
+        let scores: Vec<Score> =
+            (0..batch.len()).map(|row| self.read_score(row, batch.len(), timeout)).collect::<Result<_, _>>()?;
         check(&scores, batch)?;
-        // One line too many comes with the others, if it does not take its time; then the next batch finds it.
-        match self.lines.recv_timeout(MOMENT) {
-            Ok(line) => Err(unasked(&line)),
+        // An extra line usually comes with the others. If it is late, the next batch detects it.
+        match self.lines.recv_timeout(EXTRA_LINE_WAIT) {
+            Ok(line) => Err(extra_line(&line)),
             Err(_) => Ok(scores),
         }
     }
 
-    /// The next answer. A program that has ended has none, even if what it has started keeps its output open.
+    /// Reads the score of one row of a batch of `count`.
+    fn read_score(&mut self, row: usize, count: usize, timeout: Duration) -> Result<Score, Failure> {
+        let found = match self.next_line(timeout) {
+            Ok(line) if line.len() > MAX_LINE => {
+                Err(format!("expected a line of at most {MAX_LINE} bytes, found a longer one"))
+            }
+            Ok(line) => parse(&line),
+            Err(RecvTimeoutError::Timeout) => Err(format!("no score within {} s", timeout.as_secs_f64())),
+            Err(RecvTimeoutError::Disconnected) => {
+                self.output_ended = true;
+                Err(format!("the program exited after {row} of {count} scores"))
+            }
+        };
+        found.map_err(|message| Failure::at(row, message))
+    }
+
+    /// Returns the next output line. Treats the output as ended when the program has exited, even if a process that it started
+    /// keeps the pipe open.
     fn next_line(&mut self, timeout: Duration) -> Result<Vec<u8>, RecvTimeoutError> {
-        let began = Instant::now();
-        let mut ended: Option<Instant> = None;
+        let start = Instant::now();
+        let mut exited: Option<Instant> = None;
         loop {
-            let left = timeout.saturating_sub(began.elapsed());
-            match self.lines.recv_timeout(left.min(LOOK)) {
-                Err(RecvTimeoutError::Timeout) if ended.is_some_and(|since| since.elapsed() > GRACE) => {
+            let left = timeout.saturating_sub(start.elapsed());
+            match self.lines.recv_timeout(left.min(POLL_INTERVAL)) {
+                Err(RecvTimeoutError::Timeout) if exited.is_some_and(|since| since.elapsed() > EXIT_WAIT) => {
                     return Err(RecvTimeoutError::Disconnected);
                 }
                 Err(RecvTimeoutError::Timeout) if !left.is_zero() => {
-                    if self.has_ended() {
-                        ended.get_or_insert_with(Instant::now);
+                    if self.has_exited() {
+                        exited.get_or_insert_with(Instant::now);
                     }
                 }
                 found => return found,
@@ -221,28 +221,28 @@ impl Running {
         }
     }
 
-    /// Ends the program, and adds to `problem` how it ended and what it said.
-    fn explain(&mut self, mut problem: Problem) -> Problem {
-        let ended = self.ended && self.wait();
-        if let Some(status) = self.kill().filter(|_| ended) {
-            problem.what += &format!(" ({status})");
-            // The shell's words for a program that is not there, or is none.
-            problem.again &= !matches!(status.code(), Some(126 | 127));
+    /// Kills the program, and adds its exit status and the end of its standard error to `failure`.
+    fn explain(&mut self, mut failure: Failure) -> Failure {
+        let exited = self.output_ended && self.wait();
+        if let Some(status) = self.kill().filter(|_| exited) {
+            failure.message += &format!(" ({status})");
+            // The shell's exit codes for a file that does not exist or is not executable.
+            failure.retryable &= !matches!(status.code(), Some(126 | 127));
         }
-        let _ = self.silent.recv_timeout(GRACE);
-        let said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        let said: Vec<&str> = said.iter().map(String::as_str).filter(|line| !line.is_empty()).collect();
-        if !said.is_empty() {
-            problem.what += &format!("; its standard error ends with: {}", said.join(" / "));
+        let _ = self.stderr_end.recv_timeout(EXIT_WAIT);
+        let tail = self.stderr_tail.lock().unwrap_or_else(PoisonError::into_inner);
+        let tail: Vec<&str> = tail.iter().map(String::as_str).filter(|line| !line.is_empty()).collect();
+        if !tail.is_empty() {
+            failure.message += &format!("; its standard error ends with: {}", tail.join(" / "));
         }
-        problem
+        failure
     }
 
-    /// Whether it ends in time.
+    /// Waits for the exit of the program; returns false after `EXIT_WAIT`.
     fn wait(&mut self) -> bool {
-        let began = Instant::now();
-        while !self.has_ended() {
-            if began.elapsed() > GRACE {
+        let start = Instant::now();
+        while !self.has_exited() {
+            if start.elapsed() > EXIT_WAIT {
                 return false;
             }
             thread::sleep(Duration::from_millis(5));
@@ -250,9 +250,9 @@ impl Running {
         true
     }
 
-    /// Whether it has ended. Where the system shows it, it is not asked for its status yet: until then nothing else gets its
-    /// number, which is that of its group.
-    fn has_ended(&mut self) -> bool {
+    /// Returns true if the program has exited. Reads `/proc` if possible rather than collecting the exit status: until that is
+    /// collected, the process id, which is also the id of the group, cannot be reused.
+    fn has_exited(&mut self) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()));
         match stat.as_deref().map(|stat| stat.rsplit_once(") ").and_then(|(_, state)| state.chars().next())) {
             Ok(Some(state)) => matches!(state, 'Z' | 'X'),
@@ -260,7 +260,7 @@ impl Running {
         }
     }
 
-    /// Ends the program at once, and what it has started, which may live on when it has ended; gives how it ended.
+    /// Kills the program and every process of its group, which may outlive it; returns its exit status.
     fn kill(&mut self) -> Option<ExitStatus> {
         self.to_child = None;
         let group = format!("kill -s KILL -- -{}", self.child.id());
@@ -271,7 +271,7 @@ impl Running {
 }
 
 impl Drop for Running {
-    /// Tells the program that there is no more to score, and gives it a moment.
+    /// Closes the input of the program, and kills it if it does not exit in time.
     fn drop(&mut self) {
         self.to_child = None;
         self.wait();
@@ -279,19 +279,19 @@ impl Drop for Running {
     }
 }
 
-/// Hands on the lines that are not blank, until there are no more or nobody wants them. Of a line of more than `most` bytes
-/// it hands on the beginning, which is longer than `most`, and passes over the rest.
-fn read_lines(from: impl Read, most: usize, mut take: impl FnMut(Vec<u8>) -> bool) {
+/// Calls `take` with every line that is not blank, until the end of input or until `take` returns false. A line of more than
+/// `max_len` bytes is truncated to `max_len + 1` bytes, and the rest is skipped.
+fn read_lines(from: impl Read, max_len: usize, mut take: impl FnMut(Vec<u8>) -> bool) {
     let mut from = BufReader::new(from);
-    let mut passed_over = false;
+    let mut skipping = false;
     loop {
         let mut line = Vec::new();
-        match from.by_ref().take(most as u64 + 1).read_until(b'\n', &mut line) {
+        match from.by_ref().take(max_len as u64 + 1).read_until(b'\n', &mut line) {
             Ok(0) | Err(_) => return,
             Ok(_) => {}
         }
-        let (rest, ends) = (passed_over, line.ends_with(b"\n"));
-        passed_over = !ends && line.len() > most;
+        let (rest, ends) = (skipping, line.ends_with(b"\n"));
+        skipping = !ends && line.len() > max_len;
         if ends {
             line.pop();
         }
@@ -301,7 +301,7 @@ fn read_lines(from: impl Read, most: usize, mut take: impl FnMut(Vec<u8>) -> boo
     }
 }
 
-/// The score in a line.
+/// Parses the score in a line.
 fn parse(line: &[u8]) -> Result<Score, String> {
     let value: Value = serde_json::from_slice(line).unwrap_or(Value::Null);
     let numbers = |list: &Value| list.as_array().and_then(|list| list.iter().map(Value::as_f64).collect::<Option<_>>());

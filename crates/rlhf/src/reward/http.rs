@@ -1,6 +1,7 @@
-//! A reward that is a service: batches over HTTP, in the shape that OpenRLHF's remote reward models have.
+//! A reward that is an HTTP service, with the protocol of OpenRLHF's remote reward models.
 
-use super::{Patience, Problem, Reward, RewardInput, Score, check, excerpt};
+use super::retry::{Failure, check, excerpt};
+use super::{RetryPolicy, Reward, RewardInput, Score};
 use crate::hub::{certificates, origin};
 use crate::{Error, Result};
 use serde_json::{Value, json};
@@ -15,20 +16,20 @@ use ureq::Agent;
 use ureq::http::{StatusCode, header};
 use ureq::tls::{RootCerts, TlsConfig};
 
-/// The environment variable that holds the token of the service.
+/// Environment variable with the bearer token of the service.
 pub(super) const TOKEN: &str = "RLHF_REWARD_TOKEN";
 
-/// What stands in files in place of what comes behind the address of a service: it may be secret.
+/// Replaces the query of a service's URL in files, as it may contain secrets.
 pub(crate) const LEFT_OUT: &str = "?...";
 
-/// The longest answer that is read, in bytes.
-const LONGEST_ANSWER: u64 = 256 << 20;
+/// Maximum size of a reply in bytes.
+const MAX_REPLY: u64 = 256 << 20;
 
 /// A service that scores responses.
 ///
-/// It gets `{"query": [...], "prompts": [...], "labels": [...]}` by POST, where a query is a prompt with its response, and
-/// answers `{"rewards": [...]}`, a number per query or a list with one per token, with `extra_logs` if it likes: an object of
-/// numbers, or lists of them, whose means are logged.
+/// A POST request sends `{"query": [...], "prompts": [...], "labels": [...]}`, where a query is a prompt with its response. The
+/// reply is `{"rewards": [...]}`, with one number per query or a list of one number per token, and optionally `extra_logs`, an
+/// object of numbers or lists of numbers, whose means are logged.
 pub struct HttpReward {
     url: String,
     settings: HttpSettings,
@@ -36,70 +37,71 @@ pub struct HttpReward {
     extra: Vec<(String, f64)>,
 }
 
-/// How a service is asked.
+/// Settings of requests to a service.
 #[derive(Clone)]
 pub struct HttpSettings {
     /// Sent as `Authorization: Bearer`; never printed.
     pub token: Option<String>,
-    /// The column of the dataset that is sent as `labels`; null for rows without it.
+    /// Column of the dataset that is sent as `labels`; null for rows without it.
     pub label_column: String,
-    /// The most responses in a request.
+    /// Maximum number of responses per request.
     pub batch_size: usize,
-    /// The most requests at a time.
+    /// Maximum number of concurrent requests.
     pub concurrency: usize,
-    /// How long an answer is waited for, and how often it is asked for.
-    pub patience: Patience,
+    /// Timeout and retries.
+    pub retry: RetryPolicy,
 }
 
 impl Default for HttpSettings {
-    /// No token, the column `label`, 32 responses in a request, 4 requests at a time.
+    /// No token, the column `label`, 32 responses per request, 4 concurrent requests.
     fn default() -> Self {
         Self {
             token: None,
             label_column: "label".into(),
             batch_size: 32,
             concurrency: 4,
-            patience: Patience::default(),
+            retry: RetryPolicy::default(),
         }
     }
 }
 
-/// Without the token.
+/// Omits the token.
 impl fmt::Debug for HttpSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { token, label_column, batch_size, concurrency, patience } = self;
+        let Self { token, label_column, batch_size, concurrency, retry } = self;
         let token = token.as_ref().map(|_| "...");
         f.debug_struct("HttpSettings")
             .field("token", &token)
             .field("label_column", label_column)
             .field("batch_size", batch_size)
             .field("concurrency", concurrency)
-            .field("patience", patience)
+            .field("retry", retry)
             .finish()
     }
 }
 
-/// What a service said of one request.
-struct Answer {
+/// The reply to one request.
+struct Reply {
     scores: Vec<Score>,
     extra: Vec<(String, f64)>,
 }
 
 impl HttpReward {
-    /// The service at `url`. Certificates are those of `SSL_CERT_FILE`, where it is set; nothing is asked yet.
+    /// Creates a reward for the service at `url`, without connecting to it. Uses the certificates of `SSL_CERT_FILE` if it is
+    /// set.
     ///
     /// # Errors
-    /// If `url` is no address of HTTP or holds a password; if `SSL_CERT_FILE` cannot be read.
+    /// If `url` is not an HTTP URL or contains a password; if `SSL_CERT_FILE` cannot be read.
     pub fn new(url: &str, settings: HttpSettings) -> Result<Self> {
         let wrong = |what: &str| Error::Usage(format!("reward_url = {}: expected {what}", address(url)));
         if !["http://", "https://"].iter().any(|scheme| url.len() > scheme.len() && url.starts_with(scheme)) {
             return Err(wrong("an address that begins with http:// or https://"));
         }
         if url.ends_with(LEFT_OUT) {
-            return Err(wrong("the part behind the ?, which is not written to files: give the whole address"));
+            return Err(wrong("the part after the ?, which is not written to files: give the whole address"));
         }
         if origin(url).contains('@') {
-            // It would stand in the card of proxies and in logs.
+            // A password in the URL would end up in logs of proxies and servers.
             return Err(wrong(&format!(
                 "an address without a password; a token goes to the environment variable {TOKEN}"
             )));
@@ -111,17 +113,17 @@ impl HttpReward {
         let agent = Agent::config_builder()
             .tls_config(TlsConfig::builder().root_certs(roots).build())
             .http_status_as_error(false)
-            // The token belongs to this address, and to none that it leads to.
+            // The token must not be sent to another address.
             .max_redirects(0)
             .max_redirects_will_error(false)
             .user_agent(concat!("rlhf/", env!("CARGO_PKG_VERSION")))
-            .timeout_global(Some(settings.patience.timeout))
+            .timeout_global(Some(settings.retry.timeout))
             .build();
         Ok(Self { url: url.to_string(), settings, agent: agent.into(), extra: Vec::new() })
     }
 
-    /// One request.
-    fn ask(&self, batch: &[RewardInput<'_>]) -> Result<Answer, Problem> {
+    /// Sends one request.
+    fn send(&self, batch: &[RewardInput<'_>]) -> Result<Reply, Failure> {
         let label =
             |input: &RewardInput<'_>| input.row.get(&self.settings.label_column).cloned().unwrap_or(Value::Null);
         let body = json!({
@@ -133,37 +135,37 @@ impl HttpReward {
         if let Some(token) = &self.settings.token {
             request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
         }
-        let mut response = request.send(body.to_string()).map_err(|e| self.failure(&e))?;
+        let mut response = request.send(body.to_string()).map_err(|e| self.request_failure(&e))?;
         let status = response.status();
         if !status.is_success() {
             let wait = response.headers().get(header::RETRY_AFTER).and_then(|wait| wait.to_str().ok()?.parse().ok());
-            return Err(self.refusal(status, wait.map(Duration::from_secs)));
+            return Err(self.status_failure(status, wait.map(Duration::from_secs)));
         }
-        let text = response.body_mut().with_config().limit(LONGEST_ANSWER).read_to_string();
-        self.read(&text.map_err(|e| self.failure(&e))?, batch)
+        let text = response.body_mut().with_config().limit(MAX_REPLY).read_to_string();
+        self.read(&text.map_err(|e| self.request_failure(&e))?, batch)
     }
 
-    /// The answer in a body.
-    fn read(&self, text: &str, batch: &[RewardInput<'_>]) -> Result<Answer, Problem> {
+    /// Parses the body of a reply.
+    fn read(&self, text: &str, batch: &[RewardInput<'_>]) -> Result<Reply, Failure> {
         let value: Value = serde_json::from_str(text).unwrap_or(Value::Null);
         let score = |value: &Value| match value {
             Value::Array(list) => list.iter().map(Value::as_f64).collect::<Option<_>>().map(Score::Tokens),
             value => value.as_f64().map(Score::Response),
         };
         let Some(rewards) = value["rewards"].as_array() else {
-            // The token goes first: of one that is cut in two the rest would not be found.
+            // Remove the token before truncating: a token that is cut in two would not be found.
             let found = excerpt(&self.clean(text), 80);
-            return Err(self.problem(format!("expected a JSON object with a list `rewards`, found {found}")));
+            return Err(self.failure(format!("expected a JSON object with a list `rewards`, found {found}")));
         };
         let mut scores = Vec::with_capacity(rewards.len());
         for (row, reward) in rewards.iter().enumerate() {
             let wrong = || {
                 format!("expected a number in `rewards`, or a list of them, found {}", self.clean(&reward.to_string()))
             };
-            scores.push(score(reward).ok_or_else(|| Problem { row: Some(row), ..self.problem(wrong()) })?);
+            scores.push(score(reward).ok_or_else(|| Failure { row: Some(row), ..self.failure(wrong()) })?);
         }
         check(&scores, batch)
-            .map_err(|problem| Problem { what: format!("{}: {}", self.address(), problem.what), ..problem })?;
+            .map_err(|failure| Failure { message: format!("{}: {}", self.address(), failure.message), ..failure })?;
         let mean = |value: &Value| match value {
             Value::Array(list) => {
                 let numbers: Vec<f64> = list.iter().map(Value::as_f64).collect::<Option<_>>()?;
@@ -173,45 +175,45 @@ impl HttpReward {
         };
         let logs = value["extra_logs"].as_object();
         let extra = logs.into_iter().flatten().filter_map(|(key, value)| Some((key.clone(), mean(value)?))).collect();
-        Ok(Answer { scores, extra })
+        Ok(Reply { scores, extra })
     }
 
     fn address(&self) -> &str {
         address(&self.url)
     }
 
-    fn problem(&self, what: impl fmt::Display) -> Problem {
-        Problem::new(format!("{}: {what}", self.address()))
+    fn failure(&self, what: impl fmt::Display) -> Failure {
+        Failure::new(format!("{}: {what}", self.address()))
     }
 
-    /// What a request without an answer means.
-    fn failure(&self, error: &ureq::Error) -> Problem {
+    /// Returns the failure for a request without a reply.
+    fn request_failure(&self, error: &ureq::Error) -> Failure {
         match error {
             ureq::Error::BadUri(_) | ureq::Error::Http(_) => {
-                Problem::lasting(format!("{}: not a request that can be sent (the address, {TOKEN})", self.address()))
+                Failure::permanent(format!("{}: not a request that can be sent (the address, {TOKEN})", self.address()))
             }
             ureq::Error::Timeout(_) => {
-                self.problem(format!("no answer within {} s", self.settings.patience.timeout.as_secs_f64()))
+                self.failure(format!("timed out after {} s", self.settings.retry.timeout.as_secs_f64()))
             }
-            error => self.problem(self.clean(&error.to_string())),
+            error => self.failure(self.clean(&error.to_string())),
         }
     }
 
-    /// What a status other than success means.
-    fn refusal(&self, status: StatusCode, wait: Option<Duration>) -> Problem {
+    /// Returns the failure for an HTTP status other than success.
+    fn status_failure(&self, status: StatusCode, wait: Option<Duration>) -> Failure {
         let found = format!("{}: HTTP status {status}", self.address());
         match status.as_u16() {
-            408 | 429 | 500.. => Problem { wait, ..Problem::new(found) },
+            408 | 429 | 500.. => Failure { retry_after: wait, ..Failure::new(found) },
             401 | 403 if self.settings.token.is_none() => {
-                Problem::lasting(format!("{found}; a token goes to the environment variable {TOKEN}"))
+                Failure::permanent(format!("{found}; a token goes to the environment variable {TOKEN}"))
             }
-            401 | 403 => Problem::lasting(format!("{found}; the token of {TOKEN} is not accepted")),
-            300..=399 => Problem::lasting(format!("{found}: it leads to another address, which is not followed")),
-            _ => Problem::lasting(found),
+            401 | 403 => Failure::permanent(format!("{found}; the token of {TOKEN} is not accepted")),
+            300..=399 => Failure::permanent(format!("{found}: it leads to another address, which is not followed")),
+            _ => Failure::permanent(found),
         }
     }
 
-    /// A text of the service's without the token, should it repeat it.
+    /// Removes the token from a text of the service.
     fn clean(&self, text: &str) -> String {
         self.settings.token.as_ref().map_or(text.to_string(), |token| text.replace(token.as_str(), "..."))
     }
@@ -222,27 +224,27 @@ impl Reward for HttpReward {
         let this = &*self;
         let parts: Vec<&[RewardInput<'_>]> = batch.chunks(this.settings.batch_size.max(1)).collect();
         let next = AtomicUsize::new(0);
-        let answers: Mutex<BTreeMap<usize, Result<Answer, Problem>>> = Mutex::default();
+        let replies: Mutex<BTreeMap<usize, Result<Reply, Failure>>> = Mutex::default();
         thread::scope(|scope| {
             for _ in 0..this.settings.concurrency.max(1).min(parts.len()) {
                 scope.spawn(|| {
                     while let Some((at, part)) = take(&next, &parts) {
-                        let answer = this.settings.patience.repeat(|| this.ask(part));
-                        if answer.is_err() {
-                            // The batch has failed: what is not asked yet need not be.
+                        let reply = this.settings.retry.run(|| this.send(part));
+                        if reply.is_err() {
+                            // The batch has failed, so the remaining requests are not sent.
                             next.store(parts.len(), Ordering::Relaxed);
                         }
-                        answers.lock().unwrap_or_else(PoisonError::into_inner).insert(at, answer);
+                        replies.lock().unwrap_or_else(PoisonError::into_inner).insert(at, reply);
                     }
                 });
             }
         });
         let mut scores = Vec::with_capacity(batch.len());
         let mut logs: BTreeMap<String, (f64, f64)> = BTreeMap::new();
-        for (at, answer) in answers.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            let Answer { scores: found, extra } = answer.map_err(|problem| {
-                let row = problem.row.map(|row| at * this.settings.batch_size.max(1) + row);
-                Problem { row, ..problem }.error(batch)
+        for (at, reply) in replies.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            let Reply { scores: found, extra } = reply.map_err(|failure| {
+                let row = failure.row.map(|row| at * this.settings.batch_size.max(1) + row);
+                Failure { row, ..failure }.error(batch)
             })?;
             for (key, value) in extra {
                 let (sum, count) = logs.entry(key).or_default();
@@ -260,13 +262,13 @@ impl Reward for HttpReward {
     }
 }
 
-/// The next part that nobody has taken.
+/// Returns the next part that no thread has taken.
 fn take<'a, T>(next: &AtomicUsize, parts: &'a [T]) -> Option<(usize, &'a T)> {
     let at = next.fetch_add(1, Ordering::Relaxed);
     parts.get(at).map(|part| (at, part))
 }
 
-/// An address for people and files: without what may be secret in it.
+/// Returns a URL without user, password and query, for messages and files.
 pub(crate) fn address(url: &str) -> &str {
     let start = url.find("://").map_or(0, |at| at + 3);
     let end = url.find(['?', '#']).unwrap_or(url.len());
@@ -279,7 +281,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_is_shown_without_password_and_query() {
+    fn a_url_is_shown_without_password_and_query() {
         for (url, shown) in [
             ("http://localhost:5000/score", "http://localhost:5000/score"),
             ("https://user:secret@host/score?key=secret#x", "host/score"),
@@ -290,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_that_cannot_be_are_refused() {
+    fn invalid_urls_are_refused() {
         for (url, words) in [
             ("localhost:5000", "reward_url = localhost:5000: expected an address that begins with http"),
             ("https://", "reward_url = https://: expected an address"),
@@ -303,12 +305,16 @@ mod tests {
     }
 
     #[test]
-    fn no_part_of_the_token_is_told_where_an_excerpt_ends_within_it() {
+    fn no_part_of_the_token_is_shown_if_an_excerpt_ends_within_it() {
         let settings = HttpSettings { token: Some("sk-abcdefgh".into()), ..HttpSettings::default() };
         let reward = HttpReward::new("http://localhost/", settings).unwrap();
         for before in 60..90 {
-            let problem = reward.read(&format!("{}sk-abcdefgh", "x".repeat(before)), &[]).err().unwrap();
-            assert!(problem.what.contains("a list `rewards`") && !problem.what.contains("sk"), "{}", problem.what);
+            let failure = reward.read(&format!("{}sk-abcdefgh", "x".repeat(before)), &[]).err().unwrap();
+            assert!(
+                failure.message.contains("a list `rewards`") && !failure.message.contains("sk"),
+                "{}",
+                failure.message
+            );
         }
     }
 

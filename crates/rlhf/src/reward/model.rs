@@ -1,4 +1,4 @@
-//! A reward model, which may read text by a tokenizer and a chat template of its own.
+//! A reward that is a model, optionally with another tokenizer and chat template than the policy.
 
 use super::{Reward, RewardInput, Score};
 use crate::data::{cut_after_eos, encode_chat, prompt_field};
@@ -9,32 +9,34 @@ use crate::{Error, Result};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// A reward model for the responses of a policy.
+/// A reward model that scores the responses of a policy.
 #[derive(Debug)]
 pub struct RewardModel {
     model: SequenceClassifier,
     dir: PathBuf,
     batch_size: usize,
-    /// Its own tokenizer, where it differs from the policy's.
-    own: Option<Own>,
+    /// The model's tokenizer, if it differs from the policy's.
+    own: Option<OwnTokenizer>,
 }
 
-/// How a model reads what the policy's tokens say.
+/// The tokenizer of a reward model that differs from the policy's.
 #[derive(Debug)]
-struct Own {
+struct OwnTokenizer {
     tokenizer: Tokenizer,
     policy: Tokenizer,
-    /// Whether its ids are others than the policy's; else its chat template alone is.
+    /// True if its token ids differ; otherwise only its chat template does.
     other_ids: bool,
 }
 
 impl RewardModel {
-    /// Reads the reward model in `dir` for a policy whose tokenizer is `policy`; it takes `batch_size` sequences at a time.
+    /// Loads the reward model in `dir` for a policy with the tokenizer `policy`. The model scores `batch_size` sequences at a
+    /// time.
     ///
-    /// A folder with another tokenizer than the policy's keeps it: then the model reads the decoded text, without special
-    /// tokens, the last part of it where it is longer than the model's context; an encoder always does. Where the prompt
-    /// is a conversation and the model has a chat template of its own, that template renders prompt and response. `label`
-    /// is that of [`SequenceClassifier::choose_label`], `new_head` that of [`SequenceClassifier::from_pretrained`].
+    /// A decoder with the policy's tokenizer, or without one, reads the policy's token ids. With another tokenizer, and for
+    /// every encoder, the model reads the decoded text without special tokens; a text longer than its context is truncated on
+    /// the left. If the prompt is a conversation and the model has its own chat template, that template renders prompt and
+    /// response. `label` is passed to [`SequenceClassifier::choose_label`], `new_head` to
+    /// [`SequenceClassifier::from_pretrained`].
     ///
     /// # Errors
     /// As these two; if an encoder has no tokenizer, or a tokenizer does not fit its model.
@@ -55,64 +57,63 @@ impl RewardModel {
             let other_ids = !model.config().causal || policy.difference(&tokenizer) > 0;
             if other_ids || tokenizer.has_other_chat_template(policy) {
                 tokenizer.check_fits(model.config(), dir)?;
-                // Room for the end token that a decoder reads last.
+                // Leaves room for the EOS that is appended for decoders.
                 let room = model.config().max_position_embeddings - usize::from(model.config().causal);
                 tokenizer.keep_last(room)?;
-                own = Some(Own { tokenizer, policy: policy.clone(), other_ids });
+                own = Some(OwnTokenizer { tokenizer, policy: policy.clone(), other_ids });
             }
         }
         Ok(Self { model, dir: dir.to_path_buf(), batch_size, own })
     }
 
-    /// The model.
+    /// The sequence classifier.
     pub fn classifier(&self) -> &SequenceClassifier {
         &self.model
     }
 
-    /// The folder that it was read from.
+    /// The folder that it was loaded from.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Whether the model reads the decoded text by its own tokenizer, and not the policy's ids.
+    /// Returns true if the model reads decoded text with its own tokenizer, rather than the policy's token ids.
     pub fn reads_text(&self) -> bool {
         self.own.as_ref().is_some_and(|own| own.other_ids)
     }
 
-    /// Whether a value model can begin as this one: it reads the policy's ids, and says one number.
+    /// Returns true if a value model can be initialized from it: it reads the policy's token ids and has a single output.
     pub fn can_be_value_model(&self) -> bool {
         !self.reads_text() && self.model.labels().len() == 1
     }
 
-    /// The field of `row` with a conversation that this model reads by a chat template of its own.
+    /// Returns the field of `row` with a conversation that this model's own chat template renders.
     pub(crate) fn conversation(&self, row: &Value) -> Option<&'static str> {
         let renders = self.own.as_ref().is_some_and(|own| own.tokenizer.has_chat_template());
         let (name, prompt) = prompt_field(row)?;
         (renders && prompt.is_array()).then_some(name)
     }
 
-    /// The ids by which this model reads a prompt with its response.
+    /// Returns the token ids of a prompt and its response for this model.
     fn sequence(&self, input: &RewardInput<'_>) -> Result<Vec<i64>> {
         let ids = [input.prompt_ids, input.response_ids].concat();
         let Some(own) = &self.own else { return Ok(ids) };
-        let read = if let Some(field) = self.conversation(input.row) {
+        let sequence = if let Some(field) = self.conversation(input.row) {
             own.render(input, field)?
         } else if own.other_ids {
             self.translate(&ids, own)?
         } else {
             ids
         };
-        if read.is_empty() {
+        if sequence.is_empty() {
             return Err(Error::Run("the text of a response is empty, and the tokenizer adds nothing".into()));
         }
-        Ok(read)
+        Ok(sequence)
     }
 
-    /// The ids of the text that the policy's `ids` say.
-    fn translate(&self, ids: &[i64], own: &Own) -> Result<Vec<i64>> {
+    /// Decodes the policy's `ids` and encodes the text with this model's tokenizer.
+    fn translate(&self, ids: &[i64], own: &OwnTokenizer) -> Result<Vec<i64>> {
         let text = own.policy.decode(ids)?;
-        // An encoder reads what its tokenizer puts around every text; a decoder was trained to score at the end token, where
-        // the text has one.
+        // An encoder needs the special tokens of its tokenizer. A decoder was trained to score at EOS if the text has one.
         if !self.model.config().causal {
             return own.tokenizer.encode(&text);
         }
@@ -127,15 +128,15 @@ impl RewardModel {
     }
 }
 
-impl Own {
-    /// The conversation in `field` of the row, with the response as the assistant's message, as `rlhf reward` reads a side of a
-    /// pair. Of a response that was cut off the text ends behind its last token: what would close the message would tell the
-    /// model that it is finished.
+impl OwnTokenizer {
+    /// Renders the conversation in `field` of the row with the response as the assistant's message, as `rlhf reward` renders
+    /// preference pairs. For a response that was cut off, the text ends after its last token: the end of the message would
+    /// mark it as finished.
     fn render(&self, input: &RewardInput<'_>, field: &str) -> Result<Vec<i64>> {
         let mut row: Value = input.row.clone();
         let cut = input.finish == FinishReason::Length;
-        let said = if cut { format!("{}{CUT}", input.response) } else { input.response.to_string() };
-        row["completion"] = json!([{"role": "assistant", "content": said}]);
+        let content = if cut { format!("{}{CUT}", input.response) } else { input.response.to_string() };
+        row["completion"] = json!([{"role": "assistant", "content": content}]);
         let (text, ids) = encode_chat(&row, &self.tokenizer, &[field, "completion"], false)?;
         match text.rfind(CUT).filter(|_| cut) {
             Some(end) => self.tokenizer.encode_verbatim(&text[..end]),
@@ -144,7 +145,7 @@ impl Own {
     }
 }
 
-/// Stands behind a response that was cut off while it is rendered: a character that means nothing, twice.
+/// Marks the end of a response that was cut off while it is rendered: two Unicode noncharacters.
 const CUT: &str = "\u{fdd0}\u{fdd1}";
 
 impl Reward for RewardModel {

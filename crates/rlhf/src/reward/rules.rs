@@ -1,4 +1,4 @@
-//! Rewards that are rules: what can be counted in a response, or compared with a column of its row.
+//! Rewards that are rules: they count something in a response, or compare it with a column of its row.
 
 use super::{Reward, RewardInput, Score};
 use crate::{Error, Result, files};
@@ -8,103 +8,82 @@ use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 use std::path::Path;
 
-/// A rule that scores a response. `docs/guide.md` has a table of them, with how each is written as a flag.
+/// A rule that scores a response. `docs/guide.md` has a table of the rules and their flags.
 #[derive(Debug, Clone)]
 pub enum Rule {
-    /// 0 at `target` units, and less by the distance from it as a share of it: -1 at none of them and at twice as many.
+    /// `-|length - target| / target`: 0 at the target, -1 at length 0 and at twice the target.
     Length {
-        /// The length that is best, above 0.
+        /// Target length, above 0.
         target: f64,
-        /// What is counted.
+        /// Unit of the length.
         unit: Unit,
     },
-    /// 1 if the expression matches somewhere in the response, else 0.
+    /// 1 if the regular expression matches anywhere in the response, else 0.
     Regex(Regex),
-    /// The mean weight of the response's words, lower-cased; a word that is not listed weighs 0, and so does no word at all.
+    /// Mean weight of the response's lower-cased words. Unlisted words have weight 0; a response without words scores 0.
     Words(HashMap<String, f64>),
-    /// 1 if the response is one JSON value, and, where keys are asked for, an object that has them; else 0.
+    /// 1 if the response is one JSON value and, if `keys` is not empty, an object with all of them; else 0.
     Json {
-        /// The keys.
+        /// Required keys.
         keys: Vec<String>,
     },
-    /// 1 if the response is what the column says, or one of what it lists, blanks around both aside; else 0.
+    /// 1 if the response equals the column, or an element of its list, ignoring whitespace at both ends; else 0.
     Exact {
-        /// The column.
+        /// Name of the column.
         column: String,
     },
-    /// 1 if the last number of the response is the last one of what the column says, else 0.
+    /// 1 if the last number of the response equals the last number of the column, or of an element of its list; else 0.
     Numeric {
-        /// The column.
+        /// Name of the column.
         column: String,
-        /// How far apart the two may be, as a share of the column's number where that is above 1.
+        /// Tolerance: relative to the column's number if its absolute value is above 1, else absolute.
         tolerance: f64,
     },
     /// BLEU against the column, from 0 to 1.
     Bleu {
-        /// The column: a reference, or a list of them.
+        /// Name of the column: a reference, or a list of references.
         column: String,
     },
-    /// ROUGE-L (F1) against the column, from 0 to 1; of several references the best counts.
+    /// ROUGE-L (F1) against the column, from 0 to 1; the maximum over several references.
     RougeL {
-        /// The column: a reference, or a list of them.
+        /// Name of the column: a reference, or a list of references.
         column: String,
     },
-    /// Minus the share of the response's n-grams of tokens that have come before in it: from 0 to almost -1.
+    /// Minus the fraction of the response's token n-grams that repeat an earlier one: from 0 to almost -1.
     Repetition {
-        /// The tokens of an n-gram.
+        /// Number of tokens of an n-gram.
         n: usize,
     },
 }
 
-/// What a length is counted in.
+/// Unit of a length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
     /// Tokens, the stop token included.
     Tokens,
-    /// What blanks separate.
+    /// Words, separated by whitespace.
     Words,
     /// Characters.
     Chars,
 }
 
-/// Kinds of rules, as they are written.
+/// Names of the rules in flags.
 pub(super) const KINDS: [&str; 9] =
     ["length", "regex", "words", "json", "exact", "numeric", "bleu", "rouge_l", "repetition"];
 
 impl Rule {
-    /// The rule `kind` with what is written behind its colon; a list of words is read from its file.
+    /// Parses the rule `kind` with its argument; a word list is read from its file.
     ///
     /// # Errors
-    /// If there is no such rule, or it cannot be made of that.
+    /// If there is no such rule, or its argument is malformed.
     pub fn parse(kind: &str, argument: &str) -> Result<Self> {
-        let wrong = |expected: &str| {
-            let written = if argument.is_empty() { kind.to_string() } else { format!("{kind}:{argument}") };
-            Error::Usage(format!("reward = {written}: expected {expected}"))
-        };
-        let options = |known| {
-            options(argument, known).ok_or_else(|| wrong(&format!("KEY=VALUE with the keys {}", known.join(", "))))
-        };
+        let wrong = |expected: &str| wrong(kind, argument, expected);
         let column = || match argument {
             "" => Err(wrong(&format!("the name of a column, as in {kind}:answer"))),
             column => Ok(column.to_string()),
         };
         Ok(match kind {
-            "length" => {
-                let options = options(&["target", "unit"])?;
-                let target = options
-                    .get("target")
-                    .and_then(|text| text.parse().ok())
-                    .filter(|&x: &f64| x.is_finite() && x > 0.0);
-                let unit = match options.get("unit").map_or("tokens", String::as_str) {
-                    "tokens" => Some(Unit::Tokens),
-                    "words" => Some(Unit::Words),
-                    "chars" => Some(Unit::Chars),
-                    _ => None,
-                };
-                let expected = "a length above 0, in tokens, words or chars, as in length:target=40,unit=words";
-                let (target, unit) = target.zip(unit).ok_or_else(|| wrong(expected))?;
-                Rule::Length { target, unit }
-            }
+            "length" => Self::parse_length(argument)?,
             "regex" if argument.is_empty() => return Err(wrong("a regular expression, as in regex:^Answer")),
             "regex" => {
                 let last = |e: &regex::Error| e.to_string().lines().last().unwrap_or_default().trim().to_string();
@@ -117,20 +96,11 @@ impl Rule {
                 Rule::Json { keys: keys.map(str::to_string).collect() }
             }
             "exact" => Rule::Exact { column: column()? },
-            "numeric" => {
-                let options = options(&["column", "tolerance"])?;
-                let tolerance = options.get("tolerance").map_or(Some(1e-6), |text| text.parse().ok());
-                let tolerance = tolerance.filter(|x: &f64| x.is_finite() && *x >= 0.0);
-                let expected =
-                    "a column, and a tolerance of 0 or more if you like, as in numeric:answer,tolerance=0.01";
-                let column = options.get("column").cloned();
-                let (column, tolerance) = column.zip(tolerance).ok_or_else(|| wrong(expected))?;
-                Rule::Numeric { column, tolerance }
-            }
+            "numeric" => Self::parse_numeric(argument)?,
             "bleu" => Rule::Bleu { column: column()? },
             "rouge_l" => Rule::RougeL { column: column()? },
             "repetition" => {
-                let options = options(&["n"])?;
+                let options = options(kind, argument, &["n"])?;
                 let n = options.get("n").map_or(Some(3), |text| text.parse().ok()).filter(|&n: &usize| n > 0);
                 Rule::Repetition { n: n.ok_or_else(|| wrong("a number of tokens, as in repetition:n=3"))? }
             }
@@ -138,7 +108,32 @@ impl Rule {
         })
     }
 
-    /// The column that the rule compares with.
+    fn parse_length(argument: &str) -> Result<Self> {
+        let options = options("length", argument, &["target", "unit"])?;
+        let target =
+            options.get("target").and_then(|text| text.parse().ok()).filter(|&x: &f64| x.is_finite() && x > 0.0);
+        let unit = match options.get("unit").map_or("tokens", String::as_str) {
+            "tokens" => Some(Unit::Tokens),
+            "words" => Some(Unit::Words),
+            "chars" => Some(Unit::Chars),
+            _ => None,
+        };
+        let expected = "a length above 0, in tokens, words or chars, as in length:target=40,unit=words";
+        let (target, unit) = target.zip(unit).ok_or_else(|| wrong("length", argument, expected))?;
+        Ok(Rule::Length { target, unit })
+    }
+
+    fn parse_numeric(argument: &str) -> Result<Self> {
+        let options = options("numeric", argument, &["column", "tolerance"])?;
+        let tolerance = options.get("tolerance").map_or(Some(1e-6), |text| text.parse().ok());
+        let tolerance = tolerance.filter(|x: &f64| x.is_finite() && *x >= 0.0);
+        let expected = "a column and optionally a tolerance of 0 or more, as in numeric:answer,tolerance=0.01";
+        let column = options.get("column").cloned();
+        let (column, tolerance) = column.zip(tolerance).ok_or_else(|| wrong("numeric", argument, expected))?;
+        Ok(Rule::Numeric { column, tolerance })
+    }
+
+    /// The column that the rule reads.
     fn column(&self) -> Option<&str> {
         match self {
             Rule::Exact { column } | Rule::Numeric { column, .. } | Rule::Bleu { column } | Rule::RougeL { column } => {
@@ -204,23 +199,30 @@ impl Reward for Rule {
     }
 }
 
-/// `a=1,b=2` as a map; the first may go without its key. `None` if a key is not known.
-fn options(argument: &str, known: &[&str]) -> Option<HashMap<String, String>> {
+/// Returns the error for a malformed rule.
+fn wrong(kind: &str, argument: &str, expected: &str) -> Error {
+    let colon = if argument.is_empty() { "" } else { ":" };
+    Error::Usage(format!("reward = {kind}{colon}{argument}: expected {expected}"))
+}
+
+/// Parses an argument such as `a=1,b=2`; the first value may omit its key, which is then the first of `known`.
+fn options(kind: &str, argument: &str, known: &[&str]) -> Result<HashMap<String, String>> {
+    let wrong = || wrong(kind, argument, &format!("KEY=VALUE with the keys {}", known.join(", ")));
     let mut found = HashMap::new();
     for (at, part) in argument.split(',').filter(|part| !part.trim().is_empty()).enumerate() {
         let (key, value) = match part.split_once('=') {
             Some(pair) => pair,
             None if at == 0 => (known[0], part),
-            None => return None,
+            None => return Err(wrong()),
         };
         if !known.contains(&key.trim()) || found.insert(key.trim().to_string(), value.trim().to_string()).is_some() {
-            return None;
+            return Err(wrong());
         }
     }
-    Some(found)
+    Ok(found)
 }
 
-/// What a column says: a text, a number as text, or several of them.
+/// Returns the texts in a column: one text or number, or a list of them.
 fn references(row: &Value, column: &str) -> Result<Vec<String>> {
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
@@ -244,7 +246,7 @@ fn references(row: &Value, column: &str) -> Result<Vec<String>> {
     })
 }
 
-/// The last number of each of the column's texts.
+/// Returns the last number of each text in a column.
 fn numbers(row: &Value, column: &str) -> Result<Vec<f64>> {
     let number = |text: &String| {
         let wrong = || Error::Run(format!("column `{column}`: expected a number, found {text:?}"));
@@ -253,26 +255,26 @@ fn numbers(row: &Value, column: &str) -> Result<Vec<f64>> {
     references(row, column)?.iter().map(number).collect()
 }
 
-/// The last number in a text: with a sign, commas between its digits, a fraction and an exponent, or without.
+/// Returns the last number in a text. Sign, commas between digits, fraction and exponent are optional.
 fn last_number(text: &str) -> Option<f64> {
     static NUMBER: std::sync::LazyLock<Regex> = std::sync::LazyLock::new(|| {
-        Regex::new(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?").expect("it is sound")
+        Regex::new(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?").expect("a valid regular expression")
     });
     let found = NUMBER.find_iter(text).last()?;
     let digits = found.as_str().replace(',', "");
-    // In "3-5" the sign is a dash.
+    // In "3-5" the hyphen is not a sign.
     let dash = text[..found.start()].chars().next_back().is_some_and(char::is_alphanumeric);
     let digits = if dash { digits.trim_start_matches('-') } else { &digits };
     digits.parse().ok().filter(|number: &f64| number.is_finite())
 }
 
-/// Lower-cased words: letters, digits and apostrophes that stand together.
+/// Splits a text into lower-cased words: runs of letters, digits and apostrophes.
 fn words(text: &str) -> impl Iterator<Item = String> {
     let parts = text.split(|c: char| !c.is_alphanumeric() && c != '\'').map(|word| word.trim_matches('\''));
     parts.filter(|word| !word.is_empty()).map(str::to_lowercase)
 }
 
-/// A word per line, with a weight behind it or 1; what follows a # is passed over.
+/// Reads a word list: one word per line, optionally followed by its weight, which is 1 otherwise. `#` starts a comment.
 fn read_words(path: &Path) -> Result<HashMap<String, f64>> {
     let text = files::read_text(path)?;
     let mut weights = HashMap::new();
@@ -288,7 +290,7 @@ fn read_words(path: &Path) -> Result<HashMap<String, f64>> {
         match (weight, word.as_slice()) {
             (Some(weight), [word]) => weights.insert(word.clone(), weight),
             _ => {
-                let message = format!("expected a word, and perhaps its weight, found {:?}", text.trim());
+                let message = format!("expected a word and optionally its weight, found {:?}", text.trim());
                 return Err(Error::Row { path: path.into(), place: format!("line {line}"), message });
             }
         };
@@ -299,14 +301,14 @@ fn read_words(path: &Path) -> Result<HashMap<String, f64>> {
     }
 }
 
-/// How often each item comes.
+/// Counts the items.
 fn counts<T: Eq + Hash>(items: impl Iterator<Item = T>) -> HashMap<T, usize> {
     let mut counts = HashMap::new();
     items.for_each(|item| *counts.entry(item).or_insert(0) += 1);
     counts
 }
 
-/// Words and marks: letters and digits that stand together, and every other character that is no blank.
+/// Splits a text into words and punctuation marks: runs of letters and digits, and every other character except whitespace.
 fn words_and_marks(text: &str) -> Vec<&str> {
     let mut parts = Vec::new();
     let mut rest = text.trim_start();
@@ -319,10 +321,11 @@ fn words_and_marks(text: &str) -> Vec<&str> {
     parts
 }
 
-/// BLEU of one sentence: n-grams of up to four words and marks, fewer where the text is shorter, case kept; 1 is added to
-/// matches and n-grams from two words on, so that one length without a match does not make all of it 0.
+/// Returns the sentence BLEU, case-sensitive, over n-grams of up to four words and punctuation marks, fewer for a shorter text.
+/// For n of 2 and more, 1 is added to the counts of matches and of n-grams, so that one n without a match does not make the
+/// score 0.
 ///
-/// Sources: Papineni et al. 2002; the smoothing: Lin and Och 2004.
+/// Sources: Papineni et al. 2002; smoothing: Lin and Och 2004.
 fn bleu(candidate: &str, references: &[String]) -> f64 {
     let candidate = words_and_marks(candidate);
     let references: Vec<Vec<&str>> = references.iter().map(|text| words_and_marks(text)).collect();
@@ -336,23 +339,23 @@ fn bleu(candidate: &str, references: &[String]) -> f64 {
         let added = usize::from(n > 1);
         log_precision += ((matches + added) as f64 / (len - n + 1 + added) as f64).ln();
     }
-    // The reference whose length is closest, of two such the shorter.
+    // The closest reference length; the shorter of two equally close ones.
     let closest = references.iter().map(Vec::len).min_by_key(|&reference| (reference.abs_diff(len), reference));
     if longest == 0 {
         return 0.0;
     }
-    let short = (1.0 - closest.unwrap_or(0) as f64 / len as f64).min(0.0);
-    (log_precision / longest as f64 + short).exp()
+    let log_brevity_penalty = (1.0 - closest.unwrap_or(0) as f64 / len as f64).min(0.0);
+    (log_precision / longest as f64 + log_brevity_penalty).exp()
 }
 
-/// F1 of the longest common subsequence of lower-cased words. Source: Lin 2004, with beta 1.
+/// Returns ROUGE-L: the F1 of the longest common subsequence of lower-cased words. Source: Lin 2004, with beta = 1.
 fn rouge_l(candidate: &str, reference: &str) -> f64 {
     let parts = |text: &str| -> Vec<String> {
         let parts = text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
         parts.map(str::to_lowercase).collect()
     };
     let (candidate, reference) = (parts(candidate), parts(reference));
-    // lengths[j]: the longest of the words of the candidate so far and the first j of the reference.
+    // lengths[j]: length of the longest common subsequence of the candidate's words so far and the reference's first j words.
     let mut lengths = vec![0usize; reference.len() + 1];
     for word in &candidate {
         let mut diagonal = 0;
@@ -372,7 +375,7 @@ mod tests {
     use crate::generate::FinishReason;
     use serde_json::json;
 
-    /// What the rule `written` says of a response with the token ids 1, 2, ... of its words.
+    /// Scores a response by the rule `written`; its words have the token ids 1, 2, ...
     #[track_caller]
     fn score(written: &str, response: &str, row: &Value) -> f64 {
         let mut ids = HashMap::new();
@@ -410,14 +413,14 @@ mod tests {
     }
 
     #[test]
-    fn a_regular_expression_matches_anywhere_or_not_at_all() {
+    fn a_regular_expression_may_match_anywhere() {
         is("regex:^Answer: \\d+$", "Answer: 42", &json!({}), 1.0);
         is("regex:^Answer: \\d+$", "The Answer: 42", &json!({}), 0.0);
         is("regex:(?i)a=b:c", "see A=B:C there", &json!({}), 1.0);
     }
 
     #[test]
-    fn a_word_list_gives_the_mean_weight_of_the_words() {
+    fn a_word_list_scores_the_mean_weight_of_the_words() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "# moods\ngood\nBAD -2\n\ndon't 0.5 # a word too\n").unwrap();
         let written = format!("words:{}", file.path().display());
@@ -425,7 +428,7 @@ mod tests {
         is(&written, "Don't 'go' good", &json!({}), 1.5 / 3.0);
         is(&written, " ... ", &json!({}), 0.0);
         for (text, words) in [
-            ("good\nvery good thing\n", "line 2: expected a word, and perhaps its weight, found \"very good thing\""),
+            ("good\nvery good thing\n", "line 2: expected a word and optionally its weight, found \"very good thing\""),
             ("good much\n", "line 1: expected a word"),
             ("a-b 1\n", "line 1: expected a word"),
             ("# none\n", "expected at least one word"),
@@ -439,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn json_must_be_one_value_with_the_keys_that_are_asked_for() {
+    fn json_must_be_one_value_with_the_required_keys() {
         for (written, response, expected) in [
             ("json", " {\"a\": [1, 2]} \n", 1.0),
             ("json", "7", 1.0),
@@ -455,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn exact_is_the_column_or_one_of_its_list_blanks_around_aside() {
+    fn exact_compares_with_the_column_or_its_list_and_ignores_outer_whitespace() {
         is("exact:answer", " Paris\n", &json!({"answer": "Paris"}), 1.0);
         is("exact:answer", "paris", &json!({"answer": "Paris"}), 0.0);
         is("exact:answer", "42", &json!({"answer": 42}), 1.0);
@@ -480,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn bleu_is_that_of_the_papers_with_lin_and_ochs_smoothing() {
+    fn bleu_matches_the_papers_with_the_smoothing_of_lin_and_och() {
         // Papineni's words. Matches of 1 to 4 words: 5 of 7, 4 of 6, 2 of 5, 1 of 4; smoothed 5/7, 5/7, 3/6, 2/5; as long as
         // the second reference: (5/7 * 5/7 * 1/2 * 2/5)^(1/4).
         let references = json!({"r": ["the cat is on the mat", "there is a cat on the mat"]});
@@ -496,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn rouge_l_is_that_of_lins_examples() {
+    fn rouge_l_matches_the_examples_of_lin() {
         // Lin 2004, section 3.1: subsequences of 3 and of 2 words of 4.
         let row = json!({"r": "police killed the gunman"});
         is("rouge_l:r", "Police kill the gunman.", &row, 0.75);
@@ -507,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn repetition_is_the_share_of_n_grams_that_came_before() {
+    fn repetition_is_the_fraction_of_repeated_n_grams() {
         // 1 2 3 1 2 3 1: five n-grams of 3, of which 123, 231 and 312 are distinct.
         is("repetition", "a b c a b c a", &json!({}), -2.0 / 5.0);
         is("repetition:1", "a a a a", &json!({}), -0.75);
@@ -516,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_that_cannot_be_are_refused_with_what_was_expected() {
+    fn malformed_rules_are_refused_with_the_expected_form() {
         for (kind, argument, message) in [
             ("length", "", "reward = length: expected a length above 0, in tokens, words or chars"),
             ("length", "0", "reward = length:0: expected a length above 0"),

@@ -1,10 +1,10 @@
-//! The rewards that a configuration asks for: how they are written, and how they are made of that.
+//! Parses the rewards of a configuration, and loads them.
 
 use super::http::TOKEN;
 use super::rules::KINDS;
 use super::settings::RewardSourcesConfig;
 use super::{
-    CommandReward, HttpReward, HttpSettings, Normalize, Patience, Reward, RewardModel, Rewards, Rule, Shaping,
+    CommandReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule, Shaping,
 };
 use crate::model::ModelOptions;
 use crate::safe_text::beginning;
@@ -14,17 +14,17 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What a model card says of a program and of a service: command lines and addresses hold what is not for others' eyes.
+/// Descriptions of programs and services in the model card: command lines and URLs may contain secrets.
 const PROGRAM: &str = "a program";
 const SERVICE: &str = "a service";
 
-/// One reward that is asked for.
+/// One reward of a configuration.
 #[derive(Debug)]
 pub(crate) struct Spec {
     name: String,
     kind: Kind,
     shaping: Shaping,
-    /// What the model card says of it.
+    /// Description in the model card.
     about: String,
 }
 
@@ -37,7 +37,7 @@ enum Kind {
 }
 
 impl Spec {
-    /// The folder or the name of the model that it is, if it is one.
+    /// The folder or name of the model, if the reward is one.
     pub(crate) fn model_path(&self) -> Option<&Path> {
         match &self.kind {
             Kind::Model { path, .. } => Some(path),
@@ -45,47 +45,58 @@ impl Spec {
         }
     }
 
-    /// [`Spec::model_path`], with the reward's name.
+    /// The name of the reward and its [`Spec::model_path`].
     pub(crate) fn named_model(&self) -> Option<(&str, &Path)> {
         Some((self.name.as_str(), self.model_path()?))
     }
 
-    /// Whether it is a service.
+    /// Returns true if it is a service.
     pub(crate) fn is_service(&self) -> bool {
         matches!(self.kind, Kind::Url(_))
     }
 
-    /// Whether it is outside this program, where it is waited for.
+    /// Returns true if it is a service or a program, which have timeouts.
     pub(crate) fn is_outside(&self) -> bool {
         self.is_service() || matches!(self.kind, Kind::Command(_))
     }
 
-    /// As [`Rewards::check_row`], before the reward is made; only rules need anything of a row.
+    /// As [`Rewards::check_row`], before the reward is loaded; only rules read columns of a row.
     pub(crate) fn check_row(&self, row: &Value) -> Result<()> {
         let Kind::Rule(rule) = &self.kind else { return Ok(()) };
         rule.check_row(row).map_err(|e| Error::Run(format!("reward `{}`: {e}", self.name)))
     }
 }
 
-/// A command's settings that name its rewards.
+/// The settings of a command that define its rewards.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RewardSources<'a> {
-    /// Folder or name of the reward model that has a flag of its own, and its label.
+    /// Folder or name of the reward model with its own flag.
     pub(crate) model: Option<&'a Path>,
+    /// Label of that model.
     pub(crate) label: Option<&'a str>,
     pub(crate) settings: &'a RewardSourcesConfig,
 }
 
-/// The rewards that a configuration names, in order: those with a flag of their own first. There may be none.
+/// Returns the rewards of a configuration in order, those with their own flag first. There may be none.
 ///
 /// # Errors
-/// If one is not written as it should be; if a weight or the like belongs to none of them.
+/// If one is malformed, or a weight, scale, clip or normalization names an unknown reward.
 pub(crate) fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spec>> {
-    let RewardSources { model, label, settings } = sources.into();
+    let sources = sources.into();
+    let found = kinds(&sources)?;
+    let names: Vec<&str> = found.iter().map(|(name, ..)| name.as_str()).collect();
+    let shapings = shapings(sources.settings, &names)?;
+    let with = |((name, kind, about), shaping)| Spec { name, kind, shaping, about };
+    Ok(found.into_iter().zip(shapings).map(with).collect())
+}
+
+/// Returns name, kind and description of every reward.
+fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
+    let RewardSources { model, label, settings } = *sources;
     let mut found: Vec<(String, Kind, String)> = Vec::new();
     let mut add = |name: &str, kind, about| match found.iter().any(|(taken, ..)| taken == name) {
         true => usage(format!(
-            "reward: `{name}` is there twice; give one of them another name, as in other={}",
+            "reward: `{name}` is given twice; give one of them another name, as in other={}",
             if name == "model" { "model:FOLDER" } else { name }
         )),
         false => {
@@ -107,11 +118,15 @@ pub(crate) fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spe
     if let Some(url) = &settings.reward_url {
         add("url", Kind::Url(url.clone()), SERVICE.into())?;
     }
-    for written in &settings.reward {
-        let (name, kind, about) = read(written)?;
+    for text in &settings.reward {
+        let (name, kind, about) = parse(text)?;
         add(&name, kind, about)?;
     }
-    let names: Vec<&str> = found.iter().map(|(name, ..)| name.as_str()).collect();
+    Ok(found)
+}
+
+/// Returns the shaping of every reward, in the order of `names`.
+fn shapings(settings: &RewardSourcesConfig, names: &[&str]) -> Result<Vec<Shaping>> {
     let number = |text: &str| text.parse().ok().filter(|x: &f64| x.is_finite());
     let normalize = |text: &str| match text {
         "std" => Some(Normalize::Std),
@@ -120,11 +135,11 @@ pub(crate) fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spe
         _ => None,
     };
     let above_zero = |text: &str| number(text).filter(|&x| x > 0.0);
-    let weights = by_name("reward_weights", &settings.reward_weights, &names, "a number", number)?;
-    let scales = by_name("reward_scale", &settings.reward_scale, &names, "a number", number)?;
-    let clips = by_name("reward_clip", &settings.reward_clip, &names, "a number above 0", above_zero)?;
+    let weights = by_name("reward_weights", &settings.reward_weights, names, "a number", number)?;
+    let scales = by_name("reward_scale", &settings.reward_scale, names, "a number", number)?;
+    let clips = by_name("reward_clip", &settings.reward_clip, names, "a number above 0", above_zero)?;
     let normalized =
-        by_name("reward_normalize", &settings.reward_normalize, &names, "std, mean_std or none", normalize)?;
+        by_name("reward_normalize", &settings.reward_normalize, names, "std, mean_std or none", normalize)?;
     let shapings = weights.into_iter().zip(scales).zip(clips).zip(normalized);
     let shapings = shapings.map(|(((weight, scale), clip), normalize)| Shaping {
         normalize: normalize.unwrap_or(Normalize::None),
@@ -132,29 +147,27 @@ pub(crate) fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spe
         clip,
         weight: weight.unwrap_or(1.0),
     });
-    let shapings: Vec<Shaping> = shapings.collect();
-    let with = |((name, kind, about), shaping)| Spec { name, kind, shaping, about };
-    Ok(found.into_iter().zip(shapings).map(with).collect())
+    Ok(shapings.collect())
 }
 
-/// What a message shows of a reward that is not written as it should be: what may be a command line or an address is left out.
-fn public(written: &str) -> String {
-    let end = written.find(|c: char| c == ':' || c == '?' || c == '@' || c.is_whitespace()).unwrap_or(written.len());
-    let more = if end < written.len() { "..." } else { "" };
-    format!("{}{more}", beginning(&written[..end], 80))
+/// Returns the part of a malformed reward that is safe to show: not a command line or a URL.
+fn public(text: &str) -> String {
+    let end = text.find(|c: char| c == ':' || c == '?' || c == '@' || c.is_whitespace()).unwrap_or(text.len());
+    let more = if end < text.len() { "..." } else { "" };
+    format!("{}{more}", beginning(&text[..end], 80))
 }
 
-/// `KIND`, `KIND:ARGUMENT`, or one of these behind `NAME=`.
-fn read(written: &str) -> Result<(String, Kind, String)> {
-    let (head, argument) = written.split_once(':').unwrap_or((written, ""));
+/// Parses `KIND` or `KIND:ARGUMENT`, optionally after `NAME=`; returns name, kind and description.
+fn parse(text: &str) -> Result<(String, Kind, String)> {
+    let (head, argument) = text.split_once(':').unwrap_or((text, ""));
     let (name, kind) = head.split_once('=').unwrap_or((head, head));
     let sound = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
     if name.is_empty() || !name.chars().all(sound) {
-        let found = public(written);
+        let found = public(text);
         return usage(format!("reward = {found}: expected a name of letters, digits, _, - and ., found another"));
     }
     let needs = |what: &str| match argument.is_empty() {
-        true => usage(format!("reward = {written}: expected {what} behind {kind}:")),
+        true => usage(format!("reward = {text}: expected {what} after {kind}:")),
         false => Ok(()),
     };
     let about = |argument: &str| {
@@ -178,7 +191,7 @@ fn read(written: &str) -> Result<(String, Kind, String)> {
         other => {
             return usage(format!(
                 "reward = {}: expected one of model, command, url, {}, found {:?}",
-                public(written),
+                public(text),
                 KINDS.join(", "),
                 public(other)
             ));
@@ -187,7 +200,8 @@ fn read(written: &str) -> Result<(String, Kind, String)> {
     Ok((name.to_string(), kind, about))
 }
 
-/// The settings `NAME=VALUE`, or `VALUE` for all, in the order of the names; the last one counts.
+/// Parses entries `NAME=VALUE`, or `VALUE` for all rewards; returns the values in the order of `names`. The last entry for a
+/// name counts.
 fn by_name<T: Copy>(
     flag: &str,
     entries: &[String],
@@ -212,10 +226,10 @@ fn by_name<T: Copy>(
     Ok(found)
 }
 
-/// [`specs`], with models as folders: those of the hub are fetched.
+/// As [`specs`], but downloads models of the hub and replaces their names by folders.
 ///
 /// # Errors
-/// As [`specs`]; if a model is not there.
+/// As [`specs`]; if a model does not exist.
 pub(crate) fn resolve<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spec>> {
     let mut specs = specs(sources)?;
     for spec in &mut specs {
@@ -227,7 +241,7 @@ pub(crate) fn resolve<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<S
 }
 
 impl Rewards {
-    /// Loads the rewards of `specs`: reads models, starts programs.
+    /// Loads the rewards of `specs`: loads models and starts programs.
     ///
     /// A model without a score head gets a random one, seeded by `new_head`. Models score `batch_size` responses at a time.
     ///
@@ -249,8 +263,8 @@ impl Rewards {
                     Box::new(RewardModel::from_pretrained(&path, label, new_head, policy, batch_size, options)?)
                 }
                 Kind::Command(command) => {
-                    let mut reward = CommandReward::new(command, patience(settings));
-                    // It gets ready while models and prompts are read.
+                    let mut reward = CommandReward::new(command, retry(settings));
+                    // It initializes while models and prompts are loaded.
                     reward.start()?;
                     Box::new(reward)
                 }
@@ -263,11 +277,11 @@ impl Rewards {
     }
 }
 
-fn patience(settings: &RewardSourcesConfig) -> Patience {
-    Patience {
+fn retry(settings: &RewardSourcesConfig) -> RetryPolicy {
+    RetryPolicy {
         timeout: Duration::from_secs_f64(settings.reward_timeout),
         attempts: u32::try_from(settings.reward_retries).unwrap_or(u32::MAX).saturating_add(1),
-        ..Patience::default()
+        ..RetryPolicy::default()
     }
 }
 
@@ -277,7 +291,7 @@ fn http_settings(settings: &RewardSourcesConfig) -> HttpSettings {
         label_column: settings.reward_label_column.clone(),
         batch_size: settings.reward_batch_size,
         concurrency: settings.reward_concurrency,
-        patience: patience(settings),
+        retry: retry(settings),
     }
 }
 
@@ -304,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn every_form_of_a_reward_is_read_in_order_with_its_shaping() {
+    fn every_form_of_a_reward_is_parsed_in_order_with_its_shaping() {
         let mut config = config(|c| {
             c.reward_command = Some("python3 reward.py".into());
             c.reward_url = Some("http://host/score?key=1".into());
@@ -324,11 +338,11 @@ mod tests {
         assert_eq!((specs[4].shaping.clip, specs[5].shaping.scale), (Some(5.0), 3.0));
         assert_eq!(specs[1].shaping.normalize, Normalize::Std, "the last one counts");
         let cards = specs[..2].iter().map(|spec| spec.about.as_str());
-        assert_eq!(Vec::from_iter(cards), ["a program", "a service"], "what may be secret is not for the model card");
+        assert_eq!(Vec::from_iter(cards), ["a program", "a service"], "the model card has no secrets");
     }
 
     #[test]
-    fn what_is_not_written_as_a_reward_is_refused() {
+    fn malformed_rewards_are_refused() {
         for (rewards, weights, message) in [
             (&["rhyme"][..], &[][..], "reward = rhyme: expected one of model, command, url, length, regex"),
             (&["a b=json"], &[], "reward = a...: expected a name of letters"),
@@ -336,8 +350,8 @@ mod tests {
             (&["judge=http://h/?key=secret"], &[], "reward = judge=http...: expected one of model, command, url"),
             (&["h/?key=secret"], &[], "reward = h/...: expected a name of letters"),
             (&["key=./judge --key secret"], &[], "reward = key=./judge...: expected one of model, command, url"),
-            (&["model:"], &[], "reward = model:: expected a folder or a hub name behind model:"),
-            (&["json", "json:a"], &[], "reward: `json` is there twice; give one of them another name"),
+            (&["model:"], &[], "reward = model:: expected a folder or a hub name after model:"),
+            (&["json", "json:a"], &[], "reward: `json` is given twice; give one of them another name"),
             (&["json"], &["x=1"], "reward_weights = x=1: expected the name of a reward, of which there are: json"),
             (&["json"], &["json=much"], "reward_weights = json=much: expected NAME=VALUE with a number"),
             (&[], &["1"], "reward_weights = 1: expected the name of a reward, of which there are: none"),

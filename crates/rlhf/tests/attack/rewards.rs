@@ -4,15 +4,15 @@ use super::{Outcomes, cases};
 use crate::corrupt::Dice;
 use crate::support::Child;
 use rlhf::generate::FinishReason;
-use rlhf::reward::{CommandReward, HttpReward, HttpSettings, Patience, Reward, RewardInput, Rewards};
+use rlhf::reward::{CommandReward, HttpReward, HttpSettings, RetryPolicy, Reward, RewardInput, Rewards};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 /// A short time, so that what says nothing costs little.
-const PATIENCE: Patience =
-    Patience { timeout: Duration::from_millis(150), attempts: 1, pause: Duration::from_millis(1) };
+const RETRY: RetryPolicy =
+    RetryPolicy { timeout: Duration::from_millis(150), attempts: 1, backoff: Duration::from_millis(1) };
 
 /// Scores three responses; what is scored must be finite.
 fn score(reward: impl Reward + 'static) -> rlhf::Result<()> {
@@ -150,13 +150,13 @@ fn no_reward_program_or_service_makes_the_program_panic_wait_or_take_memory() {
 #[ignore = "a process of its own, started by no_reward_program_or_service_makes_the_program_panic_wait_or_take_memory"]
 fn child_asks_hostile_rewards() {
     let before = Child::memory("VmRSS");
-    let sound = Patience { timeout: Duration::from_secs(60), ..PATIENCE };
+    let sound = RetryPolicy { timeout: Duration::from_secs(60), ..RETRY };
     score(CommandReward::new("while read -r line; do echo 1; done", sound)).unwrap();
     let mut outcomes = Outcomes::default();
     for case in 0..cases(60) {
         let line = program(&mut Dice(case));
         let began = Instant::now();
-        outcomes.note(&format!("program {case}: {line:?}"), || score(CommandReward::new(line, PATIENCE)));
+        outcomes.note(&format!("program {case}: {line:?}"), || score(CommandReward::new(line, RETRY)));
         assert!(began.elapsed() < Duration::from_secs(20), "program {case} took {:?}", began.elapsed());
     }
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -173,7 +173,7 @@ fn child_asks_hostile_rewards() {
         std::io::Result::Ok(())
     });
     for case in 0..count {
-        let settings = HttpSettings { patience: PATIENCE, ..HttpSettings::default() };
+        let settings = HttpSettings { retry: RETRY, ..HttpSettings::default() };
         outcomes.note(&format!("service {case}"), || score(HttpReward::new(&url, settings)?));
     }
     let grew = Child::memory("VmHWM").saturating_sub(before);

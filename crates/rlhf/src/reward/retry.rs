@@ -1,0 +1,139 @@
+//! Failures of rewards outside this program, and how often they are retried.
+
+use super::{RewardInput, Score};
+use crate::Error;
+use crate::run::report::{pause, stopped};
+use std::fmt::Write;
+use std::time::Duration;
+
+/// Timeout and retries of a reward that is a program or a service.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RetryPolicy {
+    /// Timeout for the next score of a program, or for a request to a service.
+    pub timeout: Duration,
+    /// Maximum number of attempts per batch; at least 1.
+    pub attempts: u32,
+    /// Wait before the first retry; it doubles with every further one.
+    pub backoff: Duration,
+}
+
+impl Default for RetryPolicy {
+    /// A timeout of two minutes, four attempts, a first wait of half a second.
+    fn default() -> Self {
+        Self { timeout: Duration::from_secs(120), attempts: 4, backoff: Duration::from_millis(500) }
+    }
+}
+
+/// Maximum wait before a retry.
+const MAX_BACKOFF: Duration = Duration::from_secs(60);
+
+impl RetryPolicy {
+    /// Calls `attempt` until it succeeds, its failure is permanent, the last attempt has failed, or the run is asked to stop.
+    pub(super) fn run<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, Failure> {
+        let mut failed = 0;
+        loop {
+            match attempt() {
+                Ok(value) => return Ok(value),
+                Err(failure) => {
+                    failed += 1;
+                    if !failure.retryable || failed >= self.attempts {
+                        return Err(Failure { attempts: failed, ..failure });
+                    }
+                    let wait = self.backoff.saturating_mul(1 << (failed - 1).min(16));
+                    if pause(wait.max(failure.retry_after.unwrap_or_default()).min(MAX_BACKOFF)) {
+                        return Err(Failure { attempts: failed, stopped: true, ..failure });
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The reason why a batch has no valid scores.
+#[derive(Debug)]
+pub(super) struct Failure {
+    /// Row of the batch that caused it.
+    pub(super) row: Option<usize>,
+    pub(super) message: String,
+    /// False if another attempt would fail too.
+    pub(super) retryable: bool,
+    /// Wait that the service asks for before the next attempt.
+    pub(super) retry_after: Option<Duration>,
+    /// Number of attempts so far.
+    pub(super) attempts: u32,
+    /// True if there was no further attempt because the run is asked to stop.
+    pub(super) stopped: bool,
+}
+
+impl Failure {
+    pub(super) fn new(message: impl Into<String>) -> Self {
+        let message = message.into();
+        Self { row: None, message, retryable: true, retry_after: None, attempts: 1, stopped: false }
+    }
+
+    pub(super) fn at(row: usize, message: impl Into<String>) -> Self {
+        Self { row: Some(row), ..Self::new(message) }
+    }
+
+    /// A failure that is not retried.
+    pub(super) fn permanent(message: impl Into<String>) -> Self {
+        Self { retryable: false, ..Self::new(message) }
+    }
+
+    /// Returns the error for a batch.
+    pub(super) fn error(self, batch: &[RewardInput<'_>]) -> Error {
+        let message = self.describe(batch);
+        match self.stopped {
+            true => {
+                let message = format!("{message}; not tried again, as the run is asked to end");
+                stopped(message.clone()).unwrap_or(Error::Run(message))
+            }
+            false => Error::Run(message),
+        }
+    }
+
+    /// Returns the message in one line, with the beginning of the row's prompt.
+    pub(super) fn describe(&self, batch: &[RewardInput<'_>]) -> String {
+        let mut text = String::new();
+        if let Some(row) = self.row {
+            let _ = write!(text, "row {} of {}", row + 1, batch.len());
+            if let Some(input) = batch.get(row) {
+                let _ = write!(text, " (prompt {})", excerpt(input.prompt, 40));
+            }
+            text += ": ";
+        }
+        text += &self.message;
+        if self.attempts > 1 {
+            let _ = write!(text, " (tried {} times)", self.attempts);
+        }
+        text
+    }
+}
+
+/// Returns the first `most` characters of a text, quoted, on one line.
+pub(super) fn excerpt(text: &str, most: usize) -> String {
+    let start: String = text.chars().take(most).collect();
+    let more = if start.len() < text.len() { "..." } else { "" };
+    format!("{start:?}{more}")
+}
+
+/// Checks that there is one score per response, or one per token, and that all are finite.
+pub(super) fn check(scores: &[Score], batch: &[RewardInput<'_>]) -> Result<(), Failure> {
+    if scores.len() != batch.len() {
+        let (expected, found) = (batch.len(), scores.len());
+        return Err(Failure::new(format!("expected {expected} scores, one per response, found {found}")));
+    }
+    for (row, (score, input)) in scores.iter().zip(batch).enumerate() {
+        let tokens = input.response_ids.len();
+        if let Score::Tokens(numbers) = score
+            && numbers.len() != tokens
+        {
+            let found = numbers.len();
+            return Err(Failure::at(row, format!("expected {tokens} scores, one per token, found {found}")));
+        }
+        if let Some(number) = score.numbers().iter().find(|number| !number.is_finite()) {
+            return Err(Failure::at(row, format!("expected a finite score, found {number}")));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,180 @@
+//! Running moments, and the normalization, scaling and clipping of scores.
+
+use super::Scored;
+use super::settings::ScoreScalingConfig;
+use crate::{Error, Result};
+use serde_json::{Value, json};
+
+/// The transformation of one reward's scores before they are summed: normalized, scaled, clipped and weighted, in this order.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Shaping {
+    /// Normalization by running moments.
+    pub normalize: Normalize,
+    /// Factor applied before clipping.
+    pub scale: f64,
+    /// Clips scores to [-clip, clip].
+    pub clip: Option<f64>,
+    /// Factor applied last.
+    pub weight: f64,
+}
+
+impl Default for Shaping {
+    /// The identity.
+    fn default() -> Self {
+        Self { normalize: Normalize::None, scale: 1.0, clip: None, weight: 1.0 }
+    }
+}
+
+impl Shaping {
+    /// Transforms one score. Normalizes only scores that are trained on (`training`): the moments change with every update, so
+    /// normalized scores of samples and evaluations would change even where the responses do not.
+    pub(super) fn apply(&self, score: f64, moments: &Moments, training: bool) -> f64 {
+        let score = match self.normalize {
+            Normalize::Std if training => score / moments.std(),
+            Normalize::MeanStd if training => (score - moments.mean) / moments.std(),
+            _ => score,
+        };
+        let score = score * self.scale;
+        self.weight * self.clip.map_or(score, |most| score.clamp(-most, most))
+    }
+}
+
+/// Normalization of scores by the moments of all scores of the run so far, the current batch included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Normalize {
+    /// No normalization.
+    None,
+    /// Division by the standard deviation.
+    Std,
+    /// Subtraction of the mean, then division by the standard deviation.
+    MeanStd,
+}
+
+/// Running moments: count, mean, and sum of squared deviations from the mean.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Moments {
+    count: f64,
+    mean: f64,
+    m2: f64,
+}
+
+impl Moments {
+    /// Adds a batch of numbers. Source: the pairwise update of Chan, Golub and LeVeque 1979.
+    pub(super) fn update(&mut self, numbers: &[f64]) {
+        let count = numbers.len() as f64;
+        if numbers.is_empty() {
+            return;
+        }
+        let mean = numbers.iter().sum::<f64>() / count;
+        let m2: f64 = numbers.iter().map(|x| (x - mean).powi(2)).sum();
+        let (total, gap) = (self.count + count, mean - self.mean);
+        self.m2 += m2 + gap * gap * self.count * count / total;
+        self.mean += gap * count / total;
+        self.count = total;
+    }
+
+    pub(super) fn mean(&self) -> f64 {
+        self.mean
+    }
+
+    /// Returns the unbiased standard deviation of the numbers, 0 for fewer than two.
+    pub(super) fn spread(&self) -> f64 {
+        (self.m2 / (self.count - 1.0).max(1.0)).sqrt()
+    }
+
+    /// Returns the unbiased standard deviation to divide by: 1 for fewer than two numbers or equal ones.
+    fn std(&self) -> f64 {
+        let variance = if self.count > 1.0 { self.m2 / (self.count - 1.0) } else { 0.0 };
+        if variance > 0.0 { variance.sqrt() } else { 1.0 }
+    }
+
+    pub(super) fn state(&self) -> Value {
+        json!({"count": self.count, "mean": self.mean, "m2": self.m2})
+    }
+
+    pub(super) fn from_state(state: &Value) -> Option<Self> {
+        let number = |name: &str| state[name].as_f64();
+        Some(Self { count: number("count")?, mean: number("mean")?, m2: number("m2")? })
+    }
+}
+
+/// Score scaling of TRL 0.11, applied to the summed score of each response: centered by the running mean, divided by the running
+/// standard deviation, clipped. Scores that are not trained on stay raw: the moments change with every update, so scaled scores
+/// would change even where the responses do not.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ScoreScaling {
+    scales: bool,
+    centers: bool,
+    clip: Option<f64>,
+    moments: Moments,
+}
+
+impl ScoreScaling {
+    /// Creates the scaling of `use_score_scaling`, `use_score_norm` and `score_clip`, without any scores yet.
+    pub fn new(config: &ScoreScalingConfig) -> Self {
+        let (scales, centers, clip) = (config.use_score_scaling, config.use_score_norm, config.score_clip);
+        Self { scales, centers, clip, moments: Moments::default() }
+    }
+
+    /// Returns the scaled scores. If they are trained on (`training`), they are first added to the running moments.
+    pub fn scale(&mut self, scores: &[f64], training: bool) -> Vec<f64> {
+        if self.scales && training {
+            self.moments.update(scores);
+        }
+        let mean = if self.centers { self.moments.mean } else { 0.0 };
+        let std = self.moments.std() + f64::from(f32::EPSILON);
+        let scaled = |score: f64| if self.scales { (score - mean) / std } else { score };
+        scores.iter().map(|&score| self.clip.map_or(scaled(score), |most| scaled(score).clamp(-most, most))).collect()
+    }
+
+    /// Scales the total scores of an update's responses by [`ScoreScaling::scale`]. Scores per token stay as they are; the
+    /// difference is added to the score of the whole response.
+    pub(crate) fn apply(&mut self, scored: &mut Scored) {
+        if !self.scales && self.clip.is_none() {
+            return;
+        }
+        let totals = scored.totals();
+        let scaled = self.scale(&totals, true);
+        let changes = scaled.iter().zip(&totals).map(|(scaled, total)| scaled - total);
+        scored.responses.iter_mut().zip(changes).for_each(|(score, change)| *score += change);
+    }
+
+    /// Returns the running mean and the unbiased standard deviation.
+    pub fn moments(&self) -> (f64, f64) {
+        (self.moments.mean, self.moments.std())
+    }
+
+    /// Returns the state for a checkpoint.
+    pub fn state(&self) -> Value {
+        self.moments.state()
+    }
+
+    /// Restores the state that [`ScoreScaling::state`] returned.
+    ///
+    /// # Errors
+    /// If `state` is malformed.
+    pub fn load_state(&mut self, state: &Value) -> Result<()> {
+        let error = || Error::Run(format!("scores: expected their running moments (count, mean, m2), found {state}"));
+        self.moments = Moments::from_state(state).ok_or_else(error)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn running_moments_equal_the_direct_computation() {
+        let batches: [&[f64]; 4] = [&[1.0, 2.5, -3.0], &[7.0], &[0.1, 0.2, 0.3, 1e3], &[5.0, 5.0]];
+        let mut moments = Moments::default();
+        for upto in 1..=batches.len() {
+            moments.update(batches[upto - 1]);
+            let all: Vec<f64> = batches[..upto].concat();
+            let mean = all.iter().sum::<f64>() / all.len() as f64;
+            let variance = all.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (all.len() as f64 - 1.0);
+            assert!((moments.mean - mean).abs() < 1e-12 * mean.abs().max(1.0));
+            assert!((moments.std() - variance.sqrt()).abs() < 1e-12 * variance.sqrt());
+        }
+    }
+}
