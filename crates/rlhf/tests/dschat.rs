@@ -540,7 +540,7 @@ fn short_answers_are_left_out_and_where_all_are_the_last_good_ones_come_again() 
         |config| {
             let mut engine = RlhfEngine::from_config(config).unwrap();
             let error = short_answers(&mut engine, &[false, false]).unwrap_err();
-            let message = "each of the first 2 answers has fewer than min_response_length = 2 tokens before its end";
+            let message = "each of the first 2 responses has fewer than min_response_length = 2 tokens before its end";
             assert!(error.starts_with(message), "{error}");
             let good = short_answers(&mut engine, &[false, true, true]).unwrap();
             // Every entry lost the same row.

@@ -520,10 +520,12 @@ impl RlhfEngine {
             prompts,
             responses,
             value_counts: counted.iter().map(|&n| (n + 1).min(len - width)).collect(),
-            logprobs: of_response(&e.logprobs, &response),
-            ref_logprobs: of_response(&e.ref_logprobs, &response),
+            logprobs: of_response(&e.logprobs, &value),
+            ref_logprobs: of_response(&e.ref_logprobs, &value),
             values: of_response(&e.value, &value),
-            masks: Masks { loss: response.shallow_clone(), response, value, value_loss },
+            // The slot behind the tokens that count may hold an eos that is in no loss, whose KL is part of the rewards; else
+            // both log-probabilities are 0 there.
+            masks: Masks { response: value.shallow_clone(), loss: response, value, value_loss },
             full_kl: None,
             reference: None,
             scores: e.rewards.shallow_clone(),
