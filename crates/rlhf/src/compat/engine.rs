@@ -240,7 +240,7 @@ impl RlhfEngine {
         let trainer = PpoTrainer::from_config(config)?;
         let PpoTrainer { learner, reference, rewards, tokenizer, prompts, cursor, plan, .. } = trainer;
         let mut engine = Self::with_learner(learner, reference, rewards, tokenizer, config)?;
-        let steps = config.num_ppo_epochs * config.steps_per_epoch(plan.batch_size);
+        let steps = config.num_ppo_epochs * plan.epoch.steps(plan.batch_size);
         (engine.prompts, engine.cursor) = (prompts, Some(cursor));
         engine.num_total_iters = Some(plan.num_total_batches * steps);
         Ok(engine)
@@ -258,6 +258,7 @@ impl RlhfEngine {
         tokenizer: Tokenizer,
         config: &PpoConfig,
     ) -> Result<Self> {
+        config.check()?;
         Self::with_learner(Learner::new(actor, critic, config.learner()), reference, reward, tokenizer, config)
     }
 
@@ -268,7 +269,6 @@ impl RlhfEngine {
         tokenizer: Tokenizer,
         config: &PpoConfig,
     ) -> Result<Self> {
-        config.check()?;
         let meaningless = [
             ("adap_kl_ctrl", config.kl.adap_kl_ctrl),
             ("kl_coef_end", config.kl.kl_coef_end.is_some()),

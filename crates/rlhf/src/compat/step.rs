@@ -19,7 +19,7 @@ use crate::rl::stats::{StepStats, optimizer_steps};
 use crate::rng::{Purpose, Stream};
 use crate::run::checkpoint::Best;
 use crate::run::report::{Console, Hold, Reached, Reporter, Sample, claim_folder};
-use crate::settings::{EvalConfig, OptimizerConfig, PpoConfig, Preset, ReportTo};
+use crate::settings::{EvalConfig, LEGACY_BATCH, OptimizerConfig, PpoConfig, Preset, ReportTo, TARGET_KL};
 use crate::tokenizer::Tokenizer;
 use crate::train::Card;
 use crate::weights::replace_files;
@@ -120,45 +120,46 @@ pub struct StepConfig {
 
 impl Default for StepConfig {
     fn default() -> Self {
+        let ppo = PpoConfig::with_preset(Preset::TrlLegacy, "", "", "", "");
         Self {
             exp_name: None,
             task_name: None,
             tracker_project_name: "trl".into(),
-            seed: 0,
-            log_with: ReportTo::None,
+            seed: ppo.run.seed,
+            log_with: ppo.run.report_to,
             output_dir: None,
             model_name: "gpt2".into(),
             query_dataset: "stanfordnlp/imdb".into(),
             reward_model: "sentiment-analysis:lvwerra/distilbert-imdb".into(),
-            steps: 20_000,
-            learning_rate: 1.41e-5,
-            adap_kl_ctrl: true,
-            init_kl_coef: 0.2,
-            kl_penalty: KlEstimator::K1,
-            target: 6.0,
-            horizon: 10_000.0,
-            gamma: 1.0,
-            lam: 0.95,
-            cliprange: 0.2,
-            cliprange_value: 0.2,
-            vf_coef: 0.1,
-            batch_size: 128,
-            mini_batch_size: 128,
-            gradient_accumulation_steps: 1,
-            ppo_epochs: 4,
-            max_grad_norm: None,
-            early_stopping: false,
-            target_kl: 1.0,
+            steps: ppo.total_episodes.unwrap_or(0),
+            learning_rate: ppo.learning_rate,
+            adap_kl_ctrl: ppo.kl.adap_kl_ctrl,
+            init_kl_coef: ppo.kl.kl_coef,
+            kl_penalty: ppo.kl.kl_estimator,
+            target: ppo.kl.target,
+            horizon: ppo.kl.horizon,
+            gamma: ppo.gamma,
+            lam: ppo.lam,
+            cliprange: ppo.cliprange,
+            cliprange_value: ppo.cliprange_value,
+            vf_coef: ppo.vf_coef,
+            batch_size: LEGACY_BATCH,
+            mini_batch_size: LEGACY_BATCH,
+            gradient_accumulation_steps: ppo.gradient_accumulation_steps,
+            ppo_epochs: ppo.num_ppo_epochs,
+            max_grad_norm: ppo.optimizer.max_grad_norm,
+            early_stopping: ppo.legacy.early_stopping,
+            target_kl: TARGET_KL,
             compare_steps: 1,
             keep_best: false,
-            ratio_threshold: 10.0,
-            use_score_scaling: false,
-            use_score_norm: false,
-            score_clip: None,
-            whiten_rewards: false,
-            gradient_checkpointing: false,
-            num_shared_layers: None,
-            optimizer: PpoConfig::with_preset(Preset::TrlLegacy, "", "", "", "").optimizer,
+            ratio_threshold: ppo.loss.ratio_threshold.unwrap_or(f64::INFINITY),
+            use_score_scaling: ppo.score_scaling.use_score_scaling,
+            use_score_norm: ppo.score_scaling.use_score_norm,
+            score_clip: ppo.score_scaling.score_clip,
+            whiten_rewards: ppo.whiten_rewards,
+            gradient_checkpointing: ppo.run.gradient_checkpointing,
+            num_shared_layers: ppo.legacy.num_shared_layers,
+            optimizer: ppo.optimizer,
         }
     }
 }

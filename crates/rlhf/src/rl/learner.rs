@@ -33,6 +33,11 @@ pub struct EpochPlan {
 }
 
 impl EpochPlan {
+    /// Number of optimizer steps in an epoch over `rows` rows.
+    pub fn steps(&self, rows: usize) -> usize {
+        rows.div_ceil(self.mini_batch_size)
+    }
+
     /// Number of parts in an epoch over `rows` rows: an optimizer step is a whole number of parts, so only the last part of an
     /// epoch can be smaller.
     pub fn parts(&self, rows: usize) -> usize {

@@ -1,20 +1,25 @@
 //! [`PpoConfig`] resolved into the settings of each part: below, nothing sees the whole configuration.
 
-use super::{LogprobsOf, PpoConfig, StopToken, WhitenAdvantages};
+use super::ppo::PpoConfig;
 use crate::Result;
-use crate::generate::{GenerationConfig, StopStrings};
-use crate::model::CausalLm;
-use crate::optim::{LearningRates, learning_rate};
+use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
+use crate::generate::{GenerationConfig, Sampling, StopStrings};
+use crate::model::{CausalLm, LoraConfig};
+use crate::optim::{LearningRates, OptimizerConfig, learning_rate};
 use crate::rl::advantage::Advantage;
 use crate::rl::checks::CheckSettings;
 use crate::rl::eos::left_out_of_losses;
 use crate::rl::learner::{LearnerSettings, mini_batch_orders};
 use crate::rl::loss::LossSettings;
-use crate::rl::math::KlEstimator;
+use crate::rl::math::{KlEstimator, PolicyClip};
 use crate::rl::rollout::RolloutSettings;
+use crate::rl::settings::WhitenAdvantages;
 use crate::rl::shaping::Shaping;
 use crate::rng::Purpose;
 use crate::tokenizer::Tokenizer;
+
+/// Default `target_kl` of `early_stopping`.
+pub(crate) const TARGET_KL: f64 = 1.0;
 
 impl PpoConfig {
     /// How update `update`, counted from 0, samples its responses, which end with one of the tokens `stop`; stop strings come
@@ -144,5 +149,109 @@ impl PpoConfig {
             policy: update.checked_sub(frozen).map(of_policy),
             value: learning_rate(peak, &optimizer, update, num_updates),
         }
+    }
+
+    /// Returns the value model's adapter; `None` if it gets none.
+    pub fn value_lora(&self) -> Option<LoraConfig> {
+        let own = &self.value_peft;
+        let mut peft = self.peft.clone();
+        peft.use_peft = own.value_use_peft.unwrap_or(peft.use_peft);
+        peft.lora_r = own.value_lora_r.unwrap_or(peft.lora_r);
+        if !own.value_lora_target_modules.is_empty() {
+            peft.lora_target_modules.clone_from(&own.value_lora_target_modules);
+        }
+        peft.lora()
+    }
+
+    /// Returns the peak learning rate and the settings of the value model's optimizer.
+    pub fn value_optimizer(&self) -> (f64, OptimizerConfig) {
+        let (own, mut optimizer) = (&self.value, self.optimizer.clone());
+        optimizer.lr_scheduler_type = own.value_lr_scheduler_type.unwrap_or(optimizer.lr_scheduler_type);
+        if let Some(steps) = own.value_lr_warmup_steps {
+            (optimizer.warmup_steps, optimizer.warmup_ratio) = (steps, 0.0);
+        }
+        optimizer.weight_decay = own.value_weight_decay.unwrap_or(optimizer.weight_decay);
+        if let Some(norm) = own.value_max_grad_norm {
+            optimizer.max_grad_norm = (norm != 0.0).then_some(norm);
+        }
+        (own.value_learning_rate.unwrap_or(self.learning_rate), optimizer)
+    }
+
+    /// Returns the bounds of the policy's probability ratio.
+    pub fn policy_clip(&self) -> PolicyClip {
+        let high = self.loss.cliprange_high.unwrap_or(self.cliprange);
+        PolicyClip { low: self.cliprange, high, dual: self.loss.dual_clip }
+    }
+
+    /// Returns the sampling of a response's tokens.
+    pub fn sampling(&self) -> Sampling {
+        let SamplingConfig { top_k, top_p, min_p, .. } = self.sampling;
+        Sampling::Random { temperature: self.temperature, top_k, top_p, min_p }
+    }
+
+    /// Returns the temperature of log-probabilities.
+    pub fn logprob_temperature(&self) -> f64 {
+        if self.legacy.raw_logprobs { 1.0 } else { self.temperature }
+    }
+
+    /// Returns the KL at 1.5 times which an update's epochs end.
+    pub fn target_kl(&self) -> Option<f64> {
+        self.loss.target_kl.or(self.legacy.early_stopping.then_some(TARGET_KL))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::settings::tests::{ppo, usage_of};
+    use crate::settings::{LrSchedulerType, ValuePeftConfig};
+
+    #[test]
+    fn a_value_model_has_adapters_of_its_own_where_they_are_set() {
+        let mut config = ppo();
+        config.value_peft.value_use_peft = Some(true);
+        config.value_peft.value_lora_r = Some(4);
+        config.value_peft.value_lora_target_modules = vec!["q_proj".into()];
+        config.check().unwrap();
+        let lora = config.value_lora().unwrap();
+        assert_eq!((config.peft.lora(), lora.r, lora.target_modules), (None, 4, Some(vec!["q_proj".into()])));
+        config.value_peft.value_use_peft = None;
+        assert!(
+            usage_of(config.check()).starts_with("value_lora_target_modules is given, and the value model gets no")
+        );
+        config.peft.use_peft = true;
+        config.check().unwrap();
+        assert_eq!((config.peft.lora().unwrap().r, config.value_lora().unwrap().r), (16, 4));
+        config.value_peft = ValuePeftConfig { value_use_peft: Some(false), ..ppo().value_peft };
+        config.check().unwrap();
+        assert!(config.peft.lora().is_some() && config.value_lora().is_none());
+    }
+
+    #[test]
+    fn a_value_model_has_its_own_settings_where_they_are_set_and_the_policys_elsewhere() {
+        let mut config = ppo();
+        config.optimizer.warmup_ratio = 0.1;
+        config.optimizer.max_grad_norm = Some(1.0);
+        config.optimizer.weight_decay = 0.5;
+        assert_eq!(config.value_optimizer(), (3e-6, config.optimizer.clone()));
+        config.value.value_learning_rate = Some(1e-5);
+        config.value.value_lr_scheduler_type = Some(LrSchedulerType::Cosine);
+        config.value.value_lr_warmup_steps = Some(3);
+        config.value.value_max_grad_norm = Some(0.0);
+        config.check().unwrap();
+        let (rate, own) = config.value_optimizer();
+        assert_eq!((rate, own.warmup_steps, own.warmup_ratio), (1e-5, 3, 0.0));
+        assert_eq!((own.lr_scheduler_type, own.max_grad_norm), (LrSchedulerType::Cosine, None));
+        assert_eq!(own.weight_decay, 0.5);
+    }
+
+    #[test]
+    fn while_the_policy_is_frozen_it_has_no_rate_and_its_schedule_waits() {
+        let mut config = ppo();
+        config.learning_rate = 1.0;
+        config.value.value_learning_rate = Some(4.0);
+        config.value.value_warmup_updates = 2;
+        let rates: Vec<_> = (0..4).map(|update| config.learning_rates(update, 4)).collect();
+        assert_eq!(rates.iter().map(|r| r.policy).collect::<Vec<_>>(), [None, None, Some(1.0), Some(0.5)]);
+        assert_eq!(rates.iter().map(|r| r.value).collect::<Vec<_>>(), [4.0, 3.0, 2.0, 1.0]);
     }
 }

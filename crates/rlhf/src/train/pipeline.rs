@@ -389,7 +389,7 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
     if let Some(dataset) = &eval {
         dataset.demonstrations_with(&reading.tokenizer, &learned(config))?;
     }
-    config.plan(rows)?;
+    config.plan_for(rows)?;
     Ok(reading)
 }
 
@@ -411,7 +411,7 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     if let Some(dataset) = &eval {
         dataset.pairs(&reading.tokenizer, reading.shape.causal)?;
     }
-    config.plan(pairs)?;
+    config.plan_for(pairs)?;
     Ok(reading)
 }
 
@@ -458,7 +458,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
         let read = dataset.prompts_within(tokenizer, vocab, limit)?.0;
         prompts += if at < config.data.dataset_name.len() { read.len() } else { 0 };
     }
-    config.plan(prompts).map(drop)
+    config.plan_for(prompts).map(drop)
 }
 
 /// Writes the settings of all steps to a file that `rlhf pipeline --config` reads back.

@@ -57,7 +57,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     // Before anything slow begins.
     let hold = Hold::take(&config.run.output_dir)?;
     begin(config)?;
-    let mut trainer = PpoTrainer::from_config(config)?;
+    let mut trainer = PpoTrainer::load(config, Rewards::new())?;
     (trainer.console, trainer.hold) = (console, Some(hold));
     trainer.train().map(drop)
 }

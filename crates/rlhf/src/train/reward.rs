@@ -66,7 +66,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     inputs.model("model_name_or_path", model_dir)?;
     let tried = train.first().and_then(|dataset| dataset.rows().next().cloned());
     let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
-    let plan = config.plan(train.rows.len())?;
+    let plan = config.plan_for(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
     warnings.extend(small_dataset(&config.data, train.rows.len(), plan.batch_size));
     warnings.extend(roundings(model_dir, config.run.dtype, model.was_rounded(), model.rounded_base()));

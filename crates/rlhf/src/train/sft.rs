@@ -106,7 +106,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     };
     let (train, eval) = (gather(&train, blocks)?, gather(eval.as_slice(), read)?);
     let num_rows: usize = train.rows.iter().map(Vec::len).sum();
-    let plan = config.plan(train.rows.len())?;
+    let plan = config.plan_for(train.rows.len())?;
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
     warnings.extend(small_dataset(&config.data, train.rows.len(), plan.batch_size));
     let started_from = model_dir.or(config.config_name.as_deref()).unwrap_or(Path::new(""));

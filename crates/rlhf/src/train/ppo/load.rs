@@ -39,6 +39,11 @@ impl PpoTrainer {
     /// As [`PpoTrainer::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
+        Self::load(config, more)
+    }
+
+    /// Loads a trainer as [`PpoTrainer::from_config_with`] does, with settings that are checked already.
+    pub(super) fn load(config: &PpoConfig, more: Rewards) -> Result<Self> {
         // Each tensor as its file has it, and computed as the policy is: to widen a weight loses nothing, so the reference gives
         // the very numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
         let frozen = model_options(&config.run)?;
@@ -171,7 +176,7 @@ impl PpoTrainer {
             )));
         }
         let parts = PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts };
-        let mut trainer = Self::new(config, parts)?;
+        let mut trainer = Self::of_parts(config, parts)?;
         (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, prompt_notes, asked.commits());
         trainer.inputs.replace("PpoParts::prompts", inputs);
         trainer.note_whole();
@@ -188,6 +193,11 @@ impl PpoTrainer {
     /// device than the policy, knows fewer tokens, or has no room for a prompt and its response.
     pub fn new(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
         config.check()?;
+        Self::of_parts(config, parts)
+    }
+
+    /// Makes a trainer as [`PpoTrainer::new`] does, with settings that are checked already.
+    fn of_parts(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
         let PpoParts { mut learner, mut reference, rewards, tokenizer, prompts, eval_prompts } = parts;
         reference.hold_as_computed();
         let vocab = learner.policy.config().vocab_size;
@@ -207,7 +217,7 @@ impl PpoTrainer {
         let (stop, stop_strings) = (config.stop_tokens(&tokenizer)?, config.stop_strings(&tokenizer)?);
         learner.policy.set_generation(generation_settings(config));
         check_ends(config, &tokenizer, vocab, &stop)?;
-        let plan = config.plan(prompts.len())?;
+        let plan = config.plan_for(prompts.len())?;
         let left_out = config.left_out(&learner.policy, &tokenizer);
         let rollout = RolloutSettings { left_out, ..config.rollout(&learner.policy) };
         if learner.unsupervised.is_none() {

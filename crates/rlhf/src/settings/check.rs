@@ -1,0 +1,702 @@
+//! Checks of settings together with others, and of the sizes of all numbers.
+
+use std::fmt::Display;
+
+use serde::Serialize;
+
+use super::plan::{MOST_EPISODES, MOST_ROWS, Sizes};
+use super::ppo::{LegacyConfig, PpoConfig, TrialConfig, ValueConfig};
+use super::presets::Preset;
+use super::resolve::TARGET_KL;
+use crate::Result;
+use crate::flag::{Refusals, above_zero, all, at_least_one, expect, no_effect, usage, zero_or_more, zero_to_one};
+use crate::generate::settings::{LogprobsOf, StopToken};
+use crate::model::{MOST_RANK, PeftConfig};
+use crate::optim::settings::{LrSchedulerType, check_learning};
+use crate::rl::math::KlEstimator;
+use crate::rl::settings::WhitenAdvantages;
+use crate::run::settings::EVAL_SCORES;
+
+/// Maximum number of tokens of a response or a prompt: above any model's context.
+const MOST_TOKENS: u64 = 1 << 20;
+
+/// Settings that are whole numbers but not counts, and may have any size.
+const NO_COUNTS: [&str; 4] = ["seed", "data_split_seed", "stop_token_id", "stop_token_ids"];
+
+/// Refuses counts and sizes that no run can have, before anything is computed from them.
+pub(super) fn check_sizes(config: &impl Serialize) -> Result<()> {
+    // A setting that cannot be written, such as a path that is not UTF-8, is refused where it is written.
+    let Ok(serde_json::Value::Object(settings)) = serde_json::to_value(config) else { return Ok(()) };
+    let mut refusals = Refusals::default();
+    for (name, value) in settings.iter().filter(|(name, _)| !NO_COUNTS.contains(&name.as_str())) {
+        if let Some(found) = value.as_u64() {
+            let most = most_of(name);
+            refusals.add(expect(found <= most, name, found, &format!("at most {most}")))?;
+        }
+    }
+    refusals.end()
+}
+
+/// Returns the maximum of a whole number among the settings: beyond use, and sums and products of a few of them are far below
+/// 64 bits.
+fn most_of(name: &str) -> u64 {
+    match name {
+        "num_ppo_epochs" => 10_000,
+        "per_device_train_batch_size"
+        | "per_device_eval_batch_size"
+        | "per_device_generation_batch_size"
+        | "generation_batches"
+        | "gradient_accumulation_steps"
+        | "num_mini_batches"
+        | "local_rollout_forward_batch_size"
+        | "batch_size"
+        | "mini_batch_size"
+        | "reward_batch_size"
+        | "num_return_sequences" => MOST_ROWS as u64,
+        "response_length" | "max_new_tokens" | "min_new_tokens" | "max_prompt_length" => MOST_TOKENS,
+        "total_episodes" => MOST_EPISODES as u64,
+        _ => i32::MAX as u64,
+    }
+}
+
+impl PpoConfig {
+    /// Checks every setting that needs no dataset to be checked.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        // The checks below multiply some of them.
+        check_sizes(self)?;
+        let sizes = self.sizes();
+        let known = sizes.as_ref().ok();
+        all([
+            at_least_one("response_length", self.response_length),
+            at_least_one("num_ppo_epochs", self.num_ppo_epochs),
+            at_least_one("local_rollout_forward_batch_size", self.local_rollout_forward_batch_size),
+            self.total_episodes.map_or(Ok(()), |episodes| at_least_one("total_episodes", episodes)),
+            above_zero("num_train_epochs", self.num_train_epochs),
+            above_zero("temperature", self.temperature),
+            above_zero("cliprange", self.cliprange),
+            above_zero("cliprange_value", self.cliprange_value),
+            zero_or_more("kl_coef", self.kl.kl_coef),
+            zero_or_more("vf_coef", self.vf_coef),
+            zero_to_one("gamma", self.gamma),
+            zero_to_one("lam", self.lam),
+            self.missing_eos_penalty.map_or(Ok(()), |penalty| zero_or_more("missing_eos_penalty", penalty)),
+            self.check_penalty(),
+            self.check_whitening(known),
+            self.kl.check(),
+            self.loss.check(),
+            self.check_limits(known),
+            self.score_scaling.check(),
+            self.legacy.check(self),
+            self.sampling.check(),
+            self.check_sampling(),
+            self.value.check(self),
+            self.check_stop(),
+            check_token_id(self.stop_token_id),
+            self.rewards.check(),
+            crate::reward::specs(self).and_then(|rewards| self.rewards.check_outside(&rewards)),
+            self.data.check(None),
+            self.prompt_length.check(),
+            self.check_adapters(),
+            self.clip_reward_value.map_or(Ok(()), |most| above_zero("clip_reward_value", most)),
+            self.mask.check(self.response_length, self.score_position),
+            self.unsupervised.check(),
+            self.ema.check(),
+            self.trial.check(),
+            check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
+            self.watch.check(),
+            self.half.check(self.run.fp16),
+            self.run.check(),
+            at_least_one("num_eval_prompts", self.num_eval_prompts),
+            self.eval.check(
+                self.run.checkpoints.save_steps,
+                &["eval/score", "eval/kl", "eval/response_length", EVAL_SCORES],
+            ),
+            sizes.map(drop),
+        ])
+    }
+
+    /// Refuses limits of the policy's loss that cannot have an effect with these sizes.
+    fn check_limits(&self, sizes: Option<&Sizes>) -> Result<()> {
+        // The preset's own limit is there in any case; sizes that do not go together are refused as such.
+        let one_step = sizes.is_some_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
+            && self.preset != Preset::TrlLegacy;
+        let limit = |name, found: Option<f64>| {
+            let why = "with one optimizer step an update (num_ppo_epochs = 1 and one mini-batch): in the first step every \
+                       ratio is 1";
+            found.filter(|_| one_step).map_or(Ok(()), |found| no_effect(name, found, why))
+        };
+        let last = self.num_ppo_epochs == 1;
+        all([
+            self.loss.target_kl.filter(|_| last).map_or(Ok(()), |kl| {
+                no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to leave out")
+            }),
+            limit("cliprange_high", self.loss.cliprange_high),
+            limit("dual_clip", self.loss.dual_clip),
+            limit("ratio_threshold", self.loss.ratio_threshold),
+        ])
+    }
+
+    /// Checks sampling together with lengths, stop tokens and masks.
+    fn check_sampling(&self) -> Result<()> {
+        let (least, most) = (self.sampling.min_new_tokens, self.response_length);
+        let stops = self.stop_token.is_some() || self.stop_token_id.is_some() || !self.sampling.stop_strings.is_empty();
+        all([
+            expect(least <= most, "min_new_tokens", least, &format!("at most response_length = {most}")),
+            if least > 0 && !stops {
+                no_effect("min_new_tokens", least, "without stop_token, stop_token_id or stop_strings")
+            } else {
+                Ok(())
+            },
+            self.check_filtered_logprobs(),
+        ])
+    }
+
+    fn check_filtered_logprobs(&self) -> Result<()> {
+        if self.sampling.logprobs_of == LogprobsOf::Policy {
+            return Ok(());
+        }
+        if self.mask.min_response_length > 0 {
+            return usage(format!(
+                "logprobs_of = filtered with min_response_length = {}: where answers train again, an earlier policy's filters \
+                 would count for this one's: expected min_response_length = 0, or logprobs_of = policy",
+                self.mask.min_response_length
+            ));
+        }
+        if self.legacy.raw_logprobs && self.temperature != 1.0 {
+            return usage(format!(
+                "logprobs_of = filtered with raw_logprobs = true and temperature = {}: what was sampled from is filtered at the \
+                 temperature: expected temperature = 1, or raw_logprobs = false",
+                self.temperature
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_penalty(&self) -> Result<()> {
+        let value = self.penalty_reward_value;
+        all([
+            match (self.missing_eos_penalty, self.non_eos_penalty) {
+                (Some(penalty), true) => usage(format!(
+                    "missing_eos_penalty = {penalty}, which is subtracted from the score, and non_eos_penalty, which replaces \
+                     it, exclude each other: set one of them"
+                )),
+                _ => Ok(()),
+            },
+            expect(value.is_finite(), "penalty_reward_value", value, "a number"),
+            if value != -1.0 && !self.non_eos_penalty {
+                no_effect("penalty_reward_value", value, "without non_eos_penalty = true")
+            } else {
+                Ok(())
+            },
+        ])
+    }
+
+    fn check_whitening(&self, sizes: Option<&Sizes>) -> Result<()> {
+        if self.whiten_advantages == WhitenAdvantages::MiniBatch
+            && sizes.is_some_and(|sizes| sizes.epoch.parts(sizes.batch_size) == 1)
+        {
+            return usage(
+                "whiten_advantages = mini_batch is the same as batch where an epoch is one mini-batch: set one of the two",
+            );
+        }
+        Ok(())
+    }
+
+    fn check_stop(&self) -> Result<()> {
+        match (self.stop_token, self.stop_token_id) {
+            (Some(StopToken::Eos), Some(id)) => {
+                usage(format!("stop_token = eos and stop_token_id = {id} exclude each other: set one of them"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks the adapters of both models.
+    fn check_adapters(&self) -> Result<()> {
+        let own = &self.value_peft;
+        if self.value_lora().is_none() {
+            let of_layers = !own.value_lora_target_modules.is_empty();
+            if own.value_lora_r.is_some() || of_layers {
+                let name = if of_layers { "value_lora_target_modules" } else { "value_lora_r" };
+                return usage(format!(
+                    "{name} is given, and the value model gets no adapter: set value_use_peft = true"
+                ));
+            }
+            return self.peft.check();
+        }
+        own.value_lora_r.map_or(Ok(()), |r| at_least_one("value_lora_r", r))?;
+        let rank = own.value_lora_r.unwrap_or(1);
+        expect(rank <= MOST_RANK, "value_lora_r", rank, &format!("at most {MOST_RANK}"))?;
+        // The shape of the policy's is that of the value model's where that has none of its own.
+        PeftConfig { use_peft: true, ..self.peft.clone() }.check()
+    }
+}
+
+impl LegacyConfig {
+    fn check(&self, config: &PpoConfig) -> Result<()> {
+        let legacy = config.preset == Preset::TrlLegacy;
+        let of_preset = |name, found: Option<usize>| {
+            let why = "without preset = trl-legacy: per_device_train_batch_size, gradient_accumulation_steps and \
+                       num_mini_batches are the sizes there";
+            found.filter(|_| !legacy).map_or(Ok(()), |found| no_effect(name, found, why))
+        };
+        // TRL's own default may be written out.
+        let unwatched = |kl: &f64| legacy && !self.early_stopping && *kl != TARGET_KL;
+        let refuse =
+            |when: bool, name, found: &dyn Display, why| if when { no_effect(name, found, why) } else { Ok(()) };
+        all([
+            of_preset("batch_size", self.batch_size),
+            of_preset("mini_batch_size", self.mini_batch_size),
+            refuse(
+                self.raw_logprobs && config.temperature == 1.0 && !legacy,
+                "raw_logprobs",
+                &true,
+                "with temperature = 1",
+            ),
+            config.loss.target_kl.filter(unwatched).map_or(Ok(()), |kl| {
+                no_effect("target_kl", kl, "with preset = trl-legacy and without early_stopping = true")
+            }),
+            refuse(
+                self.early_stopping && config.num_ppo_epochs == 1,
+                "early_stopping",
+                &true,
+                "with num_ppo_epochs = 1: there is no second epoch to leave out",
+            ),
+            self.num_shared_layers.filter(|_| config.peft.use_peft).map_or(Ok(()), |layers| {
+                let why = "with use_peft = true: beside an adapter all layers are the reference's too";
+                no_effect("num_shared_layers", layers, why)
+            }),
+            self.check_best(config),
+            self.check_value_head(config),
+        ])
+    }
+
+    /// Refuses to choose the best model by scores that move while the policy stays.
+    fn check_best(&self, config: &PpoConfig) -> Result<()> {
+        let moves = |metric: &&String| ["objective/scores", "objective/rlhf_reward"].contains(&metric.as_str());
+        match config.eval.metric_for_best_model.as_ref().filter(moves) {
+            Some(metric) if config.score_scaling.use_score_scaling => usage(format!(
+                "metric_for_best_model = {metric} with use_score_scaling = true: these scores move with the running deviation \
+                 while the policy stays; expected objective/raw_scores, or eval/score with eval_steps"
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_value_head(&self, config: &PpoConfig) -> Result<()> {
+        if !self.value_head {
+            return Ok(());
+        }
+        let mut refusals = Refusals::default();
+        if config.kl.kl_in_loss && config.kl.kl_estimator == KlEstimator::Full {
+            refusals.add(usage(
+                "kl_in_loss = true with kl_estimator = full and value_head = true: the KL over the vocabulary as a loss needs a value \
+                 model of its own; expected mse, k3 or abs",
+            ))?;
+        }
+        if config.run.fp16 {
+            refusals.add(usage(
+                "fp16 = true with value_head = true: a scale of losses is of one model; expected bf16 = true",
+            ))?;
+        }
+        let path = config.value_model_path.iter().map(|path| ("value_model_path", path.display().to_string()));
+        for (name, found) in path.chain(config.value.given()) {
+            refusals.add(usage(format!(
+                "{name} = {found} with value_head = true: the head is on the policy's trunk and learns with it; there is no value \
+                 model"
+            )))?;
+        }
+        refusals.end()
+    }
+}
+
+impl ValueConfig {
+    fn check(&self, config: &PpoConfig) -> Result<()> {
+        let mut refusals = Refusals::default();
+        for (name, found) in [
+            ("value_learning_rate", self.value_learning_rate),
+            ("value_weight_decay", self.value_weight_decay),
+            ("value_max_grad_norm", self.value_max_grad_norm),
+        ] {
+            refusals.add(found.map_or(Ok(()), |found| zero_or_more(name, found)))?;
+        }
+        if config.vf_coef == 0.0 {
+            for (name, found) in self.given() {
+                refusals.add(no_effect(name, found, "with vf_coef = 0: the value model does not learn"))?;
+            }
+        }
+        let (peak, optimizer) = config.value_optimizer();
+        let schedule = optimizer.lr_scheduler_type;
+        if let Some(steps) = self.value_lr_warmup_steps.filter(|&n| n > 0 && schedule == LrSchedulerType::Constant) {
+            let why = "with the value model's schedule constant; constant_with_warmup has a warm-up";
+            refusals.add(no_effect("value_lr_warmup_steps", steps, why))?;
+        }
+        let too_high = |end: &f64| schedule.falls() && *end >= peak;
+        if let (Some(_), Some(end)) = (self.value_learning_rate, optimizer.lr_end.filter(too_high)) {
+            refusals.add(usage(format!("lr_end = {end}: expected less than value_learning_rate = {peak}")))?;
+        }
+        refusals.end()
+    }
+}
+
+impl TrialConfig {
+    fn check(&self) -> Result<()> {
+        let interval = self.print_answers_interval;
+        all([
+            at_least_one("print_answers_interval", interval),
+            if !self.print_answers && interval != 1 {
+                no_effect("print_answers_interval", interval, "without print_answers = true")
+            } else {
+                Ok(())
+            },
+            match (self.enable_test_mode, self.test_stop_step) {
+                (false, step @ 1..) => no_effect("test_stop_step", step, "without enable_test_mode = true"),
+                _ => Ok(()),
+            },
+        ])
+    }
+}
+
+fn check_token_id(id: Option<i64>) -> Result<()> {
+    id.map_or(Ok(()), |id| expect(id >= 0, "stop_token_id", id, "a token id, 0 or more"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::LoraConfig;
+    use crate::rl::math::ScorePosition;
+    use crate::settings::tests::{ppo, usage_of};
+    use crate::settings::{EosInLoss, ReportTo, SftConfig, TensorboardTags};
+
+    #[test]
+    fn tags_of_tensorboard_need_tensorboard() {
+        let mut config = ppo();
+        config.run.tensorboard_tags = TensorboardTags::Trl;
+        assert!(usage_of(config.check()).contains("without report_to = tensorboard"));
+        config.run.report_to = ReportTo::Tensorboard;
+        config.check().unwrap();
+    }
+
+    #[test]
+    fn settings_of_several_steps_are_taken_wherever_an_update_has_several_and_refused_where_it_has_one() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 4] = [
+            (|c| c.loss.dual_clip = Some(3.0), "dual_clip = 3 has no effect with one optimizer step an update"),
+            (|c| c.loss.ratio_threshold = Some(10.0), "ratio_threshold = 10 has no effect with one optimizer step"),
+            (|c| c.loss.cliprange_high = Some(0.3), "cliprange_high = 0.3 has no effect with one optimizer step"),
+            (|c| c.whiten_advantages = WhitenAdvantages::MiniBatch, "whiten_advantages = mini_batch is the same as"),
+        ];
+        for (change, message) in changes {
+            // 16 answers an update by default, one step; of 4 rows each they are four.
+            let mut config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
+            change(&mut config);
+            assert!(usage_of(config.check()).starts_with(message), "{message}");
+            config.per_device_train_batch_size = 4;
+            config.check().unwrap();
+        }
+        let mut legacy = PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o");
+        legacy.whiten_advantages = WhitenAdvantages::MiniBatch;
+        assert!(usage_of(legacy.check()).starts_with("whiten_advantages = mini_batch is the same as batch"));
+        legacy.legacy.mini_batch_size = Some(32);
+        legacy.check().unwrap();
+        (legacy.gradient_accumulation_steps, legacy.legacy.mini_batch_size) = (4, Some(32));
+        legacy.check().unwrap();
+    }
+
+    #[test]
+    fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 42] = [
+            (
+                |c| {
+                    c.score_scaling.use_score_scaling = true;
+                    c.eval.metric_for_best_model = Some("objective/scores".into());
+                    c.run.checkpoints.save_steps = Some(1);
+                },
+                "metric_for_best_model = objective/scores with use_score_scaling = true: these scores move",
+            ),
+            (
+                |c| c.rewards.reward_label_column = "gold".into(),
+                "reward_label_column = gold has no effect without a reward that is a service",
+            ),
+            (
+                |c| c.rewards.reward_batch_size = 9,
+                "reward_batch_size = 9 has no effect without a reward that is a service",
+            ),
+            (
+                |c| c.rewards.reward_concurrency = 9,
+                "reward_concurrency = 9 has no effect without a reward that is a service",
+            ),
+            (
+                |c| c.rewards.reward_timeout = 9.0,
+                "reward_timeout = 9 has no effect without a reward that is a program or a service",
+            ),
+            (
+                |c| (c.rewards.reward_retries, c.rewards.reward) = (9, vec!["json".into()]),
+                "reward_retries = 9 has no effect without a reward that is a program or a service",
+            ),
+            (
+                |c| c.penalty_reward_value = -2.0,
+                "penalty_reward_value = -2 has no effect without non_eos_penalty = true",
+            ),
+            (
+                |c| (c.non_eos_penalty, c.missing_eos_penalty) = (true, Some(1.0)),
+                "missing_eos_penalty = 1, which is subtracted from the score, and non_eos_penalty, which replaces it, exclude",
+            ),
+            (
+                |c| c.whiten_advantages = WhitenAdvantages::MiniBatch,
+                "whiten_advantages = mini_batch is the same as batch",
+            ),
+            (|c| c.clip_reward_value = Some(0.0), "clip_reward_value = 0: expected a number above 0"),
+            (|c| c.mask.min_response_length = 54, "min_response_length = 54: expected at most response_length = 53"),
+            (
+                |c| (c.score_position, c.mask.last_value_in_loss) = (ScorePosition::LastToken, false),
+                "last_value_in_loss = false has no effect with score_position = last_token",
+            ),
+            (
+                |c| (c.score_position, c.mask.eos_in_loss) = (ScorePosition::LastToken, EosInLoss::Never),
+                "score_position = last_token and eos_in_loss = never exclude each other",
+            ),
+            (|c| c.unsupervised.unsup_coef = 1.0, "unsup_coef = 1 has no effect without unsupervised_dataset_name"),
+            (
+                |c| c.unsupervised.unsupervised_dataset_config_name = Some("x".into()),
+                "unsupervised_dataset_config_name = x has no effect without unsupervised_dataset_name",
+            ),
+            (|c| c.ema.ema_beta = 0.9, "ema_beta = 0.9 has no effect without enable_ema = true"),
+            (|c| (c.ema.enable_ema, c.ema.ema_beta) = (true, 1.0), "ema_beta = 1: expected a number from 0 to below 1"),
+            (|c| c.trial.print_answers_interval = 2, "print_answers_interval = 2 has no effect without print_answers"),
+            (|c| c.trial.test_stop_step = 3, "test_stop_step = 3 has no effect without enable_test_mode = true"),
+            (|c| c.kl.target = 3.0, "target = 3 has no effect without adap_kl_ctrl = true"),
+            (|c| c.kl.horizon = 3.0, "horizon = 3 has no effect without adap_kl_ctrl = true"),
+            (|c| (c.kl.adap_kl_ctrl, c.kl.target) = (true, 0.0), "target = 0: expected a number above 0"),
+            (
+                |c| (c.kl.adap_kl_ctrl, c.kl.kl_coef_end) = (true, Some(0.1)),
+                "adap_kl_ctrl = true and kl_coef_end = 0.1 exclude each other",
+            ),
+            (|c| (c.kl.adap_kl_ctrl, c.kl.kl_coef) = (true, 0.0), "adap_kl_ctrl = true has no effect with kl_coef = 0"),
+            (|c| c.kl.kl_coef_end = Some(-1.0), "kl_coef_end = -1: expected a number of 0 or more"),
+            (|c| (c.kl.kl_in_loss, c.kl.kl_coef) = (true, 0.0), "kl_in_loss = true has no effect with kl_coef = 0"),
+            (
+                |c| c.kl.kl_in_loss = true,
+                "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average",
+            ),
+            (|c| c.loss.dual_clip = Some(1.0), "dual_clip = 1: expected a number above 1"),
+            (|c| c.loss.ratio_threshold = Some(0.9), "ratio_threshold = 0.9: expected a number above 1"),
+            (|c| c.loss.cliprange_high = Some(0.0), "cliprange_high = 0: expected a number above 0"),
+            (|c| c.loss.entropy_coef = -0.1, "entropy_coef = -0.1: expected a number of 0 or more"),
+            (
+                |c| (c.num_ppo_epochs, c.num_mini_batches, c.loss.target_kl) = (1, 2, Some(0.1)),
+                "target_kl = 0.1 has no effect with num_ppo_epochs = 1",
+            ),
+            (
+                |c| (c.num_ppo_epochs, c.loss.ratio_threshold) = (1, Some(10.0)),
+                "ratio_threshold = 10 has no effect with one optimizer step an update (num_ppo_epochs = 1",
+            ),
+            (
+                |c| (c.vf_coef, c.value.value_warmup_updates) = (0.0, 1),
+                "value_warmup_updates = 1 has no effect with vf_coef = 0: the value model does not learn",
+            ),
+            (|c| c.value.value_learning_rate = Some(-1.0), "value_learning_rate = -1: expected a number of 0 or more"),
+            (|c| c.value.value_warmup_updates = 4, "value_warmup_updates = 4: expected less than the run's 4 updates"),
+            (
+                |c| (c.optimizer.warmup_steps, c.optimizer.warmup_ratio) = (2, 0.1),
+                "warmup_steps = 2 and warmup_ratio = 0.1 exclude each other",
+            ),
+            (
+                |c| (c.optimizer.lr_scheduler_type, c.optimizer.warmup_steps) = (LrSchedulerType::Constant, 2),
+                "warmup_steps = 2 has no effect with lr_scheduler_type = constant; constant_with_warmup has",
+            ),
+            (|c| c.optimizer.power = 2.0, "power = 2 has no effect with lr_scheduler_type = linear; polynomial has it"),
+            (|c| c.optimizer.lr_end = Some(1.0), "lr_end = 1: expected less than learning_rate = 0.000003"),
+            (
+                |c| (c.optimizer.lr_scheduler_type, c.optimizer.lr_end) = (LrSchedulerType::Constant, Some(0.0)),
+                "lr_end = 0 has no effect with lr_scheduler_type = constant",
+            ),
+            (
+                |c| (c.value.value_learning_rate, c.optimizer.lr_end) = (Some(1e-7), Some(1e-6)),
+                "lr_end = 0.000001: expected less than value_learning_rate = 0.0000001",
+            ),
+        ];
+        for (change, message) in changes {
+            let mut config = ppo();
+            change(&mut config);
+            let error = usage_of(config.plan(10));
+            assert!(error.starts_with(message), "{error}\nis not {message}");
+        }
+    }
+
+    #[test]
+    fn all_that_is_wrong_is_refused_at_once_a_line_each() {
+        let mut config = ppo();
+        (config.gamma, config.kl.horizon, config.optimizer.power) = (2.0, 0.0, 3.0);
+        (config.stop_token, config.stop_token_id) = (Some(StopToken::Eos), Some(-3));
+        config.num_mini_batches = 3;
+        let error = usage_of(config.check());
+        let lines: Vec<&str> = error.lines().collect();
+        let expected = [
+            "gamma = 2: expected a number from 0 to 1",
+            "horizon = 0: expected a number above 0",
+            "stop_token = eos and stop_token_id = -3 exclude each other",
+            "power = 3 has no effect with lr_scheduler_type = linear",
+            "batch size = per_device_train_batch_size * gradient_accumulation_steps = 8 * 1 = 8 is not a multiple of",
+        ];
+        assert_eq!(lines.len(), expected.len(), "{error}");
+        for (line, expected) in lines.iter().zip(expected) {
+            assert!(line.starts_with(expected), "{line}\nis not {expected}");
+        }
+    }
+
+    #[test]
+    fn sizes_beyond_any_run_are_refused_by_name_with_the_most_there_may_be() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 9] = [
+            (|c| c.num_ppo_epochs = usize::MAX, "num_ppo_epochs = 18446744073709551615: expected at most 10000"),
+            (|c| c.num_mini_batches = usize::MAX, "num_mini_batches = 18446744073709551615: expected at most 1048576"),
+            (|c| c.total_episodes = Some(usize::MAX), "total_episodes = 18446744073709551615: expected at most"),
+            (|c| c.response_length = usize::MAX, "response_length = 18446744073709551615: expected at most 1048576"),
+            (
+                |c| c.value.value_warmup_updates = usize::MAX,
+                "value_warmup_updates = 18446744073709551615: expected at most 2147483647",
+            ),
+            (
+                |c| c.generation.per_device_generation_batch_size = Some(usize::MAX),
+                "per_device_generation_batch_size = 18446744073709551615: expected at most",
+            ),
+            (|c| c.num_train_epochs = 1e300, "num_train_epochs * prompts = 18446744073709551615: expected at most"),
+            (|c| c.peft.lora_alpha = usize::MAX, "lora_alpha = 18446744073709551615: expected at most"),
+            (|c| c.run.loss_scale.loss_scale_window = usize::MAX, "loss_scale_window = 18446744073709551615: expected"),
+        ];
+        for (change, message) in changes {
+            let mut config = ppo();
+            change(&mut config);
+            let error = usage_of(config.plan(10));
+            assert!(error.starts_with(message), "{error}\nis not {message}");
+        }
+        let mut sft = SftConfig::new("m", "d", "o");
+        sft.num_train_epochs = 1e300;
+        assert!(usage_of(sft.plan(10)).starts_with("num_train_epochs * rows / batch size = 18446744073709551615"));
+        let mut config = ppo();
+        (config.run.seed, config.stop_token_id) = (u64::MAX, Some(i64::MAX));
+        config.check().unwrap();
+    }
+
+    #[test]
+    fn two_stop_tokens_exclude_each_other() {
+        let mut config = ppo();
+        config.stop_token = Some(StopToken::Eos);
+        config.stop_token_id = Some(50256);
+        assert_eq!(
+            usage_of(config.check()),
+            "stop_token = eos and stop_token_id = 50256 exclude each other: set one of them"
+        );
+    }
+
+    #[test]
+    fn a_missing_eos_penalty_needs_no_stop_token() {
+        let mut config = ppo();
+        config.missing_eos_penalty = Some(1.0);
+        config.check().unwrap(); // It then looks for the tokenizer's end-of-sequence token.
+    }
+
+    #[test]
+    fn values_out_of_range_are_refused_by_name() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 18] = [
+            (|c| c.rewards.reward_batch_size = 0, "reward_batch_size = 0: expected at least 1"),
+            (|c| c.rewards.reward_concurrency = 9999, "reward_concurrency = 9999: expected at most 1024"),
+            (
+                |c| c.rewards.reward_timeout = f64::NAN,
+                "reward_timeout = NaN: expected a number of seconds above 0, at most a week",
+            ),
+            (|c| c.per_device_train_batch_size = 0, "per_device_train_batch_size = 0: expected at least 1"),
+            (|c| c.gradient_accumulation_steps = 0, "gradient_accumulation_steps = 0: expected at least 1"),
+            (|c| c.num_mini_batches = 0, "num_mini_batches = 0: expected at least 1"),
+            (|c| c.response_length = 0, "response_length = 0: expected at least 1"),
+            (|c| c.total_episodes = Some(0), "total_episodes = 0: expected at least 1"),
+            (|c| c.num_train_epochs = f64::INFINITY, "num_train_epochs = inf: expected a number above 0"),
+            (|c| c.temperature = 0.0, "temperature = 0: expected a number above 0"),
+            (|c| c.gamma = 1.5, "gamma = 1.5: expected a number from 0 to 1"),
+            (|c| c.lam = f64::NAN, "lam = NaN: expected a number from 0 to 1"),
+            (|c| c.cliprange = 0.0, "cliprange = 0: expected a number above 0"),
+            (|c| c.cliprange_value = -0.2, "cliprange_value = -0.2: expected a number above 0"),
+            (|c| c.missing_eos_penalty = Some(-1.0), "missing_eos_penalty = -1: expected a number of 0 or more"),
+            (|c| c.stop_token_id = Some(-1), "stop_token_id = -1: expected a token id, 0 or more"),
+            (|c| c.learning_rate = f64::NAN, "learning_rate = NaN: expected a number of 0 or more"),
+            (|c| c.optimizer.adam_beta2 = 1.0, "adam_beta2 = 1: expected a number from 0 to below 1"),
+        ];
+        for (change, message) in changes {
+            let mut config = ppo();
+            change(&mut config);
+            assert_eq!(usage_of(config.plan(10)), message);
+        }
+    }
+
+    #[test]
+    fn settings_of_lora_without_use_peft_are_refused_and_with_it_checked() {
+        type Change = fn(&mut PeftConfig);
+        let changes: [(bool, Change, &str); 4] = [
+            (false, |c| c.lora_r = 8, "settings of LoRA are given, and use_peft = false"),
+            (true, |c| c.lora_r = 0, "lora_r = 0: expected at least 1"),
+            (true, |c| c.lora_alpha = 0, "lora_alpha = 0: expected at least 1"),
+            (true, |c| c.lora_dropout = 1.0, "lora_dropout = 1: expected a number from 0 to below 1"),
+        ];
+        for (use_peft, change, message) in changes {
+            let mut config = ppo();
+            config.peft.use_peft = use_peft;
+            change(&mut config.peft);
+            let error = usage_of(config.check());
+            assert!(error.starts_with(message), "{error}");
+        }
+        assert_eq!(ppo().peft.lora(), None);
+        let mut config = ppo();
+        config.peft.use_peft = true;
+        assert_eq!(config.peft.lora(), Some(LoraConfig::default()), "the library's defaults are the flags'");
+    }
+
+    #[test]
+    fn a_best_model_needs_something_that_looks_for_it() {
+        type Change = fn(&mut PpoConfig);
+        let changes: [(Change, &str); 6] = [
+            (|c| c.run.checkpoints.save_steps = Some(0), "save_steps = 0: expected at least 1"),
+            (|c| c.eval.eval_steps = Some(0), "eval_steps = 0: expected at least 1"),
+            (|c| c.eval.greater_is_better = Some(true), "greater_is_better = true needs metric_for_best_model"),
+            (
+                |c| c.eval.metric_for_best_model = Some("objective/kl".into()),
+                "metric_for_best_model = objective/kl needs eval_steps or save_steps",
+            ),
+            (
+                |c| {
+                    c.eval.metric_for_best_model = Some("eval/score".into());
+                    c.run.checkpoints.save_steps = Some(5);
+                },
+                "metric_for_best_model = eval/score needs eval_steps",
+            ),
+            (
+                |c| {
+                    c.eval.metric_for_best_model = Some("eval/scores".into());
+                    c.eval.eval_steps = Some(5);
+                },
+                "metric_for_best_model = eval/scores: expected one of eval/score, eval/kl, eval/response_length, eval/scores/NAME",
+            ),
+        ];
+        for (change, message) in changes {
+            let mut config = ppo();
+            change(&mut config);
+            let error = usage_of(config.check());
+            assert!(error.starts_with(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn threads_are_no_more_than_processors() {
+        for threads in [0, 100_000] {
+            let mut config = ppo();
+            config.run.num_threads = Some(threads);
+            let message = usage_of(config.check());
+            assert!(message.starts_with(&format!("num_threads = {threads}: expected 1 to ")), "{message}");
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! Settings of `rlhf generate`.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::check::check_sizes;
+use super::rows::RowsConfig;
+use crate::flag::{
+    DATA, MODELS, NONE, SAMPLING, Setting, above_zero, all, at_least_one, defaults, expect, optional, required, usage,
+    zero_or_more, zero_to_one,
+};
+use crate::generate::{GenerationConfig, Sampling};
+use crate::weights::brief;
+use crate::{Error, Result};
+
+/// Default maximum number of generated tokens.
+const NEW_TOKENS: usize = 53;
+
+/// Settings of `rlhf generate`.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct GenerateConfig {
+    /// Folder or hub name of the causal language model.
+    #[arg(long, alias = "model", help_heading = MODELS)]
+    pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+
+    /// Prompts [default: those of the dataset, else of standard input].
+    #[arg(value_name = "PROMPT")]
+    pub prompts: Vec<String>,
+    /// What standard input holds: `text`, a prompt per line, or `jsonl`, a row per line as in a dataset.
+    #[arg(long, help_heading = DATA, default_value = "text", value_name = Format::NAME, value_parser = required::<Format>)]
+    pub input_format: Format,
+    /// `text` to read, `jsonl` for programs [default: text on a terminal, else jsonl].
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_name = Format::NAME, value_parser = optional::<Format>)]
+    pub output_format: std::option::Option<Format>,
+    /// Put a prompt that is a string into the chat template, as what the user says.
+    #[arg(long, help_heading = DATA)]
+    pub apply_chat_template: bool,
+
+    /// Tokens of an answer, at most [default: the model's `generation_config.json`, else 53].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub max_new_tokens: std::option::Option<usize>,
+    /// Tokens of an answer, at least [default: the model's `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub min_new_tokens: std::option::Option<usize>,
+    /// Draw the next token; `false` always takes the likeliest [default: the model's `generation_config.json`, else true].
+    #[arg(
+        long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>,
+        num_args = 0..=1, default_missing_value = "true", require_equals = true
+    )]
+    pub do_sample: std::option::Option<bool>,
+    /// Temperature; 0 always takes the likeliest token [default: the model's `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub temperature: std::option::Option<f64>,
+    /// Sample from this many likeliest tokens only; 0 for all [default: the model's `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    pub top_k: std::option::Option<usize>,
+    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all [default: the model's `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub top_p: std::option::Option<f64>,
+    /// Sample from tokens at least this many times as likely as the likeliest; 0 for all [default: the model's `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub min_p: std::option::Option<f64>,
+    /// Make tokens of the prompt and the answer less likely to come again; 1 for no penalty [default: the model's `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    pub repetition_penalty: std::option::Option<f64>,
+    /// Answers to each prompt.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1)]
+    pub num_return_sequences: usize,
+    /// Stop at the token with this id too; several with commas between them, or the flag several times.
+    #[arg(long, help_heading = SAMPLING, value_delimiter = ',')]
+    pub stop_token_ids: Vec<i64>,
+    /// Stop with the token that completes this text; the flag several times for several.
+    #[arg(long, help_heading = SAMPLING)]
+    pub stop_strings: Vec<String>,
+    /// Do not stop at the end-of-sequence tokens of the model and its tokenizer.
+    #[arg(long, help_heading = SAMPLING)]
+    pub ignore_eos: bool,
+    /// Seed of the sampling.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
+    pub seed: u64,
+
+    /// Where rows come from and go to.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rows: RowsConfig,
+}
+
+impl GenerateConfig {
+    /// Creates a configuration with every default, for this model; set `prompts` or `dataset_name` next.
+    pub fn new(model_name_or_path: impl Into<PathBuf>) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = model_name_or_path.into();
+        config
+    }
+
+    /// Returns whether every token is the likeliest one: no sampling, or a temperature of 0.
+    pub fn is_greedy(&self) -> bool {
+        self.do_sample == Some(false) || self.temperature == Some(0.0)
+    }
+
+    /// Resolves the generation: a setting that is not set is that of `of_model`, the `generation_config.json` of the model in
+    /// `dir`, whose context is of `context` tokens, or else rlhf's default. The caller adds what ends a response.
+    ///
+    /// # Errors
+    /// If one of the settings is invalid.
+    pub fn generation(
+        &self,
+        of_model: &serde_json::Map<String, Value>,
+        context: usize,
+        dir: &Path,
+    ) -> Result<GenerationConfig> {
+        let file = ModelDefaults { settings: of_model, dir };
+        let do_sample = match (self.do_sample, file.get("do_sample")) {
+            (Some(set), _) => set,
+            (None, None) => true,
+            (None, Some(found)) => found.as_bool().ok_or_else(|| file.wrong("do_sample", bool::EXPECTED, found))?,
+        };
+        let mut max_new_tokens = file.whole(self.max_new_tokens, "max_new_tokens", NEW_TOKENS)?;
+        if self.max_new_tokens.is_none() && max_new_tokens >= context {
+            // The files of some models have their whole context, which leaves no room for a prompt.
+            max_new_tokens = NEW_TOKENS;
+        }
+        let min_new_tokens = file.whole(self.min_new_tokens, "min_new_tokens", 0)?;
+        let (temperature, top_k) =
+            (file.number(self.temperature, "temperature", 1.0)?, file.whole(self.top_k, "top_k", 0)?);
+        let (top_p, min_p) = (file.number(self.top_p, "top_p", 1.0)?, file.number(self.min_p, "min_p", 0.0)?);
+        let repetition_penalty = file.number(self.repetition_penalty, "repetition_penalty", 1.0)?;
+        let resolved = Self {
+            do_sample: Some(do_sample),
+            max_new_tokens: Some(max_new_tokens),
+            min_new_tokens: Some(min_new_tokens),
+            temperature: Some(temperature),
+            top_p: Some(top_p),
+            min_p: Some(min_p),
+            repetition_penalty: Some(repetition_penalty),
+            ..self.clone()
+        };
+        resolved.check()?;
+        let sampling = match resolved.is_greedy() {
+            true => Sampling::Greedy,
+            false => Sampling::Random { temperature, top_k, top_p, min_p },
+        };
+        Ok(GenerationConfig {
+            repetition_penalty,
+            min_new_tokens,
+            samples_per_prompt: self.num_return_sequences,
+            seed: self.seed,
+            batch_size: self.rows.batch_size,
+            ..GenerationConfig::new(sampling, max_new_tokens)
+        })
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        check_sizes(self)?;
+        let sources = match (&self.rows.dataset_name, &self.prompts[..]) {
+            (Some(dataset), prompts @ [_, ..]) => usage(format!(
+                "dataset_name = {} and {} prompts of your own exclude each other: give one of them",
+                dataset.display(),
+                prompts.len()
+            )),
+            _ => Ok(()),
+        };
+        let enough = match (self.min_new_tokens, self.max_new_tokens) {
+            (Some(least), Some(most)) => {
+                expect(least <= most, "min_new_tokens", least, &format!("at most max_new_tokens = {most}"))
+            }
+            _ => Ok(()),
+        };
+        let set = |found: Option<f64>, check: fn(&str, f64) -> Result<()>, name| {
+            found.map_or(Ok(()), |found| check(name, found))
+        };
+        let sequences = self.num_return_sequences;
+        let equal = if self.is_greedy() && sequences > 1 {
+            usage(format!(
+                "num_return_sequences = {sequences} would give equal answers, as the likeliest token is always taken; set \
+                 num_return_sequences = 1, or do_sample = true with a temperature above 0"
+            ))
+        } else {
+            Ok(())
+        };
+        let ids = self
+            .stop_token_ids
+            .iter()
+            .try_for_each(|&id| expect(id >= 0, "stop_token_ids", id, "token ids, 0 or more"));
+        all([
+            sources,
+            self.max_new_tokens.map_or(Ok(()), |most| at_least_one("max_new_tokens", most)),
+            enough,
+            at_least_one("num_return_sequences", sequences),
+            set(self.temperature, zero_or_more, "temperature"),
+            set(self.top_p, above_zero, "top_p"),
+            set(self.top_p, zero_to_one, "top_p"),
+            set(self.min_p, zero_to_one, "min_p"),
+            set(self.repetition_penalty, above_zero, "repetition_penalty"),
+            equal,
+            ids,
+            expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text"),
+            self.rows.check(),
+        ])
+    }
+}
+
+/// The `generation_config.json` of the model in `dir`: defaults of settings that are not set.
+struct ModelDefaults<'a> {
+    settings: &'a serde_json::Map<String, Value>,
+    dir: &'a Path,
+}
+
+impl ModelDefaults<'_> {
+    fn get(&self, name: &str) -> Option<&Value> {
+        self.settings.get(name).filter(|value| !value.is_null())
+    }
+
+    fn number(&self, set: Option<f64>, name: &str, usual: f64) -> Result<f64> {
+        match (set, self.get(name)) {
+            (Some(set), _) => Ok(set),
+            (None, None) => Ok(usual),
+            (None, Some(found)) => found.as_f64().ok_or_else(|| self.wrong(name, f64::EXPECTED, found)),
+        }
+    }
+
+    fn whole(&self, set: Option<usize>, name: &str, usual: usize) -> Result<usize> {
+        match (set, self.get(name)) {
+            (Some(set), _) => Ok(set),
+            (None, None) => Ok(usual),
+            (None, Some(found)) => {
+                let number = found.as_u64().and_then(|number| usize::try_from(number).ok());
+                number.ok_or_else(|| self.wrong(name, usize::EXPECTED, found))
+            }
+        }
+    }
+
+    fn wrong(&self, name: &str, expected: &str, found: &Value) -> Error {
+        let found = brief(&found.to_string()).into_owned();
+        Error::invalid(self.dir.join("generation_config.json"), format!("`{name}`: expected {expected}, found {found}"))
+    }
+}
+
+/// Format of standard input and of output of `rlhf generate`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Format {
+    /// Plain text, for people.
+    Text,
+    /// A JSON object per line.
+    Jsonl,
+}
+
+impl Setting for Format {
+    const NAME: &'static str = "FORMAT";
+    const EXPECTED: &'static str = "text or jsonl";
+
+    fn read(text: &str) -> Option<Self> {
+        Self::from_str(text, true).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::tests::usage_of;
+
+    #[test]
+    fn generation_refuses_two_sources_of_prompts_and_equal_answers() {
+        let mut config = GenerateConfig::new("m");
+        config.temperature = Some(0.0);
+        config.check().unwrap();
+        config.num_return_sequences = 2;
+        assert!(usage_of(config.check()).starts_with("num_return_sequences = 2 would give equal answers"));
+        config.num_return_sequences = 1;
+        config.prompts = vec!["a".into(), "b".into()];
+        config.rows.dataset_name = Some("d.jsonl".into());
+        assert_eq!(
+            usage_of(config.check()),
+            "dataset_name = d.jsonl and 2 prompts of your own exclude each other: give one of them"
+        );
+    }
+}

@@ -1,0 +1,47 @@
+//! Settings of `rlhf logprobs`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::check::check_sizes;
+use super::rows::RowsConfig;
+use crate::Result;
+use crate::flag::{MODELS, above_zero, all, defaults};
+
+/// Settings of `rlhf logprobs`.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct LogprobsConfig {
+    /// Folder or hub name of the causal language model.
+    #[arg(long, alias = "model", help_heading = MODELS)]
+    pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// Divides the logits; 1 for the model's own distribution.
+    #[arg(long, help_heading = MODELS, default_value_t = 1.0)]
+    pub temperature: f64,
+    /// Where rows come from and go to.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rows: RowsConfig,
+}
+
+impl LogprobsConfig {
+    /// Creates a configuration with every default, for this model; set `rows.dataset_name` next.
+    pub fn new(model_name_or_path: impl Into<PathBuf>) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = model_name_or_path.into();
+        config
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        check_sizes(self)?;
+        all([above_zero("temperature", self.temperature), self.rows.check()])
+    }
+}

@@ -1,0 +1,413 @@
+//! Sizes of a run that follow from its settings: batches, updates, optimizer steps.
+
+use super::ppo::{GenerationBatchesConfig, PpoConfig};
+use super::presets::Preset;
+use crate::Result;
+use crate::flag::{above_zero, at_least_one, defaults, expect, no_effect, optional, usage};
+use crate::rl::learner::EpochPlan;
+
+/// Maximum number of responses, rows or updates of a run.
+pub(super) const MOST_EPISODES: usize = 1 << 40;
+
+/// Maximum number of rows of an update: far above use, and small enough that a typing error does not end in a crash.
+pub(super) const MOST_ROWS: usize = 1 << 20;
+
+/// Default number of responses of an update of TRL's trainer with `step()`.
+pub(crate) const LEGACY_BATCH: usize = 128;
+
+/// Sizes of a PPO run, each checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PpoPlan {
+    /// Prompts answered in one update: `per_device_train_batch_size * gradient_accumulation_steps`, with the preset
+    /// `trl-ppov2` times `num_mini_batches`; or `per_device_generation_batch_size * generation_batches`.
+    pub batch_size: usize,
+    /// How the rows of an epoch are divided.
+    pub epoch: EpochPlan,
+    /// Answers asked for; the run trains on `num_total_batches * batch_size`, which may be a few more.
+    pub total_episodes: usize,
+    /// Updates in the run: `total_episodes / batch_size`, rounded up.
+    pub num_total_batches: usize,
+    /// Updates between two sample tables; `None` for no tables.
+    pub sample_every: Option<usize>,
+}
+
+/// Sizes of an SFT or reward model run, each checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TrainPlan {
+    /// Rows in one update: `per_device_train_batch_size * gradient_accumulation_steps`.
+    pub batch_size: usize,
+    /// Updates in the run: `max_steps`, else `num_train_epochs * rows / batch_size`, rounded up.
+    pub num_updates: usize,
+}
+
+/// Batch sizes of a PPO run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    /// Responses per update.
+    pub(super) batch_size: usize,
+    /// Division of an epoch into optimizer steps.
+    pub(super) epoch: EpochPlan,
+}
+
+impl Sizes {
+    /// Number of optimizer steps per update of `epochs` epochs.
+    pub(super) fn steps_per_update(&self, epochs: usize) -> usize {
+        self.epoch.steps(self.batch_size).saturating_mul(epochs)
+    }
+}
+
+impl PpoConfig {
+    /// Checks the settings and returns the sizes of the run over `num_prompts` prompts.
+    ///
+    /// Errors: [`Error::Usage`], naming the values that do not go together and the nearest that do.
+    pub fn plan(&self, num_prompts: usize) -> Result<PpoPlan> {
+        self.check()?;
+        self.plan_for(num_prompts)
+    }
+
+    /// Returns [`PpoConfig::plan`] of settings that are checked already.
+    pub(crate) fn plan_for(&self, num_prompts: usize) -> Result<PpoPlan> {
+        let Sizes { batch_size, epoch } = self.sizes()?;
+        // As TRL: the fraction of an episode is dropped. The cast saturates.
+        let total_episodes = self.total_episodes.unwrap_or((self.num_train_epochs * num_prompts as f64) as usize);
+        if total_episodes == 0 {
+            return usage(format!(
+                "total_episodes = num_train_epochs * prompts = {} * {num_prompts} is less than 1: nothing to train on",
+                self.num_train_epochs
+            ));
+        }
+        let product = "num_train_epochs * prompts";
+        expect(total_episodes <= MOST_EPISODES, product, total_episodes, &format!("at most {MOST_EPISODES}"))?;
+        let num_total_batches = total_episodes.div_ceil(batch_size);
+        let frozen = self.value.value_warmup_updates;
+        let expected = format!("less than the run's {num_total_batches} updates: else the policy never learns");
+        expect(frozen < num_total_batches, "value_warmup_updates", frozen, &expected)?;
+        Ok(PpoPlan {
+            batch_size,
+            epoch,
+            total_episodes,
+            num_total_batches,
+            sample_every: num_total_batches.checked_div(self.num_sample_generations).map(|every| every.max(1)),
+        })
+    }
+
+    /// Returns the batch sizes.
+    ///
+    /// # Errors
+    /// [`Error::Usage`](crate::Error::Usage), naming the values that do not go together and the nearest that do.
+    pub(super) fn sizes(&self) -> Result<Sizes> {
+        let (batch_size, mini_batch_size) = self.batch_sizes()?;
+        let (part_size, micro_batch_size) = match self.preset {
+            Preset::TrlLegacy => {
+                let part = mini_batch_size / self.gradient_accumulation_steps;
+                (part, part)
+            }
+            Preset::Trl | Preset::TrlPpov2 | Preset::DeepspeedChat => {
+                (mini_batch_size, self.per_device_train_batch_size.min(mini_batch_size))
+            }
+        };
+        Ok(Sizes { batch_size, epoch: EpochPlan { mini_batch_size, part_size, micro_batch_size } })
+    }
+
+    /// Returns the number of responses of an update, and of an optimizer step.
+    fn batch_sizes(&self) -> Result<(usize, usize)> {
+        if self.preset == Preset::TrlLegacy {
+            return self.legacy_batch_sizes();
+        }
+        let (rows, accumulated) = (self.per_device_train_batch_size, self.gradient_accumulation_steps);
+        let (batch_size, parts) = (batch_size(rows, accumulated)?, self.num_mini_batches);
+        at_least_one("num_mini_batches", parts)?;
+        if let Some(answers) = self.generation.answers()? {
+            let message = "per_device_train_batch_size and gradient_accumulation_steps say what a step trains on, where \
+                           per_device_generation_batch_size says what is answered";
+            expect(parts == 1, "num_mini_batches", parts, &format!("1: {message}"))?;
+            let product = "per_device_train_batch_size * gradient_accumulation_steps";
+            expect(batch_size <= answers, product, batch_size, &format!("at most the {answers} answers of an update"))?;
+            return Ok((answers, batch_size));
+        }
+        if self.preset == Preset::TrlPpov2 {
+            let all = batch_size.saturating_mul(parts);
+            let product = "per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches";
+            expect(all <= MOST_ROWS, product, all, &format!("at most {MOST_ROWS}"))?;
+            return Ok((all, batch_size));
+        }
+        if !batch_size.is_multiple_of(parts) {
+            let nearest = nearest_divisors(batch_size, parts);
+            return usage(format!(
+                "batch size = per_device_train_batch_size * gradient_accumulation_steps = {rows} * {accumulated} = \
+                 {batch_size} is not a multiple of num_mini_batches = {parts}; {nearest}"
+            ));
+        }
+        Ok((batch_size, batch_size / parts))
+    }
+
+    /// Returns the number of responses of an update with the preset `trl-legacy`, and of an optimizer step.
+    fn legacy_batch_sizes(&self) -> Result<(usize, usize)> {
+        let (legacy, accumulated) = (&self.legacy, self.gradient_accumulation_steps);
+        at_least_one("gradient_accumulation_steps", accumulated)?;
+        let all = legacy.batch_size.unwrap_or(LEGACY_BATCH);
+        expect((1..=MOST_ROWS).contains(&all), "batch_size", all, &format!("1 to {MOST_ROWS}"))?;
+        let part = legacy.mini_batch_size.unwrap_or((all / accumulated).max(1));
+        at_least_one("mini_batch_size", part)?;
+        self.refuse_unused_sizes()?;
+        let step = part.saturating_mul(accumulated);
+        if !all.is_multiple_of(step) {
+            let below = (1..=all / accumulated).rev().find(|n| *n < part && all.is_multiple_of(n * accumulated));
+            let nearest = below.map_or(String::new(), |below| format!("; the next smaller mini_batch_size is {below}"));
+            return usage(format!(
+                "batch_size = {all} is not a multiple of mini_batch_size * gradient_accumulation_steps = {part} * {accumulated} = \
+                 {step}{nearest}"
+            ));
+        }
+        Ok((all, step))
+    }
+
+    /// Refuses the sizes that the preset `trl-legacy` does not use.
+    fn refuse_unused_sizes(&self) -> Result<()> {
+        let usual: Self = defaults();
+        for (name, found, usual, other) in [
+            (
+                "per_device_train_batch_size",
+                self.per_device_train_batch_size,
+                usual.per_device_train_batch_size,
+                "mini_batch_size is the setting there",
+            ),
+            ("num_mini_batches", self.num_mini_batches, 1, "it follows from batch_size and mini_batch_size there"),
+            (
+                "per_device_generation_batch_size",
+                self.generation.per_device_generation_batch_size.unwrap_or(0),
+                0,
+                "an update answers batch_size prompts there",
+            ),
+            ("generation_batches", self.generation.generation_batches, 1, "an update answers batch_size prompts there"),
+        ] {
+            if found != usual {
+                no_effect(name, found, &format!("with preset = trl-legacy: {other}"))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Names the divisors of `batch_size` next to `parts`, for an error message.
+fn nearest_divisors(batch_size: usize, parts: usize) -> String {
+    let below = (1..parts.min(batch_size)).rev().find(|&n| batch_size.is_multiple_of(n));
+    let above = (parts + 1..=batch_size).find(|&n| batch_size.is_multiple_of(n));
+    match (below, above) {
+        (Some(below), Some(above)) => format!("the nearest that divide it are {below} and {above}"),
+        _ => format!("the nearest that divides it is {batch_size}"),
+    }
+}
+
+impl GenerationBatchesConfig {
+    /// Returns the number of responses of an update, if it has its own size.
+    fn answers(&self) -> Result<Option<usize>> {
+        at_least_one("generation_batches", self.generation_batches)?;
+        let Some(size) = self.per_device_generation_batch_size else {
+            return match self.generation_batches {
+                1 => Ok(None),
+                batches => {
+                    no_effect("generation_batches", batches, "without per_device_generation_batch_size").map(|()| None)
+                }
+            };
+        };
+        at_least_one("per_device_generation_batch_size", size)?;
+        let answers = size.saturating_mul(self.generation_batches);
+        let product = "per_device_generation_batch_size * generation_batches";
+        expect(answers <= MOST_ROWS, product, answers, &format!("at most {MOST_ROWS}"))?;
+        Ok(Some(answers))
+    }
+}
+
+/// Returns the number of rows of an optimizer step.
+pub(super) fn batch_size(per_device_train_batch_size: usize, gradient_accumulation_steps: usize) -> Result<usize> {
+    at_least_one("per_device_train_batch_size", per_device_train_batch_size)?;
+    at_least_one("gradient_accumulation_steps", gradient_accumulation_steps)?;
+    let rows = per_device_train_batch_size.saturating_mul(gradient_accumulation_steps);
+    let product = "per_device_train_batch_size * gradient_accumulation_steps";
+    expect(rows <= MOST_ROWS, product, rows, &format!("at most {MOST_ROWS}"))?;
+    Ok(rows)
+}
+
+/// Returns the sizes of an SFT or reward model run over `num_rows` rows.
+pub(super) fn train_plan(
+    batch_size: usize,
+    num_train_epochs: f64,
+    max_steps: Option<usize>,
+    num_rows: usize,
+) -> Result<TrainPlan> {
+    above_zero("num_train_epochs", num_train_epochs)?;
+    if let Some(steps) = max_steps {
+        at_least_one("max_steps", steps)?;
+    }
+    expect(num_rows > 0, "rows of the dataset", num_rows, "at least 1")?;
+    // A batch that a pass cannot fill continues into the next, so only the run's last update may see a row once more.
+    let num_updates =
+        max_steps.unwrap_or_else(|| (num_train_epochs * num_rows as f64 / batch_size as f64).ceil() as usize);
+    let expected = format!("at most {MOST_EPISODES}");
+    expect(num_updates <= MOST_EPISODES, "num_train_epochs * rows / batch size", num_updates, &expected)?;
+    Ok(TrainPlan { batch_size, num_updates })
+}
+
+/// Parses a number of steps; TRL writes "not set" as -1.
+pub(super) fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
+    if text == "-1" { Ok(None) } else { optional(text) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::RewardConfig;
+    use crate::settings::tests::{ppo, usage_of};
+
+    #[test]
+    fn a_ppo_plan_rounds_up_to_whole_updates() {
+        let mut config = ppo();
+        config.gradient_accumulation_steps = 4;
+        config.num_mini_batches = 2;
+        config.total_episodes = Some(1000);
+        let plan = config.plan(50).unwrap();
+        // 8 * 4 = 32 answers an update; 1000 / 32 = 31.25; 32 updates / 10 tables = 3.2.
+        assert_eq!(
+            plan,
+            PpoPlan {
+                batch_size: 32,
+                epoch: EpochPlan { mini_batch_size: 16, part_size: 16, micro_batch_size: 8 },
+                total_episodes: 1000,
+                num_total_batches: 32,
+                sample_every: Some(3),
+            }
+        );
+    }
+
+    #[test]
+    fn epochs_times_prompts_are_the_episodes_when_none_are_given() {
+        let mut config = ppo();
+        config.num_train_epochs = 2.5;
+        let plan = config.plan(101).unwrap();
+        assert_eq!((plan.total_episodes, plan.num_total_batches), (252, 32)); // 252.5 is cut; 252 / 8 = 31.5.
+        assert_eq!(
+            usage_of(config.plan(0)),
+            "total_episodes = num_train_epochs * prompts = 2.5 * 0 is less than 1: nothing to train on"
+        );
+    }
+
+    #[test]
+    fn a_micro_batch_is_never_larger_than_a_mini_batch() {
+        let mut config = ppo();
+        config.num_mini_batches = 4;
+        let plan = config.plan(8).unwrap();
+        assert_eq!((plan.epoch.mini_batch_size, plan.epoch.micro_batch_size), (2, 2));
+    }
+
+    #[test]
+    fn tables_come_each_update_at_most_or_never() {
+        let mut config = ppo();
+        config.total_episodes = Some(24);
+        assert_eq!(config.plan(1).unwrap().sample_every, Some(1));
+        config.num_sample_generations = 0;
+        assert_eq!(config.plan(1).unwrap().sample_every, None);
+    }
+
+    #[test]
+    fn mini_batches_that_do_not_divide_the_batch_name_the_nearest_that_do() {
+        let refused = |rows, accumulated, parts| {
+            let mut config = ppo();
+            config.per_device_train_batch_size = rows;
+            config.gradient_accumulation_steps = accumulated;
+            config.num_mini_batches = parts;
+            usage_of(config.plan(100))
+        };
+        assert_eq!(
+            refused(8, 3, 5),
+            "batch size = per_device_train_batch_size * gradient_accumulation_steps = 8 * 3 = 24 is not a multiple of \
+             num_mini_batches = 5; the nearest that divide it are 4 and 6"
+        );
+        assert_eq!(
+            refused(2, 2, 5),
+            "batch size = per_device_train_batch_size * gradient_accumulation_steps = 2 * 2 = 4 is not a multiple of \
+             num_mini_batches = 5; the nearest that divides it is 4"
+        );
+    }
+
+    #[test]
+    fn with_the_preset_of_ppo_v2_the_batch_includes_the_mini_batches() {
+        let mut config = ppo();
+        config.preset = Preset::TrlPpov2;
+        config.per_device_train_batch_size = 2;
+        config.gradient_accumulation_steps = 4;
+        config.num_mini_batches = 3;
+        config.total_episodes = Some(100);
+        let plan = config.plan(50).unwrap();
+        // 2 * 4 * 3 = 24 answers an update, in steps of 2 * 4; 100 / 24 = 4.2.
+        assert_eq!((plan.batch_size, plan.epoch.mini_batch_size, plan.epoch.micro_batch_size), (24, 8, 2));
+        assert_eq!(plan.num_total_batches, 5);
+        config.num_mini_batches = 1 << 19;
+        assert!(usage_of(config.plan(50)).contains("num_mini_batches = 4194304: expected at most 1048576"));
+    }
+
+    #[test]
+    fn an_update_with_a_size_of_its_own_is_trained_on_in_steps_of_another() {
+        let plan = |generated, batches, trained, accumulated| {
+            let mut config = ppo();
+            config.generation =
+                GenerationBatchesConfig { per_device_generation_batch_size: generated, generation_batches: batches };
+            (config.per_device_train_batch_size, config.gradient_accumulation_steps) = (trained, accumulated);
+            config.total_episodes = Some(100);
+            config.plan(50)
+        };
+        let sizes = |plan: Result<PpoPlan>| {
+            plan.map(|p| (p.batch_size, p.epoch.mini_batch_size, p.epoch.micro_batch_size)).unwrap()
+        };
+        assert_eq!(sizes(plan(Some(6), 4, 4, 2)), (24, 8, 4));
+        assert_eq!(sizes(plan(Some(6), 4, 5, 2)), (24, 10, 5), "the last step of an epoch has 4");
+        assert_eq!(plan(Some(6), 4, 4, 2).unwrap().num_total_batches, 5);
+        assert_eq!(
+            usage_of(plan(Some(4), 1, 8, 1)),
+            "per_device_train_batch_size * gradient_accumulation_steps = 8: expected at most the 4 answers of an update"
+        );
+        assert_eq!(
+            usage_of(plan(None, 2, 8, 1)),
+            "generation_batches = 2 has no effect without per_device_generation_batch_size"
+        );
+        assert_eq!(usage_of(plan(Some(0), 2, 8, 1)), "per_device_generation_batch_size = 0: expected at least 1");
+        let mut config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
+        config.num_mini_batches = 2;
+        assert!(usage_of(config.check()).starts_with("num_mini_batches = 2: expected 1: per_device_train_batch_size"));
+    }
+
+    #[test]
+    fn the_preset_of_legacy_refuses_sizes_of_generation_that_it_would_not_use() {
+        let refused = |size, batches| {
+            let mut config = PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o");
+            config.generation =
+                GenerationBatchesConfig { per_device_generation_batch_size: size, generation_batches: batches };
+            usage_of(config.check())
+        };
+        let there = "has no effect with preset = trl-legacy: an update answers batch_size prompts there";
+        assert_eq!(refused(Some(4), 1), format!("per_device_generation_batch_size = 4 {there}"));
+        assert_eq!(refused(None, 2), format!("generation_batches = 2 {there}"));
+    }
+
+    #[test]
+    fn an_epoch_over_fewer_responses_has_as_many_parts_as_they_fill() {
+        let mut config = PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o");
+        (config.legacy.batch_size, config.legacy.mini_batch_size) = (Some(16), Some(2));
+        config.gradient_accumulation_steps = 4;
+        // Parts of 2 rows, 4 of them a step: 9 rows are 4 parts and one of a single row, in two steps.
+        assert_eq!([16, 9, 8, 1].map(|rows| config.plan(16).unwrap().epoch.parts(rows)), [8, 5, 4, 1]);
+    }
+
+    #[test]
+    fn a_train_plan_rounds_the_passes_up_to_whole_updates() {
+        let mut config = RewardConfig::new("m", "d", "o");
+        config.gradient_accumulation_steps = 2;
+        // 20 pairs, 3 passes, 16 an update: 3.75 updates.
+        assert_eq!(config.plan(20).unwrap(), TrainPlan { batch_size: 16, num_updates: 4 });
+        config.num_train_epochs = 0.6;
+        assert_eq!(config.plan(20).unwrap().num_updates, 1); // 0.75 rounded up.
+        config.max_steps = Some(100);
+        assert_eq!(config.plan(20).unwrap().num_updates, 100);
+        assert_eq!(usage_of(config.plan(0)), "rows of the dataset = 0: expected at least 1");
+    }
+}

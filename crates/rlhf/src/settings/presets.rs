@@ -1,0 +1,120 @@
+//! Presets: the defaults, and the batch sizes, of the systems that rlhf replaces.
+
+use clap::ValueEnum;
+use serde::Serialize;
+
+/// The system whose defaults and batch sizes the settings have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+#[value(rename_all = "kebab-case")]
+pub enum Preset {
+    /// TRL 1: an update answers `per_device_train_batch_size * gradient_accumulation_steps` prompts.
+    Trl,
+    /// The PPOv2 of TRL 0.9 to 0.11: `num_mini_batches` times as many.
+    TrlPpov2,
+    /// The PPOTrainer of TRL until 0.11, with `step()`: an update answers `batch_size` prompts.
+    TrlLegacy,
+    /// DeepSpeed-Chat's third step: its hyper-parameters, and its choices of what counts.
+    DeepspeedChat,
+}
+
+impl Preset {
+    /// Returns the settings that have other defaults with this preset, as key and value of a configuration file.
+    pub fn settings(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Self::Trl | Self::TrlPpov2 => &[],
+            Self::TrlLegacy => &[
+                ("value_head", "true"),
+                ("raw_logprobs", "true"),
+                ("score_position", "last_token"),
+                ("adap_kl_ctrl", "true"),
+                ("kl_coef", "0.2"),
+                ("ratio_threshold", "10"),
+                ("learning_rate", "1.41e-5"),
+                ("lr_scheduler_type", "constant"),
+                ("total_episodes", "20000"),
+                ("temperature", "1"),
+                ("stop_token", "eos"),
+                ("seed", "0"),
+            ],
+            Self::DeepspeedChat => &[
+                ("max_prompt_length", "256"),
+                ("long_prompts", "drop"),
+                ("per_device_generation_batch_size", "16"),
+                ("per_device_train_batch_size", "16"),
+                ("num_train_epochs", "1"),
+                ("response_length", "256"),
+                ("stop_token", "eos"),
+                ("temperature", "1"),
+                ("num_ppo_epochs", "1"),
+                ("kl_coef", "0.1"),
+                ("clip_reward_value", "5"),
+                ("min_response_length", "2"),
+                ("eos_in_loss", "unless_pad"),
+                ("last_value_in_loss", "false"),
+                ("whiten_advantages", "none"),
+                ("vf_coef", "1"),
+                ("learning_rate", "9.65e-6"),
+                ("value_learning_rate", "5e-6"),
+                ("lr_scheduler_type", "cosine"),
+                ("warmup_steps", "100"),
+                ("adam_beta2", "0.95"),
+                ("max_grad_norm", "1"),
+            ],
+        }
+    }
+}
+
+/// Returns why `rlhf ppo` has no flag of this name, if one of the systems that it replaces has.
+pub fn refused(flag: &str) -> Option<&'static str> {
+    Some(match flag {
+        "exp_name" | "task_name" | "tracker_project_name" => "a run is known by its output_dir",
+        "tracker_kwargs" | "project_kwargs" => {
+            "metrics go to output_dir, and with report_to = tensorboard to event files there"
+        }
+        "accelerator_kwargs" | "world_size" => "there is one process, and no accelerate beneath it",
+        "global_batch_size" | "global_backward_batch_size" | "backward_batch_size" => {
+            "it follows from batch_size, mini_batch_size and gradient_accumulation_steps"
+        }
+        "forward_batch_size" => "it is mini_batch_size under its older name",
+        "total_ppo_epochs" => "it follows from steps and batch_size",
+        "push_to_hub_if_best_kwargs" | "compare_steps" => {
+            "nothing is pushed; metric_for_best_model = objective/scores with save_steps keeps the best model in output_dir/best"
+        }
+        "remove_unused_columns" => "columns that are not used do no harm, and rewards may read them",
+        "dataset_num_proc" => "data is read by one process",
+        "optimize_cuda_cache" | "optimize_device_cache" => "memory between the phases is given back in any case",
+        "is_encoder_decoder" | "is_peft_model" => "the model's folder and use_peft tell",
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::tests::ppo;
+    use crate::settings::{EosInLoss, PpoConfig, WhitenAdvantages};
+
+    #[test]
+    fn the_preset_of_deepspeed_chat_has_its_defaults() {
+        let config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
+        config.check().unwrap();
+        assert_eq!((config.kl.kl_coef, config.clip_reward_value, config.mask.min_response_length), (0.1, Some(5.0), 2));
+        assert_eq!((config.learning_rate, config.value_optimizer().0), (9.65e-6, 5e-6));
+        assert_eq!((config.optimizer.adam_beta1, config.optimizer.adam_beta2), (0.9, 0.95));
+        assert_eq!((config.optimizer.max_grad_norm, config.optimizer.warmup_steps), (Some(1.0), 100));
+        assert_eq!((config.mask.eos_in_loss, config.whiten_advantages), (EosInLoss::UnlessPad, WhitenAdvantages::None));
+        assert_eq!((config.response_length, config.prompt_length.max_prompt_length), (256, Some(256)));
+        let plan = config.plan(160).unwrap();
+        assert_eq!((plan.batch_size, plan.epoch.mini_batch_size, plan.num_total_batches), (16, 16, 10));
+        for preset in [Preset::Trl, Preset::TrlPpov2] {
+            assert_eq!(
+                PpoConfig {
+                    preset: Preset::Trl,
+                    ..PpoConfig::with_preset(preset, "policy", "judge", "prompts.jsonl", "out")
+                },
+                ppo()
+            );
+        }
+    }
+}

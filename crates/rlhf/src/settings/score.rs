@@ -1,0 +1,87 @@
+//! Settings of `rlhf score`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::check::check_sizes;
+use super::rows::RowsConfig;
+use crate::flag::{MODELS, NONE, all, defaults, optional, usage};
+use crate::model::ModelOptions;
+use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, resolve, specs};
+use crate::tokenizer::Tokenizer;
+use crate::{Result, hub};
+
+/// Settings of `rlhf score`.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ScoreConfig {
+    /// Folder or hub name of the reward model, a sequence classifier.
+    #[arg(long, alias = "model", help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub model_name_or_path: std::option::Option<PathBuf>,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    pub reward_label: std::option::Option<String>,
+    /// Folder or hub name of the policy's tokenizer, by which rewards see prompts and answers [default: the reward model's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub tokenizer_name: std::option::Option<PathBuf>,
+    /// Rewards beside, or in place of, the reward model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rewards: RewardSourcesConfig,
+    /// Where rows come from and go to.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rows: RowsConfig,
+}
+
+impl ScoreConfig {
+    /// Creates a configuration with every default, for this model; set `rows.dataset_name` next.
+    pub fn new(model_name_or_path: impl Into<PathBuf>) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = Some(model_name_or_path.into());
+        config
+    }
+
+    /// Returns whether responses are scored as in a run, and not whole texts by a model alone.
+    pub fn scores_answers(&self) -> bool {
+        self.tokenizer_name.is_some() || self.rewards != defaults()
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        check_sizes(self)?;
+        let rewards = specs(self).and_then(|rewards| match rewards[..] {
+            [] => usage("no reward: set at least one of model_name_or_path, reward, reward_command and reward_url"),
+            _ if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() => {
+                usage("tokenizer_name: expected the policy's folder, as rewards see what its tokens say, found none")
+            }
+            _ => Ok(()),
+        });
+        all([self.rewards.check(), rewards, self.rows.check()])
+    }
+
+    /// Loads the rewards of this configuration, for responses of `tokenizer`.
+    ///
+    /// # Errors
+    /// If one is not written as it should be, or cannot be loaded.
+    pub fn load_rewards(&self, tokenizer: &Tokenizer, options: ModelOptions) -> Result<Rewards> {
+        let model = self.model_name_or_path.as_ref();
+        let model = model.map(|name| hub::model_dir(name, Some(&self.model_revision))).transpose()?;
+        let specs = resolve(RewardSources { model: model.as_deref(), ..self.into() })?;
+        Rewards::load(specs, &self.rewards, None, tokenizer, self.rows.batch_size, options)
+    }
+}
+
+impl<'a> From<&'a ScoreConfig> for RewardSources<'a> {
+    fn from(config: &'a ScoreConfig) -> Self {
+        let (model, label) = (config.model_name_or_path.as_deref(), config.reward_label.as_deref());
+        Self { model, label, settings: &config.rewards }
+    }
+}

@@ -1,0 +1,201 @@
+//! Settings of `rlhf sft`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::check::check_sizes;
+use super::plan::{TrainPlan, batch_size, steps_or_minus_one, train_plan};
+use crate::Result;
+use crate::data::settings::DataConfig;
+use crate::flag::{BATCHES, DATA, LOSS, MODELS, NONE, OPTIMIZER, all, at_least_one, defaults, optional, usage};
+use crate::model::PeftConfig;
+use crate::optim::settings::{OptimizerConfig, check_learning};
+use crate::run::settings::{EvalConfig, RunConfig};
+
+/// Settings of `rlhf sft`.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SftConfig {
+    /// Folder or hub name of the causal language model to start from.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub model_name_or_path: std::option::Option<PathBuf>,
+    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// A `config.json`, or the hub name of a model that has it: start from random weights of this shape instead.
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub config_name: std::option::Option<PathBuf>,
+    /// Folder or hub name to take the tokenizer from [default: the model's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub tokenizer_name: std::option::Option<PathBuf>,
+    /// Chat template to use and to save [default: the tokenizer's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub chat_template_path: std::option::Option<PathBuf>,
+
+    /// Where rows come from.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub data: DataConfig,
+    /// A dataset of its own for evaluation.
+    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    pub eval_dataset_name: std::option::Option<PathBuf>,
+    /// Field of a row with a text to learn whole.
+    #[arg(long, help_heading = DATA, default_value = "text")]
+    pub dataset_text_field: String,
+    /// Tokens of a row, at most; longer rows are cut at their end.
+    #[arg(long, help_heading = DATA, default_value_t = 1024)]
+    pub max_length: usize,
+    /// Fill blocks of `max_length` tokens with whole rows; batch sizes count blocks.
+    #[arg(long, help_heading = DATA, default_value_t = false)]
+    pub packing: bool,
+
+    /// Rows in one forward and backward pass.
+    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
+    pub per_device_train_batch_size: usize,
+    /// Rows in one forward pass of the evaluation.
+    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
+    pub per_device_eval_batch_size: usize,
+    /// Forward and backward passes in one optimizer step.
+    #[arg(long, help_heading = BATCHES, default_value_t = 1)]
+    pub gradient_accumulation_steps: usize,
+    /// Passes over the dataset, when `max_steps` is not set.
+    #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
+    pub num_train_epochs: f64,
+    /// Optimizer steps to take.
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = steps_or_minus_one)]
+    pub max_steps: std::option::Option<usize>,
+    /// Optimizer steps between two lines of metrics.
+    #[arg(long, help_heading = BATCHES, default_value_t = 10)]
+    pub logging_steps: usize,
+
+    /// In rows with a prompt and a completion, learn the completion only.
+    #[arg(long, help_heading = LOSS, default_value_t = true)]
+    pub completion_only_loss: bool,
+    /// In conversations, learn what the assistant says only.
+    #[arg(long, help_heading = LOSS, default_value_t = false)]
+    pub assistant_only_loss: bool,
+
+    /// Low-rank adapters in place of all weights.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub peft: PeftConfig,
+    /// Peak learning rate.
+    #[arg(long, help_heading = OPTIMIZER, default_value = "2e-5")]
+    pub learning_rate: f64,
+    /// The rest of the optimizer's settings.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub optimizer: OptimizerConfig,
+    /// Evaluation on the way, and the best model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub eval: EvalConfig,
+    /// Output folder, seed, precision, reports.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub run: RunConfig,
+}
+
+impl SftConfig {
+    /// Creates a configuration with every default, which starts from the model in the folder `model_name_or_path`.
+    pub fn new(
+        model_name_or_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = Some(model_name_or_path.into());
+        config.data.dataset_name = vec![dataset_name.into()];
+        config.run.output_dir = output_dir.into();
+        config
+    }
+
+    /// Creates a configuration with every default, which starts from random weights shaped by the `config.json` file
+    /// `config_name`, with the tokenizer in the folder `tokenizer_name`.
+    pub fn from_scratch(
+        config_name: impl Into<PathBuf>,
+        tokenizer_name: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults();
+        config.config_name = Some(config_name.into());
+        config.tokenizer_name = Some(tokenizer_name.into());
+        config.data.dataset_name = vec![dataset_name.into()];
+        config.run.output_dir = output_dir.into();
+        config
+    }
+
+    /// Checks every setting that needs no dataset to be checked.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        check_sizes(self)?;
+        let start = match (&self.model_name_or_path, &self.config_name, &self.tokenizer_name) {
+            (None, None, _) => usage("set model_name_or_path, or config_name to start from random weights"),
+            (Some(model), Some(config), _) => usage(format!(
+                "model_name_or_path = {} and config_name = {} exclude each other: set one of them",
+                model.display(),
+                config.display()
+            )),
+            (None, Some(config), None) => usage(format!(
+                "config_name = {} needs tokenizer_name: a configuration brings no tokenizer",
+                config.display()
+            )),
+            _ => Ok(()),
+        };
+        all([
+            start,
+            self.data.check(self.eval_dataset_name.as_deref()),
+            at_least_one("max_length", self.max_length),
+            at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
+            at_least_one("logging_steps", self.logging_steps),
+            self.peft.check(),
+            check_learning(self.learning_rate, &self.optimizer, None),
+            self.run.check(),
+            self.eval.check(self.run.checkpoints.save_steps, &["eval_loss"]),
+            self.plan_for(1).map(drop),
+        ])
+    }
+
+    /// Checks the settings and returns the sizes of the run over `num_rows` rows.
+    ///
+    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn plan(&self, num_rows: usize) -> Result<TrainPlan> {
+        self.check()?;
+        self.plan_for(num_rows)
+    }
+
+    /// Returns the sizes of the run, of settings that are checked already.
+    pub(crate) fn plan_for(&self, num_rows: usize) -> Result<TrainPlan> {
+        let batch_size = batch_size(self.per_device_train_batch_size, self.gradient_accumulation_steps)?;
+        train_plan(batch_size, self.num_train_epochs, self.max_steps, num_rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::tests::usage_of;
+
+    #[test]
+    fn sft_starts_from_a_model_or_from_a_shape_with_a_tokenizer() {
+        SftConfig::new("m", "d", "o").check().unwrap();
+        SftConfig::from_scratch("c", "t", "d", "o").check().unwrap();
+        let mut config = SftConfig::new("m", "d", "o");
+        config.config_name = Some("c".into());
+        assert_eq!(
+            usage_of(config.check()),
+            "model_name_or_path = m and config_name = c exclude each other: set one of them"
+        );
+        config.model_name_or_path = None;
+        assert_eq!(
+            usage_of(config.check()),
+            "config_name = c needs tokenizer_name: a configuration brings no tokenizer"
+        );
+        config.config_name = None;
+        assert_eq!(usage_of(config.check()), "set model_name_or_path, or config_name to start from random weights");
+    }
+}
