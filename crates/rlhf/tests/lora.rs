@@ -1,7 +1,7 @@
 //! Low-rank adapters against PEFT's values (`tests/golden/lora`), and their files.
 
 use crate::cli::{Scratch, json_lines};
-use crate::support::{Tensors, assert_close, golden};
+use crate::support::{Tensors, assert_close, golden, read_json};
 use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::PpoTrainer;
@@ -19,11 +19,7 @@ fn adapter(name: &str) -> PathBuf {
 }
 
 fn base_of(name: &str) -> PathBuf {
-    golden().join(json_of(&adapter(name).join("info.json"))["base"].as_str().unwrap())
-}
-
-fn json_of(path: &Path) -> Value {
-    serde_json::from_slice(&std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))).unwrap()
+    golden().join(read_json(&adapter(name).join("info.json"))["base"].as_str().unwrap())
 }
 
 fn base_rows(name: &str) -> Vec<Vec<i64>> {
@@ -54,7 +50,7 @@ fn values_of(model: &SequenceClassifier, rows: &[Vec<i64>]) -> Tensor {
 
 fn assert_gradients<'a>(name: &str, params: impl Iterator<Item = &'a Param>) {
     let expected = Tensors::read(&adapter(name).join("grads.safetensors"));
-    let info = &json_of(&adapter(name).join("info.json"))["grads"];
+    let info = &read_json(&adapter(name).join("info.json"))["grads"];
     let (rounding, most) = (info["rounding"].as_f64().unwrap(), info["max_abs"].as_f64().unwrap());
     let mut compared = 0;
     for param in params {
@@ -91,7 +87,9 @@ fn logits_with_an_adapter_equal_pefts() {
         let rows = base_rows(name);
         let check = |what: &str, model: &CausalLm| {
             for (i, logits) in model.logits(&rows).unwrap().iter().enumerate() {
-                assert_close(&format!("{name}: {what}"), logits, &golden.get("logits").get(i as i64), TOLERANCE);
+                let part = golden.part("logits");
+                let expected = part.tensor.get(i as i64);
+                assert_close(&format!("{name}: {what}"), &part.of(logits), &expected, TOLERANCE);
             }
         };
         check("beside the weights", &model);
@@ -314,7 +312,7 @@ fn refusal(key: &str, value: Value) -> String {
         dir.path().join("adapter_model.safetensors"),
     )
     .unwrap();
-    let mut described = json_of(&adapter("llama_untied").join("adapter_config.json"));
+    let mut described = read_json(&adapter("llama_untied").join("adapter_config.json"));
     described["base_model_name_or_path"] = json!(base_of("llama_untied"));
     described[key] = value;
     std::fs::write(dir.path().join("adapter_config.json"), described.to_string()).unwrap();
@@ -392,7 +390,7 @@ fn merging_into_bf16_keeps_the_f32_sum_until_it_is_rounded_once() {
     // A reader of what is saved is told of f32, and gets the sum.
     let out = tempfile::tempdir().unwrap();
     model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
-    let described = json_of(&out.path().join("config.json"));
+    let described = read_json(&out.path().join("config.json"));
     let dtype = described.get("dtype").or(described.get("torch_dtype"));
     assert_eq!(dtype, Some(&json!("float32")));
     assert_eq!(Checkpoint::open(out.path()).unwrap().read(name, Device::Cpu, Kind::Float).unwrap(), sum);
@@ -582,7 +580,7 @@ fn ppo_with_lora_begins_at_its_reference_and_saves_two_adapters() {
     assert!(metrics[0]["objective/kl"].as_f64().unwrap().abs() < 1e-4, "{:?}", metrics[0]["objective/kl"]);
     assert!(metrics[1]["objective/kl"].as_f64().unwrap() > 1e-3, "{:?}", metrics[1]["objective/kl"]);
     assert!(before == [stored("policy/model.safetensors"), stored("reward/model.safetensors")]);
-    let described = json_of(&scratch.path("out/adapter_config.json"));
+    let described = read_json(&scratch.path("out/adapter_config.json"));
     assert_eq!(described["lora_dropout"], 0.0, "what was done, and not what the flag says for SFT");
     assert_eq!(described["base_model_name_or_path"], scratch.path("policy").canonicalize().unwrap().to_str().unwrap());
     assert!(gap(&logprobs(&scratch, "out"), &logprobs(&scratch, "policy")) > 0.01);
@@ -616,7 +614,7 @@ fn a_reward_model_may_begin_at_a_language_models_adapter() {
     scratch.refuses(&format!("{reward} --output_dir judge"), 1, &["sft", "`task_type`: expected SEQ_CLS"]);
     scratch.succeeds(&format!("{reward} --new_reward_head --output_dir judge"));
     assert!(scratch.path("judge/base_model/model.safetensors").is_file());
-    assert_eq!(json_of(&scratch.path("judge/adapter_config.json"))["task_type"], "SEQ_CLS");
+    assert_eq!(read_json(&scratch.path("judge/adapter_config.json"))["task_type"], "SEQ_CLS");
     scratch.succeeds(&format!("{PPO} --sft_model_path sft --reward_model_path judge --output_dir out"));
     let (value, before) = (scores(&scratch, "out/value_model"), scores(&scratch, "judge"));
     assert!(gap(&value, &before) > 1e-4, "the value model began at the reward model and went on");
@@ -648,7 +646,7 @@ fn an_adapter_on_a_model_of_the_hub_names_it_as_the_hub_does() {
         assert!(done.status.success(), "{line}: {}", String::from_utf8_lossy(&done.stderr));
     };
     run(&format!("{SFT} --model_name_or_path me/base --output_dir out"));
-    let described = json_of(&scratch.path("out/adapter_config.json"));
+    let described = read_json(&scratch.path("out/adapter_config.json"));
     assert_eq!((&described["base_model_name_or_path"], &described["revision"]), (&json!("me/base"), &json!(commit)));
     run("logprobs --model out --dataset_name demos.jsonl");
     run("merge --model out --output_dir merged");

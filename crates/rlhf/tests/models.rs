@@ -1,6 +1,6 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
-use crate::support::{Tensors, assert_close, given_golden, golden, say};
+use crate::support::{Tensors, assert_close, given_golden, golden, read_json, say};
 use rlhf::generate::{FinishReason, GenerationConfig, Sampling, StopStrings, generate};
 use rlhf::model::{
     Batch, CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, JointBatch, LogprobOptions, LoraConfig,
@@ -84,19 +84,28 @@ fn logits_and_hidden_states_equal_transformers_in_every_padding() {
             let logits = model.logits(&sequences).unwrap();
             if set == "padded" && is_dynamic(model.config()) {
                 for (i, (_, places)) in rows.iter().enumerate() {
-                    let alone = golden.get("alone.logits").get(i as i64).index_select(0, &Tensor::from_slice(places));
-                    assert_close(&format!("{}: row {i}", dir.display()), &logits[i], &alone, TOLERANCE);
+                    let part = golden.part("alone.logits");
+                    let alone = part.tensor.get(i as i64).index_select(0, &Tensor::from_slice(places));
+                    assert_close(&format!("{}: row {i}", dir.display()), &part.of(&logits[i]), &alone, TOLERANCE);
                 }
                 continue;
             }
             let hidden = model.hidden_states(&sequences).unwrap();
             for (i, (_, places)) in rows.iter().enumerate() {
                 let places = Tensor::from_slice(places);
-                let row = |name: &str| golden.get(&format!("{set}.{name}")).get(i as i64).index_select(0, &places);
-                let what = format!("{}: {set} row {i}", dir.display());
-                assert_close(&format!("{what}: logits"), &logits[i], &row("logits"), TOLERANCE);
-                let expected = row(&format!("hidden_states.{last}"));
-                assert_close(&format!("{what}: hidden states"), &hidden[i], &expected, TOLERANCE);
+                for (name, found) in [("logits".into(), &logits[i]), (format!("hidden_states.{last}"), &hidden[i])] {
+                    let part = golden.part(&format!("{set}.{name}"));
+                    let expected = part.tensor.get(i as i64).index_select(0, &places);
+                    let what = format!("{}: {set} row {i}: {name}", dir.display());
+                    assert_close(&what, &part.of(found), &expected, TOLERANCE);
+                }
+            }
+            if set == "unpadded" {
+                // Each is of the whole vocabulary, of which the logits above may be a part.
+                let spans: Vec<_> = sequences.iter().map(|row| 1..row.len()).collect();
+                let found = model.token_logprobs(&sequences, &spans, 1.0, false).unwrap().logprobs;
+                let expected = golden.get("unpadded.next_logprobs").view([-1]);
+                assert_close(&format!("{}: log-probabilities", dir.display()), &found, &expected, TOLERANCE);
             }
         }
     }
@@ -155,8 +164,7 @@ fn config(sampling: Sampling, max_new_tokens: usize, stop: &[i64], batch_size: u
 
 #[test]
 fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
-    let index: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(given_golden().join("models/index.json")).unwrap()).unwrap();
+    let index = read_json(&given_golden().join("models/index.json"));
     for dir in folders(Hold::Lm) {
         let golden = values(&dir);
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
@@ -504,16 +512,16 @@ fn assert_gradients(dir: &Path, params: &[Param], info: &serde_json::Value) {
     let mut names: Vec<&str> = expected.names().collect();
     for param in params {
         let what = format!("{}: gradient of {}", dir.display(), param.name);
-        assert_close(&what, &param.tensor.grad(), expected.get(&param.name), (5.0 * rounding).max(2e-5 * most));
-        names.retain(|name| *name != param.name);
+        let part = expected.part(&param.name);
+        assert_close(&what, &part.of(&param.tensor.grad()), part.tensor, (5.0 * rounding).max(2e-5 * most));
+        names.retain(|name| name.split('[').next() != Some(param.name.as_str()));
     }
     assert!(names.is_empty(), "{}: no parameter {names:?}", dir.display());
 }
 
 #[test]
 fn gradients_of_every_parameter_equal_autograd_of_transformers() {
-    let index: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(given_golden().join("models/index.json")).unwrap()).unwrap();
+    let index = read_json(&given_golden().join("models/index.json"));
     let info = |dir: &Path| index["models"][dir.file_name().unwrap().to_str().unwrap()]["grads"].clone();
     let mut compared = 0;
     for dir in folders(Hold::Lm).into_iter().filter(|dir| dir.join("grads.safetensors").is_file()) {
@@ -756,8 +764,7 @@ fn what_a_generation_config_says_besides_its_tokens_travels_along() {
 #[test]
 fn settings_that_contradict_each_other_or_change_what_is_computed_are_refused() {
     let dir = golden().join("models/llama_untied");
-    let config: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
+    let config = read_json(&dir.join("config.json"));
     let with = |key: &str, value: serde_json::Value| {
         let mut config = config.clone();
         config[key] = value;

@@ -27,7 +27,7 @@ fn model() -> CausalLmWithValueHead {
 }
 
 fn tokenizer() -> Tokenizer {
-    Tokenizer::from_pretrained(&init("policy")).unwrap()
+    Tokenizer::from_pretrained(&init("ref")).unwrap()
 }
 
 fn small(change: impl FnOnce(&mut StepConfig)) -> StepTrainer {
@@ -265,7 +265,7 @@ fn lower_layers_that_are_shared_never_move_and_are_held_once() {
 #[test]
 fn of_a_model_with_an_adapter_the_base_is_the_reference_and_adapter_and_head_are_what_learns() {
     let (queries, responses, scores) = rows();
-    let mut lm = CausalLm::from_pretrained(&init("policy"), ModelOptions::default()).unwrap();
+    let mut lm = CausalLm::from_pretrained(&init("policy_vhead"), ModelOptions::default()).unwrap();
     lm.add_adapter(&LoraConfig { r: 4, alpha: 8.0, dropout: 0.0, ..LoraConfig::default() }, 1).unwrap();
     let model = CausalLmWithValueHead::from_lm(lm, ValueHeadInit::Fresh(2)).unwrap();
     let config = StepConfig { learning_rate: 1e-2, batch_size: 4, mini_batch_size: 2, ..StepConfig::default() };

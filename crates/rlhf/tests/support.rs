@@ -44,6 +44,15 @@ impl Tensors {
         self.0.get(name).unwrap_or_else(|| panic!("no golden tensor `{name}`"))
     }
 
+    /// The reference tensor `name`, whole or as much of it as the file has: `NAME[::7]` is every seventh row of it,
+    /// `NAME[..., ::7]` every seventh column.
+    pub(crate) fn part(&self, name: &str) -> Part<'_> {
+        let stored = [(name.to_string(), 0, 1), (format!("{name}[::7]"), 0, 7), (format!("{name}[..., ::7]"), -1, 7)];
+        let found = stored.iter().find_map(|(name, dim, step)| Some((self.0.get(name)?, *dim, *step)));
+        let (tensor, dim, step) = found.unwrap_or_else(|| panic!("no golden tensor `{name}`, whole or in part"));
+        Part { tensor, dim, step }
+    }
+
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
@@ -54,11 +63,37 @@ impl Tensors {
     }
 }
 
+/// The part of a tensor that a golden file has.
+pub(crate) struct Part<'a> {
+    pub(crate) tensor: &'a Tensor,
+    dim: i64,
+    step: i64,
+}
+
+impl Part<'_> {
+    /// The same part of a whole tensor, or, where the part is of columns, of some rows of one.
+    pub(crate) fn of(&self, whole: &Tensor) -> Tensor {
+        if self.step == 1 { whole.shallow_clone() } else { whole.slice(self.dim, None, None, self.step) }
+    }
+}
+
+/// The JSON of the file `path`.
+pub(crate) fn read_json(path: &Path) -> Value {
+    let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
 /// Panics, naming `what`, unless both are finite and differ by at most `tolerance` everywhere.
 pub(crate) fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
     assert_eq!(found.size(), expected.size(), "{what}: shapes");
     let gap = if found.numel() == 0 { 0.0 } else { (found - expected).abs().max().double_value(&[]) };
     assert!(gap <= tolerance, "{what}: largest difference {gap:e}, allowed {tolerance:e}");
+}
+
+/// Panics, naming `what`, unless both numbers differ by at most `tolerance`.
+#[track_caller]
+pub(crate) fn near(what: &str, found: f64, expected: f64, tolerance: f64) {
+    assert!((found - expected).abs() <= tolerance, "{what}: {found} is not {expected} within {tolerance:e}");
 }
 
 /// Tells on standard error what a test compared, also when it passes: the test runner keeps `println!` to itself.

@@ -1,14 +1,10 @@
 //! Tokenizers of every kind and chat templates of every style, against transformers.
 
-use crate::support::{given_golden, golden, say};
+use crate::support::{given_golden, golden, read_json, say};
 use rlhf::data::{Dataset, Demonstration, DemonstrationOptions};
 use rlhf::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::Path;
-
-fn read_json(path: &Path) -> Value {
-    serde_json::from_str(&std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))).unwrap()
-}
 
 fn ids(value: &Value) -> Vec<i64> {
     value.as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect()
