@@ -21,7 +21,7 @@ demo: setup ## movie reviews learn to be positive: SFT, reward model, PPO, and a
 test: test-setup lint ## formatting, clippy, docs, every test
 	cargo test --workspace --locked
 	tests/setup/test_crate.sh
-	RLHF_KERNELS=plain cargo test -p rlhf --locked --test main -- golden models:: lora:: ppo_
+	RLHF_KERNELS=plain cargo test -p rlhf --locked --test main -- golden models:: lora:: ppo:: ppo_
 
 test-setup: setup
 	tests/setup/test_setup.sh
@@ -32,7 +32,7 @@ test-kills: setup ## kill a run fifty times at random moments, resume it each ti
 	cargo test -p rlhf --locked --test main -- --ignored --nocapture a_run_killed_fifty_times
 
 test-attack: setup ## the attacks of the test suite in their long form, twenty times as many cases, about an hour
-	RLHF_ATTACK=20 cargo test -p rlhf --locked --test main -- --nocapture attack:: corrupt:: a_run_killed_fifty_times hub::hostile
+	RLHF_ATTACK=20 cargo test -p rlhf --locked --test main -- --nocapture attack:: a_run_killed_fifty_times hub::hostile
 	RLHF_ATTACK=20 cargo test -p rlhf --locked --bin rlhf -- attack::
 
 test-interop: setup ## check what rlhf writes with transformers, peft and tensorboard

@@ -8,19 +8,7 @@ checkout=$PWD
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$checkout/target}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-passed=0
-failed=0
-
-check() {
-    local name=$1
-    shift
-    if "$@"; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        printf 'FAILED: %s\n%s\n' "$name" "${out-}"
-    fi
-}
+. tests/setup/check.sh
 says() { [[ $out == *"$1"* ]]; }
 
 out=$(scripts/new-crate.sh "$work/my-trainer" 2>&1)
@@ -33,21 +21,21 @@ check "a name that cargo does not take is refused" says "expected a folder name 
 # The checkout's own settings must not help: cargo reads them from the folders above the crate.
 cd "$work/my-trainer" || exit 1
 out=$(env -u LIBTORCH -u LD_LIBRARY_PATH cargo build --offline --quiet 2>&1)
-check "it builds" [ $? = 0 ]
+rc=$?
+check "it builds" [ $rc = 0 ]
 run() {
     out=$(cd / && env -u LIBTORCH -u LD_LIBRARY_PATH "$CARGO_TARGET_DIR/debug/my-trainer" "$@" 2>&1)
-    code=$?
+    rc=$?
 }
 run
 check "it starts without a path to libtorch, and an error from main is one line" \
-    [ "$code:$out" = "1:Error: expected SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER" ]
+    [ "$rc:$out" = "1:Error: expected SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER" ]
 models=$checkout/crates/rlhf/tests/golden/trl_new/init/llama_policy
 mkdir "$work/sft"
 cp "$models"/* "$work/sft"
 cp "$checkout"/crates/rlhf/tests/golden/models/gpt_neox/tokenizer*.json "$work/sft"
 printf '{"prompt": "one two three"}\n{"prompt": "four five"}\n' >"$work/prompts.jsonl"
 run "$work/sft" "$work/prompts.jsonl" "$work/out"
-check "it trains" [ "$code" = 0 -a -f "$work/out/model.safetensors" -a -f "$work/out/metrics.jsonl" ]
+check "it trains" [ "$rc" = 0 -a -f "$work/out/model.safetensors" -a -f "$work/out/metrics.jsonl" ]
 
-echo "crate tests: $passed passed, $failed failed"
-[ $failed = 0 ]
+check_summary crate

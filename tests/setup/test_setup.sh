@@ -18,8 +18,7 @@ repo=$work/repo
 bin=$work/bin
 python=$(python3 -c 'import sys; print(sys.executable)')
 tools="bash env awk cat readlink flock grep ln mkdir mv rm sleep tail uname"
-passed=0
-failed=0
+. tests/setup/check.sh
 
 # A new checkout and a PATH with what set-up needs. The fake python3 sees no site-packages; its pip is the file pip.
 fresh() {
@@ -109,18 +108,6 @@ run_script() {
     rc=$?
     out=$(<"$work/out")
     err=$(<"$work/err")
-}
-
-# check NAME CONDITION...: the condition is a command.
-check() {
-    local name=$1
-    shift
-    if "$@"; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        printf 'FAILED: %s\n    %s\n    exit code %s\n    out: %s\n    err: %s\n' "$name" "$*" "$rc" "$out" "$err"
-    fi
 }
 
 # Set-up failed with one line on standard error that starts with "error: " and contains each of the arguments.
@@ -260,5 +247,4 @@ check "a failed fetch of CUDA leaves nothing" [ "$(ls "$repo/.libtorch" | tr '\n
 fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake pip 'exit 0'; disk 999; cuda
 check "too little disk for CUDA" one_error "expected 12000 MB free" "found 999 MB"
 
-echo "setup tests: $passed passed, $failed failed"
-[ $failed = 0 ]
+check_summary setup

@@ -5,6 +5,7 @@
 
 mod faults;
 mod files;
+pub(crate) mod folders;
 mod rewards;
 
 use serde_json::{Map, Value};

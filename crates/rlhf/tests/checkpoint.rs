@@ -1,7 +1,7 @@
 //! What a stopped, killed or failed run leaves, and that it goes on from there to the same bits.
 
 use crate::cli::{PPO, REWARD, Ran, SFT, Scratch, json_lines, timeless};
-use crate::support::{golden, say};
+use crate::support::{golden, init, say};
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::report::Console;
 use rlhf::settings::{LrSchedulerType, PpoConfig, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
@@ -23,7 +23,6 @@ pub(crate) fn ppo_config(dir: &Path) -> PpoConfig {
     for split in ["train", "test"] {
         write_rows(&dir.join(format!("prompts/{split}.jsonl")), |prompt| json!({"prompt": prompt}));
     }
-    let init = |model: &str| golden().join("trl_new/init").join(model);
     let mut config = PpoConfig::new(init("llama_policy"), init("llama_reward"), dir.join("prompts"), dir.join("whole"));
     config.model_name_or_path = Some(golden().join("models/gpt_neox"));
     config.response_length = 6;

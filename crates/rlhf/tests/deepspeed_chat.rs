@@ -1,5 +1,7 @@
 //! What a user of DeepSpeed-Chat does, as they do it here.
 
+mod engine;
+
 use crate::cli::{Scratch, json_lines};
 use rlhf::weights::Checkpoint;
 

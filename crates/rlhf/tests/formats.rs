@@ -179,8 +179,8 @@ fn a_model_of_one_gib_loads_in_little_more_memory() {
 #[test]
 #[ignore = "a process of its own, started by check_memory_of_loading"]
 fn child_loads_a_model() {
-    let (Some(dir), Ok(dtype)) = (std::env::var_os("DIR"), std::env::var("DTYPE")) else { return };
-    let dtype = if dtype == "auto" { Dtype::Auto } else { Dtype::Float32 };
+    let dir = Child::var("DIR");
+    let dtype = if Child::var("DTYPE") == "auto" { Dtype::Auto } else { Dtype::Float32 };
     tch::set_num_threads(1);
     // What the first tensor operation sets up is no part of loading.
     CausalLm::from_pretrained(&golden().join("models/gpt_neox"), AUTO).unwrap();
@@ -209,7 +209,7 @@ fn what_is_frozen_gives_back_the_memory_that_it_is_not_computed_with() {
 #[test]
 #[ignore = "a process of its own, started by what_is_frozen_gives_back_the_memory_that_it_is_not_computed_with"]
 fn child_holds_a_model_as_computed() {
-    let Some(dir) = std::env::var_os("DIR") else { return };
+    let dir = Child::var("DIR");
     tch::set_num_threads(1);
     let options = ModelOptions { dtype: Dtype::Float32, precision: Precision::Bf16, ..AUTO };
     let load = |dir: &Path| {

@@ -1,6 +1,6 @@
 //! Models and datasets by their name on the hub, against a server on this machine that answers as the hub does.
 
-use crate::corrupt::{Dice, mutate, mutate_text};
+use crate::attack::folders::{Dice, mutate, mutate_text};
 use crate::support::golden;
 use ring::digest;
 use rlhf::hub::{Hub, Part};

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{assert_same, ppo_config};
 use crate::cli::{json_lines, timeless};
-use crate::support::golden;
+use crate::support::{golden, init};
 use rlhf::data::{Cursor, Dataset, Prompt};
 use rlhf::dist::World;
 use rlhf::generate::generate;
@@ -18,15 +18,11 @@ use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::{PpoParts, PpoTrainer};
 use serde_json::{Map, Value};
 use std::ops::ControlFlow::{self, Break, Continue};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use tch::Kind;
 
 const VOCAB: i64 = 320;
-
-fn init(model: &str) -> PathBuf {
-    golden().join("trl_new/init").join(model)
-}
 
 /// Five updates of 4 answers in the folder `out`, scored by nothing yet.
 fn config(dir: &Path, out: &str) -> PpoConfig {

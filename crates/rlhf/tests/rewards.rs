@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{signal, wait_until};
 use crate::cli::{PPO, PROMPTS, Ran, Scratch, json_lines, timeless};
-use crate::support::{Child, golden};
+use crate::support::{Child, golden, init};
 use rlhf::generate::FinishReason;
 use rlhf::model::ModelOptions;
 use rlhf::reward::{
@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -553,10 +553,6 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
 }
 
 // PPO.
-
-fn init(model: &str) -> PathBuf {
-    golden().join("trl_new/init").join(model)
-}
 
 /// Two updates of 8 answers.
 fn config(dir: &Path) -> PpoConfig {

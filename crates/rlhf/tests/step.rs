@@ -1,5 +1,7 @@
 //! The trainer with `step()`: its settings, its pieces, what it writes; and `rlhf ppo --preset trl-legacy`.
 
+mod golden;
+
 use crate::cli::{Scratch, json_lines};
 use crate::support::{assert_close, golden};
 use rlhf::compat::step::{Generate, LengthSampler, Stat, StepConfig, StepTrainer, Texts};

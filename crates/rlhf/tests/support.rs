@@ -14,10 +14,26 @@ pub(crate) fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
+/// One of the first checkpoints of TRL's runs: `{neox,llama}_{policy,ref,reward,value}`.
+pub(crate) fn init(model: &str) -> PathBuf {
+    golden().join("trl_new/init").join(model)
+}
+
 /// The folder whose models, tokenizers and PPO variants are compared, whatever they are: `$RLHF_GOLDEN`, else `golden`.
 pub(crate) fn given_golden() -> PathBuf {
     let committed = golden();
     std::env::var_os("RLHF_GOLDEN").map_or(committed, PathBuf::from)
+}
+
+/// `$RLHF_GOLDEN`, for the tests of reference values that are not committed.
+///
+/// # Panics
+/// Where the variable is not set.
+#[track_caller]
+pub(crate) fn required_golden() -> PathBuf {
+    golden(); // one thread
+    let message = "RLHF_GOLDEN: expected a folder of reference values, found nothing set";
+    PathBuf::from(std::env::var_os("RLHF_GOLDEN").expect(message))
 }
 
 /// The named tensors of one golden file.
@@ -132,6 +148,15 @@ impl Child<'_> {
             Some(report) => serde_json::from_str(report).unwrap(),
             None => panic!("{}: {}\n{stdout}{}", self.test, output.status, String::from_utf8_lossy(&output.stderr)),
         }
+    }
+
+    /// In the child: a variable that the parent sets.
+    ///
+    /// # Panics
+    /// Where it is not set, as in a child that is started by itself.
+    #[track_caller]
+    pub(crate) fn var(name: &str) -> String {
+        std::env::var(name).unwrap_or_else(|e| panic!("{name}: {e}: this test is started by another, which sets it"))
     }
 
     /// In the child: hands `report` to the parent.

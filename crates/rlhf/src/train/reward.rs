@@ -703,18 +703,10 @@ mod tests {
     #[test]
     fn a_loss_of_tokens_has_the_values_and_gradients_of_torch() {
         tch::set_num_threads(1);
-        let heads = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/value_heads");
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let (models, heads) = (golden.join("models"), golden.join("value_heads"));
         for name in ["opt_dschat", "opt_proj_postln_dschat", "gpt2_dschat", "llama_untied_dschat"] {
-            let bytes = std::fs::read(heads.join(name).join("pairs.safetensors")).unwrap();
-            let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-            let golden: HashMap<&str, Tensor> = file
-                .iter()
-                .map(|(name, view)| {
-                    let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
-                    let kind = if view.dtype() == safetensors::Dtype::I64 { Kind::Int64 } else { Kind::Float };
-                    (name, Tensor::from_data_size(view.data(), &shape, kind))
-                })
-                .collect();
+            let golden = tensors(&heads.join(name).join("pairs.safetensors"));
             let rows = |name: &str| Vec::<Vec<i64>>::try_from(&golden[name]).unwrap();
             let texts = rows("input_ids").into_iter().zip(rows("attention_mask"));
             let texts: Vec<Vec<i64>> =
@@ -724,7 +716,16 @@ mod tests {
             let pairs: Vec<&Pair> = pairs.iter().collect();
 
             let options = ModelOptions::default();
-            let mut model = SequenceClassifier::from_pretrained(&heads.join(name), None, options).unwrap();
+            let dir = heads.join(name);
+            let folder = tempfile::tempdir().unwrap();
+            let dir = if dir.join("model.safetensors").is_file() {
+                dir
+            } else {
+                // The weights of the base, and a head.
+                with_head(&models.join(name.trim_end_matches("_dschat")), &dir, folder.path());
+                folder.path().to_path_buf()
+            };
+            let mut model = SequenceClassifier::from_pretrained(&dir, None, options).unwrap();
             model.set_trainable(true);
             let (sides, compared) = (sides(&pairs), Compared::of(&pairs, None, Device::Cpu));
             let mut seen = None;
@@ -789,30 +790,31 @@ mod tests {
         file.tensors().into_iter().map(read).collect()
     }
 
-    /// Of a folder of DeepSpeed-Chat's own reward models, where `$RLHF_GOLDEN` has one.
+    /// Writes DeepSpeed-Chat's reward model to `to`: the weights of the base model in `base`, and `head/v_head.safetensors`.
+    fn with_head(base: &Path, head: &Path, to: &Path) {
+        std::fs::copy(base.join("config.json"), to.join("config.json")).unwrap();
+        let bare =
+            |name: &str| ["model.", "transformer."].iter().find_map(|front| name.strip_prefix(front)).map(String::from);
+        let weights =
+            tensors(&base.join("model.safetensors")).into_iter().filter(|(name, _)| !name.starts_with("lm_head"));
+        let mut all: Vec<(String, Tensor)> = weights
+            .map(|(name, tensor)| (format!("rwtransformer.{}", bare(&name).unwrap_or(name.clone())), tensor))
+            .collect();
+        let head = tensors(&head.join("v_head.safetensors")).into_values().next().unwrap();
+        all.push(("v_head.weight".into(), head.view([1, -1])));
+        crate::weights::save(to, &all, usize::MAX).unwrap();
+    }
+
     #[test]
+    #[ignore = "compares dschat/rm_{opt,llama,gpt2}, DeepSpeed-Chat's own reward models, of another folder of reference values; set RLHF_GOLDEN=FOLDER"]
     fn a_loss_of_tokens_has_deepspeed_chats_numbers_on_its_own_models() {
-        let Some(given) = std::env::var_os("RLHF_GOLDEN") else { return };
+        let message = "RLHF_GOLDEN: expected a folder of reference values, found nothing set";
+        let given = std::env::var_os("RLHF_GOLDEN").expect(message);
         for (name, at_beginning) in [("rm_opt", 1), ("rm_llama", 0), ("rm_gpt2", 0)] {
             let dir = Path::new(&given).join("dschat").join(name);
-            let golden = dir.join("golden.safetensors");
-            if !golden.is_file() {
-                continue;
-            }
-            let golden = tensors(&golden);
+            let golden = tensors(&dir.join("golden.safetensors"));
             let folder = tempfile::tempdir().unwrap();
-            std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
-            let bare = |name: &str| {
-                ["model.", "transformer."].iter().find_map(|front| name.strip_prefix(front)).map(String::from)
-            };
-            let base =
-                tensors(&dir.join("model.safetensors")).into_iter().filter(|(name, _)| !name.starts_with("lm_head"));
-            let mut all: Vec<(String, Tensor)> = base
-                .map(|(name, tensor)| (format!("rwtransformer.{}", bare(&name).unwrap_or(name.clone())), tensor))
-                .collect();
-            let head = tensors(&dir.join("v_head.safetensors")).into_values().next().unwrap();
-            all.push(("v_head.weight".into(), head.view([1, -1])));
-            crate::weights::save(folder.path(), &all, usize::MAX).unwrap();
+            with_head(&dir, &dir, folder.path());
             let mut model = SequenceClassifier::from_pretrained(folder.path(), None, ModelOptions::default()).unwrap();
             model.set_trainable(true);
             let rows = |name: &str| Vec::<Vec<i64>>::try_from(golden[name].to_kind(Kind::Int64)).unwrap();

@@ -1,29 +1,25 @@
 //! Kills, half writes and failing disks at the n-th call that changes a file of a run.
 
+use super::folders::Dice;
 use super::{cases, check_error, is_long};
 use crate::checkpoint::assert_same;
 use crate::cli::{PPO, Ran, SFT, Scratch, snapshot};
-use crate::corrupt::Dice;
 use crate::support::say;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-/// The library that counts the calls and lets one of them go wrong, compiled on the spot; none without a C compiler.
-fn library(dir: &Path) -> Option<PathBuf> {
+/// Compiles the library that counts the calls and lets one of them go wrong.
+///
+/// # Panics
+/// Without the C compiler `cc`, which building the crate needs too.
+fn library(dir: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/attack/faults.c");
     let library = dir.join("faults.so");
     let mut cc = Command::new("cc");
     cc.args(["-shared", "-fPIC", "-O1", "-w", "-o"]).arg(&library).arg(source).arg("-ldl");
-    match cc.status() {
-        Ok(status) => {
-            assert!(status.success(), "faults.c does not compile");
-            Some(library)
-        }
-        Err(error) => {
-            say(&format!("SKIPPED: no fault is injected, as there is no C compiler `cc`: {error}"));
-            None
-        }
-    }
+    let status = cc.status().unwrap_or_else(|e| panic!("cc: {e}: expected a C compiler, to inject faults"));
+    assert!(status.success(), "faults.c does not compile");
+    library
 }
 
 /// A command with faults, bounded in memory and in time.
@@ -36,15 +32,15 @@ struct Faults {
 
 impl Faults {
     /// The run `line`, which writes to `out`, undisturbed: with it the number of its calls.
-    fn new(line: &str, last: usize) -> Option<(Self, u64)> {
+    fn new(line: &str, last: usize) -> (Self, u64) {
         let scratch = Scratch::new();
-        let library = library(&scratch.path("."))?;
+        let library = library(&scratch.path("."));
         let faults = Self { scratch, library, line: line.into(), last };
         let output = faults.run("out", 0, "kill", &[]);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let count: u64 = faults.scratch.read("count").trim().parse().unwrap();
         assert!(count > 30, "{count} calls: are they counted?");
-        Some((faults, count))
+        (faults, count)
     }
 
     fn run(&self, out: &str, at: u64, kind: &str, more: &[&str]) -> Output {
@@ -96,7 +92,7 @@ fn is_left_over(path: &Path) -> bool {
 
 /// Attacks at calls that are spread over the whole run.
 fn attack(line: &str, last: usize, kinds: &[&str], quick: u64) {
-    let Some((faults, count)) = Faults::new(line, last) else { return };
+    let (faults, count) = Faults::new(line, last);
     let inputs = || ["policy", "reward"].map(|name| snapshot(&faults.scratch.path(name)));
     let before = inputs();
     let mut dice = Dice(count);

@@ -1,8 +1,8 @@
 //! Damaged and hostile tokenizers, templates, rows, adapters and checkpoints.
 
+use super::folders::{Dice, mutate, mutate_text};
 use super::{Outcomes, cases};
 use crate::checkpoint::ppo_config;
-use crate::corrupt::{Dice, mutate, mutate_text};
 use crate::support::{Child, golden};
 use rlhf::data::{Dataset, RowReader};
 use rlhf::model::{CausalLm, ModelOptions};
@@ -228,7 +228,7 @@ fn child_opens_damaged_adapters() {
             2 => {
                 let mut header: Value = serde_json::from_slice(&weights[8..8 + header_len]).unwrap();
                 (0..=dice.roll(2)).for_each(|_| mutate(&mut header, &mut dice));
-                weights = crate::corrupt::with_header(header.to_string().as_bytes(), &weights[8 + header_len..]);
+                weights = super::folders::with_header(header.to_string().as_bytes(), &weights[8 + header_len..]);
             }
             _ => mutate_text(&mut weights, &mut dice),
         }

@@ -1,7 +1,7 @@
 //! Hostile reward programs and services.
 
+use super::folders::Dice;
 use super::{Outcomes, cases};
-use crate::corrupt::Dice;
 use crate::support::Child;
 use rlhf::generate::FinishReason;
 use rlhf::reward::{CommandReward, HttpReward, HttpSettings, RetryPolicy, Reward, RewardInput, Rewards};

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
+import thin
+
 GOLDEN = Path(__file__).resolve().parent
 OUT = GOLDEN / "dschat" / "steps"
 PAD = 2  # and the end token, as DeepSpeed-Chat has it
@@ -102,13 +104,16 @@ def functions():
 
 
 class Critic(torch.nn.Module):
-    """DeepSpeed-Chat's reward model: a base model, and a head without bias."""
+    """DeepSpeed-Chat's reward model: a base model, and a head without bias; without a seed that of `value_heads/`."""
 
-    def __init__(self, seed):
+    def __init__(self, seed=None):
         super().__init__()
         self.rwtransformer = AutoModel.from_pretrained(GOLDEN / "models/opt")
-        g = torch.Generator().manual_seed(seed)
         self.v_head = torch.nn.Linear(32, 1, bias=False)
+        if seed is None:
+            self.load_state_dict(load_file(GOLDEN / "value_heads/opt_dschat/model.safetensors"))
+            return
+        g = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             self.v_head.weight.copy_(0.3 * torch.randn(1, 32, generator=g))
             for p in self.rwtransformer.parameters():
@@ -144,14 +149,15 @@ def sequences(step):
 
 def rounds(dtype):
     torch.manual_seed(0)
-    policy, ref, critic, reward = actor(1).to(dtype), actor(2).to(dtype), Critic(3).to(dtype).eval(), Critic(4).to(dtype).eval()
+    ref = AutoModelForCausalLM.from_pretrained(GOLDEN / "models/opt").eval().to(dtype)
+    policy, critic, reward = actor(1).to(dtype), Critic(3).to(dtype).eval(), Critic().to(dtype).eval()
     state = lambda **models: {
         f"{name}.{key}": value.detach().clone().contiguous()
         for name, model in models.items()
         for key, value in model.state_dict().items()
         if key != "lm_head.weight"
     }
-    init = state(actor=policy, ref=ref, critic=critic, reward=reward)
+    init = state(actor=policy, critic=critic)
     adam = [torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.95)) for model in (policy, critic)]
     data = {}
     for step in range(2):
@@ -192,6 +198,7 @@ def main():
     gap = lambda a, b: max((a.double() - b.double()).abs().max().item(), 0.0) if a.is_floating_point() else 0.0
     noise = {"tensors": {k: gap(data[k], data64[k]) for k in data}, "final": {k: gap(final[k], final64[k]) for k in final}}
     cases, described = functions()
+    final = {name: tensor.contiguous() for name, tensor in thin.rows(final).items()}
     made = {"functions": cases, "e2e/init": init, "e2e/data": data, "e2e/final": final}
     if "--check" in sys.argv:
         for name, tensors in made.items():

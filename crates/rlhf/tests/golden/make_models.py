@@ -43,11 +43,12 @@ from transformers import (
 from trl.experimental.ppo.ppo_trainer import forward
 from trl.experimental.utils import get_reward
 
+import thin
+
 MODELS = Path(__file__).resolve().parent / "models"
 CONTEXT, GREEDY_TOKENS = 7, 16
 ENCODERS = ("bert", "distilbert", "roberta")
 TEXTS = ["This movie was really great and I loved it.", "The movie was terrible", "x"]
-PAIRS = [("Was the movie great?", "I loved it."), ("x", "The movie was terrible")]
 
 bytelevel = dict(bos_token_id=0, eos_token_id=0, pad_token_id=1)
 llama = dict(
@@ -127,6 +128,7 @@ class Spec(NamedTuple):
     tokenizer: str | None = None
     tokenizer_source: str | None = None
     tokens: int = 96  # as many ids as the tokenizer knows
+    weights: str | None = None  # the model of this folder whose weights it has, of the same names
     rounding: float = 8e-6  # how far float32 may be from float64: well below the 2e-5 that tests allow
 
 
@@ -189,20 +191,22 @@ SPECS = {
         ),
         207,
     ),
-    "llama_linear": Spec(LlamaConfig(**rope(rope_type="linear", factor=2.0)), 208),
+    "llama_linear": Spec(LlamaConfig(**rope(rope_type="linear", factor=2.0)), 208, weights="llama_rope3"),
     # Eight positions, so that rows of 12 are past what the model was made for.
-    "llama_dynamic": Spec(LlamaConfig(**rope(rope_type="dynamic", factor=2.0) | {"max_position_embeddings": 8}), 209),
+    "llama_dynamic": Spec(
+        LlamaConfig(**rope(rope_type="dynamic", factor=2.0) | {"max_position_embeddings": 8}), 209, weights="llama_rope3"
+    ),
     "mistral": Spec(MistralConfig(sliding_window=5, **small), 210),
     "qwen2": Spec(Qwen2Config(tie_word_embeddings=True, **small), 211),
     "qwen3": Spec(Qwen3Config(tie_word_embeddings=False, **qwen3), 212),
     "gemma2": Spec(Gemma2Config(**gemma2), 213),
     "phi3": Spec(Phi3Config(sliding_window=6, **small), 214),
-    "opt_cls": Spec(OPTConfig(num_labels=1, **opt), 215),
-    "opt_proj_postln_cls": Spec(OPTConfig(num_labels=1, **opt_proj_postln), 216),
+    "opt_cls": Spec(OPTConfig(num_labels=1, **opt), 215, weights="opt"),
+    "opt_proj_postln_cls": Spec(OPTConfig(num_labels=1, **opt_proj_postln), 216, weights="opt_proj_postln"),
     "mistral_cls": Spec(MistralConfig(num_labels=1, sliding_window=5, **small), 217),
-    "qwen2_cls": Spec(Qwen2Config(num_labels=1, tie_word_embeddings=True, **small), 218),
+    "qwen2_cls": Spec(Qwen2Config(num_labels=1, tie_word_embeddings=True, **small), 218, weights="qwen2"),
     "qwen3_cls": Spec(Qwen3Config(num_labels=1, tie_word_embeddings=False, **qwen3), 219),
-    "gemma2_cls": Spec(Gemma2Config(num_labels=1, **gemma2), 220),
+    "gemma2_cls": Spec(Gemma2Config(num_labels=1, **gemma2), 220, weights="gemma2"),
     "phi3_cls": Spec(Phi3Config(num_labels=1, sliding_window=6, **small), 221),
     "bert_cls1": Spec(
         BertConfig(vocab_size=256, max_position_embeddings=64, num_labels=1, **encoder), 222, "bert", "distilbert_cls2"
@@ -254,7 +258,8 @@ def attention(config):
     return "eager" if config.model_type == "gemma2" else "sdpa"
 
 
-def random_model(config, seed, classifier):
+def random_model(config, seed, classifier, weights=None):
+    """A model with random weights, but for those that the model `weights` has too."""
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     torch.manual_seed(seed)
     model = auto.from_config(config, attn_implementation=attention(config))
@@ -264,7 +269,29 @@ def random_model(config, seed, classifier):
             is_norm = weight.dim() == 1 and name.endswith("weight")
             weight.normal_(0.0, 0.15 if is_norm else 0.3 if weight.dim() > 1 else 0.1)
             weight.add_(norm_centre if is_norm else 0.0)
+    if weights:
+        model.load_state_dict(load_file(MODELS / weights / "model.safetensors"), strict=False)
     return model.eval()
+
+
+def share_weights(folder, weights):
+    """Puts links to the file of the model `weights` in the place of equal tensors; what is left is a second shard."""
+    single, link = folder / "model.safetensors", f"../{weights}/model.safetensors"
+    all_of_it, shared = load_file(single), load_file(MODELS / weights / "model.safetensors")
+    own = {name: weight for name, weight in all_of_it.items() if name not in shared}
+    assert all(torch.equal(weight, shared[name]) for name, weight in all_of_it.items() if name in shared), folder
+    single.unlink()
+    if not own:
+        single.symlink_to(link)
+        return
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    (folder / shards[0]).symlink_to(link)
+    save_file(own, folder / shards[1], metadata={"format": "pt"})
+    index = {
+        "metadata": {"total_size": sum(weight.nbytes for weight in all_of_it.values())},
+        "weight_map": {name: shards[name in own] for name in sorted(all_of_it)},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
 def forget_lengths(model):
@@ -292,10 +319,6 @@ def random_inputs(seed, tokens, config):
     return padded, ids(3, 12), ids(4, 12)
 
 
-def position_ids(mask):
-    return mask.cumsum(1) - mask.long()
-
-
 @torch.no_grad()
 def lm_values(model, padded, unpadded, greedy_eos_id=None):
     config, values = model.config, {}
@@ -306,13 +329,11 @@ def lm_values(model, padded, unpadded, greedy_eos_id=None):
         output = forward(model, ids, pad)
         values |= {
             f"{name}.input_ids": ids,
-            f"{name}.model_input_ids": ids.masked_fill(mask == 0, 0),
             f"{name}.attention_mask": mask,
-            f"{name}.position_ids": position_ids(mask),
             f"{name}.logits": output.logits,
             f"{name}.next_logprobs": output.logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0],
         }
-        values |= {f"{name}.hidden_states.{i}": hidden for i, hidden in enumerate(output.hidden_states)}
+        values[f"{name}.hidden_states.{config.num_hidden_layers}"] = output.hidden_states[-1]
     prompts = padded[:, :CONTEXT]
     mask = (prompts != pad).long()
 
@@ -338,13 +359,13 @@ def lm_values(model, padded, unpadded, greedy_eos_id=None):
         "greedy.prompt_ids": prompts,
         "greedy.prompt_mask": mask,
         "greedy.tokens": tokens,
-        "greedy.scores": scores,
         "greedy.gap": top[..., 0] - top[..., 1],
         "greedy_eos.tokens": greedy(greedy_eos_id).sequences[:, CONTEXT:],
     }
     if config.model_type == "llama" and config.rope_parameters["rope_type"] == "dynamic":
         values |= values_alone(model, padded)
-    return values, greedy_eos_id
+    logits = [name for name in values if name.endswith(".logits")]
+    return thin.columns(values, *logits), greedy_eos_id
 
 
 @torch.no_grad()
@@ -372,54 +393,26 @@ def values_alone(model, padded):
 
 
 @torch.no_grad()
-def classifier_values(model, padded, unpadded, plain):
+def classifier_values(model, padded, unpadded):
     values, pad = {}, model.config.pad_token_id
     for name, ids in (("padded", padded), ("unpadded", unpadded)):
         mask = (ids != pad).long()
         reward_logits, score, index = get_reward(model, ids, pad, CONTEXT)
-        last_hidden = getattr(model, model.base_model_prefix)(
-            input_ids=ids.masked_fill(mask == 0, 0), attention_mask=mask, position_ids=position_ids(mask)
-        ).last_hidden_state
         values |= {
             f"{name}.input_ids": ids,
             f"{name}.attention_mask": mask,
-            f"{name}.position_ids": position_ids(mask),
             f"{name}.reward_logits": reward_logits,
             f"{name}.score": score,
             f"{name}.score_index": index,
-            f"{name}.last_hidden": last_hidden,
-        }
-    for side in ("right", "left"):
-        ids = torch.full_like(plain, pad)
-        for row, length in enumerate([12, 7, 3, 9]):
-            place = slice(0, length) if side == "right" else slice(12 - length, 12)
-            ids[row, place] = plain[row, :length]
-        mask = (ids != pad).long()
-        values |= {
-            f"hf_{side}.input_ids": ids,
-            f"hf_{side}.attention_mask": mask,
-            f"hf_{side}.logits": model(input_ids=ids, attention_mask=mask).logits,
         }
     return values
 
 
 @torch.no_grad()
 def encoder_values(model, tokenizer):
-    def run(**inputs):
-        return model(**inputs, output_hidden_states=True)
-
     inputs = dict(tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False))
-    output = run(**inputs)
     values = {f"text.{name}": tensor for name, tensor in inputs.items()}
-    values |= {"text.logits": output.logits, "text.probs": output.logits.softmax(-1)}
-    values |= {f"text.hidden_states.{i}": hidden for i, hidden in enumerate(output.hidden_states)}
-    first = inputs["input_ids"][:1, : inputs["attention_mask"][0].sum()]
-    values |= {"unpadded.input_ids": first, "unpadded.logits": run(input_ids=first).logits}
-    if model.config.model_type == "bert":
-        inputs = tokenizer(*zip(*PAIRS, strict=True), padding=True, return_tensors="pt", return_token_type_ids=True)
-        values |= {f"pair.{name}": tensor for name, tensor in inputs.items()}
-        values["pair.logits"] = run(**inputs).logits
-    return values
+    return values | {"text.logits": model(**inputs).logits}
 
 
 @torch.no_grad()
@@ -474,7 +467,7 @@ def roberta_tokenizer(folder):
 
 
 def make(name):
-    config, seed, tokenizer, tokenizer_source, tokens, limit = SPECS[name]
+    config, seed, tokenizer, tokenizer_source, tokens, weights, limit = SPECS[name]
     classifier, is_encoder = "_cls" in name, config.model_type in ENCODERS
     folder = MODELS / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -483,17 +476,15 @@ def make(name):
         roberta_tokenizer(folder)
     elif tokenizer:
         for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(MODELS / tokenizer_source / file, folder)
+            (folder / file).symlink_to(f"../{tokenizer_source}/{file}")
     entry = {"dir": f"models/{name}"}
     while True:
-        model = random_model(config, seed, classifier)
+        model = random_model(config, seed, classifier, weights)
         entry |= {"cls": type(model).__name__, "weight_seed": seed, "tokenizer": tokenizer}
         entry |= {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id}
         if is_encoder:
             values = encoder_values(model, AutoTokenizer.from_pretrained(folder))
             entry |= {"texts": TEXTS, "base_model_prefix": model.base_model_prefix}
-            if "pair.logits" in values:
-                entry["pairs"] = PAIRS
             if rounding(model, values["text.input_ids"]) < limit:
                 break
             seed += 100
@@ -501,7 +492,7 @@ def make(name):
         padded, unpadded, plain = random_inputs(seed, tokens, config)
         entry["context_length"] = CONTEXT
         if classifier:
-            values = classifier_values(model, padded, unpadded, plain)
+            values = classifier_values(model, padded, unpadded)
             entry["base_model_prefix"] = model.base_model_prefix
             if rounding(model, plain) < limit:
                 break
@@ -513,20 +504,29 @@ def make(name):
         # No rounding can change a greedy token, and every row is full.
         if gap > 0.01 and not ends and rounding(model, [*padded, *unpadded]) < limit:
             entry |= {"greedy_eos_id": greedy_eos_id, "min_greedy_gap": gap}
-            entry["logit_std"] = values["unpadded.logits"].std().item()
             break
         seed += 100
     model.save_pretrained(folder)
+    if weights:
+        share_weights(folder, weights)
     old = config_of_transformers_4(json.loads((folder / "config.json").read_text()))
     (folder / "config_v4.json").write_text(json.dumps(old, indent=1) + "\n")
     save_file({k: v.clone().contiguous() for k, v in sorted(values.items())}, folder / "golden.safetensors")
-    entry["params"] = {k: list(v.shape) for k, v in load_file(folder / "model.safetensors").items()}
-    entry["files"] = sorted(p.name for p in folder.iterdir() if p.name != "config_v4.json")
-    entry["bytes"] = sum((folder / f).stat().st_size for f in entry["files"])
-    index = json.loads((MODELS / "index.json").read_text())
+    index = read_index()
     index["models"][name] = entry
-    (MODELS / "index.json").write_text(json.dumps(index, indent=1))
-    print(f"{name}: seed {seed}, {entry['bytes']} bytes")
+    write_index(index)
+    print(f"{name}: seed {seed}, {sum(f.stat().st_size for f in folder.iterdir())} bytes")
+
+
+def read_index():
+    return json.loads((MODELS / "index.json").read_text())
+
+
+def write_index(index):
+    """One line per model."""
+    models = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in index["models"].items())
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in index.items() if key != "models")
+    (MODELS / "index.json").write_text("{\n" + head + ' "models": {\n' + models + "\n }\n}\n")
 
 
 def load(name, config_file="config.json"):
@@ -562,17 +562,16 @@ def make_gradients(name):
     values = load_file(folder / "golden.safetensors")
     value, found = gradients(load(name), values)
     _, exact = gradients(load(name).double(), values)
-    save_file(found, folder / "grads.safetensors")
-    index = json.loads((MODELS / "index.json").read_text())
+    thinned = {key: grad.contiguous() for key, grad in thin.rows(found).items()}
+    save_file(thinned, folder / "grads.safetensors")
+    index = read_index()
     entry = index["models"][name]
     entry["grads"] = {
         "loss": value,
         "max_abs": max(grad.abs().max().item() for grad in found.values()),
         "rounding": max((found[key] - exact[key]).abs().max().item() for key in found),
     }
-    entry["files"] = sorted({*entry["files"], "grads.safetensors"})
-    entry["bytes"] = sum((folder / f).stat().st_size for f in entry["files"])
-    (MODELS / "index.json").write_text(json.dumps(index, indent=1))
+    write_index(index)
     print(f"{name}: gradients {entry['grads']}")
 
 
@@ -582,11 +581,11 @@ def check(name, entry):
     worst = 0.0
     for config_file in ("config.json", "config_v4.json"):
         model = load(name, config_file)
-        padded, unpadded = stored.get("padded.input_ids"), stored["unpadded.input_ids"]
+        padded, unpadded = stored.get("padded.input_ids"), stored.get("unpadded.input_ids")
         if model.config.model_type in ENCODERS:
             values = encoder_values(model, AutoTokenizer.from_pretrained(MODELS / name))
         elif is_classifier(model.config):
-            values = classifier_values(model, padded, unpadded, stored["hf_right.input_ids"])
+            values = classifier_values(model, padded, unpadded)
         else:
             values, _ = lm_values(model, padded, unpadded, entry["greedy_eos_id"])
         assert values.keys() == stored.keys(), f"{name}: tensors {sorted(values.keys() ^ stored.keys())}"
@@ -607,7 +606,9 @@ def check(name, entry):
         stored = load_file(MODELS / name / "grads.safetensors")
         _, values = gradients(load(name), load_file(MODELS / name / "golden.safetensors"))
         weights = load_file(MODELS / name / "model.safetensors")
-        assert values.keys() == stored.keys() == weights.keys(), f"{name}: gradients"
+        assert values.keys() == weights.keys(), f"{name}: gradients"
+        values = thin.stored(values, stored)
+        assert values.keys() == stored.keys(), f"{name}: gradients {sorted(values.keys() ^ stored.keys())}"
         gap = max((values[key] - stored[key]).abs().max().item() for key in stored)
         print(f"{name}: gradients differ by {gap:.1e}")
         worst = max(worst, gap / max(1.0, entry["grads"]["max_abs"]))
@@ -621,7 +622,7 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if sys.argv[1:] == ["--check"]:
-        index = json.loads((MODELS / "index.json").read_text())["models"]
+        index = read_index()["models"]
         worst = [check(n, e) for n, e in index.items() if (MODELS / n / "golden.safetensors").exists()]
         sys.exit(max(worst) > 2e-5)
     for name in sys.argv[1:] or dict.fromkeys([*SPECS, *GRADIENTS]):

@@ -13,7 +13,6 @@ Made with torch 2.11.0 and transformers 5.23.0 on a CPU, one thread, float32.
 """
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -49,7 +48,7 @@ class RewardModel(torch.nn.Module):
 
 
 def make_folder(name, base):
-    """A folder that is not there yet: the weights of the base without its head, and a head."""
+    """A folder that is not there yet: a head. The other weights are those of the base."""
     folder = HEADS / name
     if folder.exists():
         return
@@ -58,8 +57,7 @@ def make_folder(name, base):
     with torch.no_grad():
         model.v_head.weight.normal_(0.0, 0.3)
     folder.mkdir()
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
-    shutil.copy(MODELS / base / "config.json", folder / "config.json")
+    save_file({"v_head.weight": model.v_head.weight.data}, folder / "v_head.safetensors")
 
 
 def texts():
@@ -76,7 +74,9 @@ def texts():
 
 def values_of(folder, base):
     model = RewardModel(AutoModel.from_pretrained(MODELS / base)).eval()
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    whole = folder / "model.safetensors"  # of make_value_heads.py: the base's weights and the head
+    left = model.load_state_dict(load_file(whole if whole.exists() else folder / "v_head.safetensors"), strict=False)
+    assert not left.unexpected_keys and "v_head.weight" not in left.missing_keys, left
     # DeepSpeed-Chat pads with eos, whose embedding learns; torch spares that of the model's own pad, which stands in here.
     model.rwtransformer.get_input_embeddings().padding_idx = None
     chosen, rejected = texts()

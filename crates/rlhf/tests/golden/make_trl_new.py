@@ -30,6 +30,8 @@ from transformers import (
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
+import thin
+
 HERE = Path(__file__).resolve().parent / "trl_new"
 NUMPY_SEED = 1234
 EOS, PAD, VOCAB, RESPONSE = 0, 1, 320, 10
@@ -97,6 +99,9 @@ VARIANTS = {
     "neox_ragged_queries_2it": ("neox", 2, dict(lam=1.0, cliprange_value=0.1)),
 }
 
+# The runs that store every weight of both models after the last update; the others store `thin.rows` of them.
+WHOLE = ("neox_k3_3it", "llama_gae_clip_3it")
+
 # Lengths of the queries, where not 3 to 8.
 QUERY_LENGTHS = {"neox_ragged_queries_2it": (1, 24)}
 
@@ -135,8 +140,8 @@ class Recorder:
 
     def __init__(self, family, iterations, args, rows, responses, dtype, pads=()):
         self.pads = pads
-        self.data, self.info = {}, {"micro_batches": [], "optimizer_steps": [], "metrics": [], "lr_logged": []}
-        self.given, self.iteration, self.micro = responses, -1, []
+        self.data, self.info = {}, {"micro_batches": [], "optimizer_steps": [], "metrics": []}
+        self.given, self.iteration, self.orders = responses, -1, {}
         self.real_generate = []
 
         def load(auto, role):
@@ -168,12 +173,6 @@ class Recorder:
 
     def run(self, config):
         trainer = self.trainer
-        names = {id(p): name for name, p in trainer.model.named_parameters()}
-        self.info["param_groups"] = [
-            {k: v for k, v in group.items() if k != "params"} | {"names": [names[id(p)] for p in group["params"]]}
-            for group in trainer.optimizer.param_groups
-        ]
-        self.info["dropout_p"] = sorted({m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)})
         trainer.optimizer.optimizer.register_step_pre_hook(self.before_step)
         trainer.accelerator.backward = self.backward(trainer.accelerator.backward)
         trainer.log = self.log
@@ -200,7 +199,6 @@ class Recorder:
         self.info["args"] = {k: getattr(config, k) for k in (*COMMON, *derived)}
         for key in ("lr_scheduler_type", "optim"):
             self.info["args"][key] = str(getattr(self.info["args"][key], "value", self.info["args"][key]))
-        self.info["context_lengths"] = [self.data[f"it{i}.queries"].shape[1] for i in range(self.iteration + 1)]
 
     def put(self, name, tensor):
         tensor = tensor.detach().clone()
@@ -211,7 +209,7 @@ class Recorder:
     def batch_generation(self, real):
         def generate(model, queries, chunk, pad_token_id, generation_config):
             self.iteration += 1
-            self.scored, self.values, self.micro = [], [], []
+            self.scored, self.orders = [], {}
             temperature = self.trainer.args.temperature + 1e-7
 
             def logits(query_responses):
@@ -240,8 +238,6 @@ class Recorder:
             result = real(model, *args)
             if model is self.trainer.reward_model:
                 self.scored.append(result[1].clone())
-            else:
-                self.values.append(result[0].squeeze(-1).clone())
             return result
 
         return get_reward
@@ -249,13 +245,11 @@ class Recorder:
     def masked_whiten(self, real):
         def masked_whiten(values, mask, shift_mean=True):
             if not shift_mean:
-                self.put("rewards_before_whitening", values)
                 return real(values, mask, shift_mean=False)
             whitened = real(values, mask)
             local = sys._getframe(1).f_locals
             for name in (
                 "queries",
-                "query_responses",
                 "responses",
                 "postprocessed_responses",
                 "logprobs",
@@ -263,20 +257,13 @@ class Recorder:
                 "values",
                 "scores",
                 "sequence_lengths",
-                "sequence_lengths_p1",
-                "actual_end",
                 "contain_eos_token",
-                "padding_mask",
-                "padding_mask_p1",
                 "kl",
-                "non_score_reward",
                 "rewards",
                 "returns",
             ):
                 self.put(name, local[name])
-            self.put("advantages_before_whitening", values)
             self.put("advantages", whitened.masked_fill(~mask, 0))
-            self.put("value_full", torch.cat(self.values))
             self.put("score_raw", torch.cat(self.scored))
             return whitened
 
@@ -285,31 +272,9 @@ class Recorder:
     def backward(self, real):
         def backward(loss):
             local = sys._getframe(1).f_locals
-            accelerator = self.trainer.accelerator
-            micro = {name: local[name].detach().clone() for name in ("new_logprobs", "vpred", "ratio")}
-            micro["inds"] = torch.as_tensor(local["micro_batch_inds"])
-            micro["b_inds"] = (local["ppo_epoch_idx"], torch.as_tensor(local["b_inds"]))
-            self.micro.append(micro)
-            ratio = local["ratio"].detach()
-            self.info["micro_batches"].append(
-                {
-                    "iteration": self.iteration,
-                    "ppo_epoch": local["ppo_epoch_idx"],
-                    "minibatch": local["minibatch_idx"],
-                    "accum_idx": local["gradient_accumulation_idx"],
-                    "inds": local["micro_batch_inds"].tolist(),
-                    "pg_loss": local["pg_loss"].item(),
-                    "vf_loss": local["vf_loss"].item(),
-                    "loss": loss.item(),
-                    "vf_clipfrac": local["vf_clipfrac"].item(),
-                    "ratio_mean": ratio.mean().item(),
-                    "ratio_max": ratio.max().item(),
-                    "ratio_min": ratio.min().item(),
-                    "sync_gradients": accelerator.sync_gradients,
-                    "end_of_dataloader": accelerator.gradient_state.end_of_dataloader,
-                    "loss_divisor": accelerator.gradient_accumulation_steps,
-                }
-            )
+            self.orders[local["ppo_epoch_idx"]] = torch.as_tensor(local["b_inds"])
+            numbers = {name: local[name].item() for name in ("pg_loss", "vf_loss", "vf_clipfrac")}
+            self.info["micro_batches"].append({"iteration": self.iteration} | numbers)
             real(loss)
 
         return backward
@@ -319,22 +284,14 @@ class Recorder:
         self.info["optimizer_steps"].append(
             {
                 "iteration": self.iteration,
-                "after_micro_batch": len(self.info["micro_batches"]),
                 "lr": [float(group["lr"]) for group in optimizer.param_groups],
                 "global_grad_norm": torch.stack([g.double().norm() for g in grads]).norm().item(),
             }
         )
 
     def log(self, metrics):
-        local = sys._getframe(1).f_locals
-        for name in ("approxkl", "pg_clipfrac", "pg_loss", "vf_loss", "vf_clipfrac", "entropy", "ratio"):
-            self.put(f"stats.{name}", local[f"{name}_stats"])
-        epochs = dict(m["b_inds"] for m in self.micro)
-        self.put("b_inds", torch.stack([epochs[e] for e in sorted(epochs)]))
-        for name in ("inds", "new_logprobs", "vpred", "ratio"):
-            self.put(f"mb.{name}", torch.stack([m[name] for m in self.micro]))
+        self.put("b_inds", torch.stack([self.orders[epoch] for epoch in sorted(self.orders)]))
         self.info["metrics"].append(dict(metrics))
-        self.info["lr_logged"].append(metrics["lr"])
 
 
 def random_rows(seed, shortest=3, longest=8):
@@ -360,12 +317,10 @@ def make(number, name):
     floats = [k for k, v in run.data.items() if v.is_floating_point()]
     assert all(torch.equal(run.data[k], precise.data[k]) for k in run.data.keys() - set(floats)), name
     noise = {
-        "final": {k: largest_difference(v, precise.final[k]) for k, v in run.final.items()},
-        "tensors": {k: largest_difference(run.data[k], precise.data[k]) for k in floats},
-        "metrics_f64": precise.info["metrics"],
+        "final": thin.noise({k: largest_difference(v, precise.final[k]) for k, v in run.final.items()}),
+        "tensors": thin.noise({k: largest_difference(run.data[k], precise.data[k]) for k in floats}),
     }
     info = run.info | {
-        "real_generate_vs_forward_max_abs": real_generate,
         "variant": name,
         "family": family,
         "iterations": iterations,
@@ -378,8 +333,9 @@ def make(number, name):
     folder = HERE / name
     folder.mkdir(exist_ok=True)
     save_file({k: v.contiguous() for k, v in run.data.items()}, folder / "data.safetensors")
-    save_file({k: v.contiguous() for k, v in run.final.items()}, folder / "final.safetensors")
-    (folder / "info.json").write_text(json.dumps(info, indent=1) + "\n")
+    final = run.final if name in WHOLE else thin.rows(run.final)
+    save_file({k: v.contiguous() for k, v in final.items()}, folder / "final.safetensors")
+    thin.write_json(folder / "info.json", info)
     print(f"{name}: {len(info['optimizer_steps'])} steps, generate and forward differ by {max(real_generate):.1e}")
 
 
@@ -397,10 +353,11 @@ def check(folder):
     run = Recorder(info["family"], info["iterations"], args, info["dataset_input_ids"], responses, torch.float32)
     noise = info["noise_floor_f32_vs_f64"]
     assert run.data.keys() == data.keys(), sorted(run.data.keys() ^ data.keys())
+    run.final = thin.stored(run.final, final)
     assert run.final.keys() == final.keys(), sorted(run.final.keys() ^ final.keys())
     off, worst = [], 0.0
     pairs = [(k, run.data[k], v, noise["tensors"].get(k, 0)) for k, v in data.items()]
-    pairs += [(k, run.final[k], v, noise["final"][k]) for k, v in final.items() if not is_key_bias(k)]
+    pairs += [(k, run.final[k], v, noise["final"].get(k.split("[")[0], 0)) for k, v in final.items() if not is_key_bias(k)]
     for key, got, expected, floor in pairs:
         assert got.shape == expected.shape and got.dtype == expected.dtype, key
         difference = largest_difference(got, expected)

@@ -1,6 +1,6 @@
 //! What a PPO run may not depend on: how its rows are cut into passes. And what its sizes and its precision do change.
 
-use crate::support::{assert_close, golden};
+use crate::support::{assert_close, golden, init};
 use rlhf::dist::World;
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
@@ -14,14 +14,10 @@ use rlhf::train::ppo::ppo;
 use rlhf::weights::Checkpoint;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
 const PROMPTS: [&str; 8] = ["The movie", "A film", "the capital of France", "do", "human", "a sing", "2024", "is it"];
-
-fn init(model: &str) -> PathBuf {
-    golden().join("trl_new/init").join(model)
-}
 
 /// Three updates of 8 answers; at this temperature some rows of every batch stop early and others do not stop at all.
 fn config(dir: &Path) -> PpoConfig {

@@ -176,7 +176,7 @@ fn open(dir: &Path) -> [Result<(), String>; 3] {
 #[test]
 fn no_damage_to_a_model_folder_makes_it_panic_or_take_memory() {
     // What the program itself takes is 100 to 200 MiB; the models are below 1 MiB, and no damage may make more of them.
-    let found = Child { test: "corrupt::child_opens_damaged_folders", address_space_gib: 6, vars: &[] }.run();
+    let found = Child { test: "attack::folders::child_opens_damaged_folders", address_space_gib: 6, vars: &[] }.run();
     assert!(found["cases"].as_u64().unwrap() >= 5 * CASES, "{found}");
     assert!(
         found["errors"].as_u64().unwrap() > found["opened"].as_u64().unwrap(),

@@ -1,7 +1,7 @@
 //! What each setting of a PPO step does, and what it leaves alone; and TRL's command lines.
 
 use crate::cli::{Scratch, json_lines};
-use crate::support::{assert_close, golden};
+use crate::support::{assert_close, golden, init};
 use rlhf::dist::World;
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::metrics::Metrics;
@@ -17,12 +17,8 @@ use rlhf::settings::{PpoConfig, PpoPlan, Preset, WhitenAdvantages};
 use rlhf::train::ppo::{PpoTrainer, ppo};
 use serde_json::{Map, Value};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use tch::{Kind, Tensor};
-
-fn init(model: &str) -> PathBuf {
-    golden().join("trl_new/init").join(model)
-}
 
 fn policy(name: &str) -> CausalLm {
     CausalLm::from_pretrained(&init(name), ModelOptions::default()).unwrap()

@@ -1,0 +1,5 @@
+//! PPO by [`rlhf::train::ppo`]: against TRL's numbers, under every cut of its rows, and under each of its settings.
+
+mod golden;
+mod invariance;
+mod settings;
