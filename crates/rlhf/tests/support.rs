@@ -1,4 +1,4 @@
-//! Golden values and comparisons.
+//! Reference values, comparisons, and tests in their own process.
 
 use serde_json::Value;
 use std::collections::HashMap;
@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use tch::{Kind, Tensor};
 
-/// The folder of golden values that is committed beside this file.
+/// The folder of reference values in the repository.
 pub(crate) fn golden() -> PathBuf {
-    // The tests are threads already; more threads inside each would fight for the cores.
+    // The tests run in parallel threads already; more threads inside each would compete for the cores.
     tch::set_num_threads(1);
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
@@ -19,7 +19,7 @@ pub(crate) fn init(model: &str) -> PathBuf {
     golden().join("trl_new/init").join(model)
 }
 
-/// The folder whose models, tokenizers and PPO variants are compared, whatever they are: `$RLHF_GOLDEN`, else `golden`.
+/// The folder whose models and PPO variants are compared: `$RLHF_GOLDEN`, else `golden`.
 pub(crate) fn given_golden() -> PathBuf {
     let committed = golden();
     std::env::var_os("RLHF_GOLDEN").map_or(committed, PathBuf::from)
@@ -99,30 +99,30 @@ pub(crate) fn read_json(path: &Path) -> Value {
     serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Panics, naming `what`, unless both are finite and differ by at most `tolerance` everywhere.
+/// Panics with `what` unless both are finite and differ by at most `tolerance` everywhere.
 pub(crate) fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
     assert_eq!(found.size(), expected.size(), "{what}: shapes");
     let gap = if found.numel() == 0 { 0.0 } else { (found - expected).abs().max().double_value(&[]) };
     assert!(gap <= tolerance, "{what}: largest difference {gap:e}, allowed {tolerance:e}");
 }
 
-/// Panics, naming `what`, unless both numbers differ by at most `tolerance`.
+/// Panics with `what` unless both numbers differ by at most `tolerance`.
 #[track_caller]
 pub(crate) fn near(what: &str, found: f64, expected: f64, tolerance: f64) {
     assert!((found - expected).abs() <= tolerance, "{what}: {found} is not {expected} within {tolerance:e}");
 }
 
-/// Tells on standard error what a test compared, also when it passes: the test runner keeps `println!` to itself.
+/// Prints to standard error what a test compared, also when it passes: the test runner captures `println!`.
 pub(crate) fn say(message: &str) {
     let _ = writeln!(std::io::stderr(), "{message}");
 }
 
-/// A test that runs as a process of its own, so that its memory can be bounded and measured.
+/// A test that runs in its own process, so that its memory can be limited and measured.
 ///
 /// The test is `#[ignore]`d, so that only its parent runs it, and ends with [`Child::reports`].
 pub(crate) struct Child<'a> {
     pub(crate) test: &'a str,
-    /// What the system refuses it beyond.
+    /// Limit of its address space.
     pub(crate) address_space_gib: u64,
     pub(crate) vars: &'a [(&'a str, String)],
 }
@@ -130,7 +130,7 @@ pub(crate) struct Child<'a> {
 const REPORT: &str = "child reports: ";
 
 impl Child<'_> {
-    /// Runs the test, which must succeed; gives what it reported.
+    /// Runs the test, which must pass; returns its report.
     #[track_caller]
     pub(crate) fn run(&self) -> Value {
         let script = format!("ulimit -v {} && exec \"$0\" \"$@\"", self.address_space_gib << 20);
@@ -159,7 +159,7 @@ impl Child<'_> {
         std::env::var(name).unwrap_or_else(|e| panic!("{name}: {e}: this test is started by another, which sets it"))
     }
 
-    /// In the child: hands `report` to the parent.
+    /// In the child: passes `report` to the parent.
     pub(crate) fn reports(report: &Value) {
         let _ = writeln!(std::io::stdout(), "{REPORT}{report}");
     }
