@@ -1,24 +1,24 @@
-//! Where models live and compute: the processor, or a GPU whose libraries are loaded only when they are asked for.
+//! Devices: the CPU, or a GPU, whose libraries are loaded only if it is requested.
 
 use crate::flag::{Setting, expect};
 use crate::{Error, Result};
 use std::fmt;
 use std::io::Write;
 
-/// What `--device` says.
+/// The setting `device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Device {
-    /// The first GPU where there is one that libtorch can use, else the processor.
+    /// The first GPU if there is one that libtorch can use, else the CPU.
     #[default]
     Auto,
-    /// The processor.
+    /// The CPU.
     Cpu,
     /// The GPU of this number.
     Cuda(usize),
 }
 
 impl Device {
-    /// Reads `auto`, `cpu`, `cuda` or `cuda:N`.
+    /// Parses `auto`, `cpu`, `cuda` or `cuda:N`.
     pub fn parse(text: &str) -> Option<Self> {
         match text {
             "auto" => Some(Self::Auto),
@@ -28,14 +28,14 @@ impl Device {
         }
     }
 
-    /// The device that is meant; loads libtorch's CUDA half unless `self` is the processor.
+    /// Returns libtorch's device; loads the CUDA libraries of libtorch unless `self` is the CPU.
     ///
     /// # Errors
-    /// If a GPU is asked for and something is missing: the message says what, a library, the driver or the GPU.
+    /// If a GPU is requested and a library, the driver or the GPU is missing; the message names which.
     pub fn resolve(self) -> Result<tch::Device> {
         match self {
             Self::Cpu => Ok(tch::Device::Cpu),
-            // A machine without a driver has no use for a gigabyte of libraries.
+            // Without a driver, the libraries (a gigabyte) are not loaded.
             Self::Auto if !has_driver() => Ok(tch::Device::Cpu),
             Self::Auto => match gpus() {
                 Ok(_) => Ok(tch::Device::Cuda(0)),
@@ -62,17 +62,17 @@ impl Setting for Device {
     }
 }
 
-/// Refuses a number of threads that the machine does not have processors for.
+/// Checks that the number of threads is at most the number of CPUs.
 pub(crate) fn check_threads(threads: Option<usize>) -> Result<()> {
     let Some(threads) = threads else { return Ok(()) };
-    // libtorch's threads wait by spinning: with more of them than processors a run all but stands still.
+    // libtorch's threads wait by spinning: with more threads than CPUs a run nearly stops.
     let most = std::thread::available_parallelism().map_or(1, usize::from);
     let expected = format!("1 to {most}, the processors there are");
     expect((1..=most).contains(&threads), "num_threads", threads, &expected)
 }
 
-/// The memory that there is for a program on `device`, in bytes: the machine's, or the container's where that is less; unknown
-/// of a GPU.
+/// The memory available on `device` in bytes: the machine's, or the container's limit if that is less; unknown
+/// for a GPU.
 pub(crate) fn memory(device: tch::Device) -> Option<usize> {
     if device != tch::Device::Cpu {
         return None;
@@ -85,8 +85,8 @@ pub(crate) fn memory(device: tch::Device) -> Option<usize> {
     Some(memory_limit(&groups, read).map_or(total, |limit| limit.min(total)))
 }
 
-/// The least limit on the memory of the control groups that `/proc/self/cgroup` names, of version 1 or 2, and of those around
-/// them; a container sees its own as the outermost.
+/// The smallest memory limit of the control groups in `/proc/self/cgroup`, of version 1 or 2, and of their parents; a container
+/// sees its own group as the root.
 fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
     let mut least = None;
     for line in groups.lines() {
@@ -101,7 +101,7 @@ fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<u
         };
         for group in std::path::Path::new(path).ancestors().filter_map(|group| group.to_str()) {
             let limit = read(&format!("{root}{}/{file}", group.trim_end_matches('/')));
-            // `max` is none.
+            // `max` means no limit.
             let limit = limit.and_then(|text| text.trim().parse::<usize>().ok());
             least = least.into_iter().chain(limit).min();
         }
@@ -109,8 +109,8 @@ fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<u
     least
 }
 
-/// Has libtorch compute with this many threads; where none are asked for, here or by `OMP_NUM_THREADS`, with no more than the
-/// processors that a container may use, which libtorch does not ask for.
+/// Sets libtorch's number of threads. Without a setting, here or in `OMP_NUM_THREADS`, limits it to the CPUs available to the
+/// container, which libtorch does not check.
 pub fn use_threads(asked: Option<usize>) {
     let there = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
     let too_many = std::env::var_os("OMP_NUM_THREADS").is_none() && tch::get_num_threads() as usize > there;
@@ -140,36 +140,36 @@ fn usage<T>(device: Device, reason: &str) -> Result<T> {
     Err(Error::Usage(format!("device = {device}: {reason}")))
 }
 
-/// Tells, once, why a machine with a GPU computes on its processor.
+/// Warns, once, why a machine with a GPU computes on its CPU.
 fn warn(reason: &str) {
     static TOLD: std::sync::Once = std::sync::Once::new();
     TOLD.call_once(|| {
-        let _ = writeln!(std::io::stderr(), "warning: device = auto: computing on the processor: {reason}");
+        let _ = writeln!(std::io::stderr(), "warning: device = auto: computing on the CPU: {reason}");
     });
 }
 
-/// Whether the system has a driver for NVIDIA's GPUs loaded.
+/// Whether a driver for NVIDIA GPUs is loaded.
 fn has_driver() -> bool {
     // /dev/dxg is the GPU of Windows under WSL.
     ["/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"].iter().any(|path| std::path::Path::new(path).exists())
 }
 
-/// How many GPUs libtorch can use; or what is missing.
+/// Number of GPUs that libtorch can use, or the reason that it can use none.
 fn gpus() -> Result<usize, String> {
     tch_ext::load_cuda().map_err(|message| explain(&message))?;
     match tch::Cuda::device_count() {
         count @ 1.. => Ok(count as usize),
-        _ => Err("CUDA is there and no GPU that it can use: CUDA 13 needs an NVIDIA GPU of compute capability 7.5 or \
+        _ => Err("CUDA is installed, but it can use no GPU: CUDA 13 needs an NVIDIA GPU of compute capability 7.5 or \
                   newer and driver 580 or newer, and CUDA_VISIBLE_DEVICES must not hide it (`nvidia-smi` lists the GPUs)"
             .into()),
     }
 }
 
-/// The way out of what the dynamic linker said.
+/// Explains an error of the dynamic linker, with a remedy.
 fn explain(message: &str) -> String {
     let library = message.split(':').next().unwrap_or_default();
     if library == "libcuda.so.1" {
-        "no NVIDIA driver: libcuda.so.1 is not there; install the driver (580 or newer, for CUDA 13)".into()
+        "no NVIDIA driver: libcuda.so.1 not found; install the driver (580 or newer, for CUDA 13)".into()
     } else if library.ends_with("/libtorch_cuda.so") && message.contains("No such file") {
         format!("no CUDA for libtorch: expected {library}; `make cuda` fetches it")
     } else {

@@ -1,63 +1,63 @@
-//! The one error type: each message names the thing, the place, what was expected and what was found.
+//! The error type. Each message names the thing, the place, what was expected and what was found.
 
 use crate::safe_text::one_line;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// What can go wrong, by who can mend it.
+/// Errors, by cause.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The command line or the configuration file contradicts itself or asks for what is not there.
+    /// The command line or the configuration file is contradictory or requests something that does not exist.
     Usage(String),
-    /// Several settings are wrong: a line for each.
+    /// Several settings are invalid: one line for each.
     Refused(Vec<String>),
     /// A file or folder could not be read or written.
     Io {
-        /// What was tried, as a verb phrase: "read", "create the folder".
+        /// The attempted action, as a verb phrase: "read", "create the folder".
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// The operating system's answer.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// A file or folder is there, and what it holds is not what it should be.
+    /// The content of a file or folder is invalid.
     Invalid {
         /// The file or folder.
         path: PathBuf,
         /// What was expected and what was found.
         message: String,
     },
-    /// One row of a data file is not what it should be.
+    /// A row of a data file is invalid.
     Row {
         /// The data file.
         path: PathBuf,
-        /// Where in the file: "line 7", or "row 7" of a JSON array; counted from 1.
+        /// Place in the file: "line 7", or "row 7" of a JSON array; counted from 1.
         place: String,
         /// What was expected and what was found.
         message: String,
     },
-    /// A run cannot go on: a number is not finite, a reward is missing.
+    /// A run cannot continue: a number is not finite, a reward is missing.
     Run(String),
-    /// A run ended before its end because it was asked to.
+    /// A run was stopped by a signal.
     Stopped {
-        /// How far it came, and what it left.
+        /// The progress of the run, and what it saved.
         message: String,
-        /// The exit code of the program: 128 and the number of the signal that asked.
+        /// The exit code of the program: 128 plus the number of the signal.
         code: u8,
     },
-    /// libtorch refused an operation.
+    /// libtorch failed in an operation.
     Torch(#[from] tch::TchError),
 }
 
-/// The message, so that a program whose `main` returns an [`Error`] ends with one line for people.
+/// Prints the message, so that a program whose `main` returns an [`Error`] ends with one readable line.
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{self}")
     }
 }
 
-/// One line, or one for each setting that is refused, whatever is in it of files, programs and services; see
+/// One line, or one for each invalid setting, whatever text of files, programs and services it contains; see
 /// [`crate::safe_text::one_line`].
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -70,29 +70,29 @@ impl fmt::Display for Error {
             Error::Io { action, path, source } => format!("{}: cannot {action}: {source}", path.display()),
             Error::Invalid { path, message } => format!("{}: {message}", path.display()),
             Error::Row { path, place, message } => format!("{}: {place}: {message}", path.display()),
-            // Below its message libtorch has a C++ backtrace.
+            // The lines after the message are a C++ backtrace.
             Error::Torch(error) => format!("libtorch: {}", error.to_string().lines().next().unwrap_or_default()),
         };
         f.write_str(&one_line(&text))
     }
 }
 
-/// The result of everything here that can fail.
+/// The result of fallible functions of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// An [`Error::Io`] for `path`, for use in `map_err`.
+    /// Returns a function that makes an [`Error::Io`] for `path`, for use in `map_err`.
     pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.into();
         move |source| Error::Io { action, path, source }
     }
 
-    /// An [`Error::Invalid`] for `path`.
+    /// Creates an [`Error::Invalid`] for `path`.
     pub fn invalid(path: impl AsRef<Path>, message: impl Into<String>) -> Error {
         Error::Invalid { path: path.as_ref().to_path_buf(), message: message.into() }
     }
 
-    /// What is wrong with the settings, each as a line of its own; empty for an error of another kind.
+    /// The errors in the settings, one line for each; empty for other kinds of error.
     pub fn refusals(&self) -> &[String] {
         match self {
             Error::Usage(line) => std::slice::from_ref(line),
@@ -101,7 +101,7 @@ impl Error {
         }
     }
 
-    /// The exit code of the program: 2 for usage, 128 and a signal's number for a run that it ended, else 1.
+    /// The exit code of the program: 2 for usage, 128 plus the signal's number for a run stopped by a signal, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Usage(_) | Error::Refused(_) => 2,

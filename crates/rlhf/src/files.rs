@@ -1,4 +1,4 @@
-//! Opening files that others made: regular files only, and texts of a bounded size.
+//! Opens untrusted files: regular files only, and texts of bounded size.
 
 use crate::{Error, Result};
 use std::fs::{self, File, FileType};
@@ -6,16 +6,16 @@ use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-/// The largest text of a model or a run that is read whole (configurations, tokenizers, indices), in bytes.
+/// Maximum size of a text of a model or a run that is read at once (configurations, tokenizers, indices), in bytes.
 const LARGEST: u64 = 1 << 30;
 
-/// The largest file of settings, in bytes.
+/// Maximum size of a file of settings, in bytes.
 const LARGEST_SETTINGS: u64 = 16 << 20;
 
-/// Opens a file for reading. Of a named pipe or a device the opening, or the reading, might never end.
+/// Opens a regular file for reading. Opening or reading a named pipe or a device might never end.
 ///
 /// # Errors
-/// If it is not there, cannot be opened, or is not a regular file or a link to one.
+/// If it does not exist, cannot be opened, or is not a regular file or a link to one.
 pub(crate) fn open(path: &Path) -> Result<File> {
     let kind = fs::metadata(path).map_err(Error::io("read", path))?.file_type();
     if !kind.is_file() {
@@ -24,15 +24,15 @@ pub(crate) fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(Error::io("read", path))
 }
 
-/// The bytes of a regular file.
+/// Reads the bytes of a regular file.
 ///
 /// # Errors
-/// As [`open`]; if it is larger than any such file.
+/// As [`open`]; if it is too large.
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     read_at_most(path, open(path)?, LARGEST)
 }
 
-/// The text of a regular file.
+/// Reads the text of a regular file.
 ///
 /// # Errors
 /// As [`read`]; if it is not UTF-8.
@@ -40,10 +40,10 @@ pub(crate) fn read_text(path: &Path) -> Result<String> {
     utf8(path, read(path)?)
 }
 
-/// The text of a file of settings, which may also be a pipe: a shell's `<(...)`.
+/// Reads a file of settings, which may also be a pipe: a shell's `<(...)`.
 ///
 /// # Errors
-/// If it cannot be read, is larger than settings are, or is not UTF-8.
+/// If it cannot be read, is too large, or is not UTF-8.
 pub fn read_settings(path: &Path) -> Result<String> {
     let file = File::open(path).map_err(Error::io("read", path))?;
     utf8(path, read_at_most(path, file, LARGEST_SETTINGS)?)

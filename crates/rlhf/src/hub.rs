@@ -1,10 +1,10 @@
-//! Models and datasets by their name on the Hugging Face hub: fetched once, into the cache that transformers uses too.
+//! Downloads models and datasets from the Hugging Face hub into the cache that transformers uses too.
 //!
-//! Files are named by the commit that the revision stands for, so nothing is ever put together from two commits. Each
-//! is written under another name, checked and renamed: what has its final name is whole. Layout and names of the cache are
-//! those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token on to the host that a file is
-//! redirected to, appends to a partial file whatever the server answers, checks neither length nor hash, and does not
-//! try again when a status says that it could; version 1 needs an asynchronous runtime and 200 more crates.
+//! Files are stored by the commit of the revision, so files of two commits are never mixed. Each
+//! is written under another name, checked and renamed: a file with its final name is complete. Layout and names of the cache are
+//! those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token to the host that a file is
+//! redirected to, appends any response of the server to a partial file, checks neither length nor hash, and does not
+//! retry after a status that allows it; version 1 needs an asynchronous runtime and 200 more crates.
 
 use crate::files;
 use crate::model::no_such_file;
@@ -32,7 +32,7 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const ADAPTER: &str = "adapter_model.safetensors";
 const CONFIG: &str = "config.json";
-/// What a tokenizer may consist of; the configuration says which one a model has.
+/// Files of a tokenizer; the configuration determines which of them a model has.
 const TOKENIZER: [&str; 6] = [
     CONFIG,
     "generation_config.json",
@@ -41,31 +41,30 @@ const TOKENIZER: [&str; 6] = [
     "special_tokens_map.json",
     "chat_template.jinja",
 ];
-/// How often a request is sent before its failure counts.
+/// Number of attempts per request.
 const ATTEMPTS: u32 = 4;
 
-/// Where models and datasets come from: the hub, its cache on this machine, and whether the one may be asked for what the
-/// other lacks.
+/// The hub and its local cache.
 #[derive(Clone)]
 pub struct Hub {
     /// The address of the hub, without a slash at its end.
     pub endpoint: String,
     /// The folder of the cache.
     pub cache: PathBuf,
-    /// What opens gated and private models; it is sent to `endpoint` only and never printed.
+    /// Access token for gated and private models; it is sent to `endpoint` only and never printed.
     pub token: Option<String>,
-    /// The certificate authorities to trust, a file in PEM, in place of the usual ones.
+    /// A PEM file of trusted certificate authorities, instead of the default ones.
     pub certificates: Option<PathBuf>,
     /// Whether only the cache is used, without a single request.
     pub offline: bool,
-    /// The wait before the first repetition of a failed request; it doubles from one to the next.
+    /// Wait before the first retry of a failed request; doubles with each retry.
     pub pause: Duration,
-    /// How long the hub's description of a model or a dataset may take to come. The bytes of files have no such bound: as long
-    /// as there are more of them the download gets further.
+    /// Timeout of the hub's description of a model or a dataset. Downloads have no such timeout: they go on as long as bytes
+    /// arrive.
     pub timeout: Duration,
 }
 
-/// What is wanted of a model: nothing else is fetched.
+/// The part of a model to download.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
     /// Configuration, tokenizer and weights, or an adapter's.
@@ -76,27 +75,27 @@ pub enum Part {
     Config,
 }
 
-/// Names the wanted files among all files of a dataset, whose paths have slashes.
+/// Selects files among all files of a dataset, whose paths have slashes.
 pub type Choose<'a> = dyn Fn(&BTreeSet<String>) -> Result<Vec<String>> + 'a;
 
-/// What is looked for under a name.
+/// The kind of repository and the part of it to download.
 #[derive(Clone, Copy)]
 enum Wanted<'a> {
     Model(Part),
     Dataset(&'a Choose<'a>),
 }
 
-/// The folder of the model `name_or_path`: itself if it exists, else what the hub has under this name, from the cache or
-/// fetched into it. `revision` is a branch, a tag or a commit of the hub (None: `main`).
+/// Returns the folder of the model `name_or_path`: the path itself if it exists, else the model of this name on the hub, from the
+/// cache or downloaded into it. `revision` is a branch, a tag or a commit of the hub (None: `main`).
 ///
 /// # Errors
-/// If it is neither a folder nor a name of the hub, the hub does not know it or cannot be reached, what it has lacks
-/// weights in safetensors, or a folder is asked for a revision other than `main`.
+/// If it is neither a folder nor a name on the hub, the hub does not know it or cannot be reached, it has no
+/// weights in safetensors, or a revision other than `main` is given for a folder.
 pub fn model_dir(name_or_path: &Path, revision: Option<&str>) -> Result<PathBuf> {
     Hub::from_env().find(name_or_path, revision, Part::Model)
 }
 
-/// A folder with the tokenizer of the model `name_or_path`; its weights are not fetched.
+/// Returns a folder with the tokenizer of the model `name_or_path`, without downloading its weights.
 ///
 /// # Errors
 /// As [`model_dir`].
@@ -104,7 +103,7 @@ pub fn tokenizer_dir(name_or_path: &Path, revision: Option<&str>) -> Result<Path
     Hub::from_env().find(name_or_path, revision, Part::Tokenizer)
 }
 
-/// The configuration file `name_or_path`: itself, unless it is a name of the hub; then that model's `config.json`.
+/// Returns the configuration file `name_or_path`: the path itself, or the `config.json` of the model of this name on the hub.
 ///
 /// # Errors
 /// As [`model_dir`].
@@ -131,31 +130,30 @@ pub fn is_hub_name(name: &str) -> bool {
         && name.split('/').all(sound)
         && !name.contains("--")
         && !name.contains("..")
-        // `.git` the hub forbids; the other would be a mistyped file.
+        // The hub forbids `.git`; a name that ends with `.json` would be a mistyped file.
         && ![".git", ".json"].iter().any(|end| name.ends_with(end))
 }
 
-/// The commits that names of the hub stand for: by the name with its revision, `owner/name@main`, and `datasets/` before it
-/// where it is a dataset's.
+/// Commits by name and revision, `owner/name@main`; a dataset's name has `datasets/` before it.
 pub(crate) type Commits = BTreeMap<String, String>;
 
 thread_local! {
-    /// What [`AskedHub`] knows, as long as there is one.
+    /// The commits of the current [`AskedHub`], if there is one.
     static COMMITS: RefCell<Option<Commits>> = const { RefCell::new(None) };
 }
 
-/// As long as this lives, what this thread asks the hub for is noted, and what is known already is asked for by its commit: a
-/// run that goes on reads what it began with, whatever was pushed since.
+/// Records the commits that this thread requests from the hub, and requests known names by their recorded commit: a
+/// resumed run reads the same files as before, whatever was pushed since.
 #[derive(Debug)]
 pub(crate) struct AskedHub(Option<Commits>);
 
 impl AskedHub {
-    /// With these `known` already.
+    /// Starts recording with these `known` commits.
     pub(crate) fn with(known: Commits) -> Self {
         Self(COMMITS.replace(Some(known)))
     }
 
-    /// What is known by now.
+    /// The commits recorded so far.
     pub(crate) fn commits(&self) -> Commits {
         COMMITS.with_borrow(|commits| commits.clone().unwrap_or_default())
     }
@@ -167,7 +165,7 @@ impl Drop for AskedHub {
     }
 }
 
-/// The name on the hub and the commit of a model's folder in the cache.
+/// Returns the name on the hub and the commit of a model's folder in the cache.
 pub(crate) fn name_of(dir: &Path) -> Option<(String, String)> {
     let (commit, snapshots) = (dir.file_name()?.to_str()?, dir.parent()?);
     let folder = snapshots.parent()?.file_name()?.to_str()?;
@@ -175,7 +173,7 @@ pub(crate) fn name_of(dir: &Path) -> Option<(String, String)> {
     (snapshots.ends_with("snapshots") && is_commit(commit)).then(|| (name, commit.to_string()))
 }
 
-/// Without the token.
+/// Omits the token.
 impl fmt::Debug for Hub {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let token = self.token.as_ref().map(|_| "...");
@@ -186,8 +184,8 @@ impl fmt::Debug for Hub {
 }
 
 impl Hub {
-    /// As the variables `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE` say, with
-    /// the defaults that they have everywhere.
+    /// Reads the variables `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE`, with
+    /// their usual defaults.
     pub fn from_env() -> Self {
         Self::from_vars(|name| std::env::var_os(name))
     }
@@ -214,14 +212,14 @@ impl Hub {
         }
     }
 
-    /// The folder with this part of the model `name_or_path`, as [`model_dir`] says.
+    /// Returns the folder with this part of the model `name_or_path`, as [`model_dir`].
     ///
     /// # Errors
     /// As [`model_dir`].
     pub fn find(&self, name_or_path: &Path, revision: Option<&str>, part: Part) -> Result<PathBuf> {
         if name_or_path.exists() {
             return match revision {
-                // Silently, the wrong weights.
+                // Ignoring the revision would load the wrong weights.
                 Some(revision) if revision != "main" => Err(Error::Usage(format!(
                     "model_revision = {revision}: {} is a folder here, and a folder has no revisions",
                     name_or_path.display()
@@ -241,11 +239,11 @@ impl Hub {
         self.folder(name, revision, Wanted::Model(part))
     }
 
-    /// The files of the dataset `name` at `revision` that `choose` names among all of them: from the cache, or fetched into
-    /// it. None if it names none.
+    /// Returns the files of the dataset `name` at `revision` that `choose` selects among all of them, from the cache or downloaded
+    /// into it. None if it selects none.
     ///
     /// # Errors
-    /// If the hub does not know the dataset or cannot be reached, and those of `choose`.
+    /// If the hub does not know the dataset or cannot be reached; errors of `choose`.
     pub fn dataset(&self, name: &str, revision: &str, choose: &Choose<'_>) -> Result<Vec<PathBuf>> {
         if !is_inside(revision) {
             let message = format!("expected a branch, a tag or a commit of the hub behind the @, found {revision:?}");
@@ -277,7 +275,7 @@ impl Hub {
 
     fn agent(&self) -> Result<Agent> {
         if !self.offline && !["http://", "https://"].iter().any(|scheme| self.endpoint.starts_with(scheme)) {
-            // It may hold a password.
+            // The address may contain a password, so it is not printed.
             let message = "HF_ENDPOINT: expected an address that begins with http:// or https://, found another text";
             return Err(Error::Usage(message.into()));
         }
@@ -290,7 +288,7 @@ impl Hub {
             .http_status_as_error(false)
             .max_redirects(0)
             .max_redirects_will_error(false)
-            // A compressed answer has neither the length nor the ranges of the file.
+            // A compressed body has neither the length nor the ranges of the file.
             .accept_encoding("identity")
             .user_agent(concat!("rlhf/", env!("CARGO_PKG_VERSION")))
             .timeout_connect(Some(Duration::from_secs(10)))
@@ -301,7 +299,7 @@ impl Hub {
     }
 }
 
-/// The files in a folder and in those below it, as paths with slashes from there.
+/// Lists the files in a folder and its subfolders, as relative paths with slashes.
 ///
 /// # Errors
 /// If a folder cannot be read.
@@ -310,7 +308,7 @@ pub(crate) fn files_below(dir: &Path) -> Result<BTreeSet<String>> {
         for entry in fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
             let entry = entry.map_err(Error::io("read the folder", dir))?;
             let (path, name) = (entry.path(), entry.file_name());
-            // What is not UTF-8 is no name that is looked for; hidden folders hold what tools keep for themselves.
+            // Names that are not UTF-8 are never selected; hidden folders contain internal files of tools.
             let Some(name) = name.to_str().filter(|name| !name.starts_with('.')) else { continue };
             if path.is_file() {
                 files.insert(format!("{prefix}{name}"));
@@ -325,15 +323,15 @@ pub(crate) fn files_below(dir: &Path) -> Result<BTreeSet<String>> {
     Ok(files)
 }
 
-/// How many folders deep a dataset's files are looked for; also where links lead in circles this ends.
+/// Maximum depth of a dataset's folders; also ends cycles of links.
 const DEEPEST: usize = 4;
 
-/// Whether a path stays below the folder that it is put behind.
+/// Whether a relative path stays within its folder.
 fn is_inside(path: &str) -> bool {
     !path.is_empty() && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// One model or dataset at one revision, on its way into the cache.
+/// One model or dataset at one revision.
 struct Fetch<'a> {
     hub: &'a Hub,
     name: &'a str,
@@ -345,31 +343,31 @@ struct Fetch<'a> {
     agent: Agent,
 }
 
-/// A file as the hub describes it.
+/// The hub's description of a file.
 struct Remote {
-    /// The name of its bytes in the cache.
+    /// The name of its content in the cache.
     etag: String,
     size: u64,
     /// Whether the etag is the SHA-256 of the bytes.
     hashed: bool,
 }
 
-/// What is asked for by a request.
+/// Kind of request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ask {
-    /// What a file is.
+    /// The description of a file.
     Head,
-    /// A model's or a dataset's description, which must come in time.
+    /// A model's or a dataset's description, which has a timeout.
     Description,
     /// The bytes of a file, or the rest of them.
     Bytes,
 }
 
-/// Why a request gave nothing.
+/// Failure of a request.
 enum Failure {
-    /// It would give nothing if sent again.
+    /// A retry would fail again.
     Final(Error),
-    /// It may well succeed later: what happened, and how long the server asks to wait.
+    /// A retry may succeed: the reason, and the wait that the server requests.
     Passing(String, Option<Duration>),
 }
 
@@ -400,9 +398,9 @@ impl Fetch<'_> {
     fn folder(&self) -> Result<PathBuf> {
         let cached = self.cached_folder();
         if self.hub.offline {
-            return cached.ok_or_else(|| self.error(&format!("{}; HF_HUB_OFFLINE forbids to fetch it", self.absent())));
+            return cached.ok_or_else(|| self.error(&format!("{}; HF_HUB_OFFLINE forbids downloading it", self.absent())));
         }
-        // With something to fall back on nobody is made to wait for a network that is not there.
+        // With a cached copy, no retries: the user should not wait for a missing network.
         let attempts = if cached.is_some() { 1 } else { ATTEMPTS };
         match self.repeat(attempts, || self.listing()) {
             Ok((commit, files)) => self.fetch(&commit, &files),
@@ -411,12 +409,12 @@ impl Fetch<'_> {
                 Some(dir) => {
                     let (endpoint, name) = (&self.hub.endpoint, self.name);
                     let warning =
-                        format!("{endpoint} cannot be asked for {name} ({what}): taking what is in the cache");
+                        format!("{endpoint} cannot be reached for {name} ({what}): using the copy in the cache");
                     let _ = writeln!(io::stderr(), "warning: {}", one_line(&warning));
                     Ok(dir)
                 }
                 None => Err(self.error(&format!(
-                    "{}, and {} cannot be asked for it: {what} (tried {attempts} times)",
+                    "{}, and {} cannot be reached: {what} (tried {attempts} times)",
                     self.absent(),
                     self.hub.endpoint
                 ))),
@@ -424,7 +422,7 @@ impl Fetch<'_> {
         }
     }
 
-    /// An error without the token, should the server have repeated it.
+    /// An error without the token, in case the server repeated it.
     fn error(&self, message: &str) -> Error {
         Error::invalid(self.name, self.clean(message))
     }
@@ -433,7 +431,7 @@ impl Fetch<'_> {
         self.hub.token.as_ref().map_or(text.to_string(), |token| text.replace(token.as_str(), "..."))
     }
 
-    /// What is not here, and what is looked for on the hub, in words.
+    /// The words for what is missing here and for what is requested from the hub.
     fn nouns(&self) -> (&'static str, &'static str) {
         match self.wanted {
             Wanted::Model(_) => ("folder", "model"),
@@ -441,13 +439,13 @@ impl Fetch<'_> {
         }
     }
 
-    /// What to say of what is nowhere here.
+    /// The message for a name that is neither a local path nor in the cache.
     fn absent(&self) -> String {
         let (revision, cache) = (self.revision, self.hub.cache.display());
         format!("no such {}, and no whole copy of its revision {revision} in {cache}", self.nouns().0)
     }
 
-    /// Where the hub shows it and its files.
+    /// The address of its page on the hub.
     fn page(&self) -> String {
         let kind = if let Wanted::Dataset(_) = self.wanted { "datasets/" } else { "" };
         format!("{}/{kind}{}", self.hub.endpoint, self.name)
@@ -457,7 +455,7 @@ impl Fetch<'_> {
         self.dir.join("refs").join(self.revision)
     }
 
-    /// The snapshot in the cache, if what is wanted of it is there.
+    /// The snapshot in the cache, if it has the requested part.
     fn cached_folder(&self) -> Option<PathBuf> {
         let commit = match fs::read_to_string(self.ref_path()) {
             Ok(commit) => commit.trim().to_string(),
@@ -468,7 +466,7 @@ impl Fetch<'_> {
         let whole = match self.wanted {
             Wanted::Model(Part::Config) => has(CONFIG),
             Wanted::Model(Part::Tokenizer) => has("tokenizer.json"),
-            // Weights are fetched last.
+            // Weights are downloaded last.
             Wanted::Model(Part::Model) if has(SINGLE) => true,
             Wanted::Model(Part::Model) if has(INDEX) => shards(&dir.join(INDEX)).ok()?.iter().all(|shard| has(shard)),
             Wanted::Model(Part::Model) => has(ADAPTER),
@@ -477,7 +475,7 @@ impl Fetch<'_> {
         whole.then_some(dir)
     }
 
-    /// The commit that the revision stands for, and the names of its files.
+    /// The commit of the revision, and the names of its files.
     fn listing(&self) -> Result<(String, BTreeSet<String>), Failure> {
         let (endpoint, kind, revision) = (&self.hub.endpoint, self.nouns().1, escaped(self.revision));
         let url = format!("{endpoint}/api/{kind}s/{}/revision/{revision}", self.name);
@@ -494,7 +492,7 @@ impl Fetch<'_> {
         Ok((commit.to_string(), names.map(str::to_string).collect()))
     }
 
-    /// Puts what is wanted of the commit into the cache.
+    /// Downloads the requested part of the commit into the cache.
     fn fetch(&self, commit: &str, files: &BTreeSet<String>) -> Result<PathBuf> {
         let dir = self.cached.pointer_path(commit);
         match self.wanted {
@@ -504,7 +502,7 @@ impl Fetch<'_> {
         let path = self.ref_path();
         if self.revision != commit && fs::read_to_string(&path).ok().as_deref() != Some(commit) {
             create_parent(&path)?;
-            // Not renamed into place: who reads a part of the 40 digits takes it for none, and asks the hub.
+            // Not renamed into place: a reader that sees only a part of the 40 digits ignores it and asks the hub.
             fs::write(&path, commit).map_err(Error::io("write", &path))?;
         }
         Ok(dir)
@@ -538,7 +536,7 @@ impl Fetch<'_> {
         Ok(())
     }
 
-    /// Puts one file into the snapshot, unless it is there.
+    /// Downloads one file into the snapshot, unless it exists.
     fn file(&self, commit: &str, name: &str) -> Result<()> {
         let place = self.cached.pointer_path(commit).join(name);
         if place.is_file() {
@@ -556,7 +554,7 @@ impl Fetch<'_> {
         let target = Path::new(&up).join("blobs").join(&remote.etag);
         let link = || std::os::unix::fs::symlink(&target, &place);
         let linked = match link() {
-            // Another process was quicker, or it is a link to bytes that someone deleted.
+            // Another process created it first, or it is a link to deleted content.
             Err(error) if error.kind() == ErrorKind::AlreadyExists && place.is_file() => Ok(()),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => fs::remove_file(&place).and_then(|()| link()),
             linked => linked,
@@ -570,7 +568,7 @@ impl Fetch<'_> {
         let linked = text("x-linked-etag");
         let etag = linked.or(text("etag")).map(|etag| etag.trim_start_matches("W/").trim_matches('"'));
         let size = text("x-linked-size").or(text("content-length")).and_then(|size| size.parse().ok());
-        // It becomes the name of a file.
+        // The etag becomes the name of a file.
         let sound = |etag: &&str| !etag.is_empty() && etag.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
         match (etag.filter(sound), size) {
             (Some(etag), Some(size)) => {
@@ -581,9 +579,9 @@ impl Fetch<'_> {
         }
     }
 
-    /// Downloads the bytes of a file to `blob`, from where an earlier download of them ended.
+    /// Downloads the content of a file to `blob`, resuming an earlier download.
     fn blob(&self, name: &str, url: &str, remote: &Remote, blob: &Path) -> Result<()> {
-        // The lock, and the name of what is not whole, are transformers' too: whoever comes second waits, or goes on.
+        // The lock and the name of the incomplete file are those of transformers: a second process waits, or resumes.
         let folder = self.dir.file_name().unwrap_or_default();
         let lock = self.hub.cache.join(".locks").join(folder).join(format!("{}.lock", remote.etag));
         create_parent(&lock)?;
@@ -602,7 +600,7 @@ impl Fetch<'_> {
         let bar = Bar::new(name, remote.size);
         let (mut failed, mut furthest) = (0, 0);
         while let Err(failure) = self.append(url, remote, &mut file, &partial, &bar) {
-            // What gets further each time ends some day, however often the line breaks.
+            // An attempt that made progress does not count, so that a download ends however often the connection breaks.
             let len = file.metadata().map_or(0, |found| found.len());
             failed = if len > furthest { 1 } else { failed + 1 };
             furthest = furthest.max(len);
@@ -613,7 +611,7 @@ impl Fetch<'_> {
         Ok(())
     }
 
-    /// One request for the rest of a file; succeeds if the file is whole then.
+    /// Requests the rest of a file; succeeds if the file is then complete.
     fn append(&self, url: &str, remote: &Remote, file: &mut File, path: &Path, bar: &Bar) -> Result<(), Failure> {
         let restart = |file: &File| file.set_len(0).map_err(Error::io("write", path));
         let mut have = file.metadata().map_err(Error::io("read", path))?.len();
@@ -629,12 +627,12 @@ impl Fetch<'_> {
                     .headers()
                     .get(header::CONTENT_RANGE)
                     .is_some_and(|r| r.as_bytes().starts_with(range.as_bytes()));
-            // Not every server heeds a range: bytes from the start must not follow what is there.
+            // Some servers ignore a range: bytes from the start must not be appended.
             if !goes_on {
                 restart(file)?;
                 have = 0;
                 if response.status() != StatusCode::OK {
-                    return Err(Failure::Passing(format!("{url}: not the bytes that were asked for"), None));
+                    return Err(Failure::Passing(format!("{url}: not the requested bytes"), None));
                 }
             }
             let mut body = response.into_body().into_reader().take(remote.size - have);
@@ -642,7 +640,7 @@ impl Fetch<'_> {
             loop {
                 bar.at(have);
                 if stop_requested() {
-                    let message = format!("interrupted while fetching {url}; the same command goes on");
+                    let message = format!("interrupted while downloading {url}; the same command resumes the download");
                     return Err(stopped(message.clone()).unwrap_or(Error::Run(message)).into());
                 }
                 match body.read(&mut buffer) {
@@ -659,22 +657,23 @@ impl Fetch<'_> {
             }
         }
         if have < remote.size {
-            return Err(Failure::Passing(format!("the answer ended after {have} of {} bytes", remote.size), None));
+            return Err(Failure::Passing(format!("the response ended after {have} of {} bytes", remote.size), None));
         }
         if remote.hashed && sha256(file).map_err(Error::io("read", path))? != remote.etag.to_ascii_lowercase() {
             restart(file)?;
             return Err(Failure::Passing(
-                "the bytes that came do not have the SHA-256 that the hub tells".into(),
+                "the downloaded bytes do not have the SHA-256 that the hub reports".into(),
                 None,
             ));
         }
         Ok(())
     }
 
-    /// One request, with its redirects: what succeeds, or what the hub says of a file when it redirects to its bytes.
+    /// Sends one request and follows its redirects. Returns the final response, or the hub's description of a file where it
+    /// redirects to its content.
     ///
-    /// Redirects are followed here, not by the agent, for two reasons: the token belongs to the hub and to no host that it
-    /// names, and a file's own name and size are told by the redirecting answer only.
+    /// Redirects are followed here, not by the agent, for two reasons: the token must not be sent to other hosts than the
+    /// hub, and only the redirecting response has a file's etag and size.
     fn send(&self, ask: Ask, url: &str, from: u64) -> Result<Response<Body>, Failure> {
         let (home, head) = (origin(&self.hub.endpoint), ask == Ask::Head);
         let body_timeout = (ask == Ask::Description).then_some(self.hub.timeout);
@@ -703,7 +702,7 @@ impl Fetch<'_> {
                 to if to.starts_with("https://") || to.starts_with("http://") => to.to_string(),
                 to if to.starts_with('/') && !to.starts_with("//") => format!("{}{to}", origin(&at)),
                 to => {
-                    // Behind the ? may be what opens the file.
+                    // The query may contain credentials.
                     let found = excerpt(to.split('?').next().unwrap_or_default());
                     return Err(self.error(&format!("{at}: expected a redirect to an address, found {found}")).into());
                 }
@@ -712,12 +711,12 @@ impl Fetch<'_> {
         Err(self.error(&format!("{url}: redirected more than 10 times")).into())
     }
 
-    /// What a status other than success and redirect means.
+    /// The failure for a status other than success and redirect.
     fn refusal(&self, url: &str, status: StatusCode, headers: &HeaderMap) -> Failure {
         let (page, endpoint) = (self.page(), &self.hub.endpoint);
         let (place, kind) = self.nouns();
         if origin(url) != origin(endpoint) {
-            // An address that the hub made up for this download: it may have expired, and it is not for other eyes.
+            // An address that the hub signed for this download: it may have expired, and it is secret.
             return Failure::Passing(format!("HTTP status {status} from {}", origin(url)), None);
         }
         let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
@@ -731,7 +730,7 @@ impl Fetch<'_> {
                 "gated or private (HTTP status {status}): ask for access at {page}, and set HF_TOKEN to a token of an \
                  account that has it"
             ),
-            // The hub gives this answer for what is not there, too.
+            // The hub responds so for missing repositories too.
             401 if self.hub.token.is_none() => format!(
                 "no such {place}, and no such public {kind} at {endpoint} (HTTP status {status}): check the name, or set \
                  HF_TOKEN if the {kind} is private or gated"
@@ -753,7 +752,7 @@ impl Fetch<'_> {
         match failure {
             Failure::Final(error) => error,
             Failure::Passing(what, _) => self.error(&format!(
-                "cannot fetch {file}: {what} (tried {ATTEMPTS} times); the same command goes on where this one ended"
+                "cannot download {file}: {what} (tried {ATTEMPTS} times); the same command resumes the download"
             )),
         }
     }
@@ -772,7 +771,7 @@ impl Fetch<'_> {
         }
     }
 
-    /// Waits before the next attempt; gives the failure back if there is to be none.
+    /// Waits before the next attempt; returns the failure if there is none left.
     fn wait(&self, failed: u32, attempts: u32, failure: Failure) -> Result<(), Failure> {
         match failure {
             Failure::Passing(_, asked) if failed < attempts => {
@@ -787,7 +786,7 @@ impl Fetch<'_> {
     }
 }
 
-/// The progress of one file; drawn after a second, and on a terminal only.
+/// The progress bar of one file; drawn after a second, and on a terminal only.
 struct Bar {
     bar: ProgressBar,
     since: Instant,
@@ -816,12 +815,12 @@ impl Drop for Bar {
     }
 }
 
-/// The certificates of a file.
+/// Reads the certificates in a file.
 pub(crate) fn certificates(path: &Path) -> Result<RootCerts> {
     let text = files::read(path)
         .map_err(|error| Error::Usage(format!("SSL_CERT_FILE: the certificates cannot be read: {error}")))?;
     let found: std::result::Result<Vec<_>, _> = parse_pem(&text).collect();
-    let found = found.map_err(|error| Error::invalid(path, format!("SSL_CERT_FILE: not sound PEM: {error}")))?;
+    let found = found.map_err(|error| Error::invalid(path, format!("SSL_CERT_FILE: not valid PEM: {error}")))?;
     let found: Vec<_> = found
         .into_iter()
         .filter_map(|item| if let PemItem::Certificate(certificate) = item { Some(certificate) } else { None })
@@ -848,12 +847,12 @@ fn is_commit(text: &str) -> bool {
     text.len() == 40 && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// The start of an answer that is not what it should be, on one line.
+/// The start of an unexpected response, on one line.
 fn excerpt(text: &str) -> String {
     format!("{:?}", text.chars().take(60).collect::<String>())
 }
 
-/// The files that an index names.
+/// The files named by an index.
 fn shards(index: &Path) -> Result<BTreeSet<String>> {
     let json = read_json(index)?;
     let map = json["weight_map"].as_object();

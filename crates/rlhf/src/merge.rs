@@ -1,4 +1,4 @@
-//! `rlhf merge`: an adapter folded into its base, saved as a whole model.
+//! `rlhf merge`: merges an adapter into its base and saves a full model.
 
 use crate::hub;
 use crate::model::{AdapterFolder, CausalLm, Dtype, ModelOptions, SequenceClassifier};
@@ -12,10 +12,10 @@ use std::path::Path;
 /// Writes a model to a folder.
 type Save<'a> = Box<dyn Fn(&Path) -> Result<()> + 'a>;
 
-/// Writes the base of an adapter with the adapter folded in, in the base's dtype, with tokenizer, to `output_dir`.
+/// Merges an adapter into its base and writes the model, in the base's dtype, and its tokenizer to `output_dir`.
 ///
 /// # Errors
-/// If there is no sound adapter, or the folder may not be written to.
+/// If there is no valid adapter, or the folder must not be overwritten.
 pub fn merge(config: &MergeConfig) -> Result<()> {
     let (dir, out) =
         (&hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?, config.output_dir.as_path());
@@ -27,7 +27,7 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
     let tokenizer = Tokenizer::from_pretrained(dir)?;
     let (eos, pad) = (tokenizer.eos_ids(), tokenizer.pad());
     let most = config.max_shard_size.0;
-    // The model is whole in memory before anything is written.
+    // The model is in memory before anything is written.
     let save: Save<'_> = if folder.is_classifier()? {
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         model.merge_adapter();

@@ -1,19 +1,19 @@
-//! Counter-based randomness: every draw is a function of what it is for, never of what was drawn before.
+//! Counter-based random numbers: each draw is a function of its purpose, never of earlier draws.
 //!
 //! A stream is keyed by the run's seed, a purpose and two counters (the update, the global row). So batch sizes, the order
-//! of work and a resumed run change no draw, and no generator state has to be saved.
+//! of work and resuming a run do not change draws, and no generator state has to be saved.
 
 use rand::RngExt;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 
-/// What a stream of random numbers is for; part of its key.
+/// Purpose of a stream of random numbers; part of its key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Purpose {
-    /// Fresh weights; counters: the tensor's index in the model, 0.
+    /// Initial weights; counters: the tensor's index in the model, 0.
     Init = 1,
-    /// The order of a data set; counters: the pass, the data set's place among several.
+    /// The order of a dataset; counters: the pass, the index of the dataset.
     DataOrder = 2,
     /// Sampled tokens; counters: the update, the row.
     Sampling = 3,
@@ -21,19 +21,19 @@ pub enum Purpose {
     MiniBatches = 4,
     /// Sampled tokens of the sample tables; counters: the update, the row.
     Samples = 5,
-    /// Fresh adapters; counters: the layer's index among those that get one, 0.
+    /// Initial adapters; counters: the layer's index among the layers with adapters, 0.
     Adapter = 6,
-    /// What dropout leaves out; counters: the update, the row.
+    /// Elements dropped by dropout; counters: the update, the row.
     Dropout = 7,
     /// Sampled tokens of evaluations, the same each time; counters: 0, the row.
     Evaluation = 8,
-    /// Which of several data sets a row is drawn from; counters: the rows drawn before it, 0.
+    /// The dataset that a row is drawn from; counters: the rows drawn before it, 0.
     Mixture = 9,
-    /// Which rows are kept for evaluation; counters: 0, 0.
+    /// The rows kept for evaluation; counters: 0, 0.
     HeldOut = 10,
-    /// Which of three shares a row is in; counters: 0, 0.
+    /// The stage's share that a row belongs to, of three; counters: 0, 0.
     DataSplit = 11,
-    /// Lengths of answers; counters: the call, 0.
+    /// Lengths of responses; counters: the call, 0.
     Lengths = 12,
 }
 
@@ -42,7 +42,7 @@ pub enum Purpose {
 pub struct Stream(ChaCha8Rng);
 
 impl Stream {
-    /// The stream of `purpose` in the run with `seed`, at the counters `a` and `b` (see [`Purpose`]).
+    /// Creates the stream of `purpose` in the run with `seed`, at the counters `a` and `b` (see [`Purpose`]).
     pub fn new(seed: u64, purpose: Purpose, a: u64, b: u64) -> Self {
         let mut key = [0u8; 32];
         for (slot, word) in key.chunks_exact_mut(8).zip([seed, purpose as u64, a, b]) {
@@ -61,7 +61,7 @@ impl Stream {
         (0..count).map(|_| (std * Distribution::<f64>::sample(&StandardNormal, &mut self.0)) as f32).collect()
     }
 
-    /// `count` times whether something of probability `share` happens.
+    /// `count` draws that are true with probability `share`.
     pub fn chances(&mut self, count: usize, share: f64) -> impl Iterator<Item = bool> {
         let below = (share * 2f64.powi(32)) as u64;
         (0..count).map(move |_| u64::from(self.0.random::<u32>()) < below)

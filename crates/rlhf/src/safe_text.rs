@@ -1,20 +1,20 @@
-//! Text that others wrote, made safe to print: no control characters, no secrets of addresses, a bounded length.
+//! Makes untrusted text safe to print: no control characters, no secrets in addresses, a bounded length.
 //!
-//! Prompts, tensor names, folder names, templates' and programs' words may hold escape sequences that move the cursor, clear
-//! the screen or set the title. [`crate::Error`] and the warnings of a run go through [`one_line`]; callers that print text
-//! of others themselves should do the same.
+//! Prompts, tensor names, folder names, templates and the output of programs may contain escape sequences that move the cursor,
+//! clear the screen or set the title. [`crate::Error`] and the warnings of a run go through [`one_line`]; callers that print
+//! untrusted text themselves should do the same.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// The longest text that [`one_line`] leaves as it is, in characters.
+/// Maximum length of a text that [`one_line`] does not shorten, in characters.
 const LONGEST: usize = 3000;
 
-/// How many of them stay at the end of a longer one, where hints stand.
+/// Number of characters kept at the end of a longer text, where hints are.
 const TAIL: usize = 600;
 
 /// One line of at most some 3000 characters: control characters and line ends are escaped as Rust and JSON write them, the
-/// middle of a longer text is left out, and addresses lose passwords and queries.
+/// middle of a longer text is omitted, and passwords and queries are removed from addresses.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     match without_secrets(text) {
         Cow::Borrowed(text) => shown(text),
@@ -22,12 +22,12 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// Text with all its lines and tabs, every other control character escaped; for the answers of a model on a terminal.
+/// Escapes control characters except line ends and tabs, for the responses of a model on a terminal.
 pub fn lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| c != '\n' && c != '\t' && is_unsafe(c))
 }
 
-/// The beginning of a text, and whether there is more: at most `most` characters.
+/// The first `most` characters of a text, with `...` if there are more.
 pub(crate) fn beginning(text: &str, most: usize) -> Cow<'_, str> {
     match text.char_indices().nth(most) {
         None => text.into(),
@@ -36,7 +36,7 @@ pub(crate) fn beginning(text: &str, most: usize) -> Cow<'_, str> {
 }
 
 fn shown(text: &str) -> Cow<'_, str> {
-    // Cut first: escapes make a text up to ten times as long.
+    // Shortened first: escapes make a text up to ten times as long.
     let cut = without_middle(text, LONGEST);
     let escaped = match cut {
         Cow::Borrowed(text) => escaped(text, is_unsafe),
@@ -56,14 +56,14 @@ fn without_middle(text: &str, most: usize) -> Cow<'_, str> {
     if count <= most {
         return text.into();
     }
-    // With what is said of the rest it is not longer than a text that stays whole, so that nothing is cut twice.
+    // With the note on the omitted part, the result is not longer than the maximum, so that no text is shortened twice.
     let head = most - TAIL - 60;
     let at = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(at, _)| at);
     format!("{} ... ({} characters left out) ... {}", &text[..at(head)], count - head - TAIL, &text[at(count - TAIL)..])
         .into()
 }
 
-/// Whether a terminal may do anything with a character but show it, or show it at another place.
+/// Whether a terminal may interpret a character, or show it at another position.
 fn is_unsafe(c: char) -> bool {
     let turns_around =
         matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
@@ -89,7 +89,7 @@ fn escaped(text: &str, goes: impl Fn(char) -> bool) -> Cow<'_, str> {
     safe.into()
 }
 
-/// A text whose addresses have no user, password, query and fragment: all of these may be secret.
+/// Removes user, password, query and fragment from the addresses in a text: all of these may be secret.
 fn without_secrets(text: &str) -> Cow<'_, str> {
     let mut rest = text;
     let mut safe = String::new();
@@ -109,11 +109,11 @@ fn without_secrets(text: &str) -> Cow<'_, str> {
     if safe.is_empty() { text.into() } else { (safe + rest).into() }
 }
 
-/// How long the user and the password before a host are, with the `@` behind them.
+/// Length of the user and the password before a host, with the `@`.
 fn user_len(address: &str) -> usize {
     let authority = address.find(['/', '?', '#']).unwrap_or(address.len());
     let (host, port) = address[..authority].split_once(':').unwrap_or((&address[..authority], ""));
-    // A password with a slash in it: what stands before that looks like a host with a port that is no number.
+    // A password with a slash in it: the part before the slash looks like a host with a port that is not a number.
     let odd = !host.starts_with('[') && !port.bytes().all(|byte| byte.is_ascii_digit());
     let end = if odd { address.len() } else { authority };
     address[..end].rfind('@').map_or(0, |at| at + 1)

@@ -1,4 +1,4 @@
-//! Safetensors in and out: one tensor in memory at a time, every size checked before it is used.
+//! Reads and writes safetensors: one tensor in memory at a time, every size checked before it is used.
 
 use crate::files;
 use crate::safe_text::beginning;
@@ -15,12 +15,12 @@ use tch::{Device, Kind, Tensor};
 const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
-/// The bound that the safetensors format itself sets on a header, in bytes.
+/// The format's maximum size of a header, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
-/// How many bytes of a tensor are read before they go to its memory: what loading takes beside the model itself. Buffers of
-/// several MiB would read no faster, and the allocator would keep some of them.
+/// Buffer size for reading a tensor, in bytes: the memory that loading takes in addition to the model. Buffers of several MiB would
+/// be no faster, and the allocator would keep some of them.
 const READ_AT_ONCE: usize = 1 << 19;
-/// Where a folder's new files wait until all of them are whole.
+/// Subfolder of a folder's new files until all of them are complete.
 pub(crate) const BESIDE: &str = ".saving";
 
 /// The tensors of a model folder, in one safetensors file or several; only the headers are in memory.
@@ -35,7 +35,7 @@ pub struct Checkpoint {
 struct TensorFile {
     path: PathBuf,
     file: File,
-    /// Where the tensors' bytes begin, counted from the start of the file.
+    /// Offset of the tensors' bytes in the file.
     data_start: u64,
 }
 
@@ -49,7 +49,7 @@ impl Checkpoint {
     /// Opens `dir/model.safetensors`, or the shards that `dir/model.safetensors.index.json` names.
     ///
     /// # Errors
-    /// If neither is there, a file is truncated or its header is not sound, or the index and the shards disagree.
+    /// If neither exists, a file is truncated or its header is invalid, or the index and the shards disagree.
     pub fn open(dir: &Path) -> Result<Self> {
         let mut checkpoint = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
         if dir.join(SINGLE).is_file() {
@@ -74,7 +74,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Whether `dir` holds a model's weights.
+    /// Whether `dir` contains a model's weights.
     pub(crate) fn is_in(dir: &Path) -> bool {
         [SINGLE, INDEX].iter().any(|name| dir.join(name).is_file())
     }
@@ -89,7 +89,7 @@ impl Checkpoint {
         self.tensors.get(name).map(|entry| entry.info.shape.iter().map(|&n| n as i64).collect())
     }
 
-    /// The dtype that the tensor `name` is stored in, if there is one of this name in f32, f16, bf16 or f64.
+    /// The dtype of the stored tensor `name`, if it exists and is f32, f16, bf16 or f64.
     pub fn kind_of(&self, name: &str) -> Option<Kind> {
         match self.tensors.get(name)?.info.dtype {
             Dtype::F32 => Some(Kind::Float),
@@ -105,14 +105,14 @@ impl Checkpoint {
         &self.dir
     }
 
-    /// The dtype that most of the checkpoint's bytes are in: f32, bf16 or f16.
+    /// The dtype of most of the checkpoint's bytes: f32, bf16 or f16.
     pub fn kind(&self) -> Kind {
         let bytes_of = |dtype: Dtype| -> usize {
             let tensors = self.tensors.values().filter(|entry| entry.info.dtype == dtype);
             tensors.map(|entry| entry.info.data_offsets.1 - entry.info.data_offsets.0).sum()
         };
         let kinds = [(Dtype::F32, Kind::Float), (Dtype::BF16, Kind::BFloat16), (Dtype::F16, Kind::Half)];
-        // Of equals the first, so that nothing is lost.
+        // The first of equals, so that no precision is lost.
         kinds.into_iter().rev().max_by_key(|&(dtype, _)| bytes_of(dtype)).expect("there are three").1
     }
 
@@ -133,13 +133,13 @@ impl Checkpoint {
         })?;
         let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
         let tensor = Tensor::f_empty(&shape, (kind, device))?;
-        // The view is left behind: it would keep this memory also when the tensor gets other, of another dtype.
+        // The view is dropped: it would keep this memory alive when the tensor's data is replaced by another dtype.
         let flat = tensor.f_view([-1])?;
         let width = stored.elt_size_in_bytes();
         let (mut at, end) = entry.info.data_offsets;
         let mut bytes = vec![0; READ_AT_ONCE.min(end - at)];
         let mut filled = 0;
-        // Through a small buffer into the tensor's own memory, converted on the way: no second copy of it ever exists.
+        // Through a small buffer into the tensor's memory, converted on the way, so that no second copy exists.
         while at < end {
             let part = &mut bytes[..READ_AT_ONCE.min(end - at)];
             let place = source.data_start + at as u64;
@@ -200,8 +200,8 @@ impl Checkpoint {
     }
 }
 
-/// The error for a folder, or a model of the hub, whose files have no weights that are read here: which weights they do
-/// hold, and the way out.
+/// The error for a folder or a model on the hub without supported weights: names the weights that it has, and how to convert
+/// them.
 pub(crate) fn no_safetensors<'a>(place: &Path, files: impl Iterator<Item = &'a str>) -> Error {
     let mut names: Vec<&str> = files.collect();
     names.sort_unstable();
@@ -247,7 +247,7 @@ pub(crate) fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     let mut header = vec![0; size as usize];
     file.read_exact_at(&mut header, 8).map_err(Error::io("read", path))?;
     let metadata: Metadata = serde_json::from_slice(&header)
-        .map_err(|e| Error::invalid(path, format!("not a sound safetensors header: {}", brief(&e.to_string()))))?;
+        .map_err(|e| Error::invalid(path, format!("not a valid safetensors header: {}", brief(&e.to_string()))))?;
     let expected = 8 + size + metadata.data_len() as u64;
     if expected < file_len {
         let message = format!("damaged: its header speaks of {expected} bytes, found {file_len}");
@@ -259,14 +259,14 @@ pub(crate) fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     Ok((metadata, 8 + size))
 }
 
-/// Writes `tensors` in their own dtypes as safetensors below `dir`, in shards of at most `max_shard_bytes` each.
+/// Writes `tensors` in their own dtypes as safetensors to `dir`, in shards of at most `max_shard_bytes` each.
 ///
-/// Each file is written beside its place and renamed; a folder that held another checkpoint loses its old shards last.
+/// Each file is written under a temporary name and renamed; old shards of another checkpoint are removed last.
 ///
 /// # Errors
 /// If a file cannot be written.
 pub fn save(dir: &Path, tensors: &[(String, Tensor)], max_shard_bytes: usize) -> Result<()> {
-    // Each tensor is copied while it is written: not on top of what the allocator keeps of a training step.
+    // Each tensor is copied while it is written, so the memory that the allocator keeps from training is freed first.
     tch_ext::release_memory();
     let bytes_of = |t: &Tensor| t.numel() * t.kind().elt_size_in_bytes();
     let mut shards: Vec<Vec<&(String, Tensor)>> = vec![Vec::new()];
@@ -297,13 +297,13 @@ pub fn save(dir: &Path, tensors: &[(String, Tensor)], max_shard_bytes: usize) ->
     })
 }
 
-/// Checks that every number of a model that is to be saved is finite: one that is not would pass for a sound model.
+/// Checks that every number of a model is finite before it is saved.
 ///
 /// # Errors
-/// If one is infinite or not a number; the error names the tensor.
+/// If a number is infinite or NaN; the error names the tensor.
 pub(crate) fn check_finite(tensors: &[(String, Tensor)]) -> Result<()> {
     for (name, tensor) in tensors.iter().filter(|(_, tensor)| tensor.numel() > 0) {
-        // Both are NaN where any number is, and no second tensor of this size comes to be.
+        // Both are NaN if any number is, and no second tensor of this size is allocated.
         let (least, most) = tensor.aminmax(None, false);
         let found = [least, most].map(|x| x.double_value(&[])).into_iter().find(|x| !x.is_finite());
         if let Some(found) = found {
@@ -315,24 +315,24 @@ pub(crate) fn check_finite(tensors: &[(String, Tensor)]) -> Result<()> {
     Ok(())
 }
 
-/// Writes `tensors` as one safetensors file, beside its place and renamed.
+/// Writes `tensors` as one safetensors file, under a temporary name that is then renamed.
 pub(crate) fn save_file(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     write_file(path, &tensors.iter().collect::<Vec<_>>())
 }
 
-/// Replaces files of a model folder by those that `write` puts into the folder it is given: all of them, or none.
+/// Replaces files of a model folder by those that `write` writes to the folder it receives: all of them, or none.
 ///
-/// They are written beside, in `dir/.saving`, and moved when all are whole. A folder is a model by its `config.json`: where
-/// it is among them, the old one goes first and the new one comes last, so that a save that is killed while it moves files
-/// leaves a folder that nothing opens, never a mixture of two models. Old weights that the new do not replace are removed.
-/// What was written is on the disk before its `config.json` is in its place, and that when this returns.
+/// They are written to `dir/.saving` and moved when all are complete. A folder is a model by its `config.json`: if that is among
+/// them, the old one is removed first and the new one is moved last, so that a save that is killed while it moves files
+/// leaves a folder that nothing opens, never a mixture of two models. Old weights that are not replaced are removed. The
+/// files are synced to disk before `config.json` is moved, and `config.json` before this returns.
 ///
 /// # Errors
-/// Those of `write`, which leave the folder as it was; if a file cannot be moved or removed.
+/// Errors of `write`, which leave the folder as it was; if a file cannot be moved or removed.
 pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
     let beside = dir.join(BESIDE);
-    // What an earlier save left that was killed.
+    // Left by an earlier save that was killed.
     let clear = || match std::fs::remove_dir_all(&beside) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &beside)(e)),
         _ => Ok(()),
@@ -352,7 +352,7 @@ pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Res
     for path in old.iter().map(|name| dir.join(name)).filter(|path| path.exists()) {
         std::fs::remove_file(&path).map_err(Error::io("remove the old", &path))?;
     }
-    // A folder takes no other's place: the old one goes first.
+    // A folder cannot be renamed onto another, so the old one is removed first.
     for name in new.iter().filter(|name| beside.join(name).is_dir() && dir.join(name).is_dir()) {
         let old = beside.join(format!("{name}.old"));
         std::fs::rename(dir.join(name), &old).map_err(Error::io("remove the old", dir.join(name)))?;
@@ -367,7 +367,7 @@ pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Res
     clear()
 }
 
-/// Brings every file below `dir`, and the folders themselves, to the disk.
+/// Syncs every file below `dir`, and the folders themselves, to disk.
 ///
 /// # Errors
 /// If the system cannot.
@@ -383,7 +383,7 @@ pub(crate) fn sync(dir: &Path) -> Result<()> {
     sync_folder(dir)
 }
 
-/// Brings the names in the folder `dir` to the disk.
+/// Syncs the entries of the folder `dir` to disk.
 fn sync_folder(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(Error::io("write to the disk", dir))
 }
@@ -395,13 +395,13 @@ fn file_names(dir: &Path) -> Result<Vec<String>> {
         .collect()
 }
 
-/// Whether this is the name of a checkpoint's weights.
+/// Whether `name` is a file name of a checkpoint's weights.
 pub(crate) fn is_weights(name: &str) -> bool {
     [SINGLE, INDEX, "adapter_model.safetensors"].contains(&name)
         || (name.starts_with("model-") && name.ends_with(".safetensors"))
 }
 
-/// A tensor as the safetensors crate wants to see it; the bytes are copied only while they are written.
+/// A tensor for the safetensors crate; its bytes are copied only while they are written.
 struct Written<'a> {
     tensor: &'a Tensor,
     dtype: Dtype,
@@ -426,7 +426,7 @@ impl View for Written<'_> {
     }
 }
 
-/// Where the files that are written to `dir` will be when [`replace_files`] has moved them.
+/// The final folder of files written to `dir`, after [`replace_files`] has moved them.
 pub(crate) fn destination(mut dir: &Path) -> &Path {
     while dir.ends_with(BESIDE) {
         dir = dir.parent().unwrap_or(dir);
@@ -446,7 +446,7 @@ fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
         let shape = tensor.size().iter().map(|&n| n as usize).collect();
         (name.as_str(), Written { tensor, dtype, shape })
     });
-    // transformers refuses a file that does not say which framework's layout it has.
+    // transformers rejects a file that does not state its framework.
     let format = HashMap::from([("format".to_string(), "pt".to_string())]);
     // The crate writes a temporary file beside `path` and renames it.
     safetensors::serialize_to_file(views, Some(format), path).map_err(|e| Error::Io {
@@ -454,7 +454,7 @@ fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
         path: path.to_path_buf(),
         source: std::io::Error::other(e),
     })?;
-    // Its temporary file was private to the owner; weights get the mode that any new file of the user's gets.
+    // Its temporary file is private to the owner; weights get the mode of the user's new files.
     let probe = path.with_extension("tmp");
     let mode =
         File::create(&probe).and_then(|file| file.metadata()).map_err(Error::io("create", &probe))?.permissions();
@@ -468,7 +468,7 @@ pub(crate) fn read_json(path: &Path) -> Result<Value> {
     serde_json::from_str(&text).map_err(|e| Error::invalid(path, format!("not valid JSON: {e}")))
 }
 
-/// A text from a file for an error message: what is long, is cut.
+/// Shortens a text from a file for an error message.
 pub(crate) fn brief(text: &str) -> Cow<'_, str> {
     beginning(text, 120)
 }
@@ -480,13 +480,14 @@ pub(crate) fn pretty(value: &Value) -> String {
     text
 }
 
-/// Writes a text file beside `path` and renames it, so that a reader sees the old text or the new, never a part.
+/// Writes a text file under a temporary name and renames it to `path`, so that a reader sees the old text or the new, never a
+/// part.
 pub(crate) fn write_text(path: &Path, text: &str) -> Result<()> {
     let mut name = path.file_name().expect("a file to write has a name").to_os_string();
     name.push(".tmp");
     let beside = path.with_file_name(name);
     if let Err(error) = std::fs::write(&beside, text) {
-        // On a full disk others need the room.
+        // Frees the space on a full disk.
         let _ = std::fs::remove_file(&beside);
         return Err(Error::io("write", &beside)(error));
     }

@@ -406,7 +406,7 @@ fn a_description_that_comes_too_slowly_is_a_failure_that_may_pass() {
     let server = Server::of("gpt_neox");
     (0..4).for_each(|_| server.fault("GET main", Fault::Drip));
     let hub = Hub { timeout: Duration::from_millis(200), ..server.hub() };
-    refuses(&hub, None, &["cannot be asked for it", "timeout", "tried 4 times"]);
+    refuses(&hub, None, &["cannot be reached", "timeout", "tried 4 times"]);
 }
 
 #[test]
@@ -419,7 +419,7 @@ fn a_password_in_the_address_of_the_hub_is_told_nowhere() {
     };
     // It is not there, it refuses, its answer is another; then a copy is taken from the cache.
     let absent = with_password("http://127.0.0.1:1");
-    refuses(&absent, None, &["http://127.0.0.1:1 cannot be asked for it"]);
+    refuses(&absent, None, &["http://127.0.0.1:1 cannot be reached"]);
     let hub = with_password(&server.endpoint);
     for status in [401, 403, 404, 410, 500] {
         (0..4).for_each(|_| server.fault("GET main", Fault::Status(status, "x")));
@@ -475,7 +475,7 @@ fn a_download_that_fails_for_good_leaves_nothing_that_looks_whole_and_the_next_g
         server.fault(shard, Fault::Cut(0));
     }
     let place = "model-00002-of-00004.safetensors";
-    refuses(&server.hub(), None, &[NAME, "cannot fetch", place, "tried 4 times", "goes on"]);
+    refuses(&server.hub(), None, &[NAME, "cannot download", place, "tried 4 times", "resumes the download"]);
     let files = model_files("gpt_neox_sharded");
     let snapshot = server.cached("snapshots").join(COMMIT);
     assert!(read_folder(&snapshot).iter().all(|(name, bytes)| files[name] == *bytes));
