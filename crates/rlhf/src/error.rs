@@ -25,7 +25,7 @@ pub enum Error {
     Invalid {
         /// The file or folder.
         path: PathBuf,
-        /// What was expected and what was found.
+        /// Expected and found content.
         message: String,
     },
     /// A row of a data file is invalid.
@@ -34,7 +34,7 @@ pub enum Error {
         path: PathBuf,
         /// Place in the file: "line 7", or "row 7" of a JSON array; counted from 1.
         place: String,
-        /// What was expected and what was found.
+        /// Expected and found content.
         message: String,
     },
     /// A run cannot continue: a number is not finite, a reward is missing.

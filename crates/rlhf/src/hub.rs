@@ -398,7 +398,8 @@ impl Fetch<'_> {
     fn folder(&self) -> Result<PathBuf> {
         let cached = self.cached_folder();
         if self.hub.offline {
-            return cached.ok_or_else(|| self.error(&format!("{}; HF_HUB_OFFLINE forbids downloading it", self.absent())));
+            return cached
+                .ok_or_else(|| self.error(&format!("{}; HF_HUB_OFFLINE forbids downloading it", self.absent())));
         }
         // With a cached copy, no retries: the user should not wait for a missing network.
         let attempts = if cached.is_some() { 1 } else { ATTEMPTS };

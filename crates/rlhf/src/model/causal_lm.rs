@@ -5,8 +5,7 @@ use super::body::Body;
 use super::config::{ModelConfig, Shape};
 use super::decoder::Decoder;
 use super::layout::KvCache;
-use super::linear::Linear;
-use super::logprobs::{Distributions, LogprobOptions, Targets, TokenLogprobs, check_vocabulary};
+use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, check_vocabulary};
 use super::lora::{AdapterFolder, LoraConfig};
 use super::params::{Builder, Init, Param, Source};
 use super::sampled::Sampled;
@@ -33,7 +32,7 @@ use tch::{Device, Kind, Tensor};
 #[derive(Debug)]
 pub struct CausalLm {
     pub(super) body: Body,
-    pub(super) lm_head: Linear,
+    pub(super) lm_head: LmHead,
 }
 
 impl CausalLm {
@@ -99,7 +98,7 @@ impl CausalLm {
         let tied = config.tie_word_embeddings.then_some(names.lm_head);
         let rounded = builder.has_rounded();
         let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
-        let lm_head = Linear::new(head, None, compute);
+        let lm_head = LmHead::new(head, config.final_softcap, compute);
         let body = Body { rounded, ..Body::new(decoder, params, config, options.device, held) };
         Ok((Self { body, lm_head }, extra))
     }
@@ -138,14 +137,14 @@ impl CausalLm {
     /// saved with the rounded weights.
     pub fn hold_as_computed(&mut self) {
         let own_head = !self.body.config.tie_word_embeddings;
-        self.body.hold_as_computed(own_head.then_some(&mut self.lm_head));
+        self.body.hold_as_computed(own_head.then_some(&mut self.lm_head.linear));
     }
 
     /// Prepares weights that were just read for training: merges an adapter that is already there. Weights that get a new
     /// adapter are held as they are computed, other weights in f32.
     pub(crate) fn prepare(&mut self, gets_adapter: bool) {
         let own_head = !self.body.config.tie_word_embeddings;
-        self.body.prepare(gets_adapter, None, own_head.then_some(&mut self.lm_head));
+        self.body.prepare(gets_adapter, None, own_head.then_some(&mut self.lm_head.linear));
     }
 
     /// Whether tensors were rounded to the configured dtype when they were read.
@@ -268,7 +267,7 @@ impl CausalLm {
     /// If a sequence is empty, too long, or contains an id outside the vocabulary.
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
         let (layout, hidden) = self.body.hidden(sequences)?;
-        Ok(self.head(&hidden).to_kind(Kind::Float).split_with_sizes(&layout.lens, 0))
+        Ok(self.lm_head.forward(&hidden).to_kind(Kind::Float).split_with_sizes(&layout.lens, 0))
     }
 
     /// Hidden states after the final norm, one `[length, hidden]` f32 tensor per sequence; errors as [`CausalLm::logits`].
@@ -294,10 +293,10 @@ impl CausalLm {
     ) -> Result<TokenLogprobs> {
         self.body.check_spans(sequences, spans, 1)?;
         let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
-        let targets = Targets::new(self, sequences, spans, options)?;
+        let targets = Targets::new(&self.lm_head, sequences, spans, options)?;
         // Each token is predicted at the position before it.
         let hidden = self.body.hidden_at(Batch::new(sequences, spans), -1)?;
-        Ok(self.logprobs_of(&hidden, &targets))
+        Ok(self.lm_head.logprobs_of(&hidden, &targets))
     }
 
     /// Forward and backward pass of a loss of [`CausalLm::token_logprobs`]; accumulates gradients. Returns the
@@ -317,10 +316,10 @@ impl CausalLm {
     ) -> Result<TokenLogprobs> {
         let Batch { sequences, spans, .. } = batch;
         self.body.check_spans(sequences, spans, 1)?;
-        let targets = Targets::new(self, sequences, spans, options.into())?;
+        let targets = Targets::new(&self.lm_head, sequences, spans, options.into())?;
         let mut found = None;
         self.body.backward(batch, -1, |hidden| {
-            let (logprobs, gradient) = self.logprobs_gradient(hidden, &targets, loss);
+            let (logprobs, gradient) = self.lm_head.logprobs_gradient(hidden, &targets, loss);
             found = Some(logprobs);
             gradient
         })?;
@@ -348,7 +347,7 @@ impl CausalLm {
         tch::no_grad(|| {
             let batch = Batch::new(sequences, spans);
             let (hidden, others) = (self.body.hidden_at(batch, -1)?, other.body.hidden_at(batch, -1)?);
-            Ok(self.kl_at(&hidden, (other, &others), sampled))
+            Ok(self.lm_head.kl_at(&hidden, (&other.lm_head, &others), sampled))
         })
     }
 
@@ -361,7 +360,7 @@ impl CausalLm {
         self.body.check_spans(sequences, spans, 1)?;
         let hidden = tch::no_grad(|| self.body.hidden_at(Batch::new(sequences, spans), -1))?;
         let lens: Vec<i64> = spans.iter().map(|span| span.len() as i64).collect();
-        Ok(Distributions::new(self, &hidden, &lens))
+        Ok(Distributions::new(&self.lm_head, &hidden, &lens))
     }
 
     /// Starts decoding: reads the prompts into a cache with room for `capacity` tokens per row.
@@ -374,13 +373,13 @@ impl CausalLm {
         let last: Vec<_> = layout.lens.iter().map(|&len| len as usize - 1..len as usize).collect();
         let last = self.body.rows_at(&layout, &last, 0);
         let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None);
-        Ok((cache, self.head(&hidden)))
+        Ok((cache, self.lm_head.forward(&hidden)))
     }
 
     /// Appends one token to every row of the cache, `tokens` `[rows]` i64, and returns the logits of the next, `[rows, vocab]` f32
     /// or bf16. Neither waits for the device nor copies anything to it.
     pub(crate) fn decode(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
-        self.head(&self.body.decoder.forward_step(tokens, cache))
+        self.lm_head.forward(&self.body.decoder.forward_step(tokens, cache))
     }
 
     /// Writes the base of an adapter to `dir` if no folder holds it; adapters saved later refer to `dir`.

@@ -38,21 +38,21 @@ pub enum RopeScaling {
     Default,
     /// All angles are divided by `factor`.
     Linear {
-        /// How much longer texts may be.
+        /// Factor by which texts may be longer.
         factor: f64,
     },
     /// The base grows with the length of a text beyond `original` tokens (NTK).
     ///
     /// The length is that of each sequence. transformers uses the longest of the batch, so its results depend on the batch.
     Dynamic {
-        /// How much longer texts may be.
+        /// Factor by which texts may be longer.
         factor: f64,
         /// The length up to which the base is unchanged.
         original: f64,
     },
     /// Slow angles are divided by `factor`, fast ones kept, those between are blended (Llama 3.1).
     Llama3 {
-        /// How much longer texts may be.
+        /// Factor by which texts may be longer.
         factor: f64,
         /// `original` over this is the wavelength from which angles are divided.
         low_freq_factor: f64,

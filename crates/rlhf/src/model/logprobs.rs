@@ -1,7 +1,6 @@
 //! Log-probabilities of tokens, their entropy and KL divergence, computed from hidden states in slices of the vocabulary's
 //! logits: no pass holds the logits of all tokens at once.
 
-use super::causal_lm::CausalLm;
 use super::layout::rounded;
 use super::linear::Linear;
 use super::sampled::{Sampled, restricted};
@@ -31,7 +30,7 @@ impl TokenLogprobs {
     }
 }
 
-/// Options of [`CausalLm::logprobs_backward`]. A temperature or [`Sampled`] converts into options that compute
+/// Options of [`super::CausalLm::logprobs_backward`]. A temperature or [`Sampled`] converts into options that compute
 /// log-probabilities only.
 #[derive(Debug, Clone, Copy)]
 pub struct LogprobOptions<'a> {
@@ -57,22 +56,30 @@ impl From<f64> for LogprobOptions<'_> {
     }
 }
 
+/// The head of a causal language model: hidden states to logits over the vocabulary.
+#[derive(Debug)]
+pub(super) struct LmHead {
+    pub(super) linear: Linear,
+    /// Logits `x` become `cap * tanh(x / cap)`.
+    softcap: Option<f64>,
+    /// Dtype of products.
+    compute: Kind,
+}
+
 /// Distributions of a frozen model over its vocabulary, stored as one hidden state per token.
 #[derive(Debug)]
 pub struct Distributions {
     /// `[tokens, embedding size]` of each sequence, in the dtype of products.
     hidden: Vec<Tensor>,
-    head: Linear,
-    softcap: Option<f64>,
+    head: LmHead,
 }
 
 impl Distributions {
     /// Distributions at `hidden` `[M, embedding size]`, where sequence i has `lens[i]` of the M tokens.
-    pub(super) fn new(model: &CausalLm, hidden: &Tensor, lens: &[i64]) -> Self {
-        let compute = model.body.decoder.compute;
-        let head = Linear::new(model.lm_head.weight().0.detach(), None, compute);
-        let hidden = hidden.to_kind(compute).split_with_sizes(lens, 0);
-        Self { hidden, head, softcap: model.body.config.final_softcap }
+    pub(super) fn new(head: &LmHead, hidden: &Tensor, lens: &[i64]) -> Self {
+        let LmHead { linear, softcap, compute } = head;
+        let hidden = hidden.to_kind(*compute).split_with_sizes(lens, 0);
+        Self { hidden, head: LmHead::new(linear.weight().0.detach(), *softcap, *compute) }
     }
 
     /// Appends the same model's distributions of more sequences.
@@ -82,13 +89,12 @@ impl Distributions {
 
     /// Log-probabilities of a slice of hidden states, `[rows, vocab]` f32.
     fn logprobs(&self, hidden: &Tensor, temperature: f64) -> Tensor {
-        let logits = capped(self.head.forward(hidden), self.softcap);
-        (logits.to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
+        (self.head.forward(hidden).to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
     }
 
     /// Checks that the distributions at `rows` are over a vocabulary of `vocab` tokens, and as many as the tokens of `spans`.
     fn check(&self, rows: &[usize], spans: &[Range<usize>], vocab: i64) -> Result<()> {
-        check_vocabulary(vocab, self.head.widths()[1])?;
+        check_vocabulary(vocab, self.head.vocab_size())?;
         let found: Vec<i64> =
             rows.iter().map(|&row| self.hidden.get(row).map_or(-1, |hidden| hidden.size()[0])).collect();
         if rows.is_empty() || !spans.iter().map(|span| span.len() as i64).eq(found) {
@@ -129,7 +135,7 @@ impl<'a> Targets<'a> {
     /// # Errors
     /// If the sets of tokens or the reference distributions of `options` do not fit the tokens or the model.
     pub(super) fn new<S: AsRef<[i64]>>(
-        model: &CausalLm,
+        head: &LmHead,
         sequences: &[S],
         spans: &[Range<usize>],
         options: LogprobOptions<'a>,
@@ -139,9 +145,9 @@ impl<'a> Targets<'a> {
         let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
         sampled.check(ids.len() as i64)?;
         if let Some((of, rows)) = kl_to {
-            of.check(rows, spans, model.config().vocab_size)?;
+            of.check(rows, spans, head.vocab_size())?;
         }
-        let ids = Tensor::from_slice(&ids).to_device(model.device());
+        let ids = Tensor::from_slice(&ids).to_device(head.linear.weight().0.device());
         Ok(Self { ids, sampled, entropy, reference: kl_to.map(|(of, rows)| (of, of.hidden_of(rows))) })
     }
 
@@ -180,13 +186,29 @@ impl Slices {
     }
 }
 
-impl CausalLm {
+impl LmHead {
+    pub(super) fn new(weight: Tensor, softcap: Option<f64>, compute: Kind) -> Self {
+        Self { linear: Linear::new(weight, None, compute), softcap, compute }
+    }
+
+    fn vocab_size(&self) -> i64 {
+        self.linear.widths()[1]
+    }
+
+    /// Logits of hidden states, `[M, vocab]` in the dtype of products, or f32 under a soft cap.
+    pub(super) fn forward(&self, hidden: &Tensor) -> Tensor {
+        let logits = self.linear.forward(hidden);
+        match self.softcap {
+            Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
+            None => logits,
+        }
+    }
+
     /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`. The divergence to a reference model is
     /// computed in the backward pass only.
     pub(super) fn logprobs_of(&self, hidden: &Tensor, targets: &Targets<'_>) -> TokenLogprobs {
-        let by_kernels = !hidden.requires_grad()
-            && targets.sampled.sets.is_none()
-            && uses_kernels(self.body.decoder.compute, hidden.device());
+        let by_kernels =
+            !hidden.requires_grad() && targets.sampled.sets.is_none() && uses_kernels(self.compute, hidden.device());
         let mut found = targets.slices();
         for range in self.slices(hidden.size()[0]) {
             let hidden = rows_of(hidden, &range);
@@ -194,13 +216,13 @@ impl CausalLm {
                 false => self.plain_logprobs(&hidden, &range, targets),
                 true => {
                     let ids = rows_of(&targets.ids, &range);
-                    let logits = self.head(&with_rounded_rows(&hidden)).narrow(0, 0, ids.size()[0]);
+                    let logits = self.forward(&with_rounded_rows(&hidden)).narrow(0, 0, ids.size()[0]);
                     let stats = tch_ext::logits_stats(&logits, targets.sampled.temperature, &ids, targets.entropy);
                     TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None }
                 }
             });
         }
-        found.join(self.body.device)
+        found.join(targets.ids.device())
     }
 
     /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`, detached, and the gradient of the loss
@@ -216,10 +238,10 @@ impl CausalLm {
         let mut found = targets.slices();
         let gradient = hidden.zeros_like();
         // The kernels compute neither a second distribution nor one over a part of the vocabulary.
-        let by_kernels = self.body.config.final_softcap.is_none()
+        let by_kernels = self.softcap.is_none()
             && targets.reference.is_none()
             && targets.sampled.sets.is_none()
-            && uses_kernels(self.body.decoder.compute, hidden.device());
+            && uses_kernels(self.compute, hidden.device());
         let mut kernels = by_kernels.then(|| SliceKernels::new(self));
         for range in self.slices(hidden.size()[0]) {
             let (hidden, mut gradient) = (rows_of(hidden, &range).detach(), rows_of(&gradient, &range));
@@ -235,7 +257,7 @@ impl CausalLm {
             };
             found.push(now.detached());
         }
-        (found.join(self.body.device), gradient)
+        (found.join(targets.ids.device()), gradient)
     }
 
     /// Differentiable log-probabilities of the targets in `range` at their hidden states, by libtorch's own operations; all
@@ -243,7 +265,7 @@ impl CausalLm {
     fn plain_logprobs(&self, hidden: &Tensor, range: &Range<i64>, targets: &Targets<'_>) -> TokenLogprobs {
         let Targets { ids, sampled, entropy, reference } = targets;
         let count = range.end - range.start;
-        let excluded = sampled.excluded(range.start, count, self.config().vocab_size, hidden.device());
+        let excluded = sampled.excluded(range.start, count, self.vocab_size(), hidden.device());
         let of_reference = reference.as_ref().map(|(of, states)| {
             let all = tch::no_grad(|| of.logprobs(&rows_of(states, range), sampled.temperature));
             match &excluded {
@@ -251,24 +273,24 @@ impl CausalLm {
                 some => tch::no_grad(|| restricted(&all, some.as_ref()).log_softmax(-1, Kind::Float)),
             }
         });
-        let logits = self.head(hidden).to_kind(Kind::Float) / sampled.temperature;
+        let logits = self.forward(hidden).to_kind(Kind::Float) / sampled.temperature;
         let all = restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float);
         let logprobs = all.gather(1, &rows_of(ids, range).unsqueeze(1), false).squeeze_dim(1);
         let entropy = entropy.then(|| entropy_of(&all));
         TokenLogprobs { logprobs, entropy, kl: of_reference.map(|others| divergence_of(&all, &others)) }
     }
 
-    /// [`CausalLm::kl_to`] at the hidden states `[M, embedding size]` of both models: `[M]` f32.
+    /// [`super::CausalLm::kl_to`] at the hidden states `[M, embedding size]` of both models: `[M]` f32.
     pub(super) fn kl_at(&self, hidden: &Tensor, other: (&Self, &Tensor), sampled: Sampled<'_>) -> Tensor {
         let (other, others_hidden) = other;
         let of_slice = |range: Range<i64>| {
             let count = range.end - range.start;
-            let excluded = sampled.excluded(range.start, count, self.config().vocab_size, self.device());
-            let logprobs = |model: &Self, hidden: &Tensor| {
+            let excluded = sampled.excluded(range.start, count, self.vocab_size(), hidden.device());
+            let logprobs = |head: &Self, hidden: &Tensor| {
                 let hidden = rows_of(hidden, &range);
-                let logits = match uses_kernels(model.body.decoder.compute, hidden.device()) {
-                    true => model.head(&with_rounded_rows(&hidden)).narrow(0, 0, count),
-                    false => model.head(&hidden),
+                let logits = match uses_kernels(head.compute, hidden.device()) {
+                    true => head.forward(&with_rounded_rows(&hidden)).narrow(0, 0, count),
+                    false => head.forward(&hidden),
                 };
                 let logits = logits.to_kind(Kind::Float) / sampled.temperature;
                 restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float)
@@ -276,21 +298,16 @@ impl CausalLm {
             divergence_of(&logprobs(self, hidden), &logprobs(other, others_hidden))
         };
         let parts: Vec<Tensor> = self.slices(hidden.size()[0]).map(of_slice).collect();
-        joined(&parts, self.device())
+        joined(&parts, hidden.device())
     }
 
     /// Ranges of rows whose logits may be held at once.
     fn slices(&self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
-        let most = (LOGITS_CHUNK / self.body.config.vocab_size).max(1);
+        let most = (LOGITS_CHUNK / self.vocab_size()).max(1);
         // About equal, as a short last slice would be a product of a poor shape; and of few different sizes.
         let share = rows.max(1).unsigned_abs().div_ceil(rows.unsigned_abs().div_ceil(most.unsigned_abs()).max(1));
         let len = rounded(share as i64).min(if most < 64 { most } else { most / 32 * 32 });
         (0..rows).step_by(len as usize).map(move |from| from..(from + len).min(rows))
-    }
-
-    /// Logits of hidden states, `[M, vocab]` in the dtype of products, or f32.
-    pub(super) fn head(&self, hidden: &Tensor) -> Tensor {
-        capped(self.lm_head.forward(hidden), self.body.config.final_softcap)
     }
 }
 
@@ -305,8 +322,8 @@ struct SliceKernels<'m> {
 }
 
 impl<'m> SliceKernels<'m> {
-    fn new(model: &'m CausalLm) -> Self {
-        let (weight, used) = model.lm_head.weight();
+    fn new(head: &'m LmHead) -> Self {
+        let (weight, used) = head.linear.weight();
         Self { weight, used, buffer: None }
     }
 
@@ -362,14 +379,6 @@ fn joined(parts: &[Tensor], device: Device) -> Tensor {
     match parts {
         [] => Tensor::zeros([0], (Kind::Float, device)),
         parts => Tensor::cat(parts, 0),
-    }
-}
-
-/// Logits under a family's soft cap, if it has one.
-fn capped(logits: Tensor, cap: Option<f64>) -> Tensor {
-    match cap {
-        Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
-        None => logits,
     }
 }
 

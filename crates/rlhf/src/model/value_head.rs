@@ -175,7 +175,7 @@ impl ValueHead {
         let (joint, targets) = Self::joint(lm, batch, options)?;
         let hidden = lm.body.hidden_at(Batch::new(batch.sequences, &joint.spans), 0)?;
         let values = self.values_of(&hidden.index_select(0, &joint.values));
-        Ok((lm.logprobs_of(&hidden.index_select(0, &joint.tokens), &targets), values))
+        Ok((lm.lm_head.logprobs_of(&hidden.index_select(0, &joint.tokens), &targets), values))
     }
 
     /// Forward and backward pass of the sum of two losses, in one pass through the trunk; accumulates gradients. `policy_loss` is
@@ -197,7 +197,8 @@ impl ValueHead {
         lm.body.backward(Batch::new(batch.sequences, spans), 0, |hidden| {
             let read = hidden.index_select(0, values).detach().set_requires_grad(true);
             value_loss(&self.values_of(&read)).backward();
-            let (logprobs, of_tokens) = lm.logprobs_gradient(&hidden.index_select(0, tokens), &targets, policy_loss);
+            let (logprobs, of_tokens) =
+                lm.lm_head.logprobs_gradient(&hidden.index_select(0, tokens), &targets, policy_loss);
             found = Some(logprobs);
             hidden.zeros_like().index_add(0, values, &read.grad()).index_add(0, tokens, &of_tokens)
         })?;
@@ -211,7 +212,7 @@ impl ValueHead {
     ) -> Result<(JointSpans, Targets<'a>)> {
         lm.body.check_spans(batch.sequences, batch.token_spans, 1)?;
         lm.body.check_spans(batch.sequences, batch.value_spans, 0)?;
-        let targets = Targets::new(lm, batch.sequences, batch.token_spans, options)?;
+        let targets = Targets::new(&lm.lm_head, batch.sequences, batch.token_spans, options)?;
         Ok((JointSpans::new(&batch, lm.device()), targets))
     }
 
