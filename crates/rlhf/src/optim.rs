@@ -12,7 +12,7 @@ use crate::{Error, Result};
 use std::path::Path;
 use tch::{Kind, Tensor};
 
-/// The name of the number of steps in a saved state.
+/// Name of the number of steps in a saved state.
 const STEPS: &str = "step";
 
 /// AdamW over one model's parameters; weight decay spares biases and norms (see [`Param::decay`]).
@@ -33,7 +33,7 @@ struct Group {
 }
 
 impl AdamW {
-    /// An optimizer of `params`, which share memory with the model's.
+    /// Creates an optimizer of `params`, which share memory with the model's.
     pub fn new<'a>(params: impl IntoIterator<Item = &'a Param>, config: &OptimizerConfig) -> Self {
         let mut groups = [Group::default(), Group::default()];
         for param in params {
@@ -46,7 +46,7 @@ impl AdamW {
         Self { config: config.clone(), groups, steps: 0 }
     }
 
-    /// Takes one step at the learning rate `lr` and clears the gradients; gives their norm before any clipping.
+    /// Takes one step at the learning rate `lr` and clears the gradients; returns their norm before any clipping.
     ///
     /// Gradients are first scaled down to the norm `max_grad_norm`, where it is set, over this model's parameters together.
     ///
@@ -66,13 +66,13 @@ impl AdamW {
         Ok(norm)
     }
 
-    /// The norm of the gradients that this model's parameters hold, all together; not finite if one of them is not.
+    /// Returns the norm of all gradients of this model's parameters together; not finite if one of them is not.
     pub fn grad_norm(&self) -> f64 {
         let grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
         global_norm(grads.iter().flatten())
     }
 
-    /// Divides the gradients that this model's parameters hold by `scale`.
+    /// Divides the gradients of this model's parameters by `scale`.
     pub fn unscale(&mut self, scale: f64) {
         for mut grad in self.groups.iter().flat_map(|group| &group.params).map(Tensor::grad) {
             if scale != 1.0 && grad.defined() {
@@ -81,7 +81,7 @@ impl AdamW {
         }
     }
 
-    /// [`AdamW::step`] for a caller that knows the norm of the gradients, and that it is finite.
+    /// Takes a step as [`AdamW::step`] does, with the gradients' norm `norm`, which the caller has checked to be finite.
     ///
     /// # Errors
     /// If libtorch refuses the step.
@@ -118,7 +118,7 @@ impl AdamW {
         Ok(())
     }
 
-    /// Steps taken.
+    /// Returns the number of steps taken.
     pub fn steps(&self) -> i64 {
         self.steps
     }
@@ -140,7 +140,7 @@ impl AdamW {
         save_file(path, &tensors)
     }
 
-    /// Takes up the state that [`AdamW::save`] wrote for the same parameters.
+    /// Loads the state that [`AdamW::save`] wrote for the same parameters.
     ///
     /// # Errors
     /// If the file cannot be read, or is not of these parameters.
@@ -172,7 +172,7 @@ impl AdamW {
         Ok(())
     }
 
-    /// Multiplies the gradients that the parameters hold.
+    /// Multiplies the gradients by `factor`.
     pub(crate) fn scale_grad(&mut self, factor: f64) {
         for grad in self.groups.iter_mut().flat_map(|group| &group.params).map(Tensor::grad) {
             if grad.defined() {
@@ -190,7 +190,7 @@ impl AdamW {
 }
 
 impl Group {
-    /// The gradients; 0 where none arrived.
+    /// Returns the gradients; 0 where there is none.
     fn grads(&self) -> Vec<Tensor> {
         self.params
             .iter()
@@ -202,22 +202,21 @@ impl Group {
     }
 }
 
-/// The Euclidean norm of all elements of all tensors.
+/// Returns the Euclidean norm of all elements of all tensors.
 fn global_norm<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> f64 {
     let norms: Vec<Tensor> = tensors.map(|t| t.norm().to_kind(Kind::Double)).collect();
     if norms.is_empty() { 0.0 } else { Tensor::stack(&norms, 0).norm().double_value(&[]) }
 }
 
-/// What the schedule `polynomial` falls to unless told otherwise, as in transformers.
+/// Default final learning rate of the schedule `polynomial`, as in transformers.
 const POLYNOMIAL_END: f64 = 1e-7;
 
-/// Updates after which `inverse_sqrt` has fallen to 1 / sqrt(2) without a warm-up, as in transformers.
+/// Number of updates after which `inverse_sqrt` has fallen to 1 / sqrt(2) without a warm-up, as in transformers.
 const INVERSE_SQRT_TIMESCALE: usize = 10_000;
 
-/// The learning rate in update `update` (from 0) of `num_updates`, where `peak` is the highest.
+/// Returns the learning rate of update `update` (from 0) of `num_updates`, with the peak `peak`.
 ///
-/// Source: transformers' schedules of the same names; `lr_end` raises what `linear` and `cosine` fall to as it does for
-/// `polynomial`.
+/// Source: transformers' schedules of the same names; `lr_end` is the final rate of `linear` and `cosine` too.
 pub fn learning_rate(peak: f64, config: &OptimizerConfig, update: usize, num_updates: usize) -> f64 {
     let schedule = config.lr_scheduler_type;
     if schedule == LrSchedulerType::Constant {
@@ -233,7 +232,7 @@ pub fn learning_rate(peak: f64, config: &OptimizerConfig, update: usize, num_upd
     let progress = (update - warmup) as f64 / (num_updates.saturating_sub(warmup)).max(1) as f64;
     let left = match schedule {
         LrSchedulerType::Linear => (1.0 - progress).max(0.0),
-        // One cycle, as transformers has unless told otherwise.
+        // One cycle, the default of transformers.
         LrSchedulerType::Cosine | LrSchedulerType::CosineWithRestarts => {
             0.5 * (1.0 + (std::f64::consts::PI * progress.min(1.0)).cos())
         }

@@ -261,7 +261,7 @@ fn the_saved_policy_records_its_sampling_and_generate_takes_it_where_nothing_els
         .write("out/generation_config.json", "{\"max_new_tokens\": 64, \"do_sample\": false, \"eos_token_id\": null}");
     let rows = json_lines(&generate(""));
     assert!(rows.iter().all(|row| row["num_tokens"].as_u64().unwrap() <= 53));
-    scratch.refuses("generate --model out --num_return_sequences 2 x", 2, &["would give equal answers"]);
+    scratch.refuses("generate --model out --num_return_sequences 2 x", 2, &["would give equal responses"]);
 }
 
 #[test]

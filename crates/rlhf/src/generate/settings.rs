@@ -58,8 +58,8 @@ impl SamplingConfig {
         }
         if self.repetition_penalty != 1.0 {
             return usage(format!(
-                "logprobs_of = filtered with repetition_penalty = {}: a penalty leaves no token out, it changes what all of \
-                 them count, by the text before each: expected 1, or logprobs_of = policy",
+                "logprobs_of = filtered with repetition_penalty = {}: a penalty filters no token, it changes the probabilities \
+                 of all of them, by the text before each: expected 1, or logprobs_of = policy",
                 self.repetition_penalty
             ));
         }

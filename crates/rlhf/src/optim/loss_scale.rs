@@ -1,4 +1,4 @@
-//! Dynamic loss scaling: what a backward pass in f16 would round to 0 is kept by a factor that finds its own size.
+//! Dynamic loss scaling: a factor, adapted during training, keeps small gradients of f16 from rounding to 0.
 
 use crate::flag::{RUN, above_zero, all, at_least_one, defaults, expect, no_effect};
 use crate::{Error, Result};
@@ -89,10 +89,10 @@ impl Fp16Config {
     }
 }
 
-/// The factor of one model's loss, and what moves it.
+/// The loss scale of one model, with its rules of change.
 ///
-/// Gradients beyond f16 come out as infinity or NaN. Then the step is not taken, and the factor is halved; after
-/// `loss_scale_window` steps without that it is doubled. Source: the rules of DeepSpeed's `fp16` settings of the same names.
+/// Gradients beyond f16 overflow to infinity or NaN. Then the step is skipped, and the scale is halved; after
+/// `loss_scale_window` steps without an overflow it is doubled. Source: the rules of DeepSpeed's `fp16` settings of the same names.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LossScaler {
     config: LossScaleConfig,
@@ -111,27 +111,26 @@ struct State {
 }
 
 impl LossScaler {
-    /// A factor at its beginning, `2^initial_scale_power`.
+    /// Creates the scale with its first value, `2^initial_scale_power`.
     pub fn new(config: &LossScaleConfig) -> Self {
         let scale = config.initial_scale();
         let state = State { scale, patience: config.hysteresis, steps: 0, overflows: 0 };
         Self { config: config.clone(), state }
     }
 
-    /// The factor.
+    /// Returns the scale.
     pub fn scale(&self) -> f64 {
         self.state.scale
     }
 
-    /// Overflows since the run began: as many steps were not taken.
+    /// Returns the number of overflows since the start of the run, each of which skipped a step.
     pub fn overflows(&self) -> usize {
         self.state.overflows
     }
 
-    /// Notes that gradients of a finite norm came of this factor, or not; gives whether the step is to be left out for that.
+    /// Records whether the gradient norm at this scale was finite; returns whether the step must be skipped for an overflow.
     ///
-    /// Where they are not finite and the factor is the least that may be, it is not the factor's doing: then nothing is noted,
-    /// and the answer is no.
+    /// At the minimum scale, gradients that are not finite are no overflow: then nothing is recorded, and the result is false.
     pub fn overflows_at(&mut self, norm: f64) -> bool {
         let (config, state) = (&self.config, &mut self.state);
         if norm.is_finite() {
@@ -153,15 +152,15 @@ impl LossScaler {
         true
     }
 
-    /// What a checkpoint keeps.
+    /// Returns the state for a checkpoint.
     pub fn state(&self) -> Value {
         json!(self.state)
     }
 
-    /// Goes on from what [`LossScaler::state`] gave.
+    /// Restores the state that [`LossScaler::state`] returned.
     ///
     /// # Errors
-    /// If it is not that.
+    /// If `state` is not such a state.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
         let read: State = serde_json::from_value(state.clone()).map_err(|e| Error::Run(format!("loss scale: {e}")))?;
         if !(read.scale.is_finite() && read.scale > 0.0) {
@@ -203,9 +202,9 @@ mod tests {
         assert_eq!(course(&mut scaler(4, 3, 2, 1.0), "!!!"), [16.0, 8.0, 4.0]);
         assert_eq!(course(&mut scaler(4, 3, 1, 1.0), "!!"), [8.0, 4.0]);
         assert_eq!(course(&mut scaler(4, 3, 2, 1.0), "...!!"), [16.0, 16.0, 32.0, 32.0, 16.0]);
-        // An overflow begins the window anew.
+        // An overflow restarts the window.
         assert_eq!(course(&mut scaler(4, 3, 1, 1.0), "..!...."), [16.0, 16.0, 8.0, 8.0, 8.0, 16.0, 16.0]);
-        // A number that is no number is an overflow too.
+        // NaN is an overflow too.
         assert!(scaler(4, 3, 1, 1.0).overflows_at(f64::NAN));
     }
 
@@ -219,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_saved_scale_goes_on_as_if_nothing_had_been() {
+    fn a_resumed_scale_continues_as_the_uninterrupted_one() {
         let steps = "..!..!!......!..";
         for cut in 0..steps.len() {
             let mut whole = scaler(10, 4, 2, 1.0);

@@ -1,4 +1,4 @@
-//! An exponential moving average of a policy: calmer than the policy itself, and often what is served in the end.
+//! An exponential moving average of the policy's weights: less noisy than the policy, and often what is deployed.
 
 use crate::flag::{OPTIMIZER, defaults, expect, no_effect};
 use crate::model::CausalLm;
@@ -34,7 +34,7 @@ impl EmaConfig {
     }
 }
 
-/// The moving average of the weights of one policy that are trained.
+/// The moving average of a policy's trained weights.
 ///
 /// It is held in f32 whatever the policy is held in: in half precision a step of `1 - beta` of a small change is lost to
 /// rounding, and the average stands still.
@@ -46,15 +46,15 @@ pub struct Ema {
 }
 
 impl Ema {
-    /// An average that begins as `policy` is now.
+    /// Creates an average that starts at the weights of `policy`.
     pub fn new(policy: &CausalLm, beta: f64) -> Self {
-        // `copy`, since a conversion to the dtype that is there already would share the policy's memory.
+        // `copy`: a conversion to the same dtype would share the policy's memory.
         let weights =
             policy.trainable_params().map(|param| param.tensor.detach().to_kind(Kind::Float).copy()).collect();
         Self { beta, weights }
     }
 
-    /// Moves it towards `policy`: w <- w + (1 - beta) * (policy's - w).
+    /// Updates the average with the weights of `policy`: w <- w + (1 - beta) * (policy's - w).
     pub fn update(&mut self, policy: &CausalLm) {
         tch::no_grad(|| {
             for (average, param) in self.weights.iter_mut().zip(policy.trainable_params()) {
@@ -69,10 +69,10 @@ impl Ema {
         &self.weights
     }
 
-    /// Gives `f` the policy with the average's weights, and puts the policy's own back, to the bit.
+    /// Calls `f` with the policy at the average's weights, then restores the policy's own, bit for bit.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// The errors of `f`.
     pub fn with<T>(&self, policy: &CausalLm, f: impl FnOnce(&CausalLm) -> Result<T>) -> Result<T> {
         let own: Vec<Tensor> = policy.trainable_params().map(|param| param.tensor.detach().copy()).collect();
         put(policy, &self.weights);
@@ -81,10 +81,10 @@ impl Ema {
         done
     }
 
-    /// Takes up the average that `read` puts into the weights of `policy`, whose own come back.
+    /// Loads the average: `read` puts it into `policy`, whose own weights are then restored.
     ///
     /// # Errors
-    /// Those of `read`.
+    /// The errors of `read`.
     pub(crate) fn load(&mut self, policy: &mut CausalLm, read: impl FnOnce(&mut CausalLm) -> Result<()>) -> Result<()> {
         let own: Vec<Tensor> = policy.trainable_params().map(|param| param.tensor.detach().copy()).collect();
         let done = read(policy);

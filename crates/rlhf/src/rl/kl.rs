@@ -1,4 +1,4 @@
-//! What the KL to the reference weighs, from update to update: fixed, adapted to a target, or on a schedule.
+//! The KL to the reference model: its settings, and its weight from update to update: fixed, adapted to a target, or on a schedule.
 
 use super::math::KlEstimator;
 use crate::flag::{NONE, PPO, above_zero, all, defaults, no_effect, optional, usage, zero_or_more};
@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// How far one update may move an adaptive coefficient, as a share of its horizon.
+/// Bound on the relative error of the KL by which an adaptive coefficient changes.
 const MOST_ERROR: f64 = 0.2;
 
 /// The KL to the reference model: its weight, its estimator, and where it is applied.
@@ -59,7 +59,7 @@ impl KlConfig {
                      schedule"
                 )),
                 None if self.adap_kl_ctrl && self.kl_coef == 0.0 => {
-                    no_effect("adap_kl_ctrl", true, "with kl_coef = 0: the weight is only ever multiplied")
+                    no_effect("adap_kl_ctrl", true, "with kl_coef = 0: it is only multiplied")
                 }
                 _ => Ok(()),
             },
@@ -102,7 +102,7 @@ impl ValueEnum for KlEstimator {
     }
 }
 
-/// The coefficient of the KL, which may move after each update.
+/// The coefficient of the KL, which may change after each update.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KlController {
     coef: f64,
@@ -117,7 +117,7 @@ enum Rule {
         target: f64,
         horizon: f64,
     },
-    /// In a straight line from the first coefficient to this one, which the last update has.
+    /// Linear from the first coefficient to `end`, which the last update has.
     Linear {
         end: f64,
         num_updates: usize,
@@ -125,7 +125,7 @@ enum Rule {
 }
 
 impl KlController {
-    /// The controller of a run of `num_updates` updates.
+    /// Creates the controller of a run of `num_updates` updates.
     pub fn new(kl: &KlConfig, num_updates: usize) -> Self {
         let rule = match kl.kl_coef_end {
             Some(end) => Rule::Linear { end, num_updates },
@@ -135,7 +135,7 @@ impl KlController {
         Self { coef: kl.kl_coef, rule }
     }
 
-    /// What the KL weighs in update `update`, from 0.
+    /// Returns the weight of the KL in update `update`, counted from 0.
     pub fn coef(&self, update: usize) -> f64 {
         match self.rule {
             Rule::Linear { end, num_updates } => {
@@ -146,7 +146,7 @@ impl KlController {
         }
     }
 
-    /// Takes note of an update's `objective/kl`, the mean over its `responses` responses of their sums.
+    /// Records an update's `objective/kl`: the mean, over its `responses` responses, of the sums over their tokens, in nats.
     ///
     /// Source: Ziegler et al. 2019, section 2.2; as TRL 0.11.
     pub fn observe(&mut self, kl: f64, responses: usize) {
@@ -158,15 +158,15 @@ impl KlController {
         }
     }
 
-    /// What a checkpoint keeps of it.
+    /// Returns the state for a checkpoint.
     pub fn state(&self) -> Value {
         json!({"kl_coef": self.coef})
     }
 
-    /// Goes on from what [`KlController::state`] gave.
+    /// Restores the state that [`KlController::state`] returned.
     ///
     /// # Errors
-    /// If `state` is something else.
+    /// If `state` is not such a state.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
         let coef = state.get("kl_coef").and_then(Value::as_f64).filter(|coef| coef.is_finite());
         self.coef = coef.ok_or_else(|| {
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn at_its_target_or_at_a_number_that_is_none_the_coefficient_stays() {
+    fn at_its_target_or_a_kl_that_is_not_finite_the_coefficient_stays() {
         for kl in [6.0, f64::NAN, f64::INFINITY] {
             let mut controller = adaptive(0.2);
             controller.observe(kl, 256);
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_controller_goes_on_from_its_state_bit_for_bit() {
+    fn a_controller_resumes_from_its_state_bit_for_bit() {
         let (mut one, mut other) = (adaptive(0.2), adaptive(0.2));
         for kl in [3.7, 11.1, 6.3] {
             one.observe(kl, 37);

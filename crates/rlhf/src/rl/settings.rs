@@ -77,8 +77,8 @@ impl MaskConfig {
             },
             if self.eos_in_loss != EosInLoss::Always && ends {
                 usage(format!(
-                    "score_position = last_token and eos_in_loss = {eos} exclude each other: the score would be that of a token \
-                     that may be left out; after_stop gives it to the token behind the last that counts"
+                    "score_position = last_token and eos_in_loss = {eos} exclude each other: the score would be on a token \
+                     that may be masked; after_stop puts it after the last unmasked token"
                 ))
             } else {
                 Ok(())
@@ -95,7 +95,7 @@ pub enum EosInLoss {
     /// It is included, as every token is.
     Always,
     /// It is included unless DeepSpeed-Chat pads with it, which attends to no padding: it does with all models but Llama, whose tokenizer
-    /// keeps its padding token or gets one of its own.
+    /// has its own padding token or gets one.
     UnlessPad,
     /// It is masked.
     Never,

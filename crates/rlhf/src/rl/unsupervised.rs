@@ -51,7 +51,7 @@ impl UnsupervisedConfig {
     }
 }
 
-/// Blocks of text, and the place in them.
+/// Blocks of text, and the position in them.
 #[derive(Debug)]
 pub struct Unsupervised {
     blocks: Vec<Vec<i64>>,
@@ -94,7 +94,7 @@ impl Unsupervised {
         Ok(Self { blocks, cursor, coef })
     }
 
-    /// How many blocks there are, and of how many tokens.
+    /// Describes the number of blocks and their length.
     pub(crate) fn describe(&self) -> String {
         format!(
             "unsupervised mix: {} blocks of {} tokens, weight {}",

@@ -34,7 +34,7 @@ pub struct RunConfig {
     /// Compute in float16, with a loss scale that finds its own size; the optimizer keeps float32 weights.
     #[arg(long, help_heading = RUN)]
     pub fp16: bool,
-    /// How that scale begins and moves.
+    /// The loss scale of `fp16`.
     #[command(flatten)]
     #[serde(flatten)]
     pub loss_scale: LossScaleConfig,
@@ -66,7 +66,7 @@ pub struct RunConfig {
     /// Show no progress bar.
     #[arg(long, help_heading = RUN)]
     pub disable_tqdm: bool,
-    /// What is kept on the way, and what the run goes on from.
+    /// Checkpoints and resuming.
     #[command(flatten)]
     #[serde(flatten)]
     pub checkpoints: CheckpointConfig,
@@ -216,17 +216,17 @@ impl EvalConfig {
         let Some(metric) = &self.metric_for_best_model else {
             return match self.greater_is_better {
                 Some(greater) => usage(format!(
-                    "greater_is_better = {greater} needs metric_for_best_model: no best model is looked for without one"
+                    "greater_is_better = {greater} needs metric_for_best_model: without one there is no best model"
                 )),
                 None => Ok(()),
             };
         };
         let needs =
-            |what: &str| usage(format!("metric_for_best_model = {metric} needs {what}: nothing looks at it else"));
+            |what: &str| usage(format!("metric_for_best_model = {metric} needs {what}: it is not computed otherwise"));
         match (self.eval_steps, save_steps) {
             (None, _) if is_eval_metric(metric) => needs("eval_steps"),
             (None, None) => needs("eval_steps or save_steps"),
-            // Other names are known when the first update is done; these would be after its first evaluation only.
+            // Other names are checked after the first update; these could only be checked after the first evaluation.
             _ if is_eval_metric(metric) => {
                 let is = |name: &&str| metric == name || name.ends_with('/') && metric.starts_with(name);
                 let named = |name: &&str| if name.ends_with('/') { format!("{name}NAME") } else { name.to_string() };

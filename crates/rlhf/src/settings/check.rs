@@ -119,18 +119,18 @@ impl PpoConfig {
 
     /// Refuses limits of the policy's loss that cannot have an effect with these sizes.
     fn check_limits(&self, sizes: Option<&Sizes>) -> Result<()> {
-        // The preset's own limit is there in any case; sizes that do not go together are refused as such.
+        // The preset sets a limit in any case; sizes that do not go together are refused by another check.
         let one_step = sizes.is_some_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
             && self.preset != Preset::TrlLegacy;
         let limit = |name, found: Option<f64>| {
-            let why = "with one optimizer step an update (num_ppo_epochs = 1 and one mini-batch): in the first step every \
+            let why = "with one optimizer step per update (num_ppo_epochs = 1 and one mini-batch): in the first step every \
                        ratio is 1";
             found.filter(|_| one_step).map_or(Ok(()), |found| no_effect(name, found, why))
         };
         let last = self.num_ppo_epochs == 1;
         all([
             self.loss.target_kl.filter(|_| last).map_or(Ok(()), |kl| {
-                no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to leave out")
+                no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to skip")
             }),
             limit("cliprange_high", self.loss.cliprange_high),
             limit("dual_clip", self.loss.dual_clip),
@@ -159,14 +159,14 @@ impl PpoConfig {
         }
         if self.mask.min_response_length > 0 {
             return usage(format!(
-                "logprobs_of = filtered with min_response_length = {}: where answers train again, an earlier policy's filters \
-                 would count for this one's: expected min_response_length = 0, or logprobs_of = policy",
+                "logprobs_of = filtered with min_response_length = {}: where responses are trained on again, the filters of an \
+                 earlier policy would be taken for this one's: expected min_response_length = 0, or logprobs_of = policy",
                 self.mask.min_response_length
             ));
         }
         if self.legacy.raw_logprobs && self.temperature != 1.0 {
             return usage(format!(
-                "logprobs_of = filtered with raw_logprobs = true and temperature = {}: what was sampled from is filtered at the \
+                "logprobs_of = filtered with raw_logprobs = true and temperature = {}: the sampled distribution is filtered at that \
                  temperature: expected temperature = 1, or raw_logprobs = false",
                 self.temperature
             ));
@@ -229,7 +229,7 @@ impl PpoConfig {
         own.value_lora_r.map_or(Ok(()), |r| at_least_one("value_lora_r", r))?;
         let rank = own.value_lora_r.unwrap_or(1);
         expect(rank <= MOST_RANK, "value_lora_r", rank, &format!("at most {MOST_RANK}"))?;
-        // The shape of the policy's is that of the value model's where that has none of its own.
+        // The value model's adapter has the shape of the policy's where it has no own setting.
         PeftConfig { use_peft: true, ..self.peft.clone() }.check()
     }
 }
@@ -242,7 +242,7 @@ impl LegacyConfig {
                        num_mini_batches are the sizes there";
             found.filter(|_| !legacy).map_or(Ok(()), |found| no_effect(name, found, why))
         };
-        // TRL's own default may be written out.
+        // TRL's own default may be set explicitly.
         let unwatched = |kl: &f64| legacy && !self.early_stopping && *kl != TARGET_KL;
         let refuse =
             |when: bool, name, found: &dyn Display, why| if when { no_effect(name, found, why) } else { Ok(()) };
@@ -262,10 +262,10 @@ impl LegacyConfig {
                 self.early_stopping && config.num_ppo_epochs == 1,
                 "early_stopping",
                 &true,
-                "with num_ppo_epochs = 1: there is no second epoch to leave out",
+                "with num_ppo_epochs = 1: there is no second epoch to skip",
             ),
             self.num_shared_layers.filter(|_| config.peft.use_peft).map_or(Ok(()), |layers| {
-                let why = "with use_peft = true: beside an adapter all layers are the reference's too";
+                let why = "with use_peft = true: with an adapter the reference model shares all layers";
                 no_effect("num_shared_layers", layers, why)
             }),
             self.check_best(config),
@@ -273,7 +273,7 @@ impl LegacyConfig {
         ])
     }
 
-    /// Refuses to choose the best model by scores that move while the policy stays.
+    /// Refuses to choose the best model by scores that change while the policy does not.
     fn check_best(&self, config: &PpoConfig) -> Result<()> {
         let moves = |metric: &&String| ["objective/scores", "objective/rlhf_reward"].contains(&metric.as_str());
         match config.eval.metric_for_best_model.as_ref().filter(moves) {
@@ -298,14 +298,14 @@ impl LegacyConfig {
         }
         if config.run.fp16 {
             refusals.add(usage(
-                "fp16 = true with value_head = true: a scale of losses is of one model; expected bf16 = true",
+                "fp16 = true with value_head = true: a loss scale belongs to one model; expected bf16 = true",
             ))?;
         }
         let path = config.value_model_path.iter().map(|path| ("value_model_path", path.display().to_string()));
         for (name, found) in path.chain(config.value.given()) {
             refusals.add(usage(format!(
-                "{name} = {found} with value_head = true: the head is on the policy's trunk and learns with it; there is no value \
-                 model"
+                "{name} = {found} with value_head = true: the head shares the policy's trunk and is trained with it; there is no \
+                 value model"
             )))?;
         }
         refusals.end()
@@ -324,7 +324,7 @@ impl ValueConfig {
         }
         if config.vf_coef == 0.0 {
             for (name, found) in self.given() {
-                refusals.add(no_effect(name, found, "with vf_coef = 0: the value model does not learn"))?;
+                refusals.add(no_effect(name, found, "with vf_coef = 0: the value model is not trained"))?;
             }
         }
         let (peak, optimizer) = config.value_optimizer();
@@ -384,13 +384,13 @@ mod tests {
     fn settings_of_several_steps_are_taken_wherever_an_update_has_several_and_refused_where_it_has_one() {
         type Change = fn(&mut PpoConfig);
         let changes: [(Change, &str); 4] = [
-            (|c| c.loss.dual_clip = Some(3.0), "dual_clip = 3 has no effect with one optimizer step an update"),
+            (|c| c.loss.dual_clip = Some(3.0), "dual_clip = 3 has no effect with one optimizer step per update"),
             (|c| c.loss.ratio_threshold = Some(10.0), "ratio_threshold = 10 has no effect with one optimizer step"),
             (|c| c.loss.cliprange_high = Some(0.3), "cliprange_high = 0.3 has no effect with one optimizer step"),
             (|c| c.whiten_advantages = WhitenAdvantages::MiniBatch, "whiten_advantages = mini_batch is the same as"),
         ];
         for (change, message) in changes {
-            // 16 answers an update by default, one step; of 4 rows each they are four.
+            // 16 responses per update by default, in one step; steps of 4 rows are four.
             let mut config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
             change(&mut config);
             assert!(usage_of(config.check()).starts_with(message), "{message}");
@@ -493,11 +493,11 @@ mod tests {
             ),
             (
                 |c| (c.num_ppo_epochs, c.loss.ratio_threshold) = (1, Some(10.0)),
-                "ratio_threshold = 10 has no effect with one optimizer step an update (num_ppo_epochs = 1",
+                "ratio_threshold = 10 has no effect with one optimizer step per update (num_ppo_epochs = 1",
             ),
             (
                 |c| (c.vf_coef, c.value.value_warmup_updates) = (0.0, 1),
-                "value_warmup_updates = 1 has no effect with vf_coef = 0: the value model does not learn",
+                "value_warmup_updates = 1 has no effect with vf_coef = 0: the value model is not trained",
             ),
             (|c| c.value.value_learning_rate = Some(-1.0), "value_learning_rate = -1: expected a number of 0 or more"),
             (|c| c.value.value_warmup_updates = 4, "value_warmup_updates = 4: expected less than the run's 4 updates"),

@@ -86,7 +86,7 @@ pub struct GenerateConfig {
     #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
     pub seed: u64,
 
-    /// Where rows come from and go to.
+    /// Input and output of rows, and computation.
     #[command(flatten)]
     #[serde(flatten)]
     pub rows: RowsConfig,
@@ -182,7 +182,7 @@ impl GenerateConfig {
         let sequences = self.num_return_sequences;
         let equal = if self.is_greedy() && sequences > 1 {
             usage(format!(
-                "num_return_sequences = {sequences} would give equal answers, as the likeliest token is always taken; set \
+                "num_return_sequences = {sequences} would give equal responses, as the likeliest token is always taken; set \
                  num_return_sequences = 1, or do_sample = true with a temperature above 0"
             ))
         } else {
@@ -276,7 +276,7 @@ mod tests {
         config.temperature = Some(0.0);
         config.check().unwrap();
         config.num_return_sequences = 2;
-        assert!(usage_of(config.check()).starts_with("num_return_sequences = 2 would give equal answers"));
+        assert!(usage_of(config.check()).starts_with("num_return_sequences = 2 would give equal responses"));
         config.num_return_sequences = 1;
         config.prompts = vec!["a".into(), "b".into()];
         config.rows.dataset_name = Some("d.jsonl".into());

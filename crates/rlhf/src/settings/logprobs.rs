@@ -23,7 +23,7 @@ pub struct LogprobsConfig {
     /// Divides the logits; 1 for the model's own distribution.
     #[arg(long, help_heading = MODELS, default_value_t = 1.0)]
     pub temperature: f64,
-    /// Where rows come from and go to.
+    /// Input and output of rows, and computation.
     #[command(flatten)]
     #[serde(flatten)]
     pub rows: RowsConfig,

@@ -18,25 +18,25 @@ pub(crate) const LEGACY_BATCH: usize = 128;
 /// Sizes of a PPO run, each checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PpoPlan {
-    /// Prompts answered in one update: `per_device_train_batch_size * gradient_accumulation_steps`, with the preset
+    /// Number of prompts per update, each with one response: `per_device_train_batch_size * gradient_accumulation_steps`, with the preset
     /// `trl-ppov2` times `num_mini_batches`; or `per_device_generation_batch_size * generation_batches`.
     pub batch_size: usize,
-    /// How the rows of an epoch are divided.
+    /// Division of an epoch into optimizer steps.
     pub epoch: EpochPlan,
-    /// Answers asked for; the run trains on `num_total_batches * batch_size`, which may be a few more.
+    /// Number of responses to train on, as set; the run trains on `num_total_batches * batch_size`, which may be a few more.
     pub total_episodes: usize,
-    /// Updates in the run: `total_episodes / batch_size`, rounded up.
+    /// Number of updates: `total_episodes / batch_size`, rounded up.
     pub num_total_batches: usize,
-    /// Updates between two sample tables; `None` for no tables.
+    /// Number of updates between two sample tables; `None` for no tables.
     pub sample_every: Option<usize>,
 }
 
 /// Sizes of an SFT or reward model run, each checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrainPlan {
-    /// Rows in one update: `per_device_train_batch_size * gradient_accumulation_steps`.
+    /// Number of rows per optimizer step: `per_device_train_batch_size * gradient_accumulation_steps`.
     pub batch_size: usize,
-    /// Updates in the run: `max_steps`, else `num_train_epochs * rows / batch_size`, rounded up.
+    /// Number of optimizer steps: `max_steps`, else `num_train_epochs * rows / batch_size`, rounded up.
     pub num_updates: usize,
 }
 
@@ -68,7 +68,7 @@ impl PpoConfig {
     /// Returns [`PpoConfig::plan`] of settings that are checked already.
     pub(crate) fn plan_for(&self, num_prompts: usize) -> Result<PpoPlan> {
         let Sizes { batch_size, epoch } = self.sizes()?;
-        // As TRL: the fraction of an episode is dropped. The cast saturates.
+        // As in TRL, the fraction of an episode is dropped. The cast saturates.
         let total_episodes = self.total_episodes.unwrap_or((self.num_train_epochs * num_prompts as f64) as usize);
         if total_episodes == 0 {
             return usage(format!(
@@ -80,7 +80,8 @@ impl PpoConfig {
         expect(total_episodes <= MOST_EPISODES, product, total_episodes, &format!("at most {MOST_EPISODES}"))?;
         let num_total_batches = total_episodes.div_ceil(batch_size);
         let frozen = self.value.value_warmup_updates;
-        let expected = format!("less than the run's {num_total_batches} updates: else the policy never learns");
+        let expected =
+            format!("less than the run's {num_total_batches} updates: otherwise the policy is never trained");
         expect(frozen < num_total_batches, "value_warmup_updates", frozen, &expected)?;
         Ok(PpoPlan {
             batch_size,
@@ -117,13 +118,18 @@ impl PpoConfig {
         let (rows, accumulated) = (self.per_device_train_batch_size, self.gradient_accumulation_steps);
         let (batch_size, parts) = (batch_size(rows, accumulated)?, self.num_mini_batches);
         at_least_one("num_mini_batches", parts)?;
-        if let Some(answers) = self.generation.answers()? {
-            let message = "per_device_train_batch_size and gradient_accumulation_steps say what a step trains on, where \
-                           per_device_generation_batch_size says what is answered";
+        if let Some(responses) = self.generation.responses()? {
+            let message = "per_device_train_batch_size and gradient_accumulation_steps are the size of an optimizer step \
+                           where per_device_generation_batch_size is set";
             expect(parts == 1, "num_mini_batches", parts, &format!("1: {message}"))?;
             let product = "per_device_train_batch_size * gradient_accumulation_steps";
-            expect(batch_size <= answers, product, batch_size, &format!("at most the {answers} answers of an update"))?;
-            return Ok((answers, batch_size));
+            expect(
+                batch_size <= responses,
+                product,
+                batch_size,
+                &format!("at most the {responses} responses of an update"),
+            )?;
+            return Ok((responses, batch_size));
         }
         if self.preset == Preset::TrlPpov2 {
             let all = batch_size.saturating_mul(parts);
@@ -177,9 +183,9 @@ impl PpoConfig {
                 "per_device_generation_batch_size",
                 self.generation.per_device_generation_batch_size.unwrap_or(0),
                 0,
-                "an update answers batch_size prompts there",
+                "an update has batch_size prompts there",
             ),
-            ("generation_batches", self.generation.generation_batches, 1, "an update answers batch_size prompts there"),
+            ("generation_batches", self.generation.generation_batches, 1, "an update has batch_size prompts there"),
         ] {
             if found != usual {
                 no_effect(name, found, &format!("with preset = trl-legacy: {other}"))?;
@@ -201,7 +207,7 @@ fn nearest_divisors(batch_size: usize, parts: usize) -> String {
 
 impl GenerationBatchesConfig {
     /// Returns the number of responses of an update, if it has its own size.
-    fn answers(&self) -> Result<Option<usize>> {
+    fn responses(&self) -> Result<Option<usize>> {
         at_least_one("generation_batches", self.generation_batches)?;
         let Some(size) = self.per_device_generation_batch_size else {
             return match self.generation_batches {
@@ -212,10 +218,10 @@ impl GenerationBatchesConfig {
             };
         };
         at_least_one("per_device_generation_batch_size", size)?;
-        let answers = size.saturating_mul(self.generation_batches);
+        let responses = size.saturating_mul(self.generation_batches);
         let product = "per_device_generation_batch_size * generation_batches";
-        expect(answers <= MOST_ROWS, product, answers, &format!("at most {MOST_ROWS}"))?;
-        Ok(Some(answers))
+        expect(responses <= MOST_ROWS, product, responses, &format!("at most {MOST_ROWS}"))?;
+        Ok(Some(responses))
     }
 }
 
@@ -267,7 +273,7 @@ mod tests {
         config.num_mini_batches = 2;
         config.total_episodes = Some(1000);
         let plan = config.plan(50).unwrap();
-        // 8 * 4 = 32 answers an update; 1000 / 32 = 31.25; 32 updates / 10 tables = 3.2.
+        // 8 * 4 = 32 responses per update; 1000 / 32 = 31.25; 32 updates / 10 tables = 3.2.
         assert_eq!(
             plan,
             PpoPlan {
@@ -339,7 +345,7 @@ mod tests {
         config.num_mini_batches = 3;
         config.total_episodes = Some(100);
         let plan = config.plan(50).unwrap();
-        // 2 * 4 * 3 = 24 answers an update, in steps of 2 * 4; 100 / 24 = 4.2.
+        // 2 * 4 * 3 = 24 responses per update, in steps of 2 * 4; 100 / 24 = 4.2.
         assert_eq!((plan.batch_size, plan.epoch.mini_batch_size, plan.epoch.micro_batch_size), (24, 8, 2));
         assert_eq!(plan.num_total_batches, 5);
         config.num_mini_batches = 1 << 19;
@@ -364,7 +370,7 @@ mod tests {
         assert_eq!(plan(Some(6), 4, 4, 2).unwrap().num_total_batches, 5);
         assert_eq!(
             usage_of(plan(Some(4), 1, 8, 1)),
-            "per_device_train_batch_size * gradient_accumulation_steps = 8: expected at most the 4 answers of an update"
+            "per_device_train_batch_size * gradient_accumulation_steps = 8: expected at most the 4 responses of an update"
         );
         assert_eq!(
             usage_of(plan(None, 2, 8, 1)),
@@ -384,7 +390,7 @@ mod tests {
                 GenerationBatchesConfig { per_device_generation_batch_size: size, generation_batches: batches };
             usage_of(config.check())
         };
-        let there = "has no effect with preset = trl-legacy: an update answers batch_size prompts there";
+        let there = "has no effect with preset = trl-legacy: an update has batch_size prompts there";
         assert_eq!(refused(Some(4), 1), format!("per_device_generation_batch_size = 4 {there}"));
         assert_eq!(refused(None, 2), format!("generation_batches = 2 {there}"));
     }
@@ -402,7 +408,7 @@ mod tests {
     fn a_train_plan_rounds_the_passes_up_to_whole_updates() {
         let mut config = RewardConfig::new("m", "d", "o");
         config.gradient_accumulation_steps = 2;
-        // 20 pairs, 3 passes, 16 an update: 3.75 updates.
+        // 20 pairs, 3 passes, 16 per update: 3.75 updates.
         assert_eq!(config.plan(20).unwrap(), TrainPlan { batch_size: 16, num_updates: 4 });
         config.num_train_epochs = 0.6;
         assert_eq!(config.plan(20).unwrap().num_updates, 1); // 0.75 rounded up.

@@ -75,11 +75,11 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub rewards: RewardSourcesConfig,
 
-    /// Where prompts come from.
+    /// Datasets of prompts.
     #[command(flatten)]
     #[serde(flatten)]
     pub data: DataConfig,
-    /// How long they may be.
+    /// Maximum length of a prompt.
     #[command(flatten)]
     #[serde(flatten)]
     pub prompt_length: PromptLengthConfig,
@@ -91,7 +91,7 @@ pub struct PpoConfig {
     /// `trl-legacy` is the trainer with `step()`, a value head on the policy's trunk and other defaults; `deepspeed-chat` is DeepSpeed-Chat's third step.
     #[arg(long, help_heading = BATCHES, value_enum, default_value = "trl")]
     pub preset: Preset,
-    /// An update of its own size, apart from what a step trains on.
+    /// Number of responses per update, apart from the optimizer step's.
     #[command(flatten)]
     #[serde(flatten)]
     pub generation: GenerationBatchesConfig,
@@ -132,7 +132,7 @@ pub struct PpoConfig {
     /// Temperature of sampling and of every log-probability.
     #[arg(long, help_heading = SAMPLING, default_value_t = 0.7)]
     pub temperature: f64,
-    /// What else decides how answers are sampled, and where they end.
+    /// Filters of sampling, and the end of responses.
     #[command(flatten)]
     #[serde(flatten)]
     pub sampling: SamplingConfig,
@@ -152,7 +152,7 @@ pub struct PpoConfig {
     /// Where the score lands: one slot after the stop token, or on the answer's last token.
     #[arg(long, help_heading = PPO, value_enum, default_value = "after_stop")]
     pub score_position: ScorePosition,
-    /// How the KL's weight moves, and where the KL goes.
+    /// The KL to the reference model.
     #[command(flatten)]
     #[serde(flatten)]
     pub kl: KlConfig,
@@ -177,7 +177,7 @@ pub struct PpoConfig {
     /// Weight of the value loss.
     #[arg(long, help_heading = PPO, default_value_t = 0.1)]
     pub vf_coef: f64,
-    /// Further terms and limits of the policy's steps.
+    /// Further terms and limits of the policy's loss.
     #[command(flatten)]
     #[serde(flatten)]
     pub loss: LossConfig,
@@ -188,7 +188,7 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub mask: MaskConfig,
-    /// A text's likelihood as a further loss of the policy.
+    /// Language-modelling loss on texts, added to the policy's (PPO-ptx).
     #[command(flatten)]
     #[serde(flatten)]
     pub unsupervised: UnsupervisedConfig,
@@ -196,7 +196,7 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub ema: EmaConfig,
-    /// What the preset `trl-legacy` needs.
+    /// Settings of TRL's trainer with `step()`.
     #[command(flatten)]
     #[serde(flatten)]
     pub legacy: LegacyConfig,
@@ -205,11 +205,11 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub score_scaling: ScoreScalingConfig,
 
-    /// Low-rank adapters in place of all weights.
+    /// Low-rank adapters (LoRA).
     #[command(flatten)]
     #[serde(flatten)]
     pub peft: PeftConfig,
-    /// Where the value model's adapters differ.
+    /// Differences of the value model's adapters.
     #[command(flatten)]
     #[serde(flatten)]
     pub value_peft: ValuePeftConfig,
@@ -220,26 +220,26 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
-    /// Where the value model's settings differ.
+    /// Differences of the value model's optimizer.
     #[command(flatten)]
     #[serde(flatten)]
     pub value: ValueConfig,
-    /// What the run asserts of its own numbers.
+    /// Checks that the run makes of its own numbers.
     #[command(flatten)]
     #[serde(flatten)]
     pub watch: WatchConfig,
-    /// What belongs to float16 and two models.
+    /// float16 with two models.
     #[command(flatten)]
     #[serde(flatten)]
     pub half: Fp16Config,
-    /// What it shows of its answers, and when it ends as a test.
+    /// Display of responses, and the end of a test.
     #[command(flatten)]
     #[serde(flatten)]
     pub trial: TrialConfig,
     /// Prompts to answer in an evaluation, at most: the first of the split.
     #[arg(long, help_heading = EVALUATION, default_value_t = NUM_EVAL_PROMPTS)]
     pub num_eval_prompts: usize,
-    /// Evaluation on the way, and the best model.
+    /// Evaluation during training, and the best model.
     #[command(flatten)]
     #[serde(flatten)]
     pub eval: EvalConfig,
@@ -342,7 +342,7 @@ pub struct LegacyConfig {
     pub early_stopping: bool,
 }
 
-/// Where the value model's adapters differ from the policy's; what is not set is the policy's.
+/// Differences of the value model's adapters from the policy's; a setting that is not set is the policy's.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ValuePeftConfig {
@@ -357,7 +357,7 @@ pub struct ValuePeftConfig {
     pub value_lora_target_modules: Vec<String>,
 }
 
-/// Where the value model's optimizer differs from the policy's; what is not set is the policy's.
+/// Differences of the value model's optimizer from the policy's; a setting that is not set is the policy's.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ValueConfig {

@@ -1,4 +1,4 @@
-//! [`PpoConfig`] resolved into the settings of each part: below, nothing sees the whole configuration.
+//! Resolution of [`PpoConfig`] into the settings of each part; modules below do not see the whole configuration.
 
 use super::ppo::PpoConfig;
 use crate::Result;
@@ -22,8 +22,8 @@ use crate::tokenizer::Tokenizer;
 pub(crate) const TARGET_KL: f64 = 1.0;
 
 impl PpoConfig {
-    /// How update `update`, counted from 0, samples its responses, which end with one of the tokens `stop`; stop strings come
-    /// from a tokenizer ([`PpoConfig::stop_strings`]).
+    /// Returns the generation of update `update`, counted from 0, whose responses end with one of the tokens `stop`. Stop strings
+    /// need a tokenizer ([`PpoConfig::stop_strings`]).
     pub fn generation(&self, stop: &[i64], update: usize) -> GenerationConfig {
         GenerationConfig {
             stop_token_ids: stop.to_vec(),
@@ -38,10 +38,10 @@ impl PpoConfig {
         }
     }
 
-    /// The tokens that end a response; empty where none does.
+    /// Returns the tokens that end a response; empty if there are none.
     ///
     /// # Errors
-    /// If that is eos, and the tokenizer has none.
+    /// If `stop_token` is eos, and the tokenizer has none.
     pub fn stop_tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<i64>> {
         match (self.stop_token, self.stop_token_id) {
             (Some(StopToken::Eos), _) => {
@@ -52,7 +52,7 @@ impl PpoConfig {
         }
     }
 
-    /// The texts that end a response, as `tokenizer` makes them of tokens.
+    /// Returns the texts that end a response, for the tokens of `tokenizer`.
     ///
     /// # Errors
     /// If one of them is empty.
@@ -61,12 +61,12 @@ impl PpoConfig {
         (!strings.is_empty()).then(|| StopStrings::new(tokenizer, strings.clone())).transpose()
     }
 
-    /// End tokens of responses of `policy` that are in no loss, for [`RolloutSettings::left_out`].
+    /// Returns the end-of-sequence tokens that the losses leave out, for [`RolloutSettings::left_out`].
     pub fn left_out(&self, policy: &CausalLm, tokenizer: &Tokenizer) -> Vec<i64> {
         left_out_of_losses(self.mask.eos_in_loss, tokenizer, policy.config())
     }
 
-    /// How the models evaluate the responses of `policy`; [`PpoConfig::left_out`] is to be added.
+    /// Returns the evaluation of responses by the models, without [`PpoConfig::left_out`], which the caller adds.
     pub fn rollout(&self, policy: &CausalLm) -> RolloutSettings {
         let full_kl = self.kl.kl_estimator == KlEstimator::Full;
         let filtered_logprobs = self.sampling.logprobs_of == LogprobsOf::Filtered;
@@ -86,7 +86,7 @@ impl PpoConfig {
         }
     }
 
-    /// How the sanity checks evaluate responses of `policy`.
+    /// Returns the settings of the sanity checks.
     pub fn checks(&self, policy: &CausalLm) -> CheckSettings {
         CheckSettings {
             rollout: RolloutSettings { recompute_logprobs: true, ..self.rollout(policy) },
@@ -96,7 +96,7 @@ impl PpoConfig {
         }
     }
 
-    /// How rewards and targets are made of an experience.
+    /// Returns the shaping of rewards, and the advantage estimator.
     pub fn shaping(&self) -> Shaping {
         Shaping {
             kl_estimator: self.kl.kl_estimator,
@@ -109,7 +109,7 @@ impl PpoConfig {
         }
     }
 
-    /// Losses, optimizers and limits of a [`Learner`](crate::rl::learner::Learner).
+    /// Returns the losses, optimizers and limits of a [`Learner`](crate::rl::learner::Learner).
     pub fn learner(&self) -> LearnerSettings {
         LearnerSettings {
             loss: LossSettings {
@@ -133,7 +133,7 @@ impl PpoConfig {
         }
     }
 
-    /// The order of an update's `rows` rows in each of its epochs.
+    /// Returns the order of an update's `rows` rows in each of its epochs.
     pub fn mini_batch_orders(&self, update: usize, rows: usize) -> Vec<Vec<usize>> {
         mini_batch_orders(self.run.seed, self.num_ppo_epochs, update, rows)
     }

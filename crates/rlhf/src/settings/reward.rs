@@ -35,7 +35,7 @@ pub struct RewardConfig {
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_name = ClassifierFormat::NAME, value_parser = optional::<ClassifierFormat>)]
     pub reward_format: std::option::Option<ClassifierFormat>,
 
-    /// Where rows come from.
+    /// Datasets of rows.
     #[command(flatten)]
     #[serde(flatten)]
     pub data: DataConfig,
@@ -76,7 +76,7 @@ pub struct RewardConfig {
     #[arg(long, help_heading = LOSS, default_value = NONE, value_parser = optional::<f64>)]
     pub center_rewards_coefficient: std::option::Option<f64>,
 
-    /// Low-rank adapters in place of all weights.
+    /// Low-rank adapters (LoRA).
     #[command(flatten)]
     #[serde(flatten)]
     pub peft: PeftConfig,
@@ -91,7 +91,7 @@ pub struct RewardConfig {
     /// output as JSON; output_dir is not needed, and no file is written.
     #[arg(long, help_heading = EVALUATION)]
     pub eval_only: bool,
-    /// Evaluation on the way, and the best model.
+    /// Evaluation during training, and the best model.
     #[command(flatten)]
     #[serde(flatten)]
     pub eval: EvalConfig,

@@ -33,7 +33,7 @@ pub struct ScoreConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub rewards: RewardSourcesConfig,
-    /// Where rows come from and go to.
+    /// Input and output of rows, and computation.
     #[command(flatten)]
     #[serde(flatten)]
     pub rows: RowsConfig,
@@ -59,9 +59,9 @@ impl ScoreConfig {
         check_sizes(self)?;
         let rewards = specs(self).and_then(|rewards| match rewards[..] {
             [] => usage("no reward: set at least one of model_name_or_path, reward, reward_command and reward_url"),
-            _ if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() => {
-                usage("tokenizer_name: expected the policy's folder, as rewards see what its tokens say, found none")
-            }
+            _ if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() => usage(
+                "tokenizer_name: expected the policy's folder, as rewards read the text of its tokens, found none",
+            ),
             _ => Ok(()),
         });
         all([self.rewards.check(), rewards, self.rows.check()])

@@ -34,7 +34,7 @@ pub struct SftConfig {
     #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
     pub chat_template_path: std::option::Option<PathBuf>,
 
-    /// Where rows come from.
+    /// Datasets of rows.
     #[command(flatten)]
     #[serde(flatten)]
     pub data: DataConfig,
@@ -77,7 +77,7 @@ pub struct SftConfig {
     #[arg(long, help_heading = LOSS, default_value_t = false)]
     pub assistant_only_loss: bool,
 
-    /// Low-rank adapters in place of all weights.
+    /// Low-rank adapters (LoRA).
     #[command(flatten)]
     #[serde(flatten)]
     pub peft: PeftConfig,
@@ -88,7 +88,7 @@ pub struct SftConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
-    /// Evaluation on the way, and the best model.
+    /// Evaluation during training, and the best model.
     #[command(flatten)]
     #[serde(flatten)]
     pub eval: EvalConfig,
