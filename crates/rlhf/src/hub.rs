@@ -7,10 +7,9 @@
 //! retry after a status that allows it; version 1 needs an asynchronous runtime and 200 more crates.
 
 use crate::files;
-use crate::model::no_such_file;
 use crate::run::report::{pause, stop_requested, stopped};
 use crate::safe_text::one_line;
-use crate::weights::{no_safetensors, read_json};
+use crate::weights::{no_safetensors, no_such_file, read_json};
 use crate::{Error, Result};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};

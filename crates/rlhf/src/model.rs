@@ -25,7 +25,6 @@ pub use batch::{Batch, JointBatch};
 pub(crate) use batches::{batches, in_batches};
 pub use causal_lm::CausalLm;
 pub use classifier::{ClassifierFormat, SequenceClassifier};
-pub(crate) use config::no_such_file;
 pub use config::{Activation, ModelConfig, NormKind, Order, Rope, RopeScaling, Shape};
 pub use families::Family;
 pub(crate) use layout::KvCache;

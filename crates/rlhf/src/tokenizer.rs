@@ -5,8 +5,8 @@ mod chat;
 mod rules;
 
 use crate::files;
-use crate::model::{AdapterFolder, ModelConfig, no_such_file};
-use crate::weights::read_json;
+use crate::model::{AdapterFolder, ModelConfig};
+use crate::weights::{no_such_file, read_json};
 use crate::{Error, Result};
 use chat::ChatTemplate;
 pub(crate) use chat::user_message;

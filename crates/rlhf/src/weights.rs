@@ -494,6 +494,16 @@ pub(crate) fn write_text(path: &Path, text: &str) -> Result<()> {
     std::fs::rename(&beside, path).map_err(Error::io("write", path))
 }
 
+/// The error for a model folder without one of its files; includes a hint if the path looks like a name on the hub.
+pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
+    let found = match dir {
+        dir if dir.is_dir() => "none in this folder",
+        dir if dir.exists() => "a file in place of the folder",
+        _ => "no such folder (nor is it the name of a model on the hub, as in `EleutherAI/pythia-160m`)",
+    };
+    Error::invalid(dir, format!("expected a model folder with a {name}, found {found}"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

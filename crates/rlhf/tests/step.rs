@@ -4,7 +4,7 @@ mod golden;
 
 use crate::cli::{Scratch, json_lines};
 use crate::support::{assert_close, golden};
-use rlhf::compat::step::{Generate, LengthSampler, Stat, StepConfig, StepTrainer, Texts};
+use rlhf::compat::step::{Generate, LengthSampler, LossInputs, Stat, StepConfig, StepTrainer, Texts};
 use rlhf::data::Dataset;
 use rlhf::generate::Sampling;
 use rlhf::metrics::Metrics;
@@ -524,16 +524,16 @@ fn the_pieces_by_hand_are_what_step_does() {
     }
     // The losses of numbers that did not move: ratios are 1, so the policy's is minus the mean advantage.
     let mask = &e.masks.response;
-    let (policy, value, of_loss) = pieces.loss(
-        &e.logprobs,
-        &e.values,
-        &e.logprobs.zeros_like(),
-        &e.values,
-        &e.logprobs,
+    let (policy, value, of_loss) = pieces.loss(&LossInputs {
+        old_logprobs: &e.logprobs,
+        values: &e.values,
+        entropy: &e.logprobs.zeros_like(),
+        vpreds: &e.values,
+        logprobs: &e.logprobs,
         mask,
-        &targets.advantages,
-        &targets.returns,
-    );
+        advantages: &targets.advantages,
+        returns: &targets.returns,
+    });
     assert!(policy.double_value(&[]).abs() < 1e-6, "whitened advantages have the mean 0");
     let errors = (&e.values - &targets.returns).square().masked_select(mask).mean(Kind::Float).double_value(&[]);
     assert!((value.double_value(&[]) - 0.1 * errors / 2.0).abs() < 1e-5);

@@ -1,8 +1,8 @@
-//! DeepSpeed-Chat's engine, for a loop of one's own: four models, experience from prompts, a step from experience.
+//! DeepSpeed-Chat's engine: four models, experience from prompts, and a training step from experience, for the caller's loop.
 //!
-//! The steps are those of [`crate::rl::learner::Learner`], and so are the moving average and the mix of texts; here are the shapes and the
-//! names of DeepSpeed-Chat's trainer. B rows, prompts of P tokens padded on the left, L = P + A tokens with the longest answer's
-//! A. Column t of `[B, L - 1]` is about token t + 1, so an answer begins in column P - 1. `docs/algorithm.md` has what differs.
+//! This module converts DeepSpeed-Chat's padded tensors and calls [`crate::rl`]. B rows, prompts of P tokens padded on the left,
+//! responses of at most A tokens, L = P + A. Column t of `[B, L - 1]` belongs to token t + 1, so a response starts in column P - 1.
+//! `docs/algorithm.md` lists the differences from DeepSpeed-Chat.
 
 use crate::data::{Cursor, Prompt};
 use crate::generate::{GenerationConfig, Response, generate};
@@ -51,7 +51,7 @@ pub fn compute_rewards(
     Tensor::cat(&[-config.kl.kl_coef * before, rewards], 1)
 }
 
-/// The column behind each row's score, `[B]` i64: from there on rewards and values are nothing.
+/// The column after each row's score, `[B]` i64; from there on rewards and values are masked.
 pub fn ends(prompts: &Tensor, action_mask: &Tensor) -> Tensor {
     let start = prompts.size()[1] - 1;
     Tensor::from_slice(&counted(action_mask, start)).to_device(action_mask.device()) + (start + 1)
@@ -101,36 +101,36 @@ fn response_columns(x: &Tensor, start: i64) -> Tensor {
     x.narrow(1, start, x.size()[1] - start)
 }
 
-/// How many tokens of each row's answer count.
+/// Number of response tokens of each row that count.
 fn counted(action_mask: &Tensor, start: i64) -> Vec<i64> {
     let sums = response_columns(action_mask, start).sum_dim_intlist([1i64].as_slice(), false, Kind::Int64);
     Vec::try_from(sums).expect("a sum per row")
 }
 
-/// A batch of answers and what the four models say of them.
+/// A batch of responses, evaluated by the four models.
 #[derive(Debug)]
 pub struct RlhfExperience {
     /// The prompts, padded on the left, `[B, P]` i64.
     pub prompts: Tensor,
-    /// Log-probabilities under the actor that answered, `[B, L - 1]` f32; 0 before and behind the answer.
+    /// Log-probabilities under the actor that sampled, `[B, L - 1]` f32; 0 outside the response.
     pub logprobs: Tensor,
-    /// The same of the reference.
+    /// Log-probabilities under the reference model.
     pub ref_logprobs: Tensor,
-    /// Values of the states before each token, and behind the last that counts, `[B, L - 1]` f32; 0 elsewhere.
+    /// Values of the states before each token, and after the last that counts, `[B, L - 1]` f32; 0 elsewhere.
     pub value: Tensor,
-    /// The score of each answer, `[B]` f32, not clipped.
+    /// Score of each response, `[B]` f32, not clipped.
     pub rewards: Tensor,
-    /// Prompts and answers, padded on both sides, `[B, L]` i64.
+    /// Prompts and responses, padded on both sides, `[B, L]` i64.
     pub input_ids: Tensor,
     /// 1 at the tokens that count, `[B, L]` i64: not at padding, and not at an eos that is left out of the losses.
     pub attention_mask: Tensor,
 }
 
-/// What can be cut into batches of fewer rows.
+/// A batch that can be divided into smaller ones.
 pub trait Batch: Sized {
-    /// How many rows there are.
+    /// Number of rows.
     fn rows(&self) -> usize;
-    /// Some of them.
+    /// A range of rows.
     fn slice(&self, rows: Range<usize>) -> Self;
 }
 
@@ -163,7 +163,7 @@ impl Batch for Vec<Vec<i64>> {
     }
 }
 
-/// Collects batches until there are enough to train on, and then cuts them into smaller ones, in their order.
+/// Collects batches until there are enough to train on, then divides them into smaller ones, in order.
 #[derive(Debug)]
 pub struct MiniDataset<T> {
     held: Vec<T>,
@@ -172,12 +172,12 @@ pub struct MiniDataset<T> {
 }
 
 impl<T: Batch> MiniDataset<T> {
-    /// Collects `max_size` batches, DeepSpeed-Chat's `generation_batches`, and gives them out `small_batch_size` rows at a time.
+    /// Collects `max_size` batches (DeepSpeed-Chat's `generation_batches`) and returns them in batches of `small_batch_size` rows.
     pub fn new(max_size: usize, small_batch_size: usize) -> Self {
         Self { held: Vec::new(), max_size: max_size.max(1), small_batch_size: small_batch_size.max(1) }
     }
 
-    /// Takes a batch; gives all that were collected, cut, when there are enough, and is empty again.
+    /// Adds a batch; returns all collected ones, divided, when there are enough, and is then empty.
     pub fn add(&mut self, batch: T) -> Option<Vec<T>> {
         self.held.push(batch);
         (self.held.len() >= self.max_size).then(|| {
@@ -190,42 +190,42 @@ impl<T: Batch> MiniDataset<T> {
         })
     }
 
-    /// Forgets what was collected.
+    /// Drops the collected batches.
     pub fn free(&mut self) {
         self.held.clear();
     }
 }
 
-/// The four models of RLHF, with what trains two of them.
+/// The four models of RLHF, with the optimizers of two.
 #[derive(Debug)]
 pub struct RlhfEngine {
-    /// The settings: those of `PpoConfig::with_preset(Preset::DeepspeedChat, ..)`, changed as one likes.
+    /// The settings: those of `PpoConfig::with_preset(Preset::DeepspeedChat, ..)`, with any changes.
     pub config: PpoConfig,
-    /// Actor and critic with their optimizers, and the actor's moving average, where there is one.
+    /// Actor and critic with their optimizers, and the actor's moving average, if enabled.
     pub learner: Learner,
-    /// What the actor should not drift away from.
+    /// The reference model.
     pub reference: CausalLm,
-    /// What scores the answers.
+    /// The rewards.
     pub reward: Rewards,
-    /// The tokenizer of all.
+    /// Tokenizer of all models.
     pub tokenizer: Tokenizer,
-    /// Whether each [`RlhfEngine::train_rlhf`] is followed by a [`RlhfEngine::train_unsupervised`], which takes the step for both;
-    /// at first as `unsupervised_dataset_name` is set or not.
+    /// Each [`RlhfEngine::train_rlhf`] is followed by a [`RlhfEngine::train_unsupervised`], which takes the step for both; initially
+    /// true where `unsupervised_dataset_name` is set.
     pub mixes_texts: bool,
-    /// Steps of the run, over which the learning rates have their course; a rate that does not fall needs none.
+    /// Steps of the run, for learning rate schedules that fall; a constant rate needs none.
     pub num_total_iters: Option<usize>,
     /// How the models evaluate responses.
     rollout: RolloutSettings,
-    /// How rewards and targets are made of them.
+    /// How rewards and targets are computed.
     shaping: Shaping,
     kept: KeptResponses,
-    /// The prompts of the last answers that were long enough, with their mask.
+    /// Prompts of the last responses that were long enough, with their mask.
     last: Option<(Tensor, Tensor)>,
-    /// How often answers were generated, which keys the draws.
+    /// Number of generated batches, which keys the random draws.
     generated: usize,
     /// Steps taken.
     iterations: usize,
-    /// What waits for the step that [`RlhfEngine::train_unsupervised`] takes.
+    /// Sums of a `train_rlhf` whose step [`RlhfEngine::train_unsupervised`] will take.
     waiting: Option<StepStats>,
     prompts: Vec<Prompt>,
     cursor: Option<Cursor>,
@@ -235,7 +235,7 @@ impl RlhfEngine {
     /// Loads the models and prompts that `config` names, as `rlhf ppo` does.
     ///
     /// # Errors
-    /// As [`PpoTrainer::from_config`]; if a setting has no meaning here.
+    /// The errors of [`PpoTrainer::from_config`]; if a setting has no effect here.
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
         let trainer = PpoTrainer::from_config(config)?;
         let PpoTrainer { learner, reference, rewards, tokenizer, prompts, cursor, plan, .. } = trainer;
@@ -246,10 +246,10 @@ impl RlhfEngine {
         Ok(engine)
     }
 
-    /// An engine of models that are loaded already; it has no prompts of its own.
+    /// Creates an engine of loaded models, without prompts.
     ///
     /// # Errors
-    /// If a setting has no meaning here.
+    /// If a setting has no effect here.
     pub fn new(
         actor: CausalLm,
         reference: CausalLm,
@@ -319,13 +319,13 @@ impl RlhfEngine {
         })
     }
 
-    /// The model that is trained.
+    /// The actor.
     pub fn actor(&self) -> &CausalLm {
         &self.learner.policy
     }
 
-    /// The next prompts of the data, `[B, P]` i64 padded on the left to their longest, and their mask, 1 at tokens; none where the
-    /// engine has no data. There are `per_device_generation_batch_size` of them, and the data are shuffled anew in each pass.
+    /// Returns the next `per_device_generation_batch_size` prompts, `[B, P]` i64 padded on the left, and their mask, 1 at tokens;
+    /// `None` if the engine has no data. The data are reshuffled in each pass.
     pub fn next_prompts(&mut self) -> Option<(Tensor, Tensor)> {
         let rows = self.config.generation.per_device_generation_batch_size;
         let rows = self.cursor.as_mut()?.take(rows.unwrap_or(self.config.per_device_train_batch_size));
@@ -333,19 +333,19 @@ impl RlhfEngine {
         Some(padded_left(&prompts, self.pad()))
     }
 
-    /// The next `rows` blocks of the texts that `unsupervised_dataset_name` holds; none where it is not set.
+    /// Returns the next `rows` blocks of the texts in `unsupervised_dataset_name`; `None` if it is not set.
     pub fn next_texts(&mut self, rows: usize) -> Option<Vec<Vec<i64>>> {
         let texts = self.learner.unsupervised.as_mut()?;
         Some(texts.take(rows).into_iter().map(<[i64]>::to_vec).collect())
     }
 
-    /// Answers prompts `[B, P]`, of which `mask` `[B, P]` is 1 at tokens, and asks the four models about the answers.
+    /// Samples responses to prompts `[B, P]`, whose `mask` `[B, P]` is 1 at tokens, and evaluates them with the four models.
     ///
-    /// Answers of fewer than `min_response_length` tokens are left out; where all are, the last prompts and answers that were
-    /// long enough come again, as the models now judge them.
+    /// Responses of fewer than `min_response_length` tokens are dropped; where all are, the last prompts and responses that were
+    /// long enough are evaluated again.
     ///
     /// # Errors
-    /// If no answer is long enough and none was before; if the reward fails; if a prompt does not fit the models.
+    /// If no response is long enough and none ever was; if a reward fails; if a prompt does not fit the models.
     pub fn generate_experience(&mut self, prompts: &Tensor, mask: &Tensor) -> Result<RlhfExperience> {
         let stop_strings = self.config.stop_strings(&self.tokenizer)?;
         let stop = self.config.stop_tokens(&self.tokenizer)?;
@@ -355,11 +355,11 @@ impl RlhfEngine {
         self.experience_of(prompts, mask, responses)
     }
 
-    /// [`RlhfEngine::generate_experience`] with answers from elsewhere, one for each prompt: their log-probabilities are taken
-    /// anew where their numbers do not match their tokens'.
+    /// [`RlhfEngine::generate_experience`] with the caller's responses, one per prompt; log-probabilities are computed where a
+    /// response does not have one per token.
     ///
     /// # Errors
-    /// As that; if there are not as many answers as prompts.
+    /// The same, and if there are not as many responses as prompts.
     pub fn experience_of(
         &mut self,
         prompts: &Tensor,
@@ -369,7 +369,7 @@ impl RlhfEngine {
         let (rows, width) = prompts.size2()?;
         if responses.len() as i64 != rows {
             return Err(Error::Run(format!(
-                "experience: expected an answer for each of {rows} prompts, found {} answers",
+                "experience: expected a response for each of {rows} prompts, found {} responses",
                 responses.len()
             )));
         }
@@ -420,7 +420,7 @@ impl RlhfEngine {
         })
     }
 
-    /// What the reward says of the answers, as the models read them: without an end token that is left out of the losses.
+    /// Scores of the responses, without an end token that is left out of the losses.
     fn scores(&mut self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<Tensor> {
         let read: Vec<Response> = responses
             .iter()
@@ -444,14 +444,15 @@ impl RlhfEngine {
         Ok(Tensor::from_slice(&totals).to_device(self.learner.policy.device()))
     }
 
-    /// Takes one step of actor and critic by a batch of experience; gives their losses, means over the tokens that count.
+    /// Takes one optimizer step of actor and critic on a batch of experience; returns their losses, means over the tokens that
+    /// count.
     ///
-    /// With [`RlhfEngine::mixes_texts`] the gradients wait for [`RlhfEngine::train_unsupervised`]. A step whose losses or gradients
-    /// are not finite is not taken.
+    /// With [`RlhfEngine::mixes_texts`], [`RlhfEngine::train_unsupervised`] takes the step. A step whose losses or gradients are not
+    /// finite is skipped.
     ///
     /// # Errors
-    /// If the experience's shapes do not go together, or its tokens do not lie side by side; if a step waits for
-    /// [`RlhfEngine::train_unsupervised`] already; if a learning rate needs [`RlhfEngine::num_total_iters`], or these steps are taken.
+    /// If shapes do not match, or the tokens of a response are not contiguous; if [`RlhfEngine::train_unsupervised`] was not called
+    /// after the last `train_rlhf`; if a schedule needs [`RlhfEngine::num_total_iters`], or all of these steps are taken.
     pub fn train_rlhf(&mut self, experience: &RlhfExperience) -> Result<(f64, f64)> {
         if self.waiting.is_some() {
             let message =
@@ -471,11 +472,11 @@ impl RlhfEngine {
         Ok(losses)
     }
 
-    /// Adds `unsup_coef` times the gradient of the mean negative log-likelihood of `batch` to what [`RlhfEngine::train_rlhf`] left,
-    /// and takes the step for both; gives that mean.
+    /// Accumulates `unsup_coef` times the gradient of the mean negative log-likelihood of `batch`, beside that of
+    /// [`RlhfEngine::train_rlhf`], and takes the step for both; returns that mean.
     ///
     /// # Errors
-    /// If nothing waits for it, as [`RlhfEngine::mixes_texts`] is not set; if a text does not fit the actor.
+    /// If no `train_rlhf` preceded it, or [`RlhfEngine::mixes_texts`] is not set; if a text does not fit the actor.
     pub fn train_unsupervised<S: AsRef<[i64]>>(&mut self, batch: &[S], unsup_coef: f64) -> Result<f64> {
         let none_waits = || {
             let message =
@@ -502,8 +503,7 @@ impl RlhfEngine {
         let device = e.logprobs.device();
         let response = math::response_mask(&counted, len - width, device);
         if response != response_columns(&action_mask, start).to_kind(Kind::Bool).to_device(device) {
-            let message =
-                "experience: attention_mask: expected the tokens of a response side by side, found others between them";
+            let message = "experience: attention_mask: expected the tokens of a response side by side, found masked ones between them";
             return Err(Error::Run(message.into()));
         }
         let value = math::value_mask(&counted, len - width, ScorePosition::AfterStop, device);
@@ -567,10 +567,10 @@ impl RlhfEngine {
         Ok(())
     }
 
-    /// Prompts and answers as text, to look at.
+    /// Prompts and responses as text.
     ///
     /// # Errors
-    /// If the tokenizer knows no text.
+    /// If a token cannot be decoded.
     pub fn answers(&self, experience: &RlhfExperience) -> Result<Vec<(String, String)>> {
         let (ids, width) = (&experience.input_ids, experience.prompts.size()[1]);
         let all = unpadded(ids, &experience.attention_mask)?;
@@ -628,10 +628,10 @@ fn check_shapes(e: &RlhfExperience) -> Result<()> {
     Ok(())
 }
 
-/// The tokens of each row where `mask` is 1.
+/// Tokens of each row where `mask` is 1.
 ///
 /// # Errors
-/// If the shapes differ, or a row has none.
+/// If the shapes differ, or a row has no token.
 fn unpadded(ids: &Tensor, mask: &Tensor) -> Result<Vec<Vec<i64>>> {
     if ids.size() != mask.size() {
         return Err(Error::Run(format!("expected a mask of shape {:?}, found {:?}", ids.size(), mask.size())));
@@ -648,7 +648,7 @@ fn unpadded(ids: &Tensor, mask: &Tensor) -> Result<Vec<Vec<i64>>> {
     rows.collect()
 }
 
-/// `rows` side by side, padded on the left, `[B, P]` i64, and where their tokens are.
+/// `rows` padded on the left, `[B, P]` i64, and their mask.
 fn padded_left(rows: &[&[i64]], pad: i64) -> (Tensor, Tensor) {
     let width = rows.iter().map(|row| row.len()).max().unwrap_or(0);
     let fill = |of_pad: i64, of_token: &dyn Fn(i64) -> i64| {

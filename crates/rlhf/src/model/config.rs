@@ -1,7 +1,7 @@
 //! `config.json` as transformers 4 and 5 write it, resolved into the [`Shape`] that the decoder needs.
 
 use super::families::{FAMILIES, Family};
-use crate::weights::{pretty, read_json, write_text};
+use crate::weights::{no_such_file, pretty, read_json, write_text};
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -413,16 +413,6 @@ impl Fields<'_> {
             Some(id) => Ok(vec![id.as_i64().ok_or_else(wrong)?]),
         }
     }
-}
-
-/// The error for a model folder without one of its files; includes a hint if the path looks like a name on the hub.
-pub(crate) fn no_such_file(dir: &Path, name: &str) -> Error {
-    let found = match dir {
-        dir if dir.is_dir() => "none in this folder",
-        dir if dir.exists() => "a file in place of the folder",
-        _ => "no such folder (nor is it the name of a model on the hub, as in `EleutherAI/pythia-160m`)",
-    };
-    Error::invalid(dir, format!("expected a model folder with a {name}, found {found}"))
 }
 
 impl ModelConfig {

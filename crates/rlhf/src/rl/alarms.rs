@@ -1,35 +1,36 @@
-//! Signs that a PPO run goes wrong while all of its numbers are finite: it is warned of each, and goes on.
+//! Warnings about a PPO run that goes wrong while all of its numbers are finite; training continues.
 
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
 use crate::run::report::{Warning, WarningKind};
 use serde_json::{Value, json};
 
-/// Growth of the KL to the reference, in nats per token, beyond which it is called runaway. Runs that learn stay below 0.2 (the
-/// examples in this repository: 0.16 at most); at 1 the policy finds its tokens e times as likely as the reference does, each.
+/// Growth of the KL to the reference model, in nats per token, above which it counts as runaway. Healthy runs stay below 0.2 (the
+/// examples in this repository: at most 0.16); at 1 the policy gives each of its tokens e times the reference's probability.
 const MOST_KL_PER_TOKEN: f64 = 1.0;
 
-/// Entropy in nats per token below which the policy always says the same: its likeliest token then has about 99 % at each
-/// place. Language models that learn have 1 and more.
+/// Entropy in nats per token below which the policy has collapsed: its likeliest token then has a probability of about 99 % at
+/// each position. Language models that still learn have 1 or more.
 const LEAST_ENTROPY: f64 = 0.05;
 
-/// Responses in a row without a stop token after which nobody stops: of a policy that stops one time in twenty, so many in a row
-/// are seen once in 170 times.
+/// Consecutive responses without a stop token after which there is a warning; a policy that stops one time in twenty has so many
+/// in a row once in 170 times.
 const UNSTOPPED_RESPONSES: usize = 100;
 
-/// Watches the updates of a run for the signs, and tells of each once.
+/// Watches the updates of a run, and warns of each problem once.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Alarms {
+    /// Warnings that were given.
     told: Vec<WarningKind>,
-    /// KL per token in the first update, which is above 0 where the reference is another model than the policy began as.
+    /// KL per token in the first update; above 0 where the reference is another model than the initial policy.
     first_kl: Option<f64>,
-    /// Responses since the last that ended by a stop token.
+    /// Responses since the last one that ended with a stop token.
     unstopped: usize,
 }
 
 impl Alarms {
-    /// Notes the responses that an update (counted from 1) sampled, those that are left out of training included; gives what to
-    /// warn of. `stop` are the tokens that end a response, `eos` those that end a text; `may_stop` tells whether anything ends one.
+    /// Records the responses that an update (counted from 1) sampled, including those that are too short to train on; returns new
+    /// warnings. `stop` are the tokens that end a response, `eos` those that end a text; `may_stop`: something ends a response.
     pub(crate) fn of_responses(
         &mut self,
         update: usize,
@@ -40,16 +41,16 @@ impl Alarms {
     ) -> Vec<Warning> {
         let mut found = Vec::new();
         // An eos at the very end of a response that is cut there does no harm.
-        let goes_on_behind = |response: &&Response| {
+        let continues_after_eos = |response: &&Response| {
             let before_last = response.tokens.split_last().map_or(&[][..], |(_, before)| before);
             before_last.iter().any(|id| eos.contains(id) && !stop.contains(id))
         };
-        let (all, ignored) = (responses.len(), responses.iter().filter(goes_on_behind).count());
+        let (all, ignored) = (responses.len(), responses.iter().filter(continues_after_eos).count());
         if 2 * ignored > all {
             let hint = if stop.is_empty() { "; --stop_token eos ends responses there" } else { "" };
             found.push(self.once(WarningKind::IgnoredEos, || {
                 format!(
-                    "update {update}: {ignored} of {all} responses go on behind an eos token, which is no stop token of this \
+                    "update {update}: {ignored} of {all} responses continue after an eos token, which is no stop token of this \
                      run: what follows is scored and trained on{hint}"
                 )
             }));
@@ -68,7 +69,7 @@ impl Alarms {
         found.into_iter().flatten().collect()
     }
 
-    /// Notes an update's metrics; gives what to warn of.
+    /// Records the metrics of an update; returns new warnings.
     pub(crate) fn of_metrics(&mut self, update: usize, metrics: &Metrics) -> Vec<Warning> {
         let per_token = |name| Some(metrics.get(name)? / metrics.get("val/response_length")?);
         let mut found = Vec::new();
@@ -80,7 +81,7 @@ impl Alarms {
                 found.push(self.once(WarningKind::RunawayKl, || {
                     format!(
                         "update {update}: the KL to the reference is {kl:.2} nats per token, {first:.2} in the first update: \
-                         the policy has left what it began as; a lower learning_rate, a higher kl_coef or max_grad_norm = 1 \
+                         the policy has left its start; a lower learning_rate, a higher kl_coef or max_grad_norm = 1 \
                          keep it near"
                     )
                 }));
@@ -91,7 +92,7 @@ impl Alarms {
             let entropy = entropy.max(0.0) + 0.0;
             found.push(self.once(WarningKind::LowEntropy, || {
                 format!(
-                    "update {update}: the policy's entropy is {entropy:.3} nats per token: it answers each prompt in one way \
+                    "update {update}: the policy's entropy is {entropy:.3} nats per token: it gives each prompt one response \
                      and has nothing left to learn from; a lower learning_rate, a higher kl_coef or entropy_coef prevent it"
                 )
             }));
@@ -107,12 +108,12 @@ impl Alarms {
         Some(Warning { kind, message: message() })
     }
 
-    /// What a checkpoint keeps of it.
+    /// State for a checkpoint.
     pub(crate) fn state(&self) -> Value {
         json!({"told": self.told, "first_kl": self.first_kl, "unstopped": self.unstopped})
     }
 
-    /// Takes up what [`Alarms::state`] gave; of what is something else, nothing: a warning may come twice then.
+    /// Restores the state that [`Alarms::state`] returned; anything else is ignored, and a warning may then be given twice.
     pub(crate) fn load_state(&mut self, state: &Value) {
         self.told = serde_json::from_value(state["told"].clone()).unwrap_or_default();
         self.first_kl = state["first_kl"].as_f64();
@@ -190,7 +191,7 @@ mod tests {
         let most = [inside.clone(), inside.clone(), none.clone()];
         let found = hidden(&[], &most);
         assert_eq!(kinds(&found), [WarningKind::IgnoredEos]);
-        let words = "update 1: 2 of 3 responses go on behind an eos token, which is no stop token of this run";
+        let words = "update 1: 2 of 3 responses continue after an eos token, which is no stop token of this run";
         assert!(
             found[0].message.starts_with(words) && found[0].message.ends_with("--stop_token eos ends responses there")
         );

@@ -709,7 +709,8 @@ fn an_engine_answers_prompts_in_deepspeed_chats_shapes() {
                 || Response { tokens: vec![5, 6, 7], logprobs: Vec::new(), finish: FinishReason::Length, sets: None };
             for count in [3, 5] {
                 let found = engine.experience_of(&prompts, &mask, (0..count).map(|_| answer()).collect());
-                let expected = format!("experience: expected an answer for each of 4 prompts, found {count} answers");
+                let expected =
+                    format!("experience: expected a response for each of 4 prompts, found {count} responses");
                 assert_eq!(found.unwrap_err().to_string(), expected);
             }
             let found = engine.experience_of(&prompts, &mask.narrow(0, 0, 2), (0..4).map(|_| answer()).collect());

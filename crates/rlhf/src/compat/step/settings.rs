@@ -1,0 +1,232 @@
+//! Settings of TRL's `step()`.
+
+use crate::rl::learner::EpochPlan;
+use crate::rl::math::KlEstimator;
+use crate::settings::{self, LEGACY_BATCH, OptimizerConfig, PpoConfig, Preset, ReportTo, TARGET_KL};
+use crate::{Error, Result, files};
+use clap::ValueEnum;
+use serde::{Deserialize, Deserializer};
+use std::path::{Path, PathBuf};
+
+/// Settings of a [`StepTrainer`], with TRL's names and defaults.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct StepConfig {
+    /// Name of the experiment, for the model card.
+    pub exp_name: Option<String>,
+    /// Name of the task, for the model card.
+    pub task_name: Option<String>,
+    /// Folder of the logs in `output_dir`.
+    pub tracker_project_name: String,
+    /// Seed of all random draws.
+    pub seed: u64,
+    /// Where [`StepTrainer::log_stats`] writes besides `metrics.jsonl`.
+    #[serde(deserialize_with = "choice")]
+    pub log_with: ReportTo,
+    /// Folder for logs and the best model; without one, only the caller's saves write files.
+    pub output_dir: Option<PathBuf>,
+    /// The policy, a folder or a name on the hub; [`StepTrainer::from_pretrained`] reads it.
+    pub model_name: PathBuf,
+    /// Dataset of rows with a `query`; the caller reads it.
+    pub query_dataset: PathBuf,
+    /// The caller's reward model; the caller reads it.
+    pub reward_model: String,
+    /// Responses of the whole run; used for logged progress only.
+    pub steps: usize,
+    /// Learning rate; [`StepTrainer::with_schedule`] overrides it.
+    pub learning_rate: f64,
+    /// Adapt the weight of the KL after each step, so that the KL of a response approaches `target`.
+    pub adap_kl_ctrl: bool,
+    /// Weight of the KL in the first step.
+    pub init_kl_coef: f64,
+    /// Estimator of the KL: `kl` (k1), `abs`, `mse` or `full`.
+    #[serde(deserialize_with = "choice")]
+    pub kl_penalty: KlEstimator,
+    /// Target KL of a response, in nats, for `adap_kl_ctrl`.
+    pub target: f64,
+    /// Horizon of `adap_kl_ctrl`, in responses; smaller adapts faster.
+    pub horizon: f64,
+    /// Discount of later rewards.
+    pub gamma: f64,
+    /// Lambda of generalized advantage estimation.
+    pub lam: f64,
+    /// Clip the probability ratio to 1 plus or minus this.
+    pub cliprange: f64,
+    /// Clip the new value to the old one plus or minus this.
+    pub cliprange_value: f64,
+    /// Weight of the value loss.
+    pub vf_coef: f64,
+    /// Rows per batch of the data loader; [`StepTrainer::step`] takes any number.
+    pub batch_size: usize,
+    /// Rows whose losses are averaged together.
+    pub mini_batch_size: usize,
+    /// Number of such averages per optimizer step.
+    pub gradient_accumulation_steps: usize,
+    /// Passes over the rows of a step.
+    pub ppo_epochs: usize,
+    /// Clip gradients to this norm, in every optimizer step.
+    pub max_grad_norm: Option<f64>,
+    /// End a step's epochs after one whose last mini-batch is 1.5 times `target_kl` away from the policy that sampled.
+    pub early_stopping: bool,
+    /// KL limit of `early_stopping`, in nats per token.
+    pub target_kl: f64,
+    /// With `keep_best`, calls of `step` between two comparisons of the mean score.
+    pub compare_steps: usize,
+    /// Keep the model with the best mean score in `output_dir/best`.
+    pub keep_best: bool,
+    /// Skip an optimizer step whose mean probability ratio is above this.
+    pub ratio_threshold: f64,
+    /// Divide scores by the running standard deviation.
+    pub use_score_scaling: bool,
+    /// Subtract the running mean before `use_score_scaling` divides.
+    pub use_score_norm: bool,
+    /// Clip scores to plus or minus this, after scaling.
+    pub score_clip: Option<f64>,
+    /// Scale the rewards of a step to variance 1.
+    pub whiten_rewards: bool,
+    /// Store only the input of each layer, and recompute the layer in the backward pass.
+    pub gradient_checkpointing: bool,
+    /// Number of lower layers that are frozen and shared with the reference model; only where the caller gives no reference.
+    pub num_shared_layers: Option<usize>,
+    /// Other settings of the optimizer: torch's Adam, no weight decay.
+    #[serde(skip)]
+    pub optimizer: OptimizerConfig,
+}
+
+impl Default for StepConfig {
+    fn default() -> Self {
+        let ppo = PpoConfig::with_preset(Preset::TrlLegacy, "", "", "", "");
+        Self {
+            exp_name: None,
+            task_name: None,
+            tracker_project_name: "trl".into(),
+            seed: ppo.run.seed,
+            log_with: ppo.run.report_to,
+            output_dir: None,
+            model_name: "gpt2".into(),
+            query_dataset: "stanfordnlp/imdb".into(),
+            reward_model: "sentiment-analysis:lvwerra/distilbert-imdb".into(),
+            steps: ppo.total_episodes.unwrap_or(0),
+            learning_rate: ppo.learning_rate,
+            adap_kl_ctrl: ppo.kl.adap_kl_ctrl,
+            init_kl_coef: ppo.kl.kl_coef,
+            kl_penalty: ppo.kl.kl_estimator,
+            target: ppo.kl.target,
+            horizon: ppo.kl.horizon,
+            gamma: ppo.gamma,
+            lam: ppo.lam,
+            cliprange: ppo.cliprange,
+            cliprange_value: ppo.cliprange_value,
+            vf_coef: ppo.vf_coef,
+            batch_size: LEGACY_BATCH,
+            mini_batch_size: LEGACY_BATCH,
+            gradient_accumulation_steps: ppo.gradient_accumulation_steps,
+            ppo_epochs: ppo.num_ppo_epochs,
+            max_grad_norm: ppo.optimizer.max_grad_norm,
+            early_stopping: ppo.legacy.early_stopping,
+            target_kl: TARGET_KL,
+            compare_steps: 1,
+            keep_best: false,
+            ratio_threshold: ppo.loss.ratio_threshold.unwrap_or(f64::INFINITY),
+            use_score_scaling: ppo.score_scaling.use_score_scaling,
+            use_score_norm: ppo.score_scaling.use_score_norm,
+            score_clip: ppo.score_scaling.score_clip,
+            whiten_rewards: ppo.whiten_rewards,
+            gradient_checkpointing: ppo.run.gradient_checkpointing,
+            num_shared_layers: ppo.legacy.num_shared_layers,
+            optimizer: ppo.optimizer,
+        }
+    }
+}
+
+/// Deserializes a setting with a fixed set of names, with the parser of its flag.
+fn choice<'de, D: Deserializer<'de>, T: ValueEnum>(deserializer: D) -> Result<T, D::Error> {
+    let name = String::deserialize(deserializer)?;
+    T::from_str(&name, false).map_err(|_| {
+        let known = T::value_variants().iter().filter_map(ValueEnum::to_possible_value);
+        let known: Vec<String> = known.map(|value| value.get_name().to_string()).collect();
+        serde::de::Error::custom(format!("expected one of {}, found `{name}`", known.join(", ")))
+    })
+}
+
+impl StepConfig {
+    /// Reads a YAML file of these settings; missing keys have their defaults.
+    ///
+    /// # Errors
+    /// If a key or a value is not valid; for a setting of TRL that is not supported the error gives the reason.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = files::read_settings(path)?;
+        let config: Self = serde_saphyr::from_str(&text).map_err(|error| {
+            let line = error.location().map_or(1, |location| location.line());
+            let message = error.to_string();
+            let reason = message.split('`').nth(1).and_then(|key| Some((key, settings::refused(key)?)));
+            let message = match reason.filter(|_| message.contains("unknown field")) {
+                Some((key, reason)) => {
+                    format!("`{key}` is a setting of another system that has no place here: {reason}")
+                }
+                None => message.lines().next().unwrap_or_default().to_string(),
+            };
+            Error::Usage(format!("{}:{line}: {message}", path.display()))
+        })?;
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Checks every setting.
+    ///
+    /// # Errors
+    /// [`Error::Usage`], naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        if self.keep_best && self.output_dir.is_none() {
+            return Err(Error::Usage("keep_best = true: expected an output_dir to keep the model in".into()));
+        }
+        if self.compare_steps == 0 {
+            return Err(Error::Usage("compare_steps = 0: expected a number of at least 1".into()));
+        }
+        if self.target_kl.is_nan() || self.target_kl <= 0.0 {
+            return Err(Error::Usage(format!("target_kl = {}: expected a number above 0", self.target_kl)));
+        }
+        self.ppo().check()
+    }
+
+    /// These settings as a configuration of `rlhf ppo --preset trl-legacy`.
+    pub fn ppo(&self) -> PpoConfig {
+        let out = self.output_dir.clone().unwrap_or_default();
+        let mut ppo = PpoConfig::with_preset(Preset::TrlLegacy, &self.model_name, "", &self.query_dataset, out);
+        ppo.reward_model_path = None;
+        (ppo.run.seed, ppo.run.report_to) = (self.seed, self.log_with);
+        ppo.run.gradient_checkpointing = self.gradient_checkpointing;
+        ppo.total_episodes = Some(self.steps);
+        ppo.learning_rate = self.learning_rate;
+        ppo.optimizer = OptimizerConfig { max_grad_norm: self.max_grad_norm, ..self.optimizer.clone() };
+        // Adapting multiplies the weight, so 0 stays 0.
+        ppo.kl.adap_kl_ctrl = self.adap_kl_ctrl && self.init_kl_coef != 0.0;
+        (ppo.kl.kl_coef, ppo.kl.kl_estimator) = (self.init_kl_coef, self.kl_penalty);
+        if ppo.kl.adap_kl_ctrl {
+            (ppo.kl.target, ppo.kl.horizon) = (self.target, self.horizon);
+        }
+        (ppo.gamma, ppo.lam, ppo.vf_coef) = (self.gamma, self.lam, self.vf_coef);
+        (ppo.cliprange, ppo.cliprange_value) = (self.cliprange, self.cliprange_value);
+        (ppo.legacy.batch_size, ppo.legacy.mini_batch_size) = (Some(self.batch_size), Some(self.mini_batch_size));
+        ppo.gradient_accumulation_steps = self.gradient_accumulation_steps;
+        (ppo.local_rollout_forward_batch_size, ppo.num_ppo_epochs) = (self.mini_batch_size, self.ppo_epochs);
+        ppo.loss.ratio_threshold = Some(self.ratio_threshold);
+        ppo.legacy.early_stopping = self.early_stopping;
+        ppo.loss.target_kl = self.early_stopping.then_some(self.target_kl);
+        (ppo.score_scaling.use_score_scaling, ppo.score_scaling.use_score_norm) =
+            (self.use_score_scaling, self.use_score_norm);
+        ppo.score_scaling.score_clip = self.score_clip;
+        ppo.legacy.num_shared_layers = self.num_shared_layers;
+        ppo.whiten_rewards = self.whiten_rewards;
+        ppo
+    }
+
+    /// How the rows of a step are divided.
+    pub(super) fn epoch(&self) -> EpochPlan {
+        EpochPlan {
+            mini_batch_size: self.mini_batch_size * self.gradient_accumulation_steps,
+            part_size: self.mini_batch_size,
+            micro_batch_size: self.mini_batch_size,
+        }
+    }
+}
