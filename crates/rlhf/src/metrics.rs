@@ -1,4 +1,4 @@
-//! Numbers with names, in the order in which they are told.
+//! Named scalars, in insertion order.
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use std::borrow::Cow;
@@ -16,22 +16,22 @@ use std::borrow::Cow;
 pub struct Metrics(Vec<(Cow<'static, str>, f64)>);
 
 impl Metrics {
-    /// Adds a number under `name`.
+    /// Appends a metric.
     pub fn push(&mut self, name: impl Into<Cow<'static, str>>, value: f64) {
         self.0.push((name.into(), value));
     }
 
-    /// Adds those of `other` behind these.
+    /// Appends the metrics of `other`.
     pub fn extend(&mut self, other: &Metrics) {
         self.0.extend_from_slice(&other.0);
     }
 
-    /// The number under `name`, if there is one.
+    /// Returns the value of the metric `name`, if there is one.
     pub fn get(&self, name: &str) -> Option<f64> {
         self.0.iter().find(|(found, _)| found == name).map(|(_, value)| *value)
     }
 
-    /// The same names with what `change` makes of their numbers, but for counts.
+    /// Applies `change` to all values except counts.
     pub(crate) fn map(&self, change: impl Fn(f64) -> f64) -> Self {
         let changed = |(name, value): &(Cow<'static, str>, f64)| {
             let value = if COUNTS.contains(&name.as_ref()) { *value } else { change(*value) };
@@ -40,13 +40,14 @@ impl Metrics {
         Self(self.0.iter().map(changed).collect())
     }
 
-    /// All numbers, in order.
+    /// Iterates over names and values, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0.iter().map(|(name, value)| (name.as_ref(), *value))
     }
 }
 
-/// A JSON object; whole numbers are written as such, and what is not finite as null, which is all that JSON has for it.
+/// Serializes to a JSON object. Counts are written as integers, and values that are not finite as null, as JSON has no NaN or
+/// infinity.
 impl Serialize for Metrics {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(self.0.len()))?;
@@ -61,7 +62,7 @@ impl Serialize for Metrics {
     }
 }
 
-/// Names whose numbers are counts.
+/// Metrics that are counts.
 const COUNTS: [&str; 9] = [
     "episode",
     "step",

@@ -1,4 +1,4 @@
-//! Text for a terminal: its width, colours where they are wanted, lines that break between words, commands to copy.
+//! Text for a terminal: width, colours, line breaks between words, and commands to copy.
 
 use console::{Term, measure_text_width};
 use std::ffi::OsStr;
@@ -7,7 +7,7 @@ use std::io::IsTerminal;
 use std::path::Path;
 use std::time::Duration;
 
-/// One of the two outputs of the program.
+/// One of the two output streams of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stream {
     /// Standard output.
@@ -17,53 +17,53 @@ pub enum Stream {
 }
 
 impl Stream {
-    /// The columns of the terminal that it goes to; `None` if it goes to a file or a pipe.
+    /// Returns the columns of the terminal; `None` for a file or a pipe.
     pub fn width(self) -> Option<usize> {
-        let (term, there) = match self {
+        let (term, is_terminal) = match self {
             Stream::Out => (Term::stdout(), std::io::stdout().is_terminal()),
             Stream::Err => (Term::stderr(), std::io::stderr().is_terminal()),
         };
-        // A terminal that does not tell has the width of old.
-        there.then(|| term.size_checked().map_or(80, |(_, columns)| usize::from(columns)))
+        // 80 columns if the terminal does not report its size.
+        is_terminal.then(|| term.size_checked().map_or(80, |(_, columns)| usize::from(columns)))
     }
 
-    /// Whether it goes to a terminal that understands more than lines of text: `TERM=dumb` does not.
+    /// Returns true for a terminal that supports cursor movement, which `TERM=dumb` does not.
     pub fn moves_cursor(self) -> bool {
         self.width().is_some() && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
     }
 
-    /// Whether to write colours to it: it is such a terminal, and `NO_COLOR` is not set (<https://no-color.org>).
+    /// Returns true for such a terminal, unless `NO_COLOR` is set (<https://no-color.org>).
     pub fn has_colours(self) -> bool {
         self.moves_cursor() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
     }
 
-    /// `text` in `colour`, if this stream has colours.
+    /// Returns `text` in `colour`, if this stream has colours.
     pub fn paint(self, colour: Colour, text: &str) -> String {
         paint(self.has_colours(), colour, text)
     }
 
-    /// One line of a message, with its `label` ("warning", "error") in `colour` where there is one; lines that are too long
-    /// for the terminal break between words.
+    /// Returns a message with its `label` ("warning", "error") in `colour`, if this stream has colours. Lines longer than the
+    /// terminal's width break between words.
     pub fn labelled(self, label: &str, colour: Colour, text: &str) -> String {
         let whole = wrap(&format!("{label}: {text}"), self.width(), 2);
         format!("{}{}", self.paint(colour, label), &whole[label.len()..])
     }
 }
 
-/// A colour, or what stands for one.
+/// A colour or style.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Colour {
     /// Errors.
     Red,
     /// Warnings.
     Yellow,
-    /// What went well.
+    /// Success.
     Green,
     /// The progress bar.
     Cyan,
     /// Headings.
     Bold,
-    /// What matters less.
+    /// Secondary text.
     Dim,
 }
 
@@ -79,8 +79,8 @@ pub(crate) fn paint(on: bool, colour: Colour, text: &str) -> String {
     if on && !text.is_empty() { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_string() }
 }
 
-/// Breaks `text` between words into lines of at most `width` columns, all but the first with `indent` blanks in front; a word
-/// that is longer than a line has one of its own. Without a width nothing changes.
+/// Breaks `text` between words into lines of at most `width` columns; all lines but the first are indented by `indent` spaces.
+/// A word longer than a line gets its own line. Without a width, returns `text` as it is.
 pub fn wrap(text: &str, width: Option<usize>, indent: usize) -> String {
     let Some(width) = width.filter(|&width| width > indent) else { return text.to_string() };
     let mut lines = Vec::new();
@@ -110,12 +110,12 @@ pub fn wrap(text: &str, width: Option<usize>, indent: usize) -> String {
     lines.join("\n")
 }
 
-/// `text` in at most `columns` columns, with an ellipsis where something is missing.
+/// Truncates `text` to at most `columns` columns, with an ellipsis at the end.
 pub fn cut(text: &str, columns: usize) -> String {
     console::truncate_str(text, columns, "\u{2026}").into_owned()
 }
 
-/// Rows of a name and what is said of it, the names in one column; what is too long for the terminal breaks between words.
+/// Formats rows of name and value, with the names in one column. Values too long for the terminal break between words.
 pub fn facts<N: AsRef<str>, V: AsRef<str>>(rows: &[(N, V)], stream: Stream) -> String {
     facts_in(rows, stream.width(), stream.has_colours())
 }
@@ -133,14 +133,14 @@ fn facts_in<N: AsRef<str>, V: AsRef<str>>(rows: &[(N, V)], width: Option<usize>,
     text
 }
 
-/// A time as a clock shows it: `0:07`, `12:34`, `1:02:03`.
+/// Formats a duration as a clock: `0:07`, `12:34`, `1:02:03`.
 pub fn clock(time: Duration) -> String {
     let seconds = time.as_secs();
     let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     if hours > 0 { format!("{hours}:{minutes:02}:{seconds:02}") } else { format!("{minutes}:{seconds:02}") }
 }
 
-/// A time as people say it, in two digits: `8.3 s`, `35 s`, `12 min`, `3.5 h`, `2.1 days`.
+/// Formats a duration with two digits: `8.3 s`, `35 s`, `12 min`, `3.5 h`, `2.1 days`.
 pub fn about(time: Duration) -> String {
     let seconds = time.as_secs_f64();
     let units = [(60.0, 1.0, "s"), (3600.0, 60.0, "min"), (86_400.0, 3600.0, "h"), (f64::INFINITY, 86_400.0, "days")];
@@ -149,12 +149,12 @@ pub fn about(time: Duration) -> String {
     if number < 9.95 { format!("{number:.1} {unit}") } else { format!("{number:.0} {unit}") }
 }
 
-/// The number in seven significant digits, which is what f32 holds: enough to read.
+/// Rounds a number to seven significant digits, the precision of f32.
 pub fn seven_digits(number: f64) -> f64 {
     if number.is_finite() { format!("{number:.6e}").parse().unwrap_or(number) } else { number }
 }
 
-/// A word as a POSIX shell reads it back, in quotes where it needs them.
+/// Quotes a word for a POSIX shell, if needed.
 pub fn shell_word(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@%+".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -164,8 +164,8 @@ pub fn shell_word(word: &str) -> String {
     }
 }
 
-/// A command line that a shell reads back, of the words of one command, or of several with a pipe between them; what is too
-/// long for the terminal goes on in further lines.
+/// Formats a shell command line: one command, or several connected by pipes. A line too long for the terminal is continued
+/// with backslashes.
 pub fn shell_command(commands: &[Vec<String>], width: Option<usize>) -> String {
     let mut words = Vec::new();
     for (at, command) in commands.iter().enumerate() {
@@ -177,7 +177,7 @@ pub fn shell_command(commands: &[Vec<String>], width: Option<usize>) -> String {
     let (mut text, mut used) = (String::from(" "), 1);
     for (at, word) in words.iter().enumerate() {
         let columns = measure_text_width(word);
-        // Two columns for what goes on; a flag stays with its value.
+        // Two columns for the backslash; a flag stays on one line with its value.
         let value = at + 1 < words.len() && word.starts_with("--") && !words[at + 1].starts_with("--");
         let with = if value { 1 + measure_text_width(&words[at + 1]) } else { 0 };
         let joined = at > 0 && words[at - 1].starts_with("--") && !word.starts_with("--");
@@ -192,7 +192,7 @@ pub fn shell_command(commands: &[Vec<String>], width: Option<usize>) -> String {
     text
 }
 
-/// How this program was called, if it is `rlhf`: a path to it as it was typed, else its name.
+/// Returns the path by which this program was called, if it is `rlhf` and was called by a path, else `rlhf`.
 pub fn program() -> String {
     let called = std::env::args_os().next();
     let called = called.as_ref().map(Path::new).filter(|path| is_rlhf(path) && path.components().count() > 1);
@@ -203,7 +203,7 @@ fn is_rlhf(path: &Path) -> bool {
     path.file_stem() == Some(OsStr::new("rlhf"))
 }
 
-/// The command line of this process as a shell reads it back, without what may be secret; `None` if the program is not `rlhf`.
+/// Returns the command line of this process, quoted for a shell and without secrets; `None` if the program is not `rlhf`.
 pub(crate) fn command_line() -> Option<String> {
     let mut words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
     words.next().filter(|program| is_rlhf(Path::new(program)))?;
@@ -211,14 +211,14 @@ pub(crate) fn command_line() -> Option<String> {
     Some(words.iter().fold(String::from("rlhf"), |line, word| line + " " + &shell_word(word)))
 }
 
-/// Stands in place of what may be secret.
+/// Replaces text that may be secret.
 const LEFT_OUT: &str = "...";
 
-/// The words of a command line for others' eyes: no passwords and queries of addresses, no values of what is named a key or a
-/// token, and of a program only its first word.
+/// Removes secrets from the words of a command line: passwords and queries in URLs, values of flags named like a key or a token,
+/// and all words of a reward program but the first.
 fn without_secrets(words: Vec<String>) -> Vec<String> {
     let mut shown: Vec<String> = Vec::with_capacity(words.len());
-    // The flag whose values come, as `--reward` takes several.
+    // The flag that the next values belong to; `--reward` takes several.
     let mut flag = String::new();
     for word in words {
         let (name, value) = match word.strip_prefix("--") {
@@ -247,13 +247,13 @@ fn without_secret(flag: &str, value: &str) -> String {
         ["token", "secret", "password", "passwd", "api_key", "apikey", "authorization"]
             .iter()
             .any(|word| name.contains(word))
-            // Tokens of text are no secret.
+            // Tokens of text are not secret.
             && !["stop_token", "tokens", "tokenizer"].iter().any(|word| name.contains(word))
     };
     if named_secret(flag) {
         return LEFT_OUT.into();
     }
-    // A program's words may be anything: `--reward_command 'judge --api_key 123'`, `--reward 'mine=command:judge 123'`.
+    // The arguments of a program may be secret: `--reward_command 'judge --api_key 123'`, `--reward 'mine=command:judge 123'`.
     let (head, program) = match value.split_once("command:") {
         Some((head, program)) if flag == "reward" => (format!("{head}command:"), Some(program)),
         _ => (String::new(), (flag == "reward_command").then_some(value)),
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_break_between_words_and_never_within_one() {
+    fn lines_break_between_words_only() {
         let text = "warning: prompts.jsonl: 3 of 10 rows were left out: a_word_that_is_longer_than_any_line";
         assert_eq!(
             wrap(text, Some(30), 2),
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn facts_stand_in_columns_within_the_width() {
+    fn facts_are_aligned_in_columns_within_the_width() {
         let rows = [("device", "cpu, 2 threads"), ("an update", "64 responses of at most 53 tokens each")];
         assert_eq!(
             facts_in(&rows, Some(36), false),
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_short_and_numbers_have_seven_digits() {
+    fn durations_have_two_digits_and_numbers_have_seven() {
         let seconds = Duration::from_secs_f64;
         assert_eq!([7.9, 754.0, 3723.0].map(|time| clock(seconds(time))), ["0:07", "12:34", "1:02:03"]);
         let said = [0.04, 8.34, 35.4, 59.9, 750.0, 12_600.0, 180_000.0].map(|time| about(seconds(time)));
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_is_read_back_by_a_shell_word_for_word() {
+    fn a_shell_parses_a_formatted_command_into_the_same_words() {
         let asked =
             words(&["rlhf", "generate", "--model_name_or_path", "my runs/ppo", "--", "It's $HOME `x` \"q\" \\ ?", ""]);
         for width in [None, Some(60), Some(20)] {
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_secret_is_in_no_shown_command_line() {
+    fn secrets_are_removed_from_command_lines() {
         let shown = |line: &[&str]| without_secrets(words(line)).join(" ");
         let line = [
             "ppo",
@@ -366,7 +366,7 @@ mod tests {
             "ppo --reward_url https://...@judge.org/score?... --reward a=url:http://h/x?... b=command:judge ... \
              --reward_command=python3 ... --hub_token ... --api_key=... --stop_token eos --seed 7"
         );
-        // What follows a flag's value is no value of it, where the flag takes one.
+        // A word after the value of a flag that takes one value is not its value.
         assert_eq!(shown(&["generate", "--seed", "7", "a @ b://c"]), "generate --seed 7 a @ b://c");
     }
 }

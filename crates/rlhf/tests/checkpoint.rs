@@ -516,7 +516,7 @@ fn other_inputs_under_the_same_names_are_refused_unless_that_is_asked_for() {
             let _ = tensors.values_mut().next().unwrap().view([-1]).get(0).fill_(0.25);
         });
     };
-    let words = |rows: &str| format!("dataset_name = {rows}: 8 rows as before, with other content");
+    let words = |rows: &str| format!("dataset_name = {rows}: 8 rows as before, with different content");
     for (rows, text) in &kept {
         scratch.write(rows, &text.replace("human", "humus"));
     }
@@ -538,13 +538,13 @@ fn other_inputs_under_the_same_names_are_refused_unless_that_is_asked_for() {
         scratch.write(rows, text);
     }
     edit("value");
-    refused([&["value_model_path = value: model.safetensors is another"], &[], &[]]);
+    refused([&["value_model_path = value: model.safetensors has changed"], &[], &[]]);
     edit("policy");
     edit("reward");
     scratch.edit_config("reward", "note", 1);
-    let ppo = ["sft_model_path = policy: model.safetensors", "reward model = reward: config.json is another, model."];
-    let model = ["model_name_or_path = policy: model.safetensors is another"];
-    refused([&ppo, &model, &["model_name_or_path = reward: config.json is another, model.safetensors is"]]);
+    let ppo = ["sft_model_path = policy: model.safetensors", "reward model = reward: config.json has changed, model."];
+    let model = ["model_name_or_path = policy: model.safetensors has changed"];
+    refused([&ppo, &model, &["model_name_or_path = reward: config.json has changed, model.safetensors has"]]);
     // Asked for, also with more rows; a word of warning tells what the numbers are of.
     let (_, line, _) = &lines[1];
     scratch.write("demos.jsonl", &(kept[1].1.clone() + "{\"prompt\": \"so\", \"completion\": \" on\"}\n"));
@@ -573,7 +573,7 @@ fn a_run_goes_on_from_another_working_folder_with_the_same_files_and_not_with_ot
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     std::fs::write(elsewhere.join("demos.jsonl"), scratch.read("demos.jsonl").replace("human", "humus")).unwrap();
     let ran = run(&line);
-    assert!(ran.code == 1 && ran.stderr.contains("8 rows as before, with other content"), "{}", ran.stderr);
+    assert!(ran.code == 1 && ran.stderr.contains("8 rows as before, with different content"), "{}", ran.stderr);
 }
 
 #[test]
@@ -664,7 +664,7 @@ fn a_run_that_fails_in_the_midst_of_an_update_leaves_a_checkpoint_of_the_last_wh
     scratch.succeeds(&line(&whole, seed));
     let line = format!("{} --resume_from_checkpoint {failed}/checkpoint-1", line(&failed, seed));
     // The reward model is mended, and so another.
-    scratch.refuses(&line, 1, &["reward model = reward: model.safetensors is another"]);
+    scratch.refuses(&line, 1, &["reward model = reward: model.safetensors has changed"]);
     let ran = scratch.run(&format!("{line} --resume_with_changed_inputs"));
     assert!(ran.code == 0 && ran.stderr.contains("warning: failed"), "{}", ran.stderr);
     assert_same(&scratch.path(&failed), &scratch.path(&whole), 8);

@@ -1,7 +1,7 @@
-//! Digests of what a run reads, by which a resumed run knows whether it still reads the same.
+//! Digests of a run's inputs, by which a resumed run detects that its data or models have changed.
 //!
-//! Of rows everything is hashed. Of a model's folder all files that are read are: small ones whole; of larger ones the size, the
-//! header, and the first, middle and last bytes of every tensor, so that the weights of a large model are not read twice.
+//! Rows are hashed completely. In a model folder, every file that is loaded is hashed: small files completely; for larger ones
+//! the size, the header, and the first, middle and last bytes of every tensor, so that large weights are not read twice.
 
 use crate::data::Dataset;
 use crate::model::AdapterFolder;
@@ -15,21 +15,21 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// A file of at most this many bytes is hashed whole.
+/// Size in bytes up to which a file is hashed completely.
 const SMALL: u64 = 16 << 20;
-/// Of a larger file, bytes that are hashed at a place.
+/// Size in bytes of a hashed block of a larger file.
 const BLOCK: u64 = 4096;
-/// Places in a file that is no safetensors file.
-const PLACES: u64 = 256;
+/// Number of hashed blocks of a larger file that is not a safetensors file.
+const BLOCKS: u64 = 256;
 /// Hexadecimal digits of a digest.
 const DIGITS: usize = 32;
 
-/// What a run reads, by the names of the settings: of each, what it is called and the digests of its parts.
+/// The inputs of a run by the name of their setting: path and digests of each.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Inputs(Map<String, Value>);
 
 impl Inputs {
-    /// Adds the rows of these datasets; none where there are none.
+    /// Adds the rows of `datasets`, if there are any.
     pub(crate) fn rows<'a>(&mut self, name: &str, path: &str, datasets: impl IntoIterator<Item = &'a Dataset>) {
         let values: Vec<&Value> = datasets.into_iter().flat_map(Dataset::rows).collect();
         if !values.is_empty() {
@@ -37,21 +37,22 @@ impl Inputs {
         }
     }
 
-    /// Adds what has a JSON form.
+    /// Adds values, hashed in their JSON form.
     pub(crate) fn values<T: Serialize>(&mut self, name: &str, path: &str, values: &[T]) {
         let mut sum = Sum(Context::new(&SHA256));
         for value in values {
-            serde_json::to_writer(&mut sum, value).expect("a row has a JSON form, and a digest takes any");
+            serde_json::to_writer(&mut sum, value)
+                .expect("rows serialize to JSON, and writing to a digest cannot fail");
             sum.0.update(b"\n");
         }
         let input = json!({"path": path, "rows": values.len(), "digest": sum.finish()});
         self.0.insert(name.into(), input);
     }
 
-    /// Adds the files that are read of the model folder `dir`, and of the base of an adapter.
+    /// Adds the files of the model folder `dir` that are loaded, and those of the base model of an adapter.
     ///
     /// # Errors
-    /// If one cannot be read.
+    /// If a file cannot be read.
     pub(crate) fn model(&mut self, name: &str, dir: &Path) -> Result<()> {
         let mut files = Map::new();
         add_files(dir, "", &mut files)?;
@@ -62,7 +63,7 @@ impl Inputs {
         Ok(())
     }
 
-    /// Adds one file; a pipe, which can be read once, is not looked at.
+    /// Adds one file. A pipe is ignored, as it can be read only once.
     ///
     /// # Errors
     /// If it cannot be read.
@@ -76,50 +77,51 @@ impl Inputs {
         Ok(())
     }
 
-    /// Puts all of `others` in place of the input `name`.
+    /// Replaces the input `name` by all of `others`.
     pub(crate) fn replace(&mut self, name: &str, others: Self) {
         self.0.shift_remove(name);
         self.0.extend(others.0);
     }
 
-    /// What a checkpoint keeps of it.
+    /// Returns the state for a checkpoint.
     pub(crate) fn state(&self) -> Value {
         self.0.clone().into()
     }
 
-    /// What differs from what [`Inputs::state`] gave when the run began; of what only one of them has, nothing is known.
-    pub(crate) fn changed(&self, began: &Value) -> Vec<String> {
-        let both = self.0.iter().filter_map(|(name, now)| Some((name, now, began.get(name)?)));
+    /// Compares with the [`Inputs::state`] at the start of the run; returns one message per input that has changed. Inputs
+    /// that only one of the two has are ignored.
+    pub(crate) fn changed(&self, start: &Value) -> Vec<String> {
+        let both = self.0.iter().filter_map(|(name, now)| Some((name, now, start.get(name)?)));
         both.filter_map(|(name, now, then)| {
-            let what = difference(then, now)?;
-            Some(format!("{name} = {}: {what}", now["path"].as_str().unwrap_or_default()))
+            let change = difference(then, now)?;
+            Some(format!("{name} = {}: {change}", now["path"].as_str().unwrap_or_default()))
         })
         .collect()
     }
 }
 
-/// How an input differs from what it was.
+/// Describes the difference between two states of an input, if there is one.
 fn difference(then: &Value, now: &Value) -> Option<String> {
     if then["rows"] != now["rows"] {
         return Some(format!("expected {} rows, found {}", then["rows"], now["rows"]));
     }
     if then["digest"] != now["digest"] {
-        return Some(format!("{} rows as before, with other content", now["rows"]));
+        return Some(format!("{} rows as before, with different content", now["rows"]));
     }
     let (then, now) = (then["files"].as_object()?, now["files"].as_object()?);
     let changed = now.iter().filter(|(name, sum)| then.get(*name).is_some_and(|then| then != *sum));
     let gone = then.keys().filter(|name| !now.contains_key(*name));
     let new = now.keys().filter(|name| !then.contains_key(*name));
     let all: Vec<String> = changed
-        .map(|(name, _)| format!("{name} is another"))
-        .chain(gone.map(|name| format!("{name} is not there any more")))
+        .map(|(name, _)| format!("{name} has changed"))
+        .chain(gone.map(|name| format!("{name} is missing")))
         .chain(new.map(|name| format!("{name} is new")))
         .collect();
     (!all.is_empty()).then(|| all.join(", "))
 }
 
-/// Adds the digests of the files that are read of the model folder `dir`.
-fn add_files(dir: &Path, before: &str, found: &mut Map<String, Value>) -> Result<()> {
+/// Adds the digests of the files of the model folder `dir` that are loaded; their names get `prefix`.
+fn add_files(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result<()> {
     let entries = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?;
     let mut names = Vec::new();
     for entry in entries {
@@ -129,20 +131,20 @@ fn add_files(dir: &Path, before: &str, found: &mut Map<String, Value>) -> Result
     let known = ["config.json", "generation_config.json", "adapter_config.json", INDEX];
     let is_read = |name: &str| known.contains(&name) || crate::tokenizer::FILES.contains(&name) || is_weights(name);
     for name in names.iter().filter(|name| is_read(name) && dir.join(name).is_file()) {
-        found.insert(format!("{before}{name}"), digest(&dir.join(name))?.into());
+        found.insert(format!("{prefix}{name}"), digest(&dir.join(name))?.into());
     }
     Ok(())
 }
 
-/// A digest of the file `path`.
+/// Returns the digest of a file.
 fn digest(path: &Path) -> Result<String> {
     let file = File::open(path).map_err(Error::io("read", path))?;
     let len = file.metadata().map_err(Error::io("read", path))?.len();
     let mut sum = Sum(Context::new(&SHA256));
     sum.0.update(&len.to_le_bytes());
-    let places = if len <= SMALL { vec![(0, len)] } else { places(&file, path, len) };
+    let ranges = if len <= SMALL { vec![(0, len)] } else { hashed_ranges(&file, path, len) };
     let mut buffer = vec![0; 1 << 16];
-    for (mut at, end) in places {
+    for (mut at, end) in ranges {
         while at < end {
             let part = &mut buffer[..(end - at).min(1 << 16) as usize];
             file.read_exact_at(part, at).map_err(Error::io("read", path))?;
@@ -153,12 +155,12 @@ fn digest(path: &Path) -> Result<String> {
     Ok(sum.finish())
 }
 
-/// The parts of a large file that are hashed: of a safetensors file the header, and the beginning, middle and end of each
-/// tensor; of any other blocks at equal distances.
-fn places(file: &File, path: &Path, len: u64) -> Vec<(u64, u64)> {
+/// Returns the byte ranges of a large file to hash: for a safetensors file the header and the start, middle and end of each
+/// tensor; for any other file, equidistant blocks.
+fn hashed_ranges(file: &File, path: &Path, len: u64) -> Vec<(u64, u64)> {
     let block = |at: u64, end: u64| (at, (at + BLOCK).min(end));
     let Ok((metadata, data)) = read_header(file, path) else {
-        return (0..PLACES).map(|i| block((len - BLOCK) / (PLACES - 1) * i, len)).chain([(len - BLOCK, len)]).collect();
+        return (0..BLOCKS).map(|i| block((len - BLOCK) / (BLOCKS - 1) * i, len)).chain([(len - BLOCK, len)]).collect();
     };
     let mut found = vec![(0, data)];
     for info in metadata.tensors().values() {
@@ -170,7 +172,7 @@ fn places(file: &File, path: &Path, len: u64) -> Vec<(u64, u64)> {
     found
 }
 
-/// A digest that can be written to.
+/// A SHA-256 digest that implements `Write`.
 struct Sum(Context);
 
 impl Sum {
@@ -196,7 +198,7 @@ mod tests {
     use super::*;
     use tch::{Device, Kind, Tensor};
 
-    /// Two tensors of 12 MiB together 24: above what is hashed whole.
+    /// Writes two tensors of 12 MiB each, together above `SMALL`, with a 1 at the index `at` of the second.
     fn write_model(dir: &Path, at: Option<i64>) {
         let rows = (12 << 20) / 4;
         let tensor = || Tensor::zeros([rows], (Kind::Float, Device::Cpu));
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn other_weights_of_the_same_size_are_known_by_any_tensor_of_theirs() {
+    fn changed_weights_of_the_same_size_are_detected_in_every_tensor() {
         let dir = tempfile::tempdir().unwrap();
         write_model(dir.path(), None);
         std::fs::write(dir.path().join("config.json"), "{}").unwrap();
@@ -218,38 +220,38 @@ mod tests {
             inputs.model("sft_model_path", dir.path()).unwrap();
             inputs
         };
-        let began = read().state();
+        let start = read().state();
         write_model(dir.path(), None);
         std::fs::write(dir.path().join("notes.json"), "{\"mine\": 1}").unwrap();
-        assert!(read().changed(&began).is_empty(), "what is not read may change");
+        assert!(read().changed(&start).is_empty(), "files that are not loaded may change");
         for at in [0, -1] {
             write_model(dir.path(), Some(at));
-            let changed = read().changed(&began);
-            let words = format!("sft_model_path = {}: model.safetensors is another", dir.path().display());
+            let changed = read().changed(&start);
+            let words = format!("sft_model_path = {}: model.safetensors has changed", dir.path().display());
             assert_eq!(changed, [words]);
         }
         write_model(dir.path(), None);
         std::fs::rename(dir.path().join("config.json"), dir.path().join("merges.txt")).unwrap();
-        let changed = read().changed(&began).concat();
-        assert!(changed.ends_with(": config.json is not there any more, merges.txt is new"), "{changed}");
+        let changed = read().changed(&start).concat();
+        assert!(changed.ends_with(": config.json is missing, merges.txt is new"), "{changed}");
     }
 
     #[test]
-    fn rows_are_known_by_their_number_and_their_content() {
+    fn changed_rows_are_detected_by_number_and_content() {
         let of = |rows: &[&str]| {
             let mut inputs = Inputs::default();
             inputs.values("dataset_name", "rows.jsonl", rows);
             inputs
         };
-        let began = of(&["a", "b"]).state();
-        assert!(of(&["a", "b"]).changed(&began).is_empty());
+        let start = of(&["a", "b"]).state();
+        assert!(of(&["a", "b"]).changed(&start).is_empty());
         for (rows, words) in [
-            (&["a", "c"][..], "dataset_name = rows.jsonl: 2 rows as before, with other content"),
-            (&["b", "a"], "dataset_name = rows.jsonl: 2 rows as before, with other content"),
+            (&["a", "c"][..], "dataset_name = rows.jsonl: 2 rows as before, with different content"),
+            (&["b", "a"], "dataset_name = rows.jsonl: 2 rows as before, with different content"),
             (&["a"], "dataset_name = rows.jsonl: expected 2 rows, found 1"),
         ] {
-            assert_eq!(of(rows).changed(&began), [words]);
+            assert_eq!(of(rows).changed(&start), [words]);
         }
-        assert!(of(&["x"]).changed(&json!({})).is_empty(), "nothing is known of it");
+        assert!(of(&["x"]).changed(&json!({})).is_empty(), "an unknown input is ignored");
     }
 }
