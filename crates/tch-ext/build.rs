@@ -1,17 +1,17 @@
-//! Checks that the libtorch in use is the one tch was made for, compiles the shim, and sets the run path of our tests.
-#![allow(clippy::print_stderr, clippy::exit)] // a build script speaks to cargo
+//! Checks the version of libtorch, compiles the shim, and sets the run path of this crate's tests.
+#![allow(clippy::print_stderr, clippy::exit)] // a build script reports to cargo this way
 
 use std::path::Path;
 
 const TORCH_VERSION: &str = "2.11.0";
 
-/// How often a thread of libgomp looks at a barrier before it sleeps. `docs/design.md` has the measurements.
+/// Number of times that a thread of libgomp polls a barrier before it sleeps. `docs/design.md` has the measurements.
 const SPIN_COUNT: &str = "10000";
 
 fn main() {
     println!("cargo:rerun-if-changed=csrc");
     println!("cargo:rerun-if-env-changed=LIBTORCH");
-    // torch-sys hands on the folder it linked against, whichever way it was found.
+    // torch-sys exports the folder that it linked against.
     let lib = std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys sets DEP_TCH_LIBTORCH_LIB");
     let torch = Path::new(&lib).parent().expect("libtorch's lib folder has a parent");
     check_version(torch);
@@ -32,7 +32,7 @@ fn compiler(torch: &Path) -> cc::Build {
         .std("c++17")
         .pic(true)
         .warnings(false)
-        // libtorch's parallel loops are compiled into their callers.
+        // libtorch's parallel loops are templates, compiled here.
         .flag("-fopenmp")
         .flag("-D_GLIBCXX_USE_CXX11_ABI=1")
         .include(torch.join("include"))
@@ -43,7 +43,7 @@ fn compiler(torch: &Path) -> cc::Build {
     build
 }
 
-/// Compiles the kernels once per instruction set, with the flags that libtorch gives its own; its vectors follow the macros.
+/// Compiles the kernels once per instruction set, with libtorch's flags; its vector types depend on the macros.
 fn compile_kernels(torch: &Path) {
     let mut sets: Vec<(&str, &[&str])> = vec![("DEFAULT", &[])];
     if is_x86() {
@@ -54,10 +54,10 @@ fn compile_kernels(torch: &Path) {
         let table = format!("kernels_{}", name.to_lowercase());
         let mut build = compiler(torch);
         build
-            // Whatever the profile: unoptimised vectors are slower than none, and tests run on them.
+            // In every profile: unoptimized vector code is slower than plain loops, and tests run on it.
             .opt_level(3)
             .flag("-fno-math-errno")
-            // Else the compiler fuses some sums and not others, and what is computed beside a number changes its last bits.
+            // Otherwise the compiler fuses some multiply-adds and not others, and results would depend on the tile.
             .flag("-ffp-contract=off")
             .flag("-Wno-psabi")
             .define("CPU_CAPABILITY", name)
@@ -74,7 +74,7 @@ fn is_x86() -> bool {
     std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64")
 }
 
-/// Links the very libgomp that libtorch brings, whatever its name: two of them would be two pools of threads.
+/// Links the libgomp that is part of libtorch, whatever its file name: two copies would have two thread pools.
 fn link_libgomp(lib: &str) {
     let files = std::fs::read_dir(lib).into_iter().flatten().flatten();
     let names = files.filter_map(|file| file.file_name().into_string().ok());
@@ -87,7 +87,7 @@ fn link_libgomp(lib: &str) {
     }
 }
 
-/// Refuses a libtorch of another version: its ABI differs, and it would crash later and stranger.
+/// Refuses another version of libtorch: its ABI differs, and the program would crash.
 fn check_version(torch: &Path) {
     let header = torch.join("include/torch/headeronly/version.h");
     let text = std::fs::read_to_string(&header).unwrap_or_else(|e| {

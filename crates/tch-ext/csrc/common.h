@@ -1,4 +1,4 @@
-// What the files of the shim share.
+// Helpers shared by the files of the shim.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,7 +9,7 @@
 
 namespace tch_ext {
 
-// Runs `body`; gives nullptr, or the message of its exception, to be freed with `tch_ext_free`.
+// Runs `body`; returns nullptr, or the message of its exception, to be freed with `tch_ext_free`.
 template <typename F>
 char* guard(F&& body) {
   try {

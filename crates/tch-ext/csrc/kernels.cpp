@@ -1,5 +1,5 @@
-// Compiled once per instruction set, with TCH_EXT_KERNELS naming the table that it fills. Vectors are libtorch's
-// (AVX-512, AVX2, NEON, or plain loops), threads are libtorch's pool.
+// Compiled once per instruction set; TCH_EXT_KERNELS is the name of the table that it defines. Uses libtorch's vectors
+// (AVX-512, AVX2, NEON, or plain loops) and its thread pool.
 #include "kernels.h"
 
 #include <ATen/Parallel.h>
@@ -24,8 +24,8 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
-// Runs `f(task)` for each task on libtorch's threads. Which thread gets which task is open: a task writes what is its
-// own.
+// Runs `f(task)` for each task on libtorch's threads. The assignment to threads is arbitrary, so tasks must write to
+// disjoint memory.
 template <typename F>
 void for_each_task(int64_t tasks, const F& f) {
   std::atomic<int64_t> next{0};
@@ -34,8 +34,8 @@ void for_each_task(int64_t tasks, const F& f) {
   });
 }
 
-// Floats where whole vectors lie within cache lines. Not a std::vector: of its code the linker keeps one copy for all
-// instruction sets, perhaps one that the machine lacks.
+// Array of floats, aligned to cache lines. Not a std::vector: the linker keeps one copy of its code for all instruction
+// sets, possibly one that the CPU does not support.
 class Floats {
  public:
   explicit Floats(int64_t size = 0) { grow(size); }
@@ -45,7 +45,7 @@ class Floats {
 
   float* data() { return data_; }
 
-  // What was there before is lost.
+  // Discards the contents.
   void grow(int64_t size) {
     if (size <= size_) return;
     release();
@@ -65,7 +65,7 @@ class Floats {
   }
 };
 
-// Floats that a thread keeps from call to call, cut into pieces.
+// Scratch memory of a thread, reused from call to call and divided into pieces.
 class Scratch {
  public:
   explicit Scratch(std::initializer_list<int64_t> sizes) {
@@ -92,7 +92,7 @@ void load_row(const c10::BFloat16* from, float* to, int64_t n) { at::vec::conver
 void store_row(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
 void store_row(const float* from, c10::BFloat16* to, int64_t n) { at::vec::convert(from, to, n); }
 
-// `n` floats at `from`: as they are, or widened into `buffer`.
+// Returns `n` floats at `from`: the pointer itself for floats, else the values converted into `buffer`.
 const float* floats(const float* from, float*, int64_t) { return from; }
 const float* floats(const c10::BFloat16* from, float* buffer, int64_t n) {
   load_row(from, buffer, n);
@@ -101,8 +101,8 @@ const float* floats(const c10::BFloat16* from, float* buffer, int64_t n) {
 
 Vec some(const float* x, int64_t lanes) { return lanes == W ? Vec::loadu(x) : Vec::loadu(x, lanes); }
 
-// Calls f(i, lanes) for each whole vector of `n` numbers, and for the lanes that are left; `some` has zeros in the
-// others.
+// Calls f(i, lanes) for each whole vector of `n` numbers, and for the remaining lanes; `some` fills the others with
+// zeros.
 template <typename F>
 void for_vectors(int64_t n, const F& f) {
   int64_t i = 0;
@@ -122,9 +122,9 @@ float sum_of(Vec x) {
   return reduce(x, [](float a, float b) { return a + b; });
 }
 
-// NaN where there is one.
+// Returns the maximum, or NaN if there is one.
 float max_of(const float* x, int64_t n) {
-  // Several at a time: one maximum would wait for the other.
+  // Several independent chains hide the latency of the maximum.
   constexpr int CHAINS = 4;
   Vec tops[CHAINS] = {Vec(-INF), Vec(-INF), Vec(-INF), Vec(-INF)};
   int64_t i = 0;
@@ -174,7 +174,7 @@ inline void tile(int64_t depth, Matrix a, const float* b, int64_t ldb, float* c,
     for (int j = 0; j < COLS; j++) sums[i][j].store(c + i * ldc + j * W);
 }
 
-// All rows of a panel of COLS vectors.
+// Multiplies all rows of a panel of COLS vectors.
 template <int COLS>
 void panel(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
   auto at_row = [&](int64_t i) { return Matrix{a.data + i * a.row, a.row, a.col}; };
@@ -217,11 +217,10 @@ void multiply(int64_t rows, int64_t cols, int64_t depth, Matrix a, const float* 
 }
 
 // --- Products of few rows -------------------------------------------------------------------------------------------
-// Tokens that are decoded one at a time are few rows: their products take the time that the weights take to come from
-// memory. Libraries made for large products get a quarter of its bandwidth; here each weight is asked for early, and
-// used for all rows.
+// Decoding one token at a time has few rows, so the products are bound by reading the weights from memory. Libraries
+// for large products reach a quarter of the bandwidth; here each weight is prefetched and used for all rows.
 
-// Weights' rows that are used at once, and rows that share them: their sums and operands fill the registers.
+// Tile of weight rows and input rows whose sums and operands fit the registers.
 constexpr int DOT_COLS = W == 16 ? 6 : 3;
 constexpr int DOT_ROWS = W == 16 ? 4 : 3;
 
@@ -232,7 +231,7 @@ Vec load_floats(const c10::BFloat16* x) {
   return out;
 }
 
-// Whatever the tile, a sum's terms are added in the same order: a row's result does not depend on the rows beside it.
+// The order of summation is the same for every tile, so a row's result does not depend on the other rows.
 template <int ROWS, int COLS, typename T>
 inline void dots(int64_t depth, const float* x, const T* weight, const T* bias, T* out, int64_t width, bool ahead) {
   Vec sums[ROWS][COLS];
@@ -265,7 +264,7 @@ inline void dots(int64_t depth, const float* x, const T* weight, const T* bias, 
     }
 }
 
-// All rows of COLS columns.
+// Computes COLS columns of all rows.
 template <int COLS, typename T>
 void dots_of(int64_t rows, int64_t depth, const float* x, const T* weight, const T* bias, T* out, int64_t width) {
   for (int64_t i = 0; i < rows;) {
@@ -299,7 +298,7 @@ void few_rows(int64_t rows, int64_t depth, int64_t width, const T* x, const T* w
     load_row(x, widened, rows * depth);
     from = widened;
   }
-  // Pieces large enough to be read as a stream, small enough to share out evenly.
+  // Pieces large enough for sequential reads, and small enough to balance the threads.
   const int64_t tiles = (width + DOT_COLS - 1) / DOT_COLS;
   const int64_t each = std::clamp<int64_t>(tiles / (8 * at::get_num_threads()), 1, 64);
   for_each_task((tiles + each - 1) / each, [&](int64_t task) {
@@ -315,10 +314,10 @@ void few_rows(int64_t rows, int64_t depth, int64_t width, const T* x, const T* w
 
 // --- Attention ------------------------------------------------------------------------------------------------------
 
-// Queries that share a pass over the keys.
+// Number of queries that share a pass over the keys.
 constexpr int64_t BLOCK = 48;
 
-// Turns one head of token `n` by its angles, or back.
+// Rotates one head of token `n` by its angles, or by their negatives if `back`.
 void rotate(const Rotation& rotation, int64_t n, float* x, bool back) {
   if (!rotation.cos) return;
   const float *cos = rotation.cos + n * rotation.half, *sin = rotation.sin + n * rotation.half;
@@ -335,7 +334,7 @@ void scale_row(float* x, int64_t n, float by) {
   for (int64_t i = 0; i < n; i++) x[i] *= by;
 }
 
-// The keys that a block of queries sees at least in part; `from` and `to` are whole vectors.
+// The range of keys that at least one query of a block attends to, extended to whole vectors.
 struct Keys {
   int64_t from, to;
   Keys(const AttentionShape& shape, int64_t first_query, int64_t queries, int64_t len) {
@@ -346,8 +345,8 @@ struct Keys {
   int64_t count() const { return to - from; }
 };
 
-// Puts the bound on the scores of query `i` and -inf where it sees no key; `scores` begins at key `keys.from`.
-void bound_and_mask(const AttentionShape& shape, const Keys& keys, int64_t i, int64_t len, float* scores) {
+// Soft-caps the scores of query `i`, and sets masked ones to -inf; `scores` starts at key `keys.from`.
+void softcap_and_mask(const AttentionShape& shape, const Keys& keys, int64_t i, int64_t len, float* scores) {
   if (shape.softcap > 0) {
     const Vec cap(shape.softcap), inverse(1 / shape.softcap);
     for (int64_t j = 0; j < keys.count(); j += W) (cap * (Vec::loadu(scores + j) * inverse).tanh()).store(scores + j);
@@ -358,14 +357,14 @@ void bound_and_mask(const AttentionShape& shape, const Keys& keys, int64_t i, in
   std::fill(scores + end, scores + keys.count(), -INF);
 }
 
-// Asks for what is to be read soon: tokens lie so far apart that the processor does not foresee it.
+// Software prefetch: tokens are too far apart in memory for the hardware prefetcher.
 template <typename T>
 void prefetch(const T* x, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(x + i);
 }
 constexpr int64_t AHEAD = 8;
 
-// One row's head as padded floats, turned.
+// Loads one head of a token as padded floats, rotated if `rotation` is given.
 template <typename T>
 void load_head(Heads<const T> x, int64_t n, int64_t h, int64_t dim, const Rotation* rotation, float* to) {
   prefetch(x.at(n + AHEAD, h), dim);
@@ -374,10 +373,24 @@ void load_head(Heads<const T> x, int64_t n, int64_t h, int64_t dim, const Rotati
   std::fill(to + dim, to + padded(dim), 0.f);
 }
 
-// [len, dim] to [dim, len], with zeros behind.
+// Transposes [len, dim] to [dim, len], padded with zeros.
 void transpose(const float* x, int64_t len, int64_t dim, int64_t ldx, float* y, int64_t ldy) {
   at::vec::transpose_mxn<float>(x, ldx, y, ldy, static_cast<int>(len), static_cast<int>(dim));
   for (int64_t d = 0; d < dim; d++) std::fill(y + d * ldy + len, y + (d + 1) * ldy, 0.f);
+}
+
+// Replaces `n` scores by their softmax; returns their log-sum-exp. `n` is a multiple of W.
+inline float softmax_row(float* x, int64_t n) {
+  const float max = max_of(x, n);
+  Vec total(0.f);
+  for (int64_t j = 0; j < n; j += W) {
+    const Vec p = (Vec::loadu(x + j) - Vec(max)).exp();
+    p.store(x + j);
+    total = total + p;
+  }
+  const float sum = sum_of(total);
+  scale_row(x, n, 1 / sum);
+  return max + std::log(sum);
 }
 
 template <typename T>
@@ -411,17 +424,8 @@ void attention_forward(const AttentionShape& shape, Packed packed, Heads<const T
         multiply(count, seen.count(), D, {queries, DP, 1}, keys_t + seen.from, SP, scores, SP, false);
         for (int64_t i = 0; i < count; i++) {
           float* x = scores + i * SP;
-          bound_and_mask(shape, seen, first + i, len, x);
-          const float max = max_of(x, seen.count());
-          Vec total(0.f);
-          for (int64_t j = 0; j < seen.count(); j += W) {
-            const Vec p = (Vec::loadu(x + j) - Vec(max)).exp();
-            p.store(x + j);
-            total = total + p;
-          }
-          const float sum = sum_of(total);
-          scale_row(x, seen.count(), 1 / sum);
-          lse[(start + first + i) * shape.heads + h] = max + std::log(sum);
+          softcap_and_mask(shape, seen, first + i, len, x);
+          lse[(start + first + i) * shape.heads + h] = softmax_row(x, seen.count());
         }
         const int64_t depth = std::min(seen.to, len) - seen.from;
         multiply(count, DP, depth, {scores, SP, 1}, values + seen.from * DP, DP, sums, DP, false);
@@ -430,6 +434,23 @@ void attention_forward(const AttentionShape& shape, Packed packed, Heads<const T
       }
     }
   });
+}
+
+// Replaces `n` scores `x`, with log-sum-exp `lse`, by their softmax p, and the gradients `dx` of p by those of the
+// scores before soft-capping. `mean` is the sum of p * dx.
+inline void softmax_backward_row(float softcap, float lse, float mean, int64_t n, float* x, float* dx) {
+  for (int64_t j = 0; j < n; j += W) {
+    const Vec score = Vec::loadu(x + j);
+    const Vec p = (score - Vec(lse)).exp();
+    Vec d = p * (Vec::loadu(dx + j) - Vec(mean));
+    if (softcap > 0) {
+      // A masked score is -inf and its p is 0, but 0 * inf is NaN.
+      const Vec share = at::vec::maximum(score, Vec(-softcap)) * Vec(1 / softcap);
+      d = d * (Vec(1.f) - share * share);
+    }
+    p.store(x + j);
+    d.store(dx + j);
+  }
 }
 
 template <typename T>
@@ -473,21 +494,9 @@ void attention_backward(const AttentionShape& shape, Packed packed, Heads<const 
           Vec products(0.f);
           for (int64_t d = 0; d < DP; d += W)
             products = at::vec::fmadd(Vec::loadu(result + d), Vec::loadu(grads + i * DP + d), products);
-          const Vec mean(sum_of(products)), log_sum(lse[n * shape.heads + h]);
-          float *x = scores + i * SP, *dx = d_scores + i * SP;
-          bound_and_mask(shape, seen, first + i, len, x);
-          for (int64_t j = 0; j < seen.count(); j += W) {
-            const Vec score = Vec::loadu(x + j);
-            const Vec p = (score - log_sum).exp();
-            Vec d = p * (Vec::loadu(dx + j) - mean);
-            if (shape.softcap > 0) {
-              // Where nothing is seen the score is -inf and p is 0, but 0 * inf is not.
-              const Vec share = at::vec::maximum(score, Vec(-shape.softcap)) * Vec(1 / shape.softcap);
-              d = d * (Vec(1.f) - share * share);
-            }
-            p.store(x + j);
-            d.store(dx + j);
-          }
+          softcap_and_mask(shape, seen, first + i, len, scores + i * SP);
+          softmax_backward_row(shape.softcap, lse[n * shape.heads + h], sum_of(products), seen.count(), scores + i * SP,
+                               d_scores + i * SP);
         }
         multiply(depth, DP, count, {scores, 1, SP}, grads, DP, d_values + seen.from * DP, DP, true);
         multiply(depth, DP, count, {d_scores, 1, SP}, queries, DP, d_keys + seen.from * DP, DP, true);
@@ -544,14 +553,7 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
       float* x = scores + g * padded(len);
       std::fill(x, x + first, -INF);
       std::fill(x + len, x + padded(len), -INF);
-      const Vec max(max_of(x, len));
-      Vec total(0.f);
-      for (int64_t t = 0; t < len; t += W) {
-        const Vec p = (Vec::loadu(x + t) - max).exp();
-        p.store(x + t);
-        total = total + p;
-      }
-      scale_row(x, len, 1 / sum_of(total));
+      softmax_row(x, padded(len));
     }
     clear(sums, group * DP);
     for (int64_t t = first; t < len; t++) {
@@ -570,10 +572,10 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
 
 // --- Norms ----------------------------------------------------------------------------------------------------------
 
-// Rows that one thread takes at least: less is not worth waking it.
+// Minimum number of rows per thread; fewer are not worth waking it.
 constexpr int64_t NORM_GRAIN = 16;
 
-// Sums f(i, lanes), in the lanes that there are.
+// Sums f(i, lanes) over the first `lanes` lanes of each vector.
 template <typename F>
 float sum_over(int64_t n, const F& f) {
   Vec total(0.f);
@@ -616,7 +618,7 @@ template <typename T>
 void norm_backward(const NormShape& shape, const float* x, const float* weight, const float* stats, const T* d_out,
                    float* dx, float* d_weight, float* d_bias) {
   const int64_t n = shape.width;
-  // Each part sums its own rows, and the parts are summed in their order: the same number of threads, the same bits.
+  // Each part sums its own rows, and the parts are summed in order: results are bit-identical for equal thread counts.
   const int64_t parts = std::min<int64_t>(at::get_num_threads(), (shape.rows + NORM_GRAIN - 1) / NORM_GRAIN);
   Floats partial(parts * 2 * n);
   clear(partial.data(), parts * 2 * n);
@@ -654,10 +656,10 @@ void norm_backward(const NormShape& shape, const float* x, const float* weight, 
 
 // --- Logits ---------------------------------------------------------------------------------------------------------
 
-// Logits that are read at once; they stay in the first cache while they are used twice.
+// Number of logits per chunk; a chunk stays in the L1 cache while it is used twice.
 constexpr int64_t CHUNK = 1024;
 
-// Largest logit and, relative to it, sums of exp(x) and x exp(x) of one chunk, x = logit * inv_temperature.
+// Maximum of x = logit * inv_temperature over a chunk and, relative to it, the sums of exp(x) and x exp(x).
 struct ChunkSums {
   float max;
   double sum, weighted;
@@ -675,7 +677,7 @@ ChunkSums sums_of_chunk(const T* logits, int64_t n, float inv_temperature, float
     Vec e = (scaled - top).exp();
     if (lanes < W) e = Vec::set(Vec(0.f), e, lanes);
     sum = sum + e;
-    // A logit of -inf weighs nothing, but 0 * inf is not 0.
+    // A logit of -inf has weight 0, but 0 * inf is NaN.
     if (WEIGHTED)
       weighted = at::vec::fmadd(e, at::vec::maximum(scaled, Vec(std::numeric_limits<float>::lowest())), weighted);
   });
@@ -711,15 +713,15 @@ void logits_stats(int64_t rows, int64_t vocab, const T* logits, float inv_temper
 template <typename T>
 void logits_gradient(int64_t rows, int64_t vocab, T* logits, float inv_temperature, const int64_t* targets,
                      const float* lse, const float* coefficients, const float* entropy, const float* of_entropy) {
-  // Below this a probability is 0 in f32, and stays it: a logit of -inf would make NaN of 0.
-  constexpr float LEAST = -200;
+  // Log-probabilities below this have probability 0 in f32. They are clamped, as 0 * -inf is NaN.
+  constexpr float MIN_LOGPROB = -200;
   at::parallel_for(0, rows, 1, [&](int64_t from, int64_t to) {
     alignas(64) float buffer[CHUNK];
     for (int64_t row = from; row < to; row++) {
       T* x = logits + row * vocab;
       const float scale = coefficients[row] * inv_temperature, slope = entropy ? of_entropy[row] * inv_temperature : 0;
       const float whole = entropy ? entropy[row] : 0;
-      const Vec factor(inv_temperature), log_sum(lse[row]), minus(-scale), turn(slope), least(LEAST), all(whole);
+      const Vec factor(inv_temperature), log_sum(lse[row]), minus(-scale), turn(slope), least(MIN_LOGPROB), all(whole);
       const float log_p = static_cast<float>(x[targets[row]]) * inv_temperature - lse[row];
       for (int64_t i = 0; i < vocab; i += CHUNK) {
         const int64_t n = std::min(CHUNK, vocab - i);
@@ -737,7 +739,7 @@ void logits_gradient(int64_t rows, int64_t vocab, T* logits, float inv_temperatu
       }
       const float p = std::exp(log_p);
       float at_target = scale * (1 - p);
-      if (slope != 0) at_target -= slope * p * (std::max(log_p, LEAST) + whole);
+      if (slope != 0) at_target -= slope * p * (std::max(log_p, MIN_LOGPROB) + whole);
       x[targets[row]] = at_target;
     }
   });
@@ -764,11 +766,11 @@ void logits_sample(int64_t rows, int64_t vocab, const T* logits, float inv_tempe
       }
       int64_t token = 0;
       if (draws) {
-        // The chunk that holds the border, then the token within: the first at which the sum passes the draw.
-        const double border = draws[row] * total;
+        // Finds the chunk, then the token in it: the first whose cumulative sum exceeds the target.
+        const double target = draws[row] * total;
         double before = 0;
         size_t chunk = 0;
-        while (chunk + 1 < chunks.size() && before + chunks[chunk].sum <= border) before += chunks[chunk++].sum;
+        while (chunk + 1 < chunks.size() && before + chunks[chunk].sum <= target) before += chunks[chunk++].sum;
         while (chunk > 0 && chunks[chunk].sum == 0) chunk--;
         const float* x = floats(in + chunk * CHUNK, buffer, size(chunk));
         token = -1;
@@ -776,7 +778,7 @@ void logits_sample(int64_t rows, int64_t vocab, const T* logits, float inv_tempe
           const double p = std::exp(double(x[i]) * inv_temperature - max);
           if (p > 0) token = chunk * CHUNK + i;
           before += p;
-          if (before > border && p > 0) break;
+          if (before > target && p > 0) break;
         }
         token = std::max<int64_t>(token, 0);
       } else {

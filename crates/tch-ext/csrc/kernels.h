@@ -1,5 +1,5 @@
-// The kernels that libtorch has no equal of on the CPU: raw memory in, raw memory out. `kernels.cpp` is compiled once
-// for each instruction set and `kernels()` chooses, as libtorch does for its own.
+// CPU kernels that libtorch lacks, on raw memory. `kernels.cpp` is compiled once per instruction set, and `kernels()`
+// selects one at run time, as libtorch does for its own kernels.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -8,13 +8,13 @@
 
 namespace tch_ext {
 
-// Several sequences packed one after another: row r has the tokens starts[r] to starts[r + 1].
+// Packed sequences: row r has the tokens starts[r] to starts[r + 1].
 struct Packed {
   const int64_t* starts;
   int64_t rows;
 };
 
-// Where heads lie: that of token n and head h begins at data + n * token + h * head, in elements.
+// Strided heads: head h of token n starts at data + n * token + h * head, in elements.
 template <typename T>
 struct Heads {
   T* data;
@@ -24,7 +24,7 @@ struct Heads {
   T* at(int64_t n, int64_t h) const { return data + n * token + h * head; }
 };
 
-// Rotary angles, [tokens, half] each: dimension i turns with i + half. Null: nothing turns.
+// Rotary embedding, [tokens, half] each: dimension i is rotated with dimension i + half. Null: no rotation.
 struct Rotation {
   const float* cos;
   const float* sin;
@@ -37,11 +37,11 @@ struct AttentionShape {
   int64_t head_dim;
   float scale;
   float softcap;   // 0: none
-  int64_t window;  // how many tokens, itself included, a token sees; 0: all
+  int64_t window;  // number of tokens that a token attends to, itself included; 0: all
   bool causal;
 };
 
-// Keys (turned) and values of the tokens before, [rows, capacity, kv_heads * head_dim] each.
+// Rotated keys and values of earlier tokens, [rows, capacity, kv_heads * head_dim] each.
 template <typename T>
 struct Cache {
   T* keys;
@@ -52,18 +52,18 @@ struct Cache {
 // T is float or c10::BFloat16; sums are float.
 template <typename T>
 struct AttentionKernels {
-  // Gives `out` [tokens, heads * head_dim] and the logarithms of the softmax's sums, `lse` [tokens, heads]; stores keys
-  // and values at the beginning of the cache's rows where there is one.
+  // Computes `out` [tokens, heads * head_dim] and the log-sum-exp of the scores, `lse` [tokens, heads]. Stores keys and
+  // values at the start of the cache's rows if there is a cache.
   void (*forward)(const AttentionShape&, Packed, Heads<const T> q, Heads<const T> k, Heads<const T> v, Rotation, T* out,
                   float* lse, Cache<T>);
   void (*backward)(const AttentionShape&, Packed, Heads<const T> q, Heads<const T> k, Heads<const T> v, Rotation,
                    const T* out, const float* lse, const T* d_out, Heads<T> dq, Heads<T> dk, Heads<T> dv);
-  // One more token per row, behind the `lens[r]` that the cache holds; it is stored there.
+  // One new token per row, after the `lens[r]` tokens in the cache; its key and value are stored there.
   void (*step)(const AttentionShape&, int64_t rows, const int64_t* lens, Heads<const T> q, Heads<const T> k,
                Heads<const T> v, Rotation, T* out, Cache<T>);
 };
 
-// Norms over rows of `width` floats; with `center` a layer norm, without an RMS norm. Weights are `weight + offset`.
+// Normalization of rows of `width` floats: layer norm with `center`, else RMS norm. The scale is `weight + offset`.
 struct NormShape {
   int64_t rows;
   int64_t width;
@@ -74,25 +74,25 @@ struct NormShape {
 
 template <typename T>
 struct NormKernels {
-  // `bias` may be null. `stats` [rows, 2]: mean and 1 / deviation; null where no gradient is wanted.
+  // `bias` may be null. `stats` [rows, 2]: mean and 1 / standard deviation; null if no gradient is needed.
   void (*forward)(const NormShape&, const float* x, const float* weight, const float* bias, T* out, float* stats);
-  // `d_weight`, `d_bias` [width] are added to; each may be null.
+  // Gradients are added to `d_weight` and `d_bias` [width]; each may be null.
   void (*backward)(const NormShape&, const float* x, const float* weight, const float* stats, const T* d_out, float* dx,
                    float* d_weight, float* d_bias);
 };
 
 template <typename T>
 struct LogitsKernels {
-  // Of each row of `logits` [rows, vocab], times `inv_temperature`: log-probability of the target, logarithm of the
-  // softmax's sum, entropy (which may be null).
+  // For each row of `logits` [rows, vocab] times `inv_temperature`: log-probability of the target, log-sum-exp, and
+  // entropy, which may be null.
   void (*stats)(int64_t rows, int64_t vocab, const T* logits, float inv_temperature, const int64_t* targets,
                 float* logprobs, float* lse, float* entropy);
-  // Turns logits into the gradient of sum(coefficients * logprobs) + sum(of_entropy * entropy). The last two may be null,
-  // both of them.
+  // Replaces logits by the gradient of sum(coefficients * logprobs) + sum(of_entropy * entropy). The last two arguments
+  // may both be null.
   void (*gradient)(int64_t rows, int64_t vocab, T* logits, float inv_temperature, const int64_t* targets,
                    const float* lse, const float* coefficients, const float* entropy, const float* of_entropy);
-  // Draws one token per row by the inverse of the cumulative distribution at `draws` (0 to 1); `draws` null: the
-  // likeliest. A row whose logits are not finite gives a log-probability that is not.
+  // Samples one token per row by the inverse of the cumulative distribution at `draws`, in [0, 1); the most likely
+  // token if `draws` is null. The log-probability is not finite if the row's logits are not.
   void (*sample)(int64_t rows, int64_t vocab, const T* logits, float inv_temperature, const double* draws,
                  int64_t* tokens, float* logprobs);
 };
@@ -103,11 +103,11 @@ struct KernelsOf {
   AttentionKernels<T> attention;
   NormKernels<T> norm;
   LogitsKernels<T> logits;
-  // A linear layer's `out` [rows, width] of `x` [rows, depth], `weight` [width, depth] and `bias` [width], which may be
-  // null; for rows so few that reading the weights is what takes time. Null where vectors are plain loops: they would
-  // take longer.
+  // Linear layer for few rows, where the time is that of reading the weights: `out` [rows, width] of `x` [rows, depth],
+  // `weight` [width, depth] and `bias` [width], which may be null. Null without vector instructions, where it would be
+  // slower.
   void (*few_rows)(int64_t rows, int64_t depth, int64_t width, const T* x, const T* weight, const T* bias, T* out);
-  // out = x + a + b, of `n` numbers each; `b` may be null, and `out` be `x`.
+  // out = x + a + b, of `n` elements each; `b` may be null, and `out` may be `x`.
   void (*sum)(int64_t n, const float* x, const T* a, const T* b, float* out);
 };
 
@@ -128,7 +128,7 @@ inline const KernelsOf<c10::BFloat16>& Kernels::of<c10::BFloat16>() const {
   return bf16;
 }
 
-// Those for the instruction set that libtorch itself has chosen (ATEN_CPU_CAPABILITY overrides it).
+// The kernels for the instruction set that libtorch uses (ATEN_CPU_CAPABILITY overrides it).
 const Kernels& kernels();
 
 }  // namespace tch_ext

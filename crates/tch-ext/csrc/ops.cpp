@@ -1,12 +1,12 @@
-// The kernels as functions of tensors, differentiable where training needs them. A weight's gradient is added to its
-// `.grad` where it lies: no tensor of the weight's size comes to be, and no sum of two.
+// The kernels as functions of tensors, differentiable where training needs it. The gradient of a weight is added to its
+// `.grad` in place, without a temporary tensor of the weight's size.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "common.h"
 #include "kernels.h"
 
-// libtorch exports these and gives them no header.
+// Exported by libtorch, but not declared in a header.
 namespace at::native {
 void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& out, float beta, float alpha) __attribute__((weak));
 Tensor mkldnn_linear_pointwise(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -41,7 +41,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// What may be left out: autograd's functions take no undefined tensors.
+// Optional arguments: autograd functions do not accept undefined tensors.
 using MaybeTensor = std::optional<Tensor>;
 Tensor value_of(const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); }
 Tensor value_of(const Tensor* tensor) { return tensor ? *tensor : Tensor(); }
@@ -56,18 +56,18 @@ void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
 
 // --- Products -------------------------------------------------------------------------------------------------------
 
-// Multiplications below which oneDNN's time to find its kernel is longer than the product's.
-constexpr int64_t ONEDNN_LEAST = 1 << 20;
+// Number of multiplications below which oneDNN's kernel lookup takes longer than the product.
+constexpr int64_t ONEDNN_MIN = 1 << 20;
 
-// Whether a product [m, k] by [k, n] is oneDNN's to make. libtorch gives f32 to MKL, which uses no AVX-512 on
-// processors that are not Intel's: there oneDNN is twice as fast, at the same precision. A matrix by a column is bound
-// by memory, not by that.
+// Returns true if oneDNN should compute a product [m, k] by [k, n]. libtorch uses MKL for f32, which does not use
+// AVX-512 on non-Intel CPUs; there oneDNN is twice as fast, at the same precision. A matrix-vector product is
+// memory-bound and gains nothing.
 bool prefers_onednn(const Tensor& like, int64_t m, int64_t k, int64_t n) {
 #ifdef TCH_EXT_X86
   static const bool foreign_avx512 = at::get_cpu_capability() == "AVX512" && !__builtin_cpu_is("intel") &&
                                      at::native::mkldnn_matmul && at::native::mkldnn_linear_pointwise &&
                                      at::globalContext().userEnabledMkldnn();
-  return foreign_avx512 && like.is_cpu() && like.scalar_type() == at::kFloat && n > 1 && m * k * n >= ONEDNN_LEAST;
+  return foreign_avx512 && like.is_cpu() && like.scalar_type() == at::kFloat && n > 1 && m * k * n >= ONEDNN_MIN;
 #else
   return false;
 #endif
@@ -89,14 +89,14 @@ Tensor product(const Tensor& a, const Tensor& b) {
   return out;
 }
 
-// The gradient of a leaf, to be added to in place.
+// Returns the gradient of a leaf for in-place accumulation; creates it if necessary.
 Tensor& grad_of(const Tensor& leaf) {
   Tensor& grad = leaf.mutable_grad();
   if (!grad.defined()) grad = at::zeros_like(leaf, leaf.options().requires_grad(false));
   return grad;
 }
 
-// Elements of a rounded product that are held at once: they stay in the cache until they are added.
+// Number of elements of a bf16 product that are computed at once: they stay in the CPU cache until they are added.
 constexpr int64_t PIECE = 1 << 21;
 
 // grad += a b, in the dtype of `grad`.
@@ -122,14 +122,14 @@ void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
 
 const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data_ptr<float>() : nullptr; }
 
-// Whether the kernel for few rows is the fastest: measured against MKL and oneDNN from 1 to 64 rows, and weights of 256
-// to 4096.
+// Returns true if the kernel for few rows is the fastest. Measured against MKL and oneDNN for 1 to 64 rows and widths
+// of 256 to 4096.
 bool are_few(at::ScalarType dtype, int64_t rows, int64_t depth) {
-  // Processors that multiply bf16 by themselves are the faster with more rows.
+  // With more rows, CPUs with bf16 instructions are faster with oneDNN.
   return dtype == at::kBFloat16 ? rows < 16 : dtype == at::kFloat && rows <= 64 && rows * depth <= 1 << 15;
 }
 
-// A linear layer by the kernel for few rows, where that is the one to take.
+// Computes a linear layer by the kernel for few rows, if it is the fastest.
 std::optional<Tensor> few_rows(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   const auto dtype = x.scalar_type();
   const auto plain = [&](const Tensor& t) { return t.is_cpu() && t.is_contiguous() && t.scalar_type() == dtype; };
@@ -153,7 +153,7 @@ std::optional<Tensor> few_rows(const Tensor& x, const Tensor& weight, const Mayb
 // --- Linear ---------------------------------------------------------------------------------------------------------
 
 struct Linear : torch::autograd::Function<Linear> {
-  // `weight` and `bias` are the leaves, `used` and `used_bias` the same in the dtype of the product.
+  // `weight` and `bias` are the leaves, `used` and `used_bias` the same values in the compute dtype.
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& used,
                         const MaybeTensor& bias, const MaybeTensor& used_bias, bool transposed) {
     const Tensor input = x.to(used.scalar_type());
@@ -229,12 +229,12 @@ struct Embedding : torch::autograd::Function<Embedding> {
 
 // --- Attention ------------------------------------------------------------------------------------------------------
 
-// One tensor [tokens, width] with queries, keys and values, or one of each.
+// One fused tensor [tokens, width] of queries, keys and values, or one tensor of each.
 struct Projections {
   std::vector<Tensor> tensors;
-  bool by_head;  // the one tensor has query, key and value of a head beside one another
+  bool by_head;  // in a fused tensor, query, key and value of a head are adjacent
 
-  // Places of queries, keys and values in `from`, which is like `tensors`.
+  // Returns the heads of queries, keys and values in `from`, which has the layout of `tensors`.
   template <typename T, typename Tensors>
   std::array<Heads<T>, 3> heads(const AttentionShape& shape, const Tensors& from) const {
     const int64_t dim = shape.head_dim;
@@ -299,12 +299,12 @@ struct AttentionCall {
   Packed packed() const { return {starts.data(), static_cast<int64_t>(starts.size()) - 1}; }
 };
 
-// Gives the output and `lse`.
+// Returns the output and the log-sum-exp of the scores.
 std::pair<Tensor, Tensor> attend(const AttentionCall& call, const std::vector<Tensor>& inputs, const Tensor& cos,
                                  const Tensor& sin, const Tensor& keys, const Tensor& values, int64_t capacity) {
   const AttentionShape& shape = call.shape;
   const Projections projections{inputs, call.by_head};
-  // What lies behind the last sequence is padding: nothing sees it, and it gets 0.
+  // Tokens after the last sequence are padding: no token attends to them, and their output is 0.
   const int64_t tokens = inputs[0].size(0), counted = call.starts.back();
   TORCH_CHECK(counted <= tokens, "attention: sequences of ", counted, " tokens in ", tokens);
   check_projections(shape, projections, tokens);
@@ -324,7 +324,7 @@ std::pair<Tensor, Tensor> attend(const AttentionCall& call, const std::vector<Te
 }
 
 struct Attention : torch::autograd::Function<Attention> {
-  // `k` and `v` are left out where `q` has all three.
+  // `k` and `v` are empty if `q` is a fused projection.
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const MaybeTensor& k, const MaybeTensor& v,
                         const MaybeTensor& cos, const MaybeTensor& sin, const AttentionCall* call) {
     std::vector<Tensor> inputs{q};
@@ -364,7 +364,7 @@ struct Attention : torch::autograd::Function<Attention> {
       kernels().of<T>().attention.backward(call.shape, call.packed(), q, k, v, rotation, out.const_data_ptr<T>(),
                                            lse.const_data_ptr<float>(), g.const_data_ptr<T>(), dq, dk, dv);
     });
-    d_inputs.resize(6);  // nothing for the angles and the call
+    d_inputs.resize(6);  // no gradients for the angles and the call
     return d_inputs;
   }
 };
@@ -405,7 +405,7 @@ struct Norm : torch::autograd::Function<Norm> {
     const NormShape shape{x.numel() / width, width, numbers[0], numbers[1] != 0, static_cast<float>(numbers[2])};
     const Tensor g = grads[0].contiguous(), used = weight.to(at::kFloat);
     Tensor dx = at::empty_like(x, x.options().requires_grad(false));
-    // A frozen weight has no gradient, one of another dtype than f32 is frozen.
+    // Frozen weights have no gradient; weights of other dtypes than f32 are frozen.
     auto grad_or_null = [](const Tensor& leaf) {
       return leaf.defined() && leaf.requires_grad() ? grad_of(leaf).mutable_data_ptr<float>() : nullptr;
     };
@@ -435,7 +435,7 @@ using namespace tch_ext;
 
 extern "C" {
 
-// What the Rust side says of an attention layer; the fields are those of `AttentionShape`.
+// Configuration of an attention layer, as Rust passes it; the fields are those of `AttentionShape`.
 struct tch_ext_attention {
   int64_t heads, kv_heads, head_dim, window;
   double scale, softcap;
@@ -451,7 +451,7 @@ static AttentionShape shape_of(const tch_ext_attention* a) {
 
 extern "C" {
 
-// Tensors that may be left out are null; results are new tensors, which the caller owns.
+// Optional tensors may be null. Results are new tensors, which the caller owns.
 
 char* tch_ext_linear(Tensor** out, const Tensor* x, const Tensor* weight, const Tensor* used, const Tensor* bias,
                      const Tensor* used_bias, bool transposed) {
@@ -475,8 +475,8 @@ char* tch_ext_norm(Tensor** out, const Tensor* x, const Tensor* weight, const Te
   });
 }
 
-// `inputs` are one tensor or three; `starts` has an entry per row and one for the end. With a cache nothing is
-// differentiable.
+// `inputs` are one tensor or three; `starts` has one entry per row and one for the end. Not differentiable with a
+// cache.
 char* tch_ext_attention_packed(Tensor** out, const tch_ext_attention* attention, Tensor* const* inputs, size_t count,
                                const Tensor* cos, const Tensor* sin, const int64_t* starts, size_t rows,
                                const Tensor* keys, const Tensor* values, int64_t capacity) {
@@ -514,7 +514,7 @@ char* tch_ext_attention_step(Tensor** out, const tch_ext_attention* attention, T
   });
 }
 
-// Results are f32 of one number per row; `entropy` may be null.
+// Results are f32 with one number per row; `entropy` may be null.
 char* tch_ext_logits_stats(Tensor** logprobs, Tensor** lse, Tensor** entropy, const Tensor* logits,
                            double inv_temperature, const Tensor* targets) {
   return guard([&] {
@@ -535,7 +535,7 @@ char* tch_ext_logits_stats(Tensor** logprobs, Tensor** lse, Tensor** entropy, co
   });
 }
 
-// `entropy` and the coefficients of the entropies may be null, both of them.
+// `entropy` and `of_entropy`, the coefficients of the entropies, may both be null.
 char* tch_ext_logits_gradient(Tensor* logits, double inv_temperature, const Tensor* targets, const Tensor* lse,
                               const Tensor* coefficients, const Tensor* entropy, const Tensor* of_entropy) {
   return guard([&] {
@@ -554,7 +554,7 @@ char* tch_ext_logits_gradient(Tensor* logits, double inv_temperature, const Tens
   });
 }
 
-// `draws` may be null; `tokens` and `logprobs` have room for a number per row.
+// `draws` may be null; `tokens` and `logprobs` have room for one number per row.
 char* tch_ext_logits_sample(const Tensor* logits, double inv_temperature, const double* draws, int64_t* tokens,
                             float* logprobs, size_t rows) {
   return guard([&] {
@@ -576,7 +576,7 @@ char* tch_ext_product_into(Tensor* out, const Tensor* a, const Tensor* b) {
   });
 }
 
-// Adds to a leaf's gradient in place: grad += a b.
+// Accumulates a product into the gradient of a leaf, in place: grad += a b.
 char* tch_ext_add_product(const Tensor* leaf, const Tensor* a, const Tensor* b) {
   return guard([&] {
     at::NoGradGuard no_grad;
@@ -584,13 +584,12 @@ char* tch_ext_add_product(const Tensor* leaf, const Tensor* a, const Tensor* b) 
   });
 }
 
-// libtorch's attention over packed sequences, which tch leaves out; there is none on the processor. `window` is 0 where
-// a token sees all.
+// libtorch's attention over packed sequences, which tch lacks; CUDA only. `window` is 0 for full attention.
 char* tch_ext_flash_attention_varlen(Tensor** out, const tch_ext_attention* attention, const Tensor* q, const Tensor* k,
                                      const Tensor* v, const Tensor* starts, int64_t width) {
   return guard([&] {
     std::optional<int64_t> left, right;
-    // libtorch counts how far back a token sees, without itself.
+    // libtorch's window does not count the token itself.
     if (attention->causal && attention->window > 0) left = attention->window - 1, right = 0;
     auto results =
         at::_flash_attention_forward(*q, *k, *v, *starts, *starts, width, width, /*dropout_p=*/0, attention->causal,
@@ -599,7 +598,7 @@ char* tch_ext_flash_attention_varlen(Tensor** out, const tch_ext_attention* atte
   });
 }
 
-// Goes back from `x` through its graph with the gradient `grad`.
+// Runs the backward pass from `x` with the gradient `grad`.
 char* tch_ext_backward(const Tensor* x, const Tensor* grad) {
   return guard([&] { torch::autograd::backward({*x}, {*grad}); });
 }

@@ -1,5 +1,5 @@
 // The C++ half of tch-ext. Every function returns nullptr, or an error message that the caller frees with
-// `tch_ext_free`: no exception crosses the border.
+// `tch_ext_free`: exceptions must not cross the FFI boundary.
 
 #include <unistd.h>
 #include <ATen/ATen.h>
@@ -34,20 +34,20 @@ char* tch_ext_fused_adamw(at::Tensor* const* params, at::Tensor* const* grads, a
     std::vector<at::Tensor> steps(count, step_tensor);
     at::_fused_adamw_(p, tensors(grads, count), tensors(exp_avgs, count), tensors(exp_avg_sqs, count), {}, steps, lr,
                       beta1, beta2, weight_decay, eps, /*amsgrad=*/false, /*maximize=*/false);
-    // The operation itself does not: who keeps a copy of a parameter would not know that it is old.
+    // The operation itself does not bump the version, so cached copies of parameters would not be detected as stale.
     for (auto& tensor : p) tensor.unsafeGetTensorImpl()->bump_version();
   });
 }
 
-// Gives freed memory that the allocator keeps back to the system.
+// Returns freed memory that the allocator holds to the operating system.
 void tch_ext_release_memory() {
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
 }
 
-// Loads libtorch's CUDA half from the folder of the libtorch_cpu.so in use, and sees that there is a driver. Everything
-// loads it globally, as if the program had been linked with it.
+// Loads libtorch_cuda.so from the folder of the libtorch_cpu.so in use, and checks that there is a driver. Symbols are
+// loaded globally, as if the program had been linked with them.
 char* tch_ext_load_cuda() {
   return guard([] {
     std::string folder;
@@ -69,7 +69,7 @@ char* tch_ext_load_cuda() {
   });
 }
 
-// Ends the process without running destructors: libtorch's would pull tables from under threads that still compute.
+// Exits without running destructors: libtorch's would free tables that other threads may still be using.
 void tch_ext_exit_at_once(int code) { _exit(code); }
 
 }  // extern "C"

@@ -1,8 +1,9 @@
-// Bounds how long libgomp's threads spin at barriers, for programs that ask for it.
+// Bounds the spinning of libgomp's threads at barriers, for programs that request it.
 //
-// libgomp reads GOMP_SPINCOUNT once, in its own constructor, before `main`. A preinit function of the program runs before
-// every constructor: it starts the program again with the variable set, which costs the mapping of the libraries (some
-// milliseconds) and not their initialisation. The linker takes this file only into programs that refer to its symbol.
+// libgomp reads GOMP_SPINCOUNT once, in its constructor, before `main`. A preinit function runs before all
+// constructors: it restarts the program with the variable set, which costs the mapping of the libraries (some
+// milliseconds), but not their initialization. The linker includes this file only in programs that refer to its
+// symbol.
 
 #include <unistd.h>
 
@@ -22,20 +23,20 @@ bool is(const char* entry, const char* name) {
 void bound_spinning(int, char** argv, char** envp) {
   size_t count = 0;
   for (; envp[count] != nullptr; count++) {
-    // Set by the user, or by us before the restart.
+    // Set by the user, or before the restart.
     if (is(envp[count], "GOMP_SPINCOUNT") || is(envp[count], "OMP_WAIT_POLICY")) return;
   }
-  // The path itself, as /proc/self/exe would become the process's name.
+  // The resolved path: with /proc/self/exe the process would be named `exe`.
   char path[PATH_MAX];
   ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
   if (length <= 0) return;
   path[length] = 0;
-  // No allocator: nothing has been initialised yet.
+  // No allocator: nothing has been initialized yet.
   auto** environment = static_cast<char**>(__builtin_alloca((count + 2) * sizeof(char*)));
   memcpy(environment, envp, count * sizeof(char*));
   environment[count] = const_cast<char*>(kVariable);
   environment[count + 1] = nullptr;
-  // Where it fails, the program runs as it is.
+  // If it fails, the program continues without the bound.
   execve(path, argv, environment);
 }
 
@@ -43,5 +44,5 @@ __attribute__((section(".preinit_array"), used)) void (*preinit)(int, char**, ch
 
 }  // namespace
 
-// The count in force, or null: what libgomp was given.
+// Returns the count that libgomp has read, or null.
 extern "C" const char* tch_ext_spin_count() { return getenv("GOMP_SPINCOUNT"); }

@@ -1,4 +1,4 @@
-//! What `rlhf` needs from libtorch and `tch` lacks: the only C++ and the only `unsafe` of the project.
+//! The parts of libtorch that `rlhf` needs and `tch` lacks. All C++ and all `unsafe` of the project is in this crate.
 
 mod ops;
 
@@ -33,53 +33,53 @@ unsafe extern "C" {
     fn tch_ext_spin_count() -> *const c_char;
 }
 
-/// Makes the program that calls it start with a bounded `GOMP_SPINCOUNT`, and returns the count in force.
+/// Starts the calling program with a bounded `GOMP_SPINCOUNT`, and returns the count in effect.
 ///
-/// libgomp's threads spin at barriers for up to milliseconds before they sleep, which starves them and everyone else as soon
-/// as another process wants a processor. libgomp reads its bound before `main`, so that the program starts itself again with
-/// the variable set, unless the user has set it or `OMP_WAIT_POLICY`. It is enough that `main` calls this function; a shared
-/// library must not, as linkers refuse its hook there. `None` if only `OMP_WAIT_POLICY` is set, or the restart failed.
+/// libgomp's threads spin at barriers for up to milliseconds before they sleep. This wastes the CPU as soon as another process
+/// needs it. libgomp reads the bound before `main`, so the program restarts itself with the variable set, unless the user has
+/// set it or `OMP_WAIT_POLICY`. It is enough that `main` calls this function. A shared library must not call it, as linkers
+/// reject its hook there. Returns `None` if only `OMP_WAIT_POLICY` is set, or the restart failed.
 #[inline]
 pub fn bound_spinning() -> Option<u64> {
-    // SAFETY: null, or a C string of the environment, which nothing changes at the start of `main`.
+    // SAFETY: null, or a C string of the environment, which is not modified at the start of `main`.
     let count = unsafe { tch_ext_spin_count().as_ref().map(|count| CStr::from_ptr(count)) }?;
     count.to_str().ok()?.parse().ok()
 }
 
-/// Ends the process at once, without destructors or exit handlers, while other threads may still compute.
+/// Exits the process at once, without destructors or exit handlers. Safe while other threads are still computing.
 pub fn exit_at_once(code: i32) -> ! {
-    // SAFETY: it takes a number and does not return.
+    // SAFETY: takes a number and does not return.
     unsafe { tch_ext_exit_at_once(code) }
 }
 
-/// Gives memory that was freed, and that the allocator keeps for later, back to the system.
+/// Returns freed memory that the allocator holds to the operating system.
 pub fn release_memory() {
-    // SAFETY: it takes nothing, and moves nothing that is in use.
+    // SAFETY: takes no arguments, and does not affect memory in use.
     unsafe { tch_ext_release_memory() }
 }
 
-/// The settings of one AdamW step; the names are torch's.
+/// Settings of one AdamW step, with PyTorch's names.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Learning rate of this step.
     pub lr: f64,
-    /// Decay of the first moment.
+    /// Decay rate of the first moment.
     pub beta1: f64,
-    /// Decay of the second moment.
+    /// Decay rate of the second moment.
     pub beta2: f64,
-    /// Decoupled weight decay, as a fraction of `lr`.
+    /// Decoupled weight decay, relative to `lr`.
     pub weight_decay: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
 }
 
-/// Updates `params` in place by one step of AdamW, `step` counting from 1 (it sets the bias correction).
+/// Updates `params` in place by one AdamW step. `step` counts from 1 and determines the bias correction.
 ///
-/// The four lists have one entry per parameter, of the parameter's shape; all are f32 and on one device. This is
-/// torch's `_fused_adamw_`: one pass over memory. Source: Loshchilov & Hutter 2019, algorithm 2.
+/// The four lists have one tensor per parameter, of its shape; all are f32 and on one device. Calls PyTorch's
+/// `_fused_adamw_`, which makes one pass over memory. Source: Loshchilov & Hutter 2019, algorithm 2.
 ///
 /// # Errors
-/// A message if the lists differ in length, or a parameter and its companions in shape, dtype, device or contiguity.
+/// If the lists differ in length, or a parameter and its gradient or moments in shape, dtype, device or contiguity.
 pub fn fused_adamw(
     params: &mut [Tensor],
     grads: &[Tensor],
@@ -89,7 +89,7 @@ pub fn fused_adamw(
     settings: AdamW,
 ) -> Result<(), String> {
     let count = params.len();
-    // libtorch's CPU kernel trusts its caller: without these checks a short list or a small tensor is read past its end.
+    // libtorch's CPU kernel does not check its arguments: it would read past the end of a short list or a small tensor.
     for (name, companions) in [("grads", grads), ("exp_avgs", &*exp_avgs), ("exp_avg_sqs", &*exp_avg_sqs)] {
         if companions.len() != count {
             return Err(format!("fused_adamw: {count} params, {} {name}", companions.len()));
@@ -107,8 +107,8 @@ pub fn fused_adamw(
     let pointers = |tensors: &[Tensor]| tensors.iter().map(|t| t.as_ptr().cast_mut()).collect::<Vec<_>>();
     let (p, g, m, v) = (pointers(params), pointers(grads), pointers(exp_avgs), pointers(exp_avg_sqs));
     let AdamW { lr, beta1, beta2, weight_decay, eps } = settings;
-    // SAFETY: each vector holds `count` pointers to live tensors that this call borrows; the shim copies the handles,
-    // keeps none after it returns, and writes through `p`, `m` and `v` only, which are borrowed mutably.
+    // SAFETY: each vector holds `count` pointers to live tensors that this call borrows. The shim copies the handles,
+    // keeps none after it returns, and writes only to `p`, `m` and `v`, which are borrowed mutably.
     let message = unsafe {
         tch_ext_fused_adamw(
             p.as_ptr(),
@@ -127,29 +127,29 @@ pub fn fused_adamw(
     into_result(message)
 }
 
-/// Loads `libtorch_cuda.so` from the folder of the libtorch in use, once for the whole program.
+/// Loads `libtorch_cuda.so` from the folder of the libtorch in use, once per process.
 ///
-/// To be called before anything else asks libtorch of CUDA: it remembers the answer.
+/// Must be called before any other query of CUDA, as libtorch caches its availability.
 ///
 /// # Errors
-/// The dynamic linker's message, which names the library that is missing: libtorch's own, one of CUDA's, the driver's.
+/// The dynamic linker's message, which names the missing library: libtorch's, one of CUDA's, or the driver's.
 pub fn load_cuda() -> Result<(), String> {
     static LOADED: std::sync::OnceLock<Result<(), String>> = std::sync::OnceLock::new();
     LOADED
         .get_or_init(|| {
-            // SAFETY: the shim takes nothing; it runs the initialisers of the libraries it loads, libtorch's and CUDA's,
-            // which are made to be loaded this way (Python does), and `OnceLock` lets one thread do it.
+            // SAFETY: the shim takes no arguments. It runs the initializers of the libraries that it loads, libtorch's and
+            // CUDA's, which support this (Python loads them this way), and `OnceLock` runs it on one thread.
             into_result(unsafe { tch_ext_load_cuda() })
         })
         .clone()
 }
 
-/// Turns the shim's answer into a `Result` and frees the message.
+/// Converts an error message of the shim to a `Result` and frees it; null means success.
 fn into_result(message: *mut c_char) -> Result<(), String> {
     if message.is_null() {
         return Ok(());
     }
-    // SAFETY: a non-null answer is a NUL-terminated string from `strdup`, ours to read and then free once.
+    // SAFETY: a non-null message is a NUL-terminated string from `strdup`, owned by the caller, and is freed once.
     let text = unsafe {
         let text = CStr::from_ptr(message).to_string_lossy().into_owned();
         tch_ext_free(message);
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use tch::{Device, Kind};
 
-    /// The update written out in f64 from the paper's algorithm 2.
+    /// Compares with algorithm 2 of the paper, computed in f64.
     #[test]
     fn two_steps_of_adamw_follow_the_paper() {
         let settings = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.999, weight_decay: 0.1, eps: 1e-8 };
@@ -185,7 +185,10 @@ mod tests {
             let grads = vec![Tensor::from_slice(gradient).to_kind(Kind::Float)];
             let version = params[0].internal_version();
             fused_adamw(&mut params, &grads, &mut m, &mut v, i64::from(step), settings).unwrap();
-            assert!(params[0].internal_version() > version, "who keeps a copy must see that it is old");
+            assert!(
+                params[0].internal_version() > version,
+                "the version counter must change, so that cached copies are detected as stale"
+            );
         }
         let found = Vec::<f64>::try_from(params[0].to_kind(Kind::Double)).unwrap();
         for (found, expected) in found.iter().zip(p64) {

@@ -1,8 +1,8 @@
 //! Kernels as functions of tensors: attention over packed sequences, norms, linear layers, logits.
 //!
-//! They replace compositions of libtorch's own operations that pad, copy, or keep more than they need. Where they are
-//! differentiable, the gradients of weights are added to the weights' own `grad` tensors, in place: a function of a weight
-//! must be the only one that tells autograd of it. As tch's plain methods they panic where tensors do not go together.
+//! They replace compositions of libtorch operations that pad, copy or save more than they need. Differentiable functions add
+//! the gradients of weights to the weights' `grad` tensors in place, so autograd must not see the same use of a weight through
+//! another operation. Like the plain methods of tch, they panic if tensors have incompatible shapes, dtypes or devices.
 
 use crate::into_result;
 use std::ffi::c_char;
@@ -114,30 +114,30 @@ unsafe extern "C" {
     fn tch_ext_backward(x: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
 }
 
-/// Whether there are kernels for tensors of this dtype on this device.
+/// Returns true if there are kernels for tensors of this dtype on this device: f32 and bf16 on the CPU.
 pub fn has_kernels(kind: Kind, device: Device) -> bool {
     device == Device::Cpu && matches!(kind, Kind::Float | Kind::BFloat16)
 }
 
-/// What kind of attention a layer has.
+/// Configuration of an attention layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
-    /// Query heads.
+    /// Number of query heads.
     pub heads: i64,
-    /// Key and value heads; they divide `heads`.
+    /// Number of key and value heads; divides `heads`.
     pub kv_heads: i64,
-    /// Width of a head.
+    /// Dimension of a head.
     pub head_dim: i64,
-    /// What products of queries and keys are multiplied by.
+    /// Factor of the products of queries and keys.
     pub scale: f64,
-    /// Scores `x` become `cap * tanh(x / cap)`.
+    /// Soft-capping of attention scores: `x` becomes `cap * tanh(x / cap)`.
     pub softcap: Option<f64>,
-    /// How many tokens, itself included, a token sees.
+    /// Sliding window: number of tokens that a token attends to, itself included.
     pub window: Option<i64>,
-    /// Whether a token sees only those before it, and itself.
+    /// True if a token attends only to itself and earlier tokens.
     pub causal: bool,
-    /// Whether a projection of all three has query, key and value of a head beside one another (GPT-NeoX); else it has all
-    /// queries, then all keys, then all values.
+    /// Layout of a fused projection. True: query, key and value of each head are adjacent (GPT-NeoX). False: all queries, then
+    /// all keys, then all values.
     pub by_head: bool,
 }
 
@@ -156,26 +156,26 @@ impl Attention {
     }
 }
 
-/// Keys (turned) and values of earlier tokens, `[rows * capacity, kv_heads * head_dim]` each.
+/// Key-value cache: rotated keys and values of earlier tokens, `[rows * capacity, kv_heads * head_dim]` each.
 #[derive(Debug)]
 pub struct Cache<'a> {
     /// The keys.
     pub keys: &'a mut Tensor,
     /// The values.
     pub values: &'a mut Tensor,
-    /// Places of a row.
+    /// Number of tokens per row that fit.
     pub capacity: i64,
 }
 
-/// Attention within each of several sequences that are packed one after another; `[N, heads * head_dim]`.
+/// Attention within each of several packed sequences; returns `[N, heads * head_dim]`.
 ///
-/// `projections` are one tensor `[N, (heads + 2 * kv_heads) * head_dim]` or queries, keys and values; `rotation` holds cosines
-/// and sines, `[N, half]` f32 each: dimension i of a head turns with i + half. `starts` says where each sequence begins, and
-/// has the end last; tokens behind it are padding, which gets 0. Sums are made in f32. Differentiable in the projections; with a cache, where keys and values are stored
-/// at the beginning of the rows, it is not.
+/// `projections` is one fused tensor `[N, (heads + 2 * kv_heads) * head_dim]`, or queries, keys and values. `rotation` has the
+/// cosines and sines of the rotary embedding, `[N, half]` f32 each; dimension i of a head is rotated with dimension i + half.
+/// `starts` has the offset of each sequence and the end of the last; tokens after it are padding, whose output is 0. Sums are
+/// f32. Differentiable in the projections, unless there is a cache: then keys and values are stored at the start of its rows.
 ///
 /// # Panics
-/// If the tensors do not go together.
+/// If shapes, dtypes or devices are incompatible.
 pub fn attention(
     attention: &Attention,
     projections: &[Tensor],
@@ -187,7 +187,7 @@ pub fn attention(
     let rows = starts.len().checked_sub(1).expect("`starts` has an end");
     assert!(
         starts[0] == 0 && starts.windows(2).all(|pair| pair[0] < pair[1]),
-        "attention: expected rows of at least one token, found them to begin at {starts:?}"
+        "attention: expected sequences of at least one token, found the offsets {starts:?}"
     );
     let inputs: Vec<_> = projections.iter().map(|t| t.as_ptr().cast_mut()).collect();
     let (keys, values, capacity) = match cache {
@@ -195,10 +195,10 @@ pub fn attention(
         None => (null(), null(), i64::MAX),
     };
     let fits = starts.windows(2).all(|pair| pair[1] - pair[0] <= capacity);
-    assert!(fits, "attention: a sequence is longer than the cache's {capacity} places");
+    assert!(fits, "attention: a sequence is longer than the cache's capacity of {capacity} tokens");
     let (cos, sin) = rotation.map_or((null(), null()), |(cos, sin)| (cos.as_ptr(), sin.as_ptr()));
-    // SAFETY: the pointers are those of tensors and slices that this call borrows, the cache's mutably; the shim checks all
-    // shapes and dtypes against each other before a kernel runs, and the asserts above what it cannot know of `starts`.
+    // SAFETY: all pointers are to tensors and slices that this call borrows, those of the cache mutably. The shim checks all
+    // shapes and dtypes before a kernel runs; the asserts above check `starts`, which it cannot.
     new_tensor(|out| unsafe {
         tch_ext_attention_packed(
             out,
@@ -216,13 +216,14 @@ pub fn attention(
     })
 }
 
-/// Attention of one more token per row to all of its row in `cache`, where it is stored: `[rows, heads * head_dim]`.
+/// Attention of one new token per row to all tokens of its row in `cache`; appends its key and value there. Returns
+/// `[rows, heads * head_dim]`.
 ///
-/// `projections` and `rotation` are as in [`attention()`], with one token per row; `lens` says how many tokens each row has
-/// already. Not differentiable.
+/// `projections` and `rotation` are as in [`attention()`], with one token per row. `lens` has the number of tokens that each
+/// row already holds. Not differentiable.
 ///
 /// # Panics
-/// If the tensors do not go together, or a row is full.
+/// If shapes, dtypes or devices are incompatible, or a row is full.
 pub fn attention_step(
     attention: &Attention,
     projections: &[Tensor],
@@ -233,7 +234,7 @@ pub fn attention_step(
     assert!(matches!(projections.len(), 1 | 3), "attention: expected one projection or three");
     let inputs: Vec<_> = projections.iter().map(|t| t.as_ptr().cast_mut()).collect();
     let (cos, sin) = rotation.map_or((null(), null()), |(cos, sin)| (cos.as_ptr(), sin.as_ptr()));
-    // SAFETY: as in `attention`; the shim checks that each of `lens` leaves room in its row.
+    // SAFETY: as in `attention`; the shim checks that every row has room for one more token.
     new_tensor(|out| unsafe {
         tch_ext_attention_step(
             out,
@@ -251,14 +252,15 @@ pub fn attention_step(
     })
 }
 
-/// libtorch's flash attention within each of several packed sequences, on a GPU that has it: `q` `[N, heads, head_dim]`, `k` and
-/// `v` with their own number of heads, all f16 or bf16, to `[N, heads, head_dim]`; differentiable in all three.
+/// libtorch's flash attention within each of several packed sequences, on a GPU that supports it. Differentiable in `q`, `k` and
+/// `v`.
 ///
-/// `starts` `[sequences + 1]` i32 says where each sequence begins, and the end of the last; `width` is the longest's length.
-/// Soft-caps are not known to it.
+/// `q` is `[N, heads, head_dim]`; `k` and `v` have their own number of heads; all are f16 or bf16. Returns
+/// `[N, heads, head_dim]`. `starts`, `[sequences + 1]` i32, has the offset of each sequence and the end of the last; `width` is
+/// the length of the longest. Soft-capping is not supported.
 ///
 /// # Panics
-/// If the tensors do not go together, or lie on the processor.
+/// If shapes, dtypes or devices are incompatible, or the tensors are on the CPU.
 pub fn flash_attention_varlen(
     attention: &Attention,
     q: &Tensor,
@@ -273,13 +275,13 @@ pub fn flash_attention_varlen(
     new_tensor(|out| unsafe { tch_ext_flash_attention_varlen(out, &attention.raw(), q, k, v, starts, width) })
 }
 
-/// A linear layer `[N, in]` to `[N, out]` in the dtype of `used`, which is `weight` in the dtype of the product; of the bias,
-/// too, the leaf and what is used.
+/// A linear layer from `[N, in]` to `[N, out]`, computed in the dtype of `used`. Differentiable in `x` and in the leaves.
 ///
-/// Weights are `[out, in]`, `transposed` ones `[in, out]`. Differentiable in `x` and in the leaves.
+/// `weight` is the leaf, and `used` the same values in the compute dtype; `bias` is such a pair too. Weights are `[out, in]`, or
+/// `[in, out]` if `transposed`.
 ///
 /// # Panics
-/// If the tensors do not go together.
+/// If shapes, dtypes or devices are incompatible.
 pub fn linear(
     x: &Tensor,
     weight: &Tensor,
@@ -288,13 +290,13 @@ pub fn linear(
     transposed: bool,
 ) -> Tensor {
     let (bias, used_bias) = bias.map_or((null(), null()), |(leaf, used)| (leaf.as_ptr(), used.as_ptr()));
-    // SAFETY: all pointers are those of borrowed tensors; autograd keeps counted references to them, as it does for tch.
+    // SAFETY: all pointers are to borrowed tensors; autograd holds counted references to them, as it does for tch.
     new_tensor(|out| unsafe {
         tch_ext_linear(out, x.as_ptr(), weight.as_ptr(), used.as_ptr(), bias, used_bias, transposed)
     })
 }
 
-/// Rows `ids` `[N]` i64 of `table`, in its dtype; differentiable in the table.
+/// Returns the rows `ids`, `[N]` i64, of `table`, in its dtype. Differentiable in the table.
 ///
 /// # Panics
 /// If an id is outside the table.
@@ -303,21 +305,21 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Tensor {
     new_tensor(|out| unsafe { tch_ext_embedding(out, table.as_ptr(), ids.as_ptr()) })
 }
 
-/// How a norm is made.
+/// Configuration of a normalization layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Norm {
     /// Added to the variance, or to the mean square.
     pub eps: f64,
-    /// Whether the mean is taken off first: a layer norm, else an RMS norm.
+    /// True for a layer norm, which subtracts the mean; false for an RMS norm.
     pub center: bool,
     /// Added to the weight.
     pub offset: f64,
 }
 
-/// The norm over the last dimension of `x`, which is f32, as f32 or bf16 (`kind`); differentiable in all three.
+/// Normalizes the last dimension of `x`, f32; returns f32 or bf16 (`kind`). Differentiable in `x`, `weight` and `bias`.
 ///
 /// # Panics
-/// If the tensors do not go together.
+/// If shapes, dtypes or devices are incompatible.
 pub fn norm(norm: Norm, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Tensor {
     assert!(has_kernels(kind, x.device()), "norm: there is no kernel for {kind:?} on {:?}", x.device());
     let bias = bias.map_or(null(), |bias| bias.as_ptr());
@@ -328,25 +330,26 @@ pub fn norm(norm: Norm, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind
     })
 }
 
-/// What [`logits_stats`] gives, `[rows]` f32 each.
+/// The result of [`logits_stats`], `[rows]` f32 each.
 #[derive(Debug)]
 pub struct LogitsStats {
     /// Log-probability of the target.
     pub logprobs: Tensor,
-    /// Logarithm of the sum of the exponentials.
+    /// Log-sum-exp of the logits.
     pub lse: Tensor,
     /// Entropy in nats.
     pub entropy: Option<Tensor>,
 }
 
-/// What rows of `logits` `[rows, vocab]` f32 or bf16, over `temperature`, say of `targets` `[rows]` i64; in one pass over them.
+/// Computes log-probabilities of `targets`, `[rows]` i64, and statistics of `logits / temperature`, in one pass over `logits`,
+/// `[rows, vocab]` f32 or bf16.
 ///
 /// # Panics
-/// If the tensors do not go together, or a target is outside the vocabulary.
+/// If shapes, dtypes or devices are incompatible, or a target is outside the vocabulary.
 pub fn logits_stats(logits: &Tensor, temperature: f64, targets: &Tensor, with_entropy: bool) -> LogitsStats {
     let (mut logprobs, mut lse, mut entropy) = (null_mut(), null_mut(), null_mut());
     let entropy_out = if with_entropy { &raw mut entropy } else { null_mut() };
-    // SAFETY: the shim reads two borrowed tensors, whose shapes it checks, and fills in the pointers if it gives no message.
+    // SAFETY: the shim reads two borrowed tensors, checks their shapes, and sets the pointers unless it returns a message.
     let message = unsafe {
         tch_ext_logits_stats(
             &raw mut logprobs,
@@ -358,7 +361,7 @@ pub fn logits_stats(logits: &Tensor, temperature: f64, targets: &Tensor, with_en
         )
     };
     expect(into_result(message));
-    // SAFETY: each pointer is a fresh tensor of ours.
+    // SAFETY: each pointer is to a new tensor that the caller owns.
     unsafe {
         LogitsStats {
             logprobs: Tensor::from_ptr(logprobs),
@@ -368,12 +371,13 @@ pub fn logits_stats(logits: &Tensor, temperature: f64, targets: &Tensor, with_en
     }
 }
 
-/// Turns logits, in place, into the gradient of sum(`coefficients` * logprobs), as [`logits_stats`] gives these and `lse`.
+/// Replaces logits, in place, by the gradient of sum(`coefficients` * logprobs), with logprobs and `lse` of [`logits_stats`].
 ///
-/// `entropy` holds the rows' entropies and the coefficients of a second sum, that of the entropies, which is added.
+/// `entropy` has the entropies of the rows and their coefficients; with it, the gradient of sum(coefficients * entropies) is
+/// added.
 ///
 /// # Panics
-/// If the tensors do not go together.
+/// If shapes, dtypes or devices are incompatible.
 pub fn logits_gradient(
     logits: &mut Tensor,
     temperature: f64,
@@ -397,9 +401,10 @@ pub fn logits_gradient(
     }));
 }
 
-/// Draws a token per row of `logits` `[rows, vocab]` over `temperature` by the inverse of the cumulative distribution at the
-/// row's draw (0 to 1), or takes the likeliest where there are no `draws`; with its log-probability, which is not finite
-/// where the logits are not.
+/// Samples one token per row of `logits / temperature`, `[rows, vocab]`, and returns the tokens with their log-probabilities.
+///
+/// A token is the inverse of the cumulative distribution at the row's draw, uniform in [0, 1); without `draws`, it is the most
+/// likely one. The log-probability is not finite if the row's logits are not.
 ///
 /// # Panics
 /// If there is not one draw per row, or the tensor is not `[rows, vocab]`, contiguous, f32 or bf16.
@@ -408,7 +413,7 @@ pub fn logits_sample(logits: &Tensor, temperature: f64, draws: Option<&[f64]>) -
     assert!(draws.is_none_or(|draws| draws.len() == rows), "logits: expected {rows} draws");
     let (mut tokens, mut logprobs) = (vec![0; rows], vec![0.0; rows]);
     let draws = draws.map_or(null(), <[f64]>::as_ptr);
-    // SAFETY: `tokens`, `logprobs` and `draws` have `rows` elements, which the shim checks to be the tensor's rows.
+    // SAFETY: `tokens`, `logprobs` and `draws` have `rows` elements; the shim checks that the tensor has that many rows.
     expect(into_result(unsafe {
         tch_ext_logits_sample(
             logits.as_ptr(),
@@ -422,19 +427,19 @@ pub fn logits_sample(logits: &Tensor, temperature: f64, draws: Option<&[f64]>) -
     (tokens, logprobs)
 }
 
-/// Fills `out` with the product of two matrices, by the faster of libtorch's two libraries; not differentiable.
+/// Writes the product of two matrices to `out`, by the faster of libtorch's two libraries, MKL and oneDNN. Not differentiable.
 ///
 /// # Panics
-/// If the tensors do not go together.
+/// If shapes, dtypes or devices are incompatible.
 pub fn product_into(out: &mut Tensor, a: &Tensor, b: &Tensor) {
     // SAFETY: `out` is borrowed mutably, the others are read.
     expect(into_result(unsafe { tch_ext_product_into(out.as_mut_ptr(), a.as_ptr(), b.as_ptr()) }));
 }
 
-/// The residual stream `x`, f32, with one or two branches, both f32 or both bf16, added; differentiable in all.
+/// Adds one or two branches, both f32 or both bf16, to the residual stream `x`, f32. Differentiable in all.
 ///
 /// # Panics
-/// If the tensors do not go together.
+/// If shapes, dtypes or devices are incompatible.
 pub fn residual(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
     // SAFETY: as in `linear`.
     new_tensor(|out| unsafe { tch_ext_residual(out, x.as_ptr(), a.as_ptr(), b.map_or(null(), |b| b.as_ptr())) })
@@ -443,26 +448,26 @@ pub fn residual(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
 /// Adds the product of `a` and `b` to the gradient of `leaf`, in place.
 ///
 /// # Panics
-/// If the shapes do not go together.
+/// If the shapes are incompatible.
 pub fn add_product_to_grad(leaf: &Tensor, a: &Tensor, b: &Tensor) {
-    // SAFETY: three borrowed tensors; the gradient belongs to the leaf, which autograd may change at any time.
+    // SAFETY: three borrowed tensors. The gradient is owned by the leaf; autograd may change it at any time.
     expect(into_result(unsafe { tch_ext_add_product(leaf.as_ptr(), a.as_ptr(), b.as_ptr()) }));
 }
 
-/// Goes back through the graph of `x`, where `grad` is its gradient.
+/// Runs the backward pass from `x` with the gradient `grad`.
 ///
 /// # Panics
-/// If `x` has no graph, or `grad` is not of its shape.
+/// If `x` has no graph, or `grad` has another shape.
 pub fn backward(x: &Tensor, grad: &Tensor) {
-    // SAFETY: two borrowed tensors; what autograd keeps of them it counts.
+    // SAFETY: two borrowed tensors; autograd holds counted references to them.
     expect(into_result(unsafe { tch_ext_backward(x.as_ptr(), grad.as_ptr()) }));
 }
 
-/// The tensor that `f` makes.
+/// Returns the tensor that `f` creates; panics with its message.
 fn new_tensor(f: impl FnOnce(*mut *mut C_tensor) -> *mut c_char) -> Tensor {
     let mut out = null_mut();
     expect(into_result(f(&raw mut out)));
-    // SAFETY: without a message `out` is a fresh tensor of ours.
+    // SAFETY: without a message, `out` is a new tensor that the caller owns.
     unsafe { Tensor::from_ptr(out) }
 }
 

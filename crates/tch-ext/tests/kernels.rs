@@ -1,13 +1,13 @@
-//! Every kernel against the plain composition of libtorch's operations in f64, values and gradients.
+//! Compares values and gradients of every kernel with a composition of libtorch operations in f64.
 //!
-//! A bf16 kernel is compared with f64 of the same rounded inputs. The last test runs the others on lesser instruction sets.
+//! A bf16 kernel is compared with f64 on the same rounded inputs. The last test runs the others on smaller instruction sets.
 
 use tch::{Device, IndexOp, Kind, Tensor, no_grad};
 use tch_ext::{Attention, Cache, Norm};
 
 const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)];
 
-/// Lengths on both sides of a block of queries, and of a vector.
+/// Lengths around the size of a block of queries and of a vector.
 const LENS: [i64; 6] = [1, 47, 48, 49, 97, 130];
 
 fn starts(lens: &[i64]) -> Vec<i64> {
@@ -18,7 +18,7 @@ fn starts(lens: &[i64]) -> Vec<i64> {
     std::iter::once(0).chain(sums).collect()
 }
 
-/// Normal numbers of our own, the same whatever other tests draw.
+/// Normally distributed numbers that do not depend on other tests.
 fn randn(size: &[i64], seed: u64) -> Tensor {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut uniform = move || {
@@ -37,12 +37,13 @@ fn leaf(x: &Tensor, kind: Kind) -> Tensor {
     x.detach().to_kind(kind).copy().set_requires_grad(true)
 }
 
-/// f64 leaves with the values of `leaves`.
+/// Copies `leaves` to f64 leaves.
 fn doubles(leaves: &[Tensor]) -> Vec<Tensor> {
     leaves.iter().map(|x| leaf(x, Kind::Double)).collect()
 }
 
-/// The largest difference, relative to the largest number expected or to 1: gradients that cancel have the round-off of their terms.
+/// Compares the maximum difference, relative to the maximum expected magnitude or to 1: gradients that cancel have the round-off
+/// of their terms.
 fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
     assert_eq!(found.size(), expected.size(), "{what}");
     if found.numel() == 0 {
@@ -60,7 +61,7 @@ fn assert_grads_close(what: &str, found: &[Tensor], expected: &[Tensor], toleran
     }
 }
 
-/// The bytes, so that NaN equals itself and -0 is not 0.
+/// Returns the bytes, so that NaN equals itself and -0 differs from 0.
 fn bits(x: &Tensor) -> Vec<u8> {
     let x = x.detach().contiguous();
     let mut bytes = vec![0; x.numel() * x.kind().elt_size_in_bytes()];
@@ -98,7 +99,7 @@ fn angles(tokens: i64, half: i64) -> Option<(Tensor, Tensor)> {
     (half > 0).then(|| (angles.cos(), angles.sin()))
 }
 
-/// Leaves for `tokens` tokens as the layout has them.
+/// Returns random leaves for `tokens` tokens in a layout.
 fn projections(attention: &Attention, layout: Layout, tokens: i64, kind: Kind) -> Vec<Tensor> {
     let Attention { heads, kv_heads, head_dim, .. } = *attention;
     let widths = match layout {
@@ -108,7 +109,7 @@ fn projections(attention: &Attention, layout: Layout, tokens: i64, kind: Kind) -
     (0u64..).zip(widths).map(|(i, width)| leaf(&randn(&[tokens, width * head_dim], i + 1), kind)).collect()
 }
 
-/// Attention written out.
+/// Reference implementation of attention.
 fn plain_attention(
     attention: &Attention,
     projections: &[Tensor],
@@ -126,7 +127,7 @@ fn plain_attention(
         }
         _ => panic!("one projection or three"),
     };
-    let turned = |x: Tensor| match rotation {
+    let rotated = |x: Tensor| match rotation {
         None => x,
         Some((cos, sin)) => {
             let (half, cos, sin) = (cos.size()[1], cos.unsqueeze(1), sin.unsqueeze(1));
@@ -135,7 +136,7 @@ fn plain_attention(
             Tensor::cat(&[&a * &cos - &b * &sin, &b * &cos + &a * &sin, rest], 2)
         }
     };
-    let (q, k) = (turned(q), turned(k));
+    let (q, k) = (rotated(q), rotated(k));
     let rows = starts.windows(2).map(|pair| {
         let row =
             |x: &Tensor| x.i(pair[0]..pair[1]).transpose(0, 1).repeat_interleave_self_int(heads / x.size()[1], 0, None);
@@ -157,7 +158,7 @@ fn plain_attention(
 }
 
 #[test]
-fn packed_attention_and_its_gradients_are_those_of_each_sequence() {
+fn packed_attention_and_its_gradients_match_attention_of_each_sequence() {
     let starts = starts(&LENS);
     let tokens = starts[LENS.len()];
     let grad = randn(&[tokens, 4 * 80], 9);
@@ -193,7 +194,7 @@ fn packed_attention_and_its_gradients_are_those_of_each_sequence() {
 }
 
 #[test]
-fn a_step_at_a_time_behind_a_cache_is_attention_over_the_longer_sequences() {
+fn steps_with_a_cache_match_attention_over_the_longer_sequences() {
     const STEPS: i64 = 3;
     let (ends, capacity) = (starts(&LENS.map(|len| len + STEPS)), 134);
     let tokens = ends[LENS.len()];
@@ -212,7 +213,7 @@ fn a_step_at_a_time_behind_a_cache_is_attention_over_the_longer_sequences() {
                     (inputs, rotation.as_ref().map(|(cos, sin)| (cos.index_select(0, at), sin.index_select(0, at))))
                 };
 
-                // NaN: what no token has been stored in must never be read.
+                // NaN: slots without a token must never be read.
                 let empty = Tensor::full(
                     [LENS.len() as i64 * capacity, attention.kv_heads * head_dim],
                     f64::NAN,
@@ -249,7 +250,7 @@ fn a_step_at_a_time_behind_a_cache_is_attention_over_the_longer_sequences() {
 // --- Weights --------------------------------------------------------------------------------------------------------
 
 #[test]
-fn a_norm_and_its_gradients_are_the_formula_and_add_up() {
+fn a_norm_matches_the_formula_and_its_gradients_accumulate() {
     for width in [1, 7, 16, 100, 512] {
         for rows in [1, 3, 100] {
             for (norm, with_bias) in [
@@ -324,10 +325,10 @@ fn a_linear_layer_adds_its_gradients_to_the_master_weights() {
 }
 
 #[test]
-fn a_row_of_a_linear_layer_has_the_same_bits_whatever_few_rows_are_beside_it_and_with_any_number_of_threads() {
-    // Plain loops have no such kernel.
+fn a_row_of_a_linear_layer_is_bit_identical_for_any_other_rows_and_number_of_threads() {
+    // There is no such kernel without vector instructions.
     let same_bits = std::env::var("ATEN_CPU_CAPABILITY").as_deref() != Ok("default");
-    // Depths with and without lanes left over, and all heights of a tile.
+    // Depths with and without remaining lanes, and all heights of a tile.
     for [depth, width] in [[20, 31], [64, 48], [500, 1300]] {
         for ((kind, tolerance), most) in KINDS.into_iter().zip([64, 15]) {
             let of = |size: &[i64], seed| randn(size, seed).to_kind(kind);
@@ -359,7 +360,7 @@ fn frozen_weights_get_no_gradient() {
 }
 
 #[test]
-fn an_embedding_adds_up_the_gradients_of_a_repeated_token() {
+fn an_embedding_accumulates_the_gradients_of_a_repeated_token() {
     let table = leaf(&randn(&[7, 5], 1), Kind::Float);
     let ids = Tensor::from_slice(&[3i64, 0, 3, 6, 3]);
     let grad = randn(&[5, 5], 2).to_kind(Kind::Float);
@@ -385,7 +386,7 @@ fn a_product_is_added_to_a_gradient_in_place() {
 }
 
 #[test]
-fn a_rounded_product_larger_than_a_piece_is_added_whole() {
+fn a_bf16_product_larger_than_a_piece_is_added_completely() {
     let weight = leaf(&Tensor::zeros([1100, 2000], (Kind::Float, Device::Cpu)), Kind::Float);
     let (a, b) = (randn(&[1100, 3], 2).to_kind(Kind::BFloat16), randn(&[3, 2000], 3).to_kind(Kind::BFloat16));
     tch_ext::add_product_to_grad(&weight, &a, &b);
@@ -393,7 +394,7 @@ fn a_rounded_product_larger_than_a_piece_is_added_whole() {
 }
 
 #[test]
-fn branches_are_added_to_the_residual_stream_and_get_its_gradient() {
+fn branches_are_added_to_the_residual_stream_and_receive_its_gradient() {
     for (kind, tolerance) in KINDS {
         for two in [false, true] {
             let x = leaf(&randn(&[3, 700], 1), Kind::Float);
@@ -413,7 +414,7 @@ fn branches_are_added_to_the_residual_stream_and_get_its_gradient() {
 }
 
 #[test]
-fn tokens_behind_the_last_sequence_get_zeros_and_give_none_of_theirs() {
+fn padding_after_the_last_sequence_has_zero_output_and_gradient() {
     let attention = attention_of(4, 4, 8);
     let starts = [0, 5, 12];
     let inputs = projections(&attention, Layout::Three, 20, Kind::Float);
@@ -437,7 +438,7 @@ fn tokens_behind_the_last_sequence_get_zeros_and_give_none_of_theirs() {
 
 const TEMPERATURE: f64 = 0.7;
 
-/// Logits of which every third is -inf, but for the first; targets are finite ones, the first and the last among them.
+/// Returns logits, a third of them -inf, and targets with finite logits, the first and the last token among them.
 fn logits_and_targets(rows: i64, vocab: i64, kind: Kind) -> (Tensor, Tensor) {
     let logits = randn(&[rows, vocab], vocab as u64) * 3.0;
     let places = Tensor::arange(vocab, (Kind::Int64, Device::Cpu));
@@ -447,7 +448,7 @@ fn logits_and_targets(rows: i64, vocab: i64, kind: Kind) -> (Tensor, Tensor) {
 }
 
 #[test]
-fn statistics_of_logits_and_their_gradient_are_those_of_the_softmax() {
+fn statistics_of_logits_and_their_gradient_match_autograd() {
     let rows = 5;
     for vocab in [1, 5, 1000, 1024, 1025, 5000] {
         for (kind, tolerance) in KINDS {
@@ -461,10 +462,10 @@ fn statistics_of_logits_and_their_gradient_are_those_of_the_softmax() {
             let entropy = -weighted.sum_dim_intlist([-1].as_slice(), false, Kind::Double);
 
             let stats = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, true);
-            // The kernel's sums are f32 whatever the logits are.
+            // The kernel's sums are f32 for every dtype of the logits.
             assert_close(&what, &stats.logprobs, &logprobs, 1e-5);
             assert_close(&what, &stats.lse, &lse, 1e-5);
-            assert_close(&what, &stats.entropy.expect("asked for"), &entropy, 1e-5);
+            assert_close(&what, &stats.entropy.expect("entropy"), &entropy, 1e-5);
             let without = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, false);
             assert!(without.entropy.is_none());
             assert_eq!(bits(&without.logprobs), bits(&stats.logprobs), "{what}");
@@ -478,13 +479,13 @@ fn statistics_of_logits_and_their_gradient_are_those_of_the_softmax() {
 }
 
 #[test]
-fn the_gradient_of_log_probabilities_and_entropies_together_is_that_of_the_softmax() {
+fn the_gradient_of_log_probabilities_and_entropies_matches_autograd() {
     let rows = 5;
     for vocab in [1, 5, 1000, 1024, 1025, 5000] {
         for (kind, tolerance) in KINDS {
             let what = format!("vocabulary {vocab}, {kind:?}");
             let (mut logits, targets) = logits_and_targets(rows, vocab, kind);
-            // For autograd a probability of 0 must come from a finite logit: 0 * -inf is NaN.
+            // Autograd needs finite logits for probabilities of 0: 0 * -inf is NaN.
             let expected = leaf(&logits.clamp_min(-1e4), Kind::Double);
             let log_softmax = (&expected / TEMPERATURE).log_softmax(-1, Kind::Double);
             let logprobs = log_softmax.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1);
@@ -495,7 +496,7 @@ fn the_gradient_of_log_probabilities_and_entropies_together_is_that_of_the_softm
             let stats = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, true);
             let of_logprobs = of_logprobs.to_kind(Kind::Float);
             let of_entropy = of_entropy.to_kind(Kind::Float);
-            let entropy = Some((stats.entropy.as_ref().expect("asked for"), &of_entropy));
+            let entropy = Some((stats.entropy.as_ref().expect("entropy"), &of_entropy));
             tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &of_logprobs, entropy);
             assert_close(&what, &logits, &expected.grad(), tolerance);
         }
@@ -503,12 +504,12 @@ fn the_gradient_of_log_probabilities_and_entropies_together_is_that_of_the_softm
 }
 
 #[test]
-fn a_coefficient_of_0_leaves_the_gradient_of_log_probabilities_as_it_is_to_the_bit() {
+fn an_entropy_coefficient_of_0_leaves_the_gradient_bit_identical() {
     for (kind, _) in KINDS {
         let (logits, targets) = logits_and_targets(4, 1025, kind);
         let stats = tch_ext::logits_stats(&logits, TEMPERATURE, &targets, true);
         let zeros = stats.lse.zeros_like();
-        let entropies = Some((stats.entropy.as_ref().expect("asked for"), &zeros));
+        let entropies = Some((stats.entropy.as_ref().expect("entropy"), &zeros));
         let [with, without] = [entropies, None].map(|entropy| {
             let mut logits = logits.copy();
             tch_ext::logits_gradient(&mut logits, TEMPERATURE, &targets, &stats.lse, &stats.logprobs, entropy);
@@ -519,7 +520,7 @@ fn a_coefficient_of_0_leaves_the_gradient_of_log_probabilities_as_it_is_to_the_b
 }
 
 #[test]
-fn draws_on_a_grid_meet_every_token_as_often_as_it_is_likely() {
+fn draws_on_a_grid_sample_every_token_in_proportion_to_its_probability() {
     const DRAWS: i64 = 4000;
     let draws: Vec<f64> = (0..DRAWS).map(|i| (i as f64 + 0.5) / DRAWS as f64).collect();
     for vocab in [1, 5, 1000, 1024, 1025, 5000] {
@@ -534,15 +535,15 @@ fn draws_on_a_grid_meet_every_token_as_often_as_it_is_likely() {
             let counts = tokens.bincount::<Tensor>(None, vocab).to_kind(Kind::Double);
             let excess = (counts - log_softmax.exp() * DRAWS as f64).abs().max().double_value(&[]);
             assert!(excess < 1.1, "{what}: {excess} draws too many or too few");
-            // The cumulative distribution is inverted: larger draws give later tokens.
+            // The cumulative distribution is inverted: larger draws return later tokens.
             assert!(bool::try_from((tokens.i(1..) - tokens.i(..DRAWS - 1)).ge(0).all()).unwrap(), "{what}");
         }
     }
 }
 
-/// Row, draw, token. Log-probabilities are those of the softmax, and not finite where a logit is not.
+/// Cases are logits, draw, token. Log-probabilities match the softmax, and are not finite if a logit is not.
 #[test]
-fn sampling_stands_at_the_edges() {
+fn sampling_is_correct_at_the_edges() {
     const NEVER: f32 = f32::NEG_INFINITY;
     let below_one = 1.0 - f64::EPSILON / 2.0;
     let far = |x: f32| [vec![NEVER; 2000], vec![0.0, x], vec![NEVER; 2000]].concat();

@@ -1,10 +1,10 @@
-//! The bound on libgomp's spinning is in force before `main`, and the user's own wins.
+//! Checks that the bound on libgomp's spinning is in effect before `main`, and that the user's setting takes precedence.
 
 use std::process::Command;
 
 const CHILD: &str = "TCH_EXT_SPIN_CHILD";
 
-/// What `bound_spinning` says in this program started anew with these variables alone.
+/// Restarts this program with these variables; returns the result of `bound_spinning`.
 fn in_a_child(variables: &[(&str, &str)]) -> String {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "the_bound_is_set_before_main_unless_the_user_has_set_it", "--nocapture"]);
