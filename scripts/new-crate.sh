@@ -58,7 +58,7 @@ cat >"$folder/src/main.rs" <<'RUST'
 //! PPO with a closure as the reward: short responses are good ones.
 
 use rlhf::settings::PpoConfig;
-use rlhf::run::report::Console;
+use rlhf::run::Console;
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::train::ppo::PpoTrainer;
 

@@ -3,7 +3,7 @@
 //!     cargo run --release --example own_reward -- SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 
 use rlhf::reward::{FnReward, Rewards};
-use rlhf::run::report::Console;
+use rlhf::run::Console;
 use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::PpoTrainer;
 

@@ -7,8 +7,8 @@
 //! retry after a status that allows it; version 1 needs an asynchronous runtime and 200 more crates.
 
 use crate::files;
-use crate::run::report::{pause, stop_requested, stopped};
 use crate::safe_text::one_line;
+use crate::signals::{pause, stop_requested, stopped};
 use crate::weights::{no_safetensors, no_such_file, read_json};
 use crate::{Error, Result};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};

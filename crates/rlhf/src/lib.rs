@@ -21,7 +21,7 @@
 //! | a whole PPO run, or its updates one by one | [`train::ppo::PpoTrainer`], [`settings::PpoConfig`] |
 //! | TRL's `step(queries, responses, scores)` | [`compat::step::StepTrainer`] |
 //! | DeepSpeed-Chat's `generate_experience` and `train_rlhf` | [`compat::engine::RlhfEngine`] |
-//! | supervised fine-tuning, reward models | [`train::sft`], [`train::reward`] |
+//! | supervised fine-tuning, reward models | [`train::sft`], [`train::reward_model`] |
 //! | models of Hugging Face's format | [`model::CausalLm`], [`model::SequenceClassifier`], [`tokenizer::Tokenizer`] |
 //! | sampling | [`generate::generate`] |
 //! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
@@ -51,6 +51,7 @@ pub mod rng;
 pub mod run;
 pub mod safe_text;
 pub mod settings;
+pub mod signals;
 pub mod terminal;
 pub mod tokenizer;
 pub mod train;

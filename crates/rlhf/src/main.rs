@@ -11,7 +11,7 @@ use std::panic::{self, PanicHookInfo};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-use rlhf::run::report::{Console, announce, clear_bar, request_stop};
+use rlhf::run::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
@@ -63,7 +63,7 @@ fn run(task: &Task) -> Result<()> {
     match task {
         Task::Sft(config) => rlhf::train::sft::sft(config, Console::detect()),
         Task::Reward(config) if config.eval_only => cli::measure::evaluate(config),
-        Task::Reward(config) => rlhf::train::reward::reward(config, Console::detect()),
+        Task::Reward(config) => rlhf::train::reward_model::reward(config, Console::detect()),
         Task::Ppo(config) => rlhf::train::ppo::ppo(config, Console::detect()),
         Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, Console::detect()),
         Task::Generate(config) => cli::generate::answer(config),

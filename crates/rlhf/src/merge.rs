@@ -2,7 +2,7 @@
 
 use crate::hub;
 use crate::model::{AdapterFolder, CausalLm, Dtype, ModelOptions, SequenceClassifier};
-use crate::run::report::{check_folder, claim_folder};
+use crate::run::output_dir::{check_folder, claim_folder};
 use crate::settings::MergeConfig;
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;

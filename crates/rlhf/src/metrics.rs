@@ -1,6 +1,7 @@
 //! Named scalars, in insertion order.
 
-use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde::ser::{SerializeMap, Serializer};
+use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
 /// The metrics of one update.
@@ -74,3 +75,31 @@ const COUNTS: [&str; 9] = [
     "val/dropped_responses",
     "val/reused_responses",
 ];
+
+/// Kinds of [`Warning`]; `docs/library.md` says when each comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum WarningKind {
+    /// The KL to the reference has grown by more than 1 nat per token since the first update; once in a run.
+    RunawayKl,
+    /// The policy's entropy is below 0.05 nats per token; once in a run.
+    LowEntropy,
+    /// At least 100 responses in a row did not end by a stop token though there is one; once in a run.
+    NoStop,
+    /// Most responses of a rollout continue after an eos token, which is no stop token of this run; once in a run.
+    IgnoredEos,
+    /// All responses of an update were shorter than `min_response_length`, so earlier ones were trained on again.
+    ReusedResponses,
+    /// Optimizer steps of an update were skipped because a loss or a gradient was not finite.
+    SkippedSteps,
+}
+
+/// A sign in an update that the run goes wrong; it does not stop the run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Warning {
+    /// The kind.
+    pub kind: WarningKind,
+    /// One line of text.
+    pub message: String,
+}

@@ -1,10 +1,39 @@
 //! The state of a run: output folder, checkpoints, resuming, the best model, metrics, console output.
+//!
+//! | subject | module |
+//! |---|---|
+//! | the course of a run | `session` |
+//! | what a run starts from | `start` |
+//! | the output folder and its lock | `output_dir` |
+//! | checkpoints, the best model | `checkpoint`, `best` |
+//! | whether a resumed run reads the same inputs | `inputs` |
+//! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
+//! | the model card | `card` |
 
+pub(crate) mod best;
+pub(crate) mod card;
 pub(crate) mod checkpoint;
+pub(crate) mod event;
 pub(crate) mod inputs;
-pub mod report;
+pub(crate) mod output_dir;
+pub(crate) mod report;
 pub(crate) mod resolved;
+pub(crate) mod session;
 pub(crate) mod settings;
+pub(crate) mod sinks;
+pub(crate) mod start;
 pub(crate) mod tensorboard;
 
+use crate::optim::micro_batch::MicroBatchSettings;
+
+pub use crate::metrics::{Warning, WarningKind};
+pub use crate::signals::{request_stop, stop_requested};
+pub use event::{Evaluation, Event, Sample, SampleSource};
 pub use settings::{CheckpointConfig, EvalConfig, ReportTo, Resume, RunConfig, TensorboardTags, WatchConfig};
+pub use sinks::console::{Console, announce, clear_bar};
+
+impl From<&RunConfig> for MicroBatchSettings {
+    fn from(run: &RunConfig) -> Self {
+        Self { max_tokens: run.max_tokens_per_micro_batch, gradient_checkpointing: run.gradient_checkpointing }
+    }
+}

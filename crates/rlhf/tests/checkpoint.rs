@@ -3,7 +3,7 @@
 use crate::cli::{PPO, REWARD, Ran, SFT, Scratch, json_lines, timeless};
 use crate::support::{golden, init, say};
 use rlhf::rng::{Purpose, Stream};
-use rlhf::run::report::Console;
+use rlhf::run::Console;
 use rlhf::settings::{LrSchedulerType, PpoConfig, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
 use serde_json::{Map, Value, json};
 use std::io::{BufRead, BufReader, Read};
@@ -237,7 +237,7 @@ fn sft_and_a_reward_model_go_on_to_the_same_bits_in_the_midst_of_what_a_line_of_
         config.eval_dataset_name = Some(pairs.clone());
         (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3), Some("eval_margin".into()));
         with(&mut config.run);
-        rlhf::train::reward::reward(&config, Console::Silent).unwrap();
+        rlhf::train::reward_model::reward(&config, Console::Silent).unwrap();
     });
 }
 

@@ -12,7 +12,7 @@ use rlhf::reward::{FnReward, Rewards};
 use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use rlhf::rl::shaping::{Targets, advantages, shape_rewards};
-use rlhf::run::report::{Event, WarningKind};
+use rlhf::run::{Event, WarningKind};
 use rlhf::settings::{PpoConfig, Resume, StopToken};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::{PpoParts, PpoTrainer};
@@ -85,11 +85,11 @@ fn told(event: &Event<'_>) -> (String, usize) {
             assert_eq!(metrics.get("step"), Some(*step as f64));
             ("update".into(), *step)
         }
-        Event::Samples { step, samples } => {
+        Event::Samples { step, samples, .. } => {
             assert!(samples.len() == 5 && !samples[0].response.is_empty());
             ("samples".into(), *step)
         }
-        Event::Evaluation { step, evaluation } => {
+        Event::Evaluation { step, evaluation, .. } => {
             assert!(evaluation.metrics.get("eval/score").is_some() && evaluation.samples.len() == 6);
             ("evaluation".into(), *step)
         }

@@ -2,7 +2,7 @@
 
 use crate::cli::{PPO, REWARD, Scratch, json_lines};
 use rlhf::settings::RewardConfig;
-use rlhf::train::reward::evaluate;
+use rlhf::train::reward_model::evaluate;
 use serde_json::{Map, Value, json};
 
 fn number(row: &Map<String, Value>, name: &str) -> f64 {
@@ -61,7 +61,7 @@ fn a_model_that_is_only_measured_has_the_numbers_that_its_training_ended_with_an
     (config.eval_only, config.data.dataset_columns) = (true, vec!["prompt=question".into()]);
     let found = evaluate(&config).unwrap();
     assert!((found.metrics.get("eval_margin").unwrap() - number(&of_all, "eval_margin")).abs() < 1e-5);
-    let error = rlhf::train::reward::reward(&config, rlhf::run::report::Console::Silent).unwrap_err().to_string();
+    let error = rlhf::train::reward_model::reward(&config, rlhf::run::Console::Silent).unwrap_err().to_string();
     assert!(error.starts_with("eval_only = true: expected false"), "{error}");
     let missing = "reward --model_name_or_path out --dataset_name held.jsonl";
     scratch.refuses(missing, 2, &["--output_dir <PATH>"]);

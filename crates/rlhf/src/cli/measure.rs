@@ -128,7 +128,7 @@ impl Preferences {
 
 /// Measures a reward model on pairs: one JSON object on standard output, warnings on standard error.
 pub(crate) fn evaluate(config: &RewardConfig) -> Result<()> {
-    let found = rlhf::train::reward::evaluate(config)?;
+    let found = rlhf::train::reward_model::evaluate(config)?;
     for warning in &found.warnings {
         let _ = writeln!(io::stderr(), "warning: {}", one_line(warning));
     }

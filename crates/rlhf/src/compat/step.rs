@@ -22,11 +22,15 @@ use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rl::shaping::{Shaping, Targets, advantages, shape_rewards};
 use crate::rl::stats::{StepStats, optimizer_steps};
 use crate::rng::{Purpose, Stream};
-use crate::run::checkpoint::Best;
-use crate::run::report::{Console, Hold, Reached, Reporter, Sample, claim_folder};
+use crate::run::best::Best;
+use crate::run::card::Card;
+use crate::run::event::{Event, Sample, SampleSource};
+use crate::run::output_dir::{FolderLock, claim_folder};
+use crate::run::report::Reporter;
+use crate::run::sinks::Reached;
+use crate::run::sinks::console::Console;
 use crate::settings::EvalConfig;
 use crate::tokenizer::Tokenizer;
-use crate::train::Card;
 use crate::weights::replace_files;
 use crate::{Error, Result, hub};
 use stats::{MEAN_SCORE, mean, variance};
@@ -184,7 +188,7 @@ pub struct StepTrainer {
     order: Box<Order>,
     best: Option<Best>,
     /// Lock on the output folder.
-    _hold: Option<Hold>,
+    _hold: Option<FolderLock>,
     reporter: Option<Reporter<'static>>,
     /// Calls of `step`.
     steps: usize,
@@ -239,7 +243,7 @@ impl StepTrainer {
             let mut run = ppo.run.clone();
             run.output_dir = dir.join(&config.tracker_project_name);
             std::fs::create_dir_all(&run.output_dir).map_err(Error::io("create the folder", &run.output_dir))?;
-            let mut reporter = Reporter::resume(&run, 0, Reached::default(), Console::Silent)?;
+            let mut reporter = Reporter::open(&run, 0, Reached::default(), Console::Silent)?;
             reporter.settings(&ppo)?;
             Ok::<_, Error>(reporter)
         });
@@ -517,7 +521,7 @@ impl StepTrainer {
         let mut metrics = Metrics::default();
         metrics.push("step", self.logged as f64);
         metrics.extend(&all.numbers());
-        reporter.record(self.logged as i64, &metrics)?;
+        reporter.emit(&Event::Update { step: self.logged, metrics: &metrics })?;
         let sample = |((query, response), &score): ((&String, &String), &f64)| Sample {
             prompt: query.clone(),
             response: response.clone(),
@@ -528,7 +532,8 @@ impl StepTrainer {
             conversation: None,
         };
         let samples: Vec<Sample> = texts.query.iter().zip(texts.response).zip(rewards).map(sample).collect();
-        reporter.samples(self.logged, self.logged * rows[0], &samples)?;
+        let (step, source) = (self.logged, SampleSource::SamplePrompts);
+        reporter.emit(&Event::Samples { step, episode: step * rows[0], source, samples: &samples })?;
         Ok(all)
     }
 
@@ -585,7 +590,7 @@ impl StepTrainer {
         let mut metrics = Metrics::default();
         metrics.push(MEAN_SCORE, scores.iter().sum::<f64>() / scores.len() as f64);
         let due = self.steps.is_multiple_of(self.config.compare_steps);
-        let looked = best.look(&metrics, self.steps, due, false);
+        let looked = best.compare(&metrics, self.steps, due, false);
         let kept = looked.and_then(|_| best.write(dir, self.steps, |dir| self.write_model(dir)));
         self.best = Some(best);
         kept.map(drop)

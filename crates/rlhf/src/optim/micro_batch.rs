@@ -2,6 +2,7 @@
 
 use crate::device::memory;
 use crate::model::Param;
+use serde_json::{Value, json};
 
 /// Memory that activations may always take, in bytes.
 const LEAST_ACTIVATIONS: usize = 128 << 20;
@@ -22,6 +23,56 @@ pub(crate) fn micro_batch_tokens(
         Some(bytes) => (LEAST_ACTIVATIONS.max(weights / 2).min(bytes / 8) / activation_bytes.max(1)).clamp(256, 2048),
         None => 16384,
     })
+}
+
+/// Settings that limit the tokens of a micro-batch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MicroBatchSettings {
+    /// Most tokens, if the user set a number.
+    pub(crate) max_tokens: Option<usize>,
+    pub(crate) gradient_checkpointing: bool,
+}
+
+impl MicroBatchSettings {
+    /// Returns [`micro_batch_tokens`] of these settings; `activation_bytes` returns the activation bytes per token, with gradient
+    /// checkpointing and without.
+    pub(crate) fn max_tokens(
+        self,
+        device: tch::Device,
+        params: &[Param],
+        activation_bytes: impl Fn(bool) -> usize,
+    ) -> usize {
+        micro_batch_tokens(self.max_tokens, device, params, activation_bytes(self.gradient_checkpointing))
+    }
+
+    /// Returns the number of tokens that a run was started with, from its `saved` [state](Self::state), if only the machine's
+    /// memory can have changed it to `tokens`; else `tokens`. The micro-batches decide how sums are rounded.
+    pub(crate) fn resumed_tokens(self, device: tch::Device, tokens: usize, saved: Option<&Value>) -> usize {
+        let saved = saved.filter(|_| self.max_tokens.is_none());
+        let number = saved.and_then(|saved| saved["tokens"].as_u64()).map(|number| number as usize);
+        number.filter(|&number| Some(&self.state(device, number)) == saved).unwrap_or(tokens)
+    }
+
+    /// Returns the most tokens of a micro-batch, with what the number depends on beside the machine's memory.
+    pub(crate) fn state(self, device: tch::Device, tokens: usize) -> Value {
+        json!({
+            "tokens": tokens,
+            "device": format!("{device:?}"),
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "set": self.max_tokens.is_some(),
+        })
+    }
+
+    /// Returns a description of the memory that a micro-batch of `tokens` tokens takes.
+    pub(crate) fn describe(self, tokens: usize, activation_bytes: impl Fn(bool) -> usize) -> String {
+        let mib = |checkpointing| (tokens * activation_bytes(checkpointing)).div_ceil(1 << 20);
+        let without = match self.gradient_checkpointing {
+            true => format!(" ({} MiB without gradient_checkpointing)", mib(false)),
+            false => String::new(),
+        };
+        let taken = mib(self.gradient_checkpointing);
+        format!("at most {tokens} tokens, whose activations take about {taken} MiB{without}")
+    }
 }
 
 /// Divides `rows` into micro-batches of at most `most_rows` rows, and these into about equal parts where they have more than
@@ -53,6 +104,22 @@ pub(crate) fn micro_batches<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_resumed_run_keeps_the_size_of_its_micro_batches_where_only_memory_can_differ() {
+        let (settings, cpu) =
+            (MicroBatchSettings { max_tokens: None, gradient_checkpointing: false }, tch::Device::Cpu);
+        let saved = settings.state(cpu, 300);
+        assert_eq!(settings.resumed_tokens(cpu, 400, Some(&saved)), 300);
+        assert_eq!(settings.resumed_tokens(cpu, 400, None), 400);
+        assert_eq!(settings.resumed_tokens(tch::Device::Cuda(0), 400, Some(&saved)), 400);
+        for other in [
+            MicroBatchSettings { gradient_checkpointing: true, ..settings },
+            MicroBatchSettings { max_tokens: Some(400), ..settings },
+        ] {
+            assert_eq!(other.resumed_tokens(cpu, 400, Some(&saved)), 400);
+        }
+    }
 
     #[test]
     fn micro_batches_keep_all_rows_in_order_within_both_bounds() {

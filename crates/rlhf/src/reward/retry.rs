@@ -2,7 +2,7 @@
 
 use super::{RewardInput, Score};
 use crate::Error;
-use crate::run::report::{pause, stopped};
+use crate::signals::{pause, stopped};
 use std::fmt::Write;
 use std::time::Duration;
 

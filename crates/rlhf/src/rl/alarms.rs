@@ -2,7 +2,7 @@
 
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
-use crate::run::report::{Warning, WarningKind};
+use crate::metrics::{Warning, WarningKind};
 use serde_json::{Value, json};
 
 /// Growth of the KL to the reference model, in nats per token, above which it counts as runaway. Healthy runs stay below 0.2 (the

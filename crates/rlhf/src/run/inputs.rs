@@ -77,10 +77,15 @@ impl Inputs {
         Ok(())
     }
 
+    /// Adds all of `others`.
+    pub(crate) fn extend(&mut self, others: Self) {
+        self.0.extend(others.0);
+    }
+
     /// Replaces the input `name` by all of `others`.
     pub(crate) fn replace(&mut self, name: &str, others: Self) {
         self.0.shift_remove(name);
-        self.0.extend(others.0);
+        self.extend(others);
     }
 
     /// Returns the state for a checkpoint.

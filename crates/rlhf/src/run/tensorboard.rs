@@ -14,10 +14,10 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// What the names of event files begin with.
+/// Prefix of the names of event files.
 pub(crate) const PREFIX: &str = "events.out.tfevents.";
 
-/// The file that the rest of a cut file is written to before it is renamed.
+/// The file that a truncated event file is written to before it is renamed.
 pub(crate) const BESIDE: &str = ".events.tmp";
 
 /// One event file, which TensorBoard can follow while it grows.
@@ -28,15 +28,15 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Starts a new event file in `dir`, which is made if it is not there; files of earlier runs are left alone.
+    /// Creates a new event file in `dir`, and `dir` if it is not there; files of earlier runs stay as they are.
     ///
     /// # Errors
-    /// [`Error::Io`] if the folder or the file cannot be made or written.
+    /// [`Error::Io`] if the folder or the file cannot be created or written.
     pub fn create(dir: &Path) -> Result<TensorBoard> {
         std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
         let now = wall_time();
         // TensorBoard takes any file with `tfevents` in its name and reads those of one folder in the order of the
-        // seconds; the rest of the name only keeps apart the writers of one second.
+        // seconds; the rest of the name distinguishes writers of one second.
         let stem = format!("{PREFIX}{:010}.{}.{}", now as u64, host_name(), std::process::id());
         let mut serial = 0;
         let (file, path) = loop {
@@ -70,8 +70,8 @@ impl TensorBoard {
         self.append(&text_event(wall_time(), step, tag, markdown))
     }
 
-    /// Appends the settings of the run, for the tab of hyperparameters: strings, numbers and truth values as such, lists as
-    /// their JSON; what is null or a map is left out.
+    /// Appends the settings of the run, for the tab of hyperparameters: strings, numbers and booleans as such, lists as JSON;
+    /// nulls and maps are left out.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be written.
@@ -84,7 +84,7 @@ impl TensorBoard {
         &self.path
     }
 
-    /// Cuts off what the event files in `dir` say of the steps after `step`, and what a killed writer left half; each by a
+    /// Removes the events after `step`, and incomplete records of a killed writer, from the event files in `dir`; each by a
     /// rename.
     ///
     /// # Errors
@@ -110,13 +110,13 @@ impl TensorBoard {
         Ok(())
     }
 
-    /// One record in one write, so that a reader who comes in between finds no half of it.
+    /// Appends one record in one write, so that a reader finds no incomplete one.
     fn append(&mut self, event: &[u8]) -> Result<()> {
         self.file.write_all(&record(event)).map_err(Error::io("write", &self.path))
     }
 }
 
-/// The event that every file starts with.
+/// Returns the first event of every file.
 fn version_event(wall_time: f64) -> Vec<u8> {
     let mut event = Vec::new();
     put_f64(&mut event, EVENT_WALL_TIME, wall_time);
@@ -144,7 +144,7 @@ fn summary_event(wall_time: f64, step: i64, summary: &[u8]) -> Vec<u8> {
     event
 }
 
-/// As torch's `SummaryWriter.add_text` writes it: a vector of one string, for the plugin `text`.
+/// Returns a text as torch's `SummaryWriter.add_text` writes it: a vector of one string, for the plugin `text`.
 fn text_event(wall_time: f64, step: i64, tag: &str, text: &str) -> Vec<u8> {
     let (mut dim, mut shape, mut tensor, mut entry, mut summary) =
         <(Vec<u8>, Vec<u8>, Vec<u8>, Vec<u8>, Vec<u8>)>::default();
@@ -160,7 +160,7 @@ fn text_event(wall_time: f64, step: i64, tag: &str, text: &str) -> Vec<u8> {
     summary_event(wall_time, step, &summary)
 }
 
-/// What the plugin `hparams` knows a session by; from the sessions of all runs TensorBoard finds what may differ.
+/// Returns the session of the plugin `hparams`; TensorBoard finds the columns from the sessions of all runs.
 fn hyperparameters_event(wall_time: f64, settings: &Map<String, Value>) -> Vec<u8> {
     let mut session = Vec::new();
     for (name, setting) in settings {
@@ -265,7 +265,7 @@ fn put_bytes(buffer: &mut Vec<u8>, field: u64, value: &[u8]) {
     buffer.extend(value);
 }
 
-/// A TFRecord: length as u64, its checksum, the data, their checksum; all little-endian.
+/// Returns a TFRecord: length as u64, its checksum, the data, their checksum; all little-endian.
 fn record(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
     let mut record = Vec::with_capacity(data.len() + 16);
@@ -279,7 +279,7 @@ fn record(data: &[u8]) -> Vec<u8> {
 /// Bytes of a TFRecord beside its data: length and two checksums.
 const FRAME: usize = 16;
 
-/// The data of the TFRecord that begins at `at`, if all of it is there.
+/// Returns the data of the TFRecord at the offset `at`, if it is complete.
 fn event_at(bytes: &[u8], at: usize) -> Option<&[u8]> {
     let record = bytes.get(at..)?;
     let length = u64::from_le_bytes(record.get(..8)?.try_into().ok()?);
@@ -287,9 +287,9 @@ fn event_at(bytes: &[u8], at: usize) -> Option<&[u8]> {
     (record.len() >= length.checked_add(FRAME)?).then(|| &record[12..12 + length])
 }
 
-/// The step of an event that this file's functions wrote; 0 where it has none.
+/// Returns the step of an event that this module wrote; 0 if it has none.
 fn step_of(event: &[u8]) -> i64 {
-    // Behind the wall time: a key of one byte and eight bytes.
+    // After the wall time: a key of one byte and eight bytes.
     let Some((&key, rest)) = event.get(9..).and_then(<[u8]>::split_first) else { return 0 };
     if u64::from(key) != (EVENT_STEP << 3) | VARINT {
         return 0;
@@ -304,18 +304,18 @@ fn step_of(event: &[u8]) -> i64 {
     step as i64
 }
 
-/// CRC-32C, rotated and shifted by a constant so that a checksum of data which holds checksums stays a good one.
+/// Returns the CRC-32C, rotated and shifted by a constant, so that it also works for data with checksums in them.
 fn masked_crc32c(data: &[u8]) -> u32 {
     const CRC32C: Crc<u32, Table<1>> = Crc::<u32, Table<1>>::new(&CRC_32_ISCSI);
     CRC32C.checksum(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// Seconds since 1970.
+/// Returns seconds since 1970.
 fn wall_time() -> f64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// The machine's name, which only tells people where a file came from.
+/// Returns the machine's name, so that people know where a file is from.
 fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name: String = name.trim().chars().filter(|c| c.is_ascii_alphanumeric() || "-.".contains(*c)).collect();
@@ -326,7 +326,7 @@ fn host_name() -> String {
 mod tests {
     use super::*;
 
-    /// The data of each TFRecord in `bytes`, after a look at both of its checksums.
+    /// Returns the data of each TFRecord in `bytes`, and checks both of its checksums.
     fn records(mut bytes: &[u8]) -> Vec<Vec<u8>> {
         let mut records = Vec::new();
         while !bytes.is_empty() {

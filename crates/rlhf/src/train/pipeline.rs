@@ -1,21 +1,23 @@
-//! The three trainings as one run: SFT, the reward model, PPO, each beginning with what those before it left.
+//! The pipeline of three stages: SFT, the reward model, PPO, each starting from the models of those before it.
 //!
-//! Each has a folder of its own and is the run that its command would make of the same settings. A step that has ended well
-//! leaves a `trainer_state.json` beside its model, with its settings and the sizes of the model's files: by that a run that
-//! goes on passes over it.
+//! Each stage has its own folder, and is the same run as its command with these settings. A finished stage leaves a
+//! `trainer_state.json` beside its model, with its settings and the sizes of the model's files: a resumed pipeline skips it.
 
 use super::check_held_out;
 use super::ppo::{check_ends, ppo, require_reward, room_in};
-use super::reward::{check_margins, leave_out_long, refuse_eval_only, reward};
+use super::reward_model::{check_margins, leave_out_long, refuse_eval_only, reward};
 use super::sft::{into_blocks, learned, sft, shorten};
 use crate::data::{PromptLimit, Sources};
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, specs};
-use crate::run::checkpoint::{Finished, Saved, Start};
+use crate::run::checkpoint::{Finished, Saved};
 use crate::run::inputs::Inputs;
-use crate::run::report::{CONFIG, Console, Hold, METRICS, check_output_dir, holds_run, stopped};
+use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run};
+use crate::run::sinks::console::{Console, announce};
+use crate::run::start::Start;
 use crate::safe_text::{lines, one_line};
 use crate::settings::{PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Stage, write_resolved};
+use crate::signals::stopped;
 use crate::terminal::Stream;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
@@ -26,10 +28,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-/// What `rlhf pipeline` does: the settings of each step, `None` for one that is left out.
+/// Settings of `rlhf pipeline`: those of each stage, `None` for a stage that is skipped.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PipelineConfig {
-    /// Folder for the settings of the whole; the steps write to their own `output_dir`s.
+    /// Folder for the settings of the pipeline; the stages write to their own `output_dir`s.
     pub output_dir: PathBuf,
     /// Supervised fine-tuning.
     pub sft: Option<SftConfig>,
@@ -40,7 +42,7 @@ pub struct PipelineConfig {
 }
 
 impl PipelineConfig {
-    /// Every default, for rows with `prompt`, `chosen` and `rejected`, which are split 2,4,4: SFT goes on from the model in
+    /// Returns the defaults, for rows with `prompt`, `chosen` and `rejected`, which are split 2,4,4: SFT starts from the model in
     /// the folder `model_name_or_path`, the reward model from SFT's, PPO from both.
     pub fn new(
         model_name_or_path: impl Into<PathBuf>,
@@ -59,7 +61,7 @@ impl PipelineConfig {
         Self { output_dir: out, sft: Some(sft), reward: Some(reward), ppo: Some(ppo) }
     }
 
-    /// The folder of `step` in that of the whole.
+    /// Returns the folder of a stage in the pipeline's folder.
     pub fn dir(output_dir: &Path, step: Stage) -> PathBuf {
         output_dir.join(match step {
             Stage::Sft => "1-sft",
@@ -76,7 +78,7 @@ impl PipelineConfig {
         }
     }
 
-    /// With leave to replace what lies in the folders of these steps.
+    /// Returns the settings with `overwrite_output_dir` for these stages.
     fn replacing(&self, steps: [bool; 3]) -> Self {
         let mut config = self.clone();
         let runs = [
@@ -90,7 +92,7 @@ impl PipelineConfig {
         config
     }
 
-    /// The settings of `step` by name.
+    /// Returns the settings of a stage by name.
     fn settings(&self, step: Stage) -> Value {
         match step {
             Stage::Sft => json!(self.sft),
@@ -99,7 +101,7 @@ impl PipelineConfig {
         }
     }
 
-    /// The models that `step` begins with.
+    /// Returns the models that a stage starts from.
     fn models(&self, step: Stage) -> Vec<&Path> {
         match (step, &self.reward, &self.ppo) {
             (Stage::Reward, Some(reward), _) => vec![&reward.model_name_or_path],
@@ -120,24 +122,24 @@ impl PipelineConfig {
     }
 }
 
-/// How DeepSpeed-Chat splits one dataset among the three.
+/// DeepSpeed-Chat's split of one dataset among the three stages.
 pub const DEFAULT_SPLIT: &str = "2,4,4";
 
-/// Runs SFT, the reward model and PPO as `config` says. All settings, folders and rows are checked before the first begins.
+/// Runs SFT, the reward model and PPO. All settings, folders and rows are checked before the first stage starts.
 ///
 /// # Errors
-/// If an input is not what it should be, or a step fails or is stopped: the error names the step. What was done stays, and the
-/// same call with `resume_from_checkpoint` in each step's settings goes on from there.
+/// If an input is not what it should be, or a stage fails or is stopped: the error names the stage. Its files stay, and the
+/// same call with `resume_from_checkpoint` in each stage's settings resumes.
 pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     let threads = tch::get_num_threads();
     for step in Stage::ALL {
         config.check(step).map_err(|error| named(step, error))?;
     }
-    let hold = Hold::take(&config.output_dir)?;
+    let lock = FolderLock::acquire(&config.output_dir)?;
     let (finished, again) = check_folders(config, console)?;
     check_inputs(config, finished)?;
     let overwrite = Stage::ALL.into_iter().filter_map(|step| config.run(step)).any(|run| run.overwrite_output_dir);
-    let _hold = hold.make(&config.output_dir, overwrite)?;
+    let _lock = lock.create(&config.output_dir, overwrite)?;
     let config = &config.replacing(again);
     write_settings(config)?;
     for (at, step) in (1..).zip(Stage::ALL) {
@@ -154,7 +156,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
             return Err(stopped);
         }
         say(console, &format!("step {at} of 3, {step}: into {}", dir.display()));
-        // What one step sets is not for the next.
+        // A stage may set another number.
         tch::set_num_threads(threads);
         let ended = match step {
             Stage::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, console)),
@@ -163,21 +165,21 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
         };
         ended.map_err(|error| named(step, error))?;
         let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
-        Finished { command: step.name(), updates: updates as usize }.note(
+        Finished { command: step.name(), updates: updates as usize }.record(
             dir,
             &config.settings(step),
             &inputs_of(config, step)?,
         )?;
     }
-    tell_results(config, console)
+    report_results(config, console)
 }
 
-/// What a run that ended early is gone on with by.
+/// The hint of a run that ended early.
 const GOES_ON: &str = "the same command with --resume_from_checkpoint goes on";
 
-/// The error of a step: what it was, and whose.
+/// Returns the error of a stage with the stage's name.
 fn named(step: Stage, error: Error) -> Error {
-    // The step's own hint is for its own command.
+    // The stage's hint names the option of its own command.
     let goes_on = |message: String| match message.split_once("; --resume_from_checkpoint ") {
         Some((what, _)) => format!("{step}: {what}; {GOES_ON}"),
         None => format!("{step}: {message}"),
@@ -191,12 +193,12 @@ fn named(step: Stage, error: Error) -> Error {
 
 fn say(console: Console, text: &str) {
     if console != Console::Silent {
-        crate::run::report::announce(&crate::terminal::wrap(&lines(text), Stream::Err.width(), 2));
+        announce(&crate::terminal::wrap(&lines(text), Stream::Err.width(), 2));
     }
 }
 
-/// Checks that each step may write to its folder, and goes on as it began; gives which of them are finished, and which begin
-/// again: they were killed after their models were written and before that was noted.
+/// Checks that each stage may write to its folder, and keeps its settings. Returns which stages are finished, and which start
+/// again: they were killed after their models were written and before that was recorded.
 fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3], [bool; 3])> {
     let out = config.output_dir.as_path();
     let runs = || Stage::ALL.into_iter().filter_map(|step| Some((step, config.run(step)?)));
@@ -221,8 +223,8 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
     let mut unfinished: Vec<(Stage, &Path)> = Vec::new();
     for (step, run) in runs() {
         let begun = (|| {
-            // Let go of at once: the step takes its own.
-            Hold::take(&run.output_dir)?;
+            // Released at once: the stage acquires it itself.
+            FolderLock::acquire(&run.output_dir)?;
             if let Some(saved) = resumes(run).then(|| Saved::finished(&run.output_dir)).transpose()?.flatten() {
                 let mut warnings = saved.check_as_it_is(step.name(), &config.settings(step))?;
                 let (inputs, updates) = (inputs_of(config, step)?, saved.state.update);
@@ -263,8 +265,8 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
     Ok((finished, again))
 }
 
-/// Digests of what `step` reads, as far as it lies on this machine: what a finished step has read may be gone. What the steps
-/// before it leave is known by their own.
+/// Returns digests of what a stage reads, as far as it is on this machine: the inputs of a finished stage may be gone. The models
+/// of earlier stages have their own digests.
 fn inputs_of(config: &PipelineConfig, step: Stage) -> Result<Inputs> {
     let mut inputs = Inputs::default();
     let own = "model_name_or_path";
@@ -298,7 +300,7 @@ fn inputs_of(config: &PipelineConfig, step: Stage) -> Result<Inputs> {
     Ok(inputs)
 }
 
-/// Whether the run in `dir` has these very settings, so that the same comes of it again.
+/// Returns whether the run in `dir` has the same settings, and so the same result.
 fn is_run_with(dir: &Path, settings: &Value) -> bool {
     let found = std::fs::read_to_string(dir.join(CONFIG)).ok().filter(|_| holds_run(dir));
     found.and_then(|text| serde_saphyr::from_str::<Value>(&text).ok()).is_some_and(|found| found == *settings)
@@ -306,15 +308,15 @@ fn is_run_with(dir: &Path, settings: &Value) -> bool {
 
 type ReadTokenizer = fn(&Path) -> Result<Tokenizer>;
 
-/// How a model is read: what can be known of one before it is trained.
+/// Tokenizer and configuration of a model: what is known before it is trained.
 struct Reading {
     tokenizer: Tokenizer,
     shape: ModelConfig,
 }
 
 impl Reading {
-    /// That of the model `name`, which is fetched if need be, with `tokenizer` reading its tokenizer; of its weights only their
-    /// names are read.
+    /// Reads those of the model `name`, which is downloaded if need be, with its tokenizer by `tokenizer`; of its weights only
+    /// the names are read.
     fn of(name: &Path, revision: Option<&str>, tokenizer: ReadTokenizer) -> Result<Self> {
         let dir = hub::model_dir(name, revision)?;
         let base = AdapterFolder::find(&dir)?.map_or(Ok(dir.clone()), |adapter| adapter.base_dir())?;
@@ -324,7 +326,7 @@ impl Reading {
     }
 }
 
-/// How the models will be read that the steps leave in these folders.
+/// Tokenizers and configurations of the models that the stages leave in these folders.
 type Readings<'c> = Vec<(&'c Path, Rc<Reading>)>;
 
 fn reading_of(
@@ -339,8 +341,8 @@ fn reading_of(
     }
 }
 
-/// Checks what the steps read: that models are there but for those still to come, that every row has what its step wants of
-/// it, that the sizes go together. What weights alone can tell is left to the steps.
+/// Checks the inputs of the stages: that the models are there, but for those of earlier stages; that every row has the fields
+/// that its stage needs; that the sizes fit together. Checks that need weights are left to the stages.
 fn check_inputs(config: &PipelineConfig, finished: [bool; 3]) -> Result<()> {
     let mut known: Readings<'_> = Vec::new();
     for step in Stage::ALL {
@@ -430,7 +432,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     let value = config.value_model_path.as_deref();
     for dir in specs.iter().filter_map(Spec::model_path).chain(value) {
         let model = reading_of(known, dir, None, Tokenizer::of_text_or_ids)?;
-        // One without a tokenizer reads the policy's ids.
+        // A model without a tokenizer reads the policy's ids.
         let differing = if model.tokenizer.knows_text() { tokenizer.difference(&model.tokenizer) } else { 0 };
         if value == Some(dir) && differing > 0 {
             let message = format!(
@@ -438,7 +440,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
             );
             return Err(Error::invalid(dir, message));
         }
-        // Any other reads text, of any length.
+        // Any other model reads text, of any length.
         if value == Some(dir) || (model.shape.causal && differing == 0) {
             if model.shape.vocab_size < vocab {
                 let found = model.shape.vocab_size;
@@ -461,7 +463,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
     config.plan_for(prompts).map(drop)
 }
 
-/// Writes the settings of all steps to a file that `rlhf pipeline --config` reads back.
+/// Writes the settings of all stages to a file that `rlhf pipeline --config` reads.
 fn write_settings(config: &PipelineConfig) -> Result<()> {
     let out = config.output_dir.as_path();
     let mut all = Map::from_iter([("output_dir".to_string(), json!(out))]);
@@ -471,7 +473,7 @@ fn write_settings(config: &PipelineConfig) -> Result<()> {
         let mut settings = config.settings(step);
         if let Some(settings) = settings.as_object_mut() {
             settings.remove("output_dir");
-            // Not set, it would be what the step before leaves; set to that, it would be this run's also in another folder.
+            // The default is the model of an earlier stage; as a value it would stay that of this folder in other ones.
             let left = [Stage::Sft, Stage::Reward].map(|step| json!(PipelineConfig::dir(out, step)));
             for key in ["model_name_or_path", "sft_model_path", "reward_model_path"] {
                 match settings.get(key) {
@@ -486,7 +488,7 @@ fn write_settings(config: &PipelineConfig) -> Result<()> {
     write_resolved(&Value::from(all), out.join(CONFIG))
 }
 
-/// The lines of the `metrics.jsonl` in `dir`; none where there is no such file.
+/// Returns the lines of the `metrics.jsonl` in `dir`; none if there is no such file.
 fn metrics(dir: &Path) -> Result<Vec<Map<String, Value>>> {
     let path = dir.join(METRICS);
     if !path.is_file() {
@@ -500,15 +502,15 @@ fn last_line(dir: &Path) -> Result<Map<String, Value>> {
     Ok(metrics(dir)?.pop().unwrap_or_default())
 }
 
-/// The metrics that tell most of each step; of those with `true` also where they began.
+/// The main metrics of each stage; with `true` also their first values.
 const KEY_METRICS: [&[(&str, bool)]; 3] = [
     &[("loss", true), ("eval_loss", false)],
     &[("loss", true), ("accuracy", true), ("eval_accuracy", false)],
     &[("objective/scores", true), ("objective/kl", true), ("eval/score", false)],
 ];
 
-/// Shows what came out of each step.
-fn tell_results(config: &PipelineConfig, console: Console) -> Result<()> {
+/// Writes a table of the results of the stages.
+fn report_results(config: &PipelineConfig, console: Console) -> Result<()> {
     if console == Console::Silent {
         return Ok(());
     }

@@ -8,7 +8,7 @@ mod save;
 use crate::data::{Cursor, Prompt};
 use crate::generate::{GenerationConfig, Response, Sampling, StopStrings, generate};
 use crate::hub::Commits;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::model::CausalLm;
 use crate::optim::LearningRates;
 use crate::reward::{Rewards, ScoreScaling};
@@ -20,16 +20,16 @@ use crate::rl::learner::Learner;
 use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rl::shaping::{Shaping, targets};
 use crate::rng::Purpose;
-use crate::run::checkpoint::Best;
+use crate::run::event::Sample;
 use crate::run::inputs::Inputs;
-use crate::run::report::{Console, Hold, Sample, Warning, WarningKind};
+use crate::run::session::{Opening, Progress, take_snapshot};
+use crate::run::sinks::console::Console;
 use crate::settings::{NUM_EVAL_PROMPTS, PpoConfig, PpoPlan};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use evaluate::ReportedScores;
-use load::begin;
+use load::open;
 pub(in crate::train) use load::{check_ends, require_reward, room_in};
-use serde_json::{Map, Value};
 use std::fmt;
 use std::time::Instant;
 use tch::Kind;
@@ -55,10 +55,9 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
         return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));
     }
     // Before anything slow begins.
-    let hold = Hold::take(&config.run.output_dir)?;
-    begin(config)?;
-    let mut trainer = PpoTrainer::load(config, Rewards::new())?;
-    (trainer.console, trainer.hold) = (console, Some(hold));
+    let opening = open(config)?;
+    let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.commits()?)?;
+    (trainer.console, trainer.opening) = (console, Some(opening));
     trainer.train().map(drop)
 }
 
@@ -151,28 +150,21 @@ pub struct PpoTrainer {
     /// Those of the last update that are to be shown.
     answers: Vec<Sample>,
     last_metrics: Metrics,
-    best: Option<Best>,
-    /// Updates done.
-    done: usize,
-    /// The state of all parts after the last whole update, as [`PpoTrainer::state`] gives it, and the optimizers' steps until
-    /// then: an error may come in the midst of an update.
-    whole: (Map<String, Value>, i64),
+    progress: Progress,
+    /// The output folder, where it was opened before the models were loaded.
+    opening: Option<Opening>,
     /// What the checks found when the run began, for the model card.
     checks: Option<String>,
     skips: Skips,
     alarms: Alarms,
     /// Those of the last update.
     warnings: Vec<Warning>,
-    /// The hold on the run's folder.
-    hold: Option<Hold>,
-    /// Whether training has begun in it.
-    begun: bool,
 }
 
 impl PpoTrainer {
     /// How many updates are done.
     pub fn updates_done(&self) -> usize {
-        self.done
+        self.progress.done
     }
 
     /// The warnings of the last update, of [`PpoTrainer::update`] or of a run.
@@ -188,12 +180,12 @@ impl PpoTrainer {
     /// a row without an optimizer step: the update counts as done, and no weight has changed in it.
     pub fn update(&mut self) -> Result<Metrics> {
         let total = self.plan.num_total_batches;
-        if self.done == total {
+        if self.progress.done == total {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
         let metrics = self.one_update(&|_| ())?;
-        self.done += 1;
-        self.note_whole();
+        self.progress.done += 1;
+        take_snapshot(self);
         let too_many = self.note_skips().err();
         self.warnings.iter().for_each(|warning| self.console.warn(&warning.message));
         too_many.map_or(Ok(metrics), Err)
@@ -201,7 +193,7 @@ impl PpoTrainer {
 
     /// One update, from prompts to metrics; the caller counts it. `phase` is called with the name of each phase.
     fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<Metrics> {
-        let (update, mut clock) = (self.done, Clock::start());
+        let (update, mut clock) = (self.progress.done, Clock::start());
 
         // 1. Prompts to responses.
         phase("sampling");

@@ -6,7 +6,7 @@ use crate::checkpoint::ppo_config;
 use crate::support::{Child, golden};
 use rlhf::data::{Dataset, RowReader};
 use rlhf::model::{CausalLm, ModelOptions};
-use rlhf::run::report::Console;
+use rlhf::run::Console;
 use rlhf::settings::Resume;
 use rlhf::tokenizer::Tokenizer;
 use serde_json::{Value, json};

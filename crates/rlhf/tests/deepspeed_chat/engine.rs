@@ -15,7 +15,7 @@ use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use rlhf::rl::shaping::targets;
-use rlhf::run::report::{Console, WarningKind};
+use rlhf::run::{Console, WarningKind};
 use rlhf::settings::{EosInLoss, LrSchedulerType, PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::{PpoTrainer, ppo};

@@ -8,7 +8,7 @@ use rlhf::optim::LearningRates;
 use rlhf::rl::learner::Learner;
 use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience, score};
 use rlhf::rl::shaping::targets;
-use rlhf::run::report::Console;
+use rlhf::run::Console;
 use rlhf::settings::PpoConfig;
 use rlhf::train::ppo::ppo;
 use rlhf::weights::Checkpoint;

@@ -12,7 +12,7 @@ use rlhf::rl::math::{KlEstimator, gae, keep};
 use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience, score};
 use rlhf::rl::shaping::{Targets, targets};
 use rlhf::rl::stats::StepStats;
-use rlhf::run::report::Console;
+use rlhf::run::Console;
 use rlhf::settings::{PpoConfig, PpoPlan, Preset, WhitenAdvantages};
 use rlhf::train::ppo::{PpoTrainer, ppo};
 use serde_json::{Map, Value};

@@ -9,7 +9,7 @@ use crate::rl::checks::{self, Checks};
 use crate::rl::rollout::{RolloutModels, experience};
 use crate::rl::shaping::{penalise_missing_stop, replace_missing_stop};
 use crate::rng::Purpose;
-use crate::run::report::{Conversation, Evaluation, Sample};
+use crate::run::event::{Conversation, Evaluation, Sample};
 use crate::settings::EVAL_SCORES;
 use crate::{Error, Result};
 use std::time::Instant;

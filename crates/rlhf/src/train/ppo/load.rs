@@ -15,9 +15,10 @@ use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
 use crate::rl::rollout::RolloutSettings;
 use crate::rl::unsupervised::Unsupervised;
-use crate::run::checkpoint::{Best, Start};
 use crate::run::inputs::Inputs;
-use crate::run::report::{Console, check_output_dir};
+use crate::run::session::{Opening, Progress, take_snapshot};
+use crate::run::sinks::console::Console;
+use crate::run::start::Start;
 use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -39,16 +40,17 @@ impl PpoTrainer {
     /// As [`PpoTrainer::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
-        Self::load(config, more)
+        // A resumed run reads what it began with.
+        Self::load(config, more, Start::find(&config.run)?.commits()?)
     }
 
-    /// Loads a trainer as [`PpoTrainer::from_config_with`] does, with settings that are checked already.
-    pub(super) fn load(config: &PpoConfig, more: Rewards) -> Result<Self> {
+    /// Loads a trainer as [`PpoTrainer::from_config_with`] does, with checked settings and the `commits` that names of the hub
+    /// stand for.
+    pub(super) fn load(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
         // Each tensor as its file has it, and computed as the policy is: to widen a weight loses nothing, so the reference gives
         // the very numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
         let frozen = model_options(&config.run)?;
-        // A run that goes on reads what it began with.
-        let asked = AskedHub::with(Start::find(&config.run)?.commits()?);
+        let asked = AskedHub::with(commits);
         // Before gigabytes are fetched in vain.
         let sources = Sources::find(&config.data, None)?;
         check_held_out(&config.eval, &sources, &config.data)?;
@@ -179,7 +181,6 @@ impl PpoTrainer {
         let mut trainer = Self::of_parts(config, parts)?;
         (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, prompt_notes, asked.commits());
         trainer.inputs.replace("PpoParts::prompts", inputs);
-        trainer.note_whole();
         Ok(trainer)
     }
 
@@ -230,7 +231,7 @@ impl PpoTrainer {
         if let (Some(texts), Some(name)) = (&learner.unsupervised, &config.unsupervised.unsupervised_dataset_name) {
             inputs.values("unsupervised_dataset_name", &name.display().to_string(), texts.blocks());
         }
-        let mut trainer = Self {
+        Ok(Self {
             kl_controller: KlController::new(&config.kl, plan.num_total_batches),
             scaling: ScoreScaling::new(&config.score_scaling),
             plan,
@@ -259,15 +260,10 @@ impl PpoTrainer {
             skips: Skips::default(),
             alarms: Alarms::default(),
             warnings: Vec::new(),
-            best: Best::new(&config.eval),
-            done: 0,
-            whole: (Map::new(), 0),
+            progress: Progress::new(&config.eval),
+            opening: None,
             console: Console::Silent,
-            hold: None,
-            begun: false,
-        };
-        trainer.note_whole();
-        Ok(trainer)
+        })
     }
 
     /// Has `order` say which rows of the prompts an update answers, `plan.batch_size` of them, in place of shuffled passes.
@@ -276,7 +272,7 @@ impl PpoTrainer {
     #[must_use]
     pub fn with_order(mut self, order: impl FnMut(usize) -> Vec<usize> + Send + 'static) -> Self {
         self.order = Some(PerUpdate(Box::new(order)));
-        self.note_whole();
+        take_snapshot(&mut self);
         self
     }
 
@@ -284,25 +280,22 @@ impl PpoTrainer {
     #[must_use]
     pub fn with_schedule(mut self, schedule: impl FnMut(usize) -> LearningRates + Send + 'static) -> Self {
         self.schedule = Some(PerUpdate(Box::new(schedule)));
-        self.note_whole();
+        take_snapshot(&mut self);
         self
     }
 }
 
-/// Where a run begins, and what to warn of; nothing is changed yet.
+/// Opens the output folder of a run.
 ///
 /// # Errors
-/// If it may not write where it should, or cannot go on from where it should.
-pub(super) fn begin(config: &PpoConfig) -> Result<(Start, Vec<String>)> {
+/// If the run may not write there, or cannot resume.
+pub(super) fn open(config: &PpoConfig) -> Result<Opening> {
     let optional = [config.value_model_path.as_deref(), config.model_name_or_path.as_deref()];
     let rewards = specs(config)?;
     let mut inputs: Vec<&Path> = vec![&config.sft_model_path];
     inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
     inputs.extend(optional.into_iter().flatten().chain(rewards.iter().filter_map(Spec::model_path)));
-    let start = Start::find(&config.run)?;
-    check_output_dir(&config.run, &start, &inputs)?;
-    let warnings = start.check(COMMAND, config)?;
-    Ok((start, warnings))
+    Opening::new(&config.run, COMMAND, config, &inputs)
 }
 
 /// Refuses a run that has no reward.

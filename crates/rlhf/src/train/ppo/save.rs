@@ -1,14 +1,15 @@
 //! Saves the models of a PPO run.
 
-use super::super::{Card, trained_share};
+use super::super::trained_share;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, VALUE_MODEL};
 use crate::Result;
 use crate::rl::ema::EMA;
+use crate::run::card::Card;
 use crate::weights::replace_files;
 use std::path::Path;
 
 impl PpoTrainer {
-    /// Writes the policy with tokenizer and model card to `dir`, and the value model, where it is one of its own, to
+    /// Writes the policy with tokenizer and model card to `dir`, and the value model, where it is a separate one, to
     /// `dir/value_model`: folders that transformers opens.
     ///
     /// # Errors
@@ -36,14 +37,7 @@ impl PpoTrainer {
         Card { command: COMMAND, base_model, is_adapter, facts: &facts }.write(dir)
     }
 
-    /// Writes both models with tokenizers to a folder that nothing is in.
-    pub(super) fn write_models(&self, dir: &Path) -> Result<()> {
-        self.write_policy(dir)?;
-        self.write_ema(&dir.join(EMA))?;
-        self.write_value_model(&dir.join(VALUE_MODEL))
-    }
-
-    /// Writes the moving average of the policy as the policy is written, if there is one.
+    /// Writes the moving average of the policy, if there is one, as the policy is written.
     pub(super) fn write_ema(&self, dir: &Path) -> Result<()> {
         let Some(ema) = &self.learner.ema else { return Ok(()) };
         ema.with(&self.learner.policy, |_| self.write_policy(dir))
@@ -51,7 +45,7 @@ impl PpoTrainer {
 
     pub(super) fn write_policy(&self, dir: &Path) -> Result<()> {
         let (pad, most) = (self.tokenizer.pad(), self.config.run.max_shard_size.0);
-        // What ended its responses in training ends them elsewhere.
+        // The stop tokens of training end a response elsewhere too.
         let mut eos = self.tokenizer.eos_ids().to_vec();
         eos.extend(self.stop.iter().filter(|id| !self.tokenizer.eos_ids().contains(id)));
         self.learner.policy.save_pretrained(dir, &eos, pad, most)?;
@@ -65,7 +59,7 @@ impl PpoTrainer {
         self.tokenizer.save_pretrained(dir)
     }
 
-    /// How many numbers of the models are trained.
+    /// Returns the trained parameters of each model.
     pub(super) fn trained(&self) -> Vec<(&'static str, String)> {
         let mut trained = vec![("trained parameters, policy", trained_share(self.learner.policy.params()))];
         let value = self.learner.value.model().map(|value| trained_share(value.params()));

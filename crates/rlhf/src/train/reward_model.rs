@@ -1,174 +1,137 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
-use super::{
-    Card, Gathered, Progress, Saver, begin_report, check_held_out, describe_machine, describe_micro_batch, fixed_state,
-    gather, kept_micro_batch_tokens, model_options, record_start, roundings, small_dataset, trained_options,
-    trained_share,
-};
+use super::supervised::{Loaded, Sums, Supervised, UpdateRows, Words, train};
+use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
 use crate::data::{Dataset, Pair, Sources};
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, SequenceClassifier};
-use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
-use crate::optim::{AdamW, learning_rate};
+use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier};
+use crate::optim::AdamW;
+use crate::optim::micro_batch::micro_batches;
 use crate::rl::eos::deepspeed_chat_pad;
-use crate::run::checkpoint::{Checkpoints, Start, leave_model};
 use crate::run::inputs::Inputs;
-use crate::run::report::{Console, Hold, Reporter, check_output_dir, claim_output_dir, conclude, stop_requested};
-use crate::settings::{PairLoss, RewardConfig, Stage, TrainPlan};
+use crate::run::session::{Opening, RunSpec};
+use crate::run::sinks::console::Console;
+use crate::settings::{PairLoss, RewardConfig, Stage};
 use crate::terminal;
 use crate::tokenizer::Tokenizer;
-use crate::weights::replace_files;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::ops::Range;
 use std::path::Path;
-use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
-/// Trains a reward model as `config` says and saves it in `output_dir`.
+/// The command, as checkpoints name it.
+const COMMAND: &str = "reward";
+
+/// Metrics of the end of a run, by their names for people.
+const OUTCOME: [(&str, &str); 5] = [
+    ("loss", "loss"),
+    ("accuracy", "accuracy"),
+    ("margin", "margin"),
+    ("held-out loss", "eval_loss"),
+    ("held-out accuracy", "eval_accuracy"),
+];
+
+/// Trains a reward model as `config` sets and saves it in `output_dir`.
 ///
 /// # Errors
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     config.check()?;
     refuse_eval_only(config)?;
-    let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
-    let model_dir = config.model_name_or_path.as_path();
-    let mut inputs: Vec<&Path> = vec![model_dir];
-    inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
-    inputs.extend(config.eval_dataset_name.as_deref());
-    let hold = Hold::take(&config.run.output_dir)?;
-    let start = Start::find(&config.run)?;
-    check_output_dir(&config.run, &start, &inputs)?;
-    let differences = start.check(COMMAND, config)?;
-    let asked = AskedHub::with(start.commits()?);
-    // Before gigabytes are fetched in vain.
+    let mut paths: Vec<&Path> = vec![&config.model_name_or_path];
+    paths.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
+    paths.extend(config.eval_dataset_name.as_deref());
+    let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
+    let hub = AskedHub::with(opening.commits()?);
+    // Before gigabytes are downloaded for nothing.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
-    let model_dir = &hub::model_dir(model_dir, Some(&config.model_revision))?;
+    let model_dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
+    let (mut model, tokenizer, pads) = load_trained(config, model_dir)?;
+
+    let read = |dataset: &Dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref());
+    let (train_data, eval_data) = sources.read(config.run.seed, Stage::Reward)?;
+    let mut inputs = Inputs::default();
+    inputs.rows("dataset_name", &config.data.describe(), &train_data);
+    inputs.rows("rows held out", &config.data.describe(), &eval_data);
+    inputs.model("model_name_or_path", model_dir)?;
+    let first_row = train_data.first().and_then(|dataset| dataset.rows().next().cloned());
+    let (train_pairs, eval_pairs) = (gather(&train_data, read)?, gather(eval_data.as_slice(), read)?);
+    let num_pairs = train_pairs.rows.len();
+    let plan = config.plan_for(num_pairs)?;
+    let mut warnings = [&train_pairs.warnings[..], &eval_pairs.warnings].concat();
+    warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
+    warnings.extend(roundings(model_dir, config.run.dtype, model.was_rounded(), model.rounded_base()));
+
+    model.set_trainable(true);
+    model.set_gradient_checkpointing(config.run.gradient_checkpointing);
+    let words = Words {
+        model: Some(model_dir),
+        base_model: Some(&config.model_name_or_path),
+        is_adapter: config.peft.use_peft,
+        unit: "pairs",
+        data: format!("`{}`, {num_pairs} pairs", config.data.describe()),
+        facts: Vec::new(),
+        tokenizer: tokenizer.describe(),
+        notes: unused_padding(config, pads.is_some()).into_iter().collect(),
+        numbers: &OUTCOME,
+        commands: commands_to_score(&config.run.output_dir, first_row.as_ref()).into(),
+    };
+    let loaded = Loaded {
+        opening,
+        spec: RunSpec {
+            command: COMMAND,
+            config,
+            run: &config.run,
+            eval: &config.eval,
+            logging_steps: config.logging_steps,
+            num_updates: plan.num_updates,
+            batch_size: plan.batch_size,
+        },
+        optimizer: AdamW::new(model.trainable_params(), &config.optimizer),
+        schedule: (config.learning_rate, &config.optimizer),
+        cursor: train_pairs.cursor(config.run.seed, &config.data),
+        num_rows: num_pairs,
+        commits: hub.commits(),
+        inputs,
+        warnings,
+        words,
+    };
+    let eval_pairs = eval_pairs.rows;
+    train(
+        Ranking { config, model, tokenizer: &tokenizer, pads: pads.as_ref(), train_pairs, eval_pairs },
+        loaded,
+        console,
+    )
+}
+
+/// Loads the model in `dir` for training, and adds the adapter and the format that the settings have.
+fn load_trained(config: &RewardConfig, dir: &Path) -> Result<(SequenceClassifier, Tokenizer, Option<Pads>)> {
+    let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
     let new_head = config.new_reward_head.then_some(config.run.seed);
-    let (mut model, tokenizer, pads) = load(config, model_dir, new_head, options)?;
-    // An adapter that is there already becomes part of what is trained, or of what a fresh one is put on.
+    let (mut model, tokenizer, pads) = load(config, dir, new_head, options)?;
+    // An adapter that is there already is merged, also below a new one.
     model.prepare(config.peft.use_peft);
     config.reward_format.map_or(Ok(()), |format| model.set_format(format))?;
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
     }
-    tokenizer.check_fits(model.config(), model_dir)?;
-
-    let read = |dataset: &Dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref());
-    let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
-    let mut inputs = Inputs::default();
-    inputs.rows("dataset_name", &config.data.describe(), &train);
-    inputs.rows("rows held out", &config.data.describe(), &eval);
-    inputs.model("model_name_or_path", model_dir)?;
-    let tried = train.first().and_then(|dataset| dataset.rows().next().cloned());
-    let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
-    let plan = config.plan_for(train.rows.len())?;
-    let mut warnings = [&train.warnings[..], &eval.warnings].concat();
-    warnings.extend(small_dataset(&config.data, train.rows.len(), plan.batch_size));
-    warnings.extend(roundings(model_dir, config.run.dtype, model.was_rounded(), model.rounded_base()));
-
-    model.set_trainable(true);
-    model.set_gradient_checkpointing(config.run.gradient_checkpointing);
-    let optimizer = AdamW::new(model.trainable_params(), &config.optimizer);
-    let (device, activation_bytes) = (model.device(), |on| model.activation_bytes(on));
-    let mut most_tokens = micro_batch_tokens(
-        config.run.max_tokens_per_micro_batch,
-        device,
-        model.params(),
-        activation_bytes(config.run.gradient_checkpointing),
-    );
-    if let Some(saved) = &start.from {
-        most_tokens = kept_micro_batch_tokens(&config.run, device, most_tokens, saved);
-    }
-    let fixed = fixed_state(&config.run, device, most_tokens, &asked.commits(), &inputs);
-    let cursor = train.cursor(config.run.seed, &config.data);
-    let mut progress = Progress::new(optimizer, cursor, &config.eval, &config.run, fixed);
-    if let Some(saved) = &start.from {
-        warnings.extend(progress.load(saved, &config.run, start.in_place, &inputs, &plan)?);
-        model.load_trained(&saved.dir)?;
-        warnings.extend(saved.threads_warning());
-    }
-    let _hold = claim_output_dir(&config.run, &start, hold, config)?;
-    let dir = &config.run.output_dir;
-    let (eos, pad, most) = (tokenizer.eos_ids(), tokenizer.pad(), config.run.max_shard_size.0);
-    model.keep_base(&dir.join(BASE_MODEL), eos, pad, most)?;
-    warnings.extend(differences);
-    let mut report = begin_report(&config.run, &start, plan.num_updates, progress.reached(), &warnings, console)?;
-    report.settings(config)?;
-    let trained = trained_share(model.params());
-    let mut facts = Vec::from(describe_machine(&config.run, device));
-    let left = match progress.done {
-        0 => String::new(),
-        done => format!(", {done} of them done"),
-    };
-    facts.push(("updates", format!("{}{left}", plan.num_updates)));
-    facts.push(("an update", format!("{} of {} pairs", plan.batch_size, train.rows.len())));
-    facts.push(("tokenizer", tokenizer.describe()));
-    facts.push(("trained parameters", trained.clone()));
-    facts.push(("micro-batches", describe_micro_batch(&config.run, most_tokens, |on| model.activation_bytes(on))));
-    let from = model_dir.display();
-    report.begins(&format!("rlhf reward: {from} into {}", dir.display()), &facts);
-    if let Some(count) = config.num_padding_at_beginning.filter(|_| pads.is_none()) {
-        report.note(&format!(
-            "num_padding_at_beginning = {count} has no effect without pair_loss = tokens: each text has its own length"
-        ));
-    }
-    let write = |dir: &Path| {
-        model.save_pretrained(dir, eos, pad, most)?;
-        tokenizer.save_pretrained(dir)
-    };
-    let checkpoints = Checkpoints::new(COMMAND, &config.run, config, plan.num_updates, progress.done)?;
-    let mut saver = Saver { checkpoints, write: &write };
-    let ended = run_updates(
-        config,
-        &plan,
-        (&model, pads.as_ref()),
-        most_tokens,
-        &train,
-        &eval.rows,
-        &mut report,
-        &mut progress,
-        &mut saver,
-    );
-    let ended = saver.at_end(ended, &progress, &mut report);
-    report.finish();
-
-    // Also after an error: the optimizer refuses a step that is not finite, so the weights are those of the step before.
-    let facts = [
-        ("started from", format!("`{}`", model_dir.display())),
-        ("data", format!("`{}`, {} pairs", config.data.describe(), train.rows.len())),
-        ("tokenizer", tokenizer.describe()),
-        ("trained parameters", trained),
-        ("updates", progress.done.to_string()),
-    ];
-    let base_model = Some(config.model_name_or_path.as_path());
-    let card = Card { command: COMMAND, base_model, is_adapter: config.peft.use_peft, facts: &facts };
-    // But what has not learnt is where it began, and a model in `dir` would keep the run from beginning again there.
-    let learnt = progress.done > 0;
-    let saved = learnt.then(|| {
-        leave_model(dir, COMMAND, config, (progress.done, plan.num_updates), &ended, || {
-            replace_files(dir, write).and_then(|()| card.write(dir))
-        })
-    });
-    let done = conclude(ended, saved, plan.num_updates, dir)?;
-    if done > start.done() {
-        let numbers = [
-            ("loss", "loss"),
-            ("accuracy", "accuracy"),
-            ("margin", "margin"),
-            ("held-out loss", "eval_loss"),
-            ("held-out accuracy", "eval_accuracy"),
-        ];
-        report.ends(done, &numbers, &commands_to_score(dir, tried.as_ref()));
-    }
-    Ok(())
+    tokenizer.check_fits(model.config(), dir)?;
+    Ok((model, tokenizer, pads))
 }
 
-/// The commands that score a text with the reward model in `dir`: one like those of `row`, a row of its data.
+/// Returns a note about a number of pads that the loss does not use.
+fn unused_padding(config: &RewardConfig, has_pads: bool) -> Option<String> {
+    let count = config.num_padding_at_beginning.filter(|_| !has_pads)?;
+    Some(format!(
+        "num_padding_at_beginning = {count} has no effect without pair_loss = tokens: each text has its own length"
+    ))
+}
+
+/// Returns the commands that score a text with the reward model in `dir`: the text of `row`, a row of its data, where it is short.
 fn commands_to_score(dir: &Path, row: Option<&Value>) -> [Vec<String>; 2] {
     let text = |name: &str| row.and_then(|row| row.get(name)?.as_str());
     let scored = match (text("prompt"), text("chosen")) {
@@ -184,7 +147,7 @@ fn commands_to_score(dir: &Path, row: Option<&Value>) -> [Vec<String>; 2] {
     [printed.into(), scores.into()]
 }
 
-/// Reads the model in `dir`, with its tokenizer, and what pads its texts, where the loss counts pads.
+/// Loads the model in `dir` with its tokenizer, and finds the padding, where the loss has pads.
 fn load(
     config: &RewardConfig,
     dir: &Path,
@@ -204,10 +167,10 @@ fn load(
     Ok((model, tokenizer, pads))
 }
 
-/// The pairs of a dataset that are not too long, and what to tell of it.
+/// Reads the pairs of a dataset that are not too long. Returns them with warnings.
 ///
 /// # Errors
-/// If a row is no pair, none is left, or one is not what the loss can compare.
+/// If a row is no pair, none is left, or the loss cannot compare one.
 fn read_pairs(
     dataset: &Dataset,
     config: &RewardConfig,
@@ -222,7 +185,7 @@ fn read_pairs(
     Ok(read)
 }
 
-/// Refuses `eval_only` where training is asked for.
+/// Refuses `eval_only` in a training run.
 pub(crate) fn refuse_eval_only(config: &RewardConfig) -> Result<()> {
     if config.eval_only {
         let message =
@@ -232,21 +195,21 @@ pub(crate) fn refuse_eval_only(config: &RewardConfig) -> Result<()> {
     Ok(())
 }
 
-/// What [`evaluate`] finds.
+/// Result of [`evaluate`].
 #[derive(Debug, Clone)]
 pub struct RewardEvaluation {
-    /// Where the pairs are from.
+    /// Files or names of the datasets.
     pub dataset: String,
-    /// Pairs that were measured.
+    /// Number of pairs.
     pub pairs: usize,
     /// `eval_loss`, `eval_accuracy`, `eval_margin` and `eval_mean_reward`, as training writes them.
     pub metrics: Metrics,
-    /// What to be warned of.
+    /// Warnings about the data.
     pub warnings: Vec<String>,
 }
 
-/// Measures the model that `config` names, and writes nothing: on the dataset for evaluation if there is one, else on the test
-/// split or the rows held out by `eval_split_size`, else on all rows to train on.
+/// Evaluates the model that `config` names, and writes nothing: on the evaluation dataset if there is one, else on the test
+/// split or the rows held out by `eval_split_size`, else on all training rows.
 ///
 /// # Errors
 /// If an input is not what it should be; if a score is not finite.
@@ -255,19 +218,16 @@ pub fn evaluate(config: &RewardConfig) -> Result<RewardEvaluation> {
     let options = model_options(&config.run)?;
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
-    // A fresh head says nothing.
+    // The scores of a new random head mean nothing.
     let (mut model, tokenizer, pads) = load(config, dir, None, options)?;
     model.prepare(false);
     tokenizer.check_fits(model.config(), dir)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
     let datasets = eval.map_or(train, |eval| vec![eval]);
     let gathered = gather(&datasets, |dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref()))?;
-    let mut totals = Totals::default();
-    for batch in gathered.rows.chunks(config.per_device_eval_batch_size) {
-        tch::no_grad(|| totals.measure(&model, &batch.iter().collect::<Vec<_>>(), pads.as_ref(), config))?;
-    }
+    let sums = measure(&model, &gathered.rows, pads.as_ref(), config)?;
     let mut metrics = Metrics::default();
-    totals.push(&mut metrics, EVAL_METRICS);
+    sums.push_as(&mut metrics, EVAL_METRICS);
     if let Some((name, value)) = metrics.iter().find(|(_, value)| !value.is_finite()) {
         let message = format!("{name} is {value}: the model's scores are not finite: its weights are damaged");
         return Err(Error::invalid(dir, message));
@@ -279,111 +239,104 @@ pub fn evaluate(config: &RewardConfig) -> Result<RewardEvaluation> {
 /// The metrics of an evaluation.
 const EVAL_METRICS: [&str; 4] = ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"];
 
-/// The command, as checkpoints name it.
-const COMMAND: &str = "reward";
-
-/// The loop.
+/// The model with its pairs.
 ///
-/// The loss of a pair is -log sigmoid(chosen - rejected - margin), where the margin is 0 unless the pair has one (Bradley and Terry; Ouyang et al. 2022, eq. 1), scores being
-/// read at the last token, or its mean over the tokens of [`Compared`]; an update's loss is the mean over its pairs, whatever
-/// the micro-batches.
-#[expect(clippy::too_many_arguments, reason = "it is the second half of one function")]
-fn run_updates(
-    config: &RewardConfig,
-    plan: &TrainPlan,
-    (model, pads): (&SequenceClassifier, Option<&Pads>),
-    most_tokens: usize,
-    train: &Gathered<Pair>,
-    eval: &[Pair],
-    report: &mut Reporter<'_>,
-    progress: &mut Progress<Totals>,
-    saver: &mut Saver<'_>,
-) -> Result<()> {
-    let pairs = &train.rows;
-    let evaluate = |metrics: &mut Metrics| -> Result<()> {
-        let mut totals = Totals::default();
-        for batch in eval.chunks(config.per_device_eval_batch_size) {
-            tch::no_grad(|| totals.measure(model, &batch.iter().collect::<Vec<_>>(), pads, config))?;
-        }
-        totals.push(metrics, EVAL_METRICS);
-        Ok(())
-    };
-    saver.write_best(progress, report)?;
-    if progress.done == 0 && config.eval.eval_steps.is_some() {
-        record_start(report, evaluate)?;
+/// The loss of a pair is -log sigmoid(chosen - rejected - margin), where the margin is 0 unless the pair has one (Bradley and
+/// Terry; Ouyang et al. 2022, eq. 1), with the scores at the last token, or its mean over the tokens of [`Compared`]. The loss of
+/// an update is the mean over its pairs, whatever the micro-batches.
+struct Ranking<'a> {
+    config: &'a RewardConfig,
+    model: SequenceClassifier,
+    tokenizer: &'a Tokenizer,
+    pads: Option<&'a Pads>,
+    train_pairs: Gathered<Pair>,
+    eval_pairs: Vec<Pair>,
+}
+
+impl Supervised for Ranking<'_> {
+    type Sums = Totals;
+
+    fn device(&self) -> Device {
+        self.model.device()
     }
-    let mut began = Instant::now();
-    report.updates_begin();
-    while progress.done < plan.num_updates && !stop_requested() {
-        report.phase("training");
-        let taken = progress.cursor.take(plan.batch_size);
-        let mut batch: Vec<&Pair> = taken.into_iter().map(|row| &pairs[row]).collect();
-        batch.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
-        let mut pair = 0;
+
+    fn params(&self) -> &[Param] {
+        self.model.params()
+    }
+
+    fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
+        self.model.activation_bytes(gradient_checkpointing)
+    }
+
+    fn backward(&self, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
+        let (config, model, pads) = (self.config, &self.model, self.pads);
+        let mut pairs: Vec<&Pair> = batch.rows.iter().map(|&row| &self.train_pairs.rows[row]).collect();
+        pairs.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
+        let per_pair = pairs.len() as f64 / batch.loss_scale;
         let tokens = |pair: &&Pair| match pads {
             None => pair.chosen.len() + pair.rejected.len(),
             Some(_) => 2 * pair.chosen.len().max(pair.rejected.len()),
         };
-        for micro_batch in micro_batches(&batch, config.per_device_train_batch_size, most_tokens, tokens) {
-            let pairs = pair..pair + micro_batch.len() as u64;
-            pair = pairs.end;
-            // The two sides of a pair are rows of their own.
-            let rows = pairs.clone().map(|pair| 2 * pair).chain(pairs.map(|pair| 2 * pair + 1)).collect();
+        let mut first = 0;
+        for micro_batch in micro_batches(&pairs, config.per_device_train_batch_size, batch.max_tokens, tokens) {
+            let places = first..first + micro_batch.len() as u64;
+            first = places.end;
+            // The two sides of a pair are separate rows.
+            let rows = places.clone().map(|pair| 2 * pair).chain(places.map(|pair| 2 * pair + 1)).collect();
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
-            let dropout = DropoutRows { share, seed, update: progress.done as u64, rows };
-            let per_pair = batch.len() as f64 / progress.loss_scale();
-            let since = &mut progress.since;
+            let dropout = DropoutRows { share, seed, update: batch.update, rows };
             match config.pair_loss {
                 PairLoss::Sequence => model.scores_backward(&sides(micro_batch), Some(&dropout), |scores| {
-                    since.add(scores, &sequence_loss(scores, micro_batch), config) / per_pair
+                    sums.add(scores, &sequence_loss(scores, micro_batch), config) / per_pair
                 }),
                 PairLoss::Tokens | PairLoss::TokensUnpadded => {
                     let compared = Compared::of(micro_batch, pads, model.device());
                     compared.learn(model, Some(&dropout), |values| {
-                        since.add(&compared.ends(values), &compared.loss(values), config) / per_pair
+                        sums.add(&compared.ends(values), &compared.loss(values), config) / per_pair
                     })
                 }
             }?;
         }
-        let lr = learning_rate(config.learning_rate, &config.optimizer, progress.done, plan.num_updates);
-        let done = progress.done + 1;
-        let due = saver.due(progress, &config.eval, config.logging_steps, done, plan.num_updates);
-        let grad_norm = progress.step(lr)?;
-        let since = &mut progress.since;
-        since.grad_norm += grad_norm;
-        report.advance(vec![
-            format!("loss {:.3}", since.loss / since.pairs),
-            format!("accuracy {:.2}", since.correct / since.pairs),
-        ]);
-        let (finished, stopping) = (done == plan.num_updates, stop_requested());
-        let mut told = None;
-        if due.line || stopping {
-            let updates = since.pairs / plan.batch_size as f64;
-            let mut metrics = Metrics::default();
-            metrics.push("step", done as f64);
-            metrics.push("epoch", (done * plan.batch_size) as f64 / pairs.len() as f64);
-            since.push(&mut metrics, ["loss", "accuracy", "margin", "mean_reward"]);
-            metrics.push("grad_norm", since.grad_norm / updates);
-            metrics.push("learning_rate", lr);
-            metrics.push("time/update", began.elapsed().as_secs_f64() / updates);
-            progress.push_loss_scale(&mut metrics);
-            if (due.evaluation || finished || stopping) && !eval.is_empty() {
-                report.phase("evaluating");
-                evaluate(&mut metrics)?;
-            }
-            report.record(done as i64, &metrics)?;
-            told = Some(metrics);
-            began = Instant::now();
-        }
-        progress.advance(due.line);
-        told.map_or(Ok(()), |metrics| saver.keep_best(progress, &metrics, due.look, report))?;
-        saver.after_update(progress, report)?;
+        Ok(())
     }
-    Ok(())
+
+    fn evaluate(&self, metrics: &mut Metrics) -> Result<()> {
+        let sums = measure(&self.model, &self.eval_pairs, self.pads, self.config)?;
+        sums.push_as(metrics, EVAL_METRICS);
+        Ok(())
+    }
+
+    fn has_eval_rows(&self) -> bool {
+        !self.eval_pairs.is_empty()
+    }
+
+    fn write(&self, dir: &Path) -> Result<()> {
+        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+        self.model.save_pretrained(dir, eos, pad, self.config.run.max_shard_size.0)?;
+        self.tokenizer.save_pretrained(dir)
+    }
+
+    fn write_base(&mut self, dir: &Path) -> Result<()> {
+        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+        self.model.keep_base(&dir.join(BASE_MODEL), eos, pad, self.config.run.max_shard_size.0)
+    }
+
+    fn load_trained(&mut self, dir: &Path) -> Result<()> {
+        self.model.load_trained(dir)
+    }
 }
 
-/// Leaves out pairs with a side that is too long: cut at its end it would lose what it is scored for. Gives what is left,
-/// and what to tell of it.
+/// Returns the sums of an evaluation on `pairs`.
+fn measure(model: &SequenceClassifier, pairs: &[Pair], pads: Option<&Pads>, config: &RewardConfig) -> Result<Totals> {
+    let mut sums = Totals::default();
+    for batch in pairs.chunks(config.per_device_eval_batch_size) {
+        tch::no_grad(|| sums.measure(model, &batch.iter().collect::<Vec<_>>(), pads, config))?;
+    }
+    Ok(sums)
+}
+
+/// Drops pairs with a side that is too long: cut at its end it would lose what it is scored for. Returns the others, with
+/// warnings.
 ///
 /// # Errors
 /// If nothing is left.
@@ -409,12 +362,12 @@ pub(crate) fn leave_out_long(mut pairs: Vec<Pair>, max_length: usize, path: &Pat
     Ok((pairs, warnings))
 }
 
-/// All chosen sides, then all rejected ones.
+/// Returns all chosen sides, then all rejected ones.
 fn sides<'p>(pairs: &[&'p Pair]) -> Vec<&'p Vec<i64>> {
     pairs.iter().map(|pair| &pair.chosen).chain(pairs.iter().map(|pair| &pair.rejected)).collect()
 }
 
-/// -log sigmoid(chosen - rejected - margin) of scores, all chosen sides and then all rejected ones; `[pairs]`. As TRL's
+/// Returns -log sigmoid(chosen - rejected - margin) of scores, all chosen sides and then all rejected ones; `[pairs]`. As TRL's
 /// `RewardTrainer` with a `margin` column (Touvron et al. 2023, eq. 2).
 fn sequence_loss(scores: &Tensor, pairs: &[&Pair]) -> Tensor {
     let scores = scores.view([2, -1]);
@@ -426,10 +379,10 @@ fn sequence_loss(scores: &Tensor, pairs: &[&Pair]) -> Tensor {
     -(difference - Tensor::from_slice(&margins).to_device(scores.device())).log_sigmoid()
 }
 
-/// Refuses margins where the loss knows none.
+/// Refuses margins where the loss has none.
 ///
 /// # Errors
-/// If a pair has one, and the loss is of tokens.
+/// If a pair has one, and the loss compares tokens.
 pub(crate) fn check_margins(pairs: &[Pair], pair_loss: PairLoss, path: &Path) -> Result<()> {
     let Some(margin) = pairs.iter().find_map(|pair| pair.margin).filter(|_| pair_loss != PairLoss::Sequence) else {
         return Ok(());
@@ -448,17 +401,17 @@ pub(crate) fn check_margins(pairs: &[Pair], pair_loss: PairLoss, path: &Path) ->
 #[derive(Debug)]
 struct Pads {
     id: i64,
-    /// How many a text may hold before the one that ends it; `None`: those that it begins with.
+    /// Number of pads in a text before the pad that ends it; `None`: those at its start.
     skipped: Option<usize>,
     /// Tokens of a padded text.
     width: usize,
 }
 
 impl Pads {
-    /// DeepSpeed-Chat's padding; of a Llama tokenizer without a padding token the eos.
+    /// Returns DeepSpeed-Chat's padding; for a Llama tokenizer without a padding token the eos.
     ///
     /// # Errors
-    /// If the tokenizer knows no token to pad with.
+    /// If the tokenizer has no token to pad with.
     fn find(tokenizer: &Tokenizer, model: &SequenceClassifier, config: &RewardConfig) -> Result<Self> {
         let id = deepspeed_chat_pad(tokenizer, model.config()).or(tokenizer.eos()).ok_or_else(|| {
             let message = "pair_loss = tokens: expected a tokenizer with an eos or a pad token, found none";
@@ -468,7 +421,7 @@ impl Pads {
         Ok(Self { id, skipped: config.num_padding_at_beginning, width })
     }
 
-    /// Where a text ends: at its first pad behind those that are skipped, also of the padding behind it.
+    /// Returns where a text ends: at its first pad after those that are skipped, also one of the padding after it.
     fn end(&self, text: &[i64]) -> usize {
         let begins = || text.iter().take_while(|id| **id == self.id).count();
         let skipped = self.skipped.unwrap_or_else(begins);
@@ -477,13 +430,13 @@ impl Pads {
         pads.nth(skipped).unwrap_or_else(|| (text.len() + skipped - held).min(self.width))
     }
 
-    /// The first token that differs; none where all are the same with padding behind.
+    /// Returns the first token that differs; none if all are the same with padding after them.
     fn apart(&self, pair: &Pair) -> Option<usize> {
         let at = |text: &[i64], t: usize| text.get(t).copied().unwrap_or(self.id);
         (0..pair.chosen.len().max(pair.rejected.len())).find(|&t| at(&pair.chosen, t) != at(&pair.rejected, t))
     }
 
-    /// Refuses pairs that end before they part, of which DeepSpeed-Chat makes a loss that is not a number.
+    /// Refuses pairs that end before their first different token: DeepSpeed-Chat's loss of them is not a number.
     fn check(&self, pairs: &[Pair], path: &Path) -> Result<()> {
         for (i, pair) in pairs.iter().enumerate() {
             let ends = [self.end(&pair.chosen), self.end(&pair.rejected)];
@@ -504,26 +457,26 @@ impl Pads {
     }
 }
 
-/// What the losses of tokens compare: the two texts of a pair at every token from the first that differs to the last of the
-/// longer one.
+/// The tokens that the token losses compare: of the two texts of a pair, every token from the first that differs to the last
+/// of the longer one.
 ///
-/// With pads the shorter text has as many of them behind it as it lacks. Without, its last score stands where it has ended:
-/// nothing is said of what is not there. Of two equal texts the last token is compared, which teaches nothing.
+/// With pads the shorter text is padded to the length of the longer one. Without, its last score is repeated after its end. Of
+/// two equal texts the last token is compared, with a gradient of 0.
 #[derive(Debug)]
 struct Compared {
-    /// What is read: all chosen sides and then all rejected ones, with their pads.
+    /// Model inputs: all chosen sides and then all rejected ones, with their pads.
     texts: Vec<Vec<i64>>,
-    /// How many tokens of each are no pads behind it.
+    /// Number of tokens of each before its padding.
     shown: Vec<usize>,
-    /// The positions that are read of each: at least that of its score.
+    /// Positions of each whose values are computed, its score's among them.
     spans: Vec<Range<usize>>,
-    /// Places among what is read: of the two sides' ends, and of what is compared.
+    /// Indices into the values: of the two sides' ends, and of the compared tokens.
     ends: Tensor,
     chosen: Tensor,
     rejected: Tensor,
-    /// The share in its pair's mean of each that is compared.
+    /// Weight of each compared token in its pair's mean.
     shares: Tensor,
-    /// Its pair.
+    /// Pair of each compared token.
     pairs: Tensor,
 }
 
@@ -546,7 +499,7 @@ impl Compared {
                 Some(*read - span.len())
             })
             .collect();
-        // What is behind the last that is read has its score.
+        // The last value is repeated after the end.
         let place = |side: usize, t: usize| (places[side] + t.min(spans[side].end - 1) - spans[side].start) as i64;
         let ends: Vec<i64> = last.iter().enumerate().map(|(side, &t)| place(side, t)).collect();
         let (mut compared, mut shares, mut of) = ([Vec::new(), Vec::new()], Vec::new(), Vec::new());
@@ -572,7 +525,7 @@ impl Compared {
         }
     }
 
-    /// The tokens of a pair that are compared: at least one.
+    /// Returns the tokens of a pair that are compared: at least one.
     fn range(pair: &Pair, pads: Option<&Pads>) -> Range<usize> {
         let (apart, end) = match pads {
             Some(pads) => (pads.apart(pair), pads.end(&pair.chosen).max(pads.end(&pair.rejected)).max(1)),
@@ -584,17 +537,18 @@ impl Compared {
         apart.unwrap_or(end).min(end - 1)..end
     }
 
-    /// How many tokens of each text are shown, where there is padding.
+    /// Returns the number of tokens of each text that attention sees, if there is padding.
     fn shown(&self) -> Option<&[usize]> {
         let padded = self.texts.iter().zip(&self.shown).any(|(text, &shown)| text.len() > shown);
         padded.then_some(&self.shown)
     }
 
+    /// Returns the model inputs.
     fn batch(&self) -> Batch<'_, Vec<i64>> {
         Batch::new(&self.texts, &self.spans).with_padding(self.shown())
     }
 
-    /// Has the model learn by a `loss` of the values at the spans.
+    /// Forward and backward pass of a `loss` of the values at the spans; accumulates gradients.
     fn learn(
         &self,
         model: &SequenceClassifier,
@@ -604,12 +558,12 @@ impl Compared {
         model.values_backward(self.batch().with_dropout(dropout), loss)
     }
 
-    /// The scores at the ends, all chosen sides and then all rejected ones, among the `values` at the spans.
+    /// Returns the scores at the ends, all chosen sides and then all rejected ones, from the `values` at the spans.
     fn ends(&self, values: &Tensor) -> Tensor {
         values.index_select(0, &self.ends)
     }
 
-    /// The loss of each pair.
+    /// Returns the loss of each pair; `[pairs]`.
     fn loss(&self, values: &Tensor) -> Tensor {
         let at = |places| values.index_select(0, places);
         let losses = -(at(&self.chosen) - at(&self.rejected)).log_sigmoid() * &self.shares;
@@ -630,7 +584,7 @@ struct Totals {
 }
 
 impl Totals {
-    /// Adds what the model says of pairs.
+    /// Adds the scores and losses of pairs.
     fn measure(
         &mut self,
         model: &SequenceClassifier,
@@ -654,8 +608,8 @@ impl Totals {
         Ok(())
     }
 
-    /// Adds the pairs with these scores, all chosen sides and then all rejected ones, and these losses; gives the sum of the
-    /// losses, with what centres the scores.
+    /// Adds pairs with these scores, all chosen sides and then all rejected ones, and these losses. Returns the sum of the
+    /// losses, with the term that centres the scores.
     fn add(&mut self, scores: &Tensor, losses: &Tensor, config: &RewardConfig) -> Tensor {
         let scores = scores.view([2, -1]);
         let (chosen, rejected) = (scores.get(0), scores.get(1));
@@ -673,10 +627,29 @@ impl Totals {
         loss
     }
 
-    fn push(&self, metrics: &mut Metrics, names: [&'static str; 4]) {
+    /// Adds mean loss, accuracy, margin and mean reward under these names.
+    fn push_as(&self, metrics: &mut Metrics, names: [&'static str; 4]) {
         for (name, sum) in names.into_iter().zip([self.loss, self.correct, self.margin, self.reward]) {
             metrics.push(name, sum / self.pairs);
         }
+    }
+}
+
+impl Sums for Totals {
+    fn add_step(&mut self, grad_norm: f64) {
+        self.grad_norm += grad_norm;
+    }
+
+    fn steps(&self, batch_size: usize) -> (f64, f64) {
+        (self.pairs / batch_size as f64, self.grad_norm)
+    }
+
+    fn push(&self, metrics: &mut Metrics) {
+        self.push_as(metrics, ["loss", "accuracy", "margin", "mean_reward"]);
+    }
+
+    fn watched(&self) -> Vec<String> {
+        vec![format!("loss {:.3}", self.loss / self.pairs), format!("accuracy {:.2}", self.correct / self.pairs)]
     }
 }
 
@@ -685,7 +658,7 @@ mod tests {
     use super::*;
     use std::collections::HashMap;
 
-    /// That of the golden pairs.
+    /// Padding token of the golden pairs.
     const PAD: i64 = 1;
 
     fn close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
@@ -698,7 +671,7 @@ mod tests {
         Pair { chosen: chosen.to_vec(), rejected: rejected.to_vec(), margin: None }
     }
 
-    /// The numbers of DeepSpeed-Chat's reward models on pairs that part anywhere, are of any lengths, or are equal
+    /// Losses and gradients of DeepSpeed-Chat's reward models on pairs of any first different token, any lengths, or equal ones
     /// (tests/golden/make_reward_pairs.py).
     #[test]
     fn a_loss_of_tokens_has_the_values_and_gradients_of_torch() {
@@ -748,7 +721,7 @@ mod tests {
             let norm = Tensor::stack(&norms, 0).norm();
             let expected = &golden["trunk.grad_norm"];
             close(name, &(norm / expected), &expected.ones_like(), 1e-4);
-            // DeepSpeed-Chat compares with what is said at pads.
+            // DeepSpeed-Chat compares with the values at pads.
             for (i, checkpoints) in [false, true].into_iter().enumerate() {
                 model.set_gradient_checkpointing(checkpoints);
                 let pads = Pads { id: PAD, skipped: (i == 0).then_some(0), width: 12 };
@@ -846,7 +819,7 @@ mod tests {
     }
 
     #[test]
-    fn pads_end_a_text_behind_those_that_are_skipped_and_fill_it_up_to_the_longer_end() {
+    fn the_first_pad_that_is_not_skipped_ends_a_text_and_pads_fill_the_shorter_one() {
         let pads = |skipped| Pads { id: PAD, skipped, width: 8 };
         let opt = [PAD, 5, 6, PAD];
         assert_eq!([Some(0), Some(1), Some(2), Some(3), Some(9), None].map(|n| pads(n).end(&opt)), [0, 3, 4, 5, 8, 3]);
@@ -866,7 +839,7 @@ mod tests {
             assert_eq!(Vec::<i64>::try_from(&compared.ends).unwrap(), [2, 3, 4, 5, 8, 9]);
             assert_eq!(Vec::<i64>::try_from(&compared.rejected).unwrap(), [5, 6, 7, 8, 9]);
         }
-        // A pad in the middle ends both before they part.
+        // A pad in the middle ends both before their first different token.
         let early = pair(&[3, PAD, 4], &[3, PAD, 5]);
         for (skipped, refused) in [(None, true), (Some(0), true), (Some(1), false)] {
             assert_eq!(
@@ -882,7 +855,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_compared_from_where_two_texts_part_and_a_text_that_has_ended_keeps_its_score() {
+    fn tokens_are_compared_from_the_first_that_differs_and_the_shorter_text_repeats_its_last_score() {
         let (longer, equal, prefix) = (pair(&[1, 2, 3, 4], &[1, 2, 5]), pair(&[7, 8], &[7, 8]), pair(&[1], &[1, 2]));
         let pairs = [&longer, &equal, &prefix];
         let compared = Compared::of(&pairs, None, Device::Cpu);
@@ -901,7 +874,7 @@ mod tests {
     }
 
     #[test]
-    fn a_margin_is_taken_off_the_difference_in_the_loss_and_its_gradient_and_nowhere_else() {
+    fn a_margin_is_subtracted_in_the_loss_and_its_gradient_and_nowhere_else() {
         let with = |margin| Pair { margin, ..pair(&[1, 2], &[1, 3]) };
         let pairs = [with(Some(0.5)), with(None), with(Some(-1.0))];
         let pairs: Vec<&Pair> = pairs.iter().collect();
@@ -918,7 +891,7 @@ mod tests {
         let _ = totals.add(&scores.detach(), &losses.detach(), &RewardConfig::new("m", "d", "o"));
         assert_eq!((totals.correct, totals.margin), (2.0, 2.5), "of the scores as they are");
         assert!((totals.loss - 3.0 * cost).abs() < 1e-6);
-        // Without margins the numbers are those of the loss without them, bit for bit.
+        // Without margins the loss is the same bit for bit.
         let plain = [with(None), with(None), with(None)];
         let losses = sequence_loss(&scores, &plain.iter().collect::<Vec<_>>());
         assert!(losses.equal(&-(scores.narrow(0, 0, 3) - scores.narrow(0, 3, 3)).log_sigmoid()));

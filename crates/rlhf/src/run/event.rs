@@ -1,0 +1,128 @@
+//! Events of a run: what a training loop hands to the sinks.
+
+use crate::data::prompt_field;
+use crate::generate::FinishReason;
+use crate::metrics::{Metrics, Warning};
+use serde::Serialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// An event of a run, as [`crate::train::ppo::PpoTrainer::train_with`] passes it to its caller.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// An update is complete, and its metrics are written.
+    ///
+    /// The evaluation before the first update is recorded as step 0; a caller gets [`Event::Evaluation`] alone for it.
+    Update {
+        /// Updates done so far.
+        step: usize,
+        /// Metrics of this update, or since the last event; those of an evaluation after it too.
+        metrics: &'a Metrics,
+    },
+    /// The held-out prompts were evaluated.
+    Evaluation {
+        /// Updates done so far.
+        step: usize,
+        /// Responses trained on so far.
+        episode: usize,
+        /// Metrics and responses.
+        evaluation: &'a Evaluation,
+    },
+    /// Responses to show: to the sample prompts, or of a rollout.
+    Samples {
+        /// Updates done so far.
+        step: usize,
+        /// Responses trained on so far.
+        episode: usize,
+        /// Where the responses are from.
+        source: SampleSource,
+        /// The responses.
+        samples: &'a [Sample],
+    },
+    /// Something in an update should be looked at; nothing stops. Also on standard error, unless the console is silent.
+    Warning {
+        /// Updates done so far, this one included.
+        step: usize,
+        /// Kind and text.
+        warning: &'a Warning,
+    },
+    /// A folder holds the current model: a checkpoint, the best model so far, or the final model.
+    Saved {
+        /// The folder.
+        dir: &'a Path,
+    },
+}
+
+/// Where the responses of [`Event::Samples`] are from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SampleSource {
+    /// Greedy responses to the sample prompts.
+    SamplePrompts,
+    /// Sampled responses that the update trained on.
+    Rollout,
+}
+
+/// One row of a sample table.
+#[derive(Debug, Clone, Serialize)]
+pub struct Sample {
+    /// The prompt's text.
+    pub prompt: String,
+    /// The response's text.
+    pub response: String,
+    /// The whole score of the response.
+    pub score: f64,
+    /// Score of each reward by its name, before weights and penalties.
+    pub components: BTreeMap<String, f64>,
+    /// Why the response ended, where that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub finish_reason: Option<FinishReason>,
+    /// Tokens of the response, a stop token included, where they are known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_tokens: Option<usize>,
+    /// The prompt as a table shows it, where it is a conversation.
+    #[serde(skip)]
+    pub(crate) conversation: Option<Conversation>,
+}
+
+/// A conversation as a table shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Conversation {
+    /// The system prompt, often the same in all rows.
+    pub(crate) system: Option<String>,
+    /// The other turns.
+    pub(crate) turns: String,
+}
+
+impl Conversation {
+    /// Returns the conversation of a dataset's `row`, if it is one and all of it is in `text`, the prompt as the model reads
+    /// it: a prompt that was cut is shown as it is.
+    pub(crate) fn of(row: &Value, text: &str) -> Option<Self> {
+        let (_, prompt) = prompt_field(row)?;
+        let messages: Option<Vec<(&str, &str)>> = prompt
+            .as_array()?
+            .iter()
+            .map(|message| Some((message["role"].as_str()?, message["content"].as_str()?)))
+            .collect();
+        let messages = messages.filter(|messages| messages.iter().all(|(_, said)| text.contains(said.trim())))?;
+        let (system, turns) = match messages.split_first()? {
+            (("system" | "developer", system), turns) if !turns.is_empty() => (Some(system.to_string()), turns),
+            _ => (None, &messages[..]),
+        };
+        let turns = match turns {
+            [("user", said)] => said.to_string(),
+            turns => turns.iter().map(|(role, said)| format!("{role}: {said}")).collect::<Vec<_>>().join("\n"),
+        };
+        Some(Self { system, turns })
+    }
+}
+
+/// Result of evaluating the policy on the held-out prompts.
+#[derive(Debug, Clone)]
+pub struct Evaluation {
+    /// `eval/score`, `eval/kl`, `eval/response_length` and `time/eval`; `docs/algorithm.md` defines them.
+    pub metrics: Metrics,
+    /// The responses, in the order of the prompts.
+    pub samples: Vec<Sample>,
+}

@@ -1,0 +1,474 @@
+//! The output folder of a run: its lock, what is in it, what a run may overwrite.
+
+use crate::files;
+use crate::model::{AdapterFolder, BASE_MODEL};
+use crate::run::checkpoint;
+use crate::run::resolved::{RESOLVED, write_resolved};
+use crate::run::settings::{Resume, RunConfig};
+use crate::run::start::Start;
+use crate::run::tensorboard;
+use crate::weights::BESIDE;
+use crate::{Error, Result};
+use serde::Serialize;
+use std::fs::{File, TryLockError};
+use std::path::{Path, PathBuf};
+
+/// The file of a run's metrics: one JSON object per line.
+pub(crate) const METRICS: &str = "metrics.jsonl";
+
+/// The folder of a run's responses, with a file for each evaluation and each table of samples.
+pub(crate) const SAMPLES: &str = "samples";
+
+/// Names of the files in a run's folder, beside those of the tokenizer, of shards, of TensorBoard and of checkpoints alone.
+const RUN_FILES: [&str; 10] = [
+    METRICS,
+    CONFIG,
+    OLD_CONFIG,
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "README.md",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+];
+
+/// The resolved configuration of a run; a folder that has one holds a run.
+pub(crate) const CONFIG: &str = "config.yaml";
+
+/// Its name in runs of earlier builds, which can be resumed.
+const OLD_CONFIG: &str = "run.yaml";
+
+/// Returns whether the folder `dir` holds a run: a `config.yaml` that a run wrote, or started to write, and not a user.
+pub(crate) fn holds_run(dir: &Path) -> bool {
+    match files::read(&dir.join(CONFIG)) {
+        Ok(text) => is_resolved(&text),
+        Err(_) => !dir.join(CONFIG).exists() && dir.join(OLD_CONFIG).is_file(),
+    }
+}
+
+/// Returns whether a run wrote this `config.yaml`, or started to.
+fn is_resolved(text: &[u8]) -> bool {
+    let header = RESOLVED.as_bytes();
+    text.starts_with(header) || header.starts_with(text)
+}
+
+/// Folders with models in a run's folder, inner ones first.
+const INNER: [&str; 5] = [BASE_MODEL, "ema/base_model", "ema", "value_model/base_model", "value_model"];
+
+/// Returns whether `path` has nothing but what a run leaves that was killed before its `config.yaml` was in place.
+fn is_leftover(path: &Path) -> bool {
+    let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return false };
+    let holds_leftovers = || {
+        std::fs::read_dir(path)
+            .is_ok_and(|mut entries| entries.all(|entry| entry.is_ok_and(|entry| is_leftover(&entry.path()))))
+    };
+    match path.is_dir() {
+        true if name == BESIDE => true,
+        true => (name == SAMPLES || INNER.iter().any(|inner| path.ends_with(inner))) && holds_leftovers(),
+        false if name == format!("{CONFIG}.tmp") => std::fs::read(path).is_ok_and(|text| is_resolved(&text)),
+        false => {
+            let of_samples = name.ends_with(".tmp") && samples_update(&name).is_some();
+            of_samples || name == format!("{METRICS}.tmp") || name == tensorboard::BESIDE
+        }
+    }
+}
+
+/// Returns whether a run writes files of this name: `overwrite_output_dir` removes no others.
+fn is_run_file(name: &str) -> bool {
+    if name == tensorboard::BESIDE {
+        return true;
+    }
+    let name = name.strip_suffix(".tmp").unwrap_or(name);
+    let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let shard = name
+        .strip_prefix("model-")
+        .and_then(|rest| rest.strip_suffix(".safetensors"))
+        .and_then(|rest| rest.split_once("-of-"))
+        .is_some_and(|(part, parts)| digits(part) && digits(parts));
+    shard
+        || RUN_FILES.contains(&name)
+        || checkpoint::FILES.contains(&name)
+        || crate::tokenizer::FILES.contains(&name)
+        || name.starts_with(tensorboard::PREFIX)
+}
+
+/// Checks that a run may write to `run.output_dir`, before anything slow. Changes nothing.
+///
+/// # Errors
+/// If one of the run's `inputs` is the folder or lies in it; if the folder holds anything and `overwrite_output_dir` is not
+/// set, or anything but a run and it is set. A run that is resumed in place finds its own files.
+pub(crate) fn check_output_dir(run: &RunConfig, start: &Start, inputs: &[&Path]) -> Result<()> {
+    if start.in_place {
+        return check_inputs(&run.output_dir, inputs);
+    }
+    let (dir, overwrite) = (run.output_dir.as_path(), may_overwrite(run, start));
+    if !overwrite && run.checkpoints.resume_from_checkpoint == Some(Resume::Latest) && holds_run(dir) {
+        return Err(Error::invalid(
+            dir,
+            "output_dir: found a run in it that is finished, and no checkpoint to resume from; choose another folder, or \
+             set --overwrite_output_dir to replace it",
+        ));
+    }
+    let inputs: Vec<&Path> = inputs.iter().copied().chain(start.input()).collect();
+    check_folder(dir, overwrite, &inputs)
+}
+
+/// Returns whether the files of a run in `run.output_dir` may be removed.
+fn may_overwrite(run: &RunConfig, start: &Start) -> bool {
+    run.overwrite_output_dir || (start.replaces && holds_run(&run.output_dir))
+}
+
+/// Checks the output folder of a command that is no training run, as [`check_output_dir`] does.
+pub(crate) fn check_folder(dir: &Path, overwrite: bool, inputs: &[&Path]) -> Result<()> {
+    check_inputs(dir, inputs)?;
+    check_contents(dir, overwrite)
+}
+
+/// Checks that none of the `inputs` is the folder `dir` or lies in it.
+fn check_inputs(dir: &Path, inputs: &[&Path]) -> Result<()> {
+    let whole = dir.canonicalize().ok();
+    let inside =
+        |input: &Path| input.canonicalize().is_ok_and(|input| whole.as_ref().is_some_and(|d| input.starts_with(d)));
+    let base = |input: &&Path| AdapterFolder::find(input).ok().flatten()?.local_base();
+    let bases: Vec<PathBuf> = inputs.iter().filter_map(base).collect();
+    let mut inputs = inputs.iter().copied().chain(bases.iter().map(PathBuf::as_path));
+    if let Some(input) = inputs.find(|input| inside(input)) {
+        let message = format!("output_dir = {} holds what the run reads: {}", dir.display(), input.display());
+        return Err(Error::Usage(message));
+    }
+    Ok(())
+}
+
+/// Checks that the folder `dir` is empty or new, or holds a run that may be overwritten.
+fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
+    if dir.is_file() {
+        return Err(Error::invalid(dir, "output_dir: expected a folder or nothing, found a file"));
+    }
+    if !dir.is_dir() {
+        return Ok(());
+    }
+    let mut entries = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?;
+    let entry = entries.find(|entry| entry.as_ref().map_or(true, |entry| !is_leftover(&entry.path())));
+    let Some(entry) = entry else { return Ok(()) };
+    let name = entry.map_err(Error::io("read the folder", dir))?.file_name();
+    let name = name.to_string_lossy();
+    match (overwrite, holds_run(dir)) {
+        (true, true) => Ok(()),
+        (true, false) => Err(Error::invalid(
+            dir,
+            format!("overwrite_output_dir: expected a folder with a run (its {CONFIG}), found `{name}` and no run"),
+        )),
+        (false, true) => Err(Error::invalid(
+            dir,
+            "output_dir: expected an empty or new folder, found a run in it; choose another folder, or set \
+             --resume_from_checkpoint to go on with the run, or --overwrite_output_dir to replace it",
+        )),
+        (false, false) => Err(Error::invalid(
+            dir,
+            format!("output_dir: expected an empty or new folder, found `{name}` in it; choose another folder"),
+        )),
+    }
+}
+
+/// The lock on a run's folder, which keeps other runs out of it while it lives. The system releases it when the process ends,
+/// however it ends.
+///
+/// It is acquired before the contents of the folder are read, so that no other run changes them afterwards.
+#[derive(Debug)]
+pub(crate) struct FolderLock {
+    /// The locked folder; none if there was no folder yet.
+    folder: Option<File>,
+}
+
+impl FolderLock {
+    /// Locks the folder `dir`, if there is one.
+    ///
+    /// # Errors
+    /// If another run has the lock, or the folder cannot be opened.
+    pub(crate) fn acquire(dir: &Path) -> Result<Self> {
+        if !dir.is_dir() {
+            return Ok(Self { folder: None });
+        }
+        let folder = File::open(dir).map_err(Error::io("read the folder", dir))?;
+        match folder.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                Err(Error::invalid(dir, "output_dir: another run is at work in this folder"))
+            }
+            // Some file systems have no locks: there no run is kept out.
+            Ok(()) | Err(TryLockError::Error(_)) => Ok(Self { folder: Some(folder) }),
+        }
+    }
+
+    /// Creates and locks the folder `dir` if there was none before. Returns whether it was created now.
+    ///
+    /// # Errors
+    /// If it cannot be created; if another run has created it meanwhile and has the lock, or has ended in it and may not be
+    /// replaced.
+    pub(crate) fn create(self, dir: &Path, overwrite: bool) -> Result<(Self, bool)> {
+        if self.folder.is_some() {
+            return Ok((self, false));
+        }
+        std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
+        let lock = Self::acquire(dir)?;
+        if !overwrite && holds_run(dir) {
+            let message = "output_dir: another run has begun in this folder since this one was started; choose another \
+                           folder, or start this one again";
+            return Err(Error::invalid(dir, message));
+        }
+        Ok((lock, true))
+    }
+}
+
+/// Claims `run.output_dir` for this run when it is ready to start: removes an old run's files if it may, and writes the
+/// resolved configuration; a run that is resumed in place finds it there. The `lock` was acquired before `start` was found.
+///
+/// # Errors
+/// As [`check_output_dir`]; if another run created the folder first; if a file cannot be removed or written.
+pub(crate) fn claim_output_dir(
+    run: &RunConfig,
+    start: &Start,
+    lock: FolderLock,
+    resolved: &impl Serialize,
+) -> Result<FolderLock> {
+    let dir = run.output_dir.as_path();
+    if start.in_place {
+        if start.extends(resolved)? && dir.join(CONFIG).is_file() {
+            write_resolved(resolved, dir.join(CONFIG))?;
+        }
+        return Ok(lock);
+    }
+    check_contents(dir, may_overwrite(run, start))?;
+    let (lock, created) = lock.create(dir, run.overwrite_output_dir)?;
+    // `start` was found before a folder that is new.
+    check_contents(dir, if created { run.overwrite_output_dir } else { may_overwrite(run, start) })?;
+    clean_folder(dir, resolved)?;
+    Ok(lock)
+}
+
+/// Claims the output folder of a command that is no training run, as [`claim_output_dir`] does.
+pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serialize) -> Result<FolderLock> {
+    check_contents(dir, overwrite)?;
+    let (lock, _) = FolderLock::acquire(dir)?.create(dir, overwrite)?;
+    check_contents(dir, overwrite)?;
+    clean_folder(dir, resolved)?;
+    Ok(lock)
+}
+
+/// Removes the files of a run in the folder `dir`, and writes the resolved configuration.
+///
+/// That file makes a folder a run's, and is replaced last: a run that is killed before can start again.
+fn clean_folder(dir: &Path, resolved: &impl Serialize) -> Result<()> {
+    checkpoint::clear(dir)?;
+    remove_run_files(dir)?;
+    let samples = dir.join(SAMPLES);
+    if samples.is_dir() {
+        remove_files(&samples, |name| samples_update(name).is_some())?;
+        // It stays if it has other files.
+        let _ = std::fs::remove_dir(&samples);
+    }
+    for folder in checkpoint::folders(dir)?.iter().map(PathBuf::as_path).chain([dir]) {
+        for inner in INNER.map(|inner| folder.join(inner)) {
+            remove_run_folder(&inner)?;
+        }
+        if folder != dir {
+            remove_run_folder(folder)?;
+        }
+    }
+    write_resolved(resolved, dir.join(CONFIG))?;
+    remove_files(dir, |name| name == OLD_CONFIG)
+}
+
+/// Removes a run's files from a folder in its output folder, and the folder itself unless it has other files.
+fn remove_run_folder(dir: &Path) -> Result<()> {
+    if dir.is_dir() {
+        remove_run_files(dir)?;
+        let _ = std::fs::remove_dir(dir);
+    }
+    Ok(())
+}
+
+/// Removes the files that a run writes to a folder, but its configuration.
+fn remove_run_files(dir: &Path) -> Result<()> {
+    // A killed save leaves this folder.
+    let beside = dir.join(BESIDE);
+    if beside.is_dir() {
+        std::fs::remove_dir_all(&beside).map_err(Error::io("remove", &beside))?;
+    }
+    remove_files(dir, |name| is_run_file(name) && name != CONFIG && name != OLD_CONFIG)
+}
+
+/// Removes the files in `dir` whose names are `removed`.
+pub(crate) fn remove_files(dir: &Path, removed: impl Fn(&str) -> bool) -> Result<()> {
+    for entry in std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
+        let entry = entry.map_err(Error::io("read the folder", dir))?;
+        if removed(&entry.file_name().to_string_lossy()) && entry.path().is_file() {
+            std::fs::remove_file(entry.path()).map_err(Error::io("remove", entry.path()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the number of updates in the name of a file in [`SAMPLES`], if a run writes files of such a name.
+pub(crate) fn samples_update(name: &str) -> Option<usize> {
+    // A kill between writing and renaming leaves a file with this suffix.
+    let name = name.strip_suffix(".tmp").unwrap_or(name);
+    let number =
+        ["update-", "eval-", "answers-"].iter().find_map(|kind| name.strip_prefix(kind))?.strip_suffix(".jsonl")?;
+    (number.len() >= 6 && number.bytes().all(|byte| byte.is_ascii_digit())).then(|| number.parse().ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flag::defaults;
+
+    fn run(dir: &Path, overwrite: bool) -> RunConfig {
+        let mut run = RunConfig { output_dir: dir.into(), ..defaults() };
+        run.overwrite_output_dir = overwrite;
+        run
+    }
+
+    fn claim(run: &RunConfig) -> Result<FolderLock> {
+        let lock = FolderLock::acquire(&run.output_dir)?;
+        claim_output_dir(run, &Start::find(run)?, lock, &serde_json::json!({"seed": 1}))
+    }
+
+    #[test]
+    fn a_folder_with_files_is_refused_unless_it_is_a_run_and_overwriting_is_set() {
+        let dir = tempfile::tempdir().unwrap();
+        let check = |overwrite| {
+            check_output_dir(&run(dir.path(), overwrite), &Start::default(), &[]).map_err(|e| e.to_string())
+        };
+        check(false).unwrap();
+        std::fs::write(dir.path().join("thesis.tex"), "old").unwrap();
+        assert!(check(false).unwrap_err().contains("thesis.tex"));
+        assert!(check(true).unwrap_err().contains("no run"));
+        let config = dir.path().join(CONFIG);
+        std::fs::write(&config, "seed: 1\n").unwrap();
+        assert!(check(true).unwrap_err().contains("no run"), "a user's config.yaml is no run's");
+        std::fs::remove_file(&config).unwrap();
+        for (name, text) in [(OLD_CONFIG, "old"), (CONFIG, RESOLVED)] {
+            std::fs::write(dir.path().join(name), text).unwrap();
+            assert!(check(false).unwrap_err().contains("--overwrite_output_dir"));
+            check(true).unwrap();
+            assert_eq!(std::fs::read_to_string(dir.path().join(name)).unwrap(), text, "checking changes nothing");
+        }
+    }
+
+    #[test]
+    fn overwriting_removes_the_old_run_and_no_other_file() {
+        let dir = tempfile::tempdir().unwrap();
+        for folder in ["value_model/base_model", "model-backup", "checkpoint-4/value_model", "best", "checkpoint-old"] {
+            std::fs::create_dir_all(dir.path().join(folder)).unwrap();
+        }
+        let ours = [
+            "value_model/base_model/model.safetensors",
+            "metrics.jsonl",
+            "config.yaml",
+            "run.yaml",
+            "model-00001-of-00002.safetensors",
+            "value_model/config.json",
+            "checkpoint-4/trainer_state.json",
+            "checkpoint-4/value_model/optimizer.safetensors",
+            "best/model.safetensors",
+            "best/best.json",
+        ];
+        let others = [
+            "thesis.tex",
+            "model-notes.txt",
+            "model-backup/config.json",
+            "value_model/mine",
+            "checkpoint-old/config.json",
+        ];
+        for name in ours.iter().chain(&others) {
+            std::fs::write(dir.path().join(name), if *name == CONFIG { RESOLVED } else { "x" }).unwrap();
+        }
+        let run = run(dir.path(), true);
+        claim(&run).unwrap();
+        assert!(!dir.path().join("checkpoint-4").exists() && !dir.path().join("best").exists());
+        for name in others {
+            assert!(dir.path().join(name).is_file(), "{name}");
+        }
+        for name in ours.iter().filter(|name| **name != CONFIG) {
+            assert!(!dir.path().join(name).exists(), "{name}");
+        }
+    }
+
+    #[test]
+    fn of_two_runs_on_one_folder_the_second_is_refused_whenever_it_was_checked() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = run(&dir.path().join("new"), false);
+        let out = run.output_dir.as_path();
+        let overwriting = RunConfig { overwrite_output_dir: true, ..run.clone() };
+        // All were checked before there is a folder.
+        let looked = || (FolderLock::acquire(out).unwrap(), Start::find(&run).unwrap());
+        let (first, second, third) = (looked(), looked(), looked());
+        let claim_of = |run: &RunConfig, (lock, start): (FolderLock, Start)| {
+            claim_output_dir(run, &start, lock, &serde_json::json!({})).map_err(|error| error.to_string())
+        };
+        let held = claim_of(&run, first).unwrap();
+        let at_work = "another run is at work";
+        assert!(claim_of(&run, second).unwrap_err().contains("found a run in it"));
+        assert!(claim_of(&overwriting, third).unwrap_err().contains(at_work), "not even with overwrite_output_dir");
+        // Nor is it checked.
+        assert!(FolderLock::acquire(out).unwrap_err().to_string().contains(at_work));
+        std::fs::write(out.join("model.safetensors"), "finished").unwrap();
+        drop(held);
+        // A run that has ended meanwhile is not replaced without overwrite_output_dir, not even where a resumed run may replace
+        // one without a checkpoint.
+        let resuming = |mut run: RunConfig| {
+            run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
+            run
+        };
+        let early = || (FolderLock { folder: None }, Start { replaces: true, ..Start::default() });
+        for run in [run.clone(), resuming(run.clone())] {
+            let error = claim_of(&run, early()).unwrap_err();
+            assert!(error.contains("found a run in it") || error.contains("another run has begun"), "{error}");
+        }
+        assert_eq!(std::fs::read_to_string(out.join("model.safetensors")).unwrap(), "finished");
+        drop(claim(&overwriting).unwrap());
+        assert!(!out.join("model.safetensors").exists());
+    }
+
+    #[test]
+    fn leftovers_of_a_killed_run_without_a_configuration_do_not_forbid_a_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("out");
+        for folder in ["samples", "base_model/.saving", "value_model/base_model/.saving", ".saving/value_model"] {
+            std::fs::create_dir_all(out.join(folder)).unwrap();
+        }
+        let resolved = format!("{RESOLVED}1.\nseed:");
+        for (name, text) in [
+            ("samples/update-000003.jsonl.tmp", "{"),
+            ("base_model/.saving/model.safetensors", "x"),
+            ("config.yaml.tmp", resolved.as_str()),
+            ("metrics.jsonl.tmp", "{"),
+        ] {
+            std::fs::write(out.join(name), text).unwrap();
+        }
+        let run = run(&out, false);
+        drop(claim(&run).unwrap());
+        let left: Vec<_> = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, [CONFIG]);
+        // Files that may be a user's still do.
+        for name in ["config.yaml.tmp", "samples/mine.tmp", "value_model/notes", "README.md.tmp"] {
+            let other = dir.path().join(name.replace('/', "-"));
+            std::fs::create_dir_all(other.join(name).parent().unwrap()).unwrap();
+            std::fs::write(other.join(name), "mine").unwrap();
+            let error = check_contents(&other, false).unwrap_err().to_string();
+            assert!(error.contains("expected an empty or new folder"), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_run_may_not_write_over_what_it_reads() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("prompts.jsonl"), "{}").unwrap();
+        for input in [dir.path().to_path_buf(), dir.path().join("prompts.jsonl")] {
+            let run = run(dir.path(), true);
+            let error = check_output_dir(&run, &Start::default(), &[&input]).unwrap_err().to_string();
+            assert!(error.contains("holds what the run reads"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,669 @@
+//! The course of a training run, the same for SFT, the reward model and PPO.
+//!
+//! A training command loads models and data, and then computes updates: prompts or rows to a batch, a batch to a loss, a loss
+//! to optimizer steps. Everything else of a run is here. The command implements [`Trainee`]: its resumable state, and how its
+//! models and optimizers are written and read. [`Progress`] is part of the trainee, so that a caller of the library can run
+//! updates without files.
+//!
+//! 1. [`Opening::new`], before anything slow: locks the output folder, finds the checkpoint to resume from, checks that the
+//!    folder may be written and that the settings are those of the checkpoint. Nothing is changed yet.
+//! 2. [`Session::begin`], after loading: restores the trainee from the checkpoint, claims the output folder, opens the sinks,
+//!    and reports from where the run starts.
+//! 3. The loop, while [`Session::is_running`]. For each update the trainee
+//!    - asks what is [due](Session::due) after it: an evaluation, a line of metrics, a checkpoint, a comparison with the best
+//!      model;
+//!    - hands events to [`Session::emit`];
+//!    - calls [`Session::complete_update`], which counts the update, compares its metrics with the best model's, and takes a
+//!      snapshot of the resumable state;
+//!    - calls [`Session::save_due`], which writes the best model and the checkpoint.
+//! 4. [`Session::end`], also after an error: leaves a checkpoint if the last update is complete, leaves the model in the output
+//!    folder, and returns the error that tells how to resume, or the number of updates. [`Session::report_end`] then shows the
+//!    outcome.
+//!
+//! An error can come in the middle of an update, when the cursor and the sums have moved on and the weights perhaps too. So a
+//! checkpoint holds the snapshot that was taken after the last complete update, and none is written if an optimizer step was
+//! taken since ([`Trainee::steps`]).
+
+use crate::hub::Commits;
+use crate::metrics::Metrics;
+use crate::run::best::Best;
+use crate::run::checkpoint::{self, Checkpoints, Saved, is_due};
+use crate::run::event::Event;
+use crate::run::inputs::Inputs;
+use crate::run::output_dir::{FolderLock, check_output_dir, claim_output_dir};
+use crate::run::report::Reporter;
+use crate::run::settings::{EvalConfig, RunConfig};
+use crate::run::sinks::Reached;
+use crate::run::sinks::console::{Console, ConsoleOutput};
+use crate::run::start::Start;
+use crate::signals::{exit_code, stop_requested};
+use crate::{Error, Result};
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::ops::ControlFlow;
+use std::path::Path;
+
+/// What a training command gives its session.
+pub(crate) trait Trainee {
+    fn progress(&self) -> &Progress;
+
+    fn progress_mut(&mut self) -> &mut Progress;
+
+    /// Digests of what the run reads.
+    fn inputs(&self) -> &Inputs;
+
+    /// Returns the resumable state beside weights, optimizers and the best model: one entry per part, by name.
+    fn state(&self) -> Map<String, Value>;
+
+    /// Restores weights, optimizers and what [`Trainee::state`] returned.
+    ///
+    /// # Errors
+    /// If the checkpoint is not of a run like this one.
+    fn load(&mut self, saved: &Saved) -> Result<()>;
+
+    /// Optimizer steps since the start of the run, taken or skipped; a change since the last snapshot means that an update was
+    /// left in the middle.
+    fn steps(&self) -> i64;
+
+    /// Writes models and tokenizer to an empty folder.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    fn write_models(&self, dir: &Path) -> Result<()>;
+
+    /// Writes the optimizers' states beside the models in `dir`.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    fn write_optimizers(&self, dir: &Path) -> Result<()>;
+
+    /// Writes the bases of adapters to the output folder, unless they are there: once for all checkpoints, as they never
+    /// change.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    fn write_bases(&mut self) -> Result<()>;
+
+    /// Replaces the model in the output folder `dir` by the current one, with its model card.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    fn save_final(&self, dir: &Path) -> Result<()>;
+
+    /// Returns the metrics of the last update that the model card shows.
+    fn card_metrics(&self) -> Map<String, Value> {
+        Map::new()
+    }
+
+    /// Returns whether the metric of the best model may be missing so far.
+    fn may_lack_best_metric(&self) -> bool {
+        false
+    }
+}
+
+/// Progress of a run.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    /// Updates done.
+    pub(crate) done: usize,
+    /// The last update after which a line of metrics was due: a line written because the run was stopped is not one of them.
+    pub(crate) recorded: usize,
+    best: Option<Best>,
+    snapshot: Option<Snapshot>,
+    /// The lock on the output folder, once a session has begun in it.
+    lock: Option<FolderLock>,
+}
+
+/// The resumable state after a completed update.
+#[derive(Debug)]
+struct Snapshot {
+    state: Map<String, Value>,
+    /// [`Trainee::steps`] then.
+    steps: i64,
+}
+
+impl Progress {
+    /// Returns the progress of a new run.
+    pub(crate) fn new(eval: &EvalConfig) -> Self {
+        Self { done: 0, recorded: 0, best: Best::new(eval), snapshot: None, lock: None }
+    }
+
+    /// Returns whether a session has begun in the output folder.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.lock.is_some()
+    }
+}
+
+/// Records the trainee's resumable state after a completed update.
+pub(crate) fn take_snapshot(trainee: &mut impl Trainee) {
+    let (mut state, steps) = (trainee.state(), trainee.steps());
+    let progress = trainee.progress_mut();
+    state.extend(progress.best.as_ref().map(|best| ("best".into(), best.state())));
+    progress.snapshot = Some(Snapshot { state, steps });
+}
+
+/// What a session needs to know of a run; `config` is the whole configuration, for `config.yaml` and for checkpoints.
+#[derive(Debug)]
+pub(crate) struct RunSpec<'a, C> {
+    /// The command, as checkpoints name it.
+    pub(crate) command: &'static str,
+    pub(crate) config: &'a C,
+    pub(crate) run: &'a RunConfig,
+    pub(crate) eval: &'a EvalConfig,
+    /// A line of metrics is due after every this many updates.
+    pub(crate) logging_steps: usize,
+    /// Updates of the whole run.
+    pub(crate) num_updates: usize,
+    /// Rows of data per update.
+    pub(crate) batch_size: usize,
+}
+
+/// A locked output folder, and what the run in it starts from.
+#[derive(Debug)]
+pub(crate) struct Opening {
+    lock: FolderLock,
+    pub(crate) start: Start,
+    /// Warnings about settings that differ from the checkpoint's.
+    differences: Vec<String>,
+}
+
+impl Opening {
+    /// Locks the output folder and finds what the run starts from; `inputs` are the paths that it reads. Changes nothing.
+    ///
+    /// # Errors
+    /// If another run is in the folder, or the run may not write there or cannot resume.
+    pub(crate) fn new(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
+        let lock = FolderLock::acquire(&run.output_dir)?;
+        let start = Start::find(run)?;
+        check_output_dir(run, &start, inputs)?;
+        let differences = start.check(command, config)?;
+        Ok(Self { lock, start, differences })
+    }
+
+    /// Returns the commits that names of the hub stood for when the run started.
+    ///
+    /// # Errors
+    /// If the checkpoint has something else.
+    pub(crate) fn commits(&self) -> Result<Commits> {
+        self.start.commits()
+    }
+}
+
+/// What is due after an update.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Due {
+    /// An evaluation on the held-out rows.
+    pub(crate) evaluation: bool,
+    /// A comparison of the metric with the best model's.
+    pub(crate) comparison: bool,
+    /// A line of metrics.
+    pub(crate) line: bool,
+    /// A checkpoint.
+    pub(crate) checkpoint: bool,
+}
+
+/// A training run in its output folder.
+pub(crate) struct Session<'w> {
+    report: Reporter<'w>,
+    checkpoints: Checkpoints,
+    /// Updates done when the session began.
+    began_at: usize,
+    num_updates: usize,
+    eval_steps: Option<usize>,
+    logging_steps: usize,
+}
+
+impl<'w> Session<'w> {
+    /// Begins, or continues, the run of `trainee` in its output folder: restores the checkpoint of the `opening`, claims the
+    /// folder, opens the sinks, and reports `warnings` and from where the run starts. Without an opening the run continues where
+    /// the trainee is.
+    ///
+    /// # Errors
+    /// If the checkpoint is not of a run like this one, or a file cannot be written.
+    pub(crate) fn begin<T: Trainee, C: Serialize>(
+        trainee: &mut T,
+        opening: Option<Opening>,
+        spec: &RunSpec<'_, C>,
+        mut warnings: Vec<String>,
+        console: Console,
+    ) -> Result<Self> {
+        let mut start = Start { in_place: true, ..Start::default() };
+        if let Some(opening) = opening {
+            if let Some(saved) = &opening.start.from {
+                warnings.extend(resume(trainee, saved, opening.start.in_place, spec)?);
+            }
+            warnings.extend(opening.differences);
+            let lock = claim_output_dir(spec.run, &opening.start, opening.lock, spec.config)?;
+            trainee.progress_mut().lock = Some(lock);
+            start = opening.start;
+        }
+        if trainee.progress().snapshot.is_none() {
+            take_snapshot(trainee);
+        }
+        let (run, num_updates) = (spec.run, spec.num_updates);
+        let Progress { done, recorded, .. } = *trainee.progress();
+        let mut report = Reporter::open(run, num_updates, Reached { updates: done, recorded }, console)?;
+        start.warnings.iter().chain(&warnings).for_each(|warning| report.console.warn(warning));
+        start.finished(num_updates).iter().for_each(|warning| report.console.warn(warning));
+        start.describe(run, num_updates).iter().for_each(|note| report.console.note(note));
+        report.settings(spec.config)?;
+        let checkpoints = Checkpoints::new(spec.command, run, spec.config, num_updates, done)?;
+        let (eval_steps, logging_steps) = (spec.eval.eval_steps, spec.logging_steps);
+        Ok(Self { report, checkpoints, began_at: done, num_updates, eval_steps, logging_steps })
+    }
+
+    /// Passes all events to `watcher` too; a break ends the run after its current update.
+    pub(crate) fn watch(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()> + 'w) {
+        self.report.watch(watcher);
+    }
+
+    /// Console output beside events.
+    pub(crate) fn console(&self) -> &ConsoleOutput {
+        &self.report.console
+    }
+
+    /// Passes an event to all sinks.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub(crate) fn emit(&mut self, event: &Event<'_>) -> Result<()> {
+        self.report.emit(event)
+    }
+
+    /// Returns whether the run was stopped, by its watcher or by the user.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.report.stopped()
+    }
+
+    /// Returns whether an update is left, and the run was not stopped.
+    pub(crate) fn is_running(&self, trainee: &impl Trainee) -> bool {
+        trainee.progress().done < self.num_updates && !self.is_stopped()
+    }
+
+    /// Returns whether the run starts with an evaluation, before its first update.
+    pub(crate) fn starts_with_evaluation(&self, trainee: &impl Trainee) -> bool {
+        trainee.progress().done == 0 && self.eval_steps.is_some()
+    }
+
+    /// Returns what is due after the trainee's next update.
+    pub(crate) fn due(&self, trainee: &impl Trainee) -> Due {
+        let (progress, total) = (trainee.progress(), self.num_updates);
+        let done = progress.done + 1;
+        let (evaluation, checkpoint) = (is_due(self.eval_steps, done, total), self.checkpoints.is_due(done));
+        let compares = if self.eval_steps.is_some() { evaluation } else { checkpoint };
+        let comparison = compares && progress.best.is_some();
+        // The metric of a comparison, and the result of an evaluation, are always in a line.
+        let line = comparison || evaluation || is_due(Some(self.logging_steps), done, total);
+        Due { evaluation, comparison, line, checkpoint }
+    }
+
+    /// Counts the trainee's update as done, compares its `metrics`, if it has a line, with the best model's, and takes a
+    /// snapshot. Returns a warning about a missing metric.
+    ///
+    /// The update counts in any case: what fails after it takes nothing from it.
+    ///
+    /// # Errors
+    /// If the run does not have the metric of the best model.
+    pub(crate) fn complete_update<T: Trainee>(
+        &self,
+        trainee: &mut T,
+        due: Due,
+        metrics: Option<&Metrics>,
+    ) -> Result<Option<String>> {
+        trainee.progress_mut().done += 1;
+        let may_lack = trainee.may_lack_best_metric();
+        let progress = trainee.progress_mut();
+        if due.line {
+            progress.recorded = progress.done;
+        }
+        let compared = match (&mut progress.best, metrics) {
+            (Some(best), Some(metrics)) => best.compare(metrics, progress.done, due.comparison, may_lack),
+            _ => Ok(None),
+        };
+        take_snapshot(trainee);
+        compared
+    }
+
+    /// Writes the best model, if it is the current one, and the checkpoint, if it is due.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub(crate) fn save_due(&mut self, trainee: &mut impl Trainee, due: Due) -> Result<()> {
+        self.console().phase("saving");
+        self.write_best(trainee)?;
+        if due.checkpoint { self.save_checkpoint(trainee) } else { Ok(()) }
+    }
+
+    /// Writes the best model, if it is the current one and not written yet: also when a run is resumed after a write that
+    /// failed.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub(crate) fn write_best(&mut self, trainee: &mut impl Trainee) -> Result<()> {
+        let Some(mut best) = trainee.progress_mut().best.take() else { return Ok(()) };
+        let done = trainee.progress().done;
+        let written = trainee
+            .write_bases()
+            .and_then(|()| best.write(self.checkpoints.dir(), done, |dir| trainee.write_models(dir)));
+        trainee.progress_mut().best = Some(best);
+        let written = written?;
+        record_best(trainee.progress_mut());
+        written.iter().for_each(|dir| self.report.saved(dir));
+        Ok(())
+    }
+
+    /// Writes a checkpoint of the last snapshot, after which no weight has changed.
+    fn save_checkpoint(&mut self, trainee: &mut impl Trainee) -> Result<()> {
+        self.report.sync()?;
+        trainee.write_bases()?;
+        let progress = trainee.progress();
+        let (done, metrics) = (progress.done, trainee.card_metrics());
+        let state = progress.snapshot.as_ref().map(|snapshot| snapshot.state.clone()).unwrap_or_default();
+        self.checkpoints.save(done, metrics, state, |dir| {
+            trainee.write_models(dir)?;
+            trainee.write_optimizers(dir)
+        })?;
+        self.report.saved(&self.checkpoints.place(done));
+        Ok(())
+    }
+
+    /// Ends a run whose loop `ended`: leaves a checkpoint and the model in the output folder, also after an error. Returns the
+    /// updates done.
+    ///
+    /// # Errors
+    /// The error of the loop, or that something cannot be saved; [`Error::Stopped`] if the user stopped the run.
+    pub(crate) fn end(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
+        let (done, dir) = (trainee.progress().done, self.checkpoints.dir().to_path_buf());
+        let ended = self.leave_checkpoint(trainee, ended).map(|()| done);
+        self.console().finish();
+        // Also after an error: an optimizer step that is not finite is never taken, so the weights are those of the step
+        // before. But a model without an update is the one that training started from, and in the output folder it would keep
+        // the run from starting again there.
+        let saved = (done > 0).then(|| {
+            trainee.write_bases()?;
+            self.checkpoints.leave_model(done, &ended, || trainee.save_final(&dir))
+        });
+        if let Some(Ok(())) = saved {
+            self.report.saved_final(&dir);
+        }
+        conclude(ended, saved, self.num_updates, &dir)
+    }
+
+    /// Writes a checkpoint if the run ended early and its last update is complete. Returns how the run ended, or the error of
+    /// the checkpoint.
+    fn leave_checkpoint(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<()> {
+        let progress = trainee.progress();
+        let is_complete = progress.snapshot.as_ref().is_some_and(|snapshot| snapshot.steps == trainee.steps());
+        let wanted = is_complete && self.checkpoints.is_wanted_at_end(progress.done);
+        match (if wanted { self.save_checkpoint(trainee) } else { Ok(()) }, ended) {
+            (Ok(()), ended) => ended,
+            (Err(unsaved), Ok(())) => Err(unsaved),
+            (Err(unsaved), Err(error)) => {
+                self.console().warn(&format!("no checkpoint at the end: {unsaved}"));
+                Err(error)
+            }
+        }
+    }
+
+    /// Shows the end of a run of `done` updates, if it did one: the `numbers` as pairs of a name for people and a metric, and
+    /// the commands that try the model.
+    pub(crate) fn report_end(&self, done: usize, numbers: &[(&str, &str)], commands: &[Vec<String>]) {
+        if done > self.began_at {
+            self.console().end(done, numbers, commands);
+        }
+    }
+}
+
+/// Restores the trainee from a checkpoint. Returns warnings.
+fn resume<T: Trainee, C: Serialize>(
+    trainee: &mut T,
+    saved: &Saved,
+    in_place: bool,
+    spec: &RunSpec<'_, C>,
+) -> Result<Vec<String>> {
+    let (settings, num_updates) = (&spec.run.checkpoints, spec.num_updates);
+    let mut warnings = saved.check_inputs(settings, trainee.inputs(), num_updates, spec.batch_size)?;
+    let done = saved.state.update;
+    let progress = trainee.progress_mut();
+    progress.done = done;
+    progress.recorded = saved.parsed("recorded").unwrap_or(done);
+    trainee.load(saved)?;
+    // The best model of a run in another folder lies there; one that was the best on other prompts is looked for anew.
+    let prompts = checkpoint::settings(spec.config)?.remove("num_eval_prompts").unwrap_or_default();
+    let same_prompts = *saved.setting("num_eval_prompts") == prompts;
+    if let (Some(best), Ok(state), true) = (&mut trainee.progress_mut().best, saved.part("best"), in_place)
+        && (same_prompts || !best.is_of_evaluations())
+    {
+        best.load_state(state);
+    }
+    take_snapshot(trainee);
+    warnings.extend(saved.threads_warning());
+    Ok(warnings)
+}
+
+/// Records in the snapshot that the best model is written.
+fn record_best(progress: &mut Progress) {
+    if let (Some(best), Some(snapshot)) = (&progress.best, &mut progress.snapshot) {
+        snapshot.state.insert("best".into(), best.state());
+    }
+}
+
+/// Returns the result of a training command: `done` updates of `total`, or the error that ended it; `saved` is whether the
+/// model could be saved in `dir`, if there is one to save.
+///
+/// # Errors
+/// If the run was stopped by [`crate::signals::request_stop`] or by an error, or the model is not saved: the next command should
+/// not use it as if it were complete. A watcher that stops the run knows that it did.
+fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &Path) -> Result<usize> {
+    let left = |saved: &Option<Result<()>>| {
+        let model = match saved {
+            Some(Ok(())) => format!("the model as far as it came is in {}", dir.display()),
+            Some(Err(error)) => format!("the model was not saved: {error}"),
+            None => {
+                return "no update was done, so no model is saved; --resume_from_checkpoint true begins again".into();
+            }
+        };
+        match checkpoint::newest(dir) {
+            Some(newest) => format!("{model}; --resume_from_checkpoint {} goes on", newest.display()),
+            None if saved.as_ref().is_some() => format!("{model}; --resume_from_checkpoint true begins again"),
+            None => model,
+        }
+    };
+    match done {
+        Ok(done) if done == total || !stop_requested() => saved.unwrap_or(Ok(())).map(|()| done),
+        Ok(done) => {
+            let message = format!("stopped as asked after update {done} of {total}; {}", left(&saved));
+            match saved {
+                Some(Err(_)) => Err(Error::Run(message)),
+                _ => Err(Error::Stopped { message, code: exit_code() }),
+            }
+        }
+        // Not after an update, but while the run waited for something.
+        Err(Error::Stopped { message, code }) => {
+            Err(Error::Stopped { message: format!("{message}; {}", left(&saved)), code })
+        }
+        Err(error) => Err(Error::Run(format!("{error}; {}", left(&saved)))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flag::defaults;
+    use crate::run::settings::Resume;
+    use serde_json::json;
+
+    /// A trainee whose weights are the sum of the numbers of its updates.
+    struct Counter {
+        progress: Progress,
+        inputs: Inputs,
+        weights: usize,
+        /// Resumable state that moves on in the middle of an update.
+        taken: usize,
+        steps: i64,
+        dir: std::path::PathBuf,
+    }
+
+    impl Counter {
+        fn new(config: &Settings) -> Self {
+            let (progress, inputs) = (Progress::new(&config.eval), Inputs::default());
+            Self { progress, inputs, weights: 0, taken: 0, steps: 0, dir: config.run.output_dir.clone() }
+        }
+
+        fn train(&mut self, config: &Settings, stop_after: usize, fails_at: Option<usize>) -> Result<usize> {
+            let opening = Opening::new(&config.run, "sft", config, &[])?;
+            let spec = RunSpec {
+                command: "sft",
+                config,
+                run: &config.run,
+                eval: &config.eval,
+                logging_steps: 2,
+                num_updates: 9,
+                batch_size: 1,
+            };
+            let mut session = Session::begin(self, Some(opening), &spec, Vec::new(), Console::Silent)?;
+            session.watch(|event| match event {
+                Event::Update { step, .. } if *step >= stop_after => ControlFlow::Break(()),
+                _ => ControlFlow::Continue(()),
+            });
+            let ended = self.updates(&mut session, fails_at);
+            session.end(self, ended)
+        }
+
+        fn updates(&mut self, session: &mut Session<'_>, fails_at: Option<usize>) -> Result<()> {
+            while session.is_running(self) {
+                let (due, step) = (session.due(self), self.progress.done + 1);
+                self.taken += 10;
+                if fails_at == Some(step) {
+                    return Err(Error::Run("the update fails".into()));
+                }
+                self.weights += step;
+                self.steps += 1;
+                let mut metrics = Metrics::default();
+                metrics.push("step", step as f64);
+                metrics.push("loss", (step as f64 - 4.0).abs());
+                session.emit(&Event::Update { step, metrics: &metrics })?;
+                session.complete_update(self, due, Some(&metrics))?;
+                session.save_due(self, due)?;
+            }
+            Ok(())
+        }
+    }
+
+    impl Trainee for Counter {
+        fn progress(&self) -> &Progress {
+            &self.progress
+        }
+
+        fn progress_mut(&mut self) -> &mut Progress {
+            &mut self.progress
+        }
+
+        fn inputs(&self) -> &Inputs {
+            &self.inputs
+        }
+
+        fn state(&self) -> Map<String, Value> {
+            Map::from_iter([("taken".into(), self.taken.into()), ("recorded".into(), self.progress.recorded.into())])
+        }
+
+        fn load(&mut self, saved: &Saved) -> Result<()> {
+            self.taken = saved.parsed("taken")?;
+            let read = |name: &str| std::fs::read_to_string(saved.dir.join(name)).unwrap().parse::<usize>().unwrap();
+            (self.weights, self.steps) = (read("weights"), read("steps") as i64);
+            Ok(())
+        }
+
+        fn steps(&self) -> i64 {
+            self.steps
+        }
+
+        fn write_models(&self, dir: &Path) -> Result<()> {
+            crate::weights::write_text(&dir.join("weights"), &self.weights.to_string())
+        }
+
+        fn write_optimizers(&self, dir: &Path) -> Result<()> {
+            crate::weights::write_text(&dir.join("steps"), &self.steps.to_string())
+        }
+
+        fn write_bases(&mut self) -> Result<()> {
+            crate::weights::write_text(&self.dir.join("base"), "base")
+        }
+
+        fn save_final(&self, dir: &Path) -> Result<()> {
+            self.write_models(dir)
+        }
+    }
+
+    /// The settings of a run.
+    #[derive(Serialize)]
+    struct Settings {
+        #[serde(flatten)]
+        run: RunConfig,
+        #[serde(flatten)]
+        eval: EvalConfig,
+    }
+
+    fn config(dir: &Path) -> Settings {
+        let run = RunConfig { output_dir: dir.into(), ..defaults() };
+        let mut config = Settings { run, eval: defaults() };
+        config.run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
+        config.run.checkpoints.save_steps = Some(4);
+        config.eval.metric_for_best_model = Some("loss".into());
+        config
+    }
+
+    fn state(dir: &Path, update: usize) -> Map<String, Value> {
+        Saved::read(&dir.join(format!("checkpoint-{update}"))).unwrap().state.state
+    }
+
+    #[test]
+    fn a_run_that_is_stopped_or_fails_resumes_where_its_last_update_was_complete() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(dir.path());
+        assert_eq!(Counter::new(&config).train(&config, 3, None).unwrap(), 3);
+        // A line of metrics is due after every second update; the line of the third was written because of the stop.
+        assert_eq!(state(dir.path(), 3)["recorded"], 2);
+        let mut failing = Counter::new(&config);
+        let error = failing.train(&config, 99, Some(6)).unwrap_err().to_string();
+        assert!(error.starts_with("the update fails; ") && error.ends_with("checkpoint-5 goes on"), "{error}");
+        assert_eq!((failing.taken, &state(dir.path(), 5)["taken"]), (60, &json!(50)), "the snapshot of update 5");
+        // The lock is released with the trainee.
+        drop(failing);
+        let mut last = Counter::new(&config);
+        assert_eq!(last.train(&config, 99, None).unwrap(), 9);
+        assert_eq!((last.weights, last.taken, last.steps), (45, 90, 9));
+        let lines = std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
+        assert_eq!(
+            lines.lines().count(),
+            9 - 2,
+            "the lines of updates 3 and 5, which were not due, are not there again"
+        );
+        assert_eq!(std::fs::read_to_string(dir.path().join("weights")).unwrap(), "45");
+        // The loss is least after update 4, whose weights are 1 + 2 + 3 + 4.
+        assert_eq!(std::fs::read_to_string(dir.path().join("best/weights")).unwrap(), "10");
+    }
+
+    #[test]
+    fn no_checkpoint_is_written_in_the_middle_of_an_update() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(dir.path());
+        let mut counter = Counter::new(&config);
+        counter.train(&config, 2, None).unwrap();
+        counter.steps += 1;
+        let mut session = Session {
+            report: Reporter::open(&config.run, 9, Reached::default(), Console::Silent).unwrap(),
+            checkpoints: Checkpoints::new("sft", &config.run, &config, 9, 0).unwrap(),
+            began_at: 0,
+            num_updates: 9,
+            eval_steps: None,
+            logging_steps: 1,
+        };
+        std::fs::remove_dir_all(dir.path().join("checkpoint-2")).unwrap();
+        session.leave_checkpoint(&mut counter, Ok(())).unwrap();
+        assert!(!dir.path().join("checkpoint-2").exists());
+        counter.steps -= 1;
+        session.leave_checkpoint(&mut counter, Ok(())).unwrap();
+        assert!(dir.path().join("checkpoint-2").exists());
+    }
+}

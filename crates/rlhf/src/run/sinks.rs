@@ -1,0 +1,15 @@
+//! Sinks: each writes the [`Event`](crate::run::event::Event)s that concern it, one destination per file.
+
+pub(crate) mod console;
+pub(crate) mod jsonl;
+pub(crate) mod samples;
+pub(crate) mod tensorboard;
+
+/// Progress of a run when its sinks are opened: 0 for a new run.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Reached {
+    /// Updates done.
+    pub(crate) updates: usize,
+    /// The last of them after which a line of metrics was due.
+    pub(crate) recorded: usize,
+}

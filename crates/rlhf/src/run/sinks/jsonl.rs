@@ -1,0 +1,81 @@
+//! The sink of `metrics.jsonl`.
+
+use crate::run::event::Event;
+use crate::run::output_dir::METRICS;
+use crate::run::sinks::Reached;
+use crate::weights::write_text;
+use crate::{Error, Result};
+use serde_json::Value;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+/// Appends one line of metrics per update to `metrics.jsonl`.
+pub(crate) struct Jsonl {
+    path: PathBuf,
+    file: File,
+}
+
+impl Jsonl {
+    /// Opens `metrics.jsonl` in `dir`. Lines after the update that the run has `reached` are removed, and those that a killed
+    /// run left incomplete.
+    ///
+    /// # Errors
+    /// If it cannot be read or written.
+    pub(crate) fn open(dir: &Path, reached: Reached) -> Result<Self> {
+        let path = dir.join(METRICS);
+        cut_lines(&path, "step", (reached.updates > 0).then_some(reached.recorded))?;
+        let file = OpenOptions::new().create(true).append(true).open(&path).map_err(Error::io("create", &path))?;
+        Ok(Self { path, file })
+    }
+
+    /// Writes the metrics of an update.
+    ///
+    /// # Errors
+    /// If the line cannot be written.
+    pub(crate) fn receive(&mut self, event: &Event<'_>) -> Result<()> {
+        let Event::Update { metrics, .. } = event else { return Ok(()) };
+        let line = serde_json::to_string(metrics).expect("numbers have a JSON form");
+        // In one write: a kill leaves no incomplete line with another after it.
+        self.file.write_all(format!("{line}\n").as_bytes()).map_err(Error::io("write", &self.path))
+    }
+
+    /// Flushes the file to the disk, before a checkpoint counts on it.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(Error::io("write to the disk", &self.path))
+    }
+}
+
+/// Removes, by a rename, the lines of a JSONL file whose number `key` is above `most`, or all lines if there is no `most`, and
+/// incomplete lines; a file that is not there has none.
+fn cut_lines(path: &Path, key: &str, most: Option<usize>) -> Result<()> {
+    let bytes = match std::fs::read(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        read => read.map_err(Error::io("read", path))?,
+    };
+    let text = String::from_utf8_lossy(&bytes);
+    let number = |line: &str| serde_json::from_str::<Value>(line).ok()?[key].as_f64();
+    let stays = |line: &&str| {
+        line.ends_with('\n') && number(line).zip(most).is_some_and(|(number, most)| number <= most as f64)
+    };
+    let kept: String = text.split_inclusive('\n').filter(stays).collect();
+    if kept.len() == bytes.len() { Ok(()) } else { write_text(path, &kept) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_after_a_step_and_incomplete_lines_are_removed_and_the_rest_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(METRICS);
+        let lines = ["{\"step\": 1, \"x\": 0.10}\n", "{\"step\":2}\n", "{\"step\":3}\n", "{\"step\":4,\"x\":1"];
+        for (most, left) in [(Some(9), 3), (Some(2), 2), (Some(0), 0), (None, 0)] {
+            std::fs::write(&path, lines.concat()).unwrap();
+            cut_lines(&path, "step", most).unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), lines[..left].concat());
+        }
+        cut_lines(&dir.path().join("none"), "step", Some(1)).unwrap();
+    }
+}

@@ -1,0 +1,180 @@
+//! The start of a run: new, resumed from a checkpoint, or started again.
+
+use crate::hub::Commits;
+use crate::model::is_model;
+use crate::run::checkpoint::{LENGTH, Saved, State, UNFINISHED, name_of, numbered, settings};
+use crate::run::settings::{Resume, RunConfig};
+use crate::{Error, Result};
+use serde::Serialize;
+use std::fs;
+use std::path::Path;
+
+/// What a run starts from.
+#[derive(Debug, Default)]
+pub(crate) struct Start {
+    /// The checkpoint to resume from.
+    pub(crate) from: Option<Saved>,
+    /// Whether the checkpoint lies in the output folder.
+    pub(crate) in_place: bool,
+    /// Whether the run may replace the one in `output_dir`, which has no checkpoint, and no model but one of a run that ended
+    /// early.
+    pub(crate) replaces: bool,
+    /// That run, if it left a model.
+    pub(crate) again: Option<Saved>,
+    /// Warnings about damaged or missing checkpoints.
+    pub(crate) warnings: Vec<String>,
+}
+
+impl Start {
+    /// Finds the checkpoint that `resume_from_checkpoint` sets. Changes nothing.
+    ///
+    /// # Errors
+    /// If it names no complete checkpoint, or one beside newer ones in `output_dir`; if it sets the newest one, and no checkpoint
+    /// in `output_dir` is complete.
+    pub(crate) fn find(run: &RunConfig) -> Result<Self> {
+        let out = run.output_dir.as_path();
+        let setting = match &run.checkpoints.resume_from_checkpoint {
+            None => return Ok(Self::default()),
+            Some(setting) => setting,
+        };
+        let numbers = numbered(out)?;
+        let Resume::From(dir) = setting else { return Self::newest(out, &numbers) };
+        let saved = Saved::read(dir)?;
+        let parent = fs::canonicalize(dir).ok().and_then(|dir| dir.parent().map(Path::to_path_buf));
+        let in_place = parent.is_some() && parent == fs::canonicalize(out).ok();
+        let newer = numbers.iter().rev().filter(|&&number| number > saved.state.update);
+        let mut newer = newer.map(|&number| out.join(name_of(number)));
+        if let Some(newer) = newer.find(|path| in_place && Saved::read(path).is_ok()) {
+            return Err(Error::Usage(format!(
+                "resume_from_checkpoint = {}: {} is newer: resume from that one, remove it, or go on in another output_dir",
+                dir.display(),
+                newer.display()
+            )));
+        }
+        Ok(Self { from: Some(saved), in_place, ..Self::default() })
+    }
+
+    /// Finds the newest complete checkpoint in `out`, which has checkpoints of these `numbers`.
+    fn newest(out: &Path, numbers: &[usize]) -> Result<Self> {
+        let mut warnings = Vec::new();
+        let mut first = None;
+        for number in numbers.iter().rev() {
+            match Saved::read(&out.join(name_of(*number))) {
+                Ok(saved) => return Ok(Self { from: Some(saved), in_place: true, warnings, ..Self::default() }),
+                Err(error) => {
+                    warnings.push(format!("passed over: {error}"));
+                    first.get_or_insert(error);
+                }
+            }
+        }
+        match first {
+            Some(error) => Err(Error::Run(format!("no whole checkpoint to go on from: {error}"))),
+            // A run that was killed before its first checkpoint starts again.
+            None if !is_model(out) => Ok(Self { replaces: true, ..Self::default() }),
+            // So does a run that ended early and could not write one.
+            None if out.join(UNFINISHED).is_file() => {
+                let state = State::read(&out.join(UNFINISHED))?;
+                let (place, done, all) = (out.display(), state.update, state.num_updates);
+                let again = Some(Saved { dir: out.to_path_buf(), state });
+                let warnings = vec![format!(
+                    "{place}: the run ended after update {done} of {all} without a checkpoint: it begins again"
+                )];
+                Ok(Self { replaces: true, again, warnings, ..Self::default() })
+            }
+            None => Ok(Self::default()),
+        }
+    }
+
+    /// Checks that the run, resumed or started again, keeps its settings; returns warnings about harmless differences.
+    ///
+    /// # Errors
+    /// As [`Saved::check`].
+    pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
+        match (&self.from, &self.again) {
+            (Some(saved), _) => saved.check(command, config),
+            (None, Some(saved)) => saved.check_as_it_is(command, config),
+            (None, None) => Ok(Vec::new()),
+        }
+    }
+
+    /// Returns whether the settings extend a finished run.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub(crate) fn extends(&self, config: &impl Serialize) -> Result<bool> {
+        let Some(saved) = self.from.as_ref().filter(|saved| saved.is_finished()) else { return Ok(false) };
+        let config = settings(config)?;
+        Ok(LENGTH.iter().any(|name| config.get(*name).is_some_and(|now| saved.setting(name) != now)))
+    }
+
+    /// Returns the number of updates done.
+    pub(crate) fn done(&self) -> usize {
+        self.from.as_ref().map_or(0, |saved| saved.state.update)
+    }
+
+    /// Returns the commits that names of the hub stood for when the run started.
+    ///
+    /// # Errors
+    /// If the checkpoint has something else.
+    pub(crate) fn commits(&self) -> Result<Commits> {
+        let saved = self.from.as_ref().filter(|saved| saved.part("commits").is_ok());
+        saved.map_or(Ok(Commits::new()), |saved| saved.parsed("commits"))
+    }
+
+    /// Returns the checkpoint, if it lies in the folder of another run.
+    pub(crate) fn input(&self) -> Option<&Path> {
+        self.from.as_ref().filter(|_| !self.in_place).map(|saved| saved.dir.as_path())
+    }
+
+    /// Returns a note about where the run starts.
+    pub(crate) fn describe(&self, run: &RunConfig, num_updates: usize) -> Option<String> {
+        match (&self.from, &run.checkpoints.resume_from_checkpoint) {
+            (Some(saved), _) => {
+                Some(format!("goes on from {}, after update {} of {num_updates}", saved.dir.display(), self.done()))
+            }
+            (None, Some(_)) if !self.in_place => {
+                Some(format!("no checkpoint in {}: begins with the first update", run.output_dir.display()))
+            }
+            (None, _) => None,
+        }
+    }
+
+    /// Returns a warning about a finished run: nothing is left to do, or it is extended.
+    pub(crate) fn finished(&self, num_updates: usize) -> Option<String> {
+        let saved = self.from.as_ref().filter(|saved| saved.is_finished() || saved.state.update == num_updates)?;
+        let (dir, done) = (saved.dir.display(), saved.state.update);
+        Some(match done == num_updates {
+            true => format!("{dir}: the run is finished, all {num_updates} updates are done"),
+            false => format!(
+                "{dir}: the run was finished after {done} updates and is extended to {num_updates}; learning rates and other \
+                 schedules are those of a run of {num_updates} updates from here on"
+            ),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::checkpoint::tests::{found, run, save};
+
+    #[test]
+    fn without_a_complete_checkpoint_no_run_starts_again_by_itself() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), None, &[2]);
+        fs::remove_file(dir.path().join("checkpoint-2/model")).unwrap();
+        let error = found(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("no whole checkpoint") && error.contains("the file model"), "{error}");
+    }
+
+    #[test]
+    fn an_older_checkpoint_is_refused_where_a_newer_one_would_be_lost() {
+        let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        save(dir.path(), None, &[2, 4, 6]);
+        let from = || Some(Resume::From(dir.path().join("checkpoint-2")));
+        let error = Start::find(&run(dir.path(), None, from())).unwrap_err().to_string();
+        assert!(error.contains("checkpoint-6 is newer"), "{error}");
+        let start = Start::find(&run(&other.path().join("new"), None, from())).unwrap();
+        assert!(start.done() == 2 && !start.in_place && start.input().is_some());
+    }
+}

@@ -1,0 +1,43 @@
+//! Requests to stop: a signal or another thread asks the running training loop to end.
+
+use crate::Error;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+/// The exit code of the requested stop, 0 while there is no request. A signal reaches the whole process, so there is one
+/// value for all of it.
+static STOP: AtomicU8 = AtomicU8::new(0);
+
+/// Asks the running training loop to end after its current update and to save. Returns whether it had been asked before.
+///
+/// The loop then ends in [`Error::Stopped`] with this exit code: 128 plus the number of the signal, or any other but 0.
+pub fn request_stop(code: u8) -> bool {
+    STOP.swap(code, Ordering::SeqCst) != 0
+}
+
+/// Returns whether [`request_stop`] was called; the training loops check it between updates.
+pub fn stop_requested() -> bool {
+    STOP.load(Ordering::SeqCst) != 0
+}
+
+/// Returns the exit code of the requested stop, 1 if there is no request.
+pub(crate) fn exit_code() -> u8 {
+    STOP.load(Ordering::SeqCst).max(1)
+}
+
+/// Sleeps for `time`, or until a stop is requested. Returns whether one is.
+pub(crate) fn pause(time: Duration) -> bool {
+    let until = Instant::now() + time;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() || stop_requested() {
+            return stop_requested();
+        }
+        std::thread::sleep(left.min(Duration::from_millis(20)));
+    }
+}
+
+/// Returns the error with this message that ends the run, if a stop is requested.
+pub(crate) fn stopped(message: String) -> Option<Error> {
+    stop_requested().then(|| Error::Stopped { message, code: STOP.load(Ordering::SeqCst) })
+}

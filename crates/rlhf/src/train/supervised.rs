@@ -1,0 +1,384 @@
+//! Training with one optimizer step per update, the loop of SFT and of the reward model.
+
+use super::{LOSS_SCALE, describe_machine, fixed_state, load_cursor, trained_share};
+use crate::data::Cursor;
+use crate::hub::Commits;
+use crate::metrics::Metrics;
+use crate::model::Param;
+use crate::optim::loss_scale::LossScaler;
+use crate::optim::micro_batch::MicroBatchSettings;
+use crate::optim::{AdamW, learning_rate};
+use crate::run::card::Card;
+use crate::run::checkpoint::{OPTIMIZER, Saved};
+use crate::run::event::Event;
+use crate::run::inputs::Inputs;
+use crate::run::session::{Opening, Progress, RunSpec, Session, Trainee};
+use crate::run::sinks::console::Console;
+use crate::settings::OptimizerConfig;
+use crate::weights::replace_files;
+use crate::{Error, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+use std::path::Path;
+use std::time::Instant;
+use tch::Device;
+
+/// A model with its rows: batch, loss and metrics.
+pub(super) trait Supervised {
+    type Sums: Sums;
+
+    fn device(&self) -> Device;
+
+    fn params(&self) -> &[Param];
+
+    /// Activation bytes per token, with gradient checkpointing or without.
+    fn activation_bytes(&self, gradient_checkpointing: bool) -> usize;
+
+    /// Forward and backward passes over the rows of an update; accumulates gradients and adds to the sums.
+    ///
+    /// # Errors
+    /// If the model refuses a row.
+    fn backward(&self, batch: &UpdateRows<'_>, sums: &mut Self::Sums) -> Result<()>;
+
+    /// Returns the number of tokens of the rows at these places, where it is among the metrics.
+    fn num_tokens(&self, _rows: &[usize]) -> Option<usize> {
+        None
+    }
+
+    /// Adds the metrics of the held-out rows, if there are any.
+    ///
+    /// # Errors
+    /// If the model refuses a row.
+    fn evaluate(&self, metrics: &mut Metrics) -> Result<()>;
+
+    /// Returns whether there are held-out rows.
+    fn has_eval_rows(&self) -> bool;
+
+    /// Writes model and tokenizer to an empty folder.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    fn write(&self, dir: &Path) -> Result<()>;
+
+    /// Writes the base of an adapter below the output folder `dir`, unless it is there.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    fn write_base(&mut self, dir: &Path) -> Result<()>;
+
+    /// Restores the trained weights from a checkpoint.
+    ///
+    /// # Errors
+    /// If they are not there, or of another model.
+    fn load_trained(&mut self, dir: &Path) -> Result<()>;
+}
+
+/// Sums since the last line of metrics.
+pub(super) trait Sums: Default + Serialize + DeserializeOwned {
+    /// Adds an optimizer step with this norm of the gradients, 0 if it was skipped.
+    fn add_step(&mut self, grad_norm: f64);
+
+    /// Returns the updates in the sums, and the sum of their gradient norms.
+    fn steps(&self, batch_size: usize) -> (f64, f64);
+
+    /// Adds the mean loss and its companions.
+    fn push(&self, metrics: &mut Metrics);
+
+    /// Returns the numbers for the progress bar.
+    fn watched(&self) -> Vec<String>;
+}
+
+/// The rows of one update.
+pub(super) struct UpdateRows<'a> {
+    /// Their places in the data.
+    pub(super) rows: &'a [usize],
+    /// The update, from 0.
+    pub(super) update: u64,
+    /// Factor of the loss.
+    pub(super) loss_scale: f64,
+    /// Most tokens of a micro-batch.
+    pub(super) max_tokens: usize,
+}
+
+/// A loaded run, ready to begin.
+pub(super) struct Loaded<'a, C> {
+    pub(super) opening: Opening,
+    pub(super) spec: RunSpec<'a, C>,
+    pub(super) optimizer: AdamW,
+    pub(super) schedule: (f64, &'a OptimizerConfig),
+    /// Order of the rows, at the start of a run.
+    pub(super) cursor: Cursor,
+    /// Rows of the training data: an epoch.
+    pub(super) num_rows: usize,
+    pub(super) commits: Commits,
+    pub(super) inputs: Inputs,
+    /// Warnings about models and data.
+    pub(super) warnings: Vec<String>,
+    pub(super) words: Words<'a>,
+}
+
+/// The words of a run: its title, its model card, its end.
+pub(super) struct Words<'a> {
+    /// The model's folder; none for random weights.
+    pub(super) model: Option<&'a Path>,
+    /// The model as the settings name it.
+    pub(super) base_model: Option<&'a Path>,
+    pub(super) is_adapter: bool,
+    /// What a row is called.
+    pub(super) unit: &'static str,
+    pub(super) data: String,
+    /// More facts for the title.
+    pub(super) facts: Vec<(&'static str, String)>,
+    pub(super) tokenizer: String,
+    /// Notes after the title.
+    pub(super) notes: Vec<String>,
+    /// Metrics of the end, as pairs of a name for people and a metric.
+    pub(super) numbers: &'static [(&'static str, &'static str)],
+    /// Commands that try the model.
+    pub(super) commands: Vec<Vec<String>>,
+}
+
+/// Trains and saves the model of `task`.
+///
+/// # Errors
+/// If the run cannot begin, a gradient is not finite, or a file cannot be written; what was trained until then is saved.
+pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>, console: Console) -> Result<()> {
+    let Loaded { opening, spec, optimizer, schedule, cursor, num_rows, commits, inputs, warnings, words } = loaded;
+    let limit = MicroBatchSettings::from(spec.run);
+    let max_tokens = limit.max_tokens(task.device(), task.params(), |on| task.activation_bytes(on));
+    let mut taken = cursor.clone();
+    let mut run = Run {
+        progress: Progress::new(spec.eval),
+        optimizer,
+        scaler: spec.run.fp16.then(|| LossScaler::new(&spec.run.loss_scale)),
+        cursor,
+        sums: T::Sums::default(),
+        max_tokens,
+        tokens_seen: task.num_tokens(&[]),
+        trained: trained_share(task.params()),
+        task,
+        spec: &spec,
+        schedule,
+        num_rows,
+        commits,
+        inputs,
+        words: &words,
+    };
+    let mut session = Session::begin(&mut run, Some(opening), &spec, warnings, console)?;
+    run.write_bases()?;
+    for _ in 0..run.progress.done {
+        run.count_tokens(&taken.take(spec.batch_size));
+    }
+    run.report_title(&session);
+    let ended = run.updates(&mut session);
+    let done = session.end(&mut run, ended)?;
+    session.report_end(done, words.numbers, &words.commands);
+    Ok(())
+}
+
+/// A run of SFT or of a reward model.
+struct Run<'a, T: Supervised, C> {
+    task: T,
+    spec: &'a RunSpec<'a, C>,
+    words: &'a Words<'a>,
+    progress: Progress,
+    optimizer: AdamW,
+    /// Peak of the learning rate, and its schedule.
+    schedule: (f64, &'a OptimizerConfig),
+    /// The loss scale, where the model computes in f16.
+    scaler: Option<LossScaler>,
+    cursor: Cursor,
+    num_rows: usize,
+    /// Sums since the last line of metrics.
+    sums: T::Sums,
+    /// Most tokens of a micro-batch.
+    max_tokens: usize,
+    /// Tokens of all updates so far, where they are counted.
+    tokens_seen: Option<usize>,
+    /// Trained parameters and their share.
+    trained: String,
+    commits: Commits,
+    inputs: Inputs,
+}
+
+impl<T: Supervised, C> Run<'_, T, C> {
+    /// Runs the updates that are left.
+    fn updates(&mut self, session: &mut Session<'_>) -> Result<()> {
+        session.write_best(self)?;
+        if session.starts_with_evaluation(self) {
+            session.console().phase("evaluating");
+            let mut metrics = Metrics::default();
+            metrics.push("step", 0.0);
+            metrics.push("epoch", 0.0);
+            self.task.evaluate(&mut metrics)?;
+            session.emit(&Event::Update { step: 0, metrics: &metrics })?;
+        }
+        let mut began = Instant::now();
+        session.console().start_updates();
+        while session.is_running(self) {
+            session.console().phase("training");
+            let due = session.due(self);
+            let lr = self.update()?;
+            session.console().advance(self.sums.watched());
+            let (step, stopping) = (self.progress.done + 1, session.is_stopped());
+            let mut line = None;
+            if due.line || stopping {
+                let mut metrics = self.metrics(step, lr, began);
+                let last = stopping || step == self.spec.num_updates;
+                if (due.evaluation || last) && self.task.has_eval_rows() {
+                    session.console().phase("evaluating");
+                    self.task.evaluate(&mut metrics)?;
+                }
+                session.emit(&Event::Update { step, metrics: &metrics })?;
+                line = Some(metrics);
+                began = Instant::now();
+            }
+            if due.line {
+                self.sums = T::Sums::default();
+            }
+            let missing = session.complete_update(self, due, line.as_ref())?;
+            missing.iter().for_each(|warning| session.console().warn(warning));
+            session.save_due(self, due)?;
+        }
+        Ok(())
+    }
+
+    /// One update: a batch, its gradients, one optimizer step. Returns the learning rate.
+    fn update(&mut self) -> Result<f64> {
+        let done = self.progress.done;
+        let rows = self.cursor.take(self.spec.batch_size);
+        let loss_scale = self.scaler.as_ref().map_or(1.0, LossScaler::scale);
+        let batch = UpdateRows { rows: &rows, update: done as u64, loss_scale, max_tokens: self.max_tokens };
+        self.task.backward(&batch, &mut self.sums)?;
+        let (peak, schedule) = self.schedule;
+        let lr = learning_rate(peak, schedule, done, self.spec.num_updates);
+        let grad_norm = self.step(lr)?;
+        self.sums.add_step(grad_norm);
+        self.count_tokens(&rows);
+        Ok(lr)
+    }
+
+    /// One optimizer step. Returns the norm of the gradients before clipping, or 0 if they overflowed f16 and the step was
+    /// skipped.
+    fn step(&mut self, lr: f64) -> Result<f64> {
+        if let Some(scaler) = &mut self.scaler {
+            let scale = scaler.scale();
+            if scaler.overflows_at(self.optimizer.grad_norm() / scale) {
+                self.optimizer.zero_grad();
+                return Ok(0.0);
+            }
+            self.optimizer.unscale(scale);
+        }
+        self.optimizer.step(lr)
+    }
+
+    fn count_tokens(&mut self, rows: &[usize]) {
+        let more = self.task.num_tokens(rows);
+        self.tokens_seen = self.tokens_seen.zip(more).map(|(seen, more)| seen + more);
+    }
+
+    /// Returns the metrics after update `step`, of the time since `began`.
+    fn metrics(&self, step: usize, lr: f64, began: Instant) -> Metrics {
+        let (updates, grad_norms) = self.sums.steps(self.spec.batch_size);
+        let mut metrics = Metrics::default();
+        metrics.push("step", step as f64);
+        metrics.push("epoch", (step * self.spec.batch_size) as f64 / self.num_rows as f64);
+        self.sums.push(&mut metrics);
+        metrics.push("grad_norm", grad_norms / updates);
+        metrics.push("learning_rate", lr);
+        self.tokens_seen.iter().for_each(|&tokens| metrics.push("num_tokens", tokens as f64));
+        metrics.push("time/update", began.elapsed().as_secs_f64() / updates);
+        if let Some(scaler) = &self.scaler {
+            metrics.push("loss_scale", scaler.scale());
+            metrics.push("overflows", scaler.overflows() as f64);
+        }
+        metrics
+    }
+
+    /// Reports what the run trains, on what, and how.
+    fn report_title(&self, session: &Session<'_>) {
+        let (spec, words, console) = (self.spec, self.words, session.console());
+        let mut facts = Vec::from(describe_machine(spec.run, self.task.device()));
+        let left = match self.progress.done {
+            0 => String::new(),
+            done => format!(", {done} of them done"),
+        };
+        facts.push(("updates", format!("{}{left}", spec.num_updates)));
+        facts.push(("an update", format!("{} of {} {}", spec.batch_size, self.num_rows, words.unit)));
+        facts.extend(words.facts.iter().cloned());
+        facts.push(("tokenizer", words.tokenizer.clone()));
+        facts.push(("trained parameters", self.trained.clone()));
+        let limit = MicroBatchSettings::from(spec.run);
+        facts.push(("micro-batches", limit.describe(self.max_tokens, |on| self.task.activation_bytes(on))));
+        let from = words.model.map_or("random weights".into(), |dir| dir.display().to_string());
+        console.title(&format!("rlhf {}: {from} into {}", spec.command, spec.run.output_dir.display()), &facts);
+        words.notes.iter().for_each(|note| console.note(note));
+    }
+}
+
+impl<T: Supervised, C> Trainee for Run<'_, T, C> {
+    fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    fn progress_mut(&mut self) -> &mut Progress {
+        &mut self.progress
+    }
+
+    fn inputs(&self) -> &Inputs {
+        &self.inputs
+    }
+
+    fn state(&self) -> Map<String, Value> {
+        let mut state = fixed_state(self.spec.run, self.task.device(), self.max_tokens, &self.commits, &self.inputs);
+        state.insert("cursor".into(), self.cursor.state());
+        state.insert("since".into(), json!(self.sums));
+        state.insert("recorded".into(), self.progress.recorded.into());
+        state.extend(self.scaler.as_ref().map(|scaler| (LOSS_SCALE.into(), scaler.state())));
+        state
+    }
+
+    fn load(&mut self, saved: &Saved) -> Result<()> {
+        load_cursor(&mut self.cursor, saved, self.spec.run)?;
+        self.sums = saved.parsed("since")?;
+        if let (Some(scaler), Ok(state)) = (&mut self.scaler, saved.part(LOSS_SCALE)) {
+            scaler.load_state(state).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
+        }
+        self.optimizer.load(&saved.dir.join(OPTIMIZER))?;
+        self.task.load_trained(&saved.dir)?;
+        let limit = MicroBatchSettings::from(self.spec.run);
+        self.max_tokens = limit.resumed_tokens(self.task.device(), self.max_tokens, saved.part("micro_batch").ok());
+        Ok(())
+    }
+
+    fn steps(&self) -> i64 {
+        self.optimizer.steps() + self.scaler.as_ref().map_or(0, LossScaler::overflows) as i64
+    }
+
+    fn write_models(&self, dir: &Path) -> Result<()> {
+        self.task.write(dir)
+    }
+
+    fn write_optimizers(&self, dir: &Path) -> Result<()> {
+        self.optimizer.save(&dir.join(OPTIMIZER))
+    }
+
+    fn write_bases(&mut self) -> Result<()> {
+        self.task.write_base(&self.spec.run.output_dir)
+    }
+
+    fn save_final(&self, dir: &Path) -> Result<()> {
+        let (spec, words) = (self.spec, self.words);
+        let facts = [
+            ("started from", words.model.map_or("random weights".into(), |dir| format!("`{}`", dir.display()))),
+            ("data", words.data.clone()),
+            ("tokenizer", words.tokenizer.clone()),
+            ("trained parameters", self.trained.clone()),
+            ("updates", self.progress.done.to_string()),
+        ];
+        let Words { base_model, is_adapter, .. } = *words;
+        replace_files(dir, |dir| self.task.write(dir))?;
+        Card { command: spec.command, base_model, is_adapter, facts: &facts }.write(dir)
+    }
+}
