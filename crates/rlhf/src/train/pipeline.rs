@@ -451,7 +451,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
         }
     }
     let limit = PromptLimit::new(&config.prompt_length, room_in(context, config.response_length)?)?;
-    check_ends(config, tokenizer, vocab, &config.stop_tokens(&tokenizer)?)?;
+    check_ends(config, tokenizer, vocab, &config.stop_tokens(tokenizer)?)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Ppo)?;
     let mut prompts = 0;
     for (at, dataset) in train.into_iter().chain(eval).enumerate() {
