@@ -1,4 +1,4 @@
-//! The command line and the configuration file, as typed: what they say becomes one configuration, resolved nowhere else.
+//! The command line and the configuration file: together they become one checked configuration.
 //!
 //! The file's values become the defaults of the flags, so a flag wins over the file, and both go through the same parsers.
 
@@ -11,10 +11,13 @@ mod deepspeed_chat;
 mod errors;
 pub(crate) mod generate;
 mod help;
+mod keys;
 mod layers;
-pub(crate) mod measure;
-mod output;
+pub(crate) mod logprobs;
 mod pipeline;
+mod rows;
+pub(crate) mod score;
+mod setting;
 #[cfg(test)]
 mod testing;
 mod trl;
@@ -23,24 +26,25 @@ mod yaml;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{ArgMatches, FromArgMatches};
+use clap::{ArgMatches, Command, FromArgMatches};
+use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, RewardConfig, ScoreConfig, SftConfig};
 use rlhf::train::pipeline::PipelineConfig;
-use rlhf::{Error, Result};
 
-use self::args::{matches_of, normalise, not_required, on_line, take_out};
+use self::args::{matches_of, normalise, not_required, on_line, parse_flags};
 use self::commands::{PIPELINE, rlhf_command};
-use self::config_file::{Keys, read_config};
-use self::errors::{and_this, one_line};
-use self::layers::{Setting, resolve, translated, with_defaults};
-use self::trl::Said;
+use self::config_file::read_config;
+pub(crate) use self::errors::Stop;
+use self::errors::{Messages, with_refusals};
+use self::keys::Keys;
+use self::layers::{resolve, translated};
+use self::setting::{Setting, with_defaults};
 
-/// A command with its configuration, checked.
+/// A command with its checked configuration.
 #[derive(Debug, Clone, PartialEq)]
-#[allow(clippy::large_enum_variant)] // There is one of it in a process.
+#[allow(clippy::large_enum_variant)] // A process holds one.
 pub(crate) enum Task {
     Sft(SftConfig),
     Reward(RewardConfig),
@@ -52,91 +56,60 @@ pub(crate) enum Task {
     Merge(MergeConfig),
 }
 
-/// What a command line and its file say.
+/// A parsed command line, with its configuration file.
 #[derive(Debug)]
 pub(crate) struct Parsed {
     pub(crate) task: Task,
-    /// Lines for the user, before it begins: what was taken without an effect, and what was left out of a preset.
+    /// Lines to print before the task starts: flags without an effect, and values left out of a preset.
     pub(crate) notes: Vec<String>,
 }
 
-/// Why there is no task.
-#[derive(Debug)]
-pub(crate) enum Stop {
-    /// Help or the version was asked for.
-    Help(clap::Error),
-    /// The flags that most runs need were asked for.
-    ShortHelp(String),
-    /// The command line or the file is wrong.
-    Error(Error),
-}
-
-impl From<Error> for Stop {
-    fn from(error: Error) -> Self {
-        Stop::Error(error)
-    }
-}
-
-impl From<clap::Error> for Stop {
-    fn from(error: clap::Error) -> Self {
-        match error.kind() {
-            ErrorKind::DisplayHelp
-            | ErrorKind::DisplayVersion
-            | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Stop::Help(error),
-            _ => Stop::Error(Error::Usage(one_line(&error))),
-        }
-    }
-}
-
-/// Reads a command line, program name first, and the file that its `--config` names.
+/// Parses a command line, program name first, and the file that its `--config` names.
 ///
 /// # Errors
-/// [`Stop::Error`] with all that is wrong with both, a line each.
+/// [`Stop::Error`] with every error of both, a line each; the other variants for help.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, Stop> {
     let rlhf = rlhf_command();
     let mut args = normalise(args, &rlhf);
-    let mut said = Said::default();
-    // The first pass finds `--config`, which may hold what is required, and takes out what cannot be read.
-    let lenient = rlhf.clone().mut_subcommands(|command| command.mut_args(|arg| arg.required(false)));
-    let matches = loop {
-        let error = match lenient.clone().try_get_matches_from(&args) {
-            Ok(matches) => break matches,
-            Err(error) => error,
-        };
-        if !take_out(&mut args, &error, &rlhf, &mut said.refusals) {
-            // Help and errors are worded for the command as it is.
-            let error = rlhf.clone().try_get_matches_from(&args).err().unwrap_or(error);
-            return Err(match help::short(&rlhf, &args, &error) {
-                Some(text) => Stop::ShortHelp(text),
-                None => and_this(said.refusals, error),
-            });
-        }
-    };
+    let mut messages = Messages::default();
+    let matches = parse_flags(&rlhf, &mut args, &mut messages.refusals)?;
     let (name, flags) = matches.subcommand().expect("a command is required");
-    let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
-    if name == PIPELINE {
-        let Some(path) = file else {
+    let task = if name == PIPELINE {
+        let Some(path) = flags.get_one::<PathBuf>("config") else {
             let error = rlhf.clone().try_get_matches_from(&args).expect_err("its file is required");
-            return Err(and_this(said.refusals, error));
+            return Err(with_refusals(messages.refusals, error));
         };
-        let task = pipeline::parse(path, &args, &rlhf, &mut said)?;
-        said.refusals.end()?;
-        return Ok(Parsed { task: Task::Pipeline(task), notes: said.notes });
-    }
+        Task::Pipeline(pipeline::parse(path, &args, &rlhf, &mut messages)?)
+    } else {
+        single(&rlhf, name, flags, &args, &mut messages)?
+    };
+    messages.refusals.end()?;
+    Ok(Parsed { task, notes: messages.notes })
+}
+
+/// Builds and checks the configuration of the command `name`, any but the pipeline.
+fn single(
+    rlhf: &Command,
+    name: &str,
+    flags: &ArgMatches,
+    args: &[OsString],
+    messages: &mut Messages,
+) -> Result<Task, Stop> {
     let command = rlhf.find_subcommand(name).expect("clap matched it");
+    let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
     let mut settings = match file {
-        Some(path) => read_config(path, &Keys { top: vec![command], sections: Vec::new() }, &mut said.refusals)?,
+        Some(path) => read_config(path, &Keys { top: vec![command], sections: Vec::new() }, &mut messages.refusals)?,
         None => Vec::new(),
     };
-    let preset = translated(command, flags, file, &mut settings, &mut said);
+    let preset = translated(command, flags, file, &mut settings, messages);
     settings.retain(|setting| !setting.values.is_empty());
-    let without_dir = name == "reward" && measures_only(flags, &settings);
+    let without_dir = name == "reward" && needs_no_output_dir(flags, &settings);
     if without_dir {
-        settings.push(Setting { key: "output_dir".into(), line: 0, values: vec![".".into()] });
+        settings.push(Setting::new("output_dir", vec![".".into()]));
     }
     let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
         let strict = rlhf.clone().mut_subcommand(name, |command| with_defaults(command, layers));
-        let matches = matches_of(&strict, &args, refusals, |command| {
+        let matches = matches_of(&strict, args, refusals, |command| {
             command.mut_subcommand(name, |command| command.mut_args(not_required))
         })?;
         let (_, flags) = matches.subcommand().expect("clap matched it");
@@ -146,14 +119,11 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
         }
         Ok(task)
     };
-    let on_line = |key: &str| on_line(flags, key);
-    let task = resolve(preset, &settings, on_line, build, Task::check, &mut said)?;
-    said.refusals.end()?;
-    Ok(Parsed { task, notes: said.notes })
+    resolve(preset, &settings, |key| on_line(flags, key), build, Task::check, messages)
 }
 
-/// Whether `rlhf reward` is to measure a model alone, and has no folder, which it does not need then.
-fn measures_only(flags: &ArgMatches, settings: &[Setting]) -> bool {
+/// Returns whether `rlhf reward` only evaluates (`eval_only`) and no `output_dir` is set: it needs none then.
+fn needs_no_output_dir(flags: &ArgMatches, settings: &[Setting]) -> bool {
     let of_file = |key: &str| settings.iter().find(|setting| setting.key == key);
     let has_dir = flags.contains_id("output_dir") || of_file("output_dir").is_some();
     let of_flag = match flags.value_source("eval_only") {
@@ -183,7 +153,7 @@ impl Task {
             Task::Sft(config) => config.check(),
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
-            // Its steps were, with their places in the file.
+            // Its stages are checked already, with their lines of the file.
             Task::Pipeline(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),

@@ -1,5 +1,5 @@
-//! The program `rlhf`: a command line over the library. Exit codes: 0, 2 for usage, 128 and the number of the signal that
-//! ended a training run, 1 for every other error.
+//! The program `rlhf`: a command line over the library. Exit codes: 0; 2 for a usage error; 128 plus the signal's number if a
+//! signal stopped a training run; 1 for any other error.
 
 mod cli;
 
@@ -38,7 +38,7 @@ fn start() -> ExitCode {
             }
             match run(&task) {
                 Ok(()) => ExitCode::SUCCESS,
-                // The reader of our output has seen enough.
+                // The reader of the output has closed it.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
                 Err(error) => report(&error),
             }
@@ -57,49 +57,49 @@ fn start() -> ExitCode {
 
 fn run(task: &Task) -> Result<()> {
     if matches!(task, Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_)) {
-        // Without a handler signals end the run at once, as ever.
+        // Without a handler a signal ends the process at once.
         let _ = stop_on_signals();
     }
     match task {
         Task::Sft(config) => rlhf::train::sft::sft(config, Console::detect()),
-        Task::Reward(config) if config.eval_only => cli::measure::evaluate(config),
+        Task::Reward(config) if config.eval_only => cli::score::evaluate(config),
         Task::Reward(config) => rlhf::train::reward_model::reward(config, Console::detect()),
         Task::Ppo(config) => rlhf::train::ppo::ppo(config, Console::detect()),
         Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, Console::detect()),
-        Task::Generate(config) => cli::generate::answer(config),
-        Task::Logprobs(config) => cli::measure::logprobs(config),
-        Task::Score(config) => cli::measure::score(config),
+        Task::Generate(config) => cli::generate::generate(config),
+        Task::Logprobs(config) => cli::logprobs::logprobs(config),
+        Task::Score(config) => cli::score::score(config),
         Task::Merge(config) => rlhf::merge::merge(config),
     }
 }
 
-/// Has a signal end the training run after its update, so that it saves what it has, and a second one end it at once.
+/// Installs a handler: a signal stops a training run after its update, so that it saves a checkpoint; a second one ends it at once.
 fn stop_on_signals() -> io::Result<()> {
-    // What `nohup` has the system ignore stays ignored.
+    // Under `nohup` SIGHUP stays ignored.
     let signals = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP));
     let mut signals = Signals::new(signals)?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         for signal in signals.forever() {
-            // The exit code that shells give a program which the signal ended.
+            // The exit code that shells report for a program that the signal ended.
             let code = 128 + signal;
             if request_stop(code as u8) {
                 clear_bar();
                 tch_ext::exit_at_once(code);
             }
-            announce("\nending after this update; once more to end at once and lose what is not saved");
+            announce("\nstopping after this update; send the signal again to stop at once without saving");
         }
     })?;
     Ok(())
 }
 
-/// Whether the program was started with this signal ignored.
+/// Returns whether the program was started with this signal ignored.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
-/// Prints the line that ends a failed run, or, of settings, a line for each that is wrong.
+/// Prints the error, one line for each refused setting, and returns its exit code.
 fn report(error: &Error) -> ExitCode {
     match error.refusals() {
         [] => fail(&error.to_string(), error.exit_code()),
@@ -112,19 +112,19 @@ fn report(error: &Error) -> ExitCode {
     }
 }
 
-/// Prints one line of an error.
+/// Prints one line of an error, and returns `code`.
 fn fail(message: &str, code: u8) -> ExitCode {
     let message = one_line(first_line(message));
     let _ = writeln!(io::stderr(), "{}", Stream::Err.labelled("error", Colour::Red, &message));
     ExitCode::from(code)
 }
 
-/// The line that says what is wrong; libtorch adds a C++ backtrace below it.
+/// Returns the first line: libtorch adds a C++ backtrace below it.
 fn first_line(message: &str) -> &str {
     message.lines().next().unwrap_or_default()
 }
 
-/// The first panic's message and place, for [`main`] to print.
+/// Message and place of the first panic, which [`main`] prints.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
 fn keep_panic(panic: &PanicHookInfo<'_>) {
@@ -140,7 +140,7 @@ fn keep_panic(panic: &PanicHookInfo<'_>) {
     }
 }
 
-/// One line of a panic. `unwrap` prints libtorch's message and C++ backtrace through `Debug`, which escapes the line ends.
+/// Returns a panic as one line. `unwrap` prints libtorch's message and C++ backtrace by `Debug`, which escapes line ends.
 fn summary(message: &str, place: &str) -> String {
     let first = first_line(message).split("\\n").next().unwrap_or_default();
     format!("{first}{place}")
@@ -150,7 +150,7 @@ fn internal(message: &str) -> String {
     format!("internal: {message} (please report; set RUST_BACKTRACE=1 for more)")
 }
 
-/// `println!` panics when the program that reads our output is gone.
+/// Returns whether a panic is that of `println!` when the reader of the output is gone.
 fn is_broken_pipe(message: &str) -> bool {
     message.starts_with("failed printing to stdout: Broken pipe")
 }

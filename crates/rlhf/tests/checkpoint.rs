@@ -405,7 +405,7 @@ fn a_second_signal_ends_a_run_at_once() {
     wait_until(&mut child, || scratch.path("out/metrics.jsonl").exists());
     signal(&child, "INT");
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    assert!(lines.any(|line| line.unwrap().contains("once more to end at once")));
+    assert!(lines.any(|line| line.unwrap().contains("send the signal again to stop at once")));
     signal(&child, "TERM");
     assert_eq!(child.wait().unwrap().code(), Some(143));
     assert!(!scratch.path("out/model.safetensors").exists());

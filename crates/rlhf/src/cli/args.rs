@@ -1,4 +1,4 @@
-//! The words of the command line: their form, and which of them cannot be read.
+//! The words of the command line: normalized, and parsed by clap as often as it takes to report every error at once.
 
 use std::ffi::OsString;
 
@@ -8,12 +8,13 @@ use clap::{Arg, ArgMatches, Command};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 
-use super::Stop;
-use super::config_file::NOT_SETTINGS;
-use super::errors::{and_this, nearest, one_line, refusal};
+use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
+use super::help;
+use super::keys::NOT_SETTINGS;
 
-/// Dashes in flag names become underscores, and `--flag true` becomes `--flag=true` where the flag may also stand alone.
-/// Values and whatever follows `--` stay as they are.
+/// Replaces dashes in flag names by underscores, and `--flag true` by `--flag=true` where the flag may also stand alone.
+///
+/// Values, and all words after `--`, are not changed.
 pub(super) fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<OsString> {
     let flag =
         |name: &str| rlhf.get_subcommands().flat_map(Command::get_arguments).find(|a| a.get_long() == Some(name));
@@ -46,8 +47,35 @@ pub(super) fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command
     normal
 }
 
-/// What the command line says over `command`; what is required and missing is put with the refusals, and is then as
-/// `relaxed` makes it.
+/// Parses the command line without what is required, which the configuration file may hold. Flags that cannot be parsed are
+/// removed from `args` and refused.
+///
+/// # Errors
+/// Help, or an error that is about no single flag.
+pub(super) fn parse_flags(
+    rlhf: &Command,
+    args: &mut Vec<OsString>,
+    refusals: &mut Refusals,
+) -> Result<ArgMatches, Stop> {
+    let lenient = rlhf.clone().mut_subcommands(|command| command.mut_args(|arg| arg.required(false)));
+    loop {
+        let error = match lenient.clone().try_get_matches_from(&*args) {
+            Ok(matches) => return Ok(matches),
+            Err(error) => error,
+        };
+        if !remove_refused(args, &error, rlhf, refusals) {
+            // Help and errors are worded for the command with its requirements.
+            let error = rlhf.clone().try_get_matches_from(&*args).err().unwrap_or(error);
+            return Err(match help::short(rlhf, args, &error) {
+                Some(text) => Stop::ShortHelp(text),
+                None => with_refusals(std::mem::take(refusals), error),
+            });
+        }
+    }
+}
+
+/// Parses the command line with `command`. Required flags that are missing are refused; the result is then that of the command
+/// that `relaxed` returns.
 pub(super) fn matches_of(
     command: &Command,
     args: &[OsString],
@@ -57,7 +85,7 @@ pub(super) fn matches_of(
     let error = match command.clone().try_get_matches_from(args) {
         Ok(matches) => return Ok(matches),
         Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => error,
-        Err(error) => return Err(and_this(std::mem::take(refusals), error)),
+        Err(error) => return Err(with_refusals(std::mem::take(refusals), error)),
     };
     if let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg) {
         let missing = missing.iter().filter(|flag| !refusals.has(flag_name(flag)));
@@ -70,20 +98,21 @@ pub(super) fn matches_of(
     Ok(relaxed(command.clone()).try_get_matches_from(args)?)
 }
 
+/// Makes a required flag optional, with "." as its value.
 pub(super) fn not_required(arg: Arg) -> Arg {
     if arg.is_required_set() { arg.required(false).default_value(".") } else { arg }
 }
 
-/// Takes the flag, with its values, that `error` is about out of the command line and puts the error with the refusals: what
-/// else is wrong is found then too. `false` where there is none.
-pub(super) fn take_out(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command, refusals: &mut Refusals) -> bool {
+/// Removes the flag that `error` is about, with its values, from the command line and refuses it, so that the next parse finds
+/// further errors. Returns `false` if the error is about no flag.
+fn remove_refused(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command, refusals: &mut Refusals) -> bool {
     let Some(ContextValue::String(shown)) = error.get(ContextKind::InvalidArg) else { return false };
     let Some(command) = args.get(1).and_then(|name| rlhf.find_subcommand(name)) else { return false };
     let name = flag_name(shown);
     let known = command.get_arguments().find(|arg| is_named(arg, name));
     let is_flag = shown.starts_with("--");
-    // Whether a word of the command line is the flag, and whether its value is in the same word.
-    let meant = |word: &OsString| {
+    // `Some` if a word of the command line is the flag: true if it holds its value too.
+    let as_flag = |word: &OsString| {
         let text = word.to_str()?;
         if !is_flag {
             return (text == shown.as_str()).then_some(true);
@@ -97,7 +126,7 @@ pub(super) fn take_out(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Com
     let mut kept = Vec::new();
     let mut words = args.drain(..).enumerate().peekable();
     while let Some((at, word)) = words.next() {
-        let Some(whole) = (if at > 1 && at < end { meant(&word) } else { None }) else {
+        let Some(whole) = (if at > 1 && at < end { as_flag(&word) } else { None }) else {
             kept.push(word);
             continue;
         };
@@ -128,19 +157,20 @@ pub(super) fn take_out(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Com
     true
 }
 
-/// `--seed <N>`: `seed`.
-pub(super) fn flag_name(shown: &str) -> &str {
+/// Returns the name of a flag as clap prints it (`--seed <N>`: `seed`).
+fn flag_name(shown: &str) -> &str {
     let name = shown.trim_start_matches('-');
     name.split([' ', '=', '[', '<']).next().unwrap_or_default()
 }
 
-/// Whether `name` is the flag's own or one of its others.
-pub(super) fn is_named(arg: &Arg, name: &str) -> bool {
+/// Returns whether `name` is the name of a flag, or one of its aliases.
+fn is_named(arg: &Arg, name: &str) -> bool {
     arg.get_id() == name
         || arg.get_long() == Some(name)
         || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))
 }
 
+/// Returns whether the flag `name` is on the command line.
 pub(super) fn on_line(flags: &ArgMatches, name: &str) -> bool {
     flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
 }
@@ -156,7 +186,7 @@ mod tests {
     use crate::cli::testing::{parse_words, ppo, ppo_error, with_file};
 
     #[test]
-    fn dashes_and_underscores_name_the_same_flag_and_values_keep_theirs() {
+    fn a_flag_name_may_have_dashes_and_values_keep_theirs() {
         assert_eq!(ppo(&["--num-mini-batches", "2", "--kl_coef=0.5"]).num_mini_batches, 2);
         assert_eq!(ppo(&["--score-position=last_token"]).score_position, ScorePosition::LastToken);
         assert_eq!(ppo(&["--value-model-path", "my-value-model"]).value_model_path, Some("my-value-model".into()));
@@ -196,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flag_of_many_values_takes_one_at_a_time_so_that_a_prompt_stays_a_prompt() {
+    fn a_flag_of_many_values_takes_one_value_so_that_a_prompt_stays_a_prompt() {
         let words =
             ["--stop_token_ids", "1,2", "--stop_token_ids", "3", "--stop_strings", "a,b", "--stop_strings", "c"];
         let task = parse_words(&[&["generate", "--model", "m"], &words[..], &["The film"]].concat()).unwrap();
@@ -215,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn targets_of_lora_stand_side_by_side_as_trl_takes_them_or_with_commas() {
+    fn lora_targets_are_separate_words_as_in_trl_or_separated_by_commas() {
         for words in [&["q_proj", "v_proj", "--use_peft"][..], &["q_proj,v_proj", "--use_peft"]] {
             let config = ppo(&[&["--lora_target_modules"], words].concat());
             assert_eq!(
@@ -236,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn several_datasets_stand_side_by_side_or_in_a_list_and_one_needs_none() {
+    fn several_datasets_are_separate_words_or_a_list() {
         let names = |config: &PpoConfig| {
             config.data.dataset_name.iter().map(|name| name.display().to_string()).collect::<Vec<_>>()
         };

@@ -6,7 +6,8 @@ use std::os::unix::ffi::OsStringExt;
 use rlhf::rng::{Purpose, Stream};
 
 use super::commands::rlhf_command;
-use super::{Stop, parse};
+use super::errors::Stop;
+use super::parse;
 
 /// How many cases there are, where the quick form has `quick`; `RLHF_ATTACK=N` makes N times as many.
 fn cases(quick: usize) -> usize {

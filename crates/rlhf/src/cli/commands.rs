@@ -9,9 +9,10 @@ use rlhf::settings::{
 
 use super::{deepspeed_chat, trl};
 
-/// The command whose settings are those of its steps: it needs a file.
+/// The command that runs the others as stages: it needs a configuration file.
 pub(super) const PIPELINE: &str = "pipeline";
 
+/// Returns the whole command line of `rlhf`.
 pub(super) fn rlhf_command() -> Command {
     let commands = [
         trl::with_flags(flag::command::<SftConfig>("sft"))

@@ -1,122 +1,68 @@
-//! The configuration file: its keys are the names of flags, and each value is accepted by its flag.
+//! The configuration file: its keys are the names of flags, and each value must be accepted by its flag.
 
 use std::path::Path;
 
-use clap::{Arg, Command};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 
-use super::errors::{nearest, refusal};
-use super::layers::Setting;
-use super::yaml::{Found, read_yaml};
+use super::errors::refusal;
+use super::keys::Keys;
+use super::setting::Setting;
+use super::yaml::{Entry, read_yaml};
 
-/// Flags that are no keys of a configuration file.
-pub(super) const NOT_SETTINGS: [&str; 2] = ["config", "help"];
-
-/// The keys that a configuration file may have: the names of flags.
-pub(super) struct Keys<'c> {
-    /// The commands whose flags may stand at the top.
-    pub(super) top: Vec<&'c Command>,
-    /// Those that may have a section of their own.
-    pub(super) sections: Vec<&'c Command>,
-}
-
-impl<'c> Keys<'c> {
-    pub(super) fn section(&self, name: &str) -> Option<&'c Command> {
-        self.sections.iter().copied().find(|command| command.get_name() == name)
-    }
-
-    /// The commands that a key is looked for in, and its name there: behind the section's and a point.
-    fn place<'k>(&self, key: &'k str) -> (Vec<&'c Command>, &'k str) {
-        match key.split_once('.') {
-            Some((section, name)) => (self.section(section).into_iter().collect(), name),
-            None => (self.top.clone(), key),
-        }
-    }
-
-    pub(super) fn flag(&self, key: &str) -> Option<&'c Arg> {
-        let (commands, name) = self.place(key);
-        let mut flags = commands.into_iter().flat_map(Command::get_arguments);
-        let other = |arg: &Arg| arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name));
-        flags.find(|arg| (arg.get_id() == name || other(arg)) && !NOT_SETTINGS.contains(&name))
-    }
-
-    /// Our own name of a key, which may be another system's.
-    fn own(&self, key: &str) -> String {
-        match (self.flag(key), key.split_once('.')) {
-            (None, _) => key.to_string(),
-            (Some(arg), None) => arg.get_id().to_string(),
-            (Some(arg), Some((section, _))) => format!("{section}.{}", arg.get_id()),
-        }
-    }
-
-    /// The key most like `key`, if any is like it.
-    fn nearest(&self, key: &str) -> Option<&'c str> {
-        let (commands, name) = self.place(key);
-        let flags = commands.into_iter().flat_map(|command| command.get_arguments()).filter(|arg| !arg.is_hide_set());
-        let flags = flags.map(|arg| arg.get_id().as_str()).filter(|name| !NOT_SETTINGS.contains(name));
-        let sections = self.sections.iter().map(|command| command.get_name()).filter(|_| !key.contains('.'));
-        nearest(name, flags.chain(sections))
-    }
-
-    /// What is wrong with a key that is no flag's.
-    fn unknown(&self, key: &str) -> String {
-        let hint = match (self.nearest(key), &self.place(key).0[..]) {
-            (Some(name), _) => format!("did you mean `{name}`?"),
-            (None, [command]) => {
-                format!("`rlhf {} --help` lists the flags, whose names are the keys", command.get_name())
-            }
-            (None, _) => "`--help` of each step's command lists its flags, whose names are the keys".into(),
-        };
-        format!("unknown key `{key}`; {hint}")
-    }
-}
-
-/// Reads the settings in the YAML file `path`, each one accepted by its flag; what is not is put with the refusals.
+/// Reads the settings in the YAML file `path`, by the names of their flags. Entries that are refused go to `refusals`, with their lines.
 ///
 /// # Errors
 /// If the file cannot be read, or is not a map of settings.
 pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals) -> Result<Vec<Setting>> {
     let text = rlhf::files::read_settings(path)?;
-    let place = |line: u64, message: String| format!("{}:{line}: {message}", path.display());
+    let placed = |line: u64, message: String| format!("{}:{line}: {message}", path.display());
     let mut settings: Vec<Setting> = Vec::new();
-    let found = match read_yaml(&text, keys) {
-        Ok(found) => found,
+    let entries = match read_yaml(&text, keys) {
+        Ok(entries) => entries,
         Err((line, message)) => {
-            refusals.refuse(place(line, message), [""; 0]);
+            refusals.refuse(placed(line, message), [""; 0]);
             return std::mem::take(refusals).end().map(|()| settings);
         }
     };
-    for Found { mut setting, fault } in found {
-        if let Some(fault) = fault {
-            let about = keys.own(&setting.key);
-            refusals.refuse(place(setting.line, format!("`{}`: {fault}", setting.key)), about.rsplit('.').take(1));
-            continue;
-        }
-        let Setting { key, line, values } = &setting;
-        let own = keys.own(key);
-        if settings.iter().any(|earlier| earlier.key == own) {
-            refusals.refuse(place(*line, format!("`{key}` is set twice")), [own]);
-            continue;
-        }
-        if keys.section(key).is_none() {
-            let Some(arg) = keys.flag(key) else {
-                let near = keys.nearest(key).map(str::to_string);
-                refusals.refuse(place(*line, keys.unknown(key)), near);
-                continue;
-            };
-            let mut refused = values.iter().filter_map(|value| Some((value, refusal(arg, value)?)));
-            if let Some((value, expected)) = refused.next() {
-                let line = place(*line, format!("`{key}`: {expected}, found `{value}`"));
-                refusals.refuse(line, own.rsplit('.').take(1));
-                continue;
+    for Entry { mut setting, error } in entries {
+        let name = keys.canonical(&setting.key);
+        let is_set = settings.iter().any(|earlier| earlier.key == name);
+        match refused(keys, &setting, error, is_set) {
+            Some((message, about)) => refusals.refuse(placed(setting.line, message), about),
+            None => {
+                setting.key = name;
+                settings.push(setting);
             }
         }
-        // Another system's name for it.
-        setting.key = own;
-        settings.push(setting);
     }
     Ok(settings)
+}
+
+/// Returns why an entry is refused, and the names of the flags that the refusal is about.
+fn refused(
+    keys: &Keys<'_>,
+    setting: &Setting,
+    error: Option<&'static str>,
+    is_set: bool,
+) -> Option<(String, Option<String>)> {
+    let Setting { key, values, .. } = setting;
+    let name = keys.canonical(key);
+    let flag = || name.rsplit('.').next().map(String::from);
+    if let Some(error) = error {
+        return Some((format!("`{key}`: {error}"), flag()));
+    }
+    if is_set {
+        return Some((format!("`{key}` is set twice"), Some(name)));
+    }
+    if keys.section(key).is_some() {
+        return None;
+    }
+    let Some(arg) = keys.flag(key) else {
+        return Some((keys.unknown(key), keys.nearest(key).map(String::from)));
+    };
+    let (value, expected) = values.iter().find_map(|value| Some((value, refusal(arg, value)?)))?;
+    Some((format!("`{key}`: {expected}, found `{value}`"), flag()))
 }
 
 #[cfg(test)]
@@ -137,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_the_file_is_one_line_with_its_place() {
+    fn each_error_of_the_file_is_one_line_with_its_place() {
         for (text, message) in [
             ("seed: 1\nseed: 2\n", "run.yaml:2: `seed` is set twice"),
             ("kl-coef: 1\nkl_coef: 2\n", "run.yaml:2: `kl_coef` is set twice"),

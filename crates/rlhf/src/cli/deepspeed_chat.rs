@@ -1,5 +1,5 @@
-//! The flags of DeepSpeed-Chat's third step, as `rlhf ppo --preset deepspeed-chat` takes them: each is one of ours under another
-//! name, does nothing here and is passed over, or asks for its own CUDA engine and is refused with the reason.
+//! Flags of DeepSpeed-Chat's third step, for `rlhf ppo --preset deepspeed-chat`. A flag is another name of ours, or has no effect
+//! here and is ignored, or configures DeepSpeed's own engine and is refused with the reason.
 //!
 //! Flags that have the same name and meaning here (`generation_batches`, `enable_ema`, `unsup_coef`, ...) are not in the table.
 
@@ -11,18 +11,18 @@ use rlhf::flag::Refusals;
 use rlhf::model::Dtype;
 use rlhf::settings::Preset;
 
-use crate::cli::layers::Setting;
-use crate::cli::trl;
+use super::setting::Setting;
+use super::trl;
 
-/// What becomes of a flag.
+/// Treatment of a flag.
 enum To {
-    /// It is ours of this name.
+    /// Another name of our flag.
     Ours(&'static str),
-    /// It and others together are some of ours: see `together`.
+    /// Translated together with others: see [`together`].
     Together,
-    /// Whatever it says, it is so here: what it would change is not there to be changed.
+    /// Ignored: there is nothing here that it could change.
     Passed,
-    /// It may only say one of these, as this is how it is here.
+    /// Accepted with one of these values only, for this reason.
     Only(&'static [&'static str], &'static str),
 }
 use To::{Only, Ours, Passed, Together};
@@ -31,10 +31,10 @@ const OFF: &[&str] = &["false"];
 const ENGINE: &str = "generation here has a cache of its own and needs no second engine";
 const ONE_PROCESS: &str = "it shards models over DeepSpeed's processes, and this is one process";
 const OFFLOAD: &str =
-    "it moves weights between GPU and CPU in DeepSpeed; --dtype bfloat16 halves what frozen models take here";
-const DROPOUT: &str = "no model's own dropout is applied here, as ratios must begin at 1";
+    "it moves weights between GPU and CPU in DeepSpeed; --dtype bfloat16 halves the memory of frozen models here";
+const DROPOUT: &str = "a model's own dropout is not applied here, as ratios must start at 1";
 
-/// The flags, whether they stand alone, and what becomes of them.
+/// The flags, whether they may stand alone, and their treatment.
 const FLAGS: [(&str, bool, To); 44] = [
     ("data_path", false, Ours("dataset_name")),
     ("data_output_path", false, Passed),
@@ -66,7 +66,7 @@ const FLAGS: [(&str, bool, To); 44] = [
     ("actor_lora_learning_rate", false, Together),
     ("critic_lora_learning_rate", false, Together),
     ("only_optimize_lora", true, Together),
-    ("enable_mixed_precision_lora", true, Only(OFF, "what is frozen beside adapters is held as --dtype says")),
+    ("enable_mixed_precision_lora", true, Only(OFF, "--dtype sets the dtype of the frozen weights")),
     ("deepspeed", true, Passed),
     ("deepspeed_config", false, Only(&["none"], "there is no DeepSpeed here")),
     ("enable_hybrid_engine", true, Only(OFF, ENGINE)),
@@ -86,13 +86,13 @@ const FLAGS: [(&str, bool, To); 44] = [
     ("tensorboard_path", false, Passed),
 ];
 
-/// Whether `name` is a flag of DeepSpeed-Chat's that is in the table.
-pub(crate) fn has(name: &str) -> bool {
+/// Returns whether the flag `name` is in the table.
+pub(super) fn has(name: &str) -> bool {
     FLAGS.iter().any(|(flag, ..)| *flag == name)
 }
 
-/// Adds the flags to the command `ppo`, out of sight: its help is long enough. Those that it has by now are its own.
-pub(crate) fn with_flags(ppo: Command) -> Command {
+/// Adds the flags to the command `ppo`, hidden from its help. Flags that the command has already are its own.
+pub(super) fn with_flags(ppo: Command) -> Command {
     let arg = |ppo: Command, (name, alone, to): &(&'static str, bool, To)| {
         let is_named =
             |arg: &Arg| arg.get_id() == name || arg.get_all_aliases().is_some_and(|other| other.contains(name));
@@ -117,23 +117,76 @@ pub(crate) fn with_flags(ppo: Command) -> Command {
     FLAGS.iter().fold(ppo, arg)
 }
 
-/// Takes these flags out of the file's `settings` and finds those among the command line's `flags`; what they come to is put behind
-/// the file's own, so that a flag of ours still wins.
+/// The values of the flags that are set, by name.
+type Given = BTreeMap<&'static str, Vec<String>>;
+
+/// Removes the flags of the table from the file's `settings`, and finds those on the command line. The settings that they stand for
+/// are appended to `settings`; a flag of ours on the command line still wins.
 ///
-/// It is refused if there is one and the preset is another, or if one asks for what is not here, or says what one of ours says too.
-pub(crate) fn translate(
+/// Refused: a flag with another preset, a value that is not supported, and a flag together with ours for the same setting.
+pub(super) fn translate(
     preset: Option<Preset>,
     flags: &ArgMatches,
     settings: &mut Vec<Setting>,
     refusals: &mut Refusals,
 ) {
-    let chat = preset == Some(Preset::DeepspeedChat);
-    let own = |name: &str| {
-        let row = FLAGS.iter().find(|(flag, ..)| *flag == name && !is_ours(flags, name));
-        // Some are transformers' too.
-        row.filter(|(flag, ..)| chat || !trl::has("ppo", flag))
+    let is_chat = preset == Some(Preset::DeepspeedChat);
+    let given = given(is_chat, flags, settings);
+    if !is_chat {
+        for (name, _, to) in given.keys().filter_map(|name| row(name)) {
+            let line = match to {
+                Ours(ours) => format!("{name} is a flag of --preset deepspeed-chat; with other presets use {ours}"),
+                Together | Passed | Only(..) => format!("{name} is a flag of --preset deepspeed-chat only"),
+            };
+            refusals.refuse(line, [*name]);
+        }
+        return;
+    }
+    for (name, values) in &given {
+        let value = values.first().map_or("none", String::as_str).to_ascii_lowercase();
+        match row(name) {
+            Some((_, _, Ours(ours))) if on_line(flags, ours) => {
+                refusals.refuse(format!("{name} and {ours} are the same setting: give one of them"), [*name, ours]);
+            }
+            Some((_, _, Ours(ours))) => settings.push(Setting::new(ours, values.clone())),
+            Some((_, _, Only(fine, reason))) if !fine.contains(&value.as_str()) => {
+                refusals.refuse(format!("{name} = {value}: {reason}; expected {}", fine.join(" or ")), [*name]);
+            }
+            _ => {}
+        }
+    }
+    let together = together(&given, refusals);
+    settings.extend(together.into_iter().map(|(key, value)| Setting::new(key, vec![value])));
+    // At the front, so that any other value of the setting wins.
+    let default = |settings: &mut Vec<Setting>, key: &str, value: &str| {
+        settings.insert(0, Setting::new(key, vec![value.into()]));
     };
-    let mut given: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    if given.contains_key("actor_weight_decay") {
+        // The critic's weight decay is 0 in DeepSpeed-Chat unless it is set.
+        default(settings, "value_weight_decay", "0");
+    }
+    // DeepSpeed-Chat computes in the dtype of its models.
+    match dtype(flags, settings) {
+        Some(Dtype::BFloat16) => default(settings, "bf16", "true"),
+        Some(Dtype::Float16) if flags.ids().any(|id| id == "fp16") => default(settings, "fp16", "true"),
+        _ => {}
+    }
+    if is_fp16(flags, settings) {
+        // DeepSpeed-Chat's engine configuration has another window than DeepSpeed's default.
+        default(settings, "loss_scale_window", "100");
+    }
+}
+
+/// Returns the row of a flag.
+fn row(name: &str) -> Option<&'static (&'static str, bool, To)> {
+    FLAGS.iter().find(|(flag, ..)| *flag == name)
+}
+
+/// Returns the flags of the table that are set, and removes them from `settings`.
+fn given(is_chat: bool, flags: &ArgMatches, settings: &mut Vec<Setting>) -> Given {
+    // With another preset, flags that transformers has too are transformers'.
+    let own = |name: &str| row(name).filter(|_| !is_ours(flags, name) && (is_chat || !trl::has("ppo", name)));
+    let mut given = Given::new();
     let (theirs, ours): (Vec<Setting>, Vec<Setting>) =
         std::mem::take(settings).into_iter().partition(|setting| own(&setting.key).is_some());
     *settings = ours;
@@ -145,65 +198,31 @@ pub(crate) fn translate(
     for (name, ..) in FLAGS.iter().filter(|(name, ..)| own(name).is_some() && on_line(flags, name)) {
         given.insert(name, flags.get_many::<String>(name).into_iter().flatten().cloned().collect());
     }
-    if !chat {
-        for (name, _, to) in given.keys().filter_map(|name| own(name)) {
-            let line = match to {
-                Ours(ours) => format!("{name} is a flag of --preset deepspeed-chat; else it is {ours}"),
-                Together | Passed | Only(..) => format!("{name} is a flag of --preset deepspeed-chat alone"),
-            };
-            refusals.refuse(line, [*name]);
-        }
-        return;
-    }
-    let mut put = |key: &str, values: Vec<String>| settings.push(Setting { key: key.into(), line: 0, values });
-    for (name, values) in &given {
-        let said = values.first().map_or("none", String::as_str).to_ascii_lowercase();
-        match own(name) {
-            Some((_, _, Ours(ours))) if on_line(flags, ours) => {
-                refusals.refuse(format!("{name} and {ours} say the same: give one of them"), [*name, ours]);
-            }
-            Some((_, _, Ours(ours))) => put(ours, values.clone()),
-            Some((_, _, Only(fine, reason))) if !fine.contains(&said.as_str()) => {
-                refusals.refuse(format!("{name} = {said}: {reason}; expected {}", fine.join(" or ")), [*name]);
-            }
-            _ => {}
-        }
-    }
-    for (key, value) in together(&given, refusals) {
-        put(key, vec![value]);
-    }
-    if given.contains_key("actor_weight_decay") {
-        // The critic's own is 0 there unless it is said; any other setting of it is behind this one.
-        settings.insert(0, Setting { key: "value_weight_decay".into(), line: 0, values: vec!["0".into()] });
-    }
-    // What DeepSpeed-Chat holds all models in, it computes in.
-    let held = settings.iter().rev().find(|setting| setting.key == "dtype").and_then(|setting| setting.values.first());
-    let held = match (on_line(flags, "dtype"), held) {
-        (false, Some(held)) => clap::ValueEnum::from_str(held, true).ok(),
+    given
+}
+
+/// Returns the last value of a setting.
+fn last<'s>(settings: &'s [Setting], key: &str) -> Option<&'s String> {
+    settings.iter().rev().find(|setting| setting.key == key).and_then(|setting| setting.values.first())
+}
+
+/// Returns the `dtype` of the models.
+fn dtype(flags: &ArgMatches, settings: &[Setting]) -> Option<Dtype> {
+    match (on_line(flags, "dtype"), last(settings, "dtype")) {
+        (false, Some(name)) => clap::ValueEnum::from_str(name, true).ok(),
         _ => flags.get_one::<Dtype>("dtype").copied(),
-    };
-    match held {
-        Some(Dtype::BFloat16) => {
-            settings.insert(0, Setting { key: "bf16".into(), line: 0, values: vec!["true".into()] })
-        }
-        Some(Dtype::Float16) if flags.ids().any(|id| id == "fp16") => {
-            settings.insert(0, Setting { key: "fp16".into(), line: 0, values: vec!["true".into()] });
-        }
-        _ => {}
-    }
-    let in_file =
-        settings.iter().rev().find(|setting| setting.key == "fp16").and_then(|setting| setting.values.first());
-    let fp16 = match (on_line(flags, "fp16"), in_file) {
-        (false, Some(said)) => said.eq_ignore_ascii_case("true"),
-        _ => flags.try_get_one::<bool>("fp16").is_ok_and(|on| on == Some(&true)),
-    };
-    if fp16 {
-        // Its configuration of the engine has another than DeepSpeed's own.
-        settings.insert(0, Setting { key: "loss_scale_window".into(), line: 0, values: vec!["100".into()] });
     }
 }
 
-/// Whether the command has the flag with a meaning of its own, and not by [`with_flags`], which takes text.
+/// Returns whether `fp16` is set.
+fn is_fp16(flags: &ArgMatches, settings: &[Setting]) -> bool {
+    match (on_line(flags, "fp16"), last(settings, "fp16")) {
+        (false, Some(value)) => value.eq_ignore_ascii_case("true"),
+        _ => flags.try_get_one::<bool>("fp16").is_ok_and(|on| on == Some(&true)),
+    }
+}
+
+/// Returns whether the command has a flag `name` of its own: the flags of [`with_flags`] hold text.
 fn is_ours(flags: &ArgMatches, name: &str) -> bool {
     flags.try_get_raw(name).is_ok() && flags.try_get_many::<String>(name).is_err()
 }
@@ -212,15 +231,15 @@ fn on_line(flags: &ArgMatches, name: &str) -> bool {
     flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
 }
 
-/// Learning rates and adapters: with an adapter only that is trained, at the rate that is meant for it.
-fn together(given: &BTreeMap<&str, Vec<String>>, refusals: &mut Refusals) -> Vec<(&'static str, String)> {
-    let said = |name: &str| given.get(name).and_then(|values| values.first());
-    let on = |name: &str| said(name).is_some_and(|word| word.eq_ignore_ascii_case("true"));
+/// Translates learning rates, adapters and `enable_tensorboard`. A model with adapters trains with the adapters' learning rate.
+fn together(given: &Given, refusals: &mut Refusals) -> Vec<(&'static str, String)> {
+    let value = |name: &str| given.get(name).and_then(|values| values.first());
+    let on = |name: &str| value(name).is_some_and(|word| word.eq_ignore_ascii_case("true"));
     let mut settings = Vec::new();
     let mut ranks = [None, None];
     for (model, rank) in ["actor", "critic"].into_iter().zip(&mut ranks) {
         let name = format!("{model}_lora_dim");
-        let dim = said(&name).map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
+        let dim = value(&name).map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
         let dim = dim.unwrap_or_else(|word| {
             refusals.refuse(format!("{name} = {word}: expected a whole number, 0 or more"), [&name]);
             0
@@ -228,14 +247,14 @@ fn together(given: &BTreeMap<&str, Vec<String>>, refusals: &mut Refusals) -> Vec
         if dim > 0 && !on("only_optimize_lora") {
             let line = format!(
                 "{name} = {dim} without only_optimize_lora = true trains embeddings, biases and norms beside the adapters, which \
-                 is not done here: set only_optimize_lora, or {name} = 0"
+                 is not supported: set only_optimize_lora, or {name} = 0"
             );
             refusals.refuse(line, [&name]);
         }
         *rank = (dim > 0).then_some(dim);
     }
     let of = |model: &str, what: &str, default: &str| {
-        said(&format!("{model}_{what}")).cloned().unwrap_or_else(|| default.to_string())
+        value(&format!("{model}_{what}")).cloned().unwrap_or_else(|| default.to_string())
     };
     let names = [
         ["use_peft", "lora_r", "lora_target_modules", "learning_rate"],
@@ -249,11 +268,11 @@ fn together(given: &BTreeMap<&str, Vec<String>>, refusals: &mut Refusals) -> Vec
                 (targets, of(model, "lora_module_name", "decoder.layers.")),
                 (rate, of(model, "lora_learning_rate", "5e-4")),
             ]),
-            None => settings.extend(said(&format!("{model}_learning_rate")).map(|own| (rate, own.clone()))),
+            None => settings.extend(value(&format!("{model}_learning_rate")).map(|own| (rate, own.clone()))),
         }
     }
     if ranks.iter().any(Option::is_some) {
-        // Its products are scaled by 1 over the rank.
+        // DeepSpeed-Chat scales an adapter's product by 1 / rank.
         settings.push(("lora_alpha", "1".into()));
         settings.push(("value_use_peft", ranks[1].is_some().to_string()));
     }
@@ -272,7 +291,7 @@ mod tests {
     use crate::cli::testing::{parse_words, ppo_error, with_file};
 
     #[test]
-    fn flags_of_deepspeed_chat_are_ours_under_other_names_with_its_preset() {
+    fn flags_of_deepspeed_chat_are_other_names_of_ours_with_its_preset() {
         let chat = |words: &str| {
             let line = "ppo --preset deepspeed-chat --actor_model_name_or_path a --critic_model_name_or_path c --data_path d \
                         --output_dir o";
@@ -297,7 +316,7 @@ mod tests {
         assert_eq!((config.learning_rate, config.value_optimizer().0), (1e-5, 2e-6));
         let decays = |config: &PpoConfig| (config.optimizer.weight_decay, config.value_optimizer().1.weight_decay);
         assert_eq!(decays(&config), (0.1, 0.2));
-        // The actor's is the actor's alone, the critic's 0 unless something says another.
+        // The actor's weight decay is not the critic's, which is 0 unless it is set.
         assert_eq!(decays(&read("--actor_weight_decay 0.1")), (0.1, 0.0));
         assert_eq!(decays(&read("--critic_weight_decay 0.2")), (0.0, 0.2));
         assert_eq!(decays(&read("--actor_weight_decay 0.1 --value_weight_decay 0.3")), (0.1, 0.3));
@@ -331,12 +350,12 @@ mod tests {
                 "actor_zero_stage = 2: it shards models over DeepSpeed's processes, and this is one",
             ),
             ("--offload", "offload = true: it moves weights between GPU and CPU"),
-            ("--actor_dropout 0.1", "actor_dropout = 0.1: no model's own dropout is applied here"),
+            ("--actor_dropout 0.1", "actor_dropout = 0.1: a model's own dropout is not applied here"),
             ("--actor_lora_dim 8", "actor_lora_dim = 8 without only_optimize_lora = true trains embeddings"),
             ("--critic_lora_dim x", "critic_lora_dim = x: expected a whole number"),
             (
                 "--max_answer_seq_len 9 --response_length 8",
-                "max_answer_seq_len and response_length say the same: give one",
+                "max_answer_seq_len and response_length are the same setting: give one",
             ),
         ] {
             let error = chat(words).unwrap_err();
@@ -344,9 +363,9 @@ mod tests {
         }
         assert_eq!(
             ppo_error(&["--max_answer_seq_len", "2"]),
-            "max_answer_seq_len is a flag of --preset deepspeed-chat; else it is response_length"
+            "max_answer_seq_len is a flag of --preset deepspeed-chat; with other presets use response_length"
         );
-        assert_eq!(ppo_error(&["--offload"]), "offload is a flag of --preset deepspeed-chat alone");
+        assert_eq!(ppo_error(&["--offload"]), "offload is a flag of --preset deepspeed-chat only");
         // In a file they are keys, and a flag wins.
         let text = "preset: deepspeed-chat\nactor_model_name_or_path: a\ncritic_model_name_or_path: c\ndata_path: [d, e]\n\
                     ppo_epochs: 3\noffload: false\nmax_answer_seq_len: 9\n";

@@ -1,14 +1,48 @@
-//! The wording of what is wrong with a command line or a file.
+//! Errors of a command line or a configuration file, and how they are worded.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command};
 use rlhf::Error;
 use rlhf::flag::Refusals;
 
-use super::Stop;
+/// Reasons for which parsing returns no task.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// `--help` or `--version`.
+    Help(clap::Error),
+    /// `-h`: the most used flags.
+    ShortHelp(String),
+    /// The command line or the configuration file is wrong.
+    Error(Error),
+}
 
-/// The refusals, and the `error` behind them.
-pub(super) fn and_this(mut refusals: Refusals, error: clap::Error) -> Stop {
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Stop::Error(error)
+    }
+}
+
+impl From<clap::Error> for Stop {
+    fn from(error: clap::Error) -> Self {
+        match error.kind() {
+            ErrorKind::DisplayHelp
+            | ErrorKind::DisplayVersion
+            | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Stop::Help(error),
+            _ => Stop::Error(Error::Usage(one_line(&error))),
+        }
+    }
+}
+
+/// Messages for the user, collected while the settings are read.
+#[derive(Debug, Default)]
+pub(super) struct Messages {
+    pub(super) refusals: Refusals,
+    /// Lines to print before the task starts.
+    pub(super) notes: Vec<String>,
+}
+
+/// Returns all `refusals` with `error` as the last of them.
+pub(super) fn with_refusals(mut refusals: Refusals, error: clap::Error) -> Stop {
     let stop = Stop::from(error);
     match stop {
         Stop::Error(Error::Usage(line)) if !refusals.is_empty() => {
@@ -19,7 +53,7 @@ pub(super) fn and_this(mut refusals: Refusals, error: clap::Error) -> Stop {
     }
 }
 
-/// What `arg` expected, if it does not accept `value`.
+/// Returns what `arg` expects, if it does not accept `value`.
 pub(super) fn refusal(arg: &Arg, value: &str) -> Option<String> {
     let probe = Arg::new("value").value_parser(arg.get_value_parser().clone());
     let error = Command::new("probe").no_binary_name(true).arg(probe).try_get_matches_from(["--", value]).err()?;
@@ -30,11 +64,12 @@ pub(super) fn refusal(arg: &Arg, value: &str) -> Option<String> {
     })
 }
 
-/// The name that `key` is a slip of: a letter in five is wrong at most, or it is the beginning of this name alone.
+/// Returns the name that `key` is probably a misspelling of: at most one letter in five differs, or `key` is the first words of this
+/// name alone.
 pub(super) fn nearest<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let names: Vec<&str> = names.collect();
-    let slips = names.iter().map(|&name| (strsim::osa_distance(key, name), name));
-    let close = slips.filter(|(wrong, _)| *wrong <= (key.len() / 5).max(1)).min();
+    let distances = names.iter().map(|&name| (strsim::osa_distance(key, name), name));
+    let close = distances.filter(|(wrong, _)| *wrong <= (key.len() / 5).max(1)).min();
     let longer = |name: &&&str| name.strip_prefix(key).is_some_and(|rest| rest.starts_with('_'));
     match (close, &names.iter().filter(longer).collect::<Vec<_>>()[..]) {
         (Some((_, name)), _) => Some(name),
@@ -43,7 +78,7 @@ pub(super) fn nearest<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> Op
     }
 }
 
-/// clap's message and tip without its usage block, which here would be a list of fifty flags.
+/// Returns clap's message and tip on one line, without its usage block, which would list fifty flags.
 pub(super) fn one_line(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let text = text.split("\n\nUsage:").next().unwrap_or_default();
@@ -71,7 +106,7 @@ mod tests {
     use crate::cli::testing::{parse_words, ppo_error, with_file};
 
     #[test]
-    fn each_fault_of_the_command_line_is_one_line() {
+    fn each_error_of_the_command_line_is_one_line() {
         for (words, message) in [
             (
                 &["--learning-rat", "1"][..],
@@ -107,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_is_wrong_with_a_line_and_its_file_is_told_at_once() {
+    fn all_errors_of_a_command_line_and_its_file_are_reported_at_once() {
         let words = [
             "ppo",
             "--sft_model_path",
@@ -153,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_from_a_refused_flag_is_not_refused_too() {
+    fn consequences_of_a_refused_flag_are_not_refused_too() {
         assert_eq!(
             ppo_error(&["--adap_kl_ctrl=maybe", "--horizon", "3"]),
             "invalid value 'maybe' for '--adap_kl_ctrl[=<BOOL>]': expected true or false"
@@ -165,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hint_is_for_a_slip_of_the_keyboard_or_a_name_cut_short_and_else_there_is_none() {
+    fn only_a_misspelled_or_shortened_name_gets_a_hint() {
         let names =
             ["learning_rate", "lr_scheduler_type", "num_sample_generations", "seed", "max_length", "max_grad_norm"];
         for (wrong, expected) in [

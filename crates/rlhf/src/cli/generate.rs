@@ -1,81 +1,47 @@
-//! `rlhf generate`: prompts from arguments, a dataset or standard input; answers as text or JSON lines.
+//! `rlhf generate`: prompts from arguments, a dataset or standard input; responses as text or JSON lines.
 
 use std::io::{self, IsTerminal, Write};
 
-use rlhf::data::{Prompt, RowReader};
-use rlhf::generate::{FinishReason, GenerationConfig, Response, StopStrings, generate};
-use rlhf::model::CausalLm;
+use rlhf::data::{Dataset, Prompt, RowReader};
+use rlhf::generate::{self, FinishReason, GenerationConfig, Response, StopStrings};
+use rlhf::model::{CausalLm, ModelOptions};
 use rlhf::settings::{Format, GenerateConfig};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Value, json};
 
-use crate::cli::output::{Output, is_typed, model_options, open_rows};
+use super::rows::{Output, is_typed, model_options, open_rows};
 
-/// Answers the prompts that `config` names.
-pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
+/// Writes the responses to the prompts that `config` names.
+pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
     config.check()?;
     let options = model_options(&config.rows)?;
     let mut rows = open_rows(&config.rows, config.input_format == Format::Jsonl)?;
     if !config.prompts.is_empty() {
         rows = RowReader::arguments(&config.prompts);
     }
-    let dir = &rlhf::hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
-    let tokenizer = Tokenizer::of_text_or_ids(dir)?;
-    let model = CausalLm::from_pretrained(dir, options)?;
-    tokenizer.check_fits(model.config(), dir)?;
-    let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
-    let mut generation = config.generation(model.config().generation_settings(), context, dir)?;
-    set_ends(&mut generation, config, &model, &tokenizer)?;
-    let most = context.checked_sub(generation.max_new_tokens).filter(|&most| most > 0).ok_or_else(|| {
-        Error::Usage(format!(
-            "max_new_tokens = {} leaves no room for a prompt in the model's context of {context} tokens",
-            generation.max_new_tokens
-        ))
-    })?;
-
-    let terminal = config.rows.output_file.is_none() && io::stdout().is_terminal();
-    let format = config.output_format.unwrap_or(if terminal { Format::Text } else { Format::Jsonl });
-    if !tokenizer.knows_text() && (format == Format::Text || !config.stop_strings.is_empty()) {
-        let message = "expected a tokenizer.json for text and stop_strings, found none; JSONL of token ids needs none";
-        return Err(Error::invalid(dir, message));
-    }
+    let mut generator = Generator::load(config, options)?;
     let mut out = None;
-    let bare = tokenizer.has_chat_template() && !config.apply_chat_template;
-    let mut ended_at_once = false;
-    // In parts, so that answers appear, and are written, as they are made.
+    // In parts, so that responses appear, and are written, as they are generated.
     let at_once = if is_typed(&config.rows) && config.prompts.is_empty() {
         1
     } else {
         (config.rows.batch_size / config.num_return_sequences).max(1)
     };
     while let Some(part) = rows.next(at_once)? {
-        let part = if config.apply_chat_template { part.with_chat_prompts() } else { part };
-        let prompts = part.prompts(&tokenizer, vocab, most)?;
-        let tokens: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
-        let responses = generate(&model, &tokens, &generation)?;
-        // The draws are keyed by the place of the answer in the whole output, whatever the batch size.
-        generation.first_row += responses.len() as u64;
+        let prompts = generator.prompts(part)?;
+        let responses = generator.respond(&prompts)?;
         let out = match &mut out {
             Some(out) => out,
             none => none.insert(Output::open(&config.rows)?),
         };
         for (i, response) in responses.iter().enumerate() {
-            let prompt = &prompts[i / config.num_return_sequences];
-            let text = tokenizer.decode_after(&prompt.tokens, &response.tokens)?;
-            let asked = ["prompt", "query"].iter().any(|name| prompt.row[name].is_string());
-            ended_at_once |= bare && asked && response.finish == FinishReason::Stop && response.tokens.len() < 2;
-            match format {
-                Format::Text => out.write(format_args!("{}{text}\n", prompt.text))?,
-                Format::Jsonl => out.write(json_row(prompt, tokenizer.knows_text().then_some(&text), response))?,
-            }
+            generator.write(&prompts[i / config.num_return_sequences], response, out)?;
         }
         out.flush()?;
     }
-    if ended_at_once {
-        let hint = "note: a response ended before it said anything: the model has a chat template, and the prompt was given \
-                    without it; try --apply_chat_template";
-        let _ = writeln!(io::stderr(), "{hint}");
+    if generator.ended_at_once {
+        let _ = writeln!(io::stderr(), "{MISSING_TEMPLATE}");
     }
     match out {
         Some(out) => out.finish(),
@@ -86,8 +52,78 @@ pub(crate) fn answer(config: &GenerateConfig) -> Result<()> {
     }
 }
 
-/// Has answers end where `config` says.
-fn set_ends(
+const MISSING_TEMPLATE: &str = "note: a response is empty: the model has a chat template, and the prompt was given without it; try \
+                                --apply_chat_template";
+
+/// A language model that responds to prompts.
+struct Generator<'c> {
+    config: &'c GenerateConfig,
+    model: CausalLm,
+    tokenizer: Tokenizer,
+    generation: GenerationConfig,
+    /// Longest prompt that leaves room for a response, in tokens.
+    max_prompt_len: usize,
+    format: Format,
+    /// Whether the stop token came first in a response to a prompt without the model's chat template.
+    ended_at_once: bool,
+}
+
+impl<'c> Generator<'c> {
+    fn load(config: &'c GenerateConfig, options: ModelOptions) -> Result<Self> {
+        let dir = &rlhf::hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
+        let tokenizer = Tokenizer::of_text_or_ids(dir)?;
+        let model = CausalLm::from_pretrained(dir, options)?;
+        tokenizer.check_fits(model.config(), dir)?;
+        let context = model.config().max_position_embeddings;
+        let mut generation = config.generation(model.config().generation_settings(), context, dir)?;
+        set_stops(&mut generation, config, &model, &tokenizer)?;
+        let room = context.checked_sub(generation.max_new_tokens).filter(|&room| room > 0);
+        let max_prompt_len = room.ok_or_else(|| {
+            Error::Usage(format!(
+                "max_new_tokens = {} leaves no room for a prompt in the model's context of {context} tokens",
+                generation.max_new_tokens
+            ))
+        })?;
+        let terminal = config.rows.output_file.is_none() && io::stdout().is_terminal();
+        let format = config.output_format.unwrap_or(if terminal { Format::Text } else { Format::Jsonl });
+        if !tokenizer.knows_text() && (format == Format::Text || !config.stop_strings.is_empty()) {
+            let message =
+                "expected a tokenizer.json for text and stop_strings, found none; JSONL of token ids needs none";
+            return Err(Error::invalid(dir, message));
+        }
+        Ok(Self { config, model, tokenizer, generation, max_prompt_len, format, ended_at_once: false })
+    }
+
+    /// Returns the prompts of the rows of `part`.
+    fn prompts(&self, part: Dataset) -> Result<Vec<Prompt>> {
+        let part = if self.config.apply_chat_template { part.with_chat_prompts() } else { part };
+        part.prompts(&self.tokenizer, self.model.config().vocab_size, self.max_prompt_len)
+    }
+
+    /// Returns the responses, `num_return_sequences` to each prompt.
+    fn respond(&mut self, prompts: &[Prompt]) -> Result<Vec<Response>> {
+        let tokens: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
+        let responses = generate::generate(&self.model, &tokens, &self.generation)?;
+        // Draws are keyed by the response's place in the whole output, so that they do not depend on the batch size.
+        self.generation.first_row += responses.len() as u64;
+        Ok(responses)
+    }
+
+    /// Writes one response.
+    fn write(&mut self, prompt: &Prompt, response: &Response, out: &mut Output) -> Result<()> {
+        let text = self.tokenizer.decode_after(&prompt.tokens, &response.tokens)?;
+        let is_text = ["prompt", "query"].iter().any(|name| prompt.row[name].is_string());
+        let bare = self.tokenizer.has_chat_template() && !self.config.apply_chat_template;
+        self.ended_at_once |= bare && is_text && response.finish == FinishReason::Stop && response.tokens.len() < 2;
+        match self.format {
+            Format::Text => out.write(format_args!("{}{text}\n", prompt.text)),
+            Format::Jsonl => out.write(json_row(prompt, self.tokenizer.knows_text().then_some(&text), response)),
+        }
+    }
+}
+
+/// Sets the stop tokens and stop strings of `config`.
+fn set_stops(
     generation: &mut GenerationConfig,
     config: &GenerateConfig,
     model: &CausalLm,
@@ -110,7 +146,7 @@ fn set_ends(
     Ok(())
 }
 
-/// The answer, without `text` where there is no tokenizer, with all other fields of the prompt's row, so that it can be joined with what it belongs to.
+/// Returns the row of a response, with all other fields of the prompt's row. Without a tokenizer there is no `text`.
 fn json_row(prompt: &Prompt, text: Option<&String>, response: &Response) -> Value {
     let mut row = json!({
         "prompt": text.map(|_| &prompt.text),

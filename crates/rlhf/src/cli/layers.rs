@@ -1,4 +1,4 @@
-//! Which value of a setting counts: a flag's, else the file's, else the preset's, else the default.
+//! Precedence of settings: flags, then the configuration file, then the preset, then the defaults.
 
 use std::path::Path;
 
@@ -8,47 +8,41 @@ use rlhf::flag::{self, Refusals};
 use rlhf::settings::Preset;
 use rlhf::{Error, Result};
 
-use super::trl::Said;
-use super::{Stop, deepspeed_chat, trl};
+use super::errors::{Messages, Stop};
+use super::setting::Setting;
+use super::{deepspeed_chat, trl};
 
-/// One setting of a configuration file; no values stand for `null`.
-#[derive(Debug, Clone)]
-pub(crate) struct Setting {
-    pub(crate) key: String,
-    pub(crate) line: u64,
-    pub(crate) values: Vec<String>,
-}
-
-/// What `flags` and `settings` are with what other systems' flags come to; gives what the preset says.
+/// Replaces flags of other systems among `settings`, and those on the command line, by our settings. Returns the settings of the preset.
 pub(super) fn translated(
     command: &Command,
     flags: &ArgMatches,
     path: Option<&Path>,
     settings: &mut Vec<Setting>,
-    said: &mut Said,
+    messages: &mut Messages,
 ) -> Vec<Setting> {
     let preset = if command.get_name() == "ppo" { preset_of(flags, settings) } else { None };
     if command.get_name() == "ppo" {
-        deepspeed_chat::translate(preset, flags, settings, &mut said.refusals);
+        deepspeed_chat::translate(preset, flags, settings, &mut messages.refusals);
     }
-    trl::translate(command, preset, flags, path, settings, said);
+    let is_chat = |flag: &str| preset == Some(Preset::DeepspeedChat) && deepspeed_chat::has(flag);
+    trl::translate(&trl::Flags { command, flags, path, is_foreign: &is_chat }, settings, messages);
     of_preset(preset, settings)
 }
 
-/// The configuration that `build` makes of `preset` and of `settings`, which win over it, checked.
+/// Builds and checks the configuration of `preset` and `settings`; the settings win.
 ///
-/// A value of the preset's that is refused because of what the user has set has no meaning in this run: it is left out, and
-/// noted. All else that `check` refuses is put with the refusals.
+/// A value of the preset that is refused because of what the user has set has no effect in this run: it is left out, with a note.
+/// Everything else that `check` refuses is added to the refusals.
 pub(super) fn resolve<C>(
     mut preset: Vec<Setting>,
     settings: &[Setting],
     on_line: impl Fn(&str) -> bool,
     build: impl Fn(&[&[Setting]], &mut Refusals) -> Result<C, Stop>,
     check: impl Fn(&C) -> Result<()>,
-    said: &mut Said,
+    messages: &mut Messages,
 ) -> Result<C, Stop> {
     let is_own = |key: &str| on_line(key) || settings.iter().any(|setting| setting.key == key);
-    let mut config = build(&[&preset, settings], &mut said.refusals)?;
+    let mut config = build(&[&preset, settings], &mut messages.refusals)?;
     loop {
         let checked = check(&config);
         let of_preset = |line: &str| {
@@ -57,16 +51,16 @@ pub(super) fn resolve<C>(
         };
         let refused = checked.as_ref().err().map_or(&[][..], Error::refusals);
         let Some((line, place)) = refused.iter().find_map(|line| Some((line.clone(), of_preset(line)?))) else {
-            said.refusals.add(checked)?;
+            messages.refusals.add(checked)?;
             return Ok(config);
         };
         let setting = preset.remove(place);
-        said.notes.push(format!("`{}` of the preset is left out: {line}", setting.key));
+        messages.notes.push(format!("`{}` of the preset is left out: {line}", setting.key));
         config = build(&[&preset, settings], &mut Refusals::default())?;
     }
 }
 
-/// The preset that the flags name, or else the file's `settings`.
+/// Returns the preset that the flags name, or else the file's `settings`.
 pub(super) fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Preset> {
     let of_flag = || flags.get_one::<Preset>("preset").copied();
     let of_file = || settings.iter().find(|setting| setting.key == "preset")?.values.first();
@@ -76,21 +70,12 @@ pub(super) fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Pres
     }
 }
 
-/// What the preset sets, but for what the file's `settings` set to null.
+/// Returns the preset's settings, except those that `settings` set to null.
 pub(super) fn of_preset(preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
     let own = preset.map_or(&[][..], Preset::settings);
     let is_null = |key: &str| settings.iter().any(|setting| setting.key == key && setting.values.is_empty());
     let own = own.iter().filter(|(key, _)| !is_null(key));
     own.map(|&(key, value)| Setting { key: key.into(), line: 0, values: vec![value.into()] }).collect()
-}
-
-/// The settings as defaults of the flags, where the later of two wins.
-pub(super) fn with_defaults(command: Command, layers: &[&[Setting]]) -> Command {
-    layers.iter().copied().flatten().cloned().fold(command, set_default)
-}
-
-pub(super) fn set_default(command: Command, setting: Setting) -> Command {
-    command.mut_arg(setting.key, |arg| arg.required(false).default_values(setting.values))
 }
 
 #[cfg(test)]
@@ -116,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_preset_is_behind_the_file_and_the_flags_and_before_the_defaults() {
+    fn a_preset_wins_over_the_defaults_and_the_file_and_flags_win_over_it() {
         let config = ppo(&["--preset", "deepspeed-chat"]);
         assert_eq!(config, PpoConfig::with_preset(Preset::DeepspeedChat, "policy", "judge", "prompts.jsonl", "out"));
         let words = [&PPO[..], &["--temperature", "0.7"]].concat();
@@ -188,13 +173,13 @@ mod tests {
             assert!(holds(&config), "{words:?}: {config:?}");
             let noted = if noted.is_empty() { String::new() } else { format!("{noted} of the preset is left out: ") };
             assert!(found.notes.first().map_or("", String::as_str).starts_with(&noted), "{words:?}: {:?}", found.notes);
-            // What is written of the run is the same run.
+            // The configuration that the run writes is the same run.
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("run.yaml");
             settings::write_resolved(&config, &path).unwrap();
             assert_eq!(parse_words(&["ppo", "--config", path.to_str().unwrap()]).unwrap(), Task::Ppo(config));
         }
-        // The user's own are refused as ever, on the line and in a file.
+        // The user's own settings are refused, on the command line and in a file.
         let own = ["--preset", "deepspeed-chat", "--lr_scheduler_type", "constant", "--warmup_steps", "3"];
         assert!(ppo_error(&own).starts_with("warmup_steps = 3 has no effect with lr_scheduler_type = constant"));
         let error = with_file("preset: trl-legacy\nadap_kl_ctrl: true\nkl_coef: 0\n", &PPO).unwrap_err();
@@ -264,7 +249,7 @@ mod tests {
         settings::write_resolved(&ppo, &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(ppo));
 
-        // With its preset's defaults, and with one of them changed back.
+        // With the preset's defaults, and with some of them changed back.
         let mut chat = PpoConfig::with_preset(Preset::DeepspeedChat, "a", "b", "c", "d");
         settings::write_resolved(&chat, &path).unwrap();
         assert_eq!(reread("ppo"), Task::Ppo(chat.clone()));
@@ -298,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn consent_to_overwrite_is_never_read_from_a_resolved_configuration() {
+    fn a_resolved_configuration_never_allows_overwriting() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run.yaml");
         let mut config = PpoConfig::new("a", "b", "c", "d");

@@ -1,4 +1,4 @@
-//! The file of `rlhf pipeline`: settings of all steps above, a section for each below, and what links the steps.
+//! The file of `rlhf pipeline`: settings of all stages at the top, a section for each stage, and the models that link the stages.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -9,21 +9,23 @@ use rlhf::flag::Refusals;
 use rlhf::settings::{PipelineFlags, PpoConfig, Resume, RewardConfig, RunConfig, SftConfig, Stage};
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 
-use super::Stop;
 use super::args::{matches_of, not_required};
 use super::commands::PIPELINE;
-use super::config_file::{Keys, NOT_SETTINGS, read_config};
-use super::layers::{Setting, resolve, set_default, translated, with_defaults};
-use crate::cli::trl::{self, Said};
+use super::config_file::read_config;
+use super::errors::{Messages, Stop};
+use super::keys::{Keys, NOT_SETTINGS};
+use super::layers::{resolve, translated};
+use super::setting::{Setting, set_default, with_defaults};
+use super::trl;
 
-/// Settings of the whole, which no section has.
-const OF_THE_WHOLE: [&str; 4] =
+/// Settings of the whole pipeline, which a section must not have.
+const OF_THE_PIPELINE: [&str; 4] =
     ["output_dir", "overwrite_output_dir", "resume_from_checkpoint", "resume_with_changed_inputs"];
 
-/// Settings that, above all steps, are for the first: the others begin with what it leaves.
+/// Settings that, at the top level, are the first stage's: the others start from its model.
 const OF_THE_FIRST: [&str; 2] = ["model_name_or_path", "model_revision"];
 
-/// Settings of a dataset, which are not those of another that a section names.
+/// Settings of the dataset at the top level, which do not apply to a dataset that a section names.
 const OF_A_DATASET: [&str; 8] = [
     "dataset_name",
     "dataset_weights",
@@ -35,22 +37,28 @@ const OF_A_DATASET: [&str; 8] = [
     "data_split_seed",
 ];
 
-/// What the file `path` and the command line `args` of `rlhf pipeline` say; what is wrong with it is put with the refusals of
-/// `said`.
-pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command, said: &mut Said) -> Result<PipelineConfig, Stop> {
+/// Returns the configurations of the stages in the file `path`, with the flags of the command line `args`. Settings that are refused
+/// go to `messages`.
+pub(super) fn parse(
+    path: &Path,
+    args: &[OsString],
+    rlhf: &Command,
+    messages: &mut Messages,
+) -> Result<PipelineConfig, Stop> {
     let command = |name: &str| rlhf.find_subcommand(name).expect("it is a command");
-    let steps = Stage::ALL.map(|step| command(step.name()));
-    let top = [command(PIPELINE)].into_iter().chain(steps).collect();
-    let keys = Keys { top, sections: steps.to_vec() };
-    let (settings, nulls): (Vec<Setting>, _) = read_config(path, &keys, &mut said.refusals)?
+    let stages = Stage::ALL.map(|stage| command(stage.name()));
+    let top = [command(PIPELINE)].into_iter().chain(stages).collect();
+    let keys = Keys { top, sections: stages.to_vec() };
+    let (settings, nulls): (Vec<Setting>, _) = read_config(path, &keys, &mut messages.refusals)?
         .into_iter()
-        .partition(|setting| !setting.values.is_empty() || Stage::ALL.iter().any(|step| step.name() == setting.key));
-    let file = File { path, steps, settings: &settings, nulls: &nulls };
-    for step in Stage::ALL {
-        if let Some(key) = OF_THE_WHOLE.iter().find(|key| file.own(step, key).is_some()) {
-            let line = file.own(step, key).map_or(1, |setting| setting.line);
-            let message = format!("`{step}.{key}`: expected it above the sections: it is the pipeline's");
-            said.refusals.refuse(file.placed(line, &message), [*key]);
+        .partition(|setting| !setting.values.is_empty() || Stage::ALL.iter().any(|stage| stage.name() == setting.key));
+    let file = File { path, stages, settings: &settings, nulls: &nulls };
+    for stage in Stage::ALL {
+        if let Some(key) = OF_THE_PIPELINE.iter().find(|key| file.own(stage, key).is_some()) {
+            let line = file.own(stage, key).map_or(1, |setting| setting.line);
+            let message =
+                format!("`{stage}.{key}`: expected it above the sections: it is a setting of the whole pipeline");
+            messages.refusals.refuse(file.placed(line, &message), [*key]);
         }
     }
     let whole = |command: &Command| {
@@ -59,40 +67,40 @@ pub(super) fn parse(path: &Path, args: &[OsString], rlhf: &Command, said: &mut S
     };
     let strict = whole(command(PIPELINE));
     let strict = rlhf.clone().mut_subcommand(PIPELINE, |command| strict.into_iter().fold(command, set_default));
-    let mut matches = matches_of(&strict, args, &mut said.refusals, |rlhf| {
+    let mut matches = matches_of(&strict, args, &mut messages.refusals, |rlhf| {
         rlhf.mut_subcommand(PIPELINE, |command| command.mut_args(not_required))
     })?;
     let flags = PipelineFlags::from_arg_matches(&matches.remove_subcommand().expect("it is a command").1)?;
     if let Some(Resume::From(dir)) = &flags.resume_from_checkpoint {
         let line = format!(
-            "resume_from_checkpoint = {}: expected true: each step goes on from its own newest checkpoint",
+            "resume_from_checkpoint = {}: expected true: each stage resumes from its own newest checkpoint",
             dir.display()
         );
-        said.refusals.refuse(line, ["resume_from_checkpoint"]);
+        messages.refusals.refuse(line, ["resume_from_checkpoint"]);
     }
-    let runs = |step: Stage| !flags.skip.contains(&step);
+    let runs = |stage: Stage| !flags.skip.contains(&stage);
     let config = PipelineConfig {
-        sft: runs(Stage::Sft).then(|| file.sft(&flags, steps[0], said)).transpose()?.flatten(),
-        reward: runs(Stage::Reward).then(|| file.reward(&flags, steps[1], said)).transpose()?.flatten(),
-        ppo: runs(Stage::Ppo).then(|| file.ppo(&flags, steps[2], said)).transpose()?.flatten(),
+        sft: runs(Stage::Sft).then(|| file.sft(&flags, stages[0], messages)).transpose()?.flatten(),
+        reward: runs(Stage::Reward).then(|| file.reward(&flags, stages[1], messages)).transpose()?.flatten(),
+        ppo: runs(Stage::Ppo).then(|| file.ppo(&flags, stages[2], messages)).transpose()?.flatten(),
         output_dir: flags.output_dir.clone(),
     };
     if !Stage::ALL.into_iter().any(runs) {
-        said.refusals.refuse("skip = sft,reward,ppo leaves nothing to do", ["skip"]);
+        messages.refusals.refuse("skip = sft,reward,ppo leaves nothing to do", ["skip"]);
     }
     Ok(config)
 }
 
 struct File<'a> {
     path: &'a Path,
-    /// The commands of all steps.
-    steps: [&'a Command; 3],
+    /// The commands of all stages.
+    stages: [&'a Command; 3],
     settings: &'a [Setting],
-    /// Keys that are set to null: as if they were not there, but for what a preset says.
+    /// Keys that are set to null: they only unset values of a preset.
     nulls: &'a [Setting],
 }
 
-/// The parts of a step's configuration that all steps have.
+/// The parts that the configurations of all stages have.
 struct Parts<C> {
     run: fn(&mut C) -> &mut RunConfig,
     check: fn(&C) -> rlhf::Result<()>,
@@ -107,37 +115,37 @@ impl File<'_> {
         self.settings.iter().find(|setting| setting.key == key)
     }
 
-    /// What the section of `step` says of `key`.
-    fn own(&self, step: Stage, key: &str) -> Option<&Setting> {
-        self.find(&format!("{step}.{key}"))
+    /// Returns the setting `key` of the section of `stage`.
+    fn own(&self, stage: Stage, key: &str) -> Option<&Setting> {
+        self.find(&format!("{stage}.{key}"))
     }
 
-    /// What holds for `step`: what its preset says; and the settings of all, then its own, then the `links` that neither sets, each
-    /// by its flag's name.
+    /// Returns the settings of the stage's preset; and the settings of all stages, then its own, then the `links` that neither sets,
+    /// each by its flag's name.
     fn settings_of(
         &self,
-        step: Stage,
+        stage: Stage,
         command: &Command,
         links: Vec<(&str, String)>,
-        said: &mut Said,
+        messages: &mut Messages,
     ) -> Result<(Vec<Setting>, Vec<Setting>), Stop> {
         let flag = |command: &Command, name: &str| {
             let arg = command.get_arguments().find(|arg| arg.get_id().as_str() == name);
             arg.filter(|_| !NOT_SETTINGS.contains(&name)).map(trl::is_added)
         };
-        // What is one step's own is not for another to which it is another system's.
-        let is_owned = |name: &str| self.steps.iter().any(|step| flag(step, name) == Some(false));
+        // A flag of one stage does not go to a stage that knows it only as another system's flag.
+        let is_owned = |name: &str| self.stages.iter().any(|stage| flag(stage, name) == Some(false));
         let is_flag = |name: &str| flag(command, name).is_some_and(|added| !added || !is_owned(name));
-        let own_data = ["dataset_name", "data_path"].iter().any(|key| self.own(step, key).is_some());
+        let own_data = ["dataset_name", "data_path"].iter().any(|key| self.own(stage, key).is_some());
         let shared = |setting: &&Setting| {
             let key = setting.key.as_str();
-            let of_others = OF_THE_WHOLE.contains(&key)
-                || (step != Stage::Sft && OF_THE_FIRST.contains(&key))
+            let of_others = OF_THE_PIPELINE.contains(&key)
+                || (stage != Stage::Sft && OF_THE_FIRST.contains(&key))
                 || (own_data && OF_A_DATASET.contains(&key));
             is_flag(key) && !of_others
         };
         let own = |setting: &Setting| {
-            let name = setting.key.strip_prefix(step.name())?.strip_prefix('.')?;
+            let name = setting.key.strip_prefix(stage.name())?.strip_prefix('.')?;
             Some(Setting { key: name.into(), ..setting.clone() })
         };
         let mut found: Vec<Setting> = self.settings.iter().filter(shared).cloned().collect();
@@ -145,15 +153,15 @@ impl File<'_> {
         let is_set = |null: &Setting| found.iter().any(|setting| setting.key == null.key);
         let nulls: Vec<Setting> = self.nulls.iter().filter_map(own).filter(|null| !is_set(null)).collect();
         found.extend(nulls);
-        let flags = command.clone().mut_args(|arg| arg.required(false)).try_get_matches_from([step.name()])?;
-        let preset = translated(command, &flags, None, &mut found, said);
+        let flags = command.clone().mut_args(|arg| arg.required(false)).try_get_matches_from([stage.name()])?;
+        let preset = translated(command, &flags, None, &mut found, messages);
         found.retain(|setting| !setting.values.is_empty());
         for (key, value) in links {
             if !found.iter().any(|setting| setting.key == key) {
                 found.push(Setting { key: key.into(), line: 0, values: vec![value] });
             }
         }
-        // One dataset for all is split among them.
+        // One dataset for all stages is split among them.
         let split = ["data_split", "dataset_name"].map(|key| found.iter().any(|setting| setting.key == key));
         if split == [false, true] && !own_data {
             found.push(Setting { key: "data_split".into(), line: 0, values: vec![DEFAULT_SPLIT.into()] });
@@ -162,33 +170,33 @@ impl File<'_> {
         Ok((preset, found))
     }
 
-    /// The checked configuration of `step`; what is refused names the place in the file that it is about.
+    /// Returns the checked configuration of `stage`. Refusals name their place in the file; then there is no configuration.
     fn config<C: FromArgMatches>(
         &self,
         flags: &PipelineFlags,
-        step: Stage,
+        stage: Stage,
         command: &Command,
         links: Vec<(&str, String)>,
         Parts { run, check }: Parts<C>,
-        said: &mut Said,
+        messages: &mut Messages,
     ) -> Result<Option<C>, Stop> {
-        // What is refused in the file by now has its place there.
-        let mut own = Said { refusals: said.refusals.about(), notes: Vec::new() };
-        let (preset, settings) = self.settings_of(step, command, links, &mut own)?;
+        // Settings that are refused already have their place in the file.
+        let mut own = Messages { refusals: messages.refusals.about(), notes: Vec::new() };
+        let (preset, settings) = self.settings_of(stage, command, links, &mut own)?;
         let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
             let command = with_defaults(command.clone(), layers);
             let relaxed = |command: Command| command.mut_args(not_required);
-            let matches = matches_of(&command, &[step.name().into()], refusals, relaxed)?;
+            let matches = matches_of(&command, &[stage.name().into()], refusals, relaxed)?;
             let mut config = C::from_arg_matches(&matches)?;
             let own = run(&mut config);
-            own.output_dir = PipelineConfig::dir(&flags.output_dir, step);
+            own.output_dir = PipelineConfig::dir(&flags.output_dir, stage);
             own.overwrite_output_dir = flags.overwrite_output_dir;
             own.checkpoints.resume_from_checkpoint.clone_from(&flags.resume_from_checkpoint);
             own.checkpoints.resume_with_changed_inputs = flags.resume_with_changed_inputs;
             Ok(config)
         };
         let resolved = resolve(preset, &settings, |_| false, build, check, &mut own);
-        said.notes.extend(own.notes.into_iter().map(|note| format!("{step}: {note}")));
+        messages.notes.extend(own.notes.into_iter().map(|note| format!("{stage}: {note}")));
         let error = match (own.refusals.end(), resolved) {
             (Ok(()), Ok(config)) => return Ok(Some(config)),
             (Err(error), _) | (_, Err(Stop::Error(error))) => error,
@@ -198,33 +206,43 @@ impl File<'_> {
             return Err(error.into());
         }
         for line in error.refusals() {
-            said.refusals.refuse(self.place(step, line), [""; 0]);
+            messages.refusals.refuse(self.place(stage, line), [""; 0]);
         }
         Ok(None)
     }
 
-    /// An error of `step`, with the line of the setting that its message begins with, or else that of the section.
-    fn place(&self, step: Stage, message: &str) -> String {
+    /// Returns an error of `stage` with the line of the setting that its message starts with, or else that of the section.
+    fn place(&self, stage: Stage, message: &str) -> String {
         let key = message.split([' ', ':']).next().unwrap_or_default();
-        let setting = self.own(step, key).or_else(|| self.find(key)).or_else(|| self.find(step.name()));
-        self.placed(setting.map_or(1, |setting| setting.line), &format!("{step}: {message}"))
+        let setting = self.own(stage, key).or_else(|| self.find(key)).or_else(|| self.find(stage.name()));
+        self.placed(setting.map_or(1, |setting| setting.line), &format!("{stage}: {message}"))
     }
 
-    fn sft(&self, flags: &PipelineFlags, command: &Command, said: &mut Said) -> Result<Option<SftConfig>, Stop> {
+    fn sft(
+        &self,
+        flags: &PipelineFlags,
+        command: &Command,
+        messages: &mut Messages,
+    ) -> Result<Option<SftConfig>, Stop> {
         self.config(
             flags,
             Stage::Sft,
             command,
             Vec::new(),
             Parts { run: |config: &mut SftConfig| &mut config.run, check: SftConfig::check },
-            said,
+            messages,
         )
     }
 
-    fn reward(&self, flags: &PipelineFlags, command: &Command, said: &mut Said) -> Result<Option<RewardConfig>, Stop> {
+    fn reward(
+        &self,
+        flags: &PipelineFlags,
+        command: &Command,
+        messages: &mut Messages,
+    ) -> Result<Option<RewardConfig>, Stop> {
         let mut links = Vec::new();
         if self.own(Stage::Reward, "model_name_or_path").is_none() {
-            let Some(model) = self.sft_model(flags, Stage::Reward, "model_name_or_path", said)? else {
+            let Some(model) = self.sft_model(flags, Stage::Reward, "model_name_or_path", messages)? else {
                 return Ok(None);
             };
             links = model;
@@ -236,33 +254,38 @@ impl File<'_> {
             command,
             links,
             Parts { run: |config: &mut RewardConfig| &mut config.run, check: RewardConfig::check },
-            said,
+            messages,
         )
     }
 
-    fn ppo(&self, flags: &PipelineFlags, command: &Command, said: &mut Said) -> Result<Option<PpoConfig>, Stop> {
+    fn ppo(
+        &self,
+        flags: &PipelineFlags,
+        command: &Command,
+        messages: &mut Messages,
+    ) -> Result<Option<PpoConfig>, Stop> {
         let mut links = Vec::new();
         if ["sft_model_path", "actor_model_name_or_path"].iter().all(|key| self.own(Stage::Ppo, key).is_none()) {
-            let Some(model) = self.sft_model(flags, Stage::Ppo, "sft_model_path", said)? else { return Ok(None) };
+            let Some(model) = self.sft_model(flags, Stage::Ppo, "sft_model_path", messages)? else { return Ok(None) };
             links = model;
         }
-        if let Some(dir) = left_by(flags, Stage::Reward) {
+        if let Some(dir) = model_of(flags, Stage::Reward) {
             links.push(("reward_model_path", text(&dir)?));
         }
         let parts = Parts { run: |config: &mut PpoConfig| &mut config.run, check: PpoConfig::check };
-        self.config(flags, Stage::Ppo, command, links, parts, said)
+        self.config(flags, Stage::Ppo, command, links, parts, messages)
     }
 
-    /// The language model that `step` begins with, as the setting `key`: SFT's, or where that is left out and was never
-    /// made, the one that it would have begun with. `None` where there is neither, which is refused.
+    /// Returns the language model that `stage` starts from, as the setting `key`: SFT's, or if SFT is skipped and has left none, the
+    /// model that SFT would start from. `None` if there is neither, which is refused.
     fn sft_model(
         &self,
         flags: &PipelineFlags,
-        step: Stage,
+        stage: Stage,
         key: &'static str,
-        said: &mut Said,
+        messages: &mut Messages,
     ) -> Result<Option<Vec<(&'static str, String)>>, Stop> {
-        if let Some(dir) = left_by(flags, Stage::Sft) {
+        if let Some(dir) = model_of(flags, Stage::Sft) {
             return Ok(Some(vec![(key, text(&dir)?)]));
         }
         let base =
@@ -270,10 +293,10 @@ impl File<'_> {
         let Some(model) = base("model_name_or_path") else {
             let dir = PipelineConfig::dir(&flags.output_dir, Stage::Sft);
             let message = format!(
-                "sft is left out, and {} holds no model: expected `{step}.{key}` or `model_name_or_path`",
+                "sft is skipped, and {} holds no model: expected `{stage}.{key}` or `model_name_or_path`",
                 dir.display()
             );
-            said.refusals.refuse(self.place(step, &message), [key]);
+            messages.refusals.refuse(self.place(stage, &message), [key]);
             return Ok(None);
         };
         let revision = base("model_revision").map(|revision| ("model_revision", revision));
@@ -281,10 +304,10 @@ impl File<'_> {
     }
 }
 
-/// The folder of the model that `step` leaves, unless it is left out and there is none.
-fn left_by(flags: &PipelineFlags, step: Stage) -> Option<PathBuf> {
-    let dir = PipelineConfig::dir(&flags.output_dir, step);
-    (!flags.skip.contains(&step) || dir.join("config.json").is_file() || dir.join("adapter_config.json").is_file())
+/// Returns the folder of the stage's model, unless the stage is skipped and there is none.
+fn model_of(flags: &PipelineFlags, stage: Stage) -> Option<PathBuf> {
+    let dir = PipelineConfig::dir(&flags.output_dir, stage);
+    (!flags.skip.contains(&stage) || dir.join("config.json").is_file() || dir.join("adapter_config.json").is_file())
         .then_some(dir)
 }
 
@@ -300,7 +323,7 @@ mod tests {
     use crate::cli::testing::{parse_words, with_file};
 
     #[test]
-    fn a_pipeline_has_the_settings_of_all_then_each_steps_own_and_links_what_neither_sets() {
+    fn a_pipeline_has_the_settings_of_all_stages_then_each_stages_own_then_links() {
         let pipeline = |text: &str, words: &[&str]| match with_file(text, &[&["pipeline"], words].concat()) {
             Ok(Task::Pipeline(config)) => Ok(config),
             Ok(task) => panic!("{task:?}"),
@@ -321,12 +344,12 @@ mod tests {
         assert_eq!(reward.run.output_dir, PathBuf::from("p/2-reward"));
         assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("p/1-sft".into(), None));
         assert_eq!(ppo.rewards.reward.len(), 2);
-        // `max_steps` is for those that have it, and no refusal of PPO, which has another length.
+        // `max_steps` goes to the stages that have it; PPO, whose length is set otherwise, does not refuse it.
         let config = pipeline(&format!("{least}max_steps: 3\nlogging_steps: 1\n"), &[]).unwrap();
         assert_eq!((config.sft.unwrap().max_steps, config.reward.unwrap().max_steps), (Some(3), Some(3)));
         let own = pipeline(&format!("{least}ppo: {{max_steps: 3}}\n"), &[]).unwrap_err();
         assert!(own.starts_with("run.yaml:4: ppo: max_steps = 3: total_episodes is the length"), "{own}");
-        // What is left out and was never made is not there to begin with.
+        // Skipped stages have left no model to start from.
         let config = pipeline(&format!("{least}{text}"), &["--skip", "sft,reward"]).unwrap();
         assert_eq!((config.sft, config.reward), (None, None));
         let ppo = config.ppo.unwrap();
@@ -359,11 +382,11 @@ mod tests {
         let found = error("output_dir: o\nsft: {model_name_or_path: m, dataset_name: d}\n\nreward:\n");
         assert!(found.starts_with("run.yaml:4: reward: ") && found.contains("--dataset_name"), "{found}");
         let found = pipeline("output_dir: o\ndataset_name: d\nskip: sft\n", &[]).unwrap_err();
-        assert!(found.contains("reward: sft is left out, and o/1-sft holds no model"), "{found}");
+        assert!(found.contains("reward: sft is skipped, and o/1-sft holds no model"), "{found}");
     }
 
     #[test]
-    fn a_section_of_a_pipeline_takes_another_systems_names_and_they_stand_for_ours() {
+    fn a_section_of_a_pipeline_takes_the_names_of_other_systems() {
         let least = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\n";
         let pipeline = |ppo: &str| match with_file(&format!("{least}ppo:\n  preset: trl-legacy\n{ppo}"), &["pipeline"])
         {
@@ -375,7 +398,7 @@ mod tests {
         assert_eq!((ppo.kl.kl_coef, ppo.total_episodes, ppo.legacy.batch_size), (0.3, Some(8), Some(4)));
         assert!(ppo.legacy.value_head && ppo.kl.adap_kl_ctrl);
         assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("o/1-sft".into(), Some("o/2-reward".into())));
-        // What a section names is not linked, whichever name it uses.
+        // A model that a section names, by any alias, is not linked.
         let ppo = pipeline("  model_name: x\n  reward_model: y\n  query_dataset: z\n").unwrap();
         assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("x".into(), Some("y".into())));
         assert_eq!((ppo.data.dataset_name, ppo.data.data_split), (vec!["z".into()], None));
@@ -386,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn the_example_of_a_pipeline_is_the_demos_three_files() {
+    fn the_example_of_a_pipeline_equals_the_three_files_of_the_demo() {
         let file = |name: &str| format!("{}/../../examples/sentiment/{name}.yaml", env!("CARGO_MANIFEST_DIR"));
         let single = |name: &str| parse_words(&[name, "--config", &file(name)]).unwrap();
         let Task::Pipeline(found) = parse_words(&["pipeline", "--config", &file("pipeline")]).unwrap() else {

@@ -1,32 +1,30 @@
-//! The flags of TRL's and transformers' configurations that are none of ours: each one changes nothing of a run's result and is
-//! taken and noted, or may only say what is so here anyway, or is refused with the reason.
+//! Flags of TRL's and transformers' configurations that `rlhf` does not have. A flag that cannot change the result of a run is
+//! accepted with a note; any other must have the value that `rlhf` always has, and is else refused with the reason.
 //!
-//! Flags that have the same name and meaning here, or are aliases of ours, are not in the table.
+//! Flags that have the same name and meaning here, or are aliases of our flags, are not in the table.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
 use rlhf::flag::Refusals;
-use rlhf::settings::Preset;
 
-use crate::cli::deepspeed_chat;
-use crate::cli::layers::Setting;
+use super::errors::Messages;
+use super::setting::Setting;
 
-/// What becomes of a flag.
+/// Treatment of a flag.
 #[derive(Debug, Clone, Copy)]
 enum To {
-    /// Whatever it says, the result is the same, for this reason.
+    /// Accepted with a note: it has no effect, for this reason.
     Noted(&'static str),
-    /// It may only say one of these, as this is how it is here.
+    /// Accepted with one of these values only, for this reason.
     Only(&'static [&'static str], &'static str),
-    /// It says how often something is done, or where: see [`translate`].
+    /// Translated to our settings: see [`translate`].
     Together,
 }
 use To::{Noted, Only, Together};
 
-/// The commands that take a flag.
+/// The commands that have a flag.
 const TRAIN: &[&str] = &["sft", "reward", "ppo"];
 const LEARN: &[&str] = &["sft", "reward"];
 const SFT: &[&str] = &["sft"];
@@ -37,21 +35,21 @@ const OFF: &[&str] = &["none", "false"];
 const UNSET: &[&str] = &["none"];
 const ZERO: &[&str] = &["none", "0", "0.0"];
 
-const BY_DIR: &str = "a run is known by its output_dir";
+const BY_DIR: &str = "a run is identified by its output_dir";
 const METRICS: &str = "metrics go to output_dir, by logging_steps and report_to";
 const ONE_READER: &str = "rows are read, and padded, as the run needs them";
 const ONE_PROCESS: &str = "there is one process";
-const SPEED: &str = "it changes memory and speed only, which are seen to here";
-const WHOLE: &str = "a checkpoint is always whole, and a run that is stopped saves one";
-const COMMAND: &str = "the command says what is done";
+const SPEED: &str = "it changes memory and speed only";
+const WHOLE: &str = "checkpoints are always complete, and a stopped run saves one";
+const COMMAND: &str = "the command decides what is done";
 const NO_PUSH: &str = "nothing is uploaded";
 const NO_BITS: &str = "weights are not quantized";
-const COMPUTED: &str = "it follows from the other sizes";
+const COMPUTED: &str = "it is computed from the other sizes";
 const OLD: &str = "it has no meaning for this program";
 
 const STRATEGY: &str = "expected steps or no";
 
-/// The flags with the commands that have them, by what becomes of them.
+/// The flags with the commands that have them, by treatment.
 const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Noted(BY_DIR), TRAIN, &["run_name", "project"]),
     (Noted(BY_DIR), PPO, &["exp_name", "task_name", "tracker_project_name"]),
@@ -171,7 +169,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (Noted(NO_PUSH), PPO, &["push_to_hub_if_best_kwargs", "compare_steps"]),
     (Noted(NO_BITS), TRAIN, &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"]),
-    (Noted("a run of the same seed is the same run"), TRAIN, &["full_determinism"]),
+    (Noted("two runs with the same seed are identical"), TRAIN, &["full_determinism"]),
     (Noted("no model here has experts"), SFT, &["router_aux_loss_coef"]),
     (
         Noted(OLD),
@@ -189,7 +187,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         ],
     ),
     (Together, TRAIN, &["eval_strategy", "save_strategy", "use_cpu"]),
-    (Only(OFF, "no code of a model is run"), TRAIN, &["trust_remote_code"]),
+    (Only(OFF, "code that comes with a model is never run"), TRAIN, &["trust_remote_code"]),
     (Only(OFF, NO_PUSH), TRAIN, &["push_to_hub"]),
     (
         Only(
@@ -202,47 +200,55 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(OFF, "the optimizer is AdamW"), TRAIN, &["adafactor"]),
     (Only(UNSET, "the optimizer's settings are flags of their own"), TRAIN, &["optim_args", "optim_target_modules"]),
     (Only(UNSET, "a schedule's settings are the flags lr_end and power"), TRAIN, &["lr_scheduler_kwargs"]),
-    (Only(ZERO, "the loss is of the tokens as they are"), TRAIN, &["label_smoothing_factor"]),
+    (Only(ZERO, "labels are not smoothed"), TRAIN, &["label_smoothing_factor"]),
     (Only(UNSET, "no noise is added to embeddings"), TRAIN, &["neftune_noise_alpha"]),
-    (Only(OFF, "an evaluation computes as the training does"), TRAIN, &["bf16_full_eval", "fp16_full_eval"]),
-    (Only(OFF, "float32 is computed with all its bits"), TRAIN, &["tf32"]),
-    (Only(ZERO, "evaluations come every eval_steps from the first on"), TRAIN, &["eval_delay"]),
-    (Only(OFF, "evaluations come every eval_steps"), TRAIN, &["eval_on_start"]),
+    (
+        Only(OFF, "an evaluation computes in the precision of the training"),
+        TRAIN,
+        &["bf16_full_eval", "fp16_full_eval"],
+    ),
+    (Only(OFF, "float32 products keep full precision"), TRAIN, &["tf32"]),
+    (Only(ZERO, "evaluations run every eval_steps from the start"), TRAIN, &["eval_delay"]),
+    (Only(OFF, "evaluations run every eval_steps"), TRAIN, &["eval_on_start"]),
     (
         Only(OFF, "output_dir holds the last model, and the best one in its folder `best`"),
         TRAIN,
         &["load_best_model_at_end"],
     ),
-    (Only(OFF, "a resumed run takes the rows that it had still to take"), TRAIN, &["ignore_data_skip"]),
-    (Only(UNSET, "everything random is drawn by seed"), TRAIN, &["data_seed"]),
+    (Only(OFF, "a resumed run continues with the rows that are left"), TRAIN, &["ignore_data_skip"]),
+    (Only(UNSET, "seed is the seed of everything random"), TRAIN, &["data_seed"]),
     (Only(OFF, "every row is trained on"), TRAIN, &["dataloader_drop_last"]),
-    (Only(UNSET, "columns are known by their names"), TRAIN, &["label_names"]),
+    (Only(UNSET, "columns are found by their names"), TRAIN, &["label_names"]),
     (Only(&["none", "random"], "rows are drawn in a random order"), TRAIN, &["train_sampling_strategy"]),
     (Only(OFF, "rows are drawn in a random order"), TRAIN, &["group_by_length"]),
     (Only(&["none", "", "false"], ONE_PROCESS), TRAIN, &["parallelism_config", "fsdp", "deepspeed"]),
     (Only(&["none", "-1", "0"], ONE_PROCESS), TRAIN, &["local_rank"]),
     (Only(&["none", "1"], ONE_PROCESS), PPO, &["world_size"]),
     (Only(UNSET, ONE_PROCESS), PPO, &["accelerator_kwargs"]),
-    (Only(&["none", "-1"], "no output of an earlier pass is kept"), TRAIN, &["past_index"]),
+    (Only(&["none", "-1"], "outputs of earlier passes are not kept"), TRAIN, &["past_index"]),
     (Only(&["none", "true"], "weights are written as safetensors"), TRAIN, &["save_safetensors"]),
-    (Only(OFF, "device says where to compute"), TRAIN, &["use_mps_device"]),
+    (Only(OFF, "device selects where to compute"), TRAIN, &["use_mps_device"]),
     (Only(&["none", "", "[]"], "dataset_name takes several, dataset_weights their weights"), TRAIN, &["datasets"]),
-    (Only(OFF, "only low-rank adapters are trained beside a model"), TRAIN, &["use_dora"]),
+    (Only(OFF, "adapters are plain LoRA"), TRAIN, &["use_dora"]),
     (
         Only(OFF, "weights are not quantized; dtype = bfloat16 halves frozen ones"),
         TRAIN,
         &["load_in_8bit", "load_in_4bit"],
     ),
-    (Only(UNSET, "adapters are beside linear layers: lora_target_modules"), TRAIN, &["lora_target_parameters"]),
-    (Only(&["none", "score"], "only a head is trained beside its adapters"), REWARD, &["lora_modules_to_save"]),
-    (Only(UNSET, "only a head is trained beside its adapters"), &["sft", "ppo"], &["lora_modules_to_save"]),
-    (Only(&["none", "causal_lm", "seq_cls"], "the command says what the model is"), TRAIN, &["lora_task_type"]),
-    (Only(UNSET, "dtype says how a model is held, and its folder all else"), LEARN, &["model_init_kwargs"]),
-    (Only(UNSET, "the tokenizer's own are taken; change its folder"), LEARN, &["eos_token", "pad_token"]),
-    (Only(UNSET, "the tokenizer's own is taken"), REWARD, &["chat_template_path"]),
+    (Only(UNSET, "adapters are for linear layers only: lora_target_modules"), TRAIN, &["lora_target_parameters"]),
+    (
+        Only(&["none", "score"], "only the head is trained in full beside the adapters"),
+        REWARD,
+        &["lora_modules_to_save"],
+    ),
+    (Only(UNSET, "only the head is trained in full beside the adapters"), &["sft", "ppo"], &["lora_modules_to_save"]),
+    (Only(&["none", "causal_lm", "seq_cls"], "the command decides the task"), TRAIN, &["lora_task_type"]),
+    (Only(UNSET, "dtype sets the dtype, and the model's folder the rest"), LEARN, &["model_init_kwargs"]),
+    (Only(UNSET, "the tokenizer's own tokens are used; change them in its folder"), LEARN, &["eos_token", "pad_token"]),
+    (Only(UNSET, "the tokenizer's own template is used"), REWARD, &["chat_template_path"]),
     (Only(&["none", "true"], "no model's own dropout is applied"), REWARD, &["disable_dropout"]),
-    (Only(UNSET, "rows are read as the columns say"), SFT, &["dataset_kwargs"]),
-    (Only(&["none", "keep_start"], "rows are cut at their end"), SFT, &["truncation_mode"]),
+    (Only(UNSET, "rows are read by their columns"), SFT, &["dataset_kwargs"]),
+    (Only(&["none", "keep_start"], "rows are truncated at their end"), SFT, &["truncation_mode"]),
     (Only(&["none", "bfd"], "a block holds whole rows"), SFT, &["packing_strategy"]),
     (Only(&["none", "nll"], "the loss is the negative log-likelihood"), SFT, &["loss_type"]),
     (Only(&["none", "-1"], "total_episodes is the length of the run"), PPO, &["max_steps"]),
@@ -263,10 +269,10 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (Only(UNSET, "it is mini_batch_size under its older name"), PPO, &["forward_batch_size"]),
     (Only(OFF, "models are decoders"), PPO, &["is_encoder_decoder"]),
-    (Only(OFF, "the model's folder and use_peft tell"), PPO, &["is_peft_model"]),
+    (Only(OFF, "the model's folder and use_peft decide"), PPO, &["is_peft_model"]),
 ];
 
-/// Other names of flags of ours, or of those in the table.
+/// Aliases of our flags, or of those in the table.
 const ALIASES: [(&str, &str); 5] = [
     ("torch_dtype", "dtype"),
     ("activation_checkpointing", "gradient_checkpointing"),
@@ -275,26 +281,26 @@ const ALIASES: [(&str, &str); 5] = [
     ("no_cuda", "use_cpu"),
 ];
 
-/// The heading of the flags, by which they are known among a command's.
+/// The heading of the flags, which marks them among a command's flags.
 const HEADING: &str = "TRL and transformers";
 
-/// What transformers evaluates and saves by, where a strategy is given without its number of steps.
+/// Defaults of transformers, for a strategy without its number of steps.
 const LOGGING_STEPS: &str = "10";
 const SAVE_STEPS: &str = "500";
 
-/// What becomes of the flag `name` of `command`.
+/// Returns the treatment of the flag `name` of `command`.
 fn to(command: &str, name: &str) -> Option<To> {
     let row = FLAGS.iter().find(|(_, commands, names)| commands.contains(&command) && names.contains(&name));
     row.map(|(to, ..)| *to)
 }
 
-/// Whether `name` is a flag of TRL's or transformers' that is in the table for `command`.
-pub(crate) fn has(command: &str, name: &str) -> bool {
+/// Returns whether the flag `name` is in the table for `command`.
+pub(super) fn has(command: &str, name: &str) -> bool {
     to(command, name).is_some()
 }
 
-/// Adds the flags to a command, out of sight. Those that it has by now are its own.
-pub(crate) fn with_flags(command: Command) -> Command {
+/// Adds the flags to a command, hidden from its help. Flags that the command has already are its own.
+pub(super) fn with_flags(command: Command) -> Command {
     let own = command.get_name().to_string();
     let is_there = |command: &Command, name: &str| {
         command
@@ -313,17 +319,17 @@ pub(crate) fn with_flags(command: Command) -> Command {
         if !is_there(&command, name) || is_there(&command, alias) {
             return command;
         }
-        // `mut_arg` would put it behind the others.
+        // `mut_arg` would move the flag to the end of the list.
         command.mut_args(|arg| if arg.get_id() == name { arg.alias(alias) } else { arg })
     })
 }
 
-/// Whether [`with_flags`] made the flag.
-pub(crate) fn is_added(arg: &Arg) -> bool {
+/// Returns whether [`with_flags`] added the flag.
+pub(super) fn is_added(arg: &Arg) -> bool {
     arg.get_help_heading() == Some(HEADING)
 }
 
-/// Whether one of `fine` is `value`, or says the same of yes and no.
+/// Returns whether `fine` contains `value`, or another word for it where it is true or false.
 fn allows(fine: &[&str], value: &str) -> bool {
     let value = match value {
         "no" | "0" if fine.contains(&"false") => "false",
@@ -333,142 +339,177 @@ fn allows(fine: &[&str], value: &str) -> bool {
     fine.contains(&value)
 }
 
-/// What the flags come to, beside what is said otherwise.
-#[derive(Debug, Default)]
-pub(crate) struct Said {
-    pub(crate) refusals: Refusals,
-    /// Lines for the user, before the run begins.
-    pub(crate) notes: Vec<String>,
+/// The flags of a command on the command line, and the file that its settings are from.
+pub(super) struct Flags<'a> {
+    pub(super) command: &'a Command,
+    pub(super) flags: &'a ArgMatches,
+    pub(super) path: Option<&'a Path>,
+    /// Flags that another table translates.
+    pub(super) is_foreign: &'a dyn Fn(&str) -> bool,
 }
 
-/// Takes these flags out of the `settings` of the file `path`, and finds those on the command line among `flags`. What they come to
-/// is put behind the settings; `said` gets the refusals.
-pub(crate) fn translate(
-    command: &Command,
-    preset: Option<Preset>,
-    flags: &ArgMatches,
-    path: Option<&Path>,
-    settings: &mut Vec<Setting>,
-    said: &mut Said,
-) {
-    let name = command.get_name();
-    let passed_on = |flag: &str| preset == Some(Preset::DeepspeedChat) && deepspeed_chat::has(flag);
-    let added = |flag: &str| command.get_arguments().any(|arg| arg.get_id() == flag && is_added(arg));
-    let theirs = |flag: &str| added(flag) && !passed_on(flag);
-    let on_line =
-        |flag: &str| flags.try_contains_id(flag).is_ok() && flags.value_source(flag) == Some(ValueSource::CommandLine);
-    // In the order of the table.
-    let mut given: BTreeMap<usize, (&str, Vec<String>, u64)> = BTreeMap::new();
-    let order = FLAGS.iter().filter(|(_, commands, _)| commands.contains(&name)).flat_map(|(.., names)| *names);
-    let order: Vec<&str> = order.copied().collect();
-    for (at, &flag) in order.iter().enumerate().filter(|(_, flag)| theirs(flag)) {
-        if let Some(place) = settings.iter().position(|setting| setting.key == flag) {
-            let setting = settings.remove(place);
-            given.insert(at, (flag, setting.values, setting.line));
-        }
-        if on_line(flag) {
-            let values = flags.get_many::<String>(flag).into_iter().flatten().cloned().collect::<Vec<_>>();
-            let alone = if values.is_empty() { vec!["true".to_string()] } else { values };
-            given.insert(at, (flag, alone, 0));
+/// A flag of the table that is set.
+struct Given {
+    flag: &'static str,
+    values: Vec<String>,
+    /// Line of the file; 0 if the flag is on the command line.
+    line: u64,
+}
+
+impl Given {
+    /// The value as one word in lower case; `none` if it is empty.
+    fn word(&self) -> String {
+        match &self.values[..] {
+            [] => "none".to_string(),
+            [one] if one.is_empty() || ["{}", "[]", "null"].contains(&one.as_str()) => "none".to_string(),
+            several => several.join(" ").to_ascii_lowercase(),
         }
     }
-    let word = |values: &[String]| match values {
-        [] => "none".to_string(),
-        [one] if one.is_empty() || ["{}", "[]", "null"].contains(&one.as_str()) => "none".to_string(),
-        several => several.join(" ").to_ascii_lowercase(),
-    };
-    let mut refuse = |flag: &str, line: u64, message: String| {
-        let placed = match path {
-            Some(path) if line > 0 => format!("{}:{line}: {message}", path.display()),
+}
+
+/// Removes the flags of the table from the `settings` of the file, and finds those on the command line. Settings that they stand
+/// for are appended to `settings`; flags without an effect are noted, and others are refused.
+pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages: &mut Messages) {
+    let given = flags.given(settings);
+    flags.note_or_refuse(&given, messages);
+    flags.translate_strategies(&given, settings, &mut messages.refusals);
+    flags.translate_use_cpu(&given, settings, &mut messages.refusals);
+}
+
+fn in_file<'s>(settings: &'s [Setting], key: &str) -> Option<&'s String> {
+    settings.iter().find(|setting| setting.key == key).and_then(|setting| setting.values.first())
+}
+
+impl Flags<'_> {
+    fn on_line(&self, flag: &str) -> bool {
+        self.flags.try_contains_id(flag).is_ok() && self.flags.value_source(flag) == Some(ValueSource::CommandLine)
+    }
+
+    /// Returns the flags of the table that are set, in the order of the table, and removes them from `settings`.
+    fn given(&self, settings: &mut Vec<Setting>) -> Vec<Given> {
+        let name = self.command.get_name();
+        let added = |flag: &str| self.command.get_arguments().any(|arg| arg.get_id() == flag && is_added(arg));
+        let mut given = Vec::new();
+        let rows = FLAGS.iter().filter(|(_, commands, _)| commands.contains(&name));
+        for &flag in rows.flat_map(|(.., names)| *names).filter(|flag| added(flag) && !(self.is_foreign)(flag)) {
+            let place = settings.iter().position(|setting| setting.key == flag);
+            let of_file = place.map(|place| settings.remove(place));
+            if self.on_line(flag) {
+                let values: Vec<String> = self.flags.get_many(flag).into_iter().flatten().cloned().collect();
+                let values = if values.is_empty() { vec!["true".to_string()] } else { values };
+                given.push(Given { flag, values, line: 0 });
+            } else if let Some(Setting { values, line, .. }) = of_file {
+                given.push(Given { flag, values, line });
+            }
+        }
+        given
+    }
+
+    /// Refuses `given`, with its line of the file.
+    fn refuse(&self, given: &Given, message: String, refusals: &mut Refusals) {
+        let placed = match self.path {
+            Some(path) if given.line > 0 => format!("{}:{}: {message}", path.display(), given.line),
             _ => message,
         };
-        said.refusals.refuse(placed, [flag]);
-    };
-    let mut noted: Vec<(&str, Vec<&str>)> = Vec::new();
-    for (flag, values, line) in given.values() {
-        let value = word(values);
-        match to(name, flag) {
-            Some(Noted(why)) => match noted.iter_mut().find(|(other, _)| *other == why) {
-                Some((_, names)) => names.push(flag),
-                None => noted.push((why, vec![flag])),
-            },
-            Some(Only(fine, why)) if !allows(fine, &value) => {
-                let fine: Vec<&str> = fine.iter().copied().filter(|word| !word.is_empty()).collect();
-                let value: String = value.chars().take(60).collect();
-                refuse(flag, *line, format!("{flag} = {value}: {why}; expected {}", fine.join(" or ")));
+        refusals.refuse(placed, [given.flag]);
+    }
+
+    /// Notes the flags without an effect, by reason, and refuses those whose value is not supported.
+    fn note_or_refuse(&self, given: &[Given], messages: &mut Messages) {
+        let mut noted: Vec<(&str, Vec<&str>)> = Vec::new();
+        for given in given {
+            let value = given.word();
+            match to(self.command.get_name(), given.flag) {
+                Some(Noted(why)) => match noted.iter_mut().find(|(other, _)| *other == why) {
+                    Some((_, names)) => names.push(given.flag),
+                    None => noted.push((why, vec![given.flag])),
+                },
+                Some(Only(fine, why)) if !allows(fine, &value) => {
+                    let fine: Vec<&str> = fine.iter().copied().filter(|word| !word.is_empty()).collect();
+                    let value: String = value.chars().take(60).collect();
+                    let message = format!("{} = {value}: {why}; expected {}", given.flag, fine.join(" or "));
+                    self.refuse(given, message, &mut messages.refusals);
+                }
+                _ => {}
             }
-            _ => {}
+        }
+        if !noted.is_empty() {
+            let groups: Vec<String> =
+                noted.iter().map(|(why, names)| format!("{} ({why})", names.join(", "))).collect();
+            messages.notes.push(format!("without effect here: {}", groups.join("; ")));
         }
     }
-    let find = |wanted: &str| given.values().find(|(flag, ..)| *flag == wanted);
-    let said_of = |flag: &str| find(flag).map(|(_, values, line)| (word(values), *line));
-    // How often it evaluates and saves.
-    let logging = flags.try_get_one::<usize>("logging_steps").ok().flatten().map(usize::to_string);
-    let in_file = |settings: &[Setting], key: &str| {
-        settings.iter().find(|setting| setting.key == key).and_then(|setting| setting.values.first().cloned())
-    };
-    let logging = match (on_line("logging_steps"), in_file(settings, "logging_steps")) {
-        (false, Some(steps)) => steps,
-        _ => logging.unwrap_or_else(|| LOGGING_STEPS.to_string()),
-    };
-    for (strategy, steps, usual) in
-        [("eval_strategy", "eval_steps", logging.as_str()), ("save_strategy", "save_steps", SAVE_STEPS)]
-    {
-        let Some((value, line)) = said_of(strategy) else { continue };
-        let counted = on_line(steps) || in_file(settings, steps).is_some();
-        match value.as_str() {
-            "steps" if !counted => {
-                settings.retain(|setting| setting.key != steps);
-                settings.push(Setting { key: steps.into(), line: 0, values: vec![usual.into()] });
+
+    /// Sets `eval_steps` and `save_steps` by `eval_strategy` and `save_strategy`.
+    fn translate_strategies(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let logging_steps = match (self.on_line("logging_steps"), in_file(settings, "logging_steps")) {
+            (false, Some(steps)) => steps.clone(),
+            _ => {
+                let flag = self.flags.try_get_one::<usize>("logging_steps").ok().flatten();
+                flag.map_or_else(|| LOGGING_STEPS.to_string(), usize::to_string)
             }
-            "steps" => {}
-            // As there: the number of steps does not count then.
-            "no" | "false" | "none" if !on_line(steps) => settings.retain(|setting| setting.key != steps),
-            "no" | "false" | "none" => {
-                refuse(strategy, line, format!("{strategy} = no and {steps} exclude each other: leave one of them out"))
-            }
-            "epoch" => refuse(
-                strategy,
-                line,
-                format!(
+        };
+        for (strategy, steps, usual) in
+            [("eval_strategy", "eval_steps", logging_steps.as_str()), ("save_strategy", "save_steps", SAVE_STEPS)]
+        {
+            let Some(given) = given.iter().find(|given| given.flag == strategy) else { continue };
+            let is_set = self.on_line(steps) || in_file(settings, steps).is_some();
+            let message = match given.word().as_str() {
+                "steps" => {
+                    if !is_set {
+                        settings.retain(|setting| setting.key != steps);
+                        settings.push(Setting::new(steps, vec![usual.into()]));
+                    }
+                    continue;
+                }
+                // As in transformers, which ignores the number of steps then.
+                "no" | "false" | "none" if !self.on_line(steps) => {
+                    settings.retain(|setting| setting.key != steps);
+                    continue;
+                }
+                "no" | "false" | "none" => {
+                    format!("{strategy} = no and {steps} exclude each other: leave one of them out")
+                }
+                "epoch" => format!(
                     "{strategy} = epoch: {STRATEGY}; with {steps} = N it is every N updates, such as those of an epoch"
                 ),
-            ),
-            "best" if strategy == "save_strategy" => {
-                if !on_line("metric_for_best_model") && in_file(settings, "metric_for_best_model").is_none() {
-                    refuse(strategy, line, "save_strategy = best needs metric_for_best_model".into());
+                "best" if strategy == "save_strategy" => {
+                    let metric = "metric_for_best_model";
+                    if self.on_line(metric) || in_file(settings, metric).is_some() {
+                        continue;
+                    }
+                    format!("save_strategy = best needs {metric}")
                 }
-            }
-            other => refuse(strategy, line, format!("{strategy} = {other}: {STRATEGY}")),
+                other => format!("{strategy} = {other}: {STRATEGY}"),
+            };
+            self.refuse(given, message, refusals);
         }
     }
-    if let Some((value, line)) = said_of("use_cpu") {
-        let device = on_line("device") || in_file(settings, "device").is_some();
-        match value.as_str() {
-            "true" | "1" | "yes" if device => {
-                refuse("use_cpu", line, "use_cpu = true and device exclude each other: give one of them".into());
+
+    /// Sets `device` by `use_cpu`.
+    fn translate_use_cpu(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let Some(given) = given.iter().find(|given| given.flag == "use_cpu") else { return };
+        let has_device = self.on_line("device") || in_file(settings, "device").is_some();
+        match given.word().as_str() {
+            "true" | "1" | "yes" if has_device => {
+                let message = "use_cpu = true and device exclude each other: give one of them";
+                self.refuse(given, message.into(), refusals);
             }
-            "true" | "1" | "yes" => {
-                settings.push(Setting { key: "device".into(), line: 0, values: vec!["cpu".into()] });
-            }
+            "true" | "1" | "yes" => settings.push(Setting::new("device", vec!["cpu".into()])),
             "false" | "0" | "no" | "none" => {}
-            other => refuse("use_cpu", line, format!("use_cpu = {other}: expected true or false")),
+            other => self.refuse(given, format!("use_cpu = {other}: expected true or false"), refusals),
         }
-    }
-    if !noted.is_empty() {
-        let groups: Vec<String> = noted.iter().map(|(why, names)| format!("{} ({why})", names.join(", "))).collect();
-        said.notes.push(format!("without effect here: {}", groups.join("; ")));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use rlhf::settings::{PpoConfig, StopToken};
+    use rlhf::settings::{PpoConfig, Preset, StopToken};
 
     use super::*;
     use crate::cli::Task;
     use crate::cli::commands::rlhf_command;
-    use crate::cli::config_file::Keys;
+    use crate::cli::keys::Keys;
     use crate::cli::testing::{least, parse_words, parsed, ppo, ppo_error, with_file};
 
     #[test]
@@ -483,8 +524,8 @@ mod tests {
         }
     }
 
-    /// The names of TRL 1.11's configurations and scripts: transformers' arguments, the model's and the dataset's; then what
-    /// each trainer has beside them.
+    /// The names of TRL 1.11's configurations and scripts: transformers' arguments, and those of models and datasets; then those of
+    /// each trainer.
     const SHARED: &str = "\
         output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type \
         lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon \
@@ -533,7 +574,7 @@ mod tests {
         max_length pad_to_multiple_of center_rewards_coefficient activation_offloading pad_token";
 
     #[test]
-    fn every_name_of_trl_works_or_is_noted_or_is_refused_with_its_reason() {
+    fn every_flag_of_trl_works_or_is_noted_or_is_refused_with_its_reason() {
         let rlhf = rlhf_command();
         for (name, own) in [("ppo", OF_PPO), ("sft", OF_SFT), ("reward", OF_REWARD)] {
             let command = rlhf.find_subcommand(name).unwrap();
@@ -600,14 +641,14 @@ mod tests {
         assert_eq!(
             notes,
             [
-                "without effect here: run_name (a run is known by its output_dir); logging_steps (each update is logged); \
-              attn_implementation (it changes memory and speed only, which are seen to here)"
+                "without effect here: run_name (a run is identified by its output_dir); logging_steps (each update is logged); \
+              attn_implementation (it changes memory and speed only)"
             ]
         );
     }
 
     #[test]
-    fn strategies_stand_for_their_steps() {
+    fn strategies_set_their_steps() {
         let steps = |words: &str| {
             let config = ppo(&words.split_whitespace().collect::<Vec<_>>());
             (config.eval.eval_steps, config.run.checkpoints.save_steps)
@@ -657,7 +698,7 @@ mod tests {
         );
         (config.legacy.batch_size, config.legacy.mini_batch_size, config.loss.target_kl) = (None, None, None);
         assert_eq!(config, expected);
-        // With values that ask for what is not here: all in one answer, each with its line.
+        // Values that are not supported are all reported at once, each with its line.
         let text = text
             .replace("world_size: null", "world_size: 8")
             .replace("tracker_kwargs: {}", "tracker_kwargs: {wandb: {a: 1}}");

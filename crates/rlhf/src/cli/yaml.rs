@@ -1,4 +1,7 @@
-//! YAML read as settings, each with its line.
+//! Reads YAML as settings, each with its line.
+//!
+//! The document is parsed twice. A value of another shape than its flag's (a list for a number) would end the deserializer, and
+//! with it the list of errors; so the first pass only records the shape of each value, and the second reads each by its shape.
 
 use std::collections::VecDeque;
 
@@ -7,27 +10,30 @@ use rlhf::Result;
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
-use super::config_file::Keys;
-use super::layers::Setting;
+use super::keys::Keys;
+use super::setting::Setting;
 use super::trl;
 
-/// One setting of a document as it stands there, and what is wrong with the form of its value.
-pub(super) struct Found {
+/// One setting of a document, and the error if its value has the wrong shape.
+pub(super) struct Entry {
     pub(super) setting: Setting,
-    pub(super) fault: Option<&'static str>,
+    pub(super) error: Option<&'static str>,
 }
 
-/// The settings of a YAML document in its order, a section before what is in it, or the line and the message of what keeps it
-/// from being read. Keys may have dashes.
-pub(super) fn read_yaml(text: &str, keys: &Keys<'_>) -> Result<Vec<Found>, (u64, String)> {
-    let (mut forms, mut found) = (VecDeque::new(), Vec::new());
-    pass(text, keys, &mut Pass::Forms(&mut forms))?;
-    pass(text, keys, &mut Pass::Values(&mut forms, &mut found))?;
-    Ok(found)
+/// Returns the settings of a YAML document in order, a section before its settings. Keys may have dashes.
+///
+/// # Errors
+/// The line and the message, if the document is not a map of settings.
+pub(super) fn read_yaml(text: &str, keys: &Keys<'_>) -> Result<Vec<Entry>, (u64, String)> {
+    let (mut shapes, mut entries) = (VecDeque::new(), Vec::new());
+    run(text, keys, &mut Pass::Shapes(&mut shapes))?;
+    run(text, keys, &mut Pass::Values(&mut shapes, &mut entries))?;
+    Ok(entries)
 }
 
-fn pass(text: &str, keys: &Keys<'_>, pass: &mut Pass<'_>) -> Result<(), (u64, String)> {
-    // A number's own form is its flag's to judge.
+/// Runs one pass over the document.
+fn run(text: &str, keys: &Keys<'_>, pass: &mut Pass<'_>) -> Result<(), (u64, String)> {
+    // Flags refuse infinite numbers and NaN themselves.
     let any_float = serde_saphyr::NonFiniteFloatPolicy::PassThrough;
     let options = serde_saphyr::options! { with_snippet: false, non_finite_float_policy: any_float };
     let mut reading = None;
@@ -36,8 +42,8 @@ fn pass(text: &str, keys: &Keys<'_>, pass: &mut Pass<'_>) -> Result<(), (u64, St
     })
     .map_err(|error| {
         let line = error.location().map_or(1, |location| location.line());
-        // A section that is no map.
-        let is_form = |error: &serde_saphyr::Error| {
+        // A section that is not a map.
+        let is_shape = |error: &serde_saphyr::Error| {
             let message = error.to_string();
             matches!(error, serde_saphyr::Error::Unexpected { .. })
                 || [NO_MAP, "invalid type"].iter().any(|part| message.contains(part))
@@ -46,7 +52,7 @@ fn pass(text: &str, keys: &Keys<'_>, pass: &mut Pass<'_>) -> Result<(), (u64, St
             (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => {
                 (line, format!("`{key}` is set twice"))
             }
-            (error, Some((key, line))) if is_form(&error) => (line, format!("`{key}`: {NO_MAP}")),
+            (error, Some((key, line))) if is_shape(&error) => (line, format!("`{key}`: {NO_MAP}")),
             (serde_saphyr::Error::Unexpected { .. }, None) => (line, "expected lines of the form `key: value`".into()),
             (serde_saphyr::Error::MultipleDocuments { .. }, _) => {
                 (line, "expected one YAML document, found two".into())
@@ -66,101 +72,101 @@ const NO_VALUE: &str = "expected one value, found a list or a map";
 
 const NO_LIST: &str = "expected a text or a list of texts, found something else";
 
-/// Whether a flag takes several values.
+/// Returns whether a flag takes several values.
 fn is_list(arg: &Arg) -> bool {
     matches!(arg.get_action(), ArgAction::Append) || arg.get_num_args().is_some_and(|count| count.max_values() > 1)
 }
 
-/// The form of a value: it is looked at before it is read, as what is of another form than its reader's ends the reading.
+/// Shape of a value.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Form {
+enum Shape {
     One,
     Many,
-    /// A list or a map with nothing in it.
+    /// An empty list or map.
     Empty,
     Nested,
 }
 
-impl<'de> Deserialize<'de> for Form {
+impl<'de> Deserialize<'de> for Shape {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Reader;
         impl<'de> Visitor<'de> for Reader {
-            type Value = Form;
+            type Value = Shape;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("a value")
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Form, A::Error> {
-                let mut form = Form::Empty;
-                while let Some(element) = list.next_element::<Form>()? {
-                    form = if element == Form::One && form != Form::Nested { Form::Many } else { Form::Nested };
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Shape, A::Error> {
+                let mut shape = Shape::Empty;
+                while let Some(element) = list.next_element::<Shape>()? {
+                    shape = if element == Shape::One && shape != Shape::Nested { Shape::Many } else { Shape::Nested };
                 }
-                Ok(form)
+                Ok(shape)
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Form, A::Error> {
-                let mut form = Form::Empty;
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Shape, A::Error> {
+                let mut shape = Shape::Empty;
                 while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
-                    form = Form::Nested;
+                    shape = Shape::Nested;
                 }
-                Ok(form)
+                Ok(shape)
             }
 
-            fn visit_unit<E>(self) -> Result<Form, E> {
-                Ok(Form::One)
+            fn visit_unit<E>(self) -> Result<Shape, E> {
+                Ok(Shape::One)
             }
 
-            fn visit_none<E>(self) -> Result<Form, E> {
-                Ok(Form::One)
+            fn visit_none<E>(self) -> Result<Shape, E> {
+                Ok(Shape::One)
             }
 
-            fn visit_str<E>(self, _: &str) -> Result<Form, E> {
-                Ok(Form::One)
+            fn visit_str<E>(self, _: &str) -> Result<Shape, E> {
+                Ok(Shape::One)
             }
 
-            fn visit_bool<E>(self, _: bool) -> Result<Form, E> {
-                Ok(Form::One)
+            fn visit_bool<E>(self, _: bool) -> Result<Shape, E> {
+                Ok(Shape::One)
             }
 
-            fn visit_i64<E>(self, _: i64) -> Result<Form, E> {
-                Ok(Form::One)
+            fn visit_i64<E>(self, _: i64) -> Result<Shape, E> {
+                Ok(Shape::One)
             }
 
-            fn visit_u64<E>(self, _: u64) -> Result<Form, E> {
-                Ok(Form::One)
+            fn visit_u64<E>(self, _: u64) -> Result<Shape, E> {
+                Ok(Shape::One)
             }
 
-            fn visit_i128<E>(self, _: i128) -> Result<Form, E> {
-                Ok(Form::One)
+            fn visit_i128<E>(self, _: i128) -> Result<Shape, E> {
+                Ok(Shape::One)
             }
 
-            fn visit_u128<E>(self, _: u128) -> Result<Form, E> {
-                Ok(Form::One)
+            fn visit_u128<E>(self, _: u128) -> Result<Shape, E> {
+                Ok(Shape::One)
             }
 
-            fn visit_f64<E>(self, _: f64) -> Result<Form, E> {
-                Ok(Form::One)
+            fn visit_f64<E>(self, _: f64) -> Result<Shape, E> {
+                Ok(Shape::One)
             }
         }
         deserializer.deserialize_any(Reader)
     }
 }
 
-/// What is done with the values of a document.
+/// One of the two passes over a document.
 enum Pass<'a> {
-    /// Their forms are noted.
-    Forms(&'a mut VecDeque<Form>),
-    /// They are read, by their forms.
-    Values(&'a mut VecDeque<Form>, &'a mut Vec<Found>),
+    /// Records the shapes of the values.
+    Shapes(&'a mut VecDeque<Shape>),
+    /// Reads the values by their shapes.
+    Values(&'a mut VecDeque<Shape>, &'a mut Vec<Entry>),
 }
 
-/// Reads the settings of a document or, by its name, of a section in it.
+/// Visitor of the settings of a document, or of its section `section`.
 struct Settings<'a, 'p> {
     keys: &'a Keys<'a>,
     section: Option<&'a str>,
     pass: &'a mut Pass<'p>,
-    /// The section that is read, and its line.
+    /// The section being read, and its line.
     reading: &'a mut Option<(String, u64)>,
 }
 
@@ -185,48 +191,50 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
             let setting = |key: String, values| Setting { key, line, values };
             if self.section.is_none() && self.keys.section(&name).is_some() {
                 *self.reading = Some((name.clone(), line));
-                if let Pass::Values(_, found) = self.pass {
-                    found.push(Found { setting: setting(name.clone(), Vec::new()), fault: None });
+                if let Pass::Values(_, entries) = self.pass {
+                    entries.push(Entry { setting: setting(name.clone(), Vec::new()), error: None });
                 }
                 let Self { keys, .. } = self;
                 map.next_value_seed(Settings { keys, section: Some(&name), pass: self.pass, reading: self.reading })?;
                 *self.reading = None;
                 continue;
             }
-            let (forms, found) = match self.pass {
-                Pass::Forms(forms) => {
-                    forms.push_back(map.next_value()?);
+            let (shapes, entries) = match self.pass {
+                Pass::Shapes(shapes) => {
+                    shapes.push_back(map.next_value()?);
                     continue;
                 }
-                Pass::Values(forms, found) => (forms, found),
+                Pass::Values(shapes, entries) => (shapes, entries),
             };
             let key = self.section.map_or(name.clone(), |section| format!("{section}.{name}"));
             let arg = self.keys.flag(&key);
-            let mut fault = None;
-            let values = match (forms.pop_front(), arg) {
+            let mut error = None;
+            let values = match (shapes.pop_front(), arg) {
                 (_, None) => map.next_value::<IgnoredAny>().map(|_| Vec::new())?,
-                (Some(Form::Empty), Some(arg)) if is_list(arg) => map.next_value::<IgnoredAny>().map(|_| Vec::new())?,
-                (Some(Form::One), Some(arg)) if !is_list(arg) => {
+                (Some(Shape::Empty), Some(arg)) if is_list(arg) => {
+                    map.next_value::<IgnoredAny>().map(|_| Vec::new())?
+                }
+                (Some(Shape::One), Some(arg)) if !is_list(arg) => {
                     map.next_value::<Option<String>>()?.into_iter().collect()
                 }
-                (Some(Form::One | Form::Many), Some(arg)) if is_list(arg) => map.next_value::<Texts>()?.0,
+                (Some(Shape::One | Shape::Many), Some(arg)) if is_list(arg) => map.next_value::<Texts>()?.0,
                 (_, Some(arg)) => {
                     map.next_value::<IgnoredAny>()?;
                     match trl::is_added(arg) {
                         true => vec!["{...}".to_string()],
                         false => {
-                            fault = Some(if is_list(arg) { NO_LIST } else { NO_VALUE });
+                            error = Some(if is_list(arg) { NO_LIST } else { NO_VALUE });
                             Vec::new()
                         }
                     }
                 }
             };
-            found.push(Found { setting: setting(key, values), fault });
+            entries.push(Entry { setting: setting(key, values), error });
         }
         Ok(())
     }
 
-    // A section with nothing in it.
+    // An empty section.
     fn visit_unit<E: serde::de::Error>(self) -> Result<(), E> {
         Ok(())
     }
@@ -241,7 +249,7 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
     }
 }
 
-/// A list of texts; a text alone is a list of one, and null of none.
+/// A list of texts; one text is a list of one, null an empty list.
 struct Texts(Vec<String>);
 
 impl<'de> Deserialize<'de> for Texts {

@@ -1,19 +1,25 @@
-//! Where `generate`, `logprobs` and `score` take rows from and write them to: files and pipes, one part after another.
+//! Rows that `generate`, `logprobs` and `score` read and write, a part at a time: files, pipes and the terminal.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, ErrorKind, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 
-use rlhf::data::{Columns, RowReader};
+use rlhf::data::{Columns, Dataset, RowReader};
 use rlhf::model::ModelOptions;
 use rlhf::safe_text::{lines, one_line};
 use rlhf::settings::RowsConfig;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
+use serde_json::{Map, Value};
+use tch::Tensor;
 
-/// The rows of the dataset, else of standard input: JSON objects or, with `json: false`, prompts, a line each.
+/// Number of batches that are read at once and sorted by length; with a batch size of 1 there is nothing to sort.
+const BATCHES_AT_ONCE: usize = 8;
+
+/// Opens the rows of the dataset, or else of standard input: JSON objects or, with `json: false`, prompts, a line each.
 ///
-/// Refuses an output file that may not be written, before any work is done.
+/// # Errors
+/// If there is no such dataset, or the output file may not be written: found before any work is done.
 pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
     check_output_file(config)?;
     let rows = match &config.dataset_name {
@@ -26,34 +32,34 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
     Ok(rows.with_columns(Columns::parse(&config.dataset_columns)?))
 }
 
-/// Whether rows come from a person at a terminal, who waits for the answer to each.
+/// Returns whether rows are typed at a terminal, so that each is processed at once.
 pub(crate) fn is_typed(config: &RowsConfig) -> bool {
     config.dataset_name.is_none() && io::stdin().is_terminal() && Stream::Err.width().is_some()
 }
 
-/// Lines that a person types, each after a sign that it is waited for; the end, once said, is the end.
+/// Lines typed at a terminal, with a prompt sign before each. Its first end of input is final.
 struct Typed<R, W> {
     reader: R,
-    /// Where the sign appears.
+    /// Output for the prompt sign.
     to: W,
-    /// Whether a line begins.
-    begins: bool,
+    /// Whether the next byte starts a line.
+    line_start: bool,
     ended: bool,
 }
 
 impl<R: Read, W: Write> Typed<R, W> {
     fn new(reader: R, to: W) -> Self {
-        Self { reader, to, begins: true, ended: false }
+        Self { reader, to, line_start: true, ended: false }
     }
 }
 
 impl<R: Read, W: Write> Read for Typed<R, W> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.ended {
-            // A terminal would ask once more.
+            // Another read would wait for the terminal again.
             return Ok(0);
         }
-        if self.begins {
+        if self.line_start {
             let _ = write!(self.to, "{} ", Stream::Err.paint(Colour::Bold, ">")).and_then(|()| self.to.flush());
         }
         let read = self.reader.read(buffer)?;
@@ -61,7 +67,7 @@ impl<R: Read, W: Write> Read for Typed<R, W> {
         if self.ended {
             let _ = writeln!(self.to);
         }
-        self.begins = buffer[..read].last() == Some(&b'\n');
+        self.line_start = buffer[..read].last() == Some(&b'\n');
         Ok(read)
     }
 }
@@ -84,21 +90,21 @@ fn check_output_file(config: &RowsConfig) -> Result<()> {
     Ok(())
 }
 
-/// How the model is put into memory; also sets libtorch's number of threads, where one is asked for.
+/// Returns the options to load a model with; also sets libtorch's number of threads, if it is configured.
 pub(crate) fn model_options(config: &RowsConfig) -> Result<ModelOptions> {
     rlhf::device::use_threads(config.num_threads);
     Ok(ModelOptions { device: config.device.resolve()?, dtype: config.dtype, ..ModelOptions::default() })
 }
 
-/// Standard output, or a file, which appears whole when everything is in it.
+/// Standard output, or a file that gets its name when it is complete.
 pub(crate) struct Output {
     writer: Box<dyn Write>,
     name: PathBuf,
-    /// The file that is written, until it gets its name.
-    beside: Option<PathBuf>,
-    /// Whether it may take the place of another file.
+    /// The temporary file that is written, until it gets its name.
+    part: Option<PathBuf>,
+    /// Whether it may replace another file.
     overwrites: bool,
-    /// Whether a terminal shows the rows.
+    /// Whether rows are printed on a terminal.
     terminal: bool,
     bar: indicatif::ProgressBar,
 }
@@ -110,60 +116,57 @@ impl Output {
         let Some(path) = &config.output_file else {
             let writer = Box::new(BufWriter::new(io::stdout().lock()));
             let terminal = io::stdout().is_terminal();
-            return Ok(Self {
-                writer,
-                name: "standard output".into(),
-                beside: None,
-                overwrites,
-                terminal,
-                bar: hidden,
-            });
+            return Ok(Self { writer, name: "standard output".into(), part: None, overwrites, terminal, bar: hidden });
         };
-        let mut beside = path.clone().into_os_string();
-        // With the process's number: two that write the same file do not write into each other's.
-        beside.push(format!(".{}.part", std::process::id()));
-        let beside = PathBuf::from(beside);
-        let file = File::create_new(&beside).map_err(Error::io("create", &beside))?;
-        // Where rows go to a file and a person waits, a count of them on standard error.
+        let mut part = path.clone().into_os_string();
+        // With the process id, so that two processes with the same output file do not write to one temporary file.
+        part.push(format!(".{}.part", std::process::id()));
+        let part = PathBuf::from(part);
+        let file = File::create_new(&part).map_err(Error::io("create", &part))?;
+        // Rows go to a file: show their number on standard error.
         let bar = if io::stderr().is_terminal() { indicatif::ProgressBar::no_length() } else { hidden };
         let writer = Box::new(BufWriter::new(file));
-        Ok(Self { writer, name: path.clone(), beside: Some(beside), overwrites, terminal: false, bar })
+        Ok(Self { writer, name: path.clone(), part: Some(part), overwrites, terminal: false, bar })
     }
 
     /// Writes one row, and an end of line.
     pub(crate) fn write(&mut self, row: impl std::fmt::Display) -> Result<()> {
         self.bar.inc(1);
         let written = match self.terminal {
-            // What a model answers may hold escape sequences.
+            // A response may contain escape sequences.
             true => writeln!(self.writer, "{}", lines(&row.to_string())),
             false => writeln!(self.writer, "{row}"),
         };
         written.map_err(Error::io("write to", &self.name))
     }
 
-    /// Hands on what was written, so that a reader sees it.
+    /// Flushes the rows written so far, so that a reader sees them.
     pub(crate) fn flush(&mut self) -> Result<()> {
         self.writer.flush().map_err(Error::io("write to", &self.name))
     }
 
+    /// Flushes the output, and gives a file its name.
+    ///
+    /// # Errors
+    /// If the file cannot be written, or has appeared meanwhile and may not be replaced.
     pub(crate) fn finish(mut self) -> Result<()> {
         self.flush()?;
         self.bar.finish_and_clear();
-        if let Some(beside) = &self.beside {
+        if let Some(part) = &self.part {
             match self.overwrites {
-                true => fs::rename(beside, &self.name).map_err(Error::io("write", &self.name))?,
-                false => rename_to_new(beside, &self.name)?,
+                true => fs::rename(part, &self.name).map_err(Error::io("write", &self.name))?,
+                false => rename_to_new(part, &self.name)?,
             }
-            self.beside = None;
+            self.part = None;
         }
         Ok(())
     }
 }
 
-/// Gives a file a name that no other has.
+/// Renames a file to a name that does not exist.
 ///
 /// # Errors
-/// If one has it by now; then both stay as they are.
+/// If the name exists by now; both files are then unchanged.
 fn rename_to_new(from: &Path, to: &Path) -> Result<()> {
     let taken = |error: io::Error| match error.kind() {
         ErrorKind::AlreadyExists => {
@@ -175,7 +178,7 @@ fn rename_to_new(from: &Path, to: &Path) -> Result<()> {
     match fs::hard_link(from, to) {
         Ok(()) => fs::remove_file(from).map_err(Error::io("remove", from)),
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Err(taken(error)),
-        // Some file systems have no such links: there a new and empty file holds the name.
+        // Some file systems have no hard links: there a new, empty file reserves the name.
         Err(_) => {
             File::create_new(to).map_err(taken)?;
             fs::rename(from, to).map_err(Error::io("write", to))
@@ -184,18 +187,71 @@ fn rename_to_new(from: &Path, to: &Path) -> Result<()> {
 }
 
 impl Drop for Output {
-    /// Of a file that was not finished keeps what is in it, and tells where; an empty one goes.
+    /// Keeps the rows of a file that was not finished, and prints its path; removes an empty one.
     fn drop(&mut self) {
         self.bar.finish_and_clear();
-        let Some(beside) = &self.beside else { return };
+        let Some(part) = &self.part else { return };
         let _ = self.writer.flush();
-        if fs::metadata(beside).is_ok_and(|file| file.len() > 0) {
-            let name = beside.display().to_string();
-            let _ = writeln!(io::stderr(), "note: the rows until then are in {}", one_line(&name));
+        if fs::metadata(part).is_ok_and(|file| file.len() > 0) {
+            let name = part.display().to_string();
+            let _ = writeln!(io::stderr(), "note: the rows written so far are in {}", one_line(&name));
         } else {
-            let _ = fs::remove_file(beside);
+            let _ = fs::remove_file(part);
         }
     }
+}
+
+/// Fields to add to a row.
+pub(super) type Fields = Vec<(&'static str, Value)>;
+
+/// Reads the rows in parts and writes each row, in order, with the fields that `measure` returns for it.
+pub(super) fn annotate(
+    config: &RowsConfig,
+    mut rows: RowReader,
+    mut measure: impl FnMut(&Dataset) -> Result<Vec<Fields>>,
+) -> Result<()> {
+    let at_once =
+        if config.batch_size == 1 || is_typed(config) { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
+    let mut out = None;
+    while let Some(part) = rows.next(at_once)? {
+        let measured = measure(&part)?;
+        let out = match &mut out {
+            Some(out) => out,
+            none => none.insert(Output::open(config)?),
+        };
+        for (row, fields) in part.rows().zip(measured) {
+            let mut row: Map<String, Value> = row.as_object().cloned().unwrap_or_default();
+            row.extend(fields.into_iter().map(|(name, value)| (name.to_string(), value)));
+            out.write(Value::Object(row))?;
+        }
+        out.flush()?;
+    }
+    match out {
+        Some(out) => out.finish(),
+        None => Err(Error::invalid(rows.path(), "expected at least one row, found none")),
+    }
+}
+
+/// Returns the rows `indices` in batches of similar length.
+pub(super) fn batches(mut indices: Vec<usize>, batch_size: usize, len: impl Fn(usize) -> usize) -> Vec<Vec<usize>> {
+    indices.sort_by_key(|&i| len(i));
+    indices.chunks(batch_size).map(<[usize]>::to_vec).collect()
+}
+
+/// Copies a tensor to memory as float32.
+pub(super) fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
+    Ok(Vec::try_from(tensor)?)
+}
+
+/// Checks that the results for the row `row` of `part` are finite.
+///
+/// # Errors
+/// [`Error::Invalid`] with the row's place.
+pub(super) fn check_finite(part: &Dataset, row: usize, numbers: &[f32]) -> Result<()> {
+    if numbers.iter().all(|number| number.is_finite()) {
+        return Ok(());
+    }
+    Err(part.error(row, "the model's numbers are not finite: its weights are damaged, or training diverged"))
 }
 
 #[cfg(test)]
@@ -234,8 +290,8 @@ mod tests {
     }
 
     #[test]
-    fn each_typed_line_has_a_sign_before_it_and_one_end_of_input_is_the_end() {
-        /// A terminal: a line at a time, and after each end of input more.
+    fn each_typed_line_has_a_sign_before_it_and_the_first_end_of_input_is_final() {
+        /// A terminal: one line per read, and more after an end of input.
         struct Terminal(Vec<&'static str>);
         impl Read for Terminal {
             fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
@@ -246,7 +302,7 @@ mod tests {
         }
         let mut shown = Vec::new();
         let mut lines =
-            BufReader::new(Typed::new(Terminal(vec!["one\n", "tw", "o\n", "", "never asked for\n"]), &mut shown));
+            BufReader::new(Typed::new(Terminal(vec!["one\n", "tw", "o\n", "", "never read\n"]), &mut shown));
         let mut next = || {
             let mut line = String::new();
             lines.read_line(&mut line).map(|_| line).unwrap()

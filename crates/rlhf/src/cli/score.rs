@@ -1,0 +1,152 @@
+//! `rlhf score`: rows in, the same rows with a reward model's or other rewards' scores out; and `rlhf reward --eval_only`.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use rlhf::data::{PromptResponse, RowReader};
+use rlhf::hub;
+use rlhf::model::{ModelOptions, SequenceClassifier};
+use rlhf::reward::RewardInput;
+use rlhf::safe_text::one_line;
+use rlhf::settings::{RewardConfig, ScoreConfig};
+use rlhf::tokenizer::Tokenizer;
+use rlhf::{Error, Result};
+use serde_json::{Map, Value, json};
+
+use super::rows::{Fields, annotate, batches, check_finite, model_options, numbers, open_rows};
+
+/// Writes the rows with their scores.
+pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
+    config.check()?;
+    let options = model_options(&config.rows)?;
+    let rows = open_rows(&config.rows, true)?;
+    match &config.model_name_or_path {
+        Some(name) if !config.scores_answers() => score_by_model(config, name, rows, options),
+        _ => score_by_rewards(config, rows, options),
+    }
+}
+
+/// Writes the rows with the scores of the reward model `name` alone, which are of token ids or of whole texts.
+fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: ModelOptions) -> Result<()> {
+    let dir = &hub::model_dir(name, Some(&config.model_revision))?;
+    let tokenizer = Tokenizer::of_text_or_ids(dir)?;
+    let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
+    model.choose_label(config.reward_label.as_deref(), dir)?;
+    tokenizer.check_fits(model.config(), dir)?;
+    let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
+    let (end, mut preferences) = (model.config().causal, Preferences::default());
+    annotate(&config.rows, rows, |part| {
+        let of_rows = part.scored_texts(&tokenizer, end, vocab, context)?;
+        let rows: Vec<usize> = (0..).zip(&of_rows).flat_map(|(row, texts)| texts.iter().map(move |_| row)).collect();
+        let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
+        let texts = of_rows.concat();
+        let mut scores = vec![0.0; texts.len()];
+        for batch in batches((0..texts.len()).collect(), config.rows.batch_size, |i| texts[i].len()) {
+            let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].as_slice()).collect();
+            let batch_scores = numbers(&tch::no_grad(|| model.scores(&sequences))?)?;
+            for (&i, score) in batch.iter().zip(batch_scores) {
+                check_finite(part, rows[i], &[score])?;
+                scores[i] = score;
+            }
+        }
+        let mut scores = scores.into_iter();
+        let fields = counts.into_iter().map(|count| {
+            let scores: Vec<f32> = scores.by_ref().take(count).collect();
+            match scores.as_slice() {
+                [chosen, rejected] => preferences.fields(f64::from(*chosen), f64::from(*rejected)),
+                scores => vec![("score", json!(scores.first()))],
+            }
+        });
+        Ok(fields.collect())
+    })?;
+    preferences.print();
+    Ok(())
+}
+
+/// Accuracy and margin of preference pairs.
+#[derive(Default)]
+struct Preferences {
+    pairs: usize,
+    /// Pairs whose chosen response scores higher.
+    correct: usize,
+    /// Sum of the margins.
+    margin: f64,
+}
+
+impl Preferences {
+    /// Counts a pair with these scores, and returns the fields of its row.
+    fn fields(&mut self, chosen: f64, rejected: f64) -> Fields {
+        let margin = chosen - rejected;
+        self.pairs += 1;
+        self.correct += usize::from(margin > 0.0);
+        self.margin += margin;
+        vec![("score_chosen", json!(chosen)), ("score_rejected", json!(rejected)), ("score_margin", json!(margin))]
+    }
+
+    /// Prints accuracy and mean margin on standard error, if there are pairs.
+    fn print(&self) {
+        if self.pairs > 0 {
+            let pairs = self.pairs as f64;
+            let (accuracy, margin) = (self.correct as f64 / pairs, self.margin / pairs);
+            let _ = writeln!(io::stderr(), "accuracy {accuracy:.4}, mean margin {margin:.4} over {} pairs", self.pairs);
+        }
+    }
+}
+
+/// Evaluates a reward model on pairs: one JSON object on standard output, warnings on standard error.
+pub(crate) fn evaluate(config: &RewardConfig) -> Result<()> {
+    let evaluation = rlhf::train::reward_model::evaluate(config)?;
+    for warning in &evaluation.warnings {
+        let _ = writeln!(io::stderr(), "warning: {}", one_line(warning));
+    }
+    let mut row =
+        Map::from_iter([("dataset".into(), json!(evaluation.dataset)), ("pairs".into(), json!(evaluation.pairs))]);
+    row.extend(evaluation.metrics.iter().map(|(name, value)| (name.to_string(), json!(value))));
+    writeln!(io::stdout(), "{}", Value::Object(row)).map_err(Error::io("write to", "standard output"))
+}
+
+/// Writes the rows, which have prompts and responses, with the sum of all rewards and each reward's score.
+fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions) -> Result<()> {
+    let tokenizer = match (&config.tokenizer_name, &config.model_name_or_path) {
+        (Some(name), _) => hub::tokenizer_dir(name, None)?,
+        (None, Some(name)) => hub::model_dir(name, Some(&config.model_revision))?,
+        (None, None) => return config.check(),
+    };
+    let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
+    let mut rewards = config.load_rewards(&tokenizer, options)?;
+    let mut preferences = Preferences::default();
+    annotate(&config.rows, rows, |part| {
+        let of_rows = part.scored_responses(&tokenizer)?;
+        let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
+        let responses: Vec<PromptResponse> = of_rows.into_iter().flatten().collect();
+        let inputs = responses.iter().map(|response| RewardInput {
+            prompt: &response.prompt.text,
+            response: &response.response,
+            prompt_ids: &response.prompt.tokens,
+            response_ids: &response.response_ids,
+            finish: response.finish,
+            row: &response.prompt.row,
+        });
+        let scored = rewards.score(&inputs.collect::<Vec<_>>(), true)?;
+        let totals = scored.totals();
+        let components = |at: usize| {
+            let components = scored.components.iter().map(|reward| (reward.name.clone(), json!(reward.scores[at])));
+            Value::Object(components.collect())
+        };
+        let mut at = 0;
+        let fields = counts.into_iter().map(|count| {
+            let first = at;
+            at += count;
+            if count == 1 {
+                return vec![("score", json!(totals[first])), ("components", components(first))];
+            }
+            let mut fields = preferences.fields(totals[first], totals[first + 1]);
+            let both = json!({"chosen": components(first), "rejected": components(first + 1)});
+            fields.push(("components", both));
+            fields
+        });
+        Ok(fields.collect())
+    })?;
+    preferences.print();
+    Ok(())
+}
