@@ -7,111 +7,127 @@ use rlhf::settings::{
     GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, RewardConfig, ScoreConfig, SftConfig,
 };
 
-use super::{deepspeed_chat, trl};
+use super::{deepspeed_chat, help, trl};
 
 /// The command that runs the others as stages: it needs a configuration file.
 pub(super) const PIPELINE: &str = "pipeline";
+
+const EXAMPLES: &str = "\
+From a language model to a tuned one; models are Hugging Face folders, data is JSONL or Parquet:
+  rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft
+  rlhf reward --model_name_or_path runs/sft --new_reward_head \\
+      --dataset_name pairs.jsonl --output_dir runs/reward
+  rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\
+      --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos
+  rlhf generate --model_name_or_path runs/ppo \"The film was\"
+
+Runs write their settings to config.yaml for --config; `rlhf COMMAND --help` explains the flags.";
+
+const SFT_HELP: &str = "\
+Example:
+  rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft";
+
+const REWARD_HELP: &str = "\
+Example:
+  rlhf reward --model_name_or_path runs/sft --new_reward_head \\
+      --dataset_name pairs.jsonl --output_dir runs/reward";
+
+const PPO_HELP: &str = "\
+Example:
+  rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\
+      --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos";
+
+const PIPELINE_HELP: &str = "\
+The file has a section for each stage, with the settings of its command by the names of their flags;
+settings of all stages are above the sections. The reward model starts from the SFT model, PPO from
+both. One dataset for all stages, with `prompt`, `chosen` and `rejected`, is split 2,4,4.
+Everything is checked before the first stage starts.
+
+  model_name_or_path: pythia-160m
+  dataset_name: comparisons.jsonl
+  output_dir: runs/all
+  sft: {num_train_epochs: 1}
+  reward: {num_train_epochs: 1}
+  ppo: {total_episodes: 4096, stop_token: eos, missing_eos_penalty: 1.0}
+
+Example:
+  rlhf pipeline --config pipeline.yaml --resume_from_checkpoint";
+
+const GENERATE_HELP: &str = "\
+Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.
+
+Examples:
+  rlhf generate --model_name_or_path runs/ppo \"The film was\"
+  rlhf generate --model_name_or_path runs/ppo --dataset_name prompts.jsonl --do_sample false";
+
+const LOGPROBS_HELP: &str = "\
+Rows have `prompt` and `completion`, or `prompt_ids` and `completion_ids`; each is written with
+`completion_ids`, `logprobs` (one per token of the response) and `sum_logprobs`. No eos is added.
+
+Example:
+  rlhf logprobs --model_name_or_path runs/ppo --dataset_name responses.jsonl";
+
+const SCORE_HELP: &str = "\
+Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and
+`completion_ids`; each is written with its `score`. No eos is added. Preference pairs, `chosen` and
+`rejected`, get `score_chosen`, `score_rejected` and `score_margin`, and the accuracy and mean margin
+are printed at the end; sample files of a run can be read too. Rewards other than one model score a
+response to its prompt, and `components` has the score of each reward.
+
+Examples:
+  rlhf generate --model runs/ppo --dataset_name prompts.jsonl | rlhf score --model runs/reward
+  rlhf score --tokenizer_name runs/sft --reward length:target=40 --reward_command ./reward.py \\
+      --dataset_name responses.jsonl";
+
+const MERGE_HELP: &str = "\
+Example:
+  rlhf merge --model_name_or_path runs/ppo --output_dir merged";
 
 /// Returns the whole command line of `rlhf`.
 pub(super) fn rlhf_command() -> Command {
     let commands = [
         trl::with_flags(flag::command::<SftConfig>("sft"))
             .about("Fine-tune a language model on texts or demonstrations")
-            .after_help(
-                "Example:\n\
-             \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft",
-            ),
+            .after_help(SFT_HELP),
         trl::with_flags(flag::command::<RewardConfig>("reward"))
             .about("Train a reward model on preference pairs")
-            .after_help(
-                "Example:\n\
-             \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
-             \x20     --dataset_name pairs.jsonl --output_dir runs/reward",
-            ),
+            .after_help(REWARD_HELP),
         deepspeed_chat::with_flags(trl::with_flags(flag::command::<PpoConfig>("ppo")))
             .about("Train a language model with PPO against a reward")
-            .after_help(
-                "Example:\n\
-             \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
-             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos",
-            ),
+            .after_help(PPO_HELP),
         flag::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
-            .after_help(
-                "The file has a section for each step, with that command's settings by their flags' names;\n\
-             above them stand those of all. The reward model begins with what SFT left, PPO with what\n\
-             both left. One dataset of all, with `prompt`, `chosen` and `rejected`, is split 2,4,4.\n\
-             Everything is checked before the first step begins.\n\n\
-             \x20 model_name_or_path: pythia-160m\n\
-             \x20 dataset_name: comparisons.jsonl\n\
-             \x20 output_dir: runs/all\n\
-             \x20 sft: {num_train_epochs: 1}\n\
-             \x20 reward: {num_train_epochs: 1}\n\
-             \x20 ppo: {total_episodes: 4096, stop_token: eos, missing_eos_penalty: 1.0}\n\n\
-             Example:\n\
-             \x20 rlhf pipeline --config pipeline.yaml --resume_from_checkpoint",
-            ),
+            .after_help(PIPELINE_HELP),
         trl::with_flags(flag::command::<GenerateConfig>("generate"))
-            .about("Answer prompts with a language model")
-            .after_help(
-                "Rows have `prompt` or `prompt_ids`; JSON lines get `completion`, `completion_ids` and `logprobs`.\n\n\
-                 Examples:\n\
-                 \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\
-                 \x20 rlhf generate --model_name_or_path runs/ppo --dataset_name prompts.jsonl --do_sample false",
-            ),
+            .about("Generate responses to prompts with a language model")
+            .after_help(GENERATE_HELP),
         trl::with_flags(flag::command::<LogprobsConfig>("logprobs"))
-            .about("Log-probabilities of given completions, row by row")
-            .after_help(
-                "Rows have `prompt` and `completion`, or `prompt_ids` and `completion_ids`; each is written with\n\
-                 `completion_ids`, `logprobs` (one per completion token) and `sum_logprobs`. No eos is added.\n\n\
-                 Example:\n\
-                 \x20 rlhf logprobs --model_name_or_path runs/ppo --dataset_name answers.jsonl",
-            ),
+            .about("Log-probabilities of given responses, row by row")
+            .after_help(LOGPROBS_HELP),
         trl::with_flags(flag::command::<ScoreConfig>("score"))
             .about("Scores of a reward model, or of other rewards, row by row")
-            .after_help(
-                "Rows have `text`, or `prompt` and `completion`, or token ids: `input_ids`, or `prompt_ids` and\n\
-             `completion_ids`; each is written with its `score`. No eos is added. Preference pairs, `chosen` and\n\
-             `rejected`, get `score_chosen`, `score_rejected` and `score_margin`, and accuracy and mean margin at\n\
-             the end; sample files of a run are read as they are. Rewards other than one model score\n\
-             a completion to its prompt, and `components` has what each of them says.\n\n\
-             Examples:\n\
-             \x20 rlhf generate --model runs/ppo --dataset_name prompts.jsonl | rlhf score --model runs/reward\n\
-             \x20 rlhf score --tokenizer_name runs/sft --reward length:target=40 --reward_command ./reward.py \\\n\
-             \x20     --dataset_name answers.jsonl",
-            ),
-        flag::command::<MergeConfig>("merge").about("Fold a LoRA adapter into a whole model").after_help(
-            "Example:\n\
-             \x20 rlhf merge --model_name_or_path runs/ppo --output_dir merged",
-        ),
+            .after_help(SCORE_HELP),
+        flag::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
     ];
     let file = Arg::new("config")
         .long("config")
         .value_name("FILE")
         .value_parser(ValueParser::path_buf())
-        .help("YAML file of settings, named as the flags are; a flag wins over the file");
-    // clap's long form would take a paragraph per flag, its short one for what most runs need too: see `help`.
+        .help("YAML file of settings, by the names of their flags; a flag wins over the file");
+    // clap's long help would take a paragraph per flag; `help` makes both forms from its short one.
     let help = Arg::new("help").short('h').long("help").action(ArgAction::HelpShort);
-    let help = help.help("Print help: -h of the flags that most runs need, --help of all");
+    let help = help.help("Print help: -h the most used flags, --help all flags");
     Command::new("rlhf")
         .version(env!("CARGO_PKG_VERSION"))
         .about("RLHF with PPO for language models: supervised fine-tuning, a reward model, then PPO.")
-        .after_help(
-            "From a language model to a tuned one; models are Hugging Face folders, data is JSONL or Parquet:\n\
-             \x20 rlhf sft --model_name_or_path pythia-160m --dataset_name demos.jsonl --output_dir runs/sft\n\
-             \x20 rlhf reward --model_name_or_path runs/sft --new_reward_head \\\n\
-             \x20     --dataset_name pairs.jsonl --output_dir runs/reward\n\
-             \x20 rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\\n\
-             \x20     --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos\n\
-             \x20 rlhf generate --model_name_or_path runs/ppo \"The film was\"\n\n\
-             Runs leave their settings in config.yaml for --config; `rlhf COMMAND --help` explains the flags.",
-        )
+        .after_help(EXAMPLES)
         .subcommand_required(true)
         .arg_required_else_help(true)
         .disable_help_subcommand(true)
         .subcommands(commands)
         .mut_subcommands(|command| command.disable_help_flag(true).args([file.clone(), help.clone()]))
         .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
+        .mut_subcommands(help::arranged)
 }
 
 #[cfg(test)]
@@ -132,11 +148,17 @@ mod tests {
 
     #[test]
     fn the_command_line_is_frozen() {
+        // Without the order, which is that of `--help`.
+        let sorted = |names: &str| {
+            let mut names: Vec<&str> = names.split_whitespace().collect();
+            names.sort_unstable();
+            names.join(" ")
+        };
         let flags = |name: &str| {
             let command = rlhf_command();
             let command = command.find_subcommand(name).unwrap();
             let seen = command.get_arguments().filter(|arg| !arg.is_hide_set());
-            seen.map(|arg| arg.get_id().as_str()).collect::<Vec<_>>().join(" ")
+            sorted(&seen.map(|arg| arg.get_id().as_str()).collect::<Vec<_>>().join(" "))
         };
         let lora = "use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora";
         let optimizer = "learning_rate lr_scheduler_type warmup_steps warmup_ratio lr_end power weight_decay adam_beta1 adam_beta2 \
@@ -155,7 +177,7 @@ mod tests {
                      num_train_epochs max_steps logging_steps";
         assert_eq!(
             flags("ppo"),
-            format!(
+            sorted(&format!(
                 "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
                  new_reward_head {rewards} {data} \
                  max_prompt_length long_prompts \
@@ -175,45 +197,47 @@ mod tests {
                  value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \
                  max_skipped_updates no_checks align_overflow compute_fp32_loss print_answers print_answers_interval \
                  enable_test_mode test_stop_step num_eval_prompts {eval} {run}"
-            )
+            ))
         );
         assert_eq!(
             flags("sft"),
-            format!(
+            sorted(&format!(
                 "model_name_or_path model_revision config_name tokenizer_name chat_template_path {data} eval_dataset_name \
                  dataset_text_field max_length packing {steps} \
                  completion_only_loss assistant_only_loss {lora} {optimizer} {eval} {run}"
-            )
+            ))
         );
         assert_eq!(
             flags("reward"),
-            format!(
+            sorted(&format!(
                 "model_name_or_path model_revision new_reward_head reward_format {data} eval_dataset_name \
                  num_padding_at_beginning max_length {steps} pair_loss center_rewards_coefficient {lora} {optimizer} \
                  eval_only {eval} {run}"
-            )
+            ))
         );
         assert_eq!(
             flags("generate"),
-            format!(
+            sorted(&format!(
                 "model_name_or_path model_revision prompts input_format output_format apply_chat_template max_new_tokens \
                  min_new_tokens do_sample \
                  temperature top_k top_p min_p repetition_penalty num_return_sequences stop_token_ids stop_strings \
                  ignore_eos seed {rows}"
-            )
+            ))
         );
-        assert_eq!(flags("logprobs"), format!("model_name_or_path model_revision temperature {rows}"));
+        assert_eq!(flags("logprobs"), sorted(&format!("model_name_or_path model_revision temperature {rows}")));
         assert_eq!(
             flags("score"),
             format!("model_name_or_path model_revision reward_label tokenizer_name {rewards} {rows}")
         );
         assert_eq!(
             flags("pipeline"),
-            "output_dir overwrite_output_dir skip resume_from_checkpoint resume_with_changed_inputs help config"
+            sorted(
+                "output_dir overwrite_output_dir skip resume_from_checkpoint resume_with_changed_inputs help config"
+            )
         );
         assert_eq!(
             flags("merge"),
-            "model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help"
+            sorted("model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help")
         );
     }
 
@@ -223,7 +247,7 @@ mod tests {
             for arg in command.get_arguments() {
                 let id = arg.get_id().as_str();
                 assert!(arg.get_help().is_some(), "{id}");
-                assert_eq!(arg.get_help_heading().is_none(), ["config", "help", "prompts"].contains(&id), "{id}");
+                assert_eq!(arg.get_help_heading().is_none(), id == "prompts", "{id}");
             }
         }
     }

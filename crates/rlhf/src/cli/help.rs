@@ -1,13 +1,32 @@
-//! The short help of a command, `-h`: one screen of the flags that most runs need, those first without which there is none.
+//! Help: `-h` shows the most used flags of a command on one screen, `--help` all flags, with these first.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
 
-use clap::Command;
 use clap::error::ErrorKind;
+use clap::{Arg, Command};
 
-/// The flags of a command that are shown: those that it needs, then others.
-const SHOWN: [(&str, &[&str], &[&str]); 8] = [
+/// Heading of the most used flags.
+const COMMON_HEADING: &str = "Common options";
+
+/// Headings of the other flags, in the order of `--help`; headings of other systems' flags, which are hidden, come last.
+const HEADINGS: [&str; 12] = [
+    "Models",
+    "Data",
+    "Rewards",
+    "Batch sizes and length of the run",
+    "Sampling",
+    "PPO",
+    "Loss",
+    "Optimizer",
+    "LoRA",
+    "Evaluation",
+    "Checkpoints",
+    "Run",
+];
+
+/// The most used flags of each command: those that it needs, then others.
+const COMMON: [(&str, &[&str], &[&str]); 8] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -91,48 +110,91 @@ const SHOWN: [(&str, &[&str], &[&str]); 8] = [
     ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size"]),
 ];
 
-/// What a flag is, in few words.
+/// Descriptions of the most used flags for `-h`.
 const WORDS: [(&str, &str); 37] = [
-    ("apply_chat_template", "put prompts into the chat template"),
-    ("batch_size", "sequences at a time"),
+    ("apply_chat_template", "put text prompts into the chat template"),
+    ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
-    ("config", "YAML file of settings, by the flags' names"),
-    ("dataset_name", "file, folder or hub name of the rows"),
-    ("do_sample", "false: always the likeliest token"),
+    ("config", "YAML file of settings, by flag name"),
+    ("dataset_name", "dataset: file, folder or hub name"),
+    ("do_sample", "false: greedy decoding"),
     ("eval_steps", "evaluate every N updates"),
-    ("gradient_accumulation_steps", "passes in one update"),
+    ("gradient_accumulation_steps", "micro-batches per update"),
     ("kl_coef", "weight of the KL penalty"),
     ("learning_rate", "peak learning rate"),
-    ("max_length", "tokens of a row, at most"),
-    ("max_new_tokens", "tokens of a response, at most"),
-    ("max_shard_size", "size of a file of weights, at most"),
-    ("missing_eos_penalty", "less score without the stop token"),
-    ("model_name_or_path", "folder or hub name of the model"),
-    ("new_reward_head", "a model without a score head gets one"),
-    ("num_return_sequences", "responses to each prompt"),
+    ("max_length", "maximum tokens of a row"),
+    ("max_new_tokens", "maximum tokens of a response"),
+    ("max_shard_size", "maximum size of a weights file"),
+    ("missing_eos_penalty", "score penalty without a stop token"),
+    ("model_name_or_path", "model: folder or hub name"),
+    ("new_reward_head", "add a score head if there is none"),
+    ("num_return_sequences", "responses per prompt"),
     ("num_train_epochs", "passes over the dataset"),
-    ("output_dir", "folder for the model and the metrics"),
+    ("output_dir", "folder for the model and metrics"),
     ("output_file", "file to write to [standard output]"),
-    ("overwrite_output_dir", "replace what the folder holds"),
-    ("per_device_train_batch_size", "sequences in one pass"),
-    ("response_length", "tokens of a response, at most"),
+    ("overwrite_output_dir", "replace an existing output folder"),
+    ("per_device_train_batch_size", "sequences per micro-batch"),
+    ("response_length", "maximum tokens of a response"),
     ("resume_from_checkpoint", "resume from the newest checkpoint"),
-    ("reward", "a rule, program or service: see --help"),
+    ("reward", "rule, program or service: see --help"),
     ("reward_model_path", "reward model, a sequence classifier"),
     ("save_steps", "save a checkpoint every N updates"),
-    ("seed", "seed of everything random"),
+    ("seed", "random seed"),
     ("sft_model_path", "model to train"),
-    ("skip", "steps to leave out: sft, reward, ppo"),
-    ("stop_strings", "stop with the token that completes it"),
-    ("stop_token", "eos: a response ends at its eos"),
-    ("temperature", "temperature of the distribution"),
-    ("tokenizer_name", "tokenizer of the policy"),
-    ("top_p", "sample from this much probability only"),
+    ("skip", "stages to skip: sft, reward, ppo"),
+    ("stop_strings", "end a response at this text"),
+    ("stop_token", "eos: cut responses after eos"),
+    ("temperature", "sampling temperature"),
+    ("tokenizer_name", "the policy's tokenizer"),
+    ("top_p", "nucleus sampling"),
     ("total_episodes", "responses to train on"),
-    ("use_peft", "train low-rank adapters (LoRA)"),
+    ("use_peft", "train LoRA adapters"),
 ];
 
-/// The short help, where `error` is the help of a command of `rlhf` that `-h` asked for.
+/// Orders the flags of a command for `--help`, the most used ones first, and makes every default visible.
+pub(super) fn arranged(command: Command) -> Command {
+    let (_, needed, others) = common(command.get_name());
+    let common: Vec<&str> = needed.iter().chain(others).copied().chain(["help"]).collect();
+    let place = |arg: &Arg| {
+        let id = arg.get_id().as_str();
+        let heading = |name: &str| HEADINGS.iter().position(|heading| *heading == name).unwrap_or(HEADINGS.len());
+        match common.iter().position(|name| *name == id) {
+            Some(at) => (0, at),
+            None => (1, arg.get_help_heading().map_or(0, heading)),
+        }
+    };
+    let mut flags: Vec<_> = command
+        .get_arguments()
+        .filter(|arg| !arg.is_positional())
+        .map(|arg| (place(arg), arg.get_id().to_string()))
+        .collect();
+    flags.sort_by_key(|(place, _)| *place);
+    // `mut_arg` moves a flag to the end of the list.
+    flags.into_iter().enumerate().fold(command, |command, (order, ((group, _), id))| {
+        command.mut_arg(id, |arg| {
+            let arg = with_visible_default(arg).display_order(order);
+            if group == 0 { arg.help_heading(COMMON_HEADING) } else { arg }
+        })
+    })
+}
+
+/// Shows the default of a flag, unless its help describes it.
+fn with_visible_default(arg: Arg) -> Arg {
+    let help = arg.get_help().map_or(String::new(), ToString::to_string);
+    let described = help.contains("[default: ");
+    let unset = !arg.is_required_set() && arg.get_default_values().is_empty() && arg.get_action().takes_values();
+    match unset && !described && !arg.is_hide_set() {
+        true => arg.help(format!("{} [default: none]", help.trim_end_matches('.'))),
+        false => arg.hide_default_value(described),
+    }
+}
+
+/// Returns the row of [`COMMON`] of a command.
+fn common(command: &str) -> &'static (&'static str, &'static [&'static str], &'static [&'static str]) {
+    COMMON.iter().find(|(name, ..)| *name == command).expect("every command has common flags")
+}
+
+/// Returns the text of `-h`, if `error` is the help of a command of `rlhf` and the command line has `-h`.
 pub(super) fn short(rlhf: &Command, args: &[OsString], error: &clap::Error) -> Option<String> {
     let first = args.iter().find(|arg| *arg == "-h" || *arg == "--help")?;
     let command = args.get(1).and_then(|name| rlhf.find_subcommand(name))?;
@@ -141,7 +203,7 @@ pub(super) fn short(rlhf: &Command, args: &[OsString], error: &clap::Error) -> O
 
 fn text(command: &Command) -> String {
     let name = command.get_name();
-    let (_, needed, others) = SHOWN.iter().find(|(shown, ..)| *shown == name).expect("every command is shown");
+    let (_, needed, others) = common(name);
     let words = |flag: &str| WORDS.iter().find(|(word, _)| *word == flag).map_or("", |(_, words)| words);
     let line = |flag: &str| {
         let arg = command.get_arguments().find(|arg| arg.get_id() == flag).expect("it is a flag");
@@ -168,11 +230,12 @@ fn text(command: &Command) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::cli::commands::rlhf_command;
     use crate::cli::testing::parse_words;
 
     #[test]
-    fn the_short_help_of_a_command_is_one_screen_and_begins_with_what_is_needed() {
+    fn the_short_help_of_a_command_is_one_screen_and_starts_with_what_is_needed() {
         for command in rlhf_command().get_subcommands() {
             let name = command.get_name();
             let short = parse_words(&[name, "-h"]).unwrap_err();
@@ -188,6 +251,34 @@ mod tests {
             for line in short.lines().filter(|line| line.starts_with("  --")) {
                 let flag = line.split_whitespace().next().unwrap();
                 assert!(long.contains(flag) && line.chars().nth(37).is_some_and(|c| c != ' '), "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_help_of_a_command_starts_with_the_flags_of_its_short_help_and_shows_every_default() {
+        for command in rlhf_command().get_subcommands() {
+            let name = command.get_name();
+            let long = parse_words(&[name, "--help"]).unwrap_err();
+            let (_, rest) = long.split_once(&format!("{COMMON_HEADING}:\n")).unwrap();
+            assert!(!long.contains("\nOptions:"), "{long}");
+            let (_, needed, others) = common(name);
+            let flag = |line: &&str| line.trim_start().starts_with("--") || line.trim_start().starts_with("-h");
+            let first: Vec<&str> = rest.lines().filter(flag).take(needed.len() + others.len()).collect();
+            for (line, flag) in first.iter().zip(needed.iter().chain(*others)) {
+                assert!(line.contains(&format!("--{flag}")), "{line} is not {flag}");
+            }
+            let headings = rest.lines().filter(|line| !line.starts_with(' ') && line.ends_with(':'));
+            let places: Vec<Option<usize>> = headings
+                .filter(|line| !line.starts_with("Example"))
+                .map(|line| HEADINGS.iter().position(|heading| *heading == line.trim_end_matches(':')))
+                .collect();
+            assert!(places.iter().all(Option::is_some) && places.is_sorted(), "{name}: {places:?}");
+            let shown = command.get_arguments().filter(|arg| !arg.is_hide_set() && !arg.is_positional());
+            for arg in shown.filter(|arg| arg.get_id() != "help" && !arg.is_required_set()) {
+                let described = arg.get_help().is_some_and(|help| help.to_string().contains("[default: "));
+                let shown = !arg.get_default_values().is_empty() && !arg.is_hide_default_value_set();
+                assert!(described != shown, "{name}: --{}", arg.get_id());
             }
         }
     }
