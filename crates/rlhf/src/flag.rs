@@ -43,7 +43,7 @@ pub fn command<C: Args>(name: &'static str) -> Command {
         let arg = arg.allow_negative_numbers(true);
         if let ArgAction::SetTrue = arg.get_action() {
             let off = arg.get_default_values().is_empty();
-            let arg = if off { arg.default_value("false").hide_default_value(true) } else { arg };
+            let arg = if off { arg.default_value("false") } else { arg };
             return arg
                 .action(ArgAction::Set)
                 .value_parser(required::<bool>)

@@ -21,34 +21,32 @@ pub(crate) const TEST: &str = "test";
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct DataConfig {
-    /// JSONL, JSON, CSV or Parquet file of rows, a folder with files per split, or a dataset's name on the hub; or several.
+    /// Dataset: a JSONL, JSON, CSV or Parquet file, a folder with files per split, or a hub name; or several of them.
     #[arg(long, alias = "query_dataset", help_heading = DATA, required = true, num_args = 1.., action = ArgAction::Set)]
     #[serde(serialize_with = "one_or_list")]
     pub dataset_name: Vec<PathBuf>,
-    /// How often several datasets are drawn from, a number for each [default: every row as often as every other].
+    /// Sampling weights of several datasets, a number for each [default: every row is equally likely].
     #[arg(long, help_heading = DATA, num_args = 1.., value_delimiter = ',', action = ArgAction::Set)]
     pub dataset_weights: Vec<f64>,
-    /// Folder of the dataset to take, where several have the split.
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    /// Configuration (folder) of the dataset to use, if several have the split.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
     pub dataset_config: std::option::Option<String>,
-    /// Columns to read as other fields, as FIELD=COLUMN with commas between them, such as prompt=question; FIELD=none leaves
-    /// a field out.
+    /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
     #[arg(long, help_heading = DATA, value_delimiter = ',')]
     pub dataset_columns: Vec<String>,
     /// Split of the dataset to train on.
     #[arg(long, help_heading = DATA, default_value = "train")]
     pub dataset_train_split: String,
-    /// Split of the dataset to evaluate on; in PPO the sample tables answer its prompts.
+    /// Split of the dataset to evaluate on; in PPO the sample tables show responses to its prompts.
     #[arg(long, help_heading = DATA, default_value = TEST)]
     pub dataset_test_split: String,
-    /// Without a split to evaluate on, keep so many rows for it, or this share of them if below 1.
+    /// Number of rows to hold out for evaluation, or their share if below 1. No effect if the dataset has the split to evaluate on.
     #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<f64>)]
     pub eval_split_size: std::option::Option<f64>,
-    /// Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4, that have no row in
-    /// common.
+    /// Train on this command's share of each dataset only: parts for sft, reward and ppo, such as 2,4,4. The shares are disjoint.
     #[arg(long, help_heading = DATA, default_value = NONE, value_name = DataSplit::NAME, value_parser = optional::<DataSplit>)]
     pub data_split: std::option::Option<DataSplit>,
-    /// Decides which rows are in which share; must be the same for all three.
+    /// Seed of `data_split`; must be the same for sft, reward and ppo.
     #[arg(long, help_heading = DATA, default_value_t = SPLIT_SEED)]
     pub data_split_seed: u64,
 }
@@ -177,10 +175,10 @@ impl Display for Stage {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct PromptLengthConfig {
-    /// Tokens of a prompt, at most [default: the models' context less `response_length`].
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Maximum tokens of a prompt [default: the models' context minus `response_length`].
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<usize>)]
     pub max_prompt_length: std::option::Option<usize>,
-    /// What becomes of longer prompts: an `error`, or they are dropped, or lose tokens on one side.
+    /// Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side.
     #[arg(long, help_heading = DATA, value_enum, default_value = "error")]
     pub long_prompts: LongPrompts,
 }

@@ -11,26 +11,26 @@ use crate::flag::{SAMPLING, Setting, above_zero, all, expect, no_effect, usage, 
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SamplingConfig {
-    /// Sample from this many likeliest tokens only; 0 for all.
+    /// Sample from this many most likely tokens only; 0 for all.
     #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
     pub top_k: usize,
-    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all.
+    /// Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all.
     #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
     pub top_p: f64,
-    /// Sample from tokens at least this many times as likely as the likeliest; 0 for all.
+    /// Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all.
     #[arg(long, help_heading = SAMPLING, default_value_t = 0.0)]
     pub min_p: f64,
-    /// Make tokens of the prompt and the answer less likely to come again; 1 for no penalty.
+    /// Penalty on tokens that are in the prompt or the response already; 1 for none.
     #[arg(long, help_heading = SAMPLING, default_value_t = 1.0)]
     pub repetition_penalty: f64,
-    /// Tokens of an answer, at least: before that nothing ends it.
+    /// Minimum tokens of a response: nothing ends it before.
     #[arg(long, help_heading = SAMPLING, default_value_t = 0)]
     pub min_new_tokens: usize,
-    /// Stop with the token that completes this text; the flag several times for several.
+    /// End a response with the token that completes this text; repeat the flag for several texts.
     #[arg(long, help_heading = SAMPLING)]
     pub stop_strings: Vec<String>,
-    /// The distribution that log-probabilities are of: the `policy`'s over the whole vocabulary, or the `filtered` one over the
-    /// tokens that the filters left when an answer was sampled.
+    /// Distribution of log-probabilities: the `policy`'s over the whole vocabulary, or the `filtered` one over the tokens that
+    /// `top_k`, `top_p` and `min_p` left when a response was sampled.
     #[arg(long, help_heading = SAMPLING, value_enum, default_value = "policy")]
     pub logprobs_of: LogprobsOf,
 }

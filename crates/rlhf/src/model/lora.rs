@@ -127,22 +127,22 @@ pub(crate) const MOST_RANK: usize = 1 << 16;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct PeftConfig {
-    /// Train low-rank adapters beside frozen weights, which are held in the checkpoint's own dtype.
+    /// Train LoRA adapters; the model's own weights are frozen and stay in the checkpoint's dtype.
     #[arg(long, help_heading = LORA)]
     pub use_peft: bool,
-    /// Rank of the adapters.
+    /// Rank of the LoRA adapters.
     #[arg(long, help_heading = LORA, default_value_t = 16)]
     pub lora_r: usize,
-    /// The adapters' products are scaled by this over `lora_r`.
+    /// LoRA alpha: an adapter's product is scaled by `lora_alpha / lora_r`.
     #[arg(long, help_heading = LORA, default_value_t = 32)]
     pub lora_alpha: usize,
-    /// Dropout in front of the adapters, in SFT and reward training; PPO applies none, as its ratios must begin at 1.
+    /// Dropout of the adapters' inputs in SFT and reward training. PPO applies none: its first probability ratios must be 1.
     #[arg(long, help_heading = LORA, default_value_t = 0.05)]
     pub lora_dropout: f64,
-    /// Linear layers that get an adapter, by the ends of their names, or `all-linear` [default: the family's].
+    /// Linear layers that get an adapter, by the ends of their names, or `all-linear` [default: those usual for the model family].
     #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
     pub lora_target_modules: Vec<String>,
-    /// Scale by `lora_alpha` over the square root of `lora_r`.
+    /// Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.
     #[arg(long, help_heading = LORA)]
     pub use_rslora: bool,
 }

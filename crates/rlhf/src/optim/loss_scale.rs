@@ -14,17 +14,17 @@ const MOST_SCALE_POWER: usize = 100;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct LossScaleConfig {
-    /// With `fp16`, the loss is scaled by 2 to the power of this at first.
+    /// Initial loss scale with `fp16`, as a power of 2.
     #[arg(long, help_heading = RUN, default_value_t = 16)]
     pub initial_scale_power: usize,
-    /// The scale is doubled after this many optimizer steps in a row without an overflow.
+    /// Consecutive optimizer steps without an overflow after which the loss scale is doubled.
     #[arg(long, help_heading = RUN, default_value_t = 1000)]
     pub loss_scale_window: usize,
-    /// It is halved from this many-th overflow on, counted since it was last doubled; an overflow leaves its step out in any
-    /// case.
+    /// Overflows since the loss scale was last doubled from which on each overflow halves it. Every overflow skips its optimizer
+    /// step.
     #[arg(long, help_heading = RUN, default_value_t = 2)]
     pub hysteresis: usize,
-    /// It does not fall below this.
+    /// Smallest loss scale.
     #[arg(long, help_heading = RUN, default_value_t = 1.0)]
     pub min_loss_scale: f64,
 }
@@ -65,11 +65,10 @@ impl LossScaleConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct Fp16Config {
-    /// With `fp16`, where the gradients of policy or value model overflow, neither takes the step.
+    /// With `fp16`, skip the optimizer step of both policy and value model if the gradients of either overflow.
     #[arg(long, help_heading = RUN)]
     pub align_overflow: bool,
-    /// Make every log-probability of logits in float32, those of policy and reference alike; always so, and not to be turned
-    /// off.
+    /// Compute log-probabilities from float32 logits, for policy and reference model. Always on: `false` is refused.
     #[arg(long, help_heading = RUN, default_value_t = true)]
     pub compute_fp32_loss: bool,
 }

@@ -12,34 +12,34 @@ use crate::flag::{
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct OptimizerConfig {
-    /// Course of the learning rate after the warm-up.
+    /// Learning-rate schedule after the warm-up.
     #[arg(long, help_heading = OPTIMIZER, value_enum, default_value = "linear")]
     pub lr_scheduler_type: LrSchedulerType,
-    /// Updates in which the learning rate rises from 0 to its peak.
+    /// Updates over which the learning rate rises from 0 to its peak; optimizer steps in SFT and reward training.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0)]
     pub warmup_steps: usize,
-    /// The same as a share of all updates, rounded up.
+    /// Warm-up as a share of all updates, rounded up.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
     pub warmup_ratio: f64,
-    /// What the learning rate falls to [default: 0, `polynomial` 1e-7].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    /// Final learning rate [default: 0, and 1e-7 with `polynomial`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
     pub lr_end: std::option::Option<f64>,
-    /// Power of the schedule `polynomial`.
+    /// Power of the `polynomial` schedule.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 1.0)]
     pub power: f64,
-    /// Decoupled weight decay.
+    /// Decoupled weight decay of AdamW.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.0)]
     pub weight_decay: f64,
-    /// Decay of AdamW's mean of gradients.
+    /// AdamW's beta1, the decay rate of the mean of the gradients.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.9)]
     pub adam_beta1: f64,
-    /// Decay of AdamW's mean of squared gradients.
+    /// AdamW's beta2, the decay rate of the mean of the squared gradients.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.999)]
     pub adam_beta2: f64,
     /// AdamW's epsilon.
     #[arg(long, help_heading = OPTIMIZER, default_value = "1e-8")]
     pub adam_epsilon: f64,
-    /// Clip gradients to this norm; none or 0 turns clipping off, 1 is a good choice.
+    /// Maximum norm of the gradients; none or 0 turns clipping off, 1 is a good choice.
     #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = norm_or_zero)]
     pub max_grad_norm: std::option::Option<f64>,
 }

@@ -20,45 +20,45 @@ const LONGEST_TIMEOUT: f64 = 7.0 * 24.0 * 3600.0;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct RewardSourcesConfig {
-    /// A reward, as KIND:ARGUMENT or NAME=KIND:ARGUMENT; the flag several times for several. Kinds: length:target=40,
-    /// regex:EXPRESSION, words:FILE, json, exact:COLUMN, numeric:COLUMN, bleu:COLUMN, rouge_l:COLUMN, repetition:n=3,
-    /// model:FOLDER, command:LINE, url:ADDRESS.
+    /// A reward, as KIND:ARGUMENT or NAME=KIND:ARGUMENT; repeat the flag for several. Kinds: length:target=40, regex:EXPRESSION,
+    /// words:FILE, json, exact:COLUMN, numeric:COLUMN, bleu:COLUMN, rouge_l:COLUMN, repetition:n=3, model:FOLDER, command:LINE,
+    /// url:ADDRESS.
     #[arg(long, help_heading = REWARDS)]
     #[serde(serialize_with = "rewards_without_queries")]
     pub reward: Vec<String>,
-    /// Command line of a program that scores answers: JSON lines in, JSON lines out.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    /// Command line of a program that scores responses: JSON lines in, JSON lines out.
+    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<String>)]
     pub reward_command: std::option::Option<String>,
-    /// Address of a service that scores answers; RLHF_REWARD_TOKEN in the environment is its token.
-    #[arg(long, help_heading = REWARDS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    /// Address of an HTTP service that scores responses; its token is the environment variable RLHF_REWARD_TOKEN.
+    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<String>)]
     #[serde(serialize_with = "address_without_query")]
     pub reward_url: std::option::Option<String>,
-    /// Weights in the sum, as NAME=X with commas between them, or X for all [default: 1].
+    /// Weights of the rewards in their sum: NAME=X, separated by commas, or X for all [default: 1].
     #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
     pub reward_weights: Vec<String>,
-    /// Divide a reward's scores by their running standard deviation, NAME=std, less their running mean before that,
-    /// NAME=mean_std.
+    /// Normalize a reward's scores: NAME=std divides by their running standard deviation, NAME=mean_std subtracts their running
+    /// mean first.
     #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
     pub reward_normalize: Vec<String>,
-    /// Multiply a reward's scores, after that, as NAME=X.
+    /// Factor of a reward's scores, as NAME=X; applied after `reward_normalize`.
     #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
     pub reward_scale: Vec<String>,
-    /// Clip a reward's scores to plus or minus this, after that and before they are weighted, as NAME=X.
+    /// Clip a reward's scores to [-X, X], as NAME=X; applied after `reward_scale` and before `reward_weights`.
     #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
     pub reward_clip: Vec<String>,
-    /// Column of the dataset that a service gets as `labels`.
+    /// Column of the dataset to send to a reward service as `labels`.
     #[arg(long, help_heading = REWARDS, default_value = "label")]
     pub reward_label_column: String,
-    /// Answers in one request to a service.
+    /// Responses per request to a reward service.
     #[arg(long, help_heading = REWARDS, default_value_t = 32)]
     pub reward_batch_size: usize,
-    /// Requests to a service at a time.
+    /// Concurrent requests to a reward service.
     #[arg(long, help_heading = REWARDS, default_value_t = 4)]
     pub reward_concurrency: usize,
-    /// Seconds to wait for the next score of a program, or for a service.
+    /// Timeout in seconds for the next score of a reward program, or for a request to a service.
     #[arg(long, help_heading = REWARDS, default_value_t = 120.0)]
     pub reward_timeout: f64,
-    /// How often a program that fails is started again, and a service asked again, before the run ends.
+    /// Retries after a reward program or service fails, before the run ends with an error.
     #[arg(long, help_heading = REWARDS, default_value_t = 3)]
     pub reward_retries: usize,
 }
@@ -103,13 +103,13 @@ impl RewardSourcesConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ScoreScalingConfig {
-    /// Divide the scores that are trained on by the standard deviation of all that the run has seen.
+    /// Divide scores by the running standard deviation of all scores of the run.
     #[arg(long, help_heading = REWARDS)]
     pub use_score_scaling: bool,
-    /// Subtract the mean of all that the run has seen before that.
+    /// With `use_score_scaling`, subtract the running mean of all scores of the run first.
     #[arg(long, help_heading = REWARDS)]
     pub use_score_norm: bool,
-    /// Clip scores to plus or minus this, after that.
+    /// Clip scores to plus or minus this value, after `use_score_scaling`.
     #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<f64>)]
     pub score_clip: std::option::Option<f64>,
 }

@@ -14,10 +14,10 @@ pub(crate) const EMA: &str = "ema";
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct EmaConfig {
-    /// Keep a moving average of the policy, and save it in `ema`.
+    /// Maintain a moving average of the policy's weights, and save it in the folder `ema`.
     #[arg(long, help_heading = OPTIMIZER)]
     pub enable_ema: bool,
-    /// How much of the average stays in each optimizer step.
+    /// Decay of the moving average per optimizer step.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0.992)]
     pub ema_beta: f64,
 }

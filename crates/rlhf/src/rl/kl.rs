@@ -15,26 +15,26 @@ const MOST_ERROR: f64 = 0.2;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct KlConfig {
-    /// Weight of the KL penalty per token.
+    /// Coefficient of the KL penalty per token.
     #[arg(long, alias = "init_kl_coef", help_heading = PPO, default_value_t = 0.05)]
     pub kl_coef: f64,
-    /// How the KL is estimated from each sampled token, or measured over the whole vocabulary (`full`).
+    /// Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary.
     #[arg(long, alias = "kl_penalty", help_heading = PPO, value_enum, default_value = "k1")]
     pub kl_estimator: KlEstimator,
-    /// Add the KL to the policy's loss, in place of the rewards.
+    /// Add the KL penalty to the policy's loss instead of the rewards.
     #[arg(long, help_heading = PPO)]
     pub kl_in_loss: bool,
-    /// Adapt the KL's weight after each update, so that the KL of an answer comes near `target`.
+    /// Adapt the KL coefficient after each update, so that the KL per response approaches `target`.
     #[arg(long, help_heading = PPO)]
     pub adap_kl_ctrl: bool,
-    /// KL of an answer, in nats, that `adap_kl_ctrl` aims at.
+    /// Target KL per response of `adap_kl_ctrl`, in nats.
     #[arg(long, help_heading = PPO, default_value_t = 6.0)]
     pub target: f64,
-    /// Answers over which `adap_kl_ctrl` takes up an error; smaller is faster.
+    /// Horizon of `adap_kl_ctrl` in responses; a smaller one adapts faster.
     #[arg(long, help_heading = PPO, default_value_t = 10000.0)]
     pub horizon: f64,
-    /// The KL's weight in the last update, reached in a straight line from `kl_coef`.
-    #[arg(long, help_heading = PPO, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    /// KL coefficient of the last update; it changes linearly from `kl_coef`.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub kl_coef_end: std::option::Option<f64>,
 }
 

@@ -12,19 +12,19 @@ use crate::flag::{NONE, PPO, above_zero, all, expect, no_effect, optional, usage
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct LossConfig {
-    /// Clip the probability ratio to at most 1 plus this [default: `cliprange`].
-    #[arg(long, help_heading = PPO, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    /// Upper clip range: the probability ratio is clipped to at most 1 plus this [default: `cliprange`].
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub cliprange_high: std::option::Option<f64>,
-    /// Count a token of negative advantage with a ratio of at most this, above 1; 3 is usual.
+    /// Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub dual_clip: std::option::Option<f64>,
-    /// Weight of the policy's entropy, which its loss is lowered by.
+    /// Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss.
     #[arg(long, help_heading = PPO, default_value_t = 0.0)]
     pub entropy_coef: f64,
-    /// End an update's epochs after one whose last mini-batch is 1.5 times this KL per token away from the sampling policy.
+    /// Stop an update's epochs after one whose last mini-batch has a KL per token to the sampling policy above 1.5 times this.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub target_kl: std::option::Option<f64>,
-    /// Skip the step of a mini-batch whose mean probability ratio is above this.
+    /// Skip the optimizer step of a mini-batch whose mean probability ratio is above this.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub ratio_threshold: std::option::Option<f64>,
 }
@@ -49,14 +49,15 @@ impl LossConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct MaskConfig {
-    /// Leave out answers of fewer tokens that count; where no answer is left, the last ones that were train again.
+    /// Exclude responses with fewer counted tokens from training. If none is left, the last ones that were trained on are used
+    /// again.
     #[arg(long, help_heading = PPO, default_value_t = 0)]
     pub min_response_length: usize,
-    /// Whether the end-of-sequence token of an answer is in the losses, or gets the score and is in none: `unless_pad` where
-    /// DeepSpeed-Chat pads with it: with all models but Llama, and with a Llama whose padding token it is.
+    /// Whether a response's end-of-sequence token is in the losses. Excluded, it still gets the score. `unless_pad` excludes it
+    /// where DeepSpeed-Chat pads with it: for all models but Llama, and for a Llama whose padding token it is.
     #[arg(long, help_heading = PPO, value_enum, default_value = "always")]
     pub eos_in_loss: EosInLoss,
-    /// Train the value of the state after an answer's last token, where the score lands behind it.
+    /// Train the value after a response's last token too. Only with a `score_position` after that token.
     #[arg(long, help_heading = PPO, default_value_t = true)]
     pub last_value_in_loss: bool,
 }

@@ -21,13 +21,13 @@ const SEED: u64 = 1 << 32;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct UnsupervisedConfig {
-    /// Dataset of texts that the policy keeps learning to continue: a file, a folder or a hub name.
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Dataset of texts for a language-modelling loss beside PPO's (PPO-ptx): a file, a folder or a hub name.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub unsupervised_dataset_name: std::option::Option<PathBuf>,
-    /// Folder of that dataset to take, where several have the split.
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    /// Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
     pub unsupervised_dataset_config_name: std::option::Option<String>,
-    /// Weight of the texts' loss.
+    /// Coefficient of the language-modelling loss.
     #[arg(long, help_heading = PPO, default_value_t = 27.8)]
     pub unsup_coef: f64,
 }

@@ -21,49 +21,49 @@ pub struct RunConfig {
     /// Folder for the model, the metrics and the resolved configuration.
     #[arg(long, help_heading = RUN)]
     pub output_dir: PathBuf,
-    /// Replace the run that `output_dir` holds.
+    /// Replace the run in `output_dir`.
     #[arg(long, help_heading = RUN)]
     #[serde(skip)] // Consent to lose a run is given for one run, never by the file that the run left behind.
     pub overwrite_output_dir: bool,
     /// Seed of everything random.
     #[arg(long, help_heading = RUN, default_value_t = 42)]
     pub seed: u64,
-    /// Compute in bfloat16; the optimizer keeps float32 weights.
+    /// Compute in bfloat16, with float32 weights in the optimizer.
     #[arg(long, help_heading = RUN)]
     pub bf16: bool,
-    /// Compute in float16, with a loss scale that finds its own size; the optimizer keeps float32 weights.
+    /// Compute in float16 with dynamic loss scaling, and float32 weights in the optimizer.
     #[arg(long, help_heading = RUN)]
     pub fp16: bool,
     /// The loss scale of `fp16`.
     #[command(flatten)]
     #[serde(flatten)]
     pub loss_scale: LossScaleConfig,
-    /// Dtype that models are loaded in, `auto` for their files'; what is trained goes on in float32.
+    /// Dtype to load models in; `auto` is that of their files. Trained weights are converted to float32.
     #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
     pub dtype: Dtype,
-    /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+    /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
     #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
     pub device: Device,
-    /// Write weights in files of at most this size each, such as 5GB or 500MB.
+    /// Maximum size of each file of saved weights, such as 5GB or 500MB.
     #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
     pub max_shard_size: ByteSize,
-    /// Keep only what goes into each layer, and compute the layer again on the way back: less memory, more time.
+    /// Recompute each layer in the backward pass instead of storing its activations: less memory, more time.
     #[arg(long, help_heading = RUN)]
     pub gradient_checkpointing: bool,
-    /// Most tokens in one forward and backward pass; it changes no result [default: by the memory there is].
-    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Maximum tokens per forward and backward pass; does not change the result [default: by the available memory].
+    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
     pub max_tokens_per_micro_batch: std::option::Option<usize>,
-    /// Where metrics go besides `metrics.jsonl`.
+    /// Where to log metrics besides `metrics.jsonl`.
     #[arg(long, alias = "log_with", help_heading = RUN, value_enum, default_value = "none")]
     pub report_to: ReportTo,
-    /// Names of the metrics in TensorBoard: `plain` as in `metrics.jsonl`, `trl` as TRL's trainers write them, such as
-    /// `train/objective/kl` and `eval/loss`.
+    /// Names of the metrics in TensorBoard: `plain` as in `metrics.jsonl`, `trl` as in TRL's trainers, such as `train/objective/kl`
+    /// and `eval/loss`.
     #[arg(long, help_heading = RUN, value_enum, default_value = "plain")]
     pub tensorboard_tags: TensorboardTags,
-    /// Threads for tensor operations [default: one per core].
-    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Number of threads for tensor operations [default: one per core].
+    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
     pub num_threads: std::option::Option<usize>,
-    /// Show no progress bar.
+    /// Hide the progress bar.
     #[arg(long, help_heading = RUN)]
     pub disable_tqdm: bool,
     /// Checkpoints and resuming.
@@ -103,11 +103,11 @@ impl RunConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct WatchConfig {
-    /// Stop after this many updates in a row without an optimizer step, all of them skipped since a loss or a gradient was
-    /// not finite.
+    /// Stop after this many consecutive updates in which every optimizer step was skipped because a loss or a gradient was not
+    /// finite.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 3)]
     pub max_skipped_updates: usize,
-    /// Begin without the checks of the first ratio, the first KL, and decoding.
+    /// Skip the checks at the start of the run: first probability ratio, first KL, and decoding.
     #[arg(long, help_heading = RUN)]
     pub no_checks: bool,
 }
@@ -122,20 +122,21 @@ impl WatchConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct CheckpointConfig {
-    /// Save a checkpoint every this many updates, and after the last; without it only a run that ends early saves one.
+    /// Save a checkpoint every this many updates (optimizer steps in SFT and reward training), and after the last. If unset, only a
+    /// run that stops early saves one.
     #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_parser = optional::<usize>)]
     pub save_steps: std::option::Option<usize>,
-    /// Keep this many checkpoints, the newest [default: all].
-    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Number of newest checkpoints to keep [default: all].
+    #[arg(long, help_heading = CHECKPOINTS, default_value = NONE, value_parser = optional::<usize>)]
     pub save_total_limit: std::option::Option<usize>,
-    /// Go on from this checkpoint; `true` is the newest whole one in `output_dir`, and the beginning where there is none.
+    /// Resume from this checkpoint. `true` is the newest complete one in `output_dir`; without one the run starts anew.
     #[arg(
-        long, help_heading = CHECKPOINTS, default_value = NONE, hide_default_value = true, value_name = Resume::NAME, value_parser = resume_or_false,
+        long, help_heading = CHECKPOINTS, default_value = NONE, value_name = Resume::NAME, value_parser = resume_or_false,
         num_args = 0..=1, default_missing_value = "true"
     )]
     #[serde(skip)] // A run is resumed on request, not because its settings are used again.
     pub resume_from_checkpoint: std::option::Option<Resume>,
-    /// Resume also where data or models are not those that the run began with.
+    /// Resume even if data or models have changed since the run started.
     #[arg(long, help_heading = CHECKPOINTS)]
     #[serde(skip)]
     pub resume_with_changed_inputs: bool,
@@ -185,16 +186,17 @@ pub(crate) fn resume_or_false(text: &str) -> Result<Option<Resume>, String> {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct EvalConfig {
-    /// Evaluate on the rows that are held out before the first update, every this many updates, and after the last.
+    /// Evaluate on the held-out rows every this many updates (optimizer steps in SFT and reward training), before the first, and
+    /// after the last.
     #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<usize>)]
     pub eval_steps: std::option::Option<usize>,
-    /// Keep the model at which this metric was best in `output_dir/best`; it is looked at after each evaluation, or else each
-    /// `save_steps`.
+    /// Save the model with the best value of this metric in `output_dir/best`. Compared after each evaluation; without evaluations,
+    /// every `save_steps`.
     #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
     pub metric_for_best_model: std::option::Option<String>,
-    /// Whether more of that metric is better [default: unless it is a loss or a KL].
+    /// Whether a greater value of `metric_for_best_model` is better [default: true, but false for a loss or a KL].
     #[arg(
-        long, help_heading = EVALUATION, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>,
+        long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<bool>,
         num_args = 0..=1, default_missing_value = "true"
     )]
     pub greater_is_better: std::option::Option<bool>,

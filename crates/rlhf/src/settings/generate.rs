@@ -23,60 +23,63 @@ const NEW_TOKENS: usize = 53;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct GenerateConfig {
-    /// Folder or hub name of the causal language model.
+    /// Causal language model: a folder or a hub name.
     #[arg(long, alias = "model", help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
-    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
 
     /// Prompts [default: those of the dataset, else of standard input].
     #[arg(value_name = "PROMPT")]
     pub prompts: Vec<String>,
-    /// What standard input holds: `text`, a prompt per line, or `jsonl`, a row per line as in a dataset.
+    /// Format of standard input: `text`, a prompt per line, or `jsonl`, a row per line as in a dataset.
     #[arg(long, help_heading = DATA, default_value = "text", value_name = Format::NAME, value_parser = required::<Format>)]
     pub input_format: Format,
-    /// `text` to read, `jsonl` for programs [default: text on a terminal, else jsonl].
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_name = Format::NAME, value_parser = optional::<Format>)]
+    /// Format of the output: `text` for reading, `jsonl` for programs [default: text on a terminal, else jsonl].
+    #[arg(long, help_heading = DATA, default_value = NONE, value_name = Format::NAME, value_parser = optional::<Format>)]
     pub output_format: std::option::Option<Format>,
-    /// Put a prompt that is a string into the chat template, as what the user says.
+    /// Put a prompt that is a string into the chat template, as a user message.
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
 
-    /// Tokens of an answer, at most [default: the model's `generation_config.json`, else 53].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Maximum tokens of a response [default: the model's `generation_config.json`, else 53].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
     pub max_new_tokens: std::option::Option<usize>,
-    /// Tokens of an answer, at least [default: the model's `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Minimum tokens of a response [default: the model's `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
     pub min_new_tokens: std::option::Option<usize>,
-    /// Draw the next token; `false` always takes the likeliest [default: the model's `generation_config.json`, else true].
+    /// Sample the next token; `false` is greedy decoding [default: the model's `generation_config.json`, else true].
     #[arg(
-        long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>,
+        long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<bool>,
         num_args = 0..=1, default_missing_value = "true", require_equals = true
     )]
     pub do_sample: std::option::Option<bool>,
-    /// Temperature; 0 always takes the likeliest token [default: the model's `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    /// Sampling temperature; 0 is greedy decoding [default: the model's `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
     pub temperature: std::option::Option<f64>,
-    /// Sample from this many likeliest tokens only; 0 for all [default: the model's `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Sample from this many most likely tokens only; 0 for all [default: the model's `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
     pub top_k: std::option::Option<usize>,
-    /// Sample from the fewest likeliest tokens that hold this much probability; 1 for all [default: the model's `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    /// Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all [default: the model's
+    /// `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
     pub top_p: std::option::Option<f64>,
-    /// Sample from tokens at least this many times as likely as the likeliest; 0 for all [default: the model's `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    /// Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all [default: the model's
+    /// `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
     pub min_p: std::option::Option<f64>,
-    /// Make tokens of the prompt and the answer less likely to come again; 1 for no penalty [default: the model's `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    /// Penalty on tokens that are in the prompt or the response already; 1 for none [default: the model's `generation_config.json`,
+    /// else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
     pub repetition_penalty: std::option::Option<f64>,
-    /// Answers to each prompt.
+    /// Number of responses per prompt.
     #[arg(long, help_heading = SAMPLING, default_value_t = 1)]
     pub num_return_sequences: usize,
-    /// Stop at the token with this id too; several with commas between them, or the flag several times.
+    /// Further stop tokens, by id: separated by commas, or by repeating the flag.
     #[arg(long, help_heading = SAMPLING, value_delimiter = ',')]
     pub stop_token_ids: Vec<i64>,
-    /// Stop with the token that completes this text; the flag several times for several.
+    /// End a response with the token that completes this text; repeat the flag for several texts.
     #[arg(long, help_heading = SAMPLING)]
     pub stop_strings: Vec<String>,
     /// Do not stop at the end-of-sequence tokens of the model and its tokenizer.

@@ -14,13 +14,13 @@ use crate::flag::{MODELS, above_zero, all, defaults};
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct LogprobsConfig {
-    /// Folder or hub name of the causal language model.
+    /// Causal language model: a folder or a hub name.
     #[arg(long, alias = "model", help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
-    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
-    /// Divides the logits; 1 for the model's own distribution.
+    /// Temperature: divides the logits; 1 is the model's own distribution.
     #[arg(long, help_heading = MODELS, default_value_t = 1.0)]
     pub temperature: f64,
     /// Input and output of rows, and computation.

@@ -11,20 +11,20 @@ use crate::flag::{ByteSize, MODELS, RUN, Setting, defaults, required};
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct MergeConfig {
-    /// Folder or hub name of the adapter; it names its base.
+    /// LoRA adapter, which names its base model: a folder or a hub name.
     #[arg(long, alias = "model", help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
-    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
-    /// Folder for the whole model.
+    /// Folder for the merged model.
     #[arg(long, help_heading = RUN)]
     pub output_dir: PathBuf,
-    /// Replace the run, or the merged model, that `output_dir` holds.
+    /// Replace the run or the merged model in `output_dir`.
     #[arg(long, help_heading = RUN)]
     #[serde(skip)] // As for a run.
     pub overwrite_output_dir: bool,
-    /// Write weights in files of at most this size each, such as 5GB or 500MB.
+    /// Maximum size of each file of saved weights, such as 5GB or 500MB.
     #[arg(long, help_heading = RUN, default_value = "50GB", value_name = ByteSize::NAME, value_parser = required::<ByteSize>)]
     pub max_shard_size: ByteSize,
 }

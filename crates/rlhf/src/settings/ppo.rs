@@ -43,34 +43,33 @@ pub(crate) const NUM_EVAL_PROMPTS: usize = 128;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct PpoConfig {
-    /// Folder or hub name of the model to take the tokenizer from [default: the policy's].
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Model to take the tokenizer from: a folder or a hub name [default: the policy].
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub model_name_or_path: std::option::Option<PathBuf>,
-    /// Folder or hub name of the causal language model that is trained; a frozen copy of it is the KL reference.
+    /// Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model.
     #[arg(long, alias = "model_name", help_heading = MODELS)]
     pub sft_model_path: PathBuf,
-    /// Branch, tag or commit of `sft_model_path`, where that is a hub name.
+    /// Branch, tag or commit of `sft_model_path` on the hub.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
-    /// Folder or hub name of the reward model, a sequence classifier; one with another tokenizer than the policy reads
-    /// decoded text.
+    /// Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text.
     #[arg(
-        long, alias = "reward_model", help_heading = MODELS, default_value = NONE, hide_default_value = true,
+        long, alias = "reward_model", help_heading = MODELS, default_value = NONE,
         value_parser = optional::<PathBuf>
     )]
     pub reward_model_path: std::option::Option<PathBuf>,
-    /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    /// Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<String>)]
     pub reward_label: std::option::Option<String>,
-    /// Folder or hub name of what the value model starts from [default: the reward model's, where that reads the policy's
-    /// tokens, else the policy's with a fresh head].
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Model that the value model starts from: a folder or a hub name [default: the reward model, or if its tokenizer is not the
+    /// policy's, the policy with a new head].
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub value_model_path: std::option::Option<PathBuf>,
-    /// Give a reward or value model that has no score head a fresh, random one.
+    /// Add a randomly initialized score head to a reward or value model that has none.
     #[arg(long, help_heading = MODELS)]
     pub new_reward_head: bool,
 
-    /// Rewards beside, or in place of, the reward model.
+    /// Rewards besides, or instead of, the reward model.
     #[command(flatten)]
     #[serde(flatten)]
     pub rewards: RewardSourcesConfig,
@@ -83,53 +82,54 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub prompt_length: PromptLengthConfig,
-    /// Put a prompt that is a string into the chat template, as what the user says.
+    /// Put a prompt that is a string into the chat template, as a user message.
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
 
-    /// Whose settings and sizes: `trl-ppov2` is TRL 0.9 to 0.11, whose `num_mini_batches` is a factor of an update's size;
-    /// `trl-legacy` is the trainer with `step()`, a value head on the policy's trunk and other defaults; `deepspeed-chat` is DeepSpeed-Chat's third step.
+    /// Defaults and batch sizes of another trainer. `trl`: TRL's PPOTrainer today. `trl-ppov2`: TRL 0.9 to 0.11, where
+    /// `num_mini_batches` multiplies the size of an update. `trl-legacy`: TRL's older trainer with `step()` and a value head on the
+    /// policy. `deepspeed-chat`: DeepSpeed-Chat's third step.
     #[arg(long, help_heading = BATCHES, value_enum, default_value = "trl")]
     pub preset: Preset,
     /// Number of responses per update, apart from the optimizer step's.
     #[command(flatten)]
     #[serde(flatten)]
     pub generation: GenerationBatchesConfig,
-    /// Sequences in one forward and backward pass.
+    /// Sequences per micro-batch, which is one forward and backward pass.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
     pub per_device_train_batch_size: usize,
-    /// An update answers this times `per_device_train_batch_size` prompts.
+    /// Micro-batches per update: an update samples this times `per_device_train_batch_size` responses.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub gradient_accumulation_steps: usize,
-    /// Optimizer steps that each PPO epoch takes over an update's answers; must divide their number.
+    /// Mini-batches per PPO epoch, one optimizer step each; must divide the number of responses of an update.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub num_mini_batches: usize,
-    /// Sequences that the no-gradient passes take at a time.
+    /// Sequences per forward pass without gradients.
     #[arg(long, help_heading = BATCHES, default_value_t = 64)]
     pub local_rollout_forward_batch_size: usize,
-    /// Answers to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts].
+    /// Number of responses to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts].
     #[arg(
-        long, alias = "steps", help_heading = BATCHES, default_value = NONE, hide_default_value = true,
+        long, alias = "steps", help_heading = BATCHES, default_value = NONE,
         value_parser = optional::<usize>
     )]
     pub total_episodes: std::option::Option<usize>,
-    /// Passes over the prompts, when `total_episodes` is not set.
+    /// Epochs over the prompts; no effect if `total_episodes` is set.
     #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
     pub num_train_epochs: f64,
-    /// Show a sample table about this many times in the run, and at its end; 0 for never.
+    /// Approximate number of sample tables to show during the run; one more at its end. 0 for none.
     #[arg(long, help_heading = BATCHES, default_value_t = 10)]
     pub num_sample_generations: usize,
 
-    /// Tokens of an answer, at most.
+    /// Maximum tokens of a response.
     #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
     pub response_length: usize,
-    /// Cut answers after this token: `eos` is the tokenizer's, or another that its `generation_config.json` names.
+    /// Truncate responses after this token: `eos` is the tokenizer's, or another one named in `generation_config.json`.
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_name = StopToken::NAME, value_parser = optional::<StopToken>)]
     pub stop_token: std::option::Option<StopToken>,
-    /// Cut answers after the token with this id.
+    /// Truncate responses after the token with this id.
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<i64>)]
     pub stop_token_id: std::option::Option<i64>,
-    /// Temperature of sampling and of every log-probability.
+    /// Temperature of sampling and of all log-probabilities.
     #[arg(long, help_heading = SAMPLING, default_value_t = 0.7)]
     pub temperature: f64,
     /// Filters of sampling, and the end of responses.
@@ -137,19 +137,19 @@ pub struct PpoConfig {
     #[serde(flatten)]
     pub sampling: SamplingConfig,
 
-    /// Passes over an update's answers.
+    /// PPO epochs: passes over the responses of an update.
     #[arg(long, alias = "ppo_epochs", help_heading = PPO, default_value_t = 4)]
     pub num_ppo_epochs: usize,
-    /// Subtract this from the score of an answer without its stop token.
+    /// Penalty subtracted from the score of a response without a stop token.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub missing_eos_penalty: std::option::Option<f64>,
-    /// Replace the score of an answer without its stop token by `penalty_reward_value`.
+    /// Replace the score of a response without a stop token by `penalty_reward_value`.
     #[arg(long, help_heading = PPO)]
     pub non_eos_penalty: bool,
-    /// The score of an answer without its stop token, with `non_eos_penalty`.
+    /// Score of a response without a stop token, with `non_eos_penalty`.
     #[arg(long, help_heading = PPO, default_value_t = -1.0)]
     pub penalty_reward_value: f64,
-    /// Where the score lands: one slot after the stop token, or on the answer's last token.
+    /// Position of the score: the one after the stop token, or the response's last token.
     #[arg(long, help_heading = PPO, value_enum, default_value = "after_stop")]
     pub score_position: ScorePosition,
     /// The KL to the reference model.
@@ -159,29 +159,29 @@ pub struct PpoConfig {
     /// Scale the rewards of an update to variance 1.
     #[arg(long, help_heading = PPO)]
     pub whiten_rewards: bool,
-    /// Shift and scale the advantages to mean 0 and variance 1 over an update's tokens, over those of each mini-batch, or not.
+    /// Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch.
     #[arg(long, help_heading = PPO, value_enum, default_value = "batch")]
     pub whiten_advantages: WhitenAdvantages,
-    /// Discount of later rewards.
+    /// Discount factor of the rewards.
     #[arg(long, help_heading = PPO, default_value_t = 1.0)]
     pub gamma: f64,
-    /// Lambda of generalized advantage estimation.
+    /// Lambda of generalized advantage estimation (GAE).
     #[arg(long, help_heading = PPO, default_value_t = 0.95)]
     pub lam: f64,
-    /// Clip the probability ratio to 1 plus or minus this.
+    /// Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this.
     #[arg(long, help_heading = PPO, default_value_t = 0.2)]
     pub cliprange: f64,
-    /// Clip the new value to the old one plus or minus this.
+    /// Clip range of the value loss: the new value is clipped to the old one plus or minus this.
     #[arg(long, help_heading = PPO, default_value_t = 0.2)]
     pub cliprange_value: f64,
-    /// Weight of the value loss.
+    /// Coefficient of the value loss.
     #[arg(long, help_heading = PPO, default_value_t = 0.1)]
     pub vf_coef: f64,
     /// Further terms and limits of the policy's loss.
     #[command(flatten)]
     #[serde(flatten)]
     pub loss: LossConfig,
-    /// Clip an answer's whole score, scores of its tokens included, to plus or minus this where it becomes a reward.
+    /// Clip a response's whole score, scores of its tokens included, to plus or minus this when it becomes a reward.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub clip_reward_value: std::option::Option<f64>,
     /// The responses and tokens that are trained on.
@@ -192,7 +192,7 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub unsupervised: UnsupervisedConfig,
-    /// A moving average of the policy.
+    /// A moving average of the policy's weights.
     #[command(flatten)]
     #[serde(flatten)]
     pub ema: EmaConfig,
@@ -200,7 +200,7 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub legacy: LegacyConfig,
-    /// Scaling of the scores that are trained on.
+    /// Scaling of the scores.
     #[command(flatten)]
     #[serde(flatten)]
     pub score_scaling: ScoreScalingConfig,
@@ -216,7 +216,7 @@ pub struct PpoConfig {
     /// Peak learning rate.
     #[arg(long, help_heading = OPTIMIZER, default_value = "3e-6")]
     pub learning_rate: f64,
-    /// The rest of the optimizer's settings.
+    /// The optimizer's other settings.
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
@@ -236,7 +236,7 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub trial: TrialConfig,
-    /// Prompts to answer in an evaluation, at most: the first of the split.
+    /// Maximum prompts in an evaluation: the first of the split.
     #[arg(long, help_heading = EVALUATION, default_value_t = NUM_EVAL_PROMPTS)]
     pub num_eval_prompts: usize,
     /// Evaluation during training, and the best model.
@@ -308,11 +308,11 @@ impl<'a> From<&'a PpoConfig> for RewardSources<'a> {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct GenerationBatchesConfig {
-    /// An update answers this times `generation_batches` prompts, and trains on them in steps of
-    /// `per_device_train_batch_size` times `gradient_accumulation_steps` [default: an update is `num_mini_batches` steps].
-    #[arg(long, help_heading = BATCHES, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Prompts per generation batch. An update samples this times `generation_batches` responses and trains on mini-batches of
+    /// `per_device_train_batch_size` times `gradient_accumulation_steps` [default: an update is `num_mini_batches` mini-batches].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
     pub per_device_generation_batch_size: std::option::Option<usize>,
-    /// Batches of that size that are answered before they are trained on.
+    /// Generation batches per update, with `per_device_generation_batch_size`.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub generation_batches: usize,
 }
@@ -321,23 +321,23 @@ pub struct GenerationBatchesConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct LegacyConfig {
-    /// Say values by a head on the policy's own trunk, in place of a value model: one pass and one optimizer for both.
+    /// Use a value head on the policy's own trunk instead of a value model: one pass and one optimizer for both.
     #[arg(long, help_heading = MODELS)]
     pub value_head: bool,
-    /// Take log-probs of the policy's own distribution, whatever the temperature of sampling.
+    /// Compute log-probabilities of the policy's own distribution, without `temperature`.
     #[arg(long, help_heading = SAMPLING)]
     pub raw_logprobs: bool,
-    /// Lower layers that stay as they are, and are the reference's too: they are held once.
+    /// Number of lower layers that are frozen and shared with the reference model, so that memory holds them once.
     #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<usize>)]
     pub num_shared_layers: std::option::Option<usize>,
-    /// With the preset `trl-legacy`, answers of an update [default: 128].
-    #[arg(long, help_heading = BATCHES, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Responses per update, with the preset `trl-legacy` [default: 128].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
     pub batch_size: std::option::Option<usize>,
-    /// With the preset `trl-legacy`, answers whose losses are averaged together; `gradient_accumulation_steps` of these averages
-    /// make an optimizer step [default: `batch_size` over that].
-    #[arg(long, help_heading = BATCHES, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Responses per mini-batch, with the preset `trl-legacy`; `gradient_accumulation_steps` mini-batches make an optimizer step
+    /// [default: `batch_size` divided by `gradient_accumulation_steps`].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
     pub mini_batch_size: std::option::Option<usize>,
-    /// End an update's epochs at `target_kl`, which is then 1 unless it is set.
+    /// Stop an update's epochs at `target_kl`, which is 1 then unless it is set.
     #[arg(long, help_heading = PPO)]
     pub early_stopping: bool,
 }
@@ -346,13 +346,13 @@ pub struct LegacyConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ValuePeftConfig {
-    /// Whether the value model gets adapters [default: `use_peft`].
-    #[arg(long, help_heading = LORA, default_value = NONE, hide_default_value = true, value_parser = optional::<bool>)]
+    /// Train LoRA adapters of the value model [default: `use_peft`].
+    #[arg(long, help_heading = LORA, default_value = NONE, value_parser = optional::<bool>)]
     pub value_use_peft: std::option::Option<bool>,
-    /// Their rank [default: `lora_r`].
-    #[arg(long, help_heading = LORA, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Rank of the value model's adapters [default: `lora_r`].
+    #[arg(long, help_heading = LORA, default_value = NONE, value_parser = optional::<usize>)]
     pub value_lora_r: std::option::Option<usize>,
-    /// The layers that get one [default: `lora_target_modules`].
+    /// Linear layers of the value model that get an adapter [default: `lora_target_modules`].
     #[arg(long, help_heading = LORA, value_delimiter = ',', num_args = 1..)]
     pub value_lora_target_modules: Vec<String>,
 }
@@ -361,23 +361,23 @@ pub struct ValuePeftConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ValueConfig {
-    /// Updates at the beginning in which the value model learns and the policy does not.
+    /// Number of updates at the start that train only the value model.
     #[arg(long, help_heading = OPTIMIZER, default_value_t = 0)]
     pub value_warmup_updates: usize,
     /// Peak learning rate of the value model [default: `learning_rate`].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
     pub value_learning_rate: std::option::Option<f64>,
-    /// Its schedule [default: `lr_scheduler_type`].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_name = LrSchedulerType::NAME, value_parser = optional::<LrSchedulerType>)]
+    /// Learning-rate schedule of the value model [default: `lr_scheduler_type`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_name = LrSchedulerType::NAME, value_parser = optional::<LrSchedulerType>)]
     pub value_lr_scheduler_type: std::option::Option<LrSchedulerType>,
-    /// Updates in which its learning rate rises [default: those of `warmup_steps` or `warmup_ratio`].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Warm-up updates of the value model's learning rate [default: those of `warmup_steps` or `warmup_ratio`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<usize>)]
     pub value_lr_warmup_steps: std::option::Option<usize>,
-    /// Its weight decay [default: `weight_decay`].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    /// Weight decay of the value model [default: `weight_decay`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
     pub value_weight_decay: std::option::Option<f64>,
-    /// Clip its gradients to this norm; 0 for no clipping [default: `max_grad_norm`].
-    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, hide_default_value = true, value_parser = optional::<f64>)]
+    /// Maximum norm of the value model's gradients; 0 turns clipping off [default: `max_grad_norm`].
+    #[arg(long, help_heading = OPTIMIZER, default_value = NONE, value_parser = optional::<f64>)]
     pub value_max_grad_norm: std::option::Option<f64>,
 }
 
@@ -407,16 +407,16 @@ impl ValueConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct TrialConfig {
-    /// Show and keep some of the answers that the run trains on.
+    /// Print and save some of the responses that the run trains on.
     #[arg(long, help_heading = BATCHES)]
     pub print_answers: bool,
-    /// Updates between two times of that.
+    /// Updates between two prints of `print_answers`.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub print_answers_interval: usize,
-    /// End the run after the update that `test_stop_step` counts; rates are those of the whole run.
+    /// Stop after the update `test_stop_step`; learning rates are those of the whole run.
     #[arg(long, help_heading = BATCHES)]
     pub enable_test_mode: bool,
-    /// The last update of a test, counted from 0.
+    /// Last update of `enable_test_mode`, counted from 0.
     #[arg(long, help_heading = BATCHES, default_value_t = 0)]
     pub test_stop_step: usize,
 }

@@ -21,58 +21,59 @@ use crate::run::settings::{EvalConfig, RunConfig};
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct RewardConfig {
-    /// Folder or hub name of the model to start from: a sequence classifier with one label, or a language model that gets a head.
+    /// Model to start from: a sequence classifier with one label, or a language model that gets a score head; a folder or a hub
+    /// name.
     #[arg(long, help_heading = MODELS)]
     pub model_name_or_path: PathBuf,
-    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
-    /// Give a model that has no score head a fresh, random one.
+    /// Add a randomly initialized score head to a model that has none.
     #[arg(long, help_heading = MODELS)]
     pub new_reward_head: bool,
-    /// Names of the saved tensors: transformers' (`score.weight`) or deepspeed-chat's (`v_head.weight`) [default: those of
-    /// the folder that the head is read from].
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_name = ClassifierFormat::NAME, value_parser = optional::<ClassifierFormat>)]
+    /// Names of the saved tensors: transformers' (`score.weight`) or deepspeed-chat's (`v_head.weight`) [default: those of the
+    /// model's folder].
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_name = ClassifierFormat::NAME, value_parser = optional::<ClassifierFormat>)]
     pub reward_format: std::option::Option<ClassifierFormat>,
 
     /// Datasets of rows.
     #[command(flatten)]
     #[serde(flatten)]
     pub data: DataConfig,
-    /// A dataset of its own for evaluation.
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Separate dataset for evaluation: a file, a folder or a hub name.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub eval_dataset_name: std::option::Option<PathBuf>,
-    /// With `pair_loss = tokens`, pads that a text may hold before the one that ends it [default: those that it begins with].
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// With `pair_loss = tokens`, number of padding tokens in a text before the one that ends it [default: those at its start].
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<usize>)]
     pub num_padding_at_beginning: std::option::Option<usize>,
-    /// Tokens of a row, at most; pairs with a longer side are left out, with a warning that counts them.
+    /// Maximum tokens of a row. Pairs with a longer side are dropped, with a warning of their number.
     #[arg(long, help_heading = DATA, default_value_t = 1024)]
     pub max_length: usize,
 
-    /// Pairs in one forward and backward pass.
+    /// Pairs per micro-batch, which is one forward and backward pass.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
     pub per_device_train_batch_size: usize,
-    /// Pairs in one forward pass of the evaluation.
+    /// Pairs per forward pass in an evaluation.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
     pub per_device_eval_batch_size: usize,
-    /// Forward and backward passes in one optimizer step.
+    /// Micro-batches per optimizer step.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub gradient_accumulation_steps: usize,
-    /// Passes over the dataset, when `max_steps` is not set.
+    /// Epochs over the dataset; no effect if `max_steps` is set.
     #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
     pub num_train_epochs: f64,
-    /// Optimizer steps to take.
+    /// Number of optimizer steps.
     #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = steps_or_minus_one)]
     pub max_steps: std::option::Option<usize>,
-    /// Optimizer steps between two lines of metrics.
+    /// Optimizer steps between two logged lines of metrics.
     #[arg(long, help_heading = BATCHES, default_value_t = 10)]
     pub logging_steps: usize,
 
-    /// What of a pair is compared: the scores of the two texts, or, as in DeepSpeed-Chat, what is said at every token from
-    /// where they part, with pads or without.
+    /// Scores of a pair to compare: those of the two texts, or, as in DeepSpeed-Chat, those at every token from the first
+    /// difference on, with or without padding.
     #[arg(long, help_heading = LOSS, value_enum, default_value = "sequence")]
     pub pair_loss: PairLoss,
-    /// Weight of a loss that keeps each pair's two scores centred on 0.
+    /// Coefficient of an auxiliary loss that centers the scores of each pair on 0.
     #[arg(long, help_heading = LOSS, default_value = NONE, value_parser = optional::<f64>)]
     pub center_rewards_coefficient: std::option::Option<f64>,
 
@@ -83,12 +84,12 @@ pub struct RewardConfig {
     /// Peak learning rate.
     #[arg(long, help_heading = OPTIMIZER, default_value = "1e-4")]
     pub learning_rate: f64,
-    /// The rest of the optimizer's settings.
+    /// The optimizer's other settings.
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
-    /// Train nothing: write the model's loss, accuracy and margin on the rows that are held out, else on all rows, to standard
-    /// output as JSON; output_dir is not needed, and no file is written.
+    /// Only evaluate: print loss, accuracy and margin on the held-out rows, or else on all rows, as JSON to standard output. Needs
+    /// no `output_dir` and writes no file.
     #[arg(long, help_heading = EVALUATION)]
     pub eval_only: bool,
     /// Evaluation during training, and the best model.

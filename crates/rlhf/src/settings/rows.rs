@@ -15,35 +15,34 @@ use crate::model::Dtype;
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct RowsConfig {
-    /// Dataset to take rows from: a file, a folder or a hub name [default: standard input].
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Dataset to read rows from: a file, a folder or a hub name [default: standard input].
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub dataset_name: std::option::Option<PathBuf>,
-    /// Split of the dataset, where it is a folder or on the hub.
+    /// Split of a dataset that is a folder or on the hub.
     #[arg(long, help_heading = DATA, default_value = "test")]
     pub dataset_split: String,
-    /// Columns to read as other fields, as FIELD=COLUMN with commas between them, such as prompt=question; FIELD=none leaves
-    /// a field out.
+    /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
     #[arg(long, help_heading = DATA, value_delimiter = ',')]
     pub dataset_columns: Vec<String>,
     /// File to write to [default: standard output].
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub output_file: std::option::Option<PathBuf>,
-    /// Replace `output_file` if it is there.
+    /// Replace `output_file` if it exists.
     #[arg(long, help_heading = DATA)]
     #[serde(skip)] // Consent to lose a file is given for one run, never by a file that the run left behind.
     pub overwrite_output_file: bool,
 
-    /// Sequences that the model takes at a time; changes memory and speed.
+    /// Sequences per forward pass; affects memory and speed only.
     #[arg(long, help_heading = RUN, default_value_t = 32)]
     pub batch_size: usize,
-    /// Dtype that the model is held in and computes in, `auto` for its files'.
+    /// Dtype of the model's weights and computation; `auto` is that of its files.
     #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
     pub dtype: Dtype,
-    /// Where to compute: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+    /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
     #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
     pub device: Device,
-    /// Threads for tensor operations [default: one per core].
-    #[arg(long, help_heading = RUN, default_value = NONE, hide_default_value = true, value_parser = optional::<usize>)]
+    /// Number of threads for tensor operations [default: one per core].
+    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
     pub num_threads: std::option::Option<usize>,
 }
 

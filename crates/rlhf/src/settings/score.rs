@@ -17,19 +17,20 @@ use crate::{Result, hub};
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ScoreConfig {
-    /// Folder or hub name of the reward model, a sequence classifier.
-    #[arg(long, alias = "model", help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Reward model, a sequence classifier: a folder or a hub name.
+    #[arg(long, alias = "model", help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub model_name_or_path: std::option::Option<PathBuf>,
-    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
-    /// The label that is the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<String>)]
+    /// Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<String>)]
     pub reward_label: std::option::Option<String>,
-    /// Folder or hub name of the policy's tokenizer, by which rewards see prompts and answers [default: the reward model's].
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Tokenizer of the policy, for the prompts and responses that rewards get: a folder or a hub name [default: the reward
+    /// model's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub tokenizer_name: std::option::Option<PathBuf>,
-    /// Rewards beside, or in place of, the reward model.
+    /// Rewards besides, or instead of, the reward model.
     #[command(flatten)]
     #[serde(flatten)]
     pub rewards: RewardSourcesConfig,

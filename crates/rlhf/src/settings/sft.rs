@@ -18,62 +18,62 @@ use crate::run::settings::{EvalConfig, RunConfig};
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SftConfig {
-    /// Folder or hub name of the causal language model to start from.
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Causal language model to start from: a folder or a hub name.
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub model_name_or_path: std::option::Option<PathBuf>,
-    /// Branch, tag or commit of `model_name_or_path`, where that is a hub name.
+    /// Branch, tag or commit of `model_name_or_path` on the hub.
     #[arg(long, help_heading = MODELS, default_value = "main")]
     pub model_revision: String,
-    /// A `config.json`, or the hub name of a model that has it: start from random weights of this shape instead.
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Start from random weights instead, of the shape in this `config.json`: a file, or the hub name of a model.
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub config_name: std::option::Option<PathBuf>,
-    /// Folder or hub name to take the tokenizer from [default: the model's].
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Tokenizer: a folder or a hub name [default: the model's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub tokenizer_name: std::option::Option<PathBuf>,
-    /// Chat template to use and to save [default: the tokenizer's].
-    #[arg(long, help_heading = MODELS, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// File of a chat template to use and to save [default: the tokenizer's].
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub chat_template_path: std::option::Option<PathBuf>,
 
     /// Datasets of rows.
     #[command(flatten)]
     #[serde(flatten)]
     pub data: DataConfig,
-    /// A dataset of its own for evaluation.
-    #[arg(long, help_heading = DATA, default_value = NONE, hide_default_value = true, value_parser = optional::<PathBuf>)]
+    /// Separate dataset for evaluation: a file, a folder or a hub name.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<PathBuf>)]
     pub eval_dataset_name: std::option::Option<PathBuf>,
-    /// Field of a row with a text to learn whole.
+    /// Column with a text to train on as a whole.
     #[arg(long, help_heading = DATA, default_value = "text")]
     pub dataset_text_field: String,
-    /// Tokens of a row, at most; longer rows are cut at their end.
+    /// Maximum tokens of a row; longer rows are truncated at their end.
     #[arg(long, help_heading = DATA, default_value_t = 1024)]
     pub max_length: usize,
-    /// Fill blocks of `max_length` tokens with whole rows; batch sizes count blocks.
+    /// Pack whole rows into blocks of `max_length` tokens; batch sizes count blocks.
     #[arg(long, help_heading = DATA, default_value_t = false)]
     pub packing: bool,
 
-    /// Rows in one forward and backward pass.
+    /// Rows per micro-batch, which is one forward and backward pass.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
     pub per_device_train_batch_size: usize,
-    /// Rows in one forward pass of the evaluation.
+    /// Rows per forward pass in an evaluation.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
     pub per_device_eval_batch_size: usize,
-    /// Forward and backward passes in one optimizer step.
+    /// Micro-batches per optimizer step.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub gradient_accumulation_steps: usize,
-    /// Passes over the dataset, when `max_steps` is not set.
+    /// Epochs over the dataset; no effect if `max_steps` is set.
     #[arg(long, help_heading = BATCHES, default_value_t = 3.0)]
     pub num_train_epochs: f64,
-    /// Optimizer steps to take.
+    /// Number of optimizer steps.
     #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = steps_or_minus_one)]
     pub max_steps: std::option::Option<usize>,
-    /// Optimizer steps between two lines of metrics.
+    /// Optimizer steps between two logged lines of metrics.
     #[arg(long, help_heading = BATCHES, default_value_t = 10)]
     pub logging_steps: usize,
 
-    /// In rows with a prompt and a completion, learn the completion only.
+    /// In rows with a prompt and a completion, train on the completion only.
     #[arg(long, help_heading = LOSS, default_value_t = true)]
     pub completion_only_loss: bool,
-    /// In conversations, learn what the assistant says only.
+    /// In conversations, train on the assistant's messages only.
     #[arg(long, help_heading = LOSS, default_value_t = false)]
     pub assistant_only_loss: bool,
 
@@ -84,7 +84,7 @@ pub struct SftConfig {
     /// Peak learning rate.
     #[arg(long, help_heading = OPTIMIZER, default_value = "2e-5")]
     pub learning_rate: f64,
-    /// The rest of the optimizer's settings.
+    /// The optimizer's other settings.
     #[command(flatten)]
     #[serde(flatten)]
     pub optimizer: OptimizerConfig,
