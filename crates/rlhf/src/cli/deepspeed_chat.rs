@@ -290,17 +290,23 @@ mod tests {
     use crate::cli::Task;
     use crate::cli::testing::{parse_words, ppo_error, with_file};
 
-    #[test]
-    fn flags_of_deepspeed_chat_are_other_names_of_ours_with_its_preset() {
-        let chat = |words: &str| {
-            let line = "ppo --preset deepspeed-chat --actor_model_name_or_path a --critic_model_name_or_path c --data_path d \
-                        --output_dir o";
-            parse_words(&line.split_whitespace().chain(words.split_whitespace()).collect::<Vec<_>>())
-        };
-        let read = |words: &str| match chat(words).unwrap() {
+    /// Parses a command line of the preset.
+    fn chat(words: &str) -> Result<Task, String> {
+        let line = "ppo --preset deepspeed-chat --actor_model_name_or_path a --critic_model_name_or_path c --data_path d \
+                    --output_dir o";
+        parse_words(&line.split_whitespace().chain(words.split_whitespace()).collect::<Vec<_>>())
+    }
+
+    #[track_caller]
+    fn read(words: &str) -> PpoConfig {
+        match chat(words).unwrap() {
             Task::Ppo(config) => config,
             task => panic!("not ppo: {task:?}"),
-        };
+        }
+    }
+
+    #[test]
+    fn flags_of_deepspeed_chat_are_other_names_of_ours_with_its_preset() {
         assert_eq!(read(""), PpoConfig::with_preset(Preset::DeepspeedChat, "a", "c", "d", "o"));
         let config = read(
             "--deepspeed --per_device_generation_batch_size 8 --per_device_training_batch_size 4 --generation_batches 2 \
@@ -340,6 +346,10 @@ mod tests {
         let config = read("--critic_lora_dim 4 --critic_lora_module_name layers. --only_optimize_lora --dtype bf16");
         assert_eq!((config.peft.use_peft, config.value_lora().unwrap().r, config.run.bf16), (false, 4, true));
         assert_eq!((config.value_optimizer().0, config.learning_rate), (5e-4, 9.65e-6));
+    }
+
+    #[test]
+    fn flags_of_deepspeed_chat_with_an_unsupported_value_or_another_preset_are_refused() {
         for (words, message) in [
             (
                 "--enable_hybrid_engine",
@@ -366,7 +376,10 @@ mod tests {
             "max_answer_seq_len is a flag of --preset deepspeed-chat; with other presets use response_length"
         );
         assert_eq!(ppo_error(&["--offload"]), "offload is a flag of --preset deepspeed-chat only");
-        // In a file they are keys, and a flag wins.
+    }
+
+    #[test]
+    fn flags_of_deepspeed_chat_are_keys_of_a_file_and_the_command_line_wins() {
         let text = "preset: deepspeed-chat\nactor_model_name_or_path: a\ncritic_model_name_or_path: c\ndata_path: [d, e]\n\
                     ppo_epochs: 3\noffload: false\nmax_answer_seq_len: 9\n";
         let words = ["ppo", "--output_dir", "o", "--max_answer_seq_len", "11"];

@@ -194,15 +194,8 @@ mod tests {
         assert_eq!(config.ppo.unwrap().value.value_learning_rate, None);
     }
 
-    #[test]
-    fn a_resolved_configuration_read_back_is_the_same_run() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("run.yaml");
-        let reread = |name: &str| parse_words(&[name, "--config", path.to_str().unwrap()]).unwrap();
-
-        settings::write_resolved(&PpoConfig::new("a", "b", "c", "d"), &path).unwrap();
-        assert_eq!(reread("ppo"), Task::Ppo(PpoConfig::new("a", "b", "c", "d")));
-
+    /// Returns a configuration with unusual values of every kind.
+    fn unusual_ppo() -> PpoConfig {
         let mut ppo = PpoConfig::new("a: b # c", "007", "yes", "~");
         ppo.value_model_path = Some("1.0".into());
         ppo.rewards.reward = ["tags=regex:^<a>, \"b\": 'c' #", "length:40"].map(String::from).into();
@@ -246,29 +239,39 @@ mod tests {
         ppo.run.seed = u64::MAX;
         ppo.run.report_to = ReportTo::Tensorboard;
         ppo.run.num_threads = Some(1);
-        settings::write_resolved(&ppo, &path).unwrap();
-        assert_eq!(reread("ppo"), Task::Ppo(ppo));
+        ppo
+    }
+
+    /// Checks that the configuration of the task, written and read back, is the same.
+    #[track_caller]
+    fn is_read_back<C: serde::Serialize>(command: &str, config: C, task: fn(C) -> Task) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.yaml");
+        settings::write_resolved(&config, &path).unwrap();
+        assert_eq!(parse_words(&[command, "--config", path.to_str().unwrap()]).unwrap(), task(config));
+    }
+
+    #[test]
+    fn a_resolved_configuration_read_back_is_the_same_run() {
+        is_read_back("ppo", PpoConfig::new("a", "b", "c", "d"), Task::Ppo);
+        is_read_back("ppo", unusual_ppo(), Task::Ppo);
 
         // With the preset's defaults, and with some of them changed back.
         let mut chat = PpoConfig::with_preset(Preset::DeepspeedChat, "a", "b", "c", "d");
-        settings::write_resolved(&chat, &path).unwrap();
-        assert_eq!(reread("ppo"), Task::Ppo(chat.clone()));
+        is_read_back("ppo", chat.clone(), Task::Ppo);
         (chat.kl.kl_coef, chat.stop_token, chat.prompt_length.max_prompt_length) = (0.05, None, None);
         chat.mask.eos_in_loss = EosInLoss::Never;
         chat.value.value_learning_rate = None;
-        settings::write_resolved(&chat, &path).unwrap();
-        assert_eq!(reread("ppo"), Task::Ppo(chat));
+        is_read_back("ppo", chat, Task::Ppo);
 
         let mut sft = SftConfig::from_scratch("c.json", "t", "d", "o");
         sft.completion_only_loss = false;
         sft.max_steps = Some(5);
-        settings::write_resolved(&sft, &path).unwrap();
-        assert_eq!(reread("sft"), Task::Sft(sft));
+        is_read_back("sft", sft, Task::Sft);
 
         let mut reward = RewardConfig::new("m", "d", "o");
         reward.center_rewards_coefficient = Some(0.01);
-        settings::write_resolved(&reward, &path).unwrap();
-        assert_eq!(reread("reward"), Task::Reward(reward));
+        is_read_back("reward", reward, Task::Reward);
 
         let mut generate = GenerateConfig::new("m");
         generate.prompts =
@@ -278,8 +281,7 @@ mod tests {
         generate.do_sample = Some(false);
         generate.min_p = Some(0.05);
         generate.output_format = Some(Format::Jsonl);
-        settings::write_resolved(&generate, &path).unwrap();
-        assert_eq!(reread("generate"), Task::Generate(generate));
+        is_read_back("generate", generate, Task::Generate);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Command lines and files of settings, parsed for tests.
+//! Parses command lines and configuration files for tests.
 
 use std::ffi::OsString;
 
@@ -43,7 +43,7 @@ pub(super) fn ppo_error(words: &[&str]) -> String {
     parse_words(&[&PPO[..], words].concat()).unwrap_err()
 }
 
-/// What the words say together with a configuration file of this text; its path is taken out of error messages.
+/// Parses `words` with a configuration file that holds `text`. In errors its path is replaced by `run.yaml`.
 pub(super) fn with_file(text: &str, words: &[&str]) -> Result<Task, String> {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), text).unwrap();
@@ -56,7 +56,7 @@ pub(super) fn file_error(text: &str) -> String {
     with_file(text, &PPO).unwrap_err()
 }
 
-/// The fewest words of a command that are one.
+/// Returns the shortest valid command line of a command.
 pub(super) fn least(command: &str) -> Vec<&str> {
     match command {
         "ppo" => PPO.to_vec(),
