@@ -154,7 +154,7 @@ const WORDS: [(&str, &str); 37] = [
 /// Orders the flags of a command for `--help`, the most used ones first, and makes every default visible.
 pub(super) fn arranged(command: Command) -> Command {
     let (_, needed, others) = common(command.get_name());
-    let common: Vec<&str> = needed.iter().chain(others).copied().chain(["help"]).collect();
+    let common: Vec<&str> = needed.iter().chain(*others).copied().chain(["help"]).collect();
     let place = |arg: &Arg| {
         let id = arg.get_id().as_str();
         let heading = |name: &str| HEADINGS.iter().position(|heading| *heading == name).unwrap_or(HEADINGS.len());
