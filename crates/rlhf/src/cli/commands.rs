@@ -99,7 +99,7 @@ pub(super) fn rlhf_command() -> Command {
             .about("Run SFT, the reward model and PPO, one after another")
             .after_help(PIPELINE_HELP),
         trl::with_flags(flag::command::<GenerateConfig>("generate"))
-            .about("Generate responses to prompts with a language model")
+            .about("Generate responses with a language model")
             .after_help(GENERATE_HELP),
         trl::with_flags(flag::command::<LogprobsConfig>("logprobs"))
             .about("Log-probabilities of given responses, row by row")
@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(flags("logprobs"), sorted(&format!("model_name_or_path model_revision temperature {rows}")));
         assert_eq!(
             flags("score"),
-            format!("model_name_or_path model_revision reward_label tokenizer_name {rewards} {rows}")
+            sorted(&format!("model_name_or_path model_revision reward_label tokenizer_name {rewards} {rows}"))
         );
         assert_eq!(
             flags("pipeline"),

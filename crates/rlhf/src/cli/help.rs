@@ -107,7 +107,7 @@ const COMMON: [(&str, &[&str], &[&str]); 8] = [
         &["model_name_or_path"],
         &["tokenizer_name", "reward", "dataset_name", "output_file", "batch_size", "config"],
     ),
-    ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size"]),
+    ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
 ];
 
 /// Descriptions of the most used flags for `-h`.
