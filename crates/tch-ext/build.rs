@@ -1,5 +1,9 @@
 //! Checks the version of libtorch, compiles the shim, and sets the run path of this crate's tests.
-#![allow(clippy::print_stderr, clippy::exit)] // a build script reports to cargo this way
+#![expect(
+    clippy::print_stderr,
+    clippy::exit,
+    reason = "a build script reports to cargo by its output and its exit code"
+)]
 
 use std::path::Path;
 
@@ -94,7 +98,7 @@ fn check_version(torch: &Path) {
         fail(&format!("{}: cannot read libtorch's version ({e}); expected libtorch {TORCH_VERSION}", header.display()))
     });
     let mut lines = text.lines().skip_while(|l| !l.starts_with("#define TORCH_VERSION "));
-    let found = lines.by_ref().take(2).flat_map(|l| l.split('"').nth(1)).next().unwrap_or("an unknown version");
+    let found = lines.by_ref().take(2).find_map(|l| l.split('"').nth(1)).unwrap_or("an unknown version");
     if found != TORCH_VERSION {
         fail(&format!("{}: expected libtorch {TORCH_VERSION}, found {found}", torch.display()));
     }

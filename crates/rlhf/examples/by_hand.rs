@@ -12,7 +12,7 @@ use rlhf::settings::PpoConfig;
 use rlhf::tokenizer::Tokenizer;
 use std::path::Path;
 
-#[allow(clippy::print_stdout)]
+#[expect(clippy::print_stdout, reason = "an example reports to the terminal")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [sft, prompts, out] = arguments.as_slice() else {

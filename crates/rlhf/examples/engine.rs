@@ -6,7 +6,7 @@ use rlhf::compat::engine::{Batch, MiniDataset, RlhfEngine};
 use rlhf::settings::{PpoConfig, Preset};
 use std::path::Path;
 
-#[allow(clippy::print_stdout)]
+#[expect(clippy::print_stdout, reason = "an example reports to the terminal")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [actor, critic, prompts, out, texts @ ..] = arguments.as_slice() else {

@@ -13,7 +13,7 @@ use rlhf::train::ppo::PpoTrainer;
 use std::path::Path;
 
 /// Prints how the policy goes on.
-#[allow(clippy::print_stdout)]
+#[expect(clippy::print_stdout, reason = "an example reports to the terminal")]
 fn show(trainer: &PpoTrainer) -> rlhf::Result<()> {
     let starts = ["This comedy", "Leo Sato's", "The story of a"];
     let prompts: Vec<Vec<i64>> =
@@ -28,7 +28,7 @@ fn show(trainer: &PpoTrainer) -> rlhf::Result<()> {
     Ok(())
 }
 
-#[allow(clippy::print_stdout)]
+#[expect(clippy::print_stdout, reason = "an example reports to the terminal")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [sft, classifier, prompts, out] = arguments.as_slice() else {

@@ -44,7 +44,7 @@ use self::setting::{Setting, with_defaults};
 
 /// A command with its checked configuration.
 #[derive(Debug, Clone, PartialEq)]
-#[allow(clippy::large_enum_variant)] // A process holds one.
+#[expect(clippy::large_enum_variant, reason = "one value per process")]
 pub(crate) enum Task {
     Sft(SftConfig),
     Reward(RewardConfig),
@@ -154,11 +154,10 @@ impl Task {
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
             // Its stages are checked already, with their lines of the file.
-            Task::Pipeline(_) => Ok(()),
+            Task::Pipeline(_) | Task::Merge(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),
-            Task::Merge(_) => Ok(()),
         }
     }
 }

@@ -192,7 +192,8 @@ impl Hub {
     fn from_vars(var: impl Fn(&str) -> Option<OsString>) -> Self {
         let var = |name: &str| var(name).filter(|value| !value.is_empty());
         let text = |name: &str| Some(var(name)?.to_string_lossy().trim().to_string()).filter(|text| !text.is_empty());
-        let home = var("HF_HOME").map(PathBuf::from).unwrap_or_else(|| {
+        let home = var("HF_HOME").map(PathBuf::from);
+        let home = home.unwrap_or_else(|| {
             let home = || var("HOME").map(PathBuf::from).unwrap_or_default();
             let caches = var("XDG_CACHE_HOME").map_or_else(|| home().join(".cache"), PathBuf::from);
             caches.join("huggingface")
@@ -649,7 +650,7 @@ impl Fetch<'_> {
                         file.write_all(&buffer[..n]).map_err(Error::io("write", path))?;
                         have += n as u64;
                     }
-                    Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
                     Err(error) => {
                         return Err(Failure::Passing(format!("{error}, after {have} of {} bytes", remote.size), None));
                     }

@@ -900,7 +900,10 @@ fn the_best_model_is_kept_by_its_metric_beside_the_limit() {
         let line = steps(out).replace("--save_total_limit 2", "--save_total_limit 8");
         scratch.succeeds(&format!("{line} --metric_for_best_model step --greater_is_better {greater}"));
         let told: Value = serde_json::from_str(&scratch.read(&format!("{out}/best/best.json"))).unwrap();
-        assert_eq!(told, json!({"metric": "step", "greater_is_better": greater, "value": best as f64, "update": best}));
+        assert_eq!(
+            told,
+            json!({"metric": "step", "greater_is_better": greater, "value": f64::from(best), "update": best})
+        );
         for file in ["model.safetensors", "value_model/model.safetensors", "tokenizer.json"] {
             let read = |dir: &str| std::fs::read(scratch.path(out).join(dir).join(file)).unwrap();
             assert!(read("best") == read(&format!("checkpoint-{best}")), "{file}");

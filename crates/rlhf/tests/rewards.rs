@@ -336,7 +336,10 @@ fn serve(stream: TcpStream, log: &Mutex<Vec<Asked>>, answer: &Answers) -> std::i
         line.clear();
         reader.read_line(&mut line)?;
         let Some((name, value)) = line.trim_end().split_once(": ") else {
-            if line.trim().is_empty() { break } else { continue }
+            if line.trim().is_empty() {
+                break;
+            }
+            continue;
         };
         match name.to_ascii_lowercase().as_str() {
             "content-length" => length = value.parse().unwrap(),

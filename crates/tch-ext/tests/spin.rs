@@ -19,7 +19,7 @@ fn in_a_child(variables: &[(&str, &str)]) -> String {
 fn the_bound_is_set_before_main_unless_the_user_has_set_it() {
     let bound = tch_ext::bound_spinning();
     if std::env::var_os(CHILD).is_some() {
-        #[allow(clippy::print_stdout)] // to the parent
+        #[expect(clippy::print_stdout, reason = "the parent process reads it")]
         {
             println!("bound: {bound:?}");
         }

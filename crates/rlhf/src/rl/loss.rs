@@ -111,11 +111,11 @@ impl MicroBatch {
         if let (Some(estimator), Some(reference)) = (settings.kl_in_loss, &self.ref_logprobs) {
             let estimate = || math::kl(&now.logprobs, &here(reference), &counts, estimator);
             let kl = now.kl.as_ref().map_or_else(estimate, |kl| math::keep(kl, &counts)).sum(Kind::Float);
-            total = total + &kl * weights.kl_coef;
+            total = &total + &kl * weights.kl_coef;
             ref_kl = Some(kl);
         }
         if let Some(entropy) = now.entropy.as_ref().filter(|_| settings.entropy_coef > 0.0) {
-            total = total - math::masked_sum(entropy, &counts) * settings.entropy_coef;
+            total = &total - math::masked_sum(entropy, &counts) * settings.entropy_coef;
         }
         sums.add_policy(&loss, ref_kl.as_ref(), &counts);
         // With no token that counts there is no gradient.

@@ -64,7 +64,7 @@ pub struct MaskConfig {
 
 impl MaskConfig {
     pub(crate) fn check(&self, response_length: usize, score_position: ScorePosition) -> Result<()> {
-        let most = format!("at most response_length = {}", response_length);
+        let most = format!("at most response_length = {response_length}");
         let least = self.min_response_length;
         let ends = score_position == ScorePosition::LastToken;
         let eos = self.eos_in_loss.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string());

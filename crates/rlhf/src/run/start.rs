@@ -33,10 +33,7 @@ impl Start {
     /// in `output_dir` is complete.
     pub(crate) fn find(run: &RunConfig) -> Result<Self> {
         let out = run.output_dir.as_path();
-        let setting = match &run.checkpoints.resume_from_checkpoint {
-            None => return Ok(Self::default()),
-            Some(setting) => setting,
-        };
+        let Some(setting) = &run.checkpoints.resume_from_checkpoint else { return Ok(Self::default()) };
         let numbers = numbered(out)?;
         let Resume::From(dir) = setting else { return Self::newest(out, &numbers) };
         let saved = Saved::read(dir)?;

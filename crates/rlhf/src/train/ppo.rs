@@ -321,7 +321,7 @@ impl PpoTrainer {
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {
         let stop_strings = self.stop_strings.clone();
-        GenerationConfig { sampling, purpose, stop_strings, ..self.config.generation(&self.stop, step) }
+        GenerationConfig { sampling, stop_strings, purpose, ..self.config.generation(&self.stop, step) }
     }
 }
 

@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    #[allow(clippy::single_range_in_vec_init)] // ranges of tokens are meant
+    #[allow(clippy::single_range_in_vec_init, reason = "a list of token ranges")]
     fn masked_tokens_have_weight_0_and_are_not_counted() {
         let mut masked = row(6);
         masked.masked.push(2..4);

@@ -115,7 +115,7 @@ fn template(dice: &mut Dice) -> String {
         "\u{9b}plain text\n",
         "{{ strftime_now('%Y') }}",
     ];
-    let mut text: String = (0..1 + dice.roll(9)).map(|_| dice.pick(&PIECES)).collect();
+    let mut text: String = (0..=dice.roll(9)).map(|_| dice.pick(&PIECES)).collect();
     // Some that hang together.
     for (open, close) in [("{% for", "{% endfor %}"), ("{% if", "{% endif %}")] {
         let (opened, closed) = (text.matches(open).count(), text.matches(close).count());

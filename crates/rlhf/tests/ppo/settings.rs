@@ -391,7 +391,7 @@ fn while_the_value_model_warms_up_the_policy_stays_bit_for_bit_and_then_learns()
         assert_eq!(weights(trainer.learner.policy.params()) == start, frozen, "update {update}");
         // The policy's schedule begins with its first update: of one update, at its peak.
         assert_eq!(line.get("lr"), Some(if frozen { 0.0 } else { 1e-3 }));
-        assert!((line.get("val/lr").unwrap() - 1e-3 * (3 - update) as f64 / 3.0).abs() < 1e-15);
+        assert!((line.get("val/lr").unwrap() - 1e-3 * f64::from(3 - update) / 3.0).abs() < 1e-15);
         for name in ["policy/approxkl_avg", "policy/grad_norm", "loss/policy_avg", "val/ratio"] {
             assert_eq!(line.get(name).is_none(), frozen, "update {update}: {name}");
         }
