@@ -6,6 +6,7 @@
 
 use crate::data::{Cursor, Prompt};
 use crate::generate::{GenerationConfig, Response, generate};
+use crate::hub::Commits;
 use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
 use crate::reward::Rewards;
@@ -21,7 +22,7 @@ use crate::rl::shaping::{Shaping, targets};
 use crate::rl::stats::StepStats;
 use crate::settings::{LogprobsOf, PpoConfig};
 use crate::tokenizer::Tokenizer;
-use crate::train::ppo::{PpoTrainer, VALUE_MODEL};
+use crate::train::ppo::{Loaded, PpoParts, VALUE_MODEL};
 use crate::weights::replace_files;
 use crate::{Error, Result};
 use serde_json::json;
@@ -237,8 +238,11 @@ impl RlhfEngine {
     /// # Errors
     /// The errors of [`PpoTrainer::from_config`]; if a setting has no effect here.
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
-        let trainer = PpoTrainer::from_config(config)?;
-        let PpoTrainer { learner, reference, rewards, tokenizer, prompts, cursor, plan, .. } = trainer;
+        config.check()?;
+        let Loaded { mut parts, cursor, .. } = Loaded::from_config(config, Rewards::new(), Commits::new())?;
+        parts.prepare(config)?;
+        let PpoParts { learner, reference, rewards, tokenizer, prompts, .. } = parts;
+        let plan = config.plan_for(prompts.len())?;
         let mut engine = Self::with_learner(learner, reference, rewards, tokenizer, config)?;
         let steps = config.num_ppo_epochs * plan.epoch.steps(plan.batch_size);
         (engine.prompts, engine.cursor) = (prompts, Some(cursor));

@@ -106,18 +106,19 @@ impl MicroBatch {
             &counts,
             settings.clip,
         );
-        let mut total = loss.sum.shallow_clone();
-        let mut ref_kl = None;
-        if let (Some(estimator), Some(reference)) = (settings.kl_in_loss, &self.ref_logprobs) {
+        let kl = settings.kl_in_loss.zip(self.ref_logprobs.as_ref()).map(|(estimator, reference)| {
             let estimate = || math::kl(&now.logprobs, &here(reference), &counts, estimator);
-            let kl = now.kl.as_ref().map_or_else(estimate, |kl| math::keep(kl, &counts)).sum(Kind::Float);
-            total = &total + &kl * weights.kl_coef;
-            ref_kl = Some(kl);
-        }
-        if let Some(entropy) = now.entropy.as_ref().filter(|_| settings.entropy_coef > 0.0) {
-            total = &total - math::masked_sum(entropy, &counts) * settings.entropy_coef;
-        }
-        sums.add_policy(&loss, ref_kl.as_ref(), &counts);
+            now.kl.as_ref().map_or_else(estimate, |kl| math::keep(kl, &counts)).sum(Kind::Float)
+        });
+        let total = match &kl {
+            Some(kl) => &loss.sum + kl * weights.kl_coef,
+            None => loss.sum.shallow_clone(),
+        };
+        let total = match now.entropy.as_ref().filter(|_| settings.entropy_coef > 0.0) {
+            Some(entropy) => total - math::masked_sum(entropy, &counts) * settings.entropy_coef,
+            None => total,
+        };
+        sums.add_policy(&loss, kl.as_ref(), &counts);
         // With no token that counts there is no gradient.
         total / (weights.tokens.max(1.0) / weights.scales[0])
     }

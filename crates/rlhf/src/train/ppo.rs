@@ -28,6 +28,7 @@ use crate::settings::{NUM_EVAL_PROMPTS, PpoConfig, PpoPlan};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use evaluate::ReportedScores;
+pub(crate) use load::Loaded;
 use load::open;
 pub(in crate::train) use load::{check_ends, require_reward, room_in};
 use std::fmt;

@@ -3,9 +3,12 @@
 use super::super::{check_held_out, gather, model_options, roundings, trained_options};
 use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
+use crate::generate::StopStrings;
 use crate::hub::{self, AskedHub, Commits};
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, SequenceClassifier, ValueModel};
+use crate::model::{
+    CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier, ValueModel,
+};
 use crate::optim::LearningRates;
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
 use crate::rl::alarms::Alarms;
@@ -23,208 +26,56 @@ use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 impl PpoTrainer {
-    /// Loads what `config` names: the policy and its frozen copy, the rewards and the value model, the prompts.
+    /// Loads everything that `config` names: policy and reference model, rewards and value model, prompts.
     ///
     /// # Errors
-    /// If an input is not what it should be, or there is no reward; nothing is written.
+    /// If an input is missing or invalid, or there is no reward; nothing is written.
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
         Self::from_config_with(config, Rewards::new())
     }
 
-    /// As [`PpoTrainer::from_config`], with rewards of the caller's beside those that `config` names, which may be none.
+    /// [`PpoTrainer::from_config`] with further rewards beside those that `config` names; these may then be none.
     ///
     /// # Errors
-    /// As [`PpoTrainer::from_config`].
+    /// The errors of [`PpoTrainer::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
-        // A resumed run reads what it began with.
+        // A resumed run reads the commits that it began with.
         Self::load(config, more, Start::find(&config.run)?.commits()?)
     }
 
-    /// Loads a trainer as [`PpoTrainer::from_config_with`] does, with checked settings and the `commits` that names of the hub
-    /// stand for.
+    /// [`PpoTrainer::from_config_with`] for checked settings; `commits` are those that names on the hub stand for.
     pub(super) fn load(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
-        // Each tensor as its file has it, and computed as the policy is: to widen a weight loses nothing, so the reference gives
-        // the very numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
-        let frozen = model_options(&config.run)?;
-        let asked = AskedHub::with(commits);
-        // Before gigabytes are fetched in vain.
-        let sources = Sources::find(&config.data, None)?;
-        check_held_out(&config.eval, &sources, &config.data)?;
-        let policy_dir = &hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
-        let specs = resolve(config)?;
-        let mut inputs = Inputs::default();
-        inputs.model("sft_model_path", policy_dir)?;
-        for (name, dir) in specs.iter().filter_map(Spec::named_model) {
-            inputs.model(&format!("reward {name}"), dir)?;
-        }
-        require_reward(specs.is_empty() && more.is_empty())?;
-        if let Some(same) = specs.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, policy_dir)) {
-            return Err(Error::Usage(format!(
-                "sft_model_path = {}: the reward model is this same folder ({}): expected a model that was trained to judge \
-                 answers, as `rlhf reward` does, not the one that gives them",
-                config.sft_model_path.display(),
-                same.display()
-            )));
-        }
-        let own_value_dir = config.value_model_path.as_ref().map(|dir| hub::model_dir(dir, None)).transpose()?;
-        let new_head = config.new_reward_head.then_some(config.run.seed);
-        let tokenizer_of = config.model_name_or_path.as_ref();
-        let tokenizer_dir = tokenizer_of.map_or(Ok(policy_dir.clone()), |dir| hub::tokenizer_dir(dir, None))?;
-        let tokenizer = Tokenizer::from_pretrained(&tokenizer_dir)?;
-        own_value_dir.as_deref().map_or(Ok(()), |dir| inputs.model("value_model_path", dir))?;
-        if tokenizer_of.is_some() {
-            inputs.model("model_name_or_path", &tokenizer_dir)?;
-        }
-        // Dropout would make the ratios differ from 1 before anything is learnt.
-        let undropped = |lora| LoraConfig { dropout: 0.0, ..lora };
-        let (lora, value_lora) = (config.peft.lora().map(undropped), config.value_lora().map(undropped));
-        // An adapter that is there already (SFT's) becomes part of the policy, and of the reference.
-        let mut policy = CausalLm::from_pretrained(policy_dir, trained_options(frozen, lora.is_some()))?;
-        policy.prepare(lora.is_some());
-        let reference = match (&lora, config.legacy.num_shared_layers) {
-            (Some(lora), _) => {
-                policy.add_adapter(lora, config.run.seed)?;
-                policy.base()?
-            }
-            (None, Some(layers)) => policy.share_lower_layers(layers)?,
-            (None, None) => {
-                let mut reference = CausalLm::from_pretrained(policy_dir, frozen)?;
-                reference.merge_adapter();
-                reference
-            }
-        };
-        let mut roundings_found = roundings(policy_dir, config.run.dtype, policy.was_rounded(), policy.rounded_base());
-        tokenizer.check_fits(policy.config(), policy_dir)?;
-        let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
-        rewards.extend(more);
-        if let Some(metric) = &config.eval.metric_for_best_model
-            && let Some(name) = metric.strip_prefix(EVAL_SCORES)
-            && !rewards.names().any(|known| known == name)
-        {
-            let known = rewards.names().collect::<Vec<_>>().join(", ");
-            let message = format!("metric_for_best_model = {metric}: expected the name of a reward, one of {known}");
-            return Err(Error::Usage(message));
-        }
-        let read_ids = rewards.models().filter(|model| !model.reads_text());
-        let mut checked: Vec<_> = read_ids.map(|model| model.dir().to_path_buf()).collect();
-        let (policy, value): (CausalLm, ValueModel) = if config.legacy.value_head {
-            let (policy, head) = CausalLmWithValueHead::found_in(policy_dir, policy, config.run.seed)?.into_parts();
-            (policy, head.into())
-        } else {
-            let beginning = rewards.models().find(|model| model.can_be_value_model()).map(RewardModel::dir);
-            let (value_dir, value_head) = match (own_value_dir.as_deref(), beginning) {
-                (Some(dir), _) | (None, Some(dir)) => (dir, new_head),
-                // What reads other ids than the policy, or says more than one number, cannot be a value model's beginning.
-                (None, None) => (policy_dir.as_path(), Some(config.run.seed)),
-            };
-            let trained = trained_options(frozen, value_lora.is_some());
-            let mut value = SequenceClassifier::from_pretrained(value_dir, value_head, trained)?;
-            value.check_values(value_dir)?;
-            value.prepare(value_lora.is_some());
-            if let Some(lora) = &value_lora {
-                // PEFT knows no other names.
-                value.set_format(ClassifierFormat::Transformers)?;
-                value.add_adapter(lora, config.run.seed)?;
-            }
-            let found = roundings(value_dir, config.run.dtype, value.was_rounded(), value.rounded_base());
-            roundings_found.extend(found);
-            checked.push(value_dir.to_path_buf());
-            (policy, value.into())
-        };
-        for dir in &checked {
-            tokenizer.check_same(dir)?;
-        }
-        let learner = Learner::new(policy, value, config.learner());
-        let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
-        let vocab = learner.policy.config().vocab_size;
-        let limit = PromptLimit::new(&config.prompt_length, room)?;
-        let read = |dataset: &Dataset| {
-            dataset.check(|row| rewards.check_row(row))?;
-            dataset.prompts_within(&tokenizer, vocab, limit)
-        };
-        let (mut train, mut eval) = sources.read(config.run.seed, Stage::Ppo)?;
-        inputs.rows("dataset_name", &config.data.describe(), &train);
-        inputs.rows("rows held out", &config.data.describe(), &eval);
-        if config.apply_chat_template {
-            train = train.into_iter().map(Dataset::with_chat_prompts).collect();
-            eval = eval.map(Dataset::with_chat_prompts);
-        }
-        // Where long ones are dropped, others take their places.
-        if config.prompt_length.long_prompts != LongPrompts::Drop {
-            eval = eval.map(|eval| eval.first(SAMPLE_ROWS.max(config.num_eval_prompts)));
-        }
-        let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
-        let cursor = train.cursor(config.run.seed, &config.data);
-        let (prompts, eval_prompts) = (train.rows, eval.rows);
-        let prompt_notes = [roundings_found, train.warnings, eval.warnings].concat();
-        let cuts = match config.prompt_length.long_prompts {
-            LongPrompts::TruncateLeft => Some("truncate_left"),
-            LongPrompts::TruncateRight => Some("truncate_right"),
-            LongPrompts::Error | LongPrompts::Drop => None,
-        };
-        let all = || prompts.iter().chain(&eval_prompts);
-        let renders = |model: &&RewardModel| all().any(|prompt| model.conversation(&prompt.row).is_some());
-        if let Some(cuts) = cuts.filter(|_| !prompt_notes.is_empty())
-            && let Some(model) = rewards.models().find(renders)
-        {
-            return Err(Error::Usage(format!(
-                "long_prompts = {cuts}: {} reads a whole conversation by its own chat template, and would score answers to \
-                 what was cut as if they were answers to that: expected drop or error",
-                model.dir().display()
-            )));
-        }
-        let parts = PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts };
+        let Loaded { parts, cursor, notes, commits, inputs } = Loaded::from_config(config, more, commits)?;
         let mut trainer = Self::of_parts(config, parts)?;
-        (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, prompt_notes, asked.commits());
+        (trainer.cursor, trainer.prompt_notes, trainer.commits) = (cursor, notes, commits);
         trainer.inputs.replace("PpoParts::prompts", inputs);
         Ok(trainer)
     }
 
-    /// A run of `parts` that the caller has in hand. Nothing is loaded: what `config` says of models, rewards and data are names
-    /// for the model card, and a resumed run must have the same.
+    /// Creates a run of loaded parts. The names of models, rewards and data in `config` are only used in the model card, and
+    /// compared when the run resumes.
     ///
-    /// A checkpoint holds the learner, and neither reference nor prompts: who resumes brings the same parts once more.
+    /// A checkpoint stores the learner, but neither reference model nor prompts: a resumed run must be given the same parts.
     ///
     /// # Errors
-    /// If a setting is out of its range, there is no reward or no prompt, or the parts do not go together: a model is on another
-    /// device than the policy, knows fewer tokens, or has no room for a prompt and its response.
+    /// If a setting is out of its range, there is no reward or no prompt, or the parts do not match: a model is on another
+    /// device than the policy, has a smaller vocabulary, or has no room for a prompt and its response.
     pub fn new(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
         config.check()?;
         Self::of_parts(config, parts)
     }
 
-    /// Makes a trainer as [`PpoTrainer::new`] does, with settings that are checked already.
-    fn of_parts(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
-        let PpoParts { mut learner, mut reference, rewards, tokenizer, prompts, eval_prompts } = parts;
-        reference.hold_as_computed();
-        let vocab = learner.policy.config().vocab_size;
-        let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
-        check_prompts("prompts", &prompts, room, vocab)?;
-        check_prompts("eval_prompts", &eval_prompts, room, vocab)?;
-        for (name, is_empty) in [("rewards", rewards.is_empty()), ("prompts", prompts.is_empty())] {
-            if is_empty {
-                return Err(Error::Usage(format!("PpoParts::{name}: expected at least one, found none")));
-            }
-        }
+    /// [`PpoTrainer::new`] for checked settings.
+    fn of_parts(config: &PpoConfig, mut parts: PpoParts) -> Result<Self> {
+        let Ends { stop, stop_strings } = parts.prepare(config)?;
+        let PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts } = parts;
         let first = |prompts: &[Prompt], rows| prompts.iter().take(rows).cloned().collect::<Vec<_>>();
-        let sample_prompts = first(if eval_prompts.is_empty() { &prompts } else { &eval_prompts }, SAMPLE_ROWS);
-        let eval_prompts = first(&eval_prompts, config.num_eval_prompts);
-        let mut all = prompts.iter().chain(&sample_prompts).chain(&eval_prompts);
-        all.try_for_each(|prompt| rewards.check_row(&prompt.row))?;
-        let (stop, stop_strings) = (config.stop_tokens(&tokenizer)?, config.stop_strings(&tokenizer)?);
-        learner.policy.set_generation(generation_settings(config));
-        check_ends(config, &tokenizer, vocab, &stop)?;
         let plan = config.plan_for(prompts.len())?;
         let left_out = config.left_out(&learner.policy, &tokenizer);
-        let rollout = RolloutSettings { left_out, ..config.rollout(&learner.policy) };
-        if learner.unsupervised.is_none() {
-            let block = config.prompt_length.max_prompt_length.unwrap_or(room).min(room) + config.response_length;
-            learner.unsupervised = Unsupervised::find(&config.unsupervised, &tokenizer, vocab, block, config.run.seed)?;
-        }
         let mut inputs = Inputs::default();
         let ids: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
         inputs.values("PpoParts::prompts", "the caller's", &ids);
@@ -234,13 +85,15 @@ impl PpoTrainer {
         Ok(Self {
             kl_controller: KlController::new(&config.kl, plan.num_total_batches),
             scaling: ScoreScaling::new(&config.score_scaling),
+            rollout: RolloutSettings { left_out, ..config.rollout(&learner.policy) },
+            shaping: config.shaping(),
             plan,
             learner,
             cursor: Cursor::new(config.run.seed, prompts.len()),
             order: None,
             schedule: None,
-            sample_prompts,
-            eval_prompts,
+            sample_prompts: first(if eval_prompts.is_empty() { &prompts } else { &eval_prompts }, SAMPLE_ROWS),
+            eval_prompts: first(&eval_prompts, config.num_eval_prompts),
             prompt_notes: Vec::new(),
             commits: Commits::new(),
             inputs,
@@ -251,8 +104,6 @@ impl PpoTrainer {
             prompts,
             stop,
             stop_strings,
-            rollout,
-            shaping: config.shaping(),
             kept: KeptResponses::new(config.mask.min_response_length),
             answers: Vec::new(),
             last_metrics: Metrics::default(),
@@ -266,9 +117,11 @@ impl PpoTrainer {
         })
     }
 
-    /// Has `order` say which rows of the prompts an update answers, `plan.batch_size` of them, in place of shuffled passes.
+    /// Sets the order of the prompts: `order(update)` returns the rows of an update, `plan.batch_size` of them, instead of
+    /// shuffled passes.
     ///
-    /// Updates count from 0. A resumed run asks for those alone that are left: what `order` says should follow from the number.
+    /// Updates count from 0. A resumed run calls it for the remaining updates only, so its result should depend on the number
+    /// of the update alone.
     #[must_use]
     pub fn with_order(mut self, order: impl FnMut(usize) -> Vec<usize> + Send + 'static) -> Self {
         self.order = Some(PerUpdate(Box::new(order)));
@@ -276,12 +129,282 @@ impl PpoTrainer {
         self
     }
 
-    /// Has `schedule` say the learning rates of an update, in place of the settings; asked as [`PpoTrainer::with_order`] is.
+    /// Sets the learning rates of each update: `schedule(update)`, instead of those of the settings; called as
+    /// [`PpoTrainer::with_order`] is.
     #[must_use]
     pub fn with_schedule(mut self, schedule: impl FnMut(usize) -> LearningRates + Send + 'static) -> Self {
         self.schedule = Some(PerUpdate(Box::new(schedule)));
         take_snapshot(&mut self);
         self
+    }
+}
+
+/// The tokens and texts that end a response.
+pub(crate) struct Ends {
+    pub(crate) stop: Vec<i64>,
+    pub(crate) stop_strings: Option<StopStrings>,
+}
+
+impl PpoParts {
+    /// Checks that the parts match each other and the settings, and loads the texts that are mixed in.
+    pub(crate) fn prepare(&mut self, config: &PpoConfig) -> Result<Ends> {
+        self.reference.hold_as_computed();
+        let vocab = self.learner.policy.config().vocab_size;
+        let room = room_for_prompts(&self.learner, &self.reference, &self.rewards, config.response_length)?;
+        check_prompts("prompts", &self.prompts, room, vocab)?;
+        check_prompts("eval_prompts", &self.eval_prompts, room, vocab)?;
+        for (name, is_empty) in [("rewards", self.rewards.is_empty()), ("prompts", self.prompts.is_empty())] {
+            if is_empty {
+                return Err(Error::Usage(format!("PpoParts::{name}: expected at least one, found none")));
+            }
+        }
+        let of_eval = self.eval_prompts.iter().take(SAMPLE_ROWS.max(config.num_eval_prompts));
+        self.prompts.iter().chain(of_eval).try_for_each(|prompt| self.rewards.check_row(&prompt.row))?;
+        let stop = config.stop_tokens(&self.tokenizer)?;
+        let stop_strings = config.stop_strings(&self.tokenizer)?;
+        self.learner.policy.set_generation(generation_settings(config));
+        check_ends(config, &self.tokenizer, vocab, &stop)?;
+        if self.learner.unsupervised.is_none() {
+            let block = config.prompt_length.max_prompt_length.unwrap_or(room).min(room) + config.response_length;
+            let (texts, seed) = (&config.unsupervised, config.run.seed);
+            self.learner.unsupervised = Unsupervised::find(texts, &self.tokenizer, vocab, block, seed)?;
+        }
+        Ok(Ends { stop, stop_strings })
+    }
+}
+
+/// The parts that the settings name, loaded, with what a resumed run compares.
+pub(crate) struct Loaded {
+    pub(crate) parts: PpoParts,
+    pub(crate) cursor: Cursor,
+    /// Warnings about prompts and dtypes.
+    notes: Vec<String>,
+    commits: Commits,
+    inputs: Inputs,
+}
+
+impl Loaded {
+    /// Loads the parts that checked settings name; `more` are the caller's rewards.
+    pub(crate) fn from_config(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
+        // Each tensor as its file has it, computed in the policy's precision: widening a weight loses nothing, so the reference
+        // gives exactly the numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
+        let frozen = model_options(&config.run)?;
+        let asked = AskedHub::with(commits);
+        // Before gigabytes are downloaded in vain.
+        let sources = Sources::find(&config.data, None)?;
+        check_held_out(&config.eval, &sources, &config.data)?;
+        let mut inputs = Inputs::default();
+        let Folders { policy: dir, value: value_dir, tokenizer, specs } =
+            Folders::find(config, more.is_empty(), &mut inputs)?;
+        let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
+        let (policy, reference) = load_policy(config, &dir, frozen)?;
+        let mut notes = roundings(&dir, config.run.dtype, policy.was_rounded(), policy.rounded_base());
+        tokenizer.check_fits(policy.config(), &dir)?;
+        let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
+        rewards.extend(more);
+        check_best_metric(config, &rewards)?;
+        for model in rewards.models().filter(|model| !model.reads_text()) {
+            tokenizer.check_same(model.dir())?;
+        }
+        let learner = if config.legacy.value_head {
+            let (policy, head) = CausalLmWithValueHead::found_in(&dir, policy, config.run.seed)?.into_parts();
+            Learner::new(policy, head, config.learner())
+        } else {
+            let (value, value_notes) = load_value(config, value_dir.as_deref(), &dir, &rewards, frozen)?;
+            notes.extend(value_notes);
+            tokenizer.check_same(value.dir())?;
+            Learner::new(policy, value.model, config.learner())
+        };
+        let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
+        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, room)?);
+        let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
+        notes.extend(prompts.notes);
+        check_cuts(config, &rewards, &notes, prompts.train.iter().chain(&prompts.eval))?;
+        let (cursor, commits) = (prompts.cursor, asked.commits());
+        let parts =
+            PpoParts { learner, reference, rewards, tokenizer, prompts: prompts.train, eval_prompts: prompts.eval };
+        Ok(Self { parts, cursor, notes, commits, inputs })
+    }
+}
+
+/// The folders and rewards that the settings name.
+struct Folders {
+    policy: PathBuf,
+    value: Option<PathBuf>,
+    tokenizer: PathBuf,
+    specs: Vec<Spec>,
+}
+
+impl Folders {
+    /// Finds the folders, in the hub's cache where they are names on the hub, and records them in `inputs`.
+    fn find(config: &PpoConfig, no_more_rewards: bool, inputs: &mut Inputs) -> Result<Self> {
+        let policy = hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
+        let specs = resolve(config)?;
+        inputs.model("sft_model_path", &policy)?;
+        for (name, dir) in specs.iter().filter_map(Spec::named_model) {
+            inputs.model(&format!("reward {name}"), dir)?;
+        }
+        require_reward(specs.is_empty() && no_more_rewards)?;
+        if let Some(same) = specs.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, &policy)) {
+            return Err(Error::Usage(format!(
+                "sft_model_path = {}: the reward model is this same folder ({}): expected a model that was trained to score \
+                 responses, as `rlhf reward` does, not the one that writes them",
+                config.sft_model_path.display(),
+                same.display()
+            )));
+        }
+        let value = config.value_model_path.as_ref().map(|dir| hub::model_dir(dir, None)).transpose()?;
+        value.as_deref().map_or(Ok(()), |dir| inputs.model("value_model_path", dir))?;
+        let tokenizer = match &config.model_name_or_path {
+            Some(name) => {
+                let dir = hub::tokenizer_dir(name, None)?;
+                inputs.model("model_name_or_path", &dir)?;
+                dir
+            }
+            None => policy.clone(),
+        };
+        Ok(Self { policy, value, tokenizer, specs })
+    }
+}
+
+/// An adapter without dropout, which would make the first ratios differ from 1.
+fn undropped(lora: LoraConfig) -> LoraConfig {
+    LoraConfig { dropout: 0.0, ..lora }
+}
+
+/// Loads the policy, and the reference model: the policy without its adapter, with shared lower layers, or a frozen copy.
+fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(CausalLm, CausalLm)> {
+    let lora = config.peft.lora().map(undropped);
+    let mut policy = CausalLm::from_pretrained(dir, trained_options(frozen, lora.is_some()))?;
+    // An adapter in the folder (SFT's) is merged, into the reference too.
+    policy.prepare(lora.is_some());
+    let reference = match (&lora, config.legacy.num_shared_layers) {
+        (Some(lora), _) => {
+            policy.add_adapter(lora, config.run.seed)?;
+            policy.base()?
+        }
+        (None, Some(layers)) => policy.share_lower_layers(layers)?,
+        (None, None) => {
+            let mut reference = CausalLm::from_pretrained(dir, frozen)?;
+            reference.merge_adapter();
+            reference
+        }
+    };
+    Ok((policy, reference))
+}
+
+/// A separate value model, and the folder it was loaded from.
+struct LoadedValue {
+    model: SequenceClassifier,
+    dir: PathBuf,
+}
+
+impl LoadedValue {
+    fn dir(&self) -> &Path {
+        &self.dir
+    }
+}
+
+/// Loads a separate value model: from its own folder, else from the first reward model that can be one, else from the policy
+/// with a new head. Returns it with warnings about its dtype.
+fn load_value(
+    config: &PpoConfig,
+    own: Option<&Path>,
+    policy: &Path,
+    rewards: &Rewards,
+    frozen: ModelOptions,
+) -> Result<(LoadedValue, Vec<String>)> {
+    let lora = config.value_lora().map(undropped);
+    let new_head = config.new_reward_head.then_some(config.run.seed);
+    let of_reward = rewards.models().find(|model| model.can_be_value_model()).map(RewardModel::dir);
+    let (dir, head) = match (own, of_reward) {
+        (Some(dir), _) | (None, Some(dir)) => (dir, new_head),
+        // A reward model with another tokenizer or several labels cannot be the start of a value model.
+        (None, None) => (policy, Some(config.run.seed)),
+    };
+    let mut model = SequenceClassifier::from_pretrained(dir, head, trained_options(frozen, lora.is_some()))?;
+    model.check_values(dir)?;
+    model.prepare(lora.is_some());
+    if let Some(lora) = &lora {
+        // PEFT knows no other names.
+        model.set_format(ClassifierFormat::Transformers)?;
+        model.add_adapter(lora, config.run.seed)?;
+    }
+    let notes = roundings(dir, config.run.dtype, model.was_rounded(), model.rounded_base());
+    Ok((LoadedValue { model, dir: dir.to_path_buf() }, notes))
+}
+
+/// Prompts to train on and prompts that are held out.
+struct LoadedPrompts {
+    train: Vec<Prompt>,
+    eval: Vec<Prompt>,
+    cursor: Cursor,
+    notes: Vec<String>,
+}
+
+/// Reads and encodes the prompts of `sources`, within the vocabulary and the length of `limit`.
+fn load_prompts(
+    config: &PpoConfig,
+    sources: &Sources<'_>,
+    tokenizer: &Tokenizer,
+    rewards: &Rewards,
+    (vocab, limit): (i64, PromptLimit),
+    inputs: &mut Inputs,
+) -> Result<LoadedPrompts> {
+    let read = |dataset: &Dataset| {
+        dataset.check(|row| rewards.check_row(row))?;
+        dataset.prompts_within(tokenizer, vocab, limit)
+    };
+    let (mut train, mut eval) = sources.read(config.run.seed, Stage::Ppo)?;
+    inputs.rows("dataset_name", &config.data.describe(), &train);
+    inputs.rows("rows held out", &config.data.describe(), &eval);
+    if config.apply_chat_template {
+        train = train.into_iter().map(Dataset::with_chat_prompts).collect();
+        eval = eval.map(Dataset::with_chat_prompts);
+    }
+    // Where long prompts are dropped, later ones take their places.
+    if config.prompt_length.long_prompts != LongPrompts::Drop {
+        eval = eval.map(|eval| eval.first(SAMPLE_ROWS.max(config.num_eval_prompts)));
+    }
+    let (train, eval) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    let cursor = train.cursor(config.run.seed, &config.data);
+    let notes = [train.warnings, eval.warnings].concat();
+    Ok(LoadedPrompts { train: train.rows, eval: eval.rows, cursor, notes })
+}
+
+/// Refuses to choose the best model by a reward that does not exist.
+fn check_best_metric(config: &PpoConfig, rewards: &Rewards) -> Result<()> {
+    if let Some(metric) = &config.eval.metric_for_best_model
+        && let Some(name) = metric.strip_prefix(EVAL_SCORES)
+        && !rewards.names().any(|known| known == name)
+    {
+        let known = rewards.names().collect::<Vec<_>>().join(", ");
+        let message = format!("metric_for_best_model = {metric}: expected the name of a reward, one of {known}");
+        return Err(Error::Usage(message));
+    }
+    Ok(())
+}
+
+/// Refuses truncated prompts where a reward model would read the whole conversation.
+fn check_cuts<'a>(
+    config: &PpoConfig,
+    rewards: &Rewards,
+    notes: &[String],
+    prompts: impl Iterator<Item = &'a Prompt> + Clone,
+) -> Result<()> {
+    let cuts = match config.prompt_length.long_prompts {
+        LongPrompts::TruncateLeft => "truncate_left",
+        LongPrompts::TruncateRight => "truncate_right",
+        LongPrompts::Error | LongPrompts::Drop => return Ok(()),
+    };
+    let renders = |model: &&RewardModel| prompts.clone().any(|prompt| model.conversation(&prompt.row).is_some());
+    match rewards.models().find(renders).filter(|_| !notes.is_empty()) {
+        Some(model) => Err(Error::Usage(format!(
+            "long_prompts = {cuts}: {} reads a whole conversation by its own chat template, and would score responses to the \
+             truncated prompt as if they were responses to that: expected drop or error",
+            model.dir().display()
+        ))),
+        None => Ok(()),
     }
 }
 
