@@ -6,9 +6,7 @@ use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
 use crate::generate::StopStrings;
 use crate::hub::{self, AskedHub, Commits};
 use crate::metrics::Metrics;
-use crate::model::{
-    CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier, ValueModel,
-};
+use crate::model::{CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier};
 use crate::optim::LearningRates;
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
 use crate::rl::alarms::Alarms;
@@ -219,7 +217,7 @@ impl Loaded {
         let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, room)?);
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
         notes.extend(prompts.notes);
-        check_cuts(config, &rewards, &notes, prompts.train.iter().chain(&prompts.eval))?;
+        check_cuts(config, &rewards, &notes, [&prompts.train, &prompts.eval])?;
         let (cursor, commits) = (prompts.cursor, asked.commits());
         let parts =
             PpoParts { learner, reference, rewards, tokenizer, prompts: prompts.train, eval_prompts: prompts.eval };
@@ -386,18 +384,15 @@ fn check_best_metric(config: &PpoConfig, rewards: &Rewards) -> Result<()> {
 }
 
 /// Refuses truncated prompts where a reward model would read the whole conversation.
-fn check_cuts<'a>(
-    config: &PpoConfig,
-    rewards: &Rewards,
-    notes: &[String],
-    prompts: impl Iterator<Item = &'a Prompt> + Clone,
-) -> Result<()> {
+fn check_cuts(config: &PpoConfig, rewards: &Rewards, notes: &[String], prompts: [&[Prompt]; 2]) -> Result<()> {
     let cuts = match config.prompt_length.long_prompts {
         LongPrompts::TruncateLeft => "truncate_left",
         LongPrompts::TruncateRight => "truncate_right",
         LongPrompts::Error | LongPrompts::Drop => return Ok(()),
     };
-    let renders = |model: &&RewardModel| prompts.clone().any(|prompt| model.conversation(&prompt.row).is_some());
+    let renders = |model: &&RewardModel| {
+        prompts.iter().copied().flatten().any(|prompt| model.conversation(&prompt.row).is_some())
+    };
     match rewards.models().find(renders).filter(|_| !notes.is_empty()) {
         Some(model) => Err(Error::Usage(format!(
             "long_prompts = {cuts}: {} reads a whole conversation by its own chat template, and would score responses to the \
