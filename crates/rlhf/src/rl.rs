@@ -11,6 +11,7 @@ pub mod kl;
 pub mod learner;
 pub mod loss;
 pub mod math;
+mod metrics;
 pub mod rollout;
 pub(crate) mod settings;
 pub mod shaping;

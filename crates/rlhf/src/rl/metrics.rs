@@ -1,0 +1,156 @@
+//! The metrics of an update.
+
+use crate::dist::World;
+use crate::metrics::Metrics;
+use crate::model::ValueModel;
+use crate::rl::experience::Experience;
+use crate::rl::learner::{EpochPlan, Learner};
+use crate::rl::math;
+use crate::rl::shaping::Targets;
+use crate::rl::stats::{StepStats, optimizer_steps};
+use tch::{Kind, Tensor};
+
+impl Learner {
+    /// Adds the metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the
+    /// other averages are over tokens, of all mini-batches together. `docs/algorithm.md` defines each.
+    ///
+    /// Metrics of a setting that is off by default appear only where it is on. While the policy is frozen there are none of
+    /// its loss.
+    pub fn metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets, steps: &[StepStats], plan: &EpochPlan) {
+        self.rollout_metrics(m, e, targets);
+        let steps = Steps::of(steps);
+        if steps.all.iter().any(|step| step.tokens > 0.0) {
+            self.policy_metrics(m, &steps, plan.parts(e.rows()));
+        }
+        m.push("loss/value_avg", steps.per_value(|s| s.value_loss));
+        m.push("val/clipfrac_avg", steps.per_value(|s| s.value_clipped));
+        if steps.all.iter().any(|step| step.tokens > 0.0) {
+            let ratio = steps.per_token(|s| s.ratio);
+            m.push("val/ratio", ratio);
+            m.push("val/ratio_var", (steps.per_token(|s| s.ratio_squared) - ratio * ratio).clamp(0.0, f64::INFINITY));
+        }
+        m.push("val/explained_variance", explained_variance(&self.world, e, targets));
+        if matches!(self.value, ValueModel::Model(_)) {
+            m.push("val/grad_norm", steps.mean_norm(|s| s.value_grad_norm, |s| s.value_overflowed));
+        }
+        let lengths = self.world.gather(Tensor::from_slice(&e.lengths()));
+        m.push("val/response_length", mean(&lengths));
+        m.push("val/skipped_steps", (steps.all_steps - steps.kept.len()) as f64);
+        if self.scaling.is_some() {
+            m.push("policy/overflows", steps.count(|s| s.policy_overflowed) as f64);
+            m.push("val/overflows", steps.count(|s| s.value_overflowed) as f64);
+        }
+    }
+
+    /// Metrics of the responses, before anything is trained.
+    fn rollout_metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets) {
+        let per_row = |x: Tensor| {
+            let rows = self.world.gather(Tensor::from_slice(&[e.rows() as i64])).sum(Kind::Double).double_value(&[]);
+            self.world.sum(x.sum(Kind::Double)).double_value(&[]) / rows
+        };
+        let (kl, entropy) = (per_row(targets.kl.shallow_clone()), -per_row(math::keep(&e.logprobs, &e.masks.response)));
+        let in_rewards = if self.settings.loss.kl_in_loss.is_some() { 0.0 } else { targets.kl_coef };
+        let scores = self.world.gather(e.total_scores());
+        let score = mean(&scores);
+        m.push("objective/kl", kl);
+        m.push("objective/kl_coef", targets.kl_coef);
+        m.push("objective/entropy", entropy);
+        m.push("objective/non_score_reward", -in_rewards * kl);
+        m.push("objective/rlhf_reward", score - in_rewards * kl);
+        m.push("objective/scores", score);
+        m.push("objective/scores_std", if scores.numel() > 1 { scores.std(true).double_value(&[]) } else { 0.0 });
+    }
+
+    /// Metrics of the policy's optimizer steps, of which an epoch has `parts_per_epoch` entries.
+    fn policy_metrics(&self, m: &mut Metrics, steps: &Steps<'_>, parts_per_epoch: usize) {
+        let settings = &self.settings;
+        m.push("policy/approxkl_avg", steps.per_token(|s| s.approx_kl));
+        m.push("policy/clipfrac_avg", steps.per_token(|s| s.policy_clipped));
+        if settings.loss.clip.dual.is_some() {
+            m.push("policy/dual_clipfrac_avg", steps.per_token(|s| s.dual_clipped));
+        }
+        m.push("policy/entropy_avg", steps.per_token(|s| s.entropy));
+        m.push("policy/grad_norm", steps.mean_norm(|s| s.policy_grad_norm, |s| s.policy_overflowed));
+        if settings.target_kl.is_some() {
+            m.push("policy/policykl_avg", steps.per_token(|s| s.policy_kl));
+            m.push("policy/epochs", (steps.entries / parts_per_epoch) as f64);
+        }
+        if settings.ratio_threshold.is_some() {
+            m.push("policy/skipped_steps", (steps.kept.len() - steps.taken()) as f64);
+        }
+        m.push("loss/policy_avg", steps.per_token(|s| s.policy_loss));
+        if settings.loss.kl_in_loss.is_some() {
+            m.push("loss/kl_avg", steps.per_token(|s| s.ref_kl));
+        }
+        if self.unsupervised.is_some() {
+            let sum: f64 = steps.entries().map(|step| step.unsup_loss).sum();
+            m.push("loss/unsup_avg", sum / steps.taken() as f64);
+        }
+    }
+}
+
+/// The optimizer steps of an update whose losses and gradients were finite.
+struct Steps<'a> {
+    all: &'a [StepStats],
+    kept: Vec<&'a [StepStats]>,
+    /// Optimizer steps, finite or not.
+    all_steps: usize,
+    /// Entries, finite or not.
+    entries: usize,
+}
+
+impl<'a> Steps<'a> {
+    fn of(all: &'a [StepStats]) -> Self {
+        let finite = |step: &&[StepStats]| step.iter().all(|part| part.not_finite().is_none());
+        let kept = optimizer_steps(all).filter(finite).collect();
+        Self { all, kept, all_steps: optimizer_steps(all).count(), entries: all.len() }
+    }
+
+    fn entries(&self) -> impl Iterator<Item = &StepStats> {
+        self.kept.iter().copied().flatten()
+    }
+
+    fn sum(&self, f: impl Fn(&StepStats) -> f64) -> f64 {
+        self.entries().map(f).sum()
+    }
+
+    fn count(&self, f: fn(&StepStats) -> bool) -> usize {
+        self.entries().filter(|step| f(step)).count()
+    }
+
+    /// Average over tokens; NaN, as 0 / 0, without a step.
+    fn per_token(&self, f: fn(&StepStats) -> f64) -> f64 {
+        self.sum(f) / self.sum(|s| s.tokens)
+    }
+
+    /// Average over value slots; NaN without a step.
+    fn per_value(&self, f: fn(&StepStats) -> f64) -> f64 {
+        self.sum(f) / self.sum(|s| s.value_slots)
+    }
+
+    /// Steps that were not skipped for their mean ratio.
+    fn taken(&self) -> usize {
+        self.kept.iter().filter(|step| !step[0].skipped).count()
+    }
+
+    /// Mean of a gradient norm over the steps that were taken.
+    fn mean_norm(&self, norm: fn(&StepStats) -> f64, overflowed: fn(&StepStats) -> bool) -> f64 {
+        // All entries of a step have its norm.
+        let norms: f64 = self.kept.iter().map(|step| norm(&step[step.len() - 1])).sum();
+        norms / self.taken().saturating_sub(self.count(overflowed)).max(self.kept.len().min(1)) as f64
+    }
+}
+
+fn mean(x: &Tensor) -> f64 {
+    x.sum(Kind::Double).double_value(&[]) / x.numel() as f64
+}
+
+/// 1 - Var(returns - values) / Var(returns) over the value slots: 1 for a perfect value model, 0 for a constant.
+fn explained_variance(world: &World, e: &Experience, targets: &Targets) -> f64 {
+    let variance = |x: &Tensor| {
+        let counted = world.gather(x.masked_select(&e.masks.value));
+        if counted.numel() > 1 { counted.var(true).double_value(&[]) } else { 0.0 }
+    };
+    let total = variance(&targets.returns);
+    if total > 0.0 { 1.0 - variance(&(&targets.returns - &e.values)) / total } else { 0.0 }
+}
