@@ -1,4 +1,4 @@
-//! GPT-2 learns to go on positively from the first tokens of a review; a DistilBERT is the reward. The first example of
+//! GPT-2 learns to continue positively from the first tokens of a review; a DistilBERT is the reward. The first example of
 //! TRL's documentation, as a program of the library; `examples/gpt2-sentiment` has the data, and the same from the command
 //! line.
 //!
@@ -12,7 +12,7 @@ use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::PpoTrainer;
 use std::path::Path;
 
-/// Prints how the policy goes on.
+/// Prints continuations by the policy.
 #[expect(clippy::print_stdout, reason = "an example reports to the terminal")]
 fn show(trainer: &PpoTrainer) -> rlhf::Result<()> {
     let starts = ["This comedy", "Leo Sato's", "The story of a"];
@@ -43,14 +43,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     config.kl.kl_coef = 0.3;
     config.optimizer.max_grad_norm = Some(1.0);
 
-    // The classifier has a tokenizer of its own: it reads the text of prompt and answer. Its logit for POSITIVE is the score.
+    // The classifier has a tokenizer of its own: it reads the text of prompt and response. Its logit for POSITIVE is the
+    // score.
     let tokenizer = Tokenizer::from_pretrained(sft.as_ref())?;
     let dir = Path::new(classifier);
     let sentiment = RewardModel::from_pretrained(dir, Some("POSITIVE"), None, &tokenizer, 64, ModelOptions::default())?;
     let mut trainer = PpoTrainer::from_config_with(&config, Rewards::new().with("sentiment", sentiment))?;
     show(&trainer)?;
     for update in 0..trainer.plan.num_total_batches {
-        // Takes prompts, answers them, scores the answers, and learns from the scores.
+        // Takes prompts, generates responses, scores them, and learns from the scores.
         let stats = trainer.update()?;
         let [score, kl] = ["objective/scores", "objective/kl"].map(|name| stats.get(name).unwrap_or(f64::NAN));
         println!("update {update}: mean score {score:.3}, KL {kl:.3}");

@@ -1,4 +1,4 @@
-//! PPO with a reward of one's own: any Rust closure that sees prompts, responses, tokens and rows of the dataset.
+//! PPO with a custom reward: any Rust closure that sees prompts, responses, tokens and rows of the dataset.
 //!
 //!     cargo run --release --example own_reward -- SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 
@@ -12,7 +12,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let [sft, prompts, out] = arguments.as_slice() else {
         return Err("usage: own_reward SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER".into());
     };
-    // Short answers are good answers: a tenth off for every word.
+    // Short responses score higher: a tenth off for every word.
     let brevity = FnReward::new(|batch| {
         let words = batch.iter().map(|input| input.response.split_whitespace().count());
         Ok(words.map(|words| -(words as f64) / 10.0).collect())

@@ -1,4 +1,4 @@
-//! The loop of TRL's documentation until 0.11: generate, score by whatever you like, `step`.
+//! The loop of TRL's documentation until 0.11: generate, score with any code, `step`.
 //!
 //!     cargo run --release --example step_by_step -- SFT_FOLDER QUERIES.jsonl OUTPUT_FOLDER
 
@@ -7,7 +7,7 @@ use rlhf::data::Dataset;
 use rlhf::model::ModelOptions;
 use std::path::Path;
 
-/// Short answers are good answers: a tenth off for every word.
+/// Short responses score higher: a tenth off for every word.
 fn reward(_query: &str, response: &str) -> f64 {
     -(response.split_whitespace().count() as f64) / 10.0
 }

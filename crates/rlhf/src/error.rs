@@ -57,7 +57,7 @@ impl fmt::Debug for Error {
     }
 }
 
-/// One line, or one for each invalid setting, whatever text of files, programs and services it contains; see
+/// One line, or one for each invalid setting, for any text of files, programs and services in it; see
 /// [`crate::safe_text::one_line`].
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_is_one_safe_line_whatever_is_in_it() {
+    fn an_error_is_one_safe_line_for_any_text_in_it() {
         let hostile = format!("\u{1b}[2J\nerror: no\u{9b}1m{}", "x".repeat(100_000));
         let place = "line 1".to_string();
         for error in [

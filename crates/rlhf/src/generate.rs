@@ -620,7 +620,7 @@ mod tests {
     }
 
     #[test]
-    fn top_k_top_p_and_min_p_keep_what_they_say() {
+    fn top_k_top_p_and_min_p_keep_their_tokens() {
         let logits = row(&[0.1f32.ln(), 0.4f32.ln(), 0.3f32.ln(), 0.2f32.ln()]);
         let kept = |top_k, top_p, min_p| {
             let finite = filter(&logits, top_k, top_p, min_p).isfinite().to_kind(Kind::Int64).squeeze_dim(0);

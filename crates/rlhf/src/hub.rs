@@ -1,7 +1,8 @@
 //! Downloads models and datasets from the Hugging Face hub into the cache that transformers uses too.
 //!
 //! Files are stored by the commit of the revision, so files of two commits are never mixed. Each
-//! is written under another name, checked and renamed: a file with its final name is complete. Layout and names of the cache are
+//! is written under another name, checked and renamed: a file with its final name is complete. Layout and names of the
+//! cache are
 //! those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token to the host that a file is
 //! redirected to, appends any response of the server to a partial file, checks neither length nor hash, and does not
 //! retry after a status that allows it; version 1 needs an asynchronous runtime and 200 more crates.
@@ -58,7 +59,8 @@ pub struct Hub {
     pub offline: bool,
     /// Wait before the first retry of a failed request; doubles with each retry.
     pub pause: Duration,
-    /// Timeout of the hub's description of a model or a dataset. Downloads have no such timeout: they go on as long as bytes
+    /// Timeout of the hub's description of a model or a dataset. Downloads have no such timeout: they continue as long
+    /// as bytes
     /// arrive.
     pub timeout: Duration,
 }
@@ -84,7 +86,8 @@ enum Wanted<'a> {
     Dataset(&'a Choose<'a>),
 }
 
-/// Returns the folder of the model `name_or_path`: the path itself if it exists, else the model of this name on the hub, from the
+/// Returns the folder of the model `name_or_path`: the path itself if it exists, else the model of this name on the hub,
+/// from the
 /// cache or downloaded into it. `revision` is a branch, a tag or a commit of the hub (None: `main`).
 ///
 /// # Errors
@@ -102,7 +105,8 @@ pub fn tokenizer_dir(name_or_path: &Path, revision: Option<&str>) -> Result<Path
     Hub::from_env().find(name_or_path, revision, Part::Tokenizer)
 }
 
-/// Returns the configuration file `name_or_path`: the path itself, or the `config.json` of the model of this name on the hub.
+/// Returns the configuration file `name_or_path`: the path itself, or the `config.json` of the model of this name on the
+/// hub.
 ///
 /// # Errors
 /// As [`model_dir`].
@@ -142,7 +146,7 @@ thread_local! {
 }
 
 /// Records the commits that this thread requests from the hub, and requests known names by their recorded commit: a
-/// resumed run reads the same files as before, whatever was pushed since.
+/// resumed run reads the same files as before, regardless of later pushes.
 #[derive(Debug)]
 pub(crate) struct AskedHub(Option<Commits>);
 
@@ -239,7 +243,8 @@ impl Hub {
         self.folder(name, revision, Wanted::Model(part))
     }
 
-    /// Returns the files of the dataset `name` at `revision` that `choose` selects among all of them, from the cache or downloaded
+    /// Returns the files of the dataset `name` at `revision` that `choose` selects among all of them, from the cache or
+    /// downloaded
     /// into it. None if it selects none.
     ///
     /// # Errors
@@ -893,7 +898,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_the_hub_are_told_from_paths() {
+    fn names_of_the_hub_are_distinguished_from_paths() {
         for name in ["gpt2", "EleutherAI/pythia-160m", "Qwen/Qwen2.5-0.5B", "a_b/c.d", "Meta-Llama-3.1-8B"] {
             assert!(is_hub_name(name), "{name}");
         }
@@ -952,7 +957,7 @@ mod tests {
     }
 
     #[test]
-    fn an_origin_ends_where_the_path_begins() {
+    fn an_origin_ends_where_the_path_starts() {
         assert_eq!(origin("https://huggingface.co/a/b"), "https://huggingface.co");
         assert_eq!(origin("http://127.0.0.1:80?x=http://y/"), "http://127.0.0.1:80");
         assert_ne!(origin("https://huggingface.co@elsewhere/a"), "https://huggingface.co");

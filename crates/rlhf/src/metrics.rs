@@ -47,7 +47,8 @@ impl Metrics {
     }
 }
 
-/// Serializes to a JSON object. Counts are written as integers, and values that are not finite as null, as JSON has no NaN or
+/// Serializes to a JSON object. Counts are written as integers, and values that are not finite as null, as JSON has no
+/// NaN or
 /// infinity.
 impl Serialize for Metrics {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -76,7 +77,7 @@ const COUNTS: [&str; 9] = [
     "val/reused_responses",
 ];
 
-/// Kinds of [`Warning`]; `docs/library.md` says when each comes.
+/// Kinds of [`Warning`]; `docs/library.md` lists when each is issued.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]

@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_saved_state_goes_on_to_the_bit_and_is_refused_by_other_parameters() {
+    fn a_saved_state_resumes_to_the_bit_and_is_refused_by_other_parameters() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("optimizer.safetensors");
         let named = |name: &str, values: &[f32], decay| Param { name: name.into(), ..param(values, decay) };

@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn normals_have_the_asked_spread() {
+    fn normals_have_the_given_spread() {
         let draws = Stream::new(0, Purpose::Init, 0, 0).normals(100_000, 0.02);
         let mean = draws.iter().map(|&x| f64::from(x)).sum::<f64>() / 1e5;
         let std = (draws.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / 1e5).sqrt();

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 /// value for all of it.
 static STOP: AtomicU8 = AtomicU8::new(0);
 
-/// Asks the running training loop to end after its current update and to save. Returns whether it had been asked before.
+/// Requests that the running training loop ends after its current update and saves. Returns whether that had been requested
+/// before.
 ///
 /// The loop then ends in [`Error::Stopped`] with this exit code: 128 plus the number of the signal, or any other but 0.
 pub fn request_stop(code: u8) -> bool {

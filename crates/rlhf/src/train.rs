@@ -49,7 +49,7 @@ fn describe_machine(run: &RunConfig, device: tch::Device) -> [(&'static str, Str
     [("device", device), ("dtype", dtype.into())]
 }
 
-/// Returns the options for loading a model to train: without an adapter its weights are f32, whatever the dtype of its files.
+/// Returns the options for loading a model to train: without an adapter its weights are f32, for every dtype of its files.
 fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
     let dtype = match options.dtype {
         Dtype::Auto if !gets_adapter => Dtype::Float32,
@@ -58,7 +58,8 @@ fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
     ModelOptions { dtype, ..options }
 }
 
-/// Returns warnings about a model whose weights differ from those of the files in `dir` by rounding: at loading, or where the
+/// Returns warnings about a model whose weights differ from those of the files in `dir` by rounding: at loading, or
+/// where the
 /// base of an adapter is saved.
 fn roundings(dir: &Path, dtype: Dtype, was_rounded: bool, rounded_base: Option<tch::Kind>) -> Vec<String> {
     let (dir, mut found) = (dir.display(), Vec::new());

@@ -1,6 +1,6 @@
 //! Attacks on the program: bad files, bad words, bad neighbours, kills and failing disks, drawn from fixed seeds.
 //!
-//! Whatever comes, nothing panics or aborts, time and memory are bounded, an error is one short line without control
+//! On any input, nothing panics or aborts, time and memory are bounded, an error is one short line without control
 //! characters, and a run that was cut off ends in the bits of one that was not. `RLHF_ATTACK=N` makes N times as many cases.
 
 mod faults;
@@ -44,7 +44,7 @@ struct Outcomes {
 impl Outcomes {
     /// Does one case, which may panic: that is noted with its name.
     fn note<T>(&mut self, name: &str, case: impl FnOnce() -> rlhf::Result<T>) {
-        // Where the process dies, its last line says in which case.
+        // Where the process dies, its last line names the case.
         let _ = writeln!(std::io::stdout(), "{name}");
         match catch_unwind(AssertUnwindSafe(case)) {
             Ok(Ok(_)) => self.went_well += 1,

@@ -1,4 +1,4 @@
-//! What a stopped, killed or failed run leaves, and that it goes on from there to the same bits.
+//! Files that a stopped, killed or failed run leaves, and that it resumes from there to the same bits.
 
 use crate::cli::{PPO, REWARD, Ran, SFT, Scratch, json_lines, timeless};
 use crate::support::{golden, init, say};
@@ -18,7 +18,7 @@ fn write_rows(path: &Path, row: fn(&str) -> Value) {
     std::fs::write(path, PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat()).unwrap();
 }
 
-/// Five updates of 4 answers to 6 prompts, with everything on that a step depends on.
+/// Five updates of 4 responses to 6 prompts, with everything on that a step depends on.
 pub(crate) fn ppo_config(dir: &Path) -> PpoConfig {
     for split in ["train", "test"] {
         write_rows(&dir.join(format!("prompts/{split}.jsonl")), |prompt| json!({"prompt": prompt}));
@@ -129,7 +129,7 @@ pub(crate) fn assert_same(found: &Path, expected: &Path, last: usize) {
 }
 
 /// Runs the whole of it with a checkpoint after each update, and from each of them to the end.
-fn goes_on_from_everywhere(updates: usize, run: impl Fn(&dyn Fn(&mut RunConfig))) {
+fn resumes_from_everywhere(updates: usize, run: impl Fn(&dyn Fn(&mut RunConfig))) {
     let mut whole = PathBuf::new();
     let out = std::cell::RefCell::new(&mut whole);
     run(&|run| {
@@ -147,9 +147,9 @@ fn goes_on_from_everywhere(updates: usize, run: impl Fn(&dyn Fn(&mut RunConfig))
     }
 }
 
-fn ppo_goes_on(change: impl Fn(&mut PpoConfig)) {
+fn ppo_resumes(change: impl Fn(&mut PpoConfig)) {
     let dir = tempfile::tempdir().unwrap();
-    goes_on_from_everywhere(5, |with| {
+    resumes_from_everywhere(5, |with| {
         let mut config = ppo_config(dir.path());
         change(&mut config);
         with(&mut config.run);
@@ -158,18 +158,18 @@ fn ppo_goes_on(change: impl Fn(&mut PpoConfig)) {
 }
 
 #[test]
-fn a_run_stopped_after_any_update_goes_on_to_the_same_bits() {
-    ppo_goes_on(|_| ());
+fn a_run_stopped_after_any_update_resumes_to_the_same_bits() {
+    ppo_resumes(|_| ());
 }
 
 #[test]
-fn a_run_with_adapters_stopped_after_any_update_goes_on_to_the_same_bits() {
-    ppo_goes_on(|config| config.peft.use_peft = true);
+fn a_run_with_adapters_stopped_after_any_update_resumes_to_the_same_bits() {
+    ppo_resumes(|config| config.peft.use_peft = true);
 }
 
 #[test]
-fn a_run_whose_kl_weight_follows_a_target_and_whose_policy_begins_late_goes_on_to_the_same_bits() {
-    ppo_goes_on(|config| {
+fn a_run_whose_kl_weight_follows_a_target_and_whose_policy_starts_late_resumes_to_the_same_bits() {
+    ppo_resumes(|config| {
         config.kl.adap_kl_ctrl = true;
         config.kl.target = 0.01;
         config.kl.horizon = 40.0;
@@ -179,8 +179,8 @@ fn a_run_whose_kl_weight_follows_a_target_and_whose_policy_begins_late_goes_on_t
 }
 
 #[test]
-fn a_run_over_a_mixture_with_rows_held_out_and_a_kl_weight_that_moves_goes_on_to_the_same_bits() {
-    ppo_goes_on(|config| {
+fn a_run_over_a_mixture_with_rows_held_out_and_a_kl_weight_that_moves_resumes_to_the_same_bits() {
+    ppo_resumes(|config| {
         let folder = config.data.dataset_name[0].clone();
         config.data.dataset_name = vec![folder.join("train.jsonl"), folder.join("test.jsonl")];
         config.data.dataset_weights = vec![0.3, 0.7];
@@ -190,8 +190,8 @@ fn a_run_over_a_mixture_with_rows_held_out_and_a_kl_weight_that_moves_goes_on_to
 }
 
 #[test]
-fn a_run_in_f16_goes_on_to_the_same_bits_with_its_loss_scales() {
-    ppo_goes_on(|config| {
+fn a_run_in_f16_resumes_to_the_same_bits_with_its_loss_scales() {
+    ppo_resumes(|config| {
         config.run.fp16 = true;
         config.half.align_overflow = true;
         // Too high at first, and grown again on the way.
@@ -201,8 +201,8 @@ fn a_run_in_f16_goes_on_to_the_same_bits_with_its_loss_scales() {
 }
 
 #[test]
-fn a_run_with_a_moving_average_and_texts_in_its_steps_goes_on_to_the_same_bits() {
-    ppo_goes_on(|config| {
+fn a_run_with_a_moving_average_and_texts_in_its_steps_resumes_to_the_same_bits() {
+    ppo_resumes(|config| {
         config.ema.enable_ema = true;
         config.mask.min_response_length = 2;
         config.unsupervised.unsup_coef = 0.5;
@@ -214,13 +214,13 @@ fn a_run_with_a_moving_average_and_texts_in_its_steps_goes_on_to_the_same_bits()
 }
 
 #[test]
-fn sft_and_a_reward_model_go_on_to_the_same_bits_in_the_midst_of_what_a_line_of_metrics_sums_up() {
+fn sft_and_a_reward_model_resume_to_the_same_bits_between_two_lines_of_metrics() {
     let dir = tempfile::tempdir().unwrap();
     let (demos, pairs) = (dir.path().join("demos.jsonl"), dir.path().join("pairs.jsonl"));
     write_rows(&demos, |p| json!({"prompt": p, "completion": " and then some"}));
     write_rows(&pairs, |p| json!({"prompt": p, "chosen": " yes", "rejected": " no, no"}));
     let models = golden().join("models");
-    goes_on_from_everywhere(5, |with| {
+    resumes_from_everywhere(5, |with| {
         let mut config = SftConfig::new(models.join("gpt_neox"), &demos, dir.path().join("sft/whole"));
         (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, 4);
         config.peft.use_peft = true; // with dropout
@@ -231,7 +231,7 @@ fn sft_and_a_reward_model_go_on_to_the_same_bits_in_the_midst_of_what_a_line_of_
         with(&mut config.run);
         rlhf::train::sft::sft(&config, Console::Silent).unwrap();
     });
-    goes_on_from_everywhere(5, |with| {
+    resumes_from_everywhere(5, |with| {
         let mut config = RewardConfig::new(models.join("gpt_neox_cls"), &pairs, dir.path().join("reward/whole"));
         (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, 4);
         config.eval_dataset_name = Some(pairs.clone());
@@ -367,7 +367,7 @@ pub(crate) fn wait_until(child: &mut Child, so_far: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_goes_on() {
+fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_resumes() {
     let scratch = Scratch::new();
     let line = steps("whole").replace("--total_episodes 32", "--total_episodes 160");
     let line = line.replace("--save_steps 1 ", "");
@@ -434,7 +434,7 @@ fn a_checkpoint_that_cannot_be_written_is_one_error_and_the_one_before_it_is_who
 
 /// Runs where a file of more than `most` bytes is refused, as on a full disk.
 fn run_on_full_disk(scratch: &Scratch, line: &str, most: u64) -> Ran {
-    // Shells count in 512 or in 1024 bytes; the system tells which.
+    // Shells count in 512 or in 1024 bytes; the system reports which.
     let unit = "ulimit -S -f 1; unit=$(awk '/Max file size/ {print $4}' /proc/self/limits)";
     let script = format!("trap '' XFSZ; {unit}; ulimit -S -f $(({most} / unit)); exec \"$0\" \"$@\"");
     let run = scratch.command(line);
@@ -447,7 +447,7 @@ fn run_on_full_disk(scratch: &Scratch, line: &str, most: u64) -> Ran {
 }
 
 #[test]
-fn a_run_whose_first_checkpoint_could_not_be_written_begins_again_with_the_same_words() {
+fn a_run_whose_first_checkpoint_could_not_be_written_restarts_with_the_same_command() {
     let scratch = Scratch::new();
     scratch.succeeds(&steps("whole"));
     let line = steps("full") + " --resume_from_checkpoint true";
@@ -470,7 +470,7 @@ fn a_run_whose_first_checkpoint_could_not_be_written_begins_again_with_the_same_
 }
 
 #[test]
-fn a_best_model_that_could_not_be_written_is_written_when_the_run_goes_on() {
+fn a_best_model_that_could_not_be_written_is_written_when_the_run_resumes() {
     let scratch = Scratch::new();
     let best = "--save_steps 1 --metric_for_best_model step --greater_is_better true";
     for (name, line) in [("ppo", PPO), ("sft", SFT), ("reward", REWARD)] {
@@ -499,7 +499,7 @@ fn a_best_model_that_could_not_be_written_is_written_when_the_run_goes_on() {
 }
 
 #[test]
-fn other_inputs_under_the_same_names_are_refused_unless_that_is_asked_for() {
+fn other_inputs_under_the_same_names_are_refused_without_the_flag() {
     let scratch = Scratch::new();
     scratch.copy("value", "gpt_neox_cls");
     let ppo = steps("ppo") + " --value_model_path value";
@@ -545,7 +545,7 @@ fn other_inputs_under_the_same_names_are_refused_unless_that_is_asked_for() {
     let ppo = ["sft_model_path = policy: model.safetensors", "reward model = reward: config.json has changed, model."];
     let model = ["model_name_or_path = policy: model.safetensors has changed"];
     refused([&ppo, &model, &["model_name_or_path = reward: config.json has changed, model.safetensors has"]]);
-    // Asked for, also with more rows; a word of warning tells what the numbers are of.
+    // With the flag, also with more rows; a warning names the inputs of the numbers.
     let (_, line, _) = &lines[1];
     scratch.write("demos.jsonl", &(kept[1].1.clone() + "{\"prompt\": \"so\", \"completion\": \" on\"}\n"));
     let ran = scratch.run(&format!("{line} --resume_from_checkpoint true --resume_with_changed_inputs --max_steps 3"));
@@ -558,7 +558,7 @@ fn other_inputs_under_the_same_names_are_refused_unless_that_is_asked_for() {
 }
 
 #[test]
-fn a_run_goes_on_from_another_working_folder_with_the_same_files_and_not_with_others() {
+fn a_run_resumes_from_another_working_folder_with_the_same_files_and_not_with_others() {
     let scratch = Scratch::new();
     scratch.succeeds(&format!("{SFT} --save_steps 1"));
     let elsewhere = scratch.path("elsewhere");
@@ -577,7 +577,7 @@ fn a_run_goes_on_from_another_working_folder_with_the_same_files_and_not_with_ot
 }
 
 #[test]
-fn a_finished_run_that_is_extended_says_so_and_is_the_longer_run() {
+fn a_finished_run_that_is_extended_logs_it_and_equals_the_longer_run() {
     let scratch = Scratch::new();
     let ppo = |out: &str, episodes: usize| {
         format!("{} --total_episodes {episodes} --lr_scheduler_type constant --num_sample_generations 0", steps(out))
@@ -629,7 +629,7 @@ fn of_two_runs_that_are_started_at_once_on_one_folder_one_is_refused() {
 #[test]
 fn a_folder_that_cannot_be_written_to_is_one_error() {
     let scratch = Scratch::new();
-    // Nobody may make a folder there, not even root.
+    // No user may make a folder there, not even root.
     scratch.refuses(&steps("/proc/rlhf"), 1, &["/proc/rlhf: cannot create the folder"]);
 }
 
@@ -713,7 +713,7 @@ fn a_reward_that_fails_in_an_evaluation_or_a_sample_table_costs_no_update() {
 }
 
 #[test]
-fn a_run_that_ends_before_its_first_update_saves_nothing_and_begins_again_with_the_same_words() {
+fn a_run_that_ends_before_its_first_update_saves_nothing_and_restarts_with_the_same_command() {
     let scratch = Scratch::new();
     scratch.write("score.sh", "while read -r l; do [ -e up ] || exit 3; echo 1; done");
     let line =
@@ -764,7 +764,7 @@ fn what_cannot_be_gone_on_with_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_finished_run_says_so_and_one_without_a_checkpoint_begins() {
+fn a_finished_run_logs_it_and_one_without_a_checkpoint_starts() {
     let scratch = Scratch::new();
     let line = format!("{} --no_checks --max_skipped_updates 7 --resume_from_checkpoint", steps("out"));
     // New, or killed before its first checkpoint.
@@ -789,7 +789,7 @@ fn a_finished_run_says_so_and_one_without_a_checkpoint_begins() {
 }
 
 #[test]
-fn a_checkpoint_begins_a_branch_in_another_folder() {
+fn a_checkpoint_starts_a_branch_in_another_folder() {
     let scratch = Scratch::new();
     let line = format!("{} --metric_for_best_model step --greater_is_better false", steps("out"));
     scratch.succeeds(&format!("{line} --save_total_limit none"));
@@ -810,7 +810,7 @@ fn a_checkpoint_begins_a_branch_in_another_folder() {
 // Evaluation and the best model.
 
 #[test]
-fn an_evaluation_changes_no_training_and_its_samples_are_what_it_tells() {
+fn an_evaluation_changes_no_training_and_its_samples_match_its_metrics() {
     let dir = tempfile::tempdir().unwrap();
     let run = |name: &str, change: &dyn Fn(&mut PpoConfig)| -> Vec<Map<String, Value>> {
         let mut config = ppo_config(dir.path());
@@ -841,7 +841,7 @@ fn an_evaluation_changes_no_training_and_its_samples_are_what_it_tells() {
         let mean = samples.iter().map(|sample| sample["score"].as_f64().unwrap()).sum::<f64>() / 3.0;
         assert!((mean - with[metrics]["eval/score"].as_f64().unwrap()).abs() < 1e-5);
     }
-    // A policy that does not move is its reference, and gives the same answers each time; moments that move on with
+    // A policy that does not move is its reference, and gives the same responses each time; moments that move on with
     // training would give them other scores.
     let still = run("still", &|config| config.learning_rate = 0.0);
     let of = |name: &str| [0, 2, 4, 5].map(|line| still[line][name].as_f64().unwrap());
@@ -869,7 +869,7 @@ fn sft_and_a_reward_model_evaluate_on_the_way_and_keep_the_best_model() {
         let found: Vec<(u64, f64)> =
             lines.iter().map(|line| (line["step"].as_u64().unwrap(), line[metric].as_f64().unwrap())).collect();
         assert_eq!(found.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [0, 2, 4, 5]);
-        // The model that the run began with is none of its own.
+        // The model that the run started from is not one of its own.
         let better = |a: &&(u64, f64), b: &&(u64, f64)| if greater { a.1.total_cmp(&b.1) } else { b.1.total_cmp(&a.1) };
         let (update, value) = *found[1..].iter().max_by(better).unwrap();
         let told: Value = serde_json::from_str(&scratch.read(&format!("{out}/best/best.json"))).unwrap();
@@ -917,7 +917,7 @@ fn the_best_model_is_kept_by_its_metric_beside_the_limit() {
     ] {
         assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
     }
-    // The update is not lost, and goes on with a metric that there is; this one from the third update on.
+    // The update is not lost, and the run resumes with a metric that exists; this one from the third update on.
     let line = format!("{} --value_warmup_updates 2 --metric_for_best_model policy/entropy_avg", steps("late"));
     scratch.succeeds(&line);
     let told: Value = serde_json::from_str(&scratch.read("late/best/best.json")).unwrap();

@@ -1,4 +1,4 @@
-//! The program as a user runs it: tiny models in a temporary folder, exit codes, files, what the two outputs say.
+//! The program as a user runs it: tiny models in a temporary folder, exit codes, files, both output streams.
 
 use crate::support::golden;
 use rlhf::weights::{Checkpoint, save};
@@ -16,7 +16,7 @@ pub(crate) struct Scratch(tempfile::TempDir);
 pub(crate) struct Ran {
     pub(crate) code: i32,
     pub(crate) stdout: String,
-    /// Without the line that says which checks have held.
+    /// Without the line of the checks that held.
     pub(crate) stderr: String,
     /// That line.
     pub(crate) checks: Option<String>,
@@ -99,9 +99,9 @@ impl Scratch {
     pub(crate) fn command(&self, line: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
         command.args(line.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
-        // One thread: sums in one order. A backtrace asked for, so that a panic cannot pass for an error.
+        // One thread: sums in one order. With backtraces, so that a panic cannot pass for an error.
         command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "1");
-        // What is not a folder is not asked for on the network.
+        // A name that is no folder is not requested from the network.
         command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.path("hf"));
         command
     }
@@ -270,7 +270,7 @@ fn trains(scratch: &Scratch, line: &str, out: &str, updates: usize, names: &[&st
     }
 }
 
-/// From text to a tuned model that answers.
+/// From text to a tuned model that generates.
 fn whole_course(golden_model: &str, sft_start: &str) {
     let scratch = Scratch::of_family(golden_model);
     let batches = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2";
@@ -444,7 +444,7 @@ fn in_a_pipe_checks_and_warnings_are_on_standard_error_and_the_card_has_the_comm
 }
 
 #[test]
-fn a_policy_is_no_reward_model_until_a_new_head_is_asked_for() {
+fn a_policy_is_no_reward_model_without_the_flag_for_a_new_head() {
     let scratch = Scratch::new();
     scratch.copy("other", "gpt_neox");
     let line = format!("{PPO} --reward_model_path other");
@@ -453,7 +453,7 @@ fn a_policy_is_no_reward_model_until_a_new_head_is_asked_for() {
     let ran = scratch.run(&format!("{line} --new_reward_head"));
     assert_eq!((ran.code, ran.stderr.lines().count()), (0, 1), "{}", ran.stderr);
     assert!(ran.stderr.starts_with("warning: other: the reward model has a fresh random head"), "{}", ran.stderr);
-    // And never the model that is to be judged.
+    // And never the model under evaluation.
     for same in ["--reward_model_path policy", "--reward again=model:./policy"] {
         let line = format!("{PPO} --new_reward_head --output_dir same {same}");
         scratch.refuses(&line, 2, &["sft_model_path = policy: the reward model is this same folder"]);
@@ -490,7 +490,7 @@ fn a_value_model_with_another_tokenizer_or_a_smaller_vocabulary_is_refused() {
     let line = format!("{PPO} --sft_model_path large --reward_model_path small_reward --output_dir two_tokenizers");
     let value = format!("{line} --value_model_path small_reward");
     scratch.refuses(&value, 1, &["small_reward: expected the tokenizer of large", "differs in"]);
-    // A reward model may have one of its own: then it reads text, and the value model begins as the policy.
+    // A reward model may have one of its own: then it reads text, and the value model starts as the policy.
     assert_eq!(scratch.run(&line).code, 0);
     assert!(scratch.read("two_tokenizers/value_model/config.json").contains("LlamaForSequenceClassification"));
     // The same tokenizer, and fewer rows in the embedding than the policy may sample from.
@@ -576,7 +576,7 @@ fn a_row_of_a_json_array_is_named_by_its_number() {
 }
 
 #[test]
-fn a_dataset_smaller_than_a_batch_warns_and_goes_on_into_its_next_pass() {
+fn a_dataset_smaller_than_a_batch_warns_and_continues_with_its_next_pass() {
     let scratch = Scratch::new();
     for (line, file, rows, updates) in [
         (format!("{PPO} --per_device_train_batch_size 16 --total_episodes 32"), "prompts.jsonl", "8 rows", 2),
@@ -682,7 +682,7 @@ fn help_and_version_are_no_errors() {
 }
 
 #[test]
-fn a_folder_that_holds_a_run_is_left_alone_until_overwriting_is_asked_for() {
+fn a_folder_that_holds_a_run_is_left_alone_without_the_flag_to_overwrite() {
     let scratch = Scratch::new();
     scratch.succeeds(PPO);
     scratch.write("out/notes.txt", "mine");
@@ -762,7 +762,7 @@ fn what_the_pad_token_is_changes_no_run_even_where_prompts_hold_end_tokens() {
 }
 
 #[test]
-fn every_end_token_of_the_generation_config_ends_an_answer_and_is_kept() {
+fn every_end_token_of_the_generation_config_ends_a_response_and_is_kept() {
     let scratch = Scratch::new();
     let row = &json_lines(&scratch.succeeds(&format!("{GENERATE} --do_sample false")))[0];
     let third = row["completion_ids"][2].as_i64().unwrap();
@@ -821,7 +821,7 @@ fn conversations_go_through_all_four_commands_and_the_template_travels_along() {
 }
 
 #[test]
-fn a_template_that_closes_no_answer_is_warned_of() {
+fn a_template_that_closes_no_response_is_warned_of() {
     let scratch = Scratch::new();
     scratch.write("policy/chat_template.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}");
     scratch.write("demos.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"The movie\"}]}\n");
@@ -829,7 +829,7 @@ fn a_template_that_closes_no_answer_is_warned_of() {
     assert!(ran.code == 0 && ran.stderr.contains("no row teaches the model to stop"), "{}", ran.stderr);
 }
 
-/// The fields of answers that do not depend on how they were asked for.
+/// The fields of responses that do not depend on the source of the prompts.
 fn answers(stdout: &str) -> Vec<(Value, Value, Value)> {
     json_lines(stdout)
         .iter()
@@ -838,7 +838,7 @@ fn answers(stdout: &str) -> Vec<(Value, Value, Value)> {
 }
 
 #[test]
-fn prompts_as_arguments_by_standard_input_and_by_dataset_get_the_same_answers() {
+fn prompts_as_arguments_by_standard_input_and_by_dataset_get_the_same_responses() {
     let scratch = Scratch::new();
     let line = "generate --model_name_or_path policy --max_new_tokens 8";
     let from_dataset = answers(&scratch.succeeds(GENERATE));
@@ -863,7 +863,7 @@ fn prompts_as_arguments_by_standard_input_and_by_dataset_get_the_same_answers() 
 }
 
 #[test]
-fn answers_come_as_text_or_as_json_with_the_rows_other_fields() {
+fn responses_come_as_text_or_as_json_with_the_rows_other_fields() {
     let scratch = Scratch::new();
     let line = "generate --model_name_or_path policy --max_new_tokens 4";
     scratch.write("prompts.jsonl", "{\"prompt\": \"do\", \"id\": 7}\n");
@@ -875,7 +875,7 @@ fn answers_come_as_text_or_as_json_with_the_rows_other_fields() {
 }
 
 #[test]
-fn answers_depend_on_the_seed_and_not_on_the_batch_size() {
+fn responses_depend_on_the_seed_and_not_on_the_batch_size() {
     let scratch = Scratch::new();
     let with = |flags: &str| answers(&scratch.succeeds(&format!("{GENERATE} {flags}")));
     let eight = with("--seed 3 --batch_size 8 --num_return_sequences 3");
@@ -895,7 +895,7 @@ fn answers_depend_on_the_seed_and_not_on_the_batch_size() {
 }
 
 #[test]
-fn an_output_file_is_written_once_and_replaced_only_when_asked_for() {
+fn an_output_file_is_written_once_and_replaced_only_with_the_flag() {
     let scratch = Scratch::new();
     let line = format!("{GENERATE} --output_file answers.jsonl");
     assert_eq!(scratch.succeeds(&line), "");
@@ -925,7 +925,7 @@ fn a_sentiment_encoder_with_its_own_tokenizer_and_two_labels_is_a_reward_model()
     // The value model cannot begin as an encoder: it is the policy's body with a head.
     assert!(scratch.read("out/value_model/config.json").contains("GPTNeoXForSequenceClassification"));
 
-    // What the sample table says of a text is what `rlhf score` says of it.
+    // The sample table shows the score of `rlhf score` for a text.
     let tables = ["update-000000", "update-000002"].map(|name| scratch.read(&format!("out/samples/{name}.jsonl")));
     let rows: Vec<Value> = tables
         .concat()

@@ -80,7 +80,7 @@ fn logprobs_equal_those_of_transformers_in_every_batch_and_at_every_border() {
 }
 
 #[test]
-fn scores_equal_those_of_transformers_whatever_the_form_of_the_row() {
+fn scores_equal_those_of_transformers_for_every_form_of_row() {
     for model in ["gpt2_cls", "gpt_neox_cls", "llama_untied_cls"] {
         let scratch = Scratch::of_family("gpt_neox");
         scratch.copy("judge", model);
@@ -154,7 +154,7 @@ fn text_is_what_its_ids_are_joined_before_it_is_encoded_and_without_eos() {
 }
 
 #[test]
-fn any_reward_scores_a_file_of_answers_as_a_run_would() {
+fn any_reward_scores_a_file_of_responses_as_a_run_would() {
     let scratch = Scratch::new();
     scratch.write(
         "reward.sh",
@@ -178,7 +178,7 @@ fn any_reward_scores_a_file_of_answers_as_a_run_would() {
         assert_eq!((&row["components"], row["score"].as_f64()), (&components, Some(total)));
         assert!(row["prompt"].is_string(), "a row keeps its own fields");
     }
-    // A reward model among them says what it says alone, of the same tokens.
+    // A reward model among them gives the scores that it gives alone, of the same tokens.
     let alone = piped(&scratch, "score --model reward", &rows);
     let beside = piped(&scratch, "score --model reward --reward json --batch_size 1", &rows);
     for (alone, beside) in alone.iter().zip(&beside) {
@@ -301,7 +301,7 @@ fn a_model_whose_numbers_are_not_finite_is_refused_at_the_row() {
 }
 
 #[test]
-fn with_a_batch_size_of_one_each_row_is_answered_before_the_next_is_read() {
+fn with_a_batch_size_of_one_each_row_is_generated_before_the_next_is_read() {
     let scratch = Scratch::new();
     for (line, field) in [
         ("logprobs --model policy --batch_size 1", "logprobs"),
@@ -378,7 +378,7 @@ fn prompt_and_completion_make_the_text_of_all_their_tokens() {
 }
 
 #[test]
-fn what_ends_an_answer_is_what_was_asked_for_and_every_eos_unless_ignored() {
+fn a_response_ends_at_the_given_stops_and_at_every_eos_unless_ignored() {
     let scratch = Scratch::new();
     let answer = |flags: &str, words: &[&str]| {
         let line = format!("generate --model policy --do_sample false --max_new_tokens 12 {flags}");
@@ -405,7 +405,7 @@ fn what_ends_an_answer_is_what_was_asked_for_and_every_eos_unless_ignored() {
     scratch.refuses_with("generate --model policy", &["x"], 1, &words);
     scratch.write("policy/generation_config.json", "{}");
 
-    // `stop_strings` as ids: the first text that the answer's tokens make, beginning within one of them.
+    // `stop_strings` as ids: the first text that the response's tokens make, starting within one of them.
     let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
     let text = |ids: &[i64]| tokenizer.decode(ids).unwrap();
     let ascii = (1..12).find(|&at| text(&plain[at..=at]).is_ascii()).unwrap();
@@ -416,7 +416,7 @@ fn what_ends_an_answer_is_what_was_asked_for_and_every_eos_unless_ignored() {
 }
 
 #[test]
-fn token_ids_need_no_tokenizer_and_every_family_answers_them() {
+fn token_ids_need_no_tokenizer_and_every_family_generates_from_them() {
     let scratch = Scratch::new();
     for model in ["opt", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "llama_rope3"] {
         let (dir, golden) = (golden().join("models").join(model), golden_of(model));

@@ -20,7 +20,7 @@ const REWARD: &str = "reward --dataset_name pairs.jsonl --pair_loss tokens --num
                       --learning_rate 1e-3";
 
 #[test]
-fn a_reward_model_of_deepspeed_chat_is_trained_scores_rewards_and_begins_a_critic() {
+fn a_reward_model_of_deepspeed_chat_is_trained_scores_rewards_and_initializes_a_critic() {
     let scratch = Scratch::of_family("gpt2");
     let line = format!("{REWARD} --model_name_or_path policy --new_reward_head --reward_format deepspeed-chat");
     scratch.succeeds(&format!("{line} --dataset_test_split train --eval_dataset_name pairs.jsonl --output_dir reward"));
@@ -32,7 +32,8 @@ fn a_reward_model_of_deepspeed_chat_is_trained_scores_rewards_and_begins_a_criti
     let found = names(&scratch, "reward");
     assert!(found.iter().all(|name| name == "v_head.weight" || name.starts_with("rwtransformer.")), "{found:?}");
 
-    // It goes on by its own names, and by transformers' where these are asked for: at a learning rate of 0 the same model.
+    // Training continues from its own names, and from transformers' where these are selected: at a learning rate of 0
+    // the same model.
     let again = REWARD.replace("--learning_rate 1e-3", "--learning_rate 0");
     scratch.succeeds(&format!("{again} --model_name_or_path reward --output_dir same"));
     assert_eq!(names(&scratch, "same"), found);

@@ -18,7 +18,7 @@ fn read(name: &str) -> String {
 }
 
 #[test]
-fn the_shipped_classifier_says_here_what_its_script_measured_with_transformers() {
+fn the_shipped_classifier_reproduces_what_its_script_measured_with_transformers() {
     let recorded: Value = serde_json::from_str(&read("results/classifier.json")).unwrap();
     let dir = examples().join("gpt2-sentiment/classifier");
     let model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();

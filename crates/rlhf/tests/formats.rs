@@ -1,4 +1,4 @@
-//! Files and dtypes: what is saved, how much memory loading takes, what a model held in fewer bits says.
+//! Files and dtypes: what is saved, how much memory loading takes, what a low-precision model computes.
 
 use crate::cli::{PPO, REWARD, SFT, Scratch, timeless};
 use crate::support::{Child, golden, say};
@@ -81,7 +81,7 @@ fn a_value_head_is_saved_loaded_and_saved_again_equal() {
 }
 
 #[test]
-fn a_model_held_in_bf16_or_f16_stays_near_f32_and_says_its_numbers_in_f32() {
+fn a_model_held_in_bf16_or_f16_stays_near_f32_and_returns_f32() {
     for dir in models() {
         let ids = [vec![5i64, 6, 7, 8, 9, 10], vec![11, 12]];
         // 8 and 11 bits of each weight and product: 0.4 % and 0.05 % of numbers up to about 8, added up over the layers.
@@ -274,7 +274,7 @@ fn mix(scratch: &Scratch) {
     });
 }
 
-/// A run of the scratch folder's models that learns nothing, changed as a case says.
+/// A run of the scratch folder's models that learns nothing, changed by a case.
 fn frozen_run(scratch: &Scratch, change: impl FnOnce(&mut PpoConfig)) -> PpoConfig {
     let path = |name: &str| scratch.path(name);
     let mut config = PpoConfig::new(path("policy"), path("reward"), path("prompts.jsonl"), path("out"));
@@ -285,7 +285,7 @@ fn frozen_run(scratch: &Scratch, change: impl FnOnce(&mut PpoConfig)) -> PpoConf
 }
 
 #[test]
-fn the_reference_is_the_policys_start_whatever_the_dtypes_of_the_files_and_the_flags() {
+fn the_reference_is_the_policys_start_for_all_dtypes_of_files_and_flags() {
     golden(); // one thread
     type Write = fn(&Scratch);
     let folders: [(&str, Write); 3] =
@@ -310,7 +310,7 @@ fn the_reference_is_the_policys_start_whatever_the_dtypes_of_the_files_and_the_f
 }
 
 #[test]
-fn a_run_at_rate_0_has_no_kl_and_says_what_was_rounded() {
+fn a_run_at_rate_0_has_no_kl_and_logs_what_was_rounded() {
     let scratch = Scratch::new();
     mix(&scratch);
     narrow(&scratch, "reward");
@@ -405,7 +405,7 @@ fn a_model_whose_numbers_are_not_finite_is_not_saved() {
 }
 
 #[test]
-fn a_run_that_diverged_keeps_its_last_sound_weights_and_says_where_they_are() {
+fn a_run_that_diverged_keeps_its_last_sound_weights_and_names_their_folder() {
     let scratch = Scratch::new();
     let rate = "--learning_rate 1e38 --lr_scheduler_type constant_with_warmup --warmup_steps 1 --save_steps 1";
     for (line, optimizer) in [
@@ -428,7 +428,7 @@ fn a_run_that_diverged_keeps_its_last_sound_weights_and_says_where_they_are() {
 }
 
 #[test]
-fn runs_save_in_shards_of_the_size_asked_for() {
+fn runs_save_in_shards_of_the_given_size() {
     let scratch = Scratch::new();
     scratch.succeeds(&format!("{SFT} --max_shard_size 50KB --output_dir shards"));
     scratch.succeeds(&format!("{SFT} --output_dir single"));
@@ -445,7 +445,7 @@ fn runs_save_in_shards_of_the_size_asked_for() {
 }
 
 #[test]
-fn commands_hold_the_model_as_they_are_told_to() {
+fn commands_hold_the_model_in_the_given_dtype() {
     let scratch = Scratch::new();
     narrow(&scratch, "policy");
     let line = "logprobs --model policy --dataset_name demos.jsonl";

@@ -92,7 +92,7 @@ fn a_command_line_of_deepspeed_chat_in_its_own_dtype_computes_in_f16() {
          --per_device_generation_batch_size 4 --per_device_training_batch_size 4 --dtype fp16 --align_overflow \
          --compute_fp32_loss --num_padding_at_beginning 1",
     );
-    // DeepSpeed too begins at the weights in f16.
+    // DeepSpeed too starts at the weights in f16.
     let rounded = ["policy", "reward"].map(|dir| format!("warning: {dir}: dtype = float16 rounds weights"));
     assert!(ran.code == 0 && rounded.iter().all(|line| ran.stderr.contains(line)), "{}", ran.stderr);
     assert_eq!(column(&scratch, "out", "val/loss_scale"), [65536.0; 2]);

@@ -1,4 +1,4 @@
-//! Models and datasets by their name on the hub, against a server on this machine that answers as the hub does.
+//! Models and datasets by their name on the hub, against a server on this machine that responds as the hub does.
 
 use crate::attack::folders::{Dice, mutate, mutate_text};
 use crate::support::golden;
@@ -22,7 +22,7 @@ const DIR: &str = "models--someone--tiny-model";
 
 type Files = BTreeMap<String, Vec<u8>>;
 
-/// What a server was asked.
+/// A request to the server.
 #[derive(Debug, Clone)]
 struct Request {
     /// "HEAD config.json": the method, or CDN for the other host, and the end of the path.
@@ -38,7 +38,7 @@ enum Fault {
     Status(u16, &'static str),
     /// The connection ends after so many bytes of the body.
     Cut(usize),
-    /// The answer is the whole file, whatever range was asked for.
+    /// The response is the whole file, for any requested range.
     NoRange,
     /// One byte is another.
     Flip,
@@ -56,7 +56,7 @@ struct State {
     token: Option<String>,
     /// In the place of the description, where there is one.
     description: Option<Vec<u8>>,
-    /// By what is asked; the first that fits is taken, once.
+    /// By request; the first that fits is taken, once.
     faults: Vec<(&'static str, Fault)>,
     log: Vec<Request>,
 }
@@ -126,7 +126,7 @@ impl Server {
         self.change(|state| state.faults.push((what, fault)));
     }
 
-    /// What was asked since the last time.
+    /// Requests since the last call.
     fn asked(&self) -> Vec<Request> {
         std::mem::take(&mut self.state.lock().unwrap().log)
     }
@@ -136,7 +136,7 @@ impl Server {
         self.asked().into_iter().map(|request| request.what).collect()
     }
 
-    /// Where the downloads of the weights began.
+    /// Offsets at which the downloads of the weights started.
     fn ranges(&self) -> Vec<usize> {
         let start = |range: Option<String>| range.map_or(0, |r| r[6..r.len() - 1].parse().unwrap());
         let of_weights = |request: &Request| request.what == "CDN model.safetensors";
@@ -178,7 +178,7 @@ fn answer(stream: TcpStream, state: &Mutex<State>, to_cdn: bool, cdn: &str) -> s
         _ => {}
     }
     let mut stream = stream;
-    // A redirect says nothing of the length of what it leads to.
+    // A redirect does not contain the length of its target.
     write!(stream, "HTTP/1.1 {status} -\r\nConnection: close\r\nContent-Length: {}\r\n{head}\r\n", body.len())?;
     match fault {
         Some(Fault::Drip) => sent.chunks(1).try_for_each(|byte| {
@@ -340,7 +340,7 @@ fn what_is_in_the_cache_is_not_fetched_again() {
 }
 
 #[test]
-fn offline_the_cache_is_enough_and_nothing_is_asked() {
+fn offline_the_cache_is_enough_and_no_request_is_sent() {
     let server = Server::of("gpt_neox_sharded");
     let dir = find(&server.hub());
     server.asked();
@@ -410,14 +410,14 @@ fn a_description_that_comes_too_slowly_is_a_failure_that_may_pass() {
 }
 
 #[test]
-fn a_password_in_the_address_of_the_hub_is_told_nowhere() {
+fn a_password_in_the_address_of_the_hub_is_printed_nowhere() {
     let server = Server::of("gpt_neox");
     let with_password = |endpoint: &str| Hub {
         endpoint: endpoint.replace("://", "://me:secret@"),
         token: Some("hf_hidden".into()),
         ..server.hub()
     };
-    // It is not there, it refuses, its answer is another; then a copy is taken from the cache.
+    // It is not there, it refuses, its response differs; then a copy is taken from the cache.
     let absent = with_password("http://127.0.0.1:1");
     refuses(&absent, None, &["http://127.0.0.1:1 cannot be reached"]);
     let hub = with_password(&server.endpoint);
@@ -433,7 +433,7 @@ fn a_password_in_the_address_of_the_hub_is_told_nowhere() {
 }
 
 #[test]
-fn what_does_not_pass_is_told_at_once() {
+fn permanent_failures_are_reported_at_once() {
     let token = Hub { token: Some("hf_secret".into()), ..Server::of("gpt2").hub() };
     let cases = [
         (401, "", None, &["no such folder", "HF_TOKEN", "private"][..]),
@@ -457,7 +457,7 @@ fn what_does_not_pass_is_told_at_once() {
 }
 
 #[test]
-fn a_broken_download_goes_on_where_it_ended() {
+fn a_broken_download_resumes_where_it_ended() {
     let server = Server::of("gpt2");
     for len in [50_000, 60_000, 0, 1] {
         server.fault("CDN model.safetensors", Fault::Cut(len));
@@ -467,7 +467,7 @@ fn a_broken_download_goes_on_where_it_ended() {
 }
 
 #[test]
-fn a_download_that_fails_for_good_leaves_nothing_that_looks_whole_and_the_next_goes_on() {
+fn a_download_that_fails_for_good_leaves_nothing_that_looks_whole_and_the_next_resumes() {
     let server = Server::of("gpt_neox_sharded");
     let shard = "CDN model-00002-of-00004.safetensors";
     server.fault(shard, Fault::Cut(10_000));
@@ -568,7 +568,7 @@ fn a_tokenizer_or_a_configuration_comes_without_the_weights() {
 }
 
 #[test]
-fn a_folder_is_itself_and_what_is_no_name_is_not_asked_for() {
+fn a_folder_is_itself_and_invalid_names_are_not_requested() {
     let server = Server::of("gpt2");
     let folder = server.cache.path();
     assert_eq!(server.hub().find(folder, Some("main"), Part::Model).unwrap(), folder);
@@ -656,7 +656,7 @@ fn every_command_that_measures_takes_a_name_of_the_hub() {
 }
 
 #[test]
-fn a_dataset_that_is_not_there_is_told_before_anything_is_fetched() {
+fn a_missing_dataset_is_reported_before_anything_is_fetched() {
     let server = Server::of("gpt2");
     for models in [
         "sft --model_name_or_path NAME --dataset_name nowhere.jsonl",
@@ -792,7 +792,7 @@ fn a_command_takes_a_dataset_of_the_hub_as_it_takes_a_folder() {
 }
 
 #[test]
-fn certificates_that_cannot_be_used_are_named_and_offline_not_asked_for() {
+fn certificates_that_cannot_be_used_are_named_and_offline_not_needed() {
     let server = Server::of("gpt2");
     find(&server.hub());
     let file = server.cache.path().join("roots.pem");
@@ -835,7 +835,7 @@ fn a_run_file_keeps_the_name_as_it_was_typed() {
 }
 
 #[test]
-fn a_run_that_goes_on_reads_what_it_began_with_whatever_was_pushed_since() {
+fn a_resumed_run_reads_its_first_commits_despite_later_pushes() {
     let server = Server::of("gpt2_cls");
     fs::write(server.cache.path().join("rows.jsonl"), "{\"prompt\": \"The\"}\n").unwrap();
     let policy = golden().join("models/gpt2").canonicalize().unwrap();

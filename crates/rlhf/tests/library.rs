@@ -1,4 +1,4 @@
-//! PPO from Rust: what a run tells its caller, what the caller may bring, and the pieces of a step.
+//! PPO from Rust: the events of a run, what the caller may bring, and the pieces of a step.
 
 use crate::checkpoint::{assert_same, ppo_config};
 use crate::cli::{json_lines, timeless};
@@ -24,7 +24,7 @@ use tch::Kind;
 
 const VOCAB: i64 = 320;
 
-/// Five updates of 4 answers in the folder `out`, scored by nothing yet.
+/// Five updates of 4 responses in the folder `out`, scored by nothing yet.
 fn config(dir: &Path, out: &str) -> PpoConfig {
     let mut config = ppo_config(dir);
     config.run.output_dir = dir.join(out);
@@ -34,7 +34,7 @@ fn config(dir: &Path, out: &str) -> PpoConfig {
     config
 }
 
-/// Short answers are good ones.
+/// Short responses score higher.
 fn brevity() -> Rewards {
     let brevity = |batch: &[rlhf::reward::RewardInput<'_>]| {
         Ok(batch.iter().map(|input| -(input.response.len() as f64) / 10.0).collect())
@@ -102,7 +102,7 @@ fn told(event: &Event<'_>) -> (String, usize) {
 }
 
 #[test]
-fn a_watcher_is_told_everything_and_a_run_that_it_ends_anywhere_goes_on_to_the_same_bits() {
+fn a_watcher_receives_every_event_and_a_run_that_it_ends_anywhere_resumes_to_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
     let whole = ppo_config(dir.path());
     let run = |out: &str, save_steps: usize, resume: bool| {
@@ -170,7 +170,7 @@ fn a_watcher_is_told_everything_and_a_run_that_it_ends_anywhere_goes_on_to_the_s
 }
 
 #[test]
-fn a_run_that_is_ended_before_its_first_update_leaves_no_model_and_begins_again_when_it_is_asked_to() {
+fn a_run_that_is_ended_before_its_first_update_leaves_no_model_and_restarts_on_the_next_call() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = ppo_config(dir.path());
     config.eval.metric_for_best_model = None;
@@ -237,14 +237,14 @@ fn an_evaluation_needs_no_report_and_changes_nothing() {
     assert!(error.starts_with("evaluate: expected prompts that are held out, found none"), "{error}");
 }
 
-/// The rates of update `update`; the policy begins with the second.
+/// The rates of update `update`; the policy starts with the second.
 fn rates(update: usize) -> LearningRates {
     let value = 1e-3 / (1 + update) as f64;
     LearningRates { policy: (update > 0).then_some(value / 2.0), value }
 }
 
 #[test]
-fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_go_on_with_them() {
+fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_them() {
     let dir = tempfile::tempdir().unwrap();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let new = |out: &str, own: bool| {
@@ -333,7 +333,7 @@ fn updates_in_a_loop_of_the_callers_warn_of_skipped_steps_and_end_at_too_many_as
         "{error}"
     );
     assert_eq!((trainer.updates_done(), sums(&trainer)), (3, weights));
-    // A run tells its watcher of the same, and ends in the same error.
+    // A run sends its watcher the same, and ends in the same error.
     let mut named = by_hand;
     named.run.output_dir = dir.path().join("named");
     named.watch.no_checks = true;
@@ -350,7 +350,7 @@ fn updates_in_a_loop_of_the_callers_warn_of_skipped_steps_and_end_at_too_many_as
 }
 
 #[test]
-fn a_hidden_eos_is_told_once_where_most_responses_go_on_behind_it() {
+fn a_hidden_eos_is_reported_once_where_most_responses_continue_after_it() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = config(dir.path(), "out");
     // Half of the vocabulary is an eos, and nothing stops.

@@ -304,7 +304,7 @@ fn a_target_that_matches_nothing_names_what_there_is() {
     assert!(with(&["proj"]).contains("found `proj`") && with(&["lm_head"]).contains("found `lm_head`"));
 }
 
-/// A copy of PEFT's adapter on `models/llama_untied` whose configuration has `key` changed, and what opening it says.
+/// A copy of PEFT's adapter on `models/llama_untied` whose configuration has `key` changed, and the result of opening it.
 fn refusal(key: &str, value: Value) -> String {
     let dir = tempfile::tempdir().unwrap();
     std::fs::copy(
@@ -325,7 +325,7 @@ fn refusal(key: &str, value: Value) -> String {
 #[test]
 fn adapters_of_other_kinds_are_refused_by_the_name_of_what_they_ask_for() {
     assert_eq!(refusal("revision", json!("main")), "opened");
-    assert_eq!(refusal("target_modules", json!(".*(q|v)_proj")), "opened"); // the tensors say which layers these are
+    assert_eq!(refusal("target_modules", json!(".*(q|v)_proj")), "opened"); // the tensors' names determine the layers
     for (key, value) in [
         ("peft_type", json!("IA3")),
         ("bias", json!("all")),
@@ -387,7 +387,7 @@ fn merging_into_bf16_keeps_the_f32_sum_until_it_is_rounded_once() {
     let found =
         |model: &CausalLm| model.params().iter().find(|param| param.name == name).unwrap().tensor.shallow_clone();
     assert_eq!(found(&model), sum);
-    // A reader of what is saved is told of f32, and gets the sum.
+    // A reader of the saved files finds f32, and gets the sum.
     let out = tempfile::tempdir().unwrap();
     model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
     let described = read_json(&out.path().join("config.json"));
@@ -405,7 +405,7 @@ fn tensors(dir: &Path) -> Vec<(String, Tensor)> {
 }
 
 #[test]
-fn ppo_begins_at_the_very_sum_of_an_adapter_and_a_bf16_base_and_so_does_its_reference() {
+fn ppo_starts_at_the_exact_sum_of_an_adapter_and_a_bf16_base_and_so_does_its_reference() {
     let scratch = Scratch::new();
     let options = ModelOptions { dtype: Dtype::BFloat16, ..ModelOptions::default() };
     let base = CausalLm::from_pretrained(&scratch.path("policy"), options).unwrap();
@@ -449,7 +449,7 @@ fn ppo_begins_at_the_very_sum_of_an_adapter_and_a_bf16_base_and_so_does_its_refe
             assert!(kl.abs() <= if bf16 { 0.0 } else { 1e-5 }, "bf16 {bf16}, peft {use_peft}: {kl}");
         }
     }
-    // `rlhf merge` writes the base's dtype, as it says.
+    // `rlhf merge` writes the base's dtype, as documented.
     scratch.succeeds("merge --model sft --output_dir merged");
     compare("merged", &|_, sum| rounded(sum));
 }
@@ -467,7 +467,7 @@ fn the_base_of_an_adapter_never_changes_also_when_a_finished_run_is_resumed() {
         let file = Checkpoint::open_file(&scratch.path(file)).unwrap();
         file.read(name, Device::Cpu, Kind::Float).unwrap()
     };
-    // The head of the value model's base is the one that it began with, which is not the trained one.
+    // The head of the value model's base is the one at its start, which is not the trained one.
     let began = head("judge/adapter_model.safetensors", "base_model.model.score.weight");
     let base = "out/value_model/base_model/model.safetensors";
     assert_eq!(head(base, "score.weight"), began);
@@ -480,7 +480,7 @@ fn the_base_of_an_adapter_never_changes_also_when_a_finished_run_is_resumed() {
     let resumed = scratch.run(&format!("{line} --output_dir out --resume_from_checkpoint true"));
     assert_eq!(resumed.code, 0, "{}", resumed.stderr);
     assert!(before == [state(base), state("out/base_model/model.safetensors")], "a base was written again");
-    // Nor where it goes on in another folder, which gets a base of its own.
+    // Nor where it continues in another folder, which gets its own base.
     let resumed = scratch.run(&format!("{line} --output_dir other --resume_from_checkpoint out/checkpoint-2"));
     assert_eq!(resumed.code, 0, "{}", resumed.stderr);
     assert!(state("other/value_model/base_model/model.safetensors").0 == before[0].0);
@@ -570,7 +570,7 @@ fn dropout_in_training_is_the_same_however_rows_are_batched() {
 }
 
 #[test]
-fn ppo_with_lora_begins_at_its_reference_and_saves_two_adapters() {
+fn ppo_with_lora_starts_at_its_reference_and_saves_two_adapters() {
     let scratch = Scratch::new();
     let stored = |file: &str| std::fs::read(scratch.path(file)).unwrap();
     let before = [stored("policy/model.safetensors"), stored("reward/model.safetensors")];
@@ -592,7 +592,7 @@ fn ppo_with_lora_begins_at_its_reference_and_saves_two_adapters() {
 }
 
 #[test]
-fn ppo_goes_on_from_an_adapter_by_folding_it_into_policy_and_reference() {
+fn ppo_starts_from_an_adapter_by_folding_it_into_policy_and_reference() {
     let scratch = Scratch::new();
     scratch.succeeds(&format!("{SFT} --output_dir sft"));
     for (flags, base) in [("", true), ("--use_peft=false", false)] {

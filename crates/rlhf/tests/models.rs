@@ -21,7 +21,7 @@ enum Hold {
     Encoder,
 }
 
-/// The golden model folders of a kind; prints which, so that a log says what was run.
+/// The golden model folders of a kind; prints which, so that a log shows what was run.
 fn folders(hold: Hold) -> Vec<PathBuf> {
     let dir = given_golden().join("models");
     let kind = |path: &Path| {
@@ -182,7 +182,7 @@ fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
         let name = dir.file_name().unwrap().to_str().unwrap().replace("_sharded", "");
         let own_eos = index["models"][name.as_str()]["eos_token_id"].as_i64().unwrap();
         for (response, expected) in responses.iter().zip(golden.rows("greedy.tokens")) {
-            // `generate` was asked for 16 tokens whatever comes, and still stops at the model's own eos.
+            // `generate` was called for 16 tokens, and still stops at the model's own eos.
             let len = expected.iter().position(|&id| id == own_eos).map_or(expected.len(), |at| at + 1);
             assert_eq!(response.tokens[..len], expected[..len], "{}", dir.display());
         }
@@ -230,7 +230,7 @@ fn greedy_tokens_under_a_penalty_a_minimum_and_a_stop_string_equal_transformers_
         };
         let response = generate(&model, std::slice::from_ref(&prompt), &config).unwrap().remove(0);
         assert_eq!((response.tokens.clone(), response.finish), (ids(&stop["tokens"]), FinishReason::Stop));
-        // Text that was complete before the minimum is passed over for good; where it comes again, that counts.
+        // Text that was complete before the minimum is passed over for good; a repetition counts.
         config.min_new_tokens = response.tokens.len() + 1;
         let response = generate(&model, &[prompt], &config).unwrap().remove(0);
         let comes_again = dir.ends_with("gpt_neox");
@@ -392,7 +392,7 @@ fn entropy_is_that_of_the_tempered_distribution() {
 }
 
 #[test]
-fn a_saved_model_loads_back_with_equal_logits_and_says_what_it_is() {
+fn a_saved_model_loads_back_with_equal_logits_and_names_its_class() {
     for dir in folders(Hold::Lm) {
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         let out = tempfile::tempdir().unwrap();
@@ -482,7 +482,7 @@ fn encoders_give_transformers_logits_alone_and_in_a_batch() {
 }
 
 #[test]
-fn the_reward_is_the_label_that_is_asked_for() {
+fn the_reward_is_the_given_label() {
     let dir = golden().join("models/roberta_cls3");
     let mut model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
     let rows = [vec![0i64, 10, 11, 2], vec![0, 12, 2]];
@@ -550,9 +550,9 @@ fn gradients_of_every_parameter_equal_autograd_of_transformers() {
 }
 
 #[test]
-fn rows_together_give_the_numbers_and_gradients_of_each_alone_whatever_is_computed_beside_them() {
+fn rows_together_give_the_numbers_and_gradients_of_each_alone_with_any_outputs_beside_them() {
     let dir = golden().join("models/gpt_neox");
-    // Tokens asked for on both sides of where their number is rounded up for the products.
+    // Requested tokens on both sides of where their number is rounded up for the products.
     let rows: Vec<Vec<i64>> = (0..15).map(|row| (0..10).map(|t| (7 * row + 3 * t) % 50 + 1).collect()).collect();
     let spans: Vec<_> = (0..15).map(|row| 2..10 - row % 4).collect();
     for checkpointing in [false, true] {
@@ -664,7 +664,7 @@ fn a_reward_model_changes_its_names_and_not_its_numbers_and_encoders_have_one_se
 }
 
 #[test]
-fn a_value_head_begins_fresh_or_as_a_reward_models() {
+fn a_value_head_starts_fresh_or_as_a_reward_models() {
     let (policy, reward) = (golden().join("models/gpt2"), golden().join("models/gpt2_cls"));
     let options = ModelOptions::default();
     let ids = [vec![5i64, 6, 7, 8]];
@@ -748,7 +748,7 @@ fn a_stored_head_that_differs_from_a_tied_embedding_is_kept_and_either_name_will
 }
 
 #[test]
-fn what_a_generation_config_says_besides_its_tokens_travels_along() {
+fn other_keys_of_a_generation_config_travel_along() {
     let dir = golden().join("models/gpt2");
     let from = tempfile::tempdir().unwrap();
     for name in ["config.json", "model.safetensors"] {

@@ -1,4 +1,5 @@
-//! Whether the numbers of a run can be trusted: it checks itself, steps over what is not finite, and means what it documents.
+//! Whether the numbers of a run can be trusted: it checks itself, steps over what is not finite, and means what it
+//! documents.
 
 use crate::cli::{PPO, REWARD, SFT, Scratch, timeless};
 use crate::support::golden;
@@ -22,7 +23,7 @@ const RATES: LearningRates = LearningRates { policy: Some(1e-3), value: 1e-3 };
 /// What lies outside the masks in [`poisoned`].
 const GARBAGE: [f64; 3] = [f64::NAN, f64::INFINITY, -1e30];
 
-/// A learner in the middle of an update of 8 answers, some of which stop early.
+/// A learner in the middle of an update of 8 responses, some of which stop early.
 struct Update {
     config: PpoConfig,
     learner: Learner,
@@ -340,7 +341,8 @@ fn updates_that_are_not_finite_are_skipped_counted_and_end_the_run_with_its_weig
     );
 }
 
-/// A row of a table of metrics: its names, where words in capitals stand for anything, and whether only runs with some setting
+/// A row of a table of metrics: its names, where words in capitals stand for anything, and whether only runs with some
+/// setting
 /// have them.
 struct Documented {
     names: Vec<String>,

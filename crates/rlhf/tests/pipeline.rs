@@ -88,7 +88,7 @@ fn steps_that_are_left_out_are_not_run_and_what_their_folders_hold_is_used() {
 }
 
 #[test]
-fn a_run_that_is_stopped_in_any_step_goes_on_there_to_the_same_bits() {
+fn a_run_that_is_stopped_in_any_stage_resumes_there_to_the_same_bits() {
     let scratch = scratch();
     let text = scratch.read("pipeline.yaml");
     let text = text.replace("total_episodes: 12", "total_episodes: 160");
@@ -145,7 +145,7 @@ fn a_pipeline_that_is_refused_changes_nothing_of_the_one_at_work() {
 }
 
 #[test]
-fn what_is_finished_is_passed_over_and_goes_on_as_it_began_or_is_refused() {
+fn finished_stages_are_skipped_and_resume_with_the_same_settings_or_are_refused() {
     let scratch = scratch();
     runs(&scratch, ALL);
     let resumed = format!("{ALL} --resume_from_checkpoint");
@@ -182,7 +182,7 @@ fn what_is_finished_is_passed_over_and_goes_on_as_it_began_or_is_refused() {
     );
     scratch.copy("again", "gpt_neox");
     std::fs::rename(scratch.path("again/config.json"), scratch.path("policy/config.json")).unwrap();
-    // A model of what a later step began with is not made anew below it.
+    // A model that a later stage started from is not made anew below it.
     std::fs::rename(scratch.path("out/1-sft"), scratch.path("kept")).unwrap();
     let renewed = [
         "reward: out/2-reward began with out/1-sft, and sft is not finished: remove out/2-reward, or leave reward out",
@@ -201,7 +201,7 @@ fn what_is_finished_is_passed_over_and_goes_on_as_it_began_or_is_refused() {
 }
 
 #[test]
-fn a_step_that_was_killed_before_it_was_noted_as_finished_begins_again_as_it_began() {
+fn a_stage_that_was_killed_before_it_was_recorded_as_finished_restarts_with_the_same_settings() {
     let scratch = scratch();
     runs(&scratch, ALL);
     let resumed = format!("{ALL} --resume_from_checkpoint");
@@ -214,7 +214,7 @@ fn a_step_that_was_killed_before_it_was_noted_as_finished_begins_again_as_it_beg
         1,
         &["ppo: out/3-ppo", "found a run in it"],
     );
-    // Whatever of the model was written.
+    // With any part of the model written.
     std::fs::write(scratch.path("out/3-ppo/model.safetensors"), &weights[..99]).unwrap();
     let ran = runs(&scratch, &resumed);
     let words = "ppo: out/3-ppo is not noted as finished: it begins again\n";
@@ -287,7 +287,7 @@ fn what_a_reward_model_to_come_will_read_decides_what_prompts_may_be() {
 }
 
 #[test]
-fn everything_is_checked_before_the_first_step_begins() {
+fn everything_is_checked_before_the_first_stage_starts() {
     let scratch = scratch();
     let text = scratch.read("pipeline.yaml");
     let with =

@@ -1,4 +1,5 @@
-//! A reward model measured on preference pairs, by `rlhf reward --eval_only` and by `rlhf score`; the sample files of a run scored again.
+//! A reward model measured on preference pairs, by `rlhf reward --eval_only` and by `rlhf score`; the sample files of a
+//! run scored again.
 
 use crate::cli::{PPO, REWARD, Scratch, json_lines};
 use rlhf::settings::RewardConfig;
@@ -53,7 +54,7 @@ fn a_model_that_is_only_measured_has_the_numbers_that_its_training_ended_with_an
         (1.0 + (margin - number(row, "score_margin")).exp()).ln()
     });
     assert!((loss.sum::<f64>() / 5.0 - number(&of_all, "eval_loss")).abs() < 1e-5, "{rows:?}");
-    // A file and the library say it too; training needs its folder.
+    // So for a file and in the library; training needs its folder.
     scratch.write("eval.yaml", "model_name_or_path: out\ndataset_name: held.jsonl\neval_only: true\n");
     let by_file = scratch.succeeds("reward --config eval.yaml --dataset_columns prompt=question");
     assert_eq!(json_lines(&by_file)[0]["pairs"], 5);
@@ -69,7 +70,7 @@ fn a_model_that_is_only_measured_has_the_numbers_that_its_training_ended_with_an
 }
 
 #[test]
-fn score_says_of_pairs_what_each_side_scores_and_how_often_the_better_one_is_ahead() {
+fn score_reports_both_sides_of_pairs_and_how_often_the_better_one_is_ahead() {
     let scratch = Scratch::new();
     pairs(&scratch);
     let columns = "--dataset_name held.jsonl --dataset_columns prompt=question";
@@ -90,7 +91,7 @@ fn score_says_of_pairs_what_each_side_scores_and_how_often_the_better_one_is_ahe
     assert_eq!(accuracy, number(&measured, "eval_accuracy"));
     assert_eq!(ran.stderr, format!("accuracy {accuracy:.4}, mean margin {mean:.4} over 5 pairs\n"));
     assert_eq!(rows[2]["margin"], 0.5, "that of the data stays");
-    // As answers to a prompt, the model beside another reward: the same scores, and both parts of each side.
+    // As responses to a prompt, the model beside another reward: the same scores, and both parts of each side.
     let ran = scratch.run(&format!("score --model reward --reward length:target=3 {columns}"));
     for (row, alone) in json_lines(&ran.stdout).iter().zip(&rows) {
         for side in ["chosen", "rejected"] {

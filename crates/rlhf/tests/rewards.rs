@@ -51,7 +51,7 @@ impl Batch {
         self.prompts.iter().map(String::as_str).zip(&self.rows).map(input).collect()
     }
 
-    /// What the reward says of each.
+    /// The reward's score of each.
     #[track_caller]
     fn scored(&self, reward: &mut impl Reward) -> Vec<Score> {
         reward.score(&self.inputs()).unwrap_or_else(|e| panic!("{e}"))
@@ -97,7 +97,7 @@ fn dies(pid_file: &Path) -> bool {
 /// Whether it is alive.
 fn lives(pid_file: &Path) -> bool {
     let pid = std::fs::read_to_string(pid_file).unwrap();
-    // A dead one whose parent has not asked for its end yet is dead, too.
+    // A dead one whose parent has not waited for its end yet is dead, too.
     let status = std::fs::read_to_string(format!("/proc/{}/status", pid.trim()));
     status.is_ok_and(|status| !status.contains("State:\tZ"))
 }
@@ -105,7 +105,7 @@ fn lives(pid_file: &Path) -> bool {
 // Programs.
 
 #[test]
-fn a_program_answers_line_by_line_in_each_of_the_three_forms() {
+fn a_program_scores_line_by_line_in_each_of_the_three_forms() {
     let batch = Batch::of(3);
     let mut numbers = command("while read -r line; do echo 1.5; done");
     assert_eq!(batch.numbers(&mut numbers), [1.5; 3]);
@@ -117,7 +117,7 @@ fn a_program_answers_line_by_line_in_each_of_the_three_forms() {
 }
 
 #[test]
-fn a_program_is_told_all_there_is_to_know_of_a_response() {
+fn a_program_receives_every_field_of_a_response() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("asked.jsonl");
     let mut batch = Batch::of(2);
@@ -175,7 +175,7 @@ fn a_program_that_keeps_failing_is_one_error_with_its_last_words() {
 }
 
 #[test]
-fn an_answer_that_nobody_has_asked_for_is_not_taken_for_the_next_rows() {
+fn an_extra_score_is_not_taken_for_the_next_rows() {
     let line = "read -r l; echo 1; sleep 0.1; echo 2; while read -r l; do echo 3; done";
     let mut chatty = CommandReward::new(line, RetryPolicy { attempts: 1, ..retry(LONG) });
     assert_eq!(Batch::of(1).numbers(&mut chatty), [1.0]);
@@ -184,7 +184,7 @@ fn an_answer_that_nobody_has_asked_for_is_not_taken_for_the_next_rows() {
 }
 
 #[test]
-fn a_program_that_says_nothing_is_ended_with_all_that_it_started() {
+fn a_silent_program_is_ended_with_all_that_it_started() {
     let dir = tempfile::tempdir().unwrap();
     let pids = [dir.path().join("shell"), dir.path().join("child")];
     let line = format!(
@@ -275,7 +275,7 @@ fn the_programs_of_the_examples_score() {
 
 // Services.
 
-/// What a service is asked.
+/// A request to the service.
 #[derive(Debug, Clone)]
 struct Asked {
     authorization: Option<String>,
@@ -284,7 +284,7 @@ struct Asked {
 
 type Answers = dyn Fn(&Asked) -> (u16, String, String) + Send + Sync;
 
-/// A service on this machine; `answer` gives status, further headers and body.
+/// A service on this machine; `answer` returns status, further headers and body.
 struct Service {
     url: String,
     asked: Arc<Mutex<Vec<Asked>>>,
@@ -305,7 +305,7 @@ impl Service {
         Self { url, asked }
     }
 
-    /// Answers each request with a reward per query, which `reward` makes of query and label.
+    /// Returns a reward per query to each request, which `reward` makes of query and label.
     fn scoring(reward: impl Fn(&str, &Value) -> Value + Send + Sync + 'static) -> Self {
         Self::new(move |asked| {
             let rewards = rewards_of(asked, &reward);
@@ -406,7 +406,7 @@ fn numbers_per_token_and_further_logs_of_a_service_are_taken() {
     assert_eq!(reward.extra(), [("accuracy".to_string(), 2.0), ("lengths".to_string(), 2.5)]);
 }
 
-/// A service that gives these answers, one after another, and then sound ones.
+/// A service that sends these HTTP responses, one after another, and then sound ones.
 fn failing(answers: &[(u16, &str, &str)]) -> Service {
     let own = |(status, head, body): &(u16, &str, &str)| (*status, head.to_string(), body.to_string());
     let answers: Mutex<VecDeque<_>> = Mutex::new(answers.iter().map(own).collect());
@@ -417,7 +417,7 @@ fn failing(answers: &[(u16, &str, &str)]) -> Service {
 }
 
 #[test]
-fn what_may_go_well_another_time_is_asked_again() {
+fn passing_failures_are_retried() {
     let batch = Batch::of(2);
     for passing in [
         (500, "", "{}"),
@@ -542,7 +542,7 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
             assert!((found - expected).abs() < 2e-5, "{found}, {expected}");
         }
     }
-    // Of a prompt that was cut there is no conversation, and the whole one was not asked.
+    // Of a prompt that was truncated there is no conversation, and the whole one was not used.
     let row = |text: &str| format!("{}\n", json!({"query": [{"role": "user", "content": text}]}));
     scratch.write("chats.jsonl", &[row("Good?"), row("Is it any good, or is it not?")].concat());
     let line = format!("{NO_MODEL} --reward model:sentiment --dataset_name chats.jsonl --max_prompt_length 12");
@@ -557,7 +557,7 @@ fn a_conversation_is_rendered_by_the_reward_models_own_template() {
 
 // PPO.
 
-/// Two updates of 8 answers.
+/// Two updates of 8 responses.
 fn config(dir: &Path) -> PpoConfig {
     let prompts = dir.join("prompts.jsonl");
     let rows = PROMPTS.map(|prompt| format!("{}\n", json!({"prompt": prompt, "answer": "a film"})));
@@ -692,7 +692,7 @@ fn a_program_and_rules_together_train_from_the_command_line_and_again_from_their
         assert!((number(line, "objective/scores") - (2.0 * 0.25 - regex)).abs() < 1e-6);
         assert!(["command", "short", "regex"].iter().all(|name| number(line, &format!("time/reward/{name}")) >= 0.0));
     }
-    // Without a reward model the value model begins as the policy.
+    // Without a reward model the value model starts as the policy.
     assert!(scratch.read("out/value_model/config.json").contains("GPTNeoXForSequenceClassification"));
     assert!(
         scratch.read("out/README.md").contains("command: a program, weight 2; short: `length:target=4,unit=tokens`")
@@ -753,7 +753,7 @@ fn a_run_whose_reward_fails_ends_in_one_error_and_saves_what_it_has() {
 }
 
 #[test]
-fn rewards_that_cannot_be_are_refused_before_a_run_begins() {
+fn invalid_rewards_are_refused_before_a_run_starts() {
     let scratch = Scratch::new();
     scratch.refuses(NO_MODEL, 2, &["no reward", "reward_model_path, reward, reward_command and reward_url"]);
     for (words, code, expected) in [

@@ -1,4 +1,5 @@
-//! The sampling of PPO's responses: filters, minimum lengths, stop strings; the log-probabilities that follow from them, and what
+//! The sampling of PPO's responses: filters, minimum lengths, stop strings; the log-probabilities that follow from them,
+//! and what
 //! the saved policy says of them.
 
 use crate::cli::{PPO, Scratch, json_lines};
@@ -47,7 +48,7 @@ fn responses(policy: &CausalLm, config: &PpoConfig) -> Vec<Response> {
     generate(policy, &prompts(), &generation).unwrap()
 }
 
-/// What the models say of the responses, whose scores are 0.
+/// The models' evaluation of the responses, whose scores are 0.
 fn judged(learner: &Learner, reference: &CausalLm, responses: &[Response], config: &PpoConfig) -> Experience {
     let judges = RolloutModels { policy: &learner.policy, reference, value: &learner.value };
     let scores = Tensor::zeros([8], (Kind::Float, tch::Device::Cpu));
@@ -140,7 +141,7 @@ fn the_sets_stay_while_the_policy_learns_so_that_the_first_ratio_is_1_and_later_
 }
 
 #[test]
-fn a_run_with_filters_begins_at_ratio_1_and_kl_0_whatever_says_values_and_however_the_kl_is_taken() {
+fn a_run_with_filters_starts_at_ratio_1_and_kl_0_with_every_value_model_and_kl_estimator() {
     let scratch = Scratch::new();
     let filters = "--top_k 6 --top_p 0.9 --min_p 0.001 --num_ppo_epochs 1 --overwrite_output_dir";
     for flags in [

@@ -69,7 +69,7 @@ fn defaults_are_those_of_trl_0_11() {
         (found.optimizer.weight_decay, found.optimizer.adam_beta2, found.optimizer.adam_epsilon),
         (0.0, 0.999, 1e-8)
     );
-    // The command line's preset says the same.
+    // The command line's preset gives the same.
     let preset = PpoConfig::with_preset(Preset::TrlLegacy, "gpt2", "", "stanfordnlp/imdb", "");
     let mut ours = found.ppo();
     (ours.legacy.batch_size, ours.legacy.mini_batch_size) = (None, None);
@@ -562,7 +562,7 @@ fn the_preset_trains_one_model_with_a_value_head_from_the_command_line() {
     let moved = moved(&weights(before.lm()), after.lm());
     assert!(moved.iter().any(|name| name == "v_head.summary.bias") && moved.len() > 20, "{moved:?}");
 
-    // It goes on from a checkpoint to the same bits.
+    // It resumes from a checkpoint to the same bits.
     scratch.succeeds(&format!("{LEGACY} {flags} --output_dir again --resume_from_checkpoint out/checkpoint-1"));
     let bytes = |run: &str| std::fs::read(scratch.path(run).join("model.safetensors")).unwrap();
     assert!(bytes("again") == bytes("out"), "the resumed run ends elsewhere");

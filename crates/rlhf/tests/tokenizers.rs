@@ -124,7 +124,7 @@ fn end_and_pad_tokens_come_from_four_files_and_every_end_token_counts() {
 }
 
 #[test]
-fn one_line_tells_which_tokens_end_and_fill_a_text() {
+fn one_line_names_the_tokens_that_end_and_pad_a_text() {
     let generation = ("generation_config.json", r#"{"eos_token_id": [0, 900]}"#);
     for (config, wanted) in [
         (
@@ -207,7 +207,7 @@ fn turn(role: &str, content: &str) -> Value {
 }
 
 #[test]
-fn a_prompt_of_messages_ends_where_the_assistant_answers() {
+fn a_prompt_of_messages_ends_where_the_assistant_responds() {
     let (tokenizer, dataset, _dir) = rows(&[
         json!({"prompt": [turn("user", "hi")]}),
         json!({"prompt": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]}),
@@ -378,7 +378,7 @@ fn rules_of_a_tokenizer_that_are_not_sound_or_grow_without_end_are_one_line_that
 }
 
 #[test]
-fn of_a_conversation_what_the_assistant_says_is_learned_alone() {
+fn only_the_assistants_messages_of_a_conversation_are_in_the_loss() {
     let turns = [turn("user", "hi"), turn("assistant", "oh"), turn("user", "and"), turn("assistant", "no")];
     let (mut tokenizer, dataset, dir) = rows(&[
         json!({"messages": turns}),

@@ -215,9 +215,9 @@ pub struct RlhfEngine {
     pub mixes_texts: bool,
     /// Steps of the run, for learning rate schedules that fall; a constant rate needs none.
     pub num_total_iters: Option<usize>,
-    /// How the models evaluate responses.
+    /// Settings of the passes that evaluate responses.
     rollout: RolloutSettings,
-    /// How rewards and targets are computed.
+    /// Settings for rewards and targets.
     shaping: Shaping,
     kept: KeptResponses,
     /// Prompts of the last responses that were long enough, with their mask.

@@ -69,8 +69,9 @@ impl LengthSampler {
 /// Options of [`StepTrainer::generate`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Generate {
-    /// How the next token is sampled. The losses use the policy's distribution at temperature 1: sampling from another one can
-    /// make the estimated KL negative.
+    /// Settings for sampling the next token. The losses use the policy's distribution at temperature 1: sampling from
+    /// another
+    /// one can make the estimated KL negative.
     pub sampling: Sampling,
     /// Most tokens of a response, without a `length_sampler`.
     pub max_new_tokens: usize,
@@ -144,7 +145,8 @@ impl DataLoader {
         self
     }
 
-    /// Batches of the next pass over all rows; the last may be smaller. Each prompt has its text, its tokens and the whole row, for
+    /// Batches of the next pass over all rows; the last may be smaller. Each prompt has its text, its tokens and the
+    /// whole row, for
     /// a collator of the caller.
     pub fn epoch(&mut self) -> impl Iterator<Item = Vec<Prompt>> + use<> {
         let order = (self.order)(self.pass, self.prompts.len());
@@ -177,9 +179,9 @@ pub struct StepTrainer {
     /// Tokenizer of both models.
     pub tokenizer: Tokenizer,
     config: StepConfig,
-    /// How the models evaluate responses.
+    /// Settings of the passes that evaluate responses.
     rollout: RolloutSettings,
-    /// How rewards and targets are computed.
+    /// Settings for rewards and targets.
     shaping: Shaping,
     kl: KlController,
     scaling: ScoreScaling,
@@ -355,11 +357,13 @@ impl StepTrainer {
 
     /// Runs one PPO step on `queries`, `responses` and `scores`, any number of rows; returns its statistics.
     ///
-    /// `response_masks`, an entry per token of each response, masks out tokens that the policy did not sample. A KL below -1 makes
+    /// `response_masks`, an entry per token of each response, masks out tokens that the policy did not sample. A KL
+    /// below -1 makes
     /// a warning on standard error.
     ///
     /// # Errors
-    /// If the rows do not match or do not fit the model, or a score is not finite: nothing has changed. If a loss or a gradient is
+    /// If the rows do not match or do not fit the model, or a score is not finite: nothing has changed. If a loss or a
+    /// gradient is
     /// not finite: that optimizer step was skipped, the others were taken.
     pub fn step(
         &mut self,
@@ -462,7 +466,8 @@ impl StepTrainer {
         Ok(experience)
     }
 
-    /// KL and reward of each token: minus the weighted KL, plus the score on the last token; `[rows, longest response]` each.
+    /// KL and reward of each token: minus the weighted KL, plus the score on the last token; `[rows, longest response]`
+    /// each.
     pub fn compute_rewards(&self, experience: &Experience) -> (Tensor, Tensor) {
         shape_rewards(&self.learner.world, experience, self.kl.coef(0), &self.shaping)
     }
@@ -498,7 +503,8 @@ impl StepTrainer {
         stats
     }
 
-    /// Logs the numbers of `stats` and the caller's rewards to `metrics.jsonl` and to `log_with`, and `texts` with their rewards to
+    /// Logs the numbers of `stats` and the caller's rewards to `metrics.jsonl` and to `log_with`, and `texts` with their
+    /// rewards to
     /// `samples/`. Without an `output_dir` nothing is written. Returns all statistics, with lists, for the caller's own log.
     ///
     /// # Errors
@@ -583,7 +589,8 @@ impl StepTrainer {
         LearningRates { policy: Some(rate), value: rate }
     }
 
-    /// Saves the model that sampled these responses as the best one, if a comparison is due and their mean raw score is the best
+    /// Saves the model that sampled these responses as the best one, if a comparison is due and their mean raw score is
+    /// the best
     /// so far. Scaled scores would be compared by a running deviation that changes.
     fn keep_best(&mut self, scores: &[f64]) -> Result<()> {
         let Some((mut best, dir)) = self.best.take().zip(self.config.output_dir.as_ref()) else { return Ok(()) };

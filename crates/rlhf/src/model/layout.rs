@@ -447,7 +447,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn flash_attention_is_asked_for_only_what_it_knows() {
+    fn flash_attention_is_used_only_where_it_is_supported() {
         let plain = Scores { scale: 0.125, softcap: None, window: None, causal: true };
         let takes = |scores, kind, head_dim, width| flash_takes_shape(&scores, kind, head_dim, width);
         for kind in [Kind::Half, Kind::BFloat16] {

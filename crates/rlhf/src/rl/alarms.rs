@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runaway_kl_and_an_entropy_near_0_are_told_once_each_also_over_a_checkpoint() {
+    fn a_runaway_kl_and_an_entropy_near_0_are_reported_once_each_also_over_a_checkpoint() {
         let mut alarms = Alarms::default();
         // 3 nats per token to another reference is where this run begins; as much again is not.
         assert_eq!(alarms.of_metrics(1, &metrics(30.0, 20.0)), []);
@@ -152,7 +152,7 @@ mod tests {
         resumed.load_state(&alarms.state());
         assert_eq!(resumed, alarms);
         assert_eq!(resumed.of_metrics(4, &metrics(400.0, 0.0)), []);
-        // What is not a number is another check's concern.
+        // Another check reports values that are not a number.
         assert_eq!(Alarms::default().of_metrics(1, &metrics(f64::NAN, f64::NAN)), []);
     }
 
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_stopping_is_told_after_a_hundred_responses_in_a_row_and_only_where_something_stops() {
+    fn missing_stops_are_reported_after_a_hundred_responses_in_a_row_and_only_where_something_stops() {
         let (open, stopped) = (vec![response(&[5, 6], false); 60], response(&[5, 9], true));
         let of = |alarms: &mut Alarms, responses: &[Response], stop: &[i64]| {
             kinds(&alarms.of_responses(1, responses, stop, &[9], !stop.is_empty()))
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn an_eos_that_stops_nothing_is_told_where_most_responses_go_on_behind_one() {
+    fn an_eos_that_stops_nothing_is_reported_where_most_responses_continue_after_one() {
         let hidden =
             |stop: &[i64], responses: &[Response]| Alarms::default().of_responses(1, responses, stop, &[9, 7], true);
         let (inside, at_end, none) =

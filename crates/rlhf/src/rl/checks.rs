@@ -31,12 +31,12 @@ pub struct Checks {
     pub cached: Option<f64>,
 }
 
-/// How the rows of [`Checks::of`] are evaluated: as those of an update.
+/// Settings for the rows of [`Checks::of`], which are evaluated as those of an update.
 #[derive(Debug, Clone)]
 pub struct CheckSettings {
-    /// How the models evaluate them; with `recompute_logprobs`.
+    /// Settings of the passes that evaluate them; with `recompute_logprobs`.
     pub rollout: RolloutSettings,
-    /// How rewards and targets are made.
+    /// Settings for rewards and targets.
     pub shaping: Shaping,
     /// Weight of the KL.
     pub kl_coef: f64,
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checks_name_what_failed_and_say_in_one_line_what_held() {
+    fn checks_name_what_failed_and_list_in_one_line_what_held() {
         let good = Checks { ratio: 2.4e-7, kl: Some(0.0), cached: Some(2.4e-6) };
         assert_eq!(good.failure(1e-4), None);
         assert_eq!(

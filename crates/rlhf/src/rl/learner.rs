@@ -20,7 +20,7 @@ use tch::{Kind, Tensor};
 /// An update's epochs end early beyond this many times `target_kl`; as in TRL 0.11.
 const EARLY_STOP: f64 = 1.5;
 
-/// How the rows of an epoch are divided.
+/// Division of an epoch's rows into mini-batches and micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EpochPlan {
     /// Rows in one optimizer step; the last one of an epoch may have fewer.

@@ -25,7 +25,7 @@ pub struct LossSettings {
     pub temperature: f64,
 }
 
-/// What a mini-batch's losses are divided by and multiplied with.
+/// Divisors and factors of a mini-batch's losses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Weights {
     /// Response tokens of the whole mini-batch.

@@ -6,7 +6,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-/// How the divergence of the policy from the reference is measured at a sampled token; with r = ref_logprob - logprob.
+/// Estimator of the KL of the policy from the reference at a sampled token; with r = ref_logprob - logprob.
 ///
 /// Sources: Schulman 2020, "Approximating KL Divergence"; TRL 0.11 for `Abs` and `Full`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_finite_and_zero_outside_the_mask_whatever_lies_there() {
+    fn gradients_are_finite_and_zero_outside_the_mask_for_any_values_there() {
         let mask = response_mask(&[1], 3, Device::Cpu);
         let new = rows(&[&[-1.0, 1e30, -1e30]]).set_requires_grad(true);
         let old = rows(&[&[-1.1, -1e30, 1e30]]);

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use tch::{Device, Tensor};
 
-/// How the models evaluate responses, and which slots count.
+/// Settings of the passes that evaluate responses, and which slots count.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RolloutSettings {
     /// Slots of a response R: its most tokens.

@@ -7,10 +7,10 @@ use crate::rl::experience::Experience;
 use crate::rl::math::{self, KlEstimator, ScorePosition};
 use tch::{Kind, Tensor};
 
-/// How rewards and targets are made of an experience.
+/// Settings that turn an experience into rewards and targets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shaping {
-    /// How the KL to the reference model is estimated.
+    /// Estimator of the KL to the reference model.
     pub kl_estimator: KlEstimator,
     /// The KL is a term of the policy loss instead of a penalty in the rewards.
     pub kl_in_loss: bool,
@@ -20,7 +20,7 @@ pub struct Shaping {
     pub clip_reward_value: Option<f64>,
     /// Scale the rewards of an update to variance 1.
     pub whiten_rewards: bool,
-    /// How advantages are estimated.
+    /// Estimator of the advantages.
     pub advantage: Advantage,
     /// Over which tokens advantages are whitened.
     pub whiten_advantages: WhitenAdvantages,
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_stop_lowers_the_score_or_replaces_it_whatever_it_was() {
+    fn a_missing_stop_lowers_the_score_or_replaces_any_score() {
         let scores = Tensor::from_slice(&[3.0f32, 5.0, f32::NAN]);
         let replaced = replace_missing_stop(&scores, &[true, false, false], -1.0);
         assert_eq!(Vec::<f32>::try_from(replaced).unwrap(), [3.0, -1.0, -1.0]);

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_come_once_per_pass_and_a_restored_place_goes_on() {
+    fn blocks_come_once_per_pass_and_a_restored_place_continues() {
         let new = || Unsupervised::new(&[(0..40).collect()], 4, 1.0, 7, Path::new("texts")).unwrap();
         let firsts = |mix: &mut Unsupervised, rows| mix.take(rows).iter().map(|block| block[0]).collect::<Vec<_>>();
         let mut mix = new();

@@ -17,7 +17,7 @@
 //!      snapshot of the resumable state;
 //!    - calls [`Session::save_due`], which writes the best model and the checkpoint.
 //! 4. [`Session::end`], also after an error: leaves a checkpoint if the last update is complete, leaves the model in the output
-//!    folder, and returns the error that tells how to resume, or the number of updates. [`Session::report_end`] then shows the
+//!    folder, and returns the error that names the way to resume, or the number of updates. [`Session::report_end`] then shows the
 //!    outcome.
 //!
 //! An error can come in the middle of an update, when the cursor and the sums have moved on and the weights perhaps too. So a
@@ -43,7 +43,7 @@ use serde_json::{Map, Value};
 use std::ops::ControlFlow;
 use std::path::Path;
 
-/// What a training command gives its session.
+/// A training command, as its session sees it.
 pub(crate) trait Trainee {
     fn progress(&self) -> &Progress;
 
@@ -142,7 +142,7 @@ pub(crate) fn take_snapshot(trainee: &mut impl Trainee) {
     progress.snapshot = Some(Snapshot { state, steps });
 }
 
-/// What a session needs to know of a run; `config` is the whole configuration, for `config.yaml` and for checkpoints.
+/// Description of a run for its session; `config` is the whole configuration, for `config.yaml` and for checkpoints.
 #[derive(Debug)]
 pub(crate) struct RunSpec<'a, C> {
     /// The command, as checkpoints name it.
@@ -189,7 +189,7 @@ impl Opening {
     }
 }
 
-/// What is due after an update.
+/// Actions that are due after an update.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Due {
     /// An evaluation on the held-out rows.
@@ -206,7 +206,7 @@ pub(crate) struct Due {
 pub(crate) struct Session<'w> {
     report: Reporter<'w>,
     checkpoints: Checkpoints,
-    /// Updates done when the session began.
+    /// Updates done at the start of the session.
     began_at: usize,
     num_updates: usize,
     eval_steps: Option<usize>,
@@ -214,7 +214,7 @@ pub(crate) struct Session<'w> {
 }
 
 impl<'w> Session<'w> {
-    /// Begins, or continues, the run of `trainee` in its output folder: restores the checkpoint of the `opening`, claims the
+    /// Starts or resumes the run of `trainee` in its output folder: restores the checkpoint of the `opening`, claims the
     /// folder, opens the sinks, and reports `warnings` and from where the run starts. Without an opening the run continues where
     /// the trainee is.
     ///

@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::fs;
 use std::path::Path;
 
-/// What a run starts from.
+/// Start of a run: a checkpoint, or the first update.
 #[derive(Debug, Default)]
 pub(crate) struct Start {
     /// The checkpoint to resume from.

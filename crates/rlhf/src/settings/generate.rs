@@ -274,7 +274,7 @@ mod tests {
     use crate::settings::tests::usage_of;
 
     #[test]
-    fn generation_refuses_two_sources_of_prompts_and_equal_answers() {
+    fn generation_refuses_two_sources_of_prompts_and_equal_responses() {
         let mut config = GenerateConfig::new("m");
         config.temperature = Some(0.0);
         config.check().unwrap();

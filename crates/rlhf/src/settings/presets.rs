@@ -8,11 +8,11 @@ use serde::Serialize;
 #[serde(rename_all = "kebab-case")]
 #[value(rename_all = "kebab-case")]
 pub enum Preset {
-    /// TRL 1: an update answers `per_device_train_batch_size * gradient_accumulation_steps` prompts.
+    /// TRL 1: an update generates responses to `per_device_train_batch_size * gradient_accumulation_steps` prompts.
     Trl,
     /// The PPOv2 of TRL 0.9 to 0.11: `num_mini_batches` times as many.
     TrlPpov2,
-    /// The PPOTrainer of TRL until 0.11, with `step()`: an update answers `batch_size` prompts.
+    /// The PPOTrainer of TRL until 0.11, with `step()`: an update generates responses to `batch_size` prompts.
     TrlLegacy,
     /// DeepSpeed-Chat's third step: its hyper-parameters, and its choices of what counts.
     DeepspeedChat,

@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_in_generation_blocks_is_told_apart_and_the_text_is_the_same() {
+    fn text_in_generation_blocks_is_marked_and_the_text_is_the_same() {
         let template = "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n<a>{%- generation -%}\n {{ m.content }}</a>\
                         {%- endgeneration %}\n{% else %}\n<u>{{ m.content }}\n{% endif %}\n{% endfor %}";
         let messages = json!([user_message("hi"), {"role": "assistant", "content": "ho"}, user_message("x"), {"role": "assistant", "content": "y"}]);

@@ -38,13 +38,13 @@ use tch::Kind;
 /// Rows of a sample table.
 const SAMPLE_ROWS: usize = 5;
 
-/// The metrics that the model card tells, with their decimals.
+/// The metrics of the model card, with their decimals.
 const CARD_METRICS: [(&str, usize); 3] = [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)];
 
 /// The folder of the value model, below the policy's.
 pub(crate) const VALUE_MODEL: &str = "value_model";
 
-/// Trains a policy as `config` says and saves it, with its value model, in `output_dir`.
+/// Trains a policy by `config` and saves it, with its value model, in `output_dir`.
 ///
 /// # Errors
 /// If an input is not what it should be, or a number stops being finite.
@@ -55,7 +55,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
         let found = config.num_eval_prompts;
         return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));
     }
-    // Before anything slow begins.
+    // Before anything slow.
     let opening = open(config)?;
     let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.commits()?)?;
     (trainer.console, trainer.opening) = (console, Some(opening));
@@ -65,25 +65,25 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
 /// The command, as checkpoints name it.
 const COMMAND: &str = "ppo";
 
-/// What a run is made of, where the caller has it in hand; all models are on one device.
+/// Parts of a run that the caller has loaded; all models are on one device.
 #[derive(Debug)]
 pub struct PpoParts {
     /// The policy and the value model, with their optimizers.
     pub learner: Learner,
-    /// What the policy should not drift away from.
+    /// The reference model of the KL penalty.
     pub reference: CausalLm,
-    /// What scores the responses.
+    /// The rewards that score the responses.
     pub rewards: Rewards,
     /// The tokenizer of all of them.
     pub tokenizer: Tokenizer,
     /// The prompts to train on.
     pub prompts: Vec<Prompt>,
-    /// Prompts that are held out: evaluations answer the first `num_eval_prompts`, samples the first few. There may be none;
-    /// then samples answer prompts of the training.
+    /// Prompts that are held out: evaluations use the first `num_eval_prompts`, samples the first few. There may be
+    /// none; then samples use prompts of the training.
     pub eval_prompts: Vec<Prompt>,
 }
 
-/// What the caller says of each update, by its number from 0.
+/// The caller's value for each update, by its number from 0.
 struct PerUpdate<T>(Box<dyn FnMut(usize) -> T + Send>);
 
 impl<T> fmt::Debug for PerUpdate<T> {
@@ -112,9 +112,9 @@ pub struct PpoTrainer {
     pub plan: PpoPlan,
     /// The policy and the value model.
     pub learner: Learner,
-    /// What the policy should not drift away from.
+    /// The reference model of the KL penalty.
     pub reference: CausalLm,
-    /// What scores the responses.
+    /// The rewards that score the responses.
     pub rewards: Rewards,
     /// The tokenizer of all of them.
     pub tokenizer: Tokenizer,
@@ -124,46 +124,46 @@ pub struct PpoTrainer {
     pub(crate) prompts: Vec<Prompt>,
     sample_prompts: Vec<Prompt>,
     eval_prompts: Vec<Prompt>,
-    /// What to tell of the prompts.
+    /// Notes about the prompts, for the log.
     prompt_notes: Vec<String>,
-    /// What the names of the hub stand for.
+    /// Commits that the hub's names resolved to.
     commits: Commits,
     /// Digests of what the run reads.
     inputs: Inputs,
     pub(crate) cursor: Cursor,
     /// In place of the cursor.
     order: Option<PerUpdate<Vec<usize>>>,
-    /// In place of the learning rates that the settings say.
+    /// In place of the learning rates of the settings.
     schedule: Option<PerUpdate<LearningRates>>,
-    /// What the KL weighs.
+    /// Weight of the KL.
     kl_controller: KlController,
     scaling: ScoreScaling,
     /// The tokens that end a response; none where none does.
     stop: Vec<i64>,
     /// The texts that end a response.
     stop_strings: Option<StopStrings>,
-    /// How the models evaluate responses.
+    /// Settings of the passes that evaluate responses.
     rollout: RolloutSettings,
-    /// How rewards and targets are made of them.
+    /// Settings for their rewards and targets.
     shaping: Shaping,
     /// Selects the responses to train on.
     kept: KeptResponses,
-    /// Those of the last update that are to be shown.
-    answers: Vec<Sample>,
+    /// Responses of the last update for the sample table.
+    shown: Vec<Sample>,
     last_metrics: Metrics,
     progress: Progress,
     /// The output folder, where it was opened before the models were loaded.
     opening: Option<Opening>,
-    /// What the checks found when the run began, for the model card.
+    /// Result of the checks at the start of the run, for the model card.
     checks: Option<String>,
     skips: Skips,
     alarms: Alarms,
-    /// Those of the last update.
+    /// Warnings of the last update.
     warnings: Vec<Warning>,
 }
 
 impl PpoTrainer {
-    /// How many updates are done.
+    /// Returns the number of updates done.
     pub fn updates_done(&self) -> usize {
         self.progress.done
     }
@@ -173,7 +173,7 @@ impl PpoTrainer {
         &self.warnings
     }
 
-    /// The next update of the run, for a loop of the caller's: answer prompts, judge the answers, learn from them. Gives the
+    /// Runs the next update, for a loop of the caller's: generates responses, evaluates them, learns from them. Returns the
     /// update's metrics; nothing is written but, unless the console is silent, its [`PpoTrainer::warnings`] on standard error.
     ///
     /// # Errors
@@ -237,7 +237,7 @@ impl PpoTrainer {
         self.skips.record(&steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         self.warnings = [batch.warnings, self.alarms.of_metrics(update + 1, &m)].concat();
-        self.answers = scores.shown;
+        self.shown = scores.shown;
         self.last_metrics.clone_from(&m);
         Ok(m)
     }
@@ -268,7 +268,7 @@ impl PpoTrainer {
         Ok(Batch { update, rows, responses, dropped, reused, warnings })
     }
 
-    /// How the models evaluate responses; log-probabilities of `reused` ones are computed anew.
+    /// Returns the settings of the passes that evaluate responses; log-probabilities of `reused` ones are computed anew.
     fn rollout_settings(&self, reused: bool) -> RolloutSettings {
         let recompute_logprobs = self.rollout.recompute_logprobs || reused;
         RolloutSettings { recompute_logprobs, ..self.rollout.clone() }

@@ -131,7 +131,8 @@ fn unused_padding(config: &RewardConfig, has_pads: bool) -> Option<String> {
     ))
 }
 
-/// Returns the commands that score a text with the reward model in `dir`: the text of `row`, a row of its data, where it is short.
+/// Returns the commands that score a text with the reward model in `dir`: the text of `row`, a row of its data, where it
+/// is short.
 fn commands_to_score(dir: &Path, row: Option<&Value>) -> [Vec<String>; 2] {
     let text = |name: &str| row.and_then(|row| row.get(name)?.as_str());
     let scored = match (text("prompt"), text("chosen")) {
@@ -241,9 +242,11 @@ const EVAL_METRICS: [&str; 4] = ["eval_loss", "eval_accuracy", "eval_margin", "e
 
 /// The model with its pairs.
 ///
-/// The loss of a pair is -log sigmoid(chosen - rejected - margin), where the margin is 0 unless the pair has one (Bradley and
-/// Terry; Ouyang et al. 2022, eq. 1), with the scores at the last token, or its mean over the tokens of [`Compared`]. The loss of
-/// an update is the mean over its pairs, whatever the micro-batches.
+/// The loss of a pair is -log sigmoid(chosen - rejected - margin), where the margin is 0 unless the pair has one
+/// (Bradley and
+/// Terry; Ouyang et al. 2022, eq. 1), with the scores at the last token, or its mean over the tokens of [`Compared`].
+/// The loss of
+/// an update is the mean over its pairs, for any size of the micro-batches.
 struct Ranking<'a> {
     config: &'a RewardConfig,
     model: SequenceClassifier,
@@ -367,7 +370,8 @@ fn sides<'p>(pairs: &[&'p Pair]) -> Vec<&'p Vec<i64>> {
     pairs.iter().map(|pair| &pair.chosen).chain(pairs.iter().map(|pair| &pair.rejected)).collect()
 }
 
-/// Returns -log sigmoid(chosen - rejected - margin) of scores, all chosen sides and then all rejected ones; `[pairs]`. As TRL's
+/// Returns -log sigmoid(chosen - rejected - margin) of scores, all chosen sides and then all rejected ones; `[pairs]`.
+/// As TRL's
 /// `RewardTrainer` with a `margin` column (Touvron et al. 2023, eq. 2).
 fn sequence_loss(scores: &Tensor, pairs: &[&Pair]) -> Tensor {
     let scores = scores.view([2, -1]);
@@ -460,7 +464,8 @@ impl Pads {
 /// The tokens that the token losses compare: of the two texts of a pair, every token from the first that differs to the last
 /// of the longer one.
 ///
-/// With pads the shorter text is padded to the length of the longer one. Without, its last score is repeated after its end. Of
+/// With pads the shorter text is padded to the length of the longer one. Without, its last score is repeated after its
+/// end. Of
 /// two equal texts the last token is compared, with a gradient of 0.
 #[derive(Debug)]
 struct Compared {
@@ -671,7 +676,8 @@ mod tests {
         Pair { chosen: chosen.to_vec(), rejected: rejected.to_vec(), margin: None }
     }
 
-    /// Losses and gradients of DeepSpeed-Chat's reward models on pairs of any first different token, any lengths, or equal ones
+    /// Losses and gradients of DeepSpeed-Chat's reward models on pairs of any first different token, any lengths, or
+    /// equal ones
     /// (tests/golden/make_reward_pairs.py).
     #[test]
     fn a_loss_of_tokens_has_the_values_and_gradients_of_torch() {

@@ -179,7 +179,8 @@ fn read_rows(
 
 /// The model with its rows.
 ///
-/// The loss of an update is the mean negative log-likelihood over all of its tokens in the loss, whatever the micro-batches.
+/// The loss of an update is the mean negative log-likelihood over all of its tokens in the loss, for any size of the
+/// micro-batches.
 struct FineTuning<'a> {
     config: &'a SftConfig,
     model: CausalLm,

@@ -125,7 +125,7 @@ pub(super) struct Words<'a> {
     /// The model as the settings name it.
     pub(super) base_model: Option<&'a Path>,
     pub(super) is_adapter: bool,
-    /// What a row is called.
+    /// Name of a row in messages.
     pub(super) unit: &'static str,
     pub(super) data: String,
     /// More facts for the title.

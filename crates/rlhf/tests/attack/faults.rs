@@ -59,7 +59,7 @@ impl Faults {
         command.env("FAULT_COUNT", self.scratch.path("count")).output().unwrap()
     }
 
-    /// Lets the call `at` go wrong, and goes on: to the same bits as the whole run.
+    /// Makes the call `at` fail, and resumes: to the same bits as the whole run.
     fn attack(&self, at: u64, kind: &str) {
         let name = format!("{kind} at call {at} of `{}`", self.line);
         let out = format!("{kind}-{at}");
@@ -121,7 +121,7 @@ fn a_run_killed_at_any_call_that_changes_a_file_ends_in_the_same_bits() {
 }
 
 #[test]
-fn a_run_whose_disk_fails_once_tells_so_in_a_line_and_ends_in_the_same_bits() {
+fn a_run_whose_disk_fails_once_reports_it_in_a_line_and_ends_in_the_same_bits() {
     attack(&ppo(), 2, &["ENOSPC", "EIO"], 8);
     if is_long() {
         attack(&format!("{SFT} --save_steps 1 --save_total_limit 1"), 2, &["ENOSPC", "EIO"], 8);

@@ -25,7 +25,7 @@ impl Dice {
         of[self.roll(of.len())].clone()
     }
 
-    /// A value that nobody expects in the place of `old`.
+    /// An unexpected value in the place of `old`.
     fn value(&mut self, old: &Value) -> Value {
         let number = old.as_f64().unwrap_or(7.0);
         let hostile = [

@@ -10,7 +10,7 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-/// A short time, so that what says nothing costs little.
+/// A short timeout, so that silence costs little.
 const RETRY: RetryPolicy =
     RetryPolicy { timeout: Duration::from_millis(150), attempts: 1, backoff: Duration::from_millis(1) };
 
@@ -92,7 +92,7 @@ fn program(dice: &mut Dice) -> String {
     format!("{begin}{body}")
 }
 
-/// Bytes in place of an answer of HTTP.
+/// Bytes in place of an HTTP response.
 fn response(dice: &mut Dice) -> Vec<u8> {
     let reward = dice.pick(&ANSWERS);
     let body = dice.pick(&[

@@ -105,7 +105,7 @@ fn the_functions_give_deepspeed_chats_numbers_and_gradients() {
 
 #[test]
 fn an_eos_that_is_padding_gets_the_score_and_no_loss() {
-    // Prompts of 2 tokens; the first row answers 5 and 6 and ends (9 pads), the second fills its width.
+    // Prompts of 2 tokens; the first row's response is 5 and 6 and ends (9 pads), the second fills its width.
     let rows = |rows: &[&[f32]]| Tensor::from_slice(&rows.concat()).view([rows.len() as i64, -1]);
     let prompts = Tensor::from_slice(&[1i64, 1, 1, 1]).view([2, 2]);
     let mask = rows(&[&[1., 1., 1., 0., 0.], &[1., 1., 1., 1., 1.]]).to_kind(Kind::Int64);
@@ -208,7 +208,7 @@ fn compare_steps(dir: &Path, config_file: &Path) {
         let found = engine.experience_of(&exp.prompts, &prompt_mask, answers(&exp, eos)).unwrap();
         let counts = exp.attention_mask.narrow(1, 1, exp.attention_mask.size()[1] - 1);
         let columns = exp.attention_mask.size()[1] - width;
-        // Ours are as wide as the longest answer.
+        // Ours are as wide as the longest response.
         let wide = |x: &Tensor| x.constant_pad_nd([0, counts.size()[1] - x.size()[1]]);
         let answer = |x: &Tensor| (wide(x) * &counts).narrow(1, width - 1, columns);
         for (name, found, expected) in [
@@ -258,13 +258,13 @@ fn compare_steps(dir: &Path, config_file: &Path) {
     say(&format!("{}: {steps} steps compared to the weights", dir.display()));
 }
 
-/// Whether a name of a checkpoint and one of ours are of the same tensor, whatever they begin with.
+/// Whether a name of a checkpoint and one of ours are of the same tensor, for any prefix.
 fn same_tensor(stored: &str, ours: &str) -> bool {
     let end = |name: &str| name.find("decoder.").map_or(name.to_string(), |at| name[at..].to_string());
     end(stored) == end(ours)
 }
 
-/// The answers that a batch holds: what its mask counts, and an `eos` that is padding behind that.
+/// The responses that a batch holds: what its mask counts, and an `eos` that is padding behind that.
 fn answers(exp: &RlhfExperience, eos: i64) -> Vec<Response> {
     let width = exp.prompts.size()[1] as usize;
     let rows = Vec::<Vec<i64>>::try_from(&exp.input_ids).unwrap();
@@ -273,7 +273,7 @@ fn answers(exp: &RlhfExperience, eos: i64) -> Vec<Response> {
         let counted = mask[width..].iter().sum::<i64>() as usize;
         let ended = ids.get(width + counted) == Some(&eos);
         let tokens = ids[width..width + counted + usize::from(ended)].to_vec();
-        // Their log-probabilities are asked for anew.
+        // Their log-probabilities are computed anew.
         Response {
             tokens,
             logprobs: Vec::new(),
@@ -302,7 +302,7 @@ fn the_engines_steps_lead_to_the_weights_of_deepspeed_chats_own_run() {
 
 // What the engine and the trainer share.
 
-/// Twelve prompts, answers of at most 6 tokens of a policy that stops at token 192 about as often as not.
+/// Twelve prompts, responses of at most 6 tokens of a policy that stops at token 192 about as often as not.
 fn config(dir: &Path) -> PpoConfig {
     let prompts = dir.join("prompts.jsonl");
     let rows = ["The movie", "A film", "do", "human", "a sing", "2024", "is it", "one", "two", "so", "and", "the"];
@@ -346,7 +346,7 @@ fn metrics_of(config: &PpoConfig) -> Vec<serde_json::Map<String, Value>> {
     json_lines(&std::fs::read_to_string(config.run.output_dir.join("metrics.jsonl")).unwrap())
 }
 
-/// A batch of eight answers, some of which end with 192, and what the models say of it with that token counted or not.
+/// A batch of eight responses, some of which end with 192, and the models' evaluation of it with that token counted or not.
 fn judged(left_out: &[i64]) -> (Learner, Experience, PpoConfig) {
     let mut config = chat();
     (config.response_length, config.optimizer.warmup_steps) = (6, 0);
@@ -392,7 +392,7 @@ fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_token
     let ended = e.responses.iter().filter(|tokens| tokens.last() == Some(&192)).count() as i64;
     let tokens: i64 = e.lengths().iter().sum();
     assert_eq!((stats.tokens, stats.value_slots), ((tokens - ended) as f64, (tokens - ended) as f64));
-    // Whatever the slot of the eos, or the one behind the end, should bring: nobody listens.
+    // No value in the slot of the eos, or in the one after the end, has an effect.
     let mut other = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
     let out = e.masks.loss.logical_not();
     (other.advantages, other.returns) =
@@ -450,7 +450,8 @@ fn eos_is_left_out_where_deepspeed_chat_pads_with_it_or_always() {
         )
     };
     let other = "A"; // some other token
-    // A Llama tokenizer keeps its pad, or gets one that no text has; all others pad with eos, whatever pad they name.
+    // A Llama tokenizer keeps its pad, or gets one that no text has; all others pad with eos, also where they name
+    // another pad.
     for (family, pad, unless_pad) in [
         ("llama", Some("eos"), true),
         ("llama", Some(other), false),
@@ -526,8 +527,8 @@ fn texts_in_the_mix_add_their_weighted_gradient_and_no_more() {
     assert!(learner.learn_texts(&[vec![5i64]], 1.0).unwrap_err().to_string().contains("at least two tokens"));
 }
 
-/// A batch of answers by the engine, one token each but for those that `long` says.
-fn short_answers(engine: &mut RlhfEngine, long: &[bool]) -> Result<RlhfExperience, String> {
+/// A batch of responses by the engine, one token each but for those that `long` marks.
+fn short_responses(engine: &mut RlhfEngine, long: &[bool]) -> Result<RlhfExperience, String> {
     let rows = long.len() as i64;
     let prompts = Tensor::from_slice(&[3i64, 4]).view([1, 2]).repeat([rows, 1]);
     let answers = long.iter().zip(10..).map(|(&long, id)| {
@@ -538,19 +539,19 @@ fn short_answers(engine: &mut RlhfEngine, long: &[bool]) -> Result<RlhfExperienc
 }
 
 #[test]
-fn short_answers_are_left_out_and_where_all_are_the_last_good_ones_come_again() {
+fn short_responses_are_dropped_and_where_all_are_the_last_good_ones_are_reused() {
     in_scratch(
         |config, _| config.optimizer.lr_scheduler_type = LrSchedulerType::Constant,
         |config| {
             let mut engine = RlhfEngine::from_config(config).unwrap();
-            let error = short_answers(&mut engine, &[false, false]).unwrap_err();
+            let error = short_responses(&mut engine, &[false, false]).unwrap_err();
             let message = "each of the first 2 responses has fewer than min_response_length = 2 tokens before its end";
             assert!(error.starts_with(message), "{error}");
-            let good = short_answers(&mut engine, &[false, true, true]).unwrap();
+            let good = short_responses(&mut engine, &[false, true, true]).unwrap();
             // Every entry lost the same row.
             assert_eq!((good.rows(), good.prompts.size(), good.rewards.size()), (2, vec![2, 2], vec![2]));
             engine.train_rlhf(&good).unwrap();
-            let again = short_answers(&mut engine, &[false, false, false]).unwrap();
+            let again = short_responses(&mut engine, &[false, false, false]).unwrap();
             assert_eq!((&again.input_ids, &again.prompts), (&good.input_ids, &good.prompts));
             assert_ne!(again.logprobs, good.logprobs, "the policy as it is now judges them");
         },
@@ -558,10 +559,10 @@ fn short_answers_are_left_out_and_where_all_are_the_last_good_ones_come_again() 
 }
 
 #[test]
-fn answers_that_come_again_are_counted_and_told_and_those_that_were_left_out_too() {
+fn reused_and_dropped_responses_are_counted_and_reported() {
     in_scratch(
         |config, dir| {
-            // One answer an update, of which those that stop are too short; 60 of 320 tokens stop.
+            // One response per update, of which those that stop are too short; 60 of 320 tokens stop.
             let tokenizer = dir.join("tokenizer");
             std::fs::create_dir(&tokenizer).unwrap();
             for file in ["tokenizer.json", "tokenizer_config.json"] {
@@ -576,7 +577,7 @@ fn answers_that_come_again_are_counted_and_told_and_those_that_were_left_out_too
             config.mask.eos_in_loss = EosInLoss::Always;
         },
         |config| {
-            // The first answer of a run may not be short: some seed has a long one.
+            // The first response of a run may not be short: some seed has a long one.
             let begun = (0..32).find_map(|seed| {
                 let mut config = config.clone();
                 config.run.seed = seed;
@@ -628,7 +629,7 @@ fn generation_batches_and_epochs_make_so_many_steps() {
             config.ema.enable_ema = true;
         },
         |config| {
-            // By the trainer: one update of 12 answers, two epochs of 6 steps.
+            // By the trainer: one update of 12 responses, two epochs of 6 steps.
             ppo(config, Console::Silent).unwrap();
             let lines = metrics_of(config);
             assert_eq!((lines.len(), lines[0]["episode"].as_u64()), (1, Some(12)));
@@ -684,7 +685,7 @@ fn generation_batches_and_epochs_make_so_many_steps() {
 }
 
 #[test]
-fn an_engine_answers_prompts_in_deepspeed_chats_shapes() {
+fn an_engine_generates_responses_in_deepspeed_chats_shapes() {
     in_scratch(
         |_, _| (),
         |config| {
@@ -704,7 +705,7 @@ fn an_engine_answers_prompts_in_deepspeed_chats_shapes() {
             let gap = (&exp.logprobs - &exp.ref_logprobs).abs().max();
             assert!(number(&gap) < 1e-4, "{gap}");
             assert_eq!(engine.answers(&exp).unwrap().len(), rows as usize);
-            // One answer too few or too many is neither dropped nor made up, nor is a mask.
+            // One response too few or too many is neither dropped nor made up, nor is a mask.
             let answer =
                 || Response { tokens: vec![5, 6, 7], logprobs: Vec::new(), finish: FinishReason::Length, sets: None };
             for count in [3, 5] {
@@ -723,7 +724,7 @@ fn an_engine_answers_prompts_in_deepspeed_chats_shapes() {
 }
 
 #[test]
-fn an_engine_begins_at_a_ratio_of_1_whatever_the_temperature_of_its_log_probs() {
+fn an_engine_starts_at_a_ratio_of_1_at_any_temperature_of_its_log_probs() {
     for (temperature, raw_logprobs) in [(0.6, true), (0.6, false), (1.0, false)] {
         in_scratch(
             |config, _| (config.temperature, config.legacy.raw_logprobs) = (temperature, raw_logprobs),
@@ -803,7 +804,7 @@ fn an_engine_refuses_what_its_calls_do_not_do() {
 }
 
 #[test]
-fn a_test_stops_where_it_should_and_answers_are_shown_on_the_way() {
+fn a_test_stops_where_it_should_and_responses_are_shown_on_the_way() {
     in_scratch(
         |config, _| {
             (config.trial.enable_test_mode, config.trial.test_stop_step) = (true, 1);

@@ -69,8 +69,8 @@ impl Variant {
 
     /// Whether one of our optimizer steps is one of TRL's: a single micro-batch each, and no step that TRL loses or adds.
     ///
-    /// With several micro-batches TRL averages their means, and steps every `gradient_accumulation_steps` of them whatever
-    /// `num_mini_batches` says; we divide by the mini-batch's token count and step once per mini-batch.
+    /// With several micro-batches TRL averages their means, and steps every `gradient_accumulation_steps` of them for any
+    /// `num_mini_batches`; we divide by the mini-batch's token count and step once per mini-batch.
     fn steps_agree(&self) -> bool {
         let args = &self.info["args"];
         let number = |name: &str| args[name].as_u64().unwrap();
@@ -159,7 +159,8 @@ fn compare(variant: &Variant) {
         let all = raw.ones_like().to_kind(Kind::Bool);
         variant.check(it, "score_raw", &raw, &all);
         let scores = if config.missing_eos_penalty.is_some() && config.stop_token_id.is_some_and(|id| id != EOS) {
-            // TRL looks for eos whatever stops a response; we look for what stops it. Its scores go on from here.
+            // TRL looks for eos, also where another token stops a response; we look for what stops it. Its scores
+            // continue from here.
             say(&format!("{}: scores after the penalty are TRL's, which tests another token", variant.name()));
             variant.tensor(it, "scores").shallow_clone()
         } else {

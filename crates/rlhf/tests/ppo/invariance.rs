@@ -19,7 +19,7 @@ use tch::{Device, Kind, Tensor};
 
 const PROMPTS: [&str; 8] = ["The movie", "A film", "the capital of France", "do", "human", "a sing", "2024", "is it"];
 
-/// Three updates of 8 answers; at this temperature some rows of every batch stop early and others do not stop at all.
+/// Three updates of 8 responses; at this temperature some rows of every batch stop early and others do not stop at all.
 fn config(dir: &Path) -> PpoConfig {
     let prompts = dir.join("prompts.jsonl");
     let rows = PROMPTS.map(|prompt| format!("{}\n", serde_json::json!({"prompt": prompt})));
@@ -182,7 +182,7 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
 }
 
 #[test]
-fn in_bf16_the_first_step_begins_at_a_ratio_of_1_and_weights_stay_f32() {
+fn in_bf16_the_first_step_starts_at_a_ratio_of_1_and_weights_stay_f32() {
     let exact = train(|config| config.num_ppo_epochs = 1);
     let run = train(|config| {
         config.run.bf16 = true;

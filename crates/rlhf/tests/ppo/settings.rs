@@ -28,7 +28,7 @@ fn classifier(name: &str) -> SequenceClassifier {
     SequenceClassifier::from_pretrained(&init(name), None, ModelOptions::default()).unwrap()
 }
 
-/// One update of eight answers, up to the point where it learns; the reference is another model than the policy.
+/// One update of eight responses, up to the point where it learns; the reference is another model than the policy.
 struct Update {
     learner: Learner,
     reference: CausalLm,
@@ -142,7 +142,7 @@ fn a_loss_scale_is_taken_back_to_the_bit_before_a_step() {
 }
 
 #[test]
-fn a_model_whose_gradient_overflows_takes_no_step_alone_or_with_the_other_where_that_is_asked_for() {
+fn a_model_whose_gradient_overflows_skips_its_step_alone_or_with_the_other_under_align_overflow() {
     for align in [false, true] {
         let mut update = update(|c| {
             c.run.fp16 = true;
@@ -226,7 +226,7 @@ fn a_mini_batch_above_the_ratio_threshold_takes_no_step_and_leaves_nothing_behin
 }
 
 #[test]
-fn an_infinite_ratio_is_above_the_threshold_and_leaves_nothing_behind_whatever_the_loss() {
+fn an_infinite_ratio_is_above_the_threshold_and_leaves_nothing_behind_with_any_loss() {
     for advantage in [-1.0, 0.0, 1.0] {
         let mut update = update(|c| {
             c.num_mini_batches = 4;
@@ -348,7 +348,7 @@ fn each_setting_of_the_value_model_moves_the_value_model_alone() {
     assert_eq!(clipped.1, learnt(|_| ()).1);
 }
 
-/// Three updates of 8 answers.
+/// Three updates of 8 responses.
 fn run_config(dir: &Path) -> PpoConfig {
     let prompts = dir.join("prompts.jsonl");
     let rows = ["The movie", "A film", "do", "human", "a sing", "2024", "is it", "one"];
@@ -389,7 +389,7 @@ fn while_the_value_model_warms_up_the_policy_stays_bit_for_bit_and_then_learns()
         assert_ne!(weights(trainer.learner.value.params()), value, "update {update}");
         let frozen = update < 2;
         assert_eq!(weights(trainer.learner.policy.params()) == start, frozen, "update {update}");
-        // The policy's schedule begins with its first update: of one update, at its peak.
+        // The policy's schedule starts with its first update: of one update, at its peak.
         assert_eq!(line.get("lr"), Some(if frozen { 0.0 } else { 1e-3 }));
         assert!((line.get("val/lr").unwrap() - 1e-3 * f64::from(3 - update) / 3.0).abs() < 1e-15);
         for name in ["policy/approxkl_avg", "policy/grad_norm", "loss/policy_avg", "val/ratio"] {
@@ -409,7 +409,7 @@ fn the_weight_of_the_kl_follows_its_target_or_its_schedule() {
     let (kl, coef) = (column(&lines, "objective/kl"), column(&lines, "objective/kl_coef"));
     assert_eq!(coef[0], 0.05);
     for i in 0..2 {
-        // 8 answers of a horizon of 40.
+        // 8 responses of a horizon of 40.
         let expected = coef[i] * (1.0 + (kl[i] / 0.01 - 1.0).clamp(-0.2, 0.2) * 8.0 / 40.0);
         assert!((coef[i + 1] - expected).abs() < 1e-12, "{coef:?} by {kl:?}");
     }
@@ -639,9 +639,9 @@ fn the_command_lines_of_trls_documentation_run_on_stand_ins_of_their_models() {
 }
 
 #[test]
-fn a_penalty_for_no_eos_replaces_scores_by_what_it_is_told() {
+fn a_penalty_for_no_eos_replaces_scores_by_the_given_value() {
     let scratch = Scratch::new();
-    // No answer of one token is cut, so none stops but by chance.
+    // No response of one token is truncated, so none stops but by chance.
     let line = "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl \
                 --response_length 1 --per_device_train_batch_size 4 --total_episodes 4 --stop_token_id 351";
     let scores = |words: &str, out: &str| {
@@ -681,7 +681,7 @@ fn running_moments_and_their_clip_move_no_score_that_nothing_learns_from() {
     for file in ["update-000000", "update-000004", "eval-000002", "answers-000001", "answers-000003"] {
         let [plain, scaled] = ["plain", "scaled"].map(|out| scratch.read(&format!("{out}/samples/{file}.jsonl")));
         assert_eq!(scaled, plain, "{file}");
-        // Each table has the same score: what the reward says, less the penalty, as no answer stops.
+        // Each table has the same score: the reward's, less the penalty, as no response stops.
         for row in json_lines(&plain) {
             let said = row["components"].as_object().unwrap().values().next().unwrap().as_f64().unwrap();
             let score = row["score"].as_f64().unwrap();
@@ -709,7 +709,7 @@ fn a_clip_of_the_whole_score_counts_what_tokens_are_scored() {
 }
 
 #[test]
-fn policy_epochs_count_whole_epochs_where_answers_were_left_out() {
+fn policy_epochs_count_whole_epochs_where_responses_were_dropped() {
     let mut update = update(|c| {
         (c.preset, c.num_mini_batches) = (Preset::TrlLegacy, 1);
         c.per_device_train_batch_size = 8;
@@ -731,7 +731,7 @@ fn policy_epochs_count_whole_epochs_where_answers_were_left_out() {
 }
 
 #[test]
-fn a_run_that_collapses_says_so_once_for_each_sign_on_standard_error() {
+fn a_run_that_collapses_warns_once_for_each_sign_on_standard_error() {
     let scratch = Scratch::new();
     let line = "ppo --sft_model_path policy --dataset_name prompts.jsonl --output_dir out --reward length:target=10 \
                 --response_length 16 --stop_token eos --per_device_train_batch_size 16 --num_sample_generations 0 \

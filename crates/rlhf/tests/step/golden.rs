@@ -62,7 +62,7 @@ impl Variant {
         Rows { queries, responses, masks: given.then_some(masks), scores }
     }
 
-    /// Where the response of each row begins in TRL's tensors, which are of whole sequences.
+    /// Start of each row's response in TRL's tensors, which are of whole sequences.
     fn starts(&self, step: usize) -> Vec<i64> {
         let attention = self.data.rows(&format!("step{step}.attention_mask"));
         let padding = |row: &Vec<i64>| row.iter().position(|&seen| seen == 1).unwrap() as i64;
@@ -193,7 +193,7 @@ fn compare_rollout(variant: &Variant, step: usize, e: &Experience, t: &Targets) 
     near("scores", scores.abs().max().double_value(&[]), 0.0, 1e-5);
     assert_close("mask", &mask.to_kind(Kind::Float), &variant.slots(step, "masks", &mask.ones_like()), 0.0);
     if variant.is_left_padded() {
-        // TRL gives padded rows positions that begin at the pad; of rows without one it says the same.
+        // TRL gives padded rows positions that start at the pad; for rows without one its values are the same.
         let attention = variant.data.rows(&format!("step{step}.attention_mask"));
         for row in (0..ROWS).filter(|&row| attention[row][0] == 1) {
             for (name, found) in
@@ -267,7 +267,8 @@ fn compare(variant: &Variant) {
     say(&format!("{}: compared whole, 2 steps", variant.name()));
 }
 
-/// Compares what the model says of each mini-batch of the first step before it learns from it, as far as TRL learns as it says.
+/// Compares the model's evaluation of each mini-batch of the first step before the optimizer step, as far as TRL's is as
+/// documented.
 fn compare_mini_batches(variant: &Variant, e: &Experience, targets: &Targets) {
     let Rows { queries, responses, masks, scores } = variant.rows(0);
     let mut trainer = variant.trainer();
@@ -289,7 +290,8 @@ fn compare_mini_batches(variant: &Variant, e: &Experience, targets: &Targets) {
     }
 }
 
-/// Compares the ratios of the mini-batches as far as TRL does what it says; whether that is to the end, and nothing where not
+/// Compares the ratios of the mini-batches as far as TRL does what its documentation states; whether that is to the end,
+/// and nothing where not
 /// even the first mini-batch is.
 fn compare_ratios(variant: &Variant, step: usize, stats: &Stats) -> Option<bool> {
     if variant.is_left_padded() || variant.config.whiten_rewards {

@@ -141,7 +141,7 @@ impl Code {
     }
 }
 
-/// Comment blocks, documentation or not: the line each begins at, and its text.
+/// Comment blocks, documentation or not: the line where each starts, and its text.
 pub(super) fn comments(source: &str) -> Vec<(usize, String)> {
     let mut blocks: Vec<(usize, String)> = Vec::new();
     let mut previous = "";
@@ -198,7 +198,7 @@ fn tokens(source: &str) -> Vec<Token> {
     tokens
 }
 
-/// Bytes of the string, character or byte literal that `rest` begins with; 0 if none.
+/// Bytes of the string, character or byte literal that `rest` starts with; 0 if none.
 fn literal_length(rest: &str) -> usize {
     let prefixed = rest.strip_prefix(['b', 'c']).unwrap_or(rest);
     let raw = prefixed.strip_prefix('r').unwrap_or("");

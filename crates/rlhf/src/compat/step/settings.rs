@@ -221,7 +221,7 @@ impl StepConfig {
         ppo
     }
 
-    /// How the rows of a step are divided.
+    /// Returns the division of a step's rows into mini-batches.
     pub(super) fn epoch(&self) -> EpochPlan {
         EpochPlan {
             mini_batch_size: self.mini_batch_size * self.gradient_accumulation_steps,

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 /// Console output of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Console {
-    /// For a person: a progress bar, the run's title and end, and warnings on standard error, tables on standard output.
+    /// For a terminal: a progress bar, the run's title and end, and warnings on standard error, tables on standard output.
     Person,
     /// For a program: the lines of `metrics.jsonl` on standard output too, in seven significant digits; warnings and checks
     /// on standard error, and where that is a terminal, all that [`Console::Person`] has but the tables.
@@ -89,7 +89,7 @@ impl ConsoleOutput {
         Self { dir: dir.to_path_buf(), console, is_read, bar, status, began }
     }
 
-    /// Writes an event: metrics for a program, tables of responses for a person, warnings, saved folders.
+    /// Writes an event: metrics for a program, tables of responses for a terminal, warnings, saved folders.
     pub(crate) fn receive(&self, event: &Event<'_>) {
         match event {
             Event::Update { metrics, .. } if self.console == Console::Program => {
@@ -162,7 +162,7 @@ impl ConsoleOutput {
         }
     }
 
-    /// Writes a note for a person.
+    /// Writes a note for a terminal.
     pub(crate) fn note(&self, message: &str) {
         if self.is_read {
             self.write(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
@@ -213,12 +213,12 @@ impl Drop for ConsoleOutput {
     }
 }
 
-/// What the progress bar shows beside the updates done.
+/// Contents of the progress bar beside the updates done.
 #[derive(Debug, Clone)]
 struct BarStatus {
-    /// What the run is doing.
+    /// Current phase of the run.
     phase: &'static str,
-    /// The few numbers that people look at, the most important first.
+    /// The few most useful metrics, the most important first.
     watched: Vec<String>,
     /// Start of the first update of this process, and the updates done by then.
     began: (Instant, usize),
@@ -406,7 +406,7 @@ mod tests {
         };
         let first = line(&status, 80, after(60));
         assert!(first.ends_with("  3/10 [1:01, -- left] sampling"), "{first}");
-        // Two updates of a run that began at the third took 10 s each; 5 are left, one of them is 4 s old.
+        // Two updates of a run that started at the third took 10 s each; 5 are left, one of them is 4 s old.
         status.reached = Some((after(20), 5));
         assert_eq!(status.left(10, after(24)), Some(Duration::from_secs(46)));
         assert_eq!(status.left(10, after(200)), Some(Duration::ZERO));

@@ -90,7 +90,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[test]
-    fn samples_are_a_markdown_table_whatever_their_text() {
+    fn samples_are_a_markdown_table_for_any_text() {
         let sample = Sample {
             prompt: "a|b\n<i>".into(),
             response: "`x`".into(),

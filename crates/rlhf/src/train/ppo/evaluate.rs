@@ -34,7 +34,7 @@ pub(super) struct ReportedScores {
 }
 
 impl PpoTrainer {
-    /// Answers the prompts that are held out as training does; changes nothing.
+    /// Evaluates the policy on the held-out prompts, sampled as in training; changes nothing.
     ///
     /// # Errors
     /// If there are none; if a reward fails.
@@ -69,7 +69,7 @@ impl PpoTrainer {
         Ok(Evaluation { metrics: m, samples })
     }
 
-    /// Answers a few prompts and compares what the passes of a run say of the answers; changes nothing.
+    /// Generates responses to a few prompts and compares the passes of a run on them; changes nothing.
     ///
     /// # Errors
     /// As [`PpoTrainer::train`].
@@ -91,7 +91,7 @@ impl PpoTrainer {
         Checks::of(&mut self.learner, &self.reference, &prompts, &responses, &settings)
     }
 
-    /// Scores the responses of an update by every reward, and scales the scores and subtracts penalties as the settings say.
+    /// Scores the responses of an update by every reward, and scales the scores and subtracts penalties by the settings.
     pub(super) fn score_batch(&mut self, batch: &Batch) -> Result<BatchScores> {
         let prompts: Vec<&Prompt> = batch.rows.iter().map(|&row| &self.prompts[row]).collect();
         let mut scored = self.rewards.score_responses(&self.tokenizer, &prompts, &batch.responses, true)?;
@@ -177,7 +177,7 @@ impl PpoTrainer {
             None if self.config.non_eos_penalty => {
                 let value = self.config.penalty_reward_value;
                 scores.responses = replace_missing_stop(&scores.responses, &stopped, value);
-                // What is replaced is all that a response got.
+                // The penalty replaces all scores of a response, those of its tokens included.
                 let of_tokens = scores.tokens.iter_mut().flatten().zip(&stopped);
                 of_tokens.filter(|(_, stopped)| !**stopped).for_each(|(row, _)| row.fill(0.0));
             }

@@ -41,7 +41,7 @@ impl PpoTrainer {
     /// The errors of [`PpoTrainer::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         config.check()?;
-        // A resumed run reads the commits that it began with.
+        // A resumed run reads the commits of its start.
         Self::load(config, more, Start::find(&config.run)?.commits()?)
     }
 
@@ -103,7 +103,7 @@ impl PpoTrainer {
             stop,
             stop_strings,
             kept: KeptResponses::new(config.mask.min_response_length),
-            answers: Vec::new(),
+            shown: Vec::new(),
             last_metrics: Metrics::default(),
             checks: None,
             skips: Skips::default(),
@@ -453,7 +453,7 @@ pub(in crate::train) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vo
     Ok(())
 }
 
-/// How many tokens a prompt may have, such that all models that read ids have room for it and its response.
+/// Returns the most tokens of a prompt for which all models that read ids have room for it and its response.
 ///
 /// # Errors
 /// If there is no room at all, or a model cannot read what the policy writes: it is on another device, or knows fewer tokens.
@@ -507,7 +507,7 @@ fn check_prompts(name: &str, prompts: &[Prompt], room: usize, vocab: i64) -> Res
     Ok(())
 }
 
-/// How the policy's responses are sampled in training, by the names of transformers' generation configuration; but for the
+/// Returns the sampling settings of the policy's responses in training, by the names of transformers' generation configuration; but for the
 /// stop strings, without whose tokenizer transformers would refuse to generate.
 fn generation_settings(config: &PpoConfig) -> Map<String, Value> {
     let how = &config.sampling;

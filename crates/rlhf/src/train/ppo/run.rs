@@ -118,7 +118,7 @@ impl PpoTrainer {
             metrics.extend(&evaluation.metrics);
         }
         session.emit(&Event::Update { step, metrics: &metrics })?;
-        let samples = std::mem::take(&mut self.answers);
+        let samples = std::mem::take(&mut self.shown);
         if !samples.is_empty() {
             session.emit(&Event::Samples { step, episode, source: SampleSource::Rollout, samples: &samples })?;
         }
