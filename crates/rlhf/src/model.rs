@@ -4,6 +4,7 @@
 //! the same tokens before and after an update, and noise between the two passes would look like a change of the policy. An
 //! adapter's dropout is applied in backward passes whose batch has `DropoutRows`.
 
+mod adapter_folder;
 mod batch;
 mod batches;
 mod body;
@@ -19,22 +20,23 @@ mod lora;
 mod params;
 mod sampled;
 mod save;
+mod shape;
 mod value_head;
 
+pub(crate) use adapter_folder::AdapterFolder;
 pub use batch::{Batch, JointBatch};
 pub(crate) use batches::{batches, in_batches};
 pub use causal_lm::CausalLm;
 pub use classifier::{ClassifierFormat, SequenceClassifier};
-pub use config::{Activation, ModelConfig, NormKind, Order, Rope, RopeScaling, Shape};
-pub use families::Family;
+pub use config::ModelConfig;
 pub(crate) use layout::KvCache;
 pub use logprobs::{Distributions, LogprobOptions, TokenLogprobs};
-pub(crate) use lora::AdapterFolder;
 pub(crate) use lora::DropoutRows;
 pub(crate) use lora::MOST_RANK;
 pub use lora::{LoraConfig, PeftConfig};
 pub use params::Param;
 pub use sampled::{Sampled, TokenSet};
+pub use shape::{Activation, Family, NormKind, Order, Rope, RopeScaling, Shape};
 pub use value_head::{CausalLmWithValueHead, ValueHead, ValueHeadInit, ValueModel};
 
 use params::Source;

@@ -1,5 +1,6 @@
 //! Rewards: models, rules, programs, services and closures that score responses, and their weighted sum.
 
+mod address;
 mod command;
 mod http;
 mod model;

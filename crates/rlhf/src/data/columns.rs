@@ -1,33 +1,12 @@
 //! `--dataset_columns`: reads the fields of rows from columns with other names.
 
 use super::formats::{cell, format};
-use super::row::{Row, expected};
+use super::row::{FIELDS, Row, expected};
 use crate::{Error, Result};
 use serde_json::Value;
 
-/// The fields that rlhf reads, each with the fields that would take precedence over it, or be read along with it.
-const FIELDS: [(&str, &[&str]); 12] = [
-    ("prompt", &["prompt_ids", "query", "input_ids", "text", "messages"]),
-    ("prompt_ids", &["text", "messages"]),
-    ("input_ids", &["prompt_ids", "prompt", "completion_ids", "completion", "messages"]),
-    ("completion", &["completion_ids", "text", "messages", "input_ids"]),
-    ("completion_ids", &["text", "messages", "input_ids"]),
-    ("messages", &["text", "input_ids", "completion_ids", "completion", "chosen"]),
-    ("text", &["messages", "input_ids", "completion_ids", "completion"]),
-    ("chosen", &["text", "messages", "completion", "completion_ids"]),
-    ("rejected", &[]),
-    ("margin", &[]),
-    ("finish_reason", &[]),
-    ("chat_template_kwargs", &[]),
-];
-
 /// Column name that removes the field.
 const REMOVED: &str = "none";
-
-/// Returns true if a column can be read as the field `name`.
-pub(super) fn is_field(name: &str) -> bool {
-    FIELDS.iter().any(|(field, _)| *field == name)
-}
 
 /// A map from fields to the columns of a dataset that they are read from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -1,12 +1,27 @@
 //! One row of a dataset: a JSON object, its file and its line, and access to its fields.
 
-use super::columns;
 use crate::weights::brief;
 use crate::{Error, Result};
 use serde_json::Value;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
+
+/// The fields that rlhf reads, each with the fields that would take precedence over it, or be read along with it.
+pub(super) const FIELDS: [(&str, &[&str]); 12] = [
+    ("prompt", &["prompt_ids", "query", "input_ids", "text", "messages"]),
+    ("prompt_ids", &["text", "messages"]),
+    ("input_ids", &["prompt_ids", "prompt", "completion_ids", "completion", "messages"]),
+    ("completion", &["completion_ids", "text", "messages", "input_ids"]),
+    ("completion_ids", &["text", "messages", "input_ids"]),
+    ("messages", &["text", "input_ids", "completion_ids", "completion", "chosen"]),
+    ("text", &["messages", "input_ids", "completion_ids", "completion"]),
+    ("chosen", &["text", "messages", "completion", "completion_ids"]),
+    ("rejected", &[]),
+    ("margin", &[]),
+    ("finish_reason", &[]),
+    ("chat_template_kwargs", &[]),
+];
 
 /// One row.
 #[derive(Debug, Clone, PartialEq)]
@@ -92,6 +107,16 @@ pub(super) fn token_ids(row: &Value, name: &str, vocab: i64) -> Result<Option<Ve
     }
 }
 
+/// Checks that a row of `length` tokens fits the model's context.
+pub(super) fn check_length(length: usize, max_length: usize) -> Result<()> {
+    if length <= max_length {
+        return Ok(());
+    }
+    Err(Error::Run(format!(
+        "the row is too long: expected at most {max_length} tokens, the model's context, found {length}"
+    )))
+}
+
 /// Returns the message "expected ... in the field `name`, found ..." for a row whose field is missing or has the wrong type.
 pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
     match row.get(name) {
@@ -105,7 +130,7 @@ pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
                 .collect();
             let found = if names.is_empty() { "no field at all".to_string() } else { names.join(", ") };
             let hint = likely_field(name, row).map(|other| {
-                let by_flag = if columns::is_field(name) {
+                let by_flag = if is_field(name) {
                     format!("--dataset_columns {name}={other}")
                 } else {
                     format!("rename it to `{name}`")
@@ -115,6 +140,11 @@ pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
             format!("expected a field `{name}` with {what}, found {found}{}", hint.unwrap_or_default())
         }
     }
+}
+
+/// Returns true if a column can be read as the field `name`.
+fn is_field(name: &str) -> bool {
+    FIELDS.iter().any(|(field, _)| *field == name)
 }
 
 /// Other names that datasets use for each field.

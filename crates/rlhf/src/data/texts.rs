@@ -4,7 +4,7 @@ use super::chat::{cut_after_eos, encode_chat};
 use super::dataset::Dataset;
 use super::pairs::{Pair, is_pair, pair_of};
 use super::responses::{append_eos, is_sample_without_eos, prompt_and_completion, response_field};
-use super::row::{expected, field, token_ids};
+use super::row::{check_length, expected, field, token_ids};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -73,14 +73,4 @@ fn check_text(tokens: Vec<i64>, max_length: usize) -> Result<Vec<i64>> {
     }
     check_length(tokens.len(), max_length)?;
     Ok(tokens)
-}
-
-/// Checks that a row of `length` tokens fits the model's context.
-pub(super) fn check_length(length: usize, max_length: usize) -> Result<()> {
-    if length <= max_length {
-        return Ok(());
-    }
-    Err(Error::Run(format!(
-        "the row is too long: expected at most {max_length} tokens, the model's context, found {length}"
-    )))
 }

@@ -1,13 +1,14 @@
 //! The part that language models and sequence classifiers share: the decoder, its parameters and its configuration.
 
+use super::adapter_folder::AdapterFolder;
 use super::batch::Batch;
 use super::config::ModelConfig;
 use super::decoder::{BackwardOptions, Decoder};
-use super::families::MlpIn;
 use super::layout::{Layout, rounded};
 use super::linear::Linear;
-use super::lora::{self, Adapter, AdapterFolder, Dropout, LoraConfig};
+use super::lora::{self, Adapter, Dropout, LoraConfig};
 use super::params::Param;
+use super::shape::MlpIn;
 use super::uses_kernels;
 use crate::{Error, Result};
 use serde_json::{Map, Value};

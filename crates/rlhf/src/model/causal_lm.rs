@@ -1,14 +1,16 @@
 //! Causal language models.
 
+use super::adapter_folder::AdapterFolder;
 use super::batch::Batch;
 use super::body::Body;
-use super::config::{ModelConfig, Shape};
+use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::layout::KvCache;
 use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, check_vocabulary};
-use super::lora::{AdapterFolder, LoraConfig};
+use super::lora::LoraConfig;
 use super::params::{Builder, Init, Param, Source};
 use super::sampled::Sampled;
+use super::shape::Shape;
 use super::{Dtype, ModelOptions, Precision};
 use crate::weights::{self, Checkpoint, replace_files};
 use crate::{Error, Result};

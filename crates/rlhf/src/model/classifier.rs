@@ -1,14 +1,15 @@
 //! Sequence classifiers: reward models and value models.
 
 use super::ModelOptions;
+use super::adapter_folder::AdapterFolder;
 use super::batch::Batch;
 use super::body::Body;
 use super::config::ModelConfig;
 use super::decoder::Decoder;
-use super::families::{HeadActivation, HeadNames};
 use super::linear::{Linear, LinearShape};
-use super::lora::{AdapterFolder, DropoutRows, LoraConfig};
+use super::lora::{DropoutRows, LoraConfig};
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
+use super::shape::{HeadActivation, HeadNames};
 use crate::flag::Setting;
 use crate::weights::{Checkpoint, replace_files};
 use crate::{Error, Result};

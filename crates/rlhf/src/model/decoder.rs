@@ -1,11 +1,10 @@
 //! The decoder: one stack of layers for all families. Their differences are data, in [`Shape`] and [`Names`].
 
-use super::config::{Activation, Order, RopeScaling, Shape};
-use super::families::{MlpIn, Names, Qkv};
 use super::layout::{KvCache, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::params::{Builder, Init};
+use super::shape::{Activation, MlpIn, Names, Order, Qkv, RopeScaling, Shape};
 use super::uses_kernels;
 use crate::Result;
 use tch::{Kind, Tensor};

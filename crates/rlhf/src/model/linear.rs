@@ -1,8 +1,8 @@
 //! Layers with weights: linear layers and norms, with weights held in any float dtype.
 
-use super::config::{NormKind, Shape};
 use super::lora::{Adapter, Dropout};
 use super::params::{Builder, Init};
+use super::shape::{NormKind, Shape};
 use super::{plain, uses_kernels};
 use crate::Result;
 use std::cell::RefCell;

@@ -1,6 +1,6 @@
 //! A model's parameters: named as in its checkpoint, read strictly or newly initialized.
 
-use super::families::Names;
+use super::shape::Names;
 use crate::rng::{Purpose, Stream};
 use crate::weights::{Checkpoint, brief};
 use crate::{Error, Result};

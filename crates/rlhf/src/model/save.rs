@@ -3,7 +3,7 @@
 use super::body::Body;
 use super::config::ModelConfig;
 use super::params::Param;
-use super::{BASE_MODEL, is_model, lora};
+use super::{BASE_MODEL, adapter_folder, is_model, lora};
 use crate::hub;
 use crate::weights::{self, Checkpoint, replace_files};
 use crate::{Error, Result};
@@ -44,7 +44,7 @@ impl Body {
             }
             described.sort_keys();
         }
-        lora::save(dir, &described, &self.params)
+        adapter_folder::save(dir, &described, &self.params)
     }
 
     /// Writes the configuration and the weights, or the adapter, into a folder that the caller puts in place. `stored`
@@ -103,10 +103,10 @@ impl Body {
     /// Reads the trained weights that [`Body::save`] wrote to `dir`.
     pub(super) fn load_trained(&mut self, dir: &Path, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
         let adapter = self.adapter.is_some();
-        let file = if adapter { lora::open_weights(dir)? } else { Checkpoint::open(dir)? };
+        let file = if adapter { adapter_folder::open_weights(dir)? } else { Checkpoint::open(dir)? };
         for param in self.params.iter_mut().filter(|param| !adapter || lora::is_trained(&param.name)) {
             let name = match adapter {
-                true => lora::stored_name(&param.name),
+                true => adapter_folder::stored_name(&param.name),
                 false => stored(&param.name).unwrap_or_else(|| param.name.clone()),
             };
             let (expected, found) = (param.tensor.size(), file.shape(&name));

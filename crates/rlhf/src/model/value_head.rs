@@ -1,10 +1,11 @@
 //! A language model with a value head on its trunk, as in TRL's legacy trainer.
 
 use super::batch::{Batch, JointBatch, JointSpans};
-use super::config::{ModelConfig, Shape};
+use super::config::ModelConfig;
 use super::linear::Linear;
 use super::logprobs::{LogprobOptions, Targets, TokenLogprobs};
 use super::params::{Builder, Init, Param, Source};
+use super::shape::Shape;
 use super::{CausalLm, ModelOptions, Sampled, SequenceClassifier};
 use crate::weights::Checkpoint;
 use crate::{Error, Result};

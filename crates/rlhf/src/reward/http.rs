@@ -1,5 +1,6 @@
 //! A reward that is an HTTP service, with the protocol of OpenRLHF's remote reward models.
 
+use super::address::{LEFT_OUT, address};
 use super::retry::{Failure, check, excerpt};
 use super::{RetryPolicy, Reward, RewardInput, Score};
 use crate::hub::{certificates, origin};
@@ -18,9 +19,6 @@ use ureq::tls::{RootCerts, TlsConfig};
 
 /// Environment variable with the bearer token of the service.
 pub(super) const TOKEN: &str = "RLHF_REWARD_TOKEN";
-
-/// Replaces the query of a service's URL in files, as it may contain secrets.
-pub(crate) const LEFT_OUT: &str = "?...";
 
 /// Maximum size of a reply in bytes.
 const MAX_REPLY: u64 = 256 << 20;
@@ -268,28 +266,9 @@ fn take<'a, T>(next: &AtomicUsize, parts: &'a [T]) -> Option<(usize, &'a T)> {
     parts.get(at).map(|part| (at, part))
 }
 
-/// Returns a URL without user, password and query, for messages and files.
-pub(crate) fn address(url: &str) -> &str {
-    let start = url.find("://").map_or(0, |at| at + 3);
-    let end = url.find(['?', '#']).unwrap_or(url.len());
-    let host = origin(url).rfind('@').map_or(start, |at| at + 1);
-    if host > start { &url[host..end] } else { &url[..end] }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_url_is_shown_without_password_and_query() {
-        for (url, shown) in [
-            ("http://localhost:5000/score", "http://localhost:5000/score"),
-            ("https://user:secret@host/score?key=secret#x", "host/score"),
-            ("http://host/score?key=secret", "http://host/score"),
-        ] {
-            assert_eq!(address(url), shown);
-        }
-    }
 
     #[test]
     fn invalid_urls_are_refused() {

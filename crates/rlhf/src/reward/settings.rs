@@ -1,14 +1,11 @@
 //! Settings of rewards: where scores come from, and how they are scaled.
 
-use std::fmt::Display;
-
 use clap::Args;
 use serde::Serialize;
 
-use super::http::{LEFT_OUT, address};
-use super::spec::Spec;
+use super::address::without_query;
 use crate::Result;
-use crate::flag::{NONE, REWARDS, above_zero, all, at_least_one, defaults, expect, no_effect, optional};
+use crate::flag::{NONE, REWARDS, above_zero, all, at_least_one, expect, no_effect, optional};
 
 /// Maximum number of concurrent requests to a reward service; each has a thread.
 const MOST_REQUESTS: usize = 1024;
@@ -75,28 +72,6 @@ impl RewardSourcesConfig {
             expect(seconds > 0.0 && seconds <= LONGEST_TIMEOUT, "reward_timeout", seconds, expected),
         ])
     }
-
-    /// Refuses settings of programs and services where none of `rewards` is one.
-    pub(crate) fn check_outside(&self, rewards: &[Spec]) -> Result<()> {
-        let usual: Self = defaults();
-        let (service, outside) = (rewards.iter().any(Spec::is_service), rewards.iter().any(Spec::is_outside));
-        let why = "without a reward that is a service";
-        let unused = |name, found: &dyn Display, differs: bool| {
-            if differs && !service { no_effect(name, found, why) } else { Ok(()) }
-        };
-        let own = "without a reward that is a program or a service";
-        let unwaited = |name, found: &dyn Display, differs: bool| {
-            if differs && !outside { no_effect(name, found, own) } else { Ok(()) }
-        };
-        let (label, rows, requests) = (&self.reward_label_column, self.reward_batch_size, self.reward_concurrency);
-        all([
-            unused("reward_label_column", label, *label != usual.reward_label_column),
-            unused("reward_batch_size", &rows, rows != usual.reward_batch_size),
-            unused("reward_concurrency", &requests, requests != usual.reward_concurrency),
-            unwaited("reward_timeout", &self.reward_timeout, self.reward_timeout != usual.reward_timeout),
-            unwaited("reward_retries", &self.reward_retries, self.reward_retries != usual.reward_retries),
-        ])
-    }
 }
 
 /// Scaling of the whole scores that are trained on, whatever rewards they are the sum of; TRL's trainer with `step()` has it.
@@ -124,14 +99,6 @@ impl ScoreScalingConfig {
             },
             self.score_clip.map_or(Ok(()), |clip| above_zero("score_clip", clip)),
         ])
-    }
-}
-
-/// Returns the address of a service as it is written to files, without the query, which may be secret.
-fn without_query(url: &str) -> String {
-    match address(url) {
-        shown if shown == url => url.to_string(),
-        shown => format!("{shown}{LEFT_OUT}"),
     }
 }
 

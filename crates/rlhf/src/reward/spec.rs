@@ -6,11 +6,13 @@ use super::settings::RewardSourcesConfig;
 use super::{
     CommandReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule, Shaping,
 };
+use crate::flag::{all, defaults, no_effect};
 use crate::model::ModelOptions;
 use crate::safe_text::beginning;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
 use serde_json::Value;
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -238,6 +240,30 @@ pub(crate) fn resolve<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<S
         }
     }
     Ok(specs)
+}
+
+impl RewardSourcesConfig {
+    /// Refuses settings of programs and services where none of `rewards` is one.
+    pub(crate) fn check_outside(&self, rewards: &[Spec]) -> Result<()> {
+        let usual: Self = defaults();
+        let (service, outside) = (rewards.iter().any(Spec::is_service), rewards.iter().any(Spec::is_outside));
+        let why = "without a reward that is a service";
+        let unused = |name, found: &dyn Display, differs: bool| {
+            if differs && !service { no_effect(name, found, why) } else { Ok(()) }
+        };
+        let own = "without a reward that is a program or a service";
+        let unwaited = |name, found: &dyn Display, differs: bool| {
+            if differs && !outside { no_effect(name, found, own) } else { Ok(()) }
+        };
+        let (label, rows, requests) = (&self.reward_label_column, self.reward_batch_size, self.reward_concurrency);
+        all([
+            unused("reward_label_column", label, *label != usual.reward_label_column),
+            unused("reward_batch_size", &rows, rows != usual.reward_batch_size),
+            unused("reward_concurrency", &requests, requests != usual.reward_concurrency),
+            unwaited("reward_timeout", &self.reward_timeout, self.reward_timeout != usual.reward_timeout),
+            unwaited("reward_retries", &self.reward_retries, self.reward_retries != usual.reward_retries),
+        ])
+    }
 }
 
 impl Rewards {

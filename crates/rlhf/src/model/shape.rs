@@ -1,0 +1,545 @@
+//! The shape of a model and the description of its family, and the fields of a `config.json` that they are read from.
+
+use crate::{Error, Result};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// Maximum of a size: far above any model's, and small enough that products do not overflow.
+const MOST: i64 = 1 << 28;
+
+/// Maximum of any other number: far above any model's, and small enough that the ratio of two is an f32.
+const LARGEST: f64 = 1e15;
+
+/// Maximum number of layers, so that a hostile file cannot make building take hours.
+pub(super) const MOST_LAYERS: i64 = 10_000;
+
+/// The non-linearity of an MLP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// The exact GELU.
+    Gelu,
+    /// The tanh approximation of GELU (`gelu_new`, `gelu_fast`, `gelu_pytorch_tanh`).
+    GeluTanh,
+    /// x * sigmoid(x) (`silu`, `swish`).
+    Silu,
+    /// max(x, 0).
+    Relu,
+}
+
+/// Rotary position embedding.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rope {
+    /// Base of the geometric series of the angles.
+    pub theta: f64,
+    /// Number of a head's dimensions that are rotated.
+    pub dim: i64,
+    /// Scaling of the angles for texts longer than the model was pretrained on.
+    pub scaling: RopeScaling,
+}
+
+/// Scaling of rotary angles for longer texts; named as transformers' `rope_type`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// No scaling.
+    Default,
+    /// All angles are divided by `factor`.
+    Linear {
+        /// Factor by which texts may be longer.
+        factor: f64,
+    },
+    /// The base grows with the length of a text beyond `original` tokens (NTK).
+    ///
+    /// The length is that of each sequence. transformers uses the longest of the batch, so its results depend on the batch.
+    Dynamic {
+        /// Factor by which texts may be longer.
+        factor: f64,
+        /// The length up to which the base is unchanged.
+        original: f64,
+    },
+    /// Slow angles are divided by `factor`, fast ones kept, those between are blended (Llama 3.1).
+    Llama3 {
+        /// Factor by which texts may be longer.
+        factor: f64,
+        /// `original` over this is the wavelength from which angles are divided.
+        low_freq_factor: f64,
+        /// `original` over this is the wavelength up to which angles are kept.
+        high_freq_factor: f64,
+        /// The length that the model was pretrained on.
+        original: f64,
+    },
+}
+
+/// Positions of a layer's norms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Before attention and before the MLP, and one at the end of the model.
+    Pre,
+    /// As `Pre`, and attention and MLP read the same input (GPT-NeoX).
+    Parallel,
+    /// After each sum; none at the end (BERT, the smaller OPT).
+    Post,
+    /// As `Pre`, and after attention and MLP before their sums (Gemma 2).
+    Sandwich,
+}
+
+/// Kind of norm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormKind {
+    /// Layer norm with a bias.
+    Layer,
+    /// RMS norm.
+    Rms,
+    /// RMS norm that multiplies by 1 + weight (Gemma).
+    RmsPlusOne,
+}
+
+/// The shape of a model, with a value for every field.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Shape {
+    /// The family.
+    pub family: &'static Family,
+    /// Rows of the embedding; may exceed the tokenizer's.
+    pub vocab_size: i64,
+    /// Width of the embedding and of the final hidden states; other than `hidden_size` in some OPT models.
+    pub embedding_size: i64,
+    /// Width of the residual stream.
+    pub hidden_size: i64,
+    /// Width inside the MLP.
+    pub intermediate_size: i64,
+    /// Number of layers.
+    pub num_hidden_layers: i64,
+    /// Number of query heads.
+    pub num_attention_heads: i64,
+    /// Number of key and value heads.
+    pub num_key_value_heads: i64,
+    /// Width of one head.
+    pub head_dim: i64,
+    /// The longest sequence, in tokens.
+    pub max_position_embeddings: usize,
+    /// Row of the first position in a table of learned ones.
+    pub position_offset: i64,
+    /// Number of segment types of the embedding; 0: none.
+    pub token_types: i64,
+    /// Factor of the embeddings.
+    pub embedding_scale: f64,
+    /// Kind of the norms.
+    pub norm: NormKind,
+    /// Added to the variance in the norms.
+    pub norm_eps: f64,
+    /// Positions of the norms.
+    pub order: Order,
+    /// The MLP's non-linearity.
+    pub activation: Activation,
+    /// Rotary positions; `None` means learned ones.
+    pub rope: Option<Rope>,
+    /// Whether a token attends only to itself and the tokens before it.
+    pub causal: bool,
+    /// Number of tokens, itself included, that a token attends to in each layer; `None`: all.
+    pub windows: Vec<Option<i64>>,
+    /// Factor of the products of queries and keys.
+    pub attention_scale: f64,
+    /// Attention scores `x` become `cap * tanh(x / cap)`.
+    pub attention_softcap: Option<f64>,
+    /// Logits `x` become `cap * tanh(x / cap)`.
+    pub final_softcap: Option<f64>,
+    /// Whether the projections to queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// Whether the attention's output projection has a bias.
+    pub attention_out_bias: bool,
+    /// Whether the MLP's projections have biases.
+    pub mlp_bias: bool,
+    /// Whether the LM head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Standard deviation of newly initialized weights.
+    pub initializer_range: f64,
+    /// Whether the initial weights of projections into the residual stream shrink with the depth.
+    pub scale_residual_init: bool,
+    /// The ids that end a text; the first is appended to texts.
+    pub eos_token_ids: Vec<i64>,
+    /// The classes with which transformers loads the folder.
+    pub architectures: Vec<String>,
+    /// The names of a classifier's labels.
+    pub labels: Vec<String>,
+}
+
+impl Shape {
+    /// Whether a token's rotary angles depend on the length of its text.
+    pub(crate) fn has_length_dependent_rope(&self) -> bool {
+        self.rope.is_some_and(|rope| matches!(rope.scaling, RopeScaling::Dynamic { .. }))
+    }
+
+    /// The base that the families' readers modify: a decoder with biases, layer norms and learned positions.
+    pub(super) fn biased(f: &Fields<'_>, vocab_size: i64, hidden_size: i64, heads: i64, layers: i64) -> Result<Self> {
+        if layers > MOST_LAYERS {
+            return Err(Error::invalid(f.path, format!("expected at most {MOST_LAYERS} layers, found {layers}")));
+        }
+        Ok(Self {
+            family: f.family,
+            vocab_size,
+            embedding_size: hidden_size,
+            hidden_size,
+            intermediate_size: 0,
+            num_hidden_layers: layers,
+            num_attention_heads: heads,
+            num_key_value_heads: heads,
+            head_dim: hidden_size / heads,
+            max_position_embeddings: f.size("max_position_embeddings", 2048)? as usize,
+            position_offset: 0,
+            token_types: 0,
+            embedding_scale: 1.0,
+            norm: NormKind::Layer,
+            norm_eps: 1e-5,
+            order: Order::Pre,
+            activation: Activation::Gelu,
+            rope: None,
+            causal: true,
+            windows: vec![None; layers as usize],
+            attention_scale: ((hidden_size / heads) as f64).powf(-0.5),
+            attention_softcap: None,
+            final_softcap: None,
+            qkv_bias: true,
+            attention_out_bias: true,
+            mlp_bias: true,
+            tie_word_embeddings: false,
+            initializer_range: 0.02,
+            scale_residual_init: false,
+            eos_token_ids: Vec::new(),
+            architectures: Vec::new(),
+            labels: Vec::new(),
+        })
+    }
+
+    pub(super) fn check(&self, path: &Path) -> Result<()> {
+        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        // Llama and its successors have heads of any width; in the others the heads divide the hidden size.
+        let free = self.norm != NormKind::Layer;
+        if !free && self.head_dim * heads != self.hidden_size {
+            let message = format!("hidden size {}: expected a multiple of {heads} attention heads", self.hidden_size);
+            return Err(Error::invalid(path, message));
+        }
+        if heads % kv_heads != 0 {
+            let message = format!("{heads} attention heads: expected a multiple of {kv_heads} key-value heads");
+            return Err(Error::invalid(path, message));
+        }
+        if self.head_dim == 0 || !self.attention_scale.is_finite() {
+            return Err(Error::invalid(path, format!("{heads} attention heads: expected at most the hidden size")));
+        }
+        Ok(())
+    }
+
+    /// Whether the configuration is that of a sequence classifier (a reward or value model).
+    pub fn is_sequence_classifier(&self) -> bool {
+        self.architectures.iter().any(|name| name.ends_with("ForSequenceClassification"))
+    }
+}
+
+/// A family of models, identified by the `model_type` in `config.json`.
+#[derive(Debug)]
+pub struct Family {
+    /// The `model_type`.
+    pub name: &'static str,
+    /// transformers' class of its language models; `None` for encoders, which are only supported as classifiers.
+    pub(crate) causal_lm_class: Option<&'static str>,
+    /// transformers' class of its classifiers.
+    pub(crate) classifier_class: &'static str,
+    pub(super) shape: fn(&Fields<'_>) -> Result<Shape>,
+    pub(crate) names: Names,
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+/// Names of a family's tensors, completed by `.weight` and `.bias`. `None`: the family has no such part.
+#[derive(Debug)]
+pub(crate) struct Names {
+    /// Prefix of all of the base model's names.
+    pub(crate) prefix: &'static str,
+    pub(crate) embed: &'static str,
+    /// Learned positions.
+    pub(crate) positions: Option<&'static str>,
+    /// Segment types; every token has type 0 here.
+    pub(crate) token_types: Option<&'static str>,
+    pub(crate) embed_norm: Option<&'static str>,
+    /// Projections from the width of the embeddings to that of the layers and back, if the two differ.
+    pub(crate) project: Option<[&'static str; 2]>,
+    pub(crate) layers: &'static str,
+    pub(crate) input_norm: &'static str,
+    pub(crate) qkv: Qkv,
+    /// Norms over each head of the queries and of the keys.
+    pub(crate) qk_norm: Option<[&'static str; 2]>,
+    pub(crate) attention_out: &'static str,
+    pub(crate) mlp_norm: &'static str,
+    /// Norms of the outputs of attention and MLP.
+    pub(crate) output_norms: Option<[&'static str; 2]>,
+    pub(crate) mlp_in: MlpIn,
+    pub(crate) mlp_out: &'static str,
+    pub(crate) final_norm: &'static str,
+    /// Full name of the LM head's weight.
+    pub(crate) lm_head: &'static str,
+    /// Whether linear weights are stored as `[in, out]` instead of `[out, in]`.
+    pub(crate) transposed: bool,
+    /// Default linear layers of low-rank adapters, as suffixes of their names: PEFT's default.
+    pub(crate) lora_targets: &'static [&'static str],
+    pub(crate) head: HeadNames,
+    /// Name suffixes of unused tensors in old checkpoints: masks, rotary tables, position numbers.
+    pub(crate) harmless: &'static [&'static str],
+}
+
+/// Projections of queries, keys and values.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Qkv {
+    Separate([&'static str; 3]),
+    /// One product: all queries, all keys, all values.
+    Fused(&'static str),
+    /// One product: query, key and value of each head in turn.
+    FusedByHead(&'static str),
+}
+
+/// Input projections of the MLP.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum MlpIn {
+    Up(&'static str),
+    /// The activated gate times the up projection.
+    Gated([&'static str; 2]),
+    /// One product: gate, then up.
+    GatedFused(&'static str),
+}
+
+/// The head of a family's classifiers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum HeadNames {
+    /// A linear layer without bias, read at the last token: `score.weight`.
+    Score,
+    /// Two linear layers, read at the first token: a hidden layer, its activation, then one row per label.
+    Dense { inner: &'static str, activation: HeadActivation, out: &'static str },
+}
+
+/// The non-linearity of a two-layer head.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum HeadActivation {
+    Tanh,
+    Relu,
+}
+
+/// Reads fields of a JSON object; errors name the file and the field.
+pub(super) struct Fields<'a> {
+    pub(super) path: &'a Path,
+    pub(super) raw: &'a Map<String, Value>,
+    pub(super) family: &'static Family,
+}
+
+/// Names of the rotary settings in files of transformers before version 5.
+pub(super) struct RopeKeys {
+    pub(super) theta: &'static str,
+    /// Fraction of a head's dimensions that is rotated.
+    pub(super) fraction: &'static str,
+    pub(super) default_fraction: f64,
+}
+
+impl Fields<'_> {
+    pub(super) fn present(&self, name: &str) -> Option<&Value> {
+        self.raw.get(name).filter(|value| !value.is_null())
+    }
+
+    pub(super) fn wrong(&self, name: &str, expected: &str) -> Error {
+        let found = self.raw.get(name).unwrap_or(&Value::Null);
+        Error::invalid(self.path, format!("`{name}`: expected {expected}, found {}", brief(found)))
+    }
+
+    fn integer(&self, name: &str, least: i64, default: i64) -> Result<i64> {
+        match self.present(name) {
+            None => Ok(default),
+            Some(value) => value
+                .as_i64()
+                .filter(|n| (least..=MOST).contains(n))
+                .ok_or_else(|| self.wrong(name, &format!("an integer from {least} to {MOST}"))),
+        }
+    }
+
+    /// An integer from 1 under the family's own name, or the common name.
+    pub(super) fn size_as(&self, own: &str, common: &str, default: i64) -> Result<i64> {
+        self.size(if self.present(own).is_some() { own } else { common }, default)
+    }
+
+    /// Maximum text length in tokens with rotary positions trained on `positions` tokens.
+    pub(super) fn longest(positions: i64, rope: &Rope) -> usize {
+        match rope.scaling {
+            RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor, .. } => {
+                (positions as f64 * factor) as usize
+            }
+            RopeScaling::Default | RopeScaling::Llama3 { .. } => positions as usize,
+        }
+    }
+
+    /// An integer from 1.
+    pub(super) fn size(&self, name: &str, default: i64) -> Result<i64> {
+        self.integer(name, 1, default)
+    }
+
+    /// An integer from 0.
+    pub(super) fn count(&self, name: &str, default: i64) -> Result<i64> {
+        self.integer(name, 0, default)
+    }
+
+    pub(super) fn number(&self, name: &str, default: f64) -> Result<f64> {
+        let expected = || format!("a number of at most {LARGEST}");
+        let found = self.present(name).map_or(Some(default), Value::as_f64);
+        found.filter(|x| x.abs() <= LARGEST).ok_or_else(|| self.wrong(name, &expected()))
+    }
+
+    /// A number above 0.
+    pub(super) fn positive(&self, name: &str, default: Option<f64>) -> Result<f64> {
+        let found = self.present(name).map_or(default, Value::as_f64);
+        let expected = || format!("a number above 0, at most {LARGEST}");
+        found.filter(|x| (1.0 / LARGEST..=LARGEST).contains(x)).ok_or_else(|| self.wrong(name, &expected()))
+    }
+
+    /// A soft cap of logits: a number above 0, `null` for none.
+    pub(super) fn cap(&self, name: &str, default: f64) -> Result<Option<f64>> {
+        match self.raw.get(name) {
+            Some(Value::Null) => Ok(None),
+            _ => self.positive(name, Some(default)).map(Some),
+        }
+    }
+
+    /// A window of attention: an integer from 1, `null` for none.
+    pub(super) fn window(&self, name: &str, default: Option<i64>) -> Result<Option<i64>> {
+        match self.raw.get(name) {
+            Some(Value::Null) => Ok(None),
+            None => Ok(default),
+            Some(_) => self.size(name, 1).map(Some),
+        }
+    }
+
+    /// The window of each layer, for the layers selected by `layer_types`, or, without that field, by `default`.
+    pub(super) fn windows(
+        &self,
+        window: Option<i64>,
+        layers: i64,
+        default: impl Fn(i64) -> bool,
+    ) -> Result<Vec<Option<i64>>> {
+        let wrong = || {
+            let expected = format!("{layers} names, each full_attention or sliding_attention");
+            self.wrong("layer_types", &expected)
+        };
+        let sliding: Vec<bool> = match self.present("layer_types") {
+            None => (0..layers).map(default).collect(),
+            Some(Value::Array(kinds)) if kinds.len() as i64 == layers => kinds
+                .iter()
+                .map(|kind| match kind.as_str() {
+                    Some("sliding_attention") => Ok(true),
+                    Some("full_attention") => Ok(false),
+                    _ => Err(wrong()),
+                })
+                .collect::<Result<_>>()?,
+            Some(_) => return Err(wrong()),
+        };
+        Ok(sliding.into_iter().map(|sliding| window.filter(|_| sliding)).collect())
+    }
+
+    pub(super) fn flag(&self, name: &str, default: bool) -> Result<bool> {
+        self.present(name).map_or(Ok(default), |v| v.as_bool().ok_or_else(|| self.wrong(name, "true or false")))
+    }
+
+    /// Checks a switch of which only one value is supported.
+    pub(super) fn must_be(&self, name: &str, expected: bool) -> Result<()> {
+        if self.flag(name, expected)? == expected { Ok(()) } else { Err(self.wrong(name, &format!("{expected}"))) }
+    }
+
+    /// As [`Fields::must_be`], for a string.
+    pub(super) fn must_be_text(&self, name: &str, expected: &str) -> Result<()> {
+        match self.present(name).map(Value::as_str) {
+            None => Ok(()),
+            Some(found) if found == Some(expected) => Ok(()),
+            Some(_) => Err(self.wrong(name, expected)),
+        }
+    }
+
+    pub(super) fn activation(&self, name: &str, default: &str) -> Result<Activation> {
+        match self.present(name).map_or(Some(default), Value::as_str) {
+            Some("gelu" | "gelu_python") => Ok(Activation::Gelu),
+            Some("gelu_new" | "gelu_fast" | "gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
+            Some("silu" | "swish") => Ok(Activation::Silu),
+            Some("relu") => Ok(Activation::Relu),
+            _ => Err(self.wrong(name, "one of gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, silu, swish, relu")),
+        }
+    }
+
+    /// Rotary settings. transformers 5 stores them in `rope_parameters`, transformers 4 among the other fields and in
+    /// `rope_scaling`.
+    pub(super) fn rope(&self, head_dim: i64, old: &RopeKeys) -> Result<Rope> {
+        let empty = Map::new();
+        let nested = |holder: &'static str| match self.present(holder) {
+            None => Ok(&empty),
+            Some(value) => value.as_object().ok_or_else(|| self.wrong(holder, "an object")),
+        };
+        let (new, scaling) = (nested("rope_parameters")?, nested("rope_scaling")?);
+        if !new.is_empty() && !scaling.is_empty() && new != scaling {
+            return Err(self.wrong("rope_scaling", "none beside `rope_parameters`, or the same"));
+        }
+        let within = |raw| Fields { path: self.path, raw, family: self.family };
+        let theta = within(new).number("rope_theta", self.number(old.theta, self.number("rope_theta", 10000.0)?)?)?;
+        let fraction = "partial_rotary_factor";
+        let old_fraction = self.number(old.fraction, self.number(fraction, old.default_fraction)?)?;
+        let fraction = within(new).number(fraction, old_fraction)?;
+        let dim = (head_dim as f64 * fraction) as i64;
+        if !(dim > 0 && dim % 2 == 0 && dim <= head_dim && theta > 0.0) {
+            let message = format!("rotary positions: expected an even share of {head_dim} dimensions, found {dim}");
+            return Err(Error::invalid(self.path, message));
+        }
+        let (holder, object) = if new.is_empty() { ("rope_scaling", scaling) } else { ("rope_parameters", new) };
+        let scaling = self.rope_scaling(holder, &within(object))?;
+        if matches!(scaling, RopeScaling::Dynamic { .. }) && dim <= 2 {
+            let message = format!("dynamic rotary positions: expected more than 2 dimensions, found {dim}");
+            return Err(Error::invalid(self.path, message));
+        }
+        Ok(Rope { theta, dim, scaling })
+    }
+
+    fn rope_scaling(&self, holder: &str, f: &Fields<'_>) -> Result<RopeScaling> {
+        let kind = f.present("rope_type").or_else(|| f.present("type")).map_or(Some("default"), Value::as_str);
+        let factor = || f.positive("factor", None);
+        let original = || -> Result<f64> {
+            let longest = self.positive("max_position_embeddings", Some(2048.0))?;
+            f.positive("original_max_position_embeddings", Some(longest))
+        };
+        Ok(match kind {
+            Some("default") => RopeScaling::Default,
+            Some("linear") => RopeScaling::Linear { factor: factor()? },
+            Some("dynamic") => RopeScaling::Dynamic {
+                factor: factor()?,
+                original: self.positive("max_position_embeddings", Some(2048.0))?,
+            },
+            Some("llama3") => {
+                let (low, high) = (f.positive("low_freq_factor", None)?, f.positive("high_freq_factor", None)?);
+                if low >= high {
+                    return Err(f.wrong("low_freq_factor", &format!("a number below high_freq_factor = {high}")));
+                }
+                RopeScaling::Llama3 {
+                    factor: factor()?,
+                    low_freq_factor: low,
+                    high_freq_factor: high,
+                    original: original()?,
+                }
+            }
+            _ => return Err(self.wrong(holder, "a rope_type of default, linear, dynamic or llama3")),
+        })
+    }
+
+    pub(super) fn ids(&self, name: &str) -> Result<Vec<i64>> {
+        let wrong = || self.wrong(name, "a token id or a list of token ids");
+        match self.present(name) {
+            None => Ok(Vec::new()),
+            Some(Value::Array(ids)) => ids.iter().map(|id| id.as_i64().ok_or_else(wrong)).collect(),
+            Some(id) => Ok(vec![id.as_i64().ok_or_else(wrong)?]),
+        }
+    }
+}
+
+/// Shortens a JSON value for an error message.
+pub(super) fn brief(value: &Value) -> String {
+    crate::weights::brief(&value.to_string()).into_owned()
+}
