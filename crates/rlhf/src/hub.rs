@@ -281,7 +281,7 @@ impl Hub {
     fn agent(&self) -> Result<Agent> {
         if !self.offline && !["http://", "https://"].iter().any(|scheme| self.endpoint.starts_with(scheme)) {
             // The address may contain a password, so it is not printed.
-            let message = "HF_ENDPOINT: expected an address that begins with http:// or https://, found another text";
+            let message = "HF_ENDPOINT: expected an address that starts with http:// or https://, found another text";
             return Err(Error::Usage(message.into()));
         }
         let roots = match &self.certificates {

@@ -66,7 +66,7 @@ fn roundings(dir: &Path, dtype: Dtype, was_rounded: bool, rounded_base: Option<t
     if was_rounded {
         let name = dtype.name();
         found.push(format!(
-            "{dir}: dtype = {name} rounds weights that the files hold in another: the run begins at the rounded ones"
+            "{dir}: dtype = {name} rounds weights that the files hold in another: the run starts at the rounded ones"
         ));
     }
     if let Some(kind) = rounded_base {
@@ -124,7 +124,7 @@ fn fixed_state(
 fn small_dataset(data: &DataConfig, rows: usize, batch_size: usize) -> Option<String> {
     (rows < batch_size).then(|| {
         format!(
-            "{}: {rows} rows do not fill an update of {batch_size}: it goes on into the next shuffled pass, so rows repeat \
+            "{}: {rows} rows do not fill an update of {batch_size}: it continues with the next shuffled pass, so rows repeat \
              within it",
             data.describe()
         )

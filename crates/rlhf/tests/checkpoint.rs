@@ -389,8 +389,12 @@ fn a_signal_ends_a_run_after_its_update_with_its_own_code_and_the_run_resumes() 
         assert_eq!(ran.code, code, "{}", ran.stderr);
         let done = lines();
         let error = ran.stderr.lines().last().unwrap();
-        assert!(error.starts_with(&format!("error: stopped as asked after update {done} of 40; ")), "{}", ran.stderr);
-        assert!(error.ends_with(&format!("--resume_from_checkpoint {name}/checkpoint-{done} goes on")), "{error}");
+        assert!(
+            error.starts_with(&format!("error: stopped as requested after update {done} of 40; ")),
+            "{}",
+            ran.stderr
+        );
+        assert!(error.ends_with(&format!("--resume_from_checkpoint {name}/checkpoint-{done} resumes")), "{error}");
         assert!(scratch.path(name).join("model.safetensors").is_file());
         scratch.succeeds(&format!("{line} --save_steps 40 --resume_from_checkpoint {name}/checkpoint-{done}"));
         assert_same(&scratch.path(name), &scratch.path("whole"), 40);
@@ -454,12 +458,12 @@ fn a_run_whose_first_checkpoint_could_not_be_written_restarts_with_the_same_comm
     let optimizer = scratch.path("whole/checkpoint-8/optimizer.safetensors").metadata().unwrap().len();
     let ran = run_on_full_disk(&scratch, &line, optimizer * 3 / 4);
     assert_eq!((ran.code, ran.stderr.lines().count()), (1, 1), "{}", ran.stderr);
-    let words = "the model as far as it came is in full; --resume_from_checkpoint true begins again\n";
+    let words = "the model as far as it came is in full; --resume_from_checkpoint true starts again\n";
     assert!(ran.stderr.ends_with(words), "{}", ran.stderr);
     assert!(scratch.path("full/model.safetensors").is_file() && !scratch.path("full/checkpoint-1").exists());
     scratch.refuses(&format!("{line} --seed 7"), 2, &["seed = 7: expected 42, as in full"]);
     let ran = scratch.run(&line);
-    let words = "warning: full: the run ended after update 1 of 8 without a checkpoint: it begins again\n";
+    let words = "warning: full: the run ended after update 1 of 8 without a checkpoint: it starts again\n";
     assert_eq!((ran.code, ran.stderr.as_str()), (0, words));
     assert_same(&scratch.path("full"), &scratch.path("whole"), 8);
     // Now it is finished.
@@ -659,7 +663,7 @@ fn a_run_that_fails_in_the_midst_of_an_update_leaves_a_checkpoint_of_the_last_wh
     };
     let (seed, ran) = (1..20).find_map(|seed| Some((seed, failed(&seed)?))).unwrap();
     let (failed, whole) = (format!("failed-{seed}"), format!("whole-{seed}"));
-    assert!(ran.stderr.contains(&format!("--resume_from_checkpoint {failed}/checkpoint-1 goes on")), "{}", ran.stderr);
+    assert!(ran.stderr.contains(&format!("--resume_from_checkpoint {failed}/checkpoint-1 resumes")), "{}", ran.stderr);
     std::fs::write(&weights, sound).unwrap();
     scratch.succeeds(&line(&whole, seed));
     let line = format!("{} --resume_from_checkpoint {failed}/checkpoint-1", line(&failed, seed));
@@ -699,7 +703,7 @@ fn a_reward_that_fails_in_an_evaluation_or_a_sample_table_costs_no_update() {
         let line = format!("{} {flags}", line(out));
         let ran = run(&line, row);
         assert_eq!(ran.code, 1, "{}", ran.stderr);
-        for words in [words, &format!("--resume_from_checkpoint {out}/checkpoint-{update} goes on")] {
+        for words in [words, &format!("--resume_from_checkpoint {out}/checkpoint-{update} resumes")] {
             assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
         }
         let before = usize::from(out == "eval");
@@ -913,7 +917,7 @@ fn the_best_model_is_kept_by_its_metric_beside_the_limit() {
     assert_eq!((ran.code, ran.stderr.lines().count()), (1, 1), "{}", ran.stderr);
     for words in [
         "metric_for_best_model = objective/score: expected a metric of the run, one of",
-        "--resume_from_checkpoint none/checkpoint-1 goes on",
+        "--resume_from_checkpoint none/checkpoint-1 resumes",
     ] {
         assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
     }

@@ -428,7 +428,7 @@ fn a_password_in_the_address_of_the_hub_is_printed_nowhere() {
     }
     server.fault("GET main", Fault::Cut(10));
     let odd = Hub { endpoint: "me:secret@mirror".into(), ..hub.clone() };
-    refuses(&odd, None, &["HF_ENDPOINT: expected an address that begins with http"]);
+    refuses(&odd, None, &["HF_ENDPOINT: expected an address that starts with http"]);
     assert!(!format!("{hub:?}").contains("secret"));
 }
 

@@ -104,8 +104,11 @@ fn a_run_that_is_stopped_in_any_stage_resumes_there_to_the_same_bits() {
         let ran = Ran::from(child.wait_with_output().unwrap());
         assert_eq!(ran.code, code, "{}", ran.stderr);
         let error = ran.stderr.lines().last().unwrap();
-        assert!(error.starts_with(&format!("error: {step}: stopped as asked after update {} of ", lines())), "{error}");
-        assert!(error.ends_with("; the same command with --resume_from_checkpoint goes on"), "{error}");
+        assert!(
+            error.starts_with(&format!("error: {step}: stopped as requested after update {} of ", lines())),
+            "{error}"
+        );
+        assert!(error.ends_with("; the same command with --resume_from_checkpoint resumes"), "{error}");
     }
     let ran = runs(&scratch, &line);
     for words in
@@ -217,7 +220,7 @@ fn a_stage_that_was_killed_before_it_was_recorded_as_finished_restarts_with_the_
     // With any part of the model written.
     std::fs::write(scratch.path("out/3-ppo/model.safetensors"), &weights[..99]).unwrap();
     let ran = runs(&scratch, &resumed);
-    let words = "ppo: out/3-ppo is not noted as finished: it begins again\n";
+    let words = "ppo: out/3-ppo is not recorded as finished: it starts again\n";
     assert!(ran.stderr.contains(words) && ran.stderr.contains("reward: finished before"), "{}", ran.stderr);
     assert!(model() == weights);
     assert_eq!(runs(&scratch, &resumed).stderr.matches("finished before").count(), 3);

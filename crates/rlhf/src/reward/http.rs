@@ -93,7 +93,7 @@ impl HttpReward {
     pub fn new(url: &str, settings: HttpSettings) -> Result<Self> {
         let wrong = |what: &str| Error::Usage(format!("reward_url = {}: expected {what}", address(url)));
         if !["http://", "https://"].iter().any(|scheme| url.len() > scheme.len() && url.starts_with(scheme)) {
-            return Err(wrong("an address that begins with http:// or https://"));
+            return Err(wrong("an address that starts with http:// or https://"));
         }
         if url.ends_with(LEFT_OUT) {
             return Err(wrong("the part after the ?, which is not written to files: give the whole address"));
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn invalid_urls_are_refused() {
         for (url, words) in [
-            ("localhost:5000", "reward_url = localhost:5000: expected an address that begins with http"),
+            ("localhost:5000", "reward_url = localhost:5000: expected an address that starts with http"),
             ("https://", "reward_url = https://: expected an address"),
             ("http://me:secret@host/", "expected an address without a password; a token goes to the environment"),
         ] {

@@ -274,7 +274,7 @@ impl Saved {
                     "a resumed run keeps what it reads; --resume_with_changed_inputs resumes with what is there now";
                 return Err(Error::invalid(&self.dir, format!("{changed}; {hint}")));
             }
-            warnings.push(format!("{}: {changed}: the run goes on with what is there now", self.dir.display()));
+            warnings.push(format!("{}: {changed}: the run resumes with what is there now", self.dir.display()));
         }
         let extends = self.is_finished() && num_updates > expected;
         if num_updates == expected || extends || (may_change && num_updates >= done) {

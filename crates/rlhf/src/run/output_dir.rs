@@ -162,7 +162,7 @@ fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
         (false, true) => Err(Error::invalid(
             dir,
             "output_dir: expected an empty or new folder, found a run in it; choose another folder, or set \
-             --resume_from_checkpoint to go on with the run, or --overwrite_output_dir to replace it",
+             --resume_from_checkpoint to resume the run, or --overwrite_output_dir to replace it",
         )),
         (false, false) => Err(Error::invalid(
             dir,

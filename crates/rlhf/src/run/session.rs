@@ -460,19 +460,19 @@ fn conclude(done: Result<usize>, saved: Option<Result<()>>, total: usize, dir: &
             Some(Ok(())) => format!("the model as far as it came is in {}", dir.display()),
             Some(Err(error)) => format!("the model was not saved: {error}"),
             None => {
-                return "no update was done, so no model is saved; --resume_from_checkpoint true begins again".into();
+                return "no update was done, so no model is saved; --resume_from_checkpoint true starts again".into();
             }
         };
         match checkpoint::newest(dir) {
-            Some(newest) => format!("{model}; --resume_from_checkpoint {} goes on", newest.display()),
-            None if saved.as_ref().is_some() => format!("{model}; --resume_from_checkpoint true begins again"),
+            Some(newest) => format!("{model}; --resume_from_checkpoint {} resumes", newest.display()),
+            None if saved.as_ref().is_some() => format!("{model}; --resume_from_checkpoint true starts again"),
             None => model,
         }
     };
     match done {
         Ok(done) if done == total || !stop_requested() => saved.unwrap_or(Ok(())).map(|()| done),
         Ok(done) => {
-            let message = format!("stopped as asked after update {done} of {total}; {}", left(&saved));
+            let message = format!("stopped as requested after update {done} of {total}; {}", left(&saved));
             match saved {
                 Some(Err(_)) => Err(Error::Run(message)),
                 _ => Err(Error::Stopped { message, code: exit_code() }),
@@ -626,7 +626,7 @@ mod tests {
         assert_eq!(state(dir.path(), 3)["recorded"], 2);
         let mut failing = Counter::new(&config);
         let error = failing.train(&config, 99, Some(6)).unwrap_err().to_string();
-        assert!(error.starts_with("the update fails; ") && error.ends_with("checkpoint-5 goes on"), "{error}");
+        assert!(error.starts_with("the update fails; ") && error.ends_with("checkpoint-5 resumes"), "{error}");
         assert_eq!((failing.taken, &state(dir.path(), 5)["taken"]), (60, &json!(50)), "the snapshot of update 5");
         // The lock is released with the trainee.
         drop(failing);

@@ -43,7 +43,7 @@ impl Start {
         let mut newer = newer.map(|&number| out.join(name_of(number)));
         if let Some(newer) = newer.find(|path| in_place && Saved::read(path).is_ok()) {
             return Err(Error::Usage(format!(
-                "resume_from_checkpoint = {}: {} is newer: resume from that one, remove it, or go on in another output_dir",
+                "resume_from_checkpoint = {}: {} is newer: resume from that one, remove it, or continue in another output_dir",
                 dir.display(),
                 newer.display()
             )));
@@ -65,7 +65,7 @@ impl Start {
             }
         }
         match first {
-            Some(error) => Err(Error::Run(format!("no whole checkpoint to go on from: {error}"))),
+            Some(error) => Err(Error::Run(format!("no whole checkpoint to resume from: {error}"))),
             // A run that was killed before its first checkpoint starts again.
             None if !is_model(out) => Ok(Self { replaces: true, ..Self::default() }),
             // So does a run that ended early and could not write one.
@@ -74,7 +74,7 @@ impl Start {
                 let (place, done, all) = (out.display(), state.update, state.num_updates);
                 let again = Some(Saved { dir: out.to_path_buf(), state });
                 let warnings = vec![format!(
-                    "{place}: the run ended after update {done} of {all} without a checkpoint: it begins again"
+                    "{place}: the run ended after update {done} of {all} without a checkpoint: it starts again"
                 )];
                 Ok(Self { replaces: true, again, warnings, ..Self::default() })
             }
@@ -127,10 +127,10 @@ impl Start {
     pub(crate) fn describe(&self, run: &RunConfig, num_updates: usize) -> Option<String> {
         match (&self.from, &run.checkpoints.resume_from_checkpoint) {
             (Some(saved), _) => {
-                Some(format!("goes on from {}, after update {} of {num_updates}", saved.dir.display(), self.done()))
+                Some(format!("resumes from {}, after update {} of {num_updates}", saved.dir.display(), self.done()))
             }
             (None, Some(_)) if !self.in_place => {
-                Some(format!("no checkpoint in {}: begins with the first update", run.output_dir.display()))
+                Some(format!("no checkpoint in {}: starts with the first update", run.output_dir.display()))
             }
             (None, _) => None,
         }

@@ -152,7 +152,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
             say(console, &format!("step {at} of 3, {step}: finished before, in {}", dir.display()));
             continue;
         }
-        if let Some(stopped) = stopped(format!("stopped as asked before step {at} of 3, {step}; {GOES_ON}")) {
+        if let Some(stopped) = stopped(format!("stopped as requested before step {at} of 3, {step}; {RESUMES}")) {
             return Err(stopped);
         }
         say(console, &format!("step {at} of 3, {step}: into {}", dir.display()));
@@ -175,13 +175,13 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
 }
 
 /// The hint of a run that ended early.
-const GOES_ON: &str = "the same command with --resume_from_checkpoint goes on";
+const RESUMES: &str = "the same command with --resume_from_checkpoint resumes";
 
 /// Returns the error of a stage with the stage's name.
 fn named(step: Stage, error: Error) -> Error {
     // The stage's hint names the option of its own command.
     let goes_on = |message: String| match message.split_once("; --resume_from_checkpoint ") {
-        Some((what, _)) => format!("{step}: {what}; {GOES_ON}"),
+        Some((what, _)) => format!("{step}: {what}; {RESUMES}"),
         None => format!("{step}: {message}"),
     };
     match error {
@@ -216,7 +216,7 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
         return Err(Error::invalid(
             out,
             "output_dir: expected an empty or new folder, found a run in it; choose another folder, or set \
-             --resume_from_checkpoint to go on with the run, or --overwrite_output_dir to replace it",
+             --resume_from_checkpoint to resume the run, or --overwrite_output_dir to replace it",
         ));
     }
     let (mut finished, mut again) = ([false; 3], [false; 3]);
@@ -241,7 +241,7 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
                 (start.replaces, again[step as usize]) = (true, true);
                 say(
                     console,
-                    &format!("{step}: {} is not noted as finished: it begins again", run.output_dir.display()),
+                    &format!("{step}: {} is not recorded as finished: it starts again", run.output_dir.display()),
                 );
             }
             check_output_dir(run, &start, &[])?;

@@ -170,7 +170,7 @@ impl PpoTrainer {
         self.learner.unsupervised.iter().for_each(|texts| console.note(&texts.describe()));
         if self.learner.value.has_new_head() {
             let name = if self.learner.value.model().is_some() { "model" } else { "head on the policy's trunk" };
-            console.note(&format!("value {name}: begins with a fresh head"));
+            console.note(&format!("value {name}: starts with a fresh head"));
         }
     }
 
