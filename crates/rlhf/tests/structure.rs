@@ -258,7 +258,6 @@ fn assert_none(problems: &[String]) {
 }
 
 #[test]
-#[ignore = "until the layout is done"]
 #[expect(clippy::print_stdout, reason = "the table that the code has, for `--nocapture`")]
 fn imports_point_down_as_on_the_design_page() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/design.md");
@@ -280,7 +279,6 @@ fn no_import_cycle_is_left() {
 }
 
 #[test]
-#[ignore = "until the layout is done"]
 fn functions_fit_on_a_screen_and_take_few_parameters() {
     let sources = sources();
     let functions: Vec<(&str, Function)> = sources
