@@ -24,6 +24,7 @@
 //! checkpoint holds the snapshot that was taken after the last complete update, and none is written if an optimizer step was
 //! taken since ([`Trainee::steps`]).
 
+use crate::dist::World;
 use crate::hub::Commits;
 use crate::metrics::Metrics;
 use crate::run::best::Best;
@@ -211,6 +212,8 @@ pub(crate) struct Session<'w> {
     num_updates: usize,
     eval_steps: Option<usize>,
     logging_steps: usize,
+    /// The ranks of the run, which stop together.
+    world: World,
 }
 
 impl<'w> Session<'w> {
@@ -249,7 +252,7 @@ impl<'w> Session<'w> {
         report.settings(spec.config)?;
         let checkpoints = Checkpoints::new(spec.command, run, spec.config, num_updates, done)?;
         let (eval_steps, logging_steps) = (spec.eval.eval_steps, spec.logging_steps);
-        Ok(Self { report, checkpoints, began_at: done, num_updates, eval_steps, logging_steps })
+        Ok(Self { report, checkpoints, began_at: done, num_updates, eval_steps, logging_steps, world: World::single() })
     }
 
     /// Passes all events to `watcher` too; a break ends the run after its current update.
@@ -272,7 +275,7 @@ impl<'w> Session<'w> {
 
     /// Returns whether the run was stopped, by its watcher or by the user.
     pub(crate) fn is_stopped(&self) -> bool {
-        self.report.stopped()
+        self.world.any(self.report.stopped())
     }
 
     /// Returns whether an update is left, and the run was not stopped.

@@ -1,4 +1,4 @@
-//! PPO: prompts to responses, to experience, to a better policy; and around again.
+//! PPO training: one update samples responses, scores them, computes advantages, and trains policy and value model.
 
 mod evaluate;
 mod load;
@@ -35,164 +35,8 @@ use std::fmt;
 use std::time::Instant;
 use tch::Kind;
 
-/// Rows of a sample table.
-const SAMPLE_ROWS: usize = 5;
-
-/// The metrics of the model card, with their decimals.
-const CARD_METRICS: [(&str, usize); 3] = [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)];
-
-/// The folder of the value model, below the policy's.
-pub(crate) const VALUE_MODEL: &str = "value_model";
-
-/// Trains a policy by `config` and saves it, with its value model, in `output_dir`.
-///
-/// # Errors
-/// If an input is not what it should be, or a number stops being finite.
-pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
-    config.check()?;
-    // A library's caller evaluates without it.
-    if config.eval.eval_steps.is_none() && config.num_eval_prompts != NUM_EVAL_PROMPTS {
-        let found = config.num_eval_prompts;
-        return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));
-    }
-    // Before anything slow.
-    let opening = open(config)?;
-    let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.commits()?)?;
-    (trainer.console, trainer.opening) = (console, Some(opening));
-    trainer.train().map(drop)
-}
-
-/// The command, as checkpoints name it.
-const COMMAND: &str = "ppo";
-
-/// Parts of a run that the caller has loaded; all models are on one device.
-#[derive(Debug)]
-pub struct PpoParts {
-    /// The policy and the value model, with their optimizers.
-    pub learner: Learner,
-    /// The reference model of the KL penalty.
-    pub reference: CausalLm,
-    /// The rewards that score the responses.
-    pub rewards: Rewards,
-    /// The tokenizer of all of them.
-    pub tokenizer: Tokenizer,
-    /// The prompts to train on.
-    pub prompts: Vec<Prompt>,
-    /// Prompts that are held out: evaluations use the first `num_eval_prompts`, samples the first few. There may be
-    /// none; then samples use prompts of the training.
-    pub eval_prompts: Vec<Prompt>,
-}
-
-/// The caller's value for each update, by its number from 0.
-struct PerUpdate<T>(Box<dyn FnMut(usize) -> T + Send>);
-
-impl<T> fmt::Debug for PerUpdate<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a function")
-    }
-}
-
-/// A whole PPO run: models, rewards, a tokenizer, prompts.
-///
-/// ```no_run
-/// use rlhf::settings::PpoConfig;
-/// use rlhf::train::ppo::PpoTrainer;
-/// # fn main() -> rlhf::Result<()> {
-/// let config = PpoConfig::new("runs/sft", "runs/reward", "prompts.jsonl", "runs/ppo");
-/// let updates = PpoTrainer::from_config(&config)?.train()?;
-/// println!("{updates} updates; the policy is in runs/ppo");
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug)]
-pub struct PpoTrainer {
-    /// The settings.
-    pub config: PpoConfig,
-    /// The sizes that follow from them.
-    pub plan: PpoPlan,
-    /// The policy and the value model.
-    pub learner: Learner,
-    /// The reference model of the KL penalty.
-    pub reference: CausalLm,
-    /// The rewards that score the responses.
-    pub rewards: Rewards,
-    /// The tokenizer of all of them.
-    pub tokenizer: Tokenizer,
-    /// Where the words of [`PpoTrainer::train`] and the warnings of [`PpoTrainer::update`] go, beside the files: nowhere, unless
-    /// it is set.
-    pub console: Console,
-    pub(crate) prompts: Vec<Prompt>,
-    sample_prompts: Vec<Prompt>,
-    eval_prompts: Vec<Prompt>,
-    /// Notes about the prompts, for the log.
-    prompt_notes: Vec<String>,
-    /// Commits that the hub's names resolved to.
-    commits: Commits,
-    /// Digests of what the run reads.
-    inputs: Inputs,
-    pub(crate) cursor: Cursor,
-    /// In place of the cursor.
-    order: Option<PerUpdate<Vec<usize>>>,
-    /// In place of the learning rates of the settings.
-    schedule: Option<PerUpdate<LearningRates>>,
-    /// Weight of the KL.
-    kl_controller: KlController,
-    scaling: ScoreScaling,
-    /// The tokens that end a response; none where none does.
-    stop: Vec<i64>,
-    /// The texts that end a response.
-    stop_strings: Option<StopStrings>,
-    /// Settings of the passes that evaluate responses.
-    rollout: RolloutSettings,
-    /// Settings for their rewards and targets.
-    shaping: Shaping,
-    /// Selects the responses to train on.
-    kept: KeptResponses,
-    /// Responses of the last update for the sample table.
-    shown: Vec<Sample>,
-    last_metrics: Metrics,
-    progress: Progress,
-    /// The output folder, where it was opened before the models were loaded.
-    opening: Option<Opening>,
-    /// Result of the checks at the start of the run, for the model card.
-    checks: Option<String>,
-    skips: Skips,
-    alarms: Alarms,
-    /// Warnings of the last update.
-    warnings: Vec<Warning>,
-}
-
 impl PpoTrainer {
-    /// Returns the number of updates done.
-    pub fn updates_done(&self) -> usize {
-        self.progress.done
-    }
-
-    /// The warnings of the last update, of [`PpoTrainer::update`] or of a run.
-    pub fn warnings(&self) -> &[Warning] {
-        &self.warnings
-    }
-
-    /// Runs the next update, for a loop of the caller's: generates responses, evaluates them, learns from them. Returns the
-    /// update's metrics; nothing is written but, unless the console is silent, its [`PpoTrainer::warnings`] on standard error.
-    ///
-    /// # Errors
-    /// If the run is finished, a reward fails, or the models refuse a row. If this is the last of `max_skipped_updates` updates in
-    /// a row without an optimizer step: the update counts as done, and no weight has changed in it.
-    pub fn update(&mut self) -> Result<Metrics> {
-        let total = self.plan.num_total_batches;
-        if self.progress.done == total {
-            return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
-        }
-        let metrics = self.one_update(&|_| ())?;
-        self.progress.done += 1;
-        take_snapshot(self);
-        let too_many = self.note_skips().err();
-        self.warnings.iter().for_each(|warning| self.console.warn(&warning.message));
-        too_many.map_or(Ok(metrics), Err)
-    }
-
-    /// One update, from prompts to metrics; the caller counts it. `phase` is called with the name of each phase.
+    /// One update, from prompts to metrics. The caller counts it; `phase` is called with the name of each phase.
     fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<Metrics> {
         let (update, mut clock) = (self.progress.done, Clock::start());
 
@@ -207,7 +51,7 @@ impl PpoTrainer {
         let scores = self.score_batch(&batch)?;
         let models =
             RolloutModels { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
-        // The policy of now would give responses of an earlier update other log-probabilities.
+        // Responses of an earlier update were sampled by an earlier policy.
         let settings = self.rollout_settings(batch.reused);
         let experience = experience(models, &prompts, &batch.responses, scores.penalised, &settings)?;
 
@@ -237,7 +81,7 @@ impl PpoTrainer {
         self.skips.record(&steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         self.warnings = [batch.warnings, self.alarms.of_metrics(update + 1, &m)].concat();
-        self.shown = scores.shown;
+        self.answers = scores.shown;
         self.last_metrics.clone_from(&m);
         Ok(m)
     }
@@ -268,7 +112,7 @@ impl PpoTrainer {
         Ok(Batch { update, rows, responses, dropped, reused, warnings })
     }
 
-    /// Returns the settings of the passes that evaluate responses; log-probabilities of `reused` ones are computed anew.
+    /// How the models evaluate responses; log-probabilities of `reused` ones are computed anew.
     fn rollout_settings(&self, reused: bool) -> RolloutSettings {
         let recompute_logprobs = self.rollout.recompute_logprobs || reused;
         RolloutSettings { recompute_logprobs, ..self.rollout.clone() }
@@ -323,6 +167,163 @@ impl PpoTrainer {
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {
         let stop_strings = self.stop_strings.clone();
         GenerationConfig { sampling, stop_strings, purpose, ..self.config.generation(&self.stop, step) }
+    }
+}
+
+/// Rows of a sample table.
+const SAMPLE_ROWS: usize = 5;
+
+/// Metrics in the model card, with their decimals.
+const CARD_METRICS: [(&str, usize); 3] = [("episode", 0), ("objective/scores", 4), ("objective/kl", 4)];
+
+/// Folder of the value model, below the policy's.
+pub(crate) const VALUE_MODEL: &str = "value_model";
+
+/// Trains a policy with the settings `config`, and saves it and its value model in `output_dir`.
+///
+/// # Errors
+/// If an input is missing or invalid, or training diverges.
+pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
+    config.check()?;
+    // Callers of the library may evaluate without eval_steps.
+    if config.eval.eval_steps.is_none() && config.num_eval_prompts != NUM_EVAL_PROMPTS {
+        let found = config.num_eval_prompts;
+        return Err(Error::Usage(format!("num_eval_prompts = {found} has no effect without eval_steps")));
+    }
+    // Before anything slow begins.
+    let opening = open(config)?;
+    let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.commits()?)?;
+    (trainer.console, trainer.opening) = (console, Some(opening));
+    trainer.train().map(drop)
+}
+
+/// Name of the command in checkpoints.
+const COMMAND: &str = "ppo";
+
+/// Loaded parts of a run; all models are on one device.
+#[derive(Debug)]
+pub struct PpoParts {
+    /// The policy and the value model, with their optimizers.
+    pub learner: Learner,
+    /// The reference model.
+    pub reference: CausalLm,
+    /// The rewards.
+    pub rewards: Rewards,
+    /// Tokenizer of the models.
+    pub tokenizer: Tokenizer,
+    /// Prompts to train on.
+    pub prompts: Vec<Prompt>,
+    /// Held-out prompts: evaluations use the first `num_eval_prompts`, sample tables the first few. May be empty; then sample
+    /// tables use training prompts.
+    pub eval_prompts: Vec<Prompt>,
+}
+
+/// A callback of the caller, called with the number of an update, from 0.
+struct PerUpdate<T>(Box<dyn FnMut(usize) -> T + Send>);
+
+impl<T> fmt::Debug for PerUpdate<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a function")
+    }
+}
+
+/// A PPO run: models, rewards, tokenizer, prompts.
+///
+/// ```no_run
+/// use rlhf::settings::PpoConfig;
+/// use rlhf::train::ppo::PpoTrainer;
+/// # fn main() -> rlhf::Result<()> {
+/// let config = PpoConfig::new("runs/sft", "runs/reward", "prompts.jsonl", "runs/ppo");
+/// let updates = PpoTrainer::from_config(&config)?.train()?;
+/// println!("{updates} updates; the policy is in runs/ppo");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct PpoTrainer {
+    /// The settings.
+    pub config: PpoConfig,
+    /// Sizes of the run.
+    pub plan: PpoPlan,
+    /// The policy and the value model.
+    pub learner: Learner,
+    /// The reference model.
+    pub reference: CausalLm,
+    /// The rewards.
+    pub rewards: Rewards,
+    /// Tokenizer of the models.
+    pub tokenizer: Tokenizer,
+    /// Console output of [`PpoTrainer::train`] and warnings of [`PpoTrainer::update`]; silent by default.
+    pub console: Console,
+    pub(crate) prompts: Vec<Prompt>,
+    sample_prompts: Vec<Prompt>,
+    eval_prompts: Vec<Prompt>,
+    /// Warnings about prompts and dtypes, reported when the run starts.
+    prompt_notes: Vec<String>,
+    /// Commits that names on the hub stand for.
+    commits: Commits,
+    /// Digests of the inputs, which a resumed run compares.
+    inputs: Inputs,
+    pub(crate) cursor: Cursor,
+    /// Caller-supplied order; overrides the cursor.
+    order: Option<PerUpdate<Vec<usize>>>,
+    /// Caller-supplied learning rates; override the settings.
+    schedule: Option<PerUpdate<LearningRates>>,
+    /// Weight of the KL.
+    kl_controller: KlController,
+    scaling: ScoreScaling,
+    /// Tokens that end a response; may be empty.
+    stop: Vec<i64>,
+    /// Texts that end a response.
+    stop_strings: Option<StopStrings>,
+    /// How the models evaluate responses.
+    rollout: RolloutSettings,
+    /// How rewards and targets are computed.
+    shaping: Shaping,
+    /// Selects the responses to train on.
+    kept: KeptResponses,
+    /// Responses of the last update to show.
+    answers: Vec<Sample>,
+    last_metrics: Metrics,
+    progress: Progress,
+    /// The output folder, where it was opened before the models were loaded.
+    opening: Option<Opening>,
+    /// Result of the sanity checks at the start, for the model card.
+    checks: Option<String>,
+    skips: Skips,
+    alarms: Alarms,
+    /// Warnings of the last update.
+    warnings: Vec<Warning>,
+}
+
+impl PpoTrainer {
+    /// Number of updates done.
+    pub fn updates_done(&self) -> usize {
+        self.progress.done
+    }
+
+    /// Warnings of the last update.
+    pub fn warnings(&self) -> &[Warning] {
+        &self.warnings
+    }
+
+    /// Runs the next update, for the caller's own loop, and returns its metrics. Writes no files; [`PpoTrainer::warnings`] are
+    /// printed on standard error unless the console is silent.
+    ///
+    /// # Errors
+    /// If the run is finished, a reward fails, or a row does not fit the models. After `max_skipped_updates` consecutive updates
+    /// without an optimizer step: the update counts as done, and changed no weight.
+    pub fn update(&mut self) -> Result<Metrics> {
+        let total = self.plan.num_total_batches;
+        if self.progress.done == total {
+            return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
+        }
+        let metrics = self.one_update(&|_| ())?;
+        self.progress.done += 1;
+        take_snapshot(self);
+        let too_many = self.note_skips().err();
+        self.warnings.iter().for_each(|warning| self.console.warn(&warning.message));
+        too_many.map_or(Ok(metrics), Err)
     }
 }
 

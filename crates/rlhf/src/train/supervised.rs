@@ -2,6 +2,7 @@
 
 use super::{LOSS_SCALE, describe_machine, fixed_state, load_cursor, trained_share};
 use crate::data::Cursor;
+use crate::dist::World;
 use crate::hub::Commits;
 use crate::metrics::Metrics;
 use crate::model::Param;
@@ -99,6 +100,8 @@ pub(super) struct UpdateRows<'a> {
     pub(super) loss_scale: f64,
     /// Most tokens of a micro-batch.
     pub(super) max_tokens: usize,
+    /// The ranks that share the update: losses are divided by their common counts.
+    pub(super) world: &'a World,
 }
 
 /// A loaded run, ready to begin.
@@ -158,6 +161,7 @@ pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>,
         tokens_seen: task.num_tokens(&[]),
         trained: trained_share(task.params()),
         task,
+        world: World::single(),
         spec: &spec,
         schedule,
         num_rows,
@@ -184,6 +188,8 @@ struct Run<'a, T: Supervised, C> {
     words: &'a Words<'a>,
     progress: Progress,
     optimizer: AdamW,
+    /// The ranks that train together.
+    world: World,
     /// Peak of the learning rate, and its schedule.
     schedule: (f64, &'a OptimizerConfig),
     /// The loss scale, where the model computes in f16.
@@ -249,7 +255,8 @@ impl<T: Supervised, C> Run<'_, T, C> {
         let done = self.progress.done;
         let rows = self.cursor.take(self.spec.batch_size);
         let loss_scale = self.scaler.as_ref().map_or(1.0, LossScaler::scale);
-        let batch = UpdateRows { rows: &rows, update: done as u64, loss_scale, max_tokens: self.max_tokens };
+        let (update, max_tokens) = (done as u64, self.max_tokens);
+        let batch = UpdateRows { rows: &rows, update, loss_scale, max_tokens, world: &self.world };
         self.task.backward(&batch, &mut self.sums)?;
         let (peak, schedule) = self.schedule;
         let lr = learning_rate(peak, schedule, done, self.spec.num_updates);
@@ -262,6 +269,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
     /// One optimizer step. Returns the norm of the gradients before clipping, or 0 if they overflowed f16 and the step was
     /// skipped.
     fn step(&mut self, lr: f64) -> Result<f64> {
+        self.world.sum_gradients(self.task.params().iter().map(|param| &param.tensor));
         if let Some(scaler) = &mut self.scaler {
             let scale = scaler.scale();
             if scaler.overflows_at(self.optimizer.grad_norm() / scale) {
