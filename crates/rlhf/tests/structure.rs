@@ -267,7 +267,6 @@ fn imports_point_down_as_on_the_design_page() {
 }
 
 #[test]
-#[ignore = "until the layout is done"]
 fn no_import_cycle_is_left() {
     let program = Program::of_this_crate();
     let mut problems = cycles(&program.top_arrows());

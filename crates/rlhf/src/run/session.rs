@@ -660,6 +660,7 @@ mod tests {
             began_at: 0,
             num_updates: 9,
             eval_steps: None,
+            world: World::single(),
             logging_steps: 1,
         };
         std::fs::remove_dir_all(dir.path().join("checkpoint-2")).unwrap();

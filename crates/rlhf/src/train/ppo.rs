@@ -81,7 +81,7 @@ impl PpoTrainer {
         self.skips.record(&steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         self.warnings = [batch.warnings, self.alarms.of_metrics(update + 1, &m)].concat();
-        self.answers = scores.shown;
+        self.shown = scores.shown;
         self.last_metrics.clone_from(&m);
         Ok(m)
     }
@@ -283,7 +283,7 @@ pub struct PpoTrainer {
     /// Selects the responses to train on.
     kept: KeptResponses,
     /// Responses of the last update to show.
-    answers: Vec<Sample>,
+    shown: Vec<Sample>,
     last_metrics: Metrics,
     progress: Progress,
     /// The output folder, where it was opened before the models were loaded.
