@@ -112,7 +112,7 @@ impl PpoTrainer {
         Ok(Batch { update, rows, responses, dropped, reused, warnings })
     }
 
-    /// How the models evaluate responses; log-probabilities of `reused` ones are computed anew.
+    /// Settings of the rollout; log-probabilities of `reused` ones are computed anew.
     fn rollout_settings(&self, reused: bool) -> RolloutSettings {
         let recompute_logprobs = self.rollout.recompute_logprobs || reused;
         RolloutSettings { recompute_logprobs, ..self.rollout.clone() }
@@ -276,9 +276,9 @@ pub struct PpoTrainer {
     stop: Vec<i64>,
     /// Texts that end a response.
     stop_strings: Option<StopStrings>,
-    /// How the models evaluate responses.
+    /// Settings of the rollout.
     rollout: RolloutSettings,
-    /// How rewards and targets are computed.
+    /// Settings of rewards, advantages and returns.
     shaping: Shaping,
     /// Selects the responses to train on.
     kept: KeptResponses,
