@@ -41,7 +41,7 @@ fn one_dataset_trains_all_three_as_the_single_commands_do_and_the_settings_left_
     let scratch = scratch();
     let ran = runs(&scratch, ALL);
     let steps =
-        ["step 1 of 3, sft: into out/1-sft", "step 2 of 3, reward: into out/2-reward", "step 3 of 3, ppo: into"];
+        ["stage 1 of 3, sft: into out/1-sft", "stage 2 of 3, reward: into out/2-reward", "stage 3 of 3, ppo: into"];
     for words in steps.into_iter().chain(["objective/scores", "accuracy", "out/3-ppo"]) {
         assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
     }
@@ -72,7 +72,11 @@ fn steps_that_are_left_out_are_not_run_and_what_their_folders_hold_is_used() {
     scratch.refuses(&format!("{ALL} --skip sft,reward"), 2, &["error: ppo: no reward: set at least one of"]);
     scratch.write("rule.yaml", &(scratch.read("pipeline.yaml") + "  reward: length:target=3\n"));
     let ran = runs(&scratch, "pipeline --config rule.yaml --skip sft,reward --output_dir rule");
-    assert!(ran.stderr.contains("step 1 of 3, sft: left out\nstep 2 of 3, reward: left out\nstep 3"), "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains("stage 1 of 3, sft: skipped\nstage 2 of 3, reward: skipped\nstage 3"),
+        "{}",
+        ran.stderr
+    );
     assert!(
         scratch
             .read("rule/3-ppo/config.yaml")
@@ -111,9 +115,11 @@ fn a_run_that_is_stopped_in_any_stage_resumes_there_to_the_same_bits() {
         assert!(error.ends_with("; the same command with --resume_from_checkpoint resumes"), "{error}");
     }
     let ran = runs(&scratch, &line);
-    for words in
-        ["sft: finished before, in out/1-sft\n", "reward: finished before, in out/2-reward\n", "step 3 of 3, ppo: into"]
-    {
+    for words in [
+        "sft: finished before, in out/1-sft\n",
+        "reward: finished before, in out/2-reward\n",
+        "stage 3 of 3, ppo: into",
+    ] {
         assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
     }
     same_models(&scratch, ["out/1-sft", "out/2-reward", "out/3-ppo"], ["whole/1-sft", "whole/2-reward", "whole/3-ppo"]);

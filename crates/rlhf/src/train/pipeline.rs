@@ -50,7 +50,7 @@ impl PipelineConfig {
         output_dir: impl Into<PathBuf>,
     ) -> Self {
         let (data, out) = (dataset_name.into(), output_dir.into());
-        let [sft_dir, reward_dir, ppo_dir] = Stage::ALL.map(|step| Self::dir(&out, step));
+        let [sft_dir, reward_dir, ppo_dir] = Stage::ALL.map(|stage| Self::dir(&out, stage));
         let mut sft = SftConfig::new(model_name_or_path, &data, &sft_dir);
         let mut reward = RewardConfig::new(&sft_dir, &data, &reward_dir);
         reward.new_reward_head = true;
@@ -62,16 +62,16 @@ impl PipelineConfig {
     }
 
     /// Returns the folder of a stage in the pipeline's folder.
-    pub fn dir(output_dir: &Path, step: Stage) -> PathBuf {
-        output_dir.join(match step {
+    pub fn dir(output_dir: &Path, stage: Stage) -> PathBuf {
+        output_dir.join(match stage {
             Stage::Sft => "1-sft",
             Stage::Reward => "2-reward",
             Stage::Ppo => "3-ppo",
         })
     }
 
-    fn run(&self, step: Stage) -> Option<&RunConfig> {
-        match step {
+    fn run(&self, stage: Stage) -> Option<&RunConfig> {
+        match stage {
             Stage::Sft => self.sft.as_ref().map(|config| &config.run),
             Stage::Reward => self.reward.as_ref().map(|config| &config.run),
             Stage::Ppo => self.ppo.as_ref().map(|config| &config.run),
@@ -79,22 +79,22 @@ impl PipelineConfig {
     }
 
     /// Returns the settings with `overwrite_output_dir` for these stages.
-    fn replacing(&self, steps: [bool; 3]) -> Self {
+    fn replacing(&self, stages: [bool; 3]) -> Self {
         let mut config = self.clone();
         let runs = [
             config.sft.as_mut().map(|config| &mut config.run),
             config.reward.as_mut().map(|config| &mut config.run),
             config.ppo.as_mut().map(|config| &mut config.run),
         ];
-        for (run, _) in runs.into_iter().zip(steps).filter(|(_, replaces)| *replaces) {
+        for (run, _) in runs.into_iter().zip(stages).filter(|(_, replaces)| *replaces) {
             run.into_iter().for_each(|run| run.overwrite_output_dir = true);
         }
         config
     }
 
     /// Returns the settings of a stage by name.
-    fn settings(&self, step: Stage) -> Value {
-        match step {
+    fn settings(&self, stage: Stage) -> Value {
+        match stage {
             Stage::Sft => json!(self.sft),
             Stage::Reward => json!(self.reward),
             Stage::Ppo => json!(self.ppo),
@@ -102,8 +102,8 @@ impl PipelineConfig {
     }
 
     /// Returns the models that a stage starts from.
-    fn models(&self, step: Stage) -> Vec<&Path> {
-        match (step, &self.reward, &self.ppo) {
+    fn models(&self, stage: Stage) -> Vec<&Path> {
+        match (stage, &self.reward, &self.ppo) {
             (Stage::Reward, Some(reward), _) => vec![&reward.model_name_or_path],
             (Stage::Ppo, _, Some(ppo)) => {
                 let others = [ppo.reward_model_path.as_deref(), ppo.value_model_path.as_deref()];
@@ -113,8 +113,8 @@ impl PipelineConfig {
         }
     }
 
-    fn check(&self, step: Stage) -> Result<()> {
-        match step {
+    fn check(&self, stage: Stage) -> Result<()> {
+        match stage {
             Stage::Sft => self.sft.as_ref().map_or(Ok(()), SftConfig::check),
             Stage::Reward => self.reward.as_ref().map_or(Ok(()), RewardConfig::check),
             Stage::Ppo => self.ppo.as_ref().map_or(Ok(()), PpoConfig::check),
@@ -132,43 +132,43 @@ pub const DEFAULT_SPLIT: &str = "2,4,4";
 /// same call with `resume_from_checkpoint` in each stage's settings resumes.
 pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     let threads = tch::get_num_threads();
-    for step in Stage::ALL {
-        config.check(step).map_err(|error| named(step, error))?;
+    for stage in Stage::ALL {
+        config.check(stage).map_err(|error| named(stage, error))?;
     }
     let lock = FolderLock::acquire(&config.output_dir)?;
     let (finished, again) = check_folders(config, console)?;
     check_inputs(config, finished)?;
-    let overwrite = Stage::ALL.into_iter().filter_map(|step| config.run(step)).any(|run| run.overwrite_output_dir);
+    let overwrite = Stage::ALL.into_iter().filter_map(|stage| config.run(stage)).any(|run| run.overwrite_output_dir);
     let _lock = lock.create(&config.output_dir, overwrite)?;
     let config = &config.replacing(again);
     write_settings(config)?;
-    for (at, step) in (1..).zip(Stage::ALL) {
-        let Some(run) = config.run(step) else {
-            say(console, &format!("step {at} of 3, {step}: left out"));
+    for (at, stage) in (1..).zip(Stage::ALL) {
+        let Some(run) = config.run(stage) else {
+            say(console, &format!("stage {at} of 3, {stage}: skipped"));
             continue;
         };
         let dir = run.output_dir.as_path();
-        if finished[step as usize] {
-            say(console, &format!("step {at} of 3, {step}: finished before, in {}", dir.display()));
+        if finished[stage as usize] {
+            say(console, &format!("stage {at} of 3, {stage}: finished before, in {}", dir.display()));
             continue;
         }
-        if let Some(stopped) = stopped(format!("stopped as requested before step {at} of 3, {step}; {RESUMES}")) {
+        if let Some(stopped) = stopped(format!("stopped as requested before stage {at} of 3, {stage}; {RESUMES}")) {
             return Err(stopped);
         }
-        say(console, &format!("step {at} of 3, {step}: into {}", dir.display()));
+        say(console, &format!("stage {at} of 3, {stage}: into {}", dir.display()));
         // A stage may set another number.
         tch::set_num_threads(threads);
-        let ended = match step {
+        let ended = match stage {
             Stage::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, console)),
             Stage::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, console)),
             Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
         };
-        ended.map_err(|error| named(step, error))?;
+        ended.map_err(|error| named(stage, error))?;
         let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
-        Finished { command: step.name(), updates: updates as usize }.record(
+        Finished { command: stage.name(), updates: updates as usize }.record(
             dir,
-            &config.settings(step),
-            &inputs_of(config, step)?,
+            &config.settings(stage),
+            &inputs_of(config, stage)?,
         )?;
     }
     report_results(config, console)
@@ -178,14 +178,14 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
 const RESUMES: &str = "the same command with --resume_from_checkpoint resumes";
 
 /// Returns the error of a stage with the stage's name.
-fn named(step: Stage, error: Error) -> Error {
+fn named(stage: Stage, error: Error) -> Error {
     // The stage's hint names the option of its own command.
     let goes_on = |message: String| match message.split_once("; --resume_from_checkpoint ") {
-        Some((what, _)) => format!("{step}: {what}; {RESUMES}"),
-        None => format!("{step}: {message}"),
+        Some((what, _)) => format!("{stage}: {what}; {RESUMES}"),
+        None => format!("{stage}: {message}"),
     };
     match error {
-        Error::Usage(message) => Error::Usage(format!("{step}: {message}")),
+        Error::Usage(message) => Error::Usage(format!("{stage}: {message}")),
         Error::Stopped { message, code } => Error::Stopped { message: goes_on(message), code },
         error => Error::Run(goes_on(error.to_string())),
     }
@@ -201,7 +201,7 @@ fn say(console: Console, text: &str) {
 /// again: they were killed after their models were written and before that was recorded.
 fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3], [bool; 3])> {
     let out = config.output_dir.as_path();
-    let runs = || Stage::ALL.into_iter().filter_map(|step| Some((step, config.run(step)?)));
+    let runs = || Stage::ALL.into_iter().filter_map(|stage| Some((stage, config.run(stage)?)));
     let resumes = |run: &RunConfig| run.checkpoints.resume_from_checkpoint == Some(Resume::Latest);
     if is_model(out) {
         return Err(Error::invalid(out, "output_dir: expected the folder of a pipeline, found a model in it"));
@@ -221,45 +221,45 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
     }
     let (mut finished, mut again) = ([false; 3], [false; 3]);
     let mut unfinished: Vec<(Stage, &Path)> = Vec::new();
-    for (step, run) in runs() {
+    for (stage, run) in runs() {
         let begun = (|| {
             // Released at once: the stage acquires it itself.
             FolderLock::acquire(&run.output_dir)?;
             if let Some(saved) = resumes(run).then(|| Saved::finished(&run.output_dir)).transpose()?.flatten() {
-                let mut warnings = saved.check_as_it_is(step.name(), &config.settings(step))?;
-                let (inputs, updates) = (inputs_of(config, step)?, saved.state.update);
+                let mut warnings = saved.check_as_it_is(stage.name(), &config.settings(stage))?;
+                let (inputs, updates) = (inputs_of(config, stage)?, saved.state.update);
                 warnings.extend(saved.check_inputs(&run.checkpoints, &inputs, updates, usize::MAX)?);
                 for warning in warnings {
-                    say(console, &format!("warning: {step}: {warning}"));
+                    say(console, &format!("warning: {stage}: {warning}"));
                 }
-                finished[step as usize] = true;
+                finished[stage as usize] = true;
                 return Ok(true);
             }
             let mut start = Start::find(run)?;
             let ended = resumes(run) && start.from.is_none() && is_model(&run.output_dir);
-            if ended && is_run_with(&run.output_dir, &config.settings(step)) {
-                (start.replaces, again[step as usize]) = (true, true);
+            if ended && is_run_with(&run.output_dir, &config.settings(stage)) {
+                (start.replaces, again[stage as usize]) = (true, true);
                 say(
                     console,
-                    &format!("{step}: {} is not recorded as finished: it starts again", run.output_dir.display()),
+                    &format!("{stage}: {} is not recorded as finished: it starts again", run.output_dir.display()),
                 );
             }
             check_output_dir(run, &start, &[])?;
-            start.check(step.name(), &config.settings(step))?;
+            start.check(stage.name(), &config.settings(stage))?;
             Ok(start.from.is_some())
         })();
-        if begun.map_err(|error| named(step, error))?
-            && let Some((earlier, dir)) = unfinished.iter().find(|(_, dir)| config.models(step).contains(dir))
+        if begun.map_err(|error| named(stage, error))?
+            && let Some((earlier, dir)) = unfinished.iter().find(|(_, dir)| config.models(stage).contains(dir))
         {
             return Err(Error::Usage(format!(
-                "{step}: {} began with {}, and {earlier} is not finished: remove {}, or leave {step} out",
+                "{stage}: {} began with {}, and {earlier} is not finished: remove {}, or leave {stage} out",
                 run.output_dir.display(),
                 dir.display(),
                 run.output_dir.display()
             )));
         }
-        if !finished[step as usize] {
-            unfinished.push((step, &run.output_dir));
+        if !finished[stage as usize] {
+            unfinished.push((stage, &run.output_dir));
         }
     }
     Ok((finished, again))
@@ -267,10 +267,10 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<([bool; 3]
 
 /// Returns digests of what a stage reads, as far as it is on this machine: the inputs of a finished stage may be gone. The models
 /// of earlier stages have their own digests.
-fn inputs_of(config: &PipelineConfig, step: Stage) -> Result<Inputs> {
+fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
     let mut inputs = Inputs::default();
     let own = "model_name_or_path";
-    let (data, own_eval, models) = match (step, &config.sft, &config.reward, &config.ppo) {
+    let (data, own_eval, models) = match (stage, &config.sft, &config.reward, &config.ppo) {
         (Stage::Sft, Some(sft), ..) => {
             (&sft.data, sft.eval_dataset_name.as_deref(), vec![(own, sft.model_name_or_path.as_deref())])
         }
@@ -286,13 +286,13 @@ fn inputs_of(config: &PipelineConfig, step: Stage) -> Result<Inputs> {
         }
         _ => return Ok(inputs),
     };
-    let seed = config.run(step).map_or(0, |run| run.seed);
+    let seed = config.run(stage).map_or(0, |run| run.seed);
     if data.dataset_name.iter().map(PathBuf::as_path).chain(own_eval).all(Path::exists) {
-        let (train, eval) = Sources::find(data, own_eval)?.read(seed, step)?;
+        let (train, eval) = Sources::find(data, own_eval)?.read(seed, stage)?;
         inputs.rows("dataset_name", &data.describe(), &train);
         inputs.rows("rows held out", &data.describe(), &eval);
     }
-    let left = Stage::ALL.map(|step| PipelineConfig::dir(&config.output_dir, step));
+    let left = Stage::ALL.map(|stage| PipelineConfig::dir(&config.output_dir, stage));
     let models = models.into_iter().filter_map(|(name, dir)| Some((name, dir?)));
     for (name, dir) in models.filter(|(_, dir)| dir.is_dir() && !left.iter().any(|left| left == dir)) {
         inputs.model(name, dir)?;
@@ -345,18 +345,18 @@ fn reading_of(
 /// that its stage needs; that the sizes fit together. Checks that need weights are left to the stages.
 fn check_inputs(config: &PipelineConfig, finished: [bool; 3]) -> Result<()> {
     let mut known: Readings<'_> = Vec::new();
-    for step in Stage::ALL {
-        let Some(run) = config.run(step) else { continue };
+    for stage in Stage::ALL {
+        let Some(run) = config.run(stage) else { continue };
         let dir = run.output_dir.as_path();
-        let reading = match step {
-            _ if finished[step as usize] => {
+        let reading = match stage {
+            _ if finished[stage as usize] => {
                 Reading::of(dir, None, Tokenizer::from_pretrained).map(|reading| Some(Rc::new(reading)))
             }
             Stage::Sft => config.sft.as_ref().map(check_sft).transpose().map(|reading| reading.map(Rc::new)),
             Stage::Reward => config.reward.as_ref().map(|config| check_reward(config, &known)).transpose(),
             Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| check_ppo(config, &known)).map(|()| None),
         };
-        known.extend(reading.map_err(|error| named(step, error))?.map(|reading| (dir, reading)));
+        known.extend(reading.map_err(|error| named(stage, error))?.map(|reading| (dir, reading)));
     }
     Ok(())
 }
@@ -467,14 +467,14 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
 fn write_settings(config: &PipelineConfig) -> Result<()> {
     let out = config.output_dir.as_path();
     let mut all = Map::from_iter([("output_dir".to_string(), json!(out))]);
-    let skipped: Vec<_> = Stage::ALL.into_iter().filter(|&step| config.run(step).is_none()).collect();
+    let skipped: Vec<_> = Stage::ALL.into_iter().filter(|&stage| config.run(stage).is_none()).collect();
     all.insert("skip".into(), json!(skipped));
-    for step in Stage::ALL.into_iter().filter(|step| !skipped.contains(step)) {
-        let mut settings = config.settings(step);
+    for stage in Stage::ALL.into_iter().filter(|stage| !skipped.contains(stage)) {
+        let mut settings = config.settings(stage);
         if let Some(settings) = settings.as_object_mut() {
             settings.remove("output_dir");
             // The default is the model of an earlier stage; as a value it would stay that of this folder in other ones.
-            let left = [Stage::Sft, Stage::Reward].map(|step| json!(PipelineConfig::dir(out, step)));
+            let left = [Stage::Sft, Stage::Reward].map(|stage| json!(PipelineConfig::dir(out, stage)));
             for key in ["model_name_or_path", "sft_model_path", "reward_model_path"] {
                 match settings.get(key) {
                     Some(Value::Null) if key == "reward_model_path" => drop(settings.insert(key.into(), "none".into())),
@@ -483,7 +483,7 @@ fn write_settings(config: &PipelineConfig) -> Result<()> {
                 }
             }
         }
-        all.insert(step.name().into(), settings);
+        all.insert(stage.name().into(), settings);
     }
     write_resolved(&Value::from(all), out.join(CONFIG))
 }
@@ -518,22 +518,22 @@ fn report_results(config: &PipelineConfig, console: Console) -> Result<()> {
     table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
     let stream = if console == Console::Program { Stream::Err } else { Stream::Out };
     stream.width().map(|width| table.set_width(width.min(usize::from(u16::MAX)) as u16));
-    table.set_header(["step", "updates", "numbers, first and last", "folder"]);
-    for step in Stage::ALL {
-        let Some(run) = config.run(step) else {
-            table.add_row([step.name(), "", "left out", ""]);
+    table.set_header(["stage", "updates", "numbers, first and last", "folder"]);
+    for stage in Stage::ALL {
+        let Some(run) = config.run(stage) else {
+            table.add_row([stage.name(), "", "left out", ""]);
             continue;
         };
         let lines = metrics(&run.output_dir)?;
         let number = |line: Option<&Map<String, Value>>, name: &str| line?.get(name)?.as_f64();
-        let numbers = KEY_METRICS[step as usize].iter().filter_map(|&(name, began)| {
+        let numbers = KEY_METRICS[stage as usize].iter().filter_map(|&(name, began)| {
             let with = || lines.iter().filter(|line| line.contains_key(name));
             let (first, last) = (number(with().next(), name)?, number(with().next_back(), name)?);
             Some(if began { format!("{name} {first:.3} to {last:.3}") } else { format!("{name} {last:.3}") })
         });
         let numbers: Vec<String> = numbers.collect();
         let updates = number(lines.last(), "step").map_or(String::new(), |updates| updates.to_string());
-        table.add_row([step.name(), &updates, &numbers.join("\n"), &one_line(&run.output_dir.display().to_string())]);
+        table.add_row([stage.name(), &updates, &numbers.join("\n"), &one_line(&run.output_dir.display().to_string())]);
     }
     match console {
         // Standard output has the metrics.
