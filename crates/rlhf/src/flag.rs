@@ -2,7 +2,7 @@
 //!
 //! Each group of settings derives `clap::Args` in the module that it sets, with what is here. A field's name is the flag's
 //! name, the configuration file's key and, where TRL has the setting, TRL's name. Its doc comment is its `--help` text.
-//! Every default is written once, in the field's `arg` attribute; constructors read it from there ([`defaults`]).
+//! Every default is written once, in the field's `arg` attribute; constructors read it from there (`defaults`).
 //!
 //! The type of an optional field is spelled `std::option::Option`: clap reads a bare `Option` as "the flag may be absent",
 //! and then `none` could not unset on the command line what a file has set.

@@ -236,7 +236,7 @@ impl RlhfEngine {
     /// Loads the models and prompts that `config` names, as `rlhf ppo` does.
     ///
     /// # Errors
-    /// The errors of [`PpoTrainer::from_config`]; if a setting has no effect here.
+    /// The errors of [`PpoTrainer::from_config`](crate::train::ppo::PpoTrainer::from_config); if a setting has no effect here.
     pub fn from_config(config: &PpoConfig) -> Result<Self> {
         config.check()?;
         let Loaded { mut parts, cursor, .. } = Loaded::from_config(config, Rewards::new(), Commits::new())?;

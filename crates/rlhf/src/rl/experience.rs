@@ -43,7 +43,7 @@ pub struct Experience {
     pub ref_logprobs: Tensor,
     /// KL(policy || reference) over the whole vocabulary, within `masks.response`; only with [`KlEstimator::Full`].
     ///
-    /// [`KlEstimator::Full`]: super::kl::KlEstimator::Full
+    /// [`KlEstimator::Full`]: super::math::KlEstimator::Full
     pub full_kl: Option<Tensor>,
     /// The reference model's distribution at each response token; only where the loss has the KL over the vocabulary.
     pub reference: Option<Distributions>,

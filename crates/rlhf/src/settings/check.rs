@@ -62,7 +62,7 @@ fn most_of(name: &str) -> u64 {
 impl PpoConfig {
     /// Checks every setting that needs no dataset to be checked.
     ///
-    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         // The checks below multiply some of them.
         check_sizes(self)?;

@@ -162,7 +162,7 @@ impl GenerateConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         let sources = match (&self.rows.dataset_name, &self.prompts[..]) {

@@ -39,7 +39,7 @@ impl LogprobsConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         all([above_zero("temperature", self.temperature), self.rows.check()])

@@ -59,7 +59,7 @@ impl Sizes {
 impl PpoConfig {
     /// Checks the settings and returns the sizes of the run over `num_prompts` prompts.
     ///
-    /// Errors: [`Error::Usage`], naming the values that do not go together and the nearest that do.
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the values that do not go together and the nearest that do.
     pub fn plan(&self, num_prompts: usize) -> Result<PpoPlan> {
         self.check()?;
         self.plan_for(num_prompts)

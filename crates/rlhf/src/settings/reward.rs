@@ -118,7 +118,7 @@ impl RewardConfig {
 
     /// Checks every setting that needs no dataset to be checked.
     ///
-    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         all([
@@ -146,7 +146,7 @@ impl RewardConfig {
 
     /// Checks the settings and returns the sizes of the run over `num_pairs` pairs.
     ///
-    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
     pub fn plan(&self, num_pairs: usize) -> Result<TrainPlan> {
         self.check()?;
         self.plan_for(num_pairs)

@@ -55,7 +55,7 @@ impl ScoreConfig {
 
     /// Checks every setting.
     ///
-    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         let rewards = specs(self).and_then(|rewards| match rewards[..] {

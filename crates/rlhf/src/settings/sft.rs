@@ -130,7 +130,7 @@ impl SftConfig {
 
     /// Checks every setting that needs no dataset to be checked.
     ///
-    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
         let start = match (&self.model_name_or_path, &self.config_name, &self.tokenizer_name) {
@@ -162,7 +162,7 @@ impl SftConfig {
 
     /// Checks the settings and returns the sizes of the run over `num_rows` rows.
     ///
-    /// Errors: [`Error::Usage`], naming the setting, its value and what was expected.
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
     pub fn plan(&self, num_rows: usize) -> Result<TrainPlan> {
         self.check()?;
         self.plan_for(num_rows)

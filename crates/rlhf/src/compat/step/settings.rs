@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Deserializer};
 use std::path::{Path, PathBuf};
 
-/// Settings of a [`StepTrainer`], with TRL's names and defaults.
+/// Settings of a [`StepTrainer`](super::StepTrainer), with TRL's names and defaults.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StepConfig {
@@ -20,12 +20,12 @@ pub struct StepConfig {
     pub tracker_project_name: String,
     /// Seed of all random draws.
     pub seed: u64,
-    /// Where [`StepTrainer::log_stats`] writes besides `metrics.jsonl`.
+    /// Where [`StepTrainer::log_stats`](super::StepTrainer::log_stats) writes besides `metrics.jsonl`.
     #[serde(deserialize_with = "choice")]
     pub log_with: ReportTo,
     /// Folder for logs and the best model; without one, only the caller's saves write files.
     pub output_dir: Option<PathBuf>,
-    /// The policy, a folder or a name on the hub; [`StepTrainer::from_pretrained`] reads it.
+    /// The policy, a folder or a name on the hub; [`StepTrainer::from_pretrained`](super::StepTrainer::from_pretrained) reads it.
     pub model_name: PathBuf,
     /// Dataset of rows with a `query`; the caller reads it.
     pub query_dataset: PathBuf,
@@ -33,7 +33,7 @@ pub struct StepConfig {
     pub reward_model: String,
     /// Responses of the whole run; used for logged progress only.
     pub steps: usize,
-    /// Learning rate; [`StepTrainer::with_schedule`] overrides it.
+    /// Learning rate; [`StepTrainer::with_schedule`](super::StepTrainer::with_schedule) overrides it.
     pub learning_rate: f64,
     /// Adapt the weight of the KL after each step, so that the KL of a response approaches `target`.
     pub adap_kl_ctrl: bool,
@@ -56,7 +56,7 @@ pub struct StepConfig {
     pub cliprange_value: f64,
     /// Weight of the value loss.
     pub vf_coef: f64,
-    /// Rows per batch of the data loader; [`StepTrainer::step`] takes any number.
+    /// Rows per batch of the data loader; [`StepTrainer::step`](super::StepTrainer::step) takes any number.
     pub batch_size: usize,
     /// Rows whose losses are averaged together.
     pub mini_batch_size: usize,
