@@ -102,6 +102,23 @@ fn told(event: &Event<'_>) -> (String, usize) {
 }
 
 #[test]
+fn the_trainers_settings_count_where_they_change_between_updates_and_where_the_learner_was_made_with_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = ppo_config(dir.path());
+    (config.num_ppo_epochs, config.learning_rate) = (2, 1e-3);
+    let narrow = PpoConfig { cliprange: 1e-9, ..config.clone() };
+    let clipped = |trainer: &mut PpoTrainer| trainer.update().unwrap().get("policy/clipfrac_avg").unwrap();
+    let mut plain = PpoTrainer::new(&config, parts(&config)).unwrap();
+    let usual = clipped(&mut plain);
+    let mut other = PpoTrainer::new(&config, parts(&narrow)).unwrap();
+    assert_eq!(clipped(&mut other), usual);
+    // Nearly every token of the second epoch is beyond so narrow a range, about half of them on the side that is clipped.
+    plain.config.cliprange = 1e-9;
+    let found = clipped(&mut plain);
+    assert!(usual < 0.1 && found > 0.15, "{usual}, then {found}");
+}
+
+#[test]
 fn a_watcher_receives_every_event_and_a_run_that_it_ends_anywhere_resumes_to_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
     let whole = ppo_config(dir.path());

@@ -17,8 +17,7 @@ use crate::rl::kept::KeptResponses;
 use crate::rl::learner::Learner;
 use crate::rl::math;
 use crate::rl::math::{KlEstimator, ScorePosition};
-use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
-use crate::rl::shaping::{Shaping, targets};
+use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::stats::StepStats;
 use crate::settings::{LogprobsOf, PpoConfig};
 use crate::tokenizer::Tokenizer;
@@ -215,10 +214,8 @@ pub struct RlhfEngine {
     pub mixes_texts: bool,
     /// Steps of the run, for learning rate schedules that fall; a constant rate needs none.
     pub num_total_iters: Option<usize>,
-    /// Settings of the passes that evaluate responses.
-    rollout: RolloutSettings,
-    /// Settings for rewards and targets.
-    shaping: Shaping,
+    /// End tokens of responses that are in no loss.
+    left_out: Vec<i64>,
     kept: KeptResponses,
     /// Prompts of the last responses that were long enough, with their mask.
     last: Option<(Tensor, Tensor)>,
@@ -301,14 +298,12 @@ impl RlhfEngine {
             )));
         }
         let left_out = config.left_out(&learner.policy, &tokenizer);
-        let rollout = RolloutSettings { left_out, ..config.rollout(&learner.policy) };
         reference.hold_as_computed();
         Ok(Self {
             learner,
             reference,
             reward,
-            rollout,
-            shaping: config.shaping(),
+            left_out,
             kept: KeptResponses::new(config.mask.min_response_length),
             last: None,
             mixes_texts: config.unsupervised.unsupervised_dataset_name.is_some(),
@@ -384,7 +379,7 @@ impl RlhfEngine {
                 mask.size()
             )));
         }
-        let kept = self.kept.keep((0..responses.len()).collect(), responses, &self.rollout.left_out)?;
+        let kept = self.kept.keep((0..responses.len()).collect(), responses, &self.left_out)?;
         if !kept.reused {
             self.last = Some((prompts.shallow_clone(), mask.shallow_clone()));
         }
@@ -393,12 +388,13 @@ impl RlhfEngine {
         let (prompts, mask) = (prompts.index_select(0, &rows), mask.index_select(0, &rows));
         let (ragged, responses) = (unpadded(&prompts, &mask)?, kept.responses);
         let noted = responses.iter().all(|response| response.logprobs.len() == response.tokens.len());
-        let recompute_logprobs = kept.reused || !noted || self.rollout.recompute_logprobs;
 
         let scores = self.scores(&ragged, &responses)?;
         let learner = &self.learner;
-        let models = RolloutModels { policy: &learner.policy, reference: &self.reference, value: &learner.value };
-        let settings = RolloutSettings { recompute_logprobs, ..self.rollout.clone() };
+        let settings = self.config.rollout(&learner.policy);
+        let recompute_logprobs = kept.reused || !noted || settings.recompute_logprobs;
+        let settings = RolloutSettings { recompute_logprobs, left_out: self.left_out.clone(), ..settings };
+        let models = learner.rollout_models(&self.reference);
         let e = experience(models, &ragged, &responses, scores, &settings)?;
 
         let (width, longest) = (prompts.size()[1], e.lengths().into_iter().max().unwrap_or(0).max(1));
@@ -431,8 +427,7 @@ impl RlhfEngine {
             .map(|response| {
                 let mut read = response.clone();
                 read.tokens.truncate(
-                    read.tokens.len()
-                        - usize::from(read.tokens.last().is_some_and(|id| self.rollout.left_out.contains(id))),
+                    read.tokens.len() - usize::from(read.tokens.last().is_some_and(|id| self.left_out.contains(id))),
                 );
                 read
             })
@@ -465,7 +460,8 @@ impl RlhfEngine {
         }
         self.rates()?;
         let e = self.ragged(experience)?;
-        let targets = targets(&self.learner.world, &e, self.config.kl.kl_coef, &self.shaping);
+        self.learner.set_settings(self.config.learner());
+        let targets = self.learner.targets(&e, self.config.kl.kl_coef, &self.config.shaping());
         let rows: Vec<usize> = (0..experience.rows()).collect();
         let stats = self.learner.gradients(&e, &targets, &rows, self.config.per_device_train_batch_size, true)?;
         let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
@@ -518,7 +514,7 @@ impl RlhfEngine {
             (prompt.to_vec(), response.to_vec())
         };
         let (prompts, responses): (Vec<_>, Vec<_>) = sequences.into_iter().zip(&counted).map(split).unzip();
-        let value_loss = if self.rollout.last_value_in_loss { &value } else { &response }.shallow_clone();
+        let value_loss = if self.config.mask.last_value_in_loss { &value } else { &response }.shallow_clone();
         Ok(Experience {
             groups: (0..prompts.len()).collect(),
             prompts,

@@ -18,7 +18,7 @@ use crate::reward::ScoreScaling;
 use crate::rl::experience::Experience;
 use crate::rl::kl::KlController;
 use crate::rl::learner::{EpochPlan, Learner};
-use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{Shaping, Targets, advantages, shape_rewards};
 use crate::rl::stats::{StepStats, optimizer_steps};
 use crate::rng::{Purpose, Stream};
@@ -456,8 +456,7 @@ impl StepTrainer {
         let responses: Vec<Response> = responses.iter().map(response).collect();
         let scores: Vec<f32> = scores.iter().map(|&score| score as f32).collect();
         let scores = Tensor::from_slice(&scores).to_device(self.learner.policy.device());
-        let models =
-            RolloutModels { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        let models = self.learner.rollout_models(&self.reference);
         let settings = RolloutSettings { response_length: longest, recompute_logprobs: true, ..self.rollout.clone() };
         let mut experience = experience(models, queries, &responses, scores, &settings)?;
         if let Some(kept) = response_masks {

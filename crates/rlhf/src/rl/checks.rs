@@ -5,7 +5,7 @@ use crate::model::{CausalLm, Param};
 use crate::rl::experience::to_slots;
 use crate::rl::learner::Learner;
 use crate::rl::math;
-use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{Shaping, targets};
 use crate::rl::stats::{StepStats, optimizer_steps};
 use crate::{Error, Result};
@@ -65,7 +65,7 @@ impl Checks {
         let policy = &learner.policy;
         let device = policy.device();
         let scores = Tensor::zeros([prompts.len() as i64], (Kind::Float, device));
-        let models = RolloutModels { policy, reference, value: &learner.value };
+        let models = learner.rollout_models(reference);
         let mut experience = experience(models, prompts, responses, scores, &settings.rollout)?;
         let sampled: Vec<f32> = responses.iter().flat_map(|response| response.logprobs.iter().copied()).collect();
         let sampled = Tensor::from_slice(&sampled).to_device(device);

@@ -9,6 +9,7 @@ use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::loss::{LossSettings, MicroBatch, Sums, Weights};
+use crate::rl::rollout::RolloutModels;
 use crate::rl::shaping::{Shaping, Targets, targets};
 use crate::rl::stats::StepStats;
 use crate::rl::unsupervised::{Unsupervised, learn_texts};
@@ -139,9 +140,19 @@ impl Learner {
         self
     }
 
-    /// Settings that the learner was made with.
+    /// Current settings.
     pub fn settings(&self) -> &LearnerSettings {
         &self.settings
+    }
+
+    /// Replaces the settings of losses, whitening and limits; those of optimizers, memory and loss scale stay as they were made.
+    pub fn set_settings(&mut self, settings: LearnerSettings) {
+        self.settings = settings;
+    }
+
+    /// Policy and critic beside a reference model, for the evaluation of responses.
+    pub fn rollout_models<'a>(&'a self, reference: &'a CausalLm) -> RolloutModels<'a> {
+        RolloutModels { policy: &self.policy, reference, value: &self.value }
     }
 
     /// Rewards, advantages and returns of an experience whose KL has the weight `kl_coef`; see [`targets`].

@@ -17,8 +17,7 @@ use crate::rl::checks::Skips;
 use crate::rl::kept::{Kept, KeptResponses};
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
-use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
-use crate::rl::shaping::{Shaping, targets};
+use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rng::Purpose;
 use crate::run::event::Sample;
 use crate::run::inputs::Inputs;
@@ -49,15 +48,13 @@ impl PpoTrainer {
         phase("scoring");
         let prompts: Vec<Vec<i64>> = batch.rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         let scores = self.score_batch(&batch)?;
-        let models =
-            RolloutModels { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
         // Responses of an earlier update were sampled by an earlier policy.
-        let settings = self.rollout_settings(batch.reused);
+        let (models, settings) = (self.learner.rollout_models(&self.reference), self.rollout_settings(batch.reused));
         let experience = experience(models, &prompts, &batch.responses, scores.penalised, &settings)?;
 
         // 3. Experience to rewards, advantages, returns.
         let kl_coef = self.kl_controller.coef(update);
-        let targets = targets(&self.learner.world, &experience, kl_coef, &self.shaping);
+        let targets = self.learner.targets(&experience, kl_coef, &self.config.shaping());
         clock.lap("rollout");
 
         // 4. Epochs of mini-batches.
@@ -66,6 +63,7 @@ impl PpoTrainer {
         let orders = self.config.mini_batch_orders(update, experience.rows());
         // The rollout's allocations have other sizes than training's, and would fragment the memory.
         tch_ext::release_memory();
+        self.learner.set_settings(self.config.learner());
         let steps = self.learner.optimise(&experience, &targets, &orders, rates, &self.plan.epoch)?;
         clock.lap("optimise");
 
@@ -98,7 +96,7 @@ impl PpoTrainer {
         let may_stop = !self.stop.is_empty() || self.stop_strings.is_some();
         let eos = self.tokenizer.eos_ids();
         let mut warnings = self.alarms.of_responses(update + 1, &responses, &self.stop, eos, may_stop);
-        let Kept { rows, responses, dropped, reused } = self.kept.keep(rows, responses, &self.rollout.left_out)?;
+        let Kept { rows, responses, dropped, reused } = self.kept.keep(rows, responses, &self.left_out)?;
         warnings.extend(reused.then(|| Warning {
             kind: WarningKind::ReusedResponses,
             message: format!(
@@ -114,8 +112,9 @@ impl PpoTrainer {
 
     /// Settings of the rollout; log-probabilities of `reused` ones are computed anew.
     fn rollout_settings(&self, reused: bool) -> RolloutSettings {
-        let recompute_logprobs = self.rollout.recompute_logprobs || reused;
-        RolloutSettings { recompute_logprobs, ..self.rollout.clone() }
+        let settings = self.config.rollout(&self.learner.policy);
+        let recompute_logprobs = settings.recompute_logprobs || reused;
+        RolloutSettings { recompute_logprobs, left_out: self.left_out.clone(), ..settings }
     }
 
     /// The learning rates of an update: the caller's, or those of the settings.
@@ -276,10 +275,8 @@ pub struct PpoTrainer {
     stop: Vec<i64>,
     /// Texts that end a response.
     stop_strings: Option<StopStrings>,
-    /// Settings of the rollout.
-    rollout: RolloutSettings,
-    /// Settings of rewards, advantages and returns.
-    shaping: Shaping,
+    /// End tokens of responses that are in no loss.
+    left_out: Vec<i64>,
     /// Selects the responses to train on.
     kept: KeptResponses,
     /// Responses of the last update to show.

@@ -6,7 +6,7 @@ use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, genera
 use crate::metrics::Metrics;
 use crate::reward::{ComponentScores, Scored, Scores};
 use crate::rl::checks::{self, Checks};
-use crate::rl::rollout::{RolloutModels, experience};
+use crate::rl::rollout::experience;
 use crate::rl::shaping::{penalise_missing_stop, replace_missing_stop};
 use crate::rng::Purpose;
 use crate::run::event::{Conversation, Evaluation, Sample};
@@ -53,9 +53,8 @@ impl PpoTrainer {
         let responses = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
         let (scores, components) = self.whole_scores(&asked, &responses)?;
         let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
-        let models =
-            RolloutModels { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
-        let e = experience(models, &prompts, &responses, scores, &self.rollout)?;
+        let (models, settings) = (self.learner.rollout_models(&self.reference), self.rollout_settings(false));
+        let e = experience(models, &prompts, &responses, scores, &settings)?;
         let rows = prompts.len() as f64;
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
         let mut m = Metrics::default();
@@ -86,6 +85,7 @@ impl PpoTrainer {
         let rows = self.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
         let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = generate(&self.learner.policy, &prompts, &generation)?;
+        self.learner.set_settings(self.config.learner());
         let mut settings = self.config.checks(&self.learner.policy);
         settings.rollout.response_length = response_length;
         Checks::of(&mut self.learner, &self.reference, &prompts, &responses, &settings)

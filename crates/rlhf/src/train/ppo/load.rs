@@ -14,7 +14,6 @@ use crate::rl::checks::Skips;
 use crate::rl::kept::KeptResponses;
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
-use crate::rl::rollout::RolloutSettings;
 use crate::rl::unsupervised::Unsupervised;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, take_snapshot};
@@ -83,8 +82,7 @@ impl PpoTrainer {
         Ok(Self {
             kl_controller: KlController::new(&config.kl, plan.num_total_batches),
             scaling: ScoreScaling::new(&config.score_scaling),
-            rollout: RolloutSettings { left_out, ..config.rollout(&learner.policy) },
-            shaping: config.shaping(),
+            left_out,
             plan,
             learner,
             cursor: Cursor::new(config.run.seed, prompts.len()),
@@ -210,7 +208,7 @@ impl Loaded {
         } else {
             let (value, value_notes) = load_value(config, value_dir.as_deref(), &dir, &rewards, frozen)?;
             notes.extend(value_notes);
-            tokenizer.check_same(value.dir())?;
+            tokenizer.check_same(&value.dir)?;
             Learner::new(policy, value.model, config.learner())
         };
         let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
@@ -295,12 +293,6 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
 struct LoadedValue {
     model: SequenceClassifier,
     dir: PathBuf,
-}
-
-impl LoadedValue {
-    fn dir(&self) -> &Path {
-        &self.dir
-    }
 }
 
 /// Loads a separate value model: from its own folder, else from the first reward model that can be one, else from the policy
