@@ -225,8 +225,8 @@ impl Response {
 /// The draws of response `i` depend only on the seed, the purpose, the step and `first_row + i`, not on the rest of the batch.
 ///
 /// # Errors
-/// If a setting is out of range; if a prompt is empty, contains an id outside the vocabulary, or leaves no room in the
-/// model's context for `max_new_tokens`; if the model's logits are not finite.
+/// If a setting is out of range; if a prompt is empty, contains an id outside the vocabulary, or does not fit the
+/// context beside `max_new_tokens`; if the model's logits are not finite.
 pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &GenerationConfig) -> Result<Vec<Response>> {
     let steps = match model.device() {
         Device::Cuda(_) => STEPS_ON_GPU,

@@ -61,7 +61,7 @@ struct Generator<'c> {
     model: CausalLm,
     tokenizer: Tokenizer,
     generation: GenerationConfig,
-    /// Longest prompt that leaves room for a response, in tokens.
+    /// Maximum length of a prompt, in tokens: the context minus `max_new_tokens`.
     max_prompt_len: usize,
     format: Format,
     /// Whether the stop token came first in a response to a prompt without the model's chat template.

@@ -36,7 +36,7 @@ impl PromptLimit {
         Self { max_length, long: LongPrompts::Error, reason: "the models' context less the response", hint: "" }
     }
 
-    /// The limit of the settings; `room` is the models' context less the response.
+    /// Creates the limit that the settings define; `room` is the maximum, in tokens: the context minus `response_length`.
     ///
     /// # Errors
     /// If `max_prompt_length` is above `room`.

@@ -365,7 +365,7 @@ impl CausalLm {
         Ok(Distributions::new(&self.lm_head, &hidden, &lens))
     }
 
-    /// Starts decoding: reads the prompts into a cache with room for `capacity` tokens per row.
+    /// Starts decoding: reads the prompts into a cache of `capacity` tokens per row.
     ///
     /// Returns the cache and the logits of each row's next token, `[rows, vocab]` f32 or bf16.
     pub(crate) fn prefill<S: AsRef<[i64]>>(&self, prompts: &[S], capacity: usize) -> Result<(KvCache, Tensor)> {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fmt::Display;
 
-/// Maximum power of a loss scale: f32 holds no larger one with room for a loss.
+/// Maximum power of a loss scale: with a larger one a scaled loss can overflow f32.
 const MOST_SCALE_POWER: usize = 100;
 
 /// The loss scale of a run that computes in float16, by the names of DeepSpeed's `fp16` settings.

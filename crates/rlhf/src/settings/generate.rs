@@ -127,7 +127,7 @@ impl GenerateConfig {
         };
         let mut max_new_tokens = file.whole(self.max_new_tokens, "max_new_tokens", NEW_TOKENS)?;
         if self.max_new_tokens.is_none() && max_new_tokens >= context {
-            // The files of some models have their whole context, which leaves no room for a prompt.
+            // The files of some models have their whole context, with no tokens left for a prompt.
             max_new_tokens = NEW_TOKENS;
         }
         let min_new_tokens = file.whole(self.min_new_tokens, "min_new_tokens", 0)?;
