@@ -39,6 +39,35 @@ char* tch_ext_fused_adamw(at::Tensor* const* params, at::Tensor* const* grads, a
   });
 }
 
+// Makes `grad` the tensor in which the gradient of the leaf `param` accumulates.
+char* tch_ext_set_grad(const at::Tensor* param, const at::Tensor* grad) {
+  return guard([&] { at::Tensor(*param).mutable_grad() = *grad; });
+}
+
+// Removes the gradient of the leaf `param`.
+char* tch_ext_clear_grad(const at::Tensor* param) {
+  return guard([&] { at::Tensor(*param).mutable_grad() = at::Tensor(); });
+}
+
+// Frees the memory of `tensor`'s storage, which all its views share, or allocates `bytes` for it, uninitialized. Tensors keep
+// their shapes, and what autograd saved of them is valid again once the memory holds its old content.
+char* tch_ext_resize_storage(const at::Tensor* tensor, size_t bytes) {
+  return guard([&] {
+    c10::StorageImpl* storage = tensor->storage().unsafeGetStorageImpl();
+    if (bytes == 0)
+      storage->set_data_ptr_noswap(c10::DataPtr(nullptr, tensor->device()));
+    else
+      storage->set_data_ptr_noswap(c10::GetAllocator(tensor->device().type())->allocate(bytes));
+    storage->set_nbytes(bytes);
+  });
+}
+
+// Number of bytes of `tensor`'s storage.
+size_t tch_ext_storage_bytes(const at::Tensor* tensor) { return tensor->storage().nbytes(); }
+
+// Marks `param` as changed, where it was changed through another tensor on the same memory.
+void tch_ext_bump_version(const at::Tensor* param) { param->unsafeGetTensorImpl()->bump_version(); }
+
 // Returns freed memory that the allocator holds to the operating system.
 void tch_ext_release_memory() {
 #ifdef __GLIBC__

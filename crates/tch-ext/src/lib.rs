@@ -1,7 +1,11 @@
 //! The parts of libtorch that `rlhf` needs and `tch` lacks. All C++ and all `unsafe` of the project is in this crate.
 
+mod groups;
+mod memory;
 mod ops;
 
+pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
+pub use memory::{FlatMemory, bump_version, clear_grad, set_grad};
 pub use ops::{
     Attention, Cache, LogitsStats, Norm, add_product_to_grad, attention, attention_step, backward, embedding,
     flash_attention_varlen, has_kernels, linear, logits_gradient, logits_sample, logits_stats, norm, product_into,

@@ -1,0 +1,191 @@
+// Process groups: torch's c10d from C++. The store is torch's TCPStore; collectives are Gloo's, or NCCL's through a library
+// that is loaded on request (nccl.cpp).
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+// The wheel has c10d's headers but not gloo's, which they include. c10d's header uses only pointers to gloo's classes, except
+// for two: build.rs puts empty files in the place of gloo's headers, and these declarations replace what is used of them.
+namespace gloo {
+class Context {
+ public:
+  void setTimeout(std::chrono::milliseconds timeout);
+};
+namespace transport {
+class Device;
+class UnboundBuffer;
+}  // namespace transport
+namespace rendezvous {
+class Store {
+ public:
+  virtual ~Store();
+  virtual void set(const std::string& key, const std::vector<char>& value) = 0;
+  virtual std::vector<char> get(const std::string& key) = 0;
+  virtual void wait(const std::vector<std::string>& keys) = 0;
+  virtual void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) = 0;
+};
+}  // namespace rendezvous
+}  // namespace gloo
+
+#define USE_C10D_GLOO
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <c10/util/Logging.h>
+#include <dlfcn.h>
+
+#include <cstdlib>
+
+#include "common.h"
+#include "groups.h"
+
+using namespace tch_ext;
+
+namespace {
+
+struct Group {
+  c10::intrusive_ptr<c10d::Store> store;
+  c10::intrusive_ptr<c10d::Backend> backend;
+};
+
+// A collective in progress.
+struct Pending {
+  c10::intrusive_ptr<c10d::Work> work;
+};
+
+std::chrono::milliseconds millis(int64_t count) { return std::chrono::milliseconds(count); }
+
+template <typename F>
+char* start(Pending** out, F&& collective) {
+  return guard([&] {
+    at::NoGradGuard no_grad;
+    *out = new Pending{collective()};
+  });
+}
+
+// libtorch logs a trace of twenty lines where a peer or the store goes away; the error itself is returned to the caller.
+void silence_traces() {
+  setenv("TORCH_CPP_LOG_LEVEL", "FATAL", 0);
+  c10::initLogging();
+}
+
+}  // namespace
+
+extern "C" {
+
+// Connects to the store, or serves it, and makes a Gloo group of all ranks.
+char* tch_ext_group_new(const GroupSettings* settings, Group** out) {
+  return guard([&] {
+    silence_traces();
+    c10d::TCPStoreOptions options;
+    options.port = settings->port;
+    options.isServer = settings->serves;
+    options.numWorkers = settings->size;
+    options.waitWorkers = false;
+    options.multiTenant = true;
+    options.timeout = millis(settings->rendezvous_ms);
+    auto tcp = c10::make_intrusive<c10d::TCPStore>(settings->host, options);
+    auto group = std::make_unique<Group>();
+    group->store = c10::make_intrusive<c10d::PrefixStore>(settings->prefix, tcp);
+    *out = group.release();
+  });
+}
+
+// Makes the Gloo backend of a group whose ranks have all reached the store.
+char* tch_ext_group_connect(Group* group, int rank, int size, int64_t timeout_ms) {
+  return guard([&] {
+    auto options = c10d::ProcessGroupGloo::Options::create_default(millis(timeout_ms));
+    auto store = c10::make_intrusive<c10d::PrefixStore>("gloo", group->store);
+    group->backend = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+  });
+}
+
+// Makes a second group of the same ranks for tensors on GPU `device`, by the NCCL library at `path`.
+char* tch_ext_group_nccl(Group* group, const char* path, int rank, int size, int device, int64_t timeout_ms, Group** out) {
+  return guard([&] {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) throw std::runtime_error(dlerror());
+    auto make = reinterpret_cast<NcclFactory>(dlsym(library, NCCL_FACTORY));
+    if (!make) throw std::runtime_error(dlerror());
+    auto store = c10::make_intrusive<c10d::PrefixStore>("nccl", group->store);
+    auto nccl = std::make_unique<Group>();
+    nccl->store = store;
+    nccl->backend = make(store, rank, size, device, timeout_ms);
+    *out = nccl.release();
+  });
+}
+
+void tch_ext_group_free(Group* group) { delete group; }
+
+char* tch_ext_group_all_reduce(Group* group, const at::Tensor* tensor, bool max, Pending** out) {
+  return start(out, [&] {
+    std::vector<at::Tensor> tensors{*tensor};
+    c10d::AllreduceOptions options;
+    options.reduceOp = max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+    return group->backend->allreduce(tensors, options);
+  });
+}
+
+char* tch_ext_group_broadcast(Group* group, const at::Tensor* tensor, int64_t root, Pending** out) {
+  return start(out, [&] {
+    std::vector<at::Tensor> tensors{*tensor};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    return group->backend->broadcast(tensors, options);
+  });
+}
+
+char* tch_ext_group_all_gather(Group* group, const at::Tensor* whole, const at::Tensor* part, Pending** out) {
+  return start(out, [&] {
+    at::Tensor to = *whole, from = *part;
+    return group->backend->_allgather_base(to, from);
+  });
+}
+
+char* tch_ext_group_reduce_scatter(Group* group, const at::Tensor* part, const at::Tensor* whole, Pending** out) {
+  return start(out, [&] {
+    at::Tensor to = *part, from = *whole;
+    return group->backend->_reduce_scatter_base(to, from);
+  });
+}
+
+char* tch_ext_group_barrier(Group* group, Pending** out) {
+  return start(out, [&] { return group->backend->barrier(); });
+}
+
+// Waits for a collective: Gloo's until its result is there, NCCL's until the current stream waits for it. Frees `pending`.
+char* tch_ext_pending_wait(Pending* pending) {
+  std::unique_ptr<Pending> owned(pending);
+  return guard([&] { owned->work->wait(); });
+}
+
+char* tch_ext_group_set(Group* group, const char* key, const uint8_t* value, size_t len) {
+  return guard([&] { group->store->set(key, std::vector<uint8_t>(value, value + len)); });
+}
+
+// Sets `key` unless it has a value; `out` is the value that it has now, to be freed with `tch_ext_free`.
+char* tch_ext_group_set_first(Group* group, const char* key, const char* value, char** out) {
+  return guard([&] {
+    std::string text = value;
+    auto now = group->store->compareSet(key, std::vector<uint8_t>(), std::vector<uint8_t>(text.begin(), text.end()));
+    *out = strndup(reinterpret_cast<const char*>(now.data()), now.size());
+  });
+}
+
+// Waits for the key; `out` is to be freed with `tch_ext_free`.
+char* tch_ext_group_get(Group* group, const char* key, int64_t timeout_ms, char** out) {
+  return guard([&] {
+    group->store->wait({key}, millis(timeout_ms));
+    auto value = group->store->get(key);
+    *out = strndup(reinterpret_cast<const char*>(value.data()), value.size());
+  });
+}
+
+// Whether the key has a value.
+char* tch_ext_group_has(Group* group, const char* key, bool* out) {
+  return guard([&] { *out = group->store->check({key}); });
+}
+
+}  // extern "C"
