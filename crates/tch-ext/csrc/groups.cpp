@@ -58,8 +58,9 @@ struct Pending {
 std::chrono::milliseconds millis(int64_t count) { return std::chrono::milliseconds(count); }
 
 template <typename F>
-char* start(Pending** out, F&& collective) {
+char* start(Group* group, Pending** out, F&& collective) {
   return guard([&] {
+    if (!group->backend) throw std::runtime_error("the group is disconnected");
     at::NoGradGuard no_grad;
     *out = new Pending{collective()};
   });
@@ -102,6 +103,9 @@ char* tch_ext_group_connect(Group* group, int rank, int size, int64_t timeout_ms
   });
 }
 
+// Closes the connections to the other ranks, whose collectives then fail; the store stays open.
+void tch_ext_group_disconnect(Group* group) { group->backend.reset(); }
+
 // Makes a second group of the same ranks for tensors on GPU `device`, by the NCCL library at `path`.
 char* tch_ext_group_nccl(Group* group, const char* path, int rank, int size, int device, int64_t timeout_ms, Group** out) {
   return guard([&] {
@@ -120,7 +124,7 @@ char* tch_ext_group_nccl(Group* group, const char* path, int rank, int size, int
 void tch_ext_group_free(Group* group) { delete group; }
 
 char* tch_ext_group_all_reduce(Group* group, const at::Tensor* tensor, bool max, Pending** out) {
-  return start(out, [&] {
+  return start(group, out, [&] {
     std::vector<at::Tensor> tensors{*tensor};
     c10d::AllreduceOptions options;
     options.reduceOp = max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
@@ -129,7 +133,7 @@ char* tch_ext_group_all_reduce(Group* group, const at::Tensor* tensor, bool max,
 }
 
 char* tch_ext_group_broadcast(Group* group, const at::Tensor* tensor, int64_t root, Pending** out) {
-  return start(out, [&] {
+  return start(group, out, [&] {
     std::vector<at::Tensor> tensors{*tensor};
     c10d::BroadcastOptions options;
     options.rootRank = root;
@@ -138,21 +142,21 @@ char* tch_ext_group_broadcast(Group* group, const at::Tensor* tensor, int64_t ro
 }
 
 char* tch_ext_group_all_gather(Group* group, const at::Tensor* whole, const at::Tensor* part, Pending** out) {
-  return start(out, [&] {
+  return start(group, out, [&] {
     at::Tensor to = *whole, from = *part;
     return group->backend->_allgather_base(to, from);
   });
 }
 
 char* tch_ext_group_reduce_scatter(Group* group, const at::Tensor* part, const at::Tensor* whole, Pending** out) {
-  return start(out, [&] {
+  return start(group, out, [&] {
     at::Tensor to = *part, from = *whole;
     return group->backend->_reduce_scatter_base(to, from);
   });
 }
 
 char* tch_ext_group_barrier(Group* group, Pending** out) {
-  return start(out, [&] { return group->backend->barrier(); });
+  return start(group, out, [&] { return group->backend->barrier(); });
 }
 
 // Waits for a collective: Gloo's until its result is there, NCCL's until the current stream waits for it. Frees `pending`.

@@ -31,6 +31,7 @@ type Error = *mut c_char;
 unsafe extern "C" {
     fn tch_ext_group_new(settings: *const Settings, out: *mut *mut RawGroup) -> Error;
     fn tch_ext_group_connect(group: *mut RawGroup, rank: c_int, size: c_int, timeout_ms: i64) -> Error;
+    fn tch_ext_group_disconnect(group: *mut RawGroup);
     fn tch_ext_group_nccl(
         group: *mut RawGroup,
         path: *const c_char,
@@ -261,6 +262,12 @@ impl Group {
         })?;
         let store = Store { raw: NonNull::new(raw).ok_or("c10d returned no group")? };
         Ok(Self { store, rank: self.rank, size: self.size })
+    }
+
+    /// Closes the connections to the other processes, whose collectives with this one then fail; the store stays open.
+    pub fn disconnect(&mut self) {
+        // SAFETY: the group is alive and borrowed mutably; a collective in progress keeps its own references.
+        unsafe { tch_ext_group_disconnect(self.store.raw.as_ptr()) }
     }
 
     /// The store of the group.
