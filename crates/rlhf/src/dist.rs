@@ -4,6 +4,8 @@
 //! decision that all ranks must take alike (skip a step, end an epoch early, stop the run). With one rank every operation
 //! returns its argument.
 
+pub mod launch;
+
 use tch::Tensor;
 
 /// The ranks that train together, and which of them this process is.
