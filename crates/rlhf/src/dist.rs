@@ -5,6 +5,9 @@
 //! returns its argument.
 
 pub mod launch;
+mod settings;
+
+pub use settings::{DistConfig, PpoDistConfig, ZeroStage, num_ranks};
 
 use tch::Tensor;
 

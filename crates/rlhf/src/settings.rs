@@ -35,6 +35,7 @@ pub(crate) use ppo::NUM_EVAL_PROMPTS;
 pub(crate) use resolve::TARGET_KL;
 
 pub use crate::data::settings::{DataConfig, DataSplit, LongPrompts, PromptLengthConfig, Stage};
+pub use crate::dist::{DistConfig, PpoDistConfig, ZeroStage};
 pub use crate::flag::ByteSize;
 pub use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 pub use crate::model::PeftConfig;
@@ -89,7 +90,7 @@ mod tests {
             "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
             "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "tensorboard_tags": "plain", "num_threads": null, "disable_tqdm": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
-            "use_rslora": false, "save_steps": null, "save_total_limit": null, "eval_steps": null,
+            "use_rslora": false, "zero_stage": 0, "offload_optimizer": false, "dist_timeout": 1800, "save_steps": null, "save_total_limit": null, "eval_steps": null,
             "metric_for_best_model": null, "greater_is_better": null,
         });
         joined([data, others, scale])
@@ -160,6 +161,7 @@ mod tests {
                     "enable_ema": false, "ema_beta": 0.992, "value_use_peft": null, "value_lora_r": null,
                     "value_lora_target_modules": [], "print_answers": false, "print_answers_interval": 1,
                     "enable_test_mode": false, "test_stop_step": 0,
+                    "actor_zero_stage": null, "critic_zero_stage": null, "ds3_gather_for_generation": true,
                 }),
                 rewards.clone(),
             ]),

@@ -166,7 +166,7 @@ mod tests {
         let run = "output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
                    hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to tensorboard_tags num_threads disable_tqdm save_steps save_total_limit \
-                   resume_from_checkpoint resume_with_changed_inputs config help";
+                   resume_from_checkpoint resume_with_changed_inputs zero_stage offload_optimizer dist_timeout config help";
         let data = "dataset_name dataset_weights dataset_config dataset_columns dataset_train_split dataset_test_split eval_split_size data_split \
                     data_split_seed";
         let rows = "dataset_name dataset_split dataset_columns output_file overwrite_output_file batch_size dtype device num_threads config help";
@@ -196,7 +196,8 @@ mod tests {
                  value_lora_target_modules {optimizer} value_warmup_updates value_learning_rate \
                  value_lr_scheduler_type value_lr_warmup_steps value_weight_decay value_max_grad_norm \
                  max_skipped_updates no_checks align_overflow compute_fp32_loss print_answers print_answers_interval \
-                 enable_test_mode test_stop_step num_eval_prompts {eval} {run}"
+                 enable_test_mode test_stop_step num_eval_prompts actor_zero_stage critic_zero_stage \
+                 ds3_gather_for_generation {eval} {run}"
             ))
         );
         assert_eq!(

@@ -35,7 +35,7 @@ const OFFLOAD: &str =
 const DROPOUT: &str = "a model's own dropout is not applied here, as ratios must start at 1";
 
 /// The flags, whether they may stand alone, and their treatment.
-const FLAGS: [(&str, bool, To); 44] = [
+const FLAGS: [(&str, bool, To); 42] = [
     ("data_path", false, Ours("dataset_name")),
     ("data_output_path", false, Passed),
     ("preprocessing_num_workers", false, Passed),
@@ -77,8 +77,6 @@ const FLAGS: [(&str, bool, To); 44] = [
     ("offload", true, Only(OFF, OFFLOAD)),
     ("offload_reference_model", true, Only(OFF, OFFLOAD)),
     ("offload_reward_model", true, Only(OFF, OFFLOAD)),
-    ("actor_zero_stage", false, Only(&["0"], ONE_PROCESS)),
-    ("critic_zero_stage", false, Only(&["0"], ONE_PROCESS)),
     ("actor_gradient_checkpointing", true, Ours("gradient_checkpointing")),
     ("critic_gradient_checkpointing", true, Ours("gradient_checkpointing")),
     ("local_rank", false, Only(&["-1", "0"], ONE_PROCESS)),
@@ -354,10 +352,6 @@ mod tests {
             (
                 "--enable_hybrid_engine",
                 "enable_hybrid_engine = true: generation here has a cache of its own and needs no",
-            ),
-            (
-                "--actor_zero_stage 2",
-                "actor_zero_stage = 2: it shards models over DeepSpeed's processes, and this is one",
             ),
             ("--offload", "offload = true: it moves weights between GPU and CPU"),
             ("--actor_dropout 0.1", "actor_dropout = 0.1: a model's own dropout is not applied here"),

@@ -10,7 +10,7 @@ use clap::{Arg, Command};
 const COMMON_HEADING: &str = "Common options";
 
 /// Headings of the other flags, in the order of `--help`; headings of other systems' flags, which are hidden, come last.
-const HEADINGS: [&str; 12] = [
+const HEADINGS: [&str; 13] = [
     "Models",
     "Data",
     "Rewards",
@@ -22,6 +22,7 @@ const HEADINGS: [&str; 12] = [
     "LoRA",
     "Evaluation",
     "Checkpoints",
+    "Several ranks",
     "Run",
 ];
 

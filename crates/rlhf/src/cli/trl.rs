@@ -104,7 +104,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             "ddp_broadcast_buffers",
             "ddp_static_graph",
             "ddp_backend",
-            "ddp_timeout",
             "ignore_bias_buffers",
             "save_on_each_node",
             "eval_use_gather_object",
@@ -116,7 +115,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             "ray_scope",
         ],
     ),
-    (Noted(ONE_PROCESS), PPO, &["ds3_gather_for_generation"]),
     (
         Noted(SPEED),
         TRAIN,

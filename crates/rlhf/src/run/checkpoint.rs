@@ -36,7 +36,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 4] = [STATE, UNFINISHED, OPTIMIZER, BEST_FILE];
 
 /// Settings that change no result: a resumed run may change them.
-const FREE: [&str; 21] = [
+const FREE: [&str; 27] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -58,6 +58,12 @@ const FREE: [&str; 21] = [
     "reward_retries",
     "no_checks",
     "max_skipped_updates",
+    "zero_stage",
+    "actor_zero_stage",
+    "critic_zero_stage",
+    "ds3_gather_for_generation",
+    "offload_optimizer",
+    "dist_timeout",
 ];
 
 /// Settings of the length of a run: they may extend a finished run.

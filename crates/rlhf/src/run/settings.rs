@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::Result;
 use crate::device::{Device, check_threads};
+use crate::dist::{DistConfig, ZeroStage};
 use crate::flag::{
     ByteSize, CHECKPOINTS, EVALUATION, NONE, OPTIMIZER, RUN, Setting, all, at_least_one, expect, no_effect, optional,
     required, usage,
@@ -70,6 +71,10 @@ pub struct RunConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub checkpoints: CheckpointConfig,
+    /// Sharding over several ranks.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub dist: DistConfig,
 }
 
 impl RunConfig {
@@ -78,7 +83,8 @@ impl RunConfig {
         self.bf16 || self.fp16
     }
 
-    pub(crate) fn check(&self) -> Result<()> {
+    /// Checks every setting of a run whose trained models are sharded by `stages`.
+    pub(crate) fn check(&self, stages: &[ZeroStage]) -> Result<()> {
         all([
             check_threads(self.num_threads),
             if self.bf16 && self.fp16 {
@@ -94,6 +100,7 @@ impl RunConfig {
                 _ => Ok(()),
             },
             self.checkpoints.check(),
+            self.dist.check(stages),
             self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most)),
         ])
     }

@@ -107,7 +107,7 @@ impl PpoConfig {
             check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
             self.watch.check(),
             self.half.check(self.run.fp16),
-            self.run.check(),
+            self.run.check(&[self.policy_stage(), self.value_stage()]),
             at_least_one("num_eval_prompts", self.num_eval_prompts),
             self.eval.check(
                 self.run.checkpoints.save_steps,
@@ -302,7 +302,8 @@ impl LegacyConfig {
             ))?;
         }
         let path = config.value_model_path.iter().map(|path| ("value_model_path", path.display().to_string()));
-        for (name, found) in path.chain(config.value.given()) {
+        let stage = config.dist.critic_zero_stage.map(|stage| ("critic_zero_stage", stage.to_string()));
+        for (name, found) in path.chain(stage).chain(config.value.given()) {
             refusals.add(usage(format!(
                 "{name} = {found} with value_head = true: the head shares the policy's trunk and is trained with it; there is no \
                  value model"

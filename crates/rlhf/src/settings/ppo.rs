@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::presets::Preset;
 use crate::Result;
 use crate::data::settings::{DataConfig, PromptLengthConfig};
+use crate::dist::PpoDistConfig;
 use crate::flag::{
     BATCHES, DATA, EVALUATION, LORA, MODELS, NONE, OPTIMIZER, PPO, SAMPLING, Setting, defaults, defaults_with, optional,
 };
@@ -243,6 +244,10 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub eval: EvalConfig,
+    /// Sharding of each model over several ranks.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub dist: PpoDistConfig,
     /// Output folder, seed, precision, reports.
     #[command(flatten)]
     #[serde(flatten)]

@@ -2,6 +2,7 @@
 
 use super::ppo::PpoConfig;
 use crate::Result;
+use crate::dist::ZeroStage;
 use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 use crate::generate::{GenerationConfig, Sampling, StopStrings};
 use crate::model::{CausalLm, LoraConfig};
@@ -175,6 +176,22 @@ impl PpoConfig {
             optimizer.max_grad_norm = (norm != 0.0).then_some(norm);
         }
         (own.value_learning_rate.unwrap_or(self.learning_rate), optimizer)
+    }
+
+    /// Returns the sharding of the policy; the reference model is sharded where the policy's parameters are.
+    pub fn policy_stage(&self) -> ZeroStage {
+        self.dist.actor_zero_stage.unwrap_or(self.run.dist.zero_stage)
+    }
+
+    /// Returns the sharding of the value model: that of the policy for a head on the policy.
+    pub fn value_stage(&self) -> ZeroStage {
+        let own = if self.legacy.value_head { self.dist.actor_zero_stage } else { self.dist.critic_zero_stage };
+        own.unwrap_or(self.run.dist.zero_stage)
+    }
+
+    /// Returns the sharding of frozen models other than the reference model, which have parameters only: stage 3 shards them.
+    pub fn frozen_stage(&self) -> ZeroStage {
+        self.run.dist.zero_stage
     }
 
     /// Returns the bounds of the policy's probability ratio.
