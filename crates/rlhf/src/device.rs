@@ -1,5 +1,6 @@
 //! Devices: the CPU, or a GPU, whose libraries are loaded only if it is requested.
 
+use crate::dist::launch::Launch;
 use crate::flag::{Setting, expect};
 use crate::{Error, Result};
 use std::fmt;
@@ -8,13 +9,13 @@ use std::io::Write;
 /// The setting `device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Device {
-    /// The first GPU if there is one that libtorch can use, else the CPU.
+    /// As `cuda` if there is a GPU that libtorch can use, else the CPU.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// The GPU of this number.
-    Cuda(usize),
+    /// The GPU of this number; without a number the first one, or, among the ranks of a machine, that of the local rank.
+    Cuda(Option<usize>),
 }
 
 impl Device {
@@ -23,33 +24,98 @@ impl Device {
         match text {
             "auto" => Some(Self::Auto),
             "cpu" => Some(Self::Cpu),
-            "cuda" => Some(Self::Cuda(0)),
-            _ => text.strip_prefix("cuda:")?.parse().ok().map(Self::Cuda),
+            "cuda" => Some(Self::Cuda(None)),
+            _ => text.strip_prefix("cuda:")?.parse().ok().map(|number| Self::Cuda(Some(number))),
         }
     }
 
     /// Returns libtorch's device; loads the CUDA libraries of libtorch unless `self` is the CPU.
     ///
     /// # Errors
-    /// If a GPU is requested and a library, the driver or the GPU is missing; the message names which.
+    /// If a GPU is requested and a library, the driver or the GPU is missing; the message names which. If a machine has more
+    /// ranks than GPUs.
     pub fn resolve(self) -> Result<tch::Device> {
         match self {
             Self::Cpu => Ok(tch::Device::Cpu),
             // Without a driver, the libraries (a gigabyte) are not loaded.
             Self::Auto if !has_driver() => Ok(tch::Device::Cpu),
-            Self::Auto => match gpus() {
-                Ok(_) => Ok(tch::Device::Cuda(0)),
-                Err(reason) => {
+            Self::Auto | Self::Cuda(None) => match gpus() {
+                Ok(count) => match Place::of_process().gpu(count, has_own_gpu()) {
+                    Ok(number) => Ok(tch::Device::Cuda(number)),
+                    Err(reason) => usage(self, &reason),
+                },
+                Err(reason) if self == Self::Auto => {
                     warn(&reason);
                     Ok(tch::Device::Cpu)
                 }
+                Err(reason) => usage(self, &reason),
             },
-            Self::Cuda(number) => match gpus() {
+            Self::Cuda(Some(number)) => match gpus() {
                 Ok(count) if number < count => Ok(tch::Device::Cuda(number)),
                 Ok(count) => usage(self, &format!("expected a number below {count}, the number of GPUs")),
                 Err(reason) => usage(self, &reason),
             },
         }
+    }
+}
+
+/// The place of this process among the ranks of its machine, which share its GPUs, processors and memory.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    rank: usize,
+    ranks: usize,
+}
+
+impl Place {
+    /// Reads the place from the environment of a launcher. A process that was started alone is the only rank.
+    fn of_process() -> Self {
+        let alone = Self { rank: 0, ranks: 1 };
+        // An environment that contradicts itself is refused at the start of the program.
+        Launch::from_env().ok().flatten().map_or(alone, |own| Self { rank: own.local_rank, ranks: own.local_size })
+    }
+
+    /// Returns the number of this rank's GPU among `count`; `own`: the launcher shows each rank one GPU.
+    fn gpu(self, count: usize, own: bool) -> Result<usize, String> {
+        match self.rank {
+            rank if rank < count => Ok(rank),
+            _ if own && count == 1 => Ok(0),
+            _ => Err(format!(
+                "{} ranks on this machine, but libtorch can use {count} of its GPUs: start at most {count} ranks, or set \
+                 --device cpu",
+                self.ranks
+            )),
+        }
+    }
+
+    /// Returns this rank's share of the processors: at least one. `there` are those that this process may use, and
+    /// `allocated` those of all tasks that SLURM started on this machine.
+    fn processors(self, there: usize, allocated: Option<usize>) -> usize {
+        match allocated {
+            // SLURM may have bound each task to its own processors; then `there` are this rank's alone.
+            Some(allocated) => there.min(allocated / self.ranks).max(1),
+            None => (there / self.ranks).max(1),
+        }
+    }
+}
+
+/// Returns true if only one GPU is visible to this process, as where SLURM gives each task its own.
+fn has_own_gpu() -> bool {
+    std::env::var("CUDA_VISIBLE_DEVICES").is_ok_and(|devices| !devices.is_empty() && !devices.contains(','))
+}
+
+/// Returns the number of GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not hide, without loading the CUDA libraries.
+pub fn count_gpus() -> usize {
+    let names = std::fs::read_dir("/dev").into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let is_gpu = |name: &str| name.strip_prefix("nvidia").is_some_and(|number| number.parse::<u32>().is_ok());
+    let files = names.filter(|name| name.to_str().is_some_and(is_gpu)).count();
+    // Under WSL one file stands for all GPUs.
+    let there = files.max(usize::from(std::path::Path::new("/dev/dxg").exists()));
+    match std::env::var("CUDA_VISIBLE_DEVICES") {
+        // A number below 0 hides the GPUs after it.
+        Ok(shown) => {
+            shown.split(',').take_while(|id| !id.trim().is_empty() && !id.trim().starts_with('-')).count().min(there)
+        }
+        Err(_) => there,
     }
 }
 
@@ -71,8 +137,8 @@ pub(crate) fn check_threads(threads: Option<usize>) -> Result<()> {
     expect((1..=most).contains(&threads), "num_threads", threads, &expected)
 }
 
-/// The memory available on `device` in bytes: the machine's, or the container's limit if that is less; unknown
-/// for a GPU.
+/// The memory available on `device` in bytes: the machine's, or the container's limit if that is less, divided by the number
+/// of ranks on this machine; unknown for a GPU.
 pub(crate) fn memory(device: tch::Device) -> Option<usize> {
     if device != tch::Device::Cpu {
         return None;
@@ -82,7 +148,7 @@ pub(crate) fn memory(device: tch::Device) -> Option<usize> {
     let total = machine.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
     let total = total?.parse::<usize>().ok()? << 10;
     let groups = read("/proc/self/cgroup").unwrap_or_default();
-    Some(memory_limit(&groups, read).map_or(total, |limit| limit.min(total)))
+    Some(memory_limit(&groups, read).map_or(total, |limit| limit.min(total)) / Place::of_process().ranks)
 }
 
 /// The smallest memory limit of the control groups in `/proc/self/cgroup`, of version 1 or 2, and of their parents; a container
@@ -110,13 +176,42 @@ fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<u
 }
 
 /// Sets libtorch's number of threads. Without a setting, here or in `OMP_NUM_THREADS`, limits it to the CPUs available to the
-/// container, which libtorch does not check.
+/// container, which libtorch does not check, divided by the number of ranks on this machine.
 pub fn use_threads(asked: Option<usize>) {
+    let place = Place::of_process();
     let there = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
-    let too_many = std::env::var_os("OMP_NUM_THREADS").is_none() && tch::get_num_threads() as usize > there;
-    if let Some(threads) = asked.or(too_many.then_some(there)) {
+    let var = std::env::var_os;
+    // torchrun's ranks in a step of SLURM are not its tasks.
+    let allocated = var("SLURM_CPUS_ON_NODE").filter(|_| place.ranks > 1 && var("RANK").is_none());
+    let share = place.processors(there, allocated.and_then(|text| text.to_str()?.parse().ok()));
+    let too_many = var("OMP_NUM_THREADS").is_none() && tch::get_num_threads() as usize > share;
+    if let Some(threads) = asked.or(too_many.then_some(share)) {
         tch::set_num_threads(threads as i32);
     }
+    // torchrun sets OMP_NUM_THREADS=1 where it is unset. On a GPU that is enough.
+    let by_torchrun = asked.is_none() && var("TORCHELASTIC_RUN_ID").is_some() && !has_driver();
+    if place.ranks > 1
+        && place.rank == 0
+        && let Some(line) = threads_note(tch::get_num_threads() as usize, share, place.ranks, by_torchrun)
+    {
+        let _ = writeln!(std::io::stderr(), "{line}");
+    }
+}
+
+/// Returns a line if each rank has more `threads` than its `share` of the processors, or one by torchrun's default.
+fn threads_note(threads: usize, share: usize, ranks: usize, by_torchrun: bool) -> Option<String> {
+    if threads > share {
+        return Some(format!(
+            "warning: {threads} threads in each of {ranks} ranks, but {share} processors for each: every rank is slower; \
+             unset num_threads and OMP_NUM_THREADS"
+        ));
+    }
+    (by_torchrun && threads == 1 && share > 1).then(|| {
+        format!(
+            "note: OMP_NUM_THREADS = 1, torchrun's default: each of {ranks} ranks uses 1 of its {share} processors; \
+             --num_threads {share} uses all"
+        )
+    })
 }
 
 impl fmt::Display for Device {
@@ -124,8 +219,8 @@ impl fmt::Display for Device {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(0) => f.write_str("cuda"),
-            Self::Cuda(number) => write!(f, "cuda:{number}"),
+            Self::Cuda(None) => f.write_str("cuda"),
+            Self::Cuda(Some(number)) => write!(f, "cuda:{number}"),
         }
     }
 }
@@ -183,15 +278,38 @@ mod tests {
 
     #[test]
     fn a_device_is_read_and_written_in_the_same_words() {
-        for (text, device) in
-            [("auto", Device::Auto), ("cpu", Device::Cpu), ("cuda", Device::Cuda(0)), ("cuda:3", Device::Cuda(3))]
-        {
+        for (text, device) in [
+            ("auto", Device::Auto),
+            ("cpu", Device::Cpu),
+            ("cuda", Device::Cuda(None)),
+            ("cuda:0", Device::Cuda(Some(0))),
+        ] {
             assert_eq!((Device::parse(text), device.to_string().as_str()), (Some(device), text));
         }
         for text in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "mps"] {
             assert_eq!(Device::parse(text), None, "{text}");
         }
         assert_eq!(Device::Cpu.resolve().unwrap(), tch::Device::Cpu);
+    }
+
+    #[test]
+    fn the_ranks_of_a_machine_share_its_gpus_and_processors() {
+        let at = |rank, ranks| Place { rank, ranks };
+        assert_eq!([0, 3].map(|rank| at(rank, 4).gpu(4, false)), [Ok(0), Ok(3)]);
+        // SLURM shows each task one GPU.
+        assert_eq!(at(3, 4).gpu(1, true), Ok(0));
+        let error = at(3, 4).gpu(2, false).unwrap_err();
+        assert!(error.contains("4 ranks on this machine, but libtorch can use 2 of its GPUs"), "{error}");
+        assert_eq!(
+            [(16, 1), (16, 4), (3, 2), (2, 4)].map(|(there, ranks)| at(0, ranks).processors(there, None)),
+            [16, 4, 1, 1]
+        );
+        // Tasks of SLURM on 16 processors: each bound to its own 4, or all free to use any.
+        assert_eq!([4, 16, 64].map(|there| at(0, 4).processors(there, Some(16))), [4, 4, 4]);
+        assert_eq!(threads_note(4, 4, 2, true), None);
+        assert_eq!(threads_note(1, 4, 2, false), None);
+        assert!(threads_note(1, 4, 2, true).unwrap().ends_with("--num_threads 4 uses all"));
+        assert!(threads_note(4, 2, 2, false).unwrap().starts_with("warning: 4 threads in each of 2 ranks, but 2"));
     }
 
     #[test]
