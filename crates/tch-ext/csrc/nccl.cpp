@@ -1,8 +1,15 @@
-// The part of the process groups that needs CUDA's and NCCL's headers: a library of its own, loaded after libtorch_cuda.
+// The part of the process groups that needs CUDA's and NCCL's headers: a library of its own, which
+// scripts/cuda.sh compiles and which is loaded after libtorch_cuda.
 #define USE_C10D_NCCL
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "groups.h"
+
+// Identifies this source and the libtorch that it was compiled for: scripts/cuda.sh looks for it in the library.
+extern "C" {
+extern const char tch_ext_nccl_key[];
+const char tch_ext_nccl_key[] = TCH_EXT_NCCL_KEY;
+}
 
 extern "C" c10::intrusive_ptr<c10d::Backend> tch_ext_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                                    int size, int device, int64_t timeout_ms) {

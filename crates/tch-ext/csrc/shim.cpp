@@ -10,6 +10,7 @@
 #include <malloc.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -17,6 +18,26 @@
 #include "common.h"
 
 using namespace tch_ext;
+
+namespace {
+
+// Returns the folder of the libtorch_cpu.so in use.
+std::string libtorch_folder() {
+  std::string folder;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* found) {
+        std::string path = info->dlpi_name;
+        auto slash = path.rfind("/libtorch_cpu.so");
+        if (slash == std::string::npos) return 0;
+        *static_cast<std::string*>(found) = path.substr(0, slash);
+        return 1;
+      },
+      &folder);
+  if (folder.empty()) throw std::runtime_error("libtorch_cpu.so is not among the loaded libraries");
+  return folder;
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -75,25 +96,19 @@ void tch_ext_release_memory() {
 #endif
 }
 
+// Returns in `out` the folder of the libtorch_cpu.so in use, to be freed with `tch_ext_free`.
+char* tch_ext_libtorch_folder(char** out) {
+  return guard([&] { *out = strdup(libtorch_folder().c_str()); });
+}
+
 // Loads libtorch_cuda.so from the folder of the libtorch_cpu.so in use, and checks that there is a driver. Symbols are
 // loaded globally, as if the program had been linked with them.
 char* tch_ext_load_cuda() {
   return guard([] {
-    std::string folder;
-    dl_iterate_phdr(
-        [](dl_phdr_info* info, size_t, void* found) {
-          std::string path = info->dlpi_name;
-          auto slash = path.rfind("/libtorch_cpu.so");
-          if (slash == std::string::npos) return 0;
-          *static_cast<std::string*>(found) = path.substr(0, slash);
-          return 1;
-        },
-        &folder);
-    if (folder.empty()) throw std::runtime_error("libtorch_cpu.so is not among the loaded libraries");
     auto load = [](const std::string& library) {
       if (!dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL)) throw std::runtime_error(dlerror());
     };
-    load(folder + "/libtorch_cuda.so");
+    load(libtorch_folder() + "/libtorch_cuda.so");
     load("libcuda.so.1");
   });
 }

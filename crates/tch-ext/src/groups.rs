@@ -1,7 +1,7 @@
 //! Process groups: torch's c10d, with Gloo on the CPU and NCCL on GPUs.
 
-use crate::{into_result, tch_ext_free};
-use std::ffi::{CStr, CString, c_char, c_int};
+use crate::{into_result, take_text};
+use std::ffi::{CString, c_char, c_int};
 use std::marker::PhantomData;
 use std::ptr::{NonNull, null_mut};
 use std::time::Duration;
@@ -181,16 +181,6 @@ impl Store {
     }
 }
 
-/// Copies and frees a string of the shim.
-fn take_text(text: *mut c_char) -> String {
-    // SAFETY: the shim returned a NUL-terminated string without an error, which is freed once.
-    unsafe {
-        let copy = CStr::from_ptr(text).to_string_lossy().into_owned();
-        tch_ext_free(text);
-        copy
-    }
-}
-
 /// Processes that compute together. All call the same collectives in the same order, with tensors of the same shapes and dtypes.
 ///
 /// Sizes are checked before a collective starts. An error is c10d's message: another process is gone, or one did not call the
@@ -223,8 +213,11 @@ impl Pending<'_> {
 
     fn finish(&mut self) -> Result<(), String> {
         let raw = std::mem::replace(&mut self.raw, null_mut());
+        if raw.is_null() {
+            return Ok(());
+        }
         // SAFETY: `raw` came from the shim, which frees it; it is passed once.
-        if raw.is_null() { Ok(()) } else { into_result(unsafe { tch_ext_pending_wait(raw) }) }
+        into_result(unsafe { tch_ext_pending_wait(raw) })
     }
 }
 
@@ -348,10 +341,10 @@ impl Group {
         tensors: &[&Tensor],
         f: impl FnOnce(*mut *mut RawPending) -> Error,
     ) -> Result<Pending<'t>, String> {
-        let _tensors = tensors.iter().map(|tensor| tensor.shallow_clone()).collect();
         let mut raw = null_mut();
         into_result(f(&raw mut raw))?;
-        Ok(Pending { raw, _tensors, borrowed: PhantomData })
+        let clones = tensors.iter().map(|tensor| tensor.shallow_clone()).collect();
+        Ok(Pending { raw, _tensors: clones, borrowed: PhantomData })
     }
 
     fn check_parts(&self, name: &str, whole: &Tensor, part: &Tensor) -> Result<(), String> {

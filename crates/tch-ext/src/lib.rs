@@ -13,6 +13,7 @@ pub use ops::{
 };
 
 use std::ffi::{CStr, c_char};
+use std::path::PathBuf;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -31,6 +32,7 @@ unsafe extern "C" {
         weight_decay: f64,
         eps: f64,
     ) -> *mut c_char;
+    fn tch_ext_libtorch_folder(out: *mut *mut c_char) -> *mut c_char;
     fn tch_ext_load_cuda() -> *mut c_char;
     fn tch_ext_release_memory();
     fn tch_ext_exit_at_once(code: std::ffi::c_int) -> !;
@@ -131,6 +133,17 @@ pub fn fused_adamw(
     into_result(message)
 }
 
+/// Returns the folder of the libtorch in use, that of `libtorch_cpu.so`.
+///
+/// # Errors
+/// If libtorch is not a library of its own in this process.
+pub fn libtorch_folder() -> Result<PathBuf, String> {
+    let mut out = std::ptr::null_mut();
+    // SAFETY: the pointer lives until the call returns.
+    into_result(unsafe { tch_ext_libtorch_folder(&raw mut out) })?;
+    Ok(take_text(out).into())
+}
+
 /// Loads `libtorch_cuda.so` from the folder of the libtorch in use, once per process.
 ///
 /// Must be called before any other query of CUDA, as libtorch caches its availability.
@@ -153,13 +166,17 @@ fn into_result(message: *mut c_char) -> Result<(), String> {
     if message.is_null() {
         return Ok(());
     }
-    // SAFETY: a non-null message is a NUL-terminated string from `strdup`, owned by the caller, and is freed once.
-    let text = unsafe {
-        let text = CStr::from_ptr(message).to_string_lossy().into_owned();
-        tch_ext_free(message);
-        text
-    };
-    Err(text)
+    Err(take_text(message))
+}
+
+/// Copies and frees a string that the shim returned without an error.
+fn take_text(text: *mut c_char) -> String {
+    // SAFETY: it is a NUL-terminated string from `strdup` or `strndup`, owned by the caller, and is freed once.
+    unsafe {
+        let copy = CStr::from_ptr(text).to_string_lossy().into_owned();
+        tch_ext_free(text);
+        copy
+    }
 }
 
 #[cfg(test)]
