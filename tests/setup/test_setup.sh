@@ -17,14 +17,15 @@ trap 'rm -rf "$work"' EXIT
 repo=$work/repo
 bin=$work/bin
 python=$(python3 -c 'import sys; print(sys.executable)')
-tools="bash env awk cat readlink flock grep ln mkdir mv rm sleep tail uname"
+tools="bash env awk cat cp cut head readlink realpath flock grep ln mkdir mv rm sha256sum sleep tail uname"
 . tests/setup/check.sh
 
 # A new checkout and a PATH with what set-up needs. The fake python3 sees no site-packages; its pip is the file pip.
 fresh() {
     rm -rf "$repo" "$bin"
-    mkdir -p "$repo/scripts" "$bin"
+    mkdir -p "$repo/scripts" "$repo/crates/tch-ext/csrc" "$bin"
     cp scripts/setup.sh scripts/cuda.sh "$repo/scripts/"
+    echo 'source' | tee "$repo/crates/tch-ext/csrc/"{nccl.cpp,groups.h} >/dev/null
     local tool
     for tool in $tools; do ln -s "$(command -v "$tool")" "$bin/$tool"; done
     fake cargo 'exit 0'
@@ -74,6 +75,26 @@ libtorch() {
     : >"$1/lib/libtorch_cpu.so"
 }
 
+# A fake compiler that writes its arguments into the library.
+fake_compiler() {
+    fake c++ 'echo compiled >>'"$work"'/compiled
+    arguments="$*"
+    while [ "$1" != -o ]; do shift; done
+    echo "$arguments" >"$2"'
+}
+
+# The folder $1 holds the libraries of a libtorch built for CUDA, and beside it NVIDIA's headers, those of NCCL of version $2.
+cuda_libtorch() {
+    libtorch "$1" 2.11.0
+    : >"$1/lib/libtorch_cuda.so"
+    local beside=$1/../nvidia header
+    mkdir -p "$beside/nccl/include" "$beside/cu13/include/crt" "$beside/cu13/include/nv"
+    echo "#define NCCL_VERSION_CODE $2" >"$beside/nccl/include/nccl.h"
+    for header in cuda_runtime_api.h cublas_v2.h cusparse.h cusolverDn.h crt/host_defines.h nv/target; do
+        : >"$beside/cu13/include/$header"
+    done
+}
+
 # A fake pip that delivers the torch wheel with its metadata, or, asked for what that names, wheels of NVIDIA's.
 fake_cuda_wheels() {
     fake pip "[ \"\$1\" = --version ] && exit
@@ -93,9 +114,11 @@ if 'torch==' in asked:
     files = {'torch/lib/' + name + '.so': name for name in libraries}
     wheel('torch-2.11.0-any', {**files, 'torch-2.11.0.dist-info/METADATA': metadata})
 else:
-    wheel('nvidia_cublas-any', {'nvidia/cu13/lib/libcublas.so.13': '', 'nvidia/cu13/include/cublas.h': ''})
-    wheel('nvidia_nccl_cu13-any', {'nvidia/nccl/lib/libnccl.so.2': '', 'nvidia/__init__.py': ''})
-    wheel('nvidia_cuda_runtime-any', {'nvidia/cu13/lib/libcudart.so.13': ''})
+    headers = {'nvidia/cu13/include/' + name + '.h': '' for name in ('cublas_v2', 'cusparse', 'cusolverDn', 'crt/host_defines')}
+    wheel('nvidia_cublas-any', {'nvidia/cu13/lib/libcublas.so.13': '', 'nvidia/cu13/include/nv/target': '', **headers})
+    nccl = {'nvidia/nccl/include/nccl.h': '#define NCCL_VERSION_CODE 22809\n'}
+    wheel('nvidia_nccl_cu13-any', {'nvidia/nccl/lib/libnccl.so.2': '', 'nvidia/__init__.py': '', **nccl})
+    wheel('nvidia_cuda_runtime-any', {'nvidia/cu13/lib/libcudart.so.13': '', 'nvidia/cu13/include/cuda_runtime_api.h': ''})
     wheel('cuda_toolkit-any', {'cuda_toolkit-13.0.2.dist-info/METADATA': ''})
 PY"
 }
@@ -221,24 +244,46 @@ fresh; cuda
 check "CUDA without libtorch" one_error "expected libtorch 2.11.0, found none" "make setup"
 
 fresh; libtorch "$work/mine" 2.11.0; LIBTORCH=$work/mine cuda
-check "the user's LIBTORCH is not written to" one_error "LIBTORCH=$work/mine" "unset it"
+check "no CUDA is written into the user's LIBTORCH" one_error "LIBTORCH=$work/mine" "unset it"
 
 fresh; mkdir -p "$repo/.libtorch"; libtorch "$work/site/torch" 2.11.0; ln -s "$work/site/torch" "$repo/.libtorch/torch"; cuda
-check "Python's torch is not written to" one_error "$work/site/torch" "built for CUDA"
-: >"$work/site/torch/lib/libtorch_cuda.so"; cuda
-check "a libtorch that has CUDA needs nothing" contains "$rc: $out" "0: cuda: libtorch's CUDA half is there"
+check "no CUDA is written into Python's torch" one_error "$work/site/torch" "built for CUDA"
 
-fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake_cuda_wheels; cuda
-files=$(cd "$repo/.libtorch" && find . -name '*.so*' -o -name '*.h' -path '*nvidia*' | LC_ALL=C sort | tr '\n' ' ')
+fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake_cuda_wheels; fake_compiler; cuda
+files=$(cd "$repo/.libtorch" && find . -name '*.so*' | LC_ALL=C sort | tr '\n' ' ')
 check "CUDA is unpacked where libtorch looks for it" [ "$rc:$files" = "0:./nvidia/cu13/lib/libcublas.so.13 \
-./nvidia/cu13/lib/libcudart.so.13 ./nvidia/nccl/lib/libnccl.so.2 ./torch/lib/libtorch_cpu.so ./torch/lib/libtorch_cuda.so \
-./torch/lib/libtorch_cuda_linalg.so ./torch/lib/libtorch_nvshmem.so " ]
+./nvidia/cu13/lib/libcudart.so.13 ./nvidia/nccl/lib/libnccl.so.2 ./torch/lib/libtch_ext_nccl.so ./torch/lib/libtorch_cpu.so \
+./torch/lib/libtorch_cuda.so ./torch/lib/libtorch_cuda_linalg.so ./torch/lib/libtorch_nvshmem.so " ]
 check "libtorch stays as it is" [ ! -s "$repo/.libtorch/torch/lib/libtorch_cpu.so" ]
-check "the wheels are those that torch's metadata pins" [ "$(<"$work/asked")" = "--no-deps torch==2.11.0
-cuda-toolkit[cublas,cudart]==13.0.2 nvidia-nccl-cu13==2.28.9" ]
-check "no partial folder is left" [ ! -e "$repo/.libtorch/partial" ]
-rm "$work/asked"; cuda
-check "a second run fetches nothing" [ "$rc" = 0 -a ! -e "$work/asked" ]
+check "the wheels are those that torch's metadata pins, and the compiler's headers" [ "$(<"$work/asked")" = \
+"--no-deps torch==2.11.0
+cuda-toolkit[cublas,cudart]==13.0.2 nvidia-nccl-cu13==2.28.9 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85" ]
+library=$repo/.libtorch/torch/lib/libtch_ext_nccl.so
+for part in "-shared -fPIC" "-D_GLIBCXX_USE_CXX11_ABI=1" "-isystem $repo/.libtorch/torch/include " \
+    "-isystem $repo/.libtorch/nvidia/nccl/include " "-isystem $repo/.libtorch/nvidia/cu13/include " " crates/tch-ext/csrc/nccl.cpp"; do
+    check "the NCCL library is compiled with $part" contains "$(<"$library")" "$part"
+done
+check "no partial folder is left" [ ! -e "$repo/.libtorch/partial" -a ! -e "$library.partial" ]
+rm "$work/asked" "$work/compiled"; cuda
+check "a second run fetches and compiles nothing" [ "$rc" = 0 -a ! -e "$work/asked" -a ! -e "$work/compiled" ]
+for source in nccl.cpp groups.h; do
+    rm -f "$work/compiled"; echo changed >>"$repo/crates/tch-ext/csrc/$source"; cuda
+    check "a change of $source compiles the library again, and fetches nothing" \
+        [ "$rc" = 0 -a -e "$work/compiled" -a ! -e "$work/asked" ]
+done
+
+# The library of before is in use: a failure leaves it as it is.
+echo changed >>"$repo/crates/tch-ext/csrc/nccl.cpp"; before=$(<"$library")
+fake c++ 'echo "In file included from x:" >&2; echo "nccl.cpp:3:10: fatal error: nccl.h: No such file" >&2; exit 1'; cuda
+check "an error of the compiler" one_error "'c++' could not compile crates/tch-ext/csrc/nccl.cpp: nccl.cpp:3:10: fatal error: nccl.h"
+check "an error of the compiler leaves the library of before" [ "$(<"$library")" = "$before" -a ! -e "$repo/.libtorch/partial" ]
+fake c++ 'exit 1'; cuda
+check "a compiler that fails without a reason" one_error "it printed no reason"
+rm "$bin/c++"; cuda
+check "no compiler for the NCCL library" one_error "no C++ compiler for the NCCL library: 'c++' is not on PATH; install g++"
+
+fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake_cuda_wheels; rm "$bin/c++"; rm -f "$work/asked"; cuda
+check "no compiler is noticed before a download" [ "$rc" = 1 -a ! -e "$work/asked" ]
 
 fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake pip '[ "$1" = --version ] || { echo "ERROR: No matching distribution" >&2; exit 1; }'; cuda
 check "CUDA without a network" one_error "is there a network? pip said: ERROR: No matching distribution"
@@ -246,5 +291,41 @@ check "a failed fetch of CUDA leaves nothing" [ "$(ls "$repo/.libtorch" | tr '\n
 
 fresh; libtorch "$repo/.libtorch/torch" 2.11.0; fake pip 'exit 0'; disk 999; cuda
 check "too little disk for CUDA" one_error "expected 12000 MB free" "found 999 MB"
+
+# The user's own torch: only the NCCL library is added to it.
+mine=$work/gpu/torch
+cuda_libtorch "$mine" 22809
+fresh; fake_compiler; rm "$bin/python3"; LIBTORCH=$mine cuda
+check "the NCCL library is built for the user's LIBTORCH, with the headers beside it" \
+    [ "$rc:$(ls "$mine/lib" | tr '\n' ' ')" = "0:libtch_ext_nccl.so libtorch_cpu.so libtorch_cuda.so " ]
+check "its headers are used" contains "$(<"$mine/lib/libtch_ext_nccl.so")" "-isystem $work/gpu/nvidia/nccl/include "
+LIBTORCH=$mine cuda
+check "a libtorch that has all needs nothing" contains "$rc: $out" "0: cuda: libtorch's CUDA half and the NCCL library are there"
+
+fresh; fake_compiler; mkdir -p "$repo/.libtorch"; ln -s "$mine" "$repo/.libtorch/torch"; rm "$mine/lib/libtch_ext_nccl.so"; cuda
+check "the NCCL library is built for Python's torch" [ "$rc" = 0 -a -s "$mine/lib/libtch_ext_nccl.so" ]
+
+# Another version of NCCL beside it, and no crt: these are fetched, and nothing else.
+cuda_libtorch "$mine" 23007; rm "$mine/../nvidia/cu13/include/crt/host_defines.h" "$mine/lib/libtch_ext_nccl.so"
+fresh; fake_compiler; fake_cuda_wheels; rm -f "$work/asked"; LIBTORCH=$mine cuda
+check "missing headers are fetched" [ "$rc:$(<"$work/asked")" = "0:--no-deps nvidia-nccl-cu13==2.28.9 nvidia-cuda-crt==13.0.88" ]
+check "nccl.h of another version is not used" contains "$(<"$mine/lib/libtch_ext_nccl.so")" \
+    "torch/include/torch/csrc/api/include -isystem $repo/.libtorch/headers/nvidia/nccl/include "
+check "headers are fetched into the checkout" [ -f "$repo/.libtorch/headers/nvidia/cu13/include/crt/host_defines.h" ]
+
+rm "$mine/lib/libtch_ext_nccl.so"
+fresh; fake_compiler; fake pip '[ "$1" = --version ] || { echo "ERROR: No matching distribution" >&2; exit 1; }'; LIBTORCH=$mine cuda
+check "headers without a network" one_error "is there a network? pip said: ERROR: No matching distribution"
+check "a failed fetch of headers leaves nothing" [ ! -e "$mine/lib/libtch_ext_nccl.so" -a ! -e "$repo/.libtorch/headers" ]
+
+fresh; fake_compiler; fake pip 'exit 0'; disk 999; LIBTORCH=$mine cuda
+check "too little disk for headers" one_error "expected 3000 MB free" "found 999 MB"
+
+fresh; fake_compiler; printf 'ELF\0libcudart.so.12\0' >"$mine/lib/libc10_cuda.so"; LIBTORCH=$mine cuda
+check "a libtorch of another CUDA" one_error "$mine" "built for CUDA 13" "found one for libcudart.so.12"
+
+fresh; "$repo/scripts/cuda.sh" --help >"$work/out"; rc=$?; out=$(<"$work/out")
+check "--help explains how to use the user's own torch" contains "$rc: $out" "export LIBTORCH="
+check "--help is all of the script's header" contains "$out" "Each failure is one line"
 
 check_summary setup
