@@ -2,7 +2,7 @@
 # install.sh BINARY PREFIX: installs BINARY as PREFIX/bin/rlhf, with the libraries it needs, independent of this checkout.
 #
 # The first run path of the binary is PREFIX/lib/rlhf/torch/lib. Of a downloaded libtorch the libraries in use are copied
-# there; any other libtorch is linked to where it is.
+# there, and those of `make cuda` if it has run (3 GB); any other libtorch is linked to where it is.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 binary=$1
@@ -18,6 +18,14 @@ if [ -z "${LIBTORCH:-}" ] && [ ! -L .libtorch/torch ]; then
         path=$(realpath -m "$path")
         case $path in "$fetched"/*) install -D -m 644 "$path" "$lib/${path#"$fetched"/}" ;; esac
     done
+    # The binary is not linked with CUDA: it loads libtorch_cuda.so and the NCCL library from the folder of libtorch_cpu.so, and
+    # they load NVIDIA's libraries by their place relative to it.
+    if [ -e "$fetched/torch/lib/libtorch_cuda.so" ]; then
+        (cd "$fetched" && find torch/lib nvidia/*/lib -maxdepth 1 -name '*.so*') |
+            grep -E '^nvidia/|^torch/lib/lib(.*cuda|.*nvrtc|torch_nvshmem|tch_ext_nccl)' | while read -r path; do
+            install -D -m 644 "$fetched/$path" "$lib/$path"
+        done
+    fi
 else
     ln -s "$(realpath "${LIBTORCH:-.libtorch/torch}")" "$lib/torch"
 fi
