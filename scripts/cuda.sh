@@ -14,8 +14,6 @@
 #     make cuda
 #
 # It must be torch 2.11.0 built for CUDA 13. The headers beside it are used; those that are missing are downloaded.
-# Without a network there, copy libtch_ext_nccl.so into its lib folder from a machine where `make cuda` has run: the file is
-# the same for every torch 2.11.0 of CUDA 13 on one processor architecture.
 #
 # Each failure is one line on standard error and exit code 1.
 set -euo pipefail

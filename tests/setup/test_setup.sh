@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests of scripts/setup.sh, scripts/cuda.sh and scripts/install.sh in a checkout of its own with a PATH of its own: no network, no real libtorch.
+# Tests of scripts/setup.sh and scripts/cuda.sh in a checkout of its own with a PATH of its own: no network, no real libtorch.
 set -uo pipefail
 
 # A shell that was started in the background ignores SIGINT, and so would everything below; here it has to arrive.
@@ -327,41 +327,5 @@ check "a libtorch of another CUDA" one_error "$mine" "built for CUDA 13" "found 
 fresh; "$repo/scripts/cuda.sh" --help >"$work/out"; rc=$?; out=$(<"$work/out")
 check "--help explains how to use the user's own torch" contains "$rc: $out" "export LIBTORCH="
 check "--help is all of the script's header" contains "$out" "Each failure is one line"
-
-# scripts/install.sh
-
-# install_libraries: installs a program that is linked with libtorch_cpu.so and libcudart.so.13, after `make setup`.
-install_libraries() {
-    mkdir -p "$repo/.libtorch/nvidia/cu13/lib"
-    libtorch "$repo/.libtorch/torch" 2.11.0
-    : >"$repo/.libtorch/nvidia/cu13/lib/libcudart.so.13"
-    : >"$repo/.libtorch/torch/lib/libc10_cuda.so"
-    local tool
-    for tool in find install; do ln -sf "$(command -v $tool)" "$bin/$tool"; done
-    fake program 'exit 0'
-    fake ldd 'for path in torch/lib/libtorch_cpu.so nvidia/cu13/lib/libcudart.so.13; do
-        echo "x => '"$repo"'/.libtorch/$path (0x1)"; done; echo "libc.so.6 => /lib/libc.so.6 (0x1)"'
-    cp scripts/install.sh "$repo/scripts/"
-    PATH=$bin "$repo/scripts/install.sh" "$bin/program" "$work/prefix" >"$work/out" 2>"$work/err"
-    rc=$?
-    out=$(<"$work/out")
-    err=$(<"$work/err")
-    installed=$(cd "$work/prefix/lib/rlhf" && find . -type f -o -type l | LC_ALL=C sort | tr '\n' ' ')
-}
-
-fresh; install_libraries
-check "an installation has the libraries that the program is linked with" \
-    [ "$rc:$installed" = "0:./nvidia/cu13/lib/libcudart.so.13 ./torch/lib/libtorch_cpu.so " ]
-
-fresh
-for file in torch/lib/lib{torch_cuda,torch_cuda_linalg,torch_nvshmem,caffe2_nvrtc,tch_ext_nccl,shm}.so \
-    nvidia/cu13/lib/libcublas.so.13 nvidia/nvshmem/lib/nvshmem_bootstrap_mpi.so.3 nvidia/cu13/include/cublas_v2.h; do
-    mkdir -p "$repo/.libtorch/${file%/*}"; : >"$repo/.libtorch/$file"
-done
-install_libraries
-check "after make cuda it has CUDA's libraries and the NCCL library too" [ "$rc:$installed" = "0:./nvidia/cu13/lib/libcublas.so.13 \
-./nvidia/cu13/lib/libcudart.so.13 ./nvidia/nvshmem/lib/nvshmem_bootstrap_mpi.so.3 ./torch/lib/libc10_cuda.so \
-./torch/lib/libcaffe2_nvrtc.so ./torch/lib/libtch_ext_nccl.so ./torch/lib/libtorch_cpu.so ./torch/lib/libtorch_cuda.so \
-./torch/lib/libtorch_cuda_linalg.so ./torch/lib/libtorch_nvshmem.so " ]
 
 check_summary setup

@@ -7,7 +7,7 @@ use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{RolloutModels, experience};
+use rlhf::rl::rollout::experience;
 use rlhf::settings::PpoConfig;
 use rlhf::tokenizer::Tokenizer;
 use std::path::Path;
@@ -50,7 +50,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let scored = rewards.score_responses(&tokenizer, &asked, &responses, true)?;
         println!("update {update}: mean reward {:.3}", scored.responses.iter().sum::<f64>() / asked.len() as f64);
 
-        let models = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let models = learner.rollout_models(&reference);
         let scores = scored.to_scores(learner.policy.device());
         let experience = experience(models, &tokens, &responses, scores, &rollout)?;
         let targets = learner.targets(&experience, config.kl.kl_coef, &shaping);

@@ -1,80 +1,543 @@
-//! Ranks of a distributed run. A run has one rank today; everything that is global goes through [`World`] already.
+//! Ranks of a distributed run and their collectives, on torch's c10d.
 //!
-//! Global means: a count that a loss is divided by, the moments of a whitening, a gradient and its norm, a metric, and a
-//! decision that all ranks must take alike (skip a step, end an epoch early, stop the run). With one rank every operation
-//! returns its argument.
+//! Every rank runs the same program on the same settings. Batches, experience and metrics are the same on all ranks; generation,
+//! scoring, forward and backward passes are divided by rows, and their results are gathered or summed through [`World`]. With one
+//! rank every operation returns its argument.
+//!
+//! Collectives must be called by all ranks in the same order. The first failure breaks the world: the error names the rank that
+//! caused it, and every later collective returns it at once.
 
+mod failure;
 pub mod launch;
 mod settings;
 
 pub use settings::{DistConfig, PpoDistConfig, ZeroStage, num_ranks};
 
-use tch::Tensor;
+use crate::{Error, Result};
+use failure::{Failure, Fault};
+use launch::Launch;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+use tch::{Device, Kind, Tensor};
+use tch_ext::{Group, Pending, Reduce, Rendezvous, Store};
+
+/// Time within which all ranks of a run must start.
+const MEETING: Duration = Duration::from_secs(60);
+
+/// Tensors below this size are not preceded by a barrier that measures the time of waiting, in bytes.
+const MEASURED_BYTES: usize = 1 << 16;
 
 /// The ranks that train together, and which of them this process is.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub struct World {
-    rank: usize,
-    size: usize,
+    ranks: Option<Arc<Ranks>>,
 }
 
-impl Default for World {
-    fn default() -> Self {
-        Self::single()
-    }
+/// The ranks of a world with a process group.
+#[derive(Debug)]
+struct Ranks {
+    rank: usize,
+    size: usize,
+    timeout: Duration,
+    /// Whether rank 0 serves the store, rather than a launcher.
+    rank_0_serves: bool,
+    /// Gloo, for tensors on the CPU.
+    group: Mutex<Group>,
+    /// NCCL, for tensors on a GPU.
+    gpu_group: OnceLock<Mutex<Group>>,
+    failure: Mutex<Option<Failure>>,
+    /// Whether the ranks have agreed on an error.
+    agreed: AtomicBool,
+    times: Mutex<Times>,
+    fault: Option<Fault>,
 }
+
+/// Time of the collectives since [`World::take_times`] was last called, in seconds, and the bytes of their results.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Times {
+    /// Waiting for other ranks before a collective.
+    pub waiting: f64,
+    /// Communication.
+    pub collectives: f64,
+    /// Bytes of the results.
+    pub bytes: f64,
+}
+
+/// The world of this process, once it has joined one.
+static OF_PROCESS: OnceLock<World> = OnceLock::new();
 
 impl World {
     /// One process that trains alone.
     pub fn single() -> Self {
-        Self { rank: 0, size: 1 }
+        Self::default()
+    }
+
+    /// The ranks of this process: those of [`World::join`], otherwise itself alone.
+    pub fn of_process() -> Self {
+        OF_PROCESS.get().cloned().unwrap_or_default()
+    }
+
+    /// Meets the other ranks of `launch`, and makes the group the world of this process: torch's `init_process_group`. A collective
+    /// may take `timeout`.
+    ///
+    /// Each rank announces itself in the store, so that one that does not come within a minute is named.
+    ///
+    /// # Errors
+    /// If a rank does not come, the store cannot be reached, or this process has joined a world already.
+    pub fn join(launch: &Launch, timeout: Duration) -> Result<Self> {
+        if OF_PROCESS.get().is_some() {
+            return Err(Error::Usage("World::join: this process has joined its ranks already".into()));
+        }
+        let at = &Rendezvous {
+            host: launch.host.clone(),
+            port: launch.port,
+            serves: launch.serves_store,
+            prefix: launch.key_prefix.clone(),
+            rank: launch.rank,
+            size: launch.size,
+            patience: MEETING.min(timeout.max(Duration::from_secs(10))),
+            timeout,
+        };
+        let store = Store::open(at).map_err(|e| failure::no_store(at, &e))?;
+        failure::roll_call(&store, at)?;
+        let connected = Group::connect(store, at.rank, at.size, at.timeout);
+        let group =
+            connected.map_err(|e| Error::Run(format!("rank {}: cannot connect to the other ranks: {e}", at.rank)))?;
+        let ranks = Ranks {
+            rank: at.rank,
+            size: at.size,
+            timeout: at.timeout,
+            rank_0_serves: !launch.launcher_serves_store,
+            group: Mutex::new(group),
+            gpu_group: OnceLock::new(),
+            failure: Mutex::new(None),
+            agreed: AtomicBool::new(false),
+            times: Mutex::default(),
+            fault: Fault::of_rank(at.rank),
+        };
+        let world = Self { ranks: Some(Arc::new(ranks)) };
+        let _ = OF_PROCESS.set(world.clone());
+        Ok(world)
+    }
+
+    /// Adds a group for tensors on GPU `index`, by the NCCL library at `path`.
+    ///
+    /// # Errors
+    /// If the library cannot be loaded, or a rank does not come.
+    pub fn join_gpu(&self, path: &str, index: usize) -> Result<()> {
+        let Some(ranks) = &self.ranks else { return Ok(()) };
+        let group = ranks.group().with_nccl(path, index, ranks.timeout);
+        let group = group.map_err(|e| Error::Run(format!("rank {}: cuda:{index}: {e}", ranks.rank)))?;
+        let _ = ranks.gpu_group.set(Mutex::new(group));
+        Ok(())
     }
 
     /// Number of this process, from 0.
     pub fn rank(&self) -> usize {
-        self.rank
+        self.ranks.as_ref().map_or(0, |ranks| ranks.rank)
     }
 
     /// Number of ranks.
     pub fn size(&self) -> usize {
-        self.size
+        self.ranks.as_ref().map_or(1, |ranks| ranks.size)
     }
 
     /// Whether this rank writes files and prints.
     pub fn is_main(&self) -> bool {
-        self.rank == 0
+        self.rank() == 0
     }
 
-    /// Sum of a tensor over all ranks, on its device.
-    pub fn sum(&self, x: Tensor) -> Tensor {
-        x
+    /// This rank's part of `rows` rows: contiguous parts in the order of ranks, whose sizes differ by at most one.
+    pub fn share(&self, rows: usize) -> Range<usize> {
+        share(rows, self.rank(), self.size())
     }
 
-    /// Rows of a tensor of all ranks, in order of rank.
-    pub fn gather(&self, x: Tensor) -> Tensor {
-        x
+    /// The parts of all ranks of rows with these weights, such as their numbers of tokens: contiguous, in the order of ranks, of
+    /// about the same total weight. A part may be empty.
+    pub fn shares_by(&self, weights: &[usize]) -> Vec<Range<usize>> {
+        shares_by(weights, self.size())
     }
 
-    /// Sum of a count over all ranks.
-    pub fn count(&self, own: usize) -> usize {
-        own
+    /// This rank's part of `rows`, of which all ranks' parts have about as many `tokens`.
+    pub fn share_by<'a, T>(&self, rows: &'a [T], tokens: impl Fn(&T) -> usize) -> &'a [T] {
+        if self.ranks.is_none() {
+            return rows;
+        }
+        let weights: Vec<usize> = rows.iter().map(tokens).collect();
+        &rows[self.shares_by(&weights)[self.rank()].clone()]
+    }
+
+    /// Replaces `x` by its sum over all ranks; all ranks get the same bits.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub fn sum(&self, x: &mut Tensor) -> Result<()> {
+        self.all_reduce(x, Reduce::Sum)
+    }
+
+    /// Replaces `x` by its maximum over all ranks, elementwise.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn max(&self, x: &mut Tensor) -> Result<()> {
+        self.all_reduce(x, Reduce::Max)
     }
 
     /// Sums of host numbers over all ranks, elementwise and in place.
-    pub fn sum_numbers(&self, _numbers: &mut [f64]) {}
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn sum_numbers(&self, numbers: &mut [f64]) -> Result<()> {
+        if self.ranks.is_none() || numbers.is_empty() {
+            return Ok(());
+        }
+        let mut sums = Tensor::from_slice(numbers);
+        self.sum(&mut sums)?;
+        numbers.copy_from_slice(&Vec::<f64>::try_from(sums)?);
+        Ok(())
+    }
 
-    /// Sums the gradients of `params` over all ranks, in place; called once per optimizer step, before their norm.
-    pub fn sum_gradients<'a>(&self, _params: impl IntoIterator<Item = &'a Tensor>) {}
+    /// The largest of all ranks' numbers.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn max_number(&self, own: f64) -> Result<f64> {
+        let mut x = Tensor::from_slice(&[own]);
+        self.max(&mut x)?;
+        Ok(x.double_value(&[0]))
+    }
 
     /// Whether a condition holds on any rank; the same result on every rank.
-    pub fn any(&self, condition: bool) -> bool {
-        condition
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn any(&self, condition: bool) -> Result<bool> {
+        Ok(if self.ranks.is_none() { condition } else { self.max_number(f64::from(u8::from(condition)))? > 0.0 })
     }
 
     /// Whether a condition holds on all ranks; the same result on every rank.
-    pub fn all(&self, condition: bool) -> bool {
-        condition
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn all(&self, condition: bool) -> Result<bool> {
+        Ok(!self.any(!condition)?)
     }
+
+    /// Rows of all ranks, in the order of ranks: `own` are this rank's rows, `counts` the numbers of rows of all ranks.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn gather_rows(&self, own: &Tensor, counts: &[usize]) -> Result<Tensor> {
+        if self.ranks.is_none() {
+            return Ok(own.shallow_clone());
+        }
+        let most = counts.iter().copied().max().unwrap_or(0) as i64;
+        let mut shape = own.size();
+        shape[0] = most;
+        let part = Tensor::zeros(shape.as_slice(), (own.kind(), own.device()));
+        part.narrow(0, 0, own.size()[0]).copy_(own);
+        shape[0] = most * counts.len() as i64;
+        let mut all = Tensor::zeros(shape.as_slice(), (own.kind(), own.device()));
+        self.all_gather(&mut all, &part)?;
+        let rows = counts.iter().enumerate().map(|(rank, &rows)| all.narrow(0, rank as i64 * most, rows as i64));
+        Ok(Tensor::cat(&rows.collect::<Vec<_>>(), 0))
+    }
+
+    /// The bytes of all ranks, in the order of ranks.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+        if self.ranks.is_none() {
+            return Ok(vec![own.to_vec()]);
+        }
+        let len = Tensor::from_slice(&[own.len() as i64]);
+        let mut lens = Tensor::zeros([self.size() as i64], (Kind::Int64, Device::Cpu));
+        self.all_gather(&mut lens, &len)?;
+        let lens: Vec<usize> = Vec::<i64>::try_from(lens)?.into_iter().map(|len| len as usize).collect();
+        let all = self.gather_rows(&Tensor::from_slice(own), &lens)?;
+        let all = Vec::<u8>::try_from(all)?;
+        let mut rest = all.as_slice();
+        Ok(lens.iter().map(|&len| rest.split_off(..len).unwrap_or_default().to_vec()).collect())
+    }
+
+    /// The numbers of all ranks, in the order of ranks.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn gather_numbers(&self, own: &[f64]) -> Result<Vec<Vec<f64>>> {
+        let bytes: Vec<u8> = own.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().unwrap_or_default());
+        let of_rank = |bytes: Vec<u8>| bytes.chunks_exact(8).map(number).collect();
+        Ok(self.gather_bytes(&bytes)?.into_iter().map(of_rank).collect())
+    }
+
+    /// The bytes of rank 0, which passes `Some`.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn broadcast_bytes(&self, of_main: Option<Vec<u8>>) -> Result<Vec<u8>> {
+        let own = of_main.filter(|_| self.is_main()).unwrap_or_default();
+        if self.ranks.is_none() {
+            return Ok(own);
+        }
+        let len = self.max_number(own.len() as f64)? as usize;
+        let mut x = if self.is_main() {
+            Tensor::from_slice(&own)
+        } else {
+            Tensor::zeros([len as i64], (Kind::Uint8, Device::Cpu))
+        };
+        if len > 0 {
+            self.collective(&[&x.shallow_clone()], |group| group.broadcast(&mut x, 0)?.wait())?;
+        }
+        Ok(Vec::try_from(x)?)
+    }
+
+    /// The numbers of rank 0, in place: decisions that follow from them are then the same on ranks whose processors round
+    /// differently.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn broadcast_numbers(&self, numbers: &mut [f64]) -> Result<()> {
+        if self.ranks.is_none() || numbers.is_empty() {
+            return Ok(());
+        }
+        let mut x = Tensor::from_slice(numbers);
+        self.collective(&[&x.shallow_clone()], |group| group.broadcast(&mut x, 0)?.wait())?;
+        numbers.copy_from_slice(&Vec::<f64>::try_from(x)?);
+        Ok(())
+    }
+
+    /// Fills `whole` with the parts of all ranks, in the order of ranks.
+    ///
+    /// # Errors
+    /// As [`World::sum`]; if `whole` is not `size` times `part`.
+    pub fn all_gather(&self, whole: &mut Tensor, part: &Tensor) -> Result<()> {
+        if self.ranks.is_none() {
+            whole.copy_(part);
+            return Ok(());
+        }
+        self.collective(&[&whole.shallow_clone()], |group| group.all_gather(whole, part)?.wait())
+    }
+
+    /// Fills `part` with this rank's part of the sum of all ranks' `whole`, which is cut into equal parts by rank.
+    ///
+    /// # Errors
+    /// As [`World::sum`]; if `whole` is not `size` times `part`.
+    pub fn reduce_scatter(&self, part: &mut Tensor, whole: &Tensor) -> Result<()> {
+        if self.ranks.is_none() {
+            part.copy_(whole);
+            return Ok(());
+        }
+        self.collective(&[whole], |group| group.reduce_scatter(part, whole)?.wait())
+    }
+
+    /// Waits for all ranks.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn barrier(&self) -> Result<()> {
+        self.any(false).map(drop)
+    }
+
+    /// Makes an error of one rank an error of all: returns this rank's result if all ranks succeeded, otherwise its own error, or
+    /// that of the first rank that has one. Ranks that agree on an error are still in step and can write a checkpoint together.
+    ///
+    /// # Errors
+    /// See above; if a rank has ended or does not respond.
+    pub fn agree<T>(&self, result: Result<T>) -> Result<T> {
+        let Some(ranks) = self.ranks.as_ref().filter(|ranks| ranks.size > 1) else { return result };
+        if self.failed().is_some() {
+            return result.and(self.check().map(|()| unreachable!("the world has failed")));
+        }
+        let own = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let errors = self.gather_bytes(own.as_bytes())?;
+        ranks.agreed.store(true, Ordering::SeqCst);
+        match errors.iter().position(|error| !error.is_empty()) {
+            Some(rank) if result.is_ok() => {
+                Err(Error::Run(format!("rank {rank}: {}", String::from_utf8_lossy(&errors[rank]))))
+            }
+            Some(_) => result.map_err(|e| named(ranks.rank, e)),
+            None => return result,
+        }
+    }
+
+    /// Whether all ranks are at the same place in the program: [`World::agree`] returned the last error.
+    pub fn in_step(&self) -> bool {
+        self.ranks.as_ref().is_none_or(|ranks| ranks.agreed.load(Ordering::SeqCst))
+    }
+
+    /// Returns the error of the first collective that failed.
+    ///
+    /// # Errors
+    /// That error.
+    pub fn check(&self) -> Result<()> {
+        self.failed().map_or(Ok(()), |text| Err(Error::Run(text)))
+    }
+
+    /// Whether a collective has failed, so that no other can succeed.
+    pub fn is_broken(&self) -> bool {
+        self.failed().is_some()
+    }
+
+    /// Reports the error that ends this process to the other ranks, whose next collective then returns it. The last call of a
+    /// rank, before it exits with an error.
+    pub fn leave(&self, error: &str) {
+        if let Some(ranks) = &self.ranks {
+            ranks.leave(error);
+        }
+    }
+
+    /// Returns the time of the collectives since the last call.
+    pub fn take_times(&self) -> Times {
+        self.ranks.as_ref().map_or(Times::default(), |ranks| std::mem::take(&mut *lock(&ranks.times)))
+    }
+
+    fn failed(&self) -> Option<String> {
+        self.ranks.as_ref().and_then(|ranks| lock(&ranks.failure).as_ref().map(|failure| failure.text.clone()))
+    }
+
+    fn all_reduce(&self, x: &mut Tensor, reduce: Reduce) -> Result<()> {
+        if self.ranks.is_none() {
+            return Ok(());
+        }
+        // A view, such as a slice of flat memory, is contiguous; results of reductions may have any strides.
+        let mut dense = x.contiguous();
+        self.collective(&[&dense.shallow_clone()], |group| group.all_reduce(&mut dense, reduce)?.wait())?;
+        if dense.data_ptr() != x.data_ptr() {
+            x.copy_(&dense);
+        }
+        Ok(())
+    }
+
+    /// Starts the sum of `x` over all ranks, which runs beside other work until [`PendingSum::wait`].
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn start_sum<'t>(&self, x: &'t mut Tensor) -> Result<PendingSum<'t>> {
+        self.check()?;
+        let Some(ranks) = &self.ranks else { return Ok(PendingSum { world: self.clone(), pending: None }) };
+        let bytes = x.numel() * x.kind().elt_size_in_bytes();
+        let started = ranks.group_for(x.device()).all_reduce(x, Reduce::Sum);
+        lock(&ranks.times).bytes += bytes as f64;
+        let pending = started.map_err(|e| self.fail(&e))?;
+        Ok(PendingSum { world: self.clone(), pending: Some(pending) })
+    }
+
+    /// Runs a collective whose largest tensor is `tensors[0]`, with its time, on the group of that tensor's device.
+    fn collective(&self, tensors: &[&Tensor], f: impl FnOnce(&Group) -> Result<(), String>) -> Result<()> {
+        let Some(ranks) = &self.ranks else { return Ok(()) };
+        self.check()?;
+        if let Some(fault) = &ranks.fault {
+            fault.count();
+        }
+        let bytes: usize = tensors.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum();
+        let device = tensors.first().map_or(Device::Cpu, |x| x.device());
+        let group = ranks.group_for(device);
+        let began = Instant::now();
+        let measured = bytes >= MEASURED_BYTES && device == Device::Cpu;
+        let waited = if measured { group.barrier() } else { Ok(()) };
+        let waiting = began.elapsed().as_secs_f64();
+        let done = waited.and_then(|()| f(&group));
+        drop(group);
+        let mut times = lock(&ranks.times);
+        times.waiting += if measured { waiting } else { 0.0 };
+        times.collectives += began.elapsed().as_secs_f64() - if measured { waiting } else { 0.0 };
+        times.bytes += bytes as f64;
+        drop(times);
+        done.map_err(|e| self.fail(&e))
+    }
+
+    /// Breaks the world: finds out which rank caused the error `message` of c10d, and records it.
+    fn fail(&self, message: &str) -> Error {
+        let Some(ranks) = &self.ranks else { return Error::Run(message.into()) };
+        let text = self.failed().unwrap_or_else(|| {
+            let failure = ranks.explain(message);
+            let text = failure.text.clone();
+            *lock(&ranks.failure) = Some(failure);
+            text
+        });
+        Error::Run(text)
+    }
+}
+
+impl Ranks {
+    fn group(&self) -> MutexGuard<'_, Group> {
+        lock(&self.group)
+    }
+
+    /// The group of tensors on `device`.
+    fn group_for(&self, device: Device) -> MutexGuard<'_, Group> {
+        match (device, self.gpu_group.get()) {
+            (Device::Cuda(_), Some(group)) => lock(group),
+            _ => self.group(),
+        }
+    }
+}
+
+/// A sum over all ranks in progress.
+#[derive(Debug)]
+#[must_use = "the sum is there after `wait`"]
+pub struct PendingSum<'t> {
+    world: World,
+    pending: Option<Pending<'t>>,
+}
+
+impl PendingSum<'_> {
+    /// Waits for the sum.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn wait(self) -> Result<()> {
+        let Self { world, pending } = self;
+        let began = Instant::now();
+        let done = pending.map_or(Ok(()), Pending::wait);
+        if let Some(ranks) = &world.ranks {
+            lock(&ranks.times).collectives += began.elapsed().as_secs_f64();
+        }
+        done.map_err(|e| world.fail(&e))
+    }
+}
+
+/// The error of rank `rank`, which every other rank reports with that name.
+fn named(rank: usize, error: Error) -> Error {
+    match error {
+        Error::Run(text) => Error::Run(format!("rank {rank}: {text}")),
+        other => other,
+    }
+}
+
+/// The part of `rank` of `rows` rows.
+pub fn share(rows: usize, rank: usize, size: usize) -> Range<usize> {
+    rank * rows / size..(rank + 1) * rows / size
+}
+
+/// [`World::shares_by`] of `size` ranks.
+fn shares_by(weights: &[usize], size: usize) -> Vec<Range<usize>> {
+    let total: usize = weights.iter().sum();
+    let mut ends = vec![0; size];
+    let mut before = 0;
+    for (row, &weight) in weights.iter().enumerate() {
+        // A row belongs to the rank that its middle falls to.
+        let rank = ((2 * before + weight) * size / (2 * total).max(1)).min(size - 1);
+        before += weight;
+        ends[rank] = row + 1;
+    }
+    let mut start = 0;
+    ends.into_iter()
+        .map(|end| {
+            let part = start..end.max(start);
+            start = part.end;
+            part
+        })
+        .collect()
+}
+
+/// Locks a value that no panic leaves half changed.
+fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -85,12 +548,36 @@ mod tests {
     fn one_rank_keeps_every_number_and_decision() {
         let world = World::single();
         assert_eq!((world.rank(), world.size(), world.is_main()), (0, 1, true));
-        assert_eq!(world.count(7), 7);
-        let x = Tensor::from_slice(&[1.0f32, 2.0]);
-        assert_eq!(Vec::<f32>::try_from(world.sum(x)).unwrap(), [1.0, 2.0]);
+        assert_eq!(world.share(7), 0..7);
+        let mut x = Tensor::from_slice(&[1.0f32, 2.0]);
+        world.sum(&mut x).unwrap();
+        assert_eq!(Vec::<f32>::try_from(world.gather_rows(&x, &[2]).unwrap()).unwrap(), [1.0, 2.0]);
         let mut numbers = [3.0, f64::INFINITY];
-        world.sum_numbers(&mut numbers);
+        world.sum_numbers(&mut numbers).unwrap();
         assert_eq!(numbers, [3.0, f64::INFINITY]);
-        assert!(world.any(true) && !world.any(false) && world.all(true) && !world.all(false));
+        assert!(world.any(true).unwrap() && !world.any(false).unwrap());
+        assert!(world.all(true).unwrap() && !world.all(false).unwrap());
+        assert_eq!(world.gather_bytes(b"ab").unwrap(), [b"ab"]);
+        assert_eq!(world.broadcast_bytes(Some(vec![1])).unwrap(), [1]);
+        assert_eq!(world.agree(Ok(5)).unwrap(), 5);
+        assert!(world.agree::<()>(Err(Error::Run("no".into()))).is_err());
+    }
+
+    #[test]
+    fn shares_hold_every_row_once_in_order() {
+        for size in 1..6 {
+            for weights in
+                [vec![], vec![3], vec![1; 7], vec![100, 1, 1, 1, 1, 1], vec![0, 0, 0], vec![1, 2, 3, 4, 5, 60]]
+            {
+                for parts in
+                    [shares_by(&weights, size), (0..size).map(|rank| share(weights.len(), rank, size)).collect()]
+                {
+                    assert_eq!(parts.len(), size);
+                    let rows: Vec<usize> = parts.into_iter().flatten().collect();
+                    assert_eq!(rows, (0..weights.len()).collect::<Vec<_>>());
+                }
+            }
+        }
+        assert_eq!(shares_by(&[10, 10, 20, 40], 2), [0..3, 3..4]);
     }
 }

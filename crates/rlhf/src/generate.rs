@@ -4,6 +4,7 @@ pub(crate) mod settings;
 
 pub use settings::{LogprobsOf, SamplingConfig, StopToken};
 
+use crate::dist::World;
 use crate::model::{CausalLm, KvCache, TokenSet, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
@@ -189,7 +190,7 @@ impl StopStrings {
 }
 
 /// The reason that a response ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
     /// Its last token is a stop token, or completes a stop string.
@@ -199,7 +200,7 @@ pub enum FinishReason {
 }
 
 /// One generated response.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Response {
     /// Token ids, at least one; includes the stop token, or the whole token that completes a stop string.
     pub tokens: Vec<i64>,
@@ -233,6 +234,34 @@ pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &Gener
         _ => 1,
     };
     generate_by(steps, model, prompts, config)
+}
+
+/// [`generate`] with the prompts divided over the ranks of `world`, which all pass the same ones; each gets all responses. The draws
+/// of a response are those of its row among all, so the number of ranks changes no response in f32.
+///
+/// # Errors
+/// As [`generate`], on every rank; if a rank has ended or does not respond.
+pub fn generate_on<P: AsRef<[i64]>>(
+    world: &World,
+    model: &CausalLm,
+    prompts: &[P],
+    config: &GenerationConfig,
+) -> Result<Vec<Response>> {
+    let own = world.share(prompts.len());
+    let first_row = config.first_row + (own.start * config.samples_per_prompt) as u64;
+    let config = GenerationConfig { first_row, ..config.clone() };
+    let responses = world.agree(generate(model, &prompts[own], &config))?;
+    if world.size() == 1 {
+        return Ok(responses);
+    }
+    let bytes = serde_json::to_vec(&responses).map_err(|e| Error::Run(format!("responses: {e}")))?;
+    let mut all = Vec::new();
+    for bytes in world.gather_bytes(&bytes)? {
+        let responses: Vec<Response> =
+            serde_json::from_slice(&bytes).map_err(|e| Error::Run(format!("responses of another rank: {e}")))?;
+        all.extend(responses);
+    }
+    Ok(all)
 }
 
 /// [`generate`], reading tokens from the device every `steps` steps, which affects only speed.

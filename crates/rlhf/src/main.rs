@@ -10,13 +10,19 @@ use std::io::{self, Write};
 use std::panic::{self, PanicHookInfo};
 use std::process::ExitCode;
 use std::sync::Mutex;
+use std::time::Duration;
 
+use rlhf::dist::World;
+use rlhf::dist::launch::Launch;
 use rlhf::run::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
 use crate::cli::{Parsed, Stop, Task};
+
+/// Maximum seconds that a rank waits for the others in a command without the setting `dist_timeout`.
+const DIST_TIMEOUT: u64 = 1800;
 
 fn main() -> ExitCode {
     tch_ext::bound_spinning();
@@ -40,7 +46,10 @@ fn start() -> ExitCode {
                 Ok(()) => ExitCode::SUCCESS,
                 // The reader of the output has closed it.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-                Err(error) => report(&error),
+                Err(error) => {
+                    World::of_process().leave(&error.to_string());
+                    report(&error)
+                }
             }
         }
         Err(Stop::Help(help)) => {
@@ -60,17 +69,34 @@ fn run(task: &Task) -> Result<()> {
         // Without a handler a signal ends the process at once.
         let _ = stop_on_signals();
     }
+    join_ranks(task)?;
+    let console = if World::of_process().is_main() { Console::detect() } else { Console::Silent };
     match task {
-        Task::Sft(config) => rlhf::train::sft::sft(config, Console::detect()),
+        Task::Sft(config) => rlhf::train::sft::sft(config, console),
         Task::Reward(config) if config.eval_only => cli::score::evaluate(config),
-        Task::Reward(config) => rlhf::train::reward_model::reward(config, Console::detect()),
-        Task::Ppo(config) => rlhf::train::ppo::ppo(config, Console::detect()),
-        Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, Console::detect()),
+        Task::Reward(config) => rlhf::train::reward_model::reward(config, console),
+        Task::Ppo(config) => rlhf::train::ppo::ppo(config, console),
+        Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, console),
         Task::Generate(config) => cli::generate::generate(config),
         Task::Logprobs(config) => cli::logprobs::logprobs(config),
         Task::Score(config) => cli::score::score(config),
         Task::Merge(config) => rlhf::merge::merge(config),
     }
+}
+
+/// Meets the other ranks, if a launcher started this process as one of several.
+fn join_ranks(task: &Task) -> Result<()> {
+    let seconds = match task {
+        Task::Sft(config) => config.run.dist.dist_timeout,
+        Task::Reward(config) => config.run.dist.dist_timeout,
+        Task::Ppo(config) => config.run.dist.dist_timeout,
+        Task::Pipeline(_) | Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) => DIST_TIMEOUT,
+        _ => return Ok(()),
+    };
+    if let Some(launch) = Launch::from_env()? {
+        World::join(&launch, Duration::from_secs(seconds))?;
+    }
+    Ok(())
 }
 
 /// Installs a handler: a signal stops a training run after its update, so that it saves a checkpoint; a second one ends it at once.
@@ -86,7 +112,9 @@ fn stop_on_signals() -> io::Result<()> {
                 clear_bar();
                 tch_ext::exit_at_once(code);
             }
-            announce("\nstopping after this update; send the signal again to stop at once without saving");
+            if World::of_process().is_main() {
+                announce("\nstopping after this update; send the signal again to stop at once without saving");
+            }
         }
     })?;
     Ok(())
@@ -99,8 +127,13 @@ fn is_ignored(signal: i32) -> bool {
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
-/// Prints the error, one line for each refused setting, and returns its exit code.
+/// Prints the error, one line for each refused setting, and returns its exit code. Ranks beside the first are silent about what all
+/// ranks report alike.
 fn report(error: &Error) -> ExitCode {
+    let common = matches!(error, Error::Usage(_) | Error::Refused(_) | Error::Stopped { .. });
+    if common && Launch::from_env().is_ok_and(|launch| launch.is_some_and(|launch| launch.rank > 0)) {
+        return ExitCode::from(error.exit_code());
+    }
     match error.refusals() {
         [] => fail(&error.to_string(), error.exit_code()),
         lines => {

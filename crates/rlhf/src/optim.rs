@@ -6,6 +6,7 @@ pub(crate) mod settings;
 
 pub use settings::{LrSchedulerType, OptimizerConfig};
 
+use crate::dist::World;
 use crate::model::Param;
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
@@ -53,7 +54,7 @@ impl AdamW {
     /// # Errors
     /// If the norm is not finite; the parameters are then unchanged.
     pub fn step(&mut self, lr: f64) -> Result<f64> {
-        let norm = self.grad_norm();
+        let norm = self.grad_norm()?;
         if !norm.is_finite() {
             self.zero_grad();
             return Err(Error::Run(format!(
@@ -67,9 +68,35 @@ impl AdamW {
     }
 
     /// Returns the norm of all gradients of this model's parameters together; not finite if one of them is not.
-    pub fn grad_norm(&self) -> f64 {
+    ///
+    /// # Errors
+    /// If a rank that has a part of the gradients has ended or does not respond.
+    pub fn grad_norm(&self) -> Result<f64> {
         let grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
-        global_norm(grads.iter().flatten())
+        Ok(global_norm(grads.iter().flatten()))
+    }
+
+    /// Sums the gradients over all ranks, in one flat collective per group; called once per optimizer step, before the norm.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub fn reduce_gradients(&mut self, world: &World) -> Result<()> {
+        if world.size() == 1 {
+            return Ok(());
+        }
+        for group in self.groups.iter_mut().filter(|group| !group.params.is_empty()) {
+            let grads = group.grads();
+            let flat: Vec<Tensor> = grads.iter().map(|grad| grad.reshape([-1])).collect();
+            let mut flat = Tensor::cat(&flat, 0);
+            world.sum(&mut flat)?;
+            let mut start = 0;
+            for (param, grad) in group.params.iter().zip(&grads) {
+                let sum = flat.narrow(0, start, grad.numel() as i64).view_as(grad);
+                start += grad.numel() as i64;
+                tch_ext::set_grad(param, &sum.copy()).map_err(Error::Run)?;
+            }
+        }
+        Ok(())
     }
 
     /// Divides the gradients of this model's parameters by `scale`.

@@ -20,13 +20,14 @@ pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
 
 use crate::data::Prompt;
+use crate::dist::World;
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
 use retry::{Failure, check};
 use scaling::Moments;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::fmt::{self, Write};
 use std::time::Instant;
 use tch::{Device, Tensor};
@@ -161,6 +162,55 @@ impl Reward for FnReward {
     }
 }
 
+/// Result of a call of a reward.
+struct Called {
+    scores: Vec<Score>,
+    seconds: f64,
+    extra: Vec<(String, f64)>,
+}
+
+impl Called {
+    /// Joins the results of all ranks, in their order: the longest time, and additional metrics as averages over the rows, of which
+    /// this rank has `rows`.
+    fn gathered(self, world: &World, rows: usize) -> Result<Self> {
+        if world.size() == 1 {
+            return Ok(self);
+        }
+        let mut numbers = Vec::new();
+        for score in &self.scores {
+            match score {
+                Score::Response(number) => numbers.extend([-1.0, *number]),
+                Score::Tokens(scores) => {
+                    numbers.push(scores.len() as f64);
+                    numbers.extend(scores);
+                }
+            }
+        }
+        let numbers = world.gather_numbers(&numbers)?.concat();
+        let mut rest = numbers.as_slice();
+        let mut scores = Vec::new();
+        while let Some((&len, more)) = rest.split_first() {
+            let (own, more) = more.split_at(if len < 0.0 { 1 } else { len as usize });
+            scores.push(if len < 0.0 { Score::Response(own[0]) } else { Score::Tokens(own.to_vec()) });
+            rest = more;
+        }
+        let extras = world.gather_bytes(json!([rows, self.extra]).to_string().as_bytes())?;
+        let mut sums: Vec<(String, f64, f64)> = Vec::new();
+        for bytes in extras {
+            let (rows, extra): (f64, Vec<(String, Option<f64>)>) = serde_json::from_slice(&bytes).unwrap_or_default();
+            for (name, value) in extra.into_iter().filter(|_| rows > 0.0) {
+                let value = value.unwrap_or(f64::NAN);
+                match sums.iter_mut().find(|(known, ..)| *known == name) {
+                    Some((_, sum, count)) => (*sum, *count) = (*sum + value * rows, *count + rows),
+                    None => sums.push((name, value * rows, rows)),
+                }
+            }
+        }
+        let extra = sums.into_iter().map(|(name, sum, rows)| (name, sum / rows)).collect();
+        Ok(Self { scores, seconds: world.max_number(self.seconds)?, extra })
+    }
+}
+
 /// One reward of [`Rewards`].
 struct Component {
     name: String,
@@ -174,20 +224,31 @@ struct Component {
 impl Component {
     /// Calls the reward, checks its scores, and adds those that are trained on to the running moments. Also returns the seconds
     /// that the call took.
-    fn score(&mut self, batch: &[RewardInput<'_>], training: bool) -> Result<(Vec<Score>, f64)> {
+    fn score(&mut self, batch: &[RewardInput<'_>], training: bool, world: &World) -> Result<Called> {
         let start = Instant::now();
+        let own = &batch[world.share(batch.len())];
+        // All ranks call a model, whose passes they may share; a program or a service gets no empty batch.
+        let called = if own.is_empty() && world.size() > 1 && self.reward.model().is_none() {
+            Ok(Vec::new())
+        } else {
+            self.reward.score(own)
+        };
         let named = |message: &dyn fmt::Display| format!("reward `{}`: {message}", self.name);
-        let scores = self.reward.score(batch).map_err(|e| match e {
+        let scores = called.map_err(|e| match e {
             Error::Stopped { message, code } => Error::Stopped { message: named(&message), code },
             e => Error::Run(named(&e)),
-        })?;
-        let seconds = start.elapsed().as_secs_f64();
-        check(&scores, batch).map_err(|failure| Error::Run(named(&failure.describe(batch))))?;
+        });
+        let extra = self.reward.extra();
+        let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra };
+        let called = called.gathered(world, own.len())?;
+        let scores = &called.scores;
+        let named = |message: &dyn fmt::Display| format!("reward `{}`: {message}", self.name);
+        check(scores, batch).map_err(|failure| Error::Run(named(&failure.describe(batch))))?;
         if training && self.shaping.normalize != Normalize::None {
             let numbers: Vec<f64> = scores.iter().flat_map(|score| score.numbers().iter().copied()).collect();
             self.moments.update(&numbers);
         }
-        Ok((scores, seconds))
+        Ok(called)
     }
 
     /// Applies the shaping to one number.
@@ -213,6 +274,8 @@ impl Component {
 #[derive(Default)]
 pub struct Rewards {
     components: Vec<Component>,
+    /// The ranks that divide the rows of a batch among them.
+    world: World,
 }
 
 impl fmt::Debug for Rewards {
@@ -258,6 +321,13 @@ impl Rewards {
         for Component { name, reward, shaping, about, .. } in more.components {
             self.push(&name, reward, shaping, about);
         }
+    }
+
+    /// Divides the rows of each batch over the ranks of `world`, which all score the same batches; [`PpoTrainer`] does so.
+    ///
+    /// [`PpoTrainer`]: crate::train::ppo::PpoTrainer
+    pub fn set_world(&mut self, world: &World) {
+        self.world = world.clone();
     }
 
     /// Returns true if there are no rewards.
@@ -335,7 +405,7 @@ impl Rewards {
         let zeros = vec![0.0; batch.len()];
         let mut scored = Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new() };
         for component in &mut self.components {
-            let (found, seconds) = component.score(batch, training)?;
+            let Called { scores: found, seconds, extra } = component.score(batch, training, &self.world)?;
             for (row, score) in found.iter().enumerate() {
                 scored.raw[row] += score.numbers().iter().map(|number| component.shape(*number, false)).sum::<f64>();
                 match score {
@@ -348,7 +418,7 @@ impl Rewards {
                     }
                 }
             }
-            let (name, extra) = (component.name.clone(), component.reward.extra());
+            let name = component.name.clone();
             let scores = found.iter().map(Score::total).collect();
             scored.components.push(ComponentScores { name, scores, seconds, extra });
         }
@@ -458,7 +528,6 @@ impl Scored {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     /// Calls `f` with a batch of responses of these lengths, to prompts "prompt 0", "prompt 1", ...
     pub(super) fn with_batch<T>(lengths: &[usize], f: impl FnOnce(&[RewardInput<'_>]) -> T) -> T {

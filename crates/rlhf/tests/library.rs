@@ -4,13 +4,12 @@ use crate::checkpoint::{assert_same, ppo_config};
 use crate::cli::{json_lines, timeless};
 use crate::support::{golden, init};
 use rlhf::data::{Cursor, Dataset, Prompt};
-use rlhf::dist::World;
 use rlhf::generate::generate;
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use rlhf::rl::rollout::{RolloutSettings, experience};
 use rlhf::rl::shaping::{Targets, advantages, shape_rewards};
 use rlhf::run::{Event, WarningKind};
 use rlhf::settings::{PpoConfig, Resume, StopToken};
@@ -446,7 +445,7 @@ fn the_pieces_of_a_step_make_the_trainers_updates_bit_for_bit() {
         let tokens: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = generate(&learner.policy, &tokens, &config.generation(&stop, update)).unwrap();
         let scored = rewards.score_responses(&tokenizer, &asked, &responses, true).unwrap();
-        let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let judges = learner.rollout_models(&reference);
         let scores = scored.to_scores(learner.policy.device());
         let experience = experience(
             judges,
@@ -456,8 +455,8 @@ fn the_pieces_of_a_step_make_the_trainers_updates_bit_for_bit() {
             &RolloutSettings { recompute_logprobs: false, ..config.rollout(judges.policy) },
         )
         .unwrap();
-        let (kl, rewards) = shape_rewards(&World::default(), &experience, config.kl.kl_coef, &config.shaping());
-        let (advantages, returns) = advantages(&World::default(), &experience, &rewards, &config.shaping());
+        let (kl, rewards) = shape_rewards(&experience, config.kl.kl_coef, &config.shaping());
+        let (advantages, returns) = advantages(&experience, &rewards, &config.shaping());
         let targets = Targets { kl, kl_coef: config.kl.kl_coef, rewards, advantages, returns };
         let orders = config.mini_batch_orders(update, plan.batch_size);
         let rates = config.learning_rates(update, plan.num_total_batches);

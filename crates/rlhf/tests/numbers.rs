@@ -3,14 +3,13 @@
 
 use crate::cli::{PPO, REWARD, SFT, Scratch, timeless};
 use crate::support::golden;
-use rlhf::dist::World;
 use rlhf::generate::{GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::rl::checks::Checks;
 use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use rlhf::rl::rollout::{RolloutSettings, experience};
 use rlhf::rl::shaping::{Targets, targets};
 use rlhf::settings::PpoConfig;
 use std::collections::BTreeSet;
@@ -57,8 +56,7 @@ impl Update {
     }
 
     fn experience(&self) -> Experience {
-        let judges =
-            RolloutModels { policy: &self.learner.policy, reference: &self.reference, value: &self.learner.value };
+        let judges = self.learner.rollout_models(&self.reference);
         let scores = Tensor::arange(8, (Kind::Float, tch::Device::Cpu)) / 4.0 - 1.0;
         experience(
             judges,
@@ -107,7 +105,7 @@ fn gradients_agree_however_a_mini_batch_is_cut_into_micro_batches() {
     for family in ["llama", "neox"] {
         let mut update = Update::new(family, Precision::F32);
         let e = update.experience();
-        let t = targets(&World::default(), &e, update.config.kl.kl_coef, &update.config.shaping());
+        let t = targets(&e, update.config.kl.kl_coef, &update.config.shaping());
         let whole = update.gradients(&e, &t, 8);
         for rows in [1, 3, 4] {
             let cut = update.gradients(&e, &t, rows);
@@ -133,12 +131,12 @@ fn garbage_outside_the_masks_changes_no_target_no_gradient_and_no_metric() {
     let mut update = Update::new("neox", Precision::F32);
     update.config.whiten_rewards = true;
     let clean = update.experience();
-    let expected = targets(&World::default(), &clean, update.config.kl.kl_coef, &update.config.shaping());
+    let expected = targets(&clean, update.config.kl.kl_coef, &update.config.shaping());
     let gradients = update.gradients(&clean, &expected, 3);
     for garbage in GARBAGE {
         let mut dirty = update.experience();
         poisoned(&mut dirty, garbage);
-        let mut found = targets(&World::default(), &dirty, update.config.kl.kl_coef, &update.config.shaping());
+        let mut found = targets(&dirty, update.config.kl.kl_coef, &update.config.shaping());
         for (name, found, expected) in [
             ("kl", &found.kl, &expected.kl),
             ("rewards", &found.rewards, &expected.rewards),
@@ -196,7 +194,7 @@ fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_tra
         let orders = [(0..8).collect::<Vec<usize>>()];
         if let Some((tensor, number, what)) = bad {
             let before = update.weights();
-            let mut t = targets(&World::default(), &e, update.config.kl.kl_coef, &update.config.shaping());
+            let mut t = targets(&e, update.config.kl.kl_coef, &update.config.shaping());
             let _ = tensor(&mut t).get(2).get(0).fill_(number);
             let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan.epoch).unwrap();
             let reason = steps[0].not_finite().unwrap();
@@ -217,7 +215,7 @@ fn a_step_with_a_number_that_is_not_finite_moves_neither_model_and_leaves_no_tra
             }
             assert!(told.get("objective/kl").unwrap().is_finite());
         }
-        let t = targets(&World::default(), &e, update.config.kl.kl_coef, &update.config.shaping());
+        let t = targets(&e, update.config.kl.kl_coef, &update.config.shaping());
         let steps = update.learner.optimise(&e, &t, &orders, RATES, &plan.epoch).unwrap();
         assert_eq!(steps[0].not_finite(), None);
         update.weights()

@@ -4,14 +4,13 @@
 
 use crate::cli::{PPO, Scratch, json_lines};
 use crate::support::{assert_close, golden};
-use rlhf::dist::World;
 use rlhf::generate::{FinishReason, GenerationConfig, Response, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use rlhf::rl::rollout::{RolloutSettings, experience};
 use rlhf::rl::shaping::targets;
 use rlhf::settings::{LogprobsOf, PpoConfig};
 use rlhf::train::ppo::PpoTrainer;
@@ -50,7 +49,7 @@ fn responses(policy: &CausalLm, config: &PpoConfig) -> Vec<Response> {
 
 /// The models' evaluation of the responses, whose scores are 0.
 fn judged(learner: &Learner, reference: &CausalLm, responses: &[Response], config: &PpoConfig) -> Experience {
-    let judges = RolloutModels { policy: &learner.policy, reference, value: &learner.value };
+    let judges = learner.rollout_models(reference);
     let scores = Tensor::zeros([8], (Kind::Float, tch::Device::Cpu));
     experience(
         judges,
@@ -126,7 +125,7 @@ fn the_sets_stay_while_the_policy_learns_so_that_the_first_ratio_is_1_and_later_
     let responses = responses(&learner.policy, &config);
     let e = judged(&learner, &reference, &responses, &config);
     let old = among_sets(&learner.policy, &responses, 0.7);
-    let (targets, plan) = (targets(&World::default(), &e, 0.05, &config.shaping()), config.plan(8).unwrap());
+    let (targets, plan) = (targets(&e, 0.05, &config.shaping()), config.plan(8).unwrap());
     let rates = LearningRates { policy: Some(1e-3), value: 1e-3 };
     let orders: Vec<Vec<usize>> = vec![(0..8).collect(); 2];
     let steps = learner.optimise(&e, &targets, &orders, rates, &plan.epoch).unwrap();

@@ -468,12 +468,12 @@ impl StepTrainer {
     /// KL and reward of each token: minus the weighted KL, plus the score on the last token; `[rows, longest response]`
     /// each.
     pub fn compute_rewards(&self, experience: &Experience) -> (Tensor, Tensor) {
-        shape_rewards(&self.learner.world, experience, self.kl.coef(0), &self.shaping)
+        shape_rewards(experience, self.kl.coef(0), &self.shaping)
     }
 
     /// Advantages, whitened over all tokens, and returns; `[rows, longest response]` each.
     pub fn compute_advantages(&self, experience: &Experience, rewards: &Tensor) -> (Tensor, Tensor) {
-        advantages(&self.learner.world, experience, rewards, &self.shaping)
+        advantages(experience, rewards, &self.shaping)
     }
 
     /// Takes one optimizer step on some rows of an experience.

@@ -23,6 +23,8 @@ pub struct Launch {
     pub port: u16,
     /// True if this process serves the store: rank 0, unless torchrun's agent serves it.
     pub serves_store: bool,
+    /// True if the launcher serves the store, so that it outlives the ranks; else rank 0 does.
+    pub launcher_serves_store: bool,
     /// Number of times that the launcher has started all ranks again.
     pub restart: usize,
     /// Prefix of the keys in the store. It differs between restarts and between the steps of a SLURM job.
@@ -99,6 +101,7 @@ impl Launch {
             host,
             port,
             serves_store: rank == 0 && !agent,
+            launcher_serves_store: agent,
             restart,
             key_prefix: format!("rlhf/{run}/{restart}"),
         })
@@ -135,6 +138,7 @@ impl Launch {
             host,
             port,
             serves_store: rank == 0,
+            launcher_serves_store: false,
             restart,
             key_prefix: format!("rlhf/{job}.{step}/{restart}"),
         }))
@@ -294,6 +298,7 @@ mod tests {
             host: "node7".into(),
             port: 29500,
             serves_store: false,
+            launcher_serves_store: false,
             restart: 0,
             key_prefix: "rlhf/none/0".into(),
         };
@@ -385,6 +390,7 @@ mod tests {
             // 20000 + (7 * 1234567 + 3) % 12000
             port: 21972,
             serves_store: false,
+            launcher_serves_store: false,
             restart: 0,
             key_prefix: "rlhf/1234567.3/0".into(),
         };

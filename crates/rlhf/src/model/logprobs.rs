@@ -5,6 +5,7 @@ use super::layout::rounded;
 use super::linear::Linear;
 use super::sampled::{Sampled, restricted};
 use super::uses_kernels;
+use crate::dist::World;
 use crate::{Error, Result};
 use std::ops::Range;
 use tch::{Device, Kind, Tensor};
@@ -85,6 +86,23 @@ impl Distributions {
     /// Appends the same model's distributions of more sequences.
     pub fn extend(&mut self, more: Self) {
         self.hidden.extend(more.hidden);
+    }
+
+    /// The distributions of all ranks, which each have those of the rows `shares[rank]`; row i has `lens[i]` tokens.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub(crate) fn gathered(self, world: &World, shares: &[Range<usize>], lens: &[i64]) -> Result<Self> {
+        if world.size() == 1 {
+            return Ok(self);
+        }
+        let counts: Vec<usize> = shares.iter().map(|rows| lens[rows.clone()].iter().sum::<i64>() as usize).collect();
+        let width = self.head.linear.weight().0.size()[1];
+        let none = Tensor::zeros([0, width], (self.head.compute, self.head.linear.weight().0.device()));
+        let own: Vec<&Tensor> = std::iter::once(&none).chain(&self.hidden).collect();
+        let own = Tensor::cat(&own, 0);
+        let all = world.gather_rows(&own, &counts)?;
+        Ok(Self { hidden: all.split_with_sizes(lens, 0), head: self.head })
     }
 
     /// Log-probabilities of a slice of hidden states, `[rows, vocab]` f32.

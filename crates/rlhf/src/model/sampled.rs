@@ -1,6 +1,7 @@
 //! The distribution that tokens were sampled from: with a temperature, and over a subset of the vocabulary if filters removed tokens.
 
 use crate::{Error, Result};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
@@ -11,7 +12,19 @@ const IMPOSSIBLE: f64 = -1e30;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenSet(Arc<Ids>);
 
-#[derive(Debug, PartialEq, Eq)]
+impl Serialize for TokenSet {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for TokenSet {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ids::deserialize(deserializer).map(|ids| Self(Arc::new(ids)))
+    }
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Ids {
     /// The ids of the tokens.
     Listed(Box<[i32]>),

@@ -1,7 +1,6 @@
 //! Advantage estimation: how rewards become what the policy learns from.
 
 use super::settings::WhitenAdvantages;
-use crate::dist::World;
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math;
 use tch::Tensor;
@@ -30,23 +29,18 @@ impl Advantage {
     }
 }
 
-/// `x` whitened over the mask, with the moments of all ranks: mean 0 (or its own, without `shift_mean`) and variance 1.
-pub(crate) fn whiten(world: &World, x: &Tensor, mask: &Tensor, shift_mean: bool) -> Tensor {
-    math::whiten_with(x, mask, shift_mean, |sum| world.sum(sum))
-}
-
 /// Advantages of a whole update as the losses take them: whitened over all its tokens, or only masked where each mini-batch
 /// whitens its own.
-pub(crate) fn whiten_update(world: &World, e: &Experience, advantages: &Tensor, how: WhitenAdvantages) -> Tensor {
+pub(crate) fn whiten_update(e: &Experience, advantages: &Tensor, how: WhitenAdvantages) -> Tensor {
     match how {
-        WhitenAdvantages::Batch => whiten(world, advantages, &e.masks.loss, true),
+        WhitenAdvantages::Batch => math::whiten(advantages, &e.masks.loss, true),
         WhitenAdvantages::MiniBatch | WhitenAdvantages::None => math::keep(advantages, &e.masks.loss),
     }
 }
 
 /// `advantages` whitened over the tokens of `rows` alone; 0 in other rows.
-pub(crate) fn whiten_rows(world: &World, advantages: &Tensor, rows: &[usize], mask: &Tensor) -> Tensor {
+pub(crate) fn whiten_rows(advantages: &Tensor, rows: &[usize], mask: &Tensor) -> Tensor {
     let index = row_index(rows, advantages);
     let theirs = mask.zeros_like().index_copy(0, &index, &mask.index_select(0, &index));
-    whiten(world, advantages, &theirs, true)
+    math::whiten(advantages, &theirs, true)
 }

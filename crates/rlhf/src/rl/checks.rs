@@ -83,7 +83,7 @@ impl Checks {
             experience.logprobs = sampled;
         }
         let rows: Vec<usize> = (0..prompts.len()).collect();
-        let targets = targets(&learner.world, &experience, settings.kl_coef, &settings.shaping);
+        let targets = targets(&experience, settings.kl_coef, &settings.shaping);
         let stats = learner.gradients(&experience, &targets, &rows, rows.len(), true);
         learner.zero_grad();
         let stats = stats?;

@@ -79,6 +79,11 @@ impl Experience {
         [self.prompts[row].as_slice(), &self.responses[row]].concat()
     }
 
+    /// Number of tokens of [`Experience::sequence`].
+    pub(crate) fn sequence_len(&self, row: usize) -> usize {
+        self.prompts[row].len() + self.responses[row].len()
+    }
+
     /// Positions of the response tokens of a row in its sequence.
     pub fn token_span(&self, row: usize) -> Range<usize> {
         let start = self.prompts[row].len();

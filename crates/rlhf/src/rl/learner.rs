@@ -12,7 +12,7 @@ use crate::rl::loss::{LossSettings, MicroBatch, Sums, Weights};
 use crate::rl::rollout::RolloutModels;
 use crate::rl::shaping::{Shaping, Targets, targets};
 use crate::rl::stats::StepStats;
-use crate::rl::unsupervised::{Unsupervised, learn_texts};
+use crate::rl::unsupervised::{TextLimits, Unsupervised, learn_texts};
 use crate::rng::{Purpose, Stream};
 use crate::{Error, Result};
 use serde_json::{Value, json};
@@ -123,7 +123,7 @@ impl Learner {
             scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
             unsupervised: None,
             collect_ratios: false,
-            world: World::single(),
+            world: World::of_process(),
             policy,
             value,
             settings,
@@ -152,12 +152,12 @@ impl Learner {
 
     /// Policy and critic beside a reference model, for the evaluation of responses.
     pub fn rollout_models<'a>(&'a self, reference: &'a CausalLm) -> RolloutModels<'a> {
-        RolloutModels { policy: &self.policy, reference, value: &self.value }
+        RolloutModels { policy: &self.policy, reference, value: &self.value, world: &self.world }
     }
 
     /// Rewards, advantages and returns of an experience whose KL has the weight `kl_coef`; see [`targets`].
     pub fn targets(&self, experience: &Experience, kl_coef: f64, shaping: &Shaping) -> Targets {
-        targets(&self.world, experience, kl_coef, shaping)
+        targets(experience, kl_coef, shaping)
     }
 
     /// Optimizer steps taken, of both models.
@@ -215,6 +215,9 @@ impl Learner {
 
     /// Computes the losses of one mini-batch and accumulates their gradients; returns its sums.
     ///
+    /// Each rank has a part of the mini-batch with about as many tokens; the sums are those of all ranks, the gradients this
+    /// rank's until [`Learner::step`].
+    ///
     /// `mini_batch` are rows of `experience`, of which at most `micro_batch_size` go through the models at a time; without
     /// `trains_policy` only through the value model.
     ///
@@ -228,28 +231,29 @@ impl Learner {
         micro_batch_size: usize,
         trains_policy: bool,
     ) -> Result<StepStats> {
-        let count = |mask: &Tensor| {
-            let own = mask.index_select(0, &row_index(mini_batch, mask)).sum(Kind::Double);
-            self.world.sum(own).double_value(&[])
-        };
+        let count =
+            |mask: &Tensor| mask.index_select(0, &row_index(mini_batch, mask)).sum(Kind::Double).double_value(&[]);
         let tokens = if trains_policy { count(&experience.masks.loss) } else { 0.0 };
         let value_slots = count(&experience.masks.value_loss);
         let weights = Weights { tokens, value_slots, kl_coef: targets.kl_coef, scales: self.loss_scales() };
         let whitened = self
             .settings
             .whiten_mini_batches
-            .then(|| whiten_rows(&self.world, &targets.advantages, mini_batch, &experience.masks.loss));
+            .then(|| whiten_rows(&targets.advantages, mini_batch, &experience.masks.loss));
         let advantages = whitened.as_ref().unwrap_or(&targets.advantages);
         let mut sums = Sums::new(self.collect_ratios);
-        let length = |&row: &usize| experience.prompts[row].len() + experience.responses[row].len();
-        for rows in micro_batches(mini_batch, micro_batch_size, self.micro_batch_tokens, length) {
-            let batch = MicroBatch::new(experience, targets, advantages, rows, &self.settings.loss);
-            let reference = experience.reference.as_ref().map(|reference| (reference, rows));
-            self.backward(&batch, reference, weights, trains_policy, &mut sums)?;
-        }
+        let length = |&row: &usize| experience.sequence_len(row);
+        let own = self.world.share_by(mini_batch, length);
+        let passes =
+            micro_batches(own, micro_batch_size, self.micro_batch_tokens, length).into_iter().try_for_each(|rows| {
+                let batch = MicroBatch::new(experience, targets, advantages, rows, &self.settings.loss);
+                let reference = experience.reference.as_ref().map(|reference| (reference, rows));
+                self.backward(&batch, reference, weights, trains_policy, &mut sums)
+            });
+        self.world.agree(passes)?;
         let mut stats = StepStats { tokens, value_slots, ..StepStats::default() };
         sums.read_into(&mut stats);
-        stats.sum_over(&self.world);
+        stats.sum_over(&self.world)?;
         Ok(stats)
     }
 
@@ -309,7 +313,8 @@ impl Learner {
         let finite = |part: &StepStats| {
             part.not_finite().is_none() || (part.ratio == f64::INFINITY && part.value_loss.is_finite())
         };
-        if self.world.any(parts.iter().any(far) && parts.iter().all(finite)) {
+        // The sums are those of all ranks, so all ranks decide alike.
+        if parts.iter().any(far) && parts.iter().all(finite) {
             for part in parts.iter_mut() {
                 part.skipped = true;
                 part.policy_loss = if part.policy_loss.is_finite() { part.policy_loss } else { 0.0 };
@@ -349,15 +354,17 @@ impl Learner {
     /// If libtorch refuses the step.
     pub fn step(&mut self, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
         let [of_policy, of_value] = self.loss_scales();
-        let params = self.policy.params().iter().chain(self.value.model().into_iter().flat_map(|model| model.params()));
-        self.world.sum_gradients(params.map(|param| &param.tensor));
         if rates.policy.is_some() {
-            stats.policy_grad_norm = self.policy_optimizer.grad_norm() / of_policy;
+            self.policy_optimizer.reduce_gradients(&self.world)?;
+            stats.policy_grad_norm = self.policy_optimizer.grad_norm()? / of_policy;
         }
-        stats.value_grad_norm = self.value_optimizer.as_ref().map_or(0.0, AdamW::grad_norm) / of_value;
+        if let Some(optimizer) = &mut self.value_optimizer {
+            optimizer.reduce_gradients(&self.world)?;
+            stats.value_grad_norm = optimizer.grad_norm()? / of_value;
+        }
         let align = self.scaling.as_ref().is_some_and(|scaling| scaling.align);
         self.scaling.iter_mut().for_each(|scaling| scaling.record(rates.policy.is_some(), stats));
-        if self.world.any(stats.not_finite().is_some()) {
+        if stats.not_finite().is_some() {
             self.zero_grad();
             return Ok(());
         }
@@ -383,7 +390,8 @@ impl Learner {
         let [scale, _] = self.loss_scales();
         let Some(texts) = &mut self.unsupervised else { return Ok(()) };
         let coef = texts.coef() * scale;
-        stats.unsup_loss = learn_texts(&self.policy, &texts.take(rows), coef, most_rows, self.micro_batch_tokens)?;
+        let limits = TextLimits { most_rows, most_tokens: self.micro_batch_tokens, world: &self.world };
+        stats.unsup_loss = learn_texts(&self.policy, &texts.take(rows), coef, &limits)?;
         Ok(())
     }
 
@@ -394,7 +402,8 @@ impl Learner {
     /// If a text does not fit the policy, or none has two tokens.
     pub fn learn_texts<S: AsRef<[i64]>>(&self, texts: &[S], coef: f64) -> Result<f64> {
         let [scale, _] = self.loss_scales();
-        learn_texts(&self.policy, texts, coef * scale, texts.len().max(1), self.micro_batch_tokens)
+        let (most_rows, most_tokens) = (texts.len().max(1), self.micro_batch_tokens);
+        learn_texts(&self.policy, texts, coef * scale, &TextLimits { most_rows, most_tokens, world: &self.world })
     }
 
     /// Clears the gradients of both models.

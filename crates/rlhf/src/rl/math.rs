@@ -68,15 +68,10 @@ pub fn masked_mean(x: &Tensor, mask: &Tensor) -> Tensor {
 /// `shift_mean: false` puts the mean back. With fewer than two counted numbers the variance counts as 0.
 /// Source: TRL f2cd577 `masked_whiten`.
 pub fn whiten(x: &Tensor, mask: &Tensor, shift_mean: bool) -> Tensor {
-    whiten_with(x, mask, shift_mean, |sum| sum)
-}
-
-/// [`whiten`] whose sums, scalars, go through `sum_over_ranks`: the moments are those of all ranks together.
-pub fn whiten_with(x: &Tensor, mask: &Tensor, shift_mean: bool, sum_over_ranks: impl Fn(Tensor) -> Tensor) -> Tensor {
-    let count = sum_over_ranks(mask.sum(Kind::Float));
-    let mean = sum_over_ranks(masked_sum(x, mask)) / count.clamp_min(1.0);
+    let count = mask.sum(Kind::Float);
+    let mean = masked_sum(x, mask) / count.clamp_min(1.0);
     let centred = keep(&(x - &mean), mask);
-    let variance = sum_over_ranks(centred.square().sum(Kind::Float)) / (count - 1.0).clamp_min(1.0);
+    let variance = centred.square().sum(Kind::Float) / (count - 1.0).clamp_min(1.0);
     let whitened = centred * (variance + 1e-8).rsqrt();
     if shift_mean { whitened } else { keep(&(whitened + mean), mask) }
 }

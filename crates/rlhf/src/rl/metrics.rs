@@ -1,6 +1,5 @@
 //! The metrics of an update.
 
-use crate::dist::World;
 use crate::metrics::Metrics;
 use crate::model::ValueModel;
 use crate::rl::experience::Experience;
@@ -29,12 +28,11 @@ impl Learner {
             m.push("val/ratio", ratio);
             m.push("val/ratio_var", (steps.per_token(|s| s.ratio_squared) - ratio * ratio).clamp(0.0, f64::INFINITY));
         }
-        m.push("val/explained_variance", explained_variance(&self.world, e, targets));
+        m.push("val/explained_variance", explained_variance(e, targets));
         if matches!(self.value, ValueModel::Model(_)) {
             m.push("val/grad_norm", steps.mean_norm(|s| s.value_grad_norm, |s| s.value_overflowed));
         }
-        let lengths = self.world.gather(Tensor::from_slice(&e.lengths()));
-        m.push("val/response_length", mean(&lengths));
+        m.push("val/response_length", mean(&Tensor::from_slice(&e.lengths())));
         m.push("val/skipped_steps", (steps.all_steps - steps.kept.len()) as f64);
         if self.scaling.is_some() {
             m.push("policy/overflows", steps.count(|s| s.policy_overflowed) as f64);
@@ -44,13 +42,10 @@ impl Learner {
 
     /// Metrics of the responses, before anything is trained.
     fn rollout_metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets) {
-        let per_row = |x: Tensor| {
-            let rows = self.world.gather(Tensor::from_slice(&[e.rows() as i64])).sum(Kind::Double).double_value(&[]);
-            self.world.sum(x.sum(Kind::Double)).double_value(&[]) / rows
-        };
+        let per_row = |x: Tensor| x.sum(Kind::Double).double_value(&[]) / e.rows() as f64;
         let (kl, entropy) = (per_row(targets.kl.shallow_clone()), -per_row(math::keep(&e.logprobs, &e.masks.response)));
         let in_rewards = if self.settings.loss.kl_in_loss.is_some() { 0.0 } else { targets.kl_coef };
-        let scores = self.world.gather(e.total_scores());
+        let scores = e.total_scores();
         let score = mean(&scores);
         m.push("objective/kl", kl);
         m.push("objective/kl_coef", targets.kl_coef);
@@ -146,9 +141,9 @@ fn mean(x: &Tensor) -> f64 {
 }
 
 /// 1 - Var(returns - values) / Var(returns) over the value slots: 1 for a perfect value model, 0 for a constant.
-fn explained_variance(world: &World, e: &Experience, targets: &Targets) -> f64 {
+fn explained_variance(e: &Experience, targets: &Targets) -> f64 {
     let variance = |x: &Tensor| {
-        let counted = world.gather(x.masked_select(&e.masks.value));
+        let counted = x.masked_select(&e.masks.value);
         if counted.numel() > 1 { counted.var(true).double_value(&[]) } else { 0.0 }
     };
     let total = variance(&targets.returns);

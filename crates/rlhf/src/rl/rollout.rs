@@ -1,5 +1,6 @@
 //! The half of a PPO update without gradients: the models evaluate the sampled responses.
 
+use crate::dist::World;
 use crate::generate::Response;
 use crate::model::{
     CausalLm, Distributions, JointBatch, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches,
@@ -47,9 +48,13 @@ pub struct RolloutModels<'a> {
     pub reference: &'a CausalLm,
     /// The critic, as it is before this update: a separate model, or a head on the policy.
     pub value: &'a ValueModel,
+    /// The ranks that divide the rows among them.
+    pub world: &'a World,
 }
 
 /// Evaluates `responses` to `prompts`: log-probabilities, reference log-probabilities and values, beside the final `scores`.
+///
+/// The rows are those of all ranks; each rank evaluates a part of about as many tokens, and the results are gathered.
 ///
 /// Each row is a group of its own; a caller that samples several responses per prompt sets [`Experience::groups`].
 ///
@@ -65,18 +70,15 @@ pub fn experience(
     let scores = scores.into();
     check_rows(prompts, responses, &scores, settings)?;
     let mut experience = unevaluated(prompts, responses, scores, settings, models.policy.device());
-    let passes = Passes { models, experience: &experience, settings };
-    let full_kl = settings.full_kl.then(|| passes.full_kl()).transpose()?;
-    let reference = if settings.store_distributions { passes.distributions()? } else { None };
-    let (logprobs, ref_logprobs, values) = tch::no_grad(|| {
-        let (logprobs, values) = match models.value {
-            // The head shares the policy's pass.
-            ValueModel::Head(_) if settings.recompute_logprobs => passes.logprobs_and_values()?,
-            _ if settings.recompute_logprobs => (passes.logprobs(models.policy)?, passes.values()?),
-            _ => (passes.sampled_logprobs(responses), passes.values()?),
-        };
-        Ok::<_, Error>((logprobs, passes.logprobs(models.reference)?, values))
-    })?;
+    let passes = Passes::new(models, &experience, settings);
+    let evaluated = models.world.agree(passes.evaluate(responses))?;
+    let gathered = |x: &Tensor| passes.gathered(x);
+    let (logprobs, ref_logprobs) = (gathered(&evaluated.logprobs)?, gathered(&evaluated.ref_logprobs)?);
+    let (values, full_kl) = (gathered(&evaluated.values)?, evaluated.full_kl.as_ref().map(gathered).transpose()?);
+    let reference = match evaluated.reference {
+        Some(reference) => Some(reference.gathered(models.world, &passes.shares, &experience.lengths())?),
+        None => None,
+    };
     (experience.logprobs, experience.ref_logprobs, experience.values) = (logprobs, ref_logprobs, values);
     (experience.full_kl, experience.reference) = (full_kl, reference);
     Ok(experience)
@@ -101,11 +103,22 @@ pub fn counted_tokens(responses: &[Response], left_out: &[i64]) -> Vec<i64> {
     responses.iter().map(|r| r.tokens.len() as i64 - i64::from(ends(r))).collect()
 }
 
-/// The forward passes over the rows of one experience.
+/// The forward passes over the rows of one experience, of which each rank has a part.
 struct Passes<'a> {
     models: RolloutModels<'a>,
     experience: &'a Experience,
     settings: &'a RolloutSettings,
+    /// The rows of each rank.
+    shares: Vec<Range<usize>>,
+}
+
+/// Results of the passes over this rank's rows.
+struct Evaluated {
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    values: Tensor,
+    full_kl: Option<Tensor>,
+    reference: Option<Distributions>,
 }
 
 /// A batch of rows as the models take it.
@@ -116,7 +129,56 @@ struct Batch {
     sets: Option<Vec<TokenSet>>,
 }
 
-impl Passes<'_> {
+impl<'a> Passes<'a> {
+    fn new(models: RolloutModels<'a>, experience: &'a Experience, settings: &'a RolloutSettings) -> Self {
+        let lengths: Vec<usize> = (0..experience.rows()).map(|row| experience.sequence_len(row)).collect();
+        Self { models, experience, settings, shares: models.world.shares_by(&lengths) }
+    }
+
+    /// This rank's rows.
+    fn rows(&self) -> Range<usize> {
+        self.shares[self.models.world.rank()].clone()
+    }
+
+    /// The rows of all ranks, of this rank's `x`.
+    fn gathered(&self, x: &Tensor) -> Result<Tensor> {
+        let counts: Vec<usize> = self.shares.iter().map(Range::len).collect();
+        self.models.world.gather_rows(x, &counts)
+    }
+
+    fn evaluate(&self, responses: &[Response]) -> Result<Evaluated> {
+        let (models, settings) = (self.models, self.settings);
+        let full_kl = settings.full_kl.then(|| self.full_kl()).transpose()?;
+        let reference = settings.store_distributions.then(|| self.distributions()).transpose()?;
+        tch::no_grad(|| {
+            let (logprobs, values) = match models.value {
+                // The head shares the policy's pass.
+                ValueModel::Head(_) if settings.recompute_logprobs => self.logprobs_and_values()?,
+                _ if settings.recompute_logprobs => (self.logprobs(models.policy)?, self.values()?),
+                _ => (self.sampled_logprobs(&responses[self.rows()]), self.values()?),
+            };
+            Ok(Evaluated { logprobs, ref_logprobs: self.logprobs(models.reference)?, values, full_kl, reference })
+        })
+    }
+
+    /// Runs `f` over batches of this rank's rows, and joins the results.
+    fn in_batches(&self, f: impl Fn(&Batch) -> Result<Tensor>) -> Result<Tensor> {
+        let rows = self.rows();
+        in_batches(rows.len(), self.settings.batch_size, |part| {
+            f(&self.batch(rows.start + part.start..rows.start + part.end))
+        })
+    }
+
+    /// Number of response tokens of each of this rank's rows.
+    fn lengths(&self) -> Vec<i64> {
+        self.experience.lengths()[self.rows()].to_vec()
+    }
+
+    /// `values`, one after another, in the slots of this rank's rows.
+    fn values_to_slots(&self, values: &Tensor) -> Tensor {
+        to_slots(values, &self.experience.value_counts[self.rows()], self.experience.width())
+    }
+
     fn batch(&self, rows: Range<usize>) -> Batch {
         let e = self.experience;
         Batch {
@@ -133,8 +195,7 @@ impl Passes<'_> {
 
     /// One number per response token, in its slot.
     fn per_token(&self, f: impl Fn(&Batch) -> Result<Tensor>) -> Result<Tensor> {
-        let parts = in_batches(self.experience.rows(), self.settings.batch_size, |rows| f(&self.batch(rows)))?;
-        Ok(to_slots(&parts, &self.experience.lengths(), self.experience.width()))
+        Ok(to_slots(&self.in_batches(f)?, &self.lengths(), self.experience.width()))
     }
 
     /// Log-probabilities of the response tokens under `model`.
@@ -148,7 +209,7 @@ impl Passes<'_> {
     fn sampled_logprobs(&self, responses: &[Response]) -> Tensor {
         let sampled: Vec<f32> = responses.iter().flat_map(|r| r.logprobs.iter().copied()).collect();
         let sampled = Tensor::from_slice(&sampled).to_device(self.models.policy.device());
-        to_slots(&sampled, &self.experience.lengths(), self.experience.width())
+        to_slots(&sampled, &self.lengths(), self.experience.width())
     }
 
     /// KL(policy || reference) over the whole vocabulary at each response token.
@@ -157,27 +218,21 @@ impl Passes<'_> {
         self.per_token(|batch| policy.kl_to(reference, &batch.sequences, &batch.tokens, self.sampled(batch)))
     }
 
-    /// The reference model's distributions at all response tokens; `None` without rows.
-    fn distributions(&self) -> Result<Option<Distributions>> {
-        let mut all: Option<Distributions> = None;
-        for rows in batches(self.experience.rows(), self.settings.batch_size) {
-            let batch = self.batch(rows);
-            let more = self.models.reference.distributions(&batch.sequences, &batch.tokens)?;
-            match &mut all {
-                Some(all) => all.extend(more),
-                None => all = Some(more),
-            }
+    /// The reference model's distributions at the response tokens of this rank's rows.
+    fn distributions(&self) -> Result<Distributions> {
+        let rows = self.rows();
+        let mut all = self.models.reference.distributions::<Vec<i64>>(&[], &[])?;
+        for part in batches(rows.len(), self.settings.batch_size) {
+            let batch = self.batch(rows.start + part.start..rows.start + part.end);
+            all.extend(self.models.reference.distributions(&batch.sequences, &batch.tokens)?);
         }
         Ok(all)
     }
 
     fn values(&self) -> Result<Tensor> {
         let RolloutModels { policy, value, .. } = self.models;
-        let values = in_batches(self.experience.rows(), self.settings.batch_size, |rows| {
-            let batch = self.batch(rows);
-            value.values_at(policy, &batch.sequences, &batch.values)
-        })?;
-        Ok(to_slots(&values, &self.experience.value_counts, self.experience.width()))
+        let values = self.in_batches(|batch| value.values_at(policy, &batch.sequences, &batch.values))?;
+        Ok(self.values_to_slots(&values))
     }
 
     /// Log-probabilities and values of a critic that is a head on the policy, in one pass.
@@ -194,7 +249,7 @@ impl Passes<'_> {
             Ok(found.logprobs)
         })?;
         let values = Tensor::cat(&values.into_inner(), 0);
-        Ok((logprobs, to_slots(&values, &self.experience.value_counts, self.experience.width())))
+        Ok((logprobs, self.values_to_slots(&values)))
     }
 }
 

@@ -1,8 +1,7 @@
 //! Reward shaping: from scores and log-probabilities to the rewards, advantages and returns of an update.
 
 use super::settings::WhitenAdvantages;
-use crate::dist::World;
-use crate::rl::advantage::{Advantage, whiten, whiten_update};
+use crate::rl::advantage::{Advantage, whiten_update};
 use crate::rl::experience::Experience;
 use crate::rl::math::{self, KlEstimator, ScorePosition};
 use tch::{Kind, Tensor};
@@ -45,15 +44,15 @@ pub struct Targets {
 ///
 /// [`shape_rewards`], then [`advantages`]: the one path for [`PpoTrainer`](crate::train::ppo::PpoTrainer), TRL's `step()` and
 /// DeepSpeed-Chat's engine.
-pub fn targets(world: &World, e: &Experience, kl_coef: f64, shaping: &Shaping) -> Targets {
-    let (kl, rewards) = shape_rewards(world, e, kl_coef, shaping);
-    let (advantages, returns) = advantages(world, e, &rewards, shaping);
+pub fn targets(e: &Experience, kl_coef: f64, shaping: &Shaping) -> Targets {
+    let (kl, rewards) = shape_rewards(e, kl_coef, shaping);
+    let (advantages, returns) = advantages(e, &rewards, shaping);
     Targets { kl, kl_coef, rewards, advantages, returns }
 }
 
 /// Estimate of KL(policy || reference) per token, and rewards: the scores at their places minus `kl_coef` times the KL, unless
 /// the KL is in the loss; whitened if the settings say so. Both are `[B, R]` f32.
-pub fn shape_rewards(world: &World, e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor, Tensor) {
+pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor, Tensor) {
     let kl = match &e.full_kl {
         Some(kl) => kl.shallow_clone(),
         None => math::kl(&e.logprobs, &e.ref_logprobs, &e.masks.response, shaping.kl_estimator),
@@ -73,15 +72,15 @@ pub fn shape_rewards(world: &World, e: &Experience, kl_coef: f64, shaping: &Shap
         rewards += token_scores;
     }
     if shaping.whiten_rewards {
-        rewards = whiten(world, &rewards, &e.masks.value, false);
+        rewards = math::whiten(&rewards, &e.masks.value, false);
     }
     (kl, rewards)
 }
 
 /// Advantages of `rewards`, whitened as the settings say, and returns, never whitened. Both are `[B, R]` f32.
-pub fn advantages(world: &World, e: &Experience, rewards: &Tensor, shaping: &Shaping) -> (Tensor, Tensor) {
+pub fn advantages(e: &Experience, rewards: &Tensor, shaping: &Shaping) -> (Tensor, Tensor) {
     let (advantages, returns) = shaping.advantage.estimate(e, rewards);
-    (whiten_update(world, e, &advantages, shaping.whiten_advantages), returns)
+    (whiten_update(e, &advantages, shaping.whiten_advantages), returns)
 }
 
 /// `scores` minus `penalty` for each row without a stop token; `[B]`.

@@ -1,5 +1,6 @@
 //! Sums of an optimizer step.
 
+use crate::Result;
 use crate::dist::World;
 
 /// Sums of one optimizer step over the tokens (or value slots) of its mini-batch, of all ranks together.
@@ -67,7 +68,10 @@ impl StepStats {
     }
 
     /// Adds the sums of the other ranks; `tokens` and `value_slots` are global already.
-    pub(crate) fn sum_over(&mut self, world: &World) {
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub(crate) fn sum_over(&mut self, world: &World) -> Result<()> {
         let sums = [
             &mut self.policy_loss,
             &mut self.value_loss,
@@ -84,8 +88,13 @@ impl StepStats {
             &mut self.value_error,
         ];
         let mut numbers = sums.each_ref().map(|sum| **sum);
-        world.sum_numbers(&mut numbers);
+        world.sum_numbers(&mut numbers)?;
         sums.into_iter().zip(numbers).for_each(|(sum, number)| *sum = number);
+        if world.size() > 1 && world.any(!self.ratios.is_empty())? {
+            let ratios: Vec<f64> = self.ratios.iter().map(|&ratio| f64::from(ratio)).collect();
+            self.ratios = world.gather_numbers(&ratios)?.concat().into_iter().map(|ratio| ratio as f32).collect();
+        }
+        Ok(())
     }
 }
 

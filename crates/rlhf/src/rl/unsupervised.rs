@@ -2,6 +2,7 @@
 //! length, taken in shuffled passes.
 
 use crate::data::{Cursor, Dataset, Files};
+use crate::dist::World;
 use crate::flag::{DATA, NONE, PPO, above_zero, all, defaults, no_effect, optional};
 use crate::model::{Batch, CausalLm};
 use crate::optim::micro_batch::micro_batches;
@@ -133,10 +134,19 @@ impl Unsupervised {
     }
 }
 
+/// Limits of one forward and backward pass over texts, which change memory and speed only, and the ranks that share the texts.
+pub(crate) struct TextLimits<'a> {
+    /// Most texts.
+    pub(crate) most_rows: usize,
+    /// Most tokens.
+    pub(crate) most_tokens: usize,
+    pub(crate) world: &'a World,
+}
+
 /// Adds the gradient of `coef` times the mean negative log-likelihood of the tokens of `texts`, each text's first aside, to those
 /// of `policy`'s parameters; gives that mean.
 ///
-/// At most `most_rows` texts, and `most_tokens` tokens, go through the model at a time, which changes nothing.
+/// The texts are those of all ranks, each of which learns a part; the mean is over all of them.
 ///
 /// # Errors
 /// If a text does not fit the model, or none has two tokens; if the model is frozen.
@@ -144,8 +154,7 @@ pub(crate) fn learn_texts<S: AsRef<[i64]>>(
     policy: &CausalLm,
     texts: &[S],
     coef: f64,
-    most_rows: usize,
-    most_tokens: usize,
+    limits: &TextLimits<'_>,
 ) -> Result<f64> {
     let spans = |texts: &[S]| -> Vec<Range<usize>> { texts.iter().map(|text| 1..text.as_ref().len().max(1)).collect() };
     let tokens: usize = spans(texts).iter().map(Range::len).sum();
@@ -153,13 +162,20 @@ pub(crate) fn learn_texts<S: AsRef<[i64]>>(
         return Err(Error::Run("unsupervised batch: expected texts of at least two tokens, found none".into()));
     }
     let mut sum = 0.0;
-    for part in micro_batches(texts, most_rows, most_tokens, |text| text.as_ref().len()) {
+    let length = |text: &S| text.as_ref().len();
+    let own = limits.world.share_by(texts, length);
+    let mut passes = micro_batches(own, limits.most_rows, limits.most_tokens, length).into_iter();
+    let learned = passes.try_for_each(|part| {
         let found = policy.logprobs_backward(Batch::new(part, &spans(part)), 1.0, |_, now| {
             -now.logprobs.sum(Kind::Float) * (coef / tokens as f64)
         })?;
         sum -= found.logprobs.sum(Kind::Float).double_value(&[]);
-    }
-    Ok(sum / tokens as f64)
+        Ok(())
+    });
+    limits.world.agree(learned)?;
+    let mut sums = [sum];
+    limits.world.sum_numbers(&mut sums)?;
+    Ok(sums[0] / tokens as f64)
 }
 
 #[cfg(test)]

@@ -96,6 +96,18 @@ impl Best {
         Ok(Some(output_dir.join(BEST)))
     }
 
+    /// Returns whether the model after `done` updates is to be written.
+    pub(crate) fn is_due(&self, done: usize) -> bool {
+        self.pending.is_some_and(|(_, update)| update == done)
+    }
+
+    /// Records that another rank has written the model after `done` updates.
+    pub(crate) fn mark_written(&mut self, done: usize) {
+        if let Some(found) = self.pending.take_if(|(_, update)| *update == done) {
+            self.found = Some(found);
+        }
+    }
+
     /// Returns whether the metric is one of evaluations.
     pub(crate) fn is_of_evaluations(&self) -> bool {
         is_eval_metric(&self.metric)

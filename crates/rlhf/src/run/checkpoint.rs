@@ -136,7 +136,7 @@ impl State {
 }
 
 /// A complete checkpoint.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Saved {
     /// Its folder.
     pub(crate) dir: PathBuf,
@@ -390,24 +390,28 @@ pub(crate) struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Returns the checkpoints of the run of `command` with the settings `config`, of which `done` updates are done. Removes what a
-    /// killed run left incomplete or beyond `save_total_limit`.
+    /// Returns the checkpoints of the run of `command` with the settings `config`.
     ///
     /// # Errors
-    /// If that cannot be removed.
+    /// If the settings cannot be written to a checkpoint.
     pub(crate) fn new(
         command: &'static str,
         run: &RunConfig,
         config: &impl Serialize,
         num_updates: usize,
-        done: usize,
     ) -> Result<Self> {
         let dir = run.output_dir.clone();
-        clear(&dir)?;
         let (every, limit) = (run.checkpoints.save_steps, run.checkpoints.save_total_limit);
-        let checkpoints = Self { dir, command, config: settings(config)?, num_updates, every, limit, last: None };
-        checkpoints.keep_to_limit(done)?;
-        Ok(checkpoints)
+        Ok(Self { dir, command, config: settings(config)?, num_updates, every, limit, last: None })
+    }
+
+    /// Removes what a killed run left incomplete or beyond `save_total_limit`, where `done` updates are done.
+    ///
+    /// # Errors
+    /// If that cannot be removed.
+    pub(crate) fn tidy(&mut self, done: usize) -> Result<()> {
+        clear(&self.dir)?;
+        self.keep_to_limit(done)
     }
 
     /// Returns whether one is due after `done` updates: every `save_steps` updates, and after the last.
@@ -622,7 +626,7 @@ pub(super) mod tests {
 
     pub(in crate::run) fn save(dir: &Path, limit: Option<usize>, updates: &[usize]) {
         let run = run(dir, limit, None);
-        let mut checkpoints = Checkpoints::new("sft", &run, &json!({"seed": 1, "device": "cpu"}), 20, 0).unwrap();
+        let mut checkpoints = Checkpoints::new("sft", &run, &json!({"seed": 1, "device": "cpu"}), 20).unwrap();
         for &update in updates {
             let write = |dir: &Path| {
                 fs::create_dir(dir.join("value_model")).unwrap();
@@ -698,7 +702,7 @@ pub(super) mod tests {
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), Some(1), &[2]);
         let run = run(dir.path(), Some(1), None);
-        let mut checkpoints = Checkpoints::new("sft", &run, &json!({}), 9, 0).unwrap();
+        let mut checkpoints = Checkpoints::new("sft", &run, &json!({}), 9).unwrap();
         let full = |dir: &Path| write_text(&dir.join("model"), "wei").and(Err(Error::Run("full".into())));
         assert!(checkpoints.save(4, Map::new(), Map::new(), full).is_err());
         assert_eq!(sorted(dir.path()), ["checkpoint-2"]);
@@ -726,7 +730,7 @@ pub(super) mod tests {
         // The last is damaged, so the run resumes from the one before.
         fs::remove_file(dir.path().join("checkpoint-8/model")).unwrap();
         let run = run(dir.path(), Some(2), None);
-        Checkpoints::new("sft", &run, &json!({}), 9, 6).unwrap();
+        Checkpoints::new("sft", &run, &json!({}), 9).unwrap().tidy(6).unwrap();
         assert_eq!(sorted(dir.path()), ["checkpoint-4", "checkpoint-6", "checkpoint-8"]);
     }
 
@@ -752,7 +756,7 @@ pub(super) mod tests {
     fn a_finished_run_may_be_longer_and_no_other() {
         let dir = tempfile::tempdir().unwrap();
         let run = run(dir.path(), None, None);
-        let mut checkpoints = Checkpoints::new("sft", &run, &json!({"max_steps": 4}), 4, 0).unwrap();
+        let mut checkpoints = Checkpoints::new("sft", &run, &json!({"max_steps": 4}), 4).unwrap();
         for done in [2, 4] {
             checkpoints.save(done, Map::new(), Map::new(), |_| Ok(())).unwrap();
         }

@@ -19,8 +19,7 @@ type Watcher<'w> = dyn FnMut(&Event<'_>) -> ControlFlow<()> + 'w;
 pub(crate) struct Reporter<'w> {
     /// Console output beside events: the title, the progress bar, notes.
     pub(crate) console: ConsoleOutput,
-    jsonl: Jsonl,
-    samples: SampleFiles,
+    files: Option<(Jsonl, SampleFiles)>,
     tensorboard: Option<TensorBoardSink>,
     watcher: Option<Box<Watcher<'w>>>,
     stopped: bool,
@@ -43,7 +42,13 @@ impl<'w> Reporter<'w> {
             ReportTo::Tensorboard => Some(TensorBoardSink::create(dir, run.tensorboard_tags)?),
         };
         let console = ConsoleOutput::open(dir, console, run.disable_tqdm, total, reached.updates);
-        Ok(Self { console, jsonl, samples, tensorboard, watcher: None, stopped: false })
+        Ok(Self { console, files: Some((jsonl, samples)), tensorboard, watcher: None, stopped: false })
+    }
+
+    /// A reporter that writes and prints nothing, for the ranks beside the first.
+    pub(crate) fn silent(run: &RunConfig, total: usize, reached: Reached) -> Self {
+        let console = ConsoleOutput::open(&run.output_dir, Console::Silent, true, total, reached.updates);
+        Self { console, files: None, tensorboard: None, watcher: None, stopped: false }
     }
 
     /// Writes the settings of the run where a sink has hyperparameters.
@@ -72,8 +77,10 @@ impl<'w> Reporter<'w> {
     /// # Errors
     /// If a file cannot be written; the sinks after it do not get the event.
     pub(crate) fn emit(&mut self, event: &Event<'_>) -> Result<()> {
-        self.jsonl.receive(event)?;
-        self.samples.receive(event)?;
+        if let Some((jsonl, samples)) = &mut self.files {
+            jsonl.receive(event)?;
+            samples.receive(event)?;
+        }
         self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.receive(event))?;
         self.console.receive(event);
         self.notify_watcher(event);
@@ -97,7 +104,7 @@ impl<'w> Reporter<'w> {
     /// # Errors
     /// If the file cannot be written.
     pub(crate) fn sync(&self) -> Result<()> {
-        self.jsonl.sync()
+        self.files.as_ref().map_or(Ok(()), |(jsonl, _)| jsonl.sync())
     }
 
     fn notify_watcher(&mut self, event: &Event<'_>) {

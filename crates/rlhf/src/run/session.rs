@@ -37,7 +37,7 @@ use crate::run::settings::{EvalConfig, RunConfig};
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::start::Start;
-use crate::signals::{exit_code, stop_requested};
+use crate::signals::{exit_code, request_stop, stop_requested};
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -96,6 +96,27 @@ pub(crate) trait Trainee {
         Map::new()
     }
 
+    /// Takes part in the collectives of [`Trainee::write_models`], on a rank that writes no files.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    fn share_models(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Takes part in the collectives of [`Trainee::write_optimizers`], on a rank that writes no files.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    fn share_optimizers(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Returns whether this rank lacks parts of models or optimizers, so that it cannot save them by itself.
+    fn is_sharded(&self) -> bool {
+        false
+    }
+
     /// Returns whether the metric of the best model may be missing so far.
     fn may_lack_best_metric(&self) -> bool {
         false
@@ -111,7 +132,9 @@ pub(crate) struct Progress {
     pub(crate) recorded: usize,
     best: Option<Best>,
     snapshot: Option<Snapshot>,
-    /// The lock on the output folder, once a session has begun in it.
+    /// Whether a session has begun in the output folder.
+    begun: bool,
+    /// The lock on the output folder, on the rank that owns it.
     lock: Option<FolderLock>,
 }
 
@@ -126,12 +149,12 @@ struct Snapshot {
 impl Progress {
     /// Returns the progress of a new run.
     pub(crate) fn new(eval: &EvalConfig) -> Self {
-        Self { done: 0, recorded: 0, best: Best::new(eval), snapshot: None, lock: None }
+        Self { done: 0, recorded: 0, best: Best::new(eval), snapshot: None, begun: false, lock: None }
     }
 
     /// Returns whether a session has begun in the output folder.
     pub(crate) fn has_begun(&self) -> bool {
-        self.lock.is_some()
+        self.begun
     }
 }
 
@@ -162,23 +185,36 @@ pub(crate) struct RunSpec<'a, C> {
 /// A locked output folder, and what the run in it starts from.
 #[derive(Debug)]
 pub(crate) struct Opening {
-    lock: FolderLock,
+    /// The lock, on the rank that owns the folder.
+    lock: Option<FolderLock>,
     pub(crate) start: Start,
     /// Warnings about settings that differ from the checkpoint's.
     differences: Vec<String>,
 }
 
 impl Opening {
-    /// Locks the output folder and finds what the run starts from; `inputs` are the paths that it reads. Changes nothing.
+    /// Locks the output folder and finds what the run starts from; `inputs` are the paths that it reads. Changes nothing. Rank 0
+    /// does so for all ranks.
     ///
     /// # Errors
     /// If another run is in the folder, or the run may not write there or cannot resume.
     pub(crate) fn new(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
+        let world = World::of_process();
+        let opening = world.is_main().then(|| Self::on_main(run, command, config, inputs)).transpose();
+        let opening = world.agree(opening)?;
+        let start = world.broadcast_bytes(opening.as_ref().map(|opening| opening.start.to_bytes()))?;
+        match opening {
+            Some(opening) => Ok(opening),
+            None => Ok(Self { lock: None, start: Start::from_bytes(&start)?, differences: Vec::new() }),
+        }
+    }
+
+    fn on_main(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
         let lock = FolderLock::acquire(&run.output_dir)?;
         let start = Start::find(run)?;
         check_output_dir(run, &start, inputs)?;
         let differences = start.check(command, config)?;
-        Ok(Self { lock, start, differences })
+        Ok(Self { lock: Some(lock), start, differences })
     }
 
     /// Returns the commits that names of the hub stood for when the run started.
@@ -230,14 +266,16 @@ impl<'w> Session<'w> {
         mut warnings: Vec<String>,
         console: Console,
     ) -> Result<Self> {
+        let world = World::of_process();
         let mut start = Start { in_place: true, ..Start::default() };
         if let Some(opening) = opening {
             if let Some(saved) = &opening.start.from {
-                warnings.extend(resume(trainee, saved, opening.start.in_place, spec)?);
+                warnings.extend(world.agree(resume(trainee, saved, opening.start.in_place, spec))?);
             }
             warnings.extend(opening.differences);
-            let lock = claim_output_dir(spec.run, &opening.start, opening.lock, spec.config)?;
-            trainee.progress_mut().lock = Some(lock);
+            let claim = |lock| claim_output_dir(spec.run, &opening.start, lock, spec.config);
+            trainee.progress_mut().lock = world.agree(opening.lock.map(claim).transpose())?;
+            trainee.progress_mut().begun = true;
             start = opening.start;
         }
         if trainee.progress().snapshot.is_none() {
@@ -245,14 +283,20 @@ impl<'w> Session<'w> {
         }
         let (run, num_updates) = (spec.run, spec.num_updates);
         let Progress { done, recorded, .. } = *trainee.progress();
-        let mut report = Reporter::open(run, num_updates, Reached { updates: done, recorded }, console)?;
+        let reached = Reached { updates: done, recorded };
+        let opened = match world.is_main() {
+            true => Reporter::open(run, num_updates, reached, console),
+            false => Ok(Reporter::silent(run, num_updates, reached)),
+        };
+        let mut report = world.agree(opened)?;
         start.warnings.iter().chain(&warnings).for_each(|warning| report.console.warn(warning));
         start.finished(num_updates).iter().for_each(|warning| report.console.warn(warning));
         start.describe(run, num_updates).iter().for_each(|note| report.console.note(note));
         report.settings(spec.config)?;
-        let checkpoints = Checkpoints::new(spec.command, run, spec.config, num_updates, done)?;
+        let mut checkpoints = Checkpoints::new(spec.command, run, spec.config, num_updates)?;
+        world.agree(if world.is_main() { checkpoints.tidy(done) } else { Ok(()) })?;
         let (eval_steps, logging_steps) = (spec.eval.eval_steps, spec.logging_steps);
-        Ok(Self { report, checkpoints, began_at: done, num_updates, eval_steps, logging_steps, world: World::single() })
+        Ok(Self { report, checkpoints, began_at: done, num_updates, eval_steps, logging_steps, world })
     }
 
     /// Passes all events to `watcher` too; a break ends the run after its current update.
@@ -268,19 +312,35 @@ impl<'w> Session<'w> {
     /// Passes an event to all sinks.
     ///
     /// # Errors
-    /// If a file cannot be written.
+    /// If a file cannot be written, on all ranks.
     pub(crate) fn emit(&mut self, event: &Event<'_>) -> Result<()> {
-        self.report.emit(event)
+        let emitted = self.report.emit(event);
+        self.world.agree(emitted)
     }
 
-    /// Returns whether the run was stopped, by its watcher or by the user.
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.world.any(self.report.stopped())
+    /// Returns whether the run was stopped, by its watcher or by the user, on any rank: one that has got no signal then stops as if it
+    /// had.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub(crate) fn is_stopped(&self) -> Result<bool> {
+        let own = self.report.stopped();
+        if self.world.size() == 1 {
+            return Ok(own);
+        }
+        let code = self.world.max_number(if stop_requested() { f64::from(exit_code()) } else { 0.0 })?;
+        if code > 0.0 && !stop_requested() {
+            request_stop(code as u8);
+        }
+        Ok(self.world.any(own)? || code > 0.0)
     }
 
     /// Returns whether an update is left, and the run was not stopped.
-    pub(crate) fn is_running(&self, trainee: &impl Trainee) -> bool {
-        trainee.progress().done < self.num_updates && !self.is_stopped()
+    ///
+    /// # Errors
+    /// As [`Session::is_stopped`].
+    pub(crate) fn is_running(&self, trainee: &impl Trainee) -> Result<bool> {
+        Ok(trainee.progress().done < self.num_updates && !self.is_stopped()?)
     }
 
     /// Returns whether the run starts with an evaluation, before its first update.
@@ -345,11 +405,18 @@ impl<'w> Session<'w> {
     pub(crate) fn write_best(&mut self, trainee: &mut impl Trainee) -> Result<()> {
         let Some(mut best) = trainee.progress_mut().best.take() else { return Ok(()) };
         let done = trainee.progress().done;
-        let written = trainee
-            .write_bases()
-            .and_then(|()| best.write(self.checkpoints.dir(), done, |dir| trainee.write_models(dir)));
+        let written = if !best.is_due(done) {
+            Ok(None)
+        } else if self.world.is_main() {
+            trainee
+                .write_bases()
+                .and_then(|()| best.write(self.checkpoints.dir(), done, |dir| trainee.write_models(dir)))
+        } else {
+            best.mark_written(done);
+            trainee.share_models().map(|()| None)
+        };
         trainee.progress_mut().best = Some(best);
-        let written = written?;
+        let written = self.together(trainee, written)?;
         record_best(trainee.progress_mut());
         written.iter().for_each(|dir| self.report.saved(dir));
         Ok(())
@@ -357,6 +424,27 @@ impl<'w> Session<'w> {
 
     /// Writes a checkpoint of the last snapshot, after which no weight has changed.
     fn save_checkpoint(&mut self, trainee: &mut impl Trainee) -> Result<()> {
+        let saved = match self.world.is_main() {
+            true => self.write_checkpoint(trainee),
+            false => trainee.share_models().and_then(|()| trainee.share_optimizers()),
+        };
+        self.together(trainee, saved)
+    }
+
+    /// Makes an error of the rank that writes files an error of all. Ranks that have parts of the models break off, since they may
+    /// be in the middle of sharing them.
+    fn together<T>(&self, trainee: &impl Trainee, written: Result<T>) -> Result<T> {
+        if self.world.is_broken() {
+            return written;
+        }
+        if let (Err(error), true) = (&written, trainee.is_sharded()) {
+            self.world.leave(&error.to_string());
+            return written;
+        }
+        self.world.agree(written)
+    }
+
+    fn write_checkpoint(&mut self, trainee: &mut impl Trainee) -> Result<()> {
         self.report.sync()?;
         trainee.write_bases()?;
         let progress = trainee.progress();
@@ -377,8 +465,28 @@ impl<'w> Session<'w> {
     /// The error of the loop, or that something cannot be saved; [`Error::Stopped`] if the user stopped the run.
     pub(crate) fn end(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
         let (done, dir) = (trainee.progress().done, self.checkpoints.dir().to_path_buf());
+        if let Err(error) = &ended
+            && !self.world.in_step()
+        {
+            // Other ranks are elsewhere, so no collective can succeed.
+            self.world.leave(&error.to_string());
+        }
+        if self.world.is_broken() && (trainee.is_sharded() || !self.world.is_main()) {
+            self.console().finish();
+            return ended.map(|()| done);
+        }
         let ended = self.leave_checkpoint(trainee, ended).map(|()| done);
         self.console().finish();
+        if !self.world.is_main() {
+            self.together(trainee, if done > 0 { trainee.share_models() } else { Ok(()) })?;
+            return match ended {
+                Ok(done) if done < self.num_updates && stop_requested() => {
+                    let message = format!("stopped as requested after update {done} of {}", self.num_updates);
+                    Err(Error::Stopped { message, code: exit_code() })
+                }
+                ended => ended,
+            };
+        }
         // Also after an error: an optimizer step that is not finite is never taken, so the weights are those of the step
         // before. But a model without an update is the one that training started from, and in the output folder it would keep
         // the run from starting again there.
@@ -386,6 +494,10 @@ impl<'w> Session<'w> {
             trainee.write_bases()?;
             self.checkpoints.leave_model(done, &ended, || trainee.save_final(&dir))
         });
+        let saved = match saved {
+            Some(saved) => Some(self.together(trainee, saved)),
+            None => self.together(trainee, Ok(())).err().map(Err),
+        };
         if let Some(Ok(())) = saved {
             self.report.saved_final(&dir);
         }
@@ -397,8 +509,10 @@ impl<'w> Session<'w> {
     fn leave_checkpoint(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<()> {
         let progress = trainee.progress();
         let is_complete = progress.snapshot.as_ref().is_some_and(|snapshot| snapshot.steps == trainee.steps());
-        let wanted = is_complete && self.checkpoints.is_wanted_at_end(progress.done);
-        match (if wanted { self.save_checkpoint(trainee) } else { Ok(()) }, ended) {
+        let wanted = is_complete && self.world.is_main() && self.checkpoints.is_wanted_at_end(progress.done);
+        let wanted = if self.world.is_broken() { Ok(wanted) } else { self.world.any(wanted) };
+        let saved = wanted.and_then(|wanted| if wanted { self.save_checkpoint(trainee) } else { Ok(()) });
+        match (saved, ended) {
             (Ok(()), ended) => ended,
             (Err(unsaved), Ok(())) => Err(unsaved),
             (Err(unsaved), Err(error)) => {
@@ -534,7 +648,7 @@ mod tests {
         }
 
         fn updates(&mut self, session: &mut Session<'_>, fails_at: Option<usize>) -> Result<()> {
-            while session.is_running(self) {
+            while session.is_running(self).unwrap() {
                 let (due, step) = (session.due(self), self.progress.done + 1);
                 self.taken += 10;
                 if fails_at == Some(step) {
@@ -656,7 +770,7 @@ mod tests {
         counter.steps += 1;
         let mut session = Session {
             report: Reporter::open(&config.run, 9, Reached::default(), Console::Silent).unwrap(),
-            checkpoints: Checkpoints::new("sft", &config.run, &config, 9, 0).unwrap(),
+            checkpoints: Checkpoints::new("sft", &config.run, &config, 9).unwrap(),
             began_at: 0,
             num_updates: 9,
             eval_steps: None,

@@ -5,12 +5,12 @@ use crate::model::is_model;
 use crate::run::checkpoint::{LENGTH, Saved, State, UNFINISHED, name_of, numbered, settings};
 use crate::run::settings::{Resume, RunConfig};
 use crate::{Error, Result};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::Path;
 
 /// Start of a run: a checkpoint, or the first update.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Start {
     /// The checkpoint to resume from.
     pub(crate) from: Option<Saved>,
@@ -26,6 +26,20 @@ pub(crate) struct Start {
 }
 
 impl Start {
+    /// Returns this start for the other ranks.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    /// Restores what [`Start::to_bytes`] returned on rank 0.
+    ///
+    /// # Errors
+    /// If that is no start, as between ranks of two versions.
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let error = |e| Error::Run(format!("the start of the run on rank 0 cannot be read: {e}"));
+        serde_json::from_slice(bytes).map_err(error)
+    }
+
     /// Finds the checkpoint that `resume_from_checkpoint` sets. Changes nothing.
     ///
     /// # Errors

@@ -6,7 +6,7 @@ mod run;
 mod save;
 
 use crate::data::{Cursor, Prompt};
-use crate::generate::{GenerationConfig, Response, Sampling, StopStrings, generate};
+use crate::generate::{GenerationConfig, Response, Sampling, StopStrings, generate_on};
 use crate::hub::Commits;
 use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::model::CausalLm;
@@ -160,7 +160,8 @@ impl PpoTrainer {
         purpose: Purpose,
         step: usize,
     ) -> Result<Vec<Response>> {
-        generate(&self.learner.policy, prompts, &self.generation(sampling, purpose, step))
+        let generation = self.generation(sampling, purpose, step);
+        generate_on(&self.learner.world, &self.learner.policy, prompts, &generation)
     }
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {

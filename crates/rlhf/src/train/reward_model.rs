@@ -275,7 +275,7 @@ impl Supervised for Ranking<'_> {
         let (config, model, pads) = (self.config, &self.model, self.pads);
         let mut pairs: Vec<&Pair> = batch.rows.iter().map(|&row| &self.train_pairs.rows[row]).collect();
         pairs.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
-        let per_pair = batch.world.count(pairs.len()) as f64 / batch.loss_scale;
+        let per_pair = pairs.len() as f64 / batch.loss_scale;
         let tokens = |pair: &&Pair| match pads {
             None => pair.chosen.len() + pair.rejected.len(),
             Some(_) => 2 * pair.chosen.len().max(pair.rejected.len()),

@@ -216,7 +216,7 @@ impl Supervised for FineTuning<'_> {
         let mut rows: Vec<&Demonstration> = batch.rows.iter().flat_map(|&block| &self.train_rows.rows[block]).collect();
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
         rows.sort_by_key(|row| row.tokens.len());
-        let counted = batch.world.count(rows.iter().map(|row| row.loss_tokens()).sum());
+        let counted = rows.iter().map(|row| row.loss_tokens()).sum::<usize>();
         let mut row = 0;
         for micro_batch in micro_batches(&rows, most_rows, most_tokens, |row| row.tokens.len()) {
             let rows = (row..row + micro_batch.len() as u64).collect();

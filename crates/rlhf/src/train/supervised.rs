@@ -101,6 +101,7 @@ pub(super) struct UpdateRows<'a> {
     /// Most tokens of a micro-batch.
     pub(super) max_tokens: usize,
     /// The ranks that share the update: losses are divided by their common counts.
+    #[allow(dead_code, reason = "the rows are not divided yet")]
     pub(super) world: &'a World,
 }
 
@@ -161,7 +162,7 @@ pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>,
         tokens_seen: task.num_tokens(&[]),
         trained: trained_share(task.params()),
         task,
-        world: World::single(),
+        world: World::of_process(),
         spec: &spec,
         schedule,
         num_rows,
@@ -222,12 +223,12 @@ impl<T: Supervised, C> Run<'_, T, C> {
         }
         let mut began = Instant::now();
         session.console().start_updates();
-        while session.is_running(self) {
+        while session.is_running(self)? {
             session.console().phase("training");
             let due = session.due(self);
             let lr = self.update()?;
             session.console().advance(self.sums.watched());
-            let (step, stopping) = (self.progress.done + 1, session.is_stopped());
+            let (step, stopping) = (self.progress.done + 1, session.is_stopped()?);
             let mut line = None;
             if due.line || stopping {
                 let mut metrics = self.metrics(step, lr, began);
@@ -269,10 +270,10 @@ impl<T: Supervised, C> Run<'_, T, C> {
     /// One optimizer step. Returns the norm of the gradients before clipping, or 0 if they overflowed f16 and the step was
     /// skipped.
     fn step(&mut self, lr: f64) -> Result<f64> {
-        self.world.sum_gradients(self.task.params().iter().map(|param| &param.tensor));
+        self.optimizer.reduce_gradients(&self.world)?;
         if let Some(scaler) = &mut self.scaler {
             let scale = scaler.scale();
-            if scaler.overflows_at(self.optimizer.grad_norm() / scale) {
+            if scaler.overflows_at(self.optimizer.grad_norm()? / scale) {
                 self.optimizer.zero_grad();
                 return Ok(0.0);
             }

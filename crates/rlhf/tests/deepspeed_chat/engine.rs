@@ -6,14 +6,13 @@ use rlhf::compat::engine::{
     Batch, MiniDataset, RlhfEngine, RlhfExperience, actor_loss_fn, compute_rewards, critic_loss_fn, ends,
     get_advantages_and_returns,
 };
-use rlhf::dist::World;
 use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::reward::{RewardModel, Rewards};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use rlhf::rl::rollout::{RolloutSettings, experience};
 use rlhf::rl::shaping::targets;
 use rlhf::run::{Console, WarningKind};
 use rlhf::settings::{EosInLoss, LrSchedulerType, PpoConfig, Preset};
@@ -361,7 +360,7 @@ fn judged(left_out: &[i64]) -> (Learner, Experience, PpoConfig) {
         response.tokens.truncate(row % 6 + 1);
         *response.tokens.last_mut().unwrap() = if row % 2 == 0 { 192 } else { 17 };
     }
-    let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
+    let judges = learner.rollout_models(&reference);
     let scores = Tensor::from_slice(&[9.0f32, -9.0, 1.0, 2.0, 0.5, -0.5, 0.0, 1.0]);
     let e = experience(
         judges,
@@ -377,7 +376,7 @@ fn judged(left_out: &[i64]) -> (Learner, Experience, PpoConfig) {
 #[test]
 fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_tokens_before() {
     let (learner, e, config) = judged(&[192]);
-    let shaped = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
+    let shaped = targets(&e, config.kl.kl_coef, &config.shaping());
     let rows: Vec<usize> = (0..8).collect();
     let learnt = |targets: &rlhf::rl::shaping::Targets| {
         let stats = learner.gradients(&e, targets, &rows, 8, true).unwrap();
@@ -393,7 +392,7 @@ fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_token
     let tokens: i64 = e.lengths().iter().sum();
     assert_eq!((stats.tokens, stats.value_slots), ((tokens - ended) as f64, (tokens - ended) as f64));
     // No value in the slot of the eos, or in the one after the end, has an effect.
-    let mut other = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
+    let mut other = targets(&e, config.kl.kl_coef, &config.shaping());
     let out = e.masks.loss.logical_not();
     (other.advantages, other.returns) =
         (other.advantages.masked_fill(&out, 1e3), other.returns.masked_fill(&out, -1e3));
@@ -407,7 +406,7 @@ fn an_eos_that_is_left_out_moves_neither_model_and_brings_the_score_to_the_token
     }
     // Where it counts, both learn from it.
     let (all, e, config) = judged(&[]);
-    let stats = all.gradients(&e, &targets(&World::default(), &e, 0.1, &config.shaping()), &rows, 8, true).unwrap();
+    let stats = all.gradients(&e, &targets(&e, 0.1, &config.shaping()), &rows, 8, true).unwrap();
     assert_eq!((stats.tokens, stats.value_slots), (tokens as f64, tokens as f64));
 }
 
@@ -471,7 +470,7 @@ fn a_moving_average_in_f32_follows_steps_that_are_tiny() {
     config.ema.enable_ema = true;
     let Learner { policy, value, .. } = learner;
     let mut learner = Learner::new(policy, value, config.learner());
-    let shaped = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
+    let shaped = targets(&e, config.kl.kl_coef, &config.shaping());
     let start = weights(learner.policy.params());
     let rates = LearningRates { policy: Some(1e-6), value: 1e-6 };
     let rows: Vec<usize> = (0..8).collect();
@@ -499,7 +498,7 @@ fn a_moving_average_in_f32_follows_steps_that_are_tiny() {
 #[test]
 fn texts_in_the_mix_add_their_weighted_gradient_and_no_more() {
     let (learner, e, config) = judged(&[192]);
-    let shaped = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
+    let shaped = targets(&e, config.kl.kl_coef, &config.shaping());
     let rows: Vec<usize> = (0..8).collect();
     let clear = || learner.policy.params().iter().for_each(|param| param.tensor.shallow_clone().zero_grad());
     learner.gradients(&e, &shaped, &rows, 8, true).unwrap();

@@ -1,13 +1,12 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
 use crate::support::{Tensors, assert_close, given_golden, golden, near, read_json, say};
-use rlhf::dist::World;
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
 use rlhf::rl::learner::Learner;
 use rlhf::rl::math::KlEstimator;
-use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience, score};
+use rlhf::rl::rollout::{RolloutSettings, experience, score};
 use rlhf::rl::shaping::{penalise_missing_stop, targets};
 use rlhf::settings::{LrSchedulerType, PpoConfig, StopToken};
 use serde_json::Value;
@@ -170,7 +169,7 @@ fn compare(variant: &Variant) {
             scores
         };
 
-        let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let judges = learner.rollout_models(&reference);
         let e = experience(
             judges,
             &prompts,
@@ -179,7 +178,7 @@ fn compare(variant: &Variant) {
             &RolloutSettings { recompute_logprobs: true, ..config.rollout(judges.policy) },
         )
         .unwrap();
-        let t = targets(&World::default(), &e, config.kl.kl_coef, &config.shaping());
+        let t = targets(&e, config.kl.kl_coef, &config.shaping());
         variant.check(it, "logprobs", &e.logprobs, &e.masks.response);
         variant.check(it, "ref_logprobs", &e.ref_logprobs, &e.masks.response);
         variant.check(it, "values", &e.values, &e.masks.value);

@@ -1,12 +1,11 @@
 //! What a PPO run may not depend on: how its rows are cut into passes. And what its sizes and its precision do change.
 
 use crate::support::{assert_close, golden, init};
-use rlhf::dist::World;
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::model::{CausalLm, ModelOptions, SequenceClassifier};
 use rlhf::optim::LearningRates;
 use rlhf::rl::learner::Learner;
-use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience, score};
+use rlhf::rl::rollout::{RolloutSettings, experience, score};
 use rlhf::rl::shaping::targets;
 use rlhf::run::Console;
 use rlhf::settings::PpoConfig;
@@ -159,7 +158,7 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
             prompts.iter().zip(&responses).map(|(p, r)| [&p[..], &r.tokens].concat()).collect();
         let scores = score(&classifier("llama_reward"), &sequences, 8).unwrap();
         let reference = policy();
-        let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
+        let judges = learner.rollout_models(&reference);
         let experience = experience(
             judges,
             &prompts,
@@ -168,7 +167,7 @@ fn every_mini_batch_of_every_epoch_is_one_optimizer_step_over_its_own_tokens() {
             &RolloutSettings { recompute_logprobs: false, ..config.rollout(judges.policy) },
         )
         .unwrap();
-        let targets = targets(&World::default(), &experience, config.kl.kl_coef, &config.shaping());
+        let targets = targets(&experience, config.kl.kl_coef, &config.shaping());
 
         let plan = config.plan(prompts.len()).unwrap();
         let orders = vec![vec![0, 1, 2, 3, 4, 5, 6, 7], vec![7, 6, 5, 4, 3, 2, 1, 0]];

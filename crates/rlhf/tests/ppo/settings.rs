@@ -2,14 +2,13 @@
 
 use crate::cli::{Scratch, json_lines};
 use crate::support::{assert_close, golden, init};
-use rlhf::dist::World;
 use rlhf::generate::{GenerationConfig, Sampling, generate};
 use rlhf::metrics::Metrics;
 use rlhf::model::{Batch, CausalLm, LogprobOptions, ModelOptions, Param, SequenceClassifier};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
 use rlhf::rl::math::{KlEstimator, gae, keep};
-use rlhf::rl::rollout::{RolloutModels, RolloutSettings, experience, score};
+use rlhf::rl::rollout::{RolloutSettings, experience, score};
 use rlhf::rl::shaping::{Targets, targets};
 use rlhf::rl::stats::StepStats;
 use rlhf::run::Console;
@@ -55,7 +54,7 @@ fn update(change: impl FnOnce(&mut PpoConfig)) -> Update {
     let responses = generate(&learner.policy, &prompts, &generation).unwrap();
     let sequences: Vec<Vec<i64>> = prompts.iter().zip(&responses).map(|(p, r)| [&p[..], &r.tokens].concat()).collect();
     let scores = score(&classifier("llama_reward"), &sequences, 8).unwrap();
-    let judges = RolloutModels { policy: &learner.policy, reference: &reference, value: &learner.value };
+    let judges = learner.rollout_models(&reference);
     let experience = experience(
         judges,
         &prompts,
@@ -69,7 +68,7 @@ fn update(change: impl FnOnce(&mut PpoConfig)) -> Update {
 
 impl Update {
     fn targets(&self) -> Targets {
-        targets(&World::default(), &self.experience, self.config.kl.kl_coef, &self.config.shaping())
+        targets(&self.experience, self.config.kl.kl_coef, &self.config.shaping())
     }
 
     /// Learns from rows in these orders, at the rates of the run's first update.
@@ -700,7 +699,7 @@ fn a_clip_of_the_whole_score_counts_what_tokens_are_scored() {
     e.token_scores = Some(keep(&(e.masks.response.to_kind(Kind::Float) * of_row), &e.masks.response));
     let whole = e.total_scores();
     assert!(whole.abs().max().double_value(&[]) > 5.0 && whole.abs().min().double_value(&[]) < 5.0, "{whole}");
-    let targets = targets(&World::default(), &update.experience, 0.0, &update.config.shaping());
+    let targets = targets(&update.experience, 0.0, &update.config.shaping());
     let rewards = targets.rewards.sum_dim_intlist(1i64, false, Kind::Float);
     assert_close("wholes", &rewards, &whole.clamp(-5.0, 5.0), 1e-5);
     // Scores of tokens stay at their tokens: only where the whole score lands is there anything else.

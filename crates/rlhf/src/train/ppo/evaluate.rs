@@ -2,7 +2,7 @@
 
 use super::{Batch, PpoTrainer, SAMPLE_ROWS};
 use crate::data::Prompt;
-use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
+use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
 use crate::metrics::Metrics;
 use crate::reward::{ComponentScores, Scored, Scores};
 use crate::rl::checks::{self, Checks};
@@ -84,7 +84,7 @@ impl PpoTrainer {
         };
         let rows = self.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
         let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
-        let responses = generate(&self.learner.policy, &prompts, &generation)?;
+        let responses = generate_on(&self.learner.world, &self.learner.policy, &prompts, &generation)?;
         self.learner.set_settings(self.config.learner());
         let mut settings = self.config.checks(&self.learner.policy);
         settings.rollout.response_length = response_length;

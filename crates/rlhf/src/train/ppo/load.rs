@@ -79,6 +79,8 @@ impl PpoTrainer {
         if let (Some(texts), Some(name)) = (&learner.unsupervised, &config.unsupervised.unsupervised_dataset_name) {
             inputs.values("unsupervised_dataset_name", &name.display().to_string(), texts.blocks());
         }
+        let mut rewards = rewards;
+        rewards.set_world(&learner.world);
         Ok(Self {
             kl_controller: KlController::new(&config.kl, plan.num_total_batches),
             scaling: ScoreScaling::new(&config.score_scaling),

@@ -95,7 +95,7 @@ impl PpoTrainer {
             self.emit_samples(session)?;
         }
         session.console().start_updates();
-        while self.progress.done < self.last_update() && !session.is_stopped() {
+        while self.progress.done < self.last_update() && !session.is_stopped()? {
             self.run_update(session)?;
         }
         Ok(())
@@ -132,7 +132,7 @@ impl PpoTrainer {
         for warning in &self.warnings {
             session.emit(&Event::Warning { step, warning })?;
         }
-        too_many.map_or(Ok(()), Err)?;
+        self.learner.world.agree(too_many.map_or(Ok(()), Err))?;
         if is_due(self.plan.sample_every, step, self.plan.num_total_batches) {
             self.emit_samples(session)?;
         }
