@@ -6,6 +6,7 @@
 
 mod check;
 mod generate;
+mod launch;
 mod logprobs;
 mod merge;
 mod pipeline;
@@ -19,6 +20,7 @@ mod score;
 mod sft;
 
 pub use generate::{Format, GenerateConfig};
+pub use launch::LaunchFlags;
 pub use logprobs::LogprobsConfig;
 pub use merge::MergeConfig;
 pub use pipeline::PipelineFlags;
