@@ -120,7 +120,7 @@ pub(super) fn rlhf_command() -> Command {
             .after_help(SCORE_HELP),
         flag::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
         flag::command::<LaunchFlags>(LAUNCH)
-            .about("Start a command as several ranks, one per GPU")
+            .about("Start a command as several ranks")
             .override_usage("rlhf launch [OPTIONS] COMMAND [ARGUMENTS]...")
             .after_help(LAUNCH_HELP),
     ];

