@@ -189,7 +189,7 @@ mod tests {
         let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                        reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
         let eval = "eval_steps metric_for_best_model greater_is_better";
-        let steps = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
+        let steps = "train_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
                      num_train_epochs max_steps logging_steps";
         assert_eq!(
             flags("ppo"),
@@ -198,7 +198,7 @@ mod tests {
                  new_reward_head {rewards} {data} \
                  max_prompt_length long_prompts \
                  apply_chat_template preset per_device_generation_batch_size generation_batches \
-                 per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
+                 train_batch_size per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature top_k top_p min_p repetition_penalty min_new_tokens \
                  stop_strings logprobs_of num_ppo_epochs missing_eos_penalty \

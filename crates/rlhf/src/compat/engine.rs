@@ -277,6 +277,7 @@ impl RlhfEngine {
             ("kl_estimator = full", config.kl.kl_estimator == KlEstimator::Full),
             ("whiten_rewards", config.whiten_rewards),
             ("score_position = last_token", config.score_position == ScorePosition::LastToken),
+            ("train_batch_size", config.train_batch_size.is_some()),
             ("target_kl", config.loss.target_kl.is_some()),
             ("ratio_threshold", config.loss.ratio_threshold.is_some()),
             ("early_stopping", config.legacy.early_stopping),
@@ -327,7 +328,7 @@ impl RlhfEngine {
     /// `None` if the engine has no data. The data are reshuffled in each pass.
     pub fn next_prompts(&mut self) -> Option<(Tensor, Tensor)> {
         let rows = self.config.generation.per_device_generation_batch_size;
-        let rows = self.cursor.as_mut()?.take(rows.unwrap_or(self.config.per_device_train_batch_size));
+        let rows = self.cursor.as_mut()?.take(rows.unwrap_or(self.config.rows_per_pass()));
         let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.prompts[row].tokens.as_slice()).collect();
         Some(padded_left(&prompts, self.pad()))
     }
@@ -463,7 +464,7 @@ impl RlhfEngine {
         self.learner.set_settings(self.config.learner());
         let targets = self.learner.targets(&e, self.config.kl.kl_coef, &self.config.shaping());
         let rows: Vec<usize> = (0..experience.rows()).collect();
-        let stats = self.learner.gradients(&e, &targets, &rows, self.config.per_device_train_batch_size, true)?;
+        let stats = self.learner.gradients(&e, &targets, &rows, self.config.rows_per_pass(), true)?;
         let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
         match self.mixes_texts {
             true => self.waiting = Some(stats),
