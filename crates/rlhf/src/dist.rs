@@ -11,7 +11,7 @@ mod failure;
 pub mod launch;
 mod settings;
 
-pub use settings::{DistConfig, PpoDistConfig, ZeroStage, num_ranks};
+pub use settings::{DistConfig, PpoDistConfig, ZeroStage};
 
 use crate::{Error, Result};
 use failure::{Failure, Fault};
@@ -67,6 +67,15 @@ pub struct Times {
 
 /// The world of this process, once it has joined one.
 static OF_PROCESS: OnceLock<World> = OnceLock::new();
+
+/// Returns the number of ranks of the run: those that this process has joined, and before that those that its launcher started.
+pub fn num_ranks() -> usize {
+    match OF_PROCESS.get() {
+        Some(world) => world.size(),
+        // An environment that contradicts itself is refused where the ranks meet.
+        None => Launch::from_env().ok().flatten().map_or(1, |launch| launch.size),
+    }
+}
 
 impl World {
     /// One process that trains alone.

@@ -787,7 +787,7 @@ pub(super) mod tests {
         let run = run(dir.path(), None, None);
         let config =
             json!({"train_batch_size": null, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2});
-        let mut checkpoints = Checkpoints::new("sft", &run, &config, 9, 0).unwrap();
+        let mut checkpoints = Checkpoints::new("sft", &run, &config, 9).unwrap();
         checkpoints.save(2, Map::new(), Map::new(), |_| Ok(())).unwrap();
         let mut saved = Saved::read(&checkpoints.place(2)).unwrap();
         let check = |saved: &Saved, ranks, all: Option<usize>, rows: Option<usize>, accumulated| {
