@@ -79,8 +79,14 @@ impl Distributions {
     /// Distributions at `hidden` `[M, embedding size]`, where sequence i has `lens[i]` of the M tokens.
     pub(super) fn new(head: &LmHead, hidden: &Tensor, lens: &[i64]) -> Self {
         let LmHead { linear, softcap, compute } = head;
-        let hidden = hidden.to_kind(*compute).split_with_sizes(lens, 0);
+        let hidden = if lens.is_empty() { Vec::new() } else { hidden.to_kind(*compute).split_with_sizes(lens, 0) };
         Self { hidden, head: LmHead::new(linear.weight().0.detach(), *softcap, *compute) }
+    }
+
+    /// Distributions of no tokens, to which others can be appended.
+    pub(super) fn none(head: &LmHead) -> Self {
+        let weight = head.linear.weight().0;
+        Self::new(head, &Tensor::zeros([0, weight.size()[1]], (head.compute, weight.device())), &[])
     }
 
     /// Appends the same model's distributions of more sequences.
