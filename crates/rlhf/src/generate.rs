@@ -310,7 +310,7 @@ fn generate_batch<P: AsRef<[i64]>>(
     let mut decoding = Decoding::start(model, prompts, rows, config)?;
     for first in (1..=config.max_new_tokens).step_by(steps) {
         let lengths = first..(first + steps).min(config.max_new_tokens + 1);
-        let chosen = decoding.decode(lengths.clone());
+        let chosen = decoding.decode(lengths.clone())?;
         for (length, choice) in lengths.zip(on_host(&chosen)) {
             decoding.record(length, &choice)?;
         }
@@ -390,14 +390,17 @@ impl<'a> Decoding<'a> {
     }
 
     /// Queues one step per length of the responses on the device, without waiting for the results.
-    fn decode(&mut self, lengths: Range<usize>) -> Vec<Choice> {
+    ///
+    /// # Errors
+    /// As [`CausalLm::decode`].
+    fn decode(&mut self, lengths: Range<usize>) -> Result<Vec<Choice>> {
         let config = self.config;
         let draws: Vec<f64> = lengths.clone().flat_map(|_| &self.alive).map(|&i| self.streams[i].uniform()).collect();
         let draws = Tensor::from_slice(&draws).to_device(self.model.device()).view([lengths.len() as i64, -1]);
         let mut chosen = Vec::with_capacity(lengths.len());
         for (length, draws) in lengths.zip(draws.unbind(0)) {
             if let Some(tokens) = &self.last {
-                self.logits = self.model.decode(tokens, &mut self.cache);
+                self.logits = self.model.decode(tokens, &mut self.cache)?;
             }
             let logits = &self.logits;
             let mut adjusted = self.seen.as_ref().map(|seen| seen.penalise(logits, config.repetition_penalty));
@@ -411,7 +414,7 @@ impl<'a> Decoding<'a> {
             self.last = Some(choice.tokens.shallow_clone());
             chosen.push(choice);
         }
-        chosen
+        Ok(chosen)
     }
 
     /// Appends the tokens of one step, after which responses have `length` tokens, to the responses that have not stopped.

@@ -21,11 +21,13 @@ mod params;
 mod sampled;
 mod save;
 mod shape;
+mod shard;
 mod value_head;
 
 pub(crate) use adapter_folder::AdapterFolder;
 pub use batch::{Batch, JointBatch};
 pub(crate) use batches::{batches, in_batches};
+pub use body::Gathered;
 pub use causal_lm::CausalLm;
 pub use classifier::{ClassifierFormat, SequenceClassifier};
 pub use config::ModelConfig;
@@ -37,6 +39,8 @@ pub use lora::{LoraConfig, PeftConfig};
 pub use params::Param;
 pub use sampled::{Sampled, TokenSet};
 pub use shape::{Activation, Family, NormKind, Order, Rope, RopeScaling, Shape};
+pub use shard::Shards;
+pub(crate) use shard::TrainedPart;
 pub use value_head::{CausalLmWithValueHead, ValueHead, ValueHeadInit, ValueModel};
 
 use params::Source;

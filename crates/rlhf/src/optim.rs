@@ -2,19 +2,24 @@
 
 pub mod loss_scale;
 pub(crate) mod micro_batch;
+mod parts;
 pub(crate) mod settings;
 
 pub use settings::{LrSchedulerType, OptimizerConfig};
 
 use crate::dist::World;
-use crate::model::Param;
+use crate::model::{Param, Shards};
 use crate::weights::{Checkpoint, save_file};
 use crate::{Error, Result};
+use parts::Parts;
 use std::path::Path;
 use tch::{Kind, Tensor};
 
 /// Name of the number of steps in a saved state.
 const STEPS: &str = "step";
+
+/// Ends of the names of both moments in a saved state.
+const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
 /// AdamW over one model's parameters; weight decay spares biases and norms (see [`Param::decay`]).
 #[derive(Debug)]
@@ -22,6 +27,10 @@ pub struct AdamW {
     config: OptimizerConfig,
     /// Parameters that decay, then those that do not.
     groups: [Group; 2],
+    /// The division of the model over ranks, if it is divided and each rank has the whole optimizer state.
+    shards: Option<Shards>,
+    /// In place of the groups, if the state is divided.
+    parts: Option<Parts>,
     steps: i64,
 }
 
@@ -44,7 +53,29 @@ impl AdamW {
             group.exp_avgs.push(param.tensor.detach().zeros_like());
             group.exp_avg_sqs.push(param.tensor.detach().zeros_like());
         }
-        Self { config: config.clone(), groups, steps: 0 }
+        Self { config: config.clone(), groups, shards: None, parts: None, steps: 0 }
+    }
+
+    /// Creates an optimizer of a model with these trained parameters that may be divided over ranks. With `offload` a divided
+    /// state is in the memory of the host, where the step is then computed.
+    pub fn of_model<'a>(
+        params: impl IntoIterator<Item = &'a Param>,
+        shards: &Shards,
+        config: &OptimizerConfig,
+        offload: bool,
+    ) -> Self {
+        match shards.stage() {
+            None => Self::new(params, config),
+            Some(stage) if !stage.shards_optimizer() => {
+                Self { shards: Some(shards.clone()), ..Self::new(params, config) }
+            }
+            Some(_) => Self { parts: Some(Parts::new(shards, offload)), ..Self::new([], config) },
+        }
+    }
+
+    /// The division of the model over ranks.
+    fn shards(&self) -> Option<&Shards> {
+        self.shards.as_ref().or(self.parts.as_ref().map(|parts| &parts.shards))
     }
 
     /// Takes one step at the learning rate `lr` and clears the gradients; returns their norm before any clipping.
@@ -72,15 +103,22 @@ impl AdamW {
     /// # Errors
     /// If a rank that has a part of the gradients has ended or does not respond.
     pub fn grad_norm(&self) -> Result<f64> {
+        if let Some(parts) = &self.parts {
+            return parts.grad_norm();
+        }
         let grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
         Ok(global_norm(grads.iter().flatten()))
     }
 
-    /// Sums the gradients over all ranks, in one flat collective per group; called once per optimizer step, before the norm.
+    /// Sums the gradients over all ranks; called once per optimizer step, before the norm. Gradients of a model that is divided
+    /// over ranks are in flat memory; those of another are copied there, in one collective per group.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
     pub fn reduce_gradients(&mut self, world: &World) -> Result<()> {
+        if let Some(shards) = self.shards() {
+            return shards.reduce_gradients();
+        }
         if world.size() == 1 {
             return Ok(());
         }
@@ -101,10 +139,8 @@ impl AdamW {
 
     /// Divides the gradients of this model's parameters by `scale`.
     pub fn unscale(&mut self, scale: f64) {
-        for mut grad in self.groups.iter().flat_map(|group| &group.params).map(Tensor::grad) {
-            if scale != 1.0 && grad.defined() {
-                let _ = grad.g_mul_scalar_(scale.recip());
-            }
+        if scale != 1.0 {
+            self.scale_grad(scale.recip());
         }
     }
 
@@ -113,24 +149,21 @@ impl AdamW {
     /// # Errors
     /// If libtorch refuses the step.
     pub fn step_of_norm(&mut self, lr: f64, norm: f64) -> Result<()> {
-        let mut grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
         if let Some(most) = self.config.max_grad_norm {
             let scale = most / (norm + 1e-6);
             if scale < 1.0 {
-                for grad in grads.iter_mut().flatten() {
-                    let _ = grad.g_mul_scalar_(scale);
-                }
+                self.scale_grad(scale);
             }
         }
         self.steps += 1;
+        if let Some(parts) = &mut self.parts {
+            parts.step(lr, &self.config, self.steps)?;
+            self.zero_grad();
+            return Ok(());
+        }
+        let grads: Vec<Vec<Tensor>> = self.groups.iter().map(Group::grads).collect();
         for ((group, grads), weight_decay) in self.groups.iter_mut().zip(&grads).zip([self.config.weight_decay, 0.0]) {
-            let settings = tch_ext::AdamW {
-                lr,
-                beta1: self.config.adam_beta1,
-                beta2: self.config.adam_beta2,
-                weight_decay,
-                eps: self.config.adam_epsilon,
-            };
+            let settings = self.config.step(lr, weight_decay);
             tch_ext::fused_adamw(
                 &mut group.params,
                 grads,
@@ -156,10 +189,13 @@ impl AdamW {
     /// # Errors
     /// If it cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
+        if let Some(parts) = &self.parts {
+            return parts.save(path, self.steps);
+        }
         let mut tensors = vec![(STEPS.to_string(), Tensor::from_slice(&[self.steps as f64]))];
         for group in &self.groups {
             for (at, name) in group.names.iter().enumerate() {
-                for (moment, tensors_of) in [("exp_avg", &group.exp_avgs), ("exp_avg_sq", &group.exp_avg_sqs)] {
+                for (moment, tensors_of) in MOMENTS.iter().zip([&group.exp_avgs, &group.exp_avg_sqs]) {
                     tensors.push((format!("{name}.{moment}"), tensors_of[at].shallow_clone()));
                 }
             }
@@ -173,7 +209,8 @@ impl AdamW {
     /// If the file cannot be read, or is not of these parameters.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let file = Checkpoint::open_file(path)?;
-        let expected = 1 + 2 * self.groups.iter().map(|group| group.names.len()).sum::<usize>();
+        let whole = || 1 + 2 * self.groups.iter().map(|group| group.names.len()).sum::<usize>();
+        let expected = self.parts.as_ref().map_or_else(whole, Parts::num_saved);
         let found = file.names().count();
         if found != expected {
             return Err(Error::invalid(
@@ -183,17 +220,16 @@ impl AdamW {
         }
         for group in &mut self.groups {
             let Group { names, exp_avgs, exp_avg_sqs, .. } = group;
-            for (moment, tensors) in [("exp_avg", exp_avgs), ("exp_avg_sq", exp_avg_sqs)] {
+            for (moment, tensors) in MOMENTS.iter().zip([exp_avgs, exp_avg_sqs]) {
                 for (name, tensor) in names.iter().zip(tensors) {
                     let name = format!("{name}.{moment}");
-                    if file.shape(&name) != Some(tensor.size()) {
-                        let message =
-                            format!("tensor `{name}`: expected {:?}, found {:?}", tensor.size(), file.shape(&name));
-                        return Err(Error::invalid(path, message));
-                    }
+                    check_shape(&file, path, &name, &tensor.size())?;
                     tensor.copy_(&file.read(&name, tensor.device(), tensor.kind())?);
                 }
             }
+        }
+        if let Some(parts) = &mut self.parts {
+            parts.load(&file, path)?;
         }
         self.steps = file.read(STEPS, tch::Device::Cpu, Kind::Double)?.double_value(&[0]) as i64;
         Ok(())
@@ -201,6 +237,9 @@ impl AdamW {
 
     /// Multiplies the gradients by `factor`.
     pub(crate) fn scale_grad(&mut self, factor: f64) {
+        if let Some(shards) = self.shards() {
+            return shards.scale_gradients(factor);
+        }
         for grad in self.groups.iter_mut().flat_map(|group| &group.params).map(Tensor::grad) {
             if grad.defined() {
                 let _ = tch::no_grad(|| grad.shallow_clone().g_mul_scalar_(factor));
@@ -210,10 +249,22 @@ impl AdamW {
 
     /// Clears the gradients without a step.
     pub fn zero_grad(&mut self) {
+        if let Some(shards) = self.shards() {
+            return shards.zero_gradients();
+        }
         for param in self.groups.iter_mut().flat_map(|group| &mut group.params) {
             param.zero_grad();
         }
     }
+}
+
+/// Checks that the saved state `file`, which is at `path`, has a tensor `name` of this shape.
+fn check_shape(file: &Checkpoint, path: &Path, name: &str, expected: &[i64]) -> Result<()> {
+    let found = file.shape(name);
+    if found.as_deref() == Some(expected) {
+        return Ok(());
+    }
+    Err(Error::invalid(path, format!("tensor `{name}`: expected {expected:?}, found {found:?}")))
 }
 
 impl Group {

@@ -20,7 +20,7 @@ pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
 
 use crate::data::Prompt;
-use crate::dist::World;
+use crate::dist::{World, ZeroStage};
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
 use crate::tokenizer::Tokenizer;
@@ -343,6 +343,11 @@ impl Rewards {
     /// The rewards that are models.
     pub fn models(&self) -> impl Iterator<Item = &RewardModel> {
         self.components.iter().filter_map(|component| component.reward.model())
+    }
+
+    /// Divides the reward models over the ranks of `world`; see [`SequenceClassifier::shard`](crate::model::SequenceClassifier::shard).
+    pub fn shard(&self, world: &World, stage: ZeroStage) {
+        self.models().for_each(|model| model.classifier().shard(world, stage));
     }
 
     /// Describes the rewards in one line: name, kind, and the weight if it is not 1.

@@ -3,11 +3,12 @@
 use crate::files;
 use crate::safe_text::beginning;
 use crate::{Error, Result};
-use safetensors::tensor::{Dtype, Metadata, TensorInfo, View};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
@@ -20,6 +21,8 @@ const MAX_HEADER: u64 = 100_000_000;
 /// Buffer size for reading a tensor, in bytes: the memory that loading takes in addition to the model. Buffers of several MiB would
 /// be no faster, and the allocator would keep some of them.
 const READ_AT_ONCE: usize = 1 << 19;
+/// Buffer size for writing a tensor, in bytes.
+const WRITE_AT_ONCE: usize = 1 << 23;
 /// Subfolder of a folder's new files until all of them are complete.
 pub(crate) const BESIDE: &str = ".saving";
 
@@ -266,58 +269,105 @@ pub(crate) fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
 /// # Errors
 /// If a file cannot be written.
 pub fn save(dir: &Path, tensors: &[(String, Tensor)], max_shard_bytes: usize) -> Result<()> {
+    save_of(dir, &TensorSpec::all_of(tensors), max_shard_bytes, &mut |i| Ok(tensors[i].1.shallow_clone()))
+}
+
+/// A tensor that will be written.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct TensorSpec {
+    pub(crate) name: String,
+    pub(crate) kind: Kind,
+    pub(crate) shape: Vec<i64>,
+}
+
+impl TensorSpec {
+    fn all_of(tensors: &[(String, Tensor)]) -> Vec<Self> {
+        let spec = |(name, t): &(String, Tensor)| Self { name: name.clone(), kind: t.kind(), shape: t.size() };
+        tensors.iter().map(spec).collect()
+    }
+
+    fn bytes(&self) -> usize {
+        self.shape.iter().product::<i64>() as usize * self.kind.elt_size_in_bytes()
+    }
+
+    fn dtype(&self) -> Dtype {
+        match self.kind {
+            Kind::Float => Dtype::F32,
+            Kind::Half => Dtype::F16,
+            Kind::BFloat16 => Dtype::BF16,
+            Kind::Double => Dtype::F64,
+            other => unreachable!("no model holds {other:?} weights"),
+        }
+    }
+}
+
+/// [`save`] of tensors that exist one at a time: `tensor` returns the tensor of a spec when it is written.
+pub(crate) fn save_of(
+    dir: &Path,
+    specs: &[TensorSpec],
+    max_shard_bytes: usize,
+    tensor: &mut dyn FnMut(usize) -> Result<Tensor>,
+) -> Result<()> {
     // Each tensor is copied while it is written, so the memory that the allocator keeps from training is freed first.
     tch_ext::release_memory();
-    let bytes_of = |t: &Tensor| t.numel() * t.kind().elt_size_in_bytes();
-    let mut shards: Vec<Vec<&(String, Tensor)>> = vec![Vec::new()];
+    let mut shards: Vec<Vec<usize>> = vec![Vec::new()];
     let mut filled = 0;
-    for item in tensors {
-        let bytes = bytes_of(&item.1);
+    for (i, spec) in specs.iter().enumerate() {
+        let bytes = spec.bytes();
         if filled + bytes > max_shard_bytes && filled > 0 {
             shards.push(Vec::new());
             filled = 0;
         }
         filled += bytes;
-        shards.last_mut().expect("there is always one shard").push(item);
+        shards.last_mut().expect("there is always one shard").push(i);
     }
     replace_files(dir, |dir| {
         if let [only] = shards.as_slice() {
-            return write_file(&dir.join(SINGLE), only);
+            return write_file(&dir.join(SINGLE), specs, only, tensor);
         }
         let mut weight_map = serde_json::Map::new();
         for (i, shard) in shards.iter().enumerate() {
             let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
-            write_file(&dir.join(&name), shard)?;
-            weight_map.extend(shard.iter().map(|(tensor, _)| (tensor.clone(), Value::String(name.clone()))));
+            write_file(&dir.join(&name), specs, shard, tensor)?;
+            weight_map.extend(shard.iter().map(|&i| (specs[i].name.clone(), Value::String(name.clone()))));
         }
         weight_map.sort_keys();
-        let total: usize = tensors.iter().map(|(_, t)| bytes_of(t)).sum();
+        let total: usize = specs.iter().map(TensorSpec::bytes).sum();
         let index = serde_json::json!({"metadata": {"total_size": total}, "weight_map": weight_map});
         write_text(&dir.join(INDEX), &pretty(&index))
     })
 }
 
-/// Checks that every number of a model is finite before it is saved.
+/// Checks that every number of a tensor is finite before it is saved.
 ///
 /// # Errors
 /// If a number is infinite or NaN; the error names the tensor.
-pub(crate) fn check_finite(tensors: &[(String, Tensor)]) -> Result<()> {
-    for (name, tensor) in tensors.iter().filter(|(_, tensor)| tensor.numel() > 0) {
-        // Both are NaN if any number is, and no second tensor of this size is allocated.
-        let (least, most) = tensor.aminmax(None, false);
-        let found = [least, most].map(|x| x.double_value(&[])).into_iter().find(|x| !x.is_finite());
-        if let Some(found) = found {
-            return Err(Error::Run(format!(
-                "tensor `{name}`: expected finite numbers, found {found}: the weights are damaged, or training diverged"
-            )));
-        }
+pub(crate) fn check_finite(name: &str, tensor: &Tensor) -> Result<()> {
+    if tensor.numel() == 0 {
+        return Ok(());
     }
-    Ok(())
+    // Both are NaN if any number is, and no second tensor of this size is allocated.
+    let (least, most) = tensor.aminmax(None, false);
+    let found = [least, most].map(|x| x.double_value(&[])).into_iter().find(|x| !x.is_finite());
+    found.map_or(Ok(()), |found| {
+        Err(Error::Run(format!(
+            "tensor `{name}`: expected finite numbers, found {found}: the weights are damaged, or training diverged"
+        )))
+    })
 }
 
 /// Writes `tensors` as one safetensors file, under a temporary name that is then renamed.
 pub(crate) fn save_file(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
-    write_file(path, &tensors.iter().collect::<Vec<_>>())
+    save_file_of(path, &TensorSpec::all_of(tensors), &mut |i| Ok(tensors[i].1.shallow_clone()))
+}
+
+/// [`save_file`] of tensors that exist one at a time: `tensor` returns the tensor of a spec when it is written.
+pub(crate) fn save_file_of(
+    path: &Path,
+    specs: &[TensorSpec],
+    tensor: &mut dyn FnMut(usize) -> Result<Tensor>,
+) -> Result<()> {
+    write_file(path, specs, &(0..specs.len()).collect::<Vec<_>>(), tensor)
 }
 
 /// Replaces files of a model folder by those that `write` writes to the folder it receives: all of them, or none.
@@ -401,31 +451,6 @@ pub(crate) fn is_weights(name: &str) -> bool {
         || (name.starts_with("model-") && name.ends_with(".safetensors"))
 }
 
-/// A tensor for the safetensors crate; its bytes are copied only while they are written.
-struct Written<'a> {
-    tensor: &'a Tensor,
-    dtype: Dtype,
-    shape: Vec<usize>,
-}
-
-impl View for Written<'_> {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-    fn data(&self) -> Cow<'_, [u8]> {
-        let tensor = self.tensor.detach().to_device(Device::Cpu).contiguous();
-        let mut bytes = vec![0; self.data_len()];
-        tensor.copy_data_u8(&mut bytes, tensor.numel());
-        Cow::Owned(bytes)
-    }
-    fn data_len(&self) -> usize {
-        self.tensor.numel() * self.tensor.kind().elt_size_in_bytes()
-    }
-}
-
 /// The final folder of files written to `dir`, after [`replace_files`] has moved them.
 pub(crate) fn destination(mut dir: &Path) -> &Path {
     while dir.ends_with(BESIDE) {
@@ -434,32 +459,70 @@ pub(crate) fn destination(mut dir: &Path) -> &Path {
     dir
 }
 
-fn write_file(path: &Path, tensors: &[&(String, Tensor)]) -> Result<()> {
-    let views = tensors.iter().map(|(name, tensor)| {
-        let dtype = match tensor.kind() {
-            Kind::Float => Dtype::F32,
-            Kind::Half => Dtype::F16,
-            Kind::BFloat16 => Dtype::BF16,
-            Kind::Double => Dtype::F64,
-            other => unreachable!("no model holds {other:?} weights"),
-        };
-        let shape = tensor.size().iter().map(|&n| n as usize).collect();
-        (name.as_str(), Written { tensor, dtype, shape })
+/// Writes the tensors `chosen` of `specs` to one file, under a temporary name that is then renamed. They are in the order of the
+/// safetensors crate: the largest dtypes first, then by name.
+fn write_file(
+    path: &Path,
+    specs: &[TensorSpec],
+    chosen: &[usize],
+    tensor: &mut dyn FnMut(usize) -> Result<Tensor>,
+) -> Result<()> {
+    let mut chosen = chosen.to_vec();
+    chosen.sort_by_key(|&i| (std::cmp::Reverse(specs[i].dtype()), &specs[i].name));
+    let mut name = path.file_name().expect("a file to write has a name").to_os_string();
+    name.push(".tmp");
+    let beside = path.with_file_name(name);
+    let mut file = File::create(&beside).map_err(Error::io("write", path))?;
+    let written = write_tensors(&mut file, path, specs, &chosen, tensor);
+    if written.is_err() {
+        // Frees the space on a full disk.
+        let _ = std::fs::remove_file(&beside);
+    }
+    written?;
+    std::fs::rename(&beside, path).map_err(Error::io("write", path))
+}
+
+fn write_tensors(
+    file: &mut File,
+    path: &Path,
+    specs: &[TensorSpec],
+    chosen: &[usize],
+    tensor: &mut dyn FnMut(usize) -> Result<Tensor>,
+) -> Result<()> {
+    let mut end = 0;
+    let infos = chosen.iter().map(|&i| {
+        let spec = &specs[i];
+        let start = end;
+        end += spec.bytes();
+        let shape = spec.shape.iter().map(|&n| n as usize).collect();
+        (spec.name.clone(), TensorInfo { dtype: spec.dtype(), shape, data_offsets: (start, end) })
     });
     // transformers rejects a file that does not state its framework.
     let format = HashMap::from([("format".to_string(), "pt".to_string())]);
-    // The crate writes a temporary file beside `path` and renames it.
-    safetensors::serialize_to_file(views, Some(format), path).map_err(|e| Error::Io {
-        action: "write",
-        path: path.to_path_buf(),
-        source: std::io::Error::other(e),
-    })?;
-    // Its temporary file is private to the owner; weights get the mode of the user's new files.
-    let probe = path.with_extension("tmp");
-    let mode =
-        File::create(&probe).and_then(|file| file.metadata()).map_err(Error::io("create", &probe))?.permissions();
-    std::fs::remove_file(&probe).map_err(Error::io("remove", &probe))?;
-    std::fs::set_permissions(path, mode).map_err(Error::io("write", path))
+    let invalid = |e: String| Error::invalid(path, e);
+    let header = Metadata::new(Some(format), infos.collect()).map_err(|e| invalid(e.to_string()))?;
+    let mut header = serde_json::to_vec(&header).map_err(|e| invalid(e.to_string()))?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let mut write = |bytes: &[u8]| file.write_all(bytes).map_err(Error::io("write", path));
+    write(&(header.len() as u64).to_le_bytes())?;
+    write(&header)?;
+    for &i in chosen {
+        let (spec, tensor) = (&specs[i], tensor(i)?);
+        if (tensor.kind(), tensor.size().as_slice()) != (spec.kind, spec.shape.as_slice()) {
+            return Err(invalid(format!("tensor `{}`: expected {spec:?}, found {tensor:?}", spec.name)));
+        }
+        let flat = tensor.detach().contiguous().view([-1]);
+        let width = spec.kind.elt_size_in_bytes();
+        let (len, most) = (flat.size()[0], (WRITE_AT_ONCE / width) as i64);
+        for from in (0..len).step_by(most as usize) {
+            let count = most.min(len - from);
+            let part = flat.narrow(0, from, count).to_device(Device::Cpu);
+            let mut bytes = vec![0; count as usize * width];
+            part.copy_data_u8(&mut bytes, count as usize);
+            write(&bytes)?;
+        }
+    }
+    Ok(())
 }
 
 /// Reads a JSON file.

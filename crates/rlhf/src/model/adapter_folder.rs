@@ -7,7 +7,7 @@ use super::lora::{
 };
 use super::params::Param;
 use crate::hub;
-use crate::weights::{self, Checkpoint, pretty, read_json, write_text};
+use crate::weights::{self, Checkpoint, TensorSpec, pretty, read_json, write_text};
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -315,11 +315,20 @@ pub(super) fn stored_name(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
-/// Writes an adapter as PEFT does; `described` is the content of `adapter_config.json`.
-pub(super) fn save(dir: &Path, described: &Map<String, Value>, params: &[Param]) -> Result<()> {
-    let trained = params.iter().filter(|param| is_trained(&param.name));
-    let tensors: Vec<_> = trained.map(|p| (stored_name(&p.name), p.tensor.detach().to_kind(Kind::Float))).collect();
-    weights::check_finite(&tensors)?;
-    weights::save_file(&dir.join(WEIGHTS), &tensors)?;
+/// Writes an adapter as PEFT does; `described` is the content of `adapter_config.json`, `tensor` returns a parameter's values.
+pub(super) fn save(
+    dir: &Path,
+    described: &Map<String, Value>,
+    params: &[Param],
+    mut tensor: impl FnMut(&Param) -> Result<Tensor>,
+) -> Result<()> {
+    let trained: Vec<&Param> = params.iter().filter(|param| is_trained(&param.name)).collect();
+    let spec = |p: &&Param| TensorSpec { name: stored_name(&p.name), kind: Kind::Float, shape: p.tensor.size() };
+    let specs: Vec<TensorSpec> = trained.iter().map(spec).collect();
+    weights::save_file_of(&dir.join(WEIGHTS), &specs, &mut |i| {
+        let tensor = tensor(trained[i])?.to_kind(Kind::Float);
+        weights::check_finite(&specs[i].name, &tensor)?;
+        Ok(tensor)
+    })?;
     write_text(&dir.join(CONFIG), &pretty(&Value::Object(described.clone())))
 }

@@ -9,7 +9,9 @@ use super::linear::Linear;
 use super::lora::{self, Adapter, Dropout, LoraConfig};
 use super::params::Param;
 use super::shape::MlpIn;
+use super::shard::{AllGuard, PassKind, RootGuard, Shards};
 use super::uses_kernels;
+use crate::dist::{World, ZeroStage};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -43,6 +45,53 @@ pub(super) struct Body {
     pub(super) num_frozen: usize,
 }
 
+/// Hidden states of a forward pass, which holds the parameters of the head.
+pub(super) struct Hidden<'a> {
+    pub(super) states: Tensor,
+    _pass: Pass<'a>,
+}
+
+/// A pass through the model, which holds the parameters outside the layers.
+pub(super) struct Pass<'a> {
+    guard: Option<RootGuard>,
+    body: &'a Body,
+    head: Option<&'a Linear>,
+}
+
+impl Pass<'_> {
+    /// Ends a backward pass.
+    fn finish_backward(mut self) -> Result<()> {
+        self.guard.take().map_or(Ok(()), RootGuard::finish_backward)
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        if self.body.shards().releases() {
+            self.body.decoder.root_linears().chain(self.head).for_each(Linear::drop_copies);
+        }
+    }
+}
+
+/// All parameters of a model that are divided over ranks, gathered until this guard is dropped.
+#[derive(Debug)]
+#[must_use = "the parameters are released when the guard is dropped"]
+pub struct Gathered<'a> {
+    guard: Option<AllGuard>,
+    body: &'a Body,
+    head: Option<&'a Linear>,
+}
+
+impl Drop for Gathered<'_> {
+    fn drop(&mut self) {
+        self.guard = None;
+        if self.body.shards().releases() {
+            self.body.decoder.drop_copies();
+            self.head.iter().for_each(|head| head.drop_copies());
+        }
+    }
+}
+
 impl Body {
     pub(super) fn new(decoder: Decoder, params: Vec<Param>, config: ModelConfig, device: Device, kind: Kind) -> Self {
         Self {
@@ -74,8 +123,12 @@ impl Body {
         if gets_adapter { self.hold_as_computed(lm_head) } else { self.hold_as_f32() }
     }
 
-    /// Holds each matrix in the dtype of its product, where that takes no more memory; results stay the same.
+    /// Holds each matrix in the dtype of its product, where that takes no more memory; results stay the same. Does nothing once the
+    /// model is divided over ranks.
     pub(super) fn hold_as_computed(&mut self, head: Option<&mut Linear>) {
+        if self.shards().stage().is_some() {
+            return;
+        }
         let kept = self.params.iter().take(self.shared).map(|param| param.tensor.data_ptr()).collect();
         let linears = self.decoder.linears_mut().chain(head);
         let changed = linears.filter_map(|linear| linear.hold_as_computed(&kept).then_some(())).count();
@@ -257,20 +310,64 @@ impl Body {
         (if gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
     }
 
+    /// The division of the parameters over ranks.
+    pub(super) fn shards(&self) -> &Shards {
+        &self.decoder.shards
+    }
+
+    /// Divides the model over the ranks of `world`; see [`Shards::divide`]. Leading parameters whose memory this model shares
+    /// with another stay whole.
+    pub(super) fn shard(&self, world: &World, stage: ZeroStage) {
+        let prefix = format!("{}.", self.config.family.names.layers);
+        let layer_of = |name: &str| name.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
+        let shared = if self.shared < self.params.len() { self.shared.max(self.num_frozen) } else { 0 };
+        let layers = self.config.num_hidden_layers as usize;
+        self.decoder.drop_copies();
+        self.shards().divide((world, stage), &self.params[shared..], layers, layer_of);
+    }
+
+    /// Gathers all parameters; `head` is the linear head.
+    pub(super) fn gathered<'a>(&'a self, head: Option<&'a Linear>) -> Result<Gathered<'a>> {
+        Ok(Gathered { guard: Some(self.shards().gather_all()?), body: self, head })
+    }
+
+    /// Starts a pass; `head` is the linear head, which computes from the hidden states. Errors that one rank can find alone come
+    /// before it, as the other ranks take part in a pass that has started.
+    pub(super) fn start_pass<'a>(&'a self, kind: PassKind, head: Option<&'a Linear>) -> Result<Pass<'a>> {
+        Ok(Pass { guard: Some(self.shards().start_pass(kind)?), body: self, head })
+    }
+
     /// Hidden states of all tokens, packed.
-    pub(super) fn hidden<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<(Layout, Tensor)> {
+    pub(super) fn hidden<'a, S: AsRef<[i64]>>(
+        &'a self,
+        sequences: &[S],
+        head: Option<&'a Linear>,
+    ) -> Result<(Layout, Hidden<'a>)> {
         self.check(sequences)?;
+        let pass = self.start_pass(PassKind::Forward, head)?;
         let layout = Layout::new(sequences, self.device);
-        let hidden = self.decoder.forward(&layout, None, None, None);
-        Ok((layout, hidden))
+        let states = self.without_graph(|| self.decoder.forward(&layout, None, None, None))?;
+        Ok((layout, Hidden { states, _pass: pass }))
     }
 
     /// Hidden states `[M, embedding size]` at the positions of the batch's spans, each moved by `shift`; no dropout is applied.
-    pub(super) fn hidden_at<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>, shift: i64) -> Result<Tensor> {
+    pub(super) fn hidden_at<'a, S: AsRef<[i64]>>(
+        &'a self,
+        batch: Batch<'_, S>,
+        shift: i64,
+        head: Option<&'a Linear>,
+    ) -> Result<Hidden<'a>> {
         self.check(batch.sequences)?;
+        let pass = self.start_pass(PassKind::Forward, head)?;
         let layout = self.layout_of(&batch.with_dropout(None), shift);
         let (rows, count) = self.rounded_rows_at(&layout, batch.spans, shift);
-        Ok(self.decoder.forward(&layout, None, Some(&rows), None).narrow(0, 0, count))
+        let states = self.without_graph(|| self.decoder.forward(&layout, None, Some(&rows), None))?;
+        Ok(Hidden { states: states.narrow(0, 0, count), _pass: pass })
+    }
+
+    /// Calls `f`, without gradients if those of this model are divided: only [`Body::backward`] reduces them.
+    fn without_graph<T>(&self, f: impl FnOnce() -> T) -> T {
+        if self.shards().are_gradients_divided() { tch::no_grad(f) } else { f() }
     }
 
     /// Forward and backward pass; accumulates gradients. `gradient_of` receives the hidden states of [`Body::hidden_at`],
@@ -282,6 +379,7 @@ impl Body {
         &self,
         batch: Batch<'_, S>,
         shift: i64,
+        head: Option<&Linear>,
         gradient_of: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
         self.check(batch.sequences)?;
@@ -291,14 +389,15 @@ impl Body {
         if batch.spans.iter().all(Range::is_empty) {
             return Ok(());
         }
+        let pass = self.start_pass(PassKind::Backward, head)?;
         let dropout = batch.dropout.filter(|rows| rows.share > 0.0 && self.adapter.is_some());
         let layout = self.layout_of(&batch.with_dropout(dropout), shift);
         let dropout = dropout.map(|rows| Dropout::new(rows, &layout.lens));
         let (rows, count) = self.rounded_rows_at(&layout, batch.spans, shift);
         let options =
             BackwardOptions { dropout: dropout.as_ref(), gradient_checkpointing: self.gradient_checkpointing };
-        self.decoder.backward(&layout, (&rows, count), options, gradient_of);
-        Ok(())
+        self.decoder.backward(&layout, (&rows, count), options, gradient_of)?;
+        pass.finish_backward()
     }
 
     /// The layout of a batch for a pass with outputs at its spans only.

@@ -2,7 +2,7 @@
 
 use super::adapter_folder::AdapterFolder;
 use super::batch::Batch;
-use super::body::Body;
+use super::body::{Body, Gathered, Hidden};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::layout::KvCache;
@@ -11,7 +11,9 @@ use super::lora::LoraConfig;
 use super::params::{Builder, Init, Param, Source};
 use super::sampled::Sampled;
 use super::shape::Shape;
+use super::shard::{PassKind, Shards};
 use super::{Dtype, ModelOptions, Precision};
+use crate::dist::{World, ZeroStage};
 use crate::weights::{self, Checkpoint, replace_files};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
@@ -186,16 +188,17 @@ impl CausalLm {
         self.copy_sharing(shared)
     }
 
-    /// Returns a frozen copy of the model in its current state.
+    /// Returns a frozen copy of the model in its current state, whole on every rank.
     ///
     /// # Errors
-    /// None for a model that was built.
+    /// If the model is divided over ranks, and a rank has ended or does not respond.
     pub fn frozen_copy(&self) -> Result<Self> {
         self.copy_sharing(0)
     }
 
     /// A copy that shares the memory of the first `shared` parameters.
     fn copy_sharing(&self, shared: usize) -> Result<Self> {
+        let _all = self.gathered()?;
         let copies = self.body.params.iter().enumerate().map(|(at, Param { name, tensor, decay })| {
             let tensor = if at < shared { tensor.shallow_clone() } else { tensor.detach().copy() };
             Param { name: name.clone(), tensor, decay: *decay }
@@ -214,6 +217,9 @@ impl CausalLm {
         let source = Source::Shared(params);
         let (mut model, ()) = Self::build(self.body.config.clone(), source, options, &[], |_, _| Ok(()))?;
         (model.body.kind, model.body.shared) = (self.body.kind, shared);
+        if shared == self.body.params.len() {
+            model.body.decoder.shards = self.body.decoder.shards.clone();
+        }
         Ok(model)
     }
 
@@ -268,14 +274,14 @@ impl CausalLm {
     /// # Errors
     /// If a sequence is empty, too long, or contains an id outside the vocabulary.
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
-        let (layout, hidden) = self.body.hidden(sequences)?;
-        Ok(self.lm_head.forward(&hidden).to_kind(Kind::Float).split_with_sizes(&layout.lens, 0))
+        let (layout, hidden) = self.body.hidden(sequences, Some(&self.lm_head.linear))?;
+        Ok(self.lm_head.forward(&hidden.states).to_kind(Kind::Float).split_with_sizes(&layout.lens, 0))
     }
 
     /// Hidden states after the final norm, one `[length, hidden]` f32 tensor per sequence; errors as [`CausalLm::logits`].
     pub fn hidden_states<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Vec<Tensor>> {
-        let (layout, hidden) = self.body.hidden(sequences)?;
-        Ok(hidden.split_with_sizes(&layout.lens, 0))
+        let (layout, hidden) = self.body.hidden(sequences, None)?;
+        Ok(hidden.states.split_with_sizes(&layout.lens, 0))
     }
 
     /// Log-probabilities of the tokens at `spans` of each sequence under softmax(logits / temperature), or under the restricted
@@ -297,8 +303,8 @@ impl CausalLm {
         let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
         let targets = Targets::new(&self.lm_head, sequences, spans, options)?;
         // Each token is predicted at the position before it.
-        let hidden = self.body.hidden_at(Batch::new(sequences, spans), -1)?;
-        Ok(self.lm_head.logprobs_of(&hidden, &targets))
+        let hidden = self.hidden_at(Batch::new(sequences, spans), -1)?;
+        Ok(self.lm_head.logprobs_of(&hidden.states, &targets))
     }
 
     /// Forward and backward pass of a loss of [`CausalLm::token_logprobs`]; accumulates gradients. Returns the
@@ -320,7 +326,7 @@ impl CausalLm {
         self.body.check_spans(sequences, spans, 1)?;
         let targets = Targets::new(&self.lm_head, sequences, spans, options.into())?;
         let mut found = None;
-        self.body.backward(batch, -1, |hidden| {
+        self.body.backward(batch, -1, Some(&self.lm_head.linear), |hidden| {
             let (logprobs, gradient) = self.lm_head.logprobs_gradient(hidden, &targets, loss);
             found = Some(logprobs);
             gradient
@@ -348,8 +354,8 @@ impl CausalLm {
         sampled.check(spans.iter().map(|span| span.len() as i64).sum())?;
         tch::no_grad(|| {
             let batch = Batch::new(sequences, spans);
-            let (hidden, others) = (self.body.hidden_at(batch, -1)?, other.body.hidden_at(batch, -1)?);
-            Ok(self.lm_head.kl_at(&hidden, (&other.lm_head, &others), sampled))
+            let (hidden, others) = (self.hidden_at(batch, -1)?, other.hidden_at(batch, -1)?);
+            Ok(self.lm_head.kl_at(&hidden.states, (&other.lm_head, &others.states), sampled))
         })
     }
 
@@ -359,13 +365,10 @@ impl CausalLm {
     /// # Errors
     /// As [`CausalLm::token_logprobs`].
     pub fn distributions<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Distributions> {
-        if sequences.is_empty() {
-            return Ok(Distributions::none(&self.lm_head));
-        }
         self.body.check_spans(sequences, spans, 1)?;
-        let hidden = tch::no_grad(|| self.body.hidden_at(Batch::new(sequences, spans), -1))?;
+        let hidden = tch::no_grad(|| self.hidden_at(Batch::new(sequences, spans), -1))?;
         let lens: Vec<i64> = spans.iter().map(|span| span.len() as i64).collect();
-        Ok(Distributions::new(&self.lm_head, &hidden, &lens))
+        Ok(Distributions::new(&self.lm_head, &hidden.states, &lens, self.body.shards().are_params_divided()))
     }
 
     /// Starts decoding: reads the prompts into a cache of `capacity` tokens per row.
@@ -377,14 +380,50 @@ impl CausalLm {
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity)?;
         let last: Vec<_> = layout.lens.iter().map(|&len| len as usize - 1..len as usize).collect();
         let last = self.body.rows_at(&layout, &last, 0);
-        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None);
+        let _pass = self.body.start_pass(PassKind::Forward, Some(&self.lm_head.linear))?;
+        let hidden = self.body.decoder.forward(&layout, Some(&mut cache), Some(&last), None)?;
         Ok((cache, self.lm_head.forward(&hidden)))
     }
 
     /// Appends one token to every row of the cache, `tokens` `[rows]` i64, and returns the logits of the next, `[rows, vocab]` f32
     /// or bf16. Neither waits for the device nor copies anything to it.
-    pub(crate) fn decode(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
-        self.lm_head.forward(&self.body.decoder.forward_step(tokens, cache))
+    ///
+    /// # Errors
+    /// If the model is divided over ranks, and a rank has ended or does not respond.
+    pub(crate) fn decode(&self, tokens: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
+        let _pass = self.body.start_pass(PassKind::Forward, Some(&self.lm_head.linear))?;
+        Ok(self.lm_head.forward(&self.body.decoder.forward_step(tokens, cache)?))
+    }
+
+    /// [`Body::hidden_at`] for the LM head.
+    pub(super) fn hidden_at<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>, shift: i64) -> Result<Hidden<'_>> {
+        self.body.hidden_at(batch, shift, Some(&self.lm_head.linear))
+    }
+
+    /// Divides the model over the ranks of `world`, by a stage of ZeRO: gradients, optimizer state and parameters; a frozen model at
+    /// stage 3 only. All ranks have the same weights and call this at the same point. To be called once, after
+    /// [`CausalLm::set_trainable`] and [`CausalLm::hold_as_computed`], as dtypes and trained parameters are fixed then.
+    ///
+    /// Results, gradients and saved files stay the same, up to the rounding of sums. From stage 2 on, gradients come from
+    /// functions such as [`CausalLm::logprobs_backward`] only, and at stage 3 the tensors of [`CausalLm::params`] have memory
+    /// only while [`CausalLm::gathered`] holds them.
+    pub fn shard(&self, world: &World, stage: ZeroStage) {
+        self.lm_head.linear.drop_copies();
+        self.body.shard(world, stage);
+    }
+
+    /// Gathers parameters that are divided over ranks until the guard is dropped, so that passes need not: for the generation of
+    /// many tokens. Called by all ranks at the same point; does nothing below stage 3.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub fn gathered(&self) -> Result<Gathered<'_>> {
+        self.body.gathered(Some(&self.lm_head.linear))
+    }
+
+    /// The division of the model over ranks.
+    pub fn shards(&self) -> &Shards {
+        self.body.shards()
     }
 
     /// Writes the base of an adapter to `dir` if no folder holds it; adapters saved later refer to `dir`.

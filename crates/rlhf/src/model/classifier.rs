@@ -3,13 +3,15 @@
 use super::ModelOptions;
 use super::adapter_folder::AdapterFolder;
 use super::batch::Batch;
-use super::body::Body;
+use super::body::{Body, Gathered};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::linear::{Linear, LinearShape};
 use super::lora::{DropoutRows, LoraConfig};
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
 use super::shape::{HeadActivation, HeadNames};
+use super::shard::Shards;
+use crate::dist::{World, ZeroStage};
 use crate::flag::Setting;
 use crate::weights::{Checkpoint, replace_files};
 use crate::{Error, Result};
@@ -346,7 +348,7 @@ impl SequenceClassifier {
     pub(crate) fn values<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Tensor> {
         let score = self.value_head()?;
         self.body.check_spans(batch.sequences, batch.spans, 0)?;
-        Ok(score.forward(&self.body.hidden_at(batch, 0)?).squeeze_dim(1))
+        Ok(score.forward(&self.body.hidden_at(batch, 0, Some(score))?.states).squeeze_dim(1))
     }
 
     /// Forward and backward pass of `loss`, a scalar computed from the values `[M]` of [`SequenceClassifier::values_at`];
@@ -361,7 +363,7 @@ impl SequenceClassifier {
     ) -> Result<()> {
         let score = self.value_head()?;
         self.body.check_spans(batch.sequences, batch.spans, 0)?;
-        self.body.backward(batch, 0, |hidden| {
+        self.body.backward(batch, 0, Some(score), |hidden| {
             loss(&score.forward(hidden).squeeze_dim(1)).backward();
             hidden.grad()
         })
@@ -380,6 +382,24 @@ impl SequenceClassifier {
         self.body.gradient_checkpointing = on;
     }
 
+    /// As [`super::CausalLm::shard`].
+    pub fn shard(&self, world: &World, stage: ZeroStage) {
+        self.body.shard(world, stage);
+    }
+
+    /// As [`super::CausalLm::gathered`].
+    ///
+    /// # Errors
+    /// As that.
+    pub fn gathered(&self) -> Result<Gathered<'_>> {
+        self.body.gathered(None)
+    }
+
+    /// The division of the model over ranks.
+    pub fn shards(&self) -> &Shards {
+        self.body.shards()
+    }
+
     /// As [`super::CausalLm::activation_bytes`].
     pub fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
         self.body.activation_bytes(gradient_checkpointing)
@@ -390,7 +410,8 @@ impl SequenceClassifier {
     /// # Errors
     /// As [`super::CausalLm::logits`].
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
-        Ok(self.head.forward(&self.body.hidden_at(Batch::new(sequences, &self.read_at(sequences)), 0)?))
+        let spans = self.read_at(sequences);
+        Ok(self.head.forward(&self.body.hidden_at(Batch::new(sequences, &spans), 0, None)?.states))
     }
 
     /// The score of each sequence: its logit for the chosen label, `[rows]` f32.
@@ -413,7 +434,7 @@ impl SequenceClassifier {
         loss: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
         let spans = self.read_at(sequences);
-        self.body.backward(Batch::new(sequences, &spans).with_dropout(dropout), 0, |hidden| {
+        self.body.backward(Batch::new(sequences, &spans).with_dropout(dropout), 0, None, |hidden| {
             loss(&self.chosen_of(&self.head.forward(hidden))).backward();
             hidden.grad()
         })

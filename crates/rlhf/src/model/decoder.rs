@@ -5,6 +5,7 @@ use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::params::{Builder, Init};
 use super::shape::{Activation, MlpIn, Names, Order, Qkv, RopeScaling, Shape};
+use super::shard::{LayerGuard, Shards};
 use super::uses_kernels;
 use crate::Result;
 use tch::{Kind, Tensor};
@@ -36,6 +37,8 @@ pub(crate) struct Decoder {
     shape: Shape,
     /// Dtype of products and attention; the residual stream is f32 in any case.
     pub(crate) compute: Kind,
+    /// The division of the model's parameters over ranks.
+    pub(crate) shards: Shards,
 }
 
 /// The keys and values that the tokens of one forward pass attend to.
@@ -93,7 +96,8 @@ impl Decoder {
             _ => Some(Norm::build(b, names.final_norm, shape.hidden_size, shape)?),
         };
         let shape = shape.clone();
-        Ok(Self { embed, positions, token_types, embed_norm, project, layers, final_norm, shape, compute })
+        let shards = Shards::default();
+        Ok(Self { embed, positions, token_types, embed_norm, project, layers, final_norm, shape, compute, shards })
     }
 
     /// The embedding `[vocab, embedding size]`, which is also the LM head if the two are tied.
@@ -106,35 +110,55 @@ impl Decoder {
         self.project.iter_mut().flatten().chain(self.layers.iter_mut().flat_map(Layer::linears_mut))
     }
 
+    /// The linear layers outside the layers of the stack.
+    pub(crate) fn root_linears(&self) -> impl Iterator<Item = &Linear> {
+        self.project.iter().flatten()
+    }
+
+    /// Frees the copies of weights in the dtype of products.
+    pub(crate) fn drop_copies(&self) {
+        self.root_linears().chain(self.layers.iter().flat_map(Layer::linears)).for_each(Linear::drop_copies);
+    }
+
+    /// Gathers layer `i`, if its parameters are divided over ranks.
+    fn whole_layer(&self, i: usize) -> Result<WholeLayer<'_>> {
+        Ok(WholeLayer { _guard: self.shards.layer(i)?, decoder: self, i })
+    }
+
     /// Hidden states after the final norm, `[M, embedding size]` f32, of whole sequences: at the indices `rows` `[M]` i64 of the
     /// packed order, or at all tokens. Fills `cache` if there is one.
+    ///
+    /// # Errors
+    /// If the parameters are divided over ranks, and a rank has ended or does not respond; as all functions of passes.
     pub(crate) fn forward(
         &self,
         layout: &Layout,
         mut cache: Option<&mut KvCache>,
         rows: Option<&Tensor>,
         dropout: Option<&Dropout>,
-    ) -> Tensor {
+    ) -> Result<Tensor> {
         if let Some(cache) = &mut cache {
             cache.begin_sequences(layout);
         }
         let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
         let mut pass = self.pass(&layout.positions, Attention::Sequences(layout, cache), dropout);
         for i in 0..self.layers.len() {
+            let _whole = self.whole_layer(i)?;
             x = self.layer(i, &x, &mut pass, rows);
         }
-        self.finish(x, rows, dropout)
+        Ok(self.finish(x, rows, dropout))
     }
 
     /// Hidden states `[rows, embedding size]` f32 of one more token per row; `tokens` is `[rows]` i64.
-    pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Tensor {
+    pub(crate) fn forward_step(&self, tokens: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
         let positions = cache.begin_step();
         let mut x = self.embed(tokens, &positions, None);
         let mut pass = self.pass(&positions, Attention::Step(cache), None);
         for i in 0..self.layers.len() {
+            let _whole = self.whole_layer(i)?;
             x = self.layer(i, &x, &mut pass, None);
         }
-        self.finish(x, None, None)
+        Ok(self.finish(x, None, None))
     }
 
     /// Forward and backward pass; accumulates gradients. `gradient_of` receives the first `count` hidden states at `rows`,
@@ -145,60 +169,75 @@ impl Decoder {
         (rows, count): (&Tensor, i64),
         options: BackwardOptions<'_>,
         gradient_of: impl FnOnce(&Tensor) -> Tensor,
-    ) {
+    ) -> Result<()> {
         let gradient_of = |hidden: &Tensor| {
             let gradient = gradient_of(&hidden.narrow(0, 0, count).detach().set_requires_grad(true));
             gradient.constant_pad_nd([0, 0, 0, hidden.size()[0] - count])
         };
-        let dropout = options.dropout;
-        if options.gradient_checkpointing {
-            return self.backward_recomputing(layout, rows, dropout, gradient_of);
+        if options.gradient_checkpointing || self.shards.are_gradients_divided() {
+            return self.backward_by_layer(layout, rows, options, gradient_of);
         }
-        let hidden = self.forward(layout, None, Some(rows), dropout);
+        let hidden = self.forward(layout, None, Some(rows), options.dropout)?;
         tch_ext::backward(&hidden, &gradient_of(&hidden));
+        Ok(())
     }
 
-    /// [`Decoder::backward`] with gradient checkpointing: stores only the input of each layer and recomputes the layer in the
-    /// backward pass, with the same dropout.
-    fn backward_recomputing(
+    /// [`Decoder::backward`], where each layer has a backward pass of its own, so that its gradients can be reduced over ranks
+    /// at once. With gradient checkpointing only the input of each layer is stored, and the layer is recomputed in its backward
+    /// pass, with the same dropout.
+    ///
+    /// Layers are also recomputed where products use copies of weights that are released after each layer: the stored
+    /// activations of a layer would hold on to its copies.
+    fn backward_by_layer(
         &self,
         layout: &Layout,
         rows: &Tensor,
-        dropout: Option<&Dropout>,
+        options: BackwardOptions<'_>,
         gradient_of: impl FnOnce(&Tensor) -> Tensor,
-    ) {
-        let rows = Some(rows);
+    ) -> Result<()> {
+        let (rows, dropout) = (Some(rows), options.dropout);
+        let has_copies = || self.layers.iter().flat_map(Layer::linears).any(Linear::uses_copies);
+        let recomputes = options.gradient_checkpointing || (self.shards.releases() && has_copies());
         let state = || dropout.map(Dropout::state);
         let restore = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
         let mut pass = self.pass(&layout.positions, Attention::Sequences(layout, None), dropout);
-        let mut inputs = Vec::with_capacity(self.layers.len());
+        let mut stored = Vec::with_capacity(self.layers.len());
         let first_state = state();
-        let top = tch::no_grad(|| {
-            let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
-            for i in 0..self.layers.len() {
-                let state = state();
-                let out = self.layer(i, &x, &mut pass, rows);
-                inputs.push((std::mem::replace(&mut x, out), state));
-            }
-            x
-        });
-        let top = top.set_requires_grad(true);
+        let mut x = tch::no_grad(|| self.embed(&layout.tokens, &layout.positions, dropout));
+        for i in 0..self.layers.len() {
+            let _whole = self.whole_layer(i)?;
+            let (input, state) = (x.detach().set_requires_grad(true), state());
+            let out = match recomputes {
+                true => tch::no_grad(|| self.layer(i, &input, &mut pass, rows)),
+                false => self.layer(i, &input, &mut pass, rows),
+            };
+            x = out.detach();
+            stored.push((input, (!recomputes).then_some(out), state));
+        }
+        let top = x.set_requires_grad(true);
         let hidden = self.finish(top.shallow_clone(), rows, dropout);
         let gradient = gradient_of(&hidden);
         tch_ext::backward(&hidden, &gradient);
         let mut gradient = top.grad();
-        for i in (0..self.layers.len()).rev() {
-            let (x, state) = inputs.pop().expect("one per layer");
-            restore(state);
-            let x = x.set_requires_grad(true);
-            tch_ext::backward(&self.layer(i, &x, &mut pass, rows), &gradient);
+        while let Some((x, out, state)) = stored.pop() {
+            let i = stored.len();
+            let _whole = self.whole_layer(i)?;
+            self.shards.lend_gradients(Some(i))?;
+            let out = out.unwrap_or_else(|| {
+                restore(state);
+                self.layer(i, &x, &mut pass, rows)
+            });
+            tch_ext::backward(&out, &gradient);
+            drop(out);
             gradient = x.grad();
+            self.shards.reduce_lent(Some(i))?;
         }
         restore(first_state);
         let x = self.embed(&layout.tokens, &layout.positions, dropout);
         if x.requires_grad() {
             tch_ext::backward(&x, &gradient);
         }
+        Ok(())
     }
 
     /// Allocates a cache for `rows` sequences of at most `capacity` tokens.
@@ -424,7 +463,27 @@ impl Decoder {
     }
 }
 
+/// The parameters of one layer, for as long as it is computed.
+struct WholeLayer<'a> {
+    _guard: LayerGuard,
+    decoder: &'a Decoder,
+    i: usize,
+}
+
+impl Drop for WholeLayer<'_> {
+    fn drop(&mut self) {
+        if self.decoder.shards.releases() {
+            self.decoder.layers[self.i].linears().for_each(Linear::drop_copies);
+        }
+    }
+}
+
 impl Layer {
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let attention = self.qkv.iter().chain([&self.attention_out]);
+        attention.chain(&self.mlp_in).chain([&self.mlp_out])
+    }
+
     fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
         let attention = self.qkv.iter_mut().chain([&mut self.attention_out]);
         attention.chain(&mut self.mlp_in).chain([&mut self.mlp_out])

@@ -116,6 +116,11 @@ impl Linear {
         &self.name
     }
 
+    /// The weight as it is held.
+    pub(crate) fn held(&self) -> &Tensor {
+        &self.weight.held
+    }
+
     /// Input and output width.
     pub(crate) fn widths(&self) -> [i64; 2] {
         let size = self.weight.held.size();
@@ -173,6 +178,16 @@ impl Linear {
             Some(adapter) => (out + adapter.forward(x, dropout)).to_kind(self.compute),
             None => out,
         }
+    }
+
+    /// Whether products use a copy of a tensor in another dtype.
+    pub(crate) fn uses_copies(&self) -> bool {
+        std::iter::once(&self.weight).chain(&self.bias).any(|weight| weight.held.kind() != self.compute)
+    }
+
+    /// Frees the copies in the dtype of products; the next product makes them again.
+    pub(crate) fn drop_copies(&self) {
+        std::iter::once(&self.weight).chain(&self.bias).for_each(|weight| drop(weight.copy.take()));
     }
 
     /// The layer's weight and the same in the dtype of products, detached, `[out, in]`; for a head.

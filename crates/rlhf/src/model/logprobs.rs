@@ -76,17 +76,14 @@ pub struct Distributions {
 }
 
 impl Distributions {
-    /// Distributions at `hidden` `[M, embedding size]`, where sequence i has `lens[i]` of the M tokens.
-    pub(super) fn new(head: &LmHead, hidden: &Tensor, lens: &[i64]) -> Self {
+    /// Distributions at `hidden` `[M, embedding size]`, where sequence i has `lens[i]` of the M tokens. They share the memory of the
+    /// head, or have a copy if `copies_head`.
+    pub(super) fn new(head: &LmHead, hidden: &Tensor, lens: &[i64], copies_head: bool) -> Self {
         let LmHead { linear, softcap, compute } = head;
-        let hidden = if lens.is_empty() { Vec::new() } else { hidden.to_kind(*compute).split_with_sizes(lens, 0) };
-        Self { hidden, head: LmHead::new(linear.weight().0.detach(), *softcap, *compute) }
-    }
-
-    /// Distributions of no tokens, to which others can be appended.
-    pub(super) fn none(head: &LmHead) -> Self {
-        let weight = head.linear.weight().0;
-        Self::new(head, &Tensor::zeros([0, weight.size()[1]], (head.compute, weight.device())), &[])
+        let hidden = hidden.to_kind(*compute).split_with_sizes(lens, 0);
+        let weight = linear.held().detach();
+        let weight = if copies_head { weight.copy() } else { weight };
+        Self { hidden, head: LmHead::new(weight, *softcap, *compute) }
     }
 
     /// Appends the same model's distributions of more sequences.
@@ -104,7 +101,7 @@ impl Distributions {
         }
         let counts: Vec<usize> = shares.iter().map(|rows| lens[rows.clone()].iter().sum::<i64>() as usize).collect();
         let width = self.head.linear.weight().0.size()[1];
-        let none = Tensor::zeros([0, width], (self.head.compute, self.head.linear.weight().0.device()));
+        let none = Tensor::zeros([0, width], (self.head.compute, self.head.linear.held().device()));
         let own: Vec<&Tensor> = std::iter::once(&none).chain(&self.hidden).collect();
         let own = Tensor::cat(&own, 0);
         let all = world.gather_rows(&own, &counts)?;
@@ -171,7 +168,7 @@ impl<'a> Targets<'a> {
         if let Some((of, rows)) = kl_to {
             of.check(rows, spans, head.vocab_size())?;
         }
-        let ids = Tensor::from_slice(&ids).to_device(head.linear.weight().0.device());
+        let ids = Tensor::from_slice(&ids).to_device(head.linear.held().device());
         Ok(Self { ids, sampled, entropy, reference: kl_to.map(|(of, rows)| (of, of.hidden_of(rows))) })
     }
 

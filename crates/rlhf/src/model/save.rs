@@ -5,10 +5,11 @@ use super::config::ModelConfig;
 use super::params::Param;
 use super::{BASE_MODEL, adapter_folder, is_model, lora};
 use crate::hub;
-use crate::weights::{self, Checkpoint, replace_files};
+use crate::weights::{self, Checkpoint, TensorSpec, replace_files};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
+use tch::Tensor;
 
 /// The key of the base model in `adapter_config.json`.
 const BASE_NAME: &str = "base_model_name_or_path";
@@ -44,7 +45,11 @@ impl Body {
             }
             described.sort_keys();
         }
-        adapter_folder::save(dir, &described, &self.params)
+        let mut gathered = self.shards().by_name(true);
+        adapter_folder::save(dir, &described, &self.params, |param| {
+            gathered.gather(&param.name)?;
+            Ok(param.tensor.detach())
+        })
     }
 
     /// Writes the configuration and the weights, or the adapter, into a folder that the caller puts in place. `stored`
@@ -74,15 +79,25 @@ impl Body {
         // The base of an adapter is saved as it was before training, without a value head.
         let of_base = |name: &str| self.adapter.is_none() || !lora::is_below(name, lora::VALUE_HEAD);
         let params = self.params.iter().filter(|param| !lora::is_lora(&param.name) && of_base(&param.name));
-        let tensor = |param: &Param| {
-            let before = self.base_head.iter().find(|(name, _)| *name == param.name);
-            let tensor = before.map_or(&param.tensor, |(_, tensor)| tensor).detach();
-            // A head is always held in f32.
-            if lora::is_head(&param.name) { tensor.to_kind(self.kind) } else { tensor }
-        };
-        let tensors: Vec<_> = params.map(|param| (name(param), tensor(param))).collect();
-        weights::check_finite(&tensors)?;
-        weights::save(dir, &tensors, max_shard_bytes)?;
+        let params: Vec<&Param> = params.collect();
+        let before = |param: &Param| self.base_head.iter().find(|(name, _)| *name == param.name);
+        // A head is always held in f32.
+        let kind = |param: &Param| if lora::is_head(&param.name) { self.kind } else { param.tensor.kind() };
+        let spec = |param: &&Param| TensorSpec { name: name(param), kind: kind(param), shape: param.tensor.size() };
+        let specs: Vec<TensorSpec> = params.iter().map(spec).collect();
+        let mut gathered = self.shards().by_name(true);
+        weights::save_of(dir, &specs, max_shard_bytes, &mut |i| {
+            let tensor = match before(params[i]) {
+                Some((_, tensor)) => tensor.shallow_clone(),
+                None => {
+                    gathered.gather(&params[i].name)?;
+                    params[i].tensor.detach()
+                }
+            };
+            let tensor = tensor.to_kind(specs[i].kind);
+            weights::check_finite(&specs[i].name, &tensor)?;
+            Ok(tensor)
+        })?;
         config.save(dir, self.kind)
     }
 
@@ -104,19 +119,23 @@ impl Body {
     pub(super) fn load_trained(&mut self, dir: &Path, stored: impl Fn(&str) -> Option<String>) -> Result<()> {
         let adapter = self.adapter.is_some();
         let file = if adapter { adapter_folder::open_weights(dir)? } else { Checkpoint::open(dir)? };
-        for param in self.params.iter_mut().filter(|param| !adapter || lora::is_trained(&param.name)) {
+        let is_read = |name: &str| !adapter || lora::is_trained(name);
+        let read = |name: &str, tensor: &Tensor| {
             let name = match adapter {
-                true => adapter_folder::stored_name(&param.name),
-                false => stored(&param.name).unwrap_or_else(|| param.name.clone()),
+                true => adapter_folder::stored_name(name),
+                false => stored(name).unwrap_or_else(|| name.to_string()),
             };
-            let (expected, found) = (param.tensor.size(), file.shape(&name));
+            let (expected, found) = (tensor.size(), file.shape(&name));
             if found.as_ref() != Some(&expected) {
                 let found = found.map_or("none".into(), |found| format!("{found:?}"));
                 return Err(Error::invalid(dir, format!("tensor `{name}`: expected {expected:?}, found {found}")));
             }
-            let saved = file.read(&name, self.device, param.tensor.kind())?;
-            tch::no_grad(|| param.tensor.copy_(&saved));
-        }
-        Ok(())
+            let saved = file.read(&name, self.device, tensor.kind())?;
+            tch::no_grad(|| tensor.shallow_clone().copy_(&saved));
+            Ok(())
+        };
+        self.shards().read_params(is_read, read)?;
+        let whole = self.params.iter().filter(|param| is_read(&param.name) && !self.shards().divides(&param.name));
+        whole.into_iter().try_for_each(|param| read(&param.name, &param.tensor))
     }
 }

@@ -160,7 +160,7 @@ impl ValueHead {
     /// As [`CausalLm::logits`]; if a span is not within its sequence.
     pub fn values_at<S: AsRef<[i64]>>(&self, lm: &CausalLm, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
         lm.body.check_spans(sequences, spans, 0)?;
-        Ok(self.values_of(&lm.body.hidden_at(Batch::new(sequences, spans), 0)?))
+        Ok(self.values_of(&lm.hidden_at(Batch::new(sequences, spans), 0)?.states))
     }
 
     /// [`CausalLm::token_logprobs`] of the batch's tokens and [`ValueHead::values_at`] of its value positions, from one
@@ -174,9 +174,9 @@ impl ValueHead {
     ) -> Result<(TokenLogprobs, Tensor)> {
         let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
         let (joint, targets) = Self::joint(lm, batch, options)?;
-        let hidden = lm.body.hidden_at(Batch::new(batch.sequences, &joint.spans), 0)?;
-        let values = self.values_of(&hidden.index_select(0, &joint.values));
-        Ok((lm.lm_head.logprobs_of(&hidden.index_select(0, &joint.tokens), &targets), values))
+        let hidden = lm.hidden_at(Batch::new(batch.sequences, &joint.spans), 0)?;
+        let values = self.values_of(&hidden.states.index_select(0, &joint.values));
+        Ok((lm.lm_head.logprobs_of(&hidden.states.index_select(0, &joint.tokens), &targets), values))
     }
 
     /// Forward and backward pass of the sum of two losses, in one pass through the trunk; accumulates gradients. `policy_loss` is
@@ -195,7 +195,7 @@ impl ValueHead {
         let (joint, targets) = Self::joint(lm, batch, options.into())?;
         let JointSpans { spans, tokens, values } = &joint;
         let mut found = None;
-        lm.body.backward(Batch::new(batch.sequences, spans), 0, |hidden| {
+        lm.body.backward(Batch::new(batch.sequences, spans), 0, Some(&lm.lm_head.linear), |hidden| {
             let read = hidden.index_select(0, values).detach().set_requires_grad(true);
             value_loss(&self.values_of(&read)).backward();
             let (logprobs, of_tokens) =

@@ -44,6 +44,14 @@ pub struct OptimizerConfig {
     pub max_grad_norm: std::option::Option<f64>,
 }
 
+impl OptimizerConfig {
+    /// Settings of one step.
+    pub(super) fn step(&self, lr: f64, weight_decay: f64) -> tch_ext::AdamW {
+        let (beta1, beta2, eps) = (self.adam_beta1, self.adam_beta2, self.adam_epsilon);
+        tch_ext::AdamW { lr, beta1, beta2, weight_decay, eps }
+    }
+}
+
 /// Schedule of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]

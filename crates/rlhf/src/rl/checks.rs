@@ -1,7 +1,7 @@
 //! Sanity checks of a PPO run: before it trains, that its passes agree; while it trains, that its numbers are finite.
 
 use crate::generate::Response;
-use crate::model::{CausalLm, Param};
+use crate::model::CausalLm;
 use crate::rl::experience::to_slots;
 use crate::rl::learner::Learner;
 use crate::rl::math;
@@ -78,7 +78,7 @@ impl Checks {
         let cached = (!policy.config().has_length_dependent_rope()).then(|| distance(&sampled, &experience.logprobs));
         let kl = distance(&experience.logprobs, &experience.ref_logprobs);
         // Comparing weights reads all of them, so it is done only where the KL is not 0.
-        let equal = kl <= Self::tolerance(settings.low_precision) || same_weights(policy, reference);
+        let equal = kl <= Self::tolerance(settings.low_precision) || same_weights(policy, reference)?;
         if policy.is_exact() {
             experience.logprobs = sampled;
         }
@@ -135,18 +135,29 @@ impl Display for Checks {
 }
 
 /// Returns true if two language models have the same weights, and an adapter on the first, if there is one, adds nothing yet.
-fn same_weights(policy: &CausalLm, reference: &CausalLm) -> bool {
-    let equal = |param: &Param, other: &Param| {
-        // The reference may hold a matrix in the lower precision that it is computed in.
-        let (a, b) = (param.tensor.detach().to_kind(other.tensor.kind()), other.tensor.detach());
-        a.size() == b.size() && a.equal(&b)
-    };
-    let params = policy.params().iter().filter(|param| !param.name.starts_with("v_head."));
-    params.into_iter().all(|param| match reference.params().iter().find(|other| other.name == param.name) {
-        Some(other) => equal(param, other),
-        // The product of an adapter's matrices is 0 where the second is.
-        None => param.name.ends_with("lora_A.weight") || param.tensor.count_nonzero(None::<i64>).int64_value(&[]) == 0,
-    })
+/// Parameters that are divided over ranks are gathered one unit at a time.
+fn same_weights(policy: &CausalLm, reference: &CausalLm) -> Result<bool> {
+    let (mut of_policy, mut of_reference) = (policy.shards().by_name(false), reference.shards().by_name(false));
+    for param in policy.params().iter().filter(|param| !param.name.starts_with("v_head.")) {
+        let other = reference.params().iter().find(|other| other.name == param.name);
+        of_policy.gather(&param.name)?;
+        let same = match other {
+            Some(other) => {
+                of_reference.gather(&other.name)?;
+                // The reference may hold a matrix in the lower precision that it is computed in.
+                let (a, b) = (param.tensor.detach().to_kind(other.tensor.kind()), other.tensor.detach());
+                a.size() == b.size() && a.equal(&b)
+            }
+            // The product of an adapter's matrices is 0 where the second is.
+            None => {
+                param.name.ends_with("lora_A.weight") || param.tensor.count_nonzero(None::<i64>).int64_value(&[]) == 0
+            }
+        };
+        if !same {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// Counts consecutive updates without a single optimizer step.

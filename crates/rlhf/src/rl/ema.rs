@@ -41,21 +41,29 @@ impl EmaConfig {
 #[derive(Debug)]
 pub struct Ema {
     beta: f64,
-    /// In the order of the policy's trained parameters.
+    /// In the order of the policy's trained parameters; empty if `is_divided`.
     weights: Vec<Tensor>,
+    /// Whether each rank has the average of its part of the policy's parameters, which the policy then holds.
+    is_divided: bool,
 }
 
 impl Ema {
     /// Creates an average that starts at the weights of `policy`.
     pub fn new(policy: &CausalLm, beta: f64) -> Self {
+        if policy.shards().start_average() {
+            return Self { beta, weights: Vec::new(), is_divided: true };
+        }
         // `copy`: a conversion to the same dtype would share the policy's memory.
         let weights =
             policy.trainable_params().map(|param| param.tensor.detach().to_kind(Kind::Float).copy()).collect();
-        Self { beta, weights }
+        Self { beta, weights, is_divided: false }
     }
 
     /// Updates the average with the weights of `policy`: w <- w + (1 - beta) * (policy's - w).
     pub fn update(&mut self, policy: &CausalLm) {
+        if self.is_divided {
+            return policy.shards().update_average(self.beta);
+        }
         tch::no_grad(|| {
             for (average, param) in self.weights.iter_mut().zip(policy.trainable_params()) {
                 let gap = param.tensor.to_kind(Kind::Float) - &*average;
@@ -64,16 +72,25 @@ impl Ema {
         });
     }
 
-    /// The averages, in the order of the policy's trained parameters.
+    /// The averages, in the order of the policy's trained parameters; none if the policy's parameters are divided over ranks
+    /// (ZeRO stage 3).
     pub fn weights(&self) -> &[Tensor] {
         &self.weights
     }
 
-    /// Calls `f` with the policy at the average's weights, then restores the policy's own, bit for bit.
+    /// Calls `f` with the policy at the average's weights, then restores the policy's own, bit for bit. Where the policy's
+    /// parameters are divided over ranks, rank 0 calls this to write the average, while the others
+    /// [serve](crate::model::Shards::serve).
     ///
     /// # Errors
-    /// The errors of `f`.
+    /// The errors of `f`; if a rank has ended or does not respond.
     pub fn with<T>(&self, policy: &CausalLm, f: impl FnOnce(&CausalLm) -> Result<T>) -> Result<T> {
+        if self.is_divided {
+            policy.shards().swap_average(true)?;
+            let done = f(policy);
+            policy.shards().swap_average(true)?;
+            return done;
+        }
         let own: Vec<Tensor> = policy.trainable_params().map(|param| param.tensor.detach().copy()).collect();
         put(policy, &self.weights);
         let done = f(policy);
@@ -86,11 +103,18 @@ impl Ema {
     /// # Errors
     /// The errors of `read`.
     pub(crate) fn load(&mut self, policy: &mut CausalLm, read: impl FnOnce(&mut CausalLm) -> Result<()>) -> Result<()> {
+        let named = |e: Error| Error::Run(format!("{EMA}: {e}"));
+        if self.is_divided {
+            policy.shards().swap_average(false)?;
+            let done = read(policy);
+            policy.shards().swap_average(false)?;
+            return done.map_err(named);
+        }
         let own: Vec<Tensor> = policy.trainable_params().map(|param| param.tensor.detach().copy()).collect();
         let done = read(policy);
         *self = Self::new(policy, self.beta);
         put(policy, &own);
-        done.map_err(|e| Error::Run(format!("{EMA}: {e}")))
+        done.map_err(named)
     }
 }
 

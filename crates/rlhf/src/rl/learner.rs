@@ -1,7 +1,9 @@
 //! The update: epochs of mini-batches, their gradients, and optimizer steps.
 
-use crate::dist::World;
-use crate::model::{Batch, CausalLm, Distributions, JointBatch, LogprobOptions, TokenLogprobs, ValueModel};
+use crate::dist::{World, ZeroStage};
+use crate::model::{
+    Batch, CausalLm, Distributions, JointBatch, LogprobOptions, SequenceClassifier, Shards, TokenLogprobs, ValueModel,
+};
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
 use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
 use crate::optim::{AdamW, LearningRates, OptimizerConfig};
@@ -72,6 +74,12 @@ pub struct LearnerSettings {
     pub align_overflow: bool,
     /// Decay of a moving average of the policy's weights, if one is maintained.
     pub ema_beta: Option<f64>,
+    /// Parts of the policy's training that are divided over ranks.
+    pub policy_stage: ZeroStage,
+    /// Parts of a separate value model's training that are divided over ranks.
+    pub value_stage: ZeroStage,
+    /// Hold divided optimizer state in the memory of the host.
+    pub offload_optimizer: bool,
 }
 
 /// The policy and the critic with their optimizers.
@@ -102,7 +110,8 @@ pub struct Learner {
 }
 
 impl Learner {
-    /// Makes `policy` and `value` trainable, with fresh optimizers; a value head must be one on this policy.
+    /// Makes `policy` and `value` trainable, divides them over the ranks of this process by their stages, and creates fresh
+    /// optimizers; a value head must be one on this policy.
     pub fn new(mut policy: CausalLm, value: impl Into<ValueModel>, settings: LearnerSettings) -> Self {
         let mut value = value.into();
         let checkpointing = settings.gradient_checkpointing;
@@ -116,14 +125,19 @@ impl Learner {
         let activation_bytes = policy.activation_bytes(checkpointing).max(of_value(checkpointing));
         let most = settings.max_tokens_per_micro_batch;
         let micro_batch_tokens = micro_batch_tokens(most, policy.device(), policy.params(), activation_bytes);
+        let world = World::of_process();
+        policy.shard(&world, settings.policy_stage);
+        if let Some(value) = value.model_mut() {
+            value.shard(&world, settings.value_stage);
+        }
         Self {
-            policy_optimizer: AdamW::new(policy.trainable_params(), &settings.policy_optimizer),
-            value_optimizer: value.model().map(|value| AdamW::new(value.trainable_params(), &settings.value_optimizer)),
+            policy_optimizer: policy_optimizer(&policy, &settings.policy_optimizer, &settings),
+            value_optimizer: value.model().map(|value| value_optimizer(value, &settings.value_optimizer, &settings)),
             ema: settings.ema_beta.map(|beta| Ema::new(&policy, beta)),
             scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
             unsupervised: None,
             collect_ratios: false,
-            world: World::of_process(),
+            world,
             policy,
             value,
             settings,
@@ -135,9 +149,36 @@ impl Learner {
     /// rates are given to every step. A head on the policy is trained by the policy's optimizer.
     #[must_use]
     pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
-        self.policy_optimizer = AdamW::new(self.policy.trainable_params(), policy);
-        self.value_optimizer = self.value.model().map(|model| AdamW::new(model.trainable_params(), value));
+        self.policy_optimizer = policy_optimizer(&self.policy, policy, &self.settings);
+        self.value_optimizer = self.value.model().map(|model| value_optimizer(model, value, &self.settings));
         self
+    }
+
+    /// Whether this rank lacks parts of the models or of their optimizers.
+    pub(crate) fn is_sharded(&self) -> bool {
+        let divided = |shards: &&Shards| shards.stage().is_some_and(ZeroStage::shards_optimizer);
+        self.world.size() > 1 && self.shards().iter().any(divided)
+    }
+
+    /// Hands rank 0 the parts of models and optimizers that it writes, until it has [finished](Learner::end_serving).
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    pub(crate) fn serve(&self) -> Result<()> {
+        Shards::serve(&self.shards())
+    }
+
+    /// Ends [`Learner::serve`] of the other ranks, on rank 0.
+    ///
+    /// # Errors
+    /// As [`Learner::serve`].
+    pub(crate) fn end_serving(&self) -> Result<()> {
+        Shards::end_serving(&self.shards())
+    }
+
+    /// How each model is divided over ranks.
+    fn shards(&self) -> Vec<&Shards> {
+        std::iter::once(self.policy.shards()).chain(self.value.model().map(SequenceClassifier::shards)).collect()
     }
 
     /// Current settings.
@@ -411,6 +452,14 @@ impl Learner {
         self.policy_optimizer.zero_grad();
         self.value_optimizer.iter_mut().for_each(AdamW::zero_grad);
     }
+}
+
+fn policy_optimizer(policy: &CausalLm, config: &OptimizerConfig, settings: &LearnerSettings) -> AdamW {
+    AdamW::of_model(policy.trainable_params(), policy.shards(), config, settings.offload_optimizer)
+}
+
+fn value_optimizer(value: &SequenceClassifier, config: &OptimizerConfig, settings: &LearnerSettings) -> AdamW {
+    AdamW::of_model(value.trainable_params(), value.shards(), config, settings.offload_optimizer)
 }
 
 /// The order of an update's rows in each of its epochs, as [`Learner::optimise`] takes them.

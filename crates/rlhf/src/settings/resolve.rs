@@ -131,6 +131,9 @@ impl PpoConfig {
             loss_scale: self.run.fp16.then(|| self.run.loss_scale.clone()),
             align_overflow: self.half.align_overflow,
             ema_beta: self.ema.enable_ema.then_some(self.ema.ema_beta),
+            policy_stage: self.policy_stage(),
+            value_stage: self.value_stage(),
+            offload_optimizer: self.run.dist.offload_optimizer,
         }
     }
 

@@ -9,7 +9,7 @@ use crate::data::{Cursor, Prompt};
 use crate::generate::{GenerationConfig, Response, Sampling, StopStrings, generate_on};
 use crate::hub::Commits;
 use crate::metrics::{Metrics, Warning, WarningKind};
-use crate::model::CausalLm;
+use crate::model::{CausalLm, Gathered};
 use crate::optim::LearningRates;
 use crate::reward::{Rewards, ScoreScaling};
 use crate::rl::alarms::Alarms;
@@ -76,7 +76,6 @@ impl PpoTrainer {
         self.push_batch_metrics(&mut m, &batch, &scores.reported);
         self.push_rates(&mut m, rates);
         clock.push_metrics(&mut m, experience.lengths().iter().sum());
-        self.push_collectives(&mut m)?;
         self.skips.record(&steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         self.warnings = [batch.warnings, self.alarms.of_metrics(update + 1, &m)].concat();
@@ -139,22 +138,6 @@ impl PpoTrainer {
         m.push("val/num_eos_tokens", scores.ends.iter().sum::<usize>() as f64);
     }
 
-    /// Adds the time of the collectives, and replaces all metrics by those of rank 0: what follows from them is then the same on ranks
-    /// whose processors round differently.
-    fn push_collectives(&self, m: &mut Metrics) -> Result<()> {
-        let world = &self.learner.world;
-        if world.size() == 1 {
-            return Ok(());
-        }
-        let times = world.take_times();
-        m.push("time/waiting", times.waiting);
-        m.push("time/collectives", times.collectives);
-        let mut values: Vec<f64> = m.iter().map(|(_, value)| value).collect();
-        world.broadcast_numbers(&mut values)?;
-        m.set_values(&values);
-        Ok(())
-    }
-
     /// Adds learning rates and loss scales.
     fn push_rates(&self, m: &mut Metrics, rates: LearningRates) {
         m.push("lr", rates.policy.unwrap_or(0.0));
@@ -178,7 +161,15 @@ impl PpoTrainer {
         step: usize,
     ) -> Result<Vec<Response>> {
         let generation = self.generation(sampling, purpose, step);
+        let _gathered = self.gathered_policy()?;
         generate_on(&self.learner.world, &self.learner.policy, prompts, &generation)
+    }
+
+    /// The policy's whole parameters for the generation of many tokens, if they are divided over ranks and
+    /// `ds3_gather_for_generation` is set.
+    fn gathered_policy(&self) -> Result<Option<Gathered<'_>>> {
+        let gathers = self.config.dist.ds3_gather_for_generation;
+        gathers.then(|| self.learner.policy.gathered()).transpose()
     }
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {

@@ -3,9 +3,10 @@
 use super::supervised::{Loaded, Sums, Supervised, UpdateRows, Words, train};
 use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
 use crate::data::{Dataset, Pair, Sources};
+use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier};
+use crate::model::{BASE_MODEL, Batch, DropoutRows, ModelOptions, Param, SequenceClassifier, Shards};
 use crate::optim::AdamW;
 use crate::optim::micro_batch::micro_batches;
 use crate::rl::eos::deepspeed_chat_pad;
@@ -68,6 +69,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
 
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
+    model.shard(&World::of_process(), config.run.dist.zero_stage);
     let words = Words {
         model: Some(model_dir),
         base_model: Some(&config.model_name_or_path),
@@ -91,7 +93,12 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
             num_updates: plan.num_updates,
             batch_size: plan.batch_size,
         },
-        optimizer: AdamW::new(model.trainable_params(), &config.optimizer),
+        optimizer: AdamW::of_model(
+            model.trainable_params(),
+            model.shards(),
+            &config.optimizer,
+            config.run.dist.offload_optimizer,
+        ),
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train_pairs.cursor(config.run.seed, &config.data),
         num_rows: num_pairs,
@@ -267,6 +274,10 @@ impl Supervised for Ranking<'_> {
         self.model.params()
     }
 
+    fn shards(&self) -> &Shards {
+        self.model.shards()
+    }
+
     fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
         self.model.activation_bytes(gradient_checkpointing)
     }
@@ -281,7 +292,7 @@ impl Supervised for Ranking<'_> {
             Some(_) => 2 * pair.chosen.len().max(pair.rejected.len()),
         };
         let mut first = 0;
-        for micro_batch in micro_batches(&pairs, config.batches().rows_per_pass(), batch.max_tokens, tokens) {
+        for micro_batch in micro_batches(&pairs, config.per_device_train_batch_size, batch.max_tokens, tokens) {
             let places = first..first + micro_batch.len() as u64;
             first = places.end;
             // The two sides of a pair are separate rows.

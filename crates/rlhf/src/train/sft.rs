@@ -3,9 +3,10 @@
 use super::supervised::{Loaded, Sums, Supervised, UpdateRows, Words, train};
 use super::{Gathered, check_held_out, gather, model_options, roundings, small_dataset, trained_options};
 use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources};
+use crate::dist::World;
 use crate::hub::{self, AskedHub};
 use crate::metrics::Metrics;
-use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param};
+use crate::model::{BASE_MODEL, Batch, CausalLm, DropoutRows, ModelConfig, Param, Shards};
 use crate::optim::AdamW;
 use crate::optim::micro_batch::micro_batches;
 use crate::run::card::command_to_try;
@@ -59,6 +60,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
 
     model.set_trainable(true);
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
+    model.shard(&World::of_process(), config.run.dist.zero_stage);
     let packing = format!("{num_rows} rows in {num_blocks} blocks of at most {max_length} tokens");
     let words = Words {
         model: model_dir.as_deref(),
@@ -83,7 +85,12 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
             num_updates: plan.num_updates,
             batch_size: plan.batch_size,
         },
-        optimizer: AdamW::new(model.trainable_params(), &config.optimizer),
+        optimizer: AdamW::of_model(
+            model.trainable_params(),
+            model.shards(),
+            &config.optimizer,
+            config.run.dist.offload_optimizer,
+        ),
         schedule: (config.learning_rate, &config.optimizer),
         cursor: train_rows.cursor(config.run.seed, &config.data),
         num_rows: num_blocks,
@@ -201,6 +208,10 @@ impl Supervised for FineTuning<'_> {
         self.model.params()
     }
 
+    fn shards(&self) -> &Shards {
+        self.model.shards()
+    }
+
     fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
         self.model.activation_bytes(gradient_checkpointing)
     }
@@ -208,7 +219,7 @@ impl Supervised for FineTuning<'_> {
     fn backward(&self, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
         let (config, model) = (self.config, &self.model);
         // A block is a row of `max_length` tokens.
-        let most_rows = config.batches().rows_per_pass();
+        let most_rows = config.per_device_train_batch_size;
         let (most_rows, most_tokens) = match config.packing {
             true => (usize::MAX, batch.max_tokens.min(most_rows.saturating_mul(config.max_length))),
             false => (most_rows, batch.max_tokens),

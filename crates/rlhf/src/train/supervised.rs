@@ -2,10 +2,10 @@
 
 use super::{LOSS_SCALE, describe_machine, fixed_state, load_cursor, trained_share};
 use crate::data::Cursor;
-use crate::dist::World;
+use crate::dist::{World, ZeroStage};
 use crate::hub::Commits;
 use crate::metrics::Metrics;
-use crate::model::Param;
+use crate::model::{Param, Shards};
 use crate::optim::loss_scale::LossScaler;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::optim::{AdamW, learning_rate};
@@ -32,6 +32,9 @@ pub(super) trait Supervised {
     fn device(&self) -> Device;
 
     fn params(&self) -> &[Param];
+
+    /// The division of the model over ranks.
+    fn shards(&self) -> &Shards;
 
     /// Activation bytes per token, with gradient checkpointing or without.
     fn activation_bytes(&self, gradient_checkpointing: bool) -> usize;
@@ -366,11 +369,26 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     }
 
     fn write_models(&self, dir: &Path) -> Result<()> {
-        self.task.write(dir)
+        self.task.write(dir)?;
+        Shards::end_serving(&[self.task.shards()])
     }
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {
-        self.optimizer.save(&dir.join(OPTIMIZER))
+        self.optimizer.save(&dir.join(OPTIMIZER))?;
+        Shards::end_serving(&[self.task.shards()])
+    }
+
+    fn share_models(&self) -> Result<()> {
+        Shards::serve(&[self.task.shards()])
+    }
+
+    fn share_optimizers(&self) -> Result<()> {
+        Shards::serve(&[self.task.shards()])
+    }
+
+    fn is_sharded(&self) -> bool {
+        let divided = self.task.shards().stage().is_some_and(ZeroStage::shards_optimizer);
+        self.world.size() > 1 && divided
     }
 
     fn write_bases(&mut self) -> Result<()> {
@@ -388,6 +406,7 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         ];
         let Words { base_model, is_adapter, .. } = *words;
         replace_files(dir, |dir| self.task.write(dir))?;
+        Shards::end_serving(&[self.task.shards()])?;
         Card { command: spec.command, base_model, is_adapter, facts: &facts }.write(dir)
     }
 }

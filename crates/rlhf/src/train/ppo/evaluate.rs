@@ -84,7 +84,9 @@ impl PpoTrainer {
         };
         let rows = self.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
         let prompts: Vec<Vec<i64>> = self.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
+        let gathered = self.gathered_policy()?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, &prompts, &generation)?;
+        drop(gathered);
         self.learner.set_settings(self.config.learner());
         let mut settings = self.config.checks(&self.learner.policy);
         settings.rollout.response_length = response_length;

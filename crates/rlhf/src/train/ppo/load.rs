@@ -3,6 +3,7 @@
 use super::super::{check_held_out, gather, model_options, roundings, trained_options};
 use super::{COMMAND, PerUpdate, PpoParts, PpoTrainer, SAMPLE_ROWS};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources};
+use crate::dist::World;
 use crate::generate::StopStrings;
 use crate::hub::{self, AskedHub, Commits};
 use crate::metrics::Metrics;
@@ -147,6 +148,8 @@ impl PpoParts {
     /// Checks that the parts match each other and the settings, and loads the texts that are mixed in.
     pub(crate) fn prepare(&mut self, config: &PpoConfig) -> Result<Ends> {
         self.reference.hold_as_computed();
+        self.reference.shard(&self.learner.world, config.policy_stage());
+        self.rewards.shard(&self.learner.world, config.frozen_stage());
         let vocab = self.learner.policy.config().vocab_size;
         let room = room_for_prompts(&self.learner, &self.reference, &self.rewards, config.response_length)?;
         check_prompts("prompts", &self.prompts, room, vocab)?;
@@ -285,6 +288,9 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
         (None, None) => {
             let mut reference = CausalLm::from_pretrained(dir, frozen)?;
             reference.merge_adapter();
+            // At once, so that no more than one whole model is in memory.
+            reference.hold_as_computed();
+            reference.shard(&World::of_process(), config.policy_stage());
             reference
         }
     };

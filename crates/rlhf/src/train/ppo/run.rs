@@ -332,13 +332,27 @@ impl Trainee for PpoTrainer {
     fn write_models(&self, dir: &Path) -> Result<()> {
         self.write_policy(dir)?;
         self.write_ema(&dir.join(EMA))?;
-        self.write_value_model(&dir.join(VALUE_MODEL))
+        self.write_value_model(&dir.join(VALUE_MODEL))?;
+        self.learner.end_serving()
     }
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {
         self.learner.policy_optimizer.save(&dir.join(OPTIMIZER))?;
         let of_value = self.learner.value_optimizer.as_ref();
-        of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))
+        of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))?;
+        self.learner.end_serving()
+    }
+
+    fn share_models(&self) -> Result<()> {
+        self.learner.serve()
+    }
+
+    fn share_optimizers(&self) -> Result<()> {
+        self.learner.serve()
+    }
+
+    fn is_sharded(&self) -> bool {
+        self.learner.is_sharded()
     }
 
     fn write_bases(&mut self) -> Result<()> {
@@ -350,7 +364,8 @@ impl Trainee for PpoTrainer {
     }
 
     fn save_final(&self, dir: &Path) -> Result<()> {
-        self.save_model(dir)
+        self.save_model(dir)?;
+        self.learner.end_serving()
     }
 
     fn card_metrics(&self) -> Map<String, Value> {

@@ -1,0 +1,250 @@
+//! A unit: some parameters of a model in one vector, of which each rank has a part.
+
+use crate::dist::{World, ZeroStage};
+use crate::model::params::Param;
+use crate::{Error, Result};
+use tch::{Device, Kind, Tensor};
+use tch_ext::{FlatMemory, bump_version, clear_grad, set_grad};
+
+/// A rank's part of a vector has a multiple of this many elements, as NCCL and vector instructions prefer.
+const ALIGNMENT: u64 = 64;
+
+/// Place of a parameter in the vector of its unit.
+#[derive(Debug, Clone)]
+pub(crate) struct Slot {
+    pub(crate) name: String,
+    pub(crate) start: i64,
+    pub(crate) shape: Vec<i64>,
+}
+
+impl Slot {
+    pub(crate) fn len(&self) -> i64 {
+        self.shape.iter().product()
+    }
+
+    /// The parameter's elements in the vector `whole` of its unit.
+    pub(crate) fn of(&self, whole: &Tensor) -> Tensor {
+        whole.narrow(0, self.start, self.len()).view(self.shape.as_slice())
+    }
+}
+
+/// Parameters of one layer, or of the root, that have one dtype and are all trained or all frozen.
+#[derive(Debug)]
+pub(super) struct Unit {
+    /// The layer; `None` for the root.
+    pub(super) layer: Option<usize>,
+    pub(super) trained: bool,
+    pub(super) slots: Vec<Slot>,
+    /// The model's tensors, in the order of the slots.
+    pub(super) params: Vec<Tensor>,
+    /// Number of leading elements that weight decay applies to.
+    pub(super) decaying: i64,
+    /// Length of the whole vector.
+    pub(super) len: i64,
+    pub(super) device: Device,
+    /// The parameters, from stage 1 on; without memory in stage 3 while `holders` is 0.
+    pub(super) whole: Option<FlatMemory>,
+    /// This rank's part of the parameters: a view of `whole`, memory of its own in stage 3.
+    pub(super) part: Option<Tensor>,
+    /// Gradients of the whole vector: in stages 0 and 1 all the time, in later stages in the backward pass.
+    pub(super) grads: Option<Tensor>,
+    /// This rank's part of the summed gradients.
+    pub(super) grad_part: Option<Tensor>,
+    /// Number of guards that need the parameters.
+    pub(super) holders: usize,
+    /// This rank's parts of the optimizer state and of a moving average.
+    pub(super) state: UnitState,
+}
+
+/// Vectors beside the parameters of a unit, this rank's part of each.
+#[derive(Debug, Default)]
+pub(super) struct UnitState {
+    /// Both moments of AdamW.
+    pub(super) moments: Option<[Tensor; 2]>,
+    /// The moving average of the parameters, or the parameters while the two are swapped.
+    pub(super) average: Option<Tensor>,
+}
+
+impl Unit {
+    /// Moves `params` into flat memory, those that decay first, and keeps this rank's part of it.
+    pub(super) fn new((world, stage): (&World, ZeroStage), layer: Option<usize>, params: &[&Param]) -> Self {
+        let size = world.size() as u64;
+        let (decays, others): (Vec<&Param>, Vec<&Param>) = params.iter().copied().partition(|param| param.decay);
+        let numel = |param: &Param| param.tensor.numel() as i64;
+        let decaying = decays.iter().map(|param| numel(param)).sum();
+        let (kind, device) = (params[0].tensor.kind(), params[0].tensor.device());
+        let trained = params[0].tensor.requires_grad();
+        let (mut slots, mut tensors, mut start) = (Vec::new(), Vec::new(), 0);
+        for param in decays.into_iter().chain(others) {
+            slots.push(Slot { name: param.name.clone(), start, shape: param.tensor.size() });
+            tensors.push(param.tensor.shallow_clone());
+            start += numel(param);
+        }
+        let len = (start as u64).next_multiple_of(ALIGNMENT * size) as i64;
+        let own = len / size as i64;
+        let zeros = |len| Tensor::zeros([len], (Kind::Float, device));
+        let mut unit = Self {
+            layer,
+            trained,
+            slots,
+            params: tensors,
+            decaying,
+            len,
+            device,
+            whole: None,
+            part: None,
+            grads: (trained && !stage.shards_gradients()).then(|| zeros(len)),
+            grad_part: (trained && stage.shards_optimizer()).then(|| zeros(own)),
+            holders: 0,
+            state: UnitState::default(),
+        };
+        if stage.shards_optimizer() {
+            let whole = FlatMemory::new(len, kind, device);
+            for (slot, param) in unit.slots.iter().zip(&mut unit.params) {
+                let view = slot.of(whole.tensor());
+                tch::no_grad(|| view.shallow_clone().copy_(param));
+                param.set_data(&view);
+            }
+            let part = whole.tensor().narrow(0, own * world.rank() as i64, own);
+            unit.part = Some(if stage.shards_parameters() { part.copy() } else { part });
+            if stage.shards_parameters() {
+                whole.free();
+            }
+            unit.whole = Some(whole);
+        }
+        if let Some(grads) = &unit.grads {
+            let shared = unit.share_gradients(grads);
+            debug_assert!(shared.is_ok(), "views of the same shapes are accepted");
+        }
+        unit
+    }
+
+    /// Makes views of `grads` the tensors in which the parameters' gradients accumulate.
+    pub(super) fn share_gradients(&self, grads: &Tensor) -> Result<()> {
+        let mut pairs = self.slots.iter().zip(&self.params);
+        pairs.try_for_each(|(slot, param)| set_grad(param, &slot.of(grads))).map_err(Error::Run)
+    }
+
+    pub(super) fn gather(&mut self, world: &World) -> Result<()> {
+        self.holders += 1;
+        let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
+        if self.holders > 1 {
+            return Ok(());
+        }
+        whole.allocate().map_err(Error::Run)?;
+        world.all_gather(&mut whole.tensor().shallow_clone(), part)
+    }
+
+    pub(super) fn release(&mut self) {
+        self.holders = self.holders.saturating_sub(1);
+        if let Some(whole) = self.whole.as_ref().filter(|_| self.holders == 0) {
+            whole.free();
+        }
+    }
+
+    pub(super) fn lend_gradients(&mut self) -> Result<()> {
+        let grads = Tensor::zeros([self.len], (Kind::Float, self.device));
+        self.share_gradients(&grads)?;
+        self.grads = Some(grads);
+        Ok(())
+    }
+
+    /// Adds the sum of the lent gradients to this rank's part, and takes them back.
+    pub(super) fn reduce(&mut self, world: &World) -> Result<()> {
+        let (Some(grads), Some(part)) = (self.grads.take(), &mut self.grad_part) else { return Ok(()) };
+        self.params.iter().try_for_each(clear_grad).map_err(Error::Run)?;
+        let mut sum = part.empty_like();
+        world.reduce_scatter(&mut sum, &grads)?;
+        let _ = part.g_add_(&sum);
+        Ok(())
+    }
+
+    /// Sets this rank's part to the sum of the gradients of a unit that holds them whole.
+    pub(super) fn reduce_held(&mut self, world: &World) -> Result<()> {
+        let (Some(grads), Some(part)) = (&self.grads, &mut self.grad_part) else { return Ok(()) };
+        world.reduce_scatter(part, grads)
+    }
+
+    pub(super) fn scale_gradients(&mut self, factor: f64, reduced: bool) {
+        let grads = match (&mut self.grads, &mut self.grad_part) {
+            (Some(grads), Some(_)) if !reduced => grads,
+            (_, Some(part)) => part,
+            (Some(grads), None) => grads,
+            (None, None) => return,
+        };
+        let _ = grads.g_mul_scalar_(factor);
+    }
+
+    pub(super) fn zero_gradients(&mut self, lent: bool) {
+        if lent && self.grads.take().is_some() {
+            // A pass that failed has not taken them back.
+            self.params.iter().for_each(|param| drop(clear_grad(param)));
+        }
+        for grads in [&mut self.grads, &mut self.grad_part].into_iter().flatten() {
+            let _ = grads.zero_();
+        }
+    }
+
+    pub(super) fn gather_stepped(&self, world: &World) -> Result<()> {
+        let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
+        if whole.is_allocated() {
+            // A copy, as the part may be a view of the whole.
+            world.all_gather(&mut whole.tensor().shallow_clone(), &part.copy())?;
+        }
+        self.params.iter().for_each(bump_version);
+        Ok(())
+    }
+
+    /// Both moments of the whole vector, on the host.
+    pub(super) fn whole_moments(&self, world: &World) -> Result<[Tensor; 2]> {
+        let Some([first, second]) = &self.state.moments else {
+            return Err(Error::Run("sharded optimizer state: this rank has none: a bug".into()));
+        };
+        let gather = |part: &Tensor| {
+            let mut whole = Tensor::empty([self.len], (part.kind(), part.device()));
+            world.all_gather(&mut whole, part).map(|()| whole.to_device(Device::Cpu))
+        };
+        Ok([gather(first)?, gather(second)?])
+    }
+
+    pub(super) fn read(
+        &self,
+        rank: i64,
+        reads: &impl Fn(&str) -> bool,
+        read: &mut impl FnMut(&str, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
+        let own = part.numel() as i64;
+        let (before, after) = (rank * own, (rank + 1) * own);
+        for slot in self.slots.iter().filter(|slot| reads(&slot.name)) {
+            let tensor = Tensor::empty(slot.shape.as_slice(), (whole.tensor().kind(), self.device));
+            read(&slot.name, &tensor)?;
+            let (from, to) = (slot.start.max(before), (slot.start + slot.len()).min(after));
+            if from < to {
+                let source = tensor.view([-1]).narrow(0, from - slot.start, to - from);
+                part.narrow(0, from - before, to - from).copy_(&source);
+            }
+        }
+        self.params.iter().for_each(bump_version);
+        Ok(())
+    }
+}
+
+/// The parameters of each unit with their layer, the root first. Below stage 3 only trained parameters.
+pub(super) fn unit_params(
+    params: &[Param],
+    stage: ZeroStage,
+    layer_of: impl Fn(&str) -> Option<usize>,
+) -> Vec<(Option<usize>, Vec<&Param>)> {
+    type Key = (Option<usize>, bool, Kind);
+    let mut units: Vec<(Key, Vec<&Param>)> = Vec::new();
+    for param in params.iter().filter(|param| stage.shards_parameters() || param.tensor.requires_grad()) {
+        let key = (layer_of(&param.name), param.tensor.requires_grad(), param.tensor.kind());
+        match units.iter_mut().find(|(found, _)| *found == key) {
+            Some((_, of_unit)) => of_unit.push(param),
+            None => units.push((key, vec![param])),
+        }
+    }
+    units.sort_by_key(|((layer, ..), _)| *layer);
+    units.into_iter().map(|((layer, ..), params)| (layer, params)).collect()
+}
