@@ -1,0 +1,356 @@
+//! The processes of `rlhf launch`, one per rank: their environment, output, signals and end.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::{self, BufRead, BufReader, IsTerminal, Read, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt, parent_id};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rlhf::dist::launch::LAUNCHER;
+use rlhf::signals::is_ignored;
+use rlhf::terminal::Stream;
+use rlhf::{Error, Result};
+use rustix::process::{Pid, Signal, kill_process_group, set_parent_process_death_signal, test_kill_process};
+use signal_hook::consts::{SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGTSTP};
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::{emulate_default_handler, signal_name};
+
+/// Time that the other ranks have to notice a failed rank by themselves and to print their own error, before SIGTERM: longer than
+/// they look for the cause. A training run takes SIGTERM for a request to stop after its update.
+const NOTICE: Duration = Duration::from_secs(4);
+/// Time after a failure at which SIGKILL ends the ranks that are left.
+const KILL: Duration = Duration::from_secs(10);
+/// Time between a second request to stop and SIGKILL.
+const KILL_AFTER_SECOND_STOP: Duration = Duration::from_secs(1);
+/// Failures within this time have one cause: the operating system may report the rank that died after one that noticed it.
+const SAME_CAUSE: Duration = Duration::from_millis(200);
+/// Maximum wait for the last output of ranks that have ended.
+const LAST_OUTPUT: Duration = Duration::from_secs(1);
+
+/// An event that the launcher waits for.
+pub(super) enum Event {
+    /// A rank of this machine, from 0, has ended.
+    Ended(usize, ExitStatus),
+    /// A signal has reached the launcher.
+    Signal(i32),
+}
+
+/// The end of all ranks.
+pub(super) enum End {
+    Done,
+    /// On request, with the exit code of the program.
+    Stopped(u8),
+    /// Because of one rank, which the message names, with its exit code: 128 plus the number of the signal that killed it.
+    Failed {
+        message: String,
+        code: u8,
+    },
+}
+
+/// One start of all ranks of this machine.
+pub(super) struct Start<'a> {
+    pub(super) program: &'a Path,
+    pub(super) arguments: &'a [OsString],
+    pub(super) local_ranks: usize,
+    /// Number of the first rank of this machine among all ranks.
+    pub(super) first_rank: usize,
+    /// Number of ranks on all machines.
+    pub(super) size: usize,
+    pub(super) host: &'a str,
+    pub(super) port: u16,
+    pub(super) restart: usize,
+    pub(super) max_restarts: usize,
+}
+
+/// Installs the handlers of the launcher, and returns the channel of its events.
+pub(super) fn events() -> io::Result<(Sender<Event>, Receiver<Event>)> {
+    let (sender, events) = channel();
+    // Under `nohup` SIGHUP stays ignored, here and in the ranks.
+    let signals = [SIGINT, SIGTERM, SIGHUP, SIGTSTP].into_iter();
+    let mut signals = Signals::new(signals.filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP)))?;
+    let to_launcher = sender.clone();
+    thread::Builder::new().name("signals".into()).spawn(move || {
+        for signal in signals.forever() {
+            let _ = to_launcher.send(Event::Signal(signal));
+        }
+    })?;
+    Ok((sender, events))
+}
+
+/// Makes the system kill this process when the launcher that started it ends, so that no rank is left behind. Does nothing in
+/// a process that `rlhf launch` did not start.
+pub(crate) fn end_with_launcher() {
+    let launcher = std::env::var(LAUNCHER).ok().and_then(|id| id.parse::<u32>().ok());
+    let Some(launcher) = launcher else { return };
+    if parent_id() == launcher {
+        let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    }
+    // It may have ended before. A process that a rank started has another parent, and the launcher lives.
+    let pid = i32::try_from(launcher).ok().and_then(Pid::from_raw);
+    if parent_id() != launcher && pid.is_some_and(|pid| test_kill_process(pid).is_err()) {
+        tch_ext::exit_at_once(1);
+    }
+}
+
+/// The ranks of this machine.
+pub(super) struct Ranks {
+    first_rank: usize,
+    /// The process groups of the ranks that run, by their number on this machine.
+    running: BTreeMap<usize, Pid>,
+    /// The failed ranks, in order; without those that the launcher ended.
+    failures: Vec<(Instant, usize, ExitStatus)>,
+    /// The exit code of ranks that ended on request.
+    stopped: Option<u8>,
+    /// The number of requests to stop.
+    stops: usize,
+    /// The signals that all ranks were sent.
+    sent: Vec<i32>,
+    /// Signals for the ranks that still run then.
+    term_at: Option<Instant>,
+    kill_at: Option<Instant>,
+    /// Disconnected when all output is written.
+    output: Receiver<()>,
+}
+
+impl Ranks {
+    /// Starts the ranks. Rank 0 of this machine has the terminal; the lines of the others are marked with their rank.
+    ///
+    /// # Errors
+    /// If a process cannot be started; the others are killed then.
+    pub(super) fn start(start: &Start<'_>, events: &Sender<Event>) -> Result<Self> {
+        let (written, output) = channel();
+        let mut ranks = Self {
+            first_rank: start.first_rank,
+            running: BTreeMap::new(),
+            failures: Vec::new(),
+            stopped: None,
+            stops: 0,
+            sent: Vec::new(),
+            term_at: None,
+            kill_at: None,
+            output,
+        };
+        for local_rank in 0..start.local_ranks {
+            let mut child = match start.command(local_rank).spawn() {
+                Ok(child) => child,
+                Err(error) => {
+                    ranks.send(Signal::KILL);
+                    return Err(Error::io("start a rank", start.program)(error));
+                }
+            };
+            let rank = start.first_rank + local_rank;
+            if let Some(stdout) = child.stdout.take() {
+                copy_lines(rank, stdout, Stream::Out, written.clone());
+            }
+            if let Some(stderr) = child.stderr.take() {
+                copy_lines(rank, stderr, Stream::Err, written.clone());
+            }
+            ranks.running.insert(local_rank, Pid::from_child(&child));
+            wait_for(local_rank, child, events.clone());
+        }
+        Ok(ranks)
+    }
+
+    /// Waits for the end of all ranks. A failed rank ends the others, and a signal to the launcher goes to all of them.
+    pub(super) fn wait(mut self, events: &Receiver<Event>) -> End {
+        while !self.running.is_empty() {
+            let deadline = self.term_at.into_iter().chain(self.kill_at).min();
+            let event = match deadline {
+                Some(at) => events.recv_timeout(at.saturating_duration_since(Instant::now())),
+                None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match event {
+                Ok(Event::Ended(rank, status)) => self.ended(rank, status),
+                Ok(Event::Signal(SIGTSTP)) => self.suspend(),
+                Ok(Event::Signal(signal)) => self.request_stop(signal),
+                Err(_) => self.escalate(),
+            }
+        }
+        // The end of their output, unless a process that they started has it open still.
+        let _ = self.output.recv_timeout(LAST_OUTPUT);
+        self.end()
+    }
+
+    fn ended(&mut self, local_rank: usize, status: ExitStatus) {
+        self.running.remove(&local_rank);
+        let rank = self.first_rank + local_rank;
+        let code = exit_code(status);
+        let requested = match (status.code(), status.signal()) {
+            // A training run that a signal stopped, whoever sent it.
+            (Some(code), _) => [SIGHUP, SIGINT, SIGTERM].contains(&(code - 128)),
+            (None, signal) => signal.is_some_and(|signal| self.sent.contains(&signal)),
+        };
+        if status.success() {
+            return;
+        }
+        if requested {
+            let stopped = self.stopped.get_or_insert(code);
+            // The program ends as its main rank does.
+            if rank == 0 && status.code().is_some() {
+                *stopped = code;
+            }
+            return;
+        }
+        let now = Instant::now();
+        if self.failures.is_empty() && self.kill_at.is_none() {
+            (self.term_at, self.kill_at) = (Some(now + NOTICE), Some(now + KILL));
+        }
+        self.failures.push((now, rank, status));
+    }
+
+    /// Sends the signals that are due.
+    fn escalate(&mut self) {
+        let now = Instant::now();
+        if self.term_at.is_some_and(|at| at <= now) {
+            self.term_at = None;
+            self.send(Signal::TERM);
+        }
+        if self.kill_at.is_some_and(|at| at <= now) {
+            self.kill_at = None;
+            self.send(Signal::KILL);
+        }
+    }
+
+    /// Passes a signal on to all ranks: the first ends a training run after its update, a second one at once.
+    fn request_stop(&mut self, signal: i32) {
+        if let Some(known) = Signal::from_named_raw(signal) {
+            self.send(known);
+        }
+        self.stops += 1;
+        if self.stops > 1 {
+            self.stopped.get_or_insert((128 + signal) as u8);
+            self.kill_at = Some(Instant::now() + KILL_AFTER_SECOND_STOP);
+        }
+    }
+
+    /// Suspends the ranks and the launcher, as Ctrl-Z does one process, until the launcher is continued.
+    fn suspend(&mut self) {
+        self.send(Signal::STOP);
+        let _ = emulate_default_handler(SIGTSTP);
+        self.send(Signal::CONT);
+    }
+
+    fn send(&mut self, signal: Signal) {
+        self.sent.push(signal.as_raw());
+        for pid in self.running.values() {
+            // It may have ended a moment ago.
+            let _ = kill_process_group(*pid, signal);
+        }
+    }
+
+    fn end(&self) -> End {
+        match self.cause() {
+            Some((rank, status)) => End::Failed { message: description(rank, status), code: exit_code(status) },
+            None => self.stopped.map_or(End::Done, End::Stopped),
+        }
+    }
+
+    /// Returns the rank that failed first, and its status. Of failures at about the same time it is one that a signal killed.
+    fn cause(&self) -> Option<(usize, ExitStatus)> {
+        let first = self.failures.first()?.0;
+        let together = self.failures.iter().take_while(|(at, ..)| *at <= first + SAME_CAUSE);
+        // A rank that notices the loss of another one may abort.
+        let killed = together.clone().find(|(.., status)| status.signal().is_some_and(|signal| signal != SIGABRT));
+        killed.or(self.failures.first()).map(|&(_, rank, status)| (rank, status))
+    }
+}
+
+impl Start<'_> {
+    /// Returns the command of a rank of this machine, with the environment that torchrun gives.
+    fn command(&self, local_rank: usize) -> Command {
+        let rank = self.first_rank + local_rank;
+        let mut command = Command::new(self.program);
+        command.args(self.arguments);
+        for (name, number) in [
+            ("RANK", rank),
+            ("WORLD_SIZE", self.size),
+            ("LOCAL_RANK", local_rank),
+            ("LOCAL_WORLD_SIZE", self.local_ranks),
+            ("GROUP_RANK", self.first_rank / self.local_ranks),
+            ("MASTER_PORT", usize::from(self.port)),
+            ("TORCHELASTIC_RESTART_COUNT", self.restart),
+            ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts),
+            (LAUNCHER, std::process::id() as usize),
+        ] {
+            command.env(name, number.to_string());
+        }
+        command.env("MASTER_ADDR", self.host);
+        // Of a launcher around this one.
+        command.env_remove("TORCHELASTIC_USE_AGENT_STORE").env_remove("TORCHELASTIC_RUN_ID");
+        // A group of its own: Ctrl-C reaches the launcher alone, which passes each signal on once.
+        command.process_group(0);
+        if local_rank > 0 {
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        } else if io::stdin().is_terminal() {
+            // A process in the background that reads from the terminal is suspended.
+            command.stdin(Stdio::null());
+        }
+        command
+    }
+}
+
+fn wait_for(local_rank: usize, mut child: Child, events: Sender<Event>) {
+    thread::spawn(move || {
+        let status = child.wait().unwrap_or_else(|_| ExitStatus::from_raw(1 << 8));
+        let _ = events.send(Event::Ended(local_rank, status));
+    });
+}
+
+/// Copies the lines of a rank to the launcher's own stream, marked with the rank, in a thread of its own.
+fn copy_lines(rank: usize, from: impl Read + Send + 'static, to: Stream, written: Sender<()>) {
+    thread::spawn(move || {
+        // The line may hold the progress bar of rank 0.
+        let clear = if Stream::Err.moves_cursor() { "\r\x1b[K" } else { "" };
+        let mut lines = BufReader::new(from);
+        let mut line = Vec::new();
+        while lines.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+            let mut text = format!("{clear}[rank {rank}] ").into_bytes();
+            text.extend_from_slice(line.strip_suffix(b"\n").unwrap_or(&line));
+            text.push(b'\n');
+            // Without a reader the rank must not be blocked.
+            let _ = match to {
+                Stream::Out => io::stdout().lock().write_all(&text),
+                Stream::Err => io::stderr().lock().write_all(&text),
+            };
+            line.clear();
+        }
+        drop(written);
+    });
+}
+
+/// Returns the exit code that a shell reports for `status`.
+fn exit_code(status: ExitStatus) -> u8 {
+    let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
+    u8::try_from(code).unwrap_or(1)
+}
+
+/// Returns how a rank ended: `rank 2 was killed by signal 9 (SIGKILL)`, `rank 2 exited with code 1`.
+fn description(rank: usize, status: ExitStatus) -> String {
+    match status.signal() {
+        Some(signal) => {
+            let name = signal_name(signal).map(|name| format!(" ({name})")).unwrap_or_default();
+            let hint = if signal == SIGKILL { ", as when memory runs out" } else { "" };
+            format!("rank {rank} was killed by signal {signal}{name}{hint}")
+        }
+        None => format!("rank {rank} exited with code {}", exit_code(status)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_rank_is_described_in_one_line() {
+        let killed = |signal| ExitStatus::from_raw(signal);
+        let exited = |code| ExitStatus::from_raw(code << 8);
+        assert_eq!(description(2, killed(9)), "rank 2 was killed by signal 9 (SIGKILL), as when memory runs out");
+        assert_eq!(description(0, killed(11)), "rank 0 was killed by signal 11 (SIGSEGV)");
+        assert_eq!(description(2, exited(1)), "rank 2 exited with code 1");
+        assert_eq!([killed(9), exited(1), exited(0)].map(exit_code), [137, 1, 0]);
+    }
+}
