@@ -8,3 +8,4 @@ scripts/venv.sh .venv-interop scripts/interop-requirements.txt \
 
 cargo build --locked
 HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/interop/check.py "${CARGO_TARGET_DIR:-target}/debug/rlhf"
+.venv-interop/bin/python tests/interop/torchrun.py "${CARGO_TARGET_DIR:-target}/debug/rlhf"

@@ -1,0 +1,139 @@
+"""Runs `rlhf ppo` as several ranks with torch's own launcher, and compares the results with one rank's.
+
+    python tests/interop/torchrun.py target/release/rlhf
+
+Prints one line per check and a total. Exit code 1 if any failed. Needs torch (for torchrun) and safetensors; no network.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from safetensors import safe_open
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+SENTIMENT = ROOT / "examples/sentiment"
+
+# Ranks add the same f32 numbers in another order; two threads differ from one by as much.
+TOLERANCE = 2e-5
+
+
+class Failure(Exception):
+    pass
+
+
+def expect(holds, message):
+    if not holds:
+        raise Failure(message)
+
+
+def run(command, environment=(), code=0, seconds=300):
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | dict(environment),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    expect(done.returncode == code, f"exit code {done.returncode}, expected {code}: {done.stderr[-800:]}")
+    return done.stderr
+
+
+def weights(folder):
+    with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def distance(one, other):
+    first, second = weights(one), weights(other)
+    expect(first.keys() == second.keys(), "other tensors")
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def responses(folder):
+    lines = [json.loads(line) for path in sorted((folder / "samples").glob("*.jsonl")) for line in open(path)]
+    expect(lines, f"{folder}: no sample files")
+    return [line["response"] for line in lines]
+
+
+def checks(work):
+    small = ["--max_steps", "30", "--logging_steps", "30"]
+    run([BINARY, "sft", "--config", SENTIMENT / "sft.yaml", "--output_dir", work / "sft", *small])
+    reward = ["--model_name_or_path", work / "sft", "--output_dir", work / "reward", "--max_steps", "4"]
+    run([BINARY, "reward", "--config", SENTIMENT / "reward.yaml", *reward])
+    ppo = ["ppo", "--config", SENTIMENT / "ppo.yaml", "--sft_model_path", work / "sft"]
+    ppo += ["--reward_model_path", work / "reward", "--train_batch_size", "16", "--total_episodes", "48"]
+    ppo += ["--response_length", "16", "--save_steps", "1", "--overwrite_output_dir"]
+
+    def into(name):
+        return [BINARY, *ppo, "--output_dir", work / name]
+
+    run(into("one"))
+
+    def as_one(name):
+        found = distance(work / "one", work / name)
+        expect(found <= TOLERANCE, f"weights {found} apart")
+        expect(responses(work / "one") == responses(work / name), "other responses")
+
+    def torchrun():
+        run([TORCHRUN, "--nproc_per_node", "2", "--no-python", *into("two")])
+        as_one("two")
+
+    def zero_3():
+        run([TORCHRUN, "--nproc_per_node", "2", "--no-python", *into("sharded"), "--zero_stage", "3"])
+        as_one("sharded")
+
+    def restart():
+        command = [TORCHRUN, "--nproc_per_node", "2", "--max-restarts", "1", "--no-python", *into("again")]
+        error = run([*command, "--resume_from_checkpoint", "true"], {"RLHF_FAULT": "1:150:KILL"})
+        expect("rank 1" in error, f"no line about rank 1: {error[-800:]}")
+        expect(distance(work / "two", work / "again") == 0, "other bits than those of a run without a fault")
+
+    def machines():
+        port = str(random.randint(20000, 29000))
+        agents = []
+        for node in range(2):
+            command = [TORCHRUN, "--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", "1", "--master_addr"]
+            command += ["127.0.0.2", "--master_port", port, "--no-python", *into("machines")]
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            agents.append(subprocess.Popen([str(part) for part in command], cwd=ROOT, env=environment, **pipes))
+        for node, agent in enumerate(agents):
+            _, error = agent.communicate(timeout=300)
+            expect(agent.returncode == 0, f"agent {node}: exit code {agent.returncode}: {error[-800:]}")
+        as_one("machines")
+
+    yield "torchrun: 2 ranks give one rank's responses and weights", torchrun
+    yield "torchrun: 2 ranks at zero_stage 3 give one rank's responses and weights", zero_3
+    yield "torchrun --max-restarts: a run whose rank was killed ends with the same bits", restart
+    yield "torchrun: two machines, at another address of the loopback range", machines
+
+
+def main():
+    passed = failed = 0
+    with tempfile.TemporaryDirectory(prefix="rlhf-torchrun-") as folder:
+        for claim, check in checks(Path(folder)):
+            try:
+                check()
+            except Exception as error:
+                failed += 1
+                print(f"FAIL  {claim}: {' '.join(str(error).split())}", flush=True)
+            else:
+                passed += 1
+                print(f"ok    {claim}", flush=True)
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("binary", type=Path, help="the rlhf program")
+    BINARY = parser.parse_args().binary.resolve()
+    sys.exit(main())
