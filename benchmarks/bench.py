@@ -134,11 +134,25 @@ def early(bench, size):
     return bench.repeated(measure)
 
 
+def ranks(bench, size):
+    """rlhf with its rows divided over ranks, at each stage of ZeRO; one rank of two threads is the comparison."""
+    job = bench.job(size)
+
+    def measure():
+        yield job.rlhf_ranks(bench.binary, 1, 2, 0)
+        for number in (1, 2, 4):
+            for stage in (0, 1, 2, 3) if number > 1 else (0,):
+                yield job.rlhf_ranks(bench.binary, number, 1, stage)
+
+    return bench.repeated(measure)
+
+
 CELLS = {
     **{f"update/{size}/{precision}": (update, size, precision) for size in BATCHES for precision in DTYPES},
     **{f"generate/{size}/{precision}": (generate, size, precision) for size in BATCHES for precision in DTYPES},
     "growth/s": (growth, "s"),
     "early/s": (early, "s"),
+    "ranks/s": (ranks, "s"),
 }
 
 

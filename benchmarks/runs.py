@@ -7,6 +7,7 @@ peak, so the one that measures must be smaller than all that it measures.
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,10 +45,10 @@ class Output:
         return [(at, json.loads(line)) for at, line in zip(self.arrivals, self.lines) if line.startswith('{"')]
 
 
-def watch(command, timeout=None):
+def watch(command, timeout=None, variables=None):
     """Runs `command` to its end; `Failed` with its last output if it fails or takes longer than `timeout` seconds."""
     command = [str(word) for word in command]
-    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"} | (variables or {})
     with tempfile.TemporaryFile("w+") as errors:
         began = time.perf_counter()
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env)
@@ -72,6 +73,39 @@ def watch(command, timeout=None):
     return Output(lines, arrivals, usage.ru_maxrss * 1024)
 
 
+def watch_ranks(command, ranks, timeout=None):
+    """Runs `command` as several ranks of this machine; returns rank 0's output and the peak memory of each rank in bytes."""
+    command = [str(word) for word in command]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    of_rank = [{key: str(value) for key, value in (common | {"RANK": r, "LOCAL_RANK": r}).items()} for r in range(ranks)]
+    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
+    others = [
+        subprocess.Popen(command, env=env | variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for variables in of_rank[1:]
+    ]
+    try:
+        output = watch(command, timeout, of_rank[0] if ranks > 1 else None)
+    except Failed:
+        for other in others:
+            other.kill()
+        raise
+    peaks = [output.peak_bytes]
+    for other in others:
+        _, status, usage = os.wait4(other.pid, 0)
+        other.returncode = os.waitstatus_to_exitcode(status)
+        peaks.append(usage.ru_maxrss * 1024)
+        if other.returncode != 0:
+            raise Failed(f"{' '.join(command)}: a rank ended with exit code {other.returncode}")
+    return output, peaks
+
+
+def _command(binary, flags):
+    return [binary, "ppo"] + [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+
 @dataclass(frozen=True)
 class Job:
     """One PPO run, the same for rlhf and TRL; every update uses every prompt once."""
@@ -91,7 +125,25 @@ class Job:
 
     def rlhf(self, binary, precision, **watching):
         """Precisions: `f32`; `bf16` computes in bf16 with f32 master weights, frozen models are held in bf16."""
-        flags = {
+        flags = self._flags(precision)
+        return self._summary("rlhf", precision, watch(_command(binary, flags), **watching))
+
+    def rlhf_ranks(self, binary, ranks, threads, stage):
+        """One update's rows divided over `ranks` ranks of `threads` threads each, in f32, at this stage of ZeRO."""
+        flags = self._flags("f32") | {
+            "train_batch_size": self.episodes,
+            "num_threads": threads,
+            "zero_stage": stage,
+        }
+        del flags["per_device_train_batch_size"], flags["gradient_accumulation_steps"]
+        output, peaks = watch_ranks(_command(binary, flags), ranks)
+        summary = self._summary("rlhf", "f32", output)
+        counted = [update for _, update in output.json_lines()[1:]]
+        of_ranks = {key: [update.get(f"time/{key}", 0.0) for update in counted] for key in ("waiting", "collectives")}
+        return summary | of_ranks | {"ranks": ranks, "threads": threads, "stage": stage, "peaks": peaks}
+
+    def _flags(self, precision):
+        return {
             "sft_model_path": self.models / "policy",
             "reward_model_path": self.models / "reward",
             "dataset_name": self.prompts,
@@ -114,8 +166,6 @@ class Job:
             "bf16": str(precision == "bf16").lower(),
             "dtype": "bfloat16" if precision == "bf16" else "float32",
         }
-        command = [binary, "ppo"] + [word for name, value in flags.items() for word in (f"--{name}", value)]
-        return self._summary("rlhf", precision, watch(command, **watching))
 
     def trl(self, precision, **watching):
         """Precisions: those of trl_ppo.py."""

@@ -199,6 +199,22 @@ def early_table(cells):
     return markdown(header, rows) if rows else ""
 
 
+def ranks_table(cells):
+    _, runs = cells.get("ranks/s", (None, []))
+    rows, first = [], None
+    for ranks, threads, stage in dict.fromkeys((run["ranks"], run["threads"], run["stage"]) for run in runs):
+        of_row = [run for run in runs if (run["ranks"], run["threads"], run["stage"]) == (ranks, threads, stage)]
+        seconds = median(median(run["update"]) for run in of_row)
+        first = first or seconds
+        shares = [median(median(run[key]) for run in of_row) / seconds for key in ("collectives", "waiting")]
+        peak = median(max(run["peaks"]) for run in of_row)
+        name = f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)} each, stage {stage}"
+        numbers = [f"{seconds:.2f}", f"{seconds / first:.2f}", *(f"{share:.0%}" for share in shares), f"{peak / 1e9:.2f}"]
+        rows.append([name, *numbers])
+    header = ["", "update", "times the first", "in collectives", "waiting", "peak GB of a rank"]
+    return markdown(header, rows) if rows else ""
+
+
 def sources(cells):
     text = ""
     for report in {id(report): report for report, _ in cells.values()}.values():
@@ -252,6 +268,13 @@ def page(cells):
             "that never stop. Generation should be proportional to the response tokens, the rest to all tokens.",
             early_table(cells),
         ),
+        (
+            "Ranks",
+            "rlhf, s, f32: the rows of one update divided over the ranks of one machine, at each stage of ZeRO. Four ranks of "
+            "one thread on two cores compete for them. Waiting is the time before a collective in which a rank waits for the "
+            "others.",
+            ranks_table(cells),
+        ),
     ]
     text = (
         "# Results\n\nWritten by `benchmarks/bench.py table` from the raw numbers in this folder. "
@@ -272,4 +295,7 @@ def one_line(run):
     """One line about a run, for the console."""
     if "transformers" in run:
         return f"batch {run['batch']}: transformers {run['transformers']:.0f}, rlhf {run['rlhf']:.0f} tokens/s"
+    if "ranks" in run:
+        seconds, peak = median(run["update"]), max(run["peaks"]) / 1e9
+        return f"{run['ranks']} ranks, {run['threads']} threads, stage {run['stage']}: {seconds:.2f} s, {peak:.2f} GB"
     return f"{MODES[run['program'], run['precision']]}: {median(run['update']):.2f} s, {run['peak_bytes'] / 1e9:.2f} GB"
