@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         return Err("usage: by_hand SFT_FOLDER PROMPTS.jsonl OUTPUT_FOLDER".into());
     };
     let mut config = PpoConfig::without_reward(sft, prompts, out);
-    config.per_device_train_batch_size = 16;
+    config.per_device_train_batch_size = Some(16);
     config.learning_rate = 1e-4;
     config.response_length = 32;
 

@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     config.unsupervised.unsupervised_dataset_name = texts.first().map(Into::into);
 
     let mut engine = RlhfEngine::from_config(&config)?;
-    let (batches, rows) = (config.generation.generation_batches, config.per_device_train_batch_size);
+    let (batches, rows) = (config.generation.generation_batches, config.rows_per_pass());
     let (mut experience, mut unsupervised) = (MiniDataset::new(batches, rows), MiniDataset::new(batches, rows));
     for step in 0..20 {
         let Some((prompts, mask)) = engine.next_prompts() else { break };

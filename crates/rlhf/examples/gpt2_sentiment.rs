@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         return Err("usage: gpt2_sentiment SFT_FOLDER CLASSIFIER_FOLDER PROMPTS.jsonl OUTPUT_FOLDER".into());
     };
     let mut config = PpoConfig::without_reward(sft, prompts, out);
-    config.per_device_train_batch_size = 64;
+    config.per_device_train_batch_size = Some(64);
     config.total_episodes = Some(2048);
     config.response_length = 24;
     config.stop_token = Some(StopToken::Eos);

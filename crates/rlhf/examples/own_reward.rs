@@ -18,7 +18,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Ok(words.map(|words| -(words as f64) / 10.0).collect())
     });
     let mut config = PpoConfig::without_reward(sft, prompts, out);
-    config.per_device_train_batch_size = 16;
+    config.per_device_train_batch_size = Some(16);
     config.learning_rate = 1e-4;
     config.response_length = 32;
     let mut trainer = PpoTrainer::from_config_with(&config, Rewards::new().with("brevity", brevity))?;

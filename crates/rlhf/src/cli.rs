@@ -12,6 +12,7 @@ mod errors;
 pub(crate) mod generate;
 mod help;
 mod keys;
+pub(crate) mod launch;
 mod layers;
 pub(crate) mod logprobs;
 mod pipeline;
@@ -39,6 +40,7 @@ use self::config_file::read_config;
 pub(crate) use self::errors::Stop;
 use self::errors::{Messages, with_refusals};
 use self::keys::Keys;
+use self::launch::{LAUNCH, LaunchTask};
 use self::layers::{resolve, translated};
 use self::setting::{Setting, with_defaults};
 
@@ -54,6 +56,7 @@ pub(crate) enum Task {
     Logprobs(LogprobsConfig),
     Score(ScoreConfig),
     Merge(MergeConfig),
+    Launch(LaunchTask),
 }
 
 /// A parsed command line, with its configuration file.
@@ -70,6 +73,10 @@ pub(crate) struct Parsed {
 /// [`Stop::Error`] with every error of both, a line each; the other variants for help.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, Stop> {
     let rlhf = rlhf_command();
+    let args: Vec<OsString> = args.into_iter().collect();
+    if args.get(1).is_some_and(|name| name == LAUNCH) {
+        return launch::parse(args, &rlhf);
+    }
     let mut args = normalise(args, &rlhf);
     let mut messages = Messages::default();
     let matches = parse_flags(&rlhf, &mut args, &mut messages.refusals)?;
@@ -153,8 +160,8 @@ impl Task {
             Task::Sft(config) => config.check(),
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
-            // Its stages are checked already, with their lines of the file.
-            Task::Pipeline(_) | Task::Merge(_) => Ok(()),
+            // Its stages are checked already, with their lines of the file; so is the command of a launch.
+            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),

@@ -5,7 +5,6 @@ use crate::flag::{Setting, expect};
 use crate::{Error, Result};
 use std::fmt;
 use std::io::Write;
-use std::path::PathBuf;
 
 /// The setting `device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -261,22 +260,6 @@ fn gpus() -> Result<usize, String> {
     }
 }
 
-/// Returns the path of the library by which ranks on GPUs communicate (NCCL): beside libtorch's own libraries.
-///
-/// # Errors
-/// If it is missing.
-pub fn nccl_library() -> Result<PathBuf> {
-    nccl_library_in(tch_ext::libtorch_folder().map_err(Error::Run)?)
-}
-
-fn nccl_library_in(folder: PathBuf) -> Result<PathBuf> {
-    let path = folder.join("libtch_ext_nccl.so");
-    if path.is_file() {
-        return Ok(path);
-    }
-    Err(Error::Usage(format!("no NCCL library for several GPUs: expected {}; `make cuda` builds it", path.display())))
-}
-
 /// Explains an error of the dynamic linker, with a remedy.
 fn explain(message: &str) -> String {
     let library = message.split(':').next().unwrap_or_default();
@@ -354,17 +337,5 @@ mod tests {
         );
         assert!(explain(&missing("libcudnn.so.9")).contains("libcudnn.so.9: cannot open"));
         assert!(explain(&missing("libcuda.so.1")).starts_with("no NVIDIA driver: libcuda.so.1"));
-    }
-
-    #[test]
-    fn a_missing_nccl_library_is_named_with_the_command_that_builds_it() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("libtch_ext_nccl.so");
-        assert_eq!(
-            nccl_library_in(folder.path().into()).unwrap_err().to_string(),
-            format!("no NCCL library for several GPUs: expected {}; `make cuda` builds it", path.display())
-        );
-        std::fs::write(&path, "").unwrap();
-        assert_eq!(nccl_library_in(folder.path().into()).unwrap(), path);
     }
 }

@@ -13,12 +13,14 @@ mod passes;
 mod settings;
 
 pub(crate) use passes::Sharded;
-pub use settings::{DistConfig, PpoDistConfig, ZeroStage, num_ranks};
+pub use settings::{DistConfig, PpoDistConfig, ZeroStage};
 
 use crate::{Error, Result};
 use failure::{Failure, Fault};
 use launch::Launch;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
@@ -74,6 +76,15 @@ pub struct Times {
 /// The world of this process, once it has joined one.
 static OF_PROCESS: OnceLock<World> = OnceLock::new();
 
+/// Returns the number of ranks of the run: those that this process has joined, and before that those that its launcher started.
+pub fn num_ranks() -> usize {
+    match OF_PROCESS.get() {
+        Some(world) => world.size(),
+        // An environment that contradicts itself is refused where the ranks meet.
+        None => Launch::from_env().ok().flatten().map_or(1, |launch| launch.size),
+    }
+}
+
 impl World {
     /// One process that trains alone.
     pub fn single() -> Self {
@@ -127,18 +138,6 @@ impl World {
         let world = Self { ranks: Some(Arc::new(ranks)), inside_pass: false };
         let _ = OF_PROCESS.set(world.clone());
         Ok(world)
-    }
-
-    /// Adds a group for tensors on GPU `index`, by the NCCL library at `path`.
-    ///
-    /// # Errors
-    /// If the library cannot be loaded, or a rank does not come.
-    pub fn join_gpu(&self, path: &str, index: usize) -> Result<()> {
-        let Some(ranks) = &self.ranks else { return Ok(()) };
-        let group = ranks.group().with_nccl(path, index, ranks.timeout);
-        let group = group.map_err(|e| Error::Run(format!("rank {}: cuda:{index}: {e}", ranks.rank)))?;
-        let _ = ranks.gpu_group.set(Mutex::new(group));
-        Ok(())
     }
 
     /// Number of this process, from 0.
@@ -371,6 +370,33 @@ impl World {
         }
     }
 
+    /// Runs `write` on rank 0 while the others wait; its error is an error of all.
+    ///
+    /// # Errors
+    /// The error of `write`; if a rank has ended or does not respond.
+    pub fn on_main(&self, write: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.agree(if self.is_main() { write() } else { Ok(()) })
+    }
+
+    /// Checks that `value` is the same on all ranks.
+    ///
+    /// # Errors
+    /// If it is not: the error names the first rank with another value than rank 0.
+    pub fn check_same(&self, name: &str, value: &impl Hash) -> Result<()> {
+        if self.size() == 1 {
+            return Ok(());
+        }
+        let mut hasher = DefaultHasher::new();
+        value.hash(&mut hasher);
+        let digests = self.gather_bytes(&hasher.finish().to_le_bytes())?;
+        match digests.iter().position(|digest| *digest != digests[0]) {
+            None => Ok(()),
+            Some(rank) => Err(Error::Run(format!(
+                "rank {rank}: {name}: expected those of rank 0, found others; every rank passes the whole batch"
+            ))),
+        }
+    }
+
     /// Whether all ranks are at the same place in the program: [`World::agree`] returned the last error.
     pub fn in_step(&self) -> bool {
         self.ranks.as_ref().is_none_or(|ranks| ranks.agreed.load(Ordering::SeqCst))
@@ -428,8 +454,10 @@ impl World {
         let Some(ranks) = &self.ranks else { return Ok(PendingSum { world: self.clone(), pending: None }) };
         self.finish_passes()?;
         let bytes = x.numel() * x.kind().elt_size_in_bytes();
-        let started = ranks.group_for(x.device()).all_reduce(x, Reduce::Sum);
         lock(&ranks.times).bytes += bytes as f64;
+        let group = ranks.group_for(x.device()).map_err(|e| self.fail(&e))?;
+        let started = group.all_reduce(x, Reduce::Sum);
+        drop(group);
         let pending = started.map_err(|e| self.fail(&e))?;
         Ok(PendingSum { world: self.clone(), pending: Some(pending) })
     }
@@ -444,7 +472,7 @@ impl World {
         }
         let bytes: usize = tensors.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum();
         let device = tensors.first().map_or(Device::Cpu, |x| x.device());
-        let group = ranks.group_for(device);
+        let group = ranks.group_for(device).map_err(|e| self.fail(&e))?;
         let began = Instant::now();
         let measured = bytes >= MEASURED_BYTES && device == Device::Cpu;
         let waited = if measured { group.barrier() } else { Ok(()) };
@@ -477,13 +505,31 @@ impl Ranks {
         lock(&self.group)
     }
 
-    /// The group of tensors on `device`.
-    fn group_for(&self, device: Device) -> MutexGuard<'_, Group> {
-        match (device, self.gpu_group.get()) {
-            (Device::Cuda(_), Some(group)) => lock(group),
-            _ => self.group(),
+    /// The group of tensors on `device`. That of GPUs is made at its first collective, which all ranks reach together.
+    ///
+    /// # Errors
+    /// If the NCCL library is missing or cannot be loaded, or a rank does not come.
+    fn group_for(&self, device: Device) -> Result<MutexGuard<'_, Group>, String> {
+        let Device::Cuda(index) = device else { return Ok(self.group()) };
+        if let Some(group) = self.gpu_group.get() {
+            return Ok(lock(group));
         }
+        let path = nccl_library_in(&tch_ext::libtorch_folder()?)?;
+        let group = self
+            .group()
+            .with_nccl(&path.to_string_lossy(), index, self.timeout)
+            .map_err(|e| format!("cuda:{index}: {e}"))?;
+        Ok(lock(self.gpu_group.get_or_init(|| Mutex::new(group))))
     }
+}
+
+/// Returns the path of the library by which ranks on GPUs communicate, in the folder of libtorch's libraries.
+fn nccl_library_in(folder: &Path) -> Result<PathBuf, String> {
+    let path = folder.join("libtch_ext_nccl.so");
+    if path.is_file() {
+        return Ok(path);
+    }
+    Err(format!("no NCCL library for several GPUs: expected {}; `make cuda` builds it", path.display()))
 }
 
 /// A sum over all ranks in progress.
@@ -570,6 +616,15 @@ mod tests {
         assert_eq!(world.broadcast_bytes(Some(vec![1])).unwrap(), [1]);
         assert_eq!(world.agree(Ok(5)).unwrap(), 5);
         assert!(world.agree::<()>(Err(Error::Run("no".into()))).is_err());
+    }
+
+    #[test]
+    fn a_missing_nccl_library_is_named_with_the_command_that_builds_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = nccl_library_in(folder.path()).unwrap_err();
+        assert!(error.contains("libtch_ext_nccl.so; `make cuda` builds it"), "{error}");
+        std::fs::write(folder.path().join("libtch_ext_nccl.so"), "").unwrap();
+        nccl_library_in(folder.path()).unwrap();
     }
 
     #[test]

@@ -16,6 +16,7 @@ use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
 use rlhf::run::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
+use rlhf::signals::is_ignored;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
@@ -25,6 +26,7 @@ use crate::cli::{Parsed, Stop, Task};
 const DIST_TIMEOUT: u64 = 1800;
 
 fn main() -> ExitCode {
+    cli::launch::end_with_launcher();
     tch_ext::bound_spinning();
     panic::set_hook(Box::new(keep_panic));
     match panic::catch_unwind(start) {
@@ -39,11 +41,11 @@ fn main() -> ExitCode {
 fn start() -> ExitCode {
     match cli::parse(std::env::args_os()) {
         Ok(Parsed { task, notes }) => {
-            for note in notes {
+            for note in notes.iter().filter(|_| is_main()) {
                 let _ = writeln!(io::stderr(), "note: {note}");
             }
             match run(&task) {
-                Ok(()) => ExitCode::SUCCESS,
+                Ok(code) => ExitCode::from(code),
                 // The reader of the output has closed it.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
                 Err(error) => {
@@ -64,7 +66,8 @@ fn start() -> ExitCode {
     }
 }
 
-fn run(task: &Task) -> Result<()> {
+/// Runs the task. Returns the exit code of the program.
+fn run(task: &Task) -> Result<u8> {
     if matches!(task, Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_)) {
         // Without a handler a signal ends the process at once.
         let _ = stop_on_signals();
@@ -81,7 +84,14 @@ fn run(task: &Task) -> Result<()> {
         Task::Logprobs(config) => cli::logprobs::logprobs(config),
         Task::Score(config) => cli::score::score(config),
         Task::Merge(config) => rlhf::merge::merge(config),
-    }
+        Task::Launch(config) => return cli::launch::launch(config),
+    }?;
+    Ok(0)
+}
+
+/// Returns whether this process is rank 0, or was started alone: the others do not repeat what concerns all.
+fn is_main() -> bool {
+    !Launch::from_env().is_ok_and(|launch| launch.is_some_and(|launch| launch.rank > 0))
 }
 
 /// Meets the other ranks, if a launcher started this process as one of several.
@@ -112,7 +122,7 @@ fn stop_on_signals() -> io::Result<()> {
                 clear_bar();
                 tch_ext::exit_at_once(code);
             }
-            if World::of_process().is_main() {
+            if is_main() {
                 announce("\nstopping after this update; send the signal again to stop at once without saving");
             }
         }
@@ -120,18 +130,11 @@ fn stop_on_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Returns whether the program was started with this signal ignored.
-fn is_ignored(signal: i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
-}
-
 /// Prints the error, one line for each refused setting, and returns its exit code. Ranks beside the first are silent about what all
 /// ranks report alike.
 fn report(error: &Error) -> ExitCode {
     let common = matches!(error, Error::Usage(_) | Error::Refused(_) | Error::Stopped { .. });
-    if common && Launch::from_env().is_ok_and(|launch| launch.is_some_and(|launch| launch.rank > 0)) {
+    if common && !is_main() {
         return ExitCode::from(error.exit_code());
     }
     match error.refusals() {

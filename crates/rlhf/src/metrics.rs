@@ -41,6 +41,11 @@ impl Metrics {
         Self(self.0.iter().map(changed).collect())
     }
 
+    /// Replaces all values, in order.
+    pub(crate) fn set_values(&mut self, values: &[f64]) {
+        self.0.iter_mut().zip(values).for_each(|((_, value), new)| *value = *new);
+    }
+
     /// Iterates over names and values, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0.iter().map(|(name, value)| (name.as_ref(), *value))

@@ -6,6 +6,7 @@
 //! | what a run starts from | `start` |
 //! | the output folder and its lock | `output_dir` |
 //! | checkpoints, the best model | `checkpoint`, `best` |
+//! | batch sizes over all ranks, of a checkpoint and of the run that resumes from it | `sizes` |
 //! | whether a resumed run reads the same inputs | `inputs` |
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
 //! | the model card | `card` |
@@ -21,6 +22,7 @@ pub(crate) mod resolved;
 pub(crate) mod session;
 pub(crate) mod settings;
 pub(crate) mod sinks;
+pub(crate) mod sizes;
 pub(crate) mod start;
 pub(crate) mod tensorboard;
 

@@ -6,6 +6,7 @@
 
 mod check;
 mod generate;
+mod launch;
 mod logprobs;
 mod merge;
 mod pipeline;
@@ -19,6 +20,7 @@ mod score;
 mod sft;
 
 pub use generate::{Format, GenerateConfig};
+pub use launch::LaunchFlags;
 pub use logprobs::LogprobsConfig;
 pub use merge::MergeConfig;
 pub use pipeline::PipelineFlags;
@@ -83,7 +85,7 @@ mod tests {
             "eval_split_size": null, "data_split": null, "data_split_seed": 42, "dataset_columns": [],
         });
         let others = json!({
-            "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
+            "train_batch_size": null, "per_device_train_batch_size": null, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
             "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,

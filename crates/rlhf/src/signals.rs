@@ -26,6 +26,13 @@ pub(crate) fn exit_code() -> u8 {
     STOP.load(Ordering::SeqCst).max(1)
 }
 
+/// Returns whether this process was started with this signal ignored.
+pub fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
 /// Sleeps for `time`, or until a stop is requested. Returns whether one is.
 pub(crate) fn pause(time: Duration) -> bool {
     let until = Instant::now() + time;

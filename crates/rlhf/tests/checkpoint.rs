@@ -27,7 +27,7 @@ pub(crate) fn ppo_config(dir: &Path) -> PpoConfig {
     config.model_name_or_path = Some(golden().join("models/gpt_neox"));
     config.response_length = 6;
     config.stop_token_id = Some(192);
-    config.per_device_train_batch_size = 4;
+    config.per_device_train_batch_size = Some(4);
     config.num_mini_batches = 2;
     config.num_ppo_epochs = 2;
     config.total_episodes = Some(20);
@@ -222,7 +222,7 @@ fn sft_and_a_reward_model_resume_to_the_same_bits_between_two_lines_of_metrics()
     let models = golden().join("models");
     resumes_from_everywhere(5, |with| {
         let mut config = SftConfig::new(models.join("gpt_neox"), &demos, dir.path().join("sft/whole"));
-        (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, 4);
+        (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, Some(4));
         config.peft.use_peft = true; // with dropout
         config.eval_dataset_name = Some(demos.clone());
         (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3), Some("eval_loss".into()));
@@ -233,7 +233,7 @@ fn sft_and_a_reward_model_resume_to_the_same_bits_between_two_lines_of_metrics()
     });
     resumes_from_everywhere(5, |with| {
         let mut config = RewardConfig::new(models.join("gpt_neox_cls"), &pairs, dir.path().join("reward/whole"));
-        (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, 4);
+        (config.max_steps, config.logging_steps, config.per_device_train_batch_size) = (Some(5), 2, Some(4));
         config.eval_dataset_name = Some(pairs.clone());
         (config.eval.eval_steps, config.eval.metric_for_best_model) = (Some(3), Some("eval_margin".into()));
         with(&mut config.run);

@@ -80,7 +80,7 @@ fn the_examples_settings_run_from_its_model_to_a_policy() {
     ));
     let stdout = scratch.succeeds(&format!(
         "ppo --config {} --sft_model_path sft --reward_model_path {} --dataset_name {} --output_dir out \
-         --per_device_train_batch_size 4 --total_episodes 8 --num_ppo_epochs 1",
+         --train_batch_size 4 --total_episodes 8 --num_ppo_epochs 1",
         path("gpt2-sentiment/ppo.yaml"),
         path("gpt2-sentiment/classifier"),
         path("gpt2-sentiment/data/prompts.jsonl"),

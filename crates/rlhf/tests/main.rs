@@ -10,6 +10,7 @@ mod examples;
 mod formats;
 mod fp16;
 mod hub;
+mod launch;
 mod library;
 mod lora;
 mod models;

@@ -176,7 +176,7 @@ fn a_response_ends_behind_a_stop_string_and_counts_as_stopped() {
     let scratch = Scratch::new();
     let mut config =
         PpoConfig::without_reward(scratch.path("policy"), scratch.path("prompts.jsonl"), scratch.path("out"));
-    (config.response_length, config.total_episodes, config.per_device_train_batch_size) = (12, Some(32), 16);
+    (config.response_length, config.total_episodes, config.per_device_train_batch_size) = (12, Some(32), Some(16));
     config.sampling.stop_strings = vec!["e".into(), "an".into()];
     (config.missing_eos_penalty, config.kl.kl_coef) = (Some(2.0), 0.0);
     let seen: Arc<Mutex<Vec<(String, FinishReason, usize)>>> = Arc::default();

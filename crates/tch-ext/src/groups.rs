@@ -90,7 +90,7 @@ pub struct Rendezvous {
     pub timeout: Duration,
 }
 
-/// How a collective combines the ranks' numbers.
+/// Operation by which a collective combines the ranks' numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduce {
     /// Sum.

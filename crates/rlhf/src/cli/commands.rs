@@ -4,9 +4,11 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    GenerateConfig, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, RewardConfig, ScoreConfig, SftConfig,
+    GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, RewardConfig, ScoreConfig,
+    SftConfig,
 };
 
+use super::launch::LAUNCH;
 use super::{deepspeed_chat, help, trl};
 
 /// The command that runs the others as stages: it needs a configuration file.
@@ -83,6 +85,15 @@ const MERGE_HELP: &str = "\
 Example:
   rlhf merge --model_name_or_path runs/ppo --output_dir merged";
 
+const LAUNCH_HELP: &str = "\
+The flags of launch come before the command, which is any but merge. Rank 0 has the terminal; lines of
+the other ranks start with their number. A rank that fails ends the others, and is named.
+torchrun --no-python and srun start ranks too: docs/distributed.md.
+
+Examples:
+  rlhf launch --nproc_per_node 4 --max_restarts 2 ppo --config ppo.yaml
+  rlhf launch --nnodes 2 --node_rank 0 --master_addr node0 --nproc_per_node 8 sft --config sft.yaml";
+
 /// Returns the whole command line of `rlhf`.
 pub(super) fn rlhf_command() -> Command {
     let commands = [
@@ -108,6 +119,10 @@ pub(super) fn rlhf_command() -> Command {
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(SCORE_HELP),
         flag::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
+        flag::command::<LaunchFlags>(LAUNCH)
+            .about("Start a command as several ranks")
+            .override_usage("rlhf launch [OPTIONS] COMMAND [ARGUMENTS]...")
+            .after_help(LAUNCH_HELP),
     ];
     let file = Arg::new("config")
         .long("config")
@@ -125,7 +140,8 @@ pub(super) fn rlhf_command() -> Command {
         .arg_required_else_help(true)
         .disable_help_subcommand(true)
         .subcommands(commands)
-        .mut_subcommands(|command| command.disable_help_flag(true).args([file.clone(), help.clone()]))
+        .mut_subcommands(|command| command.disable_help_flag(true).arg(help.clone()))
+        .mut_subcommands(|command| if command.get_name() == LAUNCH { command } else { command.arg(file.clone()) })
         .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
         .mut_subcommands(help::arranged)
 }
@@ -173,7 +189,7 @@ mod tests {
         let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
                        reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
         let eval = "eval_steps metric_for_best_model greater_is_better";
-        let steps = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
+        let steps = "train_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
                      num_train_epochs max_steps logging_steps";
         assert_eq!(
             flags("ppo"),
@@ -182,7 +198,7 @@ mod tests {
                  new_reward_head {rewards} {data} \
                  max_prompt_length long_prompts \
                  apply_chat_template preset per_device_generation_batch_size generation_batches \
-                 per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
+                 train_batch_size per_device_train_batch_size gradient_accumulation_steps num_mini_batches \
                  local_rollout_forward_batch_size total_episodes num_train_epochs num_sample_generations \
                  response_length stop_token stop_token_id temperature top_k top_p min_p repetition_penalty min_new_tokens \
                  stop_strings logprobs_of num_ppo_epochs missing_eos_penalty \
@@ -239,6 +255,10 @@ mod tests {
         assert_eq!(
             flags("merge"),
             sorted("model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help")
+        );
+        assert_eq!(
+            flags("launch"),
+            sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port help")
         );
     }
 

@@ -27,7 +27,7 @@ const HEADINGS: [&str; 13] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 8] = [
+const COMMON: [(&str, &[&str], &[&str]); 9] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -109,10 +109,11 @@ const COMMON: [(&str, &[&str], &[&str]); 8] = [
         &["tokenizer_name", "reward", "dataset_name", "output_file", "batch_size", "config"],
     ),
     ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
+    ("launch", &[], &["nproc_per_node", "max_restarts", "nnodes", "node_rank", "master_addr", "master_port"]),
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 37] = [
+const WORDS: [(&str, &str); 43] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -123,12 +124,18 @@ const WORDS: [(&str, &str); 37] = [
     ("gradient_accumulation_steps", "micro-batches per update"),
     ("kl_coef", "weight of the KL penalty"),
     ("learning_rate", "peak learning rate"),
+    ("master_addr", "address of machine 0"),
+    ("master_port", "TCP port on machine 0"),
     ("max_length", "maximum tokens of a row"),
     ("max_new_tokens", "maximum tokens of a response"),
+    ("max_restarts", "restarts after a failed rank"),
     ("max_shard_size", "maximum size of a weights file"),
     ("missing_eos_penalty", "score penalty without a stop token"),
     ("model_name_or_path", "model: folder or hub name"),
     ("new_reward_head", "add a score head if there is none"),
+    ("nnodes", "number of machines"),
+    ("node_rank", "number of this machine, from 0"),
+    ("nproc_per_node", "ranks on this machine [one per GPU]"),
     ("num_return_sequences", "responses per prompt"),
     ("num_train_epochs", "passes over the dataset"),
     ("output_dir", "folder for the model and metrics"),
@@ -220,8 +227,14 @@ fn text(command: &Command) -> String {
     };
     let all = command.get_arguments().filter(|arg| !arg.is_hide_set()).count();
     let about = command.get_about().map_or(String::new(), ToString::to_string);
-    let prompts = command.get_positionals().next().map_or("", |_| " [PROMPT]...");
-    let mut text = format!("rlhf {name} OPTIONS{prompts}: {about}\n\nNeeded:\n");
+    let rest = match command.get_positionals().next() {
+        Some(_) => " [PROMPT]...",
+        // Of `launch`.
+        None if needed.is_empty() => " COMMAND [ARGUMENTS]...",
+        None => "",
+    };
+    let mut text = format!("rlhf {name} OPTIONS{rest}: {about}\n\n");
+    text += if needed.is_empty() { "" } else { "Needed:\n" };
     needed.iter().for_each(|flag| text += &line(flag));
     text += "Often used:\n";
     others.iter().for_each(|flag| text += &line(flag));
@@ -287,7 +300,7 @@ mod tests {
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 27, "{help}");
+        assert!(help.lines().count() <= 28, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");

@@ -5,7 +5,7 @@
 //! `docs/algorithm.md` lists the differences from DeepSpeed-Chat.
 
 use crate::data::{Cursor, Prompt};
-use crate::generate::{GenerationConfig, Response, generate};
+use crate::generate::{GenerationConfig, Response, generate_on};
 use crate::hub::Commits;
 use crate::model::{CausalLm, SequenceClassifier};
 use crate::optim::LearningRates;
@@ -277,6 +277,7 @@ impl RlhfEngine {
             ("kl_estimator = full", config.kl.kl_estimator == KlEstimator::Full),
             ("whiten_rewards", config.whiten_rewards),
             ("score_position = last_token", config.score_position == ScorePosition::LastToken),
+            ("train_batch_size", config.train_batch_size.is_some()),
             ("target_kl", config.loss.target_kl.is_some()),
             ("ratio_threshold", config.loss.ratio_threshold.is_some()),
             ("early_stopping", config.legacy.early_stopping),
@@ -299,6 +300,8 @@ impl RlhfEngine {
         }
         let left_out = config.left_out(&learner.policy, &tokenizer);
         reference.hold_as_computed();
+        let mut reward = reward;
+        reward.set_world(&learner.world);
         Ok(Self {
             learner,
             reference,
@@ -327,7 +330,7 @@ impl RlhfEngine {
     /// `None` if the engine has no data. The data are reshuffled in each pass.
     pub fn next_prompts(&mut self) -> Option<(Tensor, Tensor)> {
         let rows = self.config.generation.per_device_generation_batch_size;
-        let rows = self.cursor.as_mut()?.take(rows.unwrap_or(self.config.per_device_train_batch_size));
+        let rows = self.cursor.as_mut()?.take(rows.unwrap_or(self.config.rows_per_pass()));
         let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.prompts[row].tokens.as_slice()).collect();
         Some(padded_left(&prompts, self.pad()))
     }
@@ -349,7 +352,7 @@ impl RlhfEngine {
         let stop_strings = self.config.stop_strings(&self.tokenizer)?;
         let stop = self.config.stop_tokens(&self.tokenizer)?;
         let generation = GenerationConfig { stop_strings, ..self.config.generation(&stop, self.generated) };
-        let responses = generate(&self.learner.policy, &unpadded(prompts, mask)?, &generation)?;
+        let responses = generate_on(&self.learner.world, &self.learner.policy, &unpadded(prompts, mask)?, &generation)?;
         self.generated += 1;
         self.experience_of(prompts, mask, responses)
     }
@@ -366,6 +369,9 @@ impl RlhfEngine {
         responses: Vec<Response>,
     ) -> Result<RlhfExperience> {
         let (rows, width) = prompts.size2()?;
+        let ids: Vec<&[i64]> = responses.iter().map(|response| response.tokens.as_slice()).collect();
+        let prompt_ids = Vec::<i64>::try_from(prompts.reshape([-1]))?;
+        self.learner.world.check_same("experience: prompts and responses", &(prompt_ids, ids))?;
         if responses.len() as i64 != rows {
             return Err(Error::Run(format!(
                 "experience: expected a response for each of {rows} prompts, found {} responses",
@@ -463,7 +469,7 @@ impl RlhfEngine {
         self.learner.set_settings(self.config.learner());
         let targets = self.learner.targets(&e, self.config.kl.kl_coef, &self.config.shaping());
         let rows: Vec<usize> = (0..experience.rows()).collect();
-        let stats = self.learner.gradients(&e, &targets, &rows, self.config.per_device_train_batch_size, true)?;
+        let stats = self.learner.gradients(&e, &targets, &rows, self.config.rows_per_pass(), true)?;
         let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
         match self.mixes_texts {
             true => self.waiting = Some(stats),
@@ -588,6 +594,10 @@ impl RlhfEngine {
     /// # Errors
     /// If a file cannot be written.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
+        self.learner.world.on_main(|| self.write(dir))
+    }
+
+    fn write(&self, dir: &Path) -> Result<()> {
         let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
         let write = |dir: &Path| {
             self.learner.policy.save_pretrained(dir, eos, pad, most)?;

@@ -10,7 +10,7 @@ pub use settings::StepConfig;
 pub use stats::{LossInputs, Stat, Stats};
 
 use crate::data::{Dataset, Prompt};
-use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate};
+use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, CausalLmWithValueHead, ModelOptions};
 use crate::optim::LearningRates;
@@ -341,7 +341,9 @@ impl StepTrainer {
                     batch_size: how.batch_size,
                     ..GenerationConfig::new(how.sampling, sampled.unwrap_or(how.max_new_tokens))
                 };
-                for (query, response) in queries.iter().zip(generate(model, queries, &generation)?) {
+                for (query, response) in
+                    queries.iter().zip(generate_on(&self.learner.world, model, queries, &generation)?)
+                {
                     answers.push(match how.return_prompt {
                         true => [query.as_slice(), &response.tokens].concat(),
                         false => response.tokens,
@@ -355,7 +357,8 @@ impl StepTrainer {
         Ok(Generated { responses, ref_responses })
     }
 
-    /// Runs one PPO step on `queries`, `responses` and `scores`, any number of rows; returns its statistics.
+    /// Runs one PPO step on `queries`, `responses` and `scores`, any number of rows; returns its statistics. With several ranks every
+    /// rank passes the same rows, those of the whole batch, and the passes over them are divided.
     ///
     /// `response_masks`, an entry per token of each response, masks out tokens that the policy did not sample. A KL
     /// below -1 makes
@@ -373,6 +376,8 @@ impl StepTrainer {
         response_masks: Option<&[Vec<bool>]>,
     ) -> Result<Stats> {
         let began = Instant::now();
+        let bits: Vec<u64> = scores.iter().map(|score| score.to_bits()).collect();
+        self.learner.world.check_same("step: queries, responses and scores", &(queries, responses, bits))?;
         if let Some(row) = scores.iter().position(|score| !score.is_finite()) {
             return Err(Error::Run(format!("row {row}: expected a finite score, found {}", scores[row])));
         }
@@ -547,8 +552,8 @@ impl StepTrainer {
     /// # Errors
     /// If a file cannot be written.
     pub fn save_pretrained(&self, dir: &Path) -> Result<()> {
-        replace_files(dir, |dir| self.write_model(dir))?;
-        self.create_model_card(dir)
+        let write = || replace_files(dir, |dir| self.write_model(dir)).and_then(|()| self.create_model_card(dir));
+        self.learner.world.on_main(write)
     }
 
     fn write_model(&self, dir: &Path) -> Result<()> {
@@ -597,8 +602,11 @@ impl StepTrainer {
         metrics.push(MEAN_SCORE, scores.iter().sum::<f64>() / scores.len() as f64);
         let due = self.steps.is_multiple_of(self.config.compare_steps);
         let looked = best.compare(&metrics, self.steps, due, false);
-        let kept = looked.and_then(|_| best.write(dir, self.steps, |dir| self.write_model(dir)));
+        let kept = looked.and_then(|_| {
+            self.learner.world.on_main(|| best.write(dir, self.steps, |dir| self.write_model(dir)).map(drop))
+        });
+        best.mark_written(self.steps);
         self.best = Some(best);
-        kept.map(drop)
+        kept
     }
 }

@@ -31,6 +31,13 @@ pub struct Launch {
     pub key_prefix: String,
 }
 
+/// The variable with the process id of `rlhf launch`, in each rank that it starts.
+pub const LAUNCHER: &str = "RLHF_LAUNCHER";
+
+/// The variables that make a process a rank. A program that a rank starts must not inherit them: it would join the ranks.
+pub const VARIABLES: [&str; 6] =
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", LAUNCHER];
+
 /// Ports of SLURM steps start here. They stay below 32768, where Linux assigns ports by itself.
 const FIRST_SLURM_PORT: u64 = 20_000;
 /// Number of ports that SLURM steps are spread over.

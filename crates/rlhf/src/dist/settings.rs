@@ -6,11 +6,6 @@ use serde::{Serialize, Serializer};
 use crate::Result;
 use crate::flag::{DIST, NONE, Setting, all, expect, optional, required, usage};
 
-/// Returns the number of ranks of this run.
-pub fn num_ranks() -> usize {
-    1
-}
-
 /// A stage of ZeRO: the parts of training that are sharded over the ranks, each stage with those of the one before
 /// (Rajbhandari et al. 2020).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]

@@ -365,6 +365,9 @@ impl CausalLm {
     /// # Errors
     /// As [`CausalLm::token_logprobs`].
     pub fn distributions<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Distributions> {
+        if sequences.is_empty() {
+            return Ok(Distributions::none(&self.lm_head));
+        }
         self.body.check_spans(sequences, spans, 1)?;
         let hidden = tch::no_grad(|| self.hidden_at(Batch::new(sequences, spans), -1))?;
         let lens: Vec<i64> = spans.iter().map(|span| span.len() as i64).collect();

@@ -80,10 +80,16 @@ impl Distributions {
     /// head, or have a copy if `copies_head`.
     pub(super) fn new(head: &LmHead, hidden: &Tensor, lens: &[i64], copies_head: bool) -> Self {
         let LmHead { linear, softcap, compute } = head;
-        let hidden = hidden.to_kind(*compute).split_with_sizes(lens, 0);
+        let hidden = if lens.is_empty() { Vec::new() } else { hidden.to_kind(*compute).split_with_sizes(lens, 0) };
         let weight = linear.held().detach();
         let weight = if copies_head { weight.copy() } else { weight };
         Self { hidden, head: LmHead::new(weight, *softcap, *compute) }
+    }
+
+    /// Distributions of no tokens, to which others can be appended.
+    pub(super) fn none(head: &LmHead) -> Self {
+        let weight = head.linear.weight().0;
+        Self::new(head, &Tensor::zeros([0, weight.size()[1]], (head.compute, weight.device())), &[], false)
     }
 
     /// Appends the same model's distributions of more sequences.

@@ -2,6 +2,7 @@
 
 use super::retry::{Failure, check, excerpt};
 use super::{RetryPolicy, Reward, RewardInput, Score};
+use crate::dist::launch::VARIABLES;
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::Value;
@@ -114,7 +115,12 @@ struct Running {
 
 impl Running {
     fn start(command: &str) -> io::Result<Self> {
-        let mut child = Command::new("sh")
+        let mut sh = Command::new("sh");
+        // It may be `rlhf score`, which is no rank.
+        for name in VARIABLES {
+            sh.env_remove(name);
+        }
+        let mut child = sh
             .args(["-c", command])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

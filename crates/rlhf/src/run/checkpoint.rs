@@ -5,8 +5,10 @@
 //! under another name and flushed to the disk before it gets its own, so that a folder with that name is complete. The next run
 //! removes what a killed run leaves under other names.
 
+use crate::dist::num_ranks;
 use crate::run::inputs::Inputs;
 use crate::run::settings::{CheckpointConfig, RunConfig};
+use crate::run::sizes::{GlobalSizes, SIZES, ranks_of};
 use crate::weights::{pretty, read_json, sync, write_text};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -73,8 +75,13 @@ pub(super) const LENGTH: [&str; 3] = ["total_episodes", "num_train_epochs", "max
 const OF_BEST: [&str; 2] = ["metric_for_best_model", "greater_is_better"];
 
 /// Settings on which results depend by rounding at most: a resumed run may change them, with a warning.
-const ROUNDING: [&str; 4] =
-    ["device", "gradient_checkpointing", "max_tokens_per_micro_batch", "local_rollout_forward_batch_size"];
+const ROUNDING: [&str; 5] = [
+    "device",
+    "gradient_checkpointing",
+    "max_tokens_per_micro_batch",
+    "local_rollout_forward_batch_size",
+    "per_device_eval_batch_size",
+];
 
 /// The content of `trainer_state.json`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -89,6 +96,9 @@ pub(crate) struct State {
     pub(super) num_updates: usize,
     /// Threads that libtorch computed with: sums depend on them.
     threads: i32,
+    /// Number of ranks.
+    #[serde(default = "one_rank")]
+    ranks: usize,
     /// Metrics of the last update that the model card shows.
     pub(crate) metrics: Map<String, Value>,
     /// Resumable state of each part of the run beside weights and optimizers, by the part's name.
@@ -111,6 +121,7 @@ impl State {
             update,
             num_updates,
             threads: tch::get_num_threads(),
+            ranks: num_ranks(),
             metrics: Map::new(),
             state: Map::new(),
             config,
@@ -133,6 +144,11 @@ impl State {
         }
         Ok(state)
     }
+}
+
+/// Returns the number of ranks of a run whose checkpoint has none.
+fn one_rank() -> usize {
+    1
 }
 
 /// A complete checkpoint.
@@ -192,7 +208,7 @@ impl Saved {
     /// # Errors
     /// If it is another command's, or a setting that changes the result differs: the error names it with both values.
     pub(crate) fn check(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
-        self.check_settings(command, config, self.is_finished())
+        self.check_settings(command, &settings(config)?, num_ranks(), self.is_finished())
     }
 
     /// Checks the settings of a run that is skipped if it is finished, as [`Saved::check`] does: it may not be longer.
@@ -200,25 +216,33 @@ impl Saved {
     /// # Errors
     /// As [`Saved::check`].
     pub(crate) fn check_as_it_is(&self, command: &str, config: &impl Serialize) -> Result<Vec<String>> {
-        self.check_settings(command, config, false)
+        self.check_settings(command, &settings(config)?, num_ranks(), false)
     }
 
-    fn check_settings(&self, command: &str, config: &impl Serialize, may_extend: bool) -> Result<Vec<String>> {
+    /// Checks the settings `config` of a run of `ranks` ranks.
+    fn check_settings(
+        &self,
+        command: &str,
+        config: &Map<String, Value>,
+        ranks: usize,
+        may_extend: bool,
+    ) -> Result<Vec<String>> {
         let (dir, state) = (self.dir.display(), &self.state);
         if state.command != command {
             let message = format!("expected a checkpoint of `rlhf {command}`, found one of `rlhf {}`", state.command);
             return Err(Error::invalid(&self.dir, message));
         }
-        let config = settings(config)?;
+        let same_sizes = self.check_sizes(config, ranks)?;
         let mut warnings = Vec::new();
         let mut refused = Vec::new();
-        for (name, now) in &config {
+        for (name, now) in config {
             // A setting that only one version has cannot be compared.
             let from = state.working_dir.as_deref();
             let Some(then) = state.config.get(name).filter(|then| !is_same(then, now, from)) else { continue };
             let (then, now) = (shown(then), shown(now));
             match name.as_str() {
                 name if FREE.contains(&name) || OF_BEST.contains(&name) => {}
+                name if same_sizes && SIZES.contains(&name) => {}
                 name if may_extend && LENGTH.contains(&name) => {}
                 name if ROUNDING.contains(&name) => warnings.push(format!(
                     "{name} = {now}: it was {then} before {dir}, so that results may differ by rounding"
@@ -236,11 +260,45 @@ impl Saved {
                 "{name} = {now}: expected {then}, as in {dir}: a resumed run keeps what decides its result{more}"
             )));
         }
+        warnings.extend(self.passes_warning(config, ranks));
         let version = env!("CARGO_PKG_VERSION");
         if state.version != version {
             warnings.push(format!("{dir} was written by rlhf {}, and this is {version}", state.version));
         }
         Ok(warnings)
+    }
+
+    /// Returns whether the batch sizes over all ranks are those of the checkpoint.
+    ///
+    /// # Errors
+    /// If they are not, and the settings that size a batch are not the same ones, or not for as many ranks.
+    fn check_sizes(&self, config: &Map<String, Value>, ranks: usize) -> Result<bool> {
+        let state = &self.state;
+        let sizes = (GlobalSizes::of(&state.config, state.ranks), GlobalSizes::of(config, ranks));
+        let (Some(then), Some(now)) = sizes else { return Ok(false) };
+        let has_own = |config: &Map<String, Value>| config.get("train_batch_size").is_some_and(Value::is_u64);
+        // Settings of the same kind are compared by name.
+        if then == now || (state.ranks == ranks && has_own(&state.config) == has_own(config)) {
+            return Ok(then == now);
+        }
+        let dir = self.dir.display();
+        let (expected, found) = (then.describe(state.ranks), now.describe(ranks));
+        let fix = then.fix();
+        Err(Error::Usage(format!("{found}: expected {expected}, as in {dir}: {fix}")))
+    }
+
+    /// Returns a warning if the rows of a pass, or the ranks, are others than before.
+    fn passes_warning(&self, config: &Map<String, Value>, ranks: usize) -> Option<String> {
+        let (dir, state) = (self.dir.display(), &self.state);
+        if state.ranks != ranks {
+            let (then, now) = (ranks_of(state.ranks), ranks_of(ranks));
+            return Some(format!("{now}: it was {then} before {dir}, so that results may differ by rounding"));
+        }
+        let rows = |config| GlobalSizes::rows_per_pass(config).map_or("any number of".into(), |rows| rows.to_string());
+        let (then, now) = (rows(&state.config), rows(config));
+        GlobalSizes::of(&state.config, 1)
+            .filter(|_| then != now)
+            .map(|_| format!("{now} rows per pass: it was {then} before {dir}, so that results may differ by rounding"))
     }
 
     /// Returns a warning if libtorch now computes with another number of threads.
@@ -721,6 +779,60 @@ pub(super) mod tests {
         assert!(!warnings.iter().any(|warning| warning.contains("save_steps")), "{warnings:?}");
         let error = saved.check("ppo", &json!({})).unwrap_err().to_string();
         assert!(error.contains("expected a checkpoint of `rlhf ppo`, found one of `rlhf sft`"), "{error}");
+    }
+
+    #[test]
+    fn a_run_resumes_with_another_number_of_ranks_if_its_batches_stay_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = run(dir.path(), None, None);
+        let config =
+            json!({"train_batch_size": null, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2});
+        let mut checkpoints = Checkpoints::new("sft", &run, &config, 9).unwrap();
+        checkpoints.save(2, Map::new(), Map::new(), |_| Ok(())).unwrap();
+        let mut saved = Saved::read(&checkpoints.place(2)).unwrap();
+        let check = |saved: &Saved, ranks, all: Option<usize>, rows: Option<usize>, accumulated| {
+            let config = json!({
+                "train_batch_size": all, "per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated,
+            });
+            saved.check_settings("sft", config.as_object().unwrap(), ranks, false).map_err(|error| error.to_string())
+        };
+        // 16 rows by 1 rank.
+        assert_eq!(check(&saved, 1, None, Some(8), 2).unwrap(), [""; 0]);
+        assert_eq!(check(&saved, 1, None, None, 2).unwrap(), [""; 0]);
+        let rounding = |found: &[String], start: &str| found.len() == 1 && found[0].starts_with(start);
+        assert!(rounding(
+            &check(&saved, 1, Some(16), None, 1).unwrap(),
+            "any number of rows per pass: it was 8 before"
+        ));
+        assert!(rounding(&check(&saved, 4, Some(16), None, 1).unwrap(), "4 ranks: it was 1 rank before"));
+        assert!(rounding(&check(&saved, 2, None, Some(8), 1).unwrap(), "2 ranks: it was 1 rank before"));
+        let error = check(&saved, 1, None, Some(4), 2).unwrap_err();
+        assert!(error.starts_with("per_device_train_batch_size = 4: expected 8, as in "), "{error}");
+        let error = check(&saved, 4, None, Some(8), 2).unwrap_err();
+        let place = saved.dir.display();
+        assert_eq!(
+            error,
+            format!(
+                "64 rows per optimizer step with 4 ranks: expected 16 rows per optimizer step with 1 rank, as in {place}: set \
+                 train_batch_size = 16, without gradient_accumulation_steps"
+            )
+        );
+        let error = check(&saved, 1, Some(32), Some(8), 2).unwrap_err();
+        assert!(error.starts_with("32 rows per optimizer step with 1 rank: expected 16 rows"), "{error}");
+        // A checkpoint of 4 ranks.
+        saved.state.ranks = 4;
+        assert!(
+            check(&saved, 1, None, Some(8), 2)
+                .unwrap_err()
+                .contains("expected 64 rows per optimizer step with 4 ranks")
+        );
+        assert!(rounding(&check(&saved, 1, Some(64), Some(8), 1).unwrap(), "1 rank: it was 4 ranks before"));
+        // A checkpoint without a number of ranks is one rank's.
+        let path = saved.dir.join(STATE);
+        let mut state = read_json(&path).unwrap();
+        state.as_object_mut().unwrap().remove("ranks");
+        write_text(&path, &pretty(&state)).unwrap();
+        assert_eq!(State::read(&path).unwrap().ranks, 1);
     }
 
     #[test]

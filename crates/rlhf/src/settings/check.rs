@@ -42,7 +42,8 @@ pub(super) fn check_sizes(config: &impl Serialize) -> Result<()> {
 fn most_of(name: &str) -> u64 {
     match name {
         "num_ppo_epochs" => 10_000,
-        "per_device_train_batch_size"
+        "train_batch_size"
+        | "per_device_train_batch_size"
         | "per_device_eval_batch_size"
         | "per_device_generation_batch_size"
         | "generation_batches"
@@ -395,7 +396,7 @@ mod tests {
             let mut config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
             change(&mut config);
             assert!(usage_of(config.check()).starts_with(message), "{message}");
-            config.per_device_train_batch_size = 4;
+            config.per_device_train_batch_size = Some(4);
             config.check().unwrap();
         }
         let mut legacy = PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o");
@@ -612,7 +613,7 @@ mod tests {
                 |c| c.rewards.reward_timeout = f64::NAN,
                 "reward_timeout = NaN: expected a number of seconds above 0, at most a week",
             ),
-            (|c| c.per_device_train_batch_size = 0, "per_device_train_batch_size = 0: expected at least 1"),
+            (|c| c.per_device_train_batch_size = Some(0), "per_device_train_batch_size = 0: expected at least 1"),
             (|c| c.gradient_accumulation_steps = 0, "gradient_accumulation_steps = 0: expected at least 1"),
             (|c| c.num_mini_batches = 0, "num_mini_batches = 0: expected at least 1"),
             (|c| c.response_length = 0, "response_length = 0: expected at least 1"),

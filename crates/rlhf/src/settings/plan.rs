@@ -3,7 +3,8 @@
 use super::ppo::{GenerationBatchesConfig, PpoConfig};
 use super::presets::Preset;
 use crate::Result;
-use crate::flag::{above_zero, at_least_one, defaults, expect, no_effect, optional, usage};
+use crate::dist::num_ranks;
+use crate::flag::{above_zero, at_least_one, expect, no_effect, optional, usage};
 use crate::rl::learner::EpochPlan;
 
 /// Maximum number of responses, rows or updates of a run.
@@ -18,8 +19,9 @@ pub(crate) const LEGACY_BATCH: usize = 128;
 /// Sizes of a PPO run, each checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PpoPlan {
-    /// Number of prompts per update, each with one response: `per_device_train_batch_size * gradient_accumulation_steps`, with the preset
-    /// `trl-ppov2` times `num_mini_batches`; or `per_device_generation_batch_size * generation_batches`.
+    /// Number of prompts per update, each with one response, over all ranks: `train_batch_size`, or
+    /// `per_device_train_batch_size * gradient_accumulation_steps` times the ranks, with the preset `trl-ppov2` times
+    /// `num_mini_batches`; or `per_device_generation_batch_size * generation_batches` times the ranks.
     pub batch_size: usize,
     /// Division of an epoch into optimizer steps.
     pub epoch: EpochPlan,
@@ -34,10 +36,68 @@ pub struct PpoPlan {
 /// Sizes of an SFT or reward model run, each checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrainPlan {
-    /// Number of rows per optimizer step: `per_device_train_batch_size * gradient_accumulation_steps`.
+    /// Number of rows per optimizer step, over all ranks: `train_batch_size`, or `per_device_train_batch_size *
+    /// gradient_accumulation_steps` times the ranks.
     pub batch_size: usize,
     /// Number of optimizer steps: `max_steps`, else `num_train_epochs * rows / batch_size`, rounded up.
     pub num_updates: usize,
+}
+
+/// Default of `per_device_train_batch_size` without `train_batch_size`.
+const PER_DEVICE: usize = 8;
+
+/// Settings that size a batch: an optimizer step, or an update of PPO.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BatchSettings {
+    /// `train_batch_size`.
+    pub(crate) all: Option<usize>,
+    /// `per_device_train_batch_size`.
+    pub(crate) per_device: Option<usize>,
+    /// `gradient_accumulation_steps`.
+    pub(crate) accumulated: usize,
+    /// Number of ranks.
+    pub(crate) ranks: usize,
+}
+
+impl BatchSettings {
+    /// Returns the number of rows of a batch, over all ranks.
+    pub(super) fn rows(&self) -> Result<usize> {
+        let (per_device, accumulated) = (self.per_device.unwrap_or(PER_DEVICE), self.accumulated);
+        at_least_one("per_device_train_batch_size", per_device)?;
+        at_least_one("gradient_accumulation_steps", accumulated)?;
+        if let Some(all) = self.all {
+            at_least_one("train_batch_size", all)?;
+            if accumulated != 1 {
+                let why = format!("with train_batch_size = {all}, the rows of the whole batch: leave one of them out");
+                no_effect("gradient_accumulation_steps", accumulated, &why)?;
+            }
+            return Ok(all);
+        }
+        let rows = per_device.saturating_mul(accumulated).saturating_mul(self.ranks);
+        expect(rows <= MOST_ROWS, &self.product(&[]), rows, &format!("at most {MOST_ROWS}"))?;
+        Ok(rows)
+    }
+
+    /// Returns the maximum number of rows of a rank in one forward and backward pass.
+    pub(crate) fn rows_per_pass(&self) -> usize {
+        self.per_device.unwrap_or(if self.all.is_some() { usize::MAX } else { PER_DEVICE })
+    }
+
+    /// Returns the product that [`BatchSettings::rows`] is, with further factors, for error messages.
+    fn product(&self, more: &[&str]) -> String {
+        match self.all {
+            Some(_) => [&["train_batch_size"], more].concat().join(" * "),
+            None => {
+                product(&[&["per_device_train_batch_size", "gradient_accumulation_steps"], more].concat(), self.ranks)
+            }
+        }
+    }
+}
+
+/// Returns a product for error messages; it has the factor `ranks` where there are several.
+fn product(names: &[&str], ranks: usize) -> String {
+    let ranks: &[&str] = if ranks > 1 { &["ranks"] } else { &[] };
+    [names, ranks].concat().join(" * ")
 }
 
 /// Batch sizes of a PPO run.
@@ -97,52 +157,76 @@ impl PpoConfig {
     /// # Errors
     /// [`Error::Usage`](crate::Error::Usage), naming the values that do not go together and the nearest that do.
     pub(super) fn sizes(&self) -> Result<Sizes> {
-        let (batch_size, mini_batch_size) = self.batch_sizes()?;
+        self.sizes_of(num_ranks())
+    }
+
+    /// Returns [`PpoConfig::sizes`] of a run of `ranks` ranks.
+    fn sizes_of(&self, ranks: usize) -> Result<Sizes> {
+        let (batch_size, mini_batch_size) = self.batch_sizes(ranks)?;
         let (part_size, micro_batch_size) = match self.preset {
             Preset::TrlLegacy => {
                 let part = mini_batch_size / self.gradient_accumulation_steps;
                 (part, part)
             }
             Preset::Trl | Preset::TrlPpov2 | Preset::DeepspeedChat => {
-                (mini_batch_size, self.per_device_train_batch_size.min(mini_batch_size))
+                (mini_batch_size, self.batches(ranks).rows_per_pass().min(mini_batch_size))
             }
         };
         Ok(Sizes { batch_size, epoch: EpochPlan { mini_batch_size, part_size, micro_batch_size } })
     }
 
-    /// Returns the number of responses of an update, and of an optimizer step.
-    fn batch_sizes(&self) -> Result<(usize, usize)> {
+    /// Returns the maximum number of sequences of a rank in one forward and backward pass: `per_device_train_batch_size`, or its
+    /// default.
+    pub fn rows_per_pass(&self) -> usize {
+        self.batches(num_ranks()).rows_per_pass()
+    }
+
+    fn batches(&self, ranks: usize) -> BatchSettings {
+        BatchSettings {
+            all: self.train_batch_size,
+            per_device: self.per_device_train_batch_size,
+            accumulated: self.gradient_accumulation_steps,
+            ranks,
+        }
+    }
+
+    /// Returns the number of responses of an update, and of an optimizer step, over all ranks.
+    fn batch_sizes(&self, ranks: usize) -> Result<(usize, usize)> {
         if self.preset == Preset::TrlLegacy {
             return self.legacy_batch_sizes();
         }
-        let (rows, accumulated) = (self.per_device_train_batch_size, self.gradient_accumulation_steps);
-        let (batch_size, parts) = (batch_size(rows, accumulated)?, self.num_mini_batches);
+        let batches = self.batches(ranks);
+        let (batch_size, parts) = (batches.rows()?, self.num_mini_batches);
         at_least_one("num_mini_batches", parts)?;
-        if let Some(responses) = self.generation.responses()? {
+        if let Some(responses) = self.generation.responses(self.train_batch_size, ranks)? {
             let message = "per_device_train_batch_size and gradient_accumulation_steps are the size of an optimizer step \
                            where per_device_generation_batch_size is set";
             expect(parts == 1, "num_mini_batches", parts, &format!("1: {message}"))?;
-            let product = "per_device_train_batch_size * gradient_accumulation_steps";
             expect(
                 batch_size <= responses,
-                product,
+                &batches.product(&[]),
                 batch_size,
                 &format!("at most the {responses} responses of an update"),
             )?;
             return Ok((responses, batch_size));
         }
-        if self.preset == Preset::TrlPpov2 {
+        if self.preset == Preset::TrlPpov2 && self.train_batch_size.is_none() {
             let all = batch_size.saturating_mul(parts);
-            let product = "per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches";
-            expect(all <= MOST_ROWS, product, all, &format!("at most {MOST_ROWS}"))?;
+            expect(all <= MOST_ROWS, &batches.product(&["num_mini_batches"]), all, &format!("at most {MOST_ROWS}"))?;
             return Ok((all, batch_size));
         }
         if !batch_size.is_multiple_of(parts) {
             let nearest = nearest_divisors(batch_size, parts);
-            return usage(format!(
-                "batch size = per_device_train_batch_size * gradient_accumulation_steps = {rows} * {accumulated} = \
-                 {batch_size} is not a multiple of num_mini_batches = {parts}; {nearest}"
-            ));
+            let size = match (self.train_batch_size, batches.per_device.unwrap_or(PER_DEVICE), batches.accumulated) {
+                (Some(_), ..) => "train_batch_size".into(),
+                (None, rows, accumulated) if ranks > 1 => {
+                    format!("batch size = {} = {rows} * {accumulated} * {ranks}", batches.product(&[]))
+                }
+                (None, rows, accumulated) => {
+                    format!("batch size = {} = {rows} * {accumulated}", batches.product(&[]))
+                }
+            };
+            return usage(format!("{size} = {batch_size} is not a multiple of num_mini_batches = {parts}; {nearest}"));
         }
         Ok((batch_size, batch_size / parts))
     }
@@ -170,12 +254,13 @@ impl PpoConfig {
 
     /// Refuses the sizes that the preset `trl-legacy` does not use.
     fn refuse_unused_sizes(&self) -> Result<()> {
-        let usual: Self = defaults();
         for (name, found, usual, other) in [
+            ("train_batch_size", self.train_batch_size.unwrap_or(0), 0, "batch_size is the setting there"),
             (
                 "per_device_train_batch_size",
-                self.per_device_train_batch_size,
-                usual.per_device_train_batch_size,
+                // TRL's default may be set explicitly.
+                self.per_device_train_batch_size.unwrap_or(PER_DEVICE),
+                PER_DEVICE,
                 "mini_batch_size is the setting there",
             ),
             ("num_mini_batches", self.num_mini_batches, 1, "it follows from batch_size and mini_batch_size there"),
@@ -206,8 +291,8 @@ fn nearest_divisors(batch_size: usize, parts: usize) -> String {
 }
 
 impl GenerationBatchesConfig {
-    /// Returns the number of responses of an update, if it has its own size.
-    fn responses(&self) -> Result<Option<usize>> {
+    /// Returns the number of responses of an update of `ranks` ranks, if it has its own size.
+    fn responses(&self, train_batch_size: Option<usize>, ranks: usize) -> Result<Option<usize>> {
         at_least_one("generation_batches", self.generation_batches)?;
         let Some(size) = self.per_device_generation_batch_size else {
             return match self.generation_batches {
@@ -218,21 +303,15 @@ impl GenerationBatchesConfig {
             };
         };
         at_least_one("per_device_generation_batch_size", size)?;
-        let responses = size.saturating_mul(self.generation_batches);
-        let product = "per_device_generation_batch_size * generation_batches";
-        expect(responses <= MOST_ROWS, product, responses, &format!("at most {MOST_ROWS}"))?;
+        if let Some(all) = train_batch_size {
+            let why = format!("with train_batch_size = {all}, the responses of an update: leave one of them out");
+            no_effect("per_device_generation_batch_size", size, &why)?;
+        }
+        let responses = size.saturating_mul(self.generation_batches).saturating_mul(ranks);
+        let product = product(&["per_device_generation_batch_size", "generation_batches"], ranks);
+        expect(responses <= MOST_ROWS, &product, responses, &format!("at most {MOST_ROWS}"))?;
         Ok(Some(responses))
     }
-}
-
-/// Returns the number of rows of an optimizer step.
-pub(super) fn batch_size(per_device_train_batch_size: usize, gradient_accumulation_steps: usize) -> Result<usize> {
-    at_least_one("per_device_train_batch_size", per_device_train_batch_size)?;
-    at_least_one("gradient_accumulation_steps", gradient_accumulation_steps)?;
-    let rows = per_device_train_batch_size.saturating_mul(gradient_accumulation_steps);
-    let product = "per_device_train_batch_size * gradient_accumulation_steps";
-    expect(rows <= MOST_ROWS, product, rows, &format!("at most {MOST_ROWS}"))?;
-    Ok(rows)
 }
 
 /// Returns the sizes of an SFT or reward model run over `num_rows` rows.
@@ -263,6 +342,7 @@ pub(super) fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::sizes::GlobalSizes;
     use crate::settings::RewardConfig;
     use crate::settings::tests::{ppo, usage_of};
 
@@ -319,7 +399,7 @@ mod tests {
     fn mini_batches_that_do_not_divide_the_batch_name_the_nearest_that_do() {
         let refused = |rows, accumulated, parts| {
             let mut config = ppo();
-            config.per_device_train_batch_size = rows;
+            config.per_device_train_batch_size = Some(rows);
             config.gradient_accumulation_steps = accumulated;
             config.num_mini_batches = parts;
             usage_of(config.plan(100))
@@ -340,7 +420,7 @@ mod tests {
     fn with_the_preset_of_ppo_v2_the_batch_includes_the_mini_batches() {
         let mut config = ppo();
         config.preset = Preset::TrlPpov2;
-        config.per_device_train_batch_size = 2;
+        config.per_device_train_batch_size = Some(2);
         config.gradient_accumulation_steps = 4;
         config.num_mini_batches = 3;
         config.total_episodes = Some(100);
@@ -358,7 +438,7 @@ mod tests {
             let mut config = ppo();
             config.generation =
                 GenerationBatchesConfig { per_device_generation_batch_size: generated, generation_batches: batches };
-            (config.per_device_train_batch_size, config.gradient_accumulation_steps) = (trained, accumulated);
+            (config.per_device_train_batch_size, config.gradient_accumulation_steps) = (Some(trained), accumulated);
             config.total_episodes = Some(100);
             config.plan(50)
         };
@@ -402,6 +482,130 @@ mod tests {
         config.gradient_accumulation_steps = 4;
         // Parts of 2 rows, 4 of them a step: 9 rows are 4 parts and one of a single row, in two steps.
         assert_eq!([16, 9, 8, 1].map(|rows| config.plan(16).unwrap().epoch.parts(rows)), [8, 5, 4, 1]);
+    }
+
+    /// A configuration of each preset with sizes that are not the defaults.
+    fn of_presets() -> [PpoConfig; 4] {
+        let presets = [Preset::Trl, Preset::TrlPpov2, Preset::TrlLegacy, Preset::DeepspeedChat];
+        presets.map(|preset| {
+            let mut config = PpoConfig::with_preset(preset, "policy", "judge", "d", "o");
+            match preset {
+                Preset::Trl | Preset::TrlPpov2 => {
+                    (config.per_device_train_batch_size, config.gradient_accumulation_steps) = (Some(6), 4);
+                    config.num_mini_batches = 3;
+                }
+                Preset::TrlLegacy => {
+                    (config.legacy.batch_size, config.legacy.mini_batch_size) = (Some(48), Some(4));
+                    config.gradient_accumulation_steps = 3;
+                }
+                Preset::DeepspeedChat => {
+                    config.generation.generation_batches = 3;
+                    config.per_device_train_batch_size = Some(4);
+                }
+            }
+            config
+        })
+    }
+
+    #[test]
+    fn sizes_per_device_are_multiplied_by_the_ranks_and_those_of_legacy_are_of_all() {
+        let sizes = |config: &PpoConfig, ranks| {
+            let Sizes { batch_size, epoch } = config.sizes_of(ranks).unwrap();
+            (batch_size, epoch.mini_batch_size, epoch.part_size, epoch.micro_batch_size)
+        };
+        let [trl, ppov2, legacy, chat] = of_presets();
+        // 6 * 4 rows per rank; an optimizer step of a third of them.
+        assert_eq!([1, 2, 4].map(|ranks| sizes(&trl, ranks)), [(24, 8, 8, 6), (48, 16, 16, 6), (96, 32, 32, 6)]);
+        assert_eq!([1, 4].map(|ranks| sizes(&ppov2, ranks)), [(72, 24, 24, 6), (288, 96, 96, 6)]);
+        assert_eq!([1, 4].map(|ranks| sizes(&legacy, ranks)), [(48, 12, 4, 4); 2]);
+        assert_eq!([1, 4].map(|ranks| sizes(&chat, ranks)), [(48, 4, 4, 4), (192, 16, 16, 4)]);
+        let train = |ranks| BatchSettings { all: None, per_device: None, accumulated: 2, ranks }.rows().unwrap();
+        assert_eq!([1, 2, 3].map(train), [16, 32, 48]);
+    }
+
+    #[test]
+    fn the_sizes_of_a_checkpoint_are_those_of_its_plan() {
+        let mut configs = of_presets().to_vec();
+        configs.extend([Preset::Trl, Preset::TrlPpov2].map(|preset| {
+            let mut config = PpoConfig { preset, ..ppo() };
+            (config.train_batch_size, config.num_mini_batches) = (Some(12), 4);
+            config
+        }));
+        configs.push(PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o"));
+        configs.push(ppo());
+        for config in configs {
+            let settings = serde_json::to_value(&config).unwrap();
+            for ranks in [1, 2, 8] {
+                let Sizes { batch_size, epoch } = config.sizes_of(ranks).unwrap();
+                let found = GlobalSizes::of(settings.as_object().unwrap(), ranks).unwrap();
+                let expected = [batch_size, epoch.mini_batch_size, epoch.part_size].map(|rows| rows as u64);
+                assert_eq!([found.update, found.step, found.part], expected, "{:?}, {ranks} ranks", config.preset);
+            }
+        }
+    }
+
+    #[test]
+    fn train_batch_size_is_that_of_all_ranks_however_many_there_are() {
+        let mut config = ppo();
+        (config.train_batch_size, config.num_mini_batches) = (Some(64), 2);
+        for ranks in [1, 2, 3, 4] {
+            let Sizes { batch_size, epoch } = config.sizes_of(ranks).unwrap();
+            assert_eq!(
+                (batch_size, epoch),
+                (64, EpochPlan { mini_batch_size: 32, part_size: 32, micro_batch_size: 32 })
+            );
+        }
+        config.preset = Preset::TrlPpov2;
+        assert_eq!(config.sizes_of(2).unwrap().batch_size, 64);
+        config.per_device_train_batch_size = Some(4);
+        let Sizes { batch_size, epoch } = config.sizes_of(2).unwrap();
+        assert_eq!((batch_size, epoch.mini_batch_size, epoch.micro_batch_size), (64, 32, 4));
+        let of_step = |all, accumulated| {
+            BatchSettings { all, per_device: None, accumulated, ranks: 4 }.rows().map_err(|e| e.to_string())
+        };
+        assert_eq!(of_step(Some(20), 1), Ok(20));
+        assert_eq!(of_step(Some(0), 1).unwrap_err(), "train_batch_size = 0: expected at least 1");
+        assert_eq!(
+            of_step(Some(20), 2).unwrap_err(),
+            "gradient_accumulation_steps = 2 has no effect with train_batch_size = 20, the rows of the whole batch: leave one of \
+             them out"
+        );
+        assert_eq!(
+            of_step(None, MOST_ROWS).unwrap_err(),
+            "per_device_train_batch_size * gradient_accumulation_steps * ranks = 33554432: expected at most 1048576"
+        );
+    }
+
+    #[test]
+    fn train_batch_size_is_refused_where_another_setting_has_its_place() {
+        let mut config = ppo();
+        (config.train_batch_size, config.num_mini_batches) = (Some(6), 4);
+        assert_eq!(
+            usage_of(config.check()),
+            "train_batch_size = 6 is not a multiple of num_mini_batches = 4; the nearest that divide it are 3 and 6"
+        );
+        config.train_batch_size = None;
+        config.per_device_train_batch_size = Some(3);
+        assert_eq!(
+            usage_of(config.sizes_of(2)),
+            "batch size = per_device_train_batch_size * gradient_accumulation_steps * ranks = 3 * 1 * 2 = 6 is not a multiple of \
+             num_mini_batches = 4; the nearest that divide it are 3 and 6"
+        );
+        let mut legacy = PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o");
+        legacy.train_batch_size = Some(64);
+        assert_eq!(
+            usage_of(legacy.check()),
+            "train_batch_size = 64 has no effect with preset = trl-legacy: batch_size is the setting there"
+        );
+        let mut chat = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
+        chat.train_batch_size = Some(64);
+        assert_eq!(
+            usage_of(chat.check()),
+            "per_device_generation_batch_size = 16 has no effect with train_batch_size = 64, the responses of an update: leave \
+             one of them out"
+        );
+        chat.generation.per_device_generation_batch_size = None;
+        assert_eq!(chat.plan(1).unwrap().epoch.micro_batch_size, 16);
     }
 
     #[test]

@@ -96,16 +96,21 @@ pub struct PpoConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub generation: GenerationBatchesConfig,
-    /// Sequences per micro-batch, which is one forward and backward pass.
-    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
-    pub per_device_train_batch_size: usize,
-    /// Micro-batches per update: an update samples this times `per_device_train_batch_size` responses.
+    /// Responses per update, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
+    /// number of ranks].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
+    pub train_batch_size: std::option::Option<usize>,
+    /// Maximum sequences of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
+    /// `train_batch_size`].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
+    pub per_device_train_batch_size: std::option::Option<usize>,
+    /// Micro-batches of each rank per update: an update samples this times `per_device_train_batch_size` responses per rank.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub gradient_accumulation_steps: usize,
     /// Mini-batches per PPO epoch, one optimizer step each; must divide the number of responses of an update.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub num_mini_batches: usize,
-    /// Sequences per forward pass without gradients.
+    /// Sequences of a rank per forward pass without gradients.
     #[arg(long, help_heading = BATCHES, default_value_t = 64)]
     pub local_rollout_forward_batch_size: usize,
     /// Number of responses to train on, rounded up to whole updates [default: `num_train_epochs` times the prompts].
@@ -313,7 +318,7 @@ impl<'a> From<&'a PpoConfig> for RewardSources<'a> {
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct GenerationBatchesConfig {
-    /// Prompts per generation batch. An update samples this times `generation_batches` responses and trains on mini-batches of
+    /// Prompts of a rank per generation batch. An update samples this times `generation_batches` responses and trains on mini-batches of
     /// `per_device_train_batch_size` times `gradient_accumulation_steps` [default: an update is `num_mini_batches` mini-batches].
     #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
     pub per_device_generation_batch_size: std::option::Option<usize>,

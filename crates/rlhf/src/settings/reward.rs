@@ -6,9 +6,10 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use super::check::check_sizes;
-use super::plan::{TrainPlan, batch_size, steps_or_minus_one, train_plan};
+use super::plan::{BatchSettings, TrainPlan, steps_or_minus_one, train_plan};
 use crate::Result;
 use crate::data::settings::DataConfig;
+use crate::dist::num_ranks;
 use crate::flag::{
     BATCHES, DATA, EVALUATION, LOSS, MODELS, NONE, OPTIMIZER, Setting, all, at_least_one, defaults, expect, optional,
     zero_or_more,
@@ -50,13 +51,18 @@ pub struct RewardConfig {
     #[arg(long, help_heading = DATA, default_value_t = 1024)]
     pub max_length: usize,
 
-    /// Pairs per micro-batch, which is one forward and backward pass.
-    #[arg(long, help_heading = BATCHES, default_value_t = 8)]
-    pub per_device_train_batch_size: usize,
+    /// Pairs per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the
+    /// number of ranks].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
+    pub train_batch_size: std::option::Option<usize>,
+    /// Maximum pairs of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with
+    /// `train_batch_size`].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
+    pub per_device_train_batch_size: std::option::Option<usize>,
     /// Pairs per forward pass in an evaluation.
     #[arg(long, help_heading = BATCHES, default_value_t = 8)]
     pub per_device_eval_batch_size: usize,
-    /// Micro-batches per optimizer step.
+    /// Micro-batches of each rank per optimizer step.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub gradient_accumulation_steps: usize,
     /// Epochs over the dataset; no effect if `max_steps` is set.
@@ -152,10 +158,19 @@ impl RewardConfig {
         self.plan_for(num_pairs)
     }
 
+    /// Returns the settings that size an optimizer step.
+    pub(crate) fn batches(&self) -> BatchSettings {
+        BatchSettings {
+            all: self.train_batch_size,
+            per_device: self.per_device_train_batch_size,
+            accumulated: self.gradient_accumulation_steps,
+            ranks: num_ranks(),
+        }
+    }
+
     /// Returns the sizes of the run, of settings that are checked already.
     pub(crate) fn plan_for(&self, num_pairs: usize) -> Result<TrainPlan> {
-        let batch_size = batch_size(self.per_device_train_batch_size, self.gradient_accumulation_steps)?;
-        train_plan(batch_size, self.num_train_epochs, self.max_steps, num_pairs)
+        train_plan(self.batches().rows()?, self.num_train_epochs, self.max_steps, num_pairs)
     }
 }
 

@@ -76,6 +76,7 @@ impl PpoTrainer {
         self.push_batch_metrics(&mut m, &batch, &scores.reported);
         self.push_rates(&mut m, rates);
         clock.push_metrics(&mut m, experience.lengths().iter().sum());
+        self.push_collectives(&mut m)?;
         self.skips.record(&steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         self.warnings = [batch.warnings, self.alarms.of_metrics(update + 1, &m)].concat();
@@ -136,6 +137,22 @@ impl PpoTrainer {
         }
         scores.scored.push_metrics(m);
         m.push("val/num_eos_tokens", scores.ends.iter().sum::<usize>() as f64);
+    }
+
+    /// Adds the time of the collectives, and replaces all metrics by those of rank 0: what follows from them is then the same on ranks
+    /// whose processors round differently.
+    fn push_collectives(&self, m: &mut Metrics) -> Result<()> {
+        let world = &self.learner.world;
+        if world.size() == 1 {
+            return Ok(());
+        }
+        let times = world.take_times();
+        m.push("time/waiting", times.waiting);
+        m.push("time/collectives", times.collectives);
+        let mut values: Vec<f64> = m.iter().map(|(_, value)| value).collect();
+        world.broadcast_numbers(&mut values)?;
+        m.set_values(&values);
+        Ok(())
     }
 
     /// Adds learning rates and loss scales.

@@ -292,7 +292,7 @@ impl Supervised for Ranking<'_> {
             Some(_) => 2 * pair.chosen.len().max(pair.rejected.len()),
         };
         let mut first = 0;
-        for micro_batch in micro_batches(&pairs, config.per_device_train_batch_size, batch.max_tokens, tokens) {
+        for micro_batch in micro_batches(&pairs, config.batches().rows_per_pass(), batch.max_tokens, tokens) {
             let places = first..first + micro_batch.len() as u64;
             first = places.end;
             // The two sides of a pair are separate rows.

@@ -219,7 +219,7 @@ impl Supervised for FineTuning<'_> {
     fn backward(&self, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
         let (config, model) = (self.config, &self.model);
         // A block is a row of `max_length` tokens.
-        let most_rows = config.per_device_train_batch_size;
+        let most_rows = config.batches().rows_per_pass();
         let (most_rows, most_tokens) = match config.packing {
             true => (usize::MAX, batch.max_tokens.min(most_rows.saturating_mul(config.max_length))),
             false => (most_rows, batch.max_tokens),

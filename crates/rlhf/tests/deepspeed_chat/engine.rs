@@ -312,7 +312,7 @@ fn config(dir: &Path) -> PpoConfig {
     config.prompt_length.max_prompt_length = Some(10);
     config.response_length = 6;
     config.generation.per_device_generation_batch_size = Some(4);
-    config.per_device_train_batch_size = 4;
+    config.per_device_train_batch_size = Some(4);
     config.num_sample_generations = 0;
     config.optimizer.warmup_steps = 0;
     (config.learning_rate, config.value.value_learning_rate) = (1e-3, Some(1e-3));
@@ -571,7 +571,7 @@ fn reused_and_dropped_responses_are_counted_and_reported() {
             std::fs::write(tokenizer.join("generation_config.json"), stop.to_string()).unwrap();
             config.model_name_or_path = Some(tokenizer);
             config.generation.per_device_generation_batch_size = Some(1);
-            config.per_device_train_batch_size = 1;
+            config.per_device_train_batch_size = Some(1);
             (config.mask.min_response_length, config.response_length) = (4, 4);
             config.mask.eos_in_loss = EosInLoss::Always;
         },
@@ -622,7 +622,7 @@ fn generation_batches_and_epochs_make_so_many_steps() {
     in_scratch(
         |config, dir| {
             config.generation.generation_batches = 3;
-            (config.per_device_train_batch_size, config.num_ppo_epochs) = (2, 2);
+            (config.per_device_train_batch_size, config.num_ppo_epochs) = (Some(2), 2);
             config.mask.min_response_length = 0;
             write_texts(config, dir);
             config.ema.enable_ema = true;
@@ -788,7 +788,7 @@ fn an_engine_refuses_what_its_calls_do_not_do() {
         ("score_clip has no meaning in RlhfEngine", |c| c.score_scaling.score_clip = Some(0.5)),
         ("early_stopping has no meaning in RlhfEngine", |c| (c.legacy.early_stopping, c.num_ppo_epochs) = (true, 2)),
         ("gradient_accumulation_steps = 2: RlhfEngine takes a step at each train_rlhf", |c| {
-            (c.gradient_accumulation_steps, c.per_device_train_batch_size) = (2, 2);
+            (c.gradient_accumulation_steps, c.per_device_train_batch_size) = (2, Some(2));
         }),
     ];
     for (expected, change) in changes {

@@ -83,7 +83,7 @@ fn config(args: &Value) -> PpoConfig {
     let number = |name: &str| args[name].as_f64().unwrap_or_else(|| panic!("no argument `{name}`"));
     let size = |name: &str| number(name) as usize;
     let mut config = PpoConfig::new("policy", "reward", "prompts.jsonl", "out");
-    config.per_device_train_batch_size = size("per_device_train_batch_size");
+    config.per_device_train_batch_size = Some(size("per_device_train_batch_size"));
     config.gradient_accumulation_steps = size("gradient_accumulation_steps");
     config.num_mini_batches = size("num_mini_batches");
     config.num_ppo_epochs = size("num_ppo_epochs");

@@ -82,7 +82,7 @@ impl Outcome {
 }
 
 fn passes(config: &mut PpoConfig, per_device_train_batch_size: usize, gradient_accumulation_steps: usize) {
-    config.per_device_train_batch_size = per_device_train_batch_size;
+    config.per_device_train_batch_size = Some(per_device_train_batch_size);
     config.gradient_accumulation_steps = gradient_accumulation_steps;
 }
 

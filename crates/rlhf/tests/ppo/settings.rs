@@ -711,7 +711,7 @@ fn a_clip_of_the_whole_score_counts_what_tokens_are_scored() {
 fn policy_epochs_count_whole_epochs_where_responses_were_dropped() {
     let mut update = update(|c| {
         (c.preset, c.num_mini_batches) = (Preset::TrlLegacy, 1);
-        c.per_device_train_batch_size = 8;
+        c.per_device_train_batch_size = Some(8);
         (c.legacy.batch_size, c.legacy.mini_batch_size, c.gradient_accumulation_steps) = (Some(16), Some(2), 4);
         (c.legacy.early_stopping, c.loss.target_kl) = (true, Some(100.0));
     });

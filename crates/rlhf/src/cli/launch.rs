@@ -1,0 +1,286 @@
+//! `rlhf launch`: starts a command as several ranks of this machine, for those without torchrun or SLURM.
+
+mod ranks;
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+use std::net::TcpListener;
+use std::path::Path;
+
+use clap::{Command, FromArgMatches};
+use rlhf::device::{Device, count_gpus};
+use rlhf::safe_text::one_line;
+use rlhf::settings::{LaunchFlags, Resume, RunConfig};
+use rlhf::terminal::{Colour, Stream};
+use rlhf::{Error, Result};
+
+pub(crate) use self::ranks::end_with_launcher;
+use self::ranks::{End, Ranks, Start, events};
+use super::args::{normalise, parse_flags};
+use super::errors::Messages;
+use super::{Parsed, Stop, Task};
+
+/// The name of the command.
+pub(super) const LAUNCH: &str = "launch";
+
+/// The commands that `rlhf launch` starts.
+const COMMANDS: [&str; 7] = ["sft", "reward", "ppo", "pipeline", "generate", "logprobs", "score"];
+
+/// The exit code of a usage error, after which a restart would fail again.
+const USAGE: u8 = 2;
+
+/// A command to start as several ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct LaunchTask {
+    flags: LaunchFlags,
+    /// Number of ranks on this machine.
+    local_ranks: usize,
+    /// Name and arguments of the command.
+    command: Vec<OsString>,
+    /// The command as each rank will parse it.
+    task: Box<Task>,
+}
+
+/// Parses `rlhf launch FLAGS COMMAND ARGUMENTS`; the command's own line is parsed too, so that its errors are reported once
+/// and not by every rank.
+///
+/// # Errors
+/// As [`super::parse`].
+pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop> {
+    let (flags, command) = split(args);
+    let mut flags = normalise(flags, rlhf);
+    let mut messages = Messages::default();
+    let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;
+    let (_, matches) = matches.subcommand().expect("it is launch");
+    let flags = LaunchFlags::from_arg_matches(matches)?;
+    messages.refusals.add(flags.check())?;
+    messages.refusals.end()?;
+    check_command(command.first())?;
+    let program = OsString::from("rlhf");
+    let Parsed { task, .. } = super::parse([program].into_iter().chain(command.iter().cloned()))?;
+    let local_ranks = flags.local_ranks().unwrap_or_else(|| match device(&task) {
+        Device::Cpu => 1,
+        _ => count_gpus().max(1),
+    });
+    let task = Task::Launch(LaunchTask { flags, local_ranks, command, task: Box::new(task) });
+    Ok(Parsed { task, notes: Vec::new() })
+}
+
+/// Divides the words into `rlhf launch FLAGS` and the command with its arguments.
+fn split(mut args: Vec<OsString>) -> (Vec<OsString>, Vec<OsString>) {
+    let mut at = 2;
+    while let Some(word) = args.get(at).map(|word| word.to_string_lossy()) {
+        if word == "--" {
+            let command = args.split_off(at + 1);
+            args.pop();
+            return (args, command);
+        }
+        at += match word.starts_with('-') {
+            // Every flag but -h and --help has a value.
+            true if word.starts_with("--") && word != "--help" && !word.contains('=') => 2,
+            true => 1,
+            false => break,
+        };
+    }
+    let command = args.split_off(at.min(args.len()));
+    (args, command)
+}
+
+/// Checks that `word` is a command that can be started as ranks.
+fn check_command(word: Option<&OsString>) -> Result<()> {
+    let usage = |message: String| Err(Error::Usage(message));
+    let commands = COMMANDS.join(", ");
+    let Some(word) = word else {
+        return usage(format!(
+            "launch: expected a command to start after its flags, one of {commands}: rlhf launch --nproc_per_node 2 ppo ..."
+        ));
+    };
+    let name = word.to_string_lossy();
+    match name.as_ref() {
+        known if COMMANDS.contains(&known) => Ok(()),
+        "merge" => usage("launch: merge is done by one process: run rlhf merge without launch".into()),
+        LAUNCH => usage("launch: found launch in it again: expected the command that each rank runs".into()),
+        other if Path::new(other).file_name().is_some_and(|name| name == "rlhf") => usage(format!(
+            "launch: expected one of {commands}, found `{other}`: each rank runs rlhf itself; leave the program's name out"
+        )),
+        _ => usage(format!("launch: expected one of {commands}, found `{name}`")),
+    }
+}
+
+/// Starts the ranks and waits for their end. Returns the exit code of the program.
+///
+/// # Errors
+/// If a rank cannot be started or fails and no restart is left: the message names the rank; the exit code is the rank's.
+pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
+    let program = std::env::current_exe().map_err(Error::io("find the program", "rlhf"))?;
+    let (sender, events) = events().map_err(Error::io("handle signals", "rlhf launch"))?;
+    let all = config.flags.max_restarts;
+    for restart in 0.. {
+        let mut arguments = config.command.clone();
+        if restart > 0 {
+            arguments.extend(resume_words(&config.task).iter().map(OsString::from));
+        }
+        let start = Start {
+            program: &program,
+            arguments: &arguments,
+            local_ranks: config.local_ranks,
+            first_rank: config.local_ranks * config.flags.node_rank,
+            size: config.local_ranks * config.flags.nnodes,
+            host: &config.flags.master_addr,
+            port: config.flags.port().map_or_else(free_port, Ok)?,
+            restart,
+            max_restarts: all,
+        };
+        match Ranks::start(&start, &sender)?.wait(&events) {
+            End::Done => return Ok(0),
+            End::Stopped(code) => return Ok(code),
+            End::Failed { message, code } if code == USAGE || restart >= all => {
+                return Err(Error::Stopped { message, code });
+            }
+            End::Failed { message, .. } => {
+                let text = format!("{message}; all ranks are started again (restart {} of {all})", restart + 1);
+                let text = Stream::Err.labelled("warning", Colour::Yellow, &one_line(&text));
+                let _ = writeln!(io::stderr(), "{text}");
+            }
+        }
+    }
+    unreachable!("the last restart returns")
+}
+
+/// Finds a free TCP port of this machine.
+fn free_port() -> Result<u16> {
+    let bound = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
+    Ok(bound.map_err(Error::io("find a free port on", "127.0.0.1"))?.port())
+}
+
+/// Returns the words that make a command resume after a restart: a training run continues from the newest checkpoint in its
+/// folder. A given checkpoint counts until the run has written one.
+fn resume_words(task: &Task) -> &'static [&'static str] {
+    let needed = match task {
+        // Its stages have the setting of the whole.
+        Task::Pipeline(config) => {
+            let stages = [
+                config.sft.as_ref().map(|stage| &stage.run),
+                config.reward.as_ref().map(|stage| &stage.run),
+                config.ppo.as_ref().map(|stage| &stage.run),
+            ];
+            stages.iter().flatten().any(|run| run.checkpoints.resume_from_checkpoint.is_none())
+        }
+        _ => run_config(task).is_some_and(|run| match &run.checkpoints.resume_from_checkpoint {
+            None => true,
+            Some(Resume::Latest) => false,
+            Some(Resume::From(_)) => has_checkpoint(&run.output_dir),
+        }),
+    };
+    if needed { &["--resume_from_checkpoint", "true"] } else { &[] }
+}
+
+fn has_checkpoint(dir: &Path) -> bool {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.map(|entry| entry.file_name()).any(|name| name.to_string_lossy().starts_with("checkpoint-"))
+}
+
+/// Returns the settings of a training run.
+fn run_config(task: &Task) -> Option<&RunConfig> {
+    match task {
+        Task::Sft(config) => Some(&config.run),
+        Task::Reward(config) if !config.eval_only => Some(&config.run),
+        Task::Ppo(config) => Some(&config.run),
+        _ => None,
+    }
+}
+
+fn device(task: &Task) -> Device {
+    match task {
+        Task::Reward(config) => config.run.device,
+        Task::Generate(config) => config.rows.device,
+        Task::Logprobs(config) => config.rows.device,
+        Task::Score(config) => config.rows.device,
+        _ => run_config(task).map_or(Device::Auto, |run| run.device),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::testing::{PPO, parse_words};
+
+    fn launched(flags: &[&str], command: &[&str]) -> LaunchTask {
+        match parse_words(&[&["launch"], flags, command].concat()).unwrap() {
+            Task::Launch(task) => task,
+            task => panic!("not launch: {task:?}"),
+        }
+    }
+
+    #[test]
+    fn the_flags_of_launch_end_at_the_command() {
+        let generate = ["generate", "--model_name_or_path", "m", "--device", "cpu", "a prompt", "--", "--x"];
+        for flags in [&["--nproc_per_node", "3"][..], &["--nproc-per-node=3"], &["--num_gpus", "3", "--"]] {
+            let task = launched(flags, &generate);
+            assert_eq!((task.local_ranks, &task.command[..]), (3, &generate.map(OsString::from)[..]));
+            assert!(matches!(*task.task, Task::Generate(_)));
+        }
+        assert_eq!(launched(&[], &generate).local_ranks, 1);
+        assert_eq!(
+            launched(&["--num_processes", "6", "--num_machines", "2", "--main_process_ip", "n0"], &PPO).local_ranks,
+            3
+        );
+        let two = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "n0", "--nproc_per_node", "4"];
+        let two = launched(&two, &PPO);
+        assert_eq!((two.flags.port(), two.flags.node_rank, two.flags.master_addr.as_str()), (Some(29500), 1, "n0"));
+    }
+
+    #[test]
+    fn errors_of_launch_and_of_its_command_are_reported_before_a_rank_starts() {
+        let ppo = |flags: &[&'static str]| [&["launch"], flags, &PPO].concat();
+        for (words, message) in [
+            (ppo(&["--nproc_per_node", "0"]), "nproc_per_node = 0: expected at least 1"),
+            (ppo(&["--nproc_per_node", "two"]), "--nproc_per_node <N>': expected a whole number"),
+            (ppo(&["--node_rank", "1"]), "node_rank = 1: expected a number below nnodes"),
+            (ppo(&["--nnodes", "2"]), "master_addr = 127.0.0.1: expected the address of machine 0"),
+            (ppo(&["--master_port", "70000"]), "master_port = 70000: expected a TCP port"),
+            (
+                ppo(&["--num_processes", "3", "--nnodes", "2", "--master_addr", "n0"]),
+                "num_processes = 3: expected a multiple",
+            ),
+            (
+                ppo(&["--nproc", "2"]),
+                "unexpected argument '--nproc' found; tip: a similar argument exists: '--nproc_per_node'",
+            ),
+            (vec!["launch", "--nproc_per_node", "2"], "launch: expected a command to start after its flags"),
+            (vec!["launch", "merge"], "launch: merge is done by one process"),
+            (vec!["launch", "launch", "ppo"], "launch: found launch in it again"),
+            (vec!["launch", "bin/rlhf", "ppo"], "leave the program's name out"),
+            (vec!["launch", "train"], "launch: expected one of sft, reward, ppo"),
+            ([ppo(&[]), vec!["--seed", "x"]].concat(), "invalid value 'x' for '--seed <N>'"),
+            (
+                vec!["launch", "sft", "--model_name_or_path", "m", "--output_dir", "o"],
+                "required arguments were not provided: --dataset_name",
+            ),
+        ] {
+            let error = parse_words(&words).expect_err(message);
+            assert!(error.contains(message) && error.lines().count() == 1, "{words:?}: {error}");
+        }
+        let help = parse_words(&["launch", "--nproc_per_node", "2", "ppo", "--help"]).unwrap_err();
+        assert!(help.contains("Usage: rlhf ppo"), "{help}");
+    }
+
+    #[test]
+    fn a_restarted_training_resumes_from_its_newest_checkpoint() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().to_str().unwrap();
+        let words = |more: &[&'static str]| {
+            let command = [&PPO[..], &["--output_dir", out], more].concat();
+            resume_words(&launched(&[], &command).task)
+        };
+        let (resumes, given) =
+            (&["--resume_from_checkpoint", "true"][..], ["--resume_from_checkpoint", "other/checkpoint-1"]);
+        assert_eq!(words(&[]), resumes);
+        assert!(words(&["--resume_from_checkpoint"]).is_empty());
+        assert!(words(&given).is_empty());
+        std::fs::create_dir(dir.path().join("checkpoint-2")).unwrap();
+        assert_eq!(words(&given), resumes);
+        let generate = launched(&[], &["generate", "--model_name_or_path", "m"]);
+        assert!(resume_words(&generate.task).is_empty());
+    }
+}

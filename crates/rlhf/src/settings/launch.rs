@@ -1,0 +1,95 @@
+//! Flags of `rlhf launch`, before the command that it starts.
+
+use clap::Args;
+
+use crate::Result;
+use crate::flag::{NONE, RUN, Setting, all, at_least_one, expect, optional};
+
+/// Most ranks, machines or restarts: above any cluster, and far below an overflow.
+const MOST: usize = 100_000;
+/// The port of several machines, which all must know: torchrun's default.
+const PORT: u16 = 29500;
+
+/// Flags of `rlhf launch`, before the command that it starts.
+#[derive(Debug, Clone, PartialEq, Args)]
+#[command(rename_all = "snake_case")]
+pub struct LaunchFlags {
+    /// Number of ranks on this machine [default: one per GPU; 1 without a GPU or with --device cpu].
+    #[arg(long, alias = "num_gpus", help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
+    pub nproc_per_node: std::option::Option<usize>,
+    /// Number of times that all ranks are started again after one of them failed. Training resumes from its newest checkpoint.
+    #[arg(long, help_heading = RUN, default_value_t = 0)]
+    pub max_restarts: usize,
+    /// Number of machines; each runs the same line with its own node_rank.
+    #[arg(long, aliases = ["num_nodes", "num_machines"], help_heading = RUN, default_value_t = 1)]
+    pub nnodes: usize,
+    /// Number of this machine, from 0.
+    #[arg(long, alias = "machine_rank", help_heading = RUN, default_value_t = 0)]
+    pub node_rank: usize,
+    /// Address of machine 0, where the ranks meet. Needed with several machines.
+    #[arg(long, alias = "main_process_ip", help_heading = RUN, default_value = "127.0.0.1", value_name = "HOST")]
+    pub master_addr: String,
+    /// TCP port on machine 0 [default: a free one; 29500 with several machines].
+    #[arg(long, alias = "main_process_port", help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
+    pub master_port: std::option::Option<usize>,
+    /// Number of ranks on all machines, as `accelerate launch` counts them.
+    #[arg(long, hide = true, help_heading = RUN, default_value = NONE, value_name = usize::NAME, value_parser = optional::<usize>)]
+    pub num_processes: std::option::Option<usize>,
+}
+
+impl LaunchFlags {
+    /// Checks every flag.
+    ///
+    /// # Errors
+    /// A line for each flag that is out of its range or contradicts another one.
+    pub fn check(&self) -> Result<()> {
+        let most = |name: &str, found: usize| expect(found <= MOST, name, found, &format!("at most {MOST}"));
+        let ranks = self.nproc_per_node.unwrap_or(1);
+        let alone = self.nnodes == 1;
+        all([
+            at_least_one("nproc_per_node", ranks),
+            most("nproc_per_node", ranks),
+            most("max_restarts", self.max_restarts),
+            at_least_one("nnodes", self.nnodes),
+            most("nnodes", self.nnodes),
+            expect(self.node_rank < self.nnodes.max(1), "node_rank", self.node_rank, "a number below nnodes"),
+            expect(
+                alone || !is_loopback(&self.master_addr),
+                "master_addr",
+                &self.master_addr,
+                "the address of machine 0, as nnodes is above 1",
+            ),
+            expect(
+                self.master_port.is_none_or(|port| (1..=usize::from(u16::MAX)).contains(&port)),
+                "master_port",
+                self.master_port.unwrap_or(0),
+                "a TCP port, 1 to 65535",
+            ),
+            self.check_num_processes(),
+        ])
+    }
+
+    fn check_num_processes(&self) -> Result<()> {
+        let Some(all_ranks) = self.num_processes else { return Ok(()) };
+        let expected = format!("a multiple of nnodes = {}, at least one rank for each machine", self.nnodes);
+        let divides = (1..=MOST).contains(&all_ranks) && all_ranks.is_multiple_of(self.nnodes.max(1));
+        expect(divides, "num_processes", all_ranks, &expected)?;
+        let contradicts = self.nproc_per_node.is_some_and(|ranks| Some(ranks) != self.local_ranks());
+        expect(!contradicts, "num_processes", all_ranks, "no value, as nproc_per_node is set")
+    }
+
+    /// Returns the number of ranks on this machine that the flags set.
+    pub fn local_ranks(&self) -> Option<usize> {
+        self.num_processes.map(|all_ranks| all_ranks / self.nnodes).or(self.nproc_per_node)
+    }
+
+    /// Returns the port that the flags set; `None` for any free one.
+    pub fn port(&self) -> Option<u16> {
+        let given = self.master_port.and_then(|port| u16::try_from(port).ok());
+        given.or((self.nnodes > 1).then_some(PORT))
+    }
+}
+
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host == "::1" || host.starts_with("127.0.0.")
+}
