@@ -122,7 +122,8 @@ fn stop_on_signals() -> io::Result<()> {
                 clear_bar();
                 tch_ext::exit_at_once(code);
             }
-            if is_main() {
+            // `rlhf launch` sends SIGTERM to the other ranks of a failed one.
+            if is_main() && !World::of_process().is_broken() {
                 announce("\nstopping after this update; send the signal again to stop at once without saving");
             }
         }
