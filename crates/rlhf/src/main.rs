@@ -83,6 +83,8 @@ fn run(task: &Task) -> Result<u8> {
         Task::Generate(config) => cli::generate::generate(config),
         Task::Logprobs(config) => cli::logprobs::logprobs(config),
         Task::Score(config) => cli::score::score(config),
+        // It needs one process.
+        Task::Merge(_) if !is_main() => Ok(()),
         Task::Merge(config) => rlhf::merge::merge(config),
         Task::Launch(config) => return cli::launch::launch(config),
     }?;

@@ -18,6 +18,7 @@ mod numbers;
 mod pipeline;
 mod ppo;
 mod preferences;
+mod rank_rows;
 mod rewards;
 mod sampling;
 mod sharding;

@@ -3,6 +3,7 @@
 use std::io::{self, IsTerminal, Write};
 
 use rlhf::data::{Dataset, Prompt, RowReader};
+use rlhf::dist::World;
 use rlhf::generate::{self, FinishReason, GenerationConfig, Response, StopStrings};
 use rlhf::model::{CausalLm, ModelOptions};
 use rlhf::settings::{Format, GenerateConfig};
@@ -10,7 +11,7 @@ use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Value, json};
 
-use super::rows::{Output, is_typed, model_options, open_rows};
+use super::rows::{Rows, is_typed, model_options, open_rows};
 
 /// Writes the responses to the prompts that `config` names.
 pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
@@ -20,36 +21,54 @@ pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
     if !config.prompts.is_empty() {
         rows = RowReader::arguments(&config.prompts);
     }
-    let mut generator = Generator::load(config, options)?;
-    let mut out = None;
-    // In parts, so that responses appear, and are written, as they are generated.
-    let at_once = if is_typed(&config.rows) && config.prompts.is_empty() {
-        1
-    } else {
-        (config.rows.batch_size / config.num_return_sequences).max(1)
+    let world = World::of_process();
+    let terminal = world.any(world.is_main() && config.rows.output_file.is_none() && io::stdout().is_terminal())?;
+    let mut generator = world.agree(Generator::load(config, options, terminal))?;
+    let mut out = Rows::new(&config.rows);
+    // In parts, so that responses appear, and are written, as they are generated; each rank generates one part at a time. Parts do
+    // not depend on the ranks, so that each response is the same with any number of ranks.
+    let (at_once, parts) = match config.prompts.is_empty() && is_typed(&config.rows)? {
+        true => (1, 1),
+        false => ((config.rows.batch_size / config.num_return_sequences).max(1), world.size()),
     };
-    while let Some(part) = rows.next(at_once)? {
-        let prompts = generator.prompts(part)?;
-        let responses = generator.respond(&prompts)?;
-        let out = match &mut out {
-            Some(out) => out,
-            none => none.insert(Output::open(&config.rows)?),
-        };
-        for (i, response) in responses.iter().enumerate() {
-            generator.write(&prompts[i / config.num_return_sequences], response, out)?;
+    loop {
+        let mut read = Vec::new();
+        while let Some(part) = if read.len() < parts { rows.next(at_once)? } else { None } {
+            read.push(part);
         }
-        out.flush()?;
+        if read.is_empty() {
+            break;
+        }
+        let responses = of_all_ranks(&world, generator.rows(read, world.rank()))?;
+        out.write(responses.iter())?;
     }
-    if generator.ended_at_once {
+    if world.any(generator.ended_at_once)? && world.is_main() {
         let _ = writeln!(io::stderr(), "{MISSING_TEMPLATE}");
     }
-    match out {
-        Some(out) => out.finish(),
-        None if config.rows.dataset_name.is_some() => {
+    match out.finish()? {
+        true => Ok(()),
+        false if config.rows.dataset_name.is_some() => {
             Err(Error::invalid(rows.path(), "expected at least one row, found an empty dataset"))
         }
-        None => Err(Error::Usage("no prompt: give one as an argument, by --dataset_name, or on standard input".into())),
+        false => {
+            Err(Error::Usage("no prompt: give one as an argument, by --dataset_name, or on standard input".into()))
+        }
     }
+}
+
+/// Returns the rows of all ranks, in the order of ranks.
+///
+/// # Errors
+/// The error of a rank, on all ranks.
+fn of_all_ranks(world: &World, own: Result<Vec<String>>) -> Result<Vec<String>> {
+    let own = world.agree(own)?;
+    if world.size() == 1 {
+        return Ok(own);
+    }
+    let error = |e| Error::Run(format!("the rows of a rank: {e}"));
+    let of_ranks = world.gather_bytes(&serde_json::to_vec(&own).map_err(error)?)?;
+    let rows: Result<Vec<Vec<String>>, _> = of_ranks.iter().map(|rows| serde_json::from_slice(rows)).collect();
+    Ok(rows.map_err(error)?.concat())
 }
 
 const MISSING_TEMPLATE: &str = "note: a response is empty: the model has a chat template, and the prompt was given without it; try \
@@ -69,7 +88,8 @@ struct Generator<'c> {
 }
 
 impl<'c> Generator<'c> {
-    fn load(config: &'c GenerateConfig, options: ModelOptions) -> Result<Self> {
+    /// Loads the model; `terminal` is whether the responses are printed on a terminal.
+    fn load(config: &'c GenerateConfig, options: ModelOptions, terminal: bool) -> Result<Self> {
         let dir = &rlhf::hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
         let tokenizer = Tokenizer::of_text_or_ids(dir)?;
         let model = CausalLm::from_pretrained(dir, options)?;
@@ -84,7 +104,6 @@ impl<'c> Generator<'c> {
                 generation.max_new_tokens
             ))
         })?;
-        let terminal = config.rows.output_file.is_none() && io::stdout().is_terminal();
         let format = config.output_format.unwrap_or(if terminal { Format::Text } else { Format::Jsonl });
         if !tokenizer.knows_text() && (format == Format::Text || !config.stop_strings.is_empty()) {
             let message =
@@ -100,25 +119,31 @@ impl<'c> Generator<'c> {
         part.prompts(&self.tokenizer, self.model.config().vocab_size, self.max_prompt_len)
     }
 
-    /// Returns the responses, `num_return_sequences` to each prompt.
-    fn respond(&mut self, prompts: &[Prompt]) -> Result<Vec<Response>> {
-        let tokens: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
-        let responses = generate::generate(&self.model, &tokens, &self.generation)?;
+    /// Generates the responses to part `own` of `parts`, `num_return_sequences` to each prompt. Returns their rows of the output.
+    fn rows(&mut self, parts: Vec<Dataset>, own: usize) -> Result<Vec<String>> {
+        let per_prompt = self.config.num_return_sequences;
+        let counts: Vec<usize> = parts.iter().map(|part| part.rows().count() * per_prompt).collect();
         // Draws are keyed by the response's place in the whole output, so that they do not depend on the batch size.
-        self.generation.first_row += responses.len() as u64;
-        Ok(responses)
+        let first_row = self.generation.first_row + counts[..own.min(counts.len())].iter().sum::<usize>() as u64;
+        let generation = GenerationConfig { first_row, ..self.generation.clone() };
+        self.generation.first_row += counts.iter().sum::<usize>() as u64;
+        let Some(part) = parts.into_iter().nth(own) else { return Ok(Vec::new()) };
+        let prompts = self.prompts(part)?;
+        let tokens: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
+        let responses = generate::generate(&self.model, &tokens, &generation)?;
+        responses.iter().enumerate().map(|(i, response)| self.row(&prompts[i / per_prompt], response)).collect()
     }
 
-    /// Writes one response.
-    fn write(&mut self, prompt: &Prompt, response: &Response, out: &mut Output) -> Result<()> {
+    /// Returns the row of one response.
+    fn row(&mut self, prompt: &Prompt, response: &Response) -> Result<String> {
         let text = self.tokenizer.decode_after(&prompt.tokens, &response.tokens)?;
         let is_text = ["prompt", "query"].iter().any(|name| prompt.row[name].is_string());
         let bare = self.tokenizer.has_chat_template() && !self.config.apply_chat_template;
         self.ended_at_once |= bare && is_text && response.finish == FinishReason::Stop && response.tokens.len() < 2;
-        match self.format {
-            Format::Text => out.write(format_args!("{}{text}\n", prompt.text)),
-            Format::Jsonl => out.write(json_row(prompt, self.tokenizer.knows_text().then_some(&text), response)),
-        }
+        Ok(match self.format {
+            Format::Text => format!("{}{text}\n", prompt.text),
+            Format::Jsonl => json_row(prompt, self.tokenizer.knows_text().then_some(&text), response).to_string(),
+        })
     }
 }
 

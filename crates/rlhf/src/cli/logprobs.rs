@@ -1,38 +1,46 @@
 //! `rlhf logprobs`: rows in, the same rows with the log-probabilities of their responses out.
 
 use rlhf::Result;
+use rlhf::dist::World;
 use rlhf::hub;
 use rlhf::model::CausalLm;
 use rlhf::settings::LogprobsConfig;
 use rlhf::tokenizer::Tokenizer;
 use serde_json::json;
 
-use super::rows::{annotate, batches, check_finite, model_options, numbers, open_rows};
+use super::rows::{annotate, batches, check_finite, model_options, numbers, numbers_of_rows, open_rows};
 
 /// Writes the rows with the log-probabilities of their responses.
 pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
     config.check()?;
     let options = model_options(&config.rows)?;
     let rows = open_rows(&config.rows, true)?;
-    let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
-    let tokenizer = Tokenizer::of_text_or_ids(dir)?;
-    let model = CausalLm::from_pretrained(dir, options)?;
-    tokenizer.check_fits(model.config(), dir)?;
+    let load = || {
+        let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
+        let tokenizer = Tokenizer::of_text_or_ids(dir)?;
+        let model = CausalLm::from_pretrained(dir, options)?;
+        tokenizer.check_fits(model.config(), dir)?;
+        Ok((tokenizer, model))
+    };
+    let (tokenizer, model) = World::of_process().agree(load())?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     annotate(&config.rows, rows, |part| {
         let texts = part.completions(&tokenizer, vocab, context)?;
-        let mut logprobs = vec![Vec::new(); texts.len()];
-        let nonempty: Vec<usize> = (0..texts.len()).filter(|&i| texts[i].prompt_len < texts[i].tokens.len()).collect();
-        for batch in batches(nonempty, config.rows.batch_size, |i| texts[i].tokens.len()) {
-            let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].tokens.as_slice()).collect();
-            let spans: Vec<_> = batch.iter().map(|&i| texts[i].prompt_len..texts[i].tokens.len()).collect();
-            let found = tch::no_grad(|| model.token_logprobs(&sequences, &spans, config.temperature, false))?;
-            let mut found = numbers(&found.logprobs)?.into_iter();
-            for (&i, span) in batch.iter().zip(&spans) {
-                logprobs[i] = found.by_ref().take(span.len()).collect();
-                check_finite(part, i, &logprobs[i])?;
-            }
-        }
+        let span = |i: usize| texts[i].prompt_len..texts[i].tokens.len();
+        let nonempty: Vec<usize> = (0..texts.len()).filter(|&i| !span(i).is_empty()).collect();
+        let batches = batches(nonempty, config.rows.batch_size, |i| texts[i].tokens.len());
+        let logprobs = numbers_of_rows(
+            texts.len(),
+            &batches,
+            |i| span(i).len(),
+            |batch| {
+                let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].tokens.as_slice()).collect();
+                let spans: Vec<_> = batch.iter().map(|&i| span(i)).collect();
+                let found = tch::no_grad(|| model.token_logprobs(&sequences, &spans, config.temperature, false))?;
+                numbers(&found.logprobs)
+            },
+        )?;
+        batches.iter().flatten().try_for_each(|&i| check_finite(part, i, &logprobs[i]))?;
         let fields = texts.iter().zip(logprobs).map(|(text, logprobs)| {
             let sum = logprobs.iter().fold(0.0, |sum, &logprob| sum + f64::from(logprob)); // `sum()` of an empty list is -0
             vec![

@@ -5,6 +5,7 @@ use std::io::{self, BufReader, BufWriter, ErrorKind, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 
 use rlhf::data::{Columns, Dataset, RowReader};
+use rlhf::dist::World;
 use rlhf::model::ModelOptions;
 use rlhf::safe_text::{lines, one_line};
 use rlhf::settings::RowsConfig;
@@ -16,25 +17,58 @@ use tch::Tensor;
 /// Number of batches that are read at once and sorted by length; with a batch size of 1 there is nothing to sort.
 const BATCHES_AT_ONCE: usize = 8;
 
-/// Opens the rows of the dataset, or else of standard input: JSON objects or, with `json: false`, prompts, a line each.
+/// Opens the rows of the dataset, or else of standard input: JSON objects or, with `json: false`, prompts, a line each. All ranks get
+/// the same rows; rank 0 reads standard input.
 ///
 /// # Errors
 /// If there is no such dataset, or the output file may not be written: found before any work is done.
 pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
-    check_output_file(config)?;
+    let world = World::of_process();
+    world.agree(if world.is_main() { check_output_file(config) } else { Ok(()) })?;
     let rows = match &config.dataset_name {
-        Some(name) => RowReader::open(name, &config.dataset_split)?,
-        None if is_typed(config) => {
-            RowReader::lines("standard input", BufReader::new(Typed::new(io::stdin(), io::stderr())), json)
+        Some(name) => world.agree(RowReader::open(name, &config.dataset_split))?,
+        None => {
+            let input: Box<dyn Read> = match world.is_main() && is_terminal(config) {
+                true => Box::new(Typed::new(io::stdin(), io::stderr())),
+                false => Box::new(io::stdin()),
+            };
+            RowReader::lines("standard input", BufReader::new(OfMain { input, world }), json)
         }
-        None => RowReader::lines("standard input", BufReader::new(io::stdin()), json),
     };
     Ok(rows.with_columns(Columns::parse(&config.dataset_columns)?))
 }
 
-/// Returns whether rows are typed at a terminal, so that each is processed at once.
-pub(crate) fn is_typed(config: &RowsConfig) -> bool {
+/// Returns whether rows are typed at rank 0's terminal, so that each is processed at once.
+///
+/// # Errors
+/// If a rank has ended.
+pub(crate) fn is_typed(config: &RowsConfig) -> Result<bool> {
+    let world = World::of_process();
+    world.any(world.is_main() && is_terminal(config))
+}
+
+fn is_terminal(config: &RowsConfig) -> bool {
     config.dataset_name.is_none() && io::stdin().is_terminal() && Stream::Err.width().is_some()
+}
+
+/// The input of rank 0, which all ranks read together.
+struct OfMain<R> {
+    input: R,
+    world: World,
+}
+
+impl<R: Read> Read for OfMain<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.world.size() == 1 {
+            return self.input.read(buffer);
+        }
+        // All ranks read with buffers of one size, so that they read as often.
+        let read = self.world.is_main().then(|| self.input.read(buffer)).transpose();
+        let read = self.world.agree(read.map_err(Error::io("read", "standard input"))).map_err(io::Error::other)?;
+        let bytes = self.world.broadcast_bytes(read.map(|count| buffer[..count].to_vec())).map_err(io::Error::other)?;
+        buffer[..bytes.len()].copy_from_slice(&bytes);
+        Ok(bytes.len())
+    }
 }
 
 /// Lines typed at a terminal, with a prompt sign before each. Its first end of input is final.
@@ -204,32 +238,97 @@ impl Drop for Output {
 /// Fields to add to a row.
 pub(super) type Fields = Vec<(&'static str, Value)>;
 
-/// Reads the rows in parts and writes each row, in order, with the fields that `measure` returns for it.
+/// Reads the rows in parts and writes each row, in order, with the fields that `measure` returns for it: on every rank those of all
+/// rows. Rank 0 writes.
 pub(super) fn annotate(
     config: &RowsConfig,
     mut rows: RowReader,
     mut measure: impl FnMut(&Dataset) -> Result<Vec<Fields>>,
 ) -> Result<()> {
     let at_once =
-        if config.batch_size == 1 || is_typed(config) { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
-    let mut out = None;
+        if config.batch_size == 1 || is_typed(config)? { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
+    let mut out = Rows::new(config);
     while let Some(part) = rows.next(at_once)? {
         let measured = measure(&part)?;
-        let out = match &mut out {
-            Some(out) => out,
-            none => none.insert(Output::open(config)?),
-        };
-        for (row, fields) in part.rows().zip(measured) {
+        let annotated = part.rows().zip(measured).map(|(row, fields)| {
             let mut row: Map<String, Value> = row.as_object().cloned().unwrap_or_default();
             row.extend(fields.into_iter().map(|(name, value)| (name.to_string(), value)));
-            out.write(Value::Object(row))?;
+            Value::Object(row)
+        });
+        out.write(annotated)?;
+    }
+    if out.finish()? { Ok(()) } else { Err(Error::invalid(rows.path(), "expected at least one row, found none")) }
+}
+
+/// The rows that a command writes: rank 0 writes them, to an output that is opened for the first of them.
+pub(super) struct Rows<'c> {
+    config: &'c RowsConfig,
+    world: World,
+    out: Option<Output>,
+    is_empty: bool,
+}
+
+impl<'c> Rows<'c> {
+    pub(super) fn new(config: &'c RowsConfig) -> Self {
+        Self { config, world: World::of_process(), out: None, is_empty: true }
+    }
+
+    /// Writes rows, which are the same on all ranks, so that a reader sees them at once.
+    ///
+    /// # Errors
+    /// If rank 0 cannot write them.
+    pub(super) fn write(&mut self, rows: impl Iterator<Item = impl std::fmt::Display>) -> Result<()> {
+        self.is_empty = false;
+        let written = if self.world.is_main() { self.write_here(rows) } else { Ok(()) };
+        self.world.agree(written)
+    }
+
+    fn write_here(&mut self, mut rows: impl Iterator<Item = impl std::fmt::Display>) -> Result<()> {
+        let out = match &mut self.out {
+            Some(out) => out,
+            none => none.insert(Output::open(self.config)?),
+        };
+        rows.try_for_each(|row| out.write(row))?;
+        out.flush()
+    }
+
+    /// Gives a file its name. Returns whether any rows were written.
+    ///
+    /// # Errors
+    /// As [`Output::finish`], on all ranks.
+    pub(super) fn finish(self) -> Result<bool> {
+        let finished = self.out.map_or(Ok(()), Output::finish);
+        self.world.agree(finished).map(|()| !self.is_empty)
+    }
+}
+
+/// Measures `batches` of the rows `0..count` of a part, which are divided over the ranks. Returns the numbers of each row, of which it has
+/// `len(row)`, on all ranks; `measure` returns those of a batch's rows, one row after another.
+///
+/// The batches do not depend on the ranks, so that each number is the same with any number of ranks.
+///
+/// # Errors
+/// The error of `measure`, on all ranks.
+pub(super) fn numbers_of_rows(
+    count: usize,
+    batches: &[Vec<usize>],
+    len: impl Fn(usize) -> usize,
+    mut measure: impl FnMut(&[usize]) -> Result<Vec<f32>>,
+) -> Result<Vec<Vec<f32>>> {
+    let world = World::of_process();
+    let own = batches.iter().skip(world.rank()).step_by(world.size());
+    let own: Result<Vec<Vec<f32>>> = own.map(|batch| measure(batch)).collect();
+    let own: Vec<u8> = world.agree(own)?.iter().flatten().flat_map(|number| number.to_le_bytes()).collect();
+    let of_ranks = world.gather_bytes(&own)?;
+    let number = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap_or_default());
+    let mut of_ranks: Vec<_> = of_ranks.iter().map(|bytes| bytes.chunks_exact(4).map(number)).collect();
+    let mut numbers = vec![Vec::new(); count];
+    for (place, batch) in batches.iter().enumerate() {
+        for &row in batch {
+            numbers[row] = of_ranks[place % world.size()].by_ref().take(len(row)).collect();
         }
-        out.flush()?;
     }
-    match out {
-        Some(out) => out.finish(),
-        None => Err(Error::invalid(rows.path(), "expected at least one row, found none")),
-    }
+    Ok(numbers)
 }
 
 /// Returns the rows `indices` in batches of similar length.

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use rlhf::data::{PromptResponse, RowReader};
+use rlhf::dist::World;
 use rlhf::hub;
 use rlhf::model::{ModelOptions, SequenceClassifier};
 use rlhf::reward::RewardInput;
@@ -13,7 +14,7 @@ use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 
-use super::rows::{Fields, annotate, batches, check_finite, model_options, numbers, open_rows};
+use super::rows::{Fields, annotate, batches, check_finite, model_options, numbers, numbers_of_rows, open_rows};
 
 /// Writes the rows with their scores.
 pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
@@ -28,11 +29,15 @@ pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
 
 /// Writes the rows with the scores of the reward model `name` alone, which are of token ids or of whole texts.
 fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: ModelOptions) -> Result<()> {
-    let dir = &hub::model_dir(name, Some(&config.model_revision))?;
-    let tokenizer = Tokenizer::of_text_or_ids(dir)?;
-    let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
-    model.choose_label(config.reward_label.as_deref(), dir)?;
-    tokenizer.check_fits(model.config(), dir)?;
+    let load = || {
+        let dir = &hub::model_dir(name, Some(&config.model_revision))?;
+        let tokenizer = Tokenizer::of_text_or_ids(dir)?;
+        let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
+        model.choose_label(config.reward_label.as_deref(), dir)?;
+        tokenizer.check_fits(model.config(), dir)?;
+        Ok((tokenizer, model))
+    };
+    let (tokenizer, model) = World::of_process().agree(load())?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     let (end, mut preferences) = (model.config().causal, Preferences::default());
     annotate(&config.rows, rows, |part| {
@@ -40,16 +45,18 @@ fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: M
         let rows: Vec<usize> = (0..).zip(&of_rows).flat_map(|(row, texts)| texts.iter().map(move |_| row)).collect();
         let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
         let texts = of_rows.concat();
-        let mut scores = vec![0.0; texts.len()];
-        for batch in batches((0..texts.len()).collect(), config.rows.batch_size, |i| texts[i].len()) {
-            let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].as_slice()).collect();
-            let batch_scores = numbers(&tch::no_grad(|| model.scores(&sequences))?)?;
-            for (&i, score) in batch.iter().zip(batch_scores) {
-                check_finite(part, rows[i], &[score])?;
-                scores[i] = score;
-            }
-        }
-        let mut scores = scores.into_iter();
+        let batches = batches((0..texts.len()).collect(), config.rows.batch_size, |i| texts[i].len());
+        let scores = numbers_of_rows(
+            texts.len(),
+            &batches,
+            |_| 1,
+            |batch| {
+                let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].as_slice()).collect();
+                numbers(&tch::no_grad(|| model.scores(&sequences))?)
+            },
+        )?;
+        batches.iter().flatten().try_for_each(|&i| check_finite(part, rows[i], &scores[i]))?;
+        let mut scores = scores.into_iter().flatten();
         let fields = counts.into_iter().map(|count| {
             let scores: Vec<f32> = scores.by_ref().take(count).collect();
             match scores.as_slice() {
@@ -85,7 +92,7 @@ impl Preferences {
 
     /// Prints accuracy and mean margin on standard error, if there are pairs.
     fn print(&self) {
-        if self.pairs > 0 {
+        if self.pairs > 0 && World::of_process().is_main() {
             let pairs = self.pairs as f64;
             let (accuracy, margin) = (self.correct as f64 / pairs, self.margin / pairs);
             let _ = writeln!(io::stderr(), "accuracy {accuracy:.4}, mean margin {margin:.4} over {} pairs", self.pairs);
@@ -107,13 +114,19 @@ pub(crate) fn evaluate(config: &RewardConfig) -> Result<()> {
 
 /// Writes the rows, which have prompts and responses, with the sum of all rewards and each reward's score.
 fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions) -> Result<()> {
-    let tokenizer = match (&config.tokenizer_name, &config.model_name_or_path) {
-        (Some(name), _) => hub::tokenizer_dir(name, None)?,
-        (None, Some(name)) => hub::model_dir(name, Some(&config.model_revision))?,
-        (None, None) => return config.check(),
+    let load = || {
+        let tokenizer = match (&config.tokenizer_name, &config.model_name_or_path) {
+            (Some(name), _) => hub::tokenizer_dir(name, None)?,
+            (None, Some(name)) => hub::model_dir(name, Some(&config.model_revision))?,
+            (None, None) => return config.check().map(|()| unreachable!("`check` requires one of them")),
+        };
+        let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
+        let rewards = config.load_rewards(&tokenizer, options)?;
+        Ok((tokenizer, rewards))
     };
-    let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
-    let mut rewards = config.load_rewards(&tokenizer, options)?;
+    let world = World::of_process();
+    let (tokenizer, mut rewards) = world.agree(load())?;
+    rewards.set_world(&world);
     let mut preferences = Preferences::default();
     annotate(&config.rows, rows, |part| {
         let of_rows = part.scored_responses(&tokenizer)?;
