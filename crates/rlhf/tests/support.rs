@@ -1,10 +1,14 @@
 //! Reference values, comparisons, and tests in their own process.
 
+use rlhf::dist::World;
+use rlhf::dist::launch::Launch;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::io::Write;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 use tch::{Kind, Tensor};
 
 /// The folder of reference values in the repository.
@@ -125,6 +129,38 @@ pub(crate) struct Child<'a> {
     /// Limit of its address space.
     pub(crate) address_space_gib: u64,
     pub(crate) vars: &'a [(&'a str, String)],
+}
+
+/// Runs `test`, which is `#[ignore]`d, in `world` processes that are the ranks of one group once it has called [`join_ranks`].
+/// All must pass.
+#[track_caller]
+pub(crate) fn run_as_ranks(test: &str, world: usize, vars: &[(&str, String)]) {
+    let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).unwrap().port();
+    let start = |rank: usize| {
+        let place = [("RANK", rank), ("WORLD_SIZE", world), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world)];
+        Command::new(std::env::current_exe().unwrap())
+            .args([test, "--exact", "--ignored", "--nocapture", "--test-threads=1"])
+            .envs([("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "passive"), ("MASTER_ADDR", "127.0.0.1")])
+            .envs(place.map(|(name, number)| (name, number.to_string())))
+            .env("MASTER_PORT", port.to_string())
+            .envs(vars.iter().map(|(name, value)| (name, value)))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let ranks: Vec<_> = (0..world).map(start).collect();
+    for (rank, child) in ranks.into_iter().enumerate() {
+        let output = child.wait_with_output().unwrap();
+        let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{test}: rank {rank} of {world}: {}\n{stdout}{stderr}", output.status);
+    }
+}
+
+/// In a test of [`run_as_ranks`]: meets the other ranks.
+pub(crate) fn join_ranks() {
+    let launch = Launch::from_env().unwrap().expect("this test is started by another, as one of several ranks");
+    World::join(&launch, Duration::from_secs(60)).unwrap();
 }
 
 const REPORT: &str = "child reports: ";

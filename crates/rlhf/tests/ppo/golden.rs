@@ -1,6 +1,9 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
-use crate::support::{Tensors, assert_close, given_golden, golden, near, read_json, say};
+use crate::support::{
+    Tensors, assert_close, given_golden, golden, join_ranks, near, read_json, run_as_ranks, say,
+};
+use rlhf::dist::{World, ZeroStage};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, SequenceClassifier};
@@ -135,8 +138,9 @@ fn compare(variant: &Variant) {
     let options = ModelOptions::default();
     let load = |model: &str| CausalLm::from_pretrained(&variant.init(model), options).unwrap();
     let load_cls = |model: &str| SequenceClassifier::from_pretrained(&variant.init(model), None, options).unwrap();
-    let (reference, reward) = (load("ref"), load_cls("reward"));
+    let (mut reference, reward) = (load("ref"), load_cls("reward"));
     let config = &variant.config;
+    reference.shard(&World::of_process(), config.policy_stage());
     let plan = config.plan(variant.info["dataset_rows"].as_u64().unwrap() as usize).unwrap();
     assert_eq!(plan.num_total_batches, variant.iterations());
     let mut learner = Learner::new(load("policy"), load_cls("value"), config.learner());
@@ -204,6 +208,8 @@ fn compare(variant: &Variant) {
         learner.metrics(&mut found, &e, &t, &steps, &plan.epoch);
         compare_metrics(variant, it, &found, rates.value);
     }
+    // The ranks' parts of the weights are put together.
+    let (_policy, _value) = (learner.policy.gathered().unwrap(), learner.value.model().map(|model| model.gathered()));
     compare_weights(variant, "policy", learner.policy.params());
     compare_weights(variant, "value_model", learner.value.params());
     say(&format!("{}: compared whole, {iterations} iterations", variant.name()));
@@ -268,6 +274,42 @@ fn compare_weights(variant: &Variant, model: &str, params: &[Param]) {
 
 #[test]
 fn every_golden_run_of_trls_trainer_is_reproduced_to_the_weights() {
+    for dir in golden_runs() {
+        compare(&Variant::read(&dir));
+    }
+}
+
+#[test]
+fn golden_runs_are_reproduced_by_2_and_4_ranks_at_every_stage() {
+    for (world, stage) in [(2, 0), (4, 0), (2, 1), (2, 2), (4, 3)] {
+        run_as_ranks("ppo::golden::golden_runs_on_one_of_several_ranks", world, &[(STAGE, stage.to_string())]);
+    }
+}
+
+/// Number of the ZeRO stage in the ranks' environment.
+const STAGE: &str = "RLHF_TEST_ZERO_STAGE";
+
+#[test]
+#[ignore = "one rank of the test above, which starts it"]
+fn golden_runs_on_one_of_several_ranks() {
+    join_ranks();
+    let stage = match std::env::var(STAGE).unwrap().as_str() {
+        "0" => ZeroStage::Stage0,
+        "1" => ZeroStage::Stage1,
+        "2" => ZeroStage::Stage2,
+        _ => ZeroStage::Stage3,
+    };
+    for dir in golden_runs() {
+        let mut variant = Variant::read(&dir);
+        let config = &mut variant.config;
+        let rows = config.per_device_train_batch_size.take().unwrap() * config.gradient_accumulation_steps;
+        (config.train_batch_size, config.gradient_accumulation_steps) = (Some(rows), 1);
+        config.run.dist.zero_stage = stage;
+        compare(&variant);
+    }
+}
+
+fn golden_runs() -> Vec<PathBuf> {
     let dir = given_golden().join("trl_new");
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(&dir)
         .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
@@ -277,9 +319,7 @@ fn every_golden_run_of_trls_trainer_is_reproduced_to_the_weights() {
     dirs.sort();
     assert!(!dirs.is_empty(), "{}: no golden run", dir.display());
     assert_eq!((EOS, PAD), (0, 1), "the golden runs' special tokens");
-    for dir in dirs {
-        compare(&Variant::read(&dir));
-    }
+    dirs
 }
 
 #[test]
