@@ -50,7 +50,8 @@ fn start() -> ExitCode {
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
                 Err(error) => {
                     World::of_process().leave(&error.to_string());
-                    report(&error)
+                    // Before the ranks have met, an error may be of one rank alone.
+                    report(&error, World::of_process().is_main())
                 }
             }
         }
@@ -62,7 +63,7 @@ fn start() -> ExitCode {
             let _ = io::stdout().write_all(text.as_bytes());
             ExitCode::SUCCESS
         }
-        Err(Stop::Error(error)) => report(&error),
+        Err(Stop::Error(error)) => report(&error, is_main()),
     }
 }
 
@@ -133,11 +134,11 @@ fn stop_on_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Prints the error, one line for each refused setting, and returns its exit code. Ranks beside the first are silent about what all
-/// ranks report alike.
-fn report(error: &Error) -> ExitCode {
+/// Prints the error, one line for each refused setting, and returns its exit code. Only the rank that `speaks` reports an error that
+/// all ranks have alike.
+fn report(error: &Error, speaks: bool) -> ExitCode {
     let common = matches!(error, Error::Usage(_) | Error::Refused(_) | Error::Stopped { .. });
-    if common && !is_main() {
+    if common && !speaks {
         return ExitCode::from(error.exit_code());
     }
     match error.refusals() {

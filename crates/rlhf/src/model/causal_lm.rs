@@ -365,13 +365,19 @@ impl CausalLm {
     /// # Errors
     /// As [`CausalLm::token_logprobs`].
     pub fn distributions<S: AsRef<[i64]>>(&self, sequences: &[S], spans: &[Range<usize>]) -> Result<Distributions> {
-        if sequences.is_empty() {
+        let divided = self.body.shards().are_params_divided();
+        if sequences.is_empty() && !divided {
             return Ok(Distributions::none(&self.lm_head));
+        }
+        if sequences.is_empty() {
+            // Only a pass holds the head, of which the distributions have a copy.
+            let pass = tch::no_grad(|| self.hidden_at(Batch::new(&[[0, 0]], &[1..2]), -1))?;
+            return Ok(Distributions::new(&self.lm_head, &pass.states, &[], true));
         }
         self.body.check_spans(sequences, spans, 1)?;
         let hidden = tch::no_grad(|| self.hidden_at(Batch::new(sequences, spans), -1))?;
         let lens: Vec<i64> = spans.iter().map(|span| span.len() as i64).collect();
-        Ok(Distributions::new(&self.lm_head, &hidden.states, &lens, self.body.shards().are_params_divided()))
+        Ok(Distributions::new(&self.lm_head, &hidden.states, &lens, divided))
     }
 
     /// Starts decoding: reads the prompts into a cache of `capacity` tokens per row.

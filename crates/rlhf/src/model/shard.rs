@@ -71,7 +71,7 @@ struct Division {
     gathered: usize,
 }
 
-/// What rank 0 asks of the other ranks while it writes a model.
+/// A request of rank 0 to the other ranks while it writes a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Request {
     /// The parameters of a unit.
@@ -165,7 +165,7 @@ impl Shards {
             let model: Arc<dyn Sharded> = self.0.clone();
             outer.add_sharded(Arc::downgrade(&model));
         }
-        // What was replaced by flat memory.
+        // The tensors that flat memory has replaced.
         tch_ext::release_memory();
     }
 

@@ -176,7 +176,7 @@ impl Learner {
         Shards::end_serving(&self.shards())
     }
 
-    /// How each model is divided over ranks.
+    /// The division of each model over ranks.
     fn shards(&self) -> Vec<&Shards> {
         std::iter::once(self.policy.shards()).chain(self.value.model().map(SequenceClassifier::shards)).collect()
     }
