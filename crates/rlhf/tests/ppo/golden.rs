@@ -1,8 +1,6 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
-use crate::support::{
-    Tensors, assert_close, given_golden, golden, join_ranks, near, read_json, run_as_ranks, say,
-};
+use crate::support::{Tensors, assert_close, given_golden, golden, join_ranks, near, read_json, run_as_ranks, say};
 use rlhf::dist::{World, ZeroStage};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
