@@ -16,12 +16,12 @@ pub(crate) use passes::Sharded;
 pub use settings::{DistConfig, PpoDistConfig, ZeroStage};
 
 use crate::{Error, Result};
-use failure::{Failure, Fault};
+use failure::{Agreed, Failure, Fault};
 use launch::Launch;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
@@ -46,6 +46,7 @@ pub struct World {
 struct Ranks {
     rank: usize,
     size: usize,
+    local_rank: usize,
     timeout: Duration,
     /// Whether rank 0 serves the store, rather than a launcher.
     rank_0_serves: bool,
@@ -54,8 +55,10 @@ struct Ranks {
     /// NCCL, for tensors on a GPU.
     gpu_group: OnceLock<Mutex<Group>>,
     failure: Mutex<Option<Failure>>,
-    /// Whether the ranks have agreed on an error.
-    agreed: AtomicBool,
+    /// Whether the store does not respond, so that a request to it would not return.
+    store_hangs: AtomicBool,
+    /// The error that the ranks have agreed on last.
+    agreed: Mutex<Option<Agreed>>,
     times: Mutex<Times>,
     /// Models whose passes contain collectives.
     models: passes::Models,
@@ -114,7 +117,7 @@ impl World {
             prefix: launch.key_prefix.clone(),
             rank: launch.rank,
             size: launch.size,
-            patience: MEETING.min(timeout.max(Duration::from_secs(10))),
+            patience: MEETING.min(timeout),
             timeout,
         };
         let store = Store::open(at).map_err(|e| failure::no_store(at, &e))?;
@@ -125,12 +128,14 @@ impl World {
         let ranks = Ranks {
             rank: at.rank,
             size: at.size,
+            local_rank: launch.local_rank,
             timeout: at.timeout,
             rank_0_serves: !launch.launcher_serves_store,
             group: Mutex::new(group),
             gpu_group: OnceLock::new(),
             failure: Mutex::new(None),
-            agreed: AtomicBool::new(false),
+            store_hangs: AtomicBool::new(false),
+            agreed: Mutex::default(),
             times: Mutex::default(),
             models: passes::Models::default(),
             fault: Fault::of_rank(at.rank),
@@ -150,6 +155,11 @@ impl World {
         self.ranks.as_ref().map_or(1, |ranks| ranks.size)
     }
 
+    /// Number of this process among those of its machine, from 0.
+    pub fn local_rank(&self) -> usize {
+        self.ranks.as_ref().map_or(0, |ranks| ranks.local_rank)
+    }
+
     /// Whether this rank writes files and prints.
     pub fn is_main(&self) -> bool {
         self.rank() == 0
@@ -166,13 +176,18 @@ impl World {
         shares_by(weights, self.size())
     }
 
-    /// This rank's part of `rows`, of which all ranks' parts have about as many `tokens`.
-    pub fn share_by<'a, T>(&self, rows: &'a [T], tokens: impl Fn(&T) -> usize) -> &'a [T] {
+    /// The places of this rank's part of `rows`, of which all ranks' parts have about as many `tokens`.
+    pub fn own_part<T>(&self, rows: &[T], tokens: impl Fn(&T) -> usize) -> Range<usize> {
         if self.ranks.is_none() {
-            return rows;
+            return 0..rows.len();
         }
         let weights: Vec<usize> = rows.iter().map(tokens).collect();
-        &rows[self.shares_by(&weights)[self.rank()].clone()]
+        self.shares_by(&weights)[self.rank()].clone()
+    }
+
+    /// This rank's part of `rows`, as [`World::own_part`].
+    pub fn share_by<'a, T>(&self, rows: &'a [T], tokens: impl Fn(&T) -> usize) -> &'a [T] {
+        &rows[self.own_part(rows, tokens)]
     }
 
     /// Replaces `x` by its sum over all ranks; all ranks get the same bits.
@@ -213,6 +228,14 @@ impl World {
         let mut x = Tensor::from_slice(&[own]);
         self.max(&mut x)?;
         Ok(x.double_value(&[0]))
+    }
+
+    /// The smallest of all ranks' counts.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn min_count(&self, own: usize) -> Result<usize> {
+        Ok(if self.ranks.is_none() { own } else { (-self.max_number(-(own as f64))?) as usize })
     }
 
     /// Whether a condition holds on any rank; the same result on every rank.
@@ -348,26 +371,28 @@ impl World {
         self.any(false).map(drop)
     }
 
-    /// Makes an error of one rank an error of all: returns this rank's result if all ranks succeeded, otherwise its own error, or
-    /// that of the first rank that has one. Ranks that agree on an error are still in step and can write a checkpoint together.
+    /// Makes an error of one rank an error of all: returns this rank's result if all ranks succeeded. Otherwise each rank returns
+    /// its own error, or that of the first rank that has one; the message names the rank, unless all ranks have the same. Ranks that
+    /// agree on an error are still in step and can write a checkpoint together.
     ///
     /// # Errors
     /// See above; if a rank has ended or does not respond.
     pub fn agree<T>(&self, result: Result<T>) -> Result<T> {
         let Some(ranks) = self.ranks.as_ref().filter(|ranks| ranks.size > 1) else { return result };
-        if self.failed().is_some() {
-            return result.and(self.check().map(|()| unreachable!("the world has failed")));
-        }
-        let own = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
-        let errors = self.gather_bytes(own.as_bytes())?;
-        ranks.agreed.store(true, Ordering::SeqCst);
-        match errors.iter().position(|error| !error.is_empty()) {
-            Some(rank) if result.is_ok() => {
-                Err(Error::Run(format!("rank {rank}: {}", String::from_utf8_lossy(&errors[rank]))))
-            }
-            Some(_) => result.map_err(|e| named(ranks.rank, e)),
-            None => return result,
-        }
+        let own = result.as_ref().err().map(failure::to_bytes).unwrap_or_default();
+        let errors = match self.check().and_then(|()| self.gather_bytes(&own)) {
+            Ok(errors) => errors,
+            Err(broken) => return Err(result.err().unwrap_or(broken)),
+        };
+        let Some(rank) = errors.iter().position(|error| !error.is_empty()) else { return result };
+        let alike = errors.iter().all(|error| *error == errors[0]);
+        let error = match result {
+            Err(error) if alike => error,
+            Err(error) => failure::named(ranks.rank, error),
+            Ok(_) => failure::named(rank, failure::from_bytes(&errors[rank])),
+        };
+        *lock(&ranks.agreed) = Some(Agreed { text: error.to_string(), alike });
+        Err(error)
     }
 
     /// Runs `write` on rank 0 while the others wait; its error is an error of all.
@@ -397,9 +422,20 @@ impl World {
         }
     }
 
-    /// Whether all ranks are at the same place in the program: [`World::agree`] returned the last error.
-    pub fn in_step(&self) -> bool {
-        self.ranks.as_ref().is_none_or(|ranks| ranks.agreed.load(Ordering::SeqCst))
+    /// Whether all ranks are at the same place in the program after `error`, because [`World::agree`] returned it.
+    pub fn in_step(&self, error: &Error) -> bool {
+        self.size() == 1 || self.is_agreed(error, |_| true)
+    }
+
+    /// Whether all ranks have this same error by themselves, so that one of them need report it.
+    pub fn is_alike(&self, error: &Error) -> bool {
+        self.is_agreed(error, |agreed| agreed.alike)
+    }
+
+    /// Whether `error` is the one that the ranks agreed on last, with or without more words about it, and fulfils `condition`.
+    fn is_agreed(&self, error: &Error, condition: impl Fn(&Agreed) -> bool) -> bool {
+        let Some(ranks) = &self.ranks else { return false };
+        lock(&ranks.agreed).as_ref().is_some_and(|agreed| agreed.is_in(error) && condition(agreed))
     }
 
     /// Returns the error of the first collective that failed.
@@ -556,14 +592,6 @@ impl PendingSum<'_> {
     }
 }
 
-/// The error of rank `rank`, which every other rank reports with that name.
-fn named(rank: usize, error: Error) -> Error {
-    match error {
-        Error::Run(text) => Error::Run(format!("rank {rank}: {text}")),
-        other => other,
-    }
-}
-
 /// The part of `rank` of `rows` rows.
 pub fn share(rows: usize, rank: usize, size: usize) -> Range<usize> {
     rank * rows / size..(rank + 1) * rows / size
@@ -615,7 +643,9 @@ mod tests {
         assert_eq!(world.gather_bytes(b"ab").unwrap(), [b"ab"]);
         assert_eq!(world.broadcast_bytes(Some(vec![1])).unwrap(), [1]);
         assert_eq!(world.agree(Ok(5)).unwrap(), 5);
-        assert!(world.agree::<()>(Err(Error::Run("no".into()))).is_err());
+        let error = world.agree::<()>(Err(Error::Run("no".into()))).unwrap_err();
+        assert!(error.to_string() == "no" && world.in_step(&error) && !world.is_alike(&error));
+        assert_eq!((world.local_rank(), world.min_count(3).unwrap(), world.own_part(&[1, 2], |_| 1)), (0, 3, 0..2));
     }
 
     #[test]

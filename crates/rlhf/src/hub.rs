@@ -7,6 +7,7 @@
 //! redirected to, appends any response of the server to a partial file, checks neither length nor hash, and does not
 //! retry after a status that allows it; version 1 needs an asynchronous runtime and 200 more crates.
 
+use crate::dist::World;
 use crate::files;
 use crate::safe_text::one_line;
 use crate::signals::{pause, stop_requested, stopped};
@@ -16,7 +17,7 @@ use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use ring::digest;
 use serde_json::Value;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fmt;
@@ -143,6 +144,8 @@ pub(crate) type Commits = BTreeMap<String, String>;
 thread_local! {
     /// The commits of the current [`AskedHub`], if there is one.
     static COMMITS: RefCell<Option<Commits>> = const { RefCell::new(None) };
+    /// Whether a copy in the cache of a recorded commit is used without a request: another rank has downloaded it.
+    static DOWNLOADED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Records the commits that this thread requests from the hub, and requests known names by their recorded commit: a
@@ -160,11 +163,35 @@ impl AskedHub {
     pub(crate) fn commits(&self) -> Commits {
         COMMITS.with_borrow(|commits| commits.clone().unwrap_or_default())
     }
+
+    /// Downloads what a run reads once per machine: the first rank of each machine calls `find`, which requests it; the others, and
+    /// later requests of all, use its files. All ranks read the commits that rank 0 found. Without effect if all of `names` are
+    /// local paths.
+    ///
+    /// # Errors
+    /// Those of `find`, on all ranks; if a rank has ended or does not respond.
+    pub(crate) fn download(&self, world: &World, names: &[&Path], find: impl Fn() -> Result<()>) -> Result<()> {
+        if world.size() == 1 || !world.any(!names.iter().all(|name| name.exists()))? {
+            return Ok(());
+        }
+        let first = world.local_rank() == 0;
+        world.agree(if first { find() } else { Ok(()) })?;
+        let found = self.commits();
+        let bytes = world.broadcast_bytes(serde_json::to_vec(&found).ok())?;
+        let commits: Commits = serde_json::from_slice(&bytes)
+            .map_err(|e| Error::Run(format!("the commits that rank 0 found on the hub cannot be read: {e}")))?;
+        let differs = first && found != commits;
+        COMMITS.set(Some(commits));
+        world.agree(if differs { find() } else { Ok(()) })?;
+        DOWNLOADED.set(true);
+        Ok(())
+    }
 }
 
 impl Drop for AskedHub {
     fn drop(&mut self) {
         COMMITS.set(self.0.take());
+        DOWNLOADED.set(false);
     }
 }
 
@@ -402,6 +429,9 @@ impl From<ureq::Error> for Failure {
 impl Fetch<'_> {
     fn folder(&self) -> Result<PathBuf> {
         let cached = self.cached_folder();
+        if let Some(dir) = cached.as_ref().filter(|_| DOWNLOADED.get() && is_commit(self.revision)) {
+            return Ok(dir.clone());
+        }
         if self.hub.offline {
             return cached
                 .ok_or_else(|| self.error(&format!("{}; HF_HUB_OFFLINE forbids downloading it", self.absent())));

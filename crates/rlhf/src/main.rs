@@ -33,7 +33,11 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(_) => {
             let message = PANIC.lock().ok().and_then(|mut message| message.take()).unwrap_or_default();
-            if is_broken_pipe(&message) { ExitCode::SUCCESS } else { fail(&internal(&message), 1) }
+            if is_broken_pipe(&message) {
+                return ExitCode::SUCCESS;
+            }
+            World::of_process().leave(&internal(&message));
+            fail(&internal(&message), 1)
         }
     }
 }
@@ -103,7 +107,8 @@ fn join_ranks(task: &Task) -> Result<()> {
         Task::Sft(config) => config.run.dist.dist_timeout,
         Task::Reward(config) => config.run.dist.dist_timeout,
         Task::Ppo(config) => config.run.dist.dist_timeout,
-        Task::Pipeline(_) | Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) => DIST_TIMEOUT,
+        Task::Pipeline(config) => config.dist_timeout().unwrap_or(DIST_TIMEOUT),
+        Task::Generate(_) | Task::Logprobs(_) | Task::Score(_) => DIST_TIMEOUT,
         _ => return Ok(()),
     };
     if let Some(launch) = Launch::from_env()? {
@@ -137,7 +142,8 @@ fn stop_on_signals() -> io::Result<()> {
 /// Prints the error, one line for each refused setting, and returns its exit code. Only the rank that `speaks` reports an error that
 /// all ranks have alike.
 fn report(error: &Error, speaks: bool) -> ExitCode {
-    let common = matches!(error, Error::Usage(_) | Error::Refused(_) | Error::Stopped { .. });
+    let known = matches!(error, Error::Usage(_) | Error::Refused(_) | Error::Stopped { .. });
+    let common = known || World::of_process().is_alike(error);
     if common && !speaks {
         return ExitCode::from(error.exit_code());
     }

@@ -137,6 +137,14 @@ impl AdamW {
         Ok(())
     }
 
+    /// Returns the sum of the bits of each parameter, by name.
+    pub(crate) fn bit_sums(&self) -> Vec<(String, i64)> {
+        let sum = |param: &Tensor| param.detach().view_dtype(Kind::Int).sum(Kind::Int64).int64_value(&[]);
+        let of_group =
+            |group: &Group| group.names.iter().cloned().zip(group.params.iter().map(sum)).collect::<Vec<_>>();
+        self.groups.iter().flat_map(of_group).collect()
+    }
+
     /// Divides the gradients of this model's parameters by `scale`.
     pub fn unscale(&mut self, scale: f64) {
         if scale != 1.0 {

@@ -103,6 +103,9 @@ impl Preferences {
 /// Evaluates a reward model on pairs: one JSON object on standard output, warnings on standard error.
 pub(crate) fn evaluate(config: &RewardConfig) -> Result<()> {
     let evaluation = rlhf::train::reward_model::evaluate(config)?;
+    if !World::of_process().is_main() {
+        return Ok(());
+    }
     for warning in &evaluation.warnings {
         let _ = writeln!(io::stderr(), "warning: {}", one_line(warning));
     }

@@ -5,18 +5,77 @@
 
 use super::{Ranks, lock};
 use crate::{Error, Result};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 use tch_ext::{Rendezvous, Store};
 
 /// Longest wait for the other ranks' messages after a failure.
 const ROLL_CALL: Duration = Duration::from_secs(3);
 
+/// Longest wait of the rank that serves the store for ranks that run on this machine and have not read the first error.
+const LAST_READER: Duration = Duration::from_secs(10);
+
 /// Time between two looks at the store.
 const POLL: Duration = Duration::from_millis(20);
 
+/// Key of a roll call at the start that not all ranks have answered in time.
+const ROLL_CALL_ENDED: &str = "roll_call_ended";
+
 /// Key of the first error of any rank.
 const FIRST_ERROR: &str = "first_error";
+
+/// An error that the ranks have agreed on.
+#[derive(Debug)]
+pub(super) struct Agreed {
+    /// The message, on this rank.
+    pub(super) text: String,
+    /// Whether all ranks had the same error by themselves.
+    pub(super) alike: bool,
+}
+
+impl Agreed {
+    /// Whether `error` is this one, with or without more words about it.
+    pub(super) fn is_in(&self, error: &Error) -> bool {
+        // A long message is cut where more words are added.
+        let start = self.text.char_indices().nth(300).map_or(self.text.len(), |(at, _)| at);
+        error.to_string().contains(&self.text[..start])
+    }
+}
+
+/// The error of rank `rank`, with its name. Stops and usage errors keep their kind, as they decide about the exit code.
+pub(super) fn named(rank: usize, error: Error) -> Error {
+    let text = |error: String| match error.starts_with("rank ") {
+        true => error,
+        false => format!("rank {rank}: {error}"),
+    };
+    match error {
+        Error::Stopped { .. } => error,
+        // The reader of the output has closed it.
+        Error::Io { ref source, .. } if source.kind() == std::io::ErrorKind::BrokenPipe => error,
+        Error::Usage(message) => Error::Usage(text(message)),
+        Error::Refused(lines) => Error::Refused(lines.into_iter().map(text).collect()),
+        error => Error::Run(text(error.to_string())),
+    }
+}
+
+/// Returns an error for the other ranks: its exit code and its message.
+pub(super) fn to_bytes(error: &Error) -> Vec<u8> {
+    [&[error.exit_code()], error.to_string().as_bytes()].concat()
+}
+
+/// Restores the error of another rank.
+pub(super) fn from_bytes(bytes: &[u8]) -> Error {
+    let (code, message) = bytes
+        .split_first()
+        .map_or((1, String::new()), |(code, message)| (*code, String::from_utf8_lossy(message).into_owned()));
+    match code {
+        2 => Error::Refused(message.lines().map(str::to_string).collect()),
+        129.. => Error::Stopped { message, code },
+        _ => Error::Run(message),
+    }
+}
 
 /// The failure that broke a world.
 #[derive(Debug, Clone)]
@@ -43,7 +102,7 @@ pub(super) fn no_store(at: &Rendezvous, message: &str) -> Error {
 /// If a rank does not come in time, with the names of those that are missing.
 pub(super) fn roll_call(store: &Store, at: &Rendezvous) -> Result<()> {
     let lost = |e: String| Error::Run(format!("rank {}: the store of the ranks is gone: {e}", at.rank));
-    store.set(&present(at.rank), "1").map_err(lost)?;
+    store.set(&present(at.rank), &identity()).map_err(lost)?;
     let until = Instant::now() + at.patience;
     let mut missing: Vec<usize> = (0..at.size).collect();
     loop {
@@ -57,9 +116,15 @@ pub(super) fn roll_call(store: &Store, at: &Rendezvous) -> Result<()> {
         if missing.is_empty() {
             return Ok(());
         }
-        if Instant::now() > until {
+        // The first rank whose time is over ends the roll call for all.
+        let ended = store.has(ROLL_CALL_ENDED).map_err(lost)?;
+        if ended || Instant::now() > until {
             let seconds = at.patience.as_secs();
             let message = format!("{} of {} did not start within {seconds} s", names(&missing), at.size);
+            store.set(ROLL_CALL_ENDED, "1").map_err(lost)?;
+            if at.serves {
+                std::thread::sleep(25 * POLL);
+            }
             return Err(Error::Run(message));
         }
         std::thread::sleep(POLL);
@@ -82,10 +147,20 @@ fn names(ranks: &[usize]) -> String {
 
 impl Ranks {
     /// Finds the cause of a collective's error `message`.
-    pub(super) fn explain(&self, message: &str) -> Failure {
+    pub(super) fn explain(self: &Arc<Self>, message: &str) -> Failure {
         let first_line = message.lines().next().unwrap_or_default();
         let timed_out = first_line.contains("imed out") || first_line.contains("imeout");
-        let text = match self.cause() {
+        // Requests to the store have no time limit: the rank that serves it may hang.
+        let (sender, receiver) = mpsc::channel();
+        let ranks = self.clone();
+        std::thread::spawn(move || drop(sender.send(ranks.cause())));
+        let Ok(cause) = receiver.recv_timeout(2 * ROLL_CALL) else {
+            self.store_hangs.store(true, Ordering::SeqCst);
+            let seconds = self.timeout.as_secs();
+            let server = if self.rank_0_serves { "rank 0" } else { "the launcher's store" };
+            return Failure { text: format!("{server} did not respond within dist_timeout = {seconds} s") };
+        };
+        let text = match cause {
             Ok(Cause::Reported(text)) => text,
             Ok(Cause::Missing(ranks)) if timed_out => {
                 let seconds = self.timeout.as_secs();
@@ -103,54 +178,131 @@ impl Ranks {
         Failure { text }
     }
 
-    /// Answers the roll call after a failure, and looks for a reported error until all others have answered.
+    /// Answers the roll call after a failure, and looks for a reported error until all others have answered or are known to have
+    /// ended.
     fn cause(&self) -> Result<Cause, String> {
         let group = self.group();
         let store = group.store();
         store.set(&answered(self.rank), "1")?;
         let until = Instant::now() + ROLL_CALL;
+        let mut gone_since = None;
         loop {
             if store.has(FIRST_ERROR)? {
                 return Ok(Cause::Reported(store.get(FIRST_ERROR, ROLL_CALL)?));
             }
-            let mut missing = Vec::new();
-            for rank in 0..self.size {
-                if !store.has(&answered(rank))? {
-                    missing.push(rank);
-                }
-            }
+            let missing = self.unanswered(store)?;
             if missing.is_empty() {
                 return Ok(Cause::None);
             }
-            if Instant::now() > until {
+            let now = Instant::now();
+            let gone: Vec<usize> =
+                missing.iter().copied().filter(|&rank| State::of(store, rank) == State::Gone).collect();
+            // A rank that has ended may have left its error just before.
+            if !gone.is_empty() && now > *gone_since.get_or_insert(now) + 5 * POLL {
+                return Ok(Cause::Missing(gone));
+            }
+            if now > until {
                 return Ok(Cause::Missing(missing));
             }
             std::thread::sleep(POLL);
         }
     }
 
+    /// Returns the ranks that have not answered the roll call.
+    fn unanswered(&self, store: &Store) -> Result<Vec<usize>, String> {
+        let mut missing = Vec::new();
+        for rank in 0..self.size {
+            if !store.has(&answered(rank))? {
+                missing.push(rank);
+            }
+        }
+        Ok(missing)
+    }
+
     /// Leaves `error` in the store as this rank's, closes the connections, and, where this process serves the store, waits until
     /// the other ranks have read it.
     pub(super) fn leave(&self, error: &str) {
-        let broken = lock(&self.failure).is_some();
+        let text = if error.starts_with("rank ") { error.to_string() } else { format!("rank {}: {error}", self.rank) };
+        // No collective can succeed after this.
+        let broken = lock(&self.failure).replace(Failure { text: text.clone() }).is_some();
+        if self.store_hangs.load(Ordering::SeqCst) {
+            return;
+        }
         let mut group = self.group();
         if !broken {
-            let text =
-                if error.starts_with("rank ") { error.to_string() } else { format!("rank {}: {error}", self.rank) };
             let _ = group.store().set_first(FIRST_ERROR, &text);
         }
         let _ = group.store().set(&answered(self.rank), "1");
         if !broken {
             group.disconnect();
         }
-        let until = Instant::now() + ROLL_CALL;
-        while self.rank == 0 && self.rank_0_serves && Instant::now() < until {
-            if (0..self.size).all(|rank| group.store().has(&answered(rank)).unwrap_or(true)) {
-                // The last to answer has still to read the error.
-                std::thread::sleep(4 * POLL);
+        if self.rank == 0 && self.rank_0_serves {
+            self.wait_for_readers(group.store());
+        }
+    }
+
+    /// Waits until the ranks that can still do so have read the first error. A rank that computes reads it at its next collective.
+    fn wait_for_readers(&self, store: &Store) {
+        let start = Instant::now();
+        while let Ok(missing) = self.unanswered(store) {
+            let waits = |&rank: &usize| match State::of(store, rank) {
+                State::Gone => false,
+                State::Running => start.elapsed() < LAST_READER,
+                State::Unknown => start.elapsed() < ROLL_CALL,
+            };
+            if !missing.iter().any(waits) {
                 break;
             }
             std::thread::sleep(POLL);
+        }
+        // The last to answer has still to read the error.
+        std::thread::sleep(4 * POLL);
+    }
+}
+
+/// Name of this machine: the boot, and the namespace of process ids.
+fn machine() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    format!("{}/{}", boot.trim(), namespace.display())
+}
+
+/// The process and the machine of this rank, for the other ranks.
+fn identity() -> String {
+    format!("{} {}", std::process::id(), machine())
+}
+
+/// State of another rank's process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// It has ended.
+    Gone,
+    /// It is on this machine, and computes or waits.
+    Running,
+    /// It is stopped, or on another machine.
+    Unknown,
+}
+
+impl State {
+    fn of(store: &Store, rank: usize) -> Self {
+        let identity = store.get(&present(rank), ROLL_CALL).unwrap_or_default();
+        match identity.split_once(' ') {
+            Some((pid, of)) if of == machine() => Self::of_process(pid),
+            _ => Self::Unknown,
+        }
+    }
+
+    /// The state of the process `pid` of this machine.
+    fn of_process(pid: &str) -> Self {
+        if !Path::new("/proc/self/stat").exists() {
+            return Self::Unknown;
+        }
+        let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return Self::Gone };
+        // The state comes after the name of the program, which is in parentheses.
+        match stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()) {
+            Some('Z' | 'X') => Self::Gone,
+            Some('T') | None => Self::Unknown,
+            Some(_) => Self::Running,
         }
     }
 }
@@ -193,5 +345,41 @@ impl Fault {
             // The signal arrives while this thread waits.
             std::thread::sleep(Duration::from_secs(3600));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_has_ended_is_known_before_it_is_waited_for() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = child.id().to_string();
+        assert_eq!(State::of_process(&pid), State::Running);
+        child.kill().unwrap();
+        let until = Instant::now() + Duration::from_secs(20);
+        while State::of_process(&pid) != State::Gone && Instant::now() < until {
+            std::thread::sleep(POLL);
+        }
+        assert_eq!(State::of_process(&pid), State::Gone);
+        child.wait().unwrap();
+        assert_eq!(State::of_process(&pid), State::Gone);
+    }
+
+    #[test]
+    fn an_error_keeps_its_exit_code_on_the_other_ranks() {
+        for error in [
+            Error::Usage("a = 1: expected 2".into()),
+            Error::Run("no".into()),
+            Error::Stopped { message: "stopped".into(), code: 143 },
+        ] {
+            let (code, text) = (error.exit_code(), error.to_string());
+            let found = from_bytes(&to_bytes(&error));
+            assert_eq!((found.exit_code(), found.to_string()), (code, text));
+        }
+        let named = |error: Error| named(3, error).to_string();
+        assert_eq!(named(Error::invalid("model", "no")), "rank 3: model: no");
+        assert_eq!(named(Error::Run("rank 1: no".into())), "rank 1: no");
     }
 }

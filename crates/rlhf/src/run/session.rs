@@ -104,6 +104,19 @@ pub(crate) trait Trainee {
         Ok(())
     }
 
+    /// Ends [`Trainee::share_models`] of the other ranks, where rank 0 wrote something else than the models.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    fn end_sharing(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Returns the sum of the bits of each trained parameter, which are the same on all ranks, by name.
+    fn bit_sums(&self) -> Vec<(String, i64)> {
+        Vec::new()
+    }
+
     /// Takes part in the collectives of [`Trainee::write_optimizers`], on a rank that writes no files.
     ///
     /// # Errors
@@ -250,6 +263,8 @@ pub(crate) struct Session<'w> {
     logging_steps: usize,
     /// The ranks of the run, which stop together.
     world: World,
+    /// Compare the ranks after each update, for tests: `RLHF_CHECK_RANKS=1`.
+    compares_ranks: bool,
 }
 
 impl<'w> Session<'w> {
@@ -296,7 +311,8 @@ impl<'w> Session<'w> {
         let mut checkpoints = Checkpoints::new(spec.command, run, spec.config, num_updates)?;
         world.agree(if world.is_main() { checkpoints.tidy(done) } else { Ok(()) })?;
         let (eval_steps, logging_steps) = (spec.eval.eval_steps, spec.logging_steps);
-        Ok(Self { report, checkpoints, began_at: done, num_updates, eval_steps, logging_steps, world })
+        let compares_ranks = world.size() > 1 && std::env::var_os("RLHF_CHECK_RANKS").is_some_and(|value| value == "1");
+        Ok(Self { report, checkpoints, began_at: done, num_updates, eval_steps, logging_steps, world, compares_ranks })
     }
 
     /// Passes all events to `watcher` too; a break ends the run after its current update.
@@ -325,14 +341,7 @@ impl<'w> Session<'w> {
     /// If a rank has ended or does not respond.
     pub(crate) fn is_stopped(&self) -> Result<bool> {
         let own = self.report.stopped();
-        if self.world.size() == 1 {
-            return Ok(own);
-        }
-        let code = self.world.max_number(if stop_requested() { f64::from(exit_code()) } else { 0.0 })?;
-        if code > 0.0 && !stop_requested() {
-            request_stop(code as u8);
-        }
-        Ok(self.world.any(own)? || code > 0.0)
+        Ok(stop_requested_on_any(&self.world)? || self.world.any(own)?)
     }
 
     /// Returns whether an update is left, and the run was not stopped.
@@ -384,7 +393,29 @@ impl<'w> Session<'w> {
             _ => Ok(None),
         };
         take_snapshot(trainee);
+        if self.compares_ranks {
+            self.compare_ranks(trainee, metrics)?;
+        }
         compared
+    }
+
+    /// Checks that all ranks have the same bits after an update: of trained parameters, resumable state and metrics.
+    fn compare_ranks(&self, trainee: &impl Trainee, metrics: Option<&Metrics>) -> Result<()> {
+        let clock = |name: &str| name == "eps" || name.starts_with("time/") || name.starts_with("tokens_per_second/");
+        let mut parts: Vec<String> =
+            trainee.bit_sums().into_iter().map(|(name, sum)| format!("{name}: {sum}")).collect();
+        let metrics = metrics.into_iter().flat_map(Metrics::iter).filter(|(name, _)| !clock(name));
+        parts.extend(metrics.map(|(name, value)| format!("{name}: {:016x}", value.to_bits())));
+        parts.extend(trainee.state().iter().map(|(name, value)| format!("{name}: {value}")));
+        let all = self.world.gather_bytes(parts.join("\n").as_bytes())?;
+        let Some(rank) = all.iter().position(|bits| *bits != all[0]) else { return Ok(()) };
+        let (main, other) = (String::from_utf8_lossy(&all[0]), String::from_utf8_lossy(&all[rank]));
+        let differing = main.lines().zip(other.lines()).find(|(main, other)| main != other);
+        let (main, other) = differing.unwrap_or_default();
+        let done = trainee.progress().done;
+        self.world.agree(Err(Error::Run(format!(
+            "RLHF_CHECK_RANKS: rank {rank} differs from rank 0 after update {done}: {other}, and not {main}"
+        ))))
     }
 
     /// Writes the best model, if it is the current one, and the checkpoint, if it is due.
@@ -420,6 +451,18 @@ impl<'w> Session<'w> {
         record_best(trainee.progress_mut());
         written.iter().for_each(|dir| self.report.saved(dir));
         Ok(())
+    }
+
+    /// Writes the bases of adapters to the output folder.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub(crate) fn write_bases(&self, trainee: &mut impl Trainee) -> Result<()> {
+        let written = match self.world.is_main() {
+            true => trainee.write_bases().and_then(|()| trainee.end_sharing()),
+            false => trainee.share_models(),
+        };
+        self.together(trainee, written)
     }
 
     /// Writes a checkpoint of the last snapshot, after which no weight has changed.
@@ -466,7 +509,7 @@ impl<'w> Session<'w> {
     pub(crate) fn end(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
         let (done, dir) = (trainee.progress().done, self.checkpoints.dir().to_path_buf());
         if let Err(error) = &ended
-            && !self.world.in_step()
+            && !self.world.in_step(error)
         {
             // Other ranks are elsewhere, so no collective can succeed.
             self.world.leave(&error.to_string());
@@ -529,6 +572,22 @@ impl<'w> Session<'w> {
             self.console().end(done, numbers, commands);
         }
     }
+}
+
+/// Returns whether the user has stopped the run on any rank; one that has got no signal then stops as if it had.
+///
+/// # Errors
+/// If a rank has ended or does not respond.
+pub(crate) fn stop_requested_on_any(world: &World) -> Result<bool> {
+    let own = stop_requested();
+    if world.size() == 1 {
+        return Ok(own);
+    }
+    let code = world.max_number(if own { f64::from(exit_code()) } else { 0.0 })?;
+    if code > 0.0 && !stop_requested() {
+        request_stop(code as u8);
+    }
+    Ok(code > 0.0)
 }
 
 /// Restores the trainee from a checkpoint. Returns warnings.
@@ -776,6 +835,7 @@ mod tests {
             eval_steps: None,
             world: World::single(),
             logging_steps: 1,
+            compares_ranks: false,
         };
         std::fs::remove_dir_all(dir.path().join("checkpoint-2")).unwrap();
         session.leave_checkpoint(&mut counter, Ok(())).unwrap();

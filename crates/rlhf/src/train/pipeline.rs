@@ -8,11 +8,13 @@ use super::ppo::{check_ends, ppo, require_reward, room_in};
 use super::reward_model::{check_margins, leave_out_long, refuse_eval_only, reward};
 use super::sft::{into_blocks, learned, sft, shorten};
 use crate::data::{PromptLimit, Sources};
+use crate::dist::World;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, specs};
 use crate::run::checkpoint::{Finished, Saved};
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, METRICS, check_output_dir, holds_run};
+use crate::run::session::stop_requested_on_any;
 use crate::run::sinks::console::{Console, announce};
 use crate::run::start::Start;
 use crate::safe_text::{lines, one_line};
@@ -68,6 +70,11 @@ impl PipelineConfig {
             Stage::Reward => "2-reward",
             Stage::Ppo => "3-ppo",
         })
+    }
+
+    /// Returns the longest `dist_timeout` of the stages, in seconds; none if all are skipped.
+    pub fn dist_timeout(&self) -> Option<u64> {
+        Stage::ALL.into_iter().filter_map(|stage| self.run(stage)).map(|run| run.dist.dist_timeout).max()
     }
 
     fn run(&self, stage: Stage) -> Option<&RunConfig> {
@@ -135,13 +142,13 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     for stage in Stage::ALL {
         config.check(stage).map_err(|error| named(stage, error))?;
     }
-    let lock = FolderLock::acquire(&config.output_dir)?;
-    let (finished, again) = check_folders(config, console)?;
-    check_inputs(config, finished)?;
-    let overwrite = Stage::ALL.into_iter().filter_map(|stage| config.run(stage)).any(|run| run.overwrite_output_dir);
-    let _lock = lock.create(&config.output_dir, overwrite)?;
+    let world = &World::of_process();
+    let begun = world.agree(if world.is_main() { begin(config, console).map(Some) } else { Ok(None) })?;
+    let flags = begun.as_ref().map(|begun| [begun.finished, begun.again].concat());
+    let flags = world.broadcast_bytes(flags.map(|flags| flags.into_iter().map(u8::from).collect()))?;
+    let flag = |at: usize| flags.get(at) == Some(&1);
+    let (finished, again) = ([0, 1, 2].map(flag), [3, 4, 5].map(flag));
     let config = &config.replacing(again);
-    write_settings(config)?;
     for (at, stage) in (1..).zip(Stage::ALL) {
         let Some(run) = config.run(stage) else {
             say(console, &format!("stage {at} of 3, {stage}: skipped"));
@@ -152,6 +159,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
             say(console, &format!("stage {at} of 3, {stage}: finished before, in {}", dir.display()));
             continue;
         }
+        stop_requested_on_any(world)?;
         if let Some(stopped) = stopped(format!("stopped as requested before stage {at} of 3, {stage}; {RESUMES}")) {
             return Err(stopped);
         }
@@ -164,14 +172,36 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
             Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
         };
         ended.map_err(|error| named(stage, error))?;
-        let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
-        Finished { command: stage.name(), updates: updates as usize }.record(
-            dir,
-            &config.settings(stage),
-            &inputs_of(config, stage)?,
-        )?;
+        world.on_main(|| record_finished(config, stage, dir))?;
     }
     report_results(config, console)
+}
+
+/// A pipeline whose inputs are checked, in its locked folder. The first rank begins it for all.
+struct Begun {
+    /// Stages that are finished.
+    finished: [bool; 3],
+    /// Stages that start again.
+    again: [bool; 3],
+    _lock: FolderLock,
+}
+
+/// Locks the pipeline's folder, checks folders and inputs, and writes the settings.
+fn begin(config: &PipelineConfig, console: Console) -> Result<Begun> {
+    let lock = FolderLock::acquire(&config.output_dir)?;
+    let (finished, again) = check_folders(config, console)?;
+    check_inputs(config, finished)?;
+    let overwrite = Stage::ALL.into_iter().filter_map(|stage| config.run(stage)).any(|run| run.overwrite_output_dir);
+    let (lock, _) = lock.create(&config.output_dir, overwrite)?;
+    write_settings(&config.replacing(again))?;
+    Ok(Begun { finished, again, _lock: lock })
+}
+
+/// Records in the folder `dir` that a stage is finished, so that a resumed pipeline skips it.
+fn record_finished(config: &PipelineConfig, stage: Stage, dir: &Path) -> Result<()> {
+    let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
+    let finished = Finished { command: stage.name(), updates: updates as usize };
+    finished.record(dir, &config.settings(stage), &inputs_of(config, stage)?)
 }
 
 /// The hint of a run that ended early.

@@ -20,7 +20,7 @@ use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
 /// The command, as checkpoints name it.
@@ -45,8 +45,26 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     let mut paths: Vec<&Path> = vec![&config.model_name_or_path];
     paths.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
     paths.extend(config.eval_dataset_name.as_deref());
+    let world = World::of_process();
     let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
     let hub = AskedHub::with(opening.commits()?);
+    hub.download(&world, &paths, || {
+        Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        hub::model_dir(&config.model_name_or_path, Some(&config.model_revision)).map(drop)
+    })?;
+    let (task, loaded) = world.agree(load_run(config, opening, &hub))?;
+    train(task, loaded, console)
+}
+
+/// Loads model and pairs.
+///
+/// # Errors
+/// If an input is not what it should be.
+fn load_run<'a>(
+    config: &'a RewardConfig,
+    opening: Opening,
+    hub: &AskedHub,
+) -> Result<(Ranking<'a>, Loaded<'a, RewardConfig>)> {
     // Before gigabytes are downloaded for nothing.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
@@ -71,7 +89,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
     model.set_gradient_checkpointing(config.run.gradient_checkpointing);
     model.shard(&World::of_process(), config.run.dist.zero_stage);
     let words = Words {
-        model: Some(model_dir),
+        model: Some(model_dir.clone()),
         base_model: Some(&config.model_name_or_path),
         is_adapter: config.peft.use_peft,
         unit: "pairs",
@@ -108,11 +126,7 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         words,
     };
     let eval_pairs = eval_pairs.rows;
-    train(
-        Ranking { config, model, tokenizer: &tokenizer, pads: pads.as_ref(), train_pairs, eval_pairs },
-        loaded,
-        console,
-    )
+    Ok((Ranking { config, model, tokenizer, pads, train_pairs, eval_pairs }, loaded))
 }
 
 /// Loads the model in `dir` for training, and adds the adapter and the format that the settings have.
@@ -223,17 +237,9 @@ pub struct RewardEvaluation {
 /// If an input is not what it should be; if a score is not finite.
 pub fn evaluate(config: &RewardConfig) -> Result<RewardEvaluation> {
     config.check()?;
-    let options = model_options(&config.run)?;
-    let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
-    let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
-    // The scores of a new random head mean nothing.
-    let (mut model, tokenizer, pads) = load(config, dir, None, options)?;
-    model.prepare(false);
-    tokenizer.check_fits(model.config(), dir)?;
-    let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
-    let datasets = eval.map_or(train, |eval| vec![eval]);
-    let gathered = gather(&datasets, |dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref()))?;
-    let sums = measure(&model, &gathered.rows, pads.as_ref(), config)?;
+    let world = World::of_process();
+    let Measured { model, pads, datasets, gathered, dir } = world.agree(Measured::load(config))?;
+    let sums = measure(&model, &gathered.rows, pads.as_ref(), config, &world)?;
     let mut metrics = Metrics::default();
     sums.push_as(&mut metrics, EVAL_METRICS);
     if let Some((name, value)) = metrics.iter().find(|(_, value)| !value.is_finite()) {
@@ -242,6 +248,32 @@ pub fn evaluate(config: &RewardConfig) -> Result<RewardEvaluation> {
     }
     let names: Vec<String> = datasets.iter().map(|dataset| dataset.path().display().to_string()).collect();
     Ok(RewardEvaluation { dataset: names.join(", "), pairs: gathered.rows.len(), metrics, warnings: gathered.warnings })
+}
+
+/// A loaded model and the pairs that [`evaluate`] measures it on.
+struct Measured {
+    model: SequenceClassifier,
+    pads: Option<Pads>,
+    datasets: Vec<Dataset>,
+    gathered: Gathered<Pair>,
+    /// The model's folder.
+    dir: PathBuf,
+}
+
+impl Measured {
+    fn load(config: &RewardConfig) -> Result<Self> {
+        let options = model_options(&config.run)?;
+        let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        let dir = hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
+        // The scores of a new random head mean nothing.
+        let (mut model, tokenizer, pads) = load(config, &dir, None, options)?;
+        model.prepare(false);
+        tokenizer.check_fits(model.config(), &dir)?;
+        let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
+        let datasets = eval.map_or(train, |eval| vec![eval]);
+        let gathered = gather(&datasets, |dataset| read_pairs(dataset, config, &model, &tokenizer, pads.as_ref()))?;
+        Ok(Self { model, pads, datasets, gathered, dir })
+    }
 }
 
 /// The metrics of an evaluation.
@@ -257,8 +289,8 @@ const EVAL_METRICS: [&str; 4] = ["eval_loss", "eval_accuracy", "eval_margin", "e
 struct Ranking<'a> {
     config: &'a RewardConfig,
     model: SequenceClassifier,
-    tokenizer: &'a Tokenizer,
-    pads: Option<&'a Pads>,
+    tokenizer: Tokenizer,
+    pads: Option<Pads>,
     train_pairs: Gathered<Pair>,
     eval_pairs: Vec<Pair>,
 }
@@ -283,7 +315,7 @@ impl Supervised for Ranking<'_> {
     }
 
     fn backward(&self, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
-        let (config, model, pads) = (self.config, &self.model, self.pads);
+        let (config, model, pads) = (self.config, &self.model, self.pads.as_ref());
         let mut pairs: Vec<&Pair> = batch.rows.iter().map(|&row| &self.train_pairs.rows[row]).collect();
         pairs.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
         let per_pair = pairs.len() as f64 / batch.loss_scale;
@@ -291,8 +323,9 @@ impl Supervised for Ranking<'_> {
             None => pair.chosen.len() + pair.rejected.len(),
             Some(_) => 2 * pair.chosen.len().max(pair.rejected.len()),
         };
-        let mut first = 0;
-        for micro_batch in micro_batches(&pairs, config.batches().rows_per_pass(), batch.max_tokens, tokens) {
+        let own = batch.world.own_part(&pairs, tokens);
+        let mut first = own.start as u64;
+        for micro_batch in micro_batches(&pairs[own], config.batches().rows_per_pass(), batch.max_tokens, tokens) {
             let places = first..first + micro_batch.len() as u64;
             first = places.end;
             // The two sides of a pair are separate rows.
@@ -314,8 +347,8 @@ impl Supervised for Ranking<'_> {
         Ok(())
     }
 
-    fn evaluate(&self, metrics: &mut Metrics) -> Result<()> {
-        let sums = measure(&self.model, &self.eval_pairs, self.pads, self.config)?;
+    fn evaluate(&self, world: &World, metrics: &mut Metrics) -> Result<()> {
+        let sums = measure(&self.model, &self.eval_pairs, self.pads.as_ref(), self.config, world)?;
         sums.push_as(metrics, EVAL_METRICS);
         Ok(())
     }
@@ -340,12 +373,21 @@ impl Supervised for Ranking<'_> {
     }
 }
 
-/// Returns the sums of an evaluation on `pairs`.
-fn measure(model: &SequenceClassifier, pairs: &[Pair], pads: Option<&Pads>, config: &RewardConfig) -> Result<Totals> {
+/// Returns the sums of an evaluation on `pairs`, which the ranks divide among them.
+fn measure(
+    model: &SequenceClassifier,
+    pairs: &[Pair],
+    pads: Option<&Pads>,
+    config: &RewardConfig,
+    world: &World,
+) -> Result<Totals> {
     let mut sums = Totals::default();
-    for batch in pairs.chunks(config.per_device_eval_batch_size) {
-        tch::no_grad(|| sums.measure(model, &batch.iter().collect::<Vec<_>>(), pads, config))?;
-    }
+    let own = world.share_by(pairs, |pair| pair.chosen.len() + pair.rejected.len());
+    let passes = own
+        .chunks(config.per_device_eval_batch_size)
+        .try_for_each(|batch| tch::no_grad(|| sums.measure(model, &batch.iter().collect::<Vec<_>>(), pads, config)));
+    world.agree(passes)?;
+    sums.sum_over(world)?;
     Ok(sums)
 }
 
@@ -666,6 +708,11 @@ impl Sums for Totals {
 
     fn watched(&self) -> Vec<String> {
         vec![format!("loss {:.3}", self.loss / self.pairs), format!("accuracy {:.2}", self.correct / self.pairs)]
+    }
+
+    fn numbers(&mut self) -> Vec<&mut f64> {
+        let Self { pairs, loss, correct, margin, reward, grad_norm } = self;
+        vec![pairs, loss, correct, margin, reward, grad_norm]
     }
 }
 

@@ -31,8 +31,26 @@ const COMMAND: &str = "sft";
 /// If an input is not what it should be, or a gradient is not finite; what was trained until then is saved.
 pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     config.check()?;
-    let opening = Opening::new(&config.run, COMMAND, config, &paths_read(config))?;
+    let (world, paths) = (World::of_process(), paths_read(config));
+    let opening = Opening::new(&config.run, COMMAND, config, &paths)?;
     let hub = AskedHub::with(opening.commits()?);
+    hub.download(&world, &paths, || {
+        Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        Folders::find(config).map(drop)
+    })?;
+    let (task, loaded) = world.agree(load_run(config, opening, &hub))?;
+    train(task, loaded, console)
+}
+
+/// Loads model and rows.
+///
+/// # Errors
+/// If an input is not what it should be.
+fn load_run<'a>(
+    config: &'a SftConfig,
+    opening: Opening,
+    hub: &AskedHub,
+) -> Result<(FineTuning<'a>, Loaded<'a, SftConfig>)> {
     // Before gigabytes are downloaded for nothing.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
@@ -63,7 +81,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
     model.shard(&World::of_process(), config.run.dist.zero_stage);
     let packing = format!("{num_rows} rows in {num_blocks} blocks of at most {max_length} tokens");
     let words = Words {
-        model: model_dir.as_deref(),
+        model: model_dir,
         base_model: config.model_name_or_path.as_deref(),
         is_adapter: config.peft.use_peft,
         unit: if config.packing { "blocks" } else { "rows" },
@@ -99,7 +117,7 @@ pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
         warnings,
         words,
     };
-    train(FineTuning { config, model, tokenizer: &tokenizer, train_rows, eval_rows: eval_rows.rows }, loaded, console)
+    Ok((FineTuning { config, model, tokenizer, train_rows, eval_rows: eval_rows.rows }, loaded))
 }
 
 /// Returns the paths that a run reads, as its settings name them.
@@ -110,6 +128,27 @@ fn paths_read(config: &SftConfig) -> Vec<&Path> {
     let datasets = config.data.dataset_name.iter().map(|name| name.as_path());
     let paths = tokenizer.into_iter().chain(datasets).chain(model).chain(others.into_iter().flatten());
     paths.chain(config.chat_template_path.as_deref()).collect()
+}
+
+/// The folders and files of model and tokenizer, in the hub's cache where they are names on the hub.
+struct Folders {
+    /// The model's folder; none for random weights.
+    model: Option<PathBuf>,
+    /// The folder of another tokenizer than the model's.
+    tokenizer: Option<PathBuf>,
+    /// The configuration of a model with random weights.
+    shape: Option<PathBuf>,
+}
+
+impl Folders {
+    fn find(config: &SftConfig) -> Result<Self> {
+        let revision = Some(config.model_revision.as_str());
+        let model = config.model_name_or_path.as_deref().map(|dir| hub::model_dir(dir, revision)).transpose()?;
+        let tokenizer = config.tokenizer_name.as_deref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;
+        let shape = config.config_name.as_deref().filter(|_| model.is_none());
+        let shape = shape.map(|shape| hub::config_file(shape, revision)).transpose()?;
+        Ok(Self { model, tokenizer, shape })
+    }
 }
 
 /// A loaded model with its tokenizer.
@@ -128,9 +167,7 @@ struct Parts {
 /// If a file is missing or not what it should be.
 fn load(config: &SftConfig) -> Result<Parts> {
     let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
-    let revision = Some(config.model_revision.as_str());
-    let model_dir = config.model_name_or_path.as_deref().map(|dir| hub::model_dir(dir, revision)).transpose()?;
-    let own_tokenizer = config.tokenizer_name.as_deref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;
+    let Folders { model: model_dir, tokenizer: own_tokenizer, shape: shape_file } = Folders::find(config)?;
     let mut tokenizer = match (own_tokenizer.as_deref(), model_dir.as_deref()) {
         (Some(dir), _) | (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
         (None, None) => unreachable!("`check` refuses settings without a tokenizer"),
@@ -141,10 +178,6 @@ fn load(config: &SftConfig) -> Result<Parts> {
     let mut files = Inputs::default();
     model_dir.as_deref().map_or(Ok(()), |dir| files.model("model_name_or_path", dir))?;
     own_tokenizer.as_deref().map_or(Ok(()), |dir| files.model("tokenizer_name", dir))?;
-    let shape_file = match (&model_dir, &config.config_name) {
-        (None, Some(shape)) => Some(hub::config_file(shape, revision)?),
-        _ => None,
-    };
     for (name, file) in [("config_name", &shape_file), ("chat_template_path", &config.chat_template_path)] {
         file.as_deref().map_or(Ok(()), |file| files.file(name, file))?;
     }
@@ -191,7 +224,7 @@ fn read_rows(
 struct FineTuning<'a> {
     config: &'a SftConfig,
     model: CausalLm,
-    tokenizer: &'a Tokenizer,
+    tokenizer: Tokenizer,
     /// Blocks of rows.
     train_rows: Gathered<Vec<Demonstration>>,
     eval_rows: Vec<Demonstration>,
@@ -228,8 +261,10 @@ impl Supervised for FineTuning<'_> {
         // Rows of like length share a micro-batch: less padding in attention, the same sum.
         rows.sort_by_key(|row| row.tokens.len());
         let counted = rows.iter().map(|row| row.loss_tokens()).sum::<usize>();
-        let mut row = 0;
-        for micro_batch in micro_batches(&rows, most_rows, most_tokens, |row| row.tokens.len()) {
+        let own = batch.world.own_part(&rows, |row| row.tokens.len());
+        let mut row = own.start as u64;
+        let own = &rows[own];
+        for micro_batch in micro_batches(own, most_rows, most_tokens, |row| row.tokens.len()) {
             let rows = (row..row + micro_batch.len() as u64).collect();
             row += micro_batch.len() as u64;
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
@@ -243,7 +278,7 @@ impl Supervised for FineTuning<'_> {
             })?;
             sums.loss -= total(&found.logprobs, weights.as_ref()).double_value(&[]);
         }
-        sums.tokens += counted as f64;
+        sums.tokens += own.iter().map(|row| row.loss_tokens()).sum::<usize>() as f64;
         Ok(())
     }
 
@@ -252,8 +287,9 @@ impl Supervised for FineTuning<'_> {
         Some(rows.map(|row| row.tokens.len()).sum())
     }
 
-    fn evaluate(&self, metrics: &mut Metrics) -> Result<()> {
-        metrics.push("eval_loss", evaluate(&self.model, &self.eval_rows, self.config.per_device_eval_batch_size)?);
+    fn evaluate(&self, world: &World, metrics: &mut Metrics) -> Result<()> {
+        let batch_size = self.config.per_device_eval_batch_size;
+        metrics.push("eval_loss", evaluate(&self.model, &self.eval_rows, batch_size, world)?);
         Ok(())
     }
 
@@ -337,9 +373,17 @@ fn counted_tokens<'r>(rows: &[&'r Demonstration]) -> (Vec<&'r Vec<i64>>, Vec<Ran
     rows.iter().map(|row| (&row.tokens, row.loss_start..row.tokens.len())).unzip()
 }
 
-/// Returns the mean negative log-likelihood per token in the loss.
-fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Result<f64> {
+/// Returns the mean negative log-likelihood per token in the loss, over the rows of all ranks.
+fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize, world: &World) -> Result<f64> {
     let counted: usize = rows.iter().map(Demonstration::loss_tokens).sum();
+    let own = world.share_by(rows, |row| row.tokens.len());
+    let mut loss = [world.agree(negative_log_likelihood(model, own, batch_size))?];
+    world.sum_numbers(&mut loss)?;
+    Ok(loss[0] / counted as f64)
+}
+
+/// Returns the sum of the negative log-likelihoods of the rows' tokens in the loss.
+fn negative_log_likelihood(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Result<f64> {
     let mut loss = 0.0;
     for batch in rows.chunks(batch_size) {
         let batch = batch.iter().collect::<Vec<_>>();
@@ -347,7 +391,7 @@ fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize) -> Resu
         let found = tch::no_grad(|| model.token_logprobs(&sequences, &spans, 1.0, false))?;
         loss -= total(&found.logprobs, weights(&batch, model.device()).as_ref()).double_value(&[]);
     }
-    Ok(loss / counted as f64)
+    Ok(loss)
 }
 
 /// Cuts rows at their end and drops those without a token in the loss. Returns the others, with warnings.
@@ -409,6 +453,10 @@ impl Sums for Totals {
 
     fn watched(&self) -> Vec<String> {
         vec![format!("loss {:.3}", self.loss / self.tokens)]
+    }
+
+    fn numbers(&mut self) -> Vec<&mut f64> {
+        vec![&mut self.loss, &mut self.tokens, &mut self.grad_norm, &mut self.updates]
     }
 }
 

@@ -21,7 +21,7 @@ use crate::{Error, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tch::Device;
 
@@ -39,7 +39,7 @@ pub(super) trait Supervised {
     /// Activation bytes per token, with gradient checkpointing or without.
     fn activation_bytes(&self, gradient_checkpointing: bool) -> usize;
 
-    /// Forward and backward passes over the rows of an update; accumulates gradients and adds to the sums.
+    /// Forward and backward passes over this rank's part of the rows of an update; accumulates gradients and adds to the sums.
     ///
     /// # Errors
     /// If the model refuses a row.
@@ -50,11 +50,11 @@ pub(super) trait Supervised {
         None
     }
 
-    /// Adds the metrics of the held-out rows, if there are any.
+    /// Adds the metrics of the held-out rows, which the ranks divide among them, if there are any.
     ///
     /// # Errors
-    /// If the model refuses a row.
-    fn evaluate(&self, metrics: &mut Metrics) -> Result<()>;
+    /// If the model refuses a row, on any rank.
+    fn evaluate(&self, world: &World, metrics: &mut Metrics) -> Result<()>;
 
     /// Returns whether there are held-out rows.
     fn has_eval_rows(&self) -> bool;
@@ -91,9 +91,23 @@ pub(super) trait Sums: Default + Serialize + DeserializeOwned {
 
     /// Returns the numbers for the progress bar.
     fn watched(&self) -> Vec<String>;
+
+    /// Returns all sums.
+    fn numbers(&mut self) -> Vec<&mut f64>;
+
+    /// Replaces each sum by its sum over all ranks.
+    ///
+    /// # Errors
+    /// If a rank has ended or does not respond.
+    fn sum_over(&mut self, world: &World) -> Result<()> {
+        let mut numbers: Vec<f64> = self.numbers().iter().map(|number| **number).collect();
+        world.sum_numbers(&mut numbers)?;
+        self.numbers().into_iter().zip(numbers).for_each(|(number, sum)| *number = sum);
+        Ok(())
+    }
 }
 
-/// The rows of one update.
+/// The rows of one update, the same on all ranks.
 pub(super) struct UpdateRows<'a> {
     /// Their places in the data.
     pub(super) rows: &'a [usize],
@@ -103,8 +117,8 @@ pub(super) struct UpdateRows<'a> {
     pub(super) loss_scale: f64,
     /// Most tokens of a micro-batch.
     pub(super) max_tokens: usize,
-    /// The ranks that share the update: losses are divided by their common counts.
-    #[allow(dead_code, reason = "the rows are not divided yet")]
+    /// The ranks that divide the rows among them: each has a part of about as many tokens. Losses are divided by the counts of
+    /// all rows.
     pub(super) world: &'a World,
 }
 
@@ -128,7 +142,7 @@ pub(super) struct Loaded<'a, C> {
 /// The words of a run: its title, its model card, its end.
 pub(super) struct Words<'a> {
     /// The model's folder; none for random weights.
-    pub(super) model: Option<&'a Path>,
+    pub(super) model: Option<PathBuf>,
     /// The model as the settings name it.
     pub(super) base_model: Option<&'a Path>,
     pub(super) is_adapter: bool,
@@ -153,7 +167,9 @@ pub(super) struct Words<'a> {
 pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>, console: Console) -> Result<()> {
     let Loaded { opening, spec, optimizer, schedule, cursor, num_rows, commits, inputs, warnings, words } = loaded;
     let limit = MicroBatchSettings::from(spec.run);
+    let world = World::of_process();
     let max_tokens = limit.max_tokens(task.device(), task.params(), |on| task.activation_bytes(on));
+    let max_tokens = world.min_count(max_tokens)?;
     let mut taken = cursor.clone();
     let mut run = Run {
         progress: Progress::new(spec.eval),
@@ -165,7 +181,7 @@ pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>,
         tokens_seen: task.num_tokens(&[]),
         trained: trained_share(task.params()),
         task,
-        world: World::of_process(),
+        world,
         spec: &spec,
         schedule,
         num_rows,
@@ -174,7 +190,7 @@ pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>,
         words: &words,
     };
     let mut session = Session::begin(&mut run, Some(opening), &spec, warnings, console)?;
-    run.write_bases()?;
+    session.write_bases(&mut run)?;
     for _ in 0..run.progress.done {
         run.count_tokens(&taken.take(spec.batch_size));
     }
@@ -221,7 +237,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
             let mut metrics = Metrics::default();
             metrics.push("step", 0.0);
             metrics.push("epoch", 0.0);
-            self.task.evaluate(&mut metrics)?;
+            self.task.evaluate(&self.world, &mut metrics)?;
             session.emit(&Event::Update { step: 0, metrics: &metrics })?;
         }
         let mut began = Instant::now();
@@ -238,7 +254,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
                 let last = stopping || step == self.spec.num_updates;
                 if (due.evaluation || last) && self.task.has_eval_rows() {
                     session.console().phase("evaluating");
-                    self.task.evaluate(&mut metrics)?;
+                    self.task.evaluate(&self.world, &mut metrics)?;
                 }
                 session.emit(&Event::Update { step, metrics: &metrics })?;
                 line = Some(metrics);
@@ -261,10 +277,16 @@ impl<T: Supervised, C> Run<'_, T, C> {
         let loss_scale = self.scaler.as_ref().map_or(1.0, LossScaler::scale);
         let (update, max_tokens) = (done as u64, self.max_tokens);
         let batch = UpdateRows { rows: &rows, update, loss_scale, max_tokens, world: &self.world };
-        self.task.backward(&batch, &mut self.sums)?;
+        // The sums so far are the same on all ranks, and are added once.
+        if !self.world.is_main() {
+            self.sums = T::Sums::default();
+        }
+        self.world.agree(self.task.backward(&batch, &mut self.sums))?;
+        self.sums.sum_over(&self.world)?;
         let (peak, schedule) = self.schedule;
         let lr = learning_rate(peak, schedule, done, self.spec.num_updates);
-        let grad_norm = self.step(lr)?;
+        let stepped = self.step(lr);
+        let grad_norm = self.world.agree(stepped)?;
         self.sums.add_step(grad_norm);
         self.count_tokens(&rows);
         Ok(lr)
@@ -323,7 +345,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
         facts.push(("trained parameters", self.trained.clone()));
         let limit = MicroBatchSettings::from(spec.run);
         facts.push(("micro-batches", limit.describe(self.max_tokens, |on| self.task.activation_bytes(on))));
-        let from = words.model.map_or("random weights".into(), |dir| dir.display().to_string());
+        let from = words.model.as_ref().map_or("random weights".into(), |dir| dir.display().to_string());
         console.title(&format!("rlhf {}: {from} into {}", spec.command, spec.run.output_dir.display()), &facts);
         words.notes.iter().for_each(|note| console.note(note));
     }
@@ -368,6 +390,10 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         self.optimizer.steps() + self.scaler.as_ref().map_or(0, LossScaler::overflows) as i64
     }
 
+    fn bit_sums(&self) -> Vec<(String, i64)> {
+        self.optimizer.bit_sums()
+    }
+
     fn write_models(&self, dir: &Path) -> Result<()> {
         self.task.write(dir)?;
         Shards::end_serving(&[self.task.shards()])
@@ -386,6 +412,10 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         Shards::serve(&[self.task.shards()])
     }
 
+    fn end_sharing(&self) -> Result<()> {
+        Shards::end_serving(&[self.task.shards()])
+    }
+
     fn is_sharded(&self) -> bool {
         let divided = self.task.shards().stage().is_some_and(ZeroStage::shards_optimizer);
         self.world.size() > 1 && divided
@@ -398,7 +428,10 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     fn save_final(&self, dir: &Path) -> Result<()> {
         let (spec, words) = (self.spec, self.words);
         let facts = [
-            ("started from", words.model.map_or("random weights".into(), |dir| format!("`{}`", dir.display()))),
+            (
+                "started from",
+                words.model.as_ref().map_or("random weights".into(), |dir| format!("`{}`", dir.display())),
+            ),
             ("data", words.data.clone()),
             ("tokenizer", words.tokenizer.clone()),
             ("trained parameters", self.trained.clone()),

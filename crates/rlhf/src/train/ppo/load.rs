@@ -69,7 +69,8 @@ impl PpoTrainer {
 
     /// [`PpoTrainer::new`] for checked settings.
     fn of_parts(config: &PpoConfig, mut parts: PpoParts) -> Result<Self> {
-        let Ends { stop, stop_strings } = parts.prepare(config)?;
+        let prepared = parts.prepare(config);
+        let Ends { stop, stop_strings } = parts.learner.world.agree(prepared)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts } = parts;
         let first = |prompts: &[Prompt], rows| prompts.iter().take(rows).cloned().collect::<Vec<_>>();
         let plan = config.plan_for(prompts.len())?;
@@ -80,7 +81,8 @@ impl PpoTrainer {
         if let (Some(texts), Some(name)) = (&learner.unsupervised, &config.unsupervised.unsupervised_dataset_name) {
             inputs.values("unsupervised_dataset_name", &name.display().to_string(), texts.blocks());
         }
-        let mut rewards = rewards;
+        let (mut learner, mut rewards) = (learner, rewards);
+        learner.micro_batch_tokens = learner.world.min_count(learner.micro_batch_tokens)?;
         rewards.set_world(&learner.world);
         Ok(Self {
             kl_controller: KlController::new(&config.kl, plan.num_total_batches),
@@ -186,11 +188,24 @@ pub(crate) struct Loaded {
 
 impl Loaded {
     /// Loads the parts that checked settings name; `more` are the caller's rewards.
+    ///
+    /// # Errors
+    /// If one cannot be loaded, on any rank.
     pub(crate) fn from_config(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
+        let (world, asked) = (World::of_process(), AskedHub::with(commits));
+        let rewards = specs(config);
+        let rewards = rewards.iter().flatten().filter_map(Spec::model_path);
+        asked.download(&world, &paths_read(config, rewards), || {
+            Sources::find(&config.data, None)?;
+            Folders::find(config, true, &mut Inputs::default()).map(drop)
+        })?;
+        world.agree(Self::load(config, more, &asked))
+    }
+
+    fn load(config: &PpoConfig, more: Rewards, asked: &AskedHub) -> Result<Self> {
         // Each tensor as its file has it, computed in the policy's precision: widening a weight loses nothing, so the reference
         // gives exactly the numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
         let frozen = model_options(&config.run)?;
-        let asked = AskedHub::with(commits);
         // Before gigabytes are downloaded in vain.
         let sources = Sources::find(&config.data, None)?;
         check_held_out(&config.eval, &sources, &config.data)?;
@@ -408,12 +423,18 @@ fn check_cuts(config: &PpoConfig, rewards: &Rewards, notes: &[String], prompts: 
 /// # Errors
 /// If the run may not write there, or cannot resume.
 pub(super) fn open(config: &PpoConfig) -> Result<Opening> {
-    let optional = [config.value_model_path.as_deref(), config.model_name_or_path.as_deref()];
     let rewards = specs(config)?;
-    let mut inputs: Vec<&Path> = vec![&config.sft_model_path];
-    inputs.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
-    inputs.extend(optional.into_iter().flatten().chain(rewards.iter().filter_map(Spec::model_path)));
+    let inputs = paths_read(config, rewards.iter().filter_map(Spec::model_path));
     Opening::new(&config.run, COMMAND, config, &inputs)
+}
+
+/// Returns the paths that a run reads, as its settings name them, with those of its `rewards`.
+fn paths_read<'p>(config: &'p PpoConfig, rewards: impl Iterator<Item = &'p Path>) -> Vec<&'p Path> {
+    let optional = [config.value_model_path.as_deref(), config.model_name_or_path.as_deref()];
+    let mut paths: Vec<&Path> = vec![&config.sft_model_path];
+    paths.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
+    paths.extend(optional.into_iter().flatten().chain(rewards));
+    paths
 }
 
 /// Refuses a run that has no reward.

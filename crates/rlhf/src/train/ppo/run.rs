@@ -5,6 +5,7 @@ use super::load::open;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, VALUE_MODEL};
 use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::model::BASE_MODEL;
+use crate::optim::AdamW;
 use crate::optim::micro_batch::MicroBatchSettings;
 use crate::rl::checks::Checks;
 use crate::rl::ema::EMA;
@@ -300,6 +301,11 @@ impl Trainee for PpoTrainer {
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
         state.extend(self.own().map(|own| ("own".into(), own.into())));
         state
+    }
+
+    fn bit_sums(&self) -> Vec<(String, i64)> {
+        let value = self.learner.value_optimizer.iter().flat_map(AdamW::bit_sums);
+        self.learner.policy_optimizer.bit_sums().into_iter().chain(value).collect()
     }
 
     fn load(&mut self, saved: &Saved) -> Result<()> {
