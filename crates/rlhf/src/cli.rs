@@ -9,6 +9,7 @@ mod commands;
 mod config_file;
 mod deepspeed_chat;
 mod errors;
+mod foreign;
 pub(crate) mod generate;
 mod help;
 mod keys;
@@ -19,6 +20,7 @@ mod pipeline;
 mod rows;
 pub(crate) mod score;
 mod setting;
+mod sharding;
 #[cfg(test)]
 mod testing;
 mod trl;

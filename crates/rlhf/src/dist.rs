@@ -18,6 +18,7 @@ pub use settings::{DistConfig, PpoDistConfig, ZeroStage};
 use crate::{Error, Result};
 use failure::{Agreed, Failure, Fault};
 use launch::Launch;
+use std::cell::Cell;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -79,10 +80,23 @@ pub struct Times {
 /// The world of this process, once it has joined one.
 static OF_PROCESS: OnceLock<World> = OnceLock::new();
 
+thread_local! {
+    /// The number of ranks that [`as_ranks`] sets.
+    static SUPPOSED: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// Calls `f`, during which [`num_ranks`] is `size` on this thread: a launcher checks the settings of the ranks that it will start.
+pub fn as_ranks<T>(size: usize, f: impl FnOnce() -> T) -> T {
+    let before = SUPPOSED.replace(Some(size));
+    let result = f();
+    SUPPOSED.set(before);
+    result
+}
+
 /// Returns the number of ranks of the run: those that this process has joined, and before that those that its launcher started.
 pub fn num_ranks() -> usize {
-    match OF_PROCESS.get() {
-        Some(world) => world.size(),
+    match SUPPOSED.get().or(OF_PROCESS.get().map(World::size)) {
+        Some(size) => size,
         // An environment that contradicts itself is refused where the ranks meet.
         None => Launch::from_env().ok().flatten().map_or(1, |launch| launch.size),
     }

@@ -592,7 +592,7 @@ fn a_file_may_name_the_preset_and_use_trls_names_and_a_flag_wins_over_both() {
     scratch.write("twice.yaml", "kl_coef: 0.1\ninit_kl_coef: 0.2\n");
     scratch.refuses(&format!("{LEGACY} --output_dir other --config twice.yaml"), 2, &["init_kl_coef", "is set twice"]);
     scratch.write("refused.yaml", "preset: trl-legacy\nworld_size: 2\n");
-    let refused = ["refused.yaml:2: world_size = 2: there is one process; expected none or 1"];
+    let refused = ["refused.yaml:2: world_size = 2: the number of ranks is the launcher's; expected none or 1"];
     scratch.refuses(&format!("{LEGACY} --output_dir other --config refused.yaml"), 2, &refused);
 }
 
@@ -600,7 +600,7 @@ fn a_file_may_name_the_preset_and_use_trls_names_and_a_flag_wins_over_both() {
 fn settings_that_have_no_place_are_refused_by_the_command_with_the_reason() {
     let scratch = Scratch::of_family("gpt2");
     for (flags, words) in [
-        ("--world_size 8", "world_size = 8: there is one process; expected none or 1"),
+        ("--world_size 8", "world_size = 8: the number of ranks is the launcher's; expected none or 1"),
         ("--forward_batch_size 4", "forward_batch_size = 4: it is mini_batch_size under its older name"),
         ("--num_mini_batches 2 --batch_size 4", "num_mini_batches = 2 has no effect with preset = trl-legacy"),
         (

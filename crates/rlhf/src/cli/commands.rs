@@ -258,7 +258,7 @@ mod tests {
         );
         assert_eq!(
             flags("launch"),
-            sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port help")
+            sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")
         );
     }
 

@@ -29,13 +29,13 @@ use To::{Only, Ours, Passed, Together};
 
 const OFF: &[&str] = &["false"];
 const ENGINE: &str = "generation here has a cache of its own and needs no second engine";
-const ONE_PROCESS: &str = "it shards models over DeepSpeed's processes, and this is one process";
+const NO_SPLIT: &str = "each rank generates by itself: no layer is split over ranks";
 const OFFLOAD: &str =
-    "it moves weights between GPU and CPU in DeepSpeed; --dtype bfloat16 halves the memory of frozen models here";
+    "frozen weights stay on their device; --dtype bfloat16 halves their memory, and zero_stage = 3 shards them";
 const DROPOUT: &str = "a model's own dropout is not applied here, as ratios must start at 1";
 
 /// The flags, whether they may stand alone, and their treatment.
-const FLAGS: [(&str, bool, To); 42] = [
+const FLAGS: [(&str, bool, To); 40] = [
     ("data_path", false, Ours("dataset_name")),
     ("data_output_path", false, Passed),
     ("preprocessing_num_workers", false, Passed),
@@ -67,19 +67,17 @@ const FLAGS: [(&str, bool, To); 42] = [
     ("critic_lora_learning_rate", false, Together),
     ("only_optimize_lora", true, Together),
     ("enable_mixed_precision_lora", true, Only(OFF, "--dtype sets the dtype of the frozen weights")),
-    ("deepspeed", true, Passed),
-    ("deepspeed_config", false, Only(&["none"], "there is no DeepSpeed here")),
     ("enable_hybrid_engine", true, Only(OFF, ENGINE)),
     ("unpin_actor_parameters", true, Only(OFF, ENGINE)),
     ("release_inference_cache", true, Only(OFF, ENGINE)),
-    ("inference_tp_size", false, Only(&["1"], ONE_PROCESS)),
-    ("tp_gather_partition_size", false, Only(&["8"], ONE_PROCESS)),
-    ("offload", true, Only(OFF, OFFLOAD)),
+    ("inference_tp_size", false, Only(&["1"], NO_SPLIT)),
+    ("tp_gather_partition_size", false, Only(&["8"], NO_SPLIT)),
+    ("offload", true, Ours("offload_optimizer")),
     ("offload_reference_model", true, Only(OFF, OFFLOAD)),
     ("offload_reward_model", true, Only(OFF, OFFLOAD)),
     ("actor_gradient_checkpointing", true, Ours("gradient_checkpointing")),
     ("critic_gradient_checkpointing", true, Ours("gradient_checkpointing")),
-    ("local_rank", false, Only(&["-1", "0"], ONE_PROCESS)),
+    ("local_rank", false, Passed),
     ("enable_tensorboard", true, Together),
     ("tensorboard_path", false, Passed),
 ];
@@ -353,7 +351,8 @@ mod tests {
                 "--enable_hybrid_engine",
                 "enable_hybrid_engine = true: generation here has a cache of its own and needs no",
             ),
-            ("--offload", "offload = true: it moves weights between GPU and CPU"),
+            ("--offload", "offload_optimizer = true needs zero_stage of 1 or more: set zero_stage = 1"),
+            ("--offload_reference_model", "offload_reference_model = true: frozen weights stay on their device"),
             ("--actor_dropout 0.1", "actor_dropout = 0.1: a model's own dropout is not applied here"),
             ("--actor_lora_dim 8", "actor_lora_dim = 8 without only_optimize_lora = true trains embeddings"),
             ("--critic_lora_dim x", "critic_lora_dim = x: expected a whole number"),
@@ -369,7 +368,10 @@ mod tests {
             ppo_error(&["--max_answer_seq_len", "2"]),
             "max_answer_seq_len is a flag of --preset deepspeed-chat; with other presets use response_length"
         );
-        assert_eq!(ppo_error(&["--offload"]), "offload is a flag of --preset deepspeed-chat only");
+        assert_eq!(
+            ppo_error(&["--offload"]),
+            "offload is a flag of --preset deepspeed-chat; with other presets use offload_optimizer"
+        );
     }
 
     #[test]

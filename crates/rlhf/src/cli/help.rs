@@ -109,15 +109,20 @@ const COMMON: [(&str, &[&str], &[&str]); 9] = [
         &["tokenizer_name", "reward", "dataset_name", "output_file", "batch_size", "config"],
     ),
     ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
-    ("launch", &[], &["nproc_per_node", "max_restarts", "nnodes", "node_rank", "master_addr", "master_port"]),
+    (
+        "launch",
+        &[],
+        &["nproc_per_node", "max_restarts", "nnodes", "node_rank", "master_addr", "master_port", "config_file"],
+    ),
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 43] = [
+const WORDS: [(&str, &str); 44] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
     ("config", "YAML file of settings, by flag name"),
+    ("config_file", "configuration of accelerate"),
     ("dataset_name", "dataset: file, folder or hub name"),
     ("do_sample", "false: greedy decoding"),
     ("eval_steps", "evaluate every N updates"),

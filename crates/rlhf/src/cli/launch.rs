@@ -9,6 +9,7 @@ use std::path::Path;
 
 use clap::{Command, FromArgMatches};
 use rlhf::device::{Device, count_gpus};
+use rlhf::dist::as_ranks;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{LaunchFlags, Resume, RunConfig};
 use rlhf::terminal::{Colour, Stream};
@@ -16,8 +17,9 @@ use rlhf::{Error, Result};
 
 pub(crate) use self::ranks::end_with_launcher;
 use self::ranks::{End, Ranks, Start, events};
-use super::args::{normalise, parse_flags};
+use super::args::{normalise, on_line, parse_flags};
 use super::errors::Messages;
+use super::foreign::{self, LaunchFile};
 use super::{Parsed, Stop, Task};
 
 /// The name of the command.
@@ -25,6 +27,9 @@ pub(super) const LAUNCH: &str = "launch";
 
 /// The commands that `rlhf launch` starts.
 const COMMANDS: [&str; 7] = ["sft", "reward", "ppo", "pipeline", "generate", "logprobs", "score"];
+
+/// The commands among them with settings of sharding and precision.
+const TRAINING: [&str; 3] = ["sft", "reward", "ppo"];
 
 /// The exit code of a usage error, after which a restart would fail again.
 const USAGE: u8 = 2;
@@ -47,23 +52,50 @@ pub(crate) struct LaunchTask {
 /// # Errors
 /// As [`super::parse`].
 pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop> {
-    let (flags, command) = split(args);
+    let (flags, mut command) = split(args);
     let mut flags = normalise(flags, rlhf);
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;
     let (_, matches) = matches.subcommand().expect("it is launch");
-    let flags = LaunchFlags::from_arg_matches(matches)?;
+    let mut flags = LaunchFlags::from_arg_matches(matches)?;
+    if let Some(path) = flags.config_file.clone() {
+        fill(&mut flags, foreign::launch(&path)?, |name| on_line(matches, name));
+        if command.first().is_some_and(|name| TRAINING.iter().any(|training| name == training)) {
+            command.splice(1..1, ["--accelerate_config".into(), path.into_os_string()]);
+        }
+    }
     messages.refusals.add(flags.check())?;
     messages.refusals.end()?;
     check_command(command.first())?;
     let program = OsString::from("rlhf");
-    let Parsed { task, .. } = super::parse([program].into_iter().chain(command.iter().cloned()))?;
+    let ranks = flags.local_ranks().unwrap_or_else(|| count_gpus().max(1)).saturating_mul(flags.nnodes);
+    let words = [program].into_iter().chain(command.iter().cloned());
+    let Parsed { task, .. } = as_ranks(ranks, || super::parse(words))?;
     let local_ranks = flags.local_ranks().unwrap_or_else(|| match device(&task) {
         Device::Cpu => 1,
         _ => count_gpus().max(1),
     });
     let task = Task::Launch(LaunchTask { flags, local_ranks, command, task: Box::new(task) });
     Ok(Parsed { task, notes: Vec::new() })
+}
+
+/// Sets the flags that are not on the command line as accelerate's file has them.
+fn fill(flags: &mut LaunchFlags, file: LaunchFile, is_given: impl Fn(&str) -> bool) {
+    if !is_given("nnodes") {
+        flags.nnodes = file.num_machines.unwrap_or(flags.nnodes);
+    }
+    if !is_given("node_rank") {
+        flags.node_rank = file.machine_rank.unwrap_or(flags.node_rank);
+    }
+    if !is_given("nproc_per_node") && !is_given("num_processes") {
+        flags.num_processes = file.num_processes;
+    }
+    if !is_given("master_addr") {
+        flags.master_addr = file.main_process_ip.unwrap_or_else(|| flags.master_addr.clone());
+    }
+    if !is_given("master_port") {
+        flags.master_port = file.main_process_port.map(usize::from).or(flags.master_port);
+    }
 }
 
 /// Divides the words into `rlhf launch FLAGS` and the command with its arguments.
@@ -204,6 +236,7 @@ fn device(task: &Task) -> Device {
 mod tests {
     use super::*;
     use crate::cli::testing::{PPO, parse_words};
+    use rlhf::settings::ZeroStage;
 
     fn launched(flags: &[&str], command: &[&str]) -> LaunchTask {
         match parse_words(&[&["launch"], flags, command].concat()).unwrap() {
@@ -263,6 +296,43 @@ mod tests {
         }
         let help = parse_words(&["launch", "--nproc_per_node", "2", "ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo"), "{help}");
+    }
+
+    #[test]
+    fn a_configuration_of_accelerate_sets_the_ranks_and_the_flags_win() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("acc.yaml");
+        let file = path.to_str().unwrap();
+        let text = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 8\nnum_machines: 2\n\
+                    machine_rank: 1\nmain_process_ip: n0\nmain_process_port: 1234\nmixed_precision: bf16\n\
+                    deepspeed_config:\n  zero_stage: 2\n";
+        std::fs::write(&path, text).unwrap();
+        let task = launched(&["--config_file", file], &PPO);
+        let LaunchFlags { nnodes, node_rank, ref master_addr, .. } = task.flags;
+        assert_eq!((task.local_ranks, nnodes, node_rank, master_addr.as_str()), (4, 2, 1, "n0"));
+        assert_eq!(
+            (task.flags.port(), &task.command[1..3]),
+            (Some(1234), &["--accelerate_config", file].map(OsString::from)[..])
+        );
+        let Task::Ppo(config) = *task.task else { panic!() };
+        assert_eq!((config.run.dist.zero_stage, config.run.bf16), (ZeroStage::Stage2, true));
+        let task =
+            launched(&["--config_file", file, "--nproc_per_node", "3", "--nnodes", "1", "--node_rank", "0"], &PPO);
+        assert_eq!((task.local_ranks, task.flags.nnodes), (3, 1));
+        let generate = ["generate", "--model_name_or_path", "m", "a prompt"];
+        assert_eq!(launched(&["--config_file", file], &generate).command, generate.map(OsString::from));
+        std::fs::write(&path, "num_processes: many\n").unwrap();
+        let error = parse_words(&[&["launch", "--config_file", file], &PPO[..]].concat()).unwrap_err();
+        assert_eq!(error, format!("{file}: `num_processes`: expected a whole number up to 1048576, found `many`"));
+    }
+
+    #[test]
+    fn sizes_are_checked_for_the_ranks_that_will_start() {
+        let line = ["ppo", "--per_device_train_batch_size", "1", "--num_mini_batches", "4"];
+        let words = [&line[..], &PPO[1..]].concat();
+        launched(&["--nproc_per_node", "4"], &words);
+        let error = parse_words(&[&["launch", "--nproc_per_node", "3"], &words[..]].concat()).unwrap_err();
+        assert!(error.contains("* ranks = 1 * 1 * 3 = 3 is not a multiple of num_mini_batches = 4"), "{error}");
     }
 
     #[test]

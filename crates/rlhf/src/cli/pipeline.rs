@@ -405,7 +405,10 @@ mod tests {
         let twice = pipeline("  kl_coef: 0.1\n  init_kl_coef: 0.2\n").unwrap_err();
         assert!(twice.starts_with("run.yaml:7: `ppo.init_kl_coef` is set twice"), "{twice}");
         let refused = pipeline("  world_size: 2\n").unwrap_err();
-        assert!(refused.starts_with("run.yaml:6: ppo: world_size = 2: there is one process"), "{refused}");
+        assert!(
+            refused.starts_with("run.yaml:6: ppo: world_size = 2: the number of ranks is the launcher's"),
+            "{refused}"
+        );
     }
 
     #[test]

@@ -11,6 +11,7 @@ use rlhf::flag::Refusals;
 
 use super::errors::Messages;
 use super::setting::Setting;
+use super::sharding::{Layers, Word};
 
 /// Treatment of a flag.
 #[derive(Debug, Clone, Copy)]
@@ -38,7 +39,7 @@ const ZERO: &[&str] = &["none", "0", "0.0"];
 const BY_DIR: &str = "a run is identified by its output_dir";
 const METRICS: &str = "metrics go to output_dir, by logging_steps and report_to";
 const ONE_READER: &str = "rows are read, and padded, as the run needs them";
-const ONE_PROCESS: &str = "there is one process";
+const RANKS: &str = "losses, gradients and rows are those of all ranks in any case";
 const SPEED: &str = "it changes memory and speed only";
 const WHOLE: &str = "checkpoints are always complete, and a stopped run saves one";
 const COMMAND: &str = "the command decides what is done";
@@ -94,7 +95,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         ],
     ),
     (
-        Noted(ONE_PROCESS),
+        Noted(RANKS),
         TRAIN,
         &[
             "average_tokens_across_devices",
@@ -219,10 +220,15 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(UNSET, "columns are found by their names"), TRAIN, &["label_names"]),
     (Only(&["none", "random"], "rows are drawn in a random order"), TRAIN, &["train_sampling_strategy"]),
     (Only(OFF, "rows are drawn in a random order"), TRAIN, &["group_by_length"]),
-    (Only(&["none", "", "false"], ONE_PROCESS), TRAIN, &["parallelism_config", "fsdp", "deepspeed"]),
-    (Only(&["none", "-1", "0"], ONE_PROCESS), TRAIN, &["local_rank"]),
-    (Only(&["none", "1"], ONE_PROCESS), PPO, &["world_size"]),
-    (Only(UNSET, ONE_PROCESS), PPO, &["accelerator_kwargs"]),
+    (
+        Only(&["none", "", "false"], "ranks share the work by rows, and memory by zero_stage"),
+        TRAIN,
+        &["parallelism_config"],
+    ),
+    (Together, TRAIN, &["fsdp", "deepspeed", "deepspeed_config", "accelerate_config"]),
+    (Noted("ranks are those of the launcher's environment"), TRAIN, &["local_rank"]),
+    (Only(&["none", "1"], "the number of ranks is the launcher's"), PPO, &["world_size"]),
+    (Only(UNSET, "there is no accelerate beneath this program"), PPO, &["accelerator_kwargs"]),
     (Only(&["none", "-1"], "outputs of earlier passes are not kept"), TRAIN, &["past_index"]),
     (Only(&["none", "true"], "weights are written as safetensors"), TRAIN, &["save_safetensors"]),
     (Only(OFF, "device selects where to compute"), TRAIN, &["use_mps_device"]),
@@ -372,6 +378,7 @@ pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages
     flags.note_or_refuse(&given, messages);
     flags.translate_strategies(&given, settings, &mut messages.refusals);
     flags.translate_use_cpu(&given, settings, &mut messages.refusals);
+    flags.translate_sharding(&given, settings, messages);
 }
 
 fn in_file<'s>(settings: &'s [Setting], key: &str) -> Option<&'s String> {
@@ -405,11 +412,7 @@ impl Flags<'_> {
 
     /// Refuses `given`, with its line of the file.
     fn refuse(&self, given: &Given, message: String, refusals: &mut Refusals) {
-        let placed = match self.path {
-            Some(path) if given.line > 0 => format!("{}:{}: {message}", path.display(), given.line),
-            _ => message,
-        };
-        refusals.refuse(placed, [given.flag]);
+        refusals.refuse(format!("{}{message}", self.place(given)), [given.flag]);
     }
 
     /// Notes the flags without an effect, by reason, and refuses those whose value is not supported.
@@ -481,6 +484,26 @@ impl Flags<'_> {
                 other => format!("{strategy} = {other}: {STRATEGY}"),
             };
             self.refuse(given, message, refusals);
+        }
+    }
+
+    /// Sets what `fsdp` and the files of DeepSpeed and accelerate set.
+    fn translate_sharding(&self, given: &[Given], settings: &mut Vec<Setting>, messages: &mut Messages) {
+        let values: Vec<(&Given, String)> = given.iter().map(|given| (given, given.values.join(" "))).collect();
+        let words = |flags: &[&str]| -> Vec<Word<'_>> {
+            let theirs = values.iter().filter(|(given, _)| flags.contains(&given.flag));
+            theirs.map(|(given, value)| Word { flag: given.flag, value, place: self.place(given) }).collect()
+        };
+        let mut layers = Layers { command: self.command, flags: self.flags, settings, messages };
+        layers.translate_files(&words(&["deepspeed", "deepspeed_config", "accelerate_config"]));
+        words(&["fsdp"]).iter().for_each(|word| layers.translate_fsdp(word));
+    }
+
+    /// Returns the start of an error about `given`: its line of the file.
+    fn place(&self, given: &Given) -> String {
+        match self.path {
+            Some(path) if given.line > 0 => format!("{}:{}: ", path.display(), given.line),
+            _ => String::new(),
         }
     }
 
@@ -707,7 +730,7 @@ mod tests {
         let error = with_file(&text, &["ppo"]).unwrap_err();
         let expected = [
             "run.yaml:24: `lam`: expected a number, found `high`",
-            "run.yaml:32: world_size = 8: there is one process; expected none or 1",
+            "run.yaml:32: world_size = 8: the number of ranks is the launcher's; expected none or 1",
             "run.yaml:29: forward_batch_size = 4: it is mini_batch_size under its older name; expected none",
             "run.yaml:46: is_encoder_decoder = true: models are decoders; expected none or false",
             "gamma = 2: expected a number from 0 to 1",

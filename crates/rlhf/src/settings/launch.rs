@@ -1,5 +1,7 @@
 //! Flags of `rlhf launch`, before the command that it starts.
 
+use std::path::PathBuf;
+
 use clap::Args;
 
 use crate::Result;
@@ -32,6 +34,10 @@ pub struct LaunchFlags {
     /// TCP port on machine 0 [default: a free one; 29500 with several machines].
     #[arg(long, alias = "main_process_port", help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
     pub master_port: std::option::Option<usize>,
+    /// Configuration of `accelerate launch`: a YAML file with the ranks, and settings of sharding and precision for a training command.
+    /// A flag wins over the file's ranks.
+    #[arg(long, help_heading = RUN, default_value = NONE, value_name = "FILE", value_parser = optional::<PathBuf>)]
+    pub config_file: std::option::Option<PathBuf>,
     /// Number of ranks on all machines, as `accelerate launch` counts them.
     #[arg(long, hide = true, help_heading = RUN, default_value = NONE, value_name = usize::NAME, value_parser = optional::<usize>)]
     pub num_processes: std::option::Option<usize>,

@@ -72,7 +72,8 @@ pub fn refused(flag: &str) -> Option<&'static str> {
         "tracker_kwargs" | "project_kwargs" => {
             "metrics go to output_dir, and with report_to = tensorboard to event files there"
         }
-        "accelerator_kwargs" | "world_size" => "there is one process, and no accelerate beneath it",
+        "accelerator_kwargs" => "there is no accelerate beneath this program",
+        "world_size" => "the number of ranks is the launcher's",
         "global_batch_size" | "global_backward_batch_size" | "backward_batch_size" => {
             "it follows from batch_size, mini_batch_size and gradient_accumulation_steps"
         }
