@@ -6,6 +6,7 @@ mod cli;
 mod commands;
 mod data;
 mod deepspeed_chat;
+mod distributed;
 mod examples;
 mod formats;
 mod fp16;
