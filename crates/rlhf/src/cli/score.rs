@@ -106,6 +106,9 @@ pub(crate) fn evaluate(config: &RewardConfig) -> Result<()> {
     if !World::of_process().is_main() {
         return Ok(());
     }
+    if !World::of_process().is_main() {
+        return Ok(());
+    }
     for warning in &evaluation.warnings {
         let _ = writeln!(io::stderr(), "warning: {}", one_line(warning));
     }

@@ -411,7 +411,7 @@ impl Flags<'_> {
     }
 
     /// Refuses `given`, with its line of the file.
-    fn refuse(&self, given: &Given, message: String, refusals: &mut Refusals) {
+    fn refuse(&self, given: &Given, message: &str, refusals: &mut Refusals) {
         refusals.refuse(format!("{}{message}", self.place(given)), [given.flag]);
     }
 
@@ -429,7 +429,7 @@ impl Flags<'_> {
                     let fine: Vec<&str> = fine.iter().copied().filter(|word| !word.is_empty()).collect();
                     let value: String = value.chars().take(60).collect();
                     let message = format!("{} = {value}: {why}; expected {}", given.flag, fine.join(" or "));
-                    self.refuse(given, message, &mut messages.refusals);
+                    self.refuse(given, &message, &mut messages.refusals);
                 }
                 _ => {}
             }
@@ -483,7 +483,7 @@ impl Flags<'_> {
                 }
                 other => format!("{strategy} = {other}: {STRATEGY}"),
             };
-            self.refuse(given, message, refusals);
+            self.refuse(given, &message, refusals);
         }
     }
 
@@ -514,11 +514,11 @@ impl Flags<'_> {
         match given.word().as_str() {
             "true" | "1" | "yes" if has_device => {
                 let message = "use_cpu = true and device exclude each other: give one of them";
-                self.refuse(given, message.into(), refusals);
+                self.refuse(given, message, refusals);
             }
             "true" | "1" | "yes" => settings.push(Setting::new("device", vec!["cpu".into()])),
             "false" | "0" | "no" | "none" => {}
-            other => self.refuse(given, format!("use_cpu = {other}: expected true or false"), refusals),
+            other => self.refuse(given, &format!("use_cpu = {other}: expected true or false"), refusals),
         }
     }
 }
