@@ -371,7 +371,8 @@ impl CausalLm {
         }
         if sequences.is_empty() {
             // Only a pass holds the head, of which the distributions have a copy.
-            let pass = tch::no_grad(|| self.hidden_at(Batch::new(&[[0, 0]], &[1..2]), -1))?;
+            let span = 1..2;
+            let pass = tch::no_grad(|| self.hidden_at(Batch::new(&[[0, 0]], std::slice::from_ref(&span)), -1))?;
             return Ok(Distributions::new(&self.lm_head, &pass.states, &[], true));
         }
         self.body.check_spans(sequences, spans, 1)?;
