@@ -250,7 +250,7 @@ fn sft_and_reward_models_train_alike_on_any_number_of_ranks() {
 
     let measured = "reward --eval_only --model_name_or_path tokens-1 --dataset_name pairs.jsonl --output_dir none";
     let number = |text: &str, name: &str| json_lines(text)[0][name].as_f64().unwrap();
-    let (one, three) = (scratch.succeeds(&measured), succeeds(&scratch, 3, &measured));
+    let (one, three) = (scratch.succeeds(measured), succeeds(&scratch, 3, measured));
     for name in ["pairs", "eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"] {
         let (one, three) = (number(&one, name), number(&three, name));
         assert!((one - three).abs() <= 1e-4 * one.abs(), "{name}: {three} and {one}");

@@ -136,7 +136,7 @@ fn compare(variant: &Variant) {
     let options = ModelOptions::default();
     let load = |model: &str| CausalLm::from_pretrained(&variant.init(model), options).unwrap();
     let load_cls = |model: &str| SequenceClassifier::from_pretrained(&variant.init(model), None, options).unwrap();
-    let (mut reference, reward) = (load("ref"), load_cls("reward"));
+    let (reference, reward) = (load("ref"), load_cls("reward"));
     let config = &variant.config;
     reference.shard(&World::of_process(), config.policy_stage());
     let plan = config.plan(variant.info["dataset_rows"].as_u64().unwrap() as usize).unwrap();
