@@ -38,8 +38,8 @@ fn one_line(what: &str, ran: &Ran, code: i32, words: &[&str]) {
 fn a_rank_that_is_killed_at_any_collective_ends_all_and_the_run_resumes_to_the_same_bits() {
     let scratch = Scratch::new();
     succeeds(&scratch, 2, &format!("{LINE} --output_dir whole"));
-    // From the first collective of the start to the last checkpoint.
-    let cases = [(1, 1), (0, 6), (1, 15), (1, 24), (0, 33), (1, 41), (1, 52), (0, 60)];
+    // From the first collective of the start to those of the last checkpoint.
+    let cases = [(1, 1), (0, 18), (1, 35), (0, 60), (1, 85), (0, 110), (1, 135), (0, 160)];
     let dies = |(rank, count): (usize, usize)| {
         let (out, what) = (format!("out-{rank}-{count}"), format!("rank {rank} is killed at collective {count}"));
         let line = format!("{LINE} --output_dir {out}");
