@@ -26,7 +26,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
-use tch_ext::{Group, Pending, Reduce, Rendezvous, Store};
+use tch_ext::{Group, Reduce, Rendezvous, Store};
 
 /// Time within which all ranks of a run must start.
 const MEETING: Duration = Duration::from_secs(60);
@@ -495,23 +495,6 @@ impl World {
         Ok(())
     }
 
-    /// Starts the sum of `x` over all ranks, which runs beside other work until [`PendingSum::wait`].
-    ///
-    /// # Errors
-    /// As [`World::sum`].
-    pub fn start_sum<'t>(&self, x: &'t mut Tensor) -> Result<PendingSum<'t>> {
-        self.check()?;
-        let Some(ranks) = &self.ranks else { return Ok(PendingSum { world: self.clone(), pending: None }) };
-        self.finish_passes()?;
-        let bytes = x.numel() * x.kind().elt_size_in_bytes();
-        lock(&ranks.times).bytes += bytes as f64;
-        let group = ranks.group_for(x.device()).map_err(|e| self.fail(&e))?;
-        let started = group.all_reduce(x, Reduce::Sum);
-        drop(group);
-        let pending = started.map_err(|e| self.fail(&e))?;
-        Ok(PendingSum { world: self.clone(), pending: Some(pending) })
-    }
-
     /// Runs a collective whose largest tensor is `tensors[0]`, with its time, on the group of that tensor's device.
     fn collective(&self, tensors: &[&Tensor], f: impl FnOnce(&Group) -> Result<(), String>) -> Result<()> {
         let Some(ranks) = &self.ranks else { return Ok(()) };
@@ -580,30 +563,6 @@ fn nccl_library_in(folder: &Path) -> Result<PathBuf, String> {
         return Ok(path);
     }
     Err(format!("no NCCL library for several GPUs: expected {}; `make cuda` builds it", path.display()))
-}
-
-/// A sum over all ranks in progress.
-#[derive(Debug)]
-#[must_use = "the sum is there after `wait`"]
-pub struct PendingSum<'t> {
-    world: World,
-    pending: Option<Pending<'t>>,
-}
-
-impl PendingSum<'_> {
-    /// Waits for the sum.
-    ///
-    /// # Errors
-    /// As [`World::sum`].
-    pub fn wait(self) -> Result<()> {
-        let Self { world, pending } = self;
-        let began = Instant::now();
-        let done = pending.map_or(Ok(()), Pending::wait);
-        if let Some(ranks) = &world.ranks {
-            lock(&ranks.times).collectives += began.elapsed().as_secs_f64();
-        }
-        done.map_err(|e| world.fail(&e))
-    }
 }
 
 /// The part of `rank` of `rows` rows.
