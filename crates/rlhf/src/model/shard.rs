@@ -479,8 +479,9 @@ impl Division {
         std::iter::once(None).chain((0..self.layers).map(Some))
     }
 
+    /// Gathers the units of `place`, unless all ranks hold all units.
     fn gather(&mut self, place: Option<usize>) -> Result<()> {
-        if !self.stage.shards_parameters() {
+        if !self.releases() {
             return Ok(());
         }
         let world = &self.world;
@@ -488,7 +489,7 @@ impl Division {
     }
 
     fn release(&mut self, place: Option<usize>) {
-        if self.stage.shards_parameters() {
+        if self.releases() {
             self.units.iter_mut().filter(|unit| unit.layer == place).for_each(Unit::release);
         }
     }

@@ -125,13 +125,13 @@ impl Unit {
         pairs.try_for_each(|(slot, param)| set_grad(param, &slot.of(grads))).map_err(Error::Run)
     }
 
+    /// Gathers the parameters until [`Unit::release`]: also if this rank has them already, as other ranks may not.
     pub(super) fn gather(&mut self, world: &World) -> Result<()> {
         self.holders += 1;
         let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
-        if self.holders > 1 {
-            return Ok(());
+        if self.holders == 1 {
+            whole.allocate().map_err(Error::Run)?;
         }
-        whole.allocate().map_err(Error::Run)?;
         world.all_gather(&mut whole.tensor().shallow_clone(), part)
     }
 
