@@ -251,7 +251,11 @@ impl Shards {
     pub(crate) fn gather_all(&self) -> Result<AllGuard> {
         self.finish_passes()?;
         let gathered = self.with(|division| {
-            division.places().try_for_each(|place| division.gather(place))?;
+            let releases = division.releases();
+            for unit in division.units.iter_mut().filter(|_| releases) {
+                unit.gather(&division.world)?;
+                unit.view_part(&division.world, true);
+            }
             division.gathered += 1;
             Ok(())
         });
@@ -391,7 +395,7 @@ impl Shards {
         self.reduce_gradients()?;
         let parts = self.with(|division| {
             let trained = division.units.iter().filter(|unit| unit.trained);
-            trained.filter_map(|unit| unit.grad_part.as_ref().map(Tensor::shallow_clone)).collect()
+            trained.map(|unit| unit.grad_part(&division.world)).collect()
         });
         Ok(parts.unwrap_or_default())
     }
@@ -399,8 +403,7 @@ impl Shards {
     /// Multiplies the gradients by `factor`.
     pub(crate) fn scale_gradients(&self, factor: f64) {
         self.with(|division| {
-            let reduced = division.reduced;
-            division.units.iter_mut().for_each(|unit| unit.scale_gradients(factor, reduced));
+            division.units.iter_mut().for_each(|unit| unit.scale_gradients(factor));
         });
     }
 
@@ -472,11 +475,6 @@ impl Division {
     /// The unit of the parameter `name`.
     fn unit_of(&self, name: &str) -> Option<usize> {
         self.units.iter().position(|unit| unit.slots.iter().any(|slot| slot.name == name))
-    }
-
-    /// The root, then each layer.
-    fn places(&self) -> impl DoubleEndedIterator<Item = Option<usize>> + use<> {
-        std::iter::once(None).chain((0..self.layers).map(Some))
     }
 
     /// Gathers the units of `place`, unless all ranks hold all units.
@@ -606,7 +604,11 @@ impl Drop for AllGuard {
     fn drop(&mut self) {
         self.0.with(|division| {
             division.gathered -= 1;
-            division.places().for_each(|place| division.release(place));
+            let releases = division.releases();
+            for unit in division.units.iter_mut().filter(|_| releases) {
+                unit.view_part(&division.world, false);
+                unit.release();
+            }
         });
     }
 }

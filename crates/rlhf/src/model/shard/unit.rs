@@ -9,6 +9,9 @@ use tch_ext::{FlatMemory, bump_version, clear_grad, set_grad};
 /// A rank's part of a vector has a multiple of this many elements, as NCCL and vector instructions prefer.
 const ALIGNMENT: u64 = 64;
 
+/// Most elements of a collective on the CPU, where Gloo takes as much memory again; larger vectors go in pieces.
+const AT_ONCE: i64 = 1 << 22;
+
 /// Place of a parameter in the vector of its unit.
 #[derive(Debug, Clone)]
 pub(crate) struct Slot {
@@ -48,7 +51,7 @@ pub(super) struct Unit {
     pub(super) part: Option<Tensor>,
     /// Gradients of the whole vector: in stages 0 and 1 all the time, in later stages in the backward pass.
     pub(super) grads: Option<Tensor>,
-    /// This rank's part of the summed gradients.
+    /// This rank's part of the summed gradients, from the first reduction to the optimizer step.
     pub(super) grad_part: Option<Tensor>,
     /// Number of guards that need the parameters.
     pub(super) holders: usize,
@@ -94,7 +97,7 @@ impl Unit {
             whole: None,
             part: None,
             grads: (trained && !stage.shards_gradients()).then(|| zeros(len)),
-            grad_part: (trained && stage.shards_optimizer()).then(|| zeros(own)),
+            grad_part: None,
             holders: 0,
             state: UnitState::default(),
         };
@@ -132,7 +135,7 @@ impl Unit {
         if self.holders == 1 {
             whole.allocate().map_err(Error::Run)?;
         }
-        world.all_gather(&mut whole.tensor().shallow_clone(), part)
+        all_gather(world, whole.tensor(), part)
     }
 
     pub(super) fn release(&mut self) {
@@ -140,6 +143,15 @@ impl Unit {
         if let Some(whole) = self.whole.as_ref().filter(|_| self.holders == 0) {
             whole.free();
         }
+    }
+
+    /// Makes this rank's part a view of the gathered vector, so that it takes no memory beside it; or ends this.
+    pub(super) fn view_part(&mut self, world: &World, views: bool) {
+        let (Some(whole), Some(part)) = (&self.whole, &mut self.part) else { return };
+        let own = part.numel() as i64;
+        let place = whole.tensor().narrow(0, own * world.rank() as i64, own);
+        // In all its handles, of which the optimizer has one.
+        part.set_data(&if views { place } else { place.copy() });
     }
 
     pub(super) fn lend_gradients(&mut self) -> Result<()> {
@@ -151,28 +163,41 @@ impl Unit {
 
     /// Adds the sum of the lent gradients to this rank's part, and takes them back.
     pub(super) fn reduce(&mut self, world: &World) -> Result<()> {
-        let (Some(grads), Some(part)) = (self.grads.take(), &mut self.grad_part) else { return Ok(()) };
+        let Some(grads) = self.grads.take() else { return Ok(()) };
         self.params.iter().try_for_each(clear_grad).map_err(Error::Run)?;
-        let mut sum = part.empty_like();
-        world.reduce_scatter(&mut sum, &grads)?;
-        let _ = part.g_add_(&sum);
+        let sum = self.own_vector(world);
+        reduce_scatter(world, &sum, &grads)?;
+        match &mut self.grad_part {
+            Some(part) => drop(part.g_add_(&sum)),
+            part => *part = Some(sum),
+        }
         Ok(())
     }
 
     /// Sets this rank's part to the sum of the gradients of a unit that holds them whole.
     pub(super) fn reduce_held(&mut self, world: &World) -> Result<()> {
-        let (Some(grads), Some(part)) = (&self.grads, &mut self.grad_part) else { return Ok(()) };
-        world.reduce_scatter(part, grads)
+        let Some(grads) = &self.grads else { return Ok(()) };
+        let part = self.own_vector(world);
+        reduce_scatter(world, &part, grads)?;
+        self.grad_part = Some(part);
+        Ok(())
     }
 
-    pub(super) fn scale_gradients(&mut self, factor: f64, reduced: bool) {
-        let grads = match (&mut self.grads, &mut self.grad_part) {
-            (Some(grads), Some(_)) if !reduced => grads,
-            (_, Some(part)) => part,
-            (Some(grads), None) => grads,
-            (None, None) => return,
-        };
-        let _ = grads.g_mul_scalar_(factor);
+    /// Zeros of the length of this rank's part, in f32.
+    fn own_vector(&self, world: &World) -> Tensor {
+        Tensor::zeros([self.len / world.size() as i64], (Kind::Float, self.device))
+    }
+
+    /// This rank's part of the summed gradients; zeros if no pass has reached them.
+    pub(super) fn grad_part(&self, world: &World) -> Tensor {
+        self.grad_part.as_ref().map_or_else(|| self.own_vector(world), Tensor::shallow_clone)
+    }
+
+    pub(super) fn scale_gradients(&mut self, factor: f64) {
+        // The part is there once the gradients are summed, and then counts.
+        if let Some(grads) = self.grad_part.as_mut().or(self.grads.as_mut()) {
+            let _ = grads.g_mul_scalar_(factor);
+        }
     }
 
     pub(super) fn zero_gradients(&mut self, lent: bool) {
@@ -180,7 +205,8 @@ impl Unit {
             // A pass that failed has not taken them back.
             self.params.iter().for_each(|param| drop(clear_grad(param)));
         }
-        for grads in [&mut self.grads, &mut self.grad_part].into_iter().flatten() {
+        self.grad_part = None;
+        if let Some(grads) = &mut self.grads {
             let _ = grads.zero_();
         }
     }
@@ -189,7 +215,7 @@ impl Unit {
         let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
         if whole.is_allocated() {
             // A copy, as the part may be a view of the whole.
-            world.all_gather(&mut whole.tensor().shallow_clone(), &part.copy())?;
+            all_gather(world, whole.tensor(), &part.copy())?;
         }
         self.params.iter().for_each(bump_version);
         Ok(())
@@ -201,8 +227,8 @@ impl Unit {
             return Err(Error::Run("sharded optimizer state: this rank has none: a bug".into()));
         };
         let gather = |part: &Tensor| {
-            let mut whole = Tensor::empty([self.len], (part.kind(), part.device()));
-            world.all_gather(&mut whole, part).map(|()| whole.to_device(Device::Cpu))
+            let whole = Tensor::empty([self.len], (part.kind(), part.device()));
+            all_gather(world, &whole, part).map(|()| whole.to_device(Device::Cpu))
         };
         Ok([gather(first)?, gather(second)?])
     }
@@ -228,6 +254,43 @@ impl Unit {
         self.params.iter().for_each(bump_version);
         Ok(())
     }
+}
+
+/// Fills `whole` with the parts of all ranks.
+fn all_gather(world: &World, whole: &Tensor, part: &Tensor) -> Result<()> {
+    for (piece, own) in pieces(world, whole, part) {
+        let Some(places) = piece else { return world.all_gather(&mut whole.shallow_clone(), part) };
+        let mut all = Tensor::empty([own.numel() as i64 * places.len() as i64], (part.kind(), part.device()));
+        world.all_gather(&mut all, &own)?;
+        let parts = all.chunk(places.len() as i64, 0);
+        places.into_iter().zip(parts).for_each(|(mut place, part)| tch::no_grad(|| place.copy_(&part)));
+    }
+    Ok(())
+}
+
+/// Fills `part` with this rank's part of the sum of all ranks' `whole`.
+fn reduce_scatter(world: &World, part: &Tensor, whole: &Tensor) -> Result<()> {
+    for (piece, mut own) in pieces(world, whole, part) {
+        let Some(places) = piece else { return world.reduce_scatter(&mut part.shallow_clone(), whole) };
+        world.reduce_scatter(&mut own, &Tensor::cat(&places, 0))?;
+    }
+    Ok(())
+}
+
+/// The pieces in which a large vector on the CPU is gathered or summed: for each, its places in the parts of all ranks, and in
+/// this rank's `part`. A single one without places if it is not large.
+fn pieces(world: &World, whole: &Tensor, part: &Tensor) -> Vec<(Option<Vec<Tensor>>, Tensor)> {
+    let (len, own, size) = (whole.numel() as i64, part.numel() as i64, world.size() as i64);
+    if size == 1 || len <= 2 * AT_ONCE || whole.device() != Device::Cpu {
+        return vec![(None, part.shallow_clone())];
+    }
+    let most = (AT_ONCE / size).max(1);
+    let piece = |from: i64| {
+        let count = most.min(own - from);
+        let places = (0..size).map(|rank| whole.narrow(0, rank * own + from, count)).collect();
+        (Some(places), part.narrow(0, from, count))
+    };
+    (0..own).step_by(most as usize).map(piece).collect()
 }
 
 /// The parameters of each unit with their layer, the root first. Below stage 3 only trained parameters.
