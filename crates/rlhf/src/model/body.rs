@@ -316,11 +316,14 @@ impl Body {
     }
 
     /// Divides the model over the ranks of `world`; see [`Shards::divide`]. Leading parameters whose memory this model shares
-    /// with another stay whole.
+    /// with another stay whole; a view of another model is divided with that model.
     pub(super) fn shard(&self, world: &World, stage: ZeroStage) {
+        if self.shared > 0 && self.shared == self.params.len() {
+            return;
+        }
         let prefix = format!("{}.", self.config.family.names.layers);
         let layer_of = |name: &str| name.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
-        let shared = if self.shared < self.params.len() { self.shared.max(self.num_frozen) } else { 0 };
+        let shared = self.shared.max(self.num_frozen);
         let layers = self.config.num_hidden_layers as usize;
         self.decoder.drop_copies();
         self.shards().divide((world, stage), &self.params[shared..], layers, layer_of);
