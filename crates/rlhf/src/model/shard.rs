@@ -413,6 +413,10 @@ impl Shards {
             let lent = division.stage.shards_gradients();
             division.reduced = false;
             division.units.iter_mut().for_each(|unit| unit.zero_gradients(lent));
+            if lent {
+                // The parts of the gradients, and the holes that layers' activations have left between them.
+                tch_ext::release_memory();
+            }
         });
     }
 

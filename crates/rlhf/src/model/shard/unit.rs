@@ -9,6 +9,10 @@ use tch_ext::{FlatMemory, bump_version, clear_grad, set_grad};
 /// A rank's part of a vector has a multiple of this many elements, as NCCL and vector instructions prefer.
 const ALIGNMENT: u64 = 64;
 
+/// Bytes above which glibc maps memory by itself and returns it to the system when it is freed. Memory that is allocated and freed
+/// for every layer would otherwise leave holes between what stays.
+const MAPPED_BYTES: i64 = (32 << 20) + (1 << 12);
+
 /// Most elements of a collective on the CPU, where Gloo takes as much memory again; larger vectors go in pieces.
 const AT_ONCE: i64 = 1 << 22;
 
@@ -45,7 +49,7 @@ pub(super) struct Unit {
     /// Length of the whole vector.
     pub(super) len: i64,
     pub(super) device: Device,
-    /// The parameters, from stage 1 on; without memory in stage 3 while `holders` is 0.
+    /// The parameters, and unused elements after them, from stage 1 on; without memory in stage 3 while `holders` is 0.
     pub(super) whole: Option<FlatMemory>,
     /// This rank's part of the parameters: a view of `whole`, memory of its own in stage 3.
     pub(super) part: Option<Tensor>,
@@ -102,7 +106,8 @@ impl Unit {
             state: UnitState::default(),
         };
         if stage.shards_optimizer() {
-            let whole = FlatMemory::new(len, kind, device);
+            let most = if stage.shards_parameters() { mapped_len(len, kind, device) } else { len };
+            let whole = FlatMemory::new(most, kind, device);
             for (slot, param) in unit.slots.iter().zip(&mut unit.params) {
                 let view = slot.of(whole.tensor());
                 tch::no_grad(|| view.shallow_clone().copy_(param));
@@ -135,7 +140,7 @@ impl Unit {
         if self.holders == 1 {
             whole.allocate().map_err(Error::Run)?;
         }
-        all_gather(world, whole.tensor(), part)
+        all_gather(world, &whole.tensor().narrow(0, 0, self.len), part)
     }
 
     pub(super) fn release(&mut self) {
@@ -155,7 +160,8 @@ impl Unit {
     }
 
     pub(super) fn lend_gradients(&mut self) -> Result<()> {
-        let grads = Tensor::zeros([self.len], (Kind::Float, self.device));
+        let most = mapped_len(self.len, Kind::Float, self.device);
+        let grads = Tensor::empty([most], (Kind::Float, self.device)).narrow(0, 0, self.len).zero_();
         self.share_gradients(&grads)?;
         self.grads = Some(grads);
         Ok(())
@@ -215,7 +221,7 @@ impl Unit {
         let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
         if whole.is_allocated() {
             // A copy, as the part may be a view of the whole.
-            all_gather(world, whole.tensor(), &part.copy())?;
+            all_gather(world, &whole.tensor().narrow(0, 0, self.len), &part.copy())?;
         }
         self.params.iter().for_each(bump_version);
         Ok(())
@@ -254,6 +260,12 @@ impl Unit {
         self.params.iter().for_each(bump_version);
         Ok(())
     }
+}
+
+/// The length of a vector of `len` elements whose memory is mapped by itself on the CPU. Only memory that is used takes space.
+fn mapped_len(len: i64, kind: Kind, device: Device) -> i64 {
+    let least = if device == Device::Cpu { MAPPED_BYTES / kind.elt_size_in_bytes() as i64 } else { 0 };
+    len.max(least)
 }
 
 /// Fills `whole` with the parts of all ranks.

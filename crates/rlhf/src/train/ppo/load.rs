@@ -218,6 +218,7 @@ impl Loaded {
         tokenizer.check_fits(policy.config(), &dir)?;
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
+        rewards.shard(&World::of_process(), config.frozen_stage());
         check_best_metric(config, &rewards)?;
         for model in rewards.models().filter(|model| !model.reads_text()) {
             tokenizer.check_same(model.dir())?;
@@ -294,18 +295,29 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
     let mut policy = CausalLm::from_pretrained(dir, trained_options(frozen, lora.is_some()))?;
     // An adapter in the folder (SFT's) is merged, into the reference too.
     policy.prepare(lora.is_some());
+    // Each model is divided over the ranks at once, so that no more than one is whole in memory while models are loaded.
+    let world = World::of_process();
+    let divide = |policy: &mut CausalLm| {
+        // A value head is still to come into the policy's memory.
+        if !config.legacy.value_head {
+            policy.set_trainable(true);
+            policy.shard(&world, config.policy_stage());
+        }
+    };
     let reference = match (&lora, config.legacy.num_shared_layers) {
         (Some(lora), _) => {
             policy.add_adapter(lora, config.run.seed)?;
-            policy.base()?
+            let base = policy.base()?;
+            divide(&mut policy);
+            base
         }
         (None, Some(layers)) => policy.share_lower_layers(layers)?,
         (None, None) => {
+            divide(&mut policy);
             let mut reference = CausalLm::from_pretrained(dir, frozen)?;
             reference.merge_adapter();
-            // At once, so that no more than one whole model is in memory.
             reference.hold_as_computed();
-            reference.shard(&World::of_process(), config.policy_stage());
+            reference.shard(&world, config.policy_stage());
             reference
         }
     };
