@@ -22,7 +22,7 @@ use super::params::Param;
 use crate::dist::{Sharded, World, ZeroStage};
 use crate::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 pub(crate) use unit::Slot;
 use unit::{Unit, unit_params};
 
@@ -500,8 +500,29 @@ impl Division {
         if !self.stage.shards_gradients() {
             return Ok(());
         }
+        if place.is_none() {
+            self.allocate_grad_parts();
+        }
         let mut units = self.units.iter_mut().filter(|unit| unit.trained && unit.layer == place);
         units.try_for_each(Unit::lend_gradients)
+    }
+
+    /// Provides memory for this rank's parts of the gradients, unless they have some: one vector for all units, as small pieces
+    /// between the layers' activations would leave holes in the heap.
+    fn allocate_grad_parts(&mut self) {
+        let size = self.world.size() as i64;
+        let mut trained: Vec<&mut Unit> = self.units.iter_mut().filter(|unit| unit.trained).collect();
+        let Some(device) = trained.first().filter(|unit| unit.grad_part.is_none()).map(|unit| unit.device) else {
+            return;
+        };
+        let len = trained.iter().map(|unit| unit.len / size).sum::<i64>();
+        let all = Tensor::zeros([len], (Kind::Float, device));
+        let mut start = 0;
+        for unit in &mut trained {
+            let own = unit.len / size;
+            unit.grad_part = Some(all.narrow(0, start, own));
+            start += own;
+        }
     }
 
     fn reduce_lent(&mut self, place: Option<usize>) -> Result<()> {
