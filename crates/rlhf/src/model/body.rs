@@ -318,7 +318,7 @@ impl Body {
     /// Divides the model over the ranks of `world`; see [`Shards::divide`]. Leading parameters whose memory this model shares
     /// with another stay whole; a view of another model is divided with that model.
     pub(super) fn shard(&self, world: &World, stage: ZeroStage) {
-        if self.shared > 0 && self.shared == self.params.len() {
+        if self.shared > 0 && self.shared >= self.params.len() {
             return;
         }
         let prefix = format!("{}.", self.config.family.names.layers);
