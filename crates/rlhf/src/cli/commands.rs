@@ -86,9 +86,9 @@ Example:
   rlhf merge --model_name_or_path runs/ppo --output_dir merged";
 
 const LAUNCH_HELP: &str = "\
-The flags of launch come before the command, which is any but merge. Rank 0 has the terminal; lines of
-the other ranks start with their number. A rank that fails ends the others, and is named.
-torchrun --no-python and srun start ranks too: docs/distributed.md.
+The flags of launch come before the command, which is any but merge. Rank 0 has the
+terminal; lines of the other ranks start with their number. A rank that fails ends the
+others, and is named. torchrun --no-python and srun start ranks too: docs/distributed.md.
 
 Examples:
   rlhf launch --nproc_per_node 4 --max_restarts 2 ppo --config ppo.yaml
