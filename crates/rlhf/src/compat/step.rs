@@ -323,7 +323,7 @@ impl StepTrainer {
     /// Samples responses to `queries`; a response ends after its first eos.
     ///
     /// # Errors
-    /// The errors of [`generate`].
+    /// The errors of [`generate_on`].
     pub fn generate(&mut self, queries: &[Vec<i64>], how: &Generate) -> Result<Generated> {
         let call = self.generations;
         self.generations += 1;

@@ -26,7 +26,7 @@ use tch::{Kind, Tensor};
 pub(crate) use unit::Slot;
 use unit::{Unit, unit_params};
 
-/// The division of a model over ranks; none until [`Shards::divide`]. Clones refer to the same division, as models that share
+/// The division of a model over ranks; none until a model is divided. Clones refer to the same division, as models that share
 /// their memory do.
 #[derive(Debug, Clone, Default)]
 pub struct Shards(Arc<Mutex<Option<Division>>>);

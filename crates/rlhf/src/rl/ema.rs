@@ -80,7 +80,7 @@ impl Ema {
 
     /// Calls `f` with the policy at the average's weights, then restores the policy's own, bit for bit. Where the policy's
     /// parameters are divided over ranks, rank 0 calls this to write the average, while the others
-    /// [serve](crate::model::Shards::serve).
+    /// take part in the collectives.
     ///
     /// # Errors
     /// The errors of `f`; if a rank has ended or does not respond.
