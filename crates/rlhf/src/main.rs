@@ -16,6 +16,7 @@ use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
 use rlhf::run::{Console, announce, clear_bar, request_stop};
 use rlhf::safe_text::one_line;
+use rlhf::settings::{PpoConfig, RunConfig};
 use rlhf::signals::is_ignored;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
@@ -113,8 +114,27 @@ fn join_ranks(task: &Task) -> Result<()> {
     };
     if let Some(launch) = Launch::from_env()? {
         World::join(&launch, Duration::from_secs(seconds))?;
+        if shards_parameters(task) {
+            tch_ext::map_large_allocations();
+        }
     }
     Ok(())
+}
+
+/// Returns whether parameters of a trained model are sharded over the ranks.
+fn shards_parameters(task: &Task) -> bool {
+    let of_ppo = |config: &PpoConfig| config.policy_stage().max(config.value_stage()).shards_parameters();
+    let of_run = |run: &RunConfig| run.dist.zero_stage.shards_parameters();
+    match task {
+        Task::Sft(config) => of_run(&config.run),
+        Task::Reward(config) => of_run(&config.run),
+        Task::Ppo(config) => of_ppo(config),
+        Task::Pipeline(config) => {
+            let runs = config.sft.iter().map(|sft| &sft.run).chain(config.reward.iter().map(|reward| &reward.run));
+            runs.map(of_run).chain(config.ppo.iter().map(of_ppo)).any(|shards| shards)
+        }
+        _ => false,
+    }
 }
 
 /// Installs a handler: a signal stops a training run after its update, so that it saves a checkpoint; a second one ends it at once.

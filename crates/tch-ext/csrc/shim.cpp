@@ -101,6 +101,14 @@ char* tch_ext_libtorch_folder(char** out) {
   return guard([&] { *out = strdup(libtorch_folder().c_str()); });
 }
 
+// Has the allocator map allocations of 1 MiB or more one by one. By default the limit grows with what is freed, up to 32 MiB, and
+// smaller allocations leave holes in the heap.
+void tch_ext_map_large_allocations() {
+#ifdef __GLIBC__
+  mallopt(M_MMAP_THRESHOLD, 1 << 20);
+#endif
+}
+
 // Loads libtorch_cuda.so from the folder of the libtorch_cpu.so in use, and checks that there is a driver. Symbols are
 // loaded globally, as if the program had been linked with them.
 char* tch_ext_load_cuda() {

@@ -35,6 +35,7 @@ unsafe extern "C" {
     fn tch_ext_libtorch_folder(out: *mut *mut c_char) -> *mut c_char;
     fn tch_ext_load_cuda() -> *mut c_char;
     fn tch_ext_release_memory();
+    fn tch_ext_map_large_allocations();
     fn tch_ext_exit_at_once(code: std::ffi::c_int) -> !;
     fn tch_ext_spin_count() -> *const c_char;
 }
@@ -56,6 +57,13 @@ pub fn bound_spinning() -> Option<u64> {
 pub fn exit_at_once(code: i32) -> ! {
     // SAFETY: takes a number and does not return.
     unsafe { tch_ext_exit_at_once(code) }
+}
+
+/// Makes the allocator return every freed allocation of 1 MiB or more to the operating system at once: less memory, more time. With
+/// sharded parameters, whose layers are allocated and freed all the time, the heap would otherwise keep holes.
+pub fn map_large_allocations() {
+    // SAFETY: takes no arguments, and sets a parameter of the allocator.
+    unsafe { tch_ext_map_large_allocations() }
 }
 
 /// Returns freed memory that the allocator holds to the operating system.
