@@ -594,7 +594,7 @@ impl RlhfEngine {
     /// # Errors
     /// If a file cannot be written.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
-        self.learner.world.on_main(|| self.write(dir))
+        self.learner.save_together(|| self.write(dir))
     }
 
     fn write(&self, dir: &Path) -> Result<()> {

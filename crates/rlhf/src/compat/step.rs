@@ -553,7 +553,7 @@ impl StepTrainer {
     /// If a file cannot be written.
     pub fn save_pretrained(&self, dir: &Path) -> Result<()> {
         let write = || replace_files(dir, |dir| self.write_model(dir)).and_then(|()| self.create_model_card(dir));
-        self.learner.world.on_main(write)
+        self.learner.save_together(write)
     }
 
     fn write_model(&self, dir: &Path) -> Result<()> {
@@ -603,7 +603,7 @@ impl StepTrainer {
         let due = self.steps.is_multiple_of(self.config.compare_steps);
         let looked = best.compare(&metrics, self.steps, due, false);
         let kept = looked.and_then(|_| {
-            self.learner.world.on_main(|| best.write(dir, self.steps, |dir| self.write_model(dir)).map(drop))
+            self.learner.save_together(|| best.write(dir, self.steps, |dir| self.write_model(dir)).map(drop))
         });
         best.mark_written(self.steps);
         self.best = Some(best);

@@ -176,6 +176,25 @@ impl Learner {
         Shards::end_serving(&self.shards())
     }
 
+    /// Runs `write`, which writes the models, on rank 0, while the other ranks hand over their parts of them; its error is an error of
+    /// all. Called by all ranks.
+    ///
+    /// # Errors
+    /// The error of `write`; if a rank has ended or does not respond.
+    pub(crate) fn save_together(&self, write: impl FnOnce() -> Result<()>) -> Result<()> {
+        let written = match (self.is_sharded(), self.world.is_main()) {
+            (false, true) => write(),
+            (false, false) => Ok(()),
+            (true, true) => {
+                let written = write();
+                self.end_serving()?;
+                written
+            }
+            (true, false) => self.serve(),
+        };
+        self.world.agree(written)
+    }
+
     /// The division of each model over ranks.
     fn shards(&self) -> Vec<&Shards> {
         std::iter::once(self.policy.shards()).chain(self.value.model().map(SequenceClassifier::shards)).collect()

@@ -370,7 +370,7 @@ impl Trainee for PpoTrainer {
     }
 
     fn save_final(&self, dir: &Path) -> Result<()> {
-        self.save_model(dir)?;
+        self.write_all(dir)?;
         self.learner.end_serving()
     }
 

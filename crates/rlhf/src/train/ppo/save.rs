@@ -10,11 +10,16 @@ use std::path::Path;
 
 impl PpoTrainer {
     /// Writes the policy with tokenizer and model card to `dir`, and the value model, where it is a separate one, to
-    /// `dir/value_model`: folders that transformers opens.
+    /// `dir/value_model`: folders that transformers opens. Called by all ranks; rank 0 writes.
     ///
     /// # Errors
-    /// If a file cannot be written.
+    /// If a file cannot be written; if a rank has ended or does not respond.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
+        self.learner.save_together(|| self.write_all(dir))
+    }
+
+    /// [`PpoTrainer::save_model`] on rank 0, while the others hand over their parts of the models.
+    pub(super) fn write_all(&self, dir: &Path) -> Result<()> {
         replace_files(dir, |dir| self.write_policy(dir))?;
         if self.learner.value.model().is_some() {
             replace_files(&dir.join(VALUE_MODEL), |dir| self.write_value_model(dir))?;
