@@ -238,14 +238,14 @@ fn sft_and_reward_models_train_alike_on_any_number_of_ranks() {
     let eval = "--eval_split_size 3 --eval_steps 1 --metric_for_best_model eval_loss --per_device_eval_batch_size 2";
     worlds_agree(&scratch, "sft", &format!("{sft} {eval} --train_batch_size 3"), &[2, 4]);
     // Dropout is drawn by the number of a row among all of its update.
-    let lora = "--use_peft --lora_dropout 0.2 --packing --max_length 40 --train_batch_size 4";
+    let lora = "--use_peft --lora_dropout 0.2 --packing --max_length 40 --train_batch_size 4 --zero_stage 2";
     worlds_agree(&scratch, "packed", &format!("{sft} {lora}"), &[2]);
     let reward = format!(
         "reward --model_name_or_path reward --dataset_name pairs.jsonl --max_steps 3 --logging_steps 2 {STEPS}"
     );
     let eval = eval.replace("eval_loss", "eval_accuracy");
     worlds_agree(&scratch, "reward", &format!("{reward} {eval} --train_batch_size 6 --use_peft"), &[2]);
-    let tokens = "--pair_loss tokens_unpadded --center_rewards_coefficient 0.1 --train_batch_size 3";
+    let tokens = "--pair_loss tokens_unpadded --center_rewards_coefficient 0.1 --train_batch_size 3 --zero_stage 3";
     worlds_agree(&scratch, "tokens", &format!("{reward} {tokens}"), &[4]);
 
     let measured = "reward --eval_only --model_name_or_path tokens-1 --dataset_name pairs.jsonl --output_dir none";
@@ -277,7 +277,7 @@ fn every_variant_of_ppo_trains_alike_on_two_ranks() {
     let scratch = scratch();
     let small = "--train_batch_size 4 --total_episodes 8 --num_sample_generations 0";
     let cases = [
-        ("lora", format!("{PPO} {small} --use_peft --lora_r 4")),
+        ("lora", format!("{PPO} {small} --use_peft --lora_r 4 --zero_stage 3")),
         ("full", format!("{PPO} {small} --kl_in_loss --kl_estimator full --num_mini_batches 2 --whiten_advantages mini_batch")),
         ("one", format!("{PPO} {small} --whiten_advantages none").replace("--response_length 8", "--response_length 1")),
         (
@@ -291,7 +291,7 @@ fn every_variant_of_ppo_trains_alike_on_two_ranks() {
             "ppo --preset deepspeed-chat --actor_model_name_or_path policy --critic_model_name_or_path reward \
              --dataset_name prompts.jsonl --response_length 8 --max_prompt_length 20 --per_device_generation_batch_size 4/WORLD \
              --per_device_training_batch_size 2/WORLD --num_warmup_steps 0 --enable_ema --unsupervised_dataset_name texts.jsonl \
-             --unsup_coef 2 --print_answers"
+             --unsup_coef 2 --actor_zero_stage 3 --critic_zero_stage 1 --print_answers"
                 .into(),
         ),
     ];
