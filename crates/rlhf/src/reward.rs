@@ -81,20 +81,27 @@ pub enum Score {
     Response(f64),
     /// One number per token of the response.
     Tokens(Vec<f64>),
+    /// No score, for a response that the reward does not apply to. It adds nothing to the sum of the rewards, and is not counted
+    /// in the reward's metrics and running moments.
+    Absent,
 }
 
 impl Score {
-    /// Returns the numbers: one, or one per token.
+    /// Returns the numbers: one, one per token, or none.
     pub fn numbers(&self) -> &[f64] {
         match self {
             Score::Response(score) => std::slice::from_ref(score),
             Score::Tokens(scores) => scores,
+            Score::Absent => &[],
         }
     }
 
-    /// Returns the sum of the numbers.
+    /// Returns the sum of the numbers; NaN for an absent score.
     pub fn total(&self) -> f64 {
-        self.numbers().iter().sum()
+        match self {
+            Score::Absent => f64::NAN,
+            score => score.numbers().iter().sum(),
+        }
     }
 }
 
@@ -107,6 +114,13 @@ impl From<f64> for Score {
 impl From<Vec<f64>> for Score {
     fn from(scores: Vec<f64>) -> Self {
         Score::Tokens(scores)
+    }
+}
+
+impl<S: Into<Score>> From<Option<S>> for Score {
+    /// `None` is an absent score.
+    fn from(score: Option<S>) -> Self {
+        score.map_or(Score::Absent, Into::into)
     }
 }
 
@@ -150,7 +164,8 @@ pub struct FnReward(Box<Scorer>);
 type Scorer = dyn FnMut(&[RewardInput<'_>]) -> Result<Vec<Score>> + Send;
 
 impl FnReward {
-    /// Creates a reward that calls `f` with each batch. A score is an `f64`, or a `Vec<f64>` with one number per token.
+    /// Creates a reward that calls `f` with each batch. A score is an `f64`, or a `Vec<f64>` with one number per token, or an
+    /// `Option` of one of them, where `None` is an absent score.
     pub fn new<S: Into<Score>>(mut f: impl FnMut(&[RewardInput<'_>]) -> Result<Vec<S>> + Send + 'static) -> Self {
         Self(Box::new(move |batch| Ok(f(batch)?.into_iter().map(Into::into).collect())))
     }
@@ -176,24 +191,7 @@ impl Called {
         if world.size() == 1 {
             return Ok(self);
         }
-        let mut numbers = Vec::new();
-        for score in &self.scores {
-            match score {
-                Score::Response(number) => numbers.extend([-1.0, *number]),
-                Score::Tokens(scores) => {
-                    numbers.push(scores.len() as f64);
-                    numbers.extend(scores);
-                }
-            }
-        }
-        let numbers = world.gather_numbers(&numbers)?.concat();
-        let mut rest = numbers.as_slice();
-        let mut scores = Vec::new();
-        while let Some((&len, more)) = rest.split_first() {
-            let (own, more) = more.split_at(if len < 0.0 { 1 } else { len as usize });
-            scores.push(if len < 0.0 { Score::Response(own[0]) } else { Score::Tokens(own.to_vec()) });
-            rest = more;
-        }
+        let scores = from_numbers(&world.gather_numbers(&to_numbers(&self.scores))?.concat());
         let extras = world.gather_bytes(json!([rows, self.extra]).to_string().as_bytes())?;
         let mut sums: Vec<(String, f64, f64)> = Vec::new();
         for bytes in extras {
@@ -209,6 +207,41 @@ impl Called {
         let extra = sums.into_iter().map(|(name, sum, rows)| (name, sum / rows)).collect();
         Ok(Self { scores, seconds: world.max_number(self.seconds)?, extra })
     }
+}
+
+/// The code of a score of a whole response in [`to_numbers`]; codes of 0 and more are numbers of tokens.
+const RESPONSE: f64 = -1.0;
+/// The code of an absent score.
+const ABSENT: f64 = -2.0;
+
+/// Encodes scores as numbers: a code for each score, followed by its own numbers.
+fn to_numbers(scores: &[Score]) -> Vec<f64> {
+    let mut numbers = Vec::new();
+    for score in scores {
+        numbers.push(match score {
+            Score::Response(_) => RESPONSE,
+            Score::Tokens(scores) => scores.len() as f64,
+            Score::Absent => ABSENT,
+        });
+        numbers.extend(score.numbers());
+    }
+    numbers
+}
+
+/// Decodes the numbers of [`to_numbers`].
+fn from_numbers(mut numbers: &[f64]) -> Vec<Score> {
+    let mut scores = Vec::new();
+    while let Some((&code, rest)) = numbers.split_first() {
+        let count = if code == RESPONSE { 1 } else { code.max(0.0) as usize };
+        let (own, rest) = rest.split_at(count.min(rest.len()));
+        scores.push(match own {
+            _ if code == ABSENT => Score::Absent,
+            [number] if code == RESPONSE => Score::Response(*number),
+            own => Score::Tokens(own.to_vec()),
+        });
+        numbers = rest;
+    }
+    scores
 }
 
 /// One reward of [`Rewards`].
@@ -276,6 +309,8 @@ pub struct Rewards {
     components: Vec<Component>,
     /// The ranks that divide the rows of a batch among them.
     world: World,
+    /// True after the warning about a response without any score.
+    warned_unscored: bool,
 }
 
 impl fmt::Debug for Rewards {
@@ -405,10 +440,11 @@ impl Rewards {
     ///
     /// # Errors
     /// If a reward fails, returns the wrong number of scores for the batch or for a response's tokens, or a score is not finite.
-    /// The error names the reward and, if known, the row.
+    /// The error names the reward and, if known, the row. An absent score is no error.
     pub fn score(&mut self, batch: &[RewardInput<'_>], training: bool) -> Result<Scored> {
         let zeros = vec![0.0; batch.len()];
-        let mut scored = Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new() };
+        let mut scored =
+            Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new(), warning: None };
         for component in &mut self.components {
             let Called { scores: found, seconds, extra } = component.score(batch, training, &self.world)?;
             for (row, score) in found.iter().enumerate() {
@@ -421,6 +457,7 @@ impl Rewards {
                         let shaped = numbers.iter().map(|number| component.shape(*number, training));
                         slots.iter_mut().zip(shaped).for_each(|(slot, shaped)| *slot += shaped);
                     }
+                    Score::Absent => {}
                 }
             }
             let name = component.name.clone();
@@ -428,6 +465,13 @@ impl Rewards {
             scored.components.push(ComponentScores { name, scores, seconds, extra });
         }
         scored.check_finite(batch)?;
+        if let Some(row) = scored.unscored().iter().position(|&unscored| unscored)
+            && training
+            && !std::mem::replace(&mut self.warned_unscored, true)
+        {
+            let failure = Failure::at(row, "no reward gave it a score; its score is 0");
+            scored.warning = Some(format!("{} (reported once)", failure.describe(batch)));
+        }
         Ok(scored)
     }
 
@@ -466,6 +510,8 @@ pub struct Scored {
     pub raw: Vec<f64>,
     /// Scores of each reward.
     pub components: Vec<ComponentScores>,
+    /// A message about the first response of the run that no reward gave a score, if it is in this batch.
+    pub warning: Option<String>,
 }
 
 /// The scores of one reward for a batch.
@@ -473,7 +519,7 @@ pub struct Scored {
 pub struct ComponentScores {
     /// Name of the reward.
     pub name: String,
-    /// Its scores before shaping, summed over the tokens of a response, `[B]`.
+    /// Its scores before shaping, summed over the tokens of a response, `[B]`; NaN where it gave none.
     pub scores: Vec<f64>,
     /// Time in seconds.
     pub seconds: f64,
@@ -481,11 +527,35 @@ pub struct ComponentScores {
     pub extra: Vec<(String, f64)>,
 }
 
+impl ComponentScores {
+    /// Returns the mean of the scores that are present; NaN if there are none.
+    pub fn mean(&self) -> f64 {
+        let present = self.scores.iter().filter(|score| !score.is_nan());
+        present.clone().sum::<f64>() / present.count() as f64
+    }
+
+    /// Returns mean and unbiased standard deviation of the scores that are present; NaN where there are too few.
+    fn mean_and_std(&self) -> (f64, f64) {
+        let present: Vec<f64> = self.scores.iter().copied().filter(|score| !score.is_nan()).collect();
+        let mut moments = Moments::default();
+        moments.update(&present);
+        let mean = if present.is_empty() { f64::NAN } else { moments.mean() };
+        (mean, if present.len() < 2 { f64::NAN } else { moments.spread() })
+    }
+}
+
 impl Scored {
     /// Returns the total score of each response, `[B]`.
     pub fn totals(&self) -> Vec<f64> {
         let tokens = |row: usize| self.tokens.as_ref().map_or(0.0, |tokens| tokens[row].iter().sum());
         self.responses.iter().enumerate().map(|(row, score)| score + tokens(row)).collect()
+    }
+
+    /// Returns true for each response that no reward gave a score, `[B]`. Its total is 0, which is no score to compare with others:
+    /// TRL's `GRPOTrainer` leaves such a response out of its group's baseline and sets its advantage to 0.
+    pub fn unscored(&self) -> Vec<bool> {
+        let absent = |row: usize| self.components.iter().all(|component| component.scores[row].is_nan());
+        (0..self.responses.len()).map(|row| !self.components.is_empty() && absent(row)).collect()
     }
 
     /// Returns the scores for a rollout, in f32.
@@ -499,15 +569,37 @@ impl Scored {
 
     /// Adds mean, standard deviation and time of each reward to the metrics. `docs/algorithm.md` defines them.
     pub fn push_metrics(&self, m: &mut Metrics) {
-        for ComponentScores { name, scores, seconds, extra } in &self.components {
-            let mut moments = Moments::default();
-            moments.update(scores);
-            m.push(format!("objective/scores/{name}"), moments.mean());
-            m.push(format!("objective/scores_std/{name}"), moments.spread());
+        for component in &self.components {
+            let ComponentScores { name, seconds, extra, .. } = component;
+            let (mean, std) = component.mean_and_std();
+            m.push(format!("objective/scores/{name}"), mean);
+            // One score, or none, has a deviation of 0.
+            m.push(format!("objective/scores_std/{name}"), if std.is_nan() { 0.0 } else { std });
             m.push(format!("time/reward/{name}"), *seconds);
             for (key, value) in extra {
                 m.push(format!("reward/{name}/{key}"), *value);
             }
+            let absent = component.scores.iter().filter(|score| score.is_nan()).count();
+            if absent > 0 {
+                m.push(format!("reward/{name}/absent"), absent as f64);
+            }
+        }
+        let unscored = self.unscored().iter().filter(|&&unscored| unscored).count();
+        if unscored > 0 {
+            m.push("objective/unscored", unscored as f64);
+        }
+    }
+
+    /// Adds `rewards/NAME/mean` and `rewards/NAME/std` of each reward to the metrics, as TRL's `GRPOTrainer` and `RLOOTrainer`
+    /// log them: before the weight, over the scores that are present. The standard deviation is unbiased, and NaN for fewer
+    /// than two scores.
+    ///
+    /// Source: [TRL v1.11.0, grpo_trainer.py](https://github.com/huggingface/trl/blob/v1.11.0/trl/trainer/grpo_trainer.py)
+    pub fn push_trl_metrics(&self, m: &mut Metrics) {
+        for component in &self.components {
+            let (mean, std) = component.mean_and_std();
+            m.push(format!("rewards/{}/mean", component.name), mean);
+            m.push(format!("rewards/{}/std", component.name), std);
         }
     }
 
@@ -597,6 +689,69 @@ mod tests {
             assert!((m.get(name).unwrap() - expected).abs() < 1e-12, "{name}");
         }
         assert!(m.get("time/reward/b").is_some());
+    }
+
+    #[test]
+    fn absent_scores_are_neither_summed_nor_counted() {
+        let some = FnReward::new(|_| Ok(vec![Some(1.0), None, None, Some(4.0)]));
+        let other = FnReward::new(|_| Ok(vec![Some(10.0), Some(20.0), None, None]));
+        let normalized = shaping(|s| (s.normalize, s.weight) = (Normalize::MeanStd, 2.0));
+        let mut rewards = Rewards::new()
+            .with_shaping("some", some, shaping(|s| s.weight = 0.5))
+            .with_shaping("other", other, normalized);
+        let scored = with_batch(&[1; 4], |batch| rewards.score(batch, true)).unwrap();
+        // `other`: mean 15, deviation sqrt(50), so 10 and 20 become -1 / sqrt 2 and 1 / sqrt 2, times the weight 2.
+        let two = 2f64.sqrt();
+        let expected = [0.5 - two, two, 0.0, 2.0];
+        assert!(scored.responses.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 1e-12));
+        assert_eq!(scored.raw, [20.5, 40.0, 0.0, 2.0]);
+        assert_eq!(scored.unscored(), [false, false, true, false]);
+        assert_eq!(rewards.state()["other"]["count"], 2.0);
+        let warning = scored.warning.as_deref().unwrap();
+        assert!(warning.starts_with("row 3 of 4 (prompt \"prompt 2\"): no reward gave it a score"), "{warning}");
+        assert_eq!(with_batch(&[1; 4], |batch| rewards.score(batch, true)).unwrap().warning, None, "reported once");
+        let mut m = Metrics::default();
+        scored.push_metrics(&mut m);
+        scored.push_trl_metrics(&mut m);
+        for (name, expected) in [
+            ("objective/scores/some", 2.5),
+            ("objective/scores_std/some", 4.5f64.sqrt()), // (1.5^2 + 1.5^2) / (2 - 1) = 4.5
+            ("reward/some/absent", 2.0),
+            ("objective/unscored", 1.0),
+            ("rewards/some/mean", 2.5),
+            ("rewards/some/std", 4.5f64.sqrt()),
+            ("rewards/other/mean", 15.0),
+            ("rewards/other/std", 50f64.sqrt()),
+        ] {
+            assert!((m.get(name).unwrap() - expected).abs() < 1e-12, "{name}");
+        }
+    }
+
+    #[test]
+    fn means_and_deviations_of_too_few_scores_are_nan() {
+        let mut rewards = Rewards::new()
+            .with("none", FnReward::new(|_| Ok(vec![None::<f64>; 2])))
+            .with("one", FnReward::new(|_| Ok(vec![None, Some(3.0)])));
+        let scored = with_batch(&[1; 2], |batch| rewards.score(batch, false)).unwrap();
+        assert_eq!(scored.warning, None, "only for scores that are trained on");
+        let mut m = Metrics::default();
+        scored.push_trl_metrics(&mut m);
+        assert!(m.get("rewards/none/mean").unwrap().is_nan() && m.get("rewards/none/std").unwrap().is_nan());
+        assert_eq!(m.get("rewards/one/mean"), Some(3.0));
+        assert!(m.get("rewards/one/std").unwrap().is_nan());
+    }
+
+    #[test]
+    fn scores_are_the_same_after_they_were_gathered_as_numbers() {
+        let scores = [
+            Score::Response(-1.0),
+            Score::Absent,
+            Score::Tokens(vec![]),
+            Score::Tokens(vec![-2.0, 1.0]),
+            Score::Absent,
+            Score::Response(-2.0),
+        ];
+        assert_eq!(from_numbers(&to_numbers(&scores)), scores);
     }
 
     #[test]

@@ -117,6 +117,16 @@ fn a_program_scores_line_by_line_in_each_of_the_three_forms() {
 }
 
 #[test]
+fn a_program_may_give_a_response_no_score() {
+    for answer in ["null", "{\"score\": null}"] {
+        let line = format!("read -r l; echo '{answer}'; while read -r line; do echo 2; done");
+        assert_eq!(Batch::of(2).scored(&mut command(&line)), [Score::Absent, Score::Response(2.0)], "{answer}");
+    }
+    let mut both = command("while read -r line; do echo '{\"score\": null, \"scores\": [1, 2]}'; done");
+    assert_eq!(Batch::of(1).scored(&mut both), [Score::Tokens(vec![1.0, 2.0])]);
+}
+
+#[test]
 fn a_program_receives_every_field_of_a_response() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("asked.jsonl");
@@ -164,7 +174,7 @@ fn a_program_that_keeps_failing_is_one_error_with_its_last_words() {
         ("many words", "found \"many words\""),
         ("{\"score\": NaN}", "found \"{\\\"score\\\": NaN}\""),
         ("{\"score\": \"high\"}", "expected {\"score\": x}, {\"scores\": [x, ...]} or a number"),
-        ("null", "found \"null\""),
+        ("{}", "found \"{}\""),
         ("{\"scores\": [1]}", "expected 2 scores, one per token, found 1"),
         ("{\"scores\": [1, null]}", "expected {\"score\": x}"),
         ("1e999", "expected"),
@@ -369,7 +379,7 @@ fn a_service_gets_batches_in_openrlhfs_shape_and_rows_keep_their_order() {
     assert_eq!(asked[3].body, json!({"query": ["prompt 9 fine"], "prompts": ["prompt 9"], "labels": [9]}));
     assert_eq!(asked[0].authorization, None);
     let mut reward = service.reward(|s| s.label_column = "answer".into());
-    Batch::of(1).refused(std::mem::replace(&mut reward, service.reward(|_| ())), &["row 1 of 1", "found null"]);
+    assert_eq!(Batch::of(1).scored(&mut reward), [Score::Absent], "this service returns the label");
     assert_eq!(service.asked()[0].body["labels"], json!([null]), "a row without the column has no label");
 }
 
@@ -424,7 +434,7 @@ fn passing_failures_are_retried() {
         (429, "Retry-After: 0\r\n", ""),
         (200, "", "Bad Gateway"),
         (200, "", "{\"rewards\": [1]}"),
-        (200, "", "{\"rewards\": [1, null]}"),
+        (200, "", "{\"rewards\": [1, true]}"),
     ] {
         let service = failing(&[passing]);
         assert_eq!(batch.numbers(&mut service.reward(|_| ())), [1.0; 2], "{passing:?}");

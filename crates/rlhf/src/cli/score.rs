@@ -147,7 +147,7 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
             row: &response.prompt.row,
         });
         let scored = rewards.score(&inputs.collect::<Vec<_>>(), true)?;
-        let totals = scored.totals();
+        let (totals, unscored) = (scored.totals(), scored.unscored());
         let components = |at: usize| {
             let components = scored.components.iter().map(|reward| (reward.name.clone(), json!(reward.scores[at])));
             Value::Object(components.collect())
@@ -157,7 +157,8 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
             let first = at;
             at += count;
             if count == 1 {
-                return vec![("score", json!(totals[first])), ("components", components(first))];
+                let score = json!((!unscored[first]).then_some(totals[first]));
+                return vec![("score", score), ("components", components(first))];
             }
             let mut fields = preferences.fields(totals[first], totals[first + 1]);
             let both = json!({"chosen": components(first), "rejected": components(first + 1)});

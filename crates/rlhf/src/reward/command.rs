@@ -34,7 +34,7 @@ const EXIT_WAIT: Duration = Duration::from_millis(500);
 ///
 /// It is started once, by `sh -c`. It reads one JSON object per response and line from its standard input, and writes one line
 /// per response, in order, to its standard output: `{"score": x}`, `{"scores": [x, ...]}` with one number per token, or a
-/// number. It is restarted after a failure. It should exit at the end of its standard input, and is killed if it does not.
+/// number; `null` or `{"score": null}` for a response that it gives no score. It is restarted after a failure. It should exit at the end of its standard input, and is killed if it does not.
 pub struct CommandReward {
     command: String,
     retry: RetryPolicy,
@@ -309,11 +309,13 @@ fn read_lines(from: impl Read, max_len: usize, mut take: impl FnMut(Vec<u8>) -> 
 
 /// Parses the score in a line.
 fn parse(line: &[u8]) -> Result<Score, String> {
-    let value: Value = serde_json::from_slice(line).unwrap_or(Value::Null);
+    let parsed: Result<Value, _> = serde_json::from_slice(line);
+    let absent = parsed.as_ref().is_ok_and(|value| value.is_null() || value.get("score").is_some_and(Value::is_null));
+    let value = parsed.unwrap_or(Value::Null);
     let numbers = |list: &Value| list.as_array().and_then(|list| list.iter().map(Value::as_f64).collect::<Option<_>>());
     let score = match (value.as_f64(), value["score"].as_f64()) {
         (Some(score), _) | (_, Some(score)) => Some(Score::Response(score)),
-        _ => numbers(&value["scores"]).map(Score::Tokens),
+        _ => numbers(&value["scores"]).map(Score::Tokens).or(absent.then_some(Score::Absent)),
     };
     score.ok_or_else(|| {
         let found = excerpt(String::from_utf8_lossy(line).trim(), 80);

@@ -26,7 +26,7 @@ const MAX_REPLY: u64 = 256 << 20;
 /// A service that scores responses.
 ///
 /// A POST request sends `{"query": [...], "prompts": [...], "labels": [...]}`, where a query is a prompt with its response. The
-/// reply is `{"rewards": [...]}`, with one number per query or a list of one number per token, and optionally `extra_logs`, an
+/// reply is `{"rewards": [...]}`, with one number per query, a list of one number per token or null, and optionally `extra_logs`, an
 /// object of numbers or lists of numbers, whose means are logged.
 pub struct HttpReward {
     url: String,
@@ -148,6 +148,7 @@ impl HttpReward {
         let value: Value = serde_json::from_str(text).unwrap_or(Value::Null);
         let score = |value: &Value| match value {
             Value::Array(list) => list.iter().map(Value::as_f64).collect::<Option<_>>().map(Score::Tokens),
+            Value::Null => Some(Score::Absent),
             value => value.as_f64().map(Score::Response),
         };
         let Some(rewards) = value["rewards"].as_array() else {

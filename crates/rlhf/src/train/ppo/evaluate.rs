@@ -59,8 +59,8 @@ impl PpoTrainer {
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
         let mut m = Metrics::default();
         m.push("eval/score", per_row(&e.scores));
-        for ComponentScores { name, scores, .. } in &components {
-            m.push(format!("{EVAL_SCORES}{name}"), scores.iter().sum::<f64>() / rows);
+        for component in &components {
+            m.push(format!("{EVAL_SCORES}{}", component.name), component.mean());
         }
         m.push("eval/kl", per_row(&(&e.logprobs - &e.ref_logprobs)));
         m.push("eval/response_length", e.lengths().iter().sum::<i64>() as f64 / rows);
@@ -161,7 +161,7 @@ impl PpoTrainer {
     /// The whole score of each response without running moments, less the penalty, `[B]`: comparable over a run.
     pub(super) fn raw_scores(&self, scored: &Scored, responses: &[Response]) -> Tensor {
         let raw = scored.raw.clone();
-        let whole = Scored { responses: raw.clone(), tokens: None, raw, components: Vec::new() };
+        let whole = Scored { responses: raw.clone(), tokens: None, raw, components: Vec::new(), warning: None };
         self.penalised(&whole, responses).0.responses
     }
 
