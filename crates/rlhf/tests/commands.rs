@@ -110,11 +110,17 @@ fn logprobs_of_what_was_generated_are_those_that_generate_gave() {
     ));
     let answers = json_lines(&scratch.read("a.jsonl"));
     assert_eq!(answers.len(), 24);
+    for (i, row) in answers.iter().enumerate() {
+        assert_eq!(row["completion_index"], json!(i % 3));
+        assert_eq!(row["prompt_ids"], answers[i / 3 * 3]["prompt_ids"]);
+    }
     let line = "logprobs --model policy --temperature 0.7 --batch_size 5 --dataset_name a.jsonl";
     let measured = json_lines(&scratch.succeeds(line));
     for (answer, measured) in answers.iter().zip(&measured) {
         assert_near(&numbers(&measured["logprobs"]), &numbers(&answer["logprobs"]));
-        for name in ["prompt", "prompt_ids", "completion", "completion_ids", "finish_reason", "num_tokens"] {
+        for name in
+            ["prompt", "prompt_ids", "completion", "completion_ids", "completion_index", "finish_reason", "num_tokens"]
+        {
             assert_eq!(measured[name], answer[name]);
         }
     }
@@ -128,6 +134,7 @@ fn logprobs_of_what_was_generated_are_those_that_generate_gave() {
     let by_ids = piped(&scratch, "score --model reward", &rows);
     let by_answer = json_lines(&scratch.succeeds("score --model reward --dataset_name a.jsonl"));
     assert_near(&scores(&by_answer), &scores(&by_ids));
+    assert!(by_answer.iter().zip(&answers).all(|(scored, row)| scored["completion_index"] == row["completion_index"]));
 }
 
 #[test]

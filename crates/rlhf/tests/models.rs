@@ -240,20 +240,26 @@ fn greedy_tokens_under_a_penalty_a_minimum_and_a_stop_string_equal_transformers_
 }
 
 #[test]
-fn samples_of_a_prompt_are_those_of_the_prompt_given_several_times() {
+fn a_group_of_responses_is_that_of_the_prompt_given_several_times() {
+    // Prefill and decoding round by the number of rows, so log-probabilities are equal within f32's rounding.
     for dir in folders(Hold::Lm) {
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         let prompts = &prompts(&model)[..4];
         let sampling = Sampling::Random { temperature: 0.9, top_k: 50, top_p: 0.95, min_p: 0.01 };
-        let once = GenerationConfig { repetition_penalty: 1.2, ..config(sampling, 12, &[7], 32) };
+        let once = GenerationConfig { repetition_penalty: 1.2, keep_sets: true, ..config(sampling, 12, &[7], 32) };
         let repeated: Vec<_> = prompts.iter().flat_map(|prompt| [prompt; 3]).collect();
         let expected = generate(&model, &repeated.iter().map(|p| p.as_slice()).collect::<Vec<_>>(), &once).unwrap();
-        assert_ne!(expected[9].tokens, expected[10].tokens, "samples differ");
-        for batch_size in [1, 5, 32] {
-            let config = GenerationConfig { samples_per_prompt: 3, batch_size, ..once.clone() };
+        assert_ne!(expected[9].tokens, expected[10].tokens, "responses of a group differ");
+        for batch_size in [1, 2, 5, 32] {
+            let config = GenerationConfig { num_return_sequences: 3, batch_size, ..once.clone() };
             let found = generate(&model, prompts, &config).unwrap();
+            assert_eq!(found.len(), expected.len());
             for (found, expected) in found.iter().zip(&expected) {
-                assert_eq!(found.tokens, expected.tokens, "{}: in batches of {batch_size}", dir.display());
+                let case = format!("{}: in batches of {batch_size}", dir.display());
+                assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish), "{case}");
+                assert_eq!(found.sets, expected.sets, "{case}");
+                let pairs = found.logprobs.iter().zip(&expected.logprobs);
+                assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 1e-5), "{case}: {found:?}");
             }
         }
     }
@@ -299,6 +305,10 @@ fn settings_of_sampling_out_of_their_range_are_refused_by_name() {
         (
             GenerationConfig { min_new_tokens: 5, ..plain.clone() },
             "min_new_tokens = 5: expected at most max_new_tokens = 4",
+        ),
+        (
+            GenerationConfig { num_return_sequences: 0, ..plain.clone() },
+            "num_return_sequences = 0: expected a number above 0",
         ),
     ] {
         assert_eq!(generate(&model, &[[5i64]], &config).unwrap_err().to_string(), message);

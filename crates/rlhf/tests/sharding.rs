@@ -1,6 +1,6 @@
 //! ZeRO: models divided over ranks compute and save what whole ones do.
 
-use crate::support::{assert_close, golden, init};
+use crate::support::{assert_close, golden, init, join_ranks, run_as_ranks};
 use rlhf::dist::{World, ZeroStage};
 use rlhf::model::{
     Batch, CausalLm, CausalLmWithValueHead, LoraConfig, ModelOptions, Precision, SequenceClassifier, ValueHeadInit,
@@ -140,7 +140,11 @@ fn low_precision_computes_with_copies_that_do_not_outlive_a_layer() {
 #[test]
 fn a_divided_model_saves_loads_and_generates_as_a_whole_one() {
     use rlhf::generate::{GenerationConfig, Sampling, generate};
-    let config = GenerationConfig { seed: 3, ..GenerationConfig::new(Sampling::at_temperature(0.7), 8) };
+    let config = GenerationConfig {
+        seed: 3,
+        num_return_sequences: 2,
+        ..GenerationConfig::new(Sampling::at_temperature(0.7), 8)
+    };
     let dir = tempfile::tempdir().unwrap();
     let mut whole = load("gpt_neox", Precision::F32);
     learn(&mut whole, ZeroStage::Stage0, false, dir.path());
@@ -161,6 +165,46 @@ fn a_divided_model_saves_loads_and_generates_as_a_whole_one() {
     assert_all_close("saved in several files", &tensors(&found), &tensors(&expected), 0.0);
     let copy = frozen.frozen_copy().unwrap();
     assert_close("a copy", &copy.logits(&SEQUENCES).unwrap()[0], &whole.logits(&SEQUENCES).unwrap()[0], 0.0);
+}
+
+#[test]
+fn groups_of_responses_of_several_ranks_are_those_of_one_at_stages_0_and_3() {
+    for world in [2, 4] {
+        run_as_ranks("sharding::groups_of_responses_on_one_of_several_ranks", world, &[]);
+    }
+}
+
+#[test]
+#[ignore = "one rank of the test above, which starts it"]
+fn groups_of_responses_on_one_of_several_ranks() {
+    use rlhf::generate::{GenerationConfig, Sampling, generate, generate_on};
+    join_ranks();
+    let world = World::of_process();
+    let whole = load("llama_tied", Precision::F32);
+    let divided = load("llama_tied", Precision::F32);
+    divided.shard(&world, ZeroStage::Stage3);
+    // Responses stop at different lengths, so the ranks run different numbers of passes; with 4 ranks one has no prompt.
+    let stops: Vec<i64> = (0..40).collect();
+    for batch_size in [2, 3, 8] {
+        let config = GenerationConfig {
+            stop_token_ids: stops.clone(),
+            num_return_sequences: 3,
+            batch_size,
+            first_row: 5,
+            ..GenerationConfig::new(Sampling::at_temperature(0.9), 9)
+        };
+        let expected = generate(&whole, &SEQUENCES, &config).unwrap();
+        assert!(expected.iter().any(|response| response.tokens.len() < 9), "a response stops early");
+        for (model, name) in [(&whole, "whole"), (&divided, "divided")] {
+            let found = generate_on(&world, model, &SEQUENCES, &config).unwrap();
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish), "{name} model");
+                let pairs = found.logprobs.iter().zip(&expected.logprobs);
+                assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 1e-5), "{name} model: {found:?}");
+            }
+        }
+    }
 }
 
 #[test]

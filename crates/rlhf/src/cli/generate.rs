@@ -131,18 +131,22 @@ impl<'c> Generator<'c> {
         let prompts = self.prompts(part)?;
         let tokens: Vec<&[i64]> = prompts.iter().map(|prompt| prompt.tokens.as_slice()).collect();
         let responses = generate::generate(&self.model, &tokens, &generation)?;
-        responses.iter().enumerate().map(|(i, response)| self.row(&prompts[i / per_prompt], response)).collect()
+        let row = |(i, response)| self.row(&prompts[i / per_prompt], i % per_prompt, response);
+        responses.iter().enumerate().map(row).collect()
     }
 
-    /// Returns the row of one response.
-    fn row(&mut self, prompt: &Prompt, response: &Response) -> Result<String> {
+    /// Returns the row of response `index` of those to `prompt`.
+    fn row(&mut self, prompt: &Prompt, index: usize, response: &Response) -> Result<String> {
         let text = self.tokenizer.decode_after(&prompt.tokens, &response.tokens)?;
         let is_text = ["prompt", "query"].iter().any(|name| prompt.row[name].is_string());
         let bare = self.tokenizer.has_chat_template() && !self.config.apply_chat_template;
         self.ended_at_once |= bare && is_text && response.finish == FinishReason::Stop && response.tokens.len() < 2;
         Ok(match self.format {
             Format::Text => format!("{}{text}\n", prompt.text),
-            Format::Jsonl => json_row(prompt, self.tokenizer.knows_text().then_some(&text), response).to_string(),
+            Format::Jsonl => {
+                let index = (self.config.num_return_sequences > 1).then_some(index);
+                json_row(prompt, self.tokenizer.knows_text().then_some(&text), index, response).to_string()
+            }
         })
     }
 }
@@ -171,8 +175,9 @@ fn set_stops(
     Ok(())
 }
 
-/// Returns the row of a response, with all other fields of the prompt's row. Without a tokenizer there is no `text`.
-fn json_row(prompt: &Prompt, text: Option<&String>, response: &Response) -> Value {
+/// Returns the row of a response, with all other fields of the prompt's row. Without a tokenizer there is no `text`; with one
+/// response to each prompt there is no `index`.
+fn json_row(prompt: &Prompt, text: Option<&String>, index: Option<usize>, response: &Response) -> Value {
     let mut row = json!({
         "prompt": text.map(|_| &prompt.text),
         "prompt_ids": prompt.tokens,
@@ -182,6 +187,9 @@ fn json_row(prompt: &Prompt, text: Option<&String>, response: &Response) -> Valu
         "finish_reason": response.finish,
         "num_tokens": response.tokens.len(),
     });
+    if let Some(index) = index {
+        row["completion_index"] = index.into();
+    }
     if let (Value::Object(row), Value::Object(source)) = (&mut row, &prompt.row) {
         for (key, value) in source {
             row.entry(key.clone()).or_insert_with(|| value.clone());

@@ -420,7 +420,20 @@ impl KvCache {
         out.reshape([rows, -1])
     }
 
-    /// Selects the rows at `kept`, in that order.
+    /// A cache of the same tensors: a write to either changes both, until [`KvCache::keep_rows`] replaces those of one.
+    pub(crate) fn shallow_clone(&self) -> Self {
+        let layers = self.layers.iter().map(|(keys, values)| (keys.shallow_clone(), values.shallow_clone()));
+        Self {
+            layers: layers.collect(),
+            lens: self.lens.clone(),
+            filled: self.filled.as_ref().map(Tensor::shallow_clone),
+            places: None,
+            step: None,
+            ..*self
+        }
+    }
+
+    /// Selects the rows at `kept`, in that order; a row can be selected several times. Copies the rows one layer at a time.
     pub(crate) fn keep_rows(&mut self, kept: &[i64]) {
         let index = Tensor::from_slice(kept).to_device(self.device);
         let rows = self.lens.len() as i64;
@@ -432,7 +445,7 @@ impl KvCache {
         }
         self.lens = kept.iter().map(|&row| self.lens[row as usize]).collect();
         self.filled = self.filled.as_ref().map(|filled| filled.index_select(0, &index));
-        self.step = None;
+        (self.places, self.step) = (None, None);
     }
 
     fn write(&mut self, layer: usize, places: &Tensor, keys: &Tensor, values: &Tensor) {

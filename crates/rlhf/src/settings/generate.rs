@@ -153,7 +153,7 @@ impl GenerateConfig {
         Ok(GenerationConfig {
             repetition_penalty,
             min_new_tokens,
-            samples_per_prompt: self.num_return_sequences,
+            num_return_sequences: self.num_return_sequences,
             seed: self.seed,
             batch_size: self.rows.batch_size,
             ..GenerationConfig::new(sampling, max_new_tokens)
