@@ -229,6 +229,8 @@ pub enum ValueModel {
     Model(Box<SequenceClassifier>),
     /// A head on the policy's trunk; its parameters are among the policy's.
     Head(ValueHead),
+    /// No critic: the advantages need no values.
+    None,
 }
 
 impl From<SequenceClassifier> for ValueModel {
@@ -248,7 +250,7 @@ impl ValueModel {
     pub fn model(&self) -> Option<&SequenceClassifier> {
         match self {
             Self::Model(model) => Some(model),
-            Self::Head(_) => None,
+            Self::Head(_) | Self::None => None,
         }
     }
 
@@ -256,7 +258,7 @@ impl ValueModel {
     pub fn model_mut(&mut self) -> Option<&mut SequenceClassifier> {
         match self {
             Self::Model(model) => Some(model),
-            Self::Head(_) => None,
+            Self::Head(_) | Self::None => None,
         }
     }
 
@@ -270,10 +272,11 @@ impl ValueModel {
         match self {
             Self::Model(model) => model.has_new_head(),
             Self::Head(head) => head.is_fresh(),
+            Self::None => false,
         }
     }
 
-    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32.
+    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32; 0 without a critic.
     ///
     /// # Errors
     /// As [`SequenceClassifier::values_at`] and [`ValueHead::values_at`].
@@ -286,6 +289,10 @@ impl ValueModel {
         match self {
             Self::Model(model) => model.values_at(sequences, spans),
             Self::Head(head) => head.values_at(policy, sequences, spans),
+            Self::None => {
+                let values: usize = spans.iter().map(Range::len).sum();
+                Ok(Tensor::zeros([values as i64], (Kind::Float, policy.device())))
+            }
         }
     }
 }

@@ -1,14 +1,177 @@
 //! Advantage estimation: how rewards become what the policy learns from.
 
 use super::settings::WhitenAdvantages;
+use crate::flag::{NONE, PPO, Refusals, above_zero, no_effect, optional, usage, zero_to_one};
 use crate::rl::experience::{Experience, row_index};
-use crate::rl::math;
+use crate::rl::math::{self, LeaveOut, ScorePosition};
+use crate::Result;
+use clap::builder::PossibleValue;
+use clap::{Args, ValueEnum};
+use serde::Serialize;
 use tch::Tensor;
+
+/// Added to a standard deviation before a division by it; as in TRL's GRPOTrainer and RLOOTrainer.
+const STD_EPSILON: f64 = 1e-4;
+
+/// The estimator of the advantages, and groups of responses to one prompt.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct AdvantageConfig {
+    /// Estimator of the advantages. `gae` needs a value model; the others compare responses or use returns, and no value model is
+    /// loaded. `rloo`, `grpo`, `dr_grpo` and `reinforce_baseline` compare the `num_generations` responses to a prompt, `remax` compares
+    /// with a greedy response, `reinforce` is REINFORCE++.
+    #[arg(long, help_heading = PPO, value_enum, default_value = "gae")]
+    pub advantage_estimator: AdvantageEstimator,
+    /// Responses to each prompt, which make a group. Batch sizes count responses.
+    #[arg(long, alias = "n_samples_per_prompt", help_heading = PPO, default_value_t = 1)]
+    pub num_generations: usize,
+    /// Standard deviation by which the advantages of `grpo` are divided: that of each group, that of the whole update, or none.
+    #[arg(long, help_heading = PPO, value_enum, default_value = "group")]
+    pub scale_rewards: ScaleRewards,
+    /// Normalize the advantages of `rloo` to mean 0 and standard deviation 1 over the responses of an update.
+    #[arg(long, help_heading = PPO)]
+    pub normalize_advantages: bool,
+    /// Combination of several rewards: `sum_then_normalize` compares their weighted sums; `normalize_then_sum` compares each reward by
+    /// itself within its group first, and normalizes the weighted sums over the update (GDPO).
+    #[arg(long, help_heading = PPO, value_enum, default_value = "sum_then_normalize")]
+    pub multi_objective_aggregation: Aggregation,
+    /// Lambda of the policy's advantages, where the returns of the value model keep `lam` (decoupled GAE) [default: `lam`].
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub lam_policy: std::option::Option<f64>,
+    /// Lambda of the policy's advantages that follows the length of a response: 1 - 1 / (this * length) (VAPO uses 0.05).
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub lam_policy_alpha: std::option::Option<f64>,
+}
+
+/// An advantage estimator, by its name as a setting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum AdvantageEstimator {
+    /// Generalized advantage estimation, with a value model.
+    Gae,
+    /// REINFORCE leave-one-out: the reward less the mean of the other rewards of the group.
+    Rloo,
+    /// The reward less the mean of its group, divided by a standard deviation.
+    Grpo,
+    /// The reward less the mean of its group.
+    DrGrpo,
+    /// Returns, whitened over the update (REINFORCE++).
+    Reinforce,
+    /// Returns less the mean score of the group, whitened over the update (REINFORCE++ with a baseline).
+    ReinforceBaseline,
+    /// Returns less the score of a greedy response to the prompt.
+    Remax,
+}
+
+impl AdvantageEstimator {
+    /// Returns true if the estimator needs a value model.
+    pub fn needs_critic(self) -> bool {
+        self == Self::Gae
+    }
+
+    /// Returns true if the estimator compares responses to the same prompt.
+    pub fn compares_groups(self) -> bool {
+        matches!(self, Self::Rloo | Self::Grpo | Self::DrGrpo | Self::ReinforceBaseline)
+    }
+
+    /// The name of the setting's value.
+    pub fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
+    }
+}
+
+/// The standard deviation that divides the advantages of GRPO.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScaleRewards {
+    /// That of the rewards of each group.
+    Group,
+    /// That of all rewards of the update.
+    Batch,
+    /// None.
+    None,
+}
+
+// Not derived: TRL takes booleans too.
+impl ValueEnum for ScaleRewards {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Group, Self::Batch, Self::None]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(match self {
+            Self::Group => PossibleValue::new("group").alias("true"),
+            Self::Batch => PossibleValue::new("batch"),
+            Self::None => PossibleValue::new("none").alias("false"),
+        })
+    }
+}
+
+/// The combination of several rewards into one advantage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum Aggregation {
+    /// The weighted sum of the rewards is compared.
+    SumThenNormalize,
+    /// Each reward is normalized within its group, and their weighted sum over the update. Source: Liu et al. 2026, GDPO.
+    NormalizeThenSum,
+}
+
+impl AdvantageConfig {
+    /// Checks what no other group of settings has a part in.
+    pub(crate) fn check(&self) -> Result<()> {
+        let (estimator, rows) = (self.advantage_estimator, self.num_generations);
+        let name = estimator.name();
+        let mut refusals = Refusals::default();
+        let least = if estimator.compares_groups() { 2 } else { 1 };
+        if rows < least {
+            refusals.add(usage(format!(
+                "num_generations = {rows}: expected at least {least}{}",
+                if least > 1 { format!(": {name} compares the responses to a prompt") } else { String::new() }
+            )))?;
+        }
+        let only = |allowed: bool, setting: &str, found: String, whose: &str| match allowed {
+            true => Ok(()),
+            false => no_effect(setting, found, &format!("with advantage_estimator = {name}: it is a setting of {whose}")),
+        };
+        let (of_gae, of_grpo) = (estimator == AdvantageEstimator::Gae, estimator == AdvantageEstimator::Grpo);
+        let scale = self.scale_rewards.to_possible_value().map_or_else(String::new, |scale| scale.get_name().into());
+        let implied = estimator == AdvantageEstimator::DrGrpo && self.scale_rewards == ScaleRewards::None;
+        if self.scale_rewards != ScaleRewards::Group && !implied {
+            refusals.add(only(of_grpo, "scale_rewards", scale.clone(), "grpo"))?;
+        }
+        if self.normalize_advantages {
+            let of_rloo = estimator == AdvantageEstimator::Rloo;
+            refusals.add(only(of_rloo, "normalize_advantages", "true".into(), "rloo"))?;
+        }
+        if self.multi_objective_aggregation == Aggregation::NormalizeThenSum {
+            let setting = "multi_objective_aggregation";
+            refusals.add(only(of_grpo, setting, "normalize_then_sum".into(), "grpo"))?;
+            if self.scale_rewards != ScaleRewards::Group {
+                refusals.add(no_effect("scale_rewards", scale, "with multi_objective_aggregation = normalize_then_sum"))?;
+            }
+        }
+        for (setting, found) in [("lam_policy", self.lam_policy), ("lam_policy_alpha", self.lam_policy_alpha)] {
+            let Some(found) = found else { continue };
+            refusals.add(only(of_gae, setting, found.to_string(), "gae"))?;
+            refusals.add(if setting == "lam_policy" { zero_to_one(setting, found) } else { above_zero(setting, found) })?;
+        }
+        if let (Some(lam), Some(alpha)) = (self.lam_policy, self.lam_policy_alpha) {
+            refusals.add(usage(format!(
+                "lam_policy = {lam} and lam_policy_alpha = {alpha} exclude each other: a fixed lambda, or one that follows the \
+                 length of a response"
+            )))?;
+        }
+        refusals.end()
+    }
+}
 
 /// An advantage estimator with its settings.
 ///
-/// Generalized advantage estimation needs a critic. Estimators without one compare the rows of a group
-/// ([`Experience::groups`]).
+/// Generalized advantage estimation needs a critic. The others have none: they compare the total rewards of a group
+/// ([`Experience::groups`]), or use returns. `docs/algorithm.md` has each equation with its source.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Advantage {
     /// Generalized advantage estimation. Source: Schulman et al. 2016, eq. 16.
@@ -17,16 +180,143 @@ pub enum Advantage {
         gamma: f64,
         /// Weight of later steps: 0 is one-step, 1 is Monte Carlo.
         lam: f64,
+        /// Lambda of the policy's advantages, where it is not `lam`. Source: Yuan et al. 2025, VC-PPO; Yue et al. 2025, VAPO.
+        lam_policy: Option<PolicyLambda>,
+    },
+    /// The total reward of a response compared with those of its group; one number for all tokens of a response.
+    Group {
+        /// The number that is subtracted.
+        baseline: Baseline,
+        /// The standard deviation by which the difference is divided.
+        scale: ScaleRewards,
+        /// Normalize the differences over the responses of the update.
+        normalize: bool,
+        /// Compare each reward by itself, then add them up; needs [`Experience::rewards`].
+        each_reward: bool,
+    },
+    /// Discounted returns of the rewards less a baseline of the score.
+    Returns {
+        /// Discount of later rewards.
+        gamma: f64,
+        /// The number that is subtracted from a response's score.
+        baseline: ScoreBaseline,
     },
 }
 
+/// Lambda of the policy's advantages in decoupled GAE.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum PolicyLambda {
+    /// The same for all responses.
+    Fixed(f64),
+    /// 1 - 1 / (`alpha` * length) of each response, at least 0. Source: Yue et al. 2025, VAPO, eq. 6.
+    OfLength {
+        /// The factor of the length.
+        alpha: f64,
+    },
+}
+
+/// The baseline of a response's total reward within its group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Baseline {
+    /// The mean of the group. Source: Shao et al. 2024, DeepSeekMath, section 4.1.
+    Mean,
+    /// The mean of the others of the group. Source: Kool et al. 2019; Ahmadian et al. 2024, eq. 8.
+    LeaveOneOut,
+}
+
+/// The baseline of a response's score, where advantages are returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScoreBaseline {
+    /// None. Source: Hu 2025, REINFORCE++.
+    Zero,
+    /// The mean score of the group. Source: Hu 2025, REINFORCE++-baseline.
+    GroupMean,
+    /// The score of a greedy response to the prompt, [`Experience::baselines`]. Source: Li et al. 2024, ReMax, algorithm 1.
+    Greedy,
+}
+
 impl Advantage {
-    /// Advantages and returns of `rewards`, `[B, R]` f32 each; neither is whitened.
+    /// Returns true if the estimator needs a critic.
+    pub fn needs_critic(&self) -> bool {
+        matches!(self, Self::Gae { .. })
+    }
+
+    /// Advantages and returns of `rewards`, `[B, R]` f32 each; neither is whitened. Returns are targets of a critic: 0 without one.
     pub fn estimate(&self, e: &Experience, rewards: &Tensor) -> (Tensor, Tensor) {
         match *self {
-            Self::Gae { gamma, lam } => math::gae(rewards, &e.values, &e.masks.value, gamma, lam),
+            Self::Gae { gamma, lam, lam_policy } => {
+                let (advantages, returns) = math::gae(rewards, &e.values, &e.masks.value, gamma, lam);
+                let of_policy = match lam_policy {
+                    None => return (advantages, returns),
+                    Some(PolicyLambda::Fixed(lam)) => math::gae(rewards, &e.values, &e.masks.value, gamma, lam).0,
+                    Some(PolicyLambda::OfLength { alpha }) => {
+                        let of_length = |&length: &i64| (1.0 - 1.0 / (alpha * (length.max(1)) as f64)).max(0.0) as f32;
+                        let lams: Vec<f32> = e.counted.iter().map(of_length).collect();
+                        let lams = Tensor::from_slice(&lams).to_device(rewards.device());
+                        math::gae_of_rows(rewards, &e.values, &e.masks.value, gamma, &lams).0
+                    }
+                };
+                (of_policy, returns)
+            }
+            Self::Group { baseline, scale, normalize, each_reward } => {
+                let of_rows = match each_reward {
+                    true => of_each_reward(e),
+                    false => compared(&e.total_rewards(rewards), &e.groups, baseline, scale),
+                };
+                let of_rows = if normalize { math::normalize_rows(&of_rows, STD_EPSILON) } else { of_rows };
+                (math::to_all_tokens(&of_rows, &e.masks.loss), rewards.zeros_like())
+            }
+            Self::Returns { gamma, baseline } => {
+                let baselines = match baseline {
+                    ScoreBaseline::Zero => None,
+                    ScoreBaseline::GroupMean => Some(math::group_means(&e.scored_totals(), &e.groups, LeaveOut::Nothing)),
+                    ScoreBaseline::Greedy => e.baselines.as_ref().map(math::numbers),
+                };
+                let rewards = match baselines {
+                    None => rewards.shallow_clone(),
+                    Some(baselines) => {
+                        let less: Vec<f32> = baselines.iter().map(|b| if b.is_nan() { 0.0 } else { -*b as f32 }).collect();
+                        let less = Tensor::from_slice(&less).to_device(rewards.device());
+                        rewards + math::rewards(&rewards.zeros_like(), &less, &e.counted, 0.0, ScorePosition::LastToken)
+                    }
+                };
+                (math::keep(&math::returns(&rewards, gamma), &e.masks.loss), rewards.zeros_like())
+            }
         }
     }
+}
+
+/// Advantages of the rows of an update by their total rewards, of which NaN is none: 0 there, and for a row without another to compare
+/// it with.
+fn compared(totals: &[f64], groups: &[usize], baseline: Baseline, scale: ScaleRewards) -> Vec<f64> {
+    let leave_out = if baseline == Baseline::LeaveOneOut { LeaveOut::Itself } else { LeaveOut::Nothing };
+    let means = math::group_means(totals, groups, leave_out);
+    let scales = match scale {
+        ScaleRewards::None => vec![1.0; totals.len()],
+        ScaleRewards::Group => math::group_stds(totals, groups).into_iter().map(|std| std + STD_EPSILON).collect(),
+        ScaleRewards::Batch => vec![math::std(totals) + STD_EPSILON; totals.len()],
+    };
+    let rows = totals.iter().zip(means).zip(scales);
+    rows.map(|((total, mean), scale)| (total - mean) / scale).collect()
+}
+
+/// Advantages of the rows of an update whose rewards are compared one by one within their groups; their weighted sums are normalized over
+/// the update. Source: Liu et al. 2026, GDPO, as TRL's `normalize_then_sum`.
+fn of_each_reward(e: &Experience) -> Vec<f64> {
+    let mut sums = vec![f64::NAN; e.rows()];
+    for (weight, scores) in e.rewards.iter().flatten() {
+        let compared = compared(scores, &e.groups, Baseline::Mean, ScaleRewards::Group);
+        for (sum, score) in sums.iter_mut().zip(compared).filter(|(_, score)| !score.is_nan()) {
+            *sum = if sum.is_nan() { weight * score } else { *sum + weight * score };
+        }
+    }
+    // TRL scores a row that has rewards, but none that can be compared, as 0.
+    for (row, sum) in sums.iter_mut().enumerate() {
+        if sum.is_nan() && e.rewards.iter().flatten().any(|(_, scores)| !scores[row].is_nan()) {
+            *sum = 0.0;
+        }
+    }
+    math::normalize_rows(&sums, STD_EPSILON)
 }
 
 /// Advantages of a whole update as the losses take them: whitened over all its tokens, or only masked where each mini-batch

@@ -24,11 +24,22 @@ pub(crate) const TOKENS: usize = 32;
 pub struct Checks {
     /// Between the rollout and the pass that training uses: the first ratio is 1 as far as this is 0.
     pub ratio: f64,
-    /// Between policy and reference; `None` where these are different models, whose KL is not 0 at any time.
-    pub kl: Option<f64>,
+    /// Between policy and reference.
+    pub kl: ReferenceKl,
     /// Between decoding with a cache and one pass over the whole text; `None` where the model's angles depend on the length
     /// of the text, so that these differ by design.
     pub cached: Option<f64>,
+}
+
+/// The distance between policy and reference model at the start of a run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ReferenceKl {
+    /// Between models of equal weights.
+    Measured(f64),
+    /// The models are different, so that their KL is not 0 at any time.
+    OtherModel,
+    /// There is no reference model.
+    NoModel,
 }
 
 /// Settings for the rows of [`Checks::of`], which are evaluated as those of an update.
@@ -44,6 +55,16 @@ pub struct CheckSettings {
     pub low_precision: bool,
 }
 
+impl ReferenceKl {
+    /// The distance, where it is that of equal models.
+    pub fn distance(self) -> Option<f64> {
+        match self {
+            Self::Measured(kl) => Some(kl),
+            Self::OtherModel | Self::NoModel => None,
+        }
+    }
+}
+
 impl Checks {
     /// Largest distance of log-probabilities that count as equal: far above the rounding of f32, and above that of bf16 and
     /// f16, which have two or three digits.
@@ -57,7 +78,7 @@ impl Checks {
     /// If the rows do not fit the models.
     pub fn of(
         learner: &mut Learner,
-        reference: &CausalLm,
+        reference: Option<&CausalLm>,
         prompts: &[Vec<i64>],
         responses: &[Response],
         settings: &CheckSettings,
@@ -76,9 +97,15 @@ impl Checks {
             (difference.square().sum(Kind::Double).double_value(&[]) / tokens).sqrt()
         };
         let cached = (!policy.config().has_length_dependent_rope()).then(|| distance(&sampled, &experience.logprobs));
-        let kl = distance(&experience.logprobs, &experience.ref_logprobs);
-        // Comparing weights reads all of them, so it is done only where the KL is not 0.
-        let equal = kl <= Self::tolerance(settings.low_precision) || same_weights(policy, reference)?;
+        let kl = match (reference, &experience.ref_logprobs) {
+            (Some(reference), Some(logprobs)) => {
+                let kl = distance(&experience.logprobs, logprobs);
+                // Comparing weights reads all of them, so it is done only where the KL is not 0.
+                let equal = kl <= Self::tolerance(settings.low_precision) || same_weights(policy, reference)?;
+                if equal { ReferenceKl::Measured(kl) } else { ReferenceKl::OtherModel }
+            }
+            _ => ReferenceKl::NoModel,
+        };
         if policy.is_exact() {
             experience.logprobs = sampled;
         }
@@ -87,7 +114,7 @@ impl Checks {
         let stats = learner.gradients(&experience, &targets, &rows, rows.len(), true);
         learner.zero_grad();
         let stats = stats?;
-        Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens).sqrt(), kl: equal.then_some(kl), cached })
+        Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens).sqrt(), kl, cached })
     }
 
     /// Describes the first check that failed.
@@ -99,7 +126,7 @@ impl Checks {
                 "rollout and training",
                 "so the policy would learn the difference",
             ),
-            (self.kl, "the KL to the reference is 0", "policy and reference", "though their weights are equal"),
+            (self.kl.distance(), "the KL to the reference is 0", "policy and reference", "though their weights are equal"),
             (
                 self.cached,
                 "decoding is exact",
@@ -122,10 +149,11 @@ impl Checks {
 
 impl Display for Checks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "first ratio 1 within {:.1e}, KL to the reference ", self.ratio)?;
+        write!(f, "first ratio 1 within {:.1e}", self.ratio)?;
         match self.kl {
-            Some(kl) => write!(f, "0 within {kl:.1e}")?,
-            None => f.write_str("not 0, as it is another model")?,
+            ReferenceKl::Measured(kl) => write!(f, ", KL to the reference 0 within {kl:.1e}")?,
+            ReferenceKl::OtherModel => f.write_str(", KL to the reference not 0, as it is another model")?,
+            ReferenceKl::NoModel => {}
         }
         match self.cached {
             Some(cached) => write!(f, ", cached and full log-probs equal within {cached:.1e}"),
@@ -215,7 +243,7 @@ mod tests {
 
     #[test]
     fn checks_name_what_failed_and_list_in_one_line_what_held() {
-        let good = Checks { ratio: 2.4e-7, kl: Some(0.0), cached: Some(2.4e-6) };
+        let good = Checks { ratio: 2.4e-7, kl: ReferenceKl::Measured(0.0), cached: Some(2.4e-6) };
         assert_eq!(good.failure(1e-4), None);
         assert_eq!(
             good.to_string(),
@@ -227,14 +255,14 @@ mod tests {
                 "the first ratio is 1: expected log-probs within 1e-4, found rollout and training 2.0e-4 apart",
             ),
             (Checks { ratio: f64::NAN, ..good }, "the first ratio is 1"),
-            (Checks { kl: Some(0.5), ..good }, "the KL to the reference is 0"),
+            (Checks { kl: ReferenceKl::Measured(0.5), ..good }, "the KL to the reference is 0"),
             (Checks { cached: Some(f64::NAN), ..good }, "decoding is exact"),
         ] {
             let failure = bad.failure(1e-4).unwrap();
             assert!(failure.contains(words) && failure.contains("--no_checks"), "{failure}");
             assert_eq!(bad.failure(1.0).is_some(), failure.contains("NaN"));
         }
-        let other = Checks { kl: None, cached: None, ..good };
+        let other = Checks { kl: ReferenceKl::OtherModel, cached: None, ..good };
         assert_eq!(other.failure(1e-4), None);
         assert!(other.to_string().ends_with("KL to the reference not 0, as it is another model"));
     }

@@ -39,18 +39,25 @@ pub struct Experience {
     pub masks: Masks,
     /// Log-probabilities under the policy that sampled, within `masks.response`.
     pub logprobs: Tensor,
-    /// Log-probabilities under the reference model, within `masks.response`.
-    pub ref_logprobs: Tensor,
+    /// Log-probabilities under the reference model, within `masks.response`; `None` without a reference model.
+    pub ref_logprobs: Option<Tensor>,
     /// KL(policy || reference) over the whole vocabulary, within `masks.response`; only with [`KlEstimator::Full`].
     ///
     /// [`KlEstimator::Full`]: super::math::KlEstimator::Full
     pub full_kl: Option<Tensor>,
     /// The reference model's distribution at each response token; only where the loss has the KL over the vocabulary.
     pub reference: Option<Distributions>,
-    /// Values of the states before each token and after the last, within `masks.value`.
+    /// Values of the states before each token and after the last, within `masks.value`; all 0 without a critic.
     pub values: Tensor,
-    /// Score of each row, `[B]`, after any penalty for a missing stop token.
+    /// Score of each row, `[B]`, after any penalty for a missing stop token; 0 where `unscored`.
     pub scores: Tensor,
+    /// Rows for which no reward gave a score, which are compared with no other and learn nothing from their group; empty if there are
+    /// none.
+    pub unscored: Vec<usize>,
+    /// Weight and scores of each reward, a score per row, NaN where it gave none; only where an estimator compares them one by one.
+    pub rewards: Option<Vec<(f64, Vec<f64>)>>,
+    /// Score of a greedy response to each row's prompt, `[B]`; only for ReMax.
+    pub baselines: Option<Tensor>,
     /// Scores of single tokens, within `masks.response`, if a reward returns any.
     pub token_scores: Option<Tensor>,
     /// The tokens that each response token was sampled from, a list per row; only where log-probabilities are taken over the
@@ -104,6 +111,40 @@ impl Experience {
         }
     }
 
+    /// Total score of each row as a number, NaN where `unscored`.
+    pub(crate) fn scored_totals(&self) -> Vec<f64> {
+        self.without_unscored(math::numbers(&self.total_scores()))
+    }
+
+    /// The sum of each row of `rewards`, `[B, R]`, NaN where `unscored`.
+    pub(crate) fn total_rewards(&self, rewards: &Tensor) -> Vec<f64> {
+        self.without_unscored(math::numbers(&rewards.sum_dim_intlist(1i64, false, Kind::Float)))
+    }
+
+    fn without_unscored(&self, mut numbers: Vec<f64>) -> Vec<f64> {
+        self.unscored.iter().for_each(|&row| numbers[row] = f64::NAN);
+        numbers
+    }
+
+    /// Masks out whole rows: none of their tokens is in a loss, a KL or a sum, while their scores stay in the comparisons of their
+    /// groups.
+    pub fn mask_rows(&mut self, rows: &[usize]) {
+        if rows.is_empty() {
+            return;
+        }
+        let index = row_index(rows, &self.masks.response);
+        let Masks { response, loss, value, value_loss } = &mut self.masks;
+        for mask in [response, loss, value, value_loss] {
+            *mask = mask.index_fill(0, &index, 0);
+        }
+        for (x, mask) in [(&mut self.logprobs, &self.masks.response), (&mut self.values, &self.masks.value)] {
+            *x = math::keep(x, mask);
+        }
+        for x in self.ref_logprobs.iter_mut().chain(&mut self.full_kl) {
+            *x = math::keep(x, &self.masks.response);
+        }
+    }
+
     /// The sampled-from tokens of `rows`, concatenated; `None` where log-probabilities are over the whole vocabulary.
     pub(crate) fn sets_of(&self, rows: impl IntoIterator<Item = usize>) -> Option<Vec<TokenSet>> {
         let sets = self.sets.as_ref()?;
@@ -135,14 +176,10 @@ impl Experience {
         }
         let last = |row: &Vec<bool>| row.iter().rposition(|&kept| kept).map_or(0, |at| at as i64 + 1);
         self.counted = kept.iter().zip(&self.counted).map(|(row, &counted)| last(row).min(counted)).collect();
-        for (x, mask) in [
-            (&mut self.logprobs, &self.masks.response),
-            (&mut self.ref_logprobs, &self.masks.response),
-            (&mut self.values, &self.masks.value),
-        ] {
+        for (x, mask) in [(&mut self.logprobs, &self.masks.response), (&mut self.values, &self.masks.value)] {
             *x = math::keep(x, mask);
         }
-        for x in self.full_kl.iter_mut().chain(&mut self.token_scores) {
+        for x in self.ref_logprobs.iter_mut().chain(&mut self.full_kl).chain(&mut self.token_scores) {
             *x = math::keep(x, &self.masks.response);
         }
         Ok(())

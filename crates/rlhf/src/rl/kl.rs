@@ -16,7 +16,7 @@ const MOST_ERROR: f64 = 0.2;
 #[command(rename_all = "snake_case")]
 pub struct KlConfig {
     /// Coefficient of the KL penalty per token.
-    #[arg(long, alias = "init_kl_coef", help_heading = PPO, default_value_t = 0.05)]
+    #[arg(long, aliases = ["init_kl_coef", "beta"], help_heading = PPO, default_value_t = 0.05)]
     pub kl_coef: f64,
     /// Estimator of the KL from each sampled token; `full` computes it over the whole vocabulary.
     #[arg(long, alias = "kl_penalty", help_heading = PPO, value_enum, default_value = "k1")]
@@ -24,6 +24,9 @@ pub struct KlConfig {
     /// Add the KL penalty to the policy's loss instead of the rewards.
     #[arg(long, help_heading = PPO)]
     pub kl_in_loss: bool,
+    /// Multiply the KL of each token in the loss by its probability ratio, which corrects it for the policy that sampled.
+    #[arg(long, help_heading = PPO)]
+    pub use_bias_correction_kl: bool,
     /// Adapt the KL coefficient after each update, so that the KL per response approaches `target`.
     #[arg(long, help_heading = PPO)]
     pub adap_kl_ctrl: bool,
@@ -39,7 +42,8 @@ pub struct KlConfig {
 }
 
 impl KlConfig {
-    pub(crate) fn check(&self) -> Result<()> {
+    /// Checks the settings; `without_critic` of a run without a value model.
+    pub(crate) fn check(&self, without_critic: bool) -> Result<()> {
         let usual: Self = defaults();
         let of_control = |name, found, usual| {
             if found != usual && !self.adap_kl_ctrl {
@@ -63,12 +67,17 @@ impl KlConfig {
                 }
                 _ => Ok(()),
             },
-            self.check_in_loss(),
+            self.check_in_loss(without_critic),
         ])
     }
 
-    fn check_in_loss(&self) -> Result<()> {
+    fn check_in_loss(&self, without_critic: bool) -> Result<()> {
         if !self.kl_in_loss {
+            let why = "without kl_in_loss = true";
+            return if self.use_bias_correction_kl { no_effect("use_bias_correction_kl", true, why) } else { Ok(()) };
+        }
+        if self.kl_coef == 0.0 && without_critic {
+            // TRL's GRPOTrainer has this default: no reference model, and no KL anywhere.
             return Ok(());
         }
         if self.kl_coef == 0.0 && self.kl_coef_end.unwrap_or(0.0) == 0.0 {

@@ -10,7 +10,8 @@ use crate::optim::{AdamW, LearningRates, OptimizerConfig};
 use crate::rl::advantage::whiten_rows;
 use crate::rl::ema::Ema;
 use crate::rl::experience::{Experience, row_index};
-use crate::rl::loss::{LossSettings, MicroBatch, Sums, Weights};
+use crate::rl::math;
+use crate::rl::loss::{LossAggregation, LossSettings, MicroBatch, Preview, Sums, Weights};
 use crate::rl::rollout::RolloutModels;
 use crate::rl::shaping::{Shaping, Targets, targets};
 use crate::rl::stats::StepStats;
@@ -45,6 +46,41 @@ impl EpochPlan {
     /// epoch can be smaller.
     pub fn parts(&self, rows: usize) -> usize {
         rows.div_ceil(self.part_size).max(1)
+    }
+}
+
+/// The learning rates of an update's optimizer steps.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepRates(Vec<LearningRates>);
+
+impl StepRates {
+    /// The rates of step `step` of an update, counted from 0: the last ones for all steps beyond them.
+    fn of_step(&self, step: usize) -> LearningRates {
+        self.0[step.min(self.0.len() - 1)]
+    }
+
+    /// The rates of the first step.
+    pub fn first(&self) -> LearningRates {
+        self.0[0]
+    }
+}
+
+impl From<LearningRates> for StepRates {
+    /// The same rates for all steps.
+    fn from(rates: LearningRates) -> Self {
+        Self(vec![rates])
+    }
+}
+
+impl FromIterator<LearningRates> for StepRates {
+    /// The rates of each step, in order.
+    ///
+    /// # Panics
+    /// If there are none.
+    fn from_iter<I: IntoIterator<Item = LearningRates>>(rates: I) -> Self {
+        let rates = Vec::from_iter(rates);
+        assert!(!rates.is_empty(), "expected the rates of at least one step");
+        Self(rates)
     }
 }
 
@@ -97,6 +133,8 @@ pub struct Learner {
     pub unsupervised: Option<Unsupervised>,
     /// Return every probability ratio in [`StepStats::ratios`]; off, because reading them from the device takes time.
     pub collect_ratios: bool,
+    /// Return what is clipped of each response in [`StepStats::low_clipped`] and the following.
+    pub collect_clips: bool,
     /// The ranks that train together.
     pub(crate) world: World,
     pub(crate) settings: LearnerSettings,
@@ -137,6 +175,7 @@ impl Learner {
             scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
             unsupervised: None,
             collect_ratios: false,
+            collect_clips: false,
             world,
             policy,
             value,
@@ -210,9 +249,9 @@ impl Learner {
         self.settings = settings;
     }
 
-    /// Policy and critic beside a reference model, for the evaluation of responses.
-    pub fn rollout_models<'a>(&'a self, reference: &'a CausalLm) -> RolloutModels<'a> {
-        RolloutModels { policy: &self.policy, reference, value: &self.value, world: &self.world }
+    /// Policy and critic beside a reference model, if there is one, for the evaluation of responses.
+    pub fn rollout_models<'a>(&'a self, reference: impl Into<Option<&'a CausalLm>>) -> RolloutModels<'a> {
+        RolloutModels { policy: &self.policy, reference: reference.into(), value: &self.value, world: &self.world }
     }
 
     /// Rewards, advantages and returns of an experience whose KL has the weight `kl_coef`; see [`targets`].
@@ -234,7 +273,8 @@ impl Learner {
     ///
     /// Each mini-batch takes as many blocks of [`Learner::unsupervised`] as it has rows. A moving average follows each step of
     /// the policy. A mini-batch above `ratio_threshold` is skipped, and an epoch that ends too far from the policy that
-    /// sampled, by `target_kl`, is the last. Where `rates.policy` is `None` only the value model is trained.
+    /// sampled, by `target_kl`, is the last. `rates` are those of all steps, or of each; where the policy's is `None` only the value
+    /// model is trained.
     ///
     /// # Errors
     /// If libtorch refuses a step.
@@ -243,12 +283,15 @@ impl Learner {
         experience: &Experience,
         targets: &Targets,
         orders: &[Vec<usize>],
-        rates: LearningRates,
+        rates: impl Into<StepRates>,
         plan: &EpochPlan,
     ) -> Result<Vec<StepStats>> {
-        let mut steps = Vec::new();
+        let rates = rates.into();
+        let (mut steps, mut done) = (Vec::new(), 0);
         for order in orders {
             for mini_batch in order.chunks(plan.mini_batch_size) {
+                let rates = rates.of_step(done);
+                done += 1;
                 let trains_policy = rates.policy.is_some();
                 let parts = mini_batch.chunks(plan.part_size);
                 let share = (parts.len() as f64).recip();
@@ -295,26 +338,83 @@ impl Learner {
             |mask: &Tensor| mask.index_select(0, &row_index(mini_batch, mask)).sum(Kind::Double).double_value(&[]);
         let tokens = if trains_policy { count(&experience.masks.loss) } else { 0.0 };
         let value_slots = count(&experience.masks.value_loss);
-        let weights = Weights { tokens, value_slots, kl_coef: targets.kl_coef, scales: self.loss_scales() };
         let whitened = self
             .settings
             .whiten_mini_batches
             .then(|| whiten_rows(&targets.advantages, mini_batch, &experience.masks.loss));
         let advantages = whitened.as_ref().unwrap_or(&targets.advantages);
-        let mut sums = Sums::new(self.collect_ratios);
         let length = |&row: &usize| experience.sequence_len(row);
         let own = self.world.share_by(mini_batch, length);
-        let passes =
-            micro_batches(own, micro_batch_size, self.micro_batch_tokens, length).into_iter().try_for_each(|rows| {
-                let batch = MicroBatch::new(experience, targets, advantages, rows, &self.settings.loss);
-                let reference = experience.reference.as_ref().map(|reference| (reference, rows));
-                self.backward(&batch, reference, weights, trains_policy, &mut sums)
-            });
+        let parts = micro_batches(own, micro_batch_size, self.micro_batch_tokens, length);
+        let weights = Weights {
+            divisor: self.divisor(experience, mini_batch.len(), tokens),
+            entropy_tokens: tokens.max(1.0),
+            value_slots,
+            kl_coef: targets.kl_coef,
+            scales: self.loss_scales(),
+            least_entropy: None,
+        };
+        let batch = |rows: &[usize]| MicroBatch::new(experience, targets, advantages, rows, &self.settings.loss);
+        let (previews, weights) = match trains_policy && self.settings.loss.needs_preview() {
+            true => self.previews(parts.iter().map(|rows| batch(rows)), weights)?,
+            false => (Vec::new(), weights),
+        };
+        let mut sums = Sums::new(self.collect_ratios, self.collect_clips);
+        let passes = parts.iter().enumerate().try_for_each(|(at, rows)| {
+            let mut batch = batch(rows);
+            if let Some(preview) = previews.get(at) {
+                batch.take_preview(preview, &self.settings.loss, weights.least_entropy);
+            }
+            let reference = experience.reference.as_ref().map(|reference| (reference, &rows[..]));
+            self.backward(&batch, reference, weights, trains_policy, &mut sums)
+        });
         self.world.agree(passes)?;
-        let mut stats = StepStats { tokens, value_slots, ..StepStats::default() };
+        let mut stats = StepStats { tokens, value_slots, rows: mini_batch.len() as f64, ..StepStats::default() };
         sums.read_into(&mut stats);
         stats.sum_over(&self.world)?;
         Ok(stats)
+    }
+
+    /// Divisor of the sum of the policy's losses over a mini-batch of `rows` rows with `tokens` tokens.
+    fn divisor(&self, experience: &Experience, rows: usize, tokens: f64) -> f64 {
+        let all_rows = experience.rows() as f64;
+        match self.settings.loss.aggregation {
+            LossAggregation::Tokens => tokens.max(1.0),
+            LossAggregation::Responses | LossAggregation::ResponseSums => rows as f64,
+            LossAggregation::Length(most) => (rows * most) as f64,
+            LossAggregation::UpdateTokens => {
+                let all = experience.masks.loss.sum(Kind::Double).double_value(&[]);
+                all.max(1.0) * (rows as f64 / all_rows)
+            }
+        }
+    }
+
+    /// Passes without gradients over the micro-batches of this rank, and the weights with the least entropy of the tokens that the
+    /// policy's objective trains.
+    fn previews(
+        &self,
+        batches: impl Iterator<Item = MicroBatch>,
+        mut weights: Weights,
+    ) -> Result<(Vec<Preview>, Weights)> {
+        let settings = &self.settings.loss;
+        let of_entropy = settings.top_entropy_quantile < 1.0;
+        let (mut previews, mut entropies) = (Vec::new(), Vec::new());
+        let passes = batches.into_iter().try_for_each(|batch| {
+            let (sequences, spans) = (&batch.sequences, &batch.token_spans);
+            let pass = || self.policy.token_logprobs(sequences, spans, batch.sampled(settings), of_entropy);
+            let now = tch::no_grad(pass)?;
+            entropies.extend(now.entropy.iter().flat_map(|entropy| batch.counted(entropy)));
+            previews.push(Preview { logprobs: now.logprobs, entropy: now.entropy });
+            Ok(())
+        });
+        self.world.agree(passes)?;
+        if of_entropy {
+            let mut all = self.world.gather_numbers(&entropies)?.concat();
+            let least = math::quantile(&mut all, 1.0 - settings.top_entropy_quantile);
+            weights.entropy_tokens = all.iter().filter(|entropy| **entropy >= least).count().max(1) as f64;
+            weights.least_entropy = Some(least);
+        }
+        Ok((previews, weights))
     }
 
     /// Forward and backward pass of one micro-batch; accumulates gradients.
@@ -356,8 +456,13 @@ impl Learner {
                 value.values_backward(Batch::new(sequences, value_spans), value_loss)?;
                 now
             }
+            (ValueModel::None, _) => {
+                let batch = Batch::new(sequences, token_spans);
+                Some(self.policy.logprobs_backward(batch, options, policy_loss)?)
+            }
         };
         sums.add_values_of(value_sums);
+        sums.end_rows(batch.rows());
         if let Some(entropy) = now.and_then(|now| now.entropy) {
             sums.add_entropy(&batch.entropy_sum(&entropy));
         }

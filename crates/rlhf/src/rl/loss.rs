@@ -1,8 +1,8 @@
-//! The losses of one micro-batch: clipped policy objective with KL and entropy terms, clipped value loss.
+//! The losses of one micro-batch: the policy's objective with KL and entropy terms, the clipped value loss.
 
 use crate::model::{Sampled, TokenLogprobs, TokenSet};
 use crate::rl::experience::{Experience, from_slots};
-use crate::rl::math::{self, KlEstimator, PolicyClip};
+use crate::rl::math::{self, ImportanceLevel, KlEstimator, Objective, PolicyClip, Ratios};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use std::ops::Range;
@@ -11,8 +11,21 @@ use tch::{Kind, Tensor};
 /// The terms of both losses and their weights.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LossSettings {
+    /// The policy's objective.
+    pub objective: Objective,
     /// Bounds on the probability ratio.
     pub clip: PolicyClip,
+    /// The unit whose probability ratio is used.
+    pub importance: ImportanceLevel,
+    /// How the losses of tokens become the loss of a mini-batch.
+    pub aggregation: LossAggregation,
+    /// The old log-probabilities are the current ones without a gradient, so that every ratio is 1: for the only optimizer step
+    /// of an update.
+    pub on_policy: bool,
+    /// Share of the tokens, those of the highest entropy in the mini-batch, that the policy's objective trains; 1 for all.
+    pub top_entropy_quantile: f64,
+    /// Leave out responses of a negative advantage whose mean KL per token from the old policy to the new is above this.
+    pub off_policy_mask_threshold: Option<f64>,
     /// Bound on the distance of a new value from the old one.
     pub cliprange_value: f64,
     /// Weight of the value loss.
@@ -21,21 +34,60 @@ pub struct LossSettings {
     pub entropy_coef: f64,
     /// Estimator of the KL term in the policy loss; `None` without one.
     pub kl_in_loss: Option<KlEstimator>,
+    /// Multiply the KL term of each token by its probability ratio.
+    pub use_bias_correction_kl: bool,
     /// Temperature of the distributions whose log-probabilities are taken; that of the rollout.
     pub temperature: f64,
+}
+
+/// How the losses of tokens become the loss of a mini-batch. Each is a sum over the mini-batch, so the size of a micro-batch
+/// changes no number.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum LossAggregation {
+    /// Mean over the tokens of the mini-batch: `bnpo`.
+    Tokens,
+    /// Mean over the responses of the means over their tokens: `grpo`, `sapo`. Source: Shao et al. 2024, eq. 3.
+    Responses,
+    /// Mean over the responses of the sums over their tokens: `luspo`.
+    ResponseSums,
+    /// Sum over all tokens, divided by the responses times this length: `dr_grpo`. Source: Liu et al. 2025, section 3.
+    Length(usize),
+    /// Sum over all tokens, divided by the tokens of the whole update and multiplied by its optimizer steps: `dapo`, `cispo`,
+    /// `vespo`. Source: Yu et al. 2025, DAPO, eq. 8.
+    UpdateTokens,
+}
+
+impl LossSettings {
+    /// Returns true if the losses need the log-probabilities of whole responses before their backward pass.
+    pub(crate) fn needs_preview(&self) -> bool {
+        let of_sequences = self.importance != ImportanceLevel::Token || matches!(self.objective, Objective::Vespo { .. });
+        let moved = !self.on_policy || (self.use_bias_correction_kl && self.kl_in_loss.is_some());
+        self.top_entropy_quantile < 1.0 || (of_sequences && moved) || self.off_policy_mask_threshold.is_some()
+    }
 }
 
 /// Divisors and factors of a mini-batch's losses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Weights {
-    /// Response tokens of the whole mini-batch.
-    pub(crate) tokens: f64,
+    /// Divisor of the sums of the policy's losses.
+    pub(crate) divisor: f64,
+    /// Tokens that the entropy bonus is the mean of.
+    pub(crate) entropy_tokens: f64,
     /// Value slots of the whole mini-batch.
     pub(crate) value_slots: f64,
     /// Weight of the KL in the policy loss.
     pub(crate) kl_coef: f64,
     /// Loss scales of policy and value model; 1 outside f16.
     pub(crate) scales: [f64; 2],
+    /// Least entropy of a token that the policy's objective trains.
+    pub(crate) least_entropy: Option<f64>,
+}
+
+/// The tokens of a micro-batch under the current policy, computed before its backward pass; `[M]` f32 each.
+#[derive(Debug)]
+pub(crate) struct Preview {
+    pub(crate) logprobs: Tensor,
+    pub(crate) entropy: Option<Tensor>,
 }
 
 /// The rows of a micro-batch as the models take them: ragged, one number per token or value, row after row.
@@ -51,6 +103,22 @@ pub(crate) struct MicroBatch {
     old_values: Tensor,
     returns: Tensor,
     value_counts: Tensor,
+    rows: Rows,
+    /// Weight of each token in the sums, where the aggregation is by responses.
+    token_weights: Option<Tensor>,
+    sequence: Option<Sequence>,
+    /// 1 at the tokens that the policy's objective trains, else 0; `None` where it trains all.
+    gate: Option<Tensor>,
+}
+
+/// Numbers of the response of each token, `[M]` f32.
+struct Sequence {
+    /// The probability ratio.
+    ratio: Tensor,
+    /// See [`Ratios::of_sequences`].
+    spread: Tensor,
+    /// Mean of the KL estimates of its tokens.
+    kl: Option<Tensor>,
 }
 
 impl MicroBatch {
@@ -66,18 +134,25 @@ impl MicroBatch {
         let of_tokens = |x: &Tensor| from_slots(x, &lengths, rows);
         let value_counts: Vec<i64> = rows.iter().map(|&row| e.value_counts[row]).collect();
         let of_values = |x: &Tensor| from_slots(x, &value_counts, rows);
+        let counts = of_tokens(&e.masks.loss);
+        let rows_of = Rows::new(&lengths, &counts);
+        let by_response = matches!(settings.aggregation, LossAggregation::Responses);
         Self {
             sequences: rows.iter().map(|&row| e.sequence(row)).collect(),
             token_spans: rows.iter().map(|&row| e.token_span(row)).collect(),
             value_spans: rows.iter().map(|&row| e.value_span(row)).collect(),
             sets: e.sets_of(rows.iter().copied()),
             old_logprobs: of_tokens(&e.logprobs),
-            ref_logprobs: settings.kl_in_loss.map(|_| of_tokens(&e.ref_logprobs)),
+            ref_logprobs: settings.kl_in_loss.and(e.ref_logprobs.as_ref()).map(of_tokens),
             advantages: of_tokens(advantages),
-            counts: of_tokens(&e.masks.loss),
             old_values: of_values(&e.values),
             returns: of_values(&targets.returns),
             value_counts: of_values(&e.masks.value_loss),
+            token_weights: by_response.then(|| rows_of.at_tokens(&rows_of.counts.clamp_min(1.0).reciprocal())),
+            counts,
+            rows: rows_of,
+            sequence: None,
+            gate: None,
         }
     }
 
@@ -87,8 +162,8 @@ impl MicroBatch {
 
     /// Loss of the policy over a slice of the tokens, a scalar; its sums go to `sums`.
     ///
-    /// The clipped objective, plus `kl_coef` times the KL and minus `entropy_coef` times the entropy where the settings have
-    /// these terms, divided by the token count of the mini-batch.
+    /// The objective, plus `kl_coef` times the KL and minus `entropy_coef` times the entropy where the settings have these terms,
+    /// divided as the aggregation is.
     pub(crate) fn policy_loss(
         &self,
         slice: Range<i64>,
@@ -99,28 +174,104 @@ impl MicroBatch {
     ) -> Tensor {
         let here = |x: &Tensor| x.narrow(0, slice.start, slice.end - slice.start);
         let counts = here(&self.counts);
-        let loss = math::policy_loss(
-            &now.logprobs,
-            &here(&self.old_logprobs),
-            &here(&self.advantages),
-            &counts,
-            settings.clip,
-        );
+        let token_weights = self.token_weights.as_ref().map(here);
+        let gate = self.gate.as_ref().map(here);
+        let old = if settings.on_policy { now.logprobs.detach() } else { here(&self.old_logprobs) };
+        let ratios = Ratios::of_tokens(&now.logprobs, &old, &counts);
+        let ratios = match &self.sequence {
+            Some(of) => ratios.of_sequences(&now.logprobs, &here(&of.ratio), &here(&of.spread)),
+            None => ratios,
+        };
+        let by = (settings.objective, settings.clip);
+        let loss = math::policy_objective(&ratios, &now.logprobs, &here(&self.advantages), &counts, by);
+        let weighted = |x: &Tensor, gate: Option<&Tensor>| {
+            let x = gate.map_or_else(|| x.shallow_clone(), |gate| x * gate);
+            math::masked_sum(&token_weights.as_ref().map_or_else(|| x.shallow_clone(), |weights| &x * weights), &counts)
+        };
+        let objective = match (&gate, &token_weights) {
+            (None, None) => loss.sum.shallow_clone(),
+            _ => weighted(&loss.per_token, gate.as_ref()),
+        };
         let kl = settings.kl_in_loss.zip(self.ref_logprobs.as_ref()).map(|(estimator, reference)| {
             let estimate = || math::kl(&now.logprobs, &here(reference), &counts, estimator);
-            now.kl.as_ref().map_or_else(estimate, |kl| math::keep(kl, &counts)).sum(Kind::Float)
+            let kl = now.kl.as_ref().map_or_else(estimate, |kl| math::keep(kl, &counts));
+            if settings.use_bias_correction_kl { self.corrected(kl, &ratios, now, here) } else { kl }
         });
         let total = match &kl {
-            Some(kl) => &loss.sum + kl * weights.kl_coef,
-            None => loss.sum.shallow_clone(),
+            Some(kl) if token_weights.is_some() => objective + weighted(kl, None) * weights.kl_coef,
+            Some(kl) => objective + kl.sum(Kind::Float) * weights.kl_coef,
+            None => objective,
         };
         let total = match now.entropy.as_ref().filter(|_| settings.entropy_coef > 0.0) {
-            Some(entropy) => total - math::masked_sum(entropy, &counts) * settings.entropy_coef,
+            Some(entropy) => {
+                let entropy = gate.as_ref().map_or_else(|| entropy.shallow_clone(), |gate| entropy * gate);
+                let coef = settings.entropy_coef * (weights.divisor / weights.entropy_tokens);
+                total - math::masked_sum(&entropy, &counts) * coef
+            }
             None => total,
         };
-        sums.add_policy(&loss, kl.as_ref(), &counts);
+        sums.add_policy(&loss, kl.map(|kl| kl.sum(Kind::Float)).as_ref(), &counts);
+        sums.add_loss(&total, weights.divisor);
         // With no token that counts there is no gradient.
-        total / (weights.tokens.max(1.0) / weights.scales[0])
+        total / (weights.divisor / weights.scales[0])
+    }
+
+    /// KL estimates of a slice times the probability ratios, with the gradients of both. Source: TRL 1.11, `use_bias_correction_kl`.
+    fn corrected(&self, kl: Tensor, ratios: &Ratios, now: &TokenLogprobs, here: impl Fn(&Tensor) -> Tensor) -> Tensor {
+        let Some(Sequence { ratio, spread, kl: Some(mean) }) = &self.sequence else { return kl * &ratios.ratio };
+        // The gradient of a response's ratio comes with the mean of its tokens' KL; see [`Ratios::of_sequences`].
+        let moved = (math::unit(&now.logprobs) - 1.0) * here(spread) * here(mean);
+        math::keep(&((kl + moved) * here(ratio)), &here(&self.counts))
+    }
+
+    /// Takes ratios of whole responses, and the tokens that are trained, from a pass before the backward pass.
+    pub(crate) fn take_preview(&mut self, preview: &Preview, settings: &LossSettings, least_entropy: Option<f64>) {
+        let old = if settings.on_policy { &preview.logprobs } else { &self.old_logprobs };
+        let log_ratio = math::keep(&(&preview.logprobs - old), &self.counts);
+        let of_rows = &self.rows;
+        let mean = |x: &Tensor| of_rows.sums(x) / of_rows.counts.clamp_min(1.0);
+        let ones = || of_rows.counts.ones_like();
+        let (log_ratios, spread) = match (settings.objective, settings.importance) {
+            (Objective::Vespo { .. }, _) => {
+                let sums = of_rows.sums(&log_ratio.clamp(-20.0, 20.0));
+                (Some(sums.clamp(1e-8f64.ln(), 20.0)), ones())
+            }
+            (_, ImportanceLevel::Token) => (None, ones()),
+            (_, ImportanceLevel::Sequence) => (Some(mean(&log_ratio)), ones()),
+            (_, ImportanceLevel::SequenceProduct) => (Some(of_rows.sums(&log_ratio)), of_rows.counts.shallow_clone()),
+        };
+        let kl = settings.kl_in_loss.zip(self.ref_logprobs.as_ref()).filter(|_| settings.use_bias_correction_kl);
+        let kl = kl.map(|(estimator, reference)| math::kl(&preview.logprobs, reference, &self.counts, estimator));
+        self.sequence = log_ratios.map(|log_ratios| Sequence {
+            ratio: of_rows.at_tokens(&log_ratios.exp()),
+            spread: of_rows.at_tokens(&spread),
+            kl: kl.map(|kl| of_rows.at_tokens(&mean(&kl))),
+        });
+        let high = least_entropy.zip(preview.entropy.as_ref()).map(|(least, entropy)| entropy.ge(least));
+        let near = settings.off_policy_mask_threshold.map(|most| {
+            let near = of_rows.at_tokens(&mean(&-&log_ratio)).le(most);
+            near.logical_or(&self.advantages.ge(0.0))
+        });
+        self.gate = match (high, near) {
+            (Some(high), Some(near)) => Some(high.logical_and(&near)),
+            (high, near) => high.or(near),
+        };
+        self.gate = self.gate.take().map(|gate| gate.to_kind(Kind::Float));
+    }
+
+    /// The entropies of the tokens that count.
+    pub(crate) fn counted(&self, entropy: &Tensor) -> Vec<f64> {
+        math::numbers(&entropy.masked_select(&self.counts))
+    }
+
+    /// The tokens that count.
+    pub(crate) fn token_counts(&self) -> &Tensor {
+        &self.counts
+    }
+
+    /// The row of each token.
+    pub(crate) fn rows(&self) -> &Rows {
+        &self.rows
     }
 
     /// Loss of the value model over all values, a scalar; its sums go to `sums`.
@@ -145,6 +296,36 @@ impl MicroBatch {
     }
 }
 
+/// The row of each token of a micro-batch.
+#[derive(Debug)]
+pub(crate) struct Rows {
+    /// `[M]` i64.
+    of_tokens: Tensor,
+    /// Number of tokens that count in each row, `[rows]` f32.
+    counts: Tensor,
+}
+
+impl Rows {
+    fn new(lengths: &[i64], counts: &Tensor) -> Self {
+        let of_tokens: Vec<i64> =
+            lengths.iter().zip(0i64..).flat_map(|(&length, row)| std::iter::repeat_n(row, length as usize)).collect();
+        let of_tokens = Tensor::from_slice(&of_tokens).to_device(counts.device());
+        let zeros = Tensor::zeros([lengths.len() as i64], (Kind::Float, counts.device()));
+        let counts = zeros.index_add(0, &of_tokens, &counts.to_kind(Kind::Float));
+        Self { of_tokens, counts }
+    }
+
+    /// The sum over each row's tokens of `x`, `[M]` to `[rows]`.
+    pub(crate) fn sums(&self, x: &Tensor) -> Tensor {
+        self.counts.zeros_like().index_add(0, &self.of_tokens, x)
+    }
+
+    /// The number of each token's row, `[rows]` to `[M]`.
+    fn at_tokens(&self, x: &Tensor) -> Tensor {
+        x.index_select(0, &self.of_tokens)
+    }
+}
+
 /// Sums over the slices of a mini-batch; they stay on the device, and are read once.
 #[derive(Debug, Default)]
 pub(crate) struct Sums {
@@ -153,12 +334,43 @@ pub(crate) struct Sums {
     entropy: Option<Tensor>,
     /// Probability ratios of the tokens that count, if they are collected.
     ratios: Option<Vec<Tensor>>,
+    /// Loss of the policy with all its terms.
+    loss: Option<Tensor>,
+    /// Tokens below and above the clip range of the slices of a micro-batch, if they are collected.
+    clips: Option<Vec<[Tensor; 2]>>,
+    /// Sums of [`Sums::end_rows`], and its extremes so far.
+    row_clips: Option<Tensor>,
+    extremes: Option<[Tensor; 2]>,
 }
 
 impl Sums {
-    /// Empty sums; `ratios`: collect every probability ratio too.
-    pub(crate) fn new(ratios: bool) -> Self {
-        Self { ratios: ratios.then(Vec::new), ..Self::default() }
+    /// Empty sums; `ratios`: collect every probability ratio too; `clips`: collect what is clipped of each response.
+    pub(crate) fn new(ratios: bool, clips: bool) -> Self {
+        Self { ratios: ratios.then(Vec::new), clips: clips.then(Vec::new), ..Self::default() }
+    }
+
+    fn add_loss(&mut self, total: &Tensor, divisor: f64) {
+        add(&mut self.loss, &[&(total.detach() / divisor)]);
+    }
+
+    /// Ends a micro-batch: adds the share of each of its responses' tokens that is clipped. With ratios of whole responses the
+    /// tokens of one have the same ratio.
+    pub(crate) fn end_rows(&mut self, rows: &Rows) {
+        let Some(clips) = self.clips.as_mut().map(std::mem::take).filter(|clips| !clips.is_empty()) else { return };
+        let sums = |at: usize| {
+            let parts: Vec<&Tensor> = clips.iter().map(|clips| &clips[at]).collect();
+            rows.sums(&Tensor::cat(&parts, 0).to_kind(Kind::Float))
+        };
+        let (low, high) = (sums(0), sums(1));
+        let shares = [&low, &high].map(|sums| sums / rows.counts.clamp_min(1.0));
+        let one = |x: &Tensor| x.sum(Kind::Float);
+        add(&mut self.row_clips, &[&one(&low), &one(&high), &one(&shares[0]), &one(&shares[1])]);
+        let empty = rows.counts.eq(0.0);
+        let (least, most) = (shares[0].masked_fill(&empty, 1.0).min(), shares[1].max());
+        self.extremes = Some(match self.extremes.take() {
+            Some([a, b]) => [a.min_other(&least), b.max_other(&most)],
+            None => [least, most],
+        });
     }
 
     fn add_policy(&mut self, loss: &math::PolicyLoss, ref_kl: Option<&Tensor>, counts: &Tensor) {
@@ -179,6 +391,9 @@ impl Sums {
         );
         if let Some(ratios) = &mut self.ratios {
             ratios.push(ratio.masked_select(counts));
+        }
+        if let Some(clips) = &mut self.clips {
+            clips.push([loss.low_clipped.shallow_clone(), loss.high_clipped.shallow_clone()]);
         }
     }
 
@@ -206,6 +421,15 @@ impl Sums {
             (stats.policy_loss, stats.policy_clipped, stats.dual_clipped) = (*loss, *clipped, *dual_clipped);
             (stats.approx_kl, stats.policy_kl, stats.ref_kl) = (*approx_kl, *policy_kl, *ref_kl);
             (stats.ratio, stats.ratio_squared) = (*ratio, *ratio_squared);
+        }
+        if let [loss] = numbers(self.loss).as_slice() {
+            stats.loss = *loss;
+        }
+        if let [low, high, low_rows, high_rows] = numbers(self.row_clips).as_slice() {
+            (stats.low_clipped, stats.high_clipped) = ([*low, *low_rows], [*high, *high_rows]);
+        }
+        if let Some([least, most]) = self.extremes {
+            (stats.low_clipped_min, stats.high_clipped_max) = (least.double_value(&[]), most.double_value(&[]));
         }
         if let [loss, clipped, value, error] = numbers(self.value).as_slice() {
             (stats.value_loss, stats.value_clipped) = (*loss, *clipped);

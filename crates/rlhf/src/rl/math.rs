@@ -111,6 +111,22 @@ pub fn rewards(kl: &Tensor, scores: &Tensor, lengths: &[i64], kl_coef: f64, posi
 /// Shapes: `rewards`, `values` `[B, R]` f32, `mask` `[B, R]` bool, true = slot with a value. Both results are `[B, R]` f32 and
 /// exactly 0 outside `mask`; the value after the last counted slot is 0. Source: Schulman et al. 2016, eq. 16.
 pub fn gae(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lam: f64) -> (Tensor, Tensor) {
+    gae_by(rewards, values, mask, gamma, |next| gamma * lam * next)
+}
+
+/// [`gae`] with a lambda of its own for each row, `lams` `[B]` f32. Source: Yue et al. 2025, VAPO, section 4.2.
+pub fn gae_of_rows(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lams: &Tensor) -> (Tensor, Tensor) {
+    gae_by(rewards, values, mask, gamma, |next| gamma * lams * next)
+}
+
+/// [`gae`] where `discounted` multiplies the next slot's advantages, `[B]`, by gamma and lambda.
+fn gae_by(
+    rewards: &Tensor,
+    values: &Tensor,
+    mask: &Tensor,
+    gamma: f64,
+    discounted: impl Fn(&Tensor) -> Tensor,
+) -> (Tensor, Tensor) {
     let (rewards, values) = (keep(rewards, mask), keep(values, mask));
     let width = rewards.size()[1];
     let zeros = rewards.select(1, 0).zeros_like();
@@ -119,7 +135,7 @@ pub fn gae(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lam: f6
     for t in (0..width).rev() {
         let value = values.select(1, t);
         let delta = rewards.select(1, t) + gamma * &next_value - &value;
-        next_advantage = delta + gamma * lam * &next_advantage;
+        next_advantage = delta + discounted(&next_advantage);
         next_value = value;
         advantages.push(next_advantage.shallow_clone());
     }
@@ -127,6 +143,104 @@ pub fn gae(rewards: &Tensor, values: &Tensor, mask: &Tensor, gamma: f64, lam: f6
     let advantages = keep(&Tensor::stack(&advantages, 1), mask);
     let returns = &advantages + &values;
     (advantages, returns)
+}
+
+/// Discounted returns: the sum of each slot's reward and all later ones of its row, `[B, R]` f32.
+pub fn returns(rewards: &Tensor, gamma: f64) -> Tensor {
+    if gamma == 1.0 {
+        return rewards.flip([1i64]).cumsum(1, Kind::Float).flip([1i64]);
+    }
+    let mut next = rewards.select(1, 0).zeros_like();
+    let mut found = Vec::new();
+    for t in (0..rewards.size()[1]).rev() {
+        next = rewards.select(1, t) + gamma * next;
+        found.push(next.shallow_clone());
+    }
+    found.reverse();
+    Tensor::stack(&found, 1)
+}
+
+/// The rows that a group's mean leaves out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LeaveOut {
+    /// None.
+    Nothing,
+    /// The row that the mean is for.
+    Itself,
+}
+
+/// The mean of `numbers` over each row's group; NaN counts as no number. NaN where a row has none, or no other where it is left out.
+pub fn group_means(numbers: &[f64], groups: &[usize], leave_out: LeaveOut) -> Vec<f64> {
+    let sums = group_sums(numbers, groups, |x| x);
+    let of_row = |(&number, &group): (&f64, &usize)| {
+        let (sum, count) = sums[group];
+        match leave_out {
+            LeaveOut::Nothing => sum / count,
+            // A row without a number has no place in the mean of the others either.
+            LeaveOut::Itself if number.is_nan() || count < 2.0 => f64::NAN,
+            LeaveOut::Itself => (sum - number) / (count - 1.0),
+        }
+    };
+    numbers.iter().zip(groups).map(of_row).collect()
+}
+
+/// The unbiased standard deviation of `numbers` over each row's group; NaN counts as no number, and is the result of fewer than two.
+pub fn group_stds(numbers: &[f64], groups: &[usize]) -> Vec<f64> {
+    let means = group_means(numbers, groups, LeaveOut::Nothing);
+    let gaps: Vec<f64> = numbers.iter().zip(means).map(|(x, mean)| x - mean).collect();
+    let squares = group_sums(&gaps, groups, |gap| gap * gap);
+    let std = |&group: &usize| {
+        let (sum, count) = squares[group];
+        if count > 1.0 { (sum / (count - 1.0)).sqrt() } else { f64::NAN }
+    };
+    groups.iter().map(std).collect()
+}
+
+/// Sum and count of `f` of the numbers of each group that are not NaN.
+fn group_sums(numbers: &[f64], groups: &[usize], f: impl Fn(f64) -> f64) -> Vec<(f64, f64)> {
+    let mut sums = vec![(0.0, 0.0); groups.iter().max().map_or(0, |most| most + 1)];
+    for (&number, &group) in numbers.iter().zip(groups).filter(|(number, _)| !number.is_nan()) {
+        sums[group] = (sums[group].0 + f(number), sums[group].1 + 1.0);
+    }
+    sums
+}
+
+/// The mean of the numbers that are not NaN; NaN without one.
+pub fn mean(numbers: &[f64]) -> f64 {
+    let found = || numbers.iter().filter(|x| !x.is_nan());
+    found().sum::<f64>() / found().count() as f64
+}
+
+/// The unbiased standard deviation of the numbers that are not NaN; NaN with fewer than two.
+pub fn std(numbers: &[f64]) -> f64 {
+    group_stds(numbers, &vec![0; numbers.len()]).first().copied().unwrap_or(f64::NAN)
+}
+
+/// The quantile `q` from 0 to 1 of the numbers, interpolated linearly; sorts them. NaN without one.
+pub fn quantile(numbers: &mut [f64], q: f64) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    let Some(last) = numbers.len().checked_sub(1) else { return f64::NAN };
+    let at = q * last as f64;
+    let below = at.floor() as usize;
+    numbers[below] + (numbers[(below + 1).min(last)] - numbers[below]) * (at - below as f64)
+}
+
+/// (x - mean) / (std + epsilon) over the numbers that are not NaN, which stay NaN. Source: TRL 1.11, RLOOTrainer.
+pub fn normalize_rows(numbers: &[f64], epsilon: f64) -> Vec<f64> {
+    let (mean, std) = (mean(numbers), std(numbers));
+    numbers.iter().map(|x| (x - mean) / (std + epsilon)).collect()
+}
+
+/// Each row's number at all of its tokens within `mask`, `[B]` to `[B, R]` f32; NaN counts as 0.
+pub fn to_all_tokens(numbers: &[f64], mask: &Tensor) -> Tensor {
+    let numbers: Vec<f32> = numbers.iter().map(|x| if x.is_nan() { 0.0 } else { *x as f32 }).collect();
+    let numbers = Tensor::from_slice(&numbers).to_device(mask.device()).unsqueeze(1);
+    keep(&numbers.expand(mask.size(), false), mask)
+}
+
+/// Reads a tensor of any float dtype from its device.
+pub fn numbers(x: &Tensor) -> Vec<f64> {
+    Vec::try_from(x.to_kind(Kind::Double).view([-1])).expect("a tensor of floats")
 }
 
 /// Where the policy's probability ratio is clipped.
@@ -140,16 +254,91 @@ pub struct PolicyClip {
     pub dual: Option<f64>,
 }
 
-/// The clipped policy objective, summed over `mask`, with what is worth knowing about it.
+/// The policy's objective: how its loss follows from ratio and advantage.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Objective {
+    /// max(-A r, -A clip(r)). Source: Schulman et al. 2017, eq. 7, negated.
+    Clipped,
+    /// -min(r, `high` of the clip) A log-probability, where the weight has no gradient. Source: MiniMax 2025, CISPO, eq. 4.
+    Cispo,
+    /// -A 4/t sigmoid(t (r - 1)), with a temperature t by the sign of the advantage. Source: Gao et al. 2025, SAPO.
+    Sapo {
+        /// The temperature where the advantage is positive.
+        positive: f64,
+        /// The temperature elsewhere.
+        negative: f64,
+    },
+    /// -phi(w) A log-probability, where phi(w) = exp(lambda + k log w - lambda w) of the whole response's ratio w has no gradient.
+    /// Source: VESPO 2026, as TRL 1.11.
+    Vespo {
+        /// k and lambda where the advantage is 0 or positive.
+        positive: [f64; 2],
+        /// k and lambda elsewhere.
+        negative: [f64; 2],
+    },
+}
+
+/// The unit whose probability ratio is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ImportanceLevel {
+    /// Each token has its own ratio.
+    Token,
+    /// The geometric mean of the ratios of a response's tokens. Source: Zheng et al. 2025, GSPO, eq. 7.
+    Sequence,
+    /// The product of the ratios of a response's tokens: the ratio of the whole response. Source: TRL 1.11, RLOOTrainer.
+    SequenceProduct,
+}
+
+/// The probability ratios of the new to the old policy at some tokens.
+#[derive(Debug)]
+pub struct Ratios {
+    /// The ratio at each token, with a gradient; exp(0) = 1 outside the mask.
+    pub ratio: Tensor,
+    /// New less old log-probability of each token, 0 outside the mask.
+    pub log_ratio: Tensor,
+}
+
+impl Ratios {
+    /// Ratios of single tokens.
+    pub fn of_tokens(logprobs: &Tensor, old_logprobs: &Tensor, mask: &Tensor) -> Self {
+        let log_ratio = keep(&(logprobs - old_logprobs), mask);
+        Self { ratio: log_ratio.exp(), log_ratio }
+    }
+
+    /// Ratios of whole responses at their tokens: `value` is the ratio of each token's response, and `spread` what a token's
+    /// log-probability adds to its logarithm, times the tokens of the response.
+    ///
+    /// The gradient of a response's ratio is that of all its tokens. Where each token of a response has the same weight in the loss,
+    /// as it does in every aggregation, the sum over tokens has that gradient if a token's ratio is
+    /// value (1 + spread (exp(log p - sg(log p)) - 1)), with sg for no gradient.
+    pub fn of_sequences(self, logprobs: &Tensor, value: &Tensor, spread: &Tensor) -> Self {
+        let ratio = value * (unit(logprobs) - 1.0) * spread + value;
+        Self { ratio, ..self }
+    }
+}
+
+/// exp(log p - sg(log p)): 1, with the gradient of the log-probability.
+pub fn unit(logprobs: &Tensor) -> Tensor {
+    (logprobs - logprobs.detach()).exp()
+}
+
+/// The policy objective, summed over `mask`, with what is worth knowing about it.
 #[derive(Debug)]
 pub struct PolicyLoss {
-    /// Sum over tokens of max(-A r, -A clip(r)), bounded by the dual clip where there is one: a scalar with a gradient; divide
-    /// it by the mini-batch's token count.
+    /// Sum over tokens of the loss, bounded by the dual clip where there is one: a scalar with a gradient; divide it by the
+    /// mini-batch's token count.
     pub sum: Tensor,
+    /// The loss of each token, with a gradient; anything outside the mask.
+    pub per_token: Tensor,
     /// Ratio of new to old probability, `[B, R]` f32, detached, 0 outside the mask.
     pub ratio: Tensor,
     /// Number of tokens at which the clipped side was the larger, a scalar.
     pub clipped: Tensor,
+    /// Tokens whose ratio is below the clip range with a negative advantage, `[B, R]` bool; all false without a clip.
+    pub low_clipped: Tensor,
+    /// Tokens whose ratio is above the clip range with a positive advantage, `[B, R]` bool.
+    pub high_clipped: Tensor,
     /// Number of tokens at which the dual clip was the smaller, a scalar.
     pub dual_clipped: Tensor,
     /// Sum over tokens of (new - old log-probability)^2 / 2, a scalar.
@@ -168,27 +357,74 @@ pub fn policy_loss(
     mask: &Tensor,
     clip: PolicyClip,
 ) -> PolicyLoss {
-    let log_ratio = keep(&(logprobs - old_logprobs), mask);
-    let ratio = log_ratio.exp();
-    let unclipped = -advantages * &ratio;
-    let clipped = -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high);
-    let mut loss = unclipped.max_other(&clipped);
-    let mut dual_clipped = Tensor::zeros([], (Kind::Float, mask.device()));
-    if let Some(most) = clip.dual {
-        let bound = -advantages * most;
-        let above = advantages.lt(0.0).logical_and(&loss.gt_tensor(&bound));
-        dual_clipped = masked_sum(&above.to_kind(Kind::Float), mask);
-        loss = bound.where_self(&above, &loss);
-    }
+    let ratios = Ratios::of_tokens(logprobs, old_logprobs, mask);
+    policy_objective(&ratios, logprobs, advantages, mask, (Objective::Clipped, clip))
+}
+
+/// Loss of the policy by any objective, over the tokens of `mask`; for VESPO the ratios are those of whole responses.
+pub fn policy_objective(
+    ratios: &Ratios,
+    logprobs: &Tensor,
+    advantages: &Tensor,
+    mask: &Tensor,
+    (objective, clip): (Objective, PolicyClip),
+) -> PolicyLoss {
+    let Ratios { ratio, log_ratio } = ratios;
+    let zero = || Tensor::zeros([], (Kind::Float, mask.device()));
+    let (mut clipped, mut dual_clipped) = (zero(), zero());
+    let none = || mask.zeros_like();
+    let (mut low_clipped, mut high_clipped) = (none(), none());
+    let within = |x: Tensor| x.logical_and(mask);
+    let loss = match objective {
+        Objective::Clipped => {
+            let unclipped = -advantages * ratio;
+            let bounded = -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high);
+            let mut loss = unclipped.max_other(&bounded);
+            if let Some(most) = clip.dual {
+                let bound = -advantages * most;
+                let above = advantages.lt(0.0).logical_and(&loss.gt_tensor(&bound));
+                dual_clipped = masked_sum(&above.to_kind(Kind::Float), mask);
+                loss = bound.where_self(&above, &loss);
+            }
+            clipped = masked_sum(&bounded.gt_tensor(&unclipped).to_kind(Kind::Float), mask);
+            low_clipped = within(ratio.lt(1.0 - clip.low).logical_and(&advantages.lt(0.0)));
+            high_clipped = within(ratio.gt(1.0 + clip.high).logical_and(&advantages.gt(0.0)));
+            loss
+        }
+        Objective::Cispo => {
+            high_clipped = within(ratio.gt(clip.high).logical_and(&advantages.gt(0.0)));
+            -ratio.detach().clamp_max(clip.high) * advantages * logprobs
+        }
+        Objective::Sapo { positive, negative } => {
+            let temperature = by_sign(&advantages.gt(0.0), positive, negative);
+            -(&temperature * (ratio - 1.0)).sigmoid() * 4.0 / temperature * advantages
+        }
+        Objective::Vespo { positive, negative } => {
+            let at_least_0 = advantages.ge(0.0);
+            let k = by_sign(&at_least_0, positive[0], negative[0]);
+            let lambda = by_sign(&at_least_0, positive[1], negative[1]).clamp_min(1e-4);
+            let ratio = ratio.detach();
+            let phi = (&lambda + k * ratio.log() - &lambda * &ratio).exp().nan_to_num(0.0, 0.0, 0.0);
+            -phi * advantages * logprobs
+        }
+    };
     let detached = log_ratio.detach();
     PolicyLoss {
         sum: masked_sum(&loss, mask),
-        clipped: masked_sum(&clipped.gt_tensor(&unclipped).to_kind(Kind::Float), mask),
+        clipped,
+        low_clipped,
+        high_clipped,
         dual_clipped,
         ratio: keep(&ratio.detach(), mask),
         approx_kl: detached.square().sum(Kind::Float) / 2.0,
         policy_kl: -detached.sum(Kind::Float),
+        per_token: loss,
     }
+}
+
+/// `yes` where `condition` is true, else `no`; f32.
+fn by_sign(condition: &Tensor, yes: f64, no: f64) -> Tensor {
+    condition.to_kind(Kind::Float) * (yes - no) + no
 }
 
 /// The clipped value loss, summed over the slots that hold a value.

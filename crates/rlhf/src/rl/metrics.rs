@@ -21,14 +21,19 @@ impl Learner {
         if steps.all.iter().any(|step| step.tokens > 0.0) {
             self.policy_metrics(m, &steps, plan.parts(e.rows()));
         }
-        m.push("loss/value_avg", steps.per_value(|s| s.value_loss));
-        m.push("val/clipfrac_avg", steps.per_value(|s| s.value_clipped));
+        let has_critic = !matches!(self.value, ValueModel::None);
+        if has_critic {
+            m.push("loss/value_avg", steps.per_value(|s| s.value_loss));
+            m.push("val/clipfrac_avg", steps.per_value(|s| s.value_clipped));
+        }
         if steps.all.iter().any(|step| step.tokens > 0.0) {
             let ratio = steps.per_token(|s| s.ratio);
             m.push("val/ratio", ratio);
             m.push("val/ratio_var", (steps.per_token(|s| s.ratio_squared) - ratio * ratio).clamp(0.0, f64::INFINITY));
         }
-        m.push("val/explained_variance", explained_variance(e, targets));
+        if has_critic {
+            m.push("val/explained_variance", explained_variance(e, targets));
+        }
         if matches!(self.value, ValueModel::Model(_)) {
             m.push("val/grad_norm", steps.mean_norm(|s| s.value_grad_norm, |s| s.value_overflowed));
         }
@@ -36,7 +41,9 @@ impl Learner {
         m.push("val/skipped_steps", (steps.all_steps - steps.kept.len()) as f64);
         if self.scaling.is_some() {
             m.push("policy/overflows", steps.count(|s| s.policy_overflowed) as f64);
-            m.push("val/overflows", steps.count(|s| s.value_overflowed) as f64);
+            if has_critic {
+                m.push("val/overflows", steps.count(|s| s.value_overflowed) as f64);
+            }
         }
     }
 

@@ -44,9 +44,9 @@ pub struct RolloutSettings {
 pub struct RolloutModels<'a> {
     /// The policy, as it is before this update.
     pub policy: &'a CausalLm,
-    /// The reference model.
-    pub reference: &'a CausalLm,
-    /// The critic, as it is before this update: a separate model, or a head on the policy.
+    /// The reference model, if there is one.
+    pub reference: Option<&'a CausalLm>,
+    /// The critic, as it is before this update: a separate model, a head on the policy, or none.
     pub value: &'a ValueModel,
     /// The ranks that divide the rows among them.
     pub world: &'a World,
@@ -73,7 +73,8 @@ pub fn experience(
     let passes = Passes::new(models, &experience, settings);
     let evaluated = models.world.agree(passes.evaluate(responses))?;
     let gathered = |x: &Tensor| passes.gathered(x);
-    let (logprobs, ref_logprobs) = (gathered(&evaluated.logprobs)?, gathered(&evaluated.ref_logprobs)?);
+    let logprobs = gathered(&evaluated.logprobs)?;
+    let ref_logprobs = evaluated.ref_logprobs.as_ref().map(gathered).transpose()?;
     let (values, full_kl) = (gathered(&evaluated.values)?, evaluated.full_kl.as_ref().map(gathered).transpose()?);
     let reference = match evaluated.reference {
         Some(reference) => Some(reference.gathered(models.world, &passes.shares, &experience.lengths())?),
@@ -115,7 +116,7 @@ struct Passes<'a> {
 /// Results of the passes over this rank's rows.
 struct Evaluated {
     logprobs: Tensor,
-    ref_logprobs: Tensor,
+    ref_logprobs: Option<Tensor>,
     values: Tensor,
     full_kl: Option<Tensor>,
     reference: Option<Distributions>,
@@ -157,7 +158,8 @@ impl<'a> Passes<'a> {
                 _ if settings.recompute_logprobs => (self.logprobs(models.policy)?, self.values()?),
                 _ => (self.sampled_logprobs(&responses[self.rows()]), self.values()?),
             };
-            Ok(Evaluated { logprobs, ref_logprobs: self.logprobs(models.reference)?, values, full_kl, reference })
+            let ref_logprobs = models.reference.map(|reference| self.logprobs(reference)).transpose()?;
+            Ok(Evaluated { logprobs, ref_logprobs, values, full_kl, reference })
         })
     }
 
@@ -212,19 +214,25 @@ impl<'a> Passes<'a> {
         to_slots(&sampled, &self.lengths(), self.experience.width())
     }
 
+    /// The reference model, which a KL over the vocabulary needs.
+    fn reference(&self) -> Result<&CausalLm> {
+        self.models.reference.ok_or_else(|| Error::Run("the KL over the vocabulary needs a reference model".into()))
+    }
+
     /// KL(policy || reference) over the whole vocabulary at each response token.
     fn full_kl(&self) -> Result<Tensor> {
-        let RolloutModels { policy, reference, .. } = self.models;
+        let (policy, reference) = (self.models.policy, self.reference()?);
         self.per_token(|batch| policy.kl_to(reference, &batch.sequences, &batch.tokens, self.sampled(batch)))
     }
 
     /// The reference model's distributions at the response tokens of this rank's rows.
     fn distributions(&self) -> Result<Distributions> {
         let rows = self.rows();
-        let mut all = self.models.reference.distributions::<Vec<i64>>(&[], &[])?;
+        let reference = self.reference()?;
+        let mut all = reference.distributions::<Vec<i64>>(&[], &[])?;
         for part in batches(rows.len(), self.settings.batch_size) {
             let batch = self.batch(rows.start + part.start..rows.start + part.end);
-            all.extend(self.models.reference.distributions(&batch.sequences, &batch.tokens)?);
+            all.extend(reference.distributions(&batch.sequences, &batch.tokens)?);
         }
         Ok(all)
     }
@@ -275,10 +283,13 @@ fn unevaluated(
         value_counts: counted.iter().map(|&len| (len + extra).min(width)).collect(),
         masks: Masks { response: math::response_mask(&lengths, width, device), loss, value, value_loss },
         logprobs: Tensor::new(),
-        ref_logprobs: Tensor::new(),
+        ref_logprobs: None,
         full_kl: None,
         reference: None,
         values: Tensor::new(),
+        unscored: Vec::new(),
+        rewards: None,
+        baselines: None,
         token_scores: scores.tokens.map(|rows| to_slots(&flat(rows), &lengths, width)),
         scores: scores.responses,
         sets: sets_of(responses, settings),

@@ -4,19 +4,30 @@ use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::math::ScorePosition;
+use super::loss::LossAggregation;
+use super::math::{ImportanceLevel, Objective, ScorePosition};
 use crate::Result;
-use crate::flag::{NONE, PPO, above_zero, all, expect, no_effect, optional, usage, zero_or_more};
+use crate::flag::{NONE, PPO, above_zero, all, defaults, expect, no_effect, optional, usage, zero_or_more};
 
 /// Further terms and limits of the policy's loss.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct LossConfig {
-    /// Upper clip range: the probability ratio is clipped to at most 1 plus this [default: `cliprange`].
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    /// The policy's objective, and how the losses of tokens become that of a mini-batch: `bnpo` is the mean over its tokens; `grpo`
+    /// the mean over responses of the means over their tokens; `luspo` of the sums; `dr_grpo` the sum over all tokens, divided by the
+    /// responses times `response_length`; `dapo` by the tokens of the whole update. `cispo`, `sapo` and `vespo` have objectives of
+    /// their own.
+    #[arg(long, help_heading = PPO, value_enum, default_value = "bnpo")]
+    pub loss_type: LossType,
+    /// Unit of the probability ratio: each token; the `sequence`, as the geometric mean of its tokens' ratios (GSPO); or their product,
+    /// the ratio of the whole response.
+    #[arg(long, help_heading = PPO, value_enum, default_value = "token")]
+    pub importance_sampling_level: ImportanceLevel,
+    /// Upper clip range: the probability ratio is clipped to at most 1 plus this; for `cispo` to at most this [default: `cliprange`].
+    #[arg(long, alias = "epsilon_high", help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub cliprange_high: std::option::Option<f64>,
     /// Dual-clip constant above 1: bounds the probability ratio where the advantage is negative; typically 3.
-    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    #[arg(long, alias = "delta", help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub dual_clip: std::option::Option<f64>,
     /// Entropy bonus coefficient: this times the entropy is subtracted from the policy's loss.
     #[arg(long, help_heading = PPO, default_value_t = 0.0)]
@@ -27,6 +38,69 @@ pub struct LossConfig {
     /// Skip the optimizer step of a mini-batch whose mean probability ratio is above this.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub ratio_threshold: std::option::Option<f64>,
+    /// Share of the tokens, those of the highest entropy, that the policy's objective trains; takes one further forward pass if below 1.
+    #[arg(long, help_heading = PPO, default_value_t = 1.0)]
+    pub top_entropy_quantile: f64,
+    /// Leave out responses with a negative advantage whose mean KL per token from the sampling policy is above this; takes one further
+    /// forward pass.
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
+    pub off_policy_mask_threshold: std::option::Option<f64>,
+    /// Temperature of the loss `sapo` where the advantage is positive.
+    #[arg(long, help_heading = PPO, default_value_t = 1.0)]
+    pub sapo_temperature_pos: f64,
+    /// Temperature of the loss `sapo` where the advantage is negative.
+    #[arg(long, help_heading = PPO, default_value_t = 1.05)]
+    pub sapo_temperature_neg: f64,
+    /// Power of the ratio in the loss `vespo` where the advantage is positive.
+    #[arg(long, help_heading = PPO, default_value_t = 2.0)]
+    pub vespo_k_pos: f64,
+    /// Decay of the ratio in the loss `vespo` where the advantage is positive.
+    #[arg(long, help_heading = PPO, default_value_t = 3.0)]
+    pub vespo_lambda_pos: f64,
+    /// Power of the ratio in the loss `vespo` where the advantage is negative.
+    #[arg(long, help_heading = PPO, default_value_t = 3.0)]
+    pub vespo_k_neg: f64,
+    /// Decay of the ratio in the loss `vespo` where the advantage is negative.
+    #[arg(long, help_heading = PPO, default_value_t = 2.0)]
+    pub vespo_lambda_neg: f64,
+}
+
+/// A loss of the policy, by its name in TRL's `GRPOConfig`; see [`LossConfig::loss_type`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum LossType {
+    /// Mean over the tokens of a mini-batch.
+    Bnpo,
+    /// Mean over responses of the means over their tokens.
+    Grpo,
+    /// Sum over tokens, divided by the responses times their largest length.
+    DrGrpo,
+    /// Sum over tokens, divided by the tokens of the update.
+    Dapo,
+    /// Weights without a gradient, clipped above.
+    Cispo,
+    /// A soft clip.
+    Sapo,
+    /// Mean over responses of the sums over their tokens.
+    Luspo,
+    /// Weights of whole responses without a gradient.
+    Vespo,
+}
+
+// Not derived: `rl::math` depends on tensors only.
+impl ValueEnum for ImportanceLevel {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Token, Self::Sequence, Self::SequenceProduct]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::Token => "token",
+            Self::Sequence => "sequence",
+            Self::SequenceProduct => "sequence_product",
+        }))
+    }
 }
 
 impl LossConfig {
@@ -41,7 +115,68 @@ impl LossConfig {
             self.target_kl.map_or(Ok(()), |kl| above_zero("target_kl", kl)),
             above_one("dual_clip", self.dual_clip),
             above_one("ratio_threshold", self.ratio_threshold),
+            self.check_objective(),
         ])
+    }
+
+    /// Checks the settings of single objectives.
+    fn check_objective(&self) -> Result<()> {
+        let usual: Self = defaults();
+        let quantile = self.top_entropy_quantile;
+        let of = |loss_type: LossType, name, found: f64, usual: f64| match self.loss_type == loss_type || found == usual {
+            true => zero_or_more(name, found),
+            false => no_effect(name, found, &format!("without loss_type = {loss_type:?}").to_lowercase()),
+        };
+        let whole = self.importance_sampling_level != ImportanceLevel::Token;
+        all([
+            expect(quantile > 0.0 && quantile <= 1.0, "top_entropy_quantile", quantile, "a number above 0, at most 1"),
+            self.off_policy_mask_threshold.map_or(Ok(()), |kl| above_zero("off_policy_mask_threshold", kl)),
+            of(LossType::Sapo, "sapo_temperature_pos", self.sapo_temperature_pos, usual.sapo_temperature_pos),
+            of(LossType::Sapo, "sapo_temperature_neg", self.sapo_temperature_neg, usual.sapo_temperature_neg),
+            above_zero("sapo_temperature_pos", self.sapo_temperature_pos),
+            above_zero("sapo_temperature_neg", self.sapo_temperature_neg),
+            of(LossType::Vespo, "vespo_k_pos", self.vespo_k_pos, usual.vespo_k_pos),
+            of(LossType::Vespo, "vespo_lambda_pos", self.vespo_lambda_pos, usual.vespo_lambda_pos),
+            of(LossType::Vespo, "vespo_k_neg", self.vespo_k_neg, usual.vespo_k_neg),
+            of(LossType::Vespo, "vespo_lambda_neg", self.vespo_lambda_neg, usual.vespo_lambda_neg),
+            if whole && self.loss_type == LossType::Vespo {
+                no_effect("importance_sampling_level", "sequence", "with loss_type = vespo, whose weights are those of whole responses")
+            } else {
+                Ok(())
+            },
+            match self.dual_clip {
+                Some(delta) if matches!(self.loss_type, LossType::Cispo | LossType::Sapo | LossType::Vespo) => {
+                    no_effect("dual_clip", delta, "with a loss_type that does not clip the ratio: cispo, sapo and vespo")
+                }
+                _ => Ok(()),
+            },
+        ])
+    }
+
+    /// The policy's objective.
+    pub(crate) fn objective(&self) -> Objective {
+        match self.loss_type {
+            LossType::Cispo => Objective::Cispo,
+            LossType::Sapo => {
+                Objective::Sapo { positive: self.sapo_temperature_pos, negative: self.sapo_temperature_neg }
+            }
+            LossType::Vespo => Objective::Vespo {
+                positive: [self.vespo_k_pos, self.vespo_lambda_pos],
+                negative: [self.vespo_k_neg, self.vespo_lambda_neg],
+            },
+            LossType::Bnpo | LossType::Grpo | LossType::DrGrpo | LossType::Dapo | LossType::Luspo => Objective::Clipped,
+        }
+    }
+
+    /// How losses of tokens become the loss of a mini-batch, where a response has at most `response_length` tokens.
+    pub(crate) fn aggregation(&self, response_length: usize) -> LossAggregation {
+        match self.loss_type {
+            LossType::Bnpo => LossAggregation::Tokens,
+            LossType::Grpo | LossType::Sapo => LossAggregation::Responses,
+            LossType::Luspo => LossAggregation::ResponseSums,
+            LossType::DrGrpo => LossAggregation::Length(response_length),
+            LossType::Dapo | LossType::Cispo | LossType::Vespo => LossAggregation::UpdateTokens,
+        }
     }
 }
 
@@ -53,6 +188,9 @@ pub struct MaskConfig {
     /// again.
     #[arg(long, help_heading = PPO, default_value_t = 0)]
     pub min_response_length: usize,
+    /// Mask responses that did not stop within `response_length` in the losses; their rewards still count in their groups.
+    #[arg(long, help_heading = PPO)]
+    pub mask_truncated_completions: bool,
     /// Whether a response's end-of-sequence token is in the losses. Excluded, it still gets the score. `unless_pad` excludes it
     /// where DeepSpeed-Chat pads with it: for all models but Llama, and for a Llama whose padding token it is.
     #[arg(long, help_heading = PPO, value_enum, default_value = "always")]

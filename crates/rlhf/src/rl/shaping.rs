@@ -15,8 +15,8 @@ pub struct Shaping {
     pub kl_in_loss: bool,
     /// Where the score lands.
     pub score_position: ScorePosition,
-    /// Bound on the absolute total score of a response.
-    pub clip_reward_value: Option<f64>,
+    /// Bounds on the total score of a response.
+    pub reward_clip: Option<[f64; 2]>,
     /// Scale the rewards of an update to variance 1.
     pub whiten_rewards: bool,
     /// Estimator of the advantages.
@@ -28,7 +28,7 @@ pub struct Shaping {
 /// Rewards and the targets of both losses, `[B, R]` f32.
 #[derive(Debug)]
 pub struct Targets {
-    /// Estimate of KL(policy || reference) per token.
+    /// Estimate of KL(policy || reference) per token; 0 without a reference model.
     pub kl: Tensor,
     /// Weight of the KL in this update, in the rewards or in the policy loss.
     pub kl_coef: f64,
@@ -53,18 +53,19 @@ pub fn targets(e: &Experience, kl_coef: f64, shaping: &Shaping) -> Targets {
 /// Estimate of KL(policy || reference) per token, and rewards: the scores at their places minus `kl_coef` times the KL, unless
 /// the KL is in the loss; whitened if the settings say so. Both are `[B, R]` f32.
 pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor, Tensor) {
-    let kl = match &e.full_kl {
-        Some(kl) => kl.shallow_clone(),
-        None => math::kl(&e.logprobs, &e.ref_logprobs, &e.masks.response, shaping.kl_estimator),
+    let kl = match (&e.full_kl, &e.ref_logprobs) {
+        (Some(kl), _) => kl.shallow_clone(),
+        (None, Some(reference)) => math::kl(&e.logprobs, reference, &e.masks.response, shaping.kl_estimator),
+        (None, None) => e.logprobs.zeros_like(),
     };
     let in_rewards = if shaping.kl_in_loss { 0.0 } else { kl_coef };
-    let scores = match (shaping.clip_reward_value, &e.token_scores) {
+    let scores = match (shaping.reward_clip, &e.token_scores) {
         (None, _) => e.scores.shallow_clone(),
-        (Some(most), None) => e.scores.clamp(-most, most),
+        (Some([low, high]), None) => e.scores.clamp(low, high),
         // Scores of tokens stay where they are; the response's own makes up for what the clip takes from the total.
-        (Some(most), Some(_)) => {
+        (Some([low, high]), Some(_)) => {
             let total = e.total_scores();
-            &e.scores + total.clamp(-most, most) - total
+            &e.scores + total.clamp(low, high) - total
         }
     };
     let mut rewards = math::rewards(&kl, &scores, &e.counted, in_rewards, shaping.score_position);

@@ -8,6 +8,19 @@ use crate::dist::World;
 pub struct StepStats {
     /// Response tokens of the mini-batch in the policy loss; 0 while the policy is frozen.
     pub tokens: f64,
+    /// Responses of the mini-batch.
+    pub rows: f64,
+    /// Loss of the policy with its KL and entropy terms, as its aggregation makes it.
+    pub loss: f64,
+    /// Tokens below the clip range with a negative advantage; and the sum over responses of their shares of the tokens. Both are 0
+    /// unless [`Learner::collect_clips`](super::learner::Learner::collect_clips) is set, as are the next three.
+    pub low_clipped: [f64; 2],
+    /// Tokens above the clip range with a positive advantage; and the sum over responses of their shares of the tokens.
+    pub high_clipped: [f64; 2],
+    /// The least share of a response's tokens that is clipped below.
+    pub low_clipped_min: f64,
+    /// The largest share of a response's tokens that is clipped above.
+    pub high_clipped_max: f64,
     /// Value slots of the mini-batch.
     pub value_slots: f64,
     /// Sum of the clipped policy objective, negated; without the KL and entropy terms.
@@ -86,10 +99,17 @@ impl StepStats {
             &mut self.ratio_squared,
             &mut self.value,
             &mut self.value_error,
+            &mut self.loss,
         ];
-        let mut numbers = sums.each_ref().map(|sum| **sum);
+        let sums = sums.into_iter().chain(&mut self.low_clipped).chain(&mut self.high_clipped);
+        let sums: Vec<&mut f64> = sums.collect();
+        let mut numbers: Vec<f64> = sums.iter().map(|sum| **sum).collect();
         world.sum_numbers(&mut numbers)?;
         sums.into_iter().zip(numbers).for_each(|(sum, number)| *sum = number);
+        if world.size() > 1 {
+            self.low_clipped_min = -world.max_number(-self.low_clipped_min)?;
+            self.high_clipped_max = world.max_number(self.high_clipped_max)?;
+        }
         if world.size() > 1 && world.any(!self.ratios.is_empty())? {
             let ratios: Vec<f64> = self.ratios.iter().map(|&ratio| f64::from(ratio)).collect();
             self.ratios = world.gather_numbers(&ratios)?.concat().into_iter().map(|ratio| ratio as f32).collect();

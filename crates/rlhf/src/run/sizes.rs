@@ -4,7 +4,7 @@
 use serde_json::{Map, Value};
 
 /// Settings from which the sizes follow.
-pub(super) const SIZES: [&str; 8] = [
+pub(super) const SIZES: [&str; 10] = [
     "train_batch_size",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -13,6 +13,8 @@ pub(super) const SIZES: [&str; 8] = [
     "num_mini_batches",
     "batch_size",
     "mini_batch_size",
+    "generation_batch_size",
+    "steps_per_generation",
 ];
 
 /// Batch sizes over all ranks, on which the result of a run depends.
@@ -53,6 +55,12 @@ impl GlobalSizes {
         let parts = number("num_mini_batches", 1).max(1);
         let generated = set("per_device_generation_batch_size")
             .map(|size| on_all(size.saturating_mul(number("generation_batches", 1))));
+        if matches!(preset, Some("grpo" | "rloo")) {
+            let pass = Self::rows_per_pass(config).map_or(rows, |pass| on_all(pass.min(rows)));
+            let of_steps = set("steps_per_generation").map(|steps| steps.saturating_mul(pass));
+            let update = set("generation_batch_size").or(of_steps).unwrap_or(rows);
+            return Some(Self { update, step: rows, part: rows });
+        }
         let (update, step) = match (generated, all) {
             (Some(generated), _) => (generated, rows),
             (None, None) if preset == Some("trl-ppov2") => (rows.saturating_mul(parts), rows),

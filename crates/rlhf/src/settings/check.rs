@@ -9,10 +9,11 @@ use super::ppo::{LegacyConfig, PpoConfig, TrialConfig, ValueConfig};
 use super::presets::Preset;
 use super::resolve::TARGET_KL;
 use crate::Result;
-use crate::flag::{Refusals, above_zero, all, at_least_one, expect, no_effect, usage, zero_or_more, zero_to_one};
+use crate::flag::{Refusals, above_zero, all, at_least_one, defaults, expect, no_effect, usage, zero_or_more, zero_to_one};
 use crate::generate::settings::{LogprobsOf, StopToken};
 use crate::model::{MOST_RANK, PeftConfig};
 use crate::optim::settings::{LrSchedulerType, check_learning};
+use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::math::KlEstimator;
 use crate::rl::settings::WhitenAdvantages;
 use crate::run::settings::EVAL_SCORES;
@@ -47,6 +48,10 @@ fn most_of(name: &str) -> u64 {
         | "per_device_eval_batch_size"
         | "per_device_generation_batch_size"
         | "generation_batches"
+        | "generation_batch_size"
+        | "steps_per_generation"
+        | "num_generations"
+        | "max_num_gen_batches"
         | "gradient_accumulation_steps"
         | "num_mini_batches"
         | "local_rollout_forward_batch_size"
@@ -85,7 +90,12 @@ impl PpoConfig {
             self.missing_eos_penalty.map_or(Ok(()), |penalty| zero_or_more("missing_eos_penalty", penalty)),
             self.check_penalty(),
             self.check_whitening(known),
-            self.kl.check(),
+            self.kl.check(!self.needs_critic()),
+            self.advantage.check(),
+            self.groups.check(self.advantage.num_generations, self.response_length),
+            self.sync.check(self.peft.use_peft || self.legacy.num_shared_layers.is_some(), self.has_reference()),
+            self.check_groups(),
+            self.check_without_critic(),
             self.loss.check(),
             self.check_limits(known),
             self.score_scaling.check(),
@@ -122,7 +132,7 @@ impl PpoConfig {
     fn check_limits(&self, sizes: Option<&Sizes>) -> Result<()> {
         // The preset sets a limit in any case; sizes that do not go together are refused by another check.
         let one_step = sizes.is_some_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
-            && self.preset != Preset::TrlLegacy;
+            && !matches!(self.preset, Preset::TrlLegacy | Preset::Grpo | Preset::Rloo);
         let limit = |name, found: Option<f64>| {
             let why = "with one optimizer step per update (num_ppo_epochs = 1 and one mini-batch): in the first step every \
                        ratio is 1";
@@ -137,6 +147,79 @@ impl PpoConfig {
             limit("dual_clip", self.loss.dual_clip),
             limit("ratio_threshold", self.loss.ratio_threshold),
         ])
+    }
+
+    /// Checks groups of responses together with other settings.
+    fn check_groups(&self) -> Result<()> {
+        let (rows, least) = (self.advantage.num_generations, self.mask.min_response_length);
+        let range = &self.reward_clip_range;
+        let found = range.iter().map(f64::to_string).collect::<Vec<_>>().join(",");
+        all([
+            if rows > 1 && least > 0 {
+                usage(format!(
+                    "min_response_length = {least} with num_generations = {rows}: responses that are left out would cut their groups;                      expected min_response_length = 0"
+                ))
+            } else {
+                Ok(())
+            },
+            match (&range[..], self.clip_reward_value) {
+                ([], _) => Ok(()),
+                ([_, _], Some(most)) => usage(format!(
+                    "reward_clip_range = {found} and clip_reward_value = {most} exclude each other: set one of them"
+                )),
+                ([low, high], None) if low < high => Ok(()),
+                _ => usage(format!("reward_clip_range = {found}: expected two numbers LOW,HIGH, the first below the second")),
+            },
+            if self.advantage.multi_objective_aggregation == Aggregation::NormalizeThenSum && !range.is_empty() {
+                no_effect("reward_clip_range", found, "with multi_objective_aggregation = normalize_then_sum")
+            } else {
+                Ok(())
+            },
+            if self.mask.mask_truncated_completions && self.stop_token.is_none() && self.stop_token_id.is_none() && self.sampling.stop_strings.is_empty() {
+                usage(
+                    "mask_truncated_completions = true without stop_token, stop_token_id or stop_strings: no response would stop, and all \
+                     would be masked",
+                )
+            } else {
+                Ok(())
+            },
+        ])
+    }
+
+    /// Refuses settings of a value model where the estimator needs none, and others that have no effect without one.
+    fn check_without_critic(&self) -> Result<()> {
+        if self.needs_critic() {
+            return Ok(());
+        }
+        let usual: Self = defaults();
+        let name = self.advantage.advantage_estimator.name();
+        let why = format!("with advantage_estimator = {name}: there is no value model");
+        let by_returns = matches!(
+            self.advantage.advantage_estimator,
+            AdvantageEstimator::Reinforce | AdvantageEstimator::ReinforceBaseline | AdvantageEstimator::Remax
+        );
+        let mut refusals = Refusals::default();
+        let path = self.value_model_path.iter().map(|path| ("value_model_path", path.display().to_string()));
+        let stage = self.dist.critic_zero_stage.map(|stage| ("critic_zero_stage", stage.to_string()));
+        let number = |name, found: f64, usual: f64| (found != usual).then(|| (name, found.to_string()));
+        let flag = |name, found: bool| found.then(|| (name, "true".to_string()));
+        let others = [
+            number("vf_coef", self.vf_coef, usual.vf_coef),
+            number("cliprange_value", self.cliprange_value, usual.cliprange_value),
+            number("lam", self.lam, usual.lam),
+            number("gamma", self.gamma, usual.gamma).filter(|_| !by_returns),
+            flag("value_head", self.legacy.value_head),
+            flag("whiten_rewards", self.whiten_rewards),
+            self.value_peft.value_use_peft.map(|found| ("value_use_peft", found.to_string())),
+        ];
+        for (name, found) in path.chain(stage).chain(self.value.given()).chain(others.into_iter().flatten()) {
+            refusals.add(no_effect(name, found, &why))?;
+        }
+        if !by_returns && self.whiten_advantages == WhitenAdvantages::MiniBatch {
+            let why = format!("with advantage_estimator = {name}, which has scale_rewards and normalize_advantages");
+            refusals.add(no_effect("whiten_advantages", "mini_batch", &why))?;
+        }
+        refusals.end()
     }
 
     /// Checks sampling together with lengths, stop tokens and masks.

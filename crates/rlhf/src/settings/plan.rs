@@ -5,6 +5,7 @@ use super::presets::Preset;
 use crate::Result;
 use crate::dist::num_ranks;
 use crate::flag::{above_zero, at_least_one, expect, no_effect, optional, usage};
+use crate::rl::groups::check_whole;
 use crate::rl::learner::EpochPlan;
 
 /// Maximum number of responses, rows or updates of a run.
@@ -19,10 +20,12 @@ pub(crate) const LEGACY_BATCH: usize = 128;
 /// Sizes of a PPO run, each checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PpoPlan {
-    /// Number of prompts per update, each with one response, over all ranks: `train_batch_size`, or
+    /// Number of responses per update, over all ranks: `train_batch_size`, or
     /// `per_device_train_batch_size * gradient_accumulation_steps` times the ranks, with the preset `trl-ppov2` times
     /// `num_mini_batches`; or `per_device_generation_batch_size * generation_batches` times the ranks.
     pub batch_size: usize,
+    /// Number of prompts per update, each with `num_generations` responses.
+    pub prompts: usize,
     /// Division of an epoch into optimizer steps.
     pub epoch: EpochPlan,
     /// Number of responses to train on, as set; the run trains on `num_total_batches * batch_size`, which may be a few more.
@@ -128,8 +131,13 @@ impl PpoConfig {
     /// Returns [`PpoConfig::plan`] of settings that are checked already.
     pub(crate) fn plan_for(&self, num_prompts: usize) -> Result<PpoPlan> {
         let Sizes { batch_size, epoch } = self.sizes()?;
+        let prompts = batch_size / self.advantage.num_generations;
         // As in TRL, the fraction of an episode is dropped. The cast saturates.
-        let total_episodes = self.total_episodes.unwrap_or((self.num_train_epochs * num_prompts as f64) as usize);
+        let group = self.advantage.num_generations;
+        let of_steps = |steps: usize| steps.div_ceil(epoch.steps(batch_size) * self.num_ppo_epochs).saturating_mul(batch_size);
+        let given = self.generation.max_steps.map(of_steps).or(self.total_episodes);
+        let of_epochs = || ((self.num_train_epochs * num_prompts as f64) as usize).saturating_mul(group);
+        let total_episodes = given.unwrap_or_else(of_epochs);
         if total_episodes == 0 {
             return usage(format!(
                 "total_episodes = num_train_epochs * prompts = {} * {num_prompts} is less than 1: nothing to train on",
@@ -145,6 +153,7 @@ impl PpoConfig {
         expect(frozen < num_total_batches, "value_warmup_updates", frozen, &expected)?;
         Ok(PpoPlan {
             batch_size,
+            prompts,
             epoch,
             total_episodes,
             num_total_batches,
@@ -168,10 +177,16 @@ impl PpoConfig {
                 let part = mini_batch_size / self.gradient_accumulation_steps;
                 (part, part)
             }
-            Preset::Trl | Preset::TrlPpov2 | Preset::DeepspeedChat => {
+            _ => {
                 (mini_batch_size, self.batches(ranks).rows_per_pass().min(mini_batch_size))
             }
         };
+        let name = match (self.generation.generation_batch_size, self.train_batch_size) {
+            (Some(_), _) => "generation_batch_size",
+            (None, Some(_)) => "train_batch_size",
+            (None, None) => "responses per update",
+        };
+        check_whole(name, batch_size, self.advantage.num_generations.max(1))?;
         Ok(Sizes { batch_size, epoch: EpochPlan { mini_batch_size, part_size, micro_batch_size } })
     }
 
@@ -198,6 +213,10 @@ impl PpoConfig {
         let batches = self.batches(ranks);
         let (batch_size, parts) = (batches.rows()?, self.num_mini_batches);
         at_least_one("num_mini_batches", parts)?;
+        if self.preset.is_of_groups() {
+            return Ok((self.generated_rows(batch_size, ranks)?, batch_size));
+        }
+        self.generation.refuse_sizes_of_groups()?;
         if let Some(responses) = self.generation.responses(self.train_batch_size, ranks)? {
             let message = "per_device_train_batch_size and gradient_accumulation_steps are the size of an optimizer step \
                            where per_device_generation_batch_size is set";
@@ -229,6 +248,39 @@ impl PpoConfig {
             return usage(format!("{size} = {batch_size} is not a multiple of num_mini_batches = {parts}; {nearest}"));
         }
         Ok((batch_size, batch_size / parts))
+    }
+
+    /// Returns the number of responses of an update with the presets `grpo` and `rloo`, whose optimizer step has `step` rows.
+    fn generated_rows(&self, step: usize, ranks: usize) -> Result<usize> {
+        let GenerationBatchesConfig { generation_batch_size, steps_per_generation, .. } = self.generation;
+        let why = "with the presets grpo and rloo: generation_batch_size or steps_per_generation is the size of an update";
+        if self.num_mini_batches != 1 {
+            no_effect("num_mini_batches", self.num_mini_batches, why)?;
+        }
+        if let Some(size) = self.generation.per_device_generation_batch_size {
+            no_effect("per_device_generation_batch_size", size, why)?;
+        }
+        let pass = self.batches(ranks).rows_per_pass().min(step).saturating_mul(ranks);
+        let (name, rows) = match (generation_batch_size, steps_per_generation) {
+            (None, None) => return Ok(step),
+            (Some(rows), Some(steps)) => {
+                return usage(format!(
+                    "generation_batch_size = {rows} and steps_per_generation = {steps} exclude each other: both are the responses of an                      update, the second as micro-batches"
+                ));
+            }
+            (Some(rows), None) => ("generation_batch_size", rows),
+            (None, Some(steps)) => ("steps_per_generation * per_device_train_batch_size", steps.saturating_mul(pass)),
+        };
+        at_least_one(name, rows)?;
+        expect(rows <= MOST_ROWS, name, rows, &format!("at most {MOST_ROWS}"))?;
+        if !rows.is_multiple_of(step) {
+            let (below, above) = (rows / step * step, rows.next_multiple_of(step));
+            let nearest = if below == 0 { format!("{above}") } else { format!("{below} and {above}") };
+            return usage(format!(
+                "{name} = {rows} responses are not a multiple of the {step} responses of an optimizer step; the nearest that do: {nearest}"
+            ));
+        }
+        Ok(rows)
     }
 
     /// Returns the number of responses of an update with the preset `trl-legacy`, and of an optimizer step.
@@ -291,6 +343,19 @@ fn nearest_divisors(batch_size: usize, parts: usize) -> String {
 }
 
 impl GenerationBatchesConfig {
+    /// Refuses the sizes that only the presets `grpo` and `rloo` have.
+    fn refuse_sizes_of_groups(&self) -> Result<()> {
+        let why = "without preset = grpo or rloo";
+        for (name, found) in [
+            ("generation_batch_size", self.generation_batch_size),
+            ("steps_per_generation", self.steps_per_generation),
+            ("max_steps", self.max_steps),
+        ] {
+            found.map_or(Ok(()), |found| no_effect(name, found, why))?;
+        }
+        Ok(())
+    }
+
     /// Returns the number of responses of an update of `ranks` ranks, if it has its own size.
     fn responses(&self, train_batch_size: Option<usize>, ranks: usize) -> Result<Option<usize>> {
         at_least_one("generation_batches", self.generation_batches)?;

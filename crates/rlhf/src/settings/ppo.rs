@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
+use super::plan::steps_or_minus_one;
 use super::presets::Preset;
 use crate::Result;
 use crate::data::settings::{DataConfig, PromptLengthConfig};
@@ -17,9 +18,12 @@ use crate::model::{ModelOptions, PeftConfig};
 use crate::optim::loss_scale::Fp16Config;
 use crate::optim::settings::{LrSchedulerType, OptimizerConfig};
 use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, ScoreScalingConfig, Spec};
+use crate::rl::advantage::AdvantageConfig;
 use crate::rl::ema::EmaConfig;
+use crate::rl::groups::GroupFilterConfig;
 use crate::rl::kl::KlConfig;
 use crate::rl::math::ScorePosition;
+use crate::rl::reference::SyncConfig;
 use crate::rl::settings::{LossConfig, MaskConfig, WhitenAdvantages};
 use crate::rl::unsupervised::UnsupervisedConfig;
 use crate::run::settings::{EvalConfig, RunConfig, WatchConfig};
@@ -89,7 +93,8 @@ pub struct PpoConfig {
 
     /// Defaults and batch sizes of another trainer. `trl`: TRL's PPOTrainer today. `trl-ppov2`: TRL 0.9 to 0.11, where
     /// `num_mini_batches` multiplies the size of an update. `trl-legacy`: TRL's older trainer with `step()` and a value head on the
-    /// policy. `deepspeed-chat`: DeepSpeed-Chat's third step.
+    /// policy. `deepspeed-chat`: DeepSpeed-Chat's third step. `grpo` and `rloo`: TRL's GRPOTrainer and RLOOTrainer, without a value
+    /// model.
     #[arg(long, help_heading = BATCHES, value_enum, default_value = "trl")]
     pub preset: Preset,
     /// Number of responses per update, apart from the optimizer step's.
@@ -127,7 +132,7 @@ pub struct PpoConfig {
     pub num_sample_generations: usize,
 
     /// Maximum tokens of a response.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 53)]
+    #[arg(long, alias = "max_completion_length", help_heading = SAMPLING, default_value_t = 53)]
     pub response_length: usize,
     /// Truncate responses after this token: `eos` is the tokenizer's, or another one named in `generation_config.json`.
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_name = StopToken::NAME, value_parser = optional::<StopToken>)]
@@ -144,7 +149,7 @@ pub struct PpoConfig {
     pub sampling: SamplingConfig,
 
     /// PPO epochs: passes over the responses of an update.
-    #[arg(long, alias = "ppo_epochs", help_heading = PPO, default_value_t = 4)]
+    #[arg(long, aliases = ["ppo_epochs", "num_iterations"], help_heading = PPO, default_value_t = 4)]
     pub num_ppo_epochs: usize,
     /// Penalty subtracted from the score of a response without a stop token.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
@@ -165,9 +170,22 @@ pub struct PpoConfig {
     /// Scale the rewards of an update to variance 1.
     #[arg(long, help_heading = PPO)]
     pub whiten_rewards: bool,
-    /// Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch.
+    /// Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch. With the estimators `gae`,
+    /// `reinforce` and `reinforce_baseline`; the others have `scale_rewards` and `normalize_advantages`.
     #[arg(long, help_heading = PPO, value_enum, default_value = "batch")]
     pub whiten_advantages: WhitenAdvantages,
+    /// The estimator of the advantages, and groups of responses.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub advantage: AdvantageConfig,
+    /// Groups that are sampled anew, and the penalty for long responses.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub groups: GroupFilterConfig,
+    /// Updates of the reference model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub sync: SyncConfig,
     /// Discount factor of the rewards.
     #[arg(long, help_heading = PPO, default_value_t = 1.0)]
     pub gamma: f64,
@@ -175,7 +193,7 @@ pub struct PpoConfig {
     #[arg(long, help_heading = PPO, default_value_t = 0.95)]
     pub lam: f64,
     /// Clip range of the policy loss: the probability ratio is clipped to 1 plus or minus this.
-    #[arg(long, help_heading = PPO, default_value_t = 0.2)]
+    #[arg(long, alias = "epsilon", help_heading = PPO, default_value_t = 0.2)]
     pub cliprange: f64,
     /// Clip range of the value loss: the new value is clipped to the old one plus or minus this.
     #[arg(long, help_heading = PPO, default_value_t = 0.2)]
@@ -190,6 +208,9 @@ pub struct PpoConfig {
     /// Clip a response's whole score, scores of its tokens included, to plus or minus this when it becomes a reward.
     #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<f64>)]
     pub clip_reward_value: std::option::Option<f64>,
+    /// Clip a response's whole score to between these two numbers, LOW,HIGH.
+    #[arg(long, help_heading = PPO, value_delimiter = ',', num_args = 1.., allow_negative_numbers = true)]
+    pub reward_clip_range: Vec<f64>,
     /// The responses and tokens that are trained on.
     #[command(flatten)]
     #[serde(flatten)]
@@ -278,7 +299,7 @@ impl PpoConfig {
         dataset_name: impl Into<PathBuf>,
         output_dir: impl Into<PathBuf>,
     ) -> Self {
-        let mut config: Self = defaults_with(preset.settings());
+        let mut config: Self = defaults_with(&preset.settings());
         config.preset = preset;
         config.sft_model_path = sft_model_path.into();
         config.reward_model_path = Some(reward_model_path.into());
@@ -325,6 +346,16 @@ pub struct GenerationBatchesConfig {
     /// Generation batches per update, with `per_device_generation_batch_size`.
     #[arg(long, help_heading = BATCHES, default_value_t = 1)]
     pub generation_batches: usize,
+    /// Responses per update over all ranks, with the presets `grpo` and `rloo` [default: those of an optimizer step].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
+    pub generation_batch_size: std::option::Option<usize>,
+    /// Micro-batches of `per_device_train_batch_size` per update, with the presets `grpo` and `rloo` [default:
+    /// `gradient_accumulation_steps`].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = optional::<usize>)]
+    pub steps_per_generation: std::option::Option<usize>,
+    /// Optimizer steps, rounded up to whole updates, with the presets `grpo` and `rloo` [default: `num_train_epochs` over the prompts].
+    #[arg(long, help_heading = BATCHES, default_value = NONE, value_parser = steps_or_minus_one)]
+    pub max_steps: std::option::Option<usize>,
 }
 
 /// Differences of TRL's trainer with `step()` from the later ones; the preset `trl-legacy` sets the first two.

@@ -16,12 +16,60 @@ pub enum Preset {
     TrlLegacy,
     /// DeepSpeed-Chat's third step: its hyper-parameters, and its choices of what counts.
     DeepspeedChat,
+    /// TRL 1.11's GRPOTrainer: groups of responses to each prompt, compared with each other.
+    Grpo,
+    /// TRL 1.11's RLOOTrainer: each response of a group is compared with the others.
+    Rloo,
 }
+
+/// Defaults that TRL's GRPOTrainer and RLOOTrainer share.
+const OF_GROUPS: [(&str, &str); 7] = [
+    ("temperature", "1"),
+    ("response_length", "512"),
+    ("stop_token", "eos"),
+    ("num_ppo_epochs", "1"),
+    ("learning_rate", "1e-6"),
+    ("max_grad_norm", "1"),
+    ("seed", "42"),
+];
+
+/// Defaults of TRL's GRPOTrainer alone.
+const GRPO: [(&str, &str); 7] = [
+    ("advantage_estimator", "grpo"),
+    ("num_generations", "8"),
+    ("loss_type", "dapo"),
+    ("kl_coef", "0"),
+    ("kl_in_loss", "true"),
+    ("kl_estimator", "k3"),
+    ("use_bias_correction_kl", "true"),
+];
+
+/// Defaults of TRL's RLOOTrainer alone.
+const RLOO: [(&str, &str); 4] = [
+    ("advantage_estimator", "rloo"),
+    ("num_generations", "2"),
+    ("loss_type", "grpo"),
+    ("importance_sampling_level", "sequence_product"),
+];
 
 impl Preset {
     /// Returns the settings that have other defaults with this preset, as key and value of a configuration file.
-    pub fn settings(self) -> &'static [(&'static str, &'static str)] {
+    pub fn settings(self) -> Vec<(&'static str, &'static str)> {
         match self {
+            Self::Grpo => [&OF_GROUPS[..], &GRPO].concat(),
+            Self::Rloo => [&OF_GROUPS[..], &RLOO].concat(),
+            own => own.others().to_vec(),
+        }
+    }
+
+    /// Returns true for the trainers of TRL that compare the responses of a group.
+    pub fn is_of_groups(self) -> bool {
+        matches!(self, Self::Grpo | Self::Rloo)
+    }
+
+    fn others(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Self::Grpo | Self::Rloo => &[],
             Self::Trl | Self::TrlPpov2 => &[],
             Self::TrlLegacy => &[
                 ("value_head", "true"),

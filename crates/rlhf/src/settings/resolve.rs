@@ -1,5 +1,6 @@
 //! Resolution of [`PpoConfig`] into the settings of each part; modules below do not see the whole configuration.
 
+use super::plan::PpoPlan;
 use super::ppo::PpoConfig;
 use crate::Result;
 use crate::dist::ZeroStage;
@@ -7,12 +8,14 @@ use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 use crate::generate::{GenerationConfig, Sampling, StopStrings};
 use crate::model::{CausalLm, LoraConfig};
 use crate::optim::{LearningRates, OptimizerConfig, learning_rate};
-use crate::rl::advantage::Advantage;
+use crate::rl::advantage::{
+    Advantage, AdvantageEstimator, Aggregation, Baseline, PolicyLambda, ScaleRewards, ScoreBaseline,
+};
 use crate::rl::checks::CheckSettings;
 use crate::rl::eos::left_out_of_losses;
-use crate::rl::learner::{LearnerSettings, mini_batch_orders};
+use crate::rl::learner::{LearnerSettings, StepRates, mini_batch_orders};
 use crate::rl::loss::LossSettings;
-use crate::rl::math::{KlEstimator, PolicyClip};
+use crate::rl::math::{KlEstimator, PolicyClip, ScorePosition};
 use crate::rl::rollout::RolloutSettings;
 use crate::rl::settings::WhitenAdvantages;
 use crate::rl::shaping::Shaping;
@@ -69,7 +72,7 @@ impl PpoConfig {
 
     /// Returns the evaluation of responses by the models, without [`PpoConfig::left_out`], which the caller adds.
     pub fn rollout(&self, policy: &CausalLm) -> RolloutSettings {
-        let full_kl = self.kl.kl_estimator == KlEstimator::Full;
+        let full_kl = self.kl.kl_estimator == KlEstimator::Full && self.has_reference();
         let filtered_logprobs = self.sampling.logprobs_of == LogprobsOf::Filtered;
         let temperature = self.logprob_temperature();
         RolloutSettings {
@@ -78,8 +81,10 @@ impl PpoConfig {
             temperature,
             filtered_logprobs,
             // Decoding records log-probabilities over the whole vocabulary, at the temperature of sampling, in one pass per token.
-            recompute_logprobs: filtered_logprobs || !policy.is_exact() || temperature != self.temperature,
-            score_position: self.score_position,
+            recompute_logprobs: filtered_logprobs
+                || (!policy.is_exact() && !self.ratios_are_one())
+                || temperature != self.temperature,
+            score_position: self.score_position(),
             last_value_in_loss: self.mask.last_value_in_loss,
             full_kl,
             store_distributions: full_kl && self.kl.kl_in_loss,
@@ -102,26 +107,96 @@ impl PpoConfig {
         Shaping {
             kl_estimator: self.kl.kl_estimator,
             kl_in_loss: self.kl.kl_in_loss,
-            score_position: self.score_position,
-            clip_reward_value: self.clip_reward_value,
+            score_position: self.score_position(),
+            reward_clip: match self.reward_clip_range[..] {
+                [low, high] => Some([low, high]),
+                _ => self.clip_reward_value.map(|most| [-most, most]),
+            },
             whiten_rewards: self.whiten_rewards,
-            advantage: Advantage::Gae { gamma: self.gamma, lam: self.lam },
-            whiten_advantages: self.whiten_advantages,
+            advantage: self.advantage(),
+            whiten_advantages: self.whitening(),
         }
+    }
+
+    /// Returns the advantage estimator with its settings.
+    pub fn advantage(&self) -> Advantage {
+        let own = &self.advantage;
+        let group = |baseline, scale| Advantage::Group {
+            baseline,
+            scale,
+            normalize: own.normalize_advantages,
+            each_reward: own.multi_objective_aggregation == Aggregation::NormalizeThenSum,
+        };
+        let returns = |baseline| Advantage::Returns { gamma: self.gamma, baseline };
+        match own.advantage_estimator {
+            AdvantageEstimator::Gae => {
+                let of_length = own.lam_policy_alpha.map(|alpha| PolicyLambda::OfLength { alpha });
+                let lam_policy = own.lam_policy.map(PolicyLambda::Fixed).or(of_length);
+                Advantage::Gae { gamma: self.gamma, lam: self.lam, lam_policy }
+            }
+            AdvantageEstimator::Rloo => group(Baseline::LeaveOneOut, ScaleRewards::None),
+            AdvantageEstimator::Grpo => group(Baseline::Mean, own.scale_rewards),
+            AdvantageEstimator::DrGrpo => group(Baseline::Mean, ScaleRewards::None),
+            AdvantageEstimator::Reinforce => returns(ScoreBaseline::Zero),
+            AdvantageEstimator::ReinforceBaseline => returns(ScoreBaseline::GroupMean),
+            AdvantageEstimator::Remax => returns(ScoreBaseline::Greedy),
+        }
+    }
+
+    /// Returns true if the advantages need a value model.
+    pub fn needs_critic(&self) -> bool {
+        self.advantage.advantage_estimator.needs_critic()
+    }
+
+    /// Returns true if there is a reference model: not where there is no value model either, and no KL to a reference is used.
+    pub fn has_reference(&self) -> bool {
+        self.needs_critic() || self.kl.kl_coef != 0.0 || self.kl.kl_coef_end.is_some_and(|end| end != 0.0)
+    }
+
+    /// Returns the tokens over which advantages are whitened: none for estimators that compare whole responses.
+    fn whitening(&self) -> WhitenAdvantages {
+        match self.advantage() {
+            Advantage::Gae { .. } => self.whiten_advantages,
+            Advantage::Returns { baseline, .. } if baseline != ScoreBaseline::Greedy => self.whiten_advantages,
+            Advantage::Group { .. } | Advantage::Returns { .. } => WhitenAdvantages::None,
+        }
+    }
+
+    /// Returns where scores land: on the last token where no value is read after it.
+    fn score_position(&self) -> ScorePosition {
+        if self.needs_critic() { self.score_position } else { ScorePosition::LastToken }
+    }
+
+    /// Returns true if an update has one optimizer step, whose probability ratios are taken as 1, and no log-probability of the rollout is
+    /// used.
+    fn ratios_are_one(&self) -> bool {
+        self.is_on_policy() && (self.kl.kl_in_loss || !self.has_reference())
+    }
+
+    /// Returns true if the policy that is trained is the one that sampled: there is one optimizer step per update, and no critic.
+    fn is_on_policy(&self) -> bool {
+        !self.needs_critic() && self.sizes().is_ok_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
     }
 
     /// Returns the losses, optimizers and limits of a [`Learner`](crate::rl::learner::Learner).
     pub fn learner(&self) -> LearnerSettings {
         LearnerSettings {
             loss: LossSettings {
+                objective: self.loss.objective(),
                 clip: self.policy_clip(),
+                importance: self.loss.importance_sampling_level,
+                aggregation: self.loss.aggregation(self.response_length),
+                on_policy: self.is_on_policy(),
+                top_entropy_quantile: self.loss.top_entropy_quantile,
+                off_policy_mask_threshold: self.loss.off_policy_mask_threshold,
                 cliprange_value: self.cliprange_value,
                 vf_coef: self.vf_coef,
                 entropy_coef: self.loss.entropy_coef,
-                kl_in_loss: self.kl.kl_in_loss.then_some(self.kl.kl_estimator),
+                kl_in_loss: (self.kl.kl_in_loss && self.has_reference()).then_some(self.kl.kl_estimator),
+                use_bias_correction_kl: self.kl.use_bias_correction_kl,
                 temperature: self.logprob_temperature(),
             },
-            whiten_mini_batches: self.whiten_advantages == WhitenAdvantages::MiniBatch,
+            whiten_mini_batches: self.whitening() == WhitenAdvantages::MiniBatch,
             target_kl: self.target_kl(),
             ratio_threshold: self.loss.ratio_threshold,
             policy_optimizer: self.optimizer.clone(),
@@ -139,7 +214,22 @@ impl PpoConfig {
 
     /// Returns the order of an update's `rows` rows in each of its epochs.
     pub fn mini_batch_orders(&self, update: usize, rows: usize) -> Vec<Vec<usize>> {
-        mini_batch_orders(self.run.seed, self.num_ppo_epochs, update, rows)
+        let epochs = self.num_ppo_epochs;
+        if self.preset.is_of_groups() {
+            // TRL's trainers take the same mini-batches in each iteration.
+            return vec![mini_batch_orders(self.run.seed, 1, update, rows).remove(0); epochs];
+        }
+        mini_batch_orders(self.run.seed, epochs, update, rows)
+    }
+
+    /// Returns the learning rates of the optimizer steps of update `update` (from 0) of `plan`: the presets `grpo` and `rloo` have a
+    /// schedule over optimizer steps, as TRL's trainers, the others over updates.
+    pub fn step_rates(&self, update: usize, plan: &PpoPlan) -> StepRates {
+        if !self.preset.is_of_groups() {
+            return self.learning_rates(update, plan.num_total_batches).into();
+        }
+        let steps = plan.epoch.steps(plan.batch_size) * self.num_ppo_epochs;
+        (0..steps).map(|step| self.learning_rates(update * steps + step, plan.num_total_batches * steps)).collect()
     }
 
     /// Returns the learning rates of update `update` (from 0) of `num_updates`: the policy's schedule covers the updates in which

@@ -1,6 +1,7 @@
 //! PPO training: one update samples responses, scores them, computes advantages, and trains policy and value model.
 
 mod evaluate;
+mod groups;
 mod load;
 mod run;
 mod save;
@@ -16,8 +17,9 @@ use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
 use crate::rl::kept::{Kept, KeptResponses};
 use crate::rl::kl::KlController;
-use crate::rl::learner::Learner;
-use crate::rl::rollout::{RolloutSettings, experience};
+use crate::rl::groups::EqualGroups;
+use crate::rl::learner::{Learner, StepRates};
+use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rng::Purpose;
 use crate::run::event::Sample;
 use crate::run::inputs::Inputs;
@@ -49,8 +51,9 @@ impl PpoTrainer {
         let prompts: Vec<Vec<i64>> = batch.rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         let scores = self.score_batch(&batch)?;
         // Responses of an earlier update were sampled by an earlier policy.
-        let (models, settings) = (self.learner.rollout_models(&self.reference), self.rollout_settings(batch.reused));
-        let experience = experience(models, &prompts, &batch.responses, scores.penalised, &settings)?;
+        let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
+        let mut experience = experience(models, &prompts, &batch.responses, scores.penalised, &settings)?;
+        self.add_groups(&mut experience, &batch)?;
 
         // 3. Experience to rewards, advantages, returns.
         let kl_coef = self.kl_controller.coef(update);
@@ -59,12 +62,14 @@ impl PpoTrainer {
 
         // 4. Epochs of mini-batches.
         phase("optimising");
-        let rates = self.learning_rates(update)?;
+        let rates = self.step_rates(update)?;
         let orders = self.config.mini_batch_orders(update, experience.rows());
         // The rollout's allocations have other sizes than training's, and would fragment the memory.
         tch_ext::release_memory();
         self.learner.set_settings(self.config.learner());
-        let steps = self.learner.optimise(&experience, &targets, &orders, rates, &self.plan.epoch)?;
+        let before = self.learner.policy_optimizer.steps();
+        let steps = self.learner.optimise(&experience, &targets, &orders, rates.clone(), &self.plan.epoch)?;
+        self.sync_reference(before)?;
         clock.lap("optimise");
 
         // 5. Metrics, and what follows from them.
@@ -74,7 +79,8 @@ impl PpoTrainer {
         m.push("eps", self.plan.batch_size as f64 / clock.total());
         self.learner.metrics(&mut m, &experience, &targets, &steps, &self.plan.epoch);
         self.push_batch_metrics(&mut m, &batch, &scores.reported);
-        self.push_rates(&mut m, rates);
+        self.push_group_metrics(&mut m, &batch, &experience, &steps, clock.total());
+        self.push_rates(&mut m, &rates);
         clock.push_metrics(&mut m, experience.lengths().iter().sum());
         self.push_collectives(&mut m)?;
         self.skips.record(&steps);
@@ -87,13 +93,12 @@ impl PpoTrainer {
 
     /// Samples responses to the next prompts, and selects those that are long enough to train on.
     fn sample(&mut self, update: usize) -> Result<Batch> {
-        let size = self.plan.batch_size;
+        let size = self.plan.prompts;
         let rows = match &mut self.order {
             Some(order) => own_rows(update, (order.0)(update), size, self.prompts.len())?,
             None => self.cursor.take(size),
         };
-        let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
-        let responses = self.generate(&prompts, self.config.sampling(), Purpose::Sampling, update)?;
+        let (rows, responses) = self.respond(&rows, update as u64)?;
         let may_stop = !self.stop.is_empty() || self.stop_strings.is_some();
         let eos = self.tokenizer.eos_ids();
         let mut warnings = self.alarms.of_responses(update + 1, &responses, &self.stop, eos, may_stop);
@@ -108,7 +113,23 @@ impl PpoTrainer {
                 responses.len()
             ),
         }));
-        Ok(Batch { update, rows, responses, dropped, reused, warnings })
+        let sampled_groups = rows.len() / self.config.advantage.num_generations;
+        Ok(Batch { update, rows, responses, dropped, reused, warnings, sampled_groups, replaced_groups: 0 })
+    }
+
+    /// Samples `num_generations` responses to the prompt of each of `rows`: the row of each response, and the responses. `step` keys the
+    /// random draws.
+    fn respond(&self, rows: &[usize], step: u64) -> Result<(Vec<usize>, Vec<Response>)> {
+        let size = self.config.advantage.num_generations;
+        let rows: Vec<usize> = rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect();
+        let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
+        let responses = self.generate(&prompts, self.config.sampling(), Purpose::Sampling, step as usize)?;
+        Ok((rows, responses))
+    }
+
+    /// Policy, critic and reference model for the evaluation of responses.
+    fn rollout_models(&self) -> RolloutModels<'_> {
+        self.learner.rollout_models(self.reference.as_ref())
     }
 
     /// Settings of the rollout; log-probabilities of `reused` ones are computed anew.
@@ -118,11 +139,11 @@ impl PpoTrainer {
         RolloutSettings { recompute_logprobs, left_out: self.left_out.clone(), ..settings }
     }
 
-    /// The learning rates of an update: the caller's, or those of the settings.
-    fn learning_rates(&mut self, update: usize) -> Result<LearningRates> {
+    /// The learning rates of the optimizer steps of an update: the caller's, or those of the settings.
+    fn step_rates(&mut self, update: usize) -> Result<StepRates> {
         match &mut self.schedule {
-            Some(schedule) => own_rates(update, (schedule.0)(update)),
-            None => Ok(self.config.learning_rates(update, self.plan.num_total_batches)),
+            Some(schedule) => own_rates(update, (schedule.0)(update)).map(StepRates::from),
+            None => Ok(self.config.step_rates(update, &self.plan)),
         }
     }
 
@@ -156,7 +177,8 @@ impl PpoTrainer {
     }
 
     /// Adds learning rates and loss scales.
-    fn push_rates(&self, m: &mut Metrics, rates: LearningRates) {
+    fn push_rates(&self, m: &mut Metrics, rates: &StepRates) {
+        let rates = rates.first();
         m.push("lr", rates.policy.unwrap_or(0.0));
         if self.config.value.differs() || self.schedule.is_some() {
             m.push("val/lr", rates.value);
@@ -230,8 +252,8 @@ const COMMAND: &str = "ppo";
 pub struct PpoParts {
     /// The policy and the value model, with their optimizers.
     pub learner: Learner,
-    /// The reference model.
-    pub reference: CausalLm,
+    /// The reference model; none where the settings use none ([`PpoConfig::has_reference`]).
+    pub reference: Option<CausalLm>,
     /// The rewards.
     pub rewards: Rewards,
     /// Tokenizer of the models.
@@ -272,8 +294,8 @@ pub struct PpoTrainer {
     pub plan: PpoPlan,
     /// The policy and the value model.
     pub learner: Learner,
-    /// The reference model.
-    pub reference: CausalLm,
+    /// The reference model, if the settings use one.
+    pub reference: Option<CausalLm>,
     /// The rewards.
     pub rewards: Rewards,
     /// Tokenizer of the models.
@@ -317,6 +339,10 @@ pub struct PpoTrainer {
     alarms: Alarms,
     /// Warnings of the last update.
     warnings: Vec<Warning>,
+    /// Groups of equal scores in a row.
+    equal_groups: EqualGroups,
+    /// Tokens of prompts and responses so far.
+    num_tokens: u64,
 }
 
 impl PpoTrainer {
@@ -362,6 +388,9 @@ struct Batch {
     /// These are responses of an earlier update.
     reused: bool,
     warnings: Vec<Warning>,
+    /// Groups that were sampled, and those of them that were replaced.
+    sampled_groups: usize,
+    replaced_groups: usize,
 }
 
 /// Seconds by phase of an update.

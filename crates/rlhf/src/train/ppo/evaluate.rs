@@ -53,7 +53,7 @@ impl PpoTrainer {
         let responses = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
         let (scores, components) = self.whole_scores(&asked, &responses)?;
         let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
-        let (models, settings) = (self.learner.rollout_models(&self.reference), self.rollout_settings(false));
+        let (models, settings) = (self.rollout_models(), self.rollout_settings(false));
         let e = experience(models, &prompts, &responses, scores, &settings)?;
         let rows = prompts.len() as f64;
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;
@@ -62,7 +62,9 @@ impl PpoTrainer {
         for component in &components {
             m.push(format!("{EVAL_SCORES}{}", component.name), component.mean());
         }
-        m.push("eval/kl", per_row(&(&e.logprobs - &e.ref_logprobs)));
+        if let Some(reference) = &e.ref_logprobs {
+            m.push("eval/kl", per_row(&(&e.logprobs - reference)));
+        }
         m.push("eval/response_length", e.lengths().iter().sum::<i64>() as f64 / rows);
         m.push("time/eval", began.elapsed().as_secs_f64());
         Ok(Evaluation { metrics: m, samples })
@@ -90,7 +92,7 @@ impl PpoTrainer {
         self.learner.set_settings(self.config.learner());
         let mut settings = self.config.checks(&self.learner.policy);
         settings.rollout.response_length = response_length;
-        Checks::of(&mut self.learner, &self.reference, &prompts, &responses, &settings)
+        Checks::of(&mut self.learner, self.reference.as_ref(), &prompts, &responses, &settings)
     }
 
     /// Scores the responses of an update by every reward, and scales the scores and subtracts penalties by the settings.

@@ -7,11 +7,14 @@ use crate::dist::World;
 use crate::generate::StopStrings;
 use crate::hub::{self, AskedHub, Commits};
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier};
+use crate::model::{
+    CausalLm, CausalLmWithValueHead, ClassifierFormat, LoraConfig, ModelOptions, SequenceClassifier, ValueModel,
+};
 use crate::optim::LearningRates;
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
+use crate::rl::groups::EqualGroups;
 use crate::rl::kept::KeptResponses;
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
@@ -112,6 +115,8 @@ impl PpoTrainer {
             skips: Skips::default(),
             alarms: Alarms::default(),
             warnings: Vec::new(),
+            equal_groups: EqualGroups::default(),
+            num_tokens: 0,
             progress: Progress::new(&config.eval),
             opening: None,
             console: Console::Silent,
@@ -147,13 +152,48 @@ pub(crate) struct Ends {
 }
 
 impl PpoParts {
+    /// Checks that there are the models that the settings need; a reference model that they do not use is dropped.
+    fn check_models(&mut self, config: &PpoConfig) -> Result<()> {
+        let name = config.advantage.advantage_estimator.name();
+        if config.has_reference() && self.reference.is_none() {
+            let message = format!(
+                "PpoParts::reference: expected a reference model, for advantage_estimator = {name} and kl_coef = {}, found none",
+                config.kl.kl_coef
+            );
+            return Err(Error::Usage(message));
+        }
+        if !config.has_reference() {
+            self.reference = None;
+        }
+        let has_critic = !matches!(self.learner.value, ValueModel::None);
+        if has_critic != config.needs_critic() {
+            let (expected, found) = if has_critic { ("no critic", "one") } else { ("a critic", "none") };
+            let message = format!("PpoParts::learner: expected {expected} for advantage_estimator = {name}, found {found}");
+            return Err(Error::Usage(message));
+        }
+        if config.sync.sync_ref_model && config.policy_stage().shards_parameters() && self.learner.world.size() > 1 {
+            return Err(Error::Usage(
+                "sync_ref_model = true with zero_stage = 3: the reference model is divided over the ranks, and cannot be moved; expected \
+                 zero_stage = 0, 1 or 2"
+                    .into(),
+            ));
+        }
+        self.learner.collect_clips = !has_critic;
+        Ok(())
+    }
+
     /// Checks that the parts match each other and the settings, and loads the texts that are mixed in.
     pub(crate) fn prepare(&mut self, config: &PpoConfig) -> Result<Ends> {
-        self.reference.hold_as_computed();
-        self.reference.shard(&self.learner.world, config.policy_stage());
+        self.check_models(config)?;
+        if let Some(reference) = &mut self.reference {
+            if !config.sync.sync_ref_model {
+                reference.hold_as_computed();
+            }
+            reference.shard(&self.learner.world, config.policy_stage());
+        }
         self.rewards.shard(&self.learner.world, config.frozen_stage());
         let vocab = self.learner.policy.config().vocab_size;
-        let room = room_for_prompts(&self.learner, &self.reference, &self.rewards, config.response_length)?;
+        let room = room_for_prompts(&self.learner, self.reference.as_ref(), &self.rewards, config.response_length)?;
         check_prompts("prompts", &self.prompts, room, vocab)?;
         check_prompts("eval_prompts", &self.eval_prompts, room, vocab)?;
         for (name, is_empty) in [("rewards", self.rewards.is_empty()), ("prompts", self.prompts.is_empty())] {
@@ -223,7 +263,9 @@ impl Loaded {
         for model in rewards.models().filter(|model| !model.reads_text()) {
             tokenizer.check_same(model.dir())?;
         }
-        let learner = if config.legacy.value_head {
+        let learner = if !config.needs_critic() {
+            Learner::new(policy, ValueModel::None, config.learner())
+        } else if config.legacy.value_head {
             let (policy, head) = CausalLmWithValueHead::found_in(&dir, policy, config.run.seed)?.into_parts();
             Learner::new(policy, head, config.learner())
         } else {
@@ -232,7 +274,7 @@ impl Loaded {
             tokenizer.check_same(&value.dir)?;
             Learner::new(policy, value.model, config.learner())
         };
-        let room = room_for_prompts(&learner, &reference, &rewards, config.response_length)?;
+        let room = room_for_prompts(&learner, reference.as_ref(), &rewards, config.response_length)?;
         let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, room)?);
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
         notes.extend(prompts.notes);
@@ -289,8 +331,9 @@ fn undropped(lora: LoraConfig) -> LoraConfig {
     LoraConfig { dropout: 0.0, ..lora }
 }
 
-/// Loads the policy, and the reference model: the policy without its adapter, with shared lower layers, or a frozen copy.
-fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(CausalLm, CausalLm)> {
+/// Loads the policy, and the reference model if the settings use one: the policy without its adapter, with shared lower layers, or a
+/// frozen copy.
+fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(CausalLm, Option<CausalLm>)> {
     let lora = config.peft.lora().map(undropped);
     let mut policy = CausalLm::from_pretrained(dir, trained_options(frozen, lora.is_some()))?;
     // An adapter in the folder (SFT's) is merged, into the reference too.
@@ -307,21 +350,29 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
     let reference = match (&lora, config.legacy.num_shared_layers) {
         (Some(lora), _) => {
             policy.add_adapter(lora, config.run.seed)?;
-            let base = policy.base()?;
+            let base = config.has_reference().then(|| policy.base()).transpose()?;
             divide(&mut policy);
             base
         }
-        (None, Some(layers)) => policy.share_lower_layers(layers)?,
+        (None, Some(layers)) => Some(policy.share_lower_layers(layers)?),
         (None, None) => {
             divide(&mut policy);
-            let mut reference = CausalLm::from_pretrained(dir, frozen)?;
-            reference.merge_adapter();
-            reference.hold_as_computed();
-            reference.shard(&world, config.policy_stage());
-            reference
+            config.has_reference().then(|| load_reference(config, dir, frozen, &world)).transpose()?
         }
     };
     Ok((policy, reference))
+}
+
+/// Loads a reference model that shares nothing with the policy.
+pub(super) fn load_reference(config: &PpoConfig, dir: &Path, frozen: ModelOptions, world: &World) -> Result<CausalLm> {
+    let synced = config.sync.sync_ref_model;
+    let mut reference = CausalLm::from_pretrained(dir, if synced { trained_options(frozen, false) } else { frozen })?;
+    reference.merge_adapter();
+    if !synced {
+        reference.hold_as_computed();
+    }
+    reference.shard(world, config.policy_stage());
+    Ok(reference)
 }
 
 /// A separate value model, and the folder it was loaded from.
@@ -492,14 +543,15 @@ pub(in crate::train) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vo
 /// If there is no room at all, or a model cannot read what the policy writes: it is on another device, or knows fewer tokens.
 fn room_for_prompts(
     learner: &Learner,
-    reference: &CausalLm,
+    reference: Option<&CausalLm>,
     rewards: &Rewards,
     response_length: usize,
 ) -> Result<usize> {
     let policy = &learner.policy;
     let value = learner.value.model();
     let of_value = value.map(|value| ("value model", value.device()));
-    for (name, device) in of_value.into_iter().chain([("reference", reference.device())]) {
+    let of_reference = reference.map(|reference| ("reference", reference.device()));
+    for (name, device) in of_value.into_iter().chain(of_reference) {
         if device != policy.device() {
             let message = format!("{name}: expected the policy's device {:?}, found {device:?}", policy.device());
             return Err(Error::Usage(message));
@@ -508,7 +560,7 @@ fn room_for_prompts(
     let read_ids = rewards.models().filter(|model| !model.reads_text());
     let of_rewards = read_ids.map(|model| (model.dir().display().to_string(), model.classifier().config()));
     let others = value.map(|value| ("value model".into(), value.config())).into_iter();
-    let others = others.chain([("reference".into(), reference.config())]);
+    let others = others.chain(reference.map(|reference| ("reference".into(), reference.config())));
     let mut context = policy.config().max_position_embeddings;
     for (name, model) in of_rewards.chain(others) {
         // The policy may sample any of its ids, also those behind the tokenizer's last.

@@ -234,6 +234,10 @@ impl PpoTrainer {
         if let Ok(state) = saved.part("alarms") {
             self.alarms.load_state(state);
         }
+        if let Ok(state) = saved.part("equal_groups") {
+            self.equal_groups.load_state(state);
+        }
+        self.num_tokens = saved.part("num_tokens").ok().and_then(Value::as_u64).unwrap_or(0);
         self.checks = saved.part("checks").ok().and_then(Value::as_str).map(String::from);
         Ok(())
     }
@@ -297,6 +301,8 @@ impl Trainee for PpoTrainer {
         state.insert("scores".into(), self.scaling.state());
         state.insert("skips".into(), self.skips.state());
         state.insert("alarms".into(), self.alarms.state());
+        state.insert("equal_groups".into(), self.equal_groups.state());
+        state.insert("num_tokens".into(), self.num_tokens.into());
         state.extend(self.learner.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
         state.extend(self.own().map(|own| ("own".into(), own.into())));
@@ -315,6 +321,7 @@ impl Trainee for PpoTrainer {
         if let Some(ema) = &mut self.learner.ema {
             ema.load(&mut self.learner.policy, |policy| policy.load_trained(&saved.dir.join(EMA)))?;
         }
+        self.load_reference(&saved.dir)?;
         self.learner.policy_optimizer.load(&saved.dir.join(OPTIMIZER))?;
         if let (Some(value), Some(optimizer)) = (self.learner.value.model_mut(), &mut self.learner.value_optimizer) {
             value.load_trained(&value_dir)?;
@@ -339,6 +346,7 @@ impl Trainee for PpoTrainer {
         self.write_policy(dir)?;
         self.write_ema(&dir.join(EMA))?;
         self.write_value_model(&dir.join(VALUE_MODEL))?;
+        self.write_reference(dir)?;
         self.learner.end_serving()
     }
 

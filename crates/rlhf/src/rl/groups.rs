@@ -1,0 +1,208 @@
+//! Groups of responses to one prompt: which of them teach something, and the penalty for long responses.
+
+use crate::flag::{NONE, PPO, Refusals, above_zero, at_least_one, defaults, expect, no_effect, optional, usage, zero_or_more};
+use crate::generate::Response;
+use crate::rl::math;
+use crate::{Error, Result};
+use clap::Args;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+/// Groups that are sampled anew, and the penalty for long responses.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct GroupFilterConfig {
+    /// Replace groups whose scores are all equal, from which nothing is learned, by groups of the next prompts (dynamic sampling, DAPO).
+    #[arg(long, alias = "filter_groups", help_heading = PPO)]
+    pub dynamic_sampling: bool,
+    /// Replace groups whose mean score is not between these two numbers, LOW,HIGH (OpenRLHF's dynamic filtering).
+    #[arg(
+        long, help_heading = PPO, value_delimiter = ',', num_args = 1.., allow_negative_numbers = true
+    )]
+    pub dynamic_filtering_reward_range: Vec<f64>,
+    /// Maximum batches of responses that an update samples for `dynamic_sampling` or `dynamic_filtering_reward_range`; groups that are still
+    /// missing then are taken from those that were replaced.
+    #[arg(long, help_heading = PPO, default_value_t = 10)]
+    pub max_num_gen_batches: usize,
+    /// Last tokens of `response_length` in which a response is penalized, by its length up to `overlong_penalty_factor` (soft overlong
+    /// penalty, DAPO).
+    #[arg(long, help_heading = PPO, default_value = NONE, value_parser = optional::<usize>)]
+    pub overlong_buffer_len: std::option::Option<usize>,
+    /// Penalty of a response of `response_length` tokens, with `overlong_buffer_len`.
+    #[arg(long, help_heading = PPO, default_value_t = 1.0)]
+    pub overlong_penalty_factor: f64,
+}
+
+impl GroupFilterConfig {
+    /// Returns true if groups are sampled anew.
+    pub fn filters(&self) -> bool {
+        self.dynamic_sampling || !self.dynamic_filtering_reward_range.is_empty()
+    }
+
+    /// Checks the settings, for groups of `rows` responses of at most `response_length` tokens.
+    pub(crate) fn check(&self, rows: usize, response_length: usize) -> Result<()> {
+        let usual: Self = defaults();
+        let mut refusals = Refusals::default();
+        if self.filters() && rows < 2 {
+            let name = if self.dynamic_sampling { "dynamic_sampling" } else { "dynamic_filtering_reward_range" };
+            refusals.add(usage(format!("num_generations = {rows}: expected at least 2: {name} compares the responses of a group")))?;
+        }
+        let range = &self.dynamic_filtering_reward_range;
+        if !range.is_empty() {
+            let sound = matches!(range[..], [low, high] if low < high);
+            let found = range.iter().map(f64::to_string).collect::<Vec<_>>().join(",");
+            refusals.add(expect(sound, "dynamic_filtering_reward_range", found, "two numbers LOW,HIGH, the first below the second"))?;
+        }
+        if !self.filters() && self.max_num_gen_batches != usual.max_num_gen_batches {
+            let why = "without dynamic_sampling or dynamic_filtering_reward_range";
+            refusals.add(no_effect("max_num_gen_batches", self.max_num_gen_batches, why))?;
+        }
+        refusals.add(at_least_one("max_num_gen_batches", self.max_num_gen_batches))?;
+        match self.overlong_buffer_len {
+            Some(len) => {
+                let expected = format!("1 to response_length = {response_length}");
+                refusals.add(expect((1..=response_length).contains(&len), "overlong_buffer_len", len, &expected))?;
+            }
+            None if self.overlong_penalty_factor != usual.overlong_penalty_factor => {
+                let found = self.overlong_penalty_factor;
+                refusals.add(no_effect("overlong_penalty_factor", found, "without overlong_buffer_len"))?;
+            }
+            None => {}
+        }
+        refusals.add(zero_or_more("overlong_penalty_factor", self.overlong_penalty_factor))?;
+        refusals.add(above_zero("max_num_gen_batches", self.max_num_gen_batches as f64))?;
+        refusals.end()
+    }
+
+    /// The penalty of each response for its length: 0 up to `response_length` less the buffer, then growing linearly. Source: Yu et al.
+    /// 2025, DAPO, eq. 13.
+    pub(crate) fn overlong_penalties(&self, responses: &[Response], response_length: usize) -> Option<Vec<f64>> {
+        let buffer = self.overlong_buffer_len?;
+        let of = |response: &Response| {
+            let over = (response.tokens.len() + buffer).saturating_sub(response_length) as f64;
+            (over / buffer as f64).min(1.0) * self.overlong_penalty_factor
+        };
+        Some(responses.iter().map(of).collect())
+    }
+
+    /// Returns true if a group with these scores teaches something; NaN is no score.
+    pub(crate) fn keeps(&self, scores: &[f64]) -> bool {
+        let found: Vec<f64> = scores.iter().copied().filter(|score| !score.is_nan()).collect();
+        let differ = found.iter().any(|score| (score - found[0]).abs() > 1e-9);
+        let mean = math::mean(&found);
+        let within = match self.dynamic_filtering_reward_range[..] {
+            [low, high] => low < mean && mean < high,
+            _ => true,
+        };
+        (differ || !self.dynamic_sampling) && within
+    }
+}
+
+/// Number of groups in a row whose scores were all equal after which the run warns.
+const EQUAL_GROUPS: usize = 64;
+
+/// Counts groups from which nothing is learned, to warn once.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct EqualGroups {
+    in_a_row: usize,
+}
+
+impl EqualGroups {
+    /// Records the scores of groups of `size` rows; returns a message about update `update`, counted from 1, when too many in a row were
+    /// equal.
+    pub(crate) fn observe(&mut self, update: usize, scores: &[f64], size: usize) -> Option<String> {
+        let before = self.in_a_row;
+        for group in scores.chunks(size.max(1)) {
+            let equal = group.iter().all(|score| score.is_nan() || (score - group[0]).abs() <= 1e-9);
+            self.in_a_row = if equal { self.in_a_row + 1 } else { 0 };
+        }
+        let crossed = before < EQUAL_GROUPS && self.in_a_row >= EQUAL_GROUPS;
+        let score = scores.last().copied().unwrap_or(f64::NAN);
+        crossed.then(|| {
+            format!(
+                "update {update}: all responses of each of the last {} prompts have the same score, {score} of late: their advantages are \
+                 0, and nothing is learned from them; a reward that tells responses apart, easier or harder prompts, a higher temperature \
+                 or more num_generations help",
+                self.in_a_row
+            )
+        })
+    }
+
+    /// State for a checkpoint.
+    pub(crate) fn state(&self) -> Value {
+        json!(self.in_a_row)
+    }
+
+    /// Restores the state that [`EqualGroups::state`] returned.
+    pub(crate) fn load_state(&mut self, state: &Value) {
+        self.in_a_row = state.as_u64().unwrap_or(0) as usize;
+    }
+}
+
+/// Checks that `rows` responses are whole groups of `size`.
+///
+/// # Errors
+/// If a group is cut; the message names the nearest numbers that are whole groups.
+pub(crate) fn check_whole(name: &str, rows: usize, size: usize) -> Result<()> {
+    if rows.is_multiple_of(size) {
+        return Ok(());
+    }
+    let (below, above) = (rows / size * size, rows.next_multiple_of(size));
+    let nearest = match below {
+        0 => format!("the nearest that is one is {above}"),
+        below => format!("the nearest that are are {below} and {above}"),
+    };
+    Err(Error::Usage(format!("{name} = {rows} is not a multiple of num_generations = {size}, so a group would be cut; {nearest}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::generate::FinishReason;
+
+    #[test]
+    fn groups_of_equal_scores_or_of_means_outside_the_range_are_left_out() {
+        let usual: GroupFilterConfig = defaults();
+        let equal = GroupFilterConfig { dynamic_sampling: true, ..usual.clone() };
+        assert!(equal.keeps(&[0.0, 1.0]) && !equal.keeps(&[1.0, 1.0]) && !equal.keeps(&[1.0, f64::NAN]));
+        let range = GroupFilterConfig { dynamic_filtering_reward_range: vec![0.2, 0.8], ..usual.clone() };
+        assert!(range.keeps(&[0.0, 1.0]) && range.keeps(&[0.5, 0.5]) && !range.keeps(&[0.0, 0.2]));
+        assert!(usual.keeps(&[1.0, 1.0]));
+    }
+
+    #[test]
+    fn a_response_is_penalized_by_the_share_of_the_buffer_that_it_fills() {
+        let config = GroupFilterConfig { overlong_buffer_len: Some(4), overlong_penalty_factor: 2.0, ..defaults() };
+        let of = |len: usize| Response {
+            tokens: vec![1; len],
+            logprobs: vec![0.0; len],
+            finish: FinishReason::Length,
+            sets: None,
+        };
+        let penalties = config.overlong_penalties(&[of(5), of(6), of(7), of(10)], 10).unwrap();
+        assert_eq!(penalties, [0.0, 0.0, 0.5, 2.0]);
+    }
+
+    #[test]
+    fn a_reward_that_is_constant_is_reported_once() {
+        let mut groups = EqualGroups::default();
+        let mut warnings = 0;
+        for update in 1..=100 {
+            warnings += usize::from(groups.observe(update, &[1.0, 1.0, 2.0, 2.0], 2).is_some());
+        }
+        assert_eq!(warnings, 1);
+        let mut resumed = EqualGroups::default();
+        resumed.load_state(&groups.state());
+        assert_eq!(resumed, groups);
+        assert!(groups.observe(101, &[1.0, 2.0], 2).is_none() && groups.in_a_row == 0);
+    }
+
+    #[test]
+    fn a_batch_that_cuts_a_group_names_the_nearest_that_do_not() {
+        assert!(check_whole("train_batch_size", 12, 4).is_ok());
+        let message = check_whole("train_batch_size", 10, 4).unwrap_err().to_string();
+        assert!(message.ends_with("so a group would be cut; the nearest that are are 8 and 12"), "{message}");
+        let message = check_whole("train_batch_size", 2, 4).unwrap_err().to_string();
+        assert!(message.ends_with("the nearest that is one is 4"), "{message}");
+    }
+}

@@ -1,0 +1,84 @@
+//! Updates of the reference model towards the policy, as in TR-DPO.
+
+use crate::flag::{PPO, Refusals, at_least_one, defaults, expect, no_effect, usage};
+use crate::model::CausalLm;
+use crate::{Error, Result};
+use clap::Args;
+use serde::Serialize;
+use tch::Kind;
+
+/// The folder of a reference model that was updated, in a checkpoint.
+pub(crate) const REFERENCE: &str = "reference";
+
+/// Updates of the reference model.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SyncConfig {
+    /// Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps.
+    #[arg(long, help_heading = PPO)]
+    pub sync_ref_model: bool,
+    /// Share of the policy in the updated reference model; 1 replaces it by the policy.
+    #[arg(long, help_heading = PPO, default_value_t = 0.6)]
+    pub ref_model_mixup_alpha: f64,
+    /// Optimizer steps between two updates of the reference model, which take place at the end of an update.
+    #[arg(long, help_heading = PPO, default_value_t = 512)]
+    pub ref_model_sync_steps: usize,
+}
+
+impl SyncConfig {
+    /// Checks the settings, of a run with a reference model of its own or (`shared`) with one that shares the policy's weights; `used`:
+    /// the KL to it is used.
+    pub(crate) fn check(&self, shared: bool, used: bool) -> Result<()> {
+        let usual: Self = defaults();
+        let mut refusals = Refusals::default();
+        if !self.sync_ref_model {
+            let why = "without sync_ref_model = true";
+            if self.ref_model_mixup_alpha != usual.ref_model_mixup_alpha {
+                refusals.add(no_effect("ref_model_mixup_alpha", self.ref_model_mixup_alpha, why))?;
+            }
+            if self.ref_model_sync_steps != usual.ref_model_sync_steps {
+                refusals.add(no_effect("ref_model_sync_steps", self.ref_model_sync_steps, why))?;
+            }
+            return refusals.end();
+        }
+        let alpha = self.ref_model_mixup_alpha;
+        refusals.add(expect(alpha > 0.0 && alpha <= 1.0, "ref_model_mixup_alpha", alpha, "a number above 0, at most 1"))?;
+        refusals.add(at_least_one("ref_model_sync_steps", self.ref_model_sync_steps))?;
+        if shared {
+            refusals.add(usage(
+                "sync_ref_model = true with use_peft or num_shared_layers: the reference model shares the policy's weights, and cannot \
+                 be moved by itself",
+            ))?;
+        }
+        if !used {
+            refusals.add(no_effect("sync_ref_model", true, "with kl_coef = 0: there is no reference model"))?;
+        }
+        refusals.end()
+    }
+
+    /// Returns true if the optimizer steps from `before` to `after` of a run include one after which the reference model is updated.
+    pub(crate) fn is_due(&self, before: usize, after: usize) -> bool {
+        self.sync_ref_model && before / self.ref_model_sync_steps < after / self.ref_model_sync_steps
+    }
+
+    /// Moves `reference` towards `policy`: w <- (1 - alpha) w + alpha policy's. Source: Gorbatovski et al. 2024, eq. 5.
+    ///
+    /// # Errors
+    /// If the models have different parameters; if a rank has ended or does not respond.
+    pub(crate) fn mix(&self, policy: &CausalLm, reference: &CausalLm) -> Result<()> {
+        let alpha = self.ref_model_mixup_alpha;
+        let (mut of_policy, mut of_reference) = (policy.shards().by_name(false), reference.shards().by_name(false));
+        for param in reference.params() {
+            let from = policy.params().iter().find(|other| other.name == param.name).ok_or_else(|| {
+                Error::Run(format!("sync_ref_model: expected the reference model's parameter {} in the policy, found none", param.name))
+            })?;
+            of_policy.gather(&from.name)?;
+            of_reference.gather(&param.name)?;
+            tch::no_grad(|| {
+                let mixed = param.tensor.to_kind(Kind::Float) * (1.0 - alpha) + from.tensor.detach().to_kind(Kind::Float) * alpha;
+                param.tensor.shallow_clone().copy_(&mixed);
+            });
+        }
+        Ok(())
+    }
+}

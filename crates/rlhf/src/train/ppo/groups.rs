@@ -1,0 +1,121 @@
+//! Groups of responses to one prompt: what their estimators need, and the reference model that follows the policy.
+
+use super::super::model_options;
+use super::load::load_reference;
+use super::{Batch, PpoTrainer};
+use crate::Result;
+use crate::generate::{FinishReason, Sampling};
+use crate::metrics::{Metrics, Warning, WarningKind};
+use crate::rl::advantage::{Advantage, ScoreBaseline};
+use crate::rl::experience::Experience;
+use crate::rl::reference::REFERENCE;
+use crate::rl::stats::StepStats;
+use crate::rng::Purpose;
+use std::path::Path;
+use tch::Tensor;
+
+impl PpoTrainer {
+    /// Adds the groups of a batch to its experience, the baselines of ReMax, and the mask of responses that did not stop.
+    pub(super) fn add_groups(&mut self, e: &mut Experience, batch: &Batch) -> Result<()> {
+        let size = self.config.advantage.num_generations;
+        e.groups = (0..e.rows()).map(|row| row / size).collect();
+        if self.config.advantage() == (Advantage::Returns { gamma: self.config.gamma, baseline: ScoreBaseline::Greedy }) {
+            e.baselines = Some(self.greedy_scores(batch)?);
+        }
+        if self.config.mask.mask_truncated_completions {
+            e.mask_rows(&truncated(batch));
+        }
+        Ok(())
+    }
+
+    /// Score of a greedy response to the prompt of each row, `[B]`.
+    fn greedy_scores(&mut self, batch: &Batch) -> Result<Tensor> {
+        let size = self.config.advantage.num_generations;
+        let rows: Vec<usize> = batch.rows.iter().copied().step_by(size).collect();
+        let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
+        let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Sampling, batch.update)?;
+        let asked: Vec<_> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
+        let asked: Vec<_> = asked.iter().collect();
+        let (scores, _) = self.whole_scores(&asked, &responses)?;
+        Ok(scores.repeat_interleave_self_int(size as i64, 0, None))
+    }
+
+    /// Moves the reference model towards the policy, if that is due after the optimizer steps of an update; there were `before` of them
+    /// before it.
+    pub(super) fn sync_reference(&self, before: i64) -> Result<()> {
+        let after = self.learner.policy_optimizer.steps();
+        match &self.reference {
+            Some(reference) if self.config.sync.is_due(before as usize, after as usize) => {
+                self.config.sync.mix(&self.learner.policy, reference)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes a reference model that follows the policy to a checkpoint.
+    pub(super) fn write_reference(&self, dir: &Path) -> Result<()> {
+        match self.reference.as_ref().filter(|_| self.config.sync.sync_ref_model) {
+            Some(reference) => {
+                let most = self.config.run.max_shard_size.0;
+                reference.save_pretrained(&dir.join(REFERENCE), self.tokenizer.eos_ids(), self.tokenizer.pad(), most)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Loads the reference model that [`PpoTrainer::write_reference`] wrote.
+    pub(super) fn load_reference(&mut self, dir: &Path) -> Result<()> {
+        if self.config.sync.sync_ref_model && self.reference.is_some() {
+            let (frozen, world) = (model_options(&self.config.run)?, self.learner.world.clone());
+            self.reference = Some(load_reference(&self.config, &dir.join(REFERENCE), frozen, &world)?);
+        }
+        Ok(())
+    }
+
+    /// Adds the metrics of TRL's GRPOTrainer and RLOOTrainer, in a run without a critic; `seconds` are those of the update.
+    pub(super) fn push_group_metrics(
+        &mut self,
+        m: &mut Metrics,
+        batch: &Batch,
+        e: &Experience,
+        steps: &[StepStats],
+        seconds: f64,
+    ) {
+        if self.config.needs_critic() {
+            return;
+        }
+        let size = self.config.advantage.num_generations;
+        let prompts: usize = e.prompts.iter().map(Vec::len).sum();
+        self.num_tokens += (prompts + e.lengths().iter().sum::<i64>() as usize) as u64;
+        m.push("num_tokens", self.num_tokens as f64);
+        let lengths = |stopped: bool| -> Vec<f64> {
+            let all = batch.responses.iter().filter(|r| !stopped || r.finish == FinishReason::Stop);
+            all.map(|r| r.tokens.len() as f64).collect()
+        };
+        for (kind, lengths) in [("", lengths(false)), ("terminated_", lengths(true))] {
+            let count = lengths.len().max(1) as f64;
+            let least = lengths.iter().copied().fold(f64::INFINITY, f64::min);
+            m.push(format!("completions/mean_{kind}length"), lengths.iter().sum::<f64>() / count);
+            m.push(format!("completions/min_{kind}length"), if least.is_finite() { least } else { 0.0 });
+            m.push(format!("completions/max_{kind}length"), lengths.iter().copied().fold(0.0, f64::max));
+        }
+        m.push("completions/clipped_ratio", truncated(batch).len() as f64 / batch.responses.len() as f64);
+        self.learner.group_metrics(m, e, steps);
+        if self.config.groups.filters() {
+            m.push("sampling/groups", batch.sampled_groups as f64);
+            m.push("sampling/replaced_groups", batch.replaced_groups as f64);
+        }
+        m.push("step_time", seconds);
+        if size > 1
+            && let Some(message) = self.equal_groups.observe(batch.update + 1, &e.scored_totals(), size)
+        {
+            self.group_warnings.push(Warning { kind: WarningKind::EqualScores, message });
+        }
+    }
+}
+
+/// The rows whose response did not stop.
+fn truncated(batch: &Batch) -> Vec<usize> {
+    let rows = batch.responses.iter().enumerate().filter(|(_, response)| response.finish != FinishReason::Stop);
+    rows.map(|(row, _)| row).collect()
+}
