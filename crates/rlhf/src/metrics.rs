@@ -97,6 +97,8 @@ pub enum WarningKind {
     IgnoredEos,
     /// All responses of an update were shorter than `min_response_length`, so earlier ones were trained on again.
     ReusedResponses,
+    /// All responses of each of 64 prompts in a row had the same score; once in a run.
+    EqualScores,
     /// Optimizer steps of an update were skipped because a loss or a gradient was not finite.
     SkippedSteps,
 }

@@ -375,6 +375,11 @@ impl Rewards {
         self.components.iter().map(|component| component.name.as_str())
     }
 
+    /// The weights, in the order of the names.
+    pub fn weights(&self) -> impl Iterator<Item = f64> {
+        self.components.iter().map(|component| component.shaping.weight)
+    }
+
     /// The rewards that are models.
     pub fn models(&self) -> impl Iterator<Item = &RewardModel> {
         self.components.iter().filter_map(|component| component.reward.model())
@@ -556,6 +561,33 @@ impl Scored {
     pub fn unscored(&self) -> Vec<bool> {
         let absent = |row: usize| self.components.iter().all(|component| component.scores[row].is_nan());
         (0..self.responses.len()).map(|row| !self.components.is_empty() && absent(row)).collect()
+    }
+
+    /// Appends the scores of more responses by the same rewards.
+    pub(crate) fn extend(&mut self, more: Self) {
+        let rows = self.responses.len();
+        if let Some(tokens) = more.tokens {
+            self.tokens.get_or_insert_with(|| vec![Vec::new(); rows]).extend(tokens);
+        } else if let Some(tokens) = &mut self.tokens {
+            tokens.resize(rows + more.responses.len(), Vec::new());
+        }
+        self.responses.extend(more.responses);
+        self.raw.extend(more.raw);
+        for (own, more) in self.components.iter_mut().zip(more.components) {
+            own.scores.extend(more.scores);
+            own.seconds += more.seconds;
+            own.extra = more.extra;
+        }
+        self.warning = self.warning.take().or(more.warning);
+    }
+
+    /// The scores of the responses `rows` alone.
+    pub(crate) fn select(mut self, rows: &[usize]) -> Self {
+        let of = |numbers: &Vec<f64>| rows.iter().map(|&row| numbers[row]).collect();
+        (self.responses, self.raw) = (of(&self.responses), of(&self.raw));
+        self.tokens = self.tokens.map(|tokens| rows.iter().map(|&row| tokens[row].clone()).collect());
+        self.components.iter_mut().for_each(|component| component.scores = of(&component.scores));
+        self
     }
 
     /// Returns the scores for a rollout, in f32.

@@ -51,7 +51,7 @@ fn parts(config: &PpoConfig) -> PpoParts {
         |split| Dataset::read(&config.data.dataset_name[0], split).unwrap().prompts(&tokenizer, VOCAB, 100).unwrap();
     PpoParts {
         learner: Learner::new(policy(), value, config.learner()),
-        reference: policy(),
+        reference: Some(policy()),
         rewards: brevity(),
         prompts: prompts("train"),
         eval_prompts: prompts("test"),
@@ -270,8 +270,9 @@ fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_
         let mut optimizer = config.optimizer.clone();
         (optimizer.weight_decay, optimizer.adam_beta2, optimizer.max_grad_norm) = (0.5, 0.9, None);
         parts.learner = parts.learner.with_optimizers(&optimizer, &config.optimizer);
-        parts.reference = CausalLm::from_pretrained(&init("llama_ref"), ModelOptions::default()).unwrap();
-        let _ = tch::no_grad(|| parts.reference.params()[0].tensor.shallow_clone().g_mul_scalar_(1.5));
+        let reference = CausalLm::from_pretrained(&init("llama_ref"), ModelOptions::default()).unwrap();
+        let _ = tch::no_grad(|| reference.params()[0].tensor.shallow_clone().g_mul_scalar_(1.5));
+        parts.reference = Some(reference);
         let log = seen.clone();
         let look = move |batch: &[rlhf::reward::RewardInput<'_>]| {
             log.lock().unwrap().push(batch.iter().map(|input| input.prompt.to_string()).collect::<Vec<_>>());
@@ -316,8 +317,9 @@ fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_
     // The optimizer's settings are the caller's too: without them the same run ends elsewhere.
     let config = config(dir.path(), "plain");
     let mut parts = parts(&config);
-    parts.reference = CausalLm::from_pretrained(&init("llama_ref"), ModelOptions::default()).unwrap();
-    let _ = tch::no_grad(|| parts.reference.params()[0].tensor.shallow_clone().g_mul_scalar_(1.5));
+    let reference = CausalLm::from_pretrained(&init("llama_ref"), ModelOptions::default()).unwrap();
+    let _ = tch::no_grad(|| reference.params()[0].tensor.shallow_clone().g_mul_scalar_(1.5));
+    parts.reference = Some(reference);
     let plain = PpoTrainer::new(&config, parts).unwrap();
     plain.with_order(|update| vec![update, 5, 0, update]).with_schedule(rates).train().unwrap();
     let weights = |dir: &Path| std::fs::read(dir.join("model.safetensors")).unwrap();

@@ -106,7 +106,7 @@ fn filtered_logprobs_are_those_among_what_each_token_was_sampled_from_for_policy
         assert!(found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 2e-5), "{found:?}\n{expected:?}");
     };
     close(counted(&e.logprobs, &e), &among_sets(&learner.policy, &responses, 0.7));
-    close(counted(&e.ref_logprobs, &e), &among_sets(&reference, &responses, 0.7));
+    close(counted(e.ref_logprobs.as_ref().unwrap(), &e), &among_sets(&reference, &responses, 0.7));
     // By default they are of the whole vocabulary, though the sampling was filtered: lower, as no token is left out.
     let mut plain = config;
     plain.sampling.logprobs_of = LogprobsOf::Policy;

@@ -72,7 +72,7 @@ pub(super) fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Pres
 
 /// Returns the preset's settings, except those that `settings` set to null.
 pub(super) fn of_preset(preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
-    let own = preset.map_or(&[][..], Preset::settings);
+    let own = preset.map_or(Vec::new(), Preset::settings);
     let is_null = |key: &str| settings.iter().any(|setting| setting.key == key && setting.values.is_empty());
     let own = own.iter().filter(|(key, _)| !is_null(key));
     own.map(|&(key, value)| Setting { key: key.into(), line: 0, values: vec![value.into()] }).collect()

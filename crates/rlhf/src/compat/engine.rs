@@ -240,6 +240,8 @@ impl RlhfEngine {
         parts.prepare(config)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, .. } = parts;
         let plan = config.plan_for(prompts.len())?;
+        let reference =
+            reference.ok_or_else(|| Error::Usage("RlhfEngine: expected a reference model, found none".into()))?;
         let mut engine = Self::with_learner(learner, reference, rewards, tokenizer, config)?;
         let steps = config.num_ppo_epochs * plan.epoch.steps(plan.batch_size);
         (engine.prompts, engine.cursor) = (prompts, Some(cursor));
@@ -419,7 +421,7 @@ impl RlhfEngine {
             input_ids: Tensor::cat(&[&prompts, &answers], 1),
             attention_mask: Tensor::cat(&[mask.to_kind(Kind::Int64), counts], 1),
             logprobs: columns(&e.logprobs),
-            ref_logprobs: columns(&e.ref_logprobs),
+            ref_logprobs: columns(e.ref_logprobs.as_ref().unwrap_or(&e.logprobs)),
             value: columns(&e.values),
             rewards: e.scores,
             prompts,
@@ -527,7 +529,7 @@ impl RlhfEngine {
             responses,
             value_counts: counted.iter().map(|&n| (n + 1).min(len - width)).collect(),
             logprobs: of_response(&e.logprobs, &value),
-            ref_logprobs: of_response(&e.ref_logprobs, &value),
+            ref_logprobs: Some(of_response(&e.ref_logprobs, &value)),
             values: of_response(&e.value, &value),
             // The slot behind the tokens that count may hold an eos that is in no loss, whose KL is part of the rewards; else
             // both log-probabilities are 0 there.
@@ -535,6 +537,9 @@ impl RlhfEngine {
             full_kl: None,
             reference: None,
             scores: e.rewards.shallow_clone(),
+            unscored: Vec::new(),
+            rewards: None,
+            baselines: None,
             token_scores: None,
             sets: None,
             counted,

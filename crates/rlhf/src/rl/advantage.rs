@@ -1,10 +1,10 @@
 //! Advantage estimation: how rewards become what the policy learns from.
 
 use super::settings::WhitenAdvantages;
+use crate::Result;
 use crate::flag::{NONE, PPO, Refusals, above_zero, no_effect, optional, usage, zero_to_one};
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, LeaveOut, ScorePosition};
-use crate::Result;
 use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -134,7 +134,9 @@ impl AdvantageConfig {
         }
         let only = |allowed: bool, setting: &str, found: String, whose: &str| match allowed {
             true => Ok(()),
-            false => no_effect(setting, found, &format!("with advantage_estimator = {name}: it is a setting of {whose}")),
+            false => {
+                no_effect(setting, found, &format!("with advantage_estimator = {name}: it is a setting of {whose}"))
+            }
         };
         let (of_gae, of_grpo) = (estimator == AdvantageEstimator::Gae, estimator == AdvantageEstimator::Grpo);
         let scale = self.scale_rewards.to_possible_value().map_or_else(String::new, |scale| scale.get_name().into());
@@ -150,13 +152,21 @@ impl AdvantageConfig {
             let setting = "multi_objective_aggregation";
             refusals.add(only(of_grpo, setting, "normalize_then_sum".into(), "grpo"))?;
             if self.scale_rewards != ScaleRewards::Group {
-                refusals.add(no_effect("scale_rewards", scale, "with multi_objective_aggregation = normalize_then_sum"))?;
+                refusals.add(no_effect(
+                    "scale_rewards",
+                    scale,
+                    "with multi_objective_aggregation = normalize_then_sum",
+                ))?;
             }
         }
         for (setting, found) in [("lam_policy", self.lam_policy), ("lam_policy_alpha", self.lam_policy_alpha)] {
             let Some(found) = found else { continue };
             refusals.add(only(of_gae, setting, found.to_string(), "gae"))?;
-            refusals.add(if setting == "lam_policy" { zero_to_one(setting, found) } else { above_zero(setting, found) })?;
+            refusals.add(if setting == "lam_policy" {
+                zero_to_one(setting, found)
+            } else {
+                above_zero(setting, found)
+            })?;
         }
         if let (Some(lam), Some(alpha)) = (self.lam_policy, self.lam_policy_alpha) {
             refusals.add(usage(format!(
@@ -269,13 +279,16 @@ impl Advantage {
             Self::Returns { gamma, baseline } => {
                 let baselines = match baseline {
                     ScoreBaseline::Zero => None,
-                    ScoreBaseline::GroupMean => Some(math::group_means(&e.scored_totals(), &e.groups, LeaveOut::Nothing)),
+                    ScoreBaseline::GroupMean => {
+                        Some(math::group_means(&e.scored_totals(), &e.groups, LeaveOut::Nothing))
+                    }
                     ScoreBaseline::Greedy => e.baselines.as_ref().map(math::numbers),
                 };
                 let rewards = match baselines {
                     None => rewards.shallow_clone(),
                     Some(baselines) => {
-                        let less: Vec<f32> = baselines.iter().map(|b| if b.is_nan() { 0.0 } else { -*b as f32 }).collect();
+                        let less: Vec<f32> =
+                            baselines.iter().map(|b| if b.is_nan() { 0.0 } else { -*b as f32 }).collect();
                         let less = Tensor::from_slice(&less).to_device(rewards.device());
                         rewards + math::rewards(&rewards.zeros_like(), &less, &e.counted, 0.0, ScorePosition::LastToken)
                     }

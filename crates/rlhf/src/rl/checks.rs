@@ -3,7 +3,8 @@
 use crate::generate::Response;
 use crate::model::CausalLm;
 use crate::rl::experience::to_slots;
-use crate::rl::learner::Learner;
+use crate::rl::learner::{Learner, LearnerSettings};
+use crate::rl::loss::LossSettings;
 use crate::rl::math;
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{Shaping, targets};
@@ -110,8 +111,13 @@ impl Checks {
             experience.logprobs = sampled;
         }
         let rows: Vec<usize> = (0..prompts.len()).collect();
+        // Every group is one row here, so advantages are 0 where they compare rows; the ratios do not depend on them.
         let targets = targets(&experience, settings.kl_coef, &settings.shaping);
+        let own = learner.settings().clone();
+        let loss = LossSettings { on_policy: false, ..own.loss.clone() };
+        learner.set_settings(LearnerSettings { loss, ..own.clone() });
         let stats = learner.gradients(&experience, &targets, &rows, rows.len(), true);
+        learner.set_settings(own);
         learner.zero_grad();
         let stats = stats?;
         Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens).sqrt(), kl, cached })
@@ -126,7 +132,12 @@ impl Checks {
                 "rollout and training",
                 "so the policy would learn the difference",
             ),
-            (self.kl.distance(), "the KL to the reference is 0", "policy and reference", "though their weights are equal"),
+            (
+                self.kl.distance(),
+                "the KL to the reference is 0",
+                "policy and reference",
+                "though their weights are equal",
+            ),
             (
                 self.cached,
                 "decoding is exact",

@@ -1,6 +1,8 @@
 //! Groups of responses to one prompt: which of them teach something, and the penalty for long responses.
 
-use crate::flag::{NONE, PPO, Refusals, above_zero, at_least_one, defaults, expect, no_effect, optional, usage, zero_or_more};
+use crate::flag::{
+    NONE, PPO, Refusals, above_zero, at_least_one, defaults, expect, no_effect, optional, usage, zero_or_more,
+};
 use crate::generate::Response;
 use crate::rl::math;
 use crate::{Error, Result};
@@ -45,13 +47,20 @@ impl GroupFilterConfig {
         let mut refusals = Refusals::default();
         if self.filters() && rows < 2 {
             let name = if self.dynamic_sampling { "dynamic_sampling" } else { "dynamic_filtering_reward_range" };
-            refusals.add(usage(format!("num_generations = {rows}: expected at least 2: {name} compares the responses of a group")))?;
+            refusals.add(usage(format!(
+                "num_generations = {rows}: expected at least 2: {name} compares the responses of a group"
+            )))?;
         }
         let range = &self.dynamic_filtering_reward_range;
         if !range.is_empty() {
             let sound = matches!(range[..], [low, high] if low < high);
             let found = range.iter().map(f64::to_string).collect::<Vec<_>>().join(",");
-            refusals.add(expect(sound, "dynamic_filtering_reward_range", found, "two numbers LOW,HIGH, the first below the second"))?;
+            refusals.add(expect(
+                sound,
+                "dynamic_filtering_reward_range",
+                found,
+                "two numbers LOW,HIGH, the first below the second",
+            ))?;
         }
         if !self.filters() && self.max_num_gen_batches != usual.max_num_gen_batches {
             let why = "without dynamic_sampling or dynamic_filtering_reward_range";
@@ -152,7 +161,9 @@ pub(crate) fn check_whole(name: &str, rows: usize, size: usize) -> Result<()> {
         0 => format!("the nearest that is one is {above}"),
         below => format!("the nearest that are are {below} and {above}"),
     };
-    Err(Error::Usage(format!("{name} = {rows} is not a multiple of num_generations = {size}, so a group would be cut; {nearest}")))
+    Err(Error::Usage(format!(
+        "{name} = {rows} is not a multiple of num_generations = {size}, so a group would be cut; {nearest}"
+    )))
 }
 
 #[cfg(test)]

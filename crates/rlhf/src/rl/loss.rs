@@ -60,7 +60,8 @@ pub enum LossAggregation {
 impl LossSettings {
     /// Returns true if the losses need the log-probabilities of whole responses before their backward pass.
     pub(crate) fn needs_preview(&self) -> bool {
-        let of_sequences = self.importance != ImportanceLevel::Token || matches!(self.objective, Objective::Vespo { .. });
+        let of_sequences =
+            self.importance != ImportanceLevel::Token || matches!(self.objective, Objective::Vespo { .. });
         let moved = !self.on_policy || (self.use_bias_correction_kl && self.kl_in_loss.is_some());
         self.top_entropy_quantile < 1.0 || (of_sequences && moved) || self.off_policy_mask_threshold.is_some()
     }
@@ -262,11 +263,6 @@ impl MicroBatch {
     /// The entropies of the tokens that count.
     pub(crate) fn counted(&self, entropy: &Tensor) -> Vec<f64> {
         math::numbers(&entropy.masked_select(&self.counts))
-    }
-
-    /// The tokens that count.
-    pub(crate) fn token_counts(&self) -> &Tensor {
-        &self.counts
     }
 
     /// The row of each token.

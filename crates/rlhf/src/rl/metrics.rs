@@ -4,7 +4,7 @@ use crate::metrics::Metrics;
 use crate::model::ValueModel;
 use crate::rl::experience::Experience;
 use crate::rl::learner::{EpochPlan, Learner};
-use crate::rl::math;
+use crate::rl::math::{self, ImportanceLevel, Objective};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::{StepStats, optimizer_steps};
 use tch::{Kind, Tensor};
@@ -44,6 +44,57 @@ impl Learner {
             if has_critic {
                 m.push("val/overflows", steps.count(|s| s.value_overflowed) as f64);
             }
+        }
+    }
+
+    /// Adds the metrics of a run without a critic, under the names of TRL's GRPOTrainer and RLOOTrainer. `docs/algorithm.md` defines each.
+    pub fn group_metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets, steps: &[StepStats]) {
+        let totals = e.scored_totals();
+        let std = math::std(&totals);
+        m.push("reward", math::mean(&totals));
+        m.push("reward_std", if std.is_nan() { 0.0 } else { std });
+        let equal = |std: &f64| std.abs() <= 1e-8;
+        let stds = math::group_stds(&totals, &e.groups);
+        m.push("frac_reward_zero_std", stds.iter().filter(|std| equal(std)).count() as f64 / totals.len() as f64);
+        let all = Steps::of(steps);
+        let of_steps = |f: fn(&StepStats) -> f64| {
+            all.kept.iter().map(|step| step.iter().map(f).sum::<f64>() / step.len() as f64).sum::<f64>()
+                / all.kept.len() as f64
+        };
+        m.push("loss", of_steps(|s| s.loss));
+        m.push("grad_norm", all.mean_norm(|s| s.policy_grad_norm, |s| s.policy_overflowed));
+        m.push("entropy", all.per_token(|s| s.entropy));
+        if e.ref_logprobs.is_some() {
+            let tokens = e.masks.response.sum(Kind::Double).double_value(&[]).max(1.0);
+            let in_rewards = || targets.kl.sum(Kind::Double).double_value(&[]) / tokens;
+            m.push(
+                "kl",
+                if self.settings.loss.kl_in_loss.is_some() { all.per_token(|s| s.ref_kl) } else { in_rewards() },
+            );
+        }
+        self.clip_metrics(m, &all);
+    }
+
+    /// Shares of the tokens, or of the responses where ratios are those of whole responses, that are clipped.
+    fn clip_metrics(&self, m: &mut Metrics, steps: &Steps<'_>) {
+        let settings = &self.settings.loss;
+        let of_responses = settings.importance != ImportanceLevel::Token;
+        let share = |f: fn(&StepStats) -> [f64; 2]| match of_responses {
+            true => steps.sum(|s| f(s)[1]) / steps.sum(|s| s.rows),
+            false => steps.sum(|s| f(s)[0]) / steps.sum(|s| s.tokens),
+        };
+        match settings.objective {
+            Objective::Clipped => {
+                let (low, high) = (share(|s| s.low_clipped), share(|s| s.high_clipped));
+                let steps_of = steps.entries().count() as f64;
+                m.push("clip_ratio/low_mean", low);
+                m.push("clip_ratio/low_min", steps.sum(|s| s.low_clipped_min) / steps_of);
+                m.push("clip_ratio/high_mean", high);
+                m.push("clip_ratio/high_max", steps.sum(|s| s.high_clipped_max) / steps_of);
+                m.push("clip_ratio/region_mean", low + high);
+            }
+            Objective::Cispo => m.push("cispo_clip_ratio", share(|s| s.high_clipped)),
+            Objective::Sapo { .. } | Objective::Vespo { .. } => {}
         }
     }
 

@@ -42,7 +42,12 @@ impl SyncConfig {
             return refusals.end();
         }
         let alpha = self.ref_model_mixup_alpha;
-        refusals.add(expect(alpha > 0.0 && alpha <= 1.0, "ref_model_mixup_alpha", alpha, "a number above 0, at most 1"))?;
+        refusals.add(expect(
+            alpha > 0.0 && alpha <= 1.0,
+            "ref_model_mixup_alpha",
+            alpha,
+            "a number above 0, at most 1",
+        ))?;
         refusals.add(at_least_one("ref_model_sync_steps", self.ref_model_sync_steps))?;
         if shared {
             refusals.add(usage(
@@ -70,12 +75,16 @@ impl SyncConfig {
         let (mut of_policy, mut of_reference) = (policy.shards().by_name(false), reference.shards().by_name(false));
         for param in reference.params() {
             let from = policy.params().iter().find(|other| other.name == param.name).ok_or_else(|| {
-                Error::Run(format!("sync_ref_model: expected the reference model's parameter {} in the policy, found none", param.name))
+                Error::Run(format!(
+                    "sync_ref_model: expected the reference model's parameter {} in the policy, found none",
+                    param.name
+                ))
             })?;
             of_policy.gather(&from.name)?;
             of_reference.gather(&param.name)?;
             tch::no_grad(|| {
-                let mixed = param.tensor.to_kind(Kind::Float) * (1.0 - alpha) + from.tensor.detach().to_kind(Kind::Float) * alpha;
+                let mixed = param.tensor.to_kind(Kind::Float) * (1.0 - alpha)
+                    + from.tensor.detach().to_kind(Kind::Float) * alpha;
                 param.tensor.shallow_clone().copy_(&mixed);
             });
         }

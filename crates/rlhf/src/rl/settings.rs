@@ -123,7 +123,8 @@ impl LossConfig {
     fn check_objective(&self) -> Result<()> {
         let usual: Self = defaults();
         let quantile = self.top_entropy_quantile;
-        let of = |loss_type: LossType, name, found: f64, usual: f64| match self.loss_type == loss_type || found == usual {
+        let of = |loss_type: LossType, name, found: f64, usual: f64| match self.loss_type == loss_type || found == usual
+        {
             true => zero_or_more(name, found),
             false => no_effect(name, found, &format!("without loss_type = {loss_type:?}").to_lowercase()),
         };
@@ -140,13 +141,21 @@ impl LossConfig {
             of(LossType::Vespo, "vespo_k_neg", self.vespo_k_neg, usual.vespo_k_neg),
             of(LossType::Vespo, "vespo_lambda_neg", self.vespo_lambda_neg, usual.vespo_lambda_neg),
             if whole && self.loss_type == LossType::Vespo {
-                no_effect("importance_sampling_level", "sequence", "with loss_type = vespo, whose weights are those of whole responses")
+                no_effect(
+                    "importance_sampling_level",
+                    "sequence",
+                    "with loss_type = vespo, whose weights are those of whole responses",
+                )
             } else {
                 Ok(())
             },
             match self.dual_clip {
                 Some(delta) if matches!(self.loss_type, LossType::Cispo | LossType::Sapo | LossType::Vespo) => {
-                    no_effect("dual_clip", delta, "with a loss_type that does not clip the ratio: cispo, sapo and vespo")
+                    no_effect(
+                        "dual_clip",
+                        delta,
+                        "with a loss_type that does not clip the ratio: cispo, sapo and vespo",
+                    )
                 }
                 _ => Ok(()),
             },

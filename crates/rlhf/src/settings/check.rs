@@ -9,7 +9,9 @@ use super::ppo::{LegacyConfig, PpoConfig, TrialConfig, ValueConfig};
 use super::presets::Preset;
 use super::resolve::TARGET_KL;
 use crate::Result;
-use crate::flag::{Refusals, above_zero, all, at_least_one, defaults, expect, no_effect, usage, zero_or_more, zero_to_one};
+use crate::flag::{
+    Refusals, above_zero, all, at_least_one, defaults, expect, no_effect, usage, zero_or_more, zero_to_one,
+};
 use crate::generate::settings::{LogprobsOf, StopToken};
 use crate::model::{MOST_RANK, PeftConfig};
 use crate::optim::settings::{LrSchedulerType, check_learning};
@@ -168,14 +170,20 @@ impl PpoConfig {
                     "reward_clip_range = {found} and clip_reward_value = {most} exclude each other: set one of them"
                 )),
                 ([low, high], None) if low < high => Ok(()),
-                _ => usage(format!("reward_clip_range = {found}: expected two numbers LOW,HIGH, the first below the second")),
+                _ => usage(format!(
+                    "reward_clip_range = {found}: expected two numbers LOW,HIGH, the first below the second"
+                )),
             },
             if self.advantage.multi_objective_aggregation == Aggregation::NormalizeThenSum && !range.is_empty() {
                 no_effect("reward_clip_range", found, "with multi_objective_aggregation = normalize_then_sum")
             } else {
                 Ok(())
             },
-            if self.mask.mask_truncated_completions && self.stop_token.is_none() && self.stop_token_id.is_none() && self.sampling.stop_strings.is_empty() {
+            if self.mask.mask_truncated_completions
+                && self.stop_token.is_none()
+                && self.stop_token_id.is_none()
+                && self.sampling.stop_strings.is_empty()
+            {
                 usage(
                     "mask_truncated_completions = true without stop_token, stop_token_id or stop_strings: no response would stop, and all \
                      would be masked",

@@ -134,7 +134,8 @@ impl PpoConfig {
         let prompts = batch_size / self.advantage.num_generations;
         // As in TRL, the fraction of an episode is dropped. The cast saturates.
         let group = self.advantage.num_generations;
-        let of_steps = |steps: usize| steps.div_ceil(epoch.steps(batch_size) * self.num_ppo_epochs).saturating_mul(batch_size);
+        let of_steps =
+            |steps: usize| steps.div_ceil(epoch.steps(batch_size) * self.num_ppo_epochs).saturating_mul(batch_size);
         let given = self.generation.max_steps.map(of_steps).or(self.total_episodes);
         let of_epochs = || ((self.num_train_epochs * num_prompts as f64) as usize).saturating_mul(group);
         let total_episodes = given.unwrap_or_else(of_epochs);
@@ -177,9 +178,7 @@ impl PpoConfig {
                 let part = mini_batch_size / self.gradient_accumulation_steps;
                 (part, part)
             }
-            _ => {
-                (mini_batch_size, self.batches(ranks).rows_per_pass().min(mini_batch_size))
-            }
+            _ => (mini_batch_size, self.batches(ranks).rows_per_pass().min(mini_batch_size)),
         };
         let name = match (self.generation.generation_batch_size, self.train_batch_size) {
             (Some(_), _) => "generation_batch_size",
@@ -253,7 +252,8 @@ impl PpoConfig {
     /// Returns the number of responses of an update with the presets `grpo` and `rloo`, whose optimizer step has `step` rows.
     fn generated_rows(&self, step: usize, ranks: usize) -> Result<usize> {
         let GenerationBatchesConfig { generation_batch_size, steps_per_generation, .. } = self.generation;
-        let why = "with the presets grpo and rloo: generation_batch_size or steps_per_generation is the size of an update";
+        let why =
+            "with the presets grpo and rloo: generation_batch_size or steps_per_generation is the size of an update";
         if self.num_mini_batches != 1 {
             no_effect("num_mini_batches", self.num_mini_batches, why)?;
         }
@@ -407,6 +407,7 @@ pub(super) fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::flag::defaults;
     use crate::run::sizes::GlobalSizes;
     use crate::settings::RewardConfig;
     use crate::settings::tests::{ppo, usage_of};
@@ -423,6 +424,7 @@ mod tests {
             plan,
             PpoPlan {
                 batch_size: 32,
+                prompts: 32,
                 epoch: EpochPlan { mini_batch_size: 16, part_size: 16, micro_batch_size: 8 },
                 total_episodes: 1000,
                 num_total_batches: 32,
@@ -501,8 +503,11 @@ mod tests {
     fn an_update_with_a_size_of_its_own_is_trained_on_in_steps_of_another() {
         let plan = |generated, batches, trained, accumulated| {
             let mut config = ppo();
-            config.generation =
-                GenerationBatchesConfig { per_device_generation_batch_size: generated, generation_batches: batches };
+            config.generation = GenerationBatchesConfig {
+                per_device_generation_batch_size: generated,
+                generation_batches: batches,
+                ..defaults()
+            };
             (config.per_device_train_batch_size, config.gradient_accumulation_steps) = (Some(trained), accumulated);
             config.total_episodes = Some(100);
             config.plan(50)
@@ -531,8 +536,11 @@ mod tests {
     fn the_preset_of_legacy_refuses_sizes_of_generation_that_it_would_not_use() {
         let refused = |size, batches| {
             let mut config = PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o");
-            config.generation =
-                GenerationBatchesConfig { per_device_generation_batch_size: size, generation_batches: batches };
+            config.generation = GenerationBatchesConfig {
+                per_device_generation_batch_size: size,
+                generation_batches: batches,
+                ..defaults()
+            };
             usage_of(config.check())
         };
         let there = "has no effect with preset = trl-legacy: an update has batch_size prompts there";
@@ -550,8 +558,9 @@ mod tests {
     }
 
     /// A configuration of each preset with sizes that are not the defaults.
-    fn of_presets() -> [PpoConfig; 4] {
-        let presets = [Preset::Trl, Preset::TrlPpov2, Preset::TrlLegacy, Preset::DeepspeedChat];
+    fn of_presets() -> [PpoConfig; 6] {
+        let presets =
+            [Preset::Trl, Preset::TrlPpov2, Preset::TrlLegacy, Preset::DeepspeedChat, Preset::Grpo, Preset::Rloo];
         presets.map(|preset| {
             let mut config = PpoConfig::with_preset(preset, "policy", "judge", "d", "o");
             match preset {
@@ -567,6 +576,14 @@ mod tests {
                     config.generation.generation_batches = 3;
                     config.per_device_train_batch_size = Some(4);
                 }
+                Preset::Grpo => {
+                    (config.per_device_train_batch_size, config.gradient_accumulation_steps) = (Some(4), 2);
+                    config.generation.steps_per_generation = Some(6);
+                }
+                Preset::Rloo => {
+                    (config.per_device_train_batch_size, config.gradient_accumulation_steps) = (Some(4), 2);
+                    config.generation.generation_batch_size = Some(64);
+                }
             }
             config
         })
@@ -578,12 +595,14 @@ mod tests {
             let Sizes { batch_size, epoch } = config.sizes_of(ranks).unwrap();
             (batch_size, epoch.mini_batch_size, epoch.part_size, epoch.micro_batch_size)
         };
-        let [trl, ppov2, legacy, chat] = of_presets();
+        let [trl, ppov2, legacy, chat, grpo, rloo] = of_presets();
         // 6 * 4 rows per rank; an optimizer step of a third of them.
         assert_eq!([1, 2, 4].map(|ranks| sizes(&trl, ranks)), [(24, 8, 8, 6), (48, 16, 16, 6), (96, 32, 32, 6)]);
         assert_eq!([1, 4].map(|ranks| sizes(&ppov2, ranks)), [(72, 24, 24, 6), (288, 96, 96, 6)]);
         assert_eq!([1, 4].map(|ranks| sizes(&legacy, ranks)), [(48, 12, 4, 4); 2]);
         assert_eq!([1, 4].map(|ranks| sizes(&chat, ranks)), [(48, 4, 4, 4), (192, 16, 16, 4)]);
+        assert_eq!([1, 4].map(|ranks| sizes(&grpo, ranks)), [(24, 8, 8, 4), (96, 32, 32, 4)]);
+        assert_eq!([1, 4].map(|ranks| sizes(&rloo, ranks)), [(64, 8, 8, 4), (64, 32, 32, 4)]);
         let train = |ranks| BatchSettings { all: None, per_device: None, accumulated: 2, ranks }.rows().unwrap();
         assert_eq!([1, 2, 3].map(train), [16, 32, 48]);
     }

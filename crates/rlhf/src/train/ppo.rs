@@ -15,9 +15,9 @@ use crate::optim::LearningRates;
 use crate::reward::{Rewards, ScoreScaling};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
+use crate::rl::groups::EqualGroups;
 use crate::rl::kept::{Kept, KeptResponses};
 use crate::rl::kl::KlController;
-use crate::rl::groups::EqualGroups;
 use crate::rl::learner::{Learner, StepRates};
 use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rng::Purpose;
@@ -43,17 +43,17 @@ impl PpoTrainer {
 
         // 1. Prompts to responses.
         phase("sampling");
-        let batch = self.sample(update)?;
+        let mut batch = self.sample(update)?;
         clock.lap("generate");
 
         // 2. Responses to experience: scores, log-probabilities, values.
         phase("scoring");
+        let scores = self.score_batch(&mut batch)?;
         let prompts: Vec<Vec<i64>> = batch.rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
-        let scores = self.score_batch(&batch)?;
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
         let mut experience = experience(models, &prompts, &batch.responses, scores.penalised, &settings)?;
-        self.add_groups(&mut experience, &batch)?;
+        self.add_groups(&mut experience, &batch, &scores.reported.scored)?;
 
         // 3. Experience to rewards, advantages, returns.
         let kl_coef = self.kl_controller.coef(update);
@@ -79,12 +79,13 @@ impl PpoTrainer {
         m.push("eps", self.plan.batch_size as f64 / clock.total());
         self.learner.metrics(&mut m, &experience, &targets, &steps, &self.plan.epoch);
         self.push_batch_metrics(&mut m, &batch, &scores.reported);
-        self.push_group_metrics(&mut m, &batch, &experience, &steps, clock.total());
+        let constant = self.push_group_metrics(&mut m, &batch, (&experience, &targets), &steps, clock.total());
         self.push_rates(&mut m, &rates);
         clock.push_metrics(&mut m, experience.lengths().iter().sum());
         self.push_collectives(&mut m)?;
         self.skips.record(&steps);
         self.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
+        batch.warnings.extend(constant);
         self.warnings = [batch.warnings, self.alarms.of_metrics(update + 1, &m)].concat();
         self.shown = scores.shown;
         self.last_metrics.clone_from(&m);
@@ -121,10 +122,12 @@ impl PpoTrainer {
     /// random draws.
     fn respond(&self, rows: &[usize], step: u64) -> Result<(Vec<usize>, Vec<Response>)> {
         let size = self.config.advantage.num_generations;
-        let rows: Vec<usize> = rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect();
         let prompts: Vec<Vec<i64>> = rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
-        let responses = self.generate(&prompts, self.config.sampling(), Purpose::Sampling, step as usize)?;
-        Ok((rows, responses))
+        let generation = self.generation(self.config.sampling(), Purpose::Sampling, step);
+        let generation = GenerationConfig { num_return_sequences: size, ..generation };
+        let _gathered = self.gathered_policy()?;
+        let responses = generate_on(&self.learner.world, &self.learner.policy, &prompts, &generation)?;
+        Ok((rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect(), responses))
     }
 
     /// Policy, critic and reference model for the evaluation of responses.
@@ -157,6 +160,9 @@ impl PpoTrainer {
             m.push("objective/raw_scores", scores.raw.mean(Kind::Double).double_value(&[]));
         }
         scores.scored.push_metrics(m);
+        if !self.config.needs_critic() {
+            scores.scored.push_trl_metrics(m);
+        }
         m.push("val/num_eos_tokens", scores.ends.iter().sum::<usize>() as f64);
     }
 
@@ -199,7 +205,7 @@ impl PpoTrainer {
         purpose: Purpose,
         step: usize,
     ) -> Result<Vec<Response>> {
-        let generation = self.generation(sampling, purpose, step);
+        let generation = self.generation(sampling, purpose, step as u64);
         let _gathered = self.gathered_policy()?;
         generate_on(&self.learner.world, &self.learner.policy, prompts, &generation)
     }
@@ -211,9 +217,9 @@ impl PpoTrainer {
         gathers.then(|| self.learner.policy.gathered()).transpose()
     }
 
-    fn generation(&self, sampling: Sampling, purpose: Purpose, step: usize) -> GenerationConfig {
+    fn generation(&self, sampling: Sampling, purpose: Purpose, step: u64) -> GenerationConfig {
         let stop_strings = self.stop_strings.clone();
-        GenerationConfig { sampling, stop_strings, purpose, ..self.config.generation(&self.stop, step) }
+        GenerationConfig { sampling, stop_strings, purpose, step, ..self.config.generation(&self.stop, 0) }
     }
 }
 

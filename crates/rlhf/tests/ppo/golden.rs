@@ -182,7 +182,7 @@ fn compare(variant: &Variant) {
         .unwrap();
         let t = targets(&e, config.kl.kl_coef, &config.shaping());
         variant.check(it, "logprobs", &e.logprobs, &e.masks.response);
-        variant.check(it, "ref_logprobs", &e.ref_logprobs, &e.masks.response);
+        variant.check(it, "ref_logprobs", e.ref_logprobs.as_ref().unwrap(), &e.masks.response);
         variant.check(it, "values", &e.values, &e.masks.value);
         variant.check(it, "kl", &t.kl, &e.masks.response);
         variant.check(it, "rewards", &t.rewards, &e.masks.value);

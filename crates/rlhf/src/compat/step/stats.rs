@@ -175,7 +175,8 @@ impl Stats {
         self.push("objective/kl", mean(&sums));
         self.push_list("objective/kl_dist", sums);
         self.0.push(("objective/logprobs".into(), Stat::Rows(rows.all(&e.logprobs))));
-        self.0.push(("objective/ref_logprobs".into(), Stat::Rows(rows.all(reference))));
+        let reference = e.ref_logprobs.iter().map(|of| ("objective/ref_logprobs".into(), Stat::Rows(rows.all(of))));
+        self.0.extend(reference);
         self.push("objective/kl_coef", targets.kl_coef);
         self.push("objective/entropy", mean(&entropies));
         self.push("ppo/mean_non_score_reward", non_score.iter().sum::<f64>() / non_score.len() as f64);

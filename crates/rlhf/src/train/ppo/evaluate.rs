@@ -96,12 +96,22 @@ impl PpoTrainer {
     }
 
     /// Scores the responses of an update by every reward, and scales the scores and subtracts penalties by the settings.
-    pub(super) fn score_batch(&mut self, batch: &Batch) -> Result<BatchScores> {
+    ///
+    /// Groups that teach nothing are replaced in `batch`, if the settings say so.
+    pub(super) fn score_batch(&mut self, batch: &mut Batch) -> Result<BatchScores> {
+        let mut scored = self.score_rows(&batch.rows, &batch.responses)?;
+        if self.config.groups.filters() {
+            scored = self.replace_groups(batch, scored)?;
+        }
         let prompts: Vec<&Prompt> = batch.rows.iter().map(|&row| &self.prompts[row]).collect();
-        let mut scored = self.rewards.score_responses(&self.tokenizer, &prompts, &batch.responses, true)?;
         let raw = self.raw_scores(&scored, &batch.responses);
         self.scaling.apply(&mut scored);
-        let (penalised, ends) = self.penalised(&scored, &batch.responses);
+        let (mut penalised, ends) = self.penalised(&scored, &batch.responses);
+        let too_long = self.config.groups.overlong_penalties(&batch.responses, self.config.response_length);
+        if let Some(penalties) = too_long {
+            penalised.responses -= Tensor::from_slice(&penalties).to(penalised.responses.device());
+            penalised.responses = penalised.responses.to_kind(Kind::Float);
+        }
         let trial = &self.config.trial;
         let shown = if trial.print_answers && batch.update.is_multiple_of(trial.print_answers_interval) {
             let shown = &prompts[..prompts.len().min(SAMPLE_ROWS)];
@@ -110,6 +120,12 @@ impl PpoTrainer {
             Vec::new()
         };
         Ok(BatchScores { penalised, reported: ReportedScores { raw, scored, ends }, shown })
+    }
+
+    /// Scores responses to the prompts `rows`, to train on them.
+    pub(super) fn score_rows(&mut self, rows: &[usize], responses: &[Response]) -> Result<Scored> {
+        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+        self.rewards.score_responses(&self.tokenizer, &prompts, responses, true)
     }
 
     /// Greedy responses to the sample prompts, with their scores.

@@ -4,11 +4,13 @@ use super::super::model_options;
 use super::load::load_reference;
 use super::{Batch, PpoTrainer};
 use crate::Result;
-use crate::generate::{FinishReason, Sampling};
+use crate::generate::{FinishReason, Response, Sampling};
 use crate::metrics::{Metrics, Warning, WarningKind};
-use crate::rl::advantage::{Advantage, ScoreBaseline};
+use crate::reward::Scored;
+use crate::rl::advantage::{Advantage, Aggregation, ScoreBaseline};
 use crate::rl::experience::Experience;
 use crate::rl::reference::REFERENCE;
+use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use crate::rng::Purpose;
 use std::path::Path;
@@ -16,16 +18,62 @@ use tch::Tensor;
 
 impl PpoTrainer {
     /// Adds the groups of a batch to its experience, the baselines of ReMax, and the mask of responses that did not stop.
-    pub(super) fn add_groups(&mut self, e: &mut Experience, batch: &Batch) -> Result<()> {
+    pub(super) fn add_groups(&mut self, e: &mut Experience, batch: &Batch, scored: &Scored) -> Result<()> {
         let size = self.config.advantage.num_generations;
         e.groups = (0..e.rows()).map(|row| row / size).collect();
-        if self.config.advantage() == (Advantage::Returns { gamma: self.config.gamma, baseline: ScoreBaseline::Greedy }) {
+        let unscored = scored.unscored().into_iter().enumerate().filter(|(_, unscored)| *unscored);
+        e.unscored = unscored.map(|(row, _)| row).collect();
+        if self.config.advantage.multi_objective_aggregation == Aggregation::NormalizeThenSum {
+            let scores = scored.components.iter().map(|component| component.scores.clone());
+            e.rewards = Some(self.rewards.weights().zip(scores).collect());
+        }
+        if self.config.advantage() == (Advantage::Returns { gamma: self.config.gamma, baseline: ScoreBaseline::Greedy })
+        {
             e.baselines = Some(self.greedy_scores(batch)?);
         }
         if self.config.mask.mask_truncated_completions {
             e.mask_rows(&truncated(batch));
         }
         Ok(())
+    }
+
+    /// Replaces the groups of `batch`, whose scores are `scored`, that teach nothing by groups of the next prompts; returns the scores of
+    /// the new batch. Where too few are found, groups that were left out take their places.
+    pub(super) fn replace_groups(&mut self, batch: &mut Batch, mut scored: Scored) -> Result<Scored> {
+        let (size, wanted) = (self.config.advantage.num_generations, self.plan.prompts);
+        let mut kept: Vec<usize> = Vec::new();
+        let mut found = 0;
+        for attempt in 1.. {
+            let numbers: Vec<f64> = scored.raw.clone();
+            let unscored = scored.unscored();
+            let numbers: Vec<f64> = numbers
+                .iter()
+                .zip(unscored)
+                .map(|(&score, unscored)| if unscored { f64::NAN } else { score })
+                .collect();
+            let groups = numbers.chunks(size).enumerate().skip(found);
+            kept.extend(groups.filter(|(_, scores)| self.config.groups.keeps(scores)).map(|(group, _)| group));
+            found = numbers.len() / size;
+            if kept.len() >= wanted || attempt >= self.config.groups.max_num_gen_batches {
+                break;
+            }
+            let rows = self.cursor.take(wanted);
+            // The number of the batch is part of the key of its random draws.
+            let (rows, responses) = self.respond(&rows, (attempt as u64) << 32 | batch.update as u64)?;
+            scored.extend(self.score_rows(&rows, &responses)?);
+            batch.rows.extend(rows);
+            batch.responses.extend(responses);
+        }
+        batch.sampled_groups = found;
+        batch.replaced_groups = found - kept.len();
+        let left_out: Vec<usize> = (0..found).rev().filter(|group| !kept.contains(group)).collect();
+        let chosen = kept.into_iter().chain(left_out).take(wanted);
+        let rows: Vec<usize> = chosen.flat_map(|group| group * size..(group + 1) * size).collect();
+        batch.rows = rows.iter().map(|&row| batch.rows[row]).collect();
+        let responses = std::mem::take(&mut batch.responses);
+        let mut responses: Vec<Option<Response>> = responses.into_iter().map(Some).collect();
+        batch.responses = rows.iter().filter_map(|&row| responses[row].take()).collect();
+        Ok(scored.select(&rows))
     }
 
     /// Score of a greedy response to the prompt of each row, `[B]`.
@@ -72,17 +120,18 @@ impl PpoTrainer {
         Ok(())
     }
 
-    /// Adds the metrics of TRL's GRPOTrainer and RLOOTrainer, in a run without a critic; `seconds` are those of the update.
+    /// Adds the metrics of TRL's GRPOTrainer and RLOOTrainer, in a run without a critic; `seconds` are those of the update. Returns a
+    /// warning if all scores of many groups were equal.
     pub(super) fn push_group_metrics(
         &mut self,
         m: &mut Metrics,
         batch: &Batch,
-        e: &Experience,
+        (e, targets): (&Experience, &Targets),
         steps: &[StepStats],
         seconds: f64,
-    ) {
+    ) -> Option<Warning> {
         if self.config.needs_critic() {
-            return;
+            return None;
         }
         let size = self.config.advantage.num_generations;
         let prompts: usize = e.prompts.iter().map(Vec::len).sum();
@@ -100,17 +149,14 @@ impl PpoTrainer {
             m.push(format!("completions/max_{kind}length"), lengths.iter().copied().fold(0.0, f64::max));
         }
         m.push("completions/clipped_ratio", truncated(batch).len() as f64 / batch.responses.len() as f64);
-        self.learner.group_metrics(m, e, steps);
+        self.learner.group_metrics(m, e, targets, steps);
         if self.config.groups.filters() {
             m.push("sampling/groups", batch.sampled_groups as f64);
             m.push("sampling/replaced_groups", batch.replaced_groups as f64);
         }
         m.push("step_time", seconds);
-        if size > 1
-            && let Some(message) = self.equal_groups.observe(batch.update + 1, &e.scored_totals(), size)
-        {
-            self.group_warnings.push(Warning { kind: WarningKind::EqualScores, message });
-        }
+        let message = (size > 1).then(|| self.equal_groups.observe(batch.update + 1, &e.scored_totals(), size));
+        message.flatten().map(|message| Warning { kind: WarningKind::EqualScores, message })
     }
 }
 

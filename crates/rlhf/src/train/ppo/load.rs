@@ -168,7 +168,8 @@ impl PpoParts {
         let has_critic = !matches!(self.learner.value, ValueModel::None);
         if has_critic != config.needs_critic() {
             let (expected, found) = if has_critic { ("no critic", "one") } else { ("a critic", "none") };
-            let message = format!("PpoParts::learner: expected {expected} for advantage_estimator = {name}, found {found}");
+            let message =
+                format!("PpoParts::learner: expected {expected} for advantage_estimator = {name}, found {found}");
             return Err(Error::Usage(message));
         }
         if config.sync.sync_ref_model && config.policy_stage().shards_parameters() && self.learner.world.size() > 1 {
