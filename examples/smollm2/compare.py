@@ -27,7 +27,7 @@ TEXTS = [
     "def f(x):\n    return x ** 2  # a comment\n\n\n",
     "It's what they've said: we'll see, I'd say!",
     "<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>assistant\n",
-    "A list:  12 eggs",  # transformers does not split digits before it splits words
+    "A list:  12 eggs",  # two spaces are one token if digits are split first, which the loader does not
     '{"name": "Ada", "year": 1815}\t🙂',
 ]
 

@@ -211,7 +211,8 @@ def tokenizer_config_of(fields):
         "chat_template": fields["tokenizer.chat_template"],
         "clean_up_tokenization_spaces": False,
         "model_max_length": fields["llama.context_length"],
-        "tokenizer_class": "GPT2Tokenizer",
+        # Not GPT2Tokenizer, for which transformers 5 makes a pre-tokenizer that does not split digits.
+        "tokenizer_class": "PreTrainedTokenizerFast",
     } | {f"{name}_token": tokens[fields[f"tokenizer.ggml.{key}_token_id"]] for name, key in named.items()}
 
 
