@@ -12,10 +12,11 @@ pub use stats::{LossInputs, Stat, Stats};
 use crate::data::{Dataset, Prompt};
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
 use crate::metrics::Metrics;
-use crate::model::{CausalLm, CausalLmWithValueHead, ModelOptions};
+use crate::model::{CausalLm, CausalLmWithValueHead, ModelOptions, ValueModel};
 use crate::optim::LearningRates;
 use crate::reward::ScoreScaling;
 use crate::rl::experience::Experience;
+use crate::rl::groups::check_whole;
 use crate::rl::kl::KlController;
 use crate::rl::learner::{EpochPlan, Learner};
 use crate::rl::rollout::{RolloutSettings, experience};
@@ -254,10 +255,11 @@ impl StepTrainer {
             Best::new(&EvalConfig { metric_for_best_model, greater_is_better: Some(true), ..ppo.eval.clone() })
         });
         let (seed, learning_rate) = (config.seed, config.learning_rate);
+        let critic = if ppo.needs_critic() { ValueModel::from(head) } else { ValueModel::None };
         Ok(Self {
             rollout: ppo.rollout(&policy),
             shaping: ppo.shaping(),
-            learner: Learner { collect_ratios: true, ..Learner::new(policy, head, ppo.learner()) },
+            learner: Learner { collect_ratios: true, ..Learner::new(policy, critic, ppo.learner()) },
             reference,
             tokenizer,
             kl: KlController::new(&ppo.kl, 0),
@@ -464,10 +466,26 @@ impl StepTrainer {
         let models = self.learner.rollout_models(&self.reference);
         let settings = RolloutSettings { response_length: longest, recompute_logprobs: true, ..self.rollout.clone() };
         let mut experience = experience(models, queries, &responses, scores, &settings)?;
+        experience.groups = self.groups(queries)?;
         if let Some(kept) = response_masks {
             experience.leave_out(kept)?;
         }
         Ok(experience)
+    }
+
+    /// The group of each row: `num_generations` rows of the same query, one after another.
+    fn groups(&self, queries: &[Vec<i64>]) -> Result<Vec<usize>> {
+        let size = self.config.num_generations;
+        check_whole("rows", queries.len(), size)?;
+        let differs = |group: &[Vec<i64>]| group.iter().any(|query| *query != group[0]);
+        if let Some(at) = queries.chunks(size).position(differs) {
+            return Err(Error::Run(format!(
+                "rows {} to {}: expected {size} responses to the same query, num_generations of them, found others",
+                at * size,
+                at * size + size - 1
+            )));
+        }
+        Ok((0..queries.len()).map(|row| row / size).collect())
     }
 
     /// KL and reward of each token: minus the weighted KL, plus the score on the last token; `[rows, longest response]`

@@ -105,11 +105,16 @@ impl Learner {
         let in_rewards = if self.settings.loss.kl_in_loss.is_some() { 0.0 } else { targets.kl_coef };
         let scores = e.total_scores();
         let score = mean(&scores);
-        m.push("objective/kl", kl);
-        m.push("objective/kl_coef", targets.kl_coef);
+        let has_reference = e.ref_logprobs.is_some();
+        if has_reference {
+            m.push("objective/kl", kl);
+            m.push("objective/kl_coef", targets.kl_coef);
+        }
         m.push("objective/entropy", entropy);
-        m.push("objective/non_score_reward", -in_rewards * kl);
-        m.push("objective/rlhf_reward", score - in_rewards * kl);
+        if has_reference {
+            m.push("objective/non_score_reward", -in_rewards * kl);
+            m.push("objective/rlhf_reward", score - in_rewards * kl);
+        }
         m.push("objective/scores", score);
         m.push("objective/scores_std", if scores.numel() > 1 { scores.std(true).double_value(&[]) } else { 0.0 });
     }

@@ -2,6 +2,7 @@
 
 use super::plan::PpoPlan;
 use super::ppo::PpoConfig;
+use super::presets::Preset;
 use crate::Result;
 use crate::dist::ZeroStage;
 use crate::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
@@ -175,7 +176,8 @@ impl PpoConfig {
 
     /// Returns true if the policy that is trained is the one that sampled: there is one optimizer step per update, and no critic.
     fn is_on_policy(&self) -> bool {
-        !self.needs_critic() && self.sizes().is_ok_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
+        // step() takes any number of rows.
+        !self.needs_critic() && self.preset != Preset::TrlLegacy && self.sizes().is_ok_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
     }
 
     /// Returns the losses, optimizers and limits of a [`Learner`](crate::rl::learner::Learner).

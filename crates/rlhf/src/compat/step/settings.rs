@@ -1,7 +1,9 @@
 //! Settings of TRL's `step()`.
 
+use crate::rl::advantage::{AdvantageEstimator, ScaleRewards};
 use crate::rl::learner::EpochPlan;
-use crate::rl::math::KlEstimator;
+use crate::rl::math::{ImportanceLevel, KlEstimator};
+use crate::rl::settings::LossType;
 use crate::settings::{self, LEGACY_BATCH, OptimizerConfig, PpoConfig, Preset, ReportTo, TARGET_KL};
 use crate::{Error, Result, files};
 use clap::ValueEnum;
@@ -86,6 +88,22 @@ pub struct StepConfig {
     pub whiten_rewards: bool,
     /// Store only the input of each layer, and recompute the layer in the backward pass.
     pub gradient_checkpointing: bool,
+    /// Estimator of the advantages: `gae`, or one without a critic, which compares the responses of a group. `remax` is not there.
+    #[serde(deserialize_with = "choice")]
+    pub advantage_estimator: AdvantageEstimator,
+    /// Responses to each query, one after another in a step's rows: a group.
+    pub num_generations: usize,
+    /// Standard deviation that divides the advantages of `grpo`.
+    #[serde(deserialize_with = "choice")]
+    pub scale_rewards: ScaleRewards,
+    /// Normalize the advantages of `rloo` over the rows of a step.
+    pub normalize_advantages: bool,
+    /// The policy's objective, and how the losses of tokens become that of a mini-batch.
+    #[serde(deserialize_with = "choice")]
+    pub loss_type: LossType,
+    /// Unit of the probability ratio.
+    #[serde(deserialize_with = "choice")]
+    pub importance_sampling_level: ImportanceLevel,
     /// Number of lower layers that are frozen and shared with the reference model; only where the caller gives no reference.
     pub num_shared_layers: Option<usize>,
     /// Other settings of the optimizer: torch's Adam, no weight decay.
@@ -133,6 +151,12 @@ impl Default for StepConfig {
             score_clip: ppo.score_scaling.score_clip,
             whiten_rewards: ppo.whiten_rewards,
             gradient_checkpointing: ppo.run.gradient_checkpointing,
+            advantage_estimator: ppo.advantage.advantage_estimator,
+            num_generations: ppo.advantage.num_generations,
+            scale_rewards: ppo.advantage.scale_rewards,
+            normalize_advantages: ppo.advantage.normalize_advantages,
+            loss_type: ppo.loss.loss_type,
+            importance_sampling_level: ppo.loss.importance_sampling_level,
             num_shared_layers: ppo.legacy.num_shared_layers,
             optimizer: ppo.optimizer,
         }
@@ -186,6 +210,11 @@ impl StepConfig {
         if self.target_kl.is_nan() || self.target_kl <= 0.0 {
             return Err(Error::Usage(format!("target_kl = {}: expected a number above 0", self.target_kl)));
         }
+        if self.advantage_estimator == AdvantageEstimator::Remax {
+            return Err(Error::Usage(
+                "advantage_estimator = remax: expected another estimator: step() has no greedy responses; rlhf ppo has".into(),
+            ));
+        }
         self.ppo().check()
     }
 
@@ -218,6 +247,13 @@ impl StepConfig {
         ppo.score_scaling.score_clip = self.score_clip;
         ppo.legacy.num_shared_layers = self.num_shared_layers;
         ppo.whiten_rewards = self.whiten_rewards;
+        ppo.advantage.advantage_estimator = self.advantage_estimator;
+        ppo.advantage.num_generations = self.num_generations;
+        ppo.advantage.scale_rewards = self.scale_rewards;
+        ppo.advantage.normalize_advantages = self.normalize_advantages;
+        (ppo.loss.loss_type, ppo.loss.importance_sampling_level) = (self.loss_type, self.importance_sampling_level);
+        // The head of the caller's model stays as it is.
+        ppo.legacy.value_head = ppo.needs_critic();
         ppo
     }
 

@@ -396,10 +396,11 @@ impl Trainee for PpoTrainer {
 /// Returns the few numbers that people look at.
 fn watched(m: &Metrics) -> Vec<String> {
     let number = |name| m.get(name).unwrap_or(f64::NAN);
-    vec![
-        format!("score {:.3}", number("objective/scores")),
-        format!("kl {:.3}", number("objective/kl")),
+    let kl = m.get("objective/kl").map(|kl| format!("kl {kl:.3}"));
+    let score = format!("score {:.3}", number("objective/scores"));
+    let others = [
         format!("length {:.1}", number("val/response_length")),
         format!("{:.0} tokens/s", number("tokens_per_second/update")),
-    ]
+    ];
+    std::iter::once(score).chain(kl).chain(others).collect()
 }
