@@ -4,7 +4,7 @@ use crate::cli::{PPO, REWARD, Ran, SFT, Scratch, json_lines, timeless};
 use crate::support::{golden, init, say};
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::Console;
-use rlhf::settings::{LrSchedulerType, PpoConfig, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
+use rlhf::settings::{LrSchedulerType, PpoConfig, Preset, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
 use serde_json::{Map, Value, json};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -210,6 +210,31 @@ fn a_run_with_a_moving_average_and_texts_in_its_steps_resumes_to_the_same_bits()
         let texts = config.run.output_dir.with_file_name("texts.jsonl");
         write_rows(&texts, |prompt| json!({"text": format!("{prompt} {prompt} and then some")}));
         config.unsupervised.unsupervised_dataset_name = Some(texts);
+    });
+}
+
+#[test]
+fn a_run_of_groups_that_are_sampled_anew_with_a_reference_that_follows_resumes_to_the_same_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    resumes_from_everywhere(5, |with| {
+        let mut config = ppo_config(dir.path());
+        let (run, eval, data) = (config.run, config.eval, config.data);
+        config =
+            PpoConfig { run, eval, data, ..PpoConfig::with_preset(Preset::Grpo, init("llama_policy"), "", "", "") };
+        config.reward_model_path = None;
+        config.model_name_or_path = Some(golden().join("models/gpt_neox"));
+        (config.response_length, config.stop_token, config.stop_token_id) = (6, None, Some(192));
+        config.rewards.reward = vec!["short=length:target=3".into()];
+        config.rewards.reward_normalize = vec!["short=mean_std".into()];
+        (config.advantage.num_generations, config.num_ppo_epochs) = (2, 2);
+        (config.per_device_train_batch_size, config.generation.steps_per_generation) = (Some(4), Some(2));
+        (config.generation.max_steps, config.num_sample_generations) = (Some(20), 2);
+        (config.kl.kl_coef, config.learning_rate) = (0.1, 1e-3);
+        config.groups.dynamic_sampling = true;
+        config.groups.max_num_gen_batches = 3;
+        (config.sync.sync_ref_model, config.sync.ref_model_sync_steps) = (true, 3);
+        with(&mut config.run);
+        rlhf::train::ppo::ppo(&config, Console::Silent).unwrap();
     });
 }
 

@@ -191,7 +191,9 @@ pub(crate) fn json_lines(text: &str) -> Vec<Map<String, Value>> {
 
 /// Metrics without what the clock alone decides.
 pub(crate) fn timeless(lines: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
-    let clock = |name: &str| ["eps", "step_time"].contains(&name) || name.starts_with("time/") || name.starts_with("tokens_per_second/");
+    let clock = |name: &str| {
+        ["eps", "step_time"].contains(&name) || name.starts_with("time/") || name.starts_with("tokens_per_second/")
+    };
     lines.into_iter().map(|line| line.into_iter().filter(|(name, _)| !clock(name)).collect()).collect()
 }
 

@@ -10,6 +10,7 @@ mod distributed;
 mod examples;
 mod formats;
 mod fp16;
+mod groups;
 mod hub;
 mod launch;
 mod library;

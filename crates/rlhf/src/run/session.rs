@@ -401,7 +401,9 @@ impl<'w> Session<'w> {
 
     /// Checks that all ranks have the same bits after an update: of trained parameters, resumable state and metrics.
     fn compare_ranks(&self, trainee: &impl Trainee, metrics: Option<&Metrics>) -> Result<()> {
-        let clock = |name: &str| ["eps", "step_time"].contains(&name) || name.starts_with("time/") || name.starts_with("tokens_per_second/");
+        let clock = |name: &str| {
+            ["eps", "step_time"].contains(&name) || name.starts_with("time/") || name.starts_with("tokens_per_second/")
+        };
         let mut parts: Vec<String> =
             trainee.bit_sums().into_iter().map(|(name, sum)| format!("{name}: {sum}")).collect();
         let metrics = metrics.into_iter().flat_map(Metrics::iter).filter(|(name, _)| !clock(name));

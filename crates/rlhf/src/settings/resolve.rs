@@ -177,7 +177,9 @@ impl PpoConfig {
     /// Returns true if the policy that is trained is the one that sampled: there is one optimizer step per update, and no critic.
     fn is_on_policy(&self) -> bool {
         // step() takes any number of rows.
-        !self.needs_critic() && self.preset != Preset::TrlLegacy && self.sizes().is_ok_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
+        !self.needs_critic()
+            && self.preset != Preset::TrlLegacy
+            && self.sizes().is_ok_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
     }
 
     /// Returns the losses, optimizers and limits of a [`Learner`](crate::rl::learner::Learner).

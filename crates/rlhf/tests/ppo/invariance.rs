@@ -69,7 +69,9 @@ impl Outcome {
 
     /// Panics unless the metrics agree within 1e-4 and the weights within 2e-5, a fiftieth of a step.
     fn is(&self, what: &str, expected: &Outcome) {
-        let clock = |name: &str| ["eps", "step_time"].contains(&name) || name.starts_with("time/") || name.starts_with("tokens_per_second/");
+        let clock = |name: &str| {
+            ["eps", "step_time"].contains(&name) || name.starts_with("time/") || name.starts_with("tokens_per_second/")
+        };
         for name in expected.metrics[0].keys().filter(|name| !clock(name)) {
             for (found, expected) in self.metric(name).iter().zip(expected.metric(name)) {
                 assert!((found - expected).abs() <= 1e-4, "{what}: {name} is {found}, not {expected}");

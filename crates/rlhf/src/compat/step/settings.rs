@@ -212,7 +212,8 @@ impl StepConfig {
         }
         if self.advantage_estimator == AdvantageEstimator::Remax {
             return Err(Error::Usage(
-                "advantage_estimator = remax: expected another estimator: step() has no greedy responses; rlhf ppo has".into(),
+                "advantage_estimator = remax: expected another estimator: step() has no greedy responses; rlhf ppo has"
+                    .into(),
             ));
         }
         self.ppo().check()

@@ -1,0 +1,317 @@
+//! Runs without a critic: groups of responses to one prompt, their estimators, and what such a run may not depend on.
+
+use crate::support::{assert_close, golden, init};
+use rlhf::data::Dataset;
+use rlhf::generate::{FinishReason, Response};
+use rlhf::model::{CausalLm, ModelOptions, ValueModel};
+use rlhf::reward::{FnReward, RewardInput, Rewards};
+use rlhf::rl::advantage::{Advantage, AdvantageEstimator, Baseline, ScaleRewards, ScoreBaseline};
+use rlhf::rl::experience::Experience;
+use rlhf::rl::learner::Learner;
+use rlhf::rl::math::ImportanceLevel;
+use rlhf::rl::rollout::experience;
+use rlhf::run::Console;
+use rlhf::settings::{LossType, PpoConfig, Preset};
+use rlhf::tokenizer::Tokenizer;
+use rlhf::train::ppo::{PpoParts, PpoTrainer, ppo};
+use rlhf::weights::Checkpoint;
+use serde_json::json;
+use std::path::Path;
+use tch::{Device, Kind, Tensor};
+
+const VOCAB: i64 = 512;
+
+const PROMPTS: [&str; 6] = ["The movie", "A film", "the capital of France", "do", "human", "a sing"];
+
+/// Two updates of four groups of four responses, in two optimizer steps each.
+fn config(dir: &Path) -> PpoConfig {
+    let prompts = dir.join("prompts.jsonl");
+    std::fs::write(&prompts, PROMPTS.map(|prompt| format!("{}\n", json!({"prompt": prompt}))).concat()).unwrap();
+    let mut config = PpoConfig::with_preset(Preset::Grpo, init("llama_policy"), "", prompts, dir.join("out"));
+    config.reward_model_path = None;
+    config.rewards.reward = vec!["length:target=5".into()];
+    config.model_name_or_path = Some(golden().join("models/gpt_neox"));
+    (config.stop_token, config.stop_token_id) = (None, Some(192));
+    (config.response_length, config.advantage.num_generations) = (8, 4);
+    (config.per_device_train_batch_size, config.generation.steps_per_generation) = (Some(8), Some(2));
+    config.generation.max_steps = Some(4);
+    (config.num_ppo_epochs, config.num_sample_generations) = (1, 0);
+    // Large steps, and an epsilon that leaves round-off as small as it is.
+    (config.learning_rate, config.optimizer.adam_epsilon) = (1e-3, 1e-5);
+    config
+}
+
+fn weights(dir: &Path) -> Vec<(String, Tensor)> {
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let read = |name: &str| (name.to_string(), checkpoint.read(name, Device::Cpu, Kind::Float).unwrap());
+    checkpoint.names().map(read).collect()
+}
+
+/// The policy that a run leaves.
+fn trained(change: impl FnOnce(&mut PpoConfig)) -> Vec<(String, Tensor)> {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path());
+    change(&mut config);
+    ppo(&config, Console::Silent).unwrap();
+    weights(&config.run.output_dir)
+}
+
+#[track_caller]
+fn assert_weights(found: &[(String, Tensor)], expected: &[(String, Tensor)], case: &str) {
+    for ((name, found), (_, expected)) in found.iter().zip(expected) {
+        let gap = (found - expected).abs().max().double_value(&[]);
+        assert!(gap <= 2e-5, "{case}: {name} differs by {gap:e}");
+    }
+}
+
+#[test]
+fn the_size_of_a_micro_batch_changes_no_weight_with_any_loss() {
+    use ImportanceLevel::{Sequence, SequenceProduct, Token};
+    let losses = [
+        (LossType::Bnpo, Token),
+        (LossType::Grpo, Sequence),
+        (LossType::DrGrpo, Token),
+        (LossType::Dapo, Token),
+        (LossType::Cispo, Token),
+        (LossType::Sapo, Token),
+        (LossType::Luspo, Sequence),
+        (LossType::Vespo, Token),
+        (LossType::Grpo, SequenceProduct),
+    ];
+    for (loss_type, level) in losses {
+        let run = |rows, accumulated| {
+            trained(|c| {
+                (c.loss.loss_type, c.loss.importance_sampling_level) = (loss_type, level);
+                (c.kl.kl_coef, c.num_ppo_epochs) = (0.1, 2);
+                (c.loss.entropy_coef, c.loss.top_entropy_quantile) = (0.01, 0.6);
+                (c.per_device_train_batch_size, c.gradient_accumulation_steps) = (Some(rows), accumulated);
+                c.generation.steps_per_generation = Some(16 / rows);
+                c.generation.max_steps = Some(8);
+            })
+        };
+        assert_weights(&run(2, 4), &run(8, 1), &format!("{loss_type:?}, {level:?}"));
+    }
+}
+
+/// An experience of three groups of two responses, whose scores are 1 to 6.
+fn of_groups(learner: &Learner, config: &PpoConfig, order: &[usize]) -> Experience {
+    let prompts = [vec![5, 6, 7], vec![5, 6, 7], vec![9], vec![9], vec![30, 31], vec![30, 31]];
+    let response = |row: &usize| Response {
+        tokens: (0..2 + row % 4).map(|at| 40 + (7 * row + at) as i64).collect(),
+        logprobs: vec![],
+        finish: FinishReason::Length,
+        sets: None,
+    };
+    let responses: Vec<Response> = order.iter().map(response).collect();
+    let scores: Vec<f32> = order.iter().map(|&row| [1.0, 4.0, 2.0, 2.5, 6.0, -3.0][row]).collect();
+    let prompts: Vec<Vec<i64>> = order.iter().map(|&row| prompts[row].clone()).collect();
+    let mut settings = config.rollout(&learner.policy);
+    settings.recompute_logprobs = true;
+    let models = learner.rollout_models(None);
+    let mut e = experience(models, &prompts, &responses, Tensor::from_slice(&scores), &settings).unwrap();
+    e.groups = order.iter().map(|row| row / 2).collect();
+    e.baselines = Some(Tensor::from_slice(&scores) - 1.0);
+    e
+}
+
+fn learner(config: &PpoConfig) -> Learner {
+    let policy = CausalLm::from_pretrained(&init("llama_policy"), ModelOptions::default()).unwrap();
+    Learner::new(policy, ValueModel::None, config.learner())
+}
+
+#[test]
+fn the_order_of_groups_and_the_rows_of_other_prompts_change_no_advantage() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let learner = learner(&config);
+    let group = |baseline, scale| Advantage::Group { baseline, scale, normalize: false, each_reward: false };
+    let returns = |baseline| Advantage::Returns { gamma: 0.9, baseline };
+    let estimators = [
+        group(Baseline::Mean, ScaleRewards::Group),
+        group(Baseline::Mean, ScaleRewards::None),
+        group(Baseline::LeaveOneOut, ScaleRewards::None),
+        returns(ScoreBaseline::Zero),
+        returns(ScoreBaseline::GroupMean),
+        returns(ScoreBaseline::Greedy),
+    ];
+    for estimator in estimators {
+        let of = |order: &[usize]| {
+            let e = of_groups(&learner, &config, order);
+            let mut shaping = config.shaping();
+            shaping.advantage = estimator;
+            learner.targets(&e, 0.0, &shaping).advantages
+        };
+        let all = of(&[0, 1, 2, 3, 4, 5]);
+        let mixed = [5, 2, 1, 0, 3, 4];
+        let index: Vec<i64> = mixed.iter().map(|&row| row as i64).collect();
+        assert_close("mixed", &of(&mixed), &all.index_select(0, &Tensor::from_slice(&index)), 1e-6);
+        // Without the second group.
+        let others = all.index_select(0, &Tensor::from_slice(&[0i64, 1, 4, 5]));
+        assert_close("alone", &of(&[0, 1, 4, 5]), &others, 1e-6);
+        assert!(all.abs().max().double_value(&[]) > 0.5, "{estimator:?}");
+    }
+}
+
+#[test]
+fn a_run_without_a_critic_loads_trains_and_saves_none_and_without_a_kl_no_reference() {
+    let dir = tempfile::tempdir().unwrap();
+    for estimator in [
+        AdvantageEstimator::Rloo,
+        AdvantageEstimator::Grpo,
+        AdvantageEstimator::DrGrpo,
+        AdvantageEstimator::Reinforce,
+        AdvantageEstimator::ReinforceBaseline,
+        AdvantageEstimator::Remax,
+    ] {
+        let mut config = config(dir.path());
+        config.advantage.advantage_estimator = estimator;
+        config.run.output_dir = dir.path().join(estimator.name());
+        config.run.checkpoints.save_steps = Some(1);
+        let mut trainer = PpoTrainer::from_config(&config).unwrap();
+        assert!(trainer.reference.is_none() && matches!(trainer.learner.value, ValueModel::None), "{estimator:?}");
+        trainer.train().unwrap();
+        let out = &config.run.output_dir;
+        for folder in [out.clone(), out.join("checkpoint-1")] {
+            assert!(!folder.join("value_model").exists(), "{estimator:?}");
+        }
+        let line = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+        let first: serde_json::Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();
+        for name in
+            ["reward", "reward_std", "frac_reward_zero_std", "rewards/length/mean", "loss", "grad_norm", "entropy"]
+        {
+            assert!(first[name].is_number(), "{estimator:?}: {name}");
+        }
+        for name in ["kl", "objective/kl", "loss/value_avg", "val/explained_variance", "val/grad_norm"] {
+            assert!(first[name].is_null(), "{estimator:?}: {name}");
+        }
+        config.kl.kl_coef = 0.1;
+        assert!(PpoTrainer::from_config(&config).unwrap().reference.is_some());
+    }
+}
+
+/// The parts of [`config`] with `rewards`.
+fn parts(config: &PpoConfig, rewards: Rewards) -> PpoParts {
+    let tokenizer = Tokenizer::from_pretrained(&golden().join("models/gpt_neox")).unwrap();
+    let prompts =
+        Dataset::read(&config.data.dataset_name[0], "train").unwrap().prompts(&tokenizer, VOCAB, 100).unwrap();
+    PpoParts { learner: learner(config), reference: None, rewards, tokenizer, prompts, eval_prompts: Vec::new() }
+}
+
+#[test]
+fn a_reward_that_is_constant_is_reported_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path());
+    config.advantage.num_generations = 2;
+    config.per_device_train_batch_size = Some(32);
+    config.generation.steps_per_generation = Some(2);
+    config.generation.max_steps = Some(12);
+    config.rewards = PpoConfig::without_reward("", "", "").rewards;
+    let constant =
+        Rewards::new().with("constant", FnReward::new(|batch: &[RewardInput<'_>]| Ok(vec![0.5; batch.len()])));
+    let mut trainer = PpoTrainer::new(&config, parts(&config, constant)).unwrap();
+    let mut warnings = Vec::new();
+    for _ in 0..3 {
+        let metrics = trainer.update().unwrap();
+        assert_eq!((metrics.get("frac_reward_zero_std"), metrics.get("reward_std")), (Some(1.0), Some(0.0)));
+        warnings
+            .extend(trainer.warnings().iter().filter(|w| w.message.contains("same score")).map(|w| w.message.clone()));
+    }
+    // 32 groups in each update, and a warning after 64.
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert!(warnings[0].starts_with("update 2: all responses of each of the last 64 prompts have the same score, 0.5"));
+}
+
+#[test]
+fn groups_of_equal_scores_are_replaced_up_to_a_bound() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |most, reward: fn(&RewardInput<'_>) -> f64| {
+        let mut config = config(dir.path());
+        config.groups.dynamic_sampling = true;
+        config.groups.max_num_gen_batches = most;
+        config.rewards = PpoConfig::without_reward("", "", "").rewards;
+        let reward = move |batch: &[RewardInput<'_>]| Ok(batch.iter().map(reward).collect());
+        let mut trainer =
+            PpoTrainer::new(&config, parts(&config, Rewards::new().with("r", FnReward::new::<f64>(reward)))).unwrap();
+        let m = trainer.update().unwrap();
+        ["sampling/groups", "sampling/replaced_groups", "frac_reward_zero_std", "reward_std"]
+            .map(|name| m.get(name).unwrap())
+    };
+    // Prompts of one word teach nothing; the others always do.
+    let [groups, replaced, equal, _] =
+        run(10, |input| if input.prompt.contains(' ') { input.response_ids.iter().sum::<i64>() as f64 } else { 1.0 });
+    assert!(groups > 4.0 && replaced > 0.0 && equal == 0.0, "{groups} {replaced} {equal}");
+    // Nothing teaches: three batches of four groups, and the last ones are trained on.
+    assert_eq!(run(3, |_| 1.0), [12.0, 12.0, 1.0, 0.0]);
+}
+
+#[test]
+fn settings_without_an_effect_for_an_estimator_and_sizes_that_cut_groups_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    type Change = fn(&mut PpoConfig);
+    let changes: [(Change, &str); 15] = [
+        (|c| c.advantage.num_generations = 1, "num_generations = 1: expected at least 2: grpo compares the responses"),
+        (|c| c.advantage.num_generations = 3, "responses per update = 16 is not a multiple of num_generations = 3"),
+        (
+            |c| (c.generation.generation_batch_size, c.generation.steps_per_generation) = (Some(12), None),
+            "generation_batch_size = 12 responses are not a multiple of the 8 responses of an optimizer step; the nearest that do: 8 \
+             and 16",
+        ),
+        (
+            |c| c.generation.generation_batch_size = Some(16),
+            "generation_batch_size = 16 and steps_per_generation = 2 exclude",
+        ),
+        (|c| c.vf_coef = 0.5, "vf_coef = 0.5 has no effect with advantage_estimator = grpo: there is no value model"),
+        (
+            |c| c.value.value_learning_rate = Some(1e-3),
+            "value_learning_rate = 0.001 has no effect with advantage_estimator",
+        ),
+        (
+            |c| c.value_model_path = Some("m".into()),
+            "value_model_path = m has no effect with advantage_estimator = grpo",
+        ),
+        (|c| c.lam = 0.9, "lam = 0.9 has no effect with advantage_estimator = grpo"),
+        (|c| c.whiten_rewards = true, "whiten_rewards = true has no effect with advantage_estimator = grpo"),
+        (|c| c.advantage.lam_policy = Some(0.9), "lam_policy = 0.9 has no effect with advantage_estimator = grpo"),
+        (
+            |c| c.advantage.normalize_advantages = true,
+            "normalize_advantages = true has no effect with advantage_estimator = grpo",
+        ),
+        (
+            |c| {
+                (c.advantage.advantage_estimator, c.advantage.scale_rewards) =
+                    (AdvantageEstimator::Rloo, ScaleRewards::Batch)
+            },
+            "scale_rewards = batch has no effect with advantage_estimator = rloo",
+        ),
+        (
+            |c| c.mask.min_response_length = 2,
+            "min_response_length = 2 with num_generations = 4: responses that are left out",
+        ),
+        (|c| c.sync.sync_ref_model = true, "sync_ref_model = true has no effect with kl_coef = 0"),
+        (|c| c.groups.max_num_gen_batches = 3, "max_num_gen_batches = 3 has no effect without dynamic_sampling"),
+    ];
+    for (change, expected) in changes {
+        let mut config = config(dir.path());
+        change(&mut config);
+        let message = config.check().unwrap_err().to_string();
+        assert!(message.contains(expected), "expected {expected}\nfound {message}");
+    }
+}
+
+#[test]
+fn responses_that_do_not_stop_are_masked_and_their_scores_still_count_in_their_groups() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let learner = learner(&config);
+    let order = [0, 1, 2, 3, 4, 5];
+    let whole = of_groups(&learner, &config, &order);
+    let mut masked = of_groups(&learner, &config, &order);
+    masked.mask_rows(&[1, 4]);
+    let of = |e: &Experience| learner.targets(e, 0.0, &config.shaping()).advantages;
+    let (all, found) = (of(&whole), of(&masked));
+    for row in 0..6 {
+        let (all, found) = (all.get(row), found.get(row));
+        let expected = if [1, 4].contains(&row) { found.zeros_like() } else { all };
+        assert_close("row", &found, &expected, 0.0);
+    }
+}
