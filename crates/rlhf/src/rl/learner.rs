@@ -24,6 +24,9 @@ use tch::{Kind, Tensor};
 /// An update's epochs end early beyond this many times `target_kl`; as in TRL 0.11.
 const EARLY_STOP: f64 = 1.5;
 
+/// Entropies in nats that differ by less than this count as equal.
+const ENTROPY_ROUNDING: f64 = 1e-5;
+
 /// Division of an epoch's rows into mini-batches and micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EpochPlan {
@@ -411,6 +414,8 @@ impl Learner {
         if of_entropy {
             let mut all = self.world.gather_numbers(&entropies)?.concat();
             let least = math::quantile(&mut all, 1.0 - settings.top_entropy_quantile);
+            // Tokens with the same history have the same entropy, but for rounding, which must not divide them.
+            let least = least - ENTROPY_ROUNDING;
             weights.entropy_tokens = all.iter().filter(|entropy| **entropy >= least).count().max(1) as f64;
             weights.least_entropy = Some(least);
         }

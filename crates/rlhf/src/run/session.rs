@@ -191,7 +191,7 @@ pub(crate) struct RunSpec<'a, C> {
     pub(crate) logging_steps: usize,
     /// Updates of the whole run.
     pub(crate) num_updates: usize,
-    /// Rows of data per update.
+    /// Most rows of data per update.
     pub(crate) batch_size: usize,
 }
 
