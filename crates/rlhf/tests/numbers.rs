@@ -387,20 +387,25 @@ fn every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_one() {
             scratch.write(&format!("{folder}/{split}.jsonl"), &scratch.read(file));
         }
     }
+    // The metrics that such a run shares with others have rows in the first table.
+    let groups = PPO.replace("ppo ", "ppo --preset grpo --num_generations 2 ").replace("--reward_model_path reward", "");
+    let groups = format!("{groups} --reward length:target=3 --stop_token none");
     let reward = SFT.replace("sft ", "reward ").replace("policy", "reward").replace("demos.jsonl", "pairs");
     for (heading, line) in [
         ("### `rlhf ppo`", format!("{} --eval_steps 1", PPO.replace("prompts.jsonl", "prompts"))),
         ("### `rlhf sft`", SFT.replace("demos.jsonl", "demos")),
         ("### `rlhf reward`", reward),
+        ("### `rlhf grpo`, `rlhf rloo`", format!("{groups} --beta 0.1")),
     ] {
-        let run = &format!("{}-run", line.split(' ').next().unwrap());
+        let run = &format!("run-of-{}", heading.replace(|c: char| !c.is_ascii_alphanumeric(), "-"));
         scratch.succeeds(&format!("{line} --output_dir {run}"));
         let metrics = scratch.metrics(run);
         let found: BTreeSet<&str> = metrics.iter().flat_map(|line| line.keys().map(String::as_str)).collect();
         let rows = documented(heading);
+        let shared = if heading.contains("grpo") { documented("### `rlhf ppo`") } else { Vec::new() };
         assert!(rows.len() > 5, "{heading}: {} rows", rows.len());
         for name in &found {
-            assert!(rows.iter().any(|row| row.has(name)), "{heading} of docs/algorithm.md lacks {name}");
+            assert!(rows.iter().chain(&shared).any(|row| row.has(name)), "{heading} of docs/algorithm.md lacks {name}");
         }
         // What other programs than this one name is in no run of its own accord.
         let expected = rows.iter().filter(|row| !row.conditional && !row.names[0].ends_with("/KEY"));
