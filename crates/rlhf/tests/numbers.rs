@@ -388,7 +388,8 @@ fn every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_one() {
         }
     }
     // The metrics that such a run shares with others have rows in the first table.
-    let groups = PPO.replace("ppo ", "ppo --preset grpo --num_generations 2 ").replace("--reward_model_path reward", "");
+    let groups =
+        PPO.replace("ppo ", "ppo --preset grpo --num_generations 2 ").replace("--reward_model_path reward", "");
     let groups = format!("{groups} --reward length:target=3 --stop_token none");
     let reward = SFT.replace("sft ", "reward ").replace("policy", "reward").replace("demos.jsonl", "pairs");
     for (heading, line) in [

@@ -62,7 +62,8 @@ impl PpoTrainer {
             eval: &config.eval,
             logging_steps: 1,
             num_updates: self.plan.num_total_batches,
-            batch_size: self.plan.batch_size * if config.groups.filters() { config.groups.max_num_gen_batches } else { 1 },
+            batch_size: self.plan.batch_size
+                * if config.groups.filters() { config.groups.max_num_gen_batches } else { 1 },
         };
         let mut session = Session::begin(self, opening, &spec, Vec::new(), self.console)?;
         session.watch(watcher);
