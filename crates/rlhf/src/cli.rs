@@ -11,6 +11,7 @@ mod deepspeed_chat;
 mod errors;
 mod foreign;
 pub(crate) mod generate;
+mod groups;
 mod help;
 mod keys;
 pub(crate) mod launch;
@@ -111,13 +112,16 @@ fn single(
         None => Vec::new(),
     };
     let preset = translated(command, flags, file, &mut settings, messages);
+    let own = groups::PRESETS.into_iter().find(|preset| preset.command() == name);
+    let plain = own.map_or(Vec::new(), |own| groups::without_preset(rlhf, own));
     settings.retain(|setting| !setting.values.is_empty());
     let without_dir = name == "reward" && needs_no_output_dir(flags, &settings);
     if without_dir {
         settings.push(Setting::new("output_dir", vec![".".into()]));
     }
     let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
-        let strict = rlhf.clone().mut_subcommand(name, |command| with_defaults(command, layers));
+        let layers = [&[&plain[..]], layers].concat();
+        let strict = rlhf.clone().mut_subcommand(name, |command| with_defaults(command, &layers));
         let matches = matches_of(&strict, args, refusals, |command| {
             command.mut_subcommand(name, |command| command.mut_args(not_required))
         })?;
@@ -150,6 +154,7 @@ impl Task {
             "sft" => Task::Sft(SftConfig::from_arg_matches(flags)?),
             "reward" => Task::Reward(RewardConfig::from_arg_matches(flags)?),
             "ppo" => Task::Ppo(PpoConfig::from_arg_matches(flags)?),
+            name if groups::has(name) => Task::Ppo(groups::config(PpoConfig::from_arg_matches(flags)?)),
             "generate" => Task::Generate(GenerateConfig::from_arg_matches(flags)?),
             "logprobs" => Task::Logprobs(LogprobsConfig::from_arg_matches(flags)?),
             "score" => Task::Score(ScoreConfig::from_arg_matches(flags)?),

@@ -161,6 +161,18 @@ mod tests {
                     "value_max_grad_norm": null,
                 }),
                 json!({
+                    "advantage_estimator": "gae", "num_generations": 1, "scale_rewards": "group", "normalize_advantages": false,
+                    "multi_objective_aggregation": "sum_then_normalize", "lam_policy": null, "lam_policy_alpha": null,
+                    "dynamic_sampling": false, "dynamic_filtering_reward_range": [], "max_num_gen_batches": 10,
+                    "overlong_buffer_len": null, "overlong_penalty_factor": 1.0,
+                    "sync_ref_model": false, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+                    "loss_type": "bnpo", "importance_sampling_level": "token", "top_entropy_quantile": 1.0,
+                    "off_policy_mask_threshold": null, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+                    "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+                    "mask_truncated_completions": false, "use_bias_correction_kl": false, "generation_batch_size": null,
+                    "steps_per_generation": null, "max_steps": null, "reward_clip_range": [],
+                }),
+                json!({
                     "per_device_generation_batch_size": null, "generation_batches": 1, "clip_reward_value": null,
                     "min_response_length": 0, "eos_in_loss": "always", "last_value_in_loss": true,
                     "unsupervised_dataset_name": null, "unsupervised_dataset_config_name": null, "unsup_coef": 27.8,

@@ -4,12 +4,12 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, RewardConfig, ScoreConfig,
-    SftConfig,
+    GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, RewardConfig,
+    ScoreConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;
-use super::{deepspeed_chat, help, trl};
+use super::{deepspeed_chat, groups, help, trl};
 
 /// The command that runs the others as stages: it needs a configuration file.
 pub(super) const PIPELINE: &str = "pipeline";
@@ -38,6 +38,20 @@ const PPO_HELP: &str = "\
 Example:
   rlhf ppo --sft_model_path runs/sft --reward_model_path runs/reward \\
       --dataset_name prompts.jsonl --output_dir runs/ppo --stop_token eos";
+
+const GRPO_HELP: &str = "\
+The flags of `rlhf ppo` with the defaults and names of TRL's GRPOTrainer: a GRPOConfig file is a --config.
+
+Example:
+  rlhf grpo --model_name_or_path runs/sft --reward accuracy_reward \\
+      --dataset_name problems.jsonl --output_dir runs/grpo --max_completion_length 256";
+
+const RLOO_HELP: &str = "\
+The flags of `rlhf ppo` with the defaults and names of TRL's RLOOTrainer: an RLOOConfig file is a --config.
+
+Example:
+  rlhf rloo --model_name_or_path runs/sft --reward_model_name_or_path runs/reward \\
+      --dataset_name prompts.jsonl --output_dir runs/rloo --max_completion_length 64";
 
 const PIPELINE_HELP: &str = "\
 The file has a section for each stage, with the settings of its command by the names of their flags;
@@ -106,6 +120,12 @@ pub(super) fn rlhf_command() -> Command {
         deepspeed_chat::with_flags(trl::with_flags(flag::command::<PpoConfig>("ppo")))
             .about("Train a language model with PPO against a reward")
             .after_help(PPO_HELP),
+        trl::with_flags(groups::command(Preset::Grpo))
+            .about("Train a language model with GRPO, on groups of responses")
+            .after_help(GRPO_HELP),
+        trl::with_flags(groups::command(Preset::Rloo))
+            .about("Train a language model with RLOO, on groups of responses")
+            .after_help(RLOO_HELP),
         flag::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
             .after_help(PIPELINE_HELP),
@@ -150,8 +170,6 @@ pub(super) fn rlhf_command() -> Command {
 mod tests {
     use std::path::PathBuf;
 
-    use rlhf::settings::Preset;
-
     use super::*;
     use crate::cli::Task;
     use crate::cli::errors::refusal;
@@ -191,10 +209,17 @@ mod tests {
         let eval = "eval_steps metric_for_best_model greater_is_better";
         let steps = "train_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
                      num_train_epochs max_steps logging_steps";
+        let of_groups = "advantage_estimator num_generations scale_rewards normalize_advantages multi_objective_aggregation \
+                         lam_policy lam_policy_alpha dynamic_sampling dynamic_filtering_reward_range max_num_gen_batches \
+                         overlong_buffer_len overlong_penalty_factor sync_ref_model ref_model_mixup_alpha ref_model_sync_steps \
+                         loss_type importance_sampling_level top_entropy_quantile off_policy_mask_threshold sapo_temperature_pos \
+                         sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg \
+                         mask_truncated_completions use_bias_correction_kl generation_batch_size steps_per_generation max_steps \
+                         reward_clip_range";
         assert_eq!(
             flags("ppo"),
             sorted(&format!(
-                "model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
+                "{of_groups} model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
                  new_reward_head {rewards} {data} \
                  max_prompt_length long_prompts \
                  apply_chat_template preset per_device_generation_batch_size generation_batches \
@@ -216,6 +241,12 @@ mod tests {
                  ds3_gather_for_generation {eval} {run}"
             ))
         );
+        // `model_name_or_path` is the policy there, and the preset is the command's.
+        let of_ppo = flags("ppo");
+        let of_ppo: Vec<&str> = of_ppo.split(' ').filter(|name| !["sft_model_path", "preset"].contains(name)).collect();
+        for name in ["grpo", "rloo"] {
+            assert_eq!(flags(name), of_ppo.join(" "));
+        }
         assert_eq!(
             flags("sft"),
             sorted(&format!(

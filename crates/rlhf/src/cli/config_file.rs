@@ -27,7 +27,15 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
     };
     for Entry { mut setting, error } in entries {
         let name = keys.canonical(&setting.key);
-        let is_set = settings.iter().any(|earlier| earlier.key == name);
+        // Of two names of a flag, as in a whole configuration of TRL, one may be null.
+        let earlier = settings.iter().position(|earlier| earlier.key == name);
+        let is_null = setting.values.is_empty() && error.is_none();
+        if earlier.is_some() && is_null {
+            continue;
+        }
+        let nulled = earlier.filter(|&place| settings[place].values.is_empty());
+        nulled.into_iter().for_each(|place| drop(settings.remove(place)));
+        let is_set = earlier.is_some() && nulled.is_none();
         match refused(keys, &setting, error, is_set) {
             Some((message, about)) => refusals.refuse(placed(setting.line, message), about),
             None => {

@@ -95,7 +95,8 @@ pub(super) fn one_line(error: &clap::Error) -> String {
         line += part;
     }
     if error.kind() == ErrorKind::InvalidSubcommand && !line.contains("tip:") {
-        line += "; the commands are sft, reward, ppo, pipeline, generate, logprobs, score, merge and launch";
+        line +=
+            "; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, merge and launch";
     }
     line
 }
@@ -137,7 +138,7 @@ mod tests {
         assert!(no_file.lines().nth(1).is_some_and(|line| line.contains("--config <FILE>")), "{no_file}");
         assert_eq!(
             parse_words(&["train"]).unwrap_err(),
-            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, pipeline, generate, logprobs, score, merge and launch"
+            "unrecognized subcommand 'train'; the commands are sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, merge and launch"
         );
     }
 
@@ -174,11 +175,11 @@ mod tests {
             "run.yaml:2: unknown key `cliprang`; did you mean `cliprange`?",
             "run.yaml:3: `response_length`: expected one value, found a list or a map",
             "optim = sgd: the optimizer is AdamW with decoupled weight decay, in float32; expected none or adamw_torch",
-            "run.yaml:5: max_steps = 7: total_episodes is the length of the run; expected none or -1",
             "the following required arguments were not provided: --dataset_name <PATH>...",
             "vf_coef = -1: expected a number of 0 or more",
             "gamma = 2: expected a number from 0 to 1",
             "horizon = 0: expected a number above 0",
+            "max_steps = 7 has no effect without preset = grpo or rloo: total_episodes is the length of the run",
         ];
         let lines: Vec<&str> = error.lines().collect();
         assert_eq!(lines.len(), expected.len(), "{error}");

@@ -27,7 +27,7 @@ const HEADINGS: [&str; 13] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 9] = [
+const COMMON: [(&str, &[&str], &[&str]); 11] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -84,6 +84,45 @@ const COMMON: [(&str, &[&str], &[&str]); 9] = [
             "config",
         ],
     ),
+    (
+        "grpo",
+        &["model_name_or_path", "dataset_name", "output_dir"],
+        &[
+            "reward",
+            "reward_model_path",
+            "num_generations",
+            "response_length",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "loss_type",
+            "kl_coef",
+            "use_peft",
+            "bf16",
+            "save_steps",
+            "resume_from_checkpoint",
+            "config",
+        ],
+    ),
+    (
+        "rloo",
+        &["model_name_or_path", "dataset_name", "output_dir"],
+        &[
+            "reward",
+            "reward_model_path",
+            "num_generations",
+            "response_length",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "kl_coef",
+            "use_peft",
+            "bf16",
+            "save_steps",
+            "resume_from_checkpoint",
+            "config",
+        ],
+    ),
     ("pipeline", &["config", "output_dir"], &["skip", "resume_from_checkpoint", "overwrite_output_dir"]),
     (
         "generate",
@@ -117,7 +156,7 @@ const COMMON: [(&str, &[&str], &[&str]); 9] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 44] = [
+const WORDS: [(&str, &str); 46] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -129,6 +168,7 @@ const WORDS: [(&str, &str); 44] = [
     ("gradient_accumulation_steps", "micro-batches per update"),
     ("kl_coef", "weight of the KL penalty"),
     ("learning_rate", "peak learning rate"),
+    ("loss_type", "how losses of tokens are combined"),
     ("master_addr", "address of machine 0"),
     ("master_port", "TCP port on machine 0"),
     ("max_length", "maximum tokens of a row"),
@@ -141,6 +181,7 @@ const WORDS: [(&str, &str); 44] = [
     ("nnodes", "number of machines"),
     ("node_rank", "number of this machine, from 0"),
     ("nproc_per_node", "ranks on this machine [one per GPU]"),
+    ("num_generations", "responses to each prompt, a group"),
     ("num_return_sequences", "responses per prompt"),
     ("num_train_epochs", "passes over the dataset"),
     ("output_dir", "folder for the model and metrics"),
@@ -305,7 +346,7 @@ mod tests {
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 28, "{help}");
+        assert!(help.lines().count() <= 30, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");

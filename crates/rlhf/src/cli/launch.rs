@@ -26,10 +26,10 @@ use super::{Parsed, Stop, Task};
 pub(super) const LAUNCH: &str = "launch";
 
 /// The commands that `rlhf launch` starts.
-const COMMANDS: [&str; 7] = ["sft", "reward", "ppo", "pipeline", "generate", "logprobs", "score"];
+const COMMANDS: [&str; 9] = ["sft", "reward", "ppo", "grpo", "rloo", "pipeline", "generate", "logprobs", "score"];
 
 /// The commands among them with settings of sharding and precision.
-const TRAINING: [&str; 3] = ["sft", "reward", "ppo"];
+const TRAINING: [&str; 5] = ["sft", "reward", "ppo", "grpo", "rloo"];
 
 /// The exit code of a usage error, after which a restart would fail again.
 const USAGE: u8 = 2;

@@ -10,7 +10,7 @@ use rlhf::{Error, Result};
 
 use super::errors::{Messages, Stop};
 use super::setting::Setting;
-use super::{deepspeed_chat, trl};
+use super::{deepspeed_chat, groups, trl};
 
 /// Replaces flags of other systems among `settings`, and those on the command line, by our settings. Returns the settings of the preset.
 pub(super) fn translated(
@@ -20,8 +20,12 @@ pub(super) fn translated(
     settings: &mut Vec<Setting>,
     messages: &mut Messages,
 ) -> Vec<Setting> {
-    let preset = if command.get_name() == "ppo" { preset_of(flags, settings) } else { None };
-    if command.get_name() == "ppo" {
+    let name = command.get_name();
+    let preset = if name == "ppo" || groups::has(name) { preset_of(flags, settings) } else { None };
+    if groups::has(name) {
+        groups::translate(flags, settings);
+    }
+    if name == "ppo" {
         deepspeed_chat::translate(preset, flags, settings, &mut messages.refusals);
     }
     let is_chat = |flag: &str| preset == Some(Preset::DeepspeedChat) && deepspeed_chat::has(flag);

@@ -141,6 +141,8 @@ impl File<'_> {
             let key = setting.key.as_str();
             let of_others = OF_THE_PIPELINE.contains(&key)
                 || (stage != Stage::Sft && OF_THE_FIRST.contains(&key))
+                // The length of PPO is set otherwise, but with the presets `grpo` and `rloo`.
+                || (stage == Stage::Ppo && key == "max_steps")
                 || (own_data && OF_A_DATASET.contains(&key));
             is_flag(key) && !of_others
         };
@@ -348,7 +350,12 @@ mod tests {
         let config = pipeline(&format!("{least}max_steps: 3\nlogging_steps: 1\n"), &[]).unwrap();
         assert_eq!((config.sft.unwrap().max_steps, config.reward.unwrap().max_steps), (Some(3), Some(3)));
         let own = pipeline(&format!("{least}ppo: {{max_steps: 3}}\n"), &[]).unwrap_err();
-        assert!(own.starts_with("run.yaml:4: ppo: max_steps = 3: total_episodes is the length"), "{own}");
+        assert!(
+            own.starts_with(
+                "run.yaml:4: ppo: max_steps = 3 has no effect without preset = grpo or rloo: total_episodes"
+            ),
+            "{own}"
+        );
         // Skipped stages have left no model to start from.
         let config = pipeline(&format!("{least}{text}"), &["--skip", "sft,reward"]).unwrap();
         assert_eq!((config.sft, config.reward), (None, None));

@@ -62,7 +62,9 @@ pub(super) fn least(command: &str) -> Vec<&str> {
         "ppo" => PPO.to_vec(),
         "merge" => vec!["merge", "--model_name_or_path", "m", "--output_dir", "o"],
         "launch" => vec![command],
-        "sft" | "reward" => vec![command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"],
+        "sft" | "reward" | "grpo" | "rloo" => {
+            vec![command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
+        }
         _ => vec![command, "--model_name_or_path", "m"],
     }
 }

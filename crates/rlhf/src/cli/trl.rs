@@ -26,11 +26,14 @@ enum To {
 use To::{Noted, Only, Together};
 
 /// The commands that have a flag.
-const TRAIN: &[&str] = &["sft", "reward", "ppo"];
+const TRAIN: &[&str] = &["sft", "reward", "ppo", "grpo", "rloo"];
 const LEARN: &[&str] = &["sft", "reward"];
 const SFT: &[&str] = &["sft"];
 const REWARD: &[&str] = &["reward"];
 const PPO: &[&str] = &["ppo"];
+const ROLLOUT: &[&str] = &["ppo", "grpo", "rloo"];
+const GROUPS: &[&str] = &["grpo", "rloo"];
+const GRPO: &[&str] = &["grpo"];
 
 const OFF: &[&str] = &["none", "false"];
 const UNSET: &[&str] = &["none"];
@@ -75,7 +78,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         ],
     ),
     (Noted(METRICS), PPO, &["tracker_kwargs", "project_kwargs"]),
-    (Noted("each update is logged"), PPO, &["logging_steps"]),
+    (Noted("each update is logged"), ROLLOUT, &["logging_steps"]),
     (
         Noted(ONE_READER),
         TRAIN,
@@ -91,9 +94,10 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             "dataloader_in_order",
             "remove_unused_columns",
             "length_column_name",
-            "shuffle_dataset",
         ],
     ),
+    (Noted(ONE_READER), &["sft", "reward", "ppo"], &["shuffle_dataset"]),
+    (Only(&["none", "true"], "prompts are drawn in a random order"), GROUPS, &["shuffle_dataset"]),
     (
         Noted(RANKS),
         TRAIN,
@@ -146,7 +150,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Noted(SPEED), PPO, &["optimize_cuda_cache", "optimize_device_cache"]),
     (
         Noted("an evaluation takes local_rollout_forward_batch_size prompts at a time"),
-        PPO,
+        ROLLOUT,
         &["per_device_eval_batch_size"],
     ),
     (Noted(WHOLE), TRAIN, &["save_only_model", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"]),
@@ -169,7 +173,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Noted(NO_PUSH), PPO, &["push_to_hub_if_best_kwargs", "compare_steps"]),
     (Noted(NO_BITS), TRAIN, &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"]),
     (Noted("two runs with the same seed are identical"), TRAIN, &["full_determinism"]),
-    (Noted("no model here has experts"), SFT, &["router_aux_loss_coef"]),
+    (Noted("no model here has experts"), &["sft", "grpo", "rloo"], &["router_aux_loss_coef"]),
     (
         Noted(OLD),
         TRAIN,
@@ -245,9 +249,17 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         REWARD,
         &["lora_modules_to_save"],
     ),
-    (Only(UNSET, "only the head is trained in full beside the adapters"), &["sft", "ppo"], &["lora_modules_to_save"]),
+    (
+        Only(UNSET, "only adapters are trained where there are any"),
+        &["sft", "ppo", "grpo", "rloo"],
+        &["lora_modules_to_save"],
+    ),
     (Only(&["none", "causal_lm", "seq_cls"], "the command decides the task"), TRAIN, &["lora_task_type"]),
-    (Only(UNSET, "dtype sets the dtype, and the model's folder the rest"), LEARN, &["model_init_kwargs"]),
+    (
+        Only(UNSET, "dtype sets the dtype, and the model's folder the rest"),
+        &["sft", "reward", "grpo", "rloo"],
+        &["model_init_kwargs"],
+    ),
     (Only(UNSET, "the tokenizer's own tokens are used; change them in its folder"), LEARN, &["eos_token", "pad_token"]),
     (Only(UNSET, "the tokenizer's own template is used"), REWARD, &["chat_template_path"]),
     (Only(&["none", "true"], "no model's own dropout is applied"), REWARD, &["disable_dropout"]),
@@ -255,7 +267,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(&["none", "keep_start"], "rows are truncated at their end"), SFT, &["truncation_mode"]),
     (Only(&["none", "bfd"], "a block holds whole rows"), SFT, &["packing_strategy"]),
     (Only(&["none", "nll"], "the loss is the negative log-likelihood"), SFT, &["loss_type"]),
-    (Only(&["none", "-1"], "total_episodes is the length of the run"), PPO, &["max_steps"]),
     (Only(UNSET, "the reference is the policy without its adapters"), PPO, &["model_adapter_name", "ref_adapter_name"]),
     (
         Only(UNSET, COMPUTED),
@@ -274,6 +285,72 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Only(UNSET, "it is mini_batch_size under its older name"), PPO, &["forward_batch_size"]),
     (Only(OFF, "models are decoders"), PPO, &["is_encoder_decoder"]),
     (Only(OFF, "the model's folder and use_peft decide"), PPO, &["is_peft_model"]),
+    (Together, GROUPS, &["reward_funcs", "log_completions"]),
+    (
+        Noted("generation is rlhf's own"),
+        GROUPS,
+        &[
+            "use_vllm",
+            "vllm_mode",
+            "vllm_model_impl",
+            "vllm_enable_sleep_mode",
+            "vllm_server_base_url",
+            "vllm_server_host",
+            "vllm_server_port",
+            "vllm_server_timeout",
+            "vllm_group_port",
+            "vllm_gpu_memory_utilization",
+            "vllm_max_model_length",
+            "vllm_tensor_parallel_size",
+            "use_transformers_continuous_batching",
+            "transformers_continuous_batching_config",
+            "use_transformers_paged",
+            "cache_implementation",
+        ],
+    ),
+    (
+        Noted("the model that generates is the one that is trained"),
+        GRPO,
+        &[
+            "vllm_importance_sampling_correction",
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_cap",
+        ],
+    ),
+    (Only(UNSET, "responses are not constrained"), GROUPS, &["vllm_structured_outputs_regex"]),
+    (
+        Only(
+            UNSET,
+            "sampling has its own flags: top_k, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings",
+        ),
+        GROUPS,
+        &["generation_kwargs"],
+    ),
+    (Only(UNSET, "the chat template gets the messages only"), GROUPS, &["chat_template_kwargs"]),
+    (Noted("no model's own dropout is applied"), GROUPS, &["disable_dropout"]),
+    (Noted(SPEED), GROUPS, &["pad_to_multiple_of"]),
+    (Noted("an evaluation samples one response to each prompt"), GROUPS, &["num_generations_eval"]),
+    (
+        Noted("responses are text; sample tables and print_answers show some"),
+        GROUPS,
+        &["log_multimodal", "log_unique_prompts"],
+    ),
+    (Noted("print_answers shows a few"), GROUPS, &["num_completions_to_print"]),
+    (Only(UNSET, NO_PUSH), GRPO, &["log_completions_hub_repo"]),
+    (Noted("responses call no tools"), GRPO, &["max_tool_calling_iterations"]),
+    (
+        Only(OFF, "logits have the precision of the run, and their log-probabilities are float32"),
+        GRPO,
+        &["cast_lm_head_to_fp32"],
+    ),
+    (Only(OFF, "entropy_coef is constant"), GRPO, &["use_adaptive_entropy"]),
+    (
+        Noted("it is a setting of use_adaptive_entropy"),
+        GRPO,
+        &["entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"],
+    ),
 ];
 
 /// Aliases of our flags, or of those in the table.
@@ -378,6 +455,8 @@ pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages
     flags.note_or_refuse(&given, messages);
     flags.translate_strategies(&given, settings, &mut messages.refusals);
     flags.translate_use_cpu(&given, settings, &mut messages.refusals);
+    flags.translate_rewards(&given, settings, &mut messages.refusals);
+    flags.translate_completions(&given, settings, &mut messages.refusals);
     flags.translate_sharding(&given, settings, messages);
 }
 
@@ -443,8 +522,10 @@ impl Flags<'_> {
 
     /// Sets `eval_steps` and `save_steps` by `eval_strategy` and `save_strategy`.
     fn translate_strategies(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let logging_steps = match (self.on_line("logging_steps"), in_file(settings, "logging_steps")) {
-            (false, Some(steps)) => steps.clone(),
+        let noted = given.iter().find(|given| given.flag == "logging_steps").map(Given::word);
+        let logging_steps = match (noted, self.on_line("logging_steps"), in_file(settings, "logging_steps")) {
+            (Some(steps), ..) => steps,
+            (None, false, Some(steps)) => steps.clone(),
             _ => {
                 let flag = self.flags.try_get_one::<usize>("logging_steps").ok().flatten();
                 flag.map_or_else(|| LOGGING_STEPS.to_string(), usize::to_string)
@@ -504,6 +585,62 @@ impl Flags<'_> {
         match self.path {
             Some(path) if given.line > 0 => format!("{}:{}: ", path.display(), given.line),
             _ => String::new(),
+        }
+    }
+
+    /// Returns true if our flag `name` is set.
+    fn is_set(&self, name: &str, settings: &[Setting]) -> bool {
+        self.on_line(name) || in_file(settings, name).is_some()
+    }
+
+    /// Sets `reward` by `reward_funcs`.
+    fn translate_rewards(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let Some(given) = given.iter().find(|given| given.flag == "reward_funcs" && !given.values.is_empty()) else {
+            return;
+        };
+        if self.is_set("reward", settings) {
+            self.refuse(given, "reward_funcs and reward are the same setting: give one of them", refusals);
+        } else {
+            let values = self.rewards(given, refusals);
+            settings.push(Setting::new("reward", values));
+        }
+    }
+
+    /// Returns the rewards that `reward_funcs` names, as values of `reward`.
+    fn rewards(&self, given: &Given, refusals: &mut Refusals) -> Vec<String> {
+        let is_path = |name: &&String| name.contains('.') && !name.contains([':', '=']);
+        for path in given.values.iter().filter(is_path) {
+            let message = format!(
+                "reward_funcs = {path}: a function of Python is not imported: call it in a program that reads JSON lines, and name the \
+                 program in reward_command"
+            );
+            self.refuse(given, &message, refusals);
+        }
+        let own = |name: &String| match name.as_str() {
+            // The numbers of TRL's scripts.
+            "get_soft_overlong_punishment" => format!("{name}:max_completion_len=1280,soft_punish_cache=256"),
+            _ => name.clone(),
+        };
+        given.values.iter().filter(|name| !is_path(name)).map(own).collect()
+    }
+
+    /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.
+    fn translate_completions(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let of = |flag: &str| given.iter().find(|given| given.flag == flag);
+        let Some(completions) = of("log_completions") else { return };
+        match completions.word().as_str() {
+            "true" | "1" | "yes" => {}
+            "false" | "0" | "no" | "none" => return,
+            other => {
+                let message = format!("log_completions = {other}: expected true or false");
+                return self.refuse(completions, &message, refusals);
+            }
+        }
+        let every = of("logging_steps").map_or(LOGGING_STEPS.to_string(), Given::word);
+        for (key, value) in [("print_answers", "true"), ("print_answers_interval", every.as_str())] {
+            if !self.is_set(key, settings) {
+                settings.push(Setting::new(key, vec![value.into()]));
+            }
         }
     }
 
@@ -594,14 +731,30 @@ mod tests {
         model_init_kwargs trust_remote_code chat_template_path disable_dropout dataset_num_proc eos_token \
         max_length pad_to_multiple_of center_rewards_coefficient activation_offloading pad_token";
 
+    /// Every field of `trl grpo` and `trl rloo`, with its default.
+    const GRPO_CONFIG: &str = include_str!("../../tests/golden/trl_configs/grpo.yaml");
+    const RLOO_CONFIG: &str = include_str!("../../tests/golden/trl_configs/rloo.yaml");
+
+    fn keys_of(yaml: &str) -> Vec<&str> {
+        yaml.lines().filter(|line| !line.starts_with('#')).filter_map(|line| Some(line.split_once(':')?.0)).collect()
+    }
+
     #[test]
     fn every_flag_of_trl_works_or_is_noted_or_is_refused_with_its_reason() {
         let rlhf = rlhf_command();
-        for (name, own) in [("ppo", OF_PPO), ("sft", OF_SFT), ("reward", OF_REWARD)] {
+        let of = |own: &'static str| SHARED.split_whitespace().chain(own.split_whitespace()).collect();
+        let (grpo, rloo) = (keys_of(GRPO_CONFIG), keys_of(RLOO_CONFIG));
+        let commands: [(&str, Vec<&str>); 5] =
+            [("ppo", of(OF_PPO)), ("sft", of(OF_SFT)), ("reward", of(OF_REWARD)), ("grpo", grpo), ("rloo", rloo)];
+        for (name, flags) in commands {
             let command = rlhf.find_subcommand(name).unwrap();
             let keys = Keys { top: vec![command], sections: Vec::new() };
             let (mut works, mut foreign) = (0, 0);
-            for flag in SHARED.split_whitespace().chain(own.split_whitespace()) {
+            for flag in flags {
+                if flag == "reward_funcs" {
+                    // Its values are those of `reward`.
+                    continue;
+                }
                 let arg = keys.flag(flag).unwrap_or_else(|| panic!("rlhf {name}: no {flag}"));
                 if !is_added(arg) {
                     works += 1;
@@ -666,6 +819,59 @@ mod tests {
               attn_implementation (it changes memory and speed only)"
             ]
         );
+    }
+
+    #[test]
+    fn the_whole_configuration_of_trl_is_a_file_of_its_command() {
+        for (name, text) in [("grpo", GRPO_CONFIG), ("rloo", RLOO_CONFIG)] {
+            let Task::Ppo(mut config) = with_file(text, &least(name)).unwrap() else { panic!() };
+            let Task::Ppo(mut plain) = parse_words(&least(name)).unwrap() else { panic!() };
+            // What differs from the defaults here is in the file.
+            assert_eq!((config.run.checkpoints.save_steps, config.run.gradient_checkpointing), (Some(500), true));
+            assert_eq!(config.run.dtype, rlhf::model::Dtype::Float32);
+            config.run = plain.run.clone();
+            (config.per_device_train_batch_size, plain.per_device_train_batch_size) = (None, None);
+            assert_eq!(config, plain, "{name}");
+        }
+    }
+
+    #[test]
+    fn settings_of_trls_grpo_trainer_become_ours() {
+        let words = ["grpo", "--dataset_name", "d", "--output_dir", "o"];
+        let text = "model_name_or_path: m\nreward_funcs: [json, 'length:9']\nreward_weights: [1.0, 0.5]\nscale_rewards: false\n\
+                    steps_per_generation: 4\nmax_steps: 20\nlog_completions: true\nlogging_steps: 5\nuse_vllm: true\n\
+                    vllm_mode: colocate\nloss_type: dr_grpo\ngeneration_kwargs: {}\neval_strategy: steps\n";
+        let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
+        assert_eq!(
+            (&config.rewards.reward[..], &config.rewards.reward_weights[..]),
+            (&["json".to_string(), "length:9".into()][..], &["1.0".to_string(), "0.5".into()][..])
+        );
+        assert_eq!(config.advantage.scale_rewards, rlhf::settings::ScaleRewards::None);
+        assert_eq!((config.trial.print_answers, config.trial.print_answers_interval), (true, 5));
+        assert_eq!((config.eval.eval_steps, config.plan(100).unwrap().batch_size), (Some(5), 32));
+        assert_eq!(config.generation.max_steps, Some(20));
+        let funcs =
+            [&least("rloo")[..], &["--reward_funcs", "json", "length:9", "--reward_weights", "1", "0.5"]].concat();
+        let Task::Ppo(config) = parse_words(&funcs).unwrap() else { panic!() };
+        assert_eq!((config.rewards.reward.len(), config.rewards.reward_weights.len()), (2, 2));
+        for (words, message) in [
+            (
+                &["--reward_funcs", "my_lib.rewards.custom"][..],
+                "reward_funcs = my_lib.rewards.custom: a function of Python",
+            ),
+            (&["--reward_funcs", "json", "--reward", "json"], "reward_funcs and reward are the same setting"),
+            (
+                &["--use_adaptive_entropy"],
+                "use_adaptive_entropy = true: entropy_coef is constant; expected none or false",
+            ),
+            (&["--shuffle_dataset", "false"], "shuffle_dataset = false: prompts are drawn in a random order"),
+            (&["--generation_batch_size", "10"], "generation_batch_size = 10 responses are not a multiple of the 8"),
+            (&["--num_generations", "1"], "num_generations = 1: expected at least 2"),
+            (&["--log_completions", "maybe"], "log_completions = maybe: expected true or false"),
+        ] {
+            let error = parse_words(&[&least("grpo")[..], words].concat()).unwrap_err();
+            assert!(error.starts_with(message), "{error}");
+        }
     }
 
     #[test]

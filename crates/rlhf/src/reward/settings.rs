@@ -30,8 +30,9 @@ pub struct RewardSourcesConfig {
     #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<String>)]
     #[serde(serialize_with = "address_without_query")]
     pub reward_url: std::option::Option<String>,
-    /// Weights of the rewards in their sum: NAME=X, separated by commas, or X for all [default: 1].
-    #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
+    /// Weights of the rewards in their sum: NAME=X, separated by commas; X for all; or one X for each reward, in the order model,
+    /// command, url, `reward` [default: 1].
+    #[arg(long, help_heading = REWARDS, value_delimiter = ',', num_args = 1..)]
     pub reward_weights: Vec<String>,
     /// Normalize a reward's scores: NAME=std divides by their running standard deviation, NAME=mean_std subtracts their running
     /// mean first.

@@ -202,8 +202,8 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
     Ok((name.to_string(), kind, about))
 }
 
-/// Parses entries `NAME=VALUE`, or `VALUE` for all rewards; returns the values in the order of `names`. The last entry for a
-/// name counts.
+/// Parses entries `NAME=VALUE`, `VALUE` for all rewards, or as many values as there are rewards, in their order; returns the values in
+/// the order of `names`. The last entry for a name counts.
 fn by_name<T: Copy>(
     flag: &str,
     entries: &[String],
@@ -212,18 +212,32 @@ fn by_name<T: Copy>(
     parse: impl Fn(&str) -> Option<T>,
 ) -> Result<Vec<Option<T>>> {
     let mut found = vec![None; names.len()];
-    for entry in entries {
+    // TRL's list of weights.
+    let by_position = entries.len() > 1 && entries.iter().all(|entry| !entry.contains('='));
+    if by_position && entries.len() != names.len() {
+        return usage(format!(
+            "{flag} = {}: expected one value for each reward, of which there are {}: {}",
+            entries.join(","),
+            names.len(),
+            names.join(", ")
+        ));
+    }
+    for (at, entry) in entries.iter().enumerate() {
         let (name, value) =
             entry.split_once('=').map_or((None, entry.as_str()), |(name, value)| (Some(name.trim()), value));
         let Some(value) = parse(value.trim()) else {
             return usage(format!("{flag} = {entry}: expected NAME=VALUE with {expected}"));
         };
-        let mut places = (0..names.len()).filter(|&at| name.is_none_or(|name| name == names[at])).peekable();
+        let is_meant = |place: &usize| match name {
+            Some(name) => name == names[*place],
+            None => !by_position || *place == at,
+        };
+        let mut places = (0..names.len()).filter(is_meant).peekable();
         if places.peek().is_none() {
             let known = if names.is_empty() { "none".to_string() } else { names.join(", ") };
             return usage(format!("{flag} = {entry}: expected the name of a reward, of which there are: {known}"));
         }
-        places.for_each(|at| found[at] = Some(value));
+        places.for_each(|place| found[place] = Some(value));
     }
     Ok(found)
 }
@@ -363,6 +377,9 @@ mod tests {
             if path.to_str() == Some("other") && label == "POSITIVE"));
         assert_eq!((specs[4].shaping.clip, specs[5].shaping.scale), (Some(5.0), 3.0));
         assert_eq!(specs[1].shaping.normalize, Normalize::Std, "the last one counts");
+        config.reward_weights = texts(&["1", "2", "3", "-4", "5", "0.5"]);
+        let weights = super::specs(of(&config)).unwrap().into_iter().map(|spec| spec.shaping.weight);
+        assert_eq!(weights.collect::<Vec<_>>(), [1.0, 2.0, 3.0, -4.0, 5.0, 0.5]);
         let cards = specs[..2].iter().map(|spec| spec.about.as_str());
         assert_eq!(Vec::from_iter(cards), ["a program", "a service"], "the model card has no secrets");
     }
@@ -381,6 +398,11 @@ mod tests {
             (&["json"], &["x=1"], "reward_weights = x=1: expected the name of a reward, of which there are: json"),
             (&["json"], &["json=much"], "reward_weights = json=much: expected NAME=VALUE with a number"),
             (&[], &["1"], "reward_weights = 1: expected the name of a reward, of which there are: none"),
+            (
+                &["json", "length:9"],
+                &["1", "2", "3"],
+                "reward_weights = 1,2,3: expected one value for each reward, of which there are 2: json, length",
+            ),
             (&["length:x"], &[], "reward = length:x: expected a length above 0"),
         ] {
             let config = config(|c| (c.reward, c.reward_weights) = (texts(rewards), texts(weights)));

@@ -345,13 +345,12 @@ fn nearest_divisors(batch_size: usize, parts: usize) -> String {
 impl GenerationBatchesConfig {
     /// Refuses the sizes that only the presets `grpo` and `rloo` have.
     fn refuse_sizes_of_groups(&self) -> Result<()> {
-        let why = "without preset = grpo or rloo";
-        for (name, found) in [
-            ("generation_batch_size", self.generation_batch_size),
-            ("steps_per_generation", self.steps_per_generation),
-            ("max_steps", self.max_steps),
+        for (name, found, ours) in [
+            ("generation_batch_size", self.generation_batch_size, "train_batch_size is the size of an update"),
+            ("steps_per_generation", self.steps_per_generation, "num_mini_batches divides an update"),
+            ("max_steps", self.max_steps, "total_episodes is the length of the run"),
         ] {
-            found.map_or(Ok(()), |found| no_effect(name, found, why))?;
+            found.map_or(Ok(()), |found| no_effect(name, found, &format!("without preset = grpo or rloo: {ours}")))?;
         }
         Ok(())
     }

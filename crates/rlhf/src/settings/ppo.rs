@@ -59,7 +59,7 @@ pub struct PpoConfig {
     pub model_revision: String,
     /// Reward model, a sequence classifier: a folder or a hub name. If its tokenizer is not the policy's, it reads decoded text.
     #[arg(
-        long, alias = "reward_model", help_heading = MODELS, default_value = NONE,
+        long, aliases = ["reward_model", "reward_model_name_or_path"], help_heading = MODELS, default_value = NONE,
         value_parser = optional::<PathBuf>
     )]
     pub reward_model_path: std::option::Option<PathBuf>,

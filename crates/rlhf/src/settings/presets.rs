@@ -67,10 +67,18 @@ impl Preset {
         matches!(self, Self::Grpo | Self::Rloo)
     }
 
+    /// Returns the command of `rlhf` that has this preset as its own; `ppo` has the others by `--preset`.
+    pub fn command(self) -> &'static str {
+        match self {
+            Self::Grpo => "grpo",
+            Self::Rloo => "rloo",
+            Self::Trl | Self::TrlPpov2 | Self::TrlLegacy | Self::DeepspeedChat => "ppo",
+        }
+    }
+
     fn others(self) -> &'static [(&'static str, &'static str)] {
         match self {
-            Self::Grpo | Self::Rloo => &[],
-            Self::Trl | Self::TrlPpov2 => &[],
+            Self::Grpo | Self::Rloo | Self::Trl | Self::TrlPpov2 => &[],
             Self::TrlLegacy => &[
                 ("value_head", "true"),
                 ("raw_logprobs", "true"),

@@ -250,7 +250,7 @@ pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
     trainer.train().map(drop)
 }
 
-/// Name of the command in checkpoints.
+/// Name of the command in checkpoints, with every preset.
 const COMMAND: &str = "ppo";
 
 /// Loaded parts of a run; all models are on one device.

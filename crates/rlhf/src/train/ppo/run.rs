@@ -163,7 +163,12 @@ impl PpoTrainer {
             ));
         }
         console.title(
-            &format!("rlhf ppo: {} into {}", config.sft_model_path.display(), config.run.output_dir.display()),
+            &format!(
+                "rlhf {}: {} into {}",
+                config.preset.command(),
+                config.sft_model_path.display(),
+                config.run.output_dir.display()
+            ),
             &self.facts(),
         );
         for model in self.rewards.models().filter(|model| model.reads_text()) {

@@ -1,7 +1,7 @@
 //! Saves the models of a PPO run.
 
 use super::super::trained_share;
-use super::{CARD_METRICS, COMMAND, PpoTrainer, VALUE_MODEL};
+use super::{CARD_METRICS, PpoTrainer, VALUE_MODEL};
 use crate::Result;
 use crate::rl::ema::EMA;
 use crate::run::card::Card;
@@ -39,7 +39,8 @@ impl PpoTrainer {
             facts.extend(self.last_metrics.get(name).map(|value| (name, format!("{value:.decimals$}"))));
         }
         let (base_model, is_adapter) = (Some(self.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
-        Card { command: COMMAND, base_model, is_adapter, facts: &facts }.write(dir)
+        let command = self.config.preset.command();
+        Card { command, base_model, is_adapter, facts: &facts }.write(dir)
     }
 
     /// Writes the moving average of the policy, if there is one, as the policy is written.

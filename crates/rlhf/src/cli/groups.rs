@@ -1,0 +1,213 @@
+//! `rlhf grpo` and `rlhf rloo`: the flags of `rlhf ppo` with the defaults of a preset, and the names of TRL's `trl grpo` and `trl rloo`.
+//!
+//! `model_name_or_path` is the model to train there, as in TRL. A resolved configuration has `sft_model_path` too; then
+//! `model_name_or_path` is the model of the tokenizer, as for `rlhf ppo`.
+
+use clap::builder::{OsStr, Resettable};
+use clap::{ArgMatches, Command};
+use rlhf::flag;
+use rlhf::settings::{PpoConfig, Preset};
+
+use super::args::on_line;
+use super::setting::Setting;
+
+/// The presets that are commands.
+pub(super) const PRESETS: [Preset; 2] = [Preset::Grpo, Preset::Rloo];
+
+/// TRL's names of flags.
+const NAMES: [(&str, &str); 7] = [
+    ("response_length", "max_completion_length"),
+    ("kl_coef", "beta"),
+    ("cliprange", "epsilon"),
+    ("cliprange_high", "epsilon_high"),
+    ("dual_clip", "delta"),
+    ("num_ppo_epochs", "num_iterations"),
+    ("reward_model_path", "reward_model_name_or_path"),
+];
+
+const MODEL: &str = "model_name_or_path";
+const POLICY: &str = "sft_model_path";
+
+/// Returns the command of `preset`: the flags of `rlhf ppo` with the preset's defaults.
+pub(super) fn command(preset: Preset) -> Command {
+    let (name, own) = (preset.command(), preset.settings());
+    let only = move |text: &str| if text == name { Ok(preset) } else { Err(format!("expected {name}")) };
+    flag::command::<PpoConfig>(name).mut_args(|arg| {
+        let id = arg.get_id().as_str().to_string();
+        let of_preset = own.iter().find(|(key, _)| *key == id);
+        let arg = if let Some((_, value)) = of_preset { arg.default_value(value) } else { arg };
+        match (id.as_str(), NAMES.iter().find(|(ours, _)| *ours == id)) {
+            ("preset", _) => arg.hide(true).default_value(name).value_parser(only),
+            (POLICY, _) => arg.required(false).hide(true).default_value("."),
+            (MODEL, _) => arg.required(true).default_value(Resettable::<OsStr>::Reset).help(
+                "Causal language model to train, the policy: a folder or a hub name. A frozen copy of it is the reference model, if \
+                 kl_coef is not 0",
+            ),
+            (_, Some((_, theirs))) => {
+                let help = arg.get_help().map_or(String::new(), ToString::to_string);
+                arg.help(format!("{}. In TRL: --{theirs}", help.trim_end_matches('.')))
+            }
+            _ => arg,
+        }
+    })
+}
+
+/// Returns true for the commands of [`PRESETS`].
+pub(super) fn has(command: &str) -> bool {
+    PRESETS.iter().any(|preset| preset.command() == command)
+}
+
+/// Returns the defaults of `rlhf ppo` for the settings of `preset`, which the preset replaces.
+pub(super) fn without_preset(rlhf: &Command, preset: Preset) -> Vec<Setting> {
+    let ppo = rlhf.find_subcommand("ppo").expect("it is a command");
+    let of = |key: &str| {
+        let arg = ppo.get_arguments().find(|arg| arg.get_id() == key).expect("it is a flag");
+        let values = arg.get_default_values().iter().filter_map(|value| value.to_str());
+        Setting::new(key, values.map(String::from).collect())
+    };
+    preset.settings().into_iter().map(|(key, _)| of(key)).collect()
+}
+
+/// Sets the model to train where one of its two names is set.
+pub(super) fn translate(flags: &ArgMatches, settings: &mut Vec<Setting>) {
+    let in_line = |key: &str| {
+        let words = flags.get_raw(key).filter(|_| on_line(flags, key))?;
+        words.last().map(|word| word.to_string_lossy().into_owned())
+    };
+    let in_file = |key: &str| {
+        let setting = settings.iter().rev().find(|setting| setting.key == key)?;
+        setting.values.first().cloned()
+    };
+    let given = |word: Option<String>| word.filter(|word| !["none", "null"].contains(&&*word.to_ascii_lowercase()));
+    let [model, policy] = [MODEL, POLICY].map(|key| (given(in_line(key)), given(in_file(key))));
+    match (model, policy) {
+        // The flag is the model to train, whatever the file has.
+        ((Some(model), _), (None, _)) | ((None, Some(model)), (None, None)) => {
+            settings.push(Setting::new(POLICY, vec![model]));
+        }
+        ((None, None), (policy, of_file)) => {
+            settings.extend(policy.or(of_file).map(|policy| Setting::new(MODEL, vec![policy])));
+        }
+        _ => {}
+    }
+}
+
+/// Returns the settings that are parsed: the tokenizer is the policy's, unless `model_name_or_path` is another model.
+pub(super) fn config(mut config: PpoConfig) -> PpoConfig {
+    config.model_name_or_path = config.model_name_or_path.filter(|model| *model != config.sft_model_path);
+    config
+}
+
+#[cfg(test)]
+mod tests {
+    use rlhf::settings::{self, LossType};
+
+    use super::*;
+    use crate::cli::Task;
+    use crate::cli::testing::{least, parse_words, parsed, with_file};
+
+    #[track_caller]
+    fn read(command: &str, words: &[&str]) -> PpoConfig {
+        match parse_words(&[&least(command)[..], words].concat()).unwrap() {
+            Task::Ppo(config) => config,
+            task => panic!("not ppo: {task:?}"),
+        }
+    }
+
+    #[test]
+    fn the_commands_are_ppo_with_their_presets() {
+        for preset in PRESETS {
+            let expected = PpoConfig { reward_model_path: None, ..PpoConfig::with_preset(preset, "m", "", "d", "o") };
+            assert_eq!(read(preset.command(), &[]), expected);
+            let words = ["ppo", "--preset", preset.command(), "--sft_model_path", "m", "--dataset_name", "d"];
+            let Task::Ppo(same) = parse_words(&[&words[..], &["--output_dir", "o"]].concat()).unwrap() else {
+                panic!()
+            };
+            assert_eq!(same, expected);
+            let error = parse_words(&[&least(preset.command())[..], &["--preset", "trl"]].concat()).unwrap_err();
+            assert!(error.contains(&format!("expected {}", preset.command())), "{error}");
+            let error = parse_words(&[preset.command(), "--output_dir", "o"]).unwrap_err();
+            assert_eq!(
+                error,
+                "the following required arguments were not provided: --model_name_or_path <PATH>, --dataset_name <PATH>..."
+            );
+        }
+    }
+
+    #[test]
+    fn names_of_trl_are_names_of_the_same_settings() {
+        let config = read(
+            "grpo",
+            &[
+                "--max_completion_length",
+                "7",
+                "--beta",
+                "0.1",
+                "--epsilon",
+                "0.3",
+                "--epsilon_high",
+                "0.4",
+                "--delta",
+                "2",
+            ],
+        );
+        assert_eq!((config.response_length, config.kl.kl_coef, config.cliprange), (7, 0.1, 0.3));
+        assert_eq!((config.loss.cliprange_high, config.loss.dual_clip), (Some(0.4), Some(2.0)));
+        let config = read("rloo", &["--num_iterations", "2", "--reward_model_name_or_path", "judge", "--beta", "0"]);
+        assert_eq!(
+            (config.num_ppo_epochs, config.reward_model_path, config.kl.kl_coef),
+            (2, Some("judge".into()), 0.0)
+        );
+        let all: Vec<&str> = NAMES.iter().map(|(_, theirs)| *theirs).collect();
+        for preset in PRESETS {
+            let command = command(preset);
+            for name in &all {
+                let has = |arg: &clap::Arg| arg.get_all_aliases().is_some_and(|aliases| aliases.contains(name));
+                assert!(command.get_arguments().any(has), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_model_is_that_of_model_name_or_path_unless_the_file_is_of_a_run() {
+        let others = ["grpo", "--dataset_name", "d", "--output_dir", "o"];
+        let models = |text: &str, words: &[&str]| {
+            let Task::Ppo(config) = with_file(text, &[&others[..], words].concat()).unwrap() else { panic!() };
+            (config.sft_model_path.display().to_string(), config.model_name_or_path)
+        };
+        assert_eq!(models("model_name_or_path: m\n", &[]), ("m".into(), None));
+        assert_eq!(models("model_name_or_path: null\nsft_model_path: m\n", &[]), ("m".into(), None));
+        assert_eq!(models("model_name_or_path: t\nsft_model_path: m\n", &[]), ("m".into(), Some("t".into())));
+        let words = ["--model_name_or_path", "n"];
+        assert_eq!(models("model_name_or_path: null\nsft_model_path: m\n", &words), ("n".into(), None));
+        assert_eq!(models("model_name_or_path: m\n", &words), ("n".into(), None));
+        assert_eq!(models("seed: 1\n", &["--sft_model_path", "m"]), ("m".into(), None));
+        assert_eq!(models("seed: 1\n", &["--sft_model_path", "m", "--model_name_or_path", "t"]).1, Some("t".into()));
+    }
+
+    #[test]
+    fn a_resolved_configuration_is_read_back_by_its_command_and_by_ppo() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.yaml");
+        for (preset, tokenizer) in [(Preset::Grpo, None), (Preset::Rloo, Some("t".into()))] {
+            let config =
+                PpoConfig { model_name_or_path: tokenizer, ..PpoConfig::with_preset(preset, "m", "r", "d", "o") };
+            settings::write_resolved(&config, &path).unwrap();
+            for command in [preset.command(), "ppo"] {
+                let task = parse_words(&[command, "--config", path.to_str().unwrap()]).unwrap();
+                assert_eq!(task, Task::Ppo(config.clone()));
+            }
+        }
+    }
+
+    #[test]
+    fn a_default_of_the_preset_that_a_flag_makes_meaningless_is_left_out() {
+        let found = parsed(&[&least("grpo")[..], &["--stop_token_id", "3"]].concat()).unwrap();
+        let Task::Ppo(config) = found.task else { panic!() };
+        assert_eq!((config.stop_token, config.stop_token_id), (None, Some(3)));
+        assert!(found.notes[0].starts_with("`stop_token` of the preset is left out: "), "{:?}", found.notes);
+        // A null of the file is the default of `rlhf ppo`.
+        let Task::Ppo(config) = with_file("loss_type: null\n", &least("grpo")).unwrap() else { panic!() };
+        assert_eq!(config.loss.loss_type, LossType::Bnpo);
+    }
+}

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Writes every field of TRL's `trl grpo` and `trl rloo` with its default, as a file for --config.
+
+    python make_trl_configs.py          # needs trl 1.11.0; writes trl_configs/{grpo,rloo}.yaml
+
+The fields are those of the four dataclasses that each script parses. Tests check that `rlhf grpo` and `rlhf rloo` accept each file as
+it is, and know each key.
+"""
+import dataclasses
+import enum
+import json
+from pathlib import Path
+
+from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig
+from trl.scripts.grpo import GRPOScriptArguments
+from trl.scripts.rloo import RLOOScriptArguments
+
+OUT = Path(__file__).parent / "trl_configs"
+
+
+def default(field):
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        value = None
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def main():
+    OUT.mkdir(exist_ok=True)
+    for name, script, config in [
+        ("grpo", GRPOScriptArguments, GRPOConfig),
+        ("rloo", RLOOScriptArguments, RLOOConfig),
+    ]:
+        lines = [f"# Every field of `trl {name}`, trl 1.11.0, with its default; written by make_trl_configs.py."]
+        seen = set()
+        for cls in [script, config, ModelConfig, DatasetMixtureConfig]:
+            for field in dataclasses.fields(cls):
+                if field.init and field.name not in seen:
+                    seen.add(field.name)
+                    lines.append(f"{field.name}: {json.dumps(default(field))}")
+        (OUT / f"{name}.yaml").write_text("\n".join(lines) + "\n")
+
+
+main()
