@@ -347,3 +347,115 @@ pub(crate) fn whiten_rows(advantages: &Tensor, rows: &[usize], mask: &Tensor) ->
     let theirs = mask.zeros_like().index_copy(0, &index, &mask.index_select(0, &index));
     math::whiten(advantages, &theirs, true)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rl::experience::tests::experience;
+    use tch::Kind;
+
+    const NONE: f64 = f64::NAN;
+
+    /// Advantages of rows with one token each and these scores, in groups of three.
+    fn of_groups(scores: &[f64], advantage: Advantage) -> Vec<f64> {
+        let e = experience(&vec![1; scores.len()], 3, scores);
+        let (advantages, returns) = advantage.estimate(&e, &e.scores.unsqueeze(1));
+        assert_eq!(returns.abs().sum(Kind::Double).double_value(&[]), 0.0, "there is no critic");
+        math::numbers(&advantages)
+    }
+
+    #[track_caller]
+    fn assert_near(found: &[f64], expected: &[f64]) {
+        let near = found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 2e-6);
+        assert!(found.len() == expected.len() && near, "{found:?} is not {expected:?}");
+    }
+
+    /// A whole group, one with an unscored row and equal scores, and one with a single scored row.
+    const SCORES: [f64; 9] = [1.0, 2.0, 4.0, 3.0, 3.0, NONE, 5.0, NONE, NONE];
+
+    // The expected numbers of these tests are from the formulas of docs/algorithm.md in numpy, with nanmean and nanstd(ddof=1).
+
+    #[test]
+    fn rloo_compares_each_response_with_the_mean_of_the_others() {
+        let rloo = |normalize| Advantage::Group {
+            baseline: Baseline::LeaveOneOut,
+            scale: ScaleRewards::None,
+            normalize,
+            each_reward: false,
+        };
+        // 1 - (2 + 4) / 2 = -2.
+        assert_near(&of_groups(&SCORES, rloo(false)), &[-2.0, -0.5, 2.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+        // Mean 0 and deviation 1.62019 of the five rows that can be compared; the others count in neither.
+        let expected = [-1.234_350_6, -0.308_587_7, 1.542_938_3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+        assert_near(&of_groups(&SCORES, rloo(true)), &expected);
+    }
+
+    #[test]
+    fn grpo_divides_by_the_deviation_of_the_group_of_the_batch_or_by_none() {
+        for (scale, expected) in [
+            (ScaleRewards::Group, [-0.872_814_4, -0.218_203_6, 1.091_018]),
+            (ScaleRewards::Batch, [-0.942_742_4, -0.235_685_6, 1.178_428]),
+            (ScaleRewards::None, [-4.0 / 3.0, -1.0 / 3.0, 5.0 / 3.0]),
+        ] {
+            let grpo = Advantage::Group { baseline: Baseline::Mean, scale, normalize: false, each_reward: false };
+            assert_near(&of_groups(&SCORES, grpo), &[&expected[..], &[0.0; 6]].concat());
+        }
+    }
+
+    #[test]
+    fn rewards_that_are_normalized_one_by_one_are_summed_with_their_weights() {
+        let mut e = experience(&[1; 9], 3, &[1.0, 4.0, 5.0, 0.0, 1.0, NONE, 3.0, NONE, NONE]);
+        let first = vec![1.0, 2.0, 4.0, 0.0, 1.0, NONE, 3.0, NONE, NONE];
+        let second = vec![0.0, 4.0, 2.0, NONE, NONE, NONE, NONE, NONE, NONE];
+        e.rewards = Some(vec![(1.0, first), (0.5, second)]);
+        let advantage = Advantage::Group {
+            baseline: Baseline::Mean,
+            scale: ScaleRewards::Group,
+            normalize: false,
+            each_reward: true,
+        };
+        let (found, _) = advantage.estimate(&e, &e.scores.unsqueeze(1));
+        // Sums -1.3727894, 0.2817714, 1.091018, -0.7070068, 0.7070068 and 0, of the row alone in its group.
+        let expected = [-1.505_944_3, 0.309_102, 1.196_842_2, -0.775_583_5, 0.775_583_5, 0.0, 0.0, 0.0, 0.0];
+        assert_near(&math::numbers(&found), &expected);
+    }
+
+    /// Advantages by returns with gamma 0.9 of two rows, of three and two tokens, whose rewards include scores of 1.5 and -0.5.
+    fn by_returns(baseline: ScoreBaseline, baselines: Option<&[f32]>) -> Vec<f64> {
+        let mut e = experience(&[3, 2], 2, &[1.5, -0.5]);
+        e.baselines = baselines.map(Tensor::from_slice);
+        let rewards = Tensor::from_slice(&[-0.1f32, 0.2, 1.0, 0.3, -1.0, 0.0]).view([2, 3]);
+        math::numbers(&Advantage::Returns { gamma: 0.9, baseline }.estimate(&e, &rewards).0)
+    }
+
+    #[test]
+    fn returns_are_taken_less_a_baseline_of_the_score() {
+        // 1, 0.2 + 0.9 * 1 = 1.1, -0.1 + 0.9 * 1.1 = 0.89.
+        let reinforce = [0.89, 1.1, 1.0, -0.6, -1.0, 0.0];
+        assert_near(&by_returns(ScoreBaseline::Zero, None), &reinforce);
+        // The mean score of the group is 0.5, and it is subtracted where the score is.
+        let less = [0.485, 0.65, 0.5, -1.05, -1.5, 0.0];
+        assert_near(&by_returns(ScoreBaseline::GroupMean, None), &less);
+        assert_near(&by_returns(ScoreBaseline::Greedy, Some(&[0.5, 0.5])), &less);
+        assert_near(&by_returns(ScoreBaseline::Greedy, Some(&[f32::NAN; 2])), &reinforce);
+    }
+
+    #[test]
+    fn the_policys_lambda_changes_its_advantages_and_not_the_returns() {
+        let mut e = experience(&[3, 2], 1, &[0.0; 2]);
+        e.values = Tensor::from_slice(&[0.5f32, 0.25, -0.5, 0.3, 0.1, 0.0]).view([2, 3]);
+        let rewards = Tensor::from_slice(&[0.1f32, 0.0, 1.0, -0.2, 0.4, 0.0]).view([2, 3]);
+        for (lam_policy, expected) in [
+            (None, [0.323_037_5, 0.5825, 1.5, -0.1535, 0.3, 0.0]),
+            (Some(PolicyLambda::Fixed(0.5)), [-0.186_25, -0.025, 1.5, -0.275, 0.3, 0.0]),
+            // 1 - 1 / (0.8 * 3) = 0.58333, and 1 - 1 / (0.8 * 2) = 0.375.
+            (Some(PolicyLambda::OfLength { alpha: 0.8 }), [-0.129_062_5, 0.0875, 1.5, -0.308_75, 0.3, 0.0]),
+            // 1 - 1 / (0.4 * 3) = 0.16667, and 1 - 1 / (0.4 * 2) = -0.25, so 0.
+            (Some(PolicyLambda::OfLength { alpha: 0.4 }), [-0.246_25, -0.475, 1.5, -0.41, 0.3, 0.0]),
+        ] {
+            let (advantages, returns) = Advantage::Gae { gamma: 0.9, lam: 0.95, lam_policy }.estimate(&e, &rewards);
+            assert_near(&math::numbers(&advantages), &expected);
+            assert_near(&math::numbers(&returns), &[0.823_037_5, 0.8325, 1.0, 0.1465, 0.4, 0.0]);
+        }
+    }
+}

@@ -205,3 +205,39 @@ pub(crate) fn from_slots(x: &Tensor, counts: &[i64], rows: &[usize]) -> Tensor {
 pub(crate) fn row_index(rows: &[usize], like: &Tensor) -> Tensor {
     Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>()).to_device(like.device())
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::rl::math::ScorePosition;
+    use tch::Device;
+
+    /// An experience of responses of these lengths, in groups of `size` rows, with these scores, of which NaN is none; log-probabilities
+    /// and values are 0, and there is a value for each token.
+    pub(crate) fn experience(lengths: &[i64], size: usize, scores: &[f64]) -> Experience {
+        let (rows, width) = (lengths.len(), lengths.iter().copied().max().unwrap());
+        let mask = || math::response_mask(lengths, width, Device::Cpu);
+        let value = || math::value_mask(lengths, width, ScorePosition::LastToken, Device::Cpu);
+        let zeros = || Tensor::zeros([rows as i64, width], (Kind::Float, Device::Cpu));
+        let known: Vec<f32> = scores.iter().map(|x| if x.is_nan() { 0.0 } else { *x as f32 }).collect();
+        Experience {
+            prompts: vec![vec![1, 2]; rows],
+            responses: lengths.iter().map(|&length| vec![3; length as usize]).collect(),
+            groups: (0..rows).map(|row| row / size).collect(),
+            counted: lengths.to_vec(),
+            value_counts: lengths.to_vec(),
+            masks: Masks { response: mask(), loss: mask(), value: value(), value_loss: value() },
+            logprobs: zeros(),
+            ref_logprobs: None,
+            full_kl: None,
+            reference: None,
+            values: zeros(),
+            scores: Tensor::from_slice(&known),
+            unscored: (0..rows).filter(|&row| scores[row].is_nan()).collect(),
+            rewards: None,
+            baselines: None,
+            token_scores: None,
+            sets: None,
+        }
+    }
+}

@@ -3,7 +3,8 @@
 use crate::flag::{
     NONE, PPO, Refusals, above_zero, at_least_one, defaults, expect, no_effect, optional, usage, zero_or_more,
 };
-use crate::generate::Response;
+use crate::generate::{FinishReason, Response};
+use crate::metrics::Metrics;
 use crate::rl::math;
 use crate::{Error, Result};
 use clap::Args;
@@ -148,6 +149,29 @@ impl EqualGroups {
     }
 }
 
+/// The rows whose response did not stop.
+pub fn truncated(responses: &[Response]) -> Vec<usize> {
+    let rows = responses.iter().enumerate().filter(|(_, response)| response.finish != FinishReason::Stop);
+    rows.map(|(row, _)| row).collect()
+}
+
+/// Adds the lengths of responses and the share of them that did not stop, as TRL's GRPOTrainer and RLOOTrainer log them.
+/// `docs/algorithm.md` defines each.
+pub fn push_completion_metrics(m: &mut Metrics, responses: &[Response]) {
+    let lengths = |stopped: bool| -> Vec<f64> {
+        let all = responses.iter().filter(|response| !stopped || response.finish == FinishReason::Stop);
+        all.map(|response| response.tokens.len() as f64).collect()
+    };
+    for (kind, lengths) in [("", lengths(false)), ("terminated_", lengths(true))] {
+        let count = lengths.len().max(1) as f64;
+        let least = lengths.iter().copied().fold(f64::INFINITY, f64::min);
+        m.push(format!("completions/mean_{kind}length"), lengths.iter().sum::<f64>() / count);
+        m.push(format!("completions/min_{kind}length"), if least.is_finite() { least } else { 0.0 });
+        m.push(format!("completions/max_{kind}length"), lengths.iter().copied().fold(0.0, f64::max));
+    }
+    m.push("completions/clipped_ratio", truncated(responses).len() as f64 / responses.len() as f64);
+}
+
 /// Checks that `rows` responses are whole groups of `size`.
 ///
 /// # Errors
@@ -169,7 +193,6 @@ pub(crate) fn check_whole(name: &str, rows: usize, size: usize) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::generate::FinishReason;
 
     #[test]
     fn groups_of_equal_scores_or_of_means_outside_the_range_are_left_out() {

@@ -289,6 +289,23 @@ impl Learner {
         rates: impl Into<StepRates>,
         plan: &EpochPlan,
     ) -> Result<Vec<StepStats>> {
+        self.optimise_with(experience, targets, orders, rates, plan, |_, _| Ok(()))
+    }
+
+    /// [`Learner::optimise`], with a call of `after_step` after each optimizer step of the policy: with the policy, and the number of
+    /// its steps in the run.
+    ///
+    /// # Errors
+    /// As [`Learner::optimise`]; the error of `after_step`.
+    pub fn optimise_with(
+        &mut self,
+        experience: &Experience,
+        targets: &Targets,
+        orders: &[Vec<usize>],
+        rates: impl Into<StepRates>,
+        plan: &EpochPlan,
+        mut after_step: impl FnMut(&CausalLm, usize) -> Result<()>,
+    ) -> Result<Vec<StepStats>> {
         let rates = rates.into();
         let (mut steps, mut done) = (Vec::new(), 0);
         for order in orders {
@@ -307,7 +324,11 @@ impl Learner {
                     if trains_policy {
                         self.mix_texts(mini_batch.len(), plan.micro_batch_size, last)?;
                     }
+                    let before = self.policy_optimizer.steps();
                     self.step_of_parts(&mut parts, rates)?;
+                    if self.policy_optimizer.steps() > before {
+                        after_step(&self.policy, before as usize + 1)?;
+                    }
                 }
                 steps.extend(parts);
             }

@@ -108,8 +108,10 @@ pub(crate) struct MicroBatch {
     /// Weight of each token in the sums, where the aggregation is by responses.
     token_weights: Option<Tensor>,
     sequence: Option<Sequence>,
-    /// 1 at the tokens that the policy's objective trains, else 0; `None` where it trains all.
+    /// Weights of the tokens in the policy's objective: 1 where it trains them, else 0; `None` where it trains all.
     gate: Option<Tensor>,
+    /// 1 at the tokens in the entropy bonus, else 0; `None` where all are.
+    high_entropy: Option<Tensor>,
 }
 
 /// Numbers of the response of each token, `[M]` f32.
@@ -137,13 +139,21 @@ impl MicroBatch {
         let of_values = |x: &Tensor| from_slots(x, &value_counts, rows);
         let counts = of_tokens(&e.masks.loss);
         let rows_of = Rows::new(&lengths, &counts);
+        let old_logprobs = of_tokens(&e.logprobs);
         let by_response = matches!(settings.aggregation, LossAggregation::Responses);
+        // On the policy that sampled every ratio is 1, but the gradient of a product is that of all its factors.
+        let product = settings.on_policy && settings.importance == ImportanceLevel::SequenceProduct;
+        let sequence = product.then(|| Sequence {
+            ratio: old_logprobs.ones_like(),
+            spread: rows_of.at_tokens(&rows_of.counts),
+            kl: None,
+        });
         Self {
             sequences: rows.iter().map(|&row| e.sequence(row)).collect(),
             token_spans: rows.iter().map(|&row| e.token_span(row)).collect(),
             value_spans: rows.iter().map(|&row| e.value_span(row)).collect(),
             sets: e.sets_of(rows.iter().copied()),
-            old_logprobs: of_tokens(&e.logprobs),
+            old_logprobs,
             ref_logprobs: settings.kl_in_loss.and(e.ref_logprobs.as_ref()).map(of_tokens),
             advantages: of_tokens(advantages),
             old_values: of_values(&e.values),
@@ -152,8 +162,9 @@ impl MicroBatch {
             token_weights: by_response.then(|| rows_of.at_tokens(&rows_of.counts.clamp_min(1.0).reciprocal())),
             counts,
             rows: rows_of,
-            sequence: None,
+            sequence,
             gate: None,
+            high_entropy: None,
         }
     }
 
@@ -205,7 +216,8 @@ impl MicroBatch {
         };
         let total = match now.entropy.as_ref().filter(|_| settings.entropy_coef > 0.0) {
             Some(entropy) => {
-                let entropy = gate.as_ref().map_or_else(|| entropy.shallow_clone(), |gate| entropy * gate);
+                let high = self.high_entropy.as_ref().map(here);
+                let entropy = high.map_or_else(|| entropy.shallow_clone(), |high| entropy * high);
                 let coef = settings.entropy_coef * (weights.divisor / weights.entropy_tokens);
                 total - math::masked_sum(&entropy, &counts) * coef
             }
@@ -248,16 +260,23 @@ impl MicroBatch {
             spread: of_rows.at_tokens(&spread),
             kl: kl.map(|kl| of_rows.at_tokens(&mean(&kl))),
         });
-        let high = least_entropy.zip(preview.entropy.as_ref()).map(|(least, entropy)| entropy.ge(least));
+        self.high_entropy = least_entropy
+            .zip(preview.entropy.as_ref())
+            .map(|(least, entropy)| math::keep(&entropy.ge(least).to_kind(Kind::Float), &self.counts));
         let near = settings.off_policy_mask_threshold.map(|most| {
             let near = of_rows.at_tokens(&mean(&-&log_ratio)).le(most);
-            near.logical_or(&self.advantages.ge(0.0))
+            near.logical_or(&self.advantages.ge(0.0)).to_kind(Kind::Float)
+        });
+        let clips = matches!(settings.objective, Objective::Clipped | Objective::Sapo { .. });
+        let high = self.high_entropy.as_ref().map(|high| match settings.importance {
+            // The gradient of a response's ratio goes to all its tokens, in proportion to those that are trained.
+            ImportanceLevel::Sequence | ImportanceLevel::SequenceProduct if clips => of_rows.at_tokens(&mean(high)),
+            _ => high.shallow_clone(),
         });
         self.gate = match (high, near) {
-            (Some(high), Some(near)) => Some(high.logical_and(&near)),
+            (Some(high), Some(near)) => Some(high * near),
             (high, near) => high.or(near),
         };
-        self.gate = self.gate.take().map(|gate| gate.to_kind(Kind::Float));
     }
 
     /// The entropies of the tokens that count.
@@ -451,4 +470,192 @@ fn add(sums: &mut Option<Tensor>, terms: &[&Tensor]) {
 
 fn numbers(sums: Option<Tensor>) -> Vec<f64> {
     sums.map_or_else(Vec::new, |sums| Vec::try_from(sums).expect("a vector of f64"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rl::experience::tests::experience;
+    use tch::Device;
+
+    /// Lengths of the rows; the last row is masked.
+    const LENGTHS: [i64; 4] = [4, 1, 3, 2];
+    const CLIP: PolicyClip = PolicyClip { low: 0.1, high: 0.2, dual: None };
+    const SAPO: Objective = Objective::Sapo { positive: 1.0, negative: 1.05 };
+    const KL_COEF: f64 = 0.3;
+    const ENTROPY_COEF: f64 = 0.05;
+
+    /// Random numbers of the tokens of a micro-batch, `[M]` f32.
+    struct Tokens {
+        new: Tensor,
+        old: Tensor,
+        reference: Tensor,
+        advantages: Tensor,
+        entropy: Tensor,
+    }
+
+    fn tokens() -> Tokens {
+        tch::manual_seed(7);
+        let total: i64 = LENGTHS.iter().sum();
+        let random = |scale: f64| Tensor::randn([total], (Kind::Float, Device::Cpu)) * scale;
+        let new = random(0.4) - 2.0;
+        let advantages: Vec<f32> = [1.3f32, -0.7, -1.1, 0.4]
+            .iter()
+            .zip(LENGTHS)
+            .flat_map(|(&advantage, length)| vec![advantage; length as usize])
+            .collect();
+        Tokens {
+            old: &new + random(0.3),
+            reference: &new + random(0.5),
+            entropy: random(1.0) + 3.0,
+            advantages: Tensor::from_slice(&advantages),
+            new,
+        }
+    }
+
+    fn settings(objective: Objective, importance: ImportanceLevel, aggregation: LossAggregation) -> LossSettings {
+        LossSettings {
+            objective,
+            clip: CLIP,
+            importance,
+            aggregation,
+            on_policy: false,
+            top_entropy_quantile: 1.0,
+            off_policy_mask_threshold: None,
+            cliprange_value: 0.2,
+            vf_coef: 0.0,
+            entropy_coef: ENTROPY_COEF,
+            kl_in_loss: Some(KlEstimator::K3),
+            use_bias_correction_kl: true,
+            temperature: 1.0,
+        }
+    }
+
+    /// The loss by its formula, with the gradient of a response's ratio through all of its tokens.
+    fn plain(x: &Tokens, new: &Tensor, entropy: &Tensor, settings: &LossSettings, least: Option<f64>) -> Tensor {
+        let (mut loss, mut bonus, mut first) = (Tensor::from(0f32), Tensor::from(0f32), 0);
+        for length in &LENGTHS[..3] {
+            let here = |x: &Tensor| x.narrow(0, first, *length);
+            let (new, advantages) = (here(new), here(&x.advantages));
+            let old = if settings.on_policy { new.detach() } else { here(&x.old) };
+            let log_ratio = &new - &old;
+            let log_ratio = match settings.importance {
+                ImportanceLevel::Token => log_ratio,
+                ImportanceLevel::Sequence => log_ratio.mean(Kind::Float).expand([*length], true),
+                ImportanceLevel::SequenceProduct => log_ratio.sum(Kind::Float).expand([*length], true),
+            };
+            let ratio = log_ratio.exp();
+            let objective = match settings.objective {
+                Objective::Sapo { positive, negative } => {
+                    let t = if advantages.double_value(&[0]) > 0.0 { positive } else { negative };
+                    -(t * (&ratio - 1.0)).sigmoid() * (4.0 / t) * &advantages
+                }
+                _ => (-&advantages * &ratio).max_other(&(-&advantages * ratio.clamp(1.0 - CLIP.low, 1.0 + CLIP.high))),
+            };
+            let high = here(entropy).detach().ge(least.unwrap_or(f64::NEG_INFINITY)).to_kind(Kind::Float);
+            let far = (&old - &new).mean(Kind::Float).double_value(&[]);
+            let near = advantages.double_value(&[0]) >= 0.0
+                || settings.off_policy_mask_threshold.is_none_or(|threshold| far <= threshold);
+            let objective = if near { objective * &high } else { objective * 0.0 };
+            let gap = here(&x.reference) - &new;
+            let kl = gap.exp() - gap - 1.0;
+            let kl = if settings.use_bias_correction_kl { kl * &ratio } else { kl };
+            let weight = match settings.aggregation {
+                LossAggregation::Responses => 1.0 / *length as f64,
+                _ => 1.0,
+            };
+            loss += (objective + kl * KL_COEF).sum(Kind::Float) * weight;
+            bonus += (here(entropy) * high).sum(Kind::Float) * ENTROPY_COEF;
+            first += length;
+        }
+        loss / divisor(settings) - bonus / high_tokens(entropy, least)
+    }
+
+    fn divisor(settings: &LossSettings) -> f64 {
+        if settings.aggregation == LossAggregation::Tokens { 8.0 } else { 4.0 }
+    }
+
+    /// Number of tokens that count whose entropy is high.
+    fn high_tokens(entropy: &Tensor, least: Option<f64>) -> f64 {
+        let high = entropy.narrow(0, 0, 8).ge(least.unwrap_or(f64::NEG_INFINITY));
+        high.sum(Kind::Float).double_value(&[])
+    }
+
+    /// The loss of a micro-batch in two slices.
+    fn sliced(x: &Tokens, new: &Tensor, entropy: &Tensor, settings: &LossSettings, least: Option<f64>) -> Tensor {
+        let mut e = experience(&LENGTHS, 1, &[0.0; 4]);
+        let slots = |x: &Tensor| crate::rl::experience::to_slots(x, &LENGTHS, 4);
+        (e.logprobs, e.ref_logprobs) = (slots(&x.old), Some(slots(&x.reference)));
+        let advantages = slots(&x.advantages);
+        let zeros = || e.logprobs.zeros_like();
+        let (kl, rewards, returns) = (zeros(), zeros(), zeros());
+        e.mask_rows(&[3]);
+        let targets = Targets { kl, kl_coef: KL_COEF, rewards, advantages: advantages.shallow_clone(), returns };
+        let mut batch = MicroBatch::new(&e, &targets, &advantages, &[0, 1, 2, 3], settings);
+        if settings.needs_preview() {
+            let preview = Preview { logprobs: new.detach(), entropy: Some(entropy.detach()) };
+            batch.take_preview(&preview, settings, least);
+        }
+        let weights = Weights {
+            divisor: divisor(settings),
+            entropy_tokens: high_tokens(entropy, least),
+            value_slots: 1.0,
+            kl_coef: KL_COEF,
+            scales: [1.0; 2],
+            least_entropy: least,
+        };
+        let mut sums = Sums::new(false, false);
+        let mut loss = |slice: Range<i64>| {
+            let here = |x: &Tensor| x.narrow(0, slice.start, slice.end - slice.start);
+            let now = TokenLogprobs { logprobs: here(new), entropy: Some(here(entropy)), kl: None };
+            batch.policy_loss(slice.clone(), &now, settings, weights, &mut sums)
+        };
+        loss(0..3) + loss(3..10)
+    }
+
+    #[track_caller]
+    fn assert_same_gradients(name: &str, settings: &LossSettings) {
+        let x = tokens();
+        let mut counted = math::numbers(&x.entropy.narrow(0, 0, 8));
+        let quantile = settings.top_entropy_quantile;
+        let least = (quantile < 1.0).then(|| math::quantile(&mut counted, 1.0 - quantile));
+        let gradients = |loss: fn(&Tokens, &Tensor, &Tensor, &LossSettings, Option<f64>) -> Tensor| {
+            let leaf = |x: &Tensor| x.copy().set_requires_grad(true);
+            let (new, entropy) = (leaf(&x.new), leaf(&x.entropy));
+            let loss = loss(&x, &new, &entropy, settings, least);
+            loss.backward();
+            [loss.detach(), new.grad(), entropy.grad()]
+        };
+        let (found, expected) = (gradients(sliced), gradients(plain));
+        for (part, (found, expected)) in ["loss", "log-probabilities", "entropies"].iter().zip(found.iter().zip(&expected)) {
+            let gap = (found - expected).abs().max().double_value(&[]);
+            assert!(gap < 2e-6, "{name}: {part}: {found} is not {expected}: {gap:e}");
+        }
+    }
+
+    #[test]
+    fn gradients_of_sequence_ratios_go_to_all_tokens_of_a_response() {
+        for importance in [ImportanceLevel::Token, ImportanceLevel::Sequence, ImportanceLevel::SequenceProduct] {
+            for objective in [Objective::Clipped, SAPO] {
+                for aggregation in [LossAggregation::Responses, LossAggregation::ResponseSums, LossAggregation::Tokens] {
+                    let all = settings(objective, importance, aggregation);
+                    let name = format!("{importance:?}, {objective:?}, {aggregation:?}");
+                    assert_same_gradients(&name, &all);
+                    let uncorrected = LossSettings { use_bias_correction_kl: false, ..all.clone() };
+                    assert_same_gradients(&format!("{name}, uncorrected"), &uncorrected);
+                    assert_same_gradients(
+                        &format!("{name}, on policy, uncorrected"),
+                        &LossSettings { on_policy: true, ..uncorrected },
+                    );
+                    assert_same_gradients(&format!("{name}, on policy"), &LossSettings { on_policy: true, ..all.clone() });
+                    assert_same_gradients(
+                        &format!("{name}, half of the tokens"),
+                        &LossSettings { top_entropy_quantile: 0.5, ..all.clone() },
+                    );
+                    let masked = LossSettings { off_policy_mask_threshold: Some(0.01), top_entropy_quantile: 0.7, ..all };
+                    assert_same_gradients(&format!("{name}, masked"), &masked);
+                }
+            }
+        }
+    }
 }

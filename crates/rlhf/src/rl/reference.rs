@@ -20,7 +20,7 @@ pub struct SyncConfig {
     /// Share of the policy in the updated reference model; 1 replaces it by the policy.
     #[arg(long, help_heading = PPO, default_value_t = 0.6)]
     pub ref_model_mixup_alpha: f64,
-    /// Optimizer steps between two updates of the reference model, which take place at the end of an update.
+    /// Optimizer steps between two updates of the reference model. Responses that are sampled already are compared with the earlier one.
     #[arg(long, help_heading = PPO, default_value_t = 512)]
     pub ref_model_sync_steps: usize,
 }
@@ -61,16 +61,16 @@ impl SyncConfig {
         refusals.end()
     }
 
-    /// Returns true if the optimizer steps from `before` to `after` of a run include one after which the reference model is updated.
-    pub(crate) fn is_due(&self, before: usize, after: usize) -> bool {
-        self.sync_ref_model && before / self.ref_model_sync_steps < after / self.ref_model_sync_steps
+    /// Returns true if the reference model is updated after `steps` optimizer steps of a run.
+    pub fn is_due(&self, steps: usize) -> bool {
+        self.sync_ref_model && steps.is_multiple_of(self.ref_model_sync_steps)
     }
 
     /// Moves `reference` towards `policy`: w <- (1 - alpha) w + alpha policy's. Source: Gorbatovski et al. 2024, eq. 5.
     ///
     /// # Errors
     /// If the models have different parameters; if a rank has ended or does not respond.
-    pub(crate) fn mix(&self, policy: &CausalLm, reference: &CausalLm) -> Result<()> {
+    pub fn mix(&self, policy: &CausalLm, reference: &CausalLm) -> Result<()> {
         let alpha = self.ref_model_mixup_alpha;
         let (mut of_policy, mut of_reference) = (policy.shards().by_name(false), reference.shards().by_name(false));
         for param in reference.params() {

@@ -67,9 +67,14 @@ impl PpoTrainer {
         // The rollout's allocations have other sizes than training's, and would fragment the memory.
         tch_ext::release_memory();
         self.learner.set_settings(self.config.learner());
-        let before = self.learner.policy_optimizer.steps();
-        let steps = self.learner.optimise(&experience, &targets, &orders, rates.clone(), &self.plan.epoch)?;
-        self.sync_reference(before)?;
+        let (sync, reference) = (&self.config.sync, self.reference.as_ref());
+        let after_step = |policy: &CausalLm, steps: usize| match reference.filter(|_| sync.is_due(steps)) {
+            Some(reference) => sync.mix(policy, reference),
+            None => Ok(()),
+        };
+        let epoch = &self.plan.epoch;
+        let steps =
+            self.learner.optimise_with(&experience, &targets, &orders, rates.clone(), epoch, after_step)?;
         clock.lap("optimise");
 
         // 5. Metrics, and what follows from them.

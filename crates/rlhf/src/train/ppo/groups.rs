@@ -4,11 +4,12 @@ use super::super::model_options;
 use super::load::load_reference;
 use super::{Batch, PpoTrainer};
 use crate::Result;
-use crate::generate::{FinishReason, Response, Sampling};
+use crate::generate::{Response, Sampling};
 use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::reward::Scored;
 use crate::rl::advantage::{Advantage, Aggregation, ScoreBaseline};
 use crate::rl::experience::Experience;
+use crate::rl::groups::{push_completion_metrics, truncated};
 use crate::rl::reference::REFERENCE;
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
@@ -32,7 +33,7 @@ impl PpoTrainer {
             e.baselines = Some(self.greedy_scores(batch)?);
         }
         if self.config.mask.mask_truncated_completions {
-            e.mask_rows(&truncated(batch));
+            e.mask_rows(&truncated(&batch.responses));
         }
         Ok(())
     }
@@ -88,18 +89,6 @@ impl PpoTrainer {
         Ok(scores.repeat_interleave_self_int(size as i64, 0, None))
     }
 
-    /// Moves the reference model towards the policy, if that is due after the optimizer steps of an update; there were `before` of them
-    /// before it.
-    pub(super) fn sync_reference(&self, before: i64) -> Result<()> {
-        let after = self.learner.policy_optimizer.steps();
-        match &self.reference {
-            Some(reference) if self.config.sync.is_due(before as usize, after as usize) => {
-                self.config.sync.mix(&self.learner.policy, reference)
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Writes a reference model that follows the policy to a checkpoint.
     pub(super) fn write_reference(&self, dir: &Path) -> Result<()> {
         match self.reference.as_ref().filter(|_| self.config.sync.sync_ref_model) {
@@ -137,18 +126,7 @@ impl PpoTrainer {
         let prompts: usize = e.prompts.iter().map(Vec::len).sum();
         self.num_tokens += (prompts + e.lengths().iter().sum::<i64>() as usize) as u64;
         m.push("num_tokens", self.num_tokens as f64);
-        let lengths = |stopped: bool| -> Vec<f64> {
-            let all = batch.responses.iter().filter(|r| !stopped || r.finish == FinishReason::Stop);
-            all.map(|r| r.tokens.len() as f64).collect()
-        };
-        for (kind, lengths) in [("", lengths(false)), ("terminated_", lengths(true))] {
-            let count = lengths.len().max(1) as f64;
-            let least = lengths.iter().copied().fold(f64::INFINITY, f64::min);
-            m.push(format!("completions/mean_{kind}length"), lengths.iter().sum::<f64>() / count);
-            m.push(format!("completions/min_{kind}length"), if least.is_finite() { least } else { 0.0 });
-            m.push(format!("completions/max_{kind}length"), lengths.iter().copied().fold(0.0, f64::max));
-        }
-        m.push("completions/clipped_ratio", truncated(batch).len() as f64 / batch.responses.len() as f64);
+        push_completion_metrics(m, &batch.responses);
         self.learner.group_metrics(m, e, targets, steps);
         if self.config.groups.filters() {
             m.push("sampling/groups", batch.sampled_groups as f64);
@@ -158,10 +136,4 @@ impl PpoTrainer {
         let message = (size > 1).then(|| self.equal_groups.observe(batch.update + 1, &e.scored_totals(), size));
         message.flatten().map(|message| Warning { kind: WarningKind::EqualScores, message })
     }
-}
-
-/// The rows whose response did not stop.
-fn truncated(batch: &Batch) -> Vec<usize> {
-    let rows = batch.responses.iter().enumerate().filter(|(_, response)| response.finish != FinishReason::Stop);
-    rows.map(|(row, _)| row).collect()
 }
