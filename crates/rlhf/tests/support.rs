@@ -51,6 +51,7 @@ impl Tensors {
             let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
             let kind = match view.dtype() {
                 safetensors::Dtype::F32 => Kind::Float,
+                safetensors::Dtype::I32 => Kind::Int,
                 safetensors::Dtype::I64 => Kind::Int64,
                 safetensors::Dtype::U8 => Kind::Uint8,
                 other => panic!("{}: unexpected dtype {other:?}", path.display()),

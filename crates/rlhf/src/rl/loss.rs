@@ -627,7 +627,9 @@ mod tests {
             [loss.detach(), new.grad(), entropy.grad()]
         };
         let (found, expected) = (gradients(sliced), gradients(plain));
-        for (part, (found, expected)) in ["loss", "log-probabilities", "entropies"].iter().zip(found.iter().zip(&expected)) {
+        for (part, (found, expected)) in
+            ["loss", "log-probabilities", "entropies"].iter().zip(found.iter().zip(&expected))
+        {
             let gap = (found - expected).abs().max().double_value(&[]);
             assert!(gap < 2e-6, "{name}: {part}: {found} is not {expected}: {gap:e}");
         }
@@ -637,7 +639,8 @@ mod tests {
     fn gradients_of_sequence_ratios_go_to_all_tokens_of_a_response() {
         for importance in [ImportanceLevel::Token, ImportanceLevel::Sequence, ImportanceLevel::SequenceProduct] {
             for objective in [Objective::Clipped, SAPO] {
-                for aggregation in [LossAggregation::Responses, LossAggregation::ResponseSums, LossAggregation::Tokens] {
+                for aggregation in [LossAggregation::Responses, LossAggregation::ResponseSums, LossAggregation::Tokens]
+                {
                     let all = settings(objective, importance, aggregation);
                     let name = format!("{importance:?}, {objective:?}, {aggregation:?}");
                     assert_same_gradients(&name, &all);
@@ -647,12 +650,16 @@ mod tests {
                         &format!("{name}, on policy, uncorrected"),
                         &LossSettings { on_policy: true, ..uncorrected },
                     );
-                    assert_same_gradients(&format!("{name}, on policy"), &LossSettings { on_policy: true, ..all.clone() });
+                    assert_same_gradients(
+                        &format!("{name}, on policy"),
+                        &LossSettings { on_policy: true, ..all.clone() },
+                    );
                     assert_same_gradients(
                         &format!("{name}, half of the tokens"),
                         &LossSettings { top_entropy_quantile: 0.5, ..all.clone() },
                     );
-                    let masked = LossSettings { off_policy_mask_threshold: Some(0.01), top_entropy_quantile: 0.7, ..all };
+                    let masked =
+                        LossSettings { off_policy_mask_threshold: Some(0.01), top_entropy_quantile: 0.7, ..all };
                     assert_same_gradients(&format!("{name}, masked"), &masked);
                 }
             }

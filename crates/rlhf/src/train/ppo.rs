@@ -73,8 +73,7 @@ impl PpoTrainer {
             None => Ok(()),
         };
         let epoch = &self.plan.epoch;
-        let steps =
-            self.learner.optimise_with(&experience, &targets, &orders, rates.clone(), epoch, after_step)?;
+        let steps = self.learner.optimise_with(&experience, &targets, &orders, rates.clone(), epoch, after_step)?;
         clock.lap("optimise");
 
         // 5. Metrics, and what follows from them.
