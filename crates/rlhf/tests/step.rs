@@ -14,7 +14,7 @@ use rlhf::rl::learner::EpochPlan;
 use rlhf::rl::math::KlEstimator;
 use rlhf::rl::shaping::Targets;
 use rlhf::rng::{Purpose, Stream};
-use rlhf::settings::{PpoConfig, Preset};
+use rlhf::settings::{AdvantageEstimator, PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
@@ -228,6 +228,44 @@ fn tokens_that_are_masked_change_no_loss_and_the_score_lands_on_the_last_that_co
     let stats = small(|_| {}).step(&queries, &responses, &scores, Some(&kept)).unwrap();
     let Some(Stat::List(ratios)) = stats.stat("ppo/policy/ratio") else { panic!("no ratios") };
     assert_eq!(ratios.len(), 4 * 7, "four epochs of seven tokens");
+}
+
+#[test]
+fn a_step_compares_the_responses_to_each_query_and_leaves_the_value_head_as_it_is() {
+    let mut trainer = small(|c| {
+        (c.advantage_estimator, c.num_generations) = (AdvantageEstimator::Grpo, 2);
+        (c.init_kl_coef, c.adap_kl_ctrl) = (0.0, false);
+    });
+    let queries = [vec![5, 6, 7], vec![5, 6, 7], vec![9, 10], vec![9, 10]];
+    let (_, responses, _) = rows();
+    let scores = [1.0, 3.0, 2.0, 2.0];
+    let e = trainer.batched_forward_pass(&queries, &responses, &scores, None).unwrap();
+    let (_, rewards) = trainer.compute_rewards(&e);
+    let (advantages, _) = trainer.compute_advantages(&e, &rewards);
+    // (1 - 2) / (sqrt(2) + 1e-4), at each token of the first response; the second group has equal scores.
+    let expected = [-0.707057f32, 0.707057, 0.0, 0.0];
+    for (row, expected) in expected.into_iter().enumerate() {
+        let expected = Tensor::from(expected) * e.masks.loss.get(row as i64).to_kind(Kind::Float);
+        assert_close("advantages", &advantages.get(row as i64), &expected, 1e-5);
+    }
+    let before = weights(&trainer.learner.policy);
+    trainer.step(&queries, &responses, &scores, None).unwrap();
+    let moved = moved(&before, &trainer.learner.policy);
+    assert!(moved.len() > 5 && !moved.iter().any(|name| name.starts_with("v_head")), "{moved:?}");
+    let refused = |queries: &[Vec<i64>], rows: usize| {
+        let e = trainer.batched_forward_pass(queries, &responses[..rows], &scores[..rows], None);
+        e.unwrap_err().to_string()
+    };
+    assert!(refused(&queries[..3], 3).starts_with("rows = 3 is not a multiple of num_generations = 2"));
+    let mixed = [queries[0].clone(), queries[1].clone(), queries[2].clone(), vec![1]];
+    assert_eq!(
+        refused(&mixed, 4),
+        "rows 2 to 3: expected 2 responses to the same query, num_generations of them, found others"
+    );
+    let remax = StepConfig { advantage_estimator: AdvantageEstimator::Remax, ..StepConfig::default() };
+    assert!(
+        remax.check().unwrap_err().to_string().starts_with("advantage_estimator = remax: expected another estimator")
+    );
 }
 
 #[test]
