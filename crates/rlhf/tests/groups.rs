@@ -3,7 +3,7 @@
 use crate::support::{assert_close, golden, init};
 use rlhf::data::Dataset;
 use rlhf::generate::{FinishReason, Response};
-use rlhf::model::{CausalLm, ModelOptions, ValueModel};
+use rlhf::model::{Batch, CausalLm, ModelOptions, ValueModel};
 use rlhf::reward::{FnReward, RewardInput, Rewards};
 use rlhf::rl::advantage::{Advantage, AdvantageEstimator, Baseline, ScaleRewards, ScoreBaseline};
 use rlhf::rl::experience::Experience;
@@ -313,5 +313,47 @@ fn responses_that_do_not_stop_are_masked_and_their_scores_still_count_in_their_g
         let (all, found) = (all.get(row), found.get(row));
         let expected = if [1, 4].contains(&row) { found.zeros_like() } else { all };
         assert_close("row", &found, &expected, 0.0);
+    }
+}
+
+#[test]
+fn a_prompt_that_is_computed_once_for_its_group_gives_the_numbers_and_gradients_of_each_sequence_by_itself() {
+    // Fused and separate projections, learned positions, windows, soft caps, norms of queries, angles that depend on the length.
+    for family in ["llama", "gpt_neox", "gpt2", "gemma2", "mistral", "qwen3", "phi3", "opt"] {
+        let dir = golden().join("models").join(family);
+        let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
+        model.set_trainable(true);
+        let prompt = |from: i64, len: i64| (from..from + len).collect::<Vec<_>>();
+        let rows = [
+            [prompt(5, 9), vec![40, 41, 42]].concat(),
+            [prompt(5, 9), vec![50]].concat(),
+            [prompt(5, 9), vec![40, 61, 62, 63, 64]].concat(),
+            [prompt(30, 2), vec![70, 71]].concat(),
+            [prompt(30, 2), vec![80, 81, 82]].concat(),
+        ];
+        let spans = [9..12, 9..10, 9..14, 2..4, 2..5];
+        let shared = [0, 9, 9, 0, 2];
+        for checkpointing in [false, true] {
+            model.set_gradient_checkpointing(checkpointing);
+            let run = |shared| {
+                model.params().iter().for_each(|param| param.tensor.shallow_clone().zero_grad());
+                let weights = Tensor::arange(14, (Kind::Float, Device::Cpu)) - 5.0;
+                let loss = |slice: std::ops::Range<i64>, now: &rlhf::model::TokenLogprobs| {
+                    (&now.logprobs * weights.narrow(0, slice.start, slice.end - slice.start)).sum(Kind::Float)
+                };
+                let batch = Batch::new(&rows, &spans).sharing(shared);
+                let now = model.logprobs_backward(batch, 0.7, loss).unwrap();
+                let grads = model.params().iter().map(|param| param.tensor.grad().copy()).collect::<Vec<_>>();
+                (now.logprobs, model.logprobs_of(batch, 0.7, false).unwrap().logprobs.detach(), grads)
+            };
+            let (alone, together) = (run(None), run(Some(&shared[..])));
+            let case = format!("{family}, gradient checkpointing {checkpointing}");
+            assert_close(&case, &together.0, &alone.0, 1e-5);
+            assert_close(&case, &together.1, &alone.1, 1e-5);
+            for ((found, expected), param) in together.2.iter().zip(&alone.2).zip(model.params()) {
+                let scale = expected.abs().max().double_value(&[]).max(1.0);
+                assert_close(&format!("{case}: {}", param.name), found, expected, 2e-5 * scale);
+            }
+        }
     }
 }

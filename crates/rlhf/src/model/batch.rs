@@ -11,6 +11,9 @@ pub struct Batch<'a, S> {
     pub(super) spans: &'a [Range<usize>],
     /// Number of tokens of each sequence before its padding; `None`: there is no padding.
     pub(super) unpadded_lens: Option<&'a [usize]>,
+    /// Number of first tokens of each sequence that are those of the sequence before it, and are computed once; `None`: each
+    /// sequence is computed by itself.
+    pub(super) shared_lens: Option<&'a [usize]>,
     /// Dropout before the adapters; backward passes only.
     pub(super) dropout: Option<&'a DropoutRows>,
 }
@@ -26,13 +29,21 @@ impl<S> Copy for Batch<'_, S> {}
 impl<'a, S> Batch<'a, S> {
     /// A batch of whole sequences without padding or dropout; one span per sequence, in positions of that sequence.
     pub fn new(sequences: &'a [S], spans: &'a [Range<usize>]) -> Self {
-        Self { sequences, spans, unpadded_lens: None, dropout: None }
+        Self { sequences, spans, unpadded_lens: None, shared_lens: None, dropout: None }
     }
 
     /// Treats the tokens of each sequence behind the first `unpadded_lens` as padding: padding attends to the text, and
     /// the text does not attend to padding.
     pub(crate) fn with_padding(self, unpadded_lens: Option<&'a [usize]>) -> Self {
         Self { unpadded_lens, ..self }
+    }
+
+    /// Computes the first `shared_lens[i]` tokens of sequence i, which are those of the sequence before it, once for both: responses to
+    /// one prompt then take the time and memory of their own tokens. Results are the same up to rounding. No effect with padding,
+    /// dropout, or angles that depend on the length of the text.
+    #[must_use]
+    pub fn sharing(self, shared_lens: Option<&'a [usize]>) -> Self {
+        Self { shared_lens, ..self }
     }
 
     /// Applies dropout before the adapters of the model.

@@ -411,7 +411,13 @@ impl Body {
                 let position = (self.config.position_offset > 0).then_some(-1);
                 Layout::with_padding(batch.sequences, unpadded_lens, position, self.device)
             }
-            (None, None) => self.padded_layout(&self.needed(batch, shift)),
+            (None, None) => {
+                let needed = self.needed(batch, shift);
+                match batch.shared_lens {
+                    Some(shared) if self.config.causal => self.padded(Layout::sharing(&needed, shared, self.device)),
+                    _ => self.padded_layout(&needed),
+                }
+            }
             // Dropout draws for whole sequences, so that the draws do not depend on the spans.
             (None, Some(_)) => Layout::new(batch.sequences, self.device),
         }
@@ -419,7 +425,10 @@ impl Body {
 
     /// The layout for a pass with outputs at some rows only.
     pub(super) fn padded_layout<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Layout {
-        let layout = Layout::new(sequences, self.device);
+        self.padded(Layout::new(sequences, self.device))
+    }
+
+    fn padded(&self, layout: Layout) -> Layout {
         if uses_kernels(self.decoder.compute, self.device) { layout.padded() } else { layout }
     }
 
@@ -438,9 +447,9 @@ impl Body {
 
     /// Indices in the packed order of the positions `spans` of each sequence, each moved by `shift`.
     pub(super) fn rows_at(&self, layout: &Layout, spans: &[Range<usize>], shift: i64) -> Tensor {
-        let spans = layout.starts.iter().zip(spans);
-        let rows: Vec<i64> =
-            spans.flat_map(|(start, span)| span.clone().map(move |t| start + t as i64 + shift)).collect();
+        let of_row =
+            |(row, span): (usize, &Range<usize>)| span.clone().map(move |t| layout.index_of(row, t as i64 + shift));
+        let rows: Vec<i64> = spans.iter().enumerate().flat_map(of_row).collect();
         Tensor::from_slice(&rows).to_device(self.device)
     }
 

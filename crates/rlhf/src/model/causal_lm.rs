@@ -299,11 +299,25 @@ impl CausalLm {
         sampled: impl Into<Sampled<'a>>,
         with_entropy: bool,
     ) -> Result<TokenLogprobs> {
+        self.logprobs_of(Batch::new(sequences, spans), sampled, with_entropy)
+    }
+
+    /// [`CausalLm::token_logprobs`] of a batch.
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`].
+    pub fn logprobs_of<'a, S: AsRef<[i64]>>(
+        &self,
+        batch: Batch<'_, S>,
+        sampled: impl Into<Sampled<'a>>,
+        with_entropy: bool,
+    ) -> Result<TokenLogprobs> {
+        let Batch { sequences, spans, .. } = batch;
         self.body.check_spans(sequences, spans, 1)?;
         let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
         let targets = Targets::new(&self.lm_head, sequences, spans, options)?;
         // Each token is predicted at the position before it.
-        let hidden = self.hidden_at(Batch::new(sequences, spans), -1)?;
+        let hidden = self.hidden_at(batch, -1)?;
         Ok(self.lm_head.logprobs_of(&hidden.states, &targets))
     }
 

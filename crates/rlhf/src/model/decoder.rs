@@ -141,7 +141,7 @@ impl Decoder {
             cache.begin_sequences(layout);
         }
         let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
-        let mut pass = self.pass(&layout.positions, Attention::Sequences(layout, cache), dropout);
+        let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, cache), dropout);
         for i in 0..self.layers.len() {
             let _whole = self.whole_layer(i)?;
             x = self.layer(i, &x, &mut pass, rows);
@@ -200,7 +200,7 @@ impl Decoder {
         let recomputes = options.gradient_checkpointing || (self.shards.releases() && has_copies());
         let state = || dropout.map(Dropout::state);
         let restore = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
-        let mut pass = self.pass(&layout.positions, Attention::Sequences(layout, None), dropout);
+        let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, None), dropout);
         let mut stored = Vec::with_capacity(self.layers.len());
         let first_state = state();
         let mut x = tch::no_grad(|| self.embed(&layout.tokens, &layout.positions, dropout));
@@ -371,12 +371,20 @@ impl Decoder {
     /// The heads' outputs, `[N, heads * head_dim]`.
     fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
-        let projections: Vec<Tensor> = layer.qkv.iter().map(project).collect();
-        let has_padding = matches!(&pass.attention, Attention::Sequences(layout, _) if layout.has_padding());
-        if uses_kernels(self.compute, x.device()) && !has_padding {
+        let (has_padding, shared) = match &pass.attention {
+            Attention::Sequences(layout, _) => (layout.has_padding(), layout.shared.as_ref()),
+            Attention::Step(_) => (false, None),
+        };
+        let in_all = |x: Tensor| shared.map_or_else(|| x.shallow_clone(), |shared| shared.expand(&x));
+        let projections: Vec<Tensor> = layer.qkv.iter().map(|linear| in_all(project(linear))).collect();
+        let attended = if uses_kernels(self.compute, x.device()) && !has_padding {
             self.attend_by_kernels(index, layer, projections, pass)
         } else {
             self.attend_plainly(index, layer, &projections, pass)
+        };
+        match &pass.attention {
+            Attention::Sequences(Layout { shared: Some(shared), .. }, _) => shared.collapse(&attended),
+            Attention::Sequences(..) | Attention::Step(_) => attended,
         }
     }
 

@@ -89,7 +89,7 @@ fn mask_of(visible: &Tensor, kind: Kind) -> Tensor {
     Tensor::zeros(visible.size(), (kind, visible.device())).masked_fill_(&visible.logical_not(), f64::NEG_INFINITY)
 }
 
-/// Sequences of different lengths, packed: N tokens in all. Only attention without kernels pads them to [rows, width]. After
+/// Sequences of different lengths, packed: N tokens in all, but for [`SharedPrefixes`]. Only attention without kernels pads them to [rows, width]. After
 /// the last sequence there may be padding that `lens` and `starts` do not include ([`Layout::padded`]).
 pub(crate) struct Layout {
     /// Token ids, [N] i64.
@@ -104,13 +104,81 @@ pub(crate) struct Layout {
     pub(crate) width: i64,
     /// Number of tokens of each sequence before its padding, if there is any; padding attends to them and is not attended to.
     unpadded: Option<Vec<i64>>,
+    /// Beginnings that sequences share, if they are computed once.
+    pub(crate) shared: Option<SharedPrefixes>,
     /// Packed index of each slot of [rows, width], and slot of each packed token; computed on first use.
     slots: OnceCell<(Tensor, Tensor)>,
     /// `starts` on the device, i32; computed on first use.
     device_starts: OnceCell<Tensor>,
 }
 
+/// Tokens at the beginning of several sequences that are computed once: `tokens` and `positions` of the [`Layout`] have them once, and
+/// attention, whose results for them are the same in all sequences, has them in each of the N tokens of the sequences.
+pub(crate) struct SharedPrefixes {
+    /// Index, among the computed tokens, of each of the N tokens.
+    indices: Vec<i64>,
+    /// The same on the device, `[N]` i64.
+    expand: Tensor,
+    /// Index, among the N tokens, of each computed token, padding included, i64.
+    collapse: Tensor,
+    /// Position of each of the N tokens in its sequence, `[N]` i64.
+    positions: Tensor,
+}
+
+impl SharedPrefixes {
+    /// Converts numbers of the computed tokens to numbers of all N tokens.
+    pub(crate) fn expand(&self, x: &Tensor) -> Tensor {
+        x.index_select(0, &self.expand)
+    }
+
+    /// Selects the numbers of the computed tokens among those of all N tokens.
+    pub(crate) fn collapse(&self, x: &Tensor) -> Tensor {
+        x.index_select(0, &self.collapse)
+    }
+}
+
 impl Layout {
+    /// As [`Layout::new`], where the first `shared[i]` tokens of sequence i are those of the sequence before it, and are computed once.
+    pub(crate) fn sharing<S: AsRef<[i64]>>(sequences: &[S], shared: &[usize], device: Device) -> Self {
+        let layout = Self::new(sequences, device);
+        let (mut indices, mut collapse): (Vec<i64>, Vec<i64>) = (Vec::new(), Vec::new());
+        let (mut tokens, mut positions) = (Vec::new(), Vec::new());
+        let mut before: Vec<i64> = Vec::new();
+        for (sequence, &shared) in sequences.iter().zip(shared) {
+            let sequence = sequence.as_ref();
+            before.truncate(shared.min(sequence.len()));
+            for (at, &token) in sequence.iter().enumerate().skip(before.len()) {
+                before.push(tokens.len() as i64);
+                collapse.push((indices.len() + at) as i64);
+                tokens.push(token);
+                positions.push(at as i64);
+            }
+            indices.extend_from_slice(&before);
+        }
+        if tokens.len() == indices.len() {
+            return layout;
+        }
+        let on_device = |numbers: &[i64]| Tensor::from_slice(numbers).to_device(device);
+        let shared = SharedPrefixes {
+            expand: on_device(&indices),
+            collapse: on_device(&collapse),
+            positions: layout.positions.shallow_clone(),
+            indices,
+        };
+        Self { tokens: on_device(&tokens), positions: on_device(&positions), shared: Some(shared), ..layout }
+    }
+
+    /// Position of each token that attention has, `[N]` i64.
+    pub(crate) fn attention_positions(&self) -> &Tensor {
+        self.shared.as_ref().map_or(&self.positions, |shared| &shared.positions)
+    }
+
+    /// Index of the computed token at position `at` of sequence `row`.
+    pub(crate) fn index_of(&self, row: usize, at: i64) -> i64 {
+        let packed = self.starts[row] + at;
+        self.shared.as_ref().map_or(packed, |shared| shared.indices[packed as usize])
+    }
+
     pub(crate) fn new<S: AsRef<[i64]>>(sequences: &[S], device: Device) -> Self {
         let lens: Vec<i64> = sequences.iter().map(|s| s.as_ref().len() as i64).collect();
         let width = lens.iter().copied().max().unwrap_or(0);
@@ -131,6 +199,7 @@ impl Layout {
             starts,
             width,
             unpadded: None,
+            shared: None,
             slots: OnceCell::new(),
             device_starts: OnceCell::new(),
         }
@@ -166,7 +235,8 @@ impl Layout {
             return self;
         }
         let padded = |x: &Tensor| x.constant_pad_nd([0, pad]);
-        Self { tokens: padded(&self.tokens), positions: padded(&self.positions), ..self }
+        let shared = self.shared.map(|shared| SharedPrefixes { collapse: padded(&shared.collapse), ..shared });
+        Self { tokens: padded(&self.tokens), positions: padded(&self.positions), shared, ..self }
     }
 
     fn is_ragged(&self) -> bool {
@@ -249,7 +319,7 @@ impl Layout {
     /// The length of each token's sequence, `[N]` i64.
     pub(crate) fn len_of_each_token(&self) -> Tensor {
         let mut lens: Vec<i64> = self.lens.iter().flat_map(|&len| std::iter::repeat_n(len, len as usize)).collect();
-        lens.resize(self.tokens.size()[0] as usize, 1);
+        lens.resize(self.attention_positions().size()[0] as usize, 1);
         Tensor::from_slice(&lens).to_device(self.tokens.device())
     }
 

@@ -91,6 +91,26 @@ impl Experience {
         self.prompts[row].len() + self.responses[row].len()
     }
 
+    /// Returns true if a group has several rows.
+    pub(crate) fn has_groups(&self) -> bool {
+        self.groups.windows(2).any(|pair| pair[0] == pair[1])
+    }
+
+    /// Number of first tokens of each of `rows`' sequences that are the prompt of the row before it, in the same group: models compute
+    /// them once. `None` if there are none.
+    pub(crate) fn shared_lens(&self, rows: &[usize]) -> Option<Vec<usize>> {
+        let same = |pair: &[usize]| match pair {
+            [before, row]
+                if self.groups[*before] == self.groups[*row] && self.prompts[*before] == self.prompts[*row] =>
+            {
+                self.prompts[*row].len()
+            }
+            _ => 0,
+        };
+        let shared: Vec<usize> = std::iter::once(0).chain(rows.windows(2).map(same)).take(rows.len()).collect();
+        shared.iter().any(|&len| len > 0).then_some(shared)
+    }
+
     /// Positions of the response tokens of a row in its sequence.
     pub fn token_span(&self, row: usize) -> Range<usize> {
         let start = self.prompts[row].len();

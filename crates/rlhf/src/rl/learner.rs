@@ -368,7 +368,12 @@ impl Learner {
             .then(|| whiten_rows(&targets.advantages, mini_batch, &experience.masks.loss));
         let advantages = whitened.as_ref().unwrap_or(&targets.advantages);
         let length = |&row: &usize| experience.sequence_len(row);
-        let own = self.world.share_by(mini_batch, length);
+        // Rows of a group side by side, so that their prompt is computed once; the losses are sums over the mini-batch.
+        let mut rows = mini_batch.to_vec();
+        if experience.has_groups() {
+            rows.sort_by_key(|&row| (experience.groups[row], row));
+        }
+        let own = self.world.share_by(&rows, length);
         let parts = micro_batches(own, micro_batch_size, self.micro_batch_tokens, length);
         let weights = Weights {
             divisor: self.divisor(experience, mini_batch.len(), tokens),
@@ -424,9 +429,8 @@ impl Learner {
         let of_entropy = settings.top_entropy_quantile < 1.0;
         let (mut previews, mut entropies) = (Vec::new(), Vec::new());
         let passes = batches.into_iter().try_for_each(|batch| {
-            let (sequences, spans) = (&batch.sequences, &batch.token_spans);
-            let pass = || self.policy.token_logprobs(sequences, spans, batch.sampled(settings), of_entropy);
-            let now = tch::no_grad(pass)?;
+            let rows = Batch::new(&batch.sequences, &batch.token_spans).sharing(batch.shared_lens.as_deref());
+            let now = tch::no_grad(|| self.policy.logprobs_of(rows, batch.sampled(settings), of_entropy))?;
             entropies.extend(now.entropy.iter().flat_map(|entropy| batch.counted(entropy)));
             previews.push(Preview { logprobs: now.logprobs, entropy: now.entropy });
             Ok(())
@@ -474,7 +478,7 @@ impl Learner {
             // Two models share nothing, so the policy's activations are freed before the value model's forward pass.
             (ValueModel::Model(value), _) => {
                 let now = if trains_policy {
-                    let batch = Batch::new(sequences, token_spans);
+                    let batch = Batch::new(sequences, token_spans).sharing(batch.shared_lens.as_deref());
                     Some(self.policy.logprobs_backward(batch, options, policy_loss)?)
                 } else {
                     None
@@ -483,7 +487,7 @@ impl Learner {
                 now
             }
             (ValueModel::None, _) => {
-                let batch = Batch::new(sequences, token_spans);
+                let batch = Batch::new(sequences, token_spans).sharing(batch.shared_lens.as_deref());
                 Some(self.policy.logprobs_backward(batch, options, policy_loss)?)
             }
         };

@@ -96,6 +96,8 @@ pub(crate) struct MicroBatch {
     pub(crate) sequences: Vec<Vec<i64>>,
     pub(crate) token_spans: Vec<Range<usize>>,
     pub(crate) value_spans: Vec<Range<usize>>,
+    /// Beginnings of sequences that the policy computes once.
+    pub(crate) shared_lens: Option<Vec<usize>>,
     sets: Option<Vec<TokenSet>>,
     old_logprobs: Tensor,
     ref_logprobs: Option<Tensor>,
@@ -152,6 +154,7 @@ impl MicroBatch {
             sequences: rows.iter().map(|&row| e.sequence(row)).collect(),
             token_spans: rows.iter().map(|&row| e.token_span(row)).collect(),
             value_spans: rows.iter().map(|&row| e.value_span(row)).collect(),
+            shared_lens: e.shared_lens(rows),
             sets: e.sets_of(rows.iter().copied()),
             old_logprobs,
             ref_logprobs: settings.kl_in_loss.and(e.ref_logprobs.as_ref()).map(of_tokens),

@@ -3,7 +3,7 @@
 use crate::dist::World;
 use crate::generate::Response;
 use crate::model::{
-    CausalLm, Distributions, JointBatch, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches,
+    self, CausalLm, Distributions, JointBatch, Sampled, SequenceClassifier, TokenSet, ValueModel, batches, in_batches,
 };
 use crate::reward::Scores;
 use crate::rl::experience::{Experience, Masks, to_slots};
@@ -20,6 +20,8 @@ pub struct RolloutSettings {
     pub response_length: usize,
     /// Rows in one forward pass.
     pub batch_size: usize,
+    /// Responses to each prompt, one after another: a group, whose prompt is computed once.
+    pub group_size: usize,
     /// Temperature of the distributions whose log-probabilities are taken.
     pub temperature: f64,
     /// Take log-probabilities over the tokens that sampling filters (top-k, top-p, min-p) kept, instead of the vocabulary.
@@ -56,7 +58,7 @@ pub struct RolloutModels<'a> {
 ///
 /// The rows are those of all ranks; each rank evaluates a part of about as many tokens, and the results are gathered.
 ///
-/// Each row is a group of its own; a caller that samples several responses per prompt sets [`Experience::groups`].
+/// Rows of a group are one after another ([`RolloutSettings::group_size`]).
 ///
 /// # Errors
 /// If prompts, responses and scores do not match row by row, or a row does not fit the models.
@@ -127,6 +129,7 @@ struct Batch {
     sequences: Vec<Vec<i64>>,
     tokens: Vec<Range<usize>>,
     values: Vec<Range<usize>>,
+    shared_lens: Option<Vec<usize>>,
     sets: Option<Vec<TokenSet>>,
 }
 
@@ -187,6 +190,7 @@ impl<'a> Passes<'a> {
             sequences: rows.clone().map(|row| e.sequence(row)).collect(),
             tokens: rows.clone().map(|row| e.token_span(row)).collect(),
             values: rows.clone().map(|row| e.value_span(row)).collect(),
+            shared_lens: e.shared_lens(&rows.clone().collect::<Vec<_>>()),
             sets: e.sets_of(rows),
         }
     }
@@ -203,7 +207,8 @@ impl<'a> Passes<'a> {
     /// Log-probabilities of the response tokens under `model`.
     fn logprobs(&self, model: &CausalLm) -> Result<Tensor> {
         self.per_token(|batch| {
-            Ok(model.token_logprobs(&batch.sequences, &batch.tokens, self.sampled(batch), false)?.logprobs)
+            let rows = model::Batch::new(&batch.sequences, &batch.tokens).sharing(batch.shared_lens.as_deref());
+            Ok(model.logprobs_of(rows, self.sampled(batch), false)?.logprobs)
         })
     }
 
@@ -279,7 +284,7 @@ fn unevaluated(
     let flat = |rows: Vec<Vec<f32>>| Tensor::from_slice(&rows.concat()).to_device(device);
     Experience {
         prompts: prompts.to_vec(),
-        groups: (0..prompts.len()).collect(),
+        groups: (0..prompts.len()).map(|row| row / settings.group_size.max(1)).collect(),
         value_counts: counted.iter().map(|&len| (len + extra).min(width)).collect(),
         masks: Masks { response: math::response_mask(&lengths, width, device), loss, value, value_loss },
         logprobs: Tensor::new(),

@@ -79,6 +79,7 @@ impl PpoConfig {
         RolloutSettings {
             response_length: self.response_length,
             batch_size: self.local_rollout_forward_batch_size,
+            group_size: self.advantage.num_generations,
             temperature,
             filtered_logprobs,
             // Decoding records log-probabilities over the whole vocabulary, at the temperature of sampling, in one pass per token.
@@ -96,7 +97,7 @@ impl PpoConfig {
     /// Returns the settings of the sanity checks.
     pub fn checks(&self, policy: &CausalLm) -> CheckSettings {
         CheckSettings {
-            rollout: RolloutSettings { recompute_logprobs: true, ..self.rollout(policy) },
+            rollout: RolloutSettings { recompute_logprobs: true, group_size: 1, ..self.rollout(policy) },
             shaping: self.shaping(),
             kl_coef: self.kl.kl_coef,
             low_precision: self.run.is_low_precision(),

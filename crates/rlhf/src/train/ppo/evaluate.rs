@@ -6,7 +6,7 @@ use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, genera
 use crate::metrics::Metrics;
 use crate::reward::{ComponentScores, Scored, Scores};
 use crate::rl::checks::{self, Checks};
-use crate::rl::rollout::experience;
+use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{penalise_missing_stop, replace_missing_stop};
 use crate::rng::Purpose;
 use crate::run::event::{Conversation, Evaluation, Sample};
@@ -53,7 +53,8 @@ impl PpoTrainer {
         let responses = self.generate(&prompts, sampling, Purpose::Evaluation, 0)?;
         let (scores, components) = self.whole_scores(&asked, &responses)?;
         let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
-        let (models, settings) = (self.rollout_models(), self.rollout_settings(false));
+        let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(false) };
+        let models = self.rollout_models();
         let e = experience(models, &prompts, &responses, scores, &settings)?;
         let rows = prompts.len() as f64;
         let per_row = |x: &Tensor| x.sum(Kind::Double).double_value(&[]) / rows;

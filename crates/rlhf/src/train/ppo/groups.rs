@@ -20,8 +20,6 @@ use tch::Tensor;
 impl PpoTrainer {
     /// Adds the groups of a batch to its experience, the baselines of ReMax, and the mask of responses that did not stop.
     pub(super) fn add_groups(&mut self, e: &mut Experience, batch: &Batch, scored: &Scored) -> Result<()> {
-        let size = self.config.advantage.num_generations;
-        e.groups = (0..e.rows()).map(|row| row / size).collect();
         let unscored = scored.unscored().into_iter().enumerate().filter(|(_, unscored)| *unscored);
         e.unscored = unscored.map(|(row, _)| row).collect();
         if self.config.advantage.multi_objective_aggregation == Aggregation::NormalizeThenSum {
