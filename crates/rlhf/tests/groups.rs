@@ -319,7 +319,7 @@ fn responses_that_do_not_stop_are_masked_and_their_scores_still_count_in_their_g
 #[test]
 fn a_prompt_that_is_computed_once_for_its_group_gives_the_numbers_and_gradients_of_each_sequence_by_itself() {
     // Fused and separate projections, learned positions, windows, soft caps, norms of queries, angles that depend on the length.
-    for family in ["llama", "gpt_neox", "gpt2", "gemma2", "mistral", "qwen3", "phi3", "opt"] {
+    for family in ["llama_untied", "llama_dynamic", "gpt_neox", "gpt2", "gemma2", "mistral", "qwen3", "phi3", "opt"] {
         let dir = golden().join("models").join(family);
         let mut model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         model.set_trainable(true);
