@@ -178,6 +178,11 @@ pub(crate) fn optional<T: Setting>(text: &str) -> Result<Option<T>, String> {
     }
 }
 
+/// Parses a number of steps; TRL writes "not set" as -1.
+pub(crate) fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
+    if text == "-1" { Ok(None) } else { optional(text) }
+}
+
 /// Returns the value name of an `arg` of one of the standard types, and the parser if derive chose it.
 fn standard(arg: &Arg) -> Option<(&'static str, Option<ValueParser>)> {
     typed::<usize>(arg)

@@ -298,7 +298,7 @@ fn every_variant_of_ppo_trains_alike_on_two_ranks() {
             "groups",
             "ppo --preset grpo --sft_model_path policy --reward length:target=3 --dataset_name prompts.jsonl --response_length 8 \
              --num_generations 2 --train_batch_size 4 --generation_batch_size 8 --max_steps 8 --num_iterations 2 --beta 0.1 \
-             --importance_sampling_level sequence --loss_type grpo --top_entropy_quantile 0.7 --dynamic_sampling --zero_stage 3 \
+             --importance_sampling_level sequence --loss_type grpo --dynamic_sampling --zero_stage 3 \
              --num_sample_generations 0"
                 .into(),
         ),

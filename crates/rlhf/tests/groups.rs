@@ -83,7 +83,7 @@ fn the_size_of_a_micro_batch_changes_no_weight_with_any_loss() {
             trained(|c| {
                 (c.loss.loss_type, c.loss.importance_sampling_level) = (loss_type, level);
                 (c.kl.kl_coef, c.num_ppo_epochs) = (0.1, 2);
-                (c.loss.entropy_coef, c.loss.top_entropy_quantile) = (0.01, 0.6);
+                c.loss.entropy_coef = 0.01;
                 (c.per_device_train_batch_size, c.gradient_accumulation_steps) = (Some(rows), accumulated);
                 c.generation.steps_per_generation = Some(16 / rows);
                 c.generation.max_steps = Some(8);

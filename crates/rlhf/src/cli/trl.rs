@@ -826,7 +826,7 @@ mod tests {
         for (name, text) in [("grpo", GRPO_CONFIG), ("rloo", RLOO_CONFIG)] {
             let Task::Ppo(mut config) = with_file(text, &least(name)).unwrap() else { panic!() };
             let Task::Ppo(mut plain) = parse_words(&least(name)).unwrap() else { panic!() };
-            // What differs from the defaults here is in the file.
+            // The file has what differs from the defaults here.
             assert_eq!((config.run.checkpoints.save_steps, config.run.gradient_checkpointing), (Some(500), true));
             assert_eq!(config.run.dtype, rlhf::model::Dtype::Float32);
             config.run = plain.run.clone();

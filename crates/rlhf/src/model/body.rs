@@ -414,7 +414,9 @@ impl Body {
             (None, None) => {
                 let needed = self.needed(batch, shift);
                 match batch.shared_lens {
-                    Some(shared) if self.config.causal => self.padded(Layout::sharing(&needed, shared, self.device)),
+                    Some(shared) if self.config.causal && !self.config.has_length_dependent_rope() => {
+                        self.padded(Layout::sharing(&needed, shared, self.device))
+                    }
                     _ => self.padded_layout(&needed),
                 }
             }

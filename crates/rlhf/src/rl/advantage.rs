@@ -85,9 +85,9 @@ impl AdvantageEstimator {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleRewards {
-    /// That of the rewards of each group.
+    /// The deviation of the rewards of each group.
     Group,
-    /// That of all rewards of the update.
+    /// The deviation of all rewards of the update.
     Batch,
     /// None.
     None,

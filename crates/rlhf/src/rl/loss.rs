@@ -2,7 +2,7 @@
 
 use crate::model::{Sampled, TokenLogprobs, TokenSet};
 use crate::rl::experience::{Experience, from_slots};
-use crate::rl::math::{self, ImportanceLevel, KlEstimator, Objective, PolicyClip, Ratios};
+use crate::rl::math::{self, ImportanceLevel, KlEstimator, LossAggregation, Objective, PolicyClip, Ratios};
 use crate::rl::shaping::Targets;
 use crate::rl::stats::StepStats;
 use std::ops::Range;
@@ -17,7 +17,7 @@ pub struct LossSettings {
     pub clip: PolicyClip,
     /// The unit whose probability ratio is used.
     pub importance: ImportanceLevel,
-    /// How the losses of tokens become the loss of a mini-batch.
+    /// The way from the losses of tokens to that of a mini-batch.
     pub aggregation: LossAggregation,
     /// The old log-probabilities are the current ones without a gradient, so that every ratio is 1: for the only optimizer step
     /// of an update.
@@ -38,23 +38,6 @@ pub struct LossSettings {
     pub use_bias_correction_kl: bool,
     /// Temperature of the distributions whose log-probabilities are taken; that of the rollout.
     pub temperature: f64,
-}
-
-/// How the losses of tokens become the loss of a mini-batch. Each is a sum over the mini-batch, so the size of a micro-batch
-/// changes no number.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum LossAggregation {
-    /// Mean over the tokens of the mini-batch: `bnpo`.
-    Tokens,
-    /// Mean over the responses of the means over their tokens: `grpo`, `sapo`. Source: Shao et al. 2024, eq. 3.
-    Responses,
-    /// Mean over the responses of the sums over their tokens: `luspo`.
-    ResponseSums,
-    /// Sum over all tokens, divided by the responses times this length: `dr_grpo`. Source: Liu et al. 2025, section 3.
-    Length(usize),
-    /// Sum over all tokens, divided by the tokens of the whole update and multiplied by its optimizer steps: `dapo`, `cispo`,
-    /// `vespo`. Source: Yu et al. 2025, DAPO, eq. 8.
-    UpdateTokens,
 }
 
 impl LossSettings {

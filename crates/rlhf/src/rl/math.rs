@@ -290,6 +290,23 @@ pub enum ImportanceLevel {
     SequenceProduct,
 }
 
+/// The way from the losses of tokens to the loss of a mini-batch. Each is a sum over the mini-batch, so the size of a micro-batch
+/// changes no number.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum LossAggregation {
+    /// Mean over the tokens of the mini-batch: `bnpo`.
+    Tokens,
+    /// Mean over the responses of the means over their tokens: `grpo`, `sapo`. Source: Shao et al. 2024, eq. 3.
+    Responses,
+    /// Mean over the responses of the sums over their tokens: `luspo`.
+    ResponseSums,
+    /// Sum over all tokens, divided by the responses times this length: `dr_grpo`. Source: Liu et al. 2025, section 3.
+    Length(usize),
+    /// Sum over all tokens, divided by the tokens of the whole update and multiplied by its optimizer steps: `dapo`, `cispo`,
+    /// `vespo`. Source: Yu et al. 2025, DAPO, eq. 8.
+    UpdateTokens,
+}
+
 /// The probability ratios of the new to the old policy at some tokens.
 #[derive(Debug)]
 pub struct Ratios {

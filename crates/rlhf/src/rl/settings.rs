@@ -4,8 +4,7 @@ use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::loss::LossAggregation;
-use super::math::{ImportanceLevel, Objective, ScorePosition};
+use super::math::{ImportanceLevel, LossAggregation, Objective, ScorePosition};
 use crate::Result;
 use crate::flag::{NONE, PPO, above_zero, all, defaults, expect, no_effect, optional, usage, zero_or_more};
 
@@ -177,7 +176,7 @@ impl LossConfig {
         }
     }
 
-    /// How losses of tokens become the loss of a mini-batch, where a response has at most `response_length` tokens.
+    /// The aggregation of the losses of tokens, where a response has at most `response_length` tokens.
     pub(crate) fn aggregation(&self, response_length: usize) -> LossAggregation {
         match self.loss_type {
             LossType::Bnpo => LossAggregation::Tokens,

@@ -4,7 +4,7 @@ use super::ppo::{GenerationBatchesConfig, PpoConfig};
 use super::presets::Preset;
 use crate::Result;
 use crate::dist::num_ranks;
-use crate::flag::{above_zero, at_least_one, expect, no_effect, optional, usage};
+use crate::flag::{above_zero, at_least_one, expect, no_effect, usage};
 use crate::rl::groups::check_whole;
 use crate::rl::learner::EpochPlan;
 
@@ -396,11 +396,6 @@ pub(super) fn train_plan(
     let expected = format!("at most {MOST_EPISODES}");
     expect(num_updates <= MOST_EPISODES, "num_train_epochs * rows / batch size", num_updates, &expected)?;
     Ok(TrainPlan { batch_size, num_updates })
-}
-
-/// Parses a number of steps; TRL writes "not set" as -1.
-pub(super) fn steps_or_minus_one(text: &str) -> Result<Option<usize>, String> {
-    if text == "-1" { Ok(None) } else { optional(text) }
 }
 
 #[cfg(test)]

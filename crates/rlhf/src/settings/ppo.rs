@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::plan::steps_or_minus_one;
 use super::presets::Preset;
 use crate::Result;
 use crate::data::settings::{DataConfig, PromptLengthConfig};
 use crate::dist::PpoDistConfig;
 use crate::flag::{
-    BATCHES, DATA, EVALUATION, LORA, MODELS, NONE, OPTIMIZER, PPO, SAMPLING, Setting, defaults, defaults_with, optional,
+    BATCHES, DATA, EVALUATION, LORA, MODELS, NONE, OPTIMIZER, PPO, SAMPLING, Setting, defaults, defaults_with,
+    optional, steps_or_minus_one,
 };
 use crate::generate::settings::{SamplingConfig, StopToken};
 use crate::model::{ModelOptions, PeftConfig};

@@ -6,13 +6,13 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use super::check::check_sizes;
-use super::plan::{BatchSettings, TrainPlan, steps_or_minus_one, train_plan};
+use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::Result;
 use crate::data::settings::DataConfig;
 use crate::dist::num_ranks;
 use crate::flag::{
     BATCHES, DATA, EVALUATION, LOSS, MODELS, NONE, OPTIMIZER, Setting, all, at_least_one, defaults, expect, optional,
-    zero_or_more,
+    steps_or_minus_one, zero_or_more,
 };
 use crate::model::{ClassifierFormat, PeftConfig};
 use crate::optim::settings::{OptimizerConfig, check_learning};

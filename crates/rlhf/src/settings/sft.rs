@@ -6,11 +6,13 @@ use clap::Args;
 use serde::Serialize;
 
 use super::check::check_sizes;
-use super::plan::{BatchSettings, TrainPlan, steps_or_minus_one, train_plan};
+use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::Result;
 use crate::data::settings::DataConfig;
 use crate::dist::num_ranks;
-use crate::flag::{BATCHES, DATA, LOSS, MODELS, NONE, OPTIMIZER, all, at_least_one, defaults, optional, usage};
+use crate::flag::{
+    BATCHES, DATA, LOSS, MODELS, NONE, OPTIMIZER, all, at_least_one, defaults, optional, steps_or_minus_one, usage,
+};
 use crate::model::PeftConfig;
 use crate::optim::settings::{OptimizerConfig, check_learning};
 use crate::run::settings::{EvalConfig, RunConfig};

@@ -452,7 +452,7 @@ fn compare(run: &Run) {
     let mut settings = config.learner();
     if several {
         // TRL divides the losses of each generation by its own tokens, here by those of the update: a difference by design.
-        settings.loss.aggregation = rlhf::rl::loss::LossAggregation::Tokens;
+        settings.loss.aggregation = rlhf::rl::math::LossAggregation::Tokens;
     } else {
         config.check().unwrap();
     }
