@@ -39,7 +39,7 @@ test-attack: setup ## the attacks of the test suite in their long form, twenty t
 test-interop: setup ## check what rlhf writes with transformers, peft and tensorboard
 	scripts/test-interop.sh
 
-bench: setup ## time rlhf against TRL, about an hour; CELLS='update/s/f32 ...' for a part
+bench: setup ## time rlhf against TRL, two to three hours; CELLS='update/s/f32 ...' for a part
 	cargo build --release --locked
 	benchmarks/bench.sh run $(CELLS)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import runs
 import table
 from models import SIZES, prompt_lengths, write_prompts
-from runs import HERE, Failed, Job
+from runs import HERE, Failed, GrpoJob, Job
 
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parent / "target"))
 WORK = TARGET / "bench"
@@ -27,6 +27,8 @@ RESPONSE = 53
 # Rows of a micro-batch, and micro-batches of an update.
 BATCHES = {"s": (16, 2), "m": (8, 2)}
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+# The same for the pretrained model, and its response length. GRPO's micro-batch is two groups.
+PRETRAINED, PRETRAINED_RESPONSE = {"grpo": (16, 2), "ppo": (8, 2)}, 40
 # Batch sizes of generation, and how many batches of each, the first not counted.
 GENERATE = {1: 9, 16: 4, 32: 4}
 # Mean response length of a tuned model if there were no limit.
@@ -50,6 +52,32 @@ class Bench:
             runs.watch(command + (["--mean_length", mean_length] if mean_length else []))
             self.made.add(folder)
         return folder
+
+    def pretrained(self):
+        """A folder with SmolLM2-135M-Instruct, a reward model made from it, and prompts, created again in each invocation."""
+        folder = WORK / "smollm2"
+        if folder not in self.made:
+            say(f"making the models {folder}")
+            shutil.rmtree(folder, ignore_errors=True)
+            runs.watch([sys.executable, HERE / "smollm2.py", folder])
+            self.made.add(folder)
+        return folder
+
+    def pretrained_job(self, trainer, lora):
+        """A run of `trainer` with the pretrained model; each update uses each of its prompts once."""
+        folder, (batch, accumulation) = self.pretrained(), PRETRAINED[trainer]
+        kind, epochs = {"grpo": (GrpoJob, 1), "ppo": (Job, 2)}[trainer]
+        return kind(
+            folder,
+            folder / f"{trainer}.jsonl",
+            batch,
+            accumulation,
+            self.updates or 4,
+            PRETRAINED_RESPONSE,
+            epochs=epochs,
+            never_stops=True,
+            lora=lora,
+        )
 
     def prompts(self, size, count):
         path = WORK / f"prompts-{size}-{count}.jsonl"
@@ -84,6 +112,19 @@ def update(bench, size, precision):
         yield job.trl({"f32": "f32", "bf16": "bf16-weights"}[precision])
         rate = runs.gemm_rate(size, DTYPES[precision], tokens, job.batch * RESPONSE)
         yield job.rlhf(bench.binary, precision) | {"gemm": rate, "optimise_flops": flops}
+        if precision == "bf16":
+            yield job.trl("bf16-flag")
+
+    return bench.repeated(measure)
+
+
+def pretrained(bench, trainer, precision, trained):
+    """Updates of both programs with SmolLM2-135M-Instruct, alternating."""
+    job = bench.pretrained_job(trainer, trained == "lora")
+
+    def measure():
+        yield job.trl({"f32": "f32", "bf16": "bf16-weights"}[precision])
+        yield job.rlhf(bench.binary, precision)
         if precision == "bf16":
             yield job.trl("bf16-flag")
 
@@ -150,6 +191,12 @@ def ranks(bench, size):
 CELLS = {
     **{f"update/{size}/{precision}": (update, size, precision) for size in BATCHES for precision in DTYPES},
     **{f"generate/{size}/{precision}": (generate, size, precision) for size in BATCHES for precision in DTYPES},
+    **{
+        f"{trainer}/smollm2/{precision}/{trained}": (pretrained, trainer, precision, trained)
+        for trainer in PRETRAINED
+        for precision in DTYPES
+        for trained in ("full", "lora")
+    },
     "growth/s": (growth, "s"),
     "early/s": (early, "s"),
     "ranks/s": (ranks, "s"),

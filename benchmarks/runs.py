@@ -25,6 +25,7 @@ THREADS = len(os.sched_getaffinity(0))
 # Settings that no cell of the benchmark varies.
 EPOCHS = 4
 LEARNING_RATE = 3e-6
+LORA_R = 16
 ROLLOUT_BATCH = 64
 
 
@@ -102,13 +103,15 @@ def watch_ranks(command, ranks, timeout=None):
     return output, peaks
 
 
-def _command(binary, flags):
-    return [binary, "ppo"] + [word for name, value in flags.items() for word in (f"--{name}", value)]
+def _words(flags):
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 @dataclass(frozen=True)
 class Job:
     """One PPO run, the same for rlhf and TRL; every update uses every prompt once."""
+
+    TRL = "trl_ppo.py"
 
     models: Path
     prompts: Path
@@ -118,6 +121,11 @@ class Job:
     response_length: int = 53
     device: str = "cpu"
     rollout_batch: int = ROLLOUT_BATCH
+    epochs: int = EPOCHS
+    # The end-of-text token is not sampled; otherwise a response ends with it.
+    never_stops: bool = False
+    # LoRA adapters of the policy; the value model is trained whole, as TRL's is.
+    lora: bool = False
 
     @property
     def episodes(self):
@@ -125,8 +133,7 @@ class Job:
 
     def rlhf(self, binary, precision, **watching):
         """Precisions: `f32`; `bf16` computes in bf16 with f32 master weights, frozen models are held in bf16."""
-        flags = self._flags(precision)
-        return self._summary("rlhf", precision, watch(_command(binary, flags), **watching))
+        return self._summary("rlhf", precision, watch(self._rlhf(binary, self._flags(precision)), **watching))
 
     def rlhf_ranks(self, binary, ranks, threads, stage):
         """One update's rows divided over `ranks` ranks of `threads` threads each, in f32, at this stage of ZeRO."""
@@ -136,29 +143,40 @@ class Job:
             "zero_stage": stage,
         }
         del flags["per_device_train_batch_size"], flags["gradient_accumulation_steps"]
-        output, peaks = watch_ranks(_command(binary, flags), ranks)
+        output, peaks = watch_ranks(self._rlhf(binary, flags), ranks)
         summary = self._summary("rlhf", "f32", output)
         counted = [update for _, update in output.json_lines()[1:]]
         of_ranks = {key: [update.get(f"time/{key}", 0.0) for update in counted] for key in ("waiting", "collectives")}
         return summary | of_ranks | {"ranks": ranks, "threads": threads, "stage": stage, "peaks": peaks}
 
+    def _rlhf(self, binary, flags):
+        return [binary, "ppo", *_words(flags)]
+
     def _flags(self, precision):
-        return {
+        """The flags of `rlhf ppo`."""
+        flags = {
             "sft_model_path": self.models / "policy",
             "reward_model_path": self.models / "reward",
+            "num_mini_batches": 1,
+            "total_episodes": self.episodes * self.updates,
+            "local_rollout_forward_batch_size": self.rollout_batch,
+            "response_length": self.response_length,
+            "num_ppo_epochs": self.epochs,
+            "temperature": TEMPERATURE,
+            "stop_token": "eos",
+        }
+        flags |= {"min_new_tokens": self.response_length} if self.never_stops else {}
+        return flags | self._common(precision) | ({"value_use_peft": "false"} if self.lora else {})
+
+    def _common(self, precision):
+        """The flags that `rlhf ppo` and `rlhf grpo` share."""
+        flags = {
             "dataset_name": self.prompts,
             "output_dir": self.models / "output-rlhf",
             "overwrite_output_dir": "true",
             "per_device_train_batch_size": self.batch,
             "gradient_accumulation_steps": self.accumulation,
-            "num_mini_batches": 1,
-            "total_episodes": self.episodes * self.updates,
-            "local_rollout_forward_batch_size": self.rollout_batch,
-            "response_length": self.response_length,
-            "num_ppo_epochs": EPOCHS,
-            "temperature": TEMPERATURE,
             "learning_rate": LEARNING_RATE,
-            "stop_token": "eos",
             "num_sample_generations": 0,
             "disable_tqdm": "true",
             "num_threads": THREADS,
@@ -166,9 +184,25 @@ class Job:
             "bf16": str(precision == "bf16").lower(),
             "dtype": "bfloat16" if precision == "bf16" else "float32",
         }
+        lora = {"use_peft": "true", "lora_r": LORA_R, "lora_alpha": 2 * LORA_R, "lora_target_modules": "all-linear"}
+        return flags | (lora if self.lora else {})
 
     def trl(self, precision, **watching):
-        """Precisions: those of trl_ppo.py."""
+        """Precisions: those of trl_ppo.py or trl_grpo.py."""
+        command = [sys.executable, HERE / self.TRL, *_words(self._trl_flags(precision))]
+        return self._summary("TRL", precision, watch(command, **watching))
+
+    def _trl_flags(self, precision):
+        flags = {
+            "epochs": self.epochs,
+            "temperature": TEMPERATURE,
+            "rollout_batch": self.rollout_batch,
+            "device": self.device,
+            "never_stops": str(self.never_stops).lower(),
+        }
+        return flags | self._trl_common(precision)
+
+    def _trl_common(self, precision):
         flags = {
             "models": self.models,
             "prompts": self.prompts,
@@ -178,16 +212,10 @@ class Job:
             "accumulation": self.accumulation,
             "updates": self.updates,
             "response_length": self.response_length,
-            "epochs": EPOCHS,
-            "temperature": TEMPERATURE,
             "learning_rate": LEARNING_RATE,
-            "rollout_batch": self.rollout_batch,
             "threads": THREADS,
-            "device": self.device,
         }
-        command = [sys.executable, HERE / "trl_ppo.py"]
-        command += [word for name, value in flags.items() for word in (f"--{name}", value)]
-        return self._summary("TRL", precision, watch(command, **watching))
+        return flags | ({"lora_r": LORA_R} if self.lora else {})
 
     def _summary(self, program, precision, output):
         """Numbers of each update; the first is separate, because it is not counted.
@@ -215,6 +243,35 @@ class Job:
         if "memory/allocated" in first:
             summary["allocated_bytes"] = max(update["memory/allocated"] for _, update in updates)
         return summary
+
+
+@dataclass(frozen=True)
+class GrpoJob(Job):
+    """One GRPO run, the same for rlhf and TRL, in which responses never stop."""
+
+    TRL = "trl_grpo.py"
+    # The temperature of TRL's GRPOConfig, the responses to a prompt, the characters for which the reward is highest.
+    TEMPERATURE, GENERATIONS, TARGET = 1.0, 8, 160
+
+    def _rlhf(self, binary, flags):
+        return [binary, "grpo", *_words(flags)]
+
+    def _flags(self, precision):
+        flags = {
+            "model_name_or_path": self.models / "policy",
+            "reward": f"length:target={self.TARGET},unit=chars",
+            "num_generations": self.GENERATIONS,
+            "max_steps": self.updates,
+            "max_completion_length": self.response_length,
+            "min_new_tokens": self.response_length,
+            "temperature": self.TEMPERATURE,
+            "gradient_checkpointing": "false",
+        }
+        return flags | self._common(precision)
+
+    def _trl_flags(self, precision):
+        flags = {"temperature": self.TEMPERATURE, "generations": self.GENERATIONS, "target_chars": self.TARGET}
+        return flags | self._trl_common(precision)
 
 
 def transformers_rates(model, prompts, dtype, batches, new_tokens):
@@ -293,7 +350,7 @@ def versions(binary):
     """The programs that were measured."""
     from importlib.metadata import version
 
-    found = {name: version(name) for name in ("trl", "torch", "transformers", "accelerate")}
+    found = {name: version(name) for name in ("trl", "torch", "transformers", "accelerate", "peft")}
     rlhf = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
     return {"rlhf": rlhf, "python": platform.python_version()} | found
 

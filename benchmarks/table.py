@@ -12,15 +12,19 @@ UPDATE = {"f32": (2.0, 2.5), "bf16-weights": (2.5, 3.3), "bf16-flag": (4, 5)}
 GENERATE, GENERATE_ONE = (2.5, 3.5), (1.3, 2)
 MEMORY = {("s", "f32"): (0.5, 0.4), ("m", "f32"): (0.55, 0.4), ("s", "bf16"): (0.5, None), ("m", "bf16"): (0.9, 0.75)}
 GEMM = (0.70, 0.85)
+# Of SmolLM2-135M-Instruct, in each cell.
+PRETRAINED_UPDATE, PRETRAINED_MEMORY = (2.0, 3.0), (0.6, None)
 
 MODES = {
     ("TRL", "f32"): "TRL, f32",
     ("rlhf", "f32"): "rlhf, f32",
     ("TRL", "bf16-weights"): "TRL, bf16 weights, gradients and Adam states",
     ("rlhf", "bf16"): "rlhf, bf16 compute; f32 master weights, gradients and Adam states",
-    ("TRL", "bf16-flag"): "TRL, `bf16=True` (has no effect on a CPU)",
+    ("TRL", "bf16-flag"): "TRL, `bf16=True`",
     ("TRL", "autocast"): "TRL, `bf16=True`; f32 weights, frozen models bf16",
 }
+# For adapters too, which are f32 in each mode.
+SHORT_MODES = MODES | {("TRL", "bf16-weights"): "TRL, bf16 weights", ("rlhf", "bf16"): "rlhf, bf16"}
 
 
 def newest(folder):
@@ -81,6 +85,27 @@ def targets(cells):
             yield f"fraction of the GEMM rate while optimising, {size}: {precision}", aim, False, numbers
 
 
+def pretrained_pairs(cells):
+    """Yields (cell, TRL's mode, its run and rlhf's in each round) for the cells of the pretrained model."""
+    for trainer in ("grpo", "ppo"):
+        for precision, modes in (("f32", ["f32"]), ("bf16", ["bf16-weights", "bf16-flag"])):
+            for trained in ("full", "lora"):
+                cell = f"{trainer}/smollm2/{precision}/{trained}"
+                _, runs = cells.get(cell, (None, []))
+                for mode in modes:
+                    yield cell, mode, list(rounds(runs, {"program": "TRL", "precision": mode}, {"program": "rlhf"}))
+
+
+def pretrained_targets(cells):
+    """Yields the targets of the pretrained model's cells, as `targets` does."""
+    for cell, mode, pairs in pretrained_pairs(cells):
+        numbers = [median(trl["update"]) / median(rlhf["update"]) for trl, rlhf in pairs]
+        yield f"update, {cell} against TRL {mode.replace('-', ' ')}", PRETRAINED_UPDATE, False, numbers
+    for cell, mode, pairs in pretrained_pairs(cells):
+        numbers = [rlhf["peak_bytes"] / trl["peak_bytes"] for trl, rlhf in pairs]
+        yield f"peak memory, {cell} against TRL {mode.replace('-', ' ')}", PRETRAINED_MEMORY, True, numbers
+
+
 def verdict(number, aim, less):
     gate, stretch = aim
     if gate is None:
@@ -97,7 +122,7 @@ def markdown(header, rows):
 
 def target_table(cells):
     rows = []
-    for name, aim, less, numbers in targets(cells):
+    for name, aim, less, numbers in (*targets(cells), *pretrained_targets(cells)):
         if numbers:
             middle = median(numbers)
             bars = ["" if bar is None else f"{'<=' if less else '>='} {bar:g}" for bar in aim]
@@ -115,22 +140,26 @@ def gigabytes(runs, key="peak_bytes"):
     return f"{median(run[key] for run in runs) / 1e9:.2f}"
 
 
-def update_tables(cells):
+def update_table(title, of_cells, modes):
+    """One row per program and mode of the runs of these cells."""
+    rows = []
+    for runs in of_cells:
+        for mode in dict.fromkeys((run["program"], run["precision"]) for run in runs):
+            of_mode = [run for run in runs if (run["program"], run["precision"]) == mode]
+            each = " ".join(medians([run], "update")[0] for run in of_mode)
+            phases = medians(of_mode, "update", "generate", "rollout", "optimise")
+            start_up = f"{median(run['start_up'] for run in of_mode):.1f}"
+            rows.append([modes[mode], each, *phases, gigabytes(of_mode), start_up])
+    header = [title, "update, rounds", "update", "generation", "rest of rollout", "optimise", "peak GB", "start-up"]
+    return markdown(header, rows) if rows else ""
+
+
+def update_tables(cells, wanted, modes=MODES):
+    """The tables of `wanted`: titles, and patterns of the cells, in which {} is the precision."""
     text = ""
-    for size in ("s", "m"):
-        rows = []
-        for precision in ("f32", "bf16"):
-            _, runs = cells.get(f"update/{size}/{precision}", (None, []))
-            for mode in dict.fromkeys((run["program"], run["precision"]) for run in runs):
-                of_mode = [run for run in runs if (run["program"], run["precision"]) == mode]
-                each = " ".join(medians([run], "update")[0] for run in of_mode)
-                phases = medians(of_mode, "update", "generate", "rollout", "optimise")
-                start_up = f"{median(run['start_up'] for run in of_mode):.1f}"
-                rows.append([MODES[mode], each, *phases, gigabytes(of_mode), start_up])
-        if rows:
-            header = [size, "update, rounds", "update", "generation", "rest of rollout", "optimise"]
-            header += ["peak GB", "start-up"]
-            text += markdown(header, rows)
+    for title, pattern in wanted:
+        names = [pattern.format(precision) for precision in ("f32", "bf16")]
+        text += update_table(title, [cells[name][1] for name in names if name in cells], modes)
     return text
 
 
@@ -247,7 +276,23 @@ def page(cells):
             "Medians over the rounds of each run's median update; the first update of a run is not counted. Start-up "
             "is the time from the program's start to its first rollout. TRL's `bf16=True` has no effect on a CPU: it "
             "computes in f32, with the time and memory of f32. The table therefore has both of TRL's bf16 modes.",
-            update_tables(cells),
+            update_tables(cells, [(size, f"update/{size}/{{}}") for size in ("s", "m")]),
+        ),
+        (
+            "A pretrained model",
+            "Seconds per update of SmolLM2-135M-Instruct, responses of 40 tokens that never stop. GRPO: 4 prompts with 8 "
+            "responses each, one optimizer step. PPO: 16 responses, 2 epochs. TRL's `bf16=True` computes in bf16 with f32 "
+            "weights in `GRPOTrainer`; in `PPOTrainer` it has no effect on a CPU. In bf16 rlhf holds what it trains in f32, and "
+            "frozen weights in bf16. TRL's bf16 weights have bf16 gradients and Adam states; its adapters are f32.",
+            update_tables(
+                cells,
+                [
+                    (f"{trainer}, {trained}", f"{trainer}/smollm2/{{}}/{trained}")
+                    for trainer in ("grpo", "ppo")
+                    for trained in ("full", "lora")
+                ],
+                SHORT_MODES,
+            ),
         ),
         ("Generated tokens per second", "53 new tokens, sampled, including prefill.", generation_table(cells)),
         (
@@ -278,7 +323,7 @@ def page(cells):
     ]
     text = (
         "# Results\n\nWritten by `benchmarks/bench.py table` from the raw numbers in this folder. "
-        f"[The benchmark's page](../README.md) describes what is compared. GPT-NeoX, random weights. {sizes}.\n\n"
+        f"[The benchmark's page](../README.md) describes what is compared. GPT-NeoX of random weights: {sizes}.\n\n"
     )
     for title, words, body in sections:
         if body:

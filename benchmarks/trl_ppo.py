@@ -1,17 +1,18 @@
 """PPO by TRL. A JSON line per update, with the names that `rlhf ppo` has for the same times.
 
 TRL is left as it is, but for three places where a clock is read: around the generation, at the first backward pass's
-`accumulate` (the rollout is over), and at the end of the step.
+`accumulate` (the rollout is over), and at the end of the step. With `--never_stops true` the generation's settings also
+suppress the end-of-text token, for which PPOConfig has no setting.
 """
 
 import argparse
 import json
-import time
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+from trl_shared import Clock, adapters
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Dtype of the trained models, dtype of the frozen ones, TRL's `bf16`.
@@ -23,49 +24,24 @@ PRECISIONS = {
 }
 
 
-class Clock(TrainerCallback):
-    """Times the phases of each update."""
+def watch(trainer, clock, eos, banned):
+    """Reads the clock around the generation and at the first backward pass; adds `banned` to the generation's settings."""
+    generation, accumulate = ppo_trainer.batch_generation, trainer.accelerator.accumulate
+    timed = clock.timed("time/generate", generation)
 
-    def __init__(self, device, eos):
-        self.device, self.eos = device, eos
-        self.times = {}
+    def generate(model, queries, rows, pad, config):
+        config.suppress_tokens = banned
+        output = timed(model, queries, rows, pad, config)
+        stops = (output[0][:, queries.shape[1] :] == eos).long()
+        clock.times["val/response_length"] = (stops.cumsum(1) == stops).sum(1).float().mean().item()
+        return output
 
-    def now(self):
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def watched_accumulate(*models):
+        clock.end_rollout()
+        return accumulate(*models)
 
-    def watch(self, trainer):
-        generation, accumulate = ppo_trainer.batch_generation, trainer.accelerator.accumulate
-
-        def timed_generation(model, queries, *args):
-            began = self.now()
-            output = generation(model, queries, *args)
-            self.times["time/generate"] = self.now() - began
-            stops = (output[0][:, queries.shape[1] :] == self.eos).long()
-            self.times["val/response_length"] = (stops.cumsum(1) == stops).sum(1).float().mean().item()
-            return output
-
-        def timed_accumulate(*models):
-            if "time/rollout" not in self.times:
-                self.times["time/rollout"] = self.now() - self.began
-            return accumulate(*models)
-
-        ppo_trainer.batch_generation = timed_generation
-        trainer.accelerator.accumulate = timed_accumulate
-
-    def on_train_begin(self, *_, **__):
-        self.began = self.now()
-
-    def on_step_end(self, *_, **__):
-        ended = self.now()
-        times, self.times = self.times, {}
-        times["time/update"] = ended - self.began
-        times["time/optimise"] = times["time/update"] - times["time/rollout"]
-        if self.device == "cuda":
-            times["memory/allocated"] = torch.cuda.max_memory_allocated()
-        print(json.dumps(times), flush=True)
-        self.began = ended
+    ppo_trainer.batch_generation = generate
+    trainer.accelerator.accumulate = watched_accumulate
 
 
 def main():
@@ -84,6 +60,8 @@ def main():
     parser.add_argument("--rollout_batch", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--never_stops", choices=["true", "false"], required=True, help="true: eos is not sampled")
+    parser.add_argument("--lora_r", type=int, help="train LoRA adapters of the policy of this rank, on all linear layers")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -98,7 +76,8 @@ def main():
 
     with open(args.prompts) as lines:
         prompts = Dataset.from_list([json.loads(line) for line in lines])
-    clock = Clock(args.device, tokenizer.eos_token_id)
+    eos = tokenizer.eos_token_id
+    clock = Clock(args.device)
     trainer = PPOTrainer(
         args=PPOConfig(
             output_dir=args.output_dir,
@@ -122,14 +101,16 @@ def main():
         ),
         processing_class=tokenizer,
         model=policy(trained),
-        ref_model=policy(frozen),
+        # With adapters, TRL's reference model is the policy without them.
+        ref_model=None if args.lora_r else policy(frozen),
         reward_model=classifier(frozen),
         value_model=classifier(trained),
         train_dataset=prompts,
         eval_dataset=prompts.select(range(1)),
         callbacks=[clock],
+        peft_config=adapters(args.lora_r),
     )
-    clock.watch(trainer)
+    watch(trainer, clock, eos, [eos] if args.never_stops == "true" else None)
     trainer.train()
 
 

@@ -1,0 +1,57 @@
+"""A clock and LoRA adapters for TRL's trainers."""
+
+import json
+import time
+
+import torch
+from transformers import TrainerCallback
+
+
+class Clock(TrainerCallback):
+    """Collects the times of an update in `times`, and prints them at its end as a JSON line, with rlhf's names."""
+
+    def __init__(self, device):
+        self.device = device
+        self.times = {}
+
+    def now(self):
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def timed(self, key, function):
+        """`function`, with its seconds in `times[key]`."""
+
+        def wrapped(*args, **kwargs):
+            began = self.now()
+            output = function(*args, **kwargs)
+            self.times[key] = self.now() - began
+            return output
+
+        return wrapped
+
+    def end_rollout(self):
+        """The rollout is over; only the first call in an update counts."""
+        self.times.setdefault("time/rollout", self.now() - self.began)
+
+    def on_train_begin(self, *_, **__):
+        self.began = self.now()
+
+    def on_step_end(self, *_, **__):
+        ended = self.now()
+        times, self.times = self.times, {}
+        times["time/update"] = ended - self.began
+        times["time/optimise"] = times["time/update"] - times["time/rollout"]
+        if self.device == "cuda":
+            times["memory/allocated"] = torch.cuda.max_memory_allocated()
+        print(json.dumps(times), flush=True)
+        self.began = ended
+
+
+def adapters(rank):
+    """LoRA adapters of this rank on all linear layers, as the benchmark's runs of rlhf have them; None for no rank."""
+    if rank is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
