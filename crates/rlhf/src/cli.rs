@@ -17,6 +17,7 @@ mod keys;
 pub(crate) mod launch;
 mod layers;
 pub(crate) mod logprobs;
+mod openrlhf;
 mod pipeline;
 mod rows;
 pub(crate) mod score;

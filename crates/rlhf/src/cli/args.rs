@@ -11,6 +11,7 @@ use rlhf::flag::Refusals;
 use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
 use super::help;
 use super::keys::NOT_SETTINGS;
+use super::openrlhf;
 
 /// Replaces dashes in flag names by underscores, and `--flag true` by `--flag=true` where the flag may also stand alone.
 ///
@@ -147,8 +148,10 @@ fn remove_refused(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command,
     let (line, about) = match (error.kind(), is_flag) {
         (ErrorKind::UnknownArgument, true) => {
             let flags = command.get_arguments().filter(|arg| !arg.is_hide_set()).map(|arg| arg.get_id().as_str());
-            let near = nearest(name, flags.chain(NOT_SETTINGS));
+            let foreign = openrlhf::hint(name);
+            let near = nearest(name, flags.chain(NOT_SETTINGS)).filter(|_| foreign.is_none());
             let tip = near.map_or(String::new(), |near| format!("; tip: a similar argument exists: '--{near}'"));
+            let tip = foreign.map_or(tip, |hint| format!("; {hint}"));
             (format!("unexpected argument '--{name}' found{tip}"), near)
         }
         _ => (one_line(error), known.map(|arg| arg.get_id().as_str())),

@@ -12,7 +12,7 @@ use rlhf::model::Dtype;
 use rlhf::settings::Preset;
 
 use super::setting::Setting;
-use super::trl;
+use super::{openrlhf, trl};
 
 /// Treatment of a flag.
 enum To {
@@ -132,7 +132,10 @@ pub(super) fn translate(
         for (name, _, to) in given.keys().filter_map(|name| row(name)) {
             let line = match to {
                 Ours(ours) => format!("{name} is a flag of --preset deepspeed-chat; with other presets use {ours}"),
-                Together | Passed | Only(..) => format!("{name} is a flag of --preset deepspeed-chat only"),
+                Together | Passed | Only(..) => {
+                    let hint = openrlhf::hint(name).map_or(String::new(), |hint| format!("; {hint}"));
+                    format!("{name} is a flag of --preset deepspeed-chat only{hint}")
+                }
             };
             refusals.refuse(line, [*name]);
         }

@@ -3,6 +3,7 @@
 use clap::{Arg, Command};
 
 use super::errors::nearest;
+use super::openrlhf;
 
 /// Flags that are not keys of a configuration file.
 pub(super) const NOT_SETTINGS: [&str; 2] = ["config", "help"];
@@ -57,6 +58,9 @@ impl<'c> Keys<'c> {
 
     /// Returns the error for a key that is not a flag.
     pub(super) fn unknown(&self, key: &str) -> String {
+        if let Some(hint) = openrlhf::hint(key) {
+            return format!("unknown key `{key}`; {hint}");
+        }
         let hint = match (self.nearest(key), &self.place(key).0[..]) {
             (Some(name), _) => format!("did you mean `{name}`?"),
             (None, [command]) => {

@@ -53,6 +53,8 @@ pub enum AdvantageEstimator {
     /// REINFORCE leave-one-out: the reward less the mean of the other rewards of the group.
     Rloo,
     /// The reward less the mean of its group, divided by a standard deviation.
+    // OpenRLHF's name.
+    #[value(alias = "group_norm")]
     Grpo,
     /// The reward less the mean of its group.
     DrGrpo,

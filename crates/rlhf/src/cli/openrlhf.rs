@@ -1,0 +1,230 @@
+//! Names of OpenRLHF's `train_ppo_ray` that are not names of `rlhf`: an error about one names the flag to use instead.
+//!
+//! Both forms of a name are there: that of its releases until 0.9 (`eps_clip`) and the one with a section (`actor.eps_clip`). Names that
+//! mean the same here, such as `dual_clip` and `overlong_buffer_len`, are not in the table.
+
+const RANKS: &str = "ranks are those of rlhf launch, and each of them generates by itself";
+const COMPLETE: &str = "checkpoints are complete, and the model is in output_dir";
+const TENSORBOARD: &str = "metrics are in output_dir, and with report_to = tensorboard in event files";
+const ONE_POLICY: &str = "an update trains on what its own policy sampled";
+const PASSES: &str = "rows are packed, and max_tokens_per_micro_batch is the size of a pass";
+
+/// Names, and what to use instead.
+const NAMES: &[(&[&str], &str)] = &[
+    (&["pretrain", "actor.model_name_or_path"], "sft_model_path; model_name_or_path of rlhf grpo and rlhf rloo"),
+    (&["reward_pretrain", "reward.model_name_or_path"], "reward_model_path"),
+    (&["critic_pretrain", "critic.model_name_or_path"], "value_model_path"),
+    (&["remote_rm_url", "reward.remote_url"], "reward_url, or reward_command for a program"),
+    (&["save_path", "ckpt.output_dir"], "output_dir"),
+    (&["ckpt_path", "ckpt.path"], "output_dir"),
+    (&["prompt_data", "data.prompt_dataset"], "dataset_name"),
+    (&["prompt_data_probs", "data.prompt_probs"], "dataset_weights"),
+    (&["prompt_split", "data.prompt_split"], "dataset_train_split"),
+    (&["eval_dataset", "eval.dataset", "eval_split", "eval.split"], "dataset_test_split, or eval_split_size"),
+    (&["input_key", "data.input_key"], "dataset_columns"),
+    (&["label_key", "data.label_key"], "a column of the dataset, which the reward names, or reward_label_column"),
+    (&["data.apply_chat_template", "input_template", "data.input_template"], "apply_chat_template"),
+    (&["max_samples", "data.max_samples"], "total_episodes"),
+    (&["max_len", "data.max_len"], "max_prompt_length and response_length"),
+    (&["prompt_max_len"], "max_prompt_length"),
+    (&["generate_max_len", "rollout.max_new_tokens"], "response_length"),
+    (&["rollout.temperature"], "temperature"),
+    (&["rollout.top_p"], "top_p"),
+    (&["rollout.n_samples_per_prompt"], "num_generations"),
+    (
+        &["rollout_batch_size", "rollout.batch_size"],
+        "generation_batch_size of rlhf grpo and rlhf rloo, which counts responses: that many prompts times num_generations; \
+         train_batch_size of rlhf ppo",
+    ),
+    (&["micro_rollout_batch_size", "rollout.micro_batch_size"], "local_rollout_forward_batch_size"),
+    (&["rollout.vllm_generate_batch_size", "vllm_generate_batch_size"], "local_rollout_forward_batch_size"),
+    (&["train.batch_size"], "train_batch_size"),
+    (&["micro_train_batch_size", "train.micro_batch_size"], "per_device_train_batch_size"),
+    (&["num_episodes", "train.num_episodes"], "num_train_epochs"),
+    (&["max_epochs", "train.max_epochs"], "num_ppo_epochs"),
+    (&["train.seed"], "seed"),
+    (&["eps_clip", "actor.eps_clip"], "cliprange"),
+    (&["eps_clip_low_high", "actor.eps_clip_low_high"], "cliprange and cliprange_high"),
+    (&["actor.dual_clip"], "dual_clip"),
+    (&["value_clip", "critic.value_clip"], "cliprange_value"),
+    (&["lambd", "algo.advantage.lambd"], "lam"),
+    (&["algo.advantage.gamma"], "gamma"),
+    (&["algo.advantage.estimator"], "advantage_estimator; grpo is its group_norm"),
+    (
+        &["no_advantage_std_norm", "algo.advantage.no_std_norm"],
+        "scale_rewards = none, or advantage_estimator = dr_grpo",
+    ),
+    (&["algo.kl.init_coef"], "kl_coef"),
+    (&["use_kl_loss", "algo.kl.use_loss"], "kl_in_loss"),
+    (&["algo.kl.estimator"], "kl_estimator; mse is its k2"),
+    (&["kl_target", "algo.kl.target"], "adap_kl_ctrl and target"),
+    (&["kl_horizon", "algo.kl.horizon"], "horizon, with adap_kl_ctrl"),
+    (&["entropy_loss_coef", "actor.entropy_coef"], "entropy_coef"),
+    (
+        &["policy_loss_type", "actor.policy_loss_type"],
+        "importance_sampling_level = sequence for its gspo, and loss_type",
+    ),
+    (&["reward.clip_range"], "reward_clip_range"),
+    (&["normalize_reward", "reward.normalize_enable"], "reward_normalize, or use_score_scaling with use_score_norm"),
+    (&["reward.overlong_buffer_len"], "overlong_buffer_len"),
+    (&["reward.overlong_penalty_factor"], "overlong_penalty_factor"),
+    (
+        &["stop_properly_penalty_coef", "reward.stop_properly_penalty_coef"],
+        "missing_eos_penalty, or non_eos_penalty, which replaces the score",
+    ),
+    (
+        &["dynamic_filtering", "algo.dynamic_filtering_enable", "algo.dynamic_filtering_range"],
+        "dynamic_filtering_reward_range = 0,1, or dynamic_sampling",
+    ),
+    (&["actor_learning_rate", "actor.adam.lr"], "learning_rate"),
+    (&["critic_learning_rate", "critic.adam.lr"], "value_learning_rate"),
+    (&["lr_scheduler", "actor.lr_scheduler", "critic.lr_scheduler"], "lr_scheduler_type"),
+    (&["min_lr_ratio", "actor.min_lr_ratio", "critic.min_lr_ratio"], "lr_end, a learning rate"),
+    (&["lr_warmup_ratio", "actor.lr_warmup_ratio"], "warmup_ratio"),
+    (&["critic.lr_warmup_ratio"], "value_lr_warmup_steps"),
+    (&["l2", "actor.adam.weight_decay"], "weight_decay"),
+    (&["critic.adam.weight_decay"], "value_weight_decay"),
+    (&["adam_betas", "actor.adam.betas", "critic.adam.betas"], "adam_beta1 and adam_beta2"),
+    (&["actor.adam.eps", "critic.adam.eps"], "adam_epsilon"),
+    (&["max_norm", "actor.max_norm"], "max_grad_norm"),
+    (&["critic.max_norm"], "value_max_grad_norm"),
+    (&["actor.optim", "critic.optim"], "AdamW: leave it out"),
+    (&["freezing_actor_steps", "critic.freezing_steps"], "value_warmup_updates"),
+    (&["train.enable_ema"], "enable_ema"),
+    (&["train.ema_beta"], "ema_beta"),
+    (&["actor.gradient_checkpointing_enable"], "gradient_checkpointing"),
+    (&["ds.zero_stage"], "zero_stage"),
+    (&["adam_offload", "ds.adam_offload"], "offload_optimizer"),
+    (&["param_dtype", "ds.param_dtype"], "bf16 or fp16"),
+    (&["lora_rank", "ds.lora.rank"], "use_peft and lora_r"),
+    (&["ds.lora.alpha"], "lora_alpha"),
+    (&["ds.lora.dropout"], "lora_dropout"),
+    (&["target_modules", "ds.lora.target_modules"], "lora_target_modules"),
+    (&["load_checkpoint", "ckpt.load_enable"], "resume_from_checkpoint"),
+    (&["ckpt.save_steps"], "save_steps"),
+    (&["max_ckpt_num", "ckpt.max_num"], "save_total_limit"),
+    (&["best_metric_key", "ckpt.best_metric_key"], "metric_for_best_model"),
+    (&["eval.steps"], "eval_steps"),
+    (&["agent_func_path", "train.agent_func_path"], "nothing: a response is one turn"),
+];
+
+/// Names without a counterpart, by the reason for which there is none; a name that ends with `*` stands for all that start with it.
+const NONE: &[(&[&str], &str)] = &[
+    (
+        &[
+            "actor_num_nodes",
+            "actor_num_gpus_per_node",
+            "critic_num_nodes",
+            "critic_num_gpus_per_node",
+            "ref_num_nodes",
+            "ref_num_gpus_per_node",
+            "reward_num_nodes",
+            "reward_num_gpus_per_node",
+            "colocate_all_models",
+            "colocate_actor_ref",
+            "colocate_critic_reward",
+            "train.colocate_all",
+            "train.colocate_actor_ref",
+            "train.colocate_critic_reward",
+            "actor.num_*",
+            "critic.num_*",
+            "ref.num_*",
+            "reward.num_*",
+            "vllm*",
+            "enforce_eager",
+            "enable_prefix_caching",
+        ],
+        RANKS,
+    ),
+    (&["save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem", "ckpt.*", "use_ds_universal_ckpt"], COMPLETE),
+    (&["use_wandb", "wandb_*", "use_tensorboard", "logger.*"], TENSORBOARD),
+    (
+        &[
+            "async_train",
+            "async_queue_size",
+            "partial_rollout",
+            "train.async_*",
+            "train.partial_*",
+            "enable_vllm_is_correction",
+        ],
+        ONE_POLICY,
+    ),
+    (
+        &[
+            "packing_samples",
+            "flash_attn",
+            "use_dynamic_batch",
+            "train.dynamic_batch_enable",
+            "rollout_max_tokens_per_gpu",
+            "train_max_tokens_per_gpu",
+            "rollout.max_tokens_per_gpu",
+            "train.max_tokens_per_gpu",
+        ],
+        PASSES,
+    ),
+    (&["ds.*", "ring_attn_*", "zpg", "grad_accum_dtype", "overlap_comm"], "zero_stage is what is shared over ranks"),
+];
+
+/// Returns what to use instead of OpenRLHF's flag `name`, for an error message.
+pub(super) fn hint(name: &str) -> Option<String> {
+    let ours = NAMES.iter().find(|(names, _)| names.contains(&name));
+    if let Some((_, ours)) = ours {
+        return Some(format!("`{name}` is OpenRLHF's: here it is {ours}"));
+    }
+    let is = |pattern: &&&str| pattern.strip_suffix('*').map_or(**pattern == name, |start| name.starts_with(start));
+    let none = NONE.iter().find(|(names, _)| names.iter().any(|pattern| is(&pattern)));
+    none.map(|(_, why)| format!("`{name}` is OpenRLHF's, and there is none here: {why}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::commands::rlhf_command;
+    use crate::cli::keys::Keys;
+    use crate::cli::testing::{file_error, least, parse_words, ppo_error};
+
+    #[test]
+    fn a_name_of_openrlhf_is_refused_with_ours() {
+        for (words, expected) in [
+            (
+                &["--eps_clip", "0.2"][..],
+                "unexpected argument '--eps_clip' found; `eps_clip` is OpenRLHF's: here it is cliprange",
+            ),
+            (
+                &["--actor.dual_clip", "3"],
+                "unexpected argument '--actor.dual_clip' found; `actor.dual_clip` is OpenRLHF's: here it is",
+            ),
+            (
+                &["--vllm_num_engines", "2"],
+                "unexpected argument '--vllm_num_engines' found; `vllm_num_engines` is OpenRLHF's, and there",
+            ),
+            (
+                &["--actor_learning_rate", "1e-6"],
+                "actor_learning_rate is a flag of --preset deepspeed-chat only; `actor_learning_rate`",
+            ),
+        ] {
+            let error = ppo_error(words);
+            assert!(error.starts_with(expected) && error.lines().count() == 1, "{error}");
+        }
+        assert!(file_error("lambd: 1\n").ends_with("`lambd` is OpenRLHF's: here it is lam"));
+        let words =
+            [&least("grpo")[..], &["--n_samples_per_prompt", "4", "--advantage_estimator", "group_norm"]].concat();
+        assert!(parse_words(&words).is_ok());
+    }
+
+    #[test]
+    fn no_name_of_the_table_is_ours_and_what_it_names_is() {
+        let rlhf = rlhf_command();
+        let keys = Keys { top: vec![rlhf.find_subcommand("ppo").unwrap()], sections: Vec::new() };
+        let of_chat = ["actor_learning_rate", "critic_learning_rate"];
+        for (names, ours) in NAMES {
+            for name in names.iter().filter(|name| !of_chat.contains(name)) {
+                assert!(keys.flag(name).is_none(), "{name} is a flag");
+            }
+            let words = ours.split([' ', ',', ';']).filter(|word| word.contains('_'));
+            for word in words.filter(|word| !["dr_grpo", "group_norm"].contains(word)) {
+                assert!(keys.flag(word).is_some(), "{word} is no flag");
+            }
+        }
+    }
+}
