@@ -348,6 +348,36 @@ fn a_run_is_repeated_bit_for_bit_from_its_own_settings_and_not_with_another_seed
 }
 
 #[test]
+fn grpo_and_rloo_train_on_groups_without_a_value_model_and_resume_as_they_were() {
+    let scratch = Scratch::new();
+    for name in ["grpo", "rloo"] {
+        let line = format!(
+            "{name} --model_name_or_path policy --reward length:target=4 --dataset_name prompts.jsonl --num_generations 4 \
+             --max_completion_length 6 --per_device_train_batch_size 8 --learning_rate 1e-3 --max_steps 4 --save_steps 2"
+        );
+        scratch.succeeds(&format!("{line} --output_dir {name}"));
+        let card = scratch.read(&format!("{name}/README.md"));
+        assert!(card.contains(&format!("- rlhf\n- {name}\n")) && card.contains(&format!("Trained by `rlhf {name}`")));
+        assert!(!scratch.path(name).join("value_model").exists());
+        let whole = scratch.metrics(name);
+        assert_eq!(whole.len(), 4);
+        for metric in ["reward", "reward_std", "frac_reward_zero_std", "rewards/length/mean", "completions/mean_length"]
+        {
+            assert!(whole.iter().all(|line| line.contains_key(metric)), "{name}: no {metric}");
+        }
+        assert_eq!(whole[0].contains_key("kl"), name == "rloo", "only RLOO's beta is above 0");
+        // The run that its settings describe, stopped after two updates and resumed.
+        let again = format!("{name} --config {name}/config.yaml --output_dir again-{name} --overwrite_output_dir");
+        scratch.succeeds(&format!("{again} --enable_test_mode --test_stop_step 1"));
+        assert_eq!(scratch.metrics(&format!("again-{name}")).len(), 2);
+        scratch.succeeds(&format!(
+            "{name} --config {name}/config.yaml --output_dir again-{name} --resume_from_checkpoint"
+        ));
+        assert_eq!(timeless(scratch.metrics(&format!("again-{name}"))), timeless(whole));
+    }
+}
+
+#[test]
 fn a_reader_that_goes_away_does_not_stop_a_run() {
     let scratch = Scratch::new();
     for line in [SFT, GENERATE] {
