@@ -3,6 +3,7 @@
 mod address;
 mod command;
 mod http;
+mod math;
 mod model;
 mod retry;
 mod rules;
@@ -12,6 +13,7 @@ mod spec;
 
 pub use command::CommandReward;
 pub use http::{HttpReward, HttpSettings};
+pub use math::{Solution, Verdict};
 pub use model::RewardModel;
 pub use retry::RetryPolicy;
 pub use rules::Rule;
