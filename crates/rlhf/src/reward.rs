@@ -10,6 +10,7 @@ mod rules;
 mod scaling;
 pub(crate) mod settings;
 mod spec;
+mod trl;
 
 pub use command::CommandReward;
 pub use http::{HttpReward, HttpSettings};
@@ -20,6 +21,7 @@ pub use rules::Rule;
 pub use scaling::{Normalize, ScoreScaling, Shaping};
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
+pub use trl::{TrlFunction, TrlReward};
 
 use crate::data::Prompt;
 use crate::dist::{World, ZeroStage};

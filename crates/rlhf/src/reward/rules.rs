@@ -200,13 +200,13 @@ impl Reward for Rule {
 }
 
 /// Returns the error for a malformed rule.
-fn wrong(kind: &str, argument: &str, expected: &str) -> Error {
+pub(super) fn wrong(kind: &str, argument: &str, expected: &str) -> Error {
     let colon = if argument.is_empty() { "" } else { ":" };
     Error::Usage(format!("reward = {kind}{colon}{argument}: expected {expected}"))
 }
 
 /// Parses an argument such as `a=1,b=2`; the first value may omit its key, which is then the first of `known`.
-fn options(kind: &str, argument: &str, known: &[&str]) -> Result<HashMap<String, String>> {
+pub(super) fn options(kind: &str, argument: &str, known: &[&str]) -> Result<HashMap<String, String>> {
     let wrong = || wrong(kind, argument, &format!("KEY=VALUE with the keys {}", known.join(", ")));
     let mut found = HashMap::new();
     for (at, part) in argument.split(',').filter(|part| !part.trim().is_empty()).enumerate() {
@@ -223,7 +223,7 @@ fn options(kind: &str, argument: &str, known: &[&str]) -> Result<HashMap<String,
 }
 
 /// Returns the texts in a column: one text or number, or a list of them.
-fn references(row: &Value, column: &str) -> Result<Vec<String>> {
+pub(super) fn references(row: &Value, column: &str) -> Result<Vec<String>> {
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
         Value::Number(_) | Value::Bool(_) => Some(value.to_string()),

@@ -3,6 +3,7 @@
 use super::http::TOKEN;
 use super::rules::KINDS;
 use super::settings::RewardSourcesConfig;
+use super::trl::{self, TrlFunction, TrlReward};
 use super::{
     CommandReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule, Shaping,
 };
@@ -36,6 +37,7 @@ enum Kind {
     Command(String),
     Url(String),
     Rule(Rule),
+    Trl(TrlFunction),
 }
 
 impl Spec {
@@ -64,8 +66,12 @@ impl Spec {
 
     /// As [`Rewards::check_row`], before the reward is loaded; only rules read columns of a row.
     pub(crate) fn check_row(&self, row: &Value) -> Result<()> {
-        let Kind::Rule(rule) = &self.kind else { return Ok(()) };
-        rule.check_row(row).map_err(|e| Error::Run(format!("reward `{}`: {e}", self.name)))
+        let checked = match &self.kind {
+            Kind::Rule(rule) => rule.check_row(row),
+            Kind::Trl(function) => function.check_row(row),
+            _ => Ok(()),
+        };
+        checked.map_err(|e| Error::Run(format!("reward `{}`: {e}", self.name)))
     }
 }
 
@@ -162,7 +168,7 @@ fn public(text: &str) -> String {
 /// Parses `KIND` or `KIND:ARGUMENT`, optionally after `NAME=`; returns name, kind and description.
 fn parse(text: &str) -> Result<(String, Kind, String)> {
     let (head, argument) = text.split_once(':').unwrap_or((text, ""));
-    let (name, kind) = head.split_once('=').unwrap_or((head, head));
+    let (name, kind) = head.split_once('=').unwrap_or_else(|| (trl::name(head), head));
     let sound = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
     if name.is_empty() || !name.chars().all(sound) {
         let found = public(text);
@@ -190,11 +196,15 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
             (Kind::Url(argument.to_string()), SERVICE.into())
         }
         rule if KINDS.contains(&rule) => (Kind::Rule(Rule::parse(rule, argument)?), about(argument)),
+        function if trl::KINDS.contains(&function) => {
+            (Kind::Trl(TrlFunction::parse(function, argument)?), about(argument))
+        }
         other => {
             return usage(format!(
-                "reward = {}: expected one of model, command, url, {}, found {:?}",
+                "reward = {}: expected one of model, command, url, {}, {}, found {:?}",
                 public(text),
                 KINDS.join(", "),
+                trl::KINDS.join(", "),
                 public(other)
             ));
         }
@@ -310,6 +320,7 @@ impl Rewards {
                 }
                 Kind::Url(url) => Box::new(HttpReward::new(&url, http_settings(settings))?),
                 Kind::Rule(rule) => Box::new(rule),
+                Kind::Trl(function) => Box::new(TrlReward::new(function)),
             };
             rewards.push(&name, reward, shaping, about);
         }

@@ -98,7 +98,8 @@ pub(super) fn solution(text: &str) -> Option<Found> {
             if first.is_none() && !found.text.is_empty() {
                 first = Some(found.text.clone());
             }
-            if found.value != Err(Fault::Syntax) {
+            // A formula with commands may be one that only this parser refuses: what follows is not read in its place.
+            if found.value != Err(Fault::Syntax) || found.text.contains('\\') {
                 return Some(Found { text: first.unwrap_or_default(), ..found });
             }
         }
@@ -210,7 +211,8 @@ fn anchors(text: &str) -> [Vec<Formulas>; 4] {
     let mut found: [Vec<Formulas>; 4] = Default::default();
     for anchor in FINAL.captures_iter(text) {
         let (Some(whole), Some(gap)) = (anchor.get(0), anchor.name("gap")) else { continue };
-        let Some(formulas) = scan.formulas(whole.end(), false) else { continue };
+        let place = scan.with_space(whole.end());
+        let Some(formulas) = scan.formulas(place, false) else { continue };
         let formulas = Formulas { start: whole.start(), ..formulas };
         if gap.is_empty() && HOPE.is_match(&text[formulas.end..]) {
             found[0].push(formulas.clone());
@@ -286,16 +288,18 @@ impl<'a> Scan<'a> {
             }
             let spaced = word[len..].len() - word[len..].trim_start().len();
             let place = end + rest.len() - word.len() + len + spaced;
-            // A formula in brackets starts with a space.
-            let place = if self.text[place..].starts_with('[') && spaced > 0 { place - 1 } else { place };
+            let place = if spaced > 0 { self.with_space(place) } else { place };
             let Some((content, next)) = self.formula(place, boxed) else { break };
             contents.push(content);
             end = next;
         }
-        if boxed {
-            end += self.text[end..].len() - self.text[end..].trim_start().len();
-        }
         Some(Formulas { contents, start: at, end, in_box: false })
+    }
+
+    /// Returns the place before the space at the end of `..place` if a formula in brackets follows, which starts with it.
+    fn with_space(&self, place: usize) -> usize {
+        let space = self.text[..place].chars().next_back().filter(|c| c.is_whitespace());
+        if self.text[place..].starts_with('[') { place - space.map_or(0, char::len_utf8) } else { place }
     }
 
     /// Returns the content of the formula that starts at `at`, and where it ends with its percent sign.
@@ -307,7 +311,7 @@ impl<'a> Scan<'a> {
         // "Percentage" is read as "Percent" with letters left over, as the alternatives are tried in this order.
         let percent = signs.iter().filter(|sign| !sign.ends_with("age")).find(|sign| trimmed.starts_with(**sign));
         let place = end + close;
-        let end_of_all = percent.map_or(place, |sign| place + after.len() - trimmed.len() + sign.len());
+        let end_of_all = place + after.len() - trimmed.len() + percent.map_or(0, |sign| sign.len());
         Some(((start, end, percent.is_some()), end_of_all))
     }
 

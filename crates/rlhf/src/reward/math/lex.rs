@@ -162,6 +162,7 @@ impl<'a> Lexer<'a> {
         match first {
             '0'..='9' | '.' => self.number()?,
             '\\' => self.command()?,
+            '{' if self.rest.starts_with("{}") => self.take(Token::Sign("empty"), 2),
             '^' if self.degree() => self.tokens.push(Token::Degree),
             'd' => self.differential(),
             'a'..='z' | 'A'..='Z' => self.take(Token::Letter(first), 1),
@@ -304,6 +305,10 @@ impl<'a> Lexer<'a> {
         self.rest = &after[next.len_utf8()..];
         let sign = match next {
             ',' | ':' | ';' | ' ' => return Ok(()),
+            '{' if self.rest.starts_with("\\}") => {
+                self.rest = &self.rest[2..];
+                "empty"
+            }
             '{' => "\\{",
             '}' => "\\}",
             '\\' => "\\\\",

@@ -21,15 +21,18 @@ fn regex(pattern: &str) -> Regex {
 }
 
 /// Units of measurement and counted things that may follow a number, without their plural s.
-const UNITS: &str = "feet ft mile mph kmph kmh km m cm mm dm mtr mt metre meter inch inches yard yd? acre hectare degree deg prime \
+const UNITS: &str = "feet ft mile mph kmph kmh km m cm mm dm mtr mt metre meter inch inches yard acre hectare degree deg prime \
     pound lb kg gm g gal gallon litre liter lt l cc hour hr h minute min second sec s day month year yr cent rupee rs t th st rd \
     o c d am pm noon unit digit number edge student men man women woman soldier coin toy apple meal pie tile monkey mark sq square \
-    cubic cube are ohm ratio gain loss profit increase decrease rise more less pure per by way east west multiple excess round \
-    ab bc mp";
+    cubic cube are ohm ratio gain loss profit increase decrease rise more less pure per by way east west multiple excess rounds \
+    ab bc mp minw sue Surface";
+
+/// Units of several words. A single letter may be followed by a space and any character.
+const LONG_UNITS: &str = r"m\x20square|\x20m\x20east|sq\x20m|cu\x20cm|sq\x20inch|cm\x202|pi\x20sq\x20m|no\x20change|children\x20ticket|[a-hqs]\x20.|rs\x20.|[ap]\x20.\x20m|(?:sq|cu)\x20.\x20m";
 
 static TRAILING_UNIT: LazyLock<Regex> = LazyLock::new(|| {
-    let units: Vec<&str> = UNITS.split_whitespace().filter(|unit| !unit.contains('?')).collect();
-    regex(&format!(r"(\d|\}}|\s)\s*(?:{})(?:s|es)?\s*$", units.join("|")))
+    let units: Vec<&str> = UNITS.split_whitespace().collect();
+    regex(&format!(r"(\d|\}}|\s)\s*(?:{}|{LONG_UNITS})(?:s|es)?\s*$", units.join("|")))
 });
 static TRAILING_TEXT: LazyLock<Regex> = LazyLock::new(|| regex(r"\\(?:text|mbox)\{.*?\}(?:\^\d|\{\^\d\})?$"));
 static LEFT: LazyLock<Regex> =

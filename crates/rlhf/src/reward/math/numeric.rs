@@ -37,7 +37,7 @@ fn function(name: &str, x: f64) -> f64 {
         "abs" => x.abs(),
         "floor" => x.floor(),
         "ceil" => x.ceil(),
-        "!" if x >= 0.0 && x <= 170.0 && x.fract() == 0.0 => (1..=x as u32).map(f64::from).product(),
+        "!" if (0.0..=170.0).contains(&x) && x.fract() == 0.0 => (1..=x as u32).map(f64::from).product(),
         "sin" => x.sin(),
         "cos" => x.cos(),
         "tan" => x.tan(),

@@ -218,10 +218,6 @@ impl Parser {
             "\\{" => &["\\}"],
             _ => &[")", "]"],
         };
-        if close[0].ends_with('}') && self.sign() == Some(close[0]) {
-            self.at += 1;
-            return Ok(Value::Named("empty"));
-        }
         let mut elements = self.lists(true)?.concat();
         if !close.iter().any(|close| self.skip(close)) {
             return Err(Fault::Syntax);

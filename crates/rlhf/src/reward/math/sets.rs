@@ -38,7 +38,7 @@ fn intervals(set: &Value) -> Option<Vec<Interval>> {
         Value::Set(elements) => elements.iter().map(point).collect::<Option<_>>()?,
         Value::Union(parts) => parts.iter().map(intervals).collect::<Option<Vec<_>>>()?.concat(),
         Value::Difference(whole, holes) => {
-            let Value::Set(holes) = &**holes else { return None };
+            let (Value::Named("reals"), Value::Set(holes)) = (&**whole, &**holes) else { return None };
             holes.iter().try_fold(intervals(whole)?, |parts, hole| without(parts, &point(hole)?.start))?
         }
         _ => return None,

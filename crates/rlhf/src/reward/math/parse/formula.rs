@@ -81,6 +81,9 @@ impl Parser {
                 break;
             }
             e = Expr::Power(Box::new(e), Box::new(self.exponent()?));
+            if self.sign() == Some("_") {
+                return Err(Fault::Unsupported);
+            }
         }
         for count in 0.. {
             if count > MAX_CHAIN {
@@ -103,9 +106,25 @@ impl Parser {
             return self.group("{", "}");
         }
         match self.peek() {
-            Some(Token::Sign("infty") | Token::Number(_) | Token::Percent(_) | Token::Scientific(..)) => self.literal(),
-            Some(Token::Letter('e')) => Err(Fault::Unsupported),
-            _ => self.symbol(),
+            // A subscript that follows, as in `x^2_1`, is the base's.
+            Some(Token::Number(digits)) => {
+                let value = number(digits);
+                self.at += 1;
+                value
+            }
+            Some(Token::Sign("infty") | Token::Percent(_) | Token::Scientific(..)) => self.literal(),
+            Some(Token::Letter('e')) | None => Err(Fault::Unsupported),
+            Some(Token::Letter(letter)) => {
+                let name = letter.to_string();
+                self.at += 1;
+                Ok(self.named(&name))
+            }
+            Some(Token::Named(name) | Token::Text(name)) => {
+                let name = name.clone();
+                self.at += 1;
+                Ok(self.named(&name))
+            }
+            Some(_) => Err(Fault::Syntax),
         }
     }
 
@@ -140,12 +159,8 @@ impl Parser {
                 }
                 Ok(Expr::Power(Box::new(Expr::Euler), Box::new(self.exponent()?)))
             }
-            Some(Token::Letter(_) | Token::Named(_) | Token::Text(_)) => match self.call()? {
-                Some(call) => Ok(call),
-                None => self.symbol(),
-            },
+            Some(Token::Letter(_) | Token::Named(_) | Token::Text(_)) => self.symbol_or_call(),
             Some(Token::Command(_)) => self.command(),
-            Some(Token::Begin(_) | Token::Set(_)) => Err(Fault::Syntax),
             _ => Err(Fault::Syntax),
         }
     }
@@ -242,34 +257,40 @@ impl Parser {
 
     /// A letter or a name with its subscript and its exponent, in either order.
     pub(super) fn symbol(&mut self) -> Parsed<Expr> {
+        let (name, exponent) = self.name_and_exponent()?;
+        Ok(raised(self.named(&name), exponent))
+    }
+
+    fn name_and_exponent(&mut self) -> Parsed<(String, Option<Expr>)> {
         let mut name = self.symbol_name()?;
         let exponent = if self.skip("^") { Some(self.exponent()?) } else { None };
         if exponent.is_some() && self.skip("_") {
             name += &self.subscript()?;
         }
-        let e = match name.as_str() {
-            "I" => Expr::ImaginaryUnit,
-            _ => match name.to_lowercase().as_str() {
-                "pi" => Expr::Pi,
-                "gamma" => Expr::EulerGamma,
-                lower => Expr::Symbol { name: lower.to_string(), complex: self.complex },
-            },
-        };
-        Ok(match exponent {
-            Some(exponent) => Expr::Power(Box::new(e), Box::new(exponent)),
-            None => e,
-        })
+        Ok((name, exponent))
     }
 
-    /// A call of an unknown function: `f(x)`, `f^{-1}(x)`, `f(x + 1, y)`. With one argument that is no atom, it is a product.
-    fn call(&mut self) -> Parsed<Option<Expr>> {
-        self.attempt(|p| {
-            let name = p.symbol_name()?;
-            let exponent = if p.skip("^") { Some(p.exponent()?) } else { None };
-            let close = if p.skip("(") { ")" } else { "]" };
-            if close == "]" {
-                p.expect("[")?;
-            }
+    /// Returns the constant or the variable of a name, in lower case.
+    fn named(&self, name: &str) -> Expr {
+        match name.to_lowercase().as_str() {
+            _ if name == "I" => Expr::ImaginaryUnit,
+            "pi" => Expr::Pi,
+            "gamma" => Expr::EulerGamma,
+            lower => Expr::Symbol { name: lower.to_string(), complex: self.complex },
+        }
+    }
+
+    /// A symbol, or a call of an unknown function: `f(x)`, `f^{-1}(x)`, `f(x + 1, y)`. With one argument that is no atom, it is a
+    /// product. Name and exponent are read once: reading them again at each level would take exponential time.
+    fn symbol_or_call(&mut self) -> Parsed<Expr> {
+        let (name, exponent) = self.name_and_exponent()?;
+        let close = match self.sign() {
+            Some("(") => ")",
+            Some("[") => "]",
+            _ => return Ok(raised(self.named(&name), exponent)),
+        };
+        let arguments = self.attempt(|p| {
+            p.at += 1;
             let mut arguments = Vec::new();
             if p.comma_before_close() {
                 arguments.push(p.nested(Self::expr)?);
@@ -283,11 +304,11 @@ impl Parser {
                 });
             }
             p.expect(close)?;
-            let call = Expr::function(&format!("call {name}"), arguments);
-            Ok(match exponent {
-                Some(exponent) => Expr::Power(Box::new(call), Box::new(exponent)),
-                None => call,
-            })
+            Ok(arguments)
+        })?;
+        Ok(match arguments {
+            Some(arguments) => raised(Expr::function(&format!("call {name}"), arguments), exponent),
+            None => raised(self.named(&name), exponent),
         })
     }
 
@@ -353,10 +374,14 @@ impl Parser {
                 Expr::function(&name, vec![argument])
             }
         };
-        Ok(match exponent {
-            Some(exponent) => Expr::Power(Box::new(e), Box::new(exponent)),
-            None => e,
-        })
+        Ok(raised(e, exponent))
+    }
+}
+
+fn raised(base: Expr, exponent: Option<Expr>) -> Expr {
+    match exponent {
+        Some(exponent) => Expr::Power(Box::new(base), Box::new(exponent)),
+        None => base,
     }
 }
 
