@@ -278,8 +278,8 @@ fn settings_without_an_effect_for_an_estimator_and_sizes_that_cut_groups_are_ref
         ),
         (
             |c| {
-                (c.advantage.advantage_estimator, c.advantage.scale_rewards) =
-                    (AdvantageEstimator::Rloo, ScaleRewards::Batch)
+                c.advantage.advantage_estimator = AdvantageEstimator::Rloo;
+                c.advantage.scale_rewards = ScaleRewards::Batch;
             },
             "scale_rewards = batch has no effect with advantage_estimator = rloo",
         ),

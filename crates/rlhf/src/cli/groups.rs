@@ -71,8 +71,8 @@ pub(super) fn without_preset(rlhf: &Command, preset: Preset) -> Vec<Setting> {
 /// Sets the model to train where one of its two names is set.
 pub(super) fn translate(flags: &ArgMatches, settings: &mut Vec<Setting>) {
     let in_line = |key: &str| {
-        let words = flags.get_raw(key).filter(|_| on_line(flags, key))?;
-        words.last().map(|word| word.to_string_lossy().into_owned())
+        let mut words = flags.get_raw(key).filter(|_| on_line(flags, key))?;
+        words.next_back().map(|word| word.to_string_lossy().into_owned())
     };
     let in_file = |key: &str| {
         let setting = settings.iter().rev().find(|setting| setting.key == key)?;

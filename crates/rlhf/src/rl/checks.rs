@@ -114,7 +114,7 @@ impl Checks {
         // Every group is one row here, so advantages are 0 where they compare rows; the ratios do not depend on them.
         let targets = targets(&experience, settings.kl_coef, &settings.shaping);
         let own = learner.settings().clone();
-        let loss = LossSettings { on_policy: false, ..own.loss.clone() };
+        let loss = LossSettings { on_policy: false, ..own.loss };
         learner.set_settings(LearnerSettings { loss, ..own.clone() });
         let stats = learner.gradients(&experience, &targets, &rows, rows.len(), true);
         learner.set_settings(own);

@@ -196,12 +196,11 @@ mod tests {
 
     #[test]
     fn groups_of_equal_scores_or_of_means_outside_the_range_are_left_out() {
-        let usual: GroupFilterConfig = defaults();
-        let equal = GroupFilterConfig { dynamic_sampling: true, ..usual.clone() };
+        let equal = GroupFilterConfig { dynamic_sampling: true, ..defaults() };
         assert!(equal.keeps(&[0.0, 1.0]) && !equal.keeps(&[1.0, 1.0]) && !equal.keeps(&[1.0, f64::NAN]));
-        let range = GroupFilterConfig { dynamic_filtering_reward_range: vec![0.2, 0.8], ..usual.clone() };
+        let range = GroupFilterConfig { dynamic_filtering_reward_range: vec![0.2, 0.8], ..defaults() };
         assert!(range.keeps(&[0.0, 1.0]) && range.keeps(&[0.5, 0.5]) && !range.keeps(&[0.0, 0.2]));
-        assert!(usual.keeps(&[1.0, 1.0]));
+        assert!(defaults::<GroupFilterConfig>().keeps(&[1.0, 1.0]));
     }
 
     #[test]
