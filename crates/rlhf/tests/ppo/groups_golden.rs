@@ -1,8 +1,9 @@
 //! Runs of TRL 1.11's GRPOTrainer and RLOOTrainer (`tests/golden/trl_grpo`): its responses, rewards and order of rows are injected,
 //! everything else is computed here.
 
-use crate::support::{Tensors, given_golden, read_json, say};
+use crate::support::{Tensors, given_golden, join_ranks, read_json, run_as_ranks, say};
 use clap::ValueEnum;
+use rlhf::dist::{World, ZeroStage};
 use rlhf::generate::{FinishReason, Response};
 use rlhf::metrics::Metrics;
 use rlhf::model::{CausalLm, ModelOptions, Param, ValueModel};
@@ -273,13 +274,18 @@ impl Run {
             let tolerance = TOLERANCE * micro.loss.abs().max(1.0);
             self.near("losses", &format!("step {step}: loss of micro-batch {at}"), loss, micro.loss, tolerance);
         }
-        let expected = self.metric("grad_norm", step).unwrap();
-        let kind = "gradient norms (relative)";
-        let found = found.last().unwrap().policy_grad_norm / expected.max(0.1);
-        let tolerance = self.noise("metrics", "grad_norm").max(1e-4);
-        self.near(kind, &format!("step {step}: grad_norm"), found, expected / expected.max(0.1), tolerance);
+        self.compare_norm(step, found.last().unwrap().policy_grad_norm);
         let found = mean(micro_batches.iter().map(|micro| micro.loss).collect());
         self.near("recorded losses", "the logged loss", found, self.metric("loss", step).unwrap(), 1e-5);
+    }
+
+    /// Compares the norm of a gradient before clipping, relative to TRL's.
+    fn compare_norm(&self, step: usize, found: f64) {
+        let expected = self.metric("grad_norm", step).unwrap();
+        let scale = expected.max(0.1);
+        let tolerance = self.noise("metrics", "grad_norm").max(1e-4);
+        let what = format!("step {step}: grad_norm");
+        self.near("gradient norms (relative)", &what, found / scale, expected / scale, tolerance);
     }
 
     /// The loss of masked rows in RLOOTrainer: minus the advantage at a ratio of 1 without a gradient. Here a response without a token
@@ -487,12 +493,73 @@ fn compare(run: &Run) {
     }
 }
 
-#[test]
-fn every_golden_run_of_trls_trainers_without_a_critic_is_reproduced_to_the_weights() {
+/// Runs one run as `rlhf ppo` does: whole updates, whose losses are sums over mini-batches. Compares the loss and the gradient of each
+/// optimizer step, and the weights.
+fn compare_updates(run: &Run) {
+    let config = &run.config;
+    let plan = config.plan(run.info["prompts"].as_u64().unwrap() as usize).unwrap();
+    let updates = run.updates();
+    assert_eq!(plan.num_total_batches, updates.len(), "{}", run.name());
+    let reference = config.has_reference().then(|| run.load("ref"));
+    if let Some(reference) = &reference {
+        reference.shard(&World::of_process(), config.policy_stage());
+    }
+    let mut learner = Learner::new(run.load("policy"), ValueModel::None, config.learner());
+    for (number, update) in updates.iter().enumerate() {
+        let rollout = run.rollout(update, &learner, reference.as_ref());
+        run.compare_rollout(update, &rollout);
+        let rows: Vec<usize> = update.steps.iter().flatten().flat_map(|micro| micro.rows.iter().copied()).collect();
+        let orders: Vec<Vec<usize>> = rows.chunks(plan.batch_size).map(<[usize]>::to_vec).collect();
+        let after_step =
+            |policy: &CausalLm, steps: usize| match reference.as_ref().filter(|_| config.sync.is_due(steps)) {
+                Some(reference) => config.sync.mix(policy, reference),
+                None => Ok(()),
+            };
+        let rates = config.step_rates(number, &plan);
+        let found =
+            learner.optimise_with(&rollout.e, &rollout.targets, &orders, rates, &plan.epoch, after_step).unwrap();
+        assert_eq!(found.len(), update.steps.len(), "{}", run.name());
+        for (at, (found, micro_batches)) in found.iter().zip(&update.steps).enumerate() {
+            let step = update.first + at;
+            let parts = micro_batches.len() as f64;
+            let masked: f64 = micro_batches.iter().map(|micro| run.loss_of_masked_rows(micro, &rollout)).sum();
+            let expected = micro_batches.iter().map(|micro| micro.loss).sum::<f64>() / parts;
+            let tolerance = TOLERANCE * expected.abs().max(1.0);
+            run.near(
+                "losses of mini-batches",
+                &format!("step {step}: loss"),
+                found.loss - masked / parts,
+                expected,
+                tolerance,
+            );
+            run.compare_norm(step, found.policy_grad_norm);
+        }
+    }
+    // The ranks' parts of the weights are put together.
+    let _gathered = (learner.policy.gathered().unwrap(), reference.as_ref().map(CausalLm::gathered));
+    run.compare_weights("policy", learner.policy.params());
+    if let Some(reference) = reference.as_ref().filter(|_| config.sync.sync_ref_model) {
+        run.compare_weights("ref", reference.params());
+    }
+}
+
+/// Returns true if TRL's loss of an optimizer step is that of its rows together, however they are divided into micro-batches.
+fn sums_over_micro_batches(run: &Run) -> bool {
+    let (config, args) = (&run.config, &run.info["args"]);
+    // TRL averages the means over the tokens of micro-batches.
+    let mean = config.loss.loss_type == LossType::Bnpo || config.loss.entropy_coef > 0.0;
+    // TRL takes the quantile of each micro-batch.
+    let quantile = config.loss.top_entropy_quantile < 1.0;
+    // TRL divides each generation by its own tokens, and takes a shorter step at the end of an epoch.
+    let several = args["steps_per_generation"].as_u64() < args["gradient_accumulation_steps"].as_u64();
+    !(mean || quantile || several)
+}
+
+/// Runs `compare` of each run; all differences are reported together.
+fn compare_all(compare: fn(&Run), runs: impl Iterator<Item = Run>) {
     let mut worst: BTreeMap<String, (f64, String)> = BTreeMap::new();
-    let mut wrong = Vec::new();
-    for dir in golden_runs() {
-        let run = Run::read(&dir);
+    let (mut wrong, mut compared) = (Vec::new(), 0);
+    for run in runs {
         compare(&run);
         for (kind, gap) in run.worst.take() {
             let entry = worst.entry(kind).or_default();
@@ -501,11 +568,53 @@ fn every_golden_run_of_trls_trainers_without_a_critic_is_reproduced_to_the_weigh
             }
         }
         wrong.extend(run.wrong.take());
+        compared += 1;
     }
-    for (kind, (gap, run)) in worst {
+    say(&format!("{compared} runs"));
+    for (kind, (gap, run)) in worst.iter().filter(|(_, (gap, _))| *gap > 0.0) {
         say(&format!("{kind}: at most {gap:.1e}, in {run}"));
     }
     assert!(wrong.is_empty(), "{} differences:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+#[test]
+fn every_golden_run_of_trls_trainers_without_a_critic_is_reproduced_to_the_weights() {
+    compare_all(compare, golden_runs().iter().map(|dir| Run::read(dir)));
+}
+
+#[test]
+fn updates_without_a_critic_are_those_of_trl_where_its_losses_do_not_depend_on_micro_batches() {
+    compare_all(compare_updates, golden_runs().iter().map(|dir| Run::read(dir)).filter(sums_over_micro_batches));
+}
+
+#[test]
+fn golden_runs_without_a_critic_are_reproduced_by_2_ranks() {
+    for stage in ["0", "3"] {
+        let test = "ppo::groups_golden::golden_runs_without_a_critic_on_one_of_several_ranks";
+        run_as_ranks(test, 2, &[(STAGE, stage.to_string())]);
+    }
+}
+
+/// Number of the ZeRO stage in the ranks' environment.
+const STAGE: &str = "RLHF_TEST_ZERO_STAGE";
+
+#[test]
+#[ignore = "one rank of the test above, which starts it"]
+fn golden_runs_without_a_critic_on_one_of_several_ranks() {
+    join_ranks();
+    let stage = if std::env::var(STAGE).unwrap() == "0" { ZeroStage::Stage0 } else { ZeroStage::Stage3 };
+    let of_ranks = |dir: &PathBuf| {
+        let mut run = Run::read(dir);
+        let size = run.generation_size();
+        let config = &mut run.config;
+        let rows = config.per_device_train_batch_size.take().unwrap() * config.gradient_accumulation_steps;
+        (config.train_batch_size, config.gradient_accumulation_steps) = (Some(rows), 1);
+        config.generation.steps_per_generation = None;
+        config.generation.generation_batch_size = Some(size);
+        config.run.dist.zero_stage = stage;
+        run
+    };
+    compare_all(compare_updates, golden_runs().iter().map(of_ranks).filter(sums_over_micro_batches));
 }
 
 fn golden_runs() -> Vec<PathBuf> {
