@@ -5,7 +5,7 @@ use crate::model::CausalLm;
 use crate::{Error, Result};
 use clap::Args;
 use serde::Serialize;
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 /// The folder of a reference model that was updated, in a checkpoint.
 pub(crate) const REFERENCE: &str = "reference";
@@ -85,8 +85,18 @@ impl SyncConfig {
             tch::no_grad(|| {
                 let mixed = param.tensor.to_kind(Kind::Float) * (1.0 - alpha)
                     + from.tensor.detach().to_kind(Kind::Float) * alpha;
-                param.tensor.shallow_clone().copy_(&mixed);
-            });
+                let write = |tensor: &Tensor| tensor.shallow_clone().copy_(&mixed);
+                if reference.shards().divides(&param.name) {
+                    // A gathered parameter is a copy: each rank writes its own part.
+                    let is_this = |name: &str| name == param.name;
+                    return reference.shards().read_params(is_this, |_, tensor| {
+                        write(tensor);
+                        Ok(())
+                    });
+                }
+                write(&param.tensor);
+                Ok(())
+            })?;
         }
         Ok(())
     }
