@@ -99,6 +99,8 @@ pub enum WarningKind {
     ReusedResponses,
     /// All responses of each of 64 prompts in a row had the same score; once in a run.
     EqualScores,
+    /// No reward gave a response a score; once in a run.
+    Unscored,
     /// Optimizer steps of an update were skipped because a loss or a gradient was not finite.
     SkippedSteps,
 }

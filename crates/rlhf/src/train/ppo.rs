@@ -49,6 +49,8 @@ impl PpoTrainer {
         // 2. Responses to experience: scores, log-probabilities, values.
         phase("scoring");
         let scores = self.score_batch(&mut batch)?;
+        let unscored = scores.reported.scored.warning.clone();
+        batch.warnings.extend(unscored.map(|message| Warning { kind: WarningKind::Unscored, message }));
         let prompts: Vec<Vec<i64>> = batch.rows.iter().map(|&row| self.prompts[row].tokens.clone()).collect();
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
