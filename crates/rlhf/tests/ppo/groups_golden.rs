@@ -338,9 +338,9 @@ impl Run {
         let several = self.name() == "grpo_several_generations_per_step";
         match name {
             // Compared with the steps; counted by the trainer.
-            "loss" | "grad_norm" | "learning_rate" | "num_tokens" | "epoch" => true,
+            "loss" | "grad_norm" | "learning_rate" | "num_tokens" | "epoch"
             // Not logged: the mean weight of VESPO; the loss without the entropy bonus, and its coefficient, which is constant here.
-            "vespo/phi_seq_mean" | "policy_loss" | "entropy_coef" => true,
+            | "vespo/phi_seq_mean" | "policy_loss" | "entropy_coef" => true,
             // Of the scores here; of the rewards with the KL in RLOOTrainer, and of the whole batch where that is the scale.
             "frac_reward_zero_std" => {
                 (self.is_rloo() && (self.config.kl.kl_coef > 0.0 || !self.config.reward_clip_range.is_empty()))
@@ -425,7 +425,7 @@ fn config(info: &Value) -> PpoConfig {
             "max_grad_norm" => config.optimizer.max_grad_norm = Some(number()),
             "warmup_steps" => config.optimizer.warmup_steps = size(),
             "lr_scheduler_type" => {
-                config.optimizer.lr_scheduler_type = LrSchedulerType::from_str(text(), false).unwrap()
+                config.optimizer.lr_scheduler_type = LrSchedulerType::from_str(text(), false).unwrap();
             }
             // Read where the rewards are; there is no dropout here; see `entropy_coefs`.
             "reward_weights" | "disable_dropout" | "use_adaptive_entropy" | "entropy_target" => {}
