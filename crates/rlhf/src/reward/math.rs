@@ -9,14 +9,15 @@ mod extract;
 mod lex;
 mod normalize;
 mod numeric;
+mod order;
 mod parse;
 mod ratio;
 mod sets;
 mod value;
 
-use compare::Same;
 use extract::Found;
 use lex::Fault;
+use order::Same;
 
 /// The result of a comparison of an answer with a solution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

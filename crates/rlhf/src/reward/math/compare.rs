@@ -2,84 +2,18 @@
 
 use super::algebra::Algebra;
 use super::numeric;
+use super::order::{DIFFERENT, Same, exact};
 use super::ratio::Ratio;
 use super::value::{Expr, Interval, Op, Relation, Value};
-use std::cmp::Ordering;
 
 /// Decimals to which a decimal number is rounded before it is compared.
 const DECIMALS: u32 = 6;
-/// Largest relative difference of equal numbers in floating point, and smallest of unequal ones.
+/// Largest relative difference of equal numbers in floating point.
 const SAME: f64 = 1e-13;
-const DIFFERENT: f64 = 1e-9;
 /// Range of numbers that are compared in floating point: beyond it, too few digits are left after the point.
 const RANGE: (f64, f64) = (1e-6, 1e6);
 /// Maximum number of elements of sets that are compared.
 const MAX_ELEMENTS: usize = 64;
-
-/// The result of a comparison.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Same {
-    Yes,
-    No,
-    /// Neither could be shown.
-    Unknown,
-}
-
-impl Same {
-    fn of(holds: bool) -> Self {
-        if holds { Same::Yes } else { Same::No }
-    }
-
-    /// Yes if both are, no if one of them is no.
-    fn and(self, other: impl FnOnce() -> Self) -> Self {
-        match self {
-            Same::No => Same::No,
-            Same::Yes => other(),
-            Same::Unknown => {
-                if other() == Same::No {
-                    Same::No
-                } else {
-                    Same::Unknown
-                }
-            }
-        }
-    }
-
-    /// Yes if one of them is, no if both are no.
-    pub(super) fn or(self, other: impl FnOnce() -> Self) -> Self {
-        match self {
-            Same::Yes => Same::Yes,
-            Same::No => other(),
-            Same::Unknown => {
-                if other() == Same::Yes {
-                    Same::Yes
-                } else {
-                    Same::Unknown
-                }
-            }
-        }
-    }
-}
-
-/// Returns the order of two numbers; `None` if they have variables or are too close to tell.
-pub(super) fn order(left: &Expr, right: &Expr) -> Option<Ordering> {
-    if left == right && left.is_constant() {
-        return Some(Ordering::Equal);
-    }
-    if let (Some(a), Some(b)) = (exact(left), exact(right)) {
-        return a.compare(b);
-    }
-    let (a, b) = (numeric::constant(left), numeric::constant(right));
-    if a.is_infinite() || b.is_infinite() || (a - b).abs() > DIFFERENT * a.abs().max(b.abs()) {
-        return a.partial_cmp(&b);
-    }
-    None
-}
-
-/// Returns the value of an expression that is a rational number.
-fn exact(e: &Expr) -> Option<Ratio> {
-    Algebra::default().form(e)?.as_constant()
-}
 
 /// Compares two expressions.
 pub(super) fn exprs(gold: &Expr, answer: &Expr) -> Same {
@@ -93,7 +27,6 @@ pub(super) fn exprs(gold: &Expr, answer: &Expr) -> Same {
     if gold.is_symbol() || answer.is_symbol() {
         return Same::of(symbols(gold, answer) || symbols(answer, gold));
     }
-    let infinite = |e: &Expr| e.any(&|part| *part == Expr::Infinity);
     if infinite(gold) || infinite(answer) {
         let (a, b) = (numeric::constant(gold), numeric::constant(answer));
         // math-verify holds powers and functions of infinity apart from infinity itself.
@@ -112,6 +45,10 @@ pub(super) fn exprs(gold: &Expr, answer: &Expr) -> Same {
         return decimals(gold, answer);
     }
     algebraic(gold, answer)
+}
+
+fn infinite(e: &Expr) -> bool {
+    e.any(&|part| *part == Expr::Infinity)
 }
 
 /// Compares a symbol with an expression: with another symbol by name, with a product of symbols by the letters in their order, with

@@ -242,7 +242,7 @@ impl Parser {
             self.expect("]")?;
         }
         let tuple = |start, end| Value::Tuple(vec![Value::Expr(start), Value::Expr(end)]);
-        let order = super::compare::order(&start, &end);
+        let order = super::order::order(&start, &end);
         Ok(match (order, left_open, right_open) {
             (Some(order), true, true) if order.is_ge() => tuple(start, end),
             (Some(order), false, false) if order.is_gt() => tuple(start, end),

@@ -1,6 +1,6 @@
 //! Equality of unions of intervals and points.
 
-use super::compare::{Same, order};
+use super::order::{Same, order};
 use super::value::{Expr, Interval, Value};
 use std::cmp::Ordering;
 
