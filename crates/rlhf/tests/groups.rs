@@ -60,7 +60,8 @@ fn trained(change: impl FnOnce(&mut PpoConfig)) -> Vec<(String, Tensor)> {
 fn assert_weights(found: &[(String, Tensor)], expected: &[(String, Tensor)], case: &str) {
     for ((name, found), (_, expected)) in found.iter().zip(expected) {
         let gap = (found - expected).abs().max().double_value(&[]);
-        assert!(gap <= 2e-5, "{case}: {name} differs by {gap:e}");
+        // A tenth of an optimizer step: sums over whole responses have the largest gradients, and AdamW turns their rounding into steps.
+        assert!(gap <= 1e-4, "{case}: {name} differs by {gap:e}");
     }
 }
 
