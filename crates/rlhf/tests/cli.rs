@@ -695,7 +695,11 @@ fn settings_that_cannot_be_are_usage_errors() {
     }
     scratch.refuses("ppo --sft_model_path policy", 2, &["required", "--dataset_name", "--output_dir"]);
     scratch.refuses("sft --dataset_name demos.jsonl --output_dir out", 2, &["model_name_or_path", "config_name"]);
-    scratch.refuses("tune", 2, &["'tune'", "sft, reward, ppo, pipeline, generate, logprobs, score, merge and launch"]);
+    scratch.refuses(
+        "tune",
+        2,
+        &["'tune'", "sft, reward, ppo, grpo, rloo, pipeline, generate, logprobs, score, merge and launch"],
+    );
     scratch.refuses(&format!("{PPO} --config nowhere.yaml"), 1, &["nowhere.yaml: cannot read"]);
     scratch.refuses(&format!("{GENERATE} --stop_token_ids 5,352"), 2, &["stop_token_ids = 352", "vocabulary of 352"]);
     let words = ["max_new_tokens = 1000", "no room", "context of 64 tokens"];
@@ -706,7 +710,7 @@ fn settings_that_cannot_be_are_usage_errors() {
 fn help_and_version_are_no_errors() {
     let scratch = Scratch::new();
     assert!(scratch.succeeds("--version").starts_with("rlhf "));
-    for command in ["sft", "reward", "ppo", "generate", "logprobs", "score"] {
+    for command in ["sft", "reward", "ppo", "grpo", "rloo", "generate", "logprobs", "score"] {
         assert!(scratch.succeeds(&format!("{command} --help")).contains("Example"));
     }
     let ran = scratch.run("");

@@ -294,19 +294,25 @@ fn every_variant_of_ppo_trains_alike_on_two_ranks() {
              --unsup_coef 2 --actor_zero_stage 3 --critic_zero_stage 1 --print_answers"
                 .into(),
         ),
-        (
-            "groups",
-            "ppo --preset grpo --sft_model_path policy --reward length:target=3 --dataset_name prompts.jsonl --response_length 8 \
-             --num_generations 2 --train_batch_size 4 --generation_batch_size 8 --max_steps 8 --num_iterations 2 --beta 0.1 \
-             --importance_sampling_level sequence --loss_type grpo --dynamic_sampling --zero_stage 3 \
-             --num_sample_generations 0"
-                .into(),
-        ),
     ];
     scratch.write("texts.jsonl", &format!("{}\n", json!({"text": "a film and the movie ".repeat(20)})).repeat(8));
     for (name, line) in cases {
         worlds_agree(&scratch, name, &format!("{line} {STEPS}"), &[2]);
     }
+}
+
+#[test]
+fn groups_of_responses_train_alike_on_two_ranks() {
+    let scratch = scratch();
+    let line = format!(
+        "grpo --model_name_or_path policy --reward length:target=3 --dataset_name prompts.jsonl --max_completion_length 8 \
+         --num_generations 2 --train_batch_size 4 --generation_batch_size 8 --max_steps 8 --num_iterations 2 --beta 0.1 \
+         --importance_sampling_level sequence --loss_type grpo --dynamic_sampling --zero_stage 3 --num_sample_generations 0 {STEPS}"
+    );
+    scratch.succeeds(&format!("{line} --output_dir groups-1"));
+    succeeds(&scratch, 2, &format!("{line} --output_dir groups-2"));
+    // Eight optimizer steps, where the other runs have a few.
+    near(&scratch, "groups-2", "groups-1", &Distance(1e-3, 1e-4, 1e-4));
 }
 
 #[test]
