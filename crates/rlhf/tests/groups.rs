@@ -254,7 +254,7 @@ fn settings_without_an_effect_for_an_estimator_and_sizes_that_cut_groups_are_ref
         (|c| c.advantage.num_generations = 3, "responses per update = 16 is not a multiple of num_generations = 3"),
         (
             |c| (c.generation.generation_batch_size, c.generation.steps_per_generation) = (Some(12), None),
-            "generation_batch_size = 12 responses are not a multiple of the 8 responses of an optimizer step; the nearest that do: 8 \
+            "generation_batch_size = 12 responses are not a multiple of the 8 responses of an optimizer step; the nearest multiples: 8 \
              and 16",
         ),
         (

@@ -182,8 +182,8 @@ pub(crate) fn check_whole(name: &str, rows: usize, size: usize) -> Result<()> {
     }
     let (below, above) = (rows / size * size, rows.next_multiple_of(size));
     let nearest = match below {
-        0 => format!("the nearest that is one is {above}"),
-        below => format!("the nearest that are are {below} and {above}"),
+        0 => format!("the nearest multiple is {above}"),
+        below => format!("the nearest multiples are {below} and {above}"),
     };
     Err(Error::Usage(format!(
         "{name} = {rows} is not a multiple of num_generations = {size}, so a group would be cut; {nearest}"
@@ -234,8 +234,8 @@ mod tests {
     fn a_batch_that_cuts_a_group_names_the_nearest_that_do_not() {
         assert!(check_whole("train_batch_size", 12, 4).is_ok());
         let message = check_whole("train_batch_size", 10, 4).unwrap_err().to_string();
-        assert!(message.ends_with("so a group would be cut; the nearest that are are 8 and 12"), "{message}");
+        assert!(message.ends_with("so a group would be cut; the nearest multiples are 8 and 12"), "{message}");
         let message = check_whole("train_batch_size", 2, 4).unwrap_err().to_string();
-        assert!(message.ends_with("the nearest that is one is 4"), "{message}");
+        assert!(message.ends_with("the nearest multiple is 4"), "{message}");
     }
 }

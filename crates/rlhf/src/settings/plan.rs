@@ -277,7 +277,7 @@ impl PpoConfig {
             let (below, above) = (rows / step * step, rows.next_multiple_of(step));
             let nearest = if below == 0 { format!("{above}") } else { format!("{below} and {above}") };
             return usage(format!(
-                "{name} = {rows} responses are not a multiple of the {step} responses of an optimizer step; the nearest that do: {nearest}"
+                "{name} = {rows} responses are not a multiple of the {step} responses of an optimizer step; the nearest multiples: {nearest}"
             ));
         }
         Ok(rows)
