@@ -3,7 +3,7 @@
 PREFIX ?= $(HOME)/.local
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-.PHONY: help setup cuda demo test test-setup test-kills test-attack test-interop bench lint deny package install crate
+.PHONY: help setup cuda demo demo-chat test test-setup test-kills test-attack test-interop bench lint deny package install crate
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,6 +17,10 @@ cuda: setup ## fetch CUDA's libraries for --device cuda (once, about 3 GB), buil
 demo: setup ## movie reviews learn to be positive: SFT, reward model, PPO, and a summary
 	cargo build --release --locked
 	examples/sentiment/run.sh $(target)/release/rlhf
+
+demo-chat: setup ## a pretrained chat model learns to answer in JSON: GRPO with verified rewards, and a summary
+	cargo build --release --locked
+	examples/smollm2/grpo.sh $(target)/release/rlhf
 
 test: test-setup lint ## formatting, clippy, docs, every test
 	cargo test --workspace --locked
