@@ -5,7 +5,7 @@
 
 - extract.jsonl, extract_test.jsonl: a sentence about a person, and the request for one JSON object with two of the person's
   name, age, job and city. Column `facts` has the object that is right. No name, job or city of the held-out rows occurs in the
-  training rows.
+  training rows. The job is what the model gets wrong, so training asks for it more often than the held-out rows do.
 - reviews.jsonl, reviews_test.jsonl: requests for one sentence of a review of a thing, which mention one aspect of it. Things
   occur in both files, but no pair of thing and aspect does.
 - chat_test.jsonl: chat prompts that have to do with neither, to measure how far training moves the model elsewhere.
@@ -33,13 +33,22 @@ PEOPLE = {  # of the training rows
     "first": "Anna Ben Clara David Emma Felix Grace Henry Iris Jack Karen Leo Mia Noah Olga Paul Rosa Sam Tina Victor".split(),
     "last": "Miller Rossi Novak Silva Brown Keller Moore Jensen Costa Wright Fischer Lopez Hall Murphy Tanaka Okada".split(),
     "city": "Paris Berlin Madrid Rome Vienna Oslo Lisbon Athens Dublin Prague Boston Chicago Denver Toronto Sydney Tokyo".split(),
-    "job": "doctor teacher baker pilot lawyer nurse farmer painter dentist chef driver singer plumber gardener judge barber".split(),
+    "job": (
+        "doctor teacher baker pilot lawyer nurse farmer painter dentist chef driver singer plumber gardener judge barber banker "
+        "builder cashier cleaner clerk coach cook dancer designer detective firefighter fisherman florist geologist guard "
+        "hairdresser historian hunter jeweller journalist lifeguard locksmith manager miner model musician photographer physicist "
+        "potter priest printer professor programmer psychologist receptionist reporter roofer sailor sculptor secretary shepherd "
+        "shoemaker soldier translator trainer tutor typist vet weaver welder writer zookeeper"
+    ).split(),
 }
 PEOPLE_TEST = {
     "first": "Alice Robert Julia Martin Helen Simon Laura Peter Nina Oscar".split(),
     "last": "Walker Bauer Santos Young Meyer Clark Marino Evans".split(),
     "city": "London Munich Warsaw Seattle Geneva Cairo Houston Naples".split(),
-    "job": "butcher carpenter tailor waiter librarian mechanic poet surgeon".split(),
+    "job": (
+        "butcher carpenter tailor waiter librarian mechanic poet surgeon biologist conductor drummer glazier juggler minister "
+        "porter runner"
+    ).split(),
 }
 THINGS = (
     "hotel restaurant film book phone laptop museum bicycle coffee blender concert camera mattress bakery ferry toaster "
@@ -92,12 +101,16 @@ def row(text, **columns):
     return {"prompt": [{"role": "user", "content": text}], **columns}
 
 
-def extractions(people, count, seed):
+def extractions(people, count, seed, jobs=0.0):
+    """Rows about `people`; a share `jobs` of them asks for the job and one other fact, the others for any two."""
     draw, rows = Draw(seed), {}
     while len(rows) < count:
         name = f"{draw.one(people['first'])} {draw.one(people['last'])}"
         whole = {"name": name, "age": 18 + draw.below(63), "job": draw.one(people["job"]), "city": draw.one(people["city"])}
         keys = draw.some(KEYS, 2)
+        if draw.random() < jobs and "job" not in keys:
+            other = draw.one(keys)
+            keys = [key for key in KEYS if key in (other, "job")]
         sentence = draw.one(SENTENCES).format(**whole)
         text = f'Sentence: {sentence}\nReply with one JSON object with the keys "{keys[0]}" and "{keys[1]}", and nothing else.'
         rows[text] = row(text, facts={key: whole[key] for key in keys})
@@ -115,7 +128,7 @@ def files():
     """The contents of each file by its name."""
     learned, held_out = reviews()
     found = {
-        "extract.jsonl": extractions(PEOPLE, 512, 1),
+        "extract.jsonl": extractions(PEOPLE, 512, 1, jobs=0.5),
         "extract_test.jsonl": extractions(PEOPLE_TEST, 128, 2),
         "reviews.jsonl": learned,
         "reviews_test.jsonl": held_out,
