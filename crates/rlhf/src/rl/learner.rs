@@ -19,6 +19,7 @@ use crate::rl::unsupervised::{TextLimits, Unsupervised, learn_texts};
 use crate::rng::{Purpose, Stream};
 use crate::{Error, Result};
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use tch::{Kind, Tensor};
 
 /// An update's epochs end early beyond this many times `target_kl`; as in TRL 0.11.
@@ -374,7 +375,11 @@ impl Learner {
             rows.sort_by_key(|&row| (experience.groups[row], row));
         }
         let own = self.world.share_by(&rows, length);
-        let parts = micro_batches(own, micro_batch_size, self.micro_batch_tokens, length);
+        // Tokens that a row adds to a pass: a prompt that the row before it has is computed once.
+        let shared = experience.shared_lens(own).unwrap_or_default();
+        let added: HashMap<usize, usize> = own.iter().copied().zip(shared).collect();
+        let computed = |row: &usize| length(row) - added.get(row).copied().unwrap_or(0);
+        let parts = micro_batches(own, micro_batch_size, self.micro_batch_tokens, computed);
         let weights = Weights {
             divisor: self.divisor(experience, mini_batch.len(), tokens),
             entropy_tokens: tokens.max(1.0),
