@@ -78,6 +78,10 @@ fn run(task: &Task) -> Result<u8> {
         // Without a handler a signal ends the process at once.
         let _ = stop_on_signals();
     }
+    match shards_parameters(task) && Launch::from_env()?.is_some() {
+        true => tch_ext::map_large_allocations(),
+        false => tch_ext::keep_freed_memory(),
+    }
     join_ranks(task)?;
     let console = if World::of_process().is_main() { Console::detect() } else { Console::Silent };
     match task {
@@ -114,9 +118,6 @@ fn join_ranks(task: &Task) -> Result<()> {
     };
     if let Some(launch) = Launch::from_env()? {
         World::join(&launch, Duration::from_secs(seconds))?;
-        if shards_parameters(task) {
-            tch_ext::map_large_allocations();
-        }
     }
     Ok(())
 }

@@ -59,18 +59,23 @@ void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
 // Number of multiplications below which oneDNN's kernel lookup takes longer than the product.
 constexpr int64_t ONEDNN_MIN = 1 << 20;
 
-// Returns true if oneDNN should compute a product [m, k] by [k, n]. libtorch uses MKL for f32, which does not use
-// AVX-512 on non-Intel CPUs; there oneDNN is twice as fast, at the same precision. A matrix-vector product is
-// memory-bound and gains nothing.
-bool prefers_onednn(const Tensor& like, int64_t m, int64_t k, int64_t n) {
+// Returns true if oneDNN should compute large f32 products. libtorch uses MKL for f32, which does not use AVX-512 on
+// non-Intel CPUs; there oneDNN is twice as fast, at the same precision.
+bool onednn_takes_f32() {
 #ifdef TCH_EXT_X86
   static const bool foreign_avx512 = at::get_cpu_capability() == "AVX512" && !__builtin_cpu_is("intel") &&
                                      at::native::mkldnn_matmul && at::native::mkldnn_linear_pointwise &&
                                      at::globalContext().userEnabledMkldnn();
-  return foreign_avx512 && like.is_cpu() && like.scalar_type() == at::kFloat && n > 1 && m * k * n >= ONEDNN_MIN;
+  return foreign_avx512;
 #else
   return false;
 #endif
+}
+
+// Returns true if oneDNN should compute a product [m, k] by [k, n]. A matrix-vector product is memory-bound and gains
+// nothing.
+bool prefers_onednn(const Tensor& like, int64_t m, int64_t k, int64_t n) {
+  return onednn_takes_f32() && like.is_cpu() && like.scalar_type() == at::kFloat && n > 1 && m * k * n >= ONEDNN_MIN;
 }
 
 // out = a b, or out += a b.
@@ -568,6 +573,9 @@ char* tch_ext_logits_sample(const Tensor* logits, double inv_temperature, const 
     });
   });
 }
+
+// Returns true if large f32 products are oneDNN's.
+bool tch_ext_onednn_takes_f32() { return tch_ext::onednn_takes_f32(); }
 
 char* tch_ext_product_into(Tensor* out, const Tensor* a, const Tensor* b) {
   return guard([&] {

@@ -9,6 +9,7 @@
 #include <link.h>
 #include <malloc.h>
 
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -99,6 +100,15 @@ void tch_ext_release_memory() {
 // Returns in `out` the folder of the libtorch_cpu.so in use, to be freed with `tch_ext_free`.
 char* tch_ext_libtorch_folder(char** out) {
   return guard([&] { *out = strdup(libtorch_folder().c_str()); });
+}
+
+// Has the allocator keep up to 2 GiB of freed memory at the end of the heap. By default it keeps twice as much as the largest
+// mapped allocation that was freed so far.
+void tch_ext_keep_freed_memory() {
+#ifdef __GLIBC__
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most that it takes
+  mallopt(M_TRIM_THRESHOLD, INT_MAX);
+#endif
 }
 
 // Has the allocator map allocations of 1 MiB or more one by one. By default the limit grows with what is freed, up to 32 MiB, and

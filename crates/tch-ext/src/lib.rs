@@ -8,7 +8,7 @@ pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
 pub use memory::{FlatMemory, bump_version, clear_grad, set_grad};
 pub use ops::{
     Attention, Cache, LogitsStats, Norm, add_product_to_grad, attention, attention_step, backward, embedding,
-    flash_attention_varlen, has_kernels, linear, logits_gradient, logits_sample, logits_stats, norm, product_into,
+    flash_attention_varlen, has_kernels, linear, logits_gradient, logits_sample, logits_stats, norm, product_into, token_multiple,
     residual,
 };
 
@@ -35,6 +35,7 @@ unsafe extern "C" {
     fn tch_ext_libtorch_folder(out: *mut *mut c_char) -> *mut c_char;
     fn tch_ext_load_cuda() -> *mut c_char;
     fn tch_ext_release_memory();
+    fn tch_ext_keep_freed_memory();
     fn tch_ext_map_large_allocations();
     fn tch_ext_exit_at_once(code: std::ffi::c_int) -> !;
     fn tch_ext_spin_count() -> *const c_char;
@@ -57,6 +58,13 @@ pub fn bound_spinning() -> Option<u64> {
 pub fn exit_at_once(code: i32) -> ! {
     // SAFETY: takes a number and does not return.
     unsafe { tch_ext_exit_at_once(code) }
+}
+
+/// Makes the allocator keep what is freed for what is allocated next, up to 2 GiB of it and but for allocations of 32 MiB or more: pages
+/// that are returned to the operating system and taken again have to be cleared each time.
+pub fn keep_freed_memory() {
+    // SAFETY: takes no arguments, and sets parameters of the allocator.
+    unsafe { tch_ext_keep_freed_memory() }
 }
 
 /// Makes the allocator return every freed allocation of 1 MiB or more to the operating system at once: less memory, more time. With

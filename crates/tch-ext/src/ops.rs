@@ -100,6 +100,7 @@ unsafe extern "C" {
         a: *const C_tensor,
         b: *const C_tensor,
     ) -> *mut c_char;
+    fn tch_ext_onednn_takes_f32() -> bool;
     fn tch_ext_product_into(out: *mut C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
     fn tch_ext_add_product(leaf: *const C_tensor, a: *const C_tensor, b: *const C_tensor) -> *mut c_char;
     fn tch_ext_flash_attention_varlen(
@@ -117,6 +118,14 @@ unsafe extern "C" {
 /// Returns true if there are kernels for tensors of this dtype on this device: f32 and bf16 on the CPU.
 pub fn has_kernels(kind: Kind, device: Device) -> bool {
     device == Device::Cpu && matches!(kind, Kind::Float | Kind::BFloat16)
+}
+
+/// Number of tokens to whose multiples packed tokens are best padded, for products of this dtype on the CPU: oneDNN takes milliseconds
+/// for each new shape, MKL does not.
+pub fn token_multiple(kind: Kind) -> usize {
+    // SAFETY: takes no arguments, and reads what processor this is.
+    let onednn = kind != Kind::Float || unsafe { tch_ext_onednn_takes_f32() };
+    if onednn { 128 } else { 16 }
 }
 
 /// Configuration of an attention layer.

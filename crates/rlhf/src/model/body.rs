@@ -431,7 +431,8 @@ impl Body {
     }
 
     fn padded(&self, layout: Layout) -> Layout {
-        if uses_kernels(self.decoder.compute, self.device) { layout.padded() } else { layout }
+        let compute = self.decoder.compute;
+        if uses_kernels(compute, self.device) { layout.padded(tch_ext::token_multiple(compute)) } else { layout }
     }
 
     /// The sequences up to the last token that the outputs depend on; in a causal model nothing behind a span matters.

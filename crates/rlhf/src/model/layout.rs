@@ -5,9 +5,6 @@ use crate::Result;
 use std::cell::OnceCell;
 use tch::{Device, Kind, Tensor};
 
-/// [`Layout::padded`] pads to a multiple of this number of tokens.
-const ROUND_TOKENS: u64 = 128;
-
 /// `rows` rounded up by at most an eighth: every new shape of a product costs oneDNN milliseconds and memory, so there
 /// should be few shapes.
 pub(crate) fn rounded(rows: i64) -> i64 {
@@ -227,11 +224,11 @@ impl Layout {
         self.unpadded.is_some()
     }
 
-    /// Appends unused tokens up to a round number of tokens: every new shape of a product costs oneDNN milliseconds.
-    pub(crate) fn padded(self) -> Self {
+    /// Appends unused tokens up to a multiple of `multiple` tokens, if there are at least as many.
+    pub(crate) fn padded(self, multiple: usize) -> Self {
         let total = self.tokens.size()[0];
-        let pad = (total as u64).next_multiple_of(ROUND_TOKENS) as i64 - total;
-        if total < ROUND_TOKENS as i64 || pad == 0 {
+        let pad = (total as usize).next_multiple_of(multiple) as i64 - total;
+        if total < multiple as i64 || pad == 0 {
             return self;
         }
         let padded = |x: &Tensor| x.constant_pad_nd([0, pad]);

@@ -6,10 +6,12 @@ use serde_json::{Value, json};
 
 /// Memory that activations may always take, in bytes.
 const LEAST_ACTIVATIONS: usize = 128 << 20;
+/// Tokens from which more in a pass gain little: each costs enough arithmetic to hide reading the weights and adding to their gradients.
+const ENOUGH_TOKENS: usize = 1024;
 
 /// Most tokens in one forward and backward pass of a model with these parameters: `max_tokens` if it is set, else as many as keep
-/// the activations, `activation_bytes` per token, small beside the rest of training: half of the weights' bytes, at most an
-/// eighth of the memory.
+/// the activations, `activation_bytes` per token, small beside the rest of training: half of the weights' bytes, or twice of them for up
+/// to 1024 tokens, at most an eighth of the memory.
 ///
 /// More tokens spread the cost of adding to every weight's gradient over more work, with diminishing returns.
 pub(crate) fn micro_batch_tokens(
@@ -20,7 +22,10 @@ pub(crate) fn micro_batch_tokens(
 ) -> usize {
     let weights: usize = params.iter().map(|param| param.tensor.numel() * 4).sum();
     max_tokens.unwrap_or_else(|| match memory(device) {
-        Some(bytes) => (LEAST_ACTIVATIONS.max(weights / 2).min(bytes / 8) / activation_bytes.max(1)).clamp(256, 2048),
+        Some(bytes) => {
+            let tokens = |most: usize| LEAST_ACTIVATIONS.max(most).min(bytes / 8) / activation_bytes.max(1);
+            tokens(weights / 2).max(tokens(2 * weights).min(ENOUGH_TOKENS)).clamp(256, 2048)
+        }
         None => 16384,
     })
 }
