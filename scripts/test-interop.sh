@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Loads the files that rlhf writes with transformers, peft and tensorboard, in a Python environment for this test.
+# Loads the files that rlhf writes with transformers, peft and tensorboard, in a Python environment for this test, and opens its
+# reports in Chromium, where it is installed.
 # tests/interop/check.py exits with 0 only if every check ran and passed; a skipped check is a failure.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
@@ -9,3 +10,4 @@ scripts/venv.sh .venv-interop scripts/interop-requirements.txt \
 cargo build --locked
 HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/interop/check.py "${CARGO_TARGET_DIR:-target}/debug/rlhf"
 .venv-interop/bin/python tests/interop/torchrun.py "${CARGO_TARGET_DIR:-target}/debug/rlhf"
+.venv-interop/bin/python tests/interop/browser.py "${CARGO_TARGET_DIR:-target}/debug/rlhf"

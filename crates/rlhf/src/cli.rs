@@ -19,6 +19,7 @@ mod layers;
 pub(crate) mod logprobs;
 mod openrlhf;
 mod pipeline;
+pub(crate) mod report;
 mod rows;
 pub(crate) mod score;
 mod setting;
@@ -35,7 +36,9 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
-use rlhf::settings::{GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, RewardConfig, ScoreConfig, SftConfig};
+use rlhf::settings::{
+    GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig, RewardConfig, ScoreConfig, SftConfig,
+};
 use rlhf::train::pipeline::PipelineConfig;
 
 use self::args::{matches_of, normalise, not_required, on_line, parse_flags};
@@ -60,6 +63,7 @@ pub(crate) enum Task {
     Logprobs(LogprobsConfig),
     Score(ScoreConfig),
     Merge(MergeConfig),
+    Report(ReportConfig),
     Launch(LaunchTask),
 }
 
@@ -159,6 +163,7 @@ impl Task {
             "generate" => Task::Generate(GenerateConfig::from_arg_matches(flags)?),
             "logprobs" => Task::Logprobs(LogprobsConfig::from_arg_matches(flags)?),
             "score" => Task::Score(ScoreConfig::from_arg_matches(flags)?),
+            "report" => Task::Report(ReportConfig::from_arg_matches(flags)?),
             _ => Task::Merge(MergeConfig::from_arg_matches(flags)?),
         })
     }
@@ -173,6 +178,7 @@ impl Task {
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),
+            Task::Report(config) => config.check(),
         }
     }
 }

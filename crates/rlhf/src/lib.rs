@@ -26,6 +26,7 @@
 //! | sampling | [`generate::generate`] |
 //! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
+//! | the report of a run, a page of HTML | [`report::report`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
 //!
 //! A crate that depends on this one needs libtorch 2.11.0 to build and a run path to it: the page `docs/library.md` of the repository
@@ -45,6 +46,7 @@ pub mod merge;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod report;
 pub mod reward;
 pub mod rl;
 pub mod rng;

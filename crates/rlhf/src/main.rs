@@ -93,9 +93,10 @@ fn run(task: &Task) -> Result<u8> {
         Task::Generate(config) => cli::generate::generate(config),
         Task::Logprobs(config) => cli::logprobs::logprobs(config),
         Task::Score(config) => cli::score::score(config),
-        // It needs one process.
-        Task::Merge(_) if !is_main() => Ok(()),
+        // These need one process.
+        Task::Merge(_) | Task::Report(_) if !is_main() => Ok(()),
         Task::Merge(config) => rlhf::merge::merge(config),
+        Task::Report(config) => cli::report::report(config),
         Task::Launch(config) => return cli::launch::launch(config),
     }?;
     Ok(0)

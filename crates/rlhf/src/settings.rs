@@ -13,6 +13,7 @@ mod pipeline;
 mod plan;
 mod ppo;
 mod presets;
+mod report;
 mod resolve;
 mod reward;
 mod rows;
@@ -27,6 +28,7 @@ pub use pipeline::PipelineFlags;
 pub use plan::{PpoPlan, TrainPlan};
 pub use ppo::{GenerationBatchesConfig, LegacyConfig, PpoConfig, TrialConfig, ValueConfig, ValuePeftConfig};
 pub use presets::{Preset, refused};
+pub use report::ReportConfig;
 pub use reward::{PairLoss, RewardConfig};
 pub use rows::RowsConfig;
 pub use score::ScoreConfig;
@@ -94,7 +96,7 @@ mod tests {
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
             "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
-            "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "tensorboard_tags": "plain", "num_threads": null, "disable_tqdm": false,
+            "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "tensorboard_tags": "plain", "num_threads": null, "disable_tqdm": false, "no_report": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "use_rslora": false, "zero_stage": 0, "offload_optimizer": false, "dist_timeout": 1800, "save_steps": null, "save_total_limit": null, "eval_steps": null,
             "metric_for_best_model": null, "greater_is_better": null,

@@ -11,11 +11,14 @@ mod supervised;
 use crate::Result;
 use crate::data::{Cursor, Dataset, Sources};
 use crate::device::use_threads;
+use crate::dist::World;
 use crate::hub::Commits;
 use crate::model::{BASE_MODEL, Dtype, ModelOptions, Param, Precision};
 use crate::optim::micro_batch::MicroBatchSettings;
+use crate::report;
 use crate::run::checkpoint::Saved;
 use crate::run::inputs::Inputs;
+use crate::run::sinks::console::ConsoleOutput;
 use crate::settings::{DataConfig, EvalConfig, RunConfig};
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -31,6 +34,20 @@ fn load_cursor(cursor: &mut Cursor, saved: &Saved, run: &RunConfig) -> Result<()
         false => cursor.load_state(state),
     };
     loaded.map_err(|e| crate::Error::invalid(&saved.dir, e.to_string()))
+}
+
+/// Writes the report of a run that has ended into its folder, unless its settings leave it out. A report that cannot be written is
+/// a warning.
+fn leave_report(run: &RunConfig, console: &ConsoleOutput) {
+    if run.no_report || !World::of_process().is_main() {
+        return;
+    }
+    match report::leave(&run.output_dir) {
+        Ok(Some(path)) => console.note(&format!("the report is in {}", path.display())),
+        // Without an update there is nothing to report.
+        Ok(None) => {}
+        Err(error) => console.warn(&format!("no report: {error}")),
+    }
 }
 
 /// Returns device and dtype of a run, for its title.

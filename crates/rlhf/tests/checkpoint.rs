@@ -79,7 +79,7 @@ fn stopped(whole: &Path, stop: usize) -> PathBuf {
 
 /// Every file below `dir` but those that name the folder itself, by its path.
 fn files(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
-    let named = ["trainer_state.json", "adapter_config.json", "README.md"];
+    let named = ["trainer_state.json", "adapter_config.json", "README.md", "report.html"];
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();

@@ -21,6 +21,7 @@ mod pipeline;
 mod ppo;
 mod preferences;
 mod rank_rows;
+mod report;
 mod rewards;
 mod sampling;
 mod sharding;

@@ -4,8 +4,8 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, RewardConfig,
-    ScoreConfig, SftConfig,
+    GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, ReportConfig,
+    RewardConfig, ScoreConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;
@@ -99,8 +99,17 @@ const MERGE_HELP: &str = "\
 Example:
   rlhf merge --model_name_or_path runs/ppo --output_dir merged";
 
+const REPORT_HELP: &str = "\
+One page of HTML that needs no network: a verdict in words, curves, samples, settings, warnings. Of
+several runs the curves are drawn over one another, with the settings that differ. Each run writes
+its own report at its end; while it is in progress, this command does.
+
+Examples:
+  rlhf report runs/ppo
+  rlhf report runs/a runs/b runs/c --output compared.html";
+
 const LAUNCH_HELP: &str = "\
-The flags of launch come before the command, which is any but merge. Rank 0 has the
+The flags of launch come before the command, any but merge and report. Rank 0 has the
 terminal; lines of the other ranks start with their number. A rank that fails ends the
 others, and is named. torchrun --no-python and srun start ranks too: docs/distributed.md.
 
@@ -139,6 +148,9 @@ pub(super) fn rlhf_command() -> Command {
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(SCORE_HELP),
         flag::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
+        flag::command::<ReportConfig>("report")
+            .about("Write a page that shows what runs have done")
+            .after_help(REPORT_HELP),
         flag::command::<LaunchFlags>(LAUNCH)
             .about("Start a command as several ranks")
             .override_usage("rlhf launch [OPTIONS] COMMAND [ARGUMENTS]...")
@@ -199,7 +211,7 @@ mod tests {
                          adam_epsilon max_grad_norm";
         let run = "output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
                    hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
-                   max_tokens_per_micro_batch report_to tensorboard_tags num_threads disable_tqdm save_steps save_total_limit \
+                   max_tokens_per_micro_batch report_to tensorboard_tags num_threads disable_tqdm no_report save_steps save_total_limit \
                    resume_from_checkpoint resume_with_changed_inputs zero_stage offload_optimizer dist_timeout config help";
         let data = "dataset_name dataset_weights dataset_config dataset_columns dataset_train_split dataset_test_split eval_split_size data_split \
                     data_split_seed";
@@ -287,6 +299,7 @@ mod tests {
             flags("merge"),
             sorted("model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help")
         );
+        assert_eq!(flags("report"), sorted("runs output overwrite_output_file config help"));
         assert_eq!(
             flags("launch"),
             sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")
@@ -299,7 +312,7 @@ mod tests {
             for arg in command.get_arguments() {
                 let id = arg.get_id().as_str();
                 assert!(arg.get_help().is_some(), "{id}");
-                assert_eq!(arg.get_help_heading().is_none(), id == "prompts", "{id}");
+                assert_eq!(arg.get_help_heading().is_none(), ["prompts", "runs"].contains(&id), "{id}");
             }
         }
     }
@@ -318,6 +331,8 @@ mod tests {
         assert_eq!(generate, Task::Generate(GenerateConfig::new("m")));
         let logprobs = parse_words(&["logprobs", "--model", "m"]).unwrap();
         assert_eq!(logprobs, Task::Logprobs(LogprobsConfig::new("m")));
+        let report = parse_words(&["report", "a", "b"]).unwrap();
+        assert_eq!(report, Task::Report(ReportConfig::new(["a", "b"])));
         let score = parse_words(&["score", "--model=m"]).unwrap();
         assert_eq!(score, Task::Score(ScoreConfig::new("m")));
     }

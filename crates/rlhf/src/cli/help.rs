@@ -27,7 +27,7 @@ const HEADINGS: [&str; 13] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 11] = [
+const COMMON: [(&str, &[&str], &[&str]); 12] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -148,6 +148,7 @@ const COMMON: [(&str, &[&str], &[&str]); 11] = [
         &["tokenizer_name", "reward", "dataset_name", "output_file", "batch_size", "config"],
     ),
     ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
+    ("report", &[], &["output", "overwrite_output_file", "config"]),
     (
         "launch",
         &[],
@@ -156,7 +157,7 @@ const COMMON: [(&str, &[&str], &[&str]); 11] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 46] = [
+const WORDS: [(&str, &str); 48] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -184,9 +185,11 @@ const WORDS: [(&str, &str); 46] = [
     ("num_generations", "responses to each prompt, a group"),
     ("num_return_sequences", "responses per prompt"),
     ("num_train_epochs", "passes over the dataset"),
+    ("output", "file to write [report.html]"),
     ("output_dir", "folder for the model and metrics"),
     ("output_file", "file to write to [standard output]"),
     ("overwrite_output_dir", "replace an existing output folder"),
+    ("overwrite_output_file", "replace a file that is no report"),
     ("per_device_train_batch_size", "sequences per micro-batch"),
     ("response_length", "maximum tokens of a response"),
     ("resume_from_checkpoint", "resume from the newest checkpoint"),
@@ -274,6 +277,7 @@ fn text(command: &Command) -> String {
     let all = command.get_arguments().filter(|arg| !arg.is_hide_set()).count();
     let about = command.get_about().map_or(String::new(), ToString::to_string);
     let rest = match command.get_positionals().next() {
+        Some(arg) if arg.is_required_set() => " RUN...",
         Some(_) => " [PROMPT]...",
         // Of `launch`.
         None if needed.is_empty() => " COMMAND [ARGUMENTS]...",
@@ -346,7 +350,7 @@ mod tests {
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 30, "{help}");
+        assert!(help.lines().count() <= 32, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");

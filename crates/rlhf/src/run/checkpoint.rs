@@ -30,7 +30,7 @@ pub(super) const BEST_FILE: &str = "best.json";
 /// The state of everything but weights and optimizers.
 const STATE: &str = "trainer_state.json";
 /// The file beside the model of a run that ended early, with its settings.
-pub(super) const UNFINISHED: &str = "unfinished.json";
+pub(crate) const UNFINISHED: &str = "unfinished.json";
 /// An optimizer's state, beside the model that it belongs to.
 pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 
@@ -38,7 +38,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 4] = [STATE, UNFINISHED, OPTIMIZER, BEST_FILE];
 
 /// Settings that change no result: a resumed run may change them.
-const FREE: [&str; 27] = [
+const FREE: [&str; 28] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -47,6 +47,7 @@ const FREE: [&str; 27] = [
     "tensorboard_tags",
     "num_threads", // the resulting number is compared
     "disable_tqdm",
+    "no_report",
     "num_sample_generations",
     "eval_steps",
     "num_eval_prompts", // but a best model that was found by other prompts is forgotten

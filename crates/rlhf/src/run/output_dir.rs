@@ -19,9 +19,13 @@ pub(crate) const METRICS: &str = "metrics.jsonl";
 /// The folder of a run's responses, with a file for each evaluation and each table of samples.
 pub(crate) const SAMPLES: &str = "samples";
 
+/// The report of a run, a page of HTML.
+pub(crate) const REPORT: &str = "report.html";
+
 /// Names of the files in a run's folder, beside those of the tokenizer, of shards, of TensorBoard and of checkpoints alone.
-const RUN_FILES: [&str; 10] = [
+const RUN_FILES: [&str; 11] = [
     METRICS,
+    REPORT,
     CONFIG,
     OLD_CONFIG,
     "config.json",
@@ -365,6 +369,7 @@ mod tests {
         let ours = [
             "value_model/base_model/model.safetensors",
             "metrics.jsonl",
+            "report.html",
             "config.yaml",
             "run.yaml",
             "model-00001-of-00002.safetensors",

@@ -67,6 +67,9 @@ pub struct RunConfig {
     /// Hide the progress bar.
     #[arg(long, help_heading = RUN)]
     pub disable_tqdm: bool,
+    /// Do not write `report.html`, a page that shows the run, at its end.
+    #[arg(long, help_heading = RUN)]
+    pub no_report: bool,
     /// Checkpoints and resuming.
     #[command(flatten)]
     #[serde(flatten)]

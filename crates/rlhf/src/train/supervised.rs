@@ -1,6 +1,6 @@
 //! Training with one optimizer step per update, the loop of SFT and of the reward model.
 
-use super::{LOSS_SCALE, describe_machine, fixed_state, load_cursor, trained_share};
+use super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, trained_share};
 use crate::data::Cursor;
 use crate::dist::{World, ZeroStage};
 use crate::hub::Commits;
@@ -196,7 +196,9 @@ pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>,
     }
     run.report_title(&session);
     let ended = run.updates(&mut session);
-    let done = session.end(&mut run, ended)?;
+    let ended = session.end(&mut run, ended);
+    leave_report(spec.run, session.console());
+    let done = ended?;
     session.report_end(done, words.numbers, &words.commands);
     Ok(())
 }

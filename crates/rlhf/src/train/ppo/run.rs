@@ -1,6 +1,6 @@
 //! A PPO run in its output folder: updates, evaluations, samples.
 
-use super::super::{LOSS_SCALE, describe_machine, fixed_state, load_cursor, small_dataset};
+use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, small_dataset};
 use super::load::open;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, VALUE_MODEL};
 use crate::metrics::{Metrics, Warning, WarningKind};
@@ -68,7 +68,9 @@ impl PpoTrainer {
         let mut session = Session::begin(self, opening, &spec, Vec::new(), self.console)?;
         session.watch(watcher);
         let ended = self.run_updates(&mut session);
-        let done = session.end(self, ended)?;
+        let ended = session.end(self, ended);
+        leave_report(&config.run, session.console());
+        let done = ended?;
         let row = self.sample_prompts.first().map(|prompt| &prompt.row);
         let command = command_to_try(&config.run.output_dir, row, Some(config.response_length));
         session.report_end(done, &OUTCOME, &[command]);

@@ -1,0 +1,111 @@
+//! Text to HTML: markup is part of the program, all other text is escaped.
+
+use crate::safe_text::lines;
+use std::fmt::{self, Display, Write};
+
+/// A page in the making.
+///
+/// Markup is a `&'static str`, so that no text of a run can be taken for it; [`Html::text`] escapes everything else.
+#[derive(Debug, Default)]
+pub(super) struct Html(String);
+
+impl Html {
+    /// Appends markup.
+    pub(super) fn raw(&mut self, markup: &'static str) -> &mut Self {
+        self.0.push_str(markup);
+        self
+    }
+
+    /// Appends text, between tags or in a quoted attribute.
+    ///
+    /// Control characters and those that change the direction of other text are shown by their codes.
+    pub(super) fn text(&mut self, text: impl Display) -> &mut Self {
+        write!(Escaped(&mut self.0), "{text}").expect("a string takes all text");
+        self
+    }
+
+    /// Returns the number of bytes so far.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Appends another part of the page.
+    pub(super) fn append(&mut self, part: &Html) -> &mut Self {
+        self.0.push_str(&part.0);
+        self
+    }
+
+    /// Returns the whole page.
+    pub(super) fn finish(self) -> String {
+        self.0
+    }
+}
+
+/// Escapes all text that is written to it.
+struct Escaped<'a>(&'a mut String);
+
+impl Write for Escaped<'_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for c in lines(text).chars() {
+            match c {
+                '&' => self.0.push_str("&amp;"),
+                '<' => self.0.push_str("&lt;"),
+                '>' => self.0.push_str("&gt;"),
+                '"' => self.0.push_str("&quot;"),
+                '\'' => self.0.push_str("&#39;"),
+                c => self.0.push(c),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns a number with at most `digits` significant digits, in the shortest form.
+pub(super) fn number(value: f64, digits: usize) -> String {
+    if !value.is_finite() {
+        return "not finite".into();
+    }
+    let rounded: f64 = format!("{value:.*e}", digits - 1).parse().expect("it is a number");
+    // No -0.
+    let rounded = rounded + 0.0;
+    let exponent = if rounded == 0.0 { 0.0 } else { rounded.abs().log10() };
+    if (-4.0..9.0).contains(&exponent) { rounded.to_string() } else { format!("{rounded:e}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_cannot_become_markup_and_control_characters_are_shown() {
+        for (text, escaped) in [
+            ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
+            ("\" onload='x' & &amp;", "&quot; onload=&#39;x&#39; &amp; &amp;amp;"),
+            ("]]><!-- -->", "]]&gt;&lt;!-- --&gt;"),
+            ("\u{0}\u{1b}[2J\u{202e}abc", "\\u{0}\\u{1b}[2J\\u{202e}abc"),
+            ("שלום 👩\u{200d}🚀\n\tlines", "שלום 👩\u{200d}🚀\n\tlines"),
+        ] {
+            let mut page = Html::default();
+            page.raw("<p>").text(text).raw("</p>");
+            assert_eq!(page.finish(), format!("<p>{escaped}</p>"));
+        }
+    }
+
+    #[test]
+    fn numbers_are_short_and_lose_no_digit_that_is_shown() {
+        for (value, shown) in [
+            (0.0, "0"),
+            (-0.0, "0"),
+            (1.46875, "1.469"),
+            (139_639.0, "139600"),
+            (4.690_242_091e-7, "4.69e-7"),
+            (0.000_123_456, "0.0001235"),
+            (-2.5, "-2.5"),
+            (1e300, "1e300"),
+            (f64::NAN, "not finite"),
+        ] {
+            assert_eq!(number(value, 4), shown);
+        }
+        assert_eq!(number(0.453_983_694_314_956_67, 17).parse(), Ok(0.453_983_694_314_956_67));
+    }
+}

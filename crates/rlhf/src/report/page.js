@@ -1,0 +1,126 @@
+"use strict";
+
+// A line through all charts at the update under the pointer, with its values.
+const SVG = "http://www.w3.org/2000/svg";
+const tip = document.getElementById("tip");
+const numbers = text => text.split(" ").map(Number);
+const inView = new Set();
+const watcher = new IntersectionObserver(entries => {
+  for (const { target, isIntersecting } of entries) isIntersecting ? inView.add(target) : inView.delete(target);
+});
+const read = new WeakMap();
+
+function chartOf(svg) {
+  if (!read.has(svg)) {
+    const [x0, x1, y0, y1] = numbers(svg.dataset.domain);
+    const [left, right, bottom, top] = numbers(svg.dataset.frame);
+    const curves = [...svg.querySelectorAll("path[data-x]")].map(path => ({
+      label: path.dataset.label,
+      colour: [...path.classList].find(name => /^k\d$/.test(name)),
+      x: numbers(path.dataset.x),
+      y: numbers(path.dataset.y),
+    }));
+    read.set(svg, {
+      curves, left, right, bottom, top,
+      x: value => left + (value - x0) / (x1 - x0) * (right - left),
+      y: value => bottom + (value - y0) / (y1 - y0) * (top - bottom),
+      update: at => x0 + (at - left) / (right - left) * (x1 - x0),
+    });
+  }
+  return read.get(svg);
+}
+
+function nearest(values, wanted) {
+  let best = 0;
+  values.forEach((value, at) => { if (Math.abs(value - wanted) < Math.abs(values[best] - wanted)) best = at; });
+  return best;
+}
+
+function element(parent, name, attributes) {
+  const node = parent.appendChild(document.createElementNS(SVG, name));
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+}
+
+function point(svg, update) {
+  const chart = chartOf(svg);
+  svg.querySelector(".cursor")?.remove();
+  const cursor = document.createElementNS(SVG, "g");
+  cursor.classList.add("cursor");
+  const x = chart.x(update);
+  if (x < chart.left - 1 || x > chart.right + 1) return [];
+  element(cursor, "line", { x1: x, x2: x, y1: chart.top, y2: chart.bottom });
+  const values = chart.curves.map(({ label, colour, x, y }) => {
+    const at = nearest(x, update);
+    if (Number.isFinite(y[at])) element(cursor, "circle", { class: colour, cx: chart.x(x[at]), cy: chart.y(y[at]), r: 3.5 });
+    return { label, colour, update: x[at], value: y[at] };
+  });
+  svg.appendChild(cursor);
+  return values;
+}
+
+function show(event) {
+  const svg = event.currentTarget;
+  const box = svg.getBoundingClientRect();
+  const chart = chartOf(svg);
+  const wanted = chart.update((event.clientX - box.left) / box.width * svg.viewBox.baseVal.width);
+  const { x } = chart.curves[0];
+  const update = x[nearest(x, wanted)];
+  for (const other of inView) if (other !== svg) point(other, update);
+  const values = point(svg, update);
+  tip.replaceChildren(`update ${update}`, ...values.map(({ label, colour, value }) => {
+    const row = document.createElement("div");
+    const text = Number.isFinite(value) ? String(value) : "not finite";
+    row.className = "key " + colour;
+    row.append(document.createElement("i"), label ? `${label} ${text}` : text);
+    return row;
+  }));
+  tip.hidden = false;
+  const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
+  tip.style.left = Math.max(8, left) + "px";
+  tip.style.top = Math.max(8, event.clientY - tip.offsetHeight - 12) + "px";
+}
+
+function hide() {
+  tip.hidden = true;
+  document.querySelectorAll(".cursor").forEach(cursor => cursor.remove());
+}
+
+for (const svg of document.querySelectorAll("svg.chart")) {
+  watcher.observe(svg);
+  svg.addEventListener("pointermove", show);
+  svg.addEventListener("pointerleave", hide);
+}
+
+// Order and choice of the samples.
+const browse = document.getElementById("browse");
+if (browse) {
+  const [order, source, search, found] = ["order", "source", "search", "found"].map(id => document.getElementById(id));
+  const articles = [...document.querySelectorAll("article")];
+  const listed = new Map(articles.map((article, at) => [article, at]));
+  for (const name of new Set(articles.map(article => article.dataset.source))) source.add(new Option(name));
+  // Those without a number come last.
+  const number = text => text === "" ? -Infinity : Number(text);
+  const ranks = {
+    "": article => -listed.get(article),
+    changed: article => number(article.dataset.change),
+    worst: article => article.dataset.score === "" ? -Infinity : -Number(article.dataset.score),
+    best: article => number(article.dataset.score),
+  };
+  const arrange = () => {
+    const words = search.value.toLowerCase();
+    let count = 0;
+    for (const article of articles) {
+      article.hidden = source.value !== "" && article.dataset.source !== source.value
+        || words !== "" && !article.textContent.toLowerCase().includes(words);
+      count += article.hidden ? 0 : 1;
+    }
+    found.textContent = `${count} of ${articles.length}`;
+    const rank = ranks[order.value];
+    for (const list of document.querySelectorAll(".prompts")) {
+      list.append(...[...list.children].sort((a, b) => rank(b) - rank(a) || listed.get(a) - listed.get(b)));
+    }
+  };
+  for (const control of [order, source, search]) control.addEventListener("input", arrange);
+  browse.hidden = false;
+  arrange();
+}

@@ -1,0 +1,365 @@
+//! The page of a report.
+
+use super::MARK;
+use super::charts::Charts;
+use super::html::{Html, number};
+use super::read::Run;
+use super::samples::{Cut, Highlights, Prompt, Response};
+use super::svg::{COLOURS, Chart};
+use super::verdict::{MOST_LINES, Mark, verdict};
+use crate::safe_text::one_line;
+
+const STYLE: &str = include_str!("page.css");
+const SCRIPT: &str = include_str!("page.js");
+
+/// Points of all curves together, about: three per column of a chart and curve.
+const MOST_POINTS: usize = 60_000;
+
+/// Columns of a chart: enough for its width on a screen, and a shape where there are very many curves.
+const COLUMNS: std::ops::RangeInclusive<usize> = 40..=200;
+
+/// Bytes of the samples together, about.
+const MOST_SAMPLE_BYTES: usize = 800_000;
+
+/// Prompts in each list of those to look at first.
+const HIGHLIGHTS: usize = 8;
+
+/// Returns the page of these runs, at least one.
+pub(super) fn page(runs: &[Run]) -> String {
+    let mut page = Html::default();
+    head(&mut page, runs);
+    verdicts(&mut page, runs);
+    differences(&mut page, runs);
+    curves(&mut page, runs);
+    samples(&mut page, runs);
+    configuration(&mut page, runs);
+    warnings(&mut page, runs);
+    page.raw("<footer>Made by rlhf ").text(env!("CARGO_PKG_VERSION"));
+    page.raw(" from what the run has written. This page loads nothing from elsewhere.</footer>\n</main>\n<div id=\"tip\" hidden></div>\n");
+    page.raw("<script>\n").raw(SCRIPT).raw("</script>\n</body>\n</html>\n");
+    page.finish()
+}
+
+fn head(page: &mut Html, runs: &[Run]) {
+    let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
+    let title = labels.join(", ");
+    page.raw(MARK).raw("\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n");
+    page.raw("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n");
+    // The page needs no network, and with this a browser refuses any.
+    page.raw(
+        "<meta http-equiv=\"Content-Security-Policy\" \
+         content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">\n",
+    );
+    page.raw("<link rel=\"icon\" href=\"data:,\">\n<title>").text(&title).raw("</title>\n<style>\n").raw(STYLE);
+    page.raw("</style>\n</head>\n<body>\n<main>\n<header>\n<h1>").text(&title).raw("</h1>\n<nav>");
+    page.raw("<a href=\"#verdict\">Verdict</a> <a href=\"#curves\">Curves</a> <a href=\"#samples\">Samples</a> ");
+    page.raw(
+        "<a href=\"#configuration\">Configuration</a> <a href=\"#checks\">Warnings and checks</a></nav>\n</header>\n",
+    );
+}
+
+/// Writes the key of a run, where there are several: its colour and its label.
+fn key(page: &mut Html, runs: &[Run], at: usize) {
+    page.raw("<span class=\"key k").text(at % COLOURS).raw("\">");
+    page.raw(if runs.len() > 1 { "<i></i>" } else { "" }).text(&runs[at].label).raw("</span>");
+}
+
+fn verdicts(page: &mut Html, runs: &[Run]) {
+    page.raw("<section id=\"verdict\">\n<h2>Verdict</h2>\n");
+    for (at, run) in runs.iter().enumerate() {
+        if runs.len() > 1 {
+            page.raw("<h3>");
+            key(page, runs, at);
+            page.raw("</h3>\n");
+        }
+        page.raw("<ul class=\"verdict\">\n");
+        for finding in verdict(run) {
+            let (class, sign) = match finding.mark {
+                Mark::Good => ("good", "\u{2713}"),
+                Mark::Neutral => ("neutral", "\u{b7}"),
+                Mark::Bad => ("bad", "!"),
+            };
+            page.raw("<li class=\"").raw(class).raw("\"><b aria-hidden=\"true\">").raw(sign).raw("</b> ");
+            page.text(&finding.text).raw("</li>\n");
+        }
+        page.raw("</ul>\n");
+    }
+    page.raw("<p class=\"note\">Numbers at the start and at the end are means of the first and of the last tenth of the lines of \
+              metrics, at most ").text(MOST_LINES).raw(" lines; those of held-out rows are single values.</p>\n");
+    page.raw("</section>\n");
+}
+
+/// Writes the settings in which several runs differ.
+fn differences(page: &mut Html, runs: &[Run]) {
+    if runs.len() < 2 {
+        return;
+    }
+    let differing: Vec<&str> = setting_names(runs)
+        .into_iter()
+        .filter(|name| *name != "output_dir")
+        .filter(|name| runs.iter().any(|run| run.setting(name) != runs[0].setting(name)))
+        .collect();
+    page.raw("<section id=\"differences\">\n<h2>Settings that differ</h2>\n");
+    match differing.is_empty() {
+        true => drop(page.raw("<p>None, but the folder.</p>\n")),
+        false => settings_table(page, runs, &differing),
+    }
+    page.raw("</section>\n");
+}
+
+/// Returns the names of all settings, in the order of the first run that has each.
+fn setting_names(runs: &[Run]) -> Vec<&str> {
+    let mut names: Vec<&str> = Vec::new();
+    for (name, _) in runs.iter().flat_map(|run| &run.settings) {
+        if !names.contains(&name.as_str()) {
+            names.push(name);
+        }
+    }
+    names
+}
+
+/// Writes a table of settings with a column for each run. Addresses are shown without what may be secret in them.
+fn settings_table(page: &mut Html, runs: &[Run], names: &[&str]) {
+    page.raw("<div class=\"wide\"><table>\n<thead><tr><th scope=\"col\">setting</th>");
+    for at in 0..runs.len() {
+        page.raw("<th scope=\"col\">");
+        key(page, runs, at);
+        page.raw("</th>");
+    }
+    page.raw("</tr></thead>\n<tbody>\n");
+    for name in names {
+        page.raw("<tr><th scope=\"row\">").text(name).raw("</th>");
+        for run in runs {
+            page.raw("<td dir=\"auto\">").text(one_line(run.setting(name).unwrap_or("\u{2013}"))).raw("</td>");
+        }
+        page.raw("</tr>\n");
+    }
+    page.raw("</tbody></table></div>\n");
+}
+
+fn curves(page: &mut Html, runs: &[Run]) {
+    let charts = Charts::of(runs);
+    let columns = (MOST_POINTS / (3 * charts.curves().max(1))).clamp(*COLUMNS.start(), *COLUMNS.end());
+    page.raw("<section id=\"curves\">\n<h2>Curves</h2>\n<p class=\"controls\">");
+    page.raw("<label><input type=\"checkbox\" id=\"show-line\" checked> smoothed</label> ");
+    page.raw("<label><input type=\"checkbox\" id=\"show-each\" checked> every update</label></p>\n");
+    let grid = |page: &mut Html, charts: &[Chart<'_>]| {
+        page.raw("<div class=\"grid\">\n");
+        charts.iter().for_each(|chart| chart.draw(page, columns));
+        page.raw("</div>\n");
+    };
+    for section in &charts.sections {
+        page.raw("<h3>").text(section.title).raw("</h3>\n");
+        grid(page, &section.charts);
+    }
+    if !charts.others.is_empty() {
+        page.raw("<details><summary>Other metrics (").text(charts.others.len()).raw(")</summary>\n");
+        grid(page, &charts.others);
+        page.raw("</details>\n");
+    }
+    if !charts.constant.is_empty() {
+        page.raw("<p class=\"note\">The same in all updates: ");
+        for (at, (name, value)) in charts.constant.iter().enumerate() {
+            page.raw(if at > 0 { ", " } else { "" }).text(name).raw("\u{a0}=\u{a0}").text(number(*value, 6));
+        }
+        page.raw(".</p>\n");
+    }
+    page.raw("<p class=\"note\">Bold lines are centred moving averages over about the square root of the number of updates; pale ones, and \
+              the numbers beside the titles, are the values of each update, thinned to the least and the greatest of each column \
+              where there are many.</p>\n</section>\n");
+}
+
+/// Writes the samples of each run: lists of those to look at first, and the prompts with their responses.
+fn samples(page: &mut Html, runs: &[Run]) {
+    page.raw("<section id=\"samples\">\n<h2>Samples</h2>\n");
+    if runs.iter().all(|run| run.prompts.is_empty()) {
+        page.raw("<p>The run has written no samples.</p>\n</section>\n");
+        return;
+    }
+    page.raw(CONTROLS);
+    for (at, run) in runs.iter().enumerate().filter(|(_, run)| !run.prompts.is_empty()) {
+        if runs.len() > 1 {
+            page.raw("<h3>");
+            key(page, runs, at);
+            page.raw("</h3>\n");
+        }
+        samples_of(page, run, at, MOST_SAMPLE_BYTES / runs.len());
+    }
+    page.raw("</section>\n");
+}
+
+/// Controls that need the script, which shows them, but for the shades of tokens.
+const CONTROLS: &str = "\
+<p class=\"controls\" id=\"browse\" hidden>\
+<label>order <select id=\"order\"><option value=\"\">as listed</option><option value=\"changed\">most changed</option>\
+<option value=\"worst\">worst first</option><option value=\"best\">best first</option></select></label> \
+<label>from <select id=\"source\"><option value=\"\">all</option></select></label> \
+<label>text <input type=\"search\" id=\"search\"></label> <span id=\"found\" role=\"status\"></span></p>\n";
+
+fn samples_of(page: &mut Html, run: &Run, at: usize, most_bytes: usize) {
+    let highlights = Highlights::of(&run.prompts, HIGHLIGHTS);
+    // In the order of importance until the page has enough of them, then shown in the order of the run.
+    let (mut shown, mut bytes) = (Vec::new(), 0);
+    for place in highlights.first(run.prompts.len()) {
+        let mut part = Html::default();
+        prompt(&mut part, &run.prompts[place], at, place);
+        bytes += part.len();
+        if bytes > most_bytes && !shown.is_empty() {
+            break;
+        }
+        shown.push((place, part));
+    }
+    shown.sort_by_key(|(place, _)| *place);
+    if run.prompts.iter().flat_map(|prompt| &prompt.responses).any(|response| !response.tokens.is_empty()) {
+        page.raw(
+            "<p class=\"controls\"><label><input type=\"checkbox\" class=\"show-shades\"> shade tokens by their \
+                  probability: the darker, the less probable</label></p>\n",
+        );
+    }
+    let lists = [("Most changed", &highlights.changed), ("Worst", &highlights.worst), ("Best", &highlights.best)];
+    for (name, places) in lists.into_iter().filter(|(_, places)| !places.is_empty()) {
+        page.raw("<p class=\"list\">").raw(name).raw(":");
+        for &place in places.iter().filter(|place| shown.iter().any(|(other, _)| other == *place)) {
+            let prompt = &run.prompts[place];
+            let value = if name == "Most changed" { prompt.change().unwrap_or(0.0) } else { prompt.last() };
+            let sign = if name == "Most changed" && value > 0.0 { "+" } else { "" };
+            page.raw(" <a href=\"#p").text(at).raw("-").text(place).raw("\">").text(place + 1).raw("</a>\u{a0}(");
+            page.raw(sign).text(number(value, 3)).raw(")");
+        }
+        page.raw("</p>\n");
+    }
+    if shown.len() < run.prompts.len() {
+        page.raw("<p class=\"note\">").text(shown.len()).raw(" of ").text(run.prompts.len());
+        page.raw(" prompts are shown; all responses are in the run's folder <code>samples/</code>.</p>\n");
+    }
+    page.raw("<div class=\"prompts\">\n");
+    for (_, part) in &shown {
+        page.append(part);
+    }
+    page.raw("</div>\n");
+}
+
+/// Writes a prompt with its first and its last response, and those between folded.
+fn prompt(page: &mut Html, prompt: &Prompt, run: usize, place: usize) {
+    page.raw("<article id=\"p").text(run).raw("-").text(place).raw("\" data-source=\"").text(prompt.source.name());
+    page.raw("\" data-score=\"").text(data(prompt.last()));
+    page.raw("\" data-change=\"").text(data(prompt.change().map_or(f64::NAN, f64::abs))).raw("\">\n");
+    page.raw("<h4>").text(place + 1).raw(" <span class=\"unit\">").text(prompt.source.name()).raw("</span></h4>\n");
+    text(page, &prompt.text, "prompt");
+    let (first, rest) = prompt.responses.split_first().expect("a prompt has a response");
+    response(page, first);
+    if let Some((last, between)) = rest.split_last() {
+        if !between.is_empty() {
+            page.raw("<details><summary>").text(between.len()).raw(" between</summary>\n");
+            between.iter().for_each(|between| response(page, between));
+            page.raw("</details>\n");
+        }
+        response(page, last);
+    }
+    page.raw("</article>\n");
+}
+
+fn response(page: &mut Html, response: &Response) {
+    page.raw("<div class=\"response\"><p>update ").text(response.step).raw(" \u{b7} score <b>");
+    page.text(number(response.score, 4)).raw("</b>");
+    // A single reward without weights and penalties is the score.
+    let rewards = response.rewards.iter().filter(|(_, score)| *score != response.score);
+    for (name, score) in rewards {
+        page.raw(" \u{b7} ").text(name).raw(" ").text(number(*score, 4));
+    }
+    if let Some(tokens) = response.num_tokens {
+        page.raw(" \u{b7} ").text(tokens).raw(if tokens == 1 { " token" } else { " tokens" });
+    }
+    if let Some(finish) = &response.finish {
+        page.raw(" \u{b7} ").text(finish);
+    }
+    page.raw("</p>\n");
+    if response.tokens.is_empty() {
+        text(page, &response.text, "text");
+    } else {
+        page.raw("<pre class=\"text\" dir=\"auto\">\n");
+        for (token, probability) in &response.tokens {
+            let percent = (100.0 * probability).round();
+            page.raw("<span style=\"--p:")
+                .text(percent)
+                .raw("%\" title=\"")
+                .text(percent)
+                .raw(" %\">")
+                .text(token)
+                .raw("</span>");
+        }
+        page.raw("</pre>\n");
+    }
+    page.raw("</div>\n");
+}
+
+/// Writes a text of a run with its line ends.
+fn text(page: &mut Html, text: &Cut, class: &'static str) {
+    // The line end after the tag is none of the text.
+    page.raw("<pre class=\"").raw(class).raw("\" dir=\"auto\">\n").text(&text.text).raw("</pre>\n");
+    if text.left_out > 0 {
+        page.raw("<p class=\"note\">").text(text.left_out).raw(" more characters are left out.</p>\n");
+    } else if text.text.is_empty() {
+        page.raw("<p class=\"note\">empty</p>\n");
+    }
+}
+
+/// Returns a number for the script.
+fn data(value: f64) -> String {
+    if value.is_finite() { value.to_string() } else { String::new() }
+}
+
+fn configuration(page: &mut Html, runs: &[Run]) {
+    page.raw("<section id=\"configuration\">\n<h2>Configuration</h2>\n");
+    for (at, run) in runs.iter().enumerate() {
+        if let Some(line) = &run.command_line {
+            page.raw("<p>");
+            key(page, runs, at);
+            page.raw("</p>\n<pre class=\"text\">").text(one_line(line)).raw("</pre>\n");
+        }
+    }
+    let names = setting_names(runs);
+    if names.is_empty() {
+        page.raw("<p>The settings could not be read.</p>\n");
+    } else {
+        page.raw("<details><summary>All ").text(names.len()).raw(" settings</summary>\n");
+        settings_table(page, runs, &names);
+        page.raw("</details>\n");
+    }
+    page.raw("</section>\n");
+}
+
+/// Writes the warnings of each run, the facts of its model card with the checks at its start, and what could not be read.
+fn warnings(page: &mut Html, runs: &[Run]) {
+    page.raw("<section id=\"checks\">\n<h2>Warnings and checks</h2>\n");
+    for (at, run) in runs.iter().enumerate() {
+        if runs.len() > 1 {
+            page.raw("<h3>");
+            key(page, runs, at);
+            page.raw("</h3>\n");
+        }
+        if run.alarms.is_empty() {
+            page.raw("<p>No warning is recorded.</p>\n");
+        } else {
+            page.raw("<ul class=\"verdict\">\n");
+            for alarm in &run.alarms {
+                page.raw("<li class=\"bad\"><b aria-hidden=\"true\">!</b> ")
+                    .text(one_line(&alarm.message))
+                    .raw("</li>\n");
+            }
+            page.raw("</ul>\n");
+        }
+        if !run.facts.is_empty() {
+            page.raw("<div class=\"wide\"><table>\n<tbody>\n");
+            for (name, value) in &run.facts {
+                page.raw("<tr><th scope=\"row\">").text(name).raw("</th><td dir=\"auto\">").text(one_line(value));
+                page.raw("</td></tr>\n");
+            }
+            page.raw("</tbody></table></div>\n");
+        }
+        for note in &run.notes {
+            page.raw("<p class=\"note\">").text(one_line(note)).raw("</p>\n");
+        }
+    }
+    page.raw("</section>\n");
+}

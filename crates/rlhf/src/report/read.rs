@@ -1,0 +1,346 @@
+//! A run's folder as plain data: metrics, settings, the model card's facts, warnings, samples.
+//!
+//! A run may be in progress, interrupted or damaged: what cannot be read is noted, and the rest is shown.
+
+use super::samples::{self, Prompt};
+use crate::files;
+use crate::model::is_model;
+use crate::run::checkpoint::UNFINISHED;
+use crate::run::output_dir::{CONFIG, METRICS};
+use crate::weights::read_json;
+use crate::{Error, Result};
+use serde_json::{Map, Value};
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+/// The file of a run's warnings: one JSON object per line, with `step`, `alarm` and `message`.
+const ALARMS: &str = "alarms.jsonl";
+
+/// A run, as its folder shows it.
+#[derive(Debug)]
+pub(super) struct Run {
+    /// Name of the folder, made unique among the runs of a report.
+    pub(super) label: String,
+    /// Its metrics, in the order of the first line that has each.
+    pub(super) metrics: Vec<Series>,
+    /// Updates at its last line of metrics.
+    pub(super) updates: f64,
+    pub(super) outcome: Outcome,
+    /// Settings by name, in the order of `config.yaml`.
+    pub(super) settings: Vec<(String, String)>,
+    /// Facts of the model card by name: base model, rewards, checks at the start.
+    pub(super) facts: Vec<(String, String)>,
+    /// Command line that trained the model.
+    pub(super) command_line: Option<String>,
+    pub(super) alarms: Vec<Alarm>,
+    /// Prompts with their responses.
+    pub(super) prompts: Vec<Prompt>,
+    /// Parts of the folder that could not be read, or were left out.
+    pub(super) notes: Vec<String>,
+}
+
+/// A metric over a run: updates and values, NaN where the value is not finite.
+#[derive(Debug, PartialEq)]
+pub(super) struct Series {
+    pub(super) name: String,
+    pub(super) points: Vec<(f64, f64)>,
+}
+
+/// End of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Outcome {
+    Finished,
+    /// It ended early: by a signal, by an error, or because its caller ended it.
+    Stopped {
+        /// Updates done.
+        done: u64,
+        /// Updates of the whole run.
+        total: u64,
+    },
+    /// Neither end is recorded: it is in progress, or was killed.
+    Open,
+}
+
+/// A warning of a run.
+#[derive(Debug, PartialEq)]
+pub(super) struct Alarm {
+    pub(super) step: f64,
+    pub(super) name: String,
+    pub(super) message: String,
+}
+
+impl Run {
+    /// Reads the run in the folder `dir`.
+    ///
+    /// # Errors
+    /// If there is no run in it, or `metrics.jsonl` cannot be read.
+    pub(super) fn read(dir: &Path) -> Result<Self> {
+        if !dir.join(METRICS).is_file() {
+            return Err(Error::invalid(dir, format!("expected the folder of a run, {}", describe(dir))));
+        }
+        let mut notes = Vec::new();
+        let metrics = read_metrics(dir, &mut notes)?;
+        let updates = metrics.iter().filter_map(|series| series.points.last()).map(|point| point.0).fold(0.0, f64::max);
+        let card = files::read_text(&dir.join("README.md")).unwrap_or_default();
+        Ok(Self {
+            label: name_of(dir),
+            updates,
+            outcome: outcome(dir, updates),
+            settings: settings(dir, &mut notes),
+            facts: facts(&card),
+            command_line: command_line(&card),
+            alarms: read_alarms(dir),
+            prompts: samples::read(dir, &mut notes),
+            metrics,
+            notes,
+        })
+    }
+
+    /// Reads the runs in these folders, with unique labels.
+    ///
+    /// # Errors
+    /// As [`Run::read`]; if a run has no updates.
+    pub(super) fn read_all(dirs: &[PathBuf]) -> Result<Vec<Self>> {
+        let mut runs = dirs.iter().map(|dir| Self::read(dir)).collect::<Result<Vec<_>>>()?;
+        if let Some(at) = runs.iter().position(|run| run.metrics.is_empty()) {
+            let message = format!("expected a run with updates, found no line of metrics in its {METRICS} yet");
+            return Err(Error::invalid(&dirs[at], message));
+        }
+        for (run, label) in runs.iter_mut().zip(labels(dirs)) {
+            run.label = label;
+        }
+        Ok(runs)
+    }
+
+    /// Returns the points of a metric.
+    pub(super) fn points(&self, name: &str) -> Option<&[(f64, f64)]> {
+        self.metrics.iter().find(|series| series.name == name).map(|series| series.points.as_slice())
+    }
+
+    /// Returns the value of a setting.
+    pub(super) fn setting(&self, name: &str) -> Option<&str> {
+        self.settings.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+}
+
+/// Describes what is in the place of a run.
+fn describe(dir: &Path) -> String {
+    if !dir.is_dir() {
+        return if dir.exists() { "found a file".into() } else { "found no such folder".into() };
+    }
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut inner: Vec<String> = entries
+        .map(|entry| entry.path())
+        .filter(|path| path.join(METRICS).is_file())
+        .map(|path| name_of(&path))
+        .collect();
+    inner.sort_unstable();
+    match inner.as_slice() {
+        [] => format!("found no {METRICS} in it"),
+        inner => format!("found no {METRICS} in it; there are runs in its folders {}", inner.join(", ")),
+    }
+}
+
+/// Reads the metrics line by line. Lines that are incomplete or no metrics are counted and left out.
+fn read_metrics(dir: &Path, notes: &mut Vec<String>) -> Result<Vec<Series>> {
+    let path = dir.join(METRICS);
+    let (mut all, mut places, mut unread) = (Vec::<Series>::new(), HashMap::<String, usize>::new(), 0);
+    for line in BufReader::new(files::open(&path)?).split(b'\n') {
+        let line = line.map_err(Error::io("read", &path))?;
+        let Ok(Value::Object(metrics)) = serde_json::from_slice(&line) else {
+            unread += usize::from(!line.is_empty());
+            continue;
+        };
+        let Some(step) = metrics.get("step").and_then(Value::as_f64) else {
+            unread += 1;
+            continue;
+        };
+        for (name, value) in metrics {
+            let value = match value {
+                Value::Number(number) => number.as_f64().unwrap_or(f64::NAN),
+                Value::Null => f64::NAN,
+                _ => continue,
+            };
+            let place = *places.entry(name).or_insert_with_key(|name| {
+                all.push(Series { name: name.clone(), points: Vec::new() });
+                all.len() - 1
+            });
+            all[place].points.push((step, value));
+        }
+    }
+    if unread > 0 {
+        let s = if unread == 1 { "" } else { "s" };
+        notes.push(format!(
+            "{METRICS}: {unread} line{s} could not be read and {} left out",
+            if unread == 1 { "is" } else { "are" }
+        ));
+    }
+    Ok(all)
+}
+
+/// Returns how the run ended, where its last line of metrics is that of update `updates`.
+fn outcome(dir: &Path, updates: f64) -> Outcome {
+    let unfinished = dir.join(UNFINISHED);
+    if !unfinished.is_file() {
+        return if is_model(dir) { Outcome::Finished } else { Outcome::Open };
+    }
+    let state = read_json(&unfinished).unwrap_or_default();
+    match (state["update"].as_u64(), state["num_updates"].as_u64()) {
+        // A run that was resumed since is beyond it.
+        (Some(done), Some(total)) if updates <= done as f64 => Outcome::Stopped { done, total },
+        _ => Outcome::Open,
+    }
+}
+
+/// Reads the settings in `config.yaml`.
+fn settings(dir: &Path, notes: &mut Vec<String>) -> Vec<(String, String)> {
+    let text = match files::read_settings(&dir.join(CONFIG)) {
+        Ok(text) => text,
+        Err(error) => {
+            notes.push(error.to_string());
+            return Vec::new();
+        }
+    };
+    let shown = |value: Value| match value {
+        Value::Null => "none".into(),
+        Value::String(text) => text,
+        other => other.to_string(),
+    };
+    match serde_saphyr::from_str::<Map<String, Value>>(&text) {
+        Ok(settings) => settings.into_iter().map(|(name, value)| (name, shown(value))).collect(),
+        Err(_) => {
+            notes.push(format!("{CONFIG}: expected settings as YAML, found something else"));
+            Vec::new()
+        }
+    }
+}
+
+/// Returns the rows of the table in a model card.
+fn facts(card: &str) -> Vec<(String, String)> {
+    let rows = card.lines().skip_while(|line| !line.starts_with("|---")).skip(1);
+    rows.map_while(|line| line.strip_prefix("| ")?.strip_suffix(" |")?.split_once(" | "))
+        .map(|(name, value)| (name.to_string(), value.replace("\\|", "|").replace('`', "")))
+        .collect()
+}
+
+/// Returns the command line in a model card, which is indented.
+fn command_line(card: &str) -> Option<String> {
+    let lines = card.lines().skip_while(|line| !line.starts_with("Trained by "));
+    let lines: Vec<&str> =
+        lines.skip(1).skip_while(|line| line.is_empty()).map_while(|line| line.strip_prefix("    ")).collect();
+    (!lines.is_empty()).then(|| lines.join("\n"))
+}
+
+/// Reads the warnings of a run; there are none without their file.
+fn read_alarms(dir: &Path) -> Vec<Alarm> {
+    let Ok(file) = files::open(&dir.join(ALARMS)) else { return Vec::new() };
+    let lines = BufReader::new(file).split(b'\n').map_while(std::io::Result::ok);
+    let alarm = |line: Vec<u8>| {
+        let line: Value = serde_json::from_slice(&line).ok()?;
+        let text = |name: &str| line[name].as_str().map(String::from);
+        Some(Alarm { step: line["step"].as_f64()?, name: text("alarm")?, message: text("message")? })
+    };
+    lines.filter_map(alarm).collect()
+}
+
+/// Returns the name of a folder.
+fn name_of(dir: &Path) -> String {
+    let whole = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
+    whole.file_name().map_or_else(|| whole.display().to_string(), |name| name.to_string_lossy().into_owned())
+}
+
+/// Returns a label for each folder: as many names at the end of its path as make it unique, or else a number.
+fn labels(dirs: &[PathBuf]) -> Vec<String> {
+    let names: Vec<Vec<String>> = dirs
+        .iter()
+        .map(|dir| dir.canonicalize().unwrap_or_else(|_| dir.clone()))
+        .map(|dir| dir.components().map(|part| part.as_os_str().to_string_lossy().into_owned()).collect())
+        .collect();
+    let ending = |names: &[String], len: usize| names[names.len().saturating_sub(len)..].join("/");
+    let mut labels: Vec<String> = Vec::new();
+    for (at, own) in names.iter().enumerate() {
+        let is_unique = |len: &usize| {
+            names.iter().enumerate().all(|(other, names)| other == at || ending(names, *len) != ending(own, *len))
+        };
+        labels.push(match (1..=own.len()).find(is_unique) {
+            Some(len) => ending(own, len),
+            // The same folder twice.
+            None => format!("{} ({})", ending(own, 1), names[..=at].iter().filter(|names| *names == own).count()),
+        });
+    }
+    labels
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn metrics_with_gaps_and_a_line_cut_in_the_middle_are_read_as_far_as_they_are() {
+        let dir = tempfile::tempdir().unwrap();
+        let lines = "{\"step\":1,\"loss\":0.5,\"text\":\"x\"}\nno line\n{\"step\":2,\"loss\":null,\"lr\":1e-5}\n[1]\n{\"loss\":1}\n\n{\"step\":3,\"lo";
+        fs::write(dir.path().join(METRICS), lines).unwrap();
+        let run = Run::read(dir.path()).unwrap();
+        let names: Vec<&str> = run.metrics.iter().map(|series| series.name.as_str()).collect();
+        assert_eq!(names, ["step", "loss", "lr"]);
+        let loss = run.points("loss").unwrap();
+        assert!(loss[0] == (1.0, 0.5) && loss[1].0 == 2.0 && loss[1].1.is_nan() && loss.len() == 2, "{loss:?}");
+        assert_eq!((run.updates, run.outcome), (2.0, Outcome::Open));
+        assert_eq!(run.notes[0], "metrics.jsonl: 4 lines could not be read and are left out");
+    }
+
+    #[test]
+    fn a_folder_that_is_no_run_or_has_no_updates_is_one_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = |dir: &Path| Run::read_all(&[dir.to_path_buf()]).unwrap_err().to_string();
+        assert!(error(&dir.path().join("none")).contains("found no such folder"));
+        assert!(error(dir.path()).ends_with("expected the folder of a run, found no metrics.jsonl in it"));
+        for stage in ["2-reward", "1-sft"] {
+            fs::create_dir(dir.path().join(stage)).unwrap();
+            fs::write(dir.path().join(stage).join(METRICS), "").unwrap();
+        }
+        assert!(error(dir.path()).ends_with("there are runs in its folders 1-sft, 2-reward"), "{}", error(dir.path()));
+        assert!(error(&dir.path().join("1-sft")).contains("expected a run with updates"));
+    }
+
+    #[test]
+    fn the_end_of_a_run_is_known_by_its_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+        assert_eq!(outcome(dir.path(), 4.0), Outcome::Open);
+        write("config.json", "{}");
+        assert_eq!(outcome(dir.path(), 4.0), Outcome::Finished);
+        write(UNFINISHED, "{\"update\": 4, \"num_updates\": 9}");
+        assert_eq!(outcome(dir.path(), 4.0), Outcome::Stopped { done: 4, total: 9 });
+        assert_eq!(outcome(dir.path(), 5.0), Outcome::Open);
+    }
+
+    #[test]
+    fn settings_and_the_model_card_are_read_as_they_were_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut notes = Vec::new();
+        assert!(settings(dir.path(), &mut notes).is_empty() && notes.len() == 1);
+        fs::write(dir.path().join(CONFIG), "# by rlhf\nseed: 1\nlora: [a, b]\nsave_steps: null\nname: '<b>'\n")
+            .unwrap();
+        let expected = [("seed", "1"), ("lora", "[\"a\",\"b\"]"), ("save_steps", "none"), ("name", "<b>")];
+        let expected = expected.map(|(name, value)| (name.to_string(), value.to_string()));
+        assert_eq!(settings(dir.path(), &mut notes), expected);
+        let card = "---\ntags:\n- x\n---\n\n# p\n\nTrained by `rlhf ppo` 0.1.0:\n\n    rlhf ppo\n    --x\n\n| | |\n|---|---|\n\
+                    | checks | all \\| good |\n| kl | 1 |\n\n| no | row |\n";
+        let expected =
+            [("checks", "all | good"), ("kl", "1")].map(|(name, value)| (name.to_string(), value.to_string()));
+        assert_eq!(facts(card), expected);
+        assert_eq!(command_line(card).as_deref(), Some("rlhf ppo\n--x"));
+        assert_eq!(command_line("# mine"), None);
+    }
+
+    #[test]
+    fn labels_are_the_shortest_ends_of_paths_that_differ() {
+        let paths = |paths: &[&str]| labels(&paths.iter().map(PathBuf::from).collect::<Vec<_>>());
+        assert_eq!(paths(&["/no/a", "/no/b"]), ["a", "b"]);
+        assert_eq!(paths(&["/no/1/ppo", "/no/2/ppo", "/no/sft"]), ["1/ppo", "2/ppo", "sft"]);
+        assert_eq!(paths(&["/no/a", "/no/a"]), ["a (1)", "a (2)"]);
+    }
+}

@@ -1,0 +1,301 @@
+//! The responses of a run: read from `samples/`, gathered by prompt, and chosen for the page.
+
+use crate::files;
+use crate::run::output_dir::{SAMPLES, samples_update};
+use serde_json::Value;
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+/// Files of one source that are read at most: the first, the last, and others evenly between.
+const MOST_FILES: usize = 12;
+
+/// Bytes of one file that are read at most.
+const MOST_BYTES: u64 = 16 << 20;
+
+/// Characters of a text that are kept at most.
+const MOST_CHARS: usize = 1200;
+
+/// Where the responses of a file are from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Source {
+    /// Greedy responses to the sample prompts.
+    Samples,
+    /// Responses to held-out prompts, sampled as in training.
+    HeldOut,
+    /// Responses that an update trained on.
+    Rollout,
+}
+
+impl Source {
+    /// The sources with the beginnings of their files' names.
+    const ALL: [(Self, &'static str); 3] =
+        [(Self::Samples, "update-"), (Self::HeldOut, "eval-"), (Self::Rollout, "answers-")];
+
+    /// Returns its name for people.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Samples => "sample prompt, greedy",
+            Self::HeldOut => "held-out prompt",
+            Self::Rollout => "rollout",
+        }
+    }
+}
+
+/// The beginning of a text, and the number of characters after it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Cut {
+    pub(super) text: String,
+    pub(super) left_out: usize,
+}
+
+impl Cut {
+    fn new(text: &str) -> Self {
+        let text = text.replace("\r\n", "\n");
+        match text.char_indices().nth(MOST_CHARS) {
+            None => Self { text, left_out: 0 },
+            Some((end, _)) => Self { left_out: text[end..].chars().count(), text: text[..end].into() },
+        }
+    }
+}
+
+/// A prompt with the responses to it over the run.
+#[derive(Debug, PartialEq)]
+pub(super) struct Prompt {
+    pub(super) source: Source,
+    pub(super) text: Cut,
+    /// In the order of their updates, at least one.
+    pub(super) responses: Vec<Response>,
+}
+
+/// A response with its scores.
+#[derive(Debug, PartialEq)]
+pub(super) struct Response {
+    /// Updates done when it was sampled.
+    pub(super) step: u64,
+    pub(super) text: Cut,
+    /// Whole score, NaN where there is none.
+    pub(super) score: f64,
+    /// Score of each reward by its name.
+    pub(super) rewards: Vec<(String, f64)>,
+    /// Reason that it ended.
+    pub(super) finish: Option<String>,
+    pub(super) num_tokens: Option<u64>,
+    /// Texts of its tokens with their probabilities, where the file has both.
+    pub(super) tokens: Vec<(String, f64)>,
+}
+
+impl Prompt {
+    /// Returns the score of the last response.
+    pub(super) fn last(&self) -> f64 {
+        self.responses.last().map_or(f64::NAN, |response| response.score)
+    }
+
+    /// Returns the change of the score from the first response to the last, where there are two.
+    pub(super) fn change(&self) -> Option<f64> {
+        let (first, last) = (self.responses.first()?.score, self.last());
+        (self.responses.len() > 1 && (last - first).is_finite()).then_some(last - first)
+    }
+}
+
+/// Reads the samples of the run in `dir`, and notes what is left out.
+pub(super) fn read(dir: &Path, notes: &mut Vec<String>) -> Vec<Prompt> {
+    let mut prompts = Vec::new();
+    for (source, start) in Source::ALL {
+        let files = files_of(&dir.join(SAMPLES), start);
+        let read = spread(files.len(), MOST_FILES);
+        if read.len() < files.len() {
+            notes.push(format!(
+                "{SAMPLES}/{start}*.jsonl: {} of {} files are read, from the first to the last",
+                read.len(),
+                files.len()
+            ));
+        }
+        let mut places = HashMap::new();
+        for path in read.into_iter().map(|at| &files[at]) {
+            if let Some(note) = read_file(path, source, &mut places, &mut prompts) {
+                notes.push(note);
+            }
+        }
+    }
+    prompts
+}
+
+/// Returns the files of a source in the order of their updates.
+fn files_of(dir: &Path, start: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut files: Vec<(usize, PathBuf)> = entries
+        .filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let is_whole = name.starts_with(start) && name.ends_with(".jsonl");
+            Some((samples_update(&name).filter(|_| is_whole)?, entry.path()))
+        })
+        .collect();
+    files.sort_unstable();
+    files.into_iter().map(|(_, path)| path).collect()
+}
+
+/// Returns at most `most` of the places `0..len`, evenly spread, with the first and the last.
+pub(super) fn spread(len: usize, most: usize) -> Vec<usize> {
+    match (len, most) {
+        (len, most) if len <= most => (0..len).collect(),
+        (len, 0 | 1) => (len - 1..len).collect(),
+        (len, most) => (0..most).map(|at| at * (len - 1) / (most - 1)).collect(),
+    }
+}
+
+/// Places of the prompts of one source: by text, and by how many prompts of a file with the same text are before it.
+type Places = HashMap<(Cut, usize), usize>;
+
+/// Adds the responses in a file to their prompts. Returns a note on lines that are left out.
+fn read_file(path: &Path, source: Source, places: &mut Places, prompts: &mut Vec<Prompt>) -> Option<String> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let file = match files::open(path) {
+        Ok(file) => file,
+        Err(error) => return Some(error.to_string()),
+    };
+    let (mut repeats, mut left_out) = (HashMap::new(), 0);
+    for line in BufReader::new(file.take(MOST_BYTES)).split(b'\n').map_while(std::io::Result::ok) {
+        let Some((text, response)) = response(&line) else {
+            left_out += usize::from(!line.is_empty());
+            continue;
+        };
+        let repeat: &mut usize = repeats.entry(text.clone()).or_default();
+        let place = *places.entry((text.clone(), *repeat)).or_insert_with(|| {
+            prompts.push(Prompt { source, text, responses: Vec::new() });
+            prompts.len() - 1
+        });
+        *repeat += 1;
+        prompts[place].responses.push(response);
+    }
+    (left_out > 0).then(|| format!("{SAMPLES}/{name}: {left_out} lines could not be read"))
+}
+
+/// Parses a line of a file of samples: the prompt and the response.
+fn response(line: &[u8]) -> Option<(Cut, Response)> {
+    let row: Value = serde_json::from_slice(line).ok()?;
+    let (prompt, text) = (row["prompt"].as_str()?, row["response"].as_str()?);
+    let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+    let rewards = row["components"].as_object().into_iter().flatten();
+    let tokens = row["tokens"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let logprobs = row["logprobs"].as_array().into_iter().flatten().filter_map(Value::as_f64);
+    let mut tokens: Vec<(String, f64)> =
+        tokens.map(String::from).zip(logprobs.map(f64::exp)).take(MOST_CHARS / 4).collect();
+    let text = Cut::new(text);
+    // The shades stand for the text, so they must be all of it.
+    if text.left_out > 0 || tokens.iter().map(|(token, _)| token.as_str()).collect::<String>() != text.text {
+        tokens.clear();
+    }
+    let response = Response {
+        step: row["step"].as_u64()?,
+        score: number(&row["score"]),
+        rewards: rewards.map(|(name, score)| (name.clone(), number(score))).collect(),
+        finish: row["finish_reason"].as_str().map(String::from),
+        num_tokens: row["num_tokens"].as_u64(),
+        tokens,
+        text,
+    };
+    Some((Cut::new(prompt), response))
+}
+
+/// Lists of prompts to look at first, by their places.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Highlights {
+    pub(super) worst: Vec<usize>,
+    pub(super) best: Vec<usize>,
+    /// By the size of the change of the score, up or down.
+    pub(super) changed: Vec<usize>,
+}
+
+impl Highlights {
+    /// Returns the first `most` of each list.
+    pub(super) fn of(prompts: &[Prompt], most: usize) -> Self {
+        let ranked = |key: &dyn Fn(&Prompt) -> Option<f64>| -> Vec<usize> {
+            let mut ranked: Vec<(f64, usize)> =
+                prompts.iter().enumerate().filter_map(|(at, prompt)| Some((key(prompt)?, at))).collect();
+            ranked.sort_by(|a, b| a.0.total_cmp(&b.0));
+            ranked.into_iter().take(most).map(|(_, at)| at).collect()
+        };
+        let score = |prompt: &Prompt| Some(prompt.last()).filter(|score| !score.is_nan());
+        Self {
+            worst: ranked(&score),
+            best: ranked(&|prompt| score(prompt).map(|score| -score)),
+            changed: ranked(&|prompt| prompt.change().map(|change| -change.abs())),
+        }
+    }
+
+    /// Returns the places of all `len` prompts, the listed ones first: those that come first in their lists lead.
+    pub(super) fn first(&self, len: usize) -> Vec<usize> {
+        let lists = [&self.changed, &self.worst, &self.best];
+        let longest = lists.iter().map(|list| list.len()).max().unwrap_or(0);
+        let listed = (0..longest).flat_map(|at| lists.into_iter().filter_map(move |list| list.get(at).copied()));
+        let mut is_listed = vec![false; len];
+        listed.chain(0..len).filter(|&at| !std::mem::replace(&mut is_listed[at], true)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::fs;
+
+    fn prompt(scores: &[f64]) -> Prompt {
+        let cut = Cut::new("x");
+        let response = |(step, &score): (u64, &f64)| Response {
+            step,
+            text: cut.clone(),
+            score,
+            rewards: Vec::new(),
+            finish: None,
+            num_tokens: None,
+            tokens: Vec::new(),
+        };
+        Prompt { source: Source::Samples, text: cut.clone(), responses: (0..).zip(scores).map(response).collect() }
+    }
+
+    #[test]
+    fn the_same_prompt_is_followed_over_the_files_and_each_of_two_equal_ones_by_itself() {
+        let dir = tempfile::tempdir().unwrap();
+        let samples = dir.path().join(SAMPLES);
+        fs::create_dir(&samples).unwrap();
+        let row = |step: u64, prompt: &str, score: f64| {
+            json!({"step": step, "prompt": prompt, "response": "a\r\nb", "score": score, "components": {"r": score},
+                   "finish_reason": "stop", "num_tokens": 2, "tokens": ["a\n", "b"], "logprobs": [0.0, -1.0]})
+        };
+        for step in [0, 10] {
+            let rows = ["x", "y", "x"].map(|prompt| format!("{}\n", row(step, prompt, step as f64))).concat();
+            fs::write(samples.join(format!("update-{step:06}.jsonl")), rows).unwrap();
+        }
+        fs::write(samples.join("eval-000010.jsonl"), format!("{}\n{{\"step\":1", row(10, "x", f64::NAN))).unwrap();
+        fs::write(samples.join("update-000003.jsonl.tmp"), "half").unwrap();
+        let mut notes = Vec::new();
+        let prompts = read(dir.path(), &mut notes);
+        let found: Vec<_> = prompts.iter().map(|p| (p.source, p.text.text.as_str(), p.responses.len())).collect();
+        let samples = Source::Samples;
+        assert_eq!(found, [(samples, "x", 2), (samples, "y", 2), (samples, "x", 2), (Source::HeldOut, "x", 1)]);
+        assert_eq!(notes, ["samples/eval-000010.jsonl: 1 lines could not be read"]);
+        let last = &prompts[0].responses[1];
+        assert_eq!((last.step, last.score, last.text.text.as_str()), (10, 10.0, "a\nb"));
+        assert_eq!(last.tokens, [("a\n".to_string(), 1.0), ("b".to_string(), (-1f64).exp())]);
+        assert_eq!(prompts[0].change(), Some(10.0));
+        assert!(prompts[3].last().is_nan() && prompts[3].change().is_none());
+    }
+
+    #[test]
+    fn long_texts_are_cut_and_files_are_spread_over_the_run() {
+        let cut = Cut::new(&"é".repeat(100_000));
+        assert_eq!((cut.text.chars().count(), cut.left_out), (MOST_CHARS, 100_000 - MOST_CHARS));
+        assert_eq!(spread(3, 5), [0, 1, 2]);
+        assert_eq!(spread(1000, 5), [0, 249, 499, 749, 999]);
+        assert_eq!((spread(0, 5), spread(7, 1)), (vec![], vec![6]));
+    }
+
+    #[test]
+    fn the_worst_the_best_and_the_most_changed_come_first() {
+        let prompts = [prompt(&[0.0, 1.0]), prompt(&[0.0, f64::NAN]), prompt(&[5.0, -3.0]), prompt(&[2.0])];
+        let highlights = Highlights::of(&prompts, 2);
+        assert_eq!(highlights, Highlights { worst: vec![2, 0], best: vec![3, 0], changed: vec![2, 0] });
+        assert_eq!(highlights.first(4), [2, 3, 0, 1]);
+    }
+}

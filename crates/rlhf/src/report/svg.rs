@@ -1,0 +1,347 @@
+//! Curves as inline SVG.
+
+use super::html::{Html, number};
+
+/// Size of a chart, in units of its drawing.
+const WIDTH: f64 = 400.0;
+const HEIGHT: f64 = 180.0;
+
+/// Edges of the area with the curves.
+const LEFT: f64 = 46.0;
+const RIGHT: f64 = 392.0;
+const TOP: f64 = 8.0;
+const BOTTOM: f64 = 158.0;
+
+/// Colours of curves: the style sheet has as many.
+pub(super) const COLOURS: usize = 7;
+
+/// Values from which on a curve has a smoothed one over it.
+const SMOOTHED_FROM: usize = 10;
+
+/// Absolute value beyond which a curve leaves the chart, so that differences of two values are finite.
+const LARGEST: f64 = 1e300;
+
+/// A point: update and value, NaN where the value is not finite.
+pub(super) type Point = (f64, f64);
+
+/// One line of a chart.
+#[derive(Debug, Clone)]
+pub(super) struct Curve<'a> {
+    pub(super) label: String,
+    /// The metric that it shows.
+    pub(super) metric: &'a str,
+    /// Number of its colour.
+    pub(super) colour: usize,
+    pub(super) points: &'a [Point],
+}
+
+/// A chart of one or several curves over the updates of a run.
+#[derive(Debug, Clone)]
+pub(super) struct Chart<'a> {
+    pub(super) title: String,
+    pub(super) unit: &'static str,
+    /// At least one.
+    pub(super) curves: Vec<Curve<'a>>,
+}
+
+impl Chart<'_> {
+    /// Draws the chart as a figure, with curves thinned to `columns` columns.
+    pub(super) fn draw(&self, page: &mut Html, columns: usize) {
+        self.caption(page);
+        let points = || self.curves.iter().flat_map(|curve| curve.points);
+        let x = Axis::x(points().map(|point| point.0));
+        let y = Axis::y(points().map(|point| point.1));
+        page.raw("<svg class=\"chart\" role=\"img\" viewBox=\"0 0 ").text(WIDTH).raw(" ").text(HEIGHT);
+        page.raw("\" data-domain=\"").text(join([x.domain, y.domain].as_flattened(), 12));
+        page.raw("\" data-frame=\"").text(join(&[LEFT, RIGHT, BOTTOM, TOP], 12)).raw("\"><title>");
+        page.text(&self.title).raw("</title><desc>").text(self.describe()).raw("</desc>");
+        self.axes(page, &x, &y);
+        for curve in &self.curves {
+            curve.draw(page, &x, &y, columns);
+        }
+        page.raw("</svg></figure>\n");
+    }
+
+    /// Writes title, unit, and the last value of each curve with all its digits as data.
+    fn caption(&self, page: &mut Html) {
+        page.raw("<figure><figcaption><b>").text(&self.title).raw("</b>");
+        if !self.unit.is_empty() {
+            page.raw(" <span class=\"unit\">").text(self.unit).raw("</span>");
+        }
+        for curve in &self.curves {
+            let last = curve.points.last().map_or(f64::NAN, |point| point.1);
+            page.raw(" <span class=\"key k").text(curve.colour % COLOURS).raw("\">");
+            page.raw(if curve.label.is_empty() { "" } else { "<i></i>" }).text(&curve.label);
+            page.raw(" <data data-metric=\"").text(curve.metric).raw("\" value=\"").text(number(last, 17)).raw("\">");
+            page.text(number(last, 4)).raw("</data></span>");
+        }
+        page.raw("</figcaption>");
+    }
+
+    /// Returns the chart in words, for those who cannot see it.
+    fn describe(&self) -> String {
+        let describe = |curve: &Curve<'_>| {
+            let finite = curve.points.iter().filter(|point| point.1.is_finite());
+            let Some(first) = finite.clone().next() else { return format!("{}: no finite value.", curve.label) };
+            let last = finite.clone().next_back().unwrap_or(first);
+            let least = finite.clone().map(|point| point.1).fold(f64::INFINITY, f64::min);
+            let greatest = finite.map(|point| point.1).fold(f64::NEG_INFINITY, f64::max);
+            let [from, to, least, greatest] = [first.1, last.1, least, greatest].map(|value| number(value, 4));
+            let (start, end, label) = (first.0, last.0, &curve.label);
+            let label = if label.is_empty() { String::new() } else { format!("{label}: ") };
+            format!("{label}{from} at update {start}, {to} at update {end}; between {least} and {greatest}.")
+        };
+        self.curves.iter().map(describe).collect::<Vec<_>>().join(" ")
+    }
+
+    fn axes(&self, page: &mut Html, x: &Axis, y: &Axis) {
+        page.raw("<g class=\"axes\">");
+        for (value, label) in y.ticks() {
+            let at = coordinate(y.at(value));
+            page.raw("<path d=\"M").text(LEFT).raw(" ").text(&at).raw("H").text(RIGHT).raw("\"/><text x=\"");
+            page.text(LEFT - 5.0)
+                .raw("\" y=\"")
+                .text(&at)
+                .raw("\" dy=\".32em\" class=\"y\">")
+                .text(label)
+                .raw("</text>");
+        }
+        for (value, label) in x.ticks() {
+            page.raw("<text x=\"").text(coordinate(x.at(value))).raw("\" y=\"").text(BOTTOM + 15.0);
+            page.raw("\" class=\"x\">").text(label).raw("</text>");
+        }
+        page.raw("</g>");
+    }
+}
+
+impl Curve<'_> {
+    /// Draws the values, and over them, if there are many, their moving average.
+    fn draw(&self, page: &mut Html, x: &Axis, y: &Axis, columns: usize) {
+        let values = thinned(self.points, x.domain, columns);
+        let smooth = (self.points.len() >= SMOOTHED_FROM).then(|| smoothed(self.points));
+        let class = if smooth.is_some() { "each" } else { "line" };
+        self.start_path(page, class);
+        let (steps, numbers): (Vec<f64>, Vec<f64>) = values.iter().copied().unzip();
+        page.raw("\" data-label=\"").text(&self.label);
+        page.raw("\" data-x=\"").text(join(&steps, 12)).raw("\" data-y=\"").text(join(&numbers, 6));
+        page.raw("\" d=\"").text(path(&values, x, y)).raw("\"/>");
+        if let Some(smooth) = smooth {
+            self.start_path(page, "line smooth");
+            // A smooth curve needs fewer points.
+            page.raw("\" d=\"").text(path(&thinned(&smooth, x.domain, columns / 2), x, y)).raw("\"/>");
+        }
+    }
+
+    fn start_path(&self, page: &mut Html, class: &'static str) {
+        page.raw("<path class=\"").raw(class).raw(" k").text(self.colour % COLOURS);
+    }
+}
+
+/// A linear axis.
+struct Axis {
+    /// Least and greatest value.
+    domain: [f64; 2],
+    /// Their coordinates.
+    range: [f64; 2],
+    step: f64,
+}
+
+impl Axis {
+    /// Returns an axis from the least to the greatest of these values, with about `count` ticks at round numbers.
+    fn new(values: impl Iterator<Item = f64>, range: [f64; 2], count: usize) -> Self {
+        let finite = values.filter(|value| value.is_finite()).map(|value| value.clamp(-LARGEST, LARGEST));
+        let [least, greatest] = finite.fold([f64::INFINITY, f64::NEG_INFINITY], |[a, b], v| [a.min(v), b.max(v)]);
+        let [least, greatest] = match (least, greatest) {
+            (least, greatest) if least > greatest => [0.0, 1.0],
+            (least, greatest) if greatest - least > 1e-9 * greatest.abs().max(least.abs()) => [least, greatest],
+            // All are equal, or differ by rounding.
+            (0.0, _) => [-1.0, 1.0],
+            (value, _) => [value - 0.1 * value.abs(), value + 0.1 * value.abs()],
+        };
+        let step = round_step((greatest - least) / count as f64);
+        Self { domain: [least, greatest], range, step }
+    }
+
+    /// Returns the axis of updates.
+    fn x(points: impl Iterator<Item = f64>) -> Self {
+        let axis = Self::new(points, [LEFT, RIGHT], 5);
+        Self { step: axis.step.max(1.0), ..axis }
+    }
+
+    /// Returns the axis of values, with round numbers at its ends.
+    fn y(points: impl Iterator<Item = f64>) -> Self {
+        let axis = Self::new(points, [BOTTOM, TOP], 4);
+        let [least, greatest] = axis.domain.map(|value| value / axis.step);
+        // Values just beyond a tick, as a KL of -1e-9, have room around the axes.
+        let domain = [(least + 0.02).floor(), (greatest - 0.02).ceil()].map(|tick| tick * axis.step);
+        Self { domain, ..axis }
+    }
+
+    /// Returns the coordinate of a value.
+    fn at(&self, value: f64) -> f64 {
+        let ([least, greatest], [start, end]) = (self.domain, self.range);
+        start + (value.clamp(-LARGEST, LARGEST) - least) / (greatest - least) * (end - start)
+    }
+
+    /// Returns the values of the ticks with their labels.
+    fn ticks(&self) -> Vec<(f64, String)> {
+        let [least, greatest] = self.domain.map(|value| value / self.step);
+        // Rounding must not lose the tick at an end.
+        let (first, last) = ((least - 1e-6).ceil() as i64, (greatest + 1e-6).floor() as i64);
+        (first..=last).map(|tick| tick as f64 * self.step).map(|value| (value, number(value, 6))).collect()
+    }
+}
+
+/// Returns 1, 2 or 5 times a power of ten that is at least `step`.
+fn round_step(step: f64) -> f64 {
+    let power = 10f64.powf(step.log10().floor());
+    [1.0, 2.0, 5.0, 10.0].map(|digit| digit * power).into_iter().find(|round| *round >= step).unwrap_or(step)
+}
+
+/// Thins points to the least and the greatest value of each of `columns` columns of the chart, and keeps the first and the last
+/// point; a column with a gap ends with one.
+fn thinned(points: &[Point], [start, end]: [f64; 2], columns: usize) -> Vec<Point> {
+    if points.len() <= 2 * columns {
+        return points.to_vec();
+    }
+    let column = |point: &Point| (((point.0 - start) / (end - start) * columns as f64) as usize).min(columns - 1);
+    let mut thin = vec![points[0]];
+    for column in points[1..points.len() - 1].chunk_by(|a, b| column(a) == column(b)) {
+        let finite = || column.iter().filter(|point| point.1.is_finite());
+        let least = finite().min_by(|a, b| a.1.total_cmp(&b.1));
+        let greatest = finite().max_by(|a, b| a.1.total_cmp(&b.1));
+        let gap = column.iter().find(|point| !point.1.is_finite());
+        let (mut ends, len) = (Vec::from_iter(least.into_iter().chain(greatest)), thin.len());
+        ends.sort_by(|a, b| a.0.total_cmp(&b.0));
+        ends.dedup();
+        thin.extend(ends);
+        thin.extend(gap.map(|gap| (gap.0.max(thin[len..].last().map_or(gap.0, |last| last.0)), f64::NAN)));
+    }
+    thin.push(points[points.len() - 1]);
+    thin
+}
+
+/// Returns the moving average of the finite values, over a window around each point of about as many points as the square root of
+/// their number; at the ends it is as narrow as it must be to have its point in the middle.
+fn smoothed(points: &[Point]) -> Vec<Point> {
+    let half = ((points.len() as f64).sqrt() / 2.0).round() as usize;
+    let mut sums = vec![(0.0, 0.0)];
+    for &(_, y) in points {
+        let &(sum, count) = sums.last().expect("it starts with one");
+        sums.push(if y.is_finite() { (sum + y, count + 1.0) } else { (sum, count) });
+    }
+    let average = |at: usize| {
+        let half = half.min(at).min(points.len() - 1 - at);
+        let ((start, before), (end, after)) = (sums[at - half], sums[at + half + 1]);
+        (end - start) / (after - before)
+    };
+    let smooth = |(at, &(x, y)): (usize, &Point)| (x, if y.is_finite() { average(at) } else { f64::NAN });
+    points.iter().enumerate().map(smooth).collect()
+}
+
+/// Returns the path through points, which starts anew after a gap.
+fn path(points: &[Point], x: &Axis, y: &Axis) -> String {
+    let mut path = String::new();
+    let mut draws = false;
+    for point in points {
+        if point.1.is_finite() {
+            path.push(if draws { 'L' } else { 'M' });
+            path += &coordinate(x.at(point.0));
+            path.push(' ');
+            path += &coordinate(y.at(point.1));
+            // A dot where a point is alone.
+            path += if draws { "" } else { "h0" };
+        }
+        draws = point.1.is_finite();
+    }
+    path
+}
+
+/// Returns a coordinate with a tenth of a unit.
+fn coordinate(value: f64) -> String {
+    let text = format!("{value:.1}");
+    text.strip_suffix(".0").map_or(text.clone(), String::from)
+}
+
+/// Returns numbers with at most `digits` significant digits as data for the script.
+fn join(numbers: &[f64], digits: usize) -> String {
+    let number = |&value: &f64| if value.is_finite() { number(value, digits) } else { "NaN".into() };
+    numbers.iter().map(number).collect::<Vec<String>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn curve(points: &[Point]) -> Chart<'_> {
+        Chart {
+            title: "<Score>".into(),
+            unit: "nats",
+            curves: vec![Curve { label: "a".into(), metric: "m", colour: 8, points }],
+        }
+    }
+
+    #[test]
+    fn thinning_keeps_extremes_ends_and_gaps() {
+        let mut points: Vec<Point> = (0..10_000).map(|at| (f64::from(at), f64::from(at % 7))).collect();
+        points[3333].1 = 99.0;
+        points[4444].1 = -99.0;
+        points[5555].1 = f64::NAN;
+        let thin = thinned(&points, [0.0, 9999.0], 100);
+        assert!(thin.len() <= 3 * 100 + 2 && thin.is_sorted_by(|a, b| a.0 <= b.0), "{}", thin.len());
+        assert_eq!((thin[0], thin[thin.len() - 1]), (points[0], points[9999]));
+        assert!(thin.contains(&points[3333]) && thin.contains(&points[4444]));
+        assert_eq!(thin.iter().filter(|point| point.1.is_nan()).count(), 1);
+        assert_eq!(thinned(&points[..200], [0.0, 199.0], 100), points[..200]);
+    }
+
+    #[test]
+    fn axes_have_round_ticks_around_all_values() {
+        let ticks = |values: &[f64]| -> Vec<String> {
+            let axis = Axis::y(values.iter().copied());
+            let ticks = axis.ticks();
+            assert!(
+                ticks.iter().all(|(value, _)| (TOP - 0.01..BOTTOM + 0.01).contains(&axis.at(*value))),
+                "{values:?}"
+            );
+            ticks.into_iter().map(|(_, label)| label).collect()
+        };
+        assert_eq!(ticks(&[0.1, 0.93]), ["0", "0.5", "1"]);
+        assert_eq!(ticks(&[-3.0, 11.0, f64::NAN]), ["-5", "0", "5", "10", "15"]);
+        assert_eq!(ticks(&[0.0, 0.0]), ["-1", "-0.5", "0", "0.5", "1"]);
+        assert_eq!(ticks(&[1e-7, 4e-7]), ["1e-7", "2e-7", "3e-7", "4e-7"]);
+        assert!(!ticks(&[-f64::MAX, f64::MAX]).is_empty() && !ticks(&[f64::INFINITY]).is_empty());
+        assert!(!ticks(&[5.0, 5.0 + 1e-13]).is_empty() && !ticks(&[f64::MIN_POSITIVE, 0.0]).is_empty());
+    }
+
+    #[test]
+    fn a_moving_average_has_its_point_in_the_middle_and_skips_gaps() {
+        let mut points: Vec<Point> = (0..16).map(|at| (f64::from(at), f64::from(at))).collect();
+        // The window is five points; a straight line stays.
+        assert!(points.iter().zip(smoothed(&points)).all(|(a, b)| (a.1 - b.1).abs() < 1e-9 && a.0 == b.0));
+        (points[8].1, points[9].1) = (10.0, f64::NAN);
+        let smooth = smoothed(&points);
+        assert!((smooth[8].1 - (6.0 + 7.0 + 10.0 + 10.0) / 4.0).abs() < 1e-9 && smooth[9].1.is_nan(), "{smooth:?}");
+        assert_eq!((smooth[0], smooth[15]), (points[0], points[15]));
+    }
+
+    #[test]
+    fn a_chart_has_a_title_a_description_and_its_values_as_data() {
+        let points = [(1.0, 0.5), (2.0, f64::NAN), (3.0, 0.453_983_694_314_956_67)];
+        let mut page = Html::default();
+        curve(&points).draw(&mut page, 100);
+        let page = page.finish();
+        for part in [
+            "<b>&lt;Score&gt;</b>",
+            "<data data-metric=\"m\" value=\"0.45398369431495667\">0.454</data>",
+            "role=\"img\"",
+            "<desc>a: 0.5 at update 1, 0.454 at update 3; between 0.454 and 0.5.</desc>",
+            "data-x=\"1 2 3\" data-y=\"0.5 NaN 0.453984\"",
+            "class=\"line k1\"",
+        ] {
+            assert!(page.contains(part), "no {part} in {page}");
+        }
+        let path = page.split(" d=\"").last().unwrap().split('"').next().unwrap();
+        assert_eq!(path.matches('M').count(), 2, "{path}");
+    }
+}

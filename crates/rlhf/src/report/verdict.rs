@@ -1,0 +1,325 @@
+//! The verdict on a run in words, by its first and its last updates.
+
+use super::html::number;
+use super::read::{Outcome, Run};
+
+/// Nats per token of KL to the reference below which a policy is near it; healthy runs stay below.
+const NEAR: f64 = 0.2;
+
+/// Nats per token of KL to the reference above which a policy has left it: each of its tokens is then e times as probable as
+/// the reference's, in the geometric mean.
+const FAR: f64 = 1.0;
+
+/// Share of `response_length` from which on the mean length counts as cut.
+const CUT: f64 = 0.95;
+
+/// Lines of metrics in a mean at the start or at the end of a run, at most.
+pub(super) const MOST_LINES: usize = 50;
+
+/// A sentence of the verdict.
+#[derive(Debug, PartialEq)]
+pub(super) struct Finding {
+    pub(super) mark: Mark,
+    pub(super) text: String,
+}
+
+/// Kind of a finding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mark {
+    Good,
+    Neutral,
+    Bad,
+}
+
+/// Means of a metric over the first and the last updates of a run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Ends {
+    first: f64,
+    last: f64,
+}
+
+impl Ends {
+    /// Returns the means over as many updates as [`window`] of a run's finite values, if there is one.
+    fn of(run: &Run, name: &str) -> Option<Self> {
+        let values: Vec<f64> =
+            run.points(name)?.iter().map(|point| point.1).filter(|value| value.is_finite()).collect();
+        let window = window(values.len());
+        let mean = |values: &[f64]| values.iter().sum::<f64>() / window as f64;
+        (window > 0).then(|| Self { first: mean(&values[..window]), last: mean(&values[values.len() - window..]) })
+    }
+
+    /// Returns the first and the last value of a metric that is rarely computed.
+    fn single(run: &Run, name: &str) -> Option<Self> {
+        let mut values = run.points(name)?.iter().map(|point| point.1).filter(|value| value.is_finite());
+        let first = values.next()?;
+        Some(Self { first, last: values.next_back().unwrap_or(first) })
+    }
+
+    fn change(self) -> f64 {
+        self.last - self.first
+    }
+}
+
+/// Returns the number of values at each end of `len` whose mean is the metric's there.
+fn window(len: usize) -> usize {
+    len.div_ceil(10).min(MOST_LINES)
+}
+
+/// Returns the verdict on a run, the most important first.
+pub(super) fn verdict(run: &Run) -> Vec<Finding> {
+    let mut findings = vec![course(run)];
+    if run.points("objective/scores").is_some() {
+        findings.extend([score(run), held_out_score(run), kl(run), length(run)].into_iter().flatten());
+    } else {
+        findings.extend([accuracy(run), loss(run)].into_iter().flatten());
+    }
+    findings.extend([skipped(run), not_finite(run), alarms(run)].into_iter().flatten());
+    findings
+}
+
+fn finding(mark: Mark, text: String) -> Finding {
+    Finding { mark, text }
+}
+
+/// Returns a number for a sentence.
+fn short(value: f64) -> String {
+    number(value, 3)
+}
+
+fn course(run: &Run) -> Finding {
+    let updates = run.updates;
+    let s = if updates == 1.0 { "" } else { "s" };
+    finding(
+        Mark::Neutral,
+        match run.outcome {
+            Outcome::Finished => format!("The run is finished: {updates} update{s}."),
+            Outcome::Stopped { done, total } => format!("The run ended early, after {done} of {total} updates."),
+            Outcome::Open => format!("The run is in progress, or was interrupted: {updates} update{s} so far."),
+        },
+    )
+}
+
+fn score(run: &Run) -> Option<Finding> {
+    // With running moments the scores that are trained on are not comparable over a run.
+    let raw = Ends::of(run, "objective/raw_scores");
+    let Ends { first, last } = raw.or_else(|| Ends::of(run, "objective/scores"))?;
+    let (from, to) = (short(first), short(last));
+    if run.points("objective/scores").is_some_and(|points| points.len() < 2) {
+        return Some(finding(
+            Mark::Neutral,
+            format!("The score is {to} in the only update: there is nothing to compare."),
+        ));
+    }
+    let spread = if raw.is_some() { None } else { Ends::of(run, "objective/scores_std").map(|std| std.first) };
+    let Some(spread) = spread.filter(|&spread| spread > 0.0) else {
+        let (mark, verb) = match (last - first).partial_cmp(&0.0) {
+            Some(std::cmp::Ordering::Greater) => (Mark::Good, "rose"),
+            Some(std::cmp::Ordering::Less) => (Mark::Bad, "fell"),
+            _ => (Mark::Neutral, "stayed"),
+        };
+        let words = if mark == Mark::Neutral { format!("at {to}") } else { format!("from {from} to {to}") };
+        return Some(finding(mark, format!("The score {verb} {words}.")));
+    };
+    let by = (last - first) / spread;
+    let (mark, verb) = match by {
+        by if by >= 0.5 => (Mark::Good, "rose"),
+        by if by >= 0.1 => (Mark::Good, "rose a little,"),
+        by if by > -0.1 => (Mark::Neutral, "hardly changed,"),
+        by if by > -0.5 => (Mark::Bad, "fell a little,"),
+        _ => (Mark::Bad, "fell"),
+    };
+    let by = number(by.abs(), 2);
+    let unit = if by == "1" { "standard deviation" } else { "standard deviations" };
+    Some(finding(mark, format!("The score {verb} from {from} to {to}, by {by} {unit} of the scores at the start.")))
+}
+
+fn held_out_score(run: &Run) -> Option<Finding> {
+    let held_out = Ends::single(run, "eval/score")?;
+    let (from, to) = (short(held_out.first), short(held_out.last));
+    let trained = Ends::of(run, "objective/scores")?;
+    let overfits = trained.change() > 0.0 && held_out.change() < 0.0;
+    let mark = if overfits { Mark::Bad } else { Mark::Neutral };
+    let why = if overfits { ", while that of the training prompts rose: the policy overfits to them" } else { "" };
+    Some(finding(mark, format!("On held-out prompts the score went from {from} to {to}{why}.")))
+}
+
+fn kl(run: &Run) -> Option<Finding> {
+    let kl = Ends::of(run, "objective/kl")?.last;
+    let per_token = kl / Ends::of(run, "val/response_length")?.last;
+    let (mark, words) = match per_token {
+        per_token if per_token < NEAR => (Mark::Good, "the policy is near the reference"),
+        per_token if per_token <= FAR => (Mark::Neutral, "the policy has moved away from the reference"),
+        _ => (Mark::Bad, "the policy has left the reference"),
+    };
+    let (kl, per_token) = (short(kl), number(per_token, 2));
+    Some(finding(mark, format!("KL to the reference: {kl} nats per response, {per_token} per token: {words}.")))
+}
+
+fn length(run: &Run) -> Option<Finding> {
+    let Ends { first, last } = Ends::of(run, "val/response_length")?;
+    let limit = run.setting("response_length").and_then(|limit| limit.parse::<f64>().ok());
+    let words = format!("Responses have {} tokens at the end, {} at the start", short(last), short(first));
+    Some(match limit.filter(|limit| last >= CUT * limit) {
+        Some(limit) => finding(Mark::Bad, format!("{words}: most are cut at response_length = {limit}.")),
+        None => finding(Mark::Neutral, format!("{words}.")),
+    })
+}
+
+fn accuracy(run: &Run) -> Option<Finding> {
+    let Ends { first, last } = Ends::of(run, "accuracy")?;
+    let held_out = Ends::single(run, "eval_accuracy")
+        .map_or(String::new(), |held_out| format!("; on held-out pairs it is {}", short(held_out.last)));
+    let mark = if last > first.max(0.5) { Mark::Good } else { Mark::Neutral };
+    let (from, to) = (short(first), short(last));
+    Some(finding(mark, format!("The accuracy on training pairs went from {from} to {to}{held_out}.")))
+}
+
+fn loss(run: &Run) -> Option<Finding> {
+    let Ends { first, last } = Ends::of(run, "loss")?;
+    let (mark, verb) = if last < first { (Mark::Good, "fell") } else { (Mark::Bad, "did not fall: it went") };
+    let words = format!("The loss {verb} from {} to {}", short(first), short(last));
+    let mut held_out = run.points("eval_loss").unwrap_or_default().iter().filter(|(_, loss)| loss.is_finite());
+    let least = held_out.clone().min_by(|a, b| a.1.total_cmp(&b.1));
+    Some(match least.zip(held_out.next_back()) {
+        // A few per cent are noise.
+        Some(((step, least), (_, last))) if *last > 1.05 * least => finding(
+            Mark::Bad,
+            format!(
+                "{words}; on held-out rows it was lowest, {}, after update {step}, and is {} at the end: the model overfits.",
+                short(*least),
+                short(*last)
+            ),
+        ),
+        Some((_, (_, last))) => finding(mark, format!("{words}; on held-out rows it is {}.", short(*last))),
+        None => finding(mark, format!("{words}.")),
+    })
+}
+
+fn skipped(run: &Run) -> Option<Finding> {
+    let steps: f64 =
+        run.points("val/skipped_steps")?.iter().map(|point| point.1).filter(|steps| steps.is_finite()).sum();
+    let s = if steps == 1.0 { " was" } else { "s were" };
+    let text = format!("{steps} optimizer step{s} skipped, because a loss or a gradient was not finite.");
+    (steps > 0.0).then(|| finding(Mark::Bad, text))
+}
+
+fn not_finite(run: &Run) -> Option<Finding> {
+    let has_gap = |points: &[(f64, f64)]| points.iter().any(|point| !point.1.is_finite());
+    let names: Vec<&str> =
+        run.metrics.iter().filter(|series| has_gap(&series.points)).map(|series| series.name.as_str()).collect();
+    let (shown, more) = names.split_at(names.len().min(3));
+    let more = if more.is_empty() { String::new() } else { format!(" and {} others", more.len()) };
+    (!names.is_empty()).then(|| finding(Mark::Bad, format!("Not finite in some updates: {}{more}.", shown.join(", "))))
+}
+
+fn alarms(run: &Run) -> Option<Finding> {
+    let named = run.alarms.iter().map(|alarm| format!("{} at update {}", alarm.name, alarm.step));
+    let named: Vec<String> = named.take(5).collect();
+    let all = run.alarms.len();
+    let s = if all == 1 { "" } else { "s" };
+    (all > 0).then(|| finding(Mark::Bad, format!("{all} warning{s}: {}.", named.join(", "))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::read::{Alarm, Series};
+
+    fn run(metrics: &[(&str, &[f64])]) -> Run {
+        let series = |&(name, values): &(&str, &[f64])| Series {
+            name: name.into(),
+            points: values.iter().enumerate().map(|(at, &value)| (at as f64 + 1.0, value)).collect(),
+        };
+        Run {
+            label: "run".into(),
+            metrics: metrics.iter().map(series).collect(),
+            updates: metrics[0].1.len() as f64,
+            outcome: Outcome::Finished,
+            settings: vec![("response_length".into(), "20".into())],
+            facts: Vec::new(),
+            command_line: None,
+            alarms: Vec::new(),
+            prompts: Vec::new(),
+            notes: Vec::new(),
+        }
+    }
+
+    fn words(run: &Run) -> Vec<(Mark, String)> {
+        verdict(run).into_iter().skip(1).map(|finding| (finding.mark, finding.text)).collect()
+    }
+
+    #[test]
+    fn a_score_is_measured_in_standard_deviations_of_the_start() {
+        let of = |scores: &[f64], std: f64| {
+            words(&run(&[("objective/scores", scores), ("objective/scores_std", &[std, 9.0])]))
+        };
+        for (scores, std, mark, text) in [
+            (
+                &[1.0, 3.0][..],
+                0.5,
+                Mark::Good,
+                "The score rose from 1 to 3, by 4 standard deviations of the scores at the start.",
+            ),
+            (&[1.0, 1.2], 0.5, Mark::Good, "The score rose a little, from 1 to 1.2, by 0.4 standard deviations"),
+            (&[1.0, 1.01], 0.5, Mark::Neutral, "The score hardly changed, from 1 to 1.01, by 0.02 standard deviations"),
+            (&[1.0, 0.5], 0.5, Mark::Bad, "The score fell from 1 to 0.5, by 1 standard deviation of"),
+            (&[1.0, f64::NAN, 0.9], 0.5, Mark::Bad, "The score fell a little, from 1 to 0.9"),
+            (&[0.0, 1.0], 0.0, Mark::Good, "The score rose from 0 to 1."),
+            (&[0.0, 0.0], 0.0, Mark::Neutral, "The score stayed at 0."),
+            (&[0.5], 0.1, Mark::Neutral, "The score is 0.5 in the only update"),
+        ] {
+            let found = &of(scores, std)[0];
+            assert!(found.0 == mark && found.1.starts_with(text), "{found:?}");
+        }
+        // Ends are means of a tenth.
+        let scores: Vec<f64> = (0..20).map(f64::from).collect();
+        assert!(
+            of(&scores, 1.0)[0].1.contains("from 0.5 to 18.5, by 18 standard deviations"),
+            "{:?}",
+            of(&scores, 1.0)
+        );
+    }
+
+    #[test]
+    fn kl_length_gaps_skips_and_alarms_have_their_sentences() {
+        let mut run = run(&[
+            ("objective/scores", &[1.0, 2.0]),
+            ("objective/kl", &[0.0, 30.0]),
+            ("val/response_length", &[10.0, 20.0]),
+            ("val/skipped_steps", &[0.0, 3.0]),
+            ("eval/score", &[1.0, 0.5]),
+            ("lr", &[f64::NAN, 1.0]),
+        ]);
+        run.alarms.push(Alarm { step: 2.0, name: "runaway_kl".into(), message: "far".into() });
+        let words: Vec<String> = words(&run).into_iter().map(|(_, text)| text).collect();
+        assert_eq!(
+            words,
+            [
+                "The score rose from 1 to 2.",
+                "On held-out prompts the score went from 1 to 0.5, while that of the training prompts rose: the policy \
+                 overfits to them.",
+                "KL to the reference: 30 nats per response, 1.5 per token: the policy has left the reference.",
+                "Responses have 20 tokens at the end, 10 at the start: most are cut at response_length = 20.",
+                "3 optimizer steps were skipped, because a loss or a gradient was not finite.",
+                "Not finite in some updates: lr.",
+                "1 warning: runaway_kl at update 2.",
+            ]
+        );
+        run.outcome = Outcome::Stopped { done: 2, total: 9 };
+        assert_eq!(verdict(&run)[0].text, "The run ended early, after 2 of 9 updates.");
+    }
+
+    #[test]
+    fn supervised_runs_are_judged_by_loss_and_accuracy() {
+        let sft = run(&[("loss", &[2.0, 1.0]), ("eval_loss", &[1.5, 1.2, 1.4])]);
+        let text = "The loss fell from 2 to 1; on held-out rows it was lowest, 1.2, after update 2, and is 1.4 at the end: the \
+                    model overfits.";
+        assert_eq!(words(&sft), [(Mark::Bad, text.into())]);
+        let reward = run(&[("loss", &[0.7, 0.3]), ("accuracy", &[0.5, 0.9]), ("eval_accuracy", &[0.8])]);
+        let accuracy = "The accuracy on training pairs went from 0.5 to 0.9; on held-out pairs it is 0.8.";
+        assert_eq!(
+            words(&reward),
+            [(Mark::Good, accuracy.into()), (Mark::Good, "The loss fell from 0.7 to 0.3.".into())]
+        );
+    }
+}

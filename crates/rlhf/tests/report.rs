@@ -1,0 +1,202 @@
+//! `rlhf report`, and the report that each run leaves.
+
+use crate::cli::{PPO, REWARD, SFT, Scratch};
+use rlhf::report::report;
+use rlhf::run::Event;
+use rlhf::settings::{PpoConfig, ReportConfig};
+use rlhf::train::ppo::PpoTrainer;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Texts that must be shown as they are, and change nothing else of the page.
+const HOSTILE: [&str; 6] = [
+    "<script>document.title = 'owned'</script>",
+    "</pre></article><img src=x onerror=\"alert(1)\">",
+    "\"><svg onload='alert(2)'> &lt;b&gt; ]]> <!-- \\u003cscript\\u003e",
+    "שלום עולם, مرحبا \u{202e}dlrow",
+    "👩\u{200d}🚀 e\u{301} 東京 \u{0}\u{1b}[2J\r\nlines\n",
+    "",
+];
+
+/// The last values of the curves on a page, by metric.
+fn last_values(page: &str) -> BTreeMap<String, f64> {
+    let entries = page.split("<data data-metric=\"").skip(1).map(|rest| {
+        let (name, rest) = rest.split_once("\" value=\"").unwrap();
+        (name.to_string(), rest.split('"').next().unwrap().parse().unwrap())
+    });
+    entries.collect()
+}
+
+/// Checks that the page has the last value of every metric of a run: as a curve, as a constant, or by the name of an equal one.
+#[track_caller]
+fn shows(page: &str, metrics: &[Map<String, Value>]) {
+    let shown = last_values(page);
+    let last = |name: &str| metrics.iter().rev().find_map(|line| line.get(name)).and_then(Value::as_f64).unwrap();
+    assert!(shown.len() >= 3, "{shown:?}");
+    for (name, value) in &shown {
+        assert_eq!(*value, last(name), "{name}");
+    }
+    let second = ["step", "episode", "epoch"];
+    for name in metrics.iter().flat_map(Map::keys).filter(|name| !second.contains(&name.as_str())) {
+        let is_reward = name.starts_with("objective/scores/"); // the whole score, where there is one reward
+        assert!(shown.contains_key(name) || page.contains(&format!("{name}\u{a0}=")) || is_reward, "no {name}");
+    }
+}
+
+#[test]
+fn every_run_leaves_a_report_with_the_last_values_of_its_metrics() {
+    let scratch = Scratch::new();
+    let sampled = "--num_sample_generations 2 --eval_split_size 2 --eval_steps 1";
+    for (line, verdict) in [
+        (
+            format!("{PPO} --total_episodes 12 {sampled}"),
+            "<li class=\"neutral\"><b aria-hidden=\"true\">·</b> The run is finished: 3 updates.",
+        ),
+        (format!("{SFT} --output_dir sft"), "The loss "),
+        (format!("{REWARD} --output_dir reward-model"), "The accuracy on training pairs "),
+    ] {
+        scratch.succeeds(&line);
+        let out = line.rsplit("--output_dir ").next().unwrap().split(' ').next().unwrap();
+        let page = scratch.read(&format!("{out}/report.html"));
+        assert!(page.contains(verdict), "{page}");
+        shows(&page, &scratch.metrics(out));
+        // The command writes the same page.
+        assert_eq!(scratch.succeeds(&format!("report {out}")), format!("{out}/report.html\n"));
+        assert_eq!(scratch.read(&format!("{out}/report.html")), page);
+    }
+    let page = scratch.read("out/report.html");
+    for part in ["sample prompt, greedy", "held-out prompt", "<th scope=\"row\">checks</th>", "total_episodes"] {
+        assert!(page.contains(part), "no {part}");
+    }
+    scratch.succeeds(&format!("{SFT} --output_dir without --no_report"));
+    assert!(!scratch.path("without/report.html").exists());
+}
+
+#[test]
+fn several_runs_are_drawn_over_one_another_with_the_settings_that_differ() {
+    let scratch = Scratch::new();
+    scratch.succeeds(&format!("{SFT} --output_dir a"));
+    scratch.succeeds(&format!("{SFT} --output_dir b --learning_rate 1e-3"));
+    assert_eq!(scratch.succeeds("report a b"), "report.html\n");
+    let page = scratch.read("report.html");
+    let (_, differing) = page.split_once("<section id=\"differences\">").unwrap();
+    let (differing, _) = differing.split_once("</section>").unwrap();
+    let names: Vec<&str> =
+        differing.split("<th scope=\"row\">").skip(1).map(|rest| rest.split('<').next().unwrap()).collect();
+    assert_eq!(names, ["learning_rate"]);
+    assert!(
+        differing.contains("0.001") && page.contains("</i>a</span>") && page.contains("</i>b</span>"),
+        "{differing}"
+    );
+    let (_, loss) = page.split_once("<b>Loss: training rows</b>").or_else(|| page.split_once("<b>Loss</b>")).unwrap();
+    let (loss, _) = loss.split_once("</figure>").unwrap();
+    assert_eq!(loss.matches("data-label=").count(), 2, "{loss}");
+}
+
+#[test]
+fn a_run_that_is_stopped_early_leaves_a_report_too() {
+    let scratch = Scratch::new();
+    let [policy, reward, prompts, out] = ["policy", "reward", "prompts.jsonl", "out"].map(|name| scratch.path(name));
+    let mut config = PpoConfig::new(policy, reward, prompts, &out);
+    config.response_length = 8;
+    config.total_episodes = Some(12);
+    config.per_device_train_batch_size = Some(4);
+    let mut trainer = PpoTrainer::from_config(&config).unwrap();
+    let stop = |event: &Event<'_>| match event {
+        Event::Update { step: 2, .. } => ControlFlow::Break(()),
+        _ => ControlFlow::Continue(()),
+    };
+    assert_eq!(trainer.train_with(stop).unwrap(), 2);
+    let page = scratch.read("out/report.html");
+    assert!(page.contains("The run ended early, after 2 of 3 updates."), "{page}");
+    shows(&page, &scratch.metrics("out"));
+}
+
+#[test]
+fn bad_folders_and_files_that_are_no_reports_are_one_error() {
+    let scratch = Scratch::new();
+    scratch.refuses("report", 2, &["required", "RUN"]);
+    scratch.refuses("report nowhere", 1, &["nowhere", "expected the folder of a run", "found no such folder"]);
+    scratch.refuses("report policy", 1, &["policy", "found no metrics.jsonl in it"]);
+    scratch.succeeds(&format!("{SFT} --no_report"));
+    scratch.write("thesis.html", "<!doctype html><p>mine");
+    scratch.refuses(
+        "report out --output thesis.html",
+        1,
+        &["thesis.html", "expected a report", "--overwrite_output_file"],
+    );
+    scratch.succeeds("report out --output thesis.html --overwrite_output_file");
+    scratch.succeeds("report out --output thesis.html");
+    scratch.write("out/metrics.jsonl", "");
+    scratch.refuses("report out", 1, &["out", "expected a run with updates"]);
+    // At the end of a run it is a warning.
+    let line = format!("{SFT} --output_dir mine --save_steps 2");
+    scratch.succeeds(&line);
+    scratch.write("mine/report.html", "mine");
+    let ran = scratch.run(&format!("{line} --max_steps 4 --resume_from_checkpoint true"));
+    assert!(ran.code == 0 && ran.stderr.contains("warning: no report: "), "{}", ran.stderr);
+    assert_eq!((scratch.read("mine/report.html").as_str(), scratch.metrics("mine").len()), ("mine", 4));
+}
+
+/// Writes a run of 1,000 updates with 5,000 samples to `dir`.
+fn write_large_run(dir: &Path) {
+    let line = include_str!("../../../examples/smollm2/results/grpo-seed-1.metrics.jsonl").lines().last().unwrap();
+    let line: Map<String, Value> = serde_json::from_str(line).unwrap();
+    let lines = (1..=1000).map(|step| {
+        let wave = 1.0 + (f64::from(step) * 0.7).sin() / 3.0 + f64::from(step) / 500.0;
+        let number = |(name, value): (&String, &Value)| match name.as_str() {
+            "step" => (name.clone(), json!(step)),
+            _ => (name.clone(), json!(value.as_f64().unwrap() * wave + 1e-9 * wave)),
+        };
+        format!("{}\n", Value::Object(line.iter().map(number).collect()))
+    });
+    std::fs::write(dir.join("metrics.jsonl"), lines.collect::<String>()).unwrap();
+    std::fs::write(dir.join("config.yaml"), "seed: 1\nnote: \"<script>alert(3)</script>\"\n").unwrap();
+    std::fs::create_dir(dir.join("samples")).unwrap();
+    for step in 1..=10 {
+        let rows = (0..500).map(|row| {
+            let text = HOSTILE[row % HOSTILE.len()];
+            let long = if row == 7 { "x".repeat(100_000) } else { format!("{text} and so on. ").repeat(8) };
+            let score = (row as f64 - 250.0) * f64::from(step) / 100.0;
+            let row = json!({"step": step, "prompt": format!("{row} {text}"), "response": long, "score": score,
+                             "components": {text: score, "r": 1}, "finish_reason": text, "num_tokens": 3});
+            format!("{row}\n")
+        });
+        std::fs::write(dir.join(format!("samples/update-{step:06}.jsonl")), rows.collect::<String>()).unwrap();
+    }
+}
+
+#[test]
+fn a_thousand_updates_and_hostile_texts_make_a_small_page_without_their_markup() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("<b>run & 'co'");
+    std::fs::create_dir(&run).unwrap();
+    write_large_run(&run);
+    let began = Instant::now();
+    let path = report(&ReportConfig::new([&run])).unwrap();
+    let took = began.elapsed();
+    let page = std::fs::read_to_string(path).unwrap();
+    assert!(page.len() < 2_000_000, "{} bytes", page.len());
+    // Under a second with optimization, which tests have little of.
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    crate::support::say(&format!("a page of {} bytes in {took:?}", page.len()));
+    for (markup, count) in [("<script", 1), ("</script", 1), ("<img", 0), ("onload='", 0), ("<h1>", 1), ("<b>run", 0)] {
+        assert_eq!(page.matches(markup).count(), count, "{markup}");
+    }
+    for text in [
+        "&lt;script&gt;document.title",
+        "&lt;b&gt;run &amp; &#39;co&#39;",
+        "\\u{202e}dlrow",
+        "\\u{0}\\u{1b}[2J",
+        "98800 more characters",
+    ] {
+        assert!(page.contains(text), "no {text}");
+    }
+    assert!(page.contains("prompts are shown") && page.contains("&amp;lt;b&amp;gt;"));
+    let metrics = crate::cli::json_lines(&std::fs::read_to_string(run.join("metrics.jsonl")).unwrap());
+    let shown = last_values(&page);
+    assert!(shown.len() > 30 && shown.iter().all(|(name, value)| metrics[999][name].as_f64() == Some(*value)));
+}
