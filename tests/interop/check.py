@@ -5,10 +5,12 @@
 Runs the four commands on tiny models that transformers itself made. Prints one line per check and a total; a check
 never skips: what could not be tried has failed. Exit code 1 if any failed.
 
-Needs torch, transformers, peft, tensorboard and safetensors; no network.
+Needs torch, transformers, peft, tensorboard and safetensors; no network. Rollouts are read where datasets or pyarrow is
+installed, which none of these needs.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -477,6 +479,54 @@ def events_agree(output):
     expect("objective/kl" in expected, "metrics.jsonl: no objective/kl")
 
 
+PARQUET = next((name for name in ("datasets", "pyarrow") if importlib.util.find_spec(name)), None)
+
+
+def read_parquet(files, work):
+    """The rows of Parquet files, as people read them."""
+    names = [str(file) for file in files]
+    if PARQUET == "datasets":
+        from datasets import load_dataset
+
+        return list(load_dataset("parquet", data_files=names, split="train", cache_dir=str(work / "cache")))
+    from pyarrow import parquet
+
+    return [row for name in names for row in parquet.read_table(name).to_pylist()]
+
+
+def rollouts_agree(output, source, work):
+    """The rollouts hold the responses that metrics.jsonl counts, and the log-probs are transformers' at the temperature."""
+    files = sorted((output / "rollouts").glob("*.parquet"))
+    metrics = read_jsonl(output / "metrics.jsonl")
+    expect(len(files) == len(metrics) == 2, f"2 updates, {len(files)} files, {len(metrics)} lines")
+    rows = read_parquet(files, work)
+    expect([row["step"] for row in rows] == [1] * 8 + [2] * 8, f"steps: {[row['step'] for row in rows]}")
+    tokenizer, model = AutoTokenizer.from_pretrained(source), load(AutoModelForCausalLM, source)
+    for line in metrics:
+        of_step = [row for row in rows if row["step"] == line["step"]]
+        for name, values in {
+            "objective/scores": [row["score"] for row in of_step],
+            "objective/scores/model": [row["components"]["model"] for row in of_step],
+            "val/response_length": [len(row["token_ids"]) for row in of_step],
+            "objective/entropy": [-sum(row["logprobs"]) for row in of_step],
+            "objective/kl": [sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in of_step],
+        }.items():
+            found = sum(values) / 8
+            expect(abs(found - line[name]) < 1e-4, f"{name}: {found}, metrics.jsonl {line[name]}")
+    for row in rows:
+        tokens, prompt = row["token_ids"], tokenizer(row["prompt"])["input_ids"]
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        expect(text.strip() == row["response"].strip(), f"{text!r}, rlhf {row['response']!r}")
+        expect(len(row["advantages"]) == len(tokens) <= len(row["values"]), "an advantage and a value for each token")
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1)[range(len(tokens)), tokens]
+        # The first update's responses are the source's, and the reference stays the source.
+        for name in ["ref_logprobs"] + ["logprobs"] * (row["step"] == 1):
+            worst = (torch.tensor(row[name]) - expected).abs().max().item()
+            expect(worst <= TOLERANCE / 0.7, f"{name} differ by up to {worst:.2e}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The checks
 
@@ -577,6 +627,7 @@ def pipeline_checks(work, family, layout, demonstrations):
             1e-3,
             "--report_to",
             "tensorboard",
+            "--log_rollouts",
         )
         return work / "ppo"
 
@@ -616,6 +667,8 @@ def pipeline_checks(work, family, layout, demonstrations):
         for claim, check in checks.items():
             yield f"{family} {name}: {claim}", check
     yield f"{family} ppo: TensorBoard reads what metrics.jsonl holds", lambda: events_agree(ppo())
+    if PARQUET:
+        yield f"{family} ppo: {PARQUET} reads the rollouts", lambda: rollouts_agree(ppo(), sft(), work)
 
 
 def adapted(base, folder, classifier):

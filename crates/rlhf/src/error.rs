@@ -39,11 +39,11 @@ pub enum Error {
     },
     /// A run cannot continue: a number is not finite, a reward is missing.
     Run(String),
-    /// A run was stopped by a signal.
+    /// A run was stopped by a signal, or by an alarm.
     Stopped {
         /// The progress of the run, and what it saved.
         message: String,
-        /// The exit code of the program: 128 plus the number of the signal.
+        /// The exit code of the program: 128 plus the number of the signal, or 3 for an alarm.
         code: u8,
     },
     /// libtorch failed in an operation.
@@ -77,6 +77,9 @@ impl fmt::Display for Error {
     }
 }
 
+/// The exit code of a run that an alarm stopped.
+pub(crate) const STOPPED_BY_ALARM: u8 = 3;
+
 /// The result of fallible functions of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -101,7 +104,8 @@ impl Error {
         }
     }
 
-    /// The exit code of the program: 2 for usage, 128 plus the signal's number for a run stopped by a signal, else 1.
+    /// The exit code of the program: 2 for usage, 128 plus the signal's number for a run stopped by a signal, 3 for one stopped by an
+    /// alarm, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Usage(_) | Error::Refused(_) => 2,

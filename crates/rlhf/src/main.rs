@@ -1,5 +1,5 @@
 //! The program `rlhf`: a command line over the library. Exit codes: 0; 2 for a usage error; 128 plus the signal's number if a
-//! signal stopped a training run; 1 for any other error.
+//! signal stopped a training run; 3 if an alarm did; 1 for any other error.
 
 mod cli;
 

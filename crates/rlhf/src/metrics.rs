@@ -82,27 +82,80 @@ const COUNTS: [&str; 9] = [
     "val/reused_responses",
 ];
 
-/// Kinds of [`Warning`]; `docs/library.md` lists when each is issued.
+/// Kinds of [`Warning`], the alarms of a run; `docs/guide.md` lists when each is raised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum WarningKind {
     /// The KL to the reference has grown by more than 1 nat per token since the first update; once in a run.
     RunawayKl,
-    /// The policy's entropy is below 0.05 nats per token; once in a run.
+    /// The policy's entropy is below 0.05 nats per token while the score is not at its best; once in a run.
     LowEntropy,
+    /// Most of the room between the first length of responses and the maximum is used up; once in a run.
+    LengthLimit,
     /// At least 100 responses in a row did not end by a stop token though there is one; once in a run.
     NoStop,
+    /// Half as many responses end by a stop token as at first; once in a run.
+    FewerStops,
+    /// Responses to different prompts are the same, or made of the same pairs of tokens; once in a run.
+    AlikeResponses,
     /// Most responses of a rollout continue after an eos token, which is no stop token of this run; once in a run.
     IgnoredEos,
     /// All responses of an update were shorter than `min_response_length`, so earlier ones were trained on again.
     ReusedResponses,
-    /// All responses of each of 64 prompts in a row had the same score; once in a run.
+    /// Scores do not tell responses apart: all are equal, in the groups of 64 prompts in a row or in 256 responses in a row, those of
+    /// one reward have been equal since the start, or their deviation is below 1 % of the first update's; once in a run.
     EqualScores,
     /// No reward gave a response a score; once in a run.
     Unscored,
+    /// The critic's values explain less than a constant in 10 updates in a row; once in a run.
+    NegativeExplainedVariance,
+    /// More than half of the tokens are clipped, in 3 updates in a row; once in a run.
+    HighClipShare,
+    /// The norm of a gradient is more than 10 times its running median; once in a run.
+    GradientLeap,
     /// Optimizer steps of an update were skipped because a loss or a gradient was not finite.
     SkippedSteps,
+}
+
+impl WarningKind {
+    /// All kinds, in the order of the documentation.
+    pub const ALL: [Self; 14] = [
+        Self::RunawayKl,
+        Self::LowEntropy,
+        Self::LengthLimit,
+        Self::NoStop,
+        Self::FewerStops,
+        Self::AlikeResponses,
+        Self::IgnoredEos,
+        Self::ReusedResponses,
+        Self::EqualScores,
+        Self::Unscored,
+        Self::NegativeExplainedVariance,
+        Self::HighClipShare,
+        Self::GradientLeap,
+        Self::SkippedSteps,
+    ];
+
+    /// Returns the name of the alarm, as `on_alarm` and `alarms.jsonl` have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::RunawayKl => "runaway_kl",
+            Self::LowEntropy => "low_entropy",
+            Self::LengthLimit => "length_limit",
+            Self::NoStop => "no_stop",
+            Self::FewerStops => "fewer_stops",
+            Self::AlikeResponses => "alike_responses",
+            Self::IgnoredEos => "ignored_eos",
+            Self::ReusedResponses => "reused_responses",
+            Self::EqualScores => "equal_scores",
+            Self::Unscored => "unscored",
+            Self::NegativeExplainedVariance => "negative_explained_variance",
+            Self::HighClipShare => "high_clip_share",
+            Self::GradientLeap => "gradient_leap",
+            Self::SkippedSteps => "skipped_steps",
+        }
+    }
 }
 
 /// A sign in an update that the run goes wrong; it does not stop the run.
@@ -112,4 +165,16 @@ pub struct Warning {
     pub kind: WarningKind,
     /// One line of text.
     pub message: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_an_alarm_is_the_same_everywhere() {
+        for kind in WarningKind::ALL {
+            assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
+        }
+    }
 }

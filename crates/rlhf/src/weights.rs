@@ -543,13 +543,17 @@ pub(crate) fn pretty(value: &Value) -> String {
     text
 }
 
-/// Writes a text file under a temporary name and renames it to `path`, so that a reader sees the old text or the new, never a
-/// part.
+/// Writes a text file as [`write_bytes`] does.
 pub(crate) fn write_text(path: &Path, text: &str) -> Result<()> {
+    write_bytes(path, text.as_bytes())
+}
+
+/// Writes a file under a temporary name and renames it to `path`, so that a reader sees the old content or the new, never a part.
+pub(crate) fn write_bytes(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut name = path.file_name().expect("a file to write has a name").to_os_string();
     name.push(".tmp");
     let beside = path.with_file_name(name);
-    if let Err(error) = std::fs::write(&beside, text) {
+    if let Err(error) = std::fs::write(&beside, bytes) {
         // Frees the space on a full disk.
         let _ = std::fs::remove_file(&beside);
         return Err(Error::io("write", &beside)(error));

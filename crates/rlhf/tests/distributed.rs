@@ -425,3 +425,27 @@ fn a_checkpoint_of_two_ranks_resumes_on_one_and_on_four_and_back() {
         }
     }
 }
+
+#[test]
+fn ranks_roll_back_and_stop_together_by_an_alarm() {
+    let scratch = scratch();
+    // The fourth update makes 256 responses of the same score; the run returns to the third, and stops at the next alarm.
+    let line = PPO.replace("--reward_model_path reward", "--reward never=regex:ZZZZ");
+    let line = format!(
+        "{line} --learning_rate 1e-5 --seed 3 --train_batch_size 64 --num_ppo_epochs 1 --total_episodes 320 --num_sample_generations 0 --zero_stage 3 \
+         --save_steps 3 --on_alarm equal_scores=rollback --max_rollbacks 1"
+    );
+    let alone = scratch.run(&format!("{line} --output_dir alarm-1"));
+    let together = Ranks::start(&scratch, 2, &format!("{line} --output_dir alarm-2"), |_, _| ()).wait("alarm-2");
+    for (rank, ran) in [&alone].into_iter().chain(&together).enumerate() {
+        assert_eq!(ran.code, 3, "{}", ran.stderr);
+        assert!(rank < 2 || ran.stderr.is_empty(), "{}", ran.stderr);
+    }
+    let last = |ran: &Ran| ran.stderr.lines().last().unwrap().replace("alarm-2", "alarm-1");
+    let words = "error: stopped after update 4 by the alarm equal_scores (on_alarm = equal_scores=rollback, but max_rollbacks = 1 of";
+    assert!(last(&alone).starts_with(words), "{}", alone.stderr);
+    assert_eq!(last(&together[0]), last(&alone));
+    assert_eq!(scratch.read("alarm-2/alarms.jsonl"), scratch.read("alarm-1/alarms.jsonl"));
+    assert_eq!(json_lines(&scratch.read("alarm-2/alarms.jsonl")).len(), 3);
+    same(&scratch, "alarm-2", "alarm-1");
+}

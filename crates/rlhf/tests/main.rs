@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one module per subject.
 
+mod alarms;
 mod attack;
 mod checkpoint;
 mod cli;
@@ -23,6 +24,7 @@ mod preferences;
 mod rank_rows;
 mod report;
 mod rewards;
+mod rollouts;
 mod sampling;
 mod sharding;
 mod step;

@@ -4,6 +4,7 @@
 //! fails looks there first. Without a message it answers a roll call: the ranks that do not answer were killed, or hang.
 
 use super::{Ranks, lock};
+use crate::error::STOPPED_BY_ALARM;
 use crate::{Error, Result};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -72,7 +73,7 @@ pub(super) fn from_bytes(bytes: &[u8]) -> Error {
         .map_or((1, String::new()), |(code, message)| (*code, String::from_utf8_lossy(message).into_owned()));
     match code {
         2 => Error::Refused(message.lines().map(str::to_string).collect()),
-        129.. => Error::Stopped { message, code },
+        STOPPED_BY_ALARM | 129.. => Error::Stopped { message, code },
         _ => Error::Run(message),
     }
 }
@@ -373,6 +374,7 @@ mod tests {
             Error::Usage("a = 1: expected 2".into()),
             Error::Run("no".into()),
             Error::Stopped { message: "stopped".into(), code: 143 },
+            Error::Stopped { message: "stopped".into(), code: STOPPED_BY_ALARM },
         ] {
             let (code, text) = (error.exit_code(), error.to_string());
             let found = from_bytes(&to_bytes(&error));

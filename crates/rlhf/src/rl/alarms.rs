@@ -1,159 +1,718 @@
-//! Warnings about a PPO run that goes wrong while all of its numbers are finite; training continues.
+//! Alarms: warnings about a PPO run that goes wrong while all of its numbers are finite. Training continues, unless `on_alarm` sets
+//! something else.
+
+mod likeness;
 
 use crate::generate::{FinishReason, Response};
-use crate::metrics::Metrics;
-use crate::metrics::{Warning, WarningKind};
+use crate::metrics::{Metrics, Warning, WarningKind};
+use crate::rl::groups::EqualGroups;
+use likeness::Likeness;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-/// Growth of the KL to the reference model, in nats per token, above which it counts as runaway. Healthy runs stay below 0.2 (the
-/// examples in this repository: at most 0.16); at 1 the policy gives each of its tokens e times the reference's probability.
+/// Growth of the KL to the reference model, in nats per token, above which it counts as runaway. Healthy runs stay below 0.4 (the
+/// examples in this repository: at most 0.36); at 1 the policy gives each of its tokens e times the reference's probability.
 const MOST_KL_PER_TOKEN: f64 = 1.0;
 
 /// Entropy in nats per token below which the policy has collapsed: its likeliest token then has a probability of about 99 % at
-/// each position. Language models that still learn have 1 or more.
+/// each position. Language models that still learn have more; one that has solved its task may have as little, see [`Scores::solved`].
 const LEAST_ENTROPY: f64 = 0.05;
+
+/// Share of the room between the first length of responses and the maximum above which lengths drift to the limit. With mean
+/// lengths so near to it, many responses are cut.
+const MOST_ROOM_USED: f64 = 0.8;
+
+/// Updates over which a length is averaged, and for which responses have to be alike or tokens clipped: one update may have few of
+/// them.
+const FEW_UPDATES: usize = 3;
 
 /// Consecutive responses without a stop token after which there is a warning; a policy that stops one time in twenty has so many
 /// in a row once in 170 times.
 const UNSTOPPED_RESPONSES: usize = 100;
 
+/// Responses by which a share of stops is measured, at least.
+const STOP_WINDOW: usize = 128;
+
+/// Number of standard errors between two shares of stops that is no chance: one time in 30,000.
+const STANDARD_ERRORS: f64 = 4.0;
+
+/// Share of responses that equal a response to another prompt above which responses are alike.
+const MOST_SHARED: f64 = 0.5;
+
+/// Share of the first updates' distinct bigrams below which responses are alike. A policy that learns a format keeps a fifth (a
+/// template of 60 tokens with 4 of its own), one that repeats a phrase has a hundredth.
+const LEAST_BIGRAMS: f64 = 0.1;
+
+/// Consecutive responses of the same score after which a reward counts as constant; one that is above 0 for 2 % of the responses has
+/// so many zeros in a row less than once in 100 times.
+const EQUAL_RESPONSES: f64 = 256.0;
+
+/// Share of the first deviation of the scores below which the reward is saturated, and the updates in a row for which it has to be.
+const LEAST_SPREAD: f64 = 0.01;
+const SATURATED_UPDATES: usize = 5;
+
+/// Consecutive updates in which the critic explains less than a constant. In healthy runs these are the first few (the examples in
+/// this repository: at most 4).
+const UNEXPLAINED_UPDATES: usize = 10;
+
+/// Share of clipped tokens above which a step is too large: most of the batch then has no gradient. Healthy runs stay below 0.3.
+const MOST_CLIPPED: f64 = 0.5;
+
+/// Factor over the running median at which the norm of a gradient leaps; in the examples of this repository it is at most 3.
+const NORM_LEAP: f64 = 10.0;
+/// Norm up to which a gradient is left out: of equal scores, or of a policy that always gives the same response.
+const LEAST_NORM: f64 = 1e-3;
+/// Updates of the running median, at most and at least.
+const NORMS: usize = 20;
+const LEAST_NORMS: usize = 8;
+
+/// Standard deviation of equal scores: rounding of their mean, per unit of it.
+const EQUAL_SPREAD: f64 = 1e-6;
+
+/// Metrics of gradient norms, with the model that each is of.
+const NORM_METRICS: [(&str, &str); 2] = [("policy/grad_norm", "the policy"), ("val/grad_norm", "the value model")];
+
+/// The responses of an update, with what ends a response.
+pub(crate) struct Sampled<'a> {
+    /// Number of the update, from 1.
+    pub(crate) update: usize,
+    /// Prompt of each response.
+    pub(crate) prompts: &'a [&'a [i64]],
+    /// All responses, including those that are too short to train on.
+    pub(crate) responses: &'a [Response],
+    /// Tokens that end a response.
+    pub(crate) stop: &'a [i64],
+    /// Tokens that end a text.
+    pub(crate) eos: &'a [i64],
+    /// Something ends a response.
+    pub(crate) may_stop: bool,
+}
+
 /// Watches the updates of a run, and warns of each problem once.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub(crate) struct Alarms {
-    /// Warnings that were given.
-    told: Vec<WarningKind>,
+    /// Kinds that were raised.
+    #[serde(rename = "told")]
+    raised: Vec<WarningKind>,
+    /// Maximum tokens of a response; `None` where nothing else ends one, so that all have as many.
+    #[serde(skip)]
+    length_limit: Option<usize>,
     /// KL per token in the first update; above 0 where the reference is another model than the initial policy.
     first_kl: Option<f64>,
+    lengths: Lengths,
     /// Responses since the last one that ended with a stop token.
     unstopped: usize,
+    stops: Stops,
+    alike: Alike,
+    equal_groups: EqualGroups,
+    scores: Scores,
+    /// Consecutive updates in which the critic explains less than a constant.
+    unexplained: usize,
+    /// Consecutive updates in which too many tokens are clipped.
+    clipped: usize,
+    /// The last norms that count, of the policy's and of the value model's gradient.
+    norms: [Vec<f64>; 2],
+}
+
+/// Mean lengths of the first updates and of the last ones.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct Lengths {
+    first: Vec<f64>,
+    last: Vec<f64>,
+}
+
+/// Responses that ended by a stop token, and all, of each update: the first ones, and the last ones.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct Stops {
+    first: Vec<[usize; 2]>,
+    last: Vec<[usize; 2]>,
+}
+
+/// Likeness of responses to different prompts.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct Alike {
+    /// Shares of distinct bigrams in the first updates.
+    first: Vec<f64>,
+    /// Consecutive updates with responses that are alike.
+    updates: usize,
+}
+
+/// Scores of the run so far.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct Scores {
+    /// Mean and standard deviation in the first update.
+    first: Option<[f64; 2]>,
+    /// The highest mean of an update.
+    best: Option<f64>,
+    /// The first deviation above 0.
+    spread: Option<f64>,
+    /// Consecutive updates whose deviation is a small part of that.
+    saturated: usize,
+    /// Consecutive responses of updates without any deviation.
+    equal: f64,
+    /// Rewards that have not been constant since the start.
+    varied: Vec<String>,
+    /// Responses so far.
+    responses: f64,
+}
+
+impl Scores {
+    /// Records the scores of an update.
+    fn observe(&mut self, mean: f64, std: f64, rows: f64) {
+        self.first.get_or_insert([mean, std]);
+        self.best = Some(self.best.map_or(mean, |best| best.max(mean)));
+        self.responses += rows;
+        // A single response has no deviation.
+        if rows < 2.0 {
+            return;
+        }
+        if std > EQUAL_SPREAD * mean.abs().max(1.0) {
+            let spread = *self.spread.get_or_insert(std);
+            self.saturated = if std < LEAST_SPREAD * spread { self.saturated + 1 } else { 0 };
+            self.equal = 0.0;
+        } else {
+            self.saturated = if self.spread.is_some() { self.saturated + 1 } else { 0 };
+            self.equal += rows;
+        }
+    }
+
+    /// Returns whether the policy has learned its task: the mean `score` is above the first update's by its standard deviation, and
+    /// within half of that from the best one. Few responses are left to choose from then.
+    fn solved(&self, score: f64) -> bool {
+        let risen = self.first.is_some_and(|[mean, std]| score >= mean + std);
+        risen && self.first.zip(self.best).is_some_and(|([_, std], best)| score >= best - std / 2.0)
+    }
 }
 
 impl Alarms {
-    /// Records the responses that an update (counted from 1) sampled, including those that are too short to train on; returns new
-    /// warnings. `stop` are the tokens that end a response, `eos` those that end a text; `may_stop`: something ends a response.
-    pub(crate) fn of_responses(
-        &mut self,
-        update: usize,
-        responses: &[Response],
-        stop: &[i64],
-        eos: &[i64],
-        may_stop: bool,
-    ) -> Vec<Warning> {
-        let mut found = Vec::new();
+    /// Creates the alarms of a run whose responses have at most `length_limit` tokens; `None` where nothing else ends them.
+    pub(crate) fn new(length_limit: Option<usize>) -> Self {
+        Self { length_limit, ..Self::default() }
+    }
+
+    /// Records the responses that an update sampled; returns new warnings.
+    pub(crate) fn of_responses(&mut self, sampled: &Sampled<'_>) -> Vec<Warning> {
+        let found = [
+            self.ignored_eos(sampled),
+            self.missing_stops(sampled),
+            self.fewer_stops(sampled),
+            self.alike_responses(sampled),
+        ];
+        found.into_iter().flatten().collect()
+    }
+
+    /// Records the scores of the groups of `size` rows of an update; returns a warning when too many in a row were equal.
+    pub(crate) fn of_groups(&mut self, update: usize, scores: &[f64], size: usize) -> Option<Warning> {
+        let message = self.equal_groups.observe(update, scores, size)?;
+        self.once(WarningKind::EqualScores, || message)
+    }
+
+    /// Records the metrics of an update; returns new warnings.
+    pub(crate) fn of_metrics(&mut self, update: usize, metrics: &Metrics) -> Vec<Warning> {
+        // Another check reports numbers that are not finite.
+        let finite = |name: &str| metrics.get(name).filter(|number| number.is_finite());
+        let score = finite("objective/raw_scores").or(finite("objective/scores"));
+        if let (Some(mean), Some(std)) = (score, finite("objective/scores_std")) {
+            self.scores.observe(mean, std, rows(metrics));
+        }
+        let found = [
+            self.runaway_kl(update, &finite),
+            self.low_entropy(update, &finite, score),
+            self.length_limit(update, &finite),
+            self.equal_scores(update, score),
+            self.constant_reward(update, metrics),
+            self.explained_variance(update, &finite),
+            self.clip_share(update, &finite),
+            self.gradient_leap(update, &finite),
+        ];
+        found.into_iter().flatten().collect()
+    }
+
+    fn ignored_eos(&mut self, sampled: &Sampled<'_>) -> Option<Warning> {
+        let Sampled { update, responses, stop, eos, .. } = *sampled;
         // An eos at the very end of a response that is cut there does no harm.
         let continues_after_eos = |response: &&Response| {
             let before_last = response.tokens.split_last().map_or(&[][..], |(_, before)| before);
             before_last.iter().any(|id| eos.contains(id) && !stop.contains(id))
         };
         let (all, ignored) = (responses.len(), responses.iter().filter(continues_after_eos).count());
-        if 2 * ignored > all {
-            let hint = if stop.is_empty() { "; --stop_token eos ends responses there" } else { "" };
-            found.push(self.once(WarningKind::IgnoredEos, || {
-                format!(
-                    "update {update}: {ignored} of {all} responses continue after an eos token, which is no stop token of this \
-                     run: what follows is scored and trained on{hint}"
-                )
-            }));
+        if 2 * ignored <= all {
+            return None;
         }
-        let last_stopped = responses.iter().rposition(|response| response.finish == FinishReason::Stop);
-        self.unstopped = last_stopped.map_or(self.unstopped + all, |last| all - 1 - last);
-        if may_stop && self.unstopped >= UNSTOPPED_RESPONSES {
-            let unstopped = self.unstopped;
-            found.push(self.once(WarningKind::NoStop, || {
-                format!(
-                    "update {update}: none of the last {unstopped} responses ended by a stop token or string: all were cut at \
-                     response_length; missing_eos_penalty rewards stopping, a larger response_length leaves room for it"
-                )
-            }));
-        }
-        found.into_iter().flatten().collect()
+        let hint = if stop.is_empty() { "; --stop_token eos ends responses there" } else { "" };
+        self.once(WarningKind::IgnoredEos, || {
+            format!(
+                "update {update}: {ignored} of {all} responses continue after an eos token, which is no stop token of this \
+                 run: what follows is scored and trained on{hint}"
+            )
+        })
     }
 
-    /// Records the metrics of an update; returns new warnings.
-    pub(crate) fn of_metrics(&mut self, update: usize, metrics: &Metrics) -> Vec<Warning> {
-        let per_token = |name| Some(metrics.get(name)? / metrics.get("val/response_length")?);
-        let mut found = Vec::new();
-        if let Some(kl) = per_token("objective/kl") {
-            let first = *self.first_kl.get_or_insert(kl);
-            if kl - first > MOST_KL_PER_TOKEN {
-                // Rounding below 0 is 0.
-                let first = first.max(0.0);
-                found.push(self.once(WarningKind::RunawayKl, || {
-                    format!(
-                        "update {update}: the KL to the reference is {kl:.2} nats per token, {first:.2} in the first update: \
-                         the policy has left its start; a lower learning_rate, a higher kl_coef or max_grad_norm = 1 \
-                         keep it near"
-                    )
-                }));
+    fn missing_stops(&mut self, sampled: &Sampled<'_>) -> Option<Warning> {
+        let Sampled { update, responses, may_stop, .. } = *sampled;
+        let all = responses.len();
+        let last_stopped = responses.iter().rposition(|response| response.finish == FinishReason::Stop);
+        self.unstopped = last_stopped.map_or(self.unstopped + all, |last| all - 1 - last);
+        if !may_stop || self.unstopped < UNSTOPPED_RESPONSES {
+            return None;
+        }
+        let unstopped = self.unstopped;
+        self.once(WarningKind::NoStop, || {
+            format!(
+                "update {update}: none of the last {unstopped} responses ended by a stop token or string: all were cut at \
+                 response_length; missing_eos_penalty rewards stopping, a larger response_length leaves room for it"
+            )
+        })
+    }
+
+    fn fewer_stops(&mut self, sampled: &Sampled<'_>) -> Option<Warning> {
+        let Sampled { update, responses, may_stop, .. } = *sampled;
+        let stopped = responses.iter().filter(|response| response.finish == FinishReason::Stop).count();
+        let (share, last) = self.stops.observe([stopped, responses.len()])?;
+        if !may_stop || last > share / 2.0 {
+            return None;
+        }
+        let (share, last) = (100.0 * share, 100.0 * last);
+        self.once(WarningKind::FewerStops, || {
+            format!(
+                "update {update}: {last:.0} % of the last responses ended by a stop token or string, {share:.0} % of the first: the \
+                 policy unlearns to stop, as where longer responses score higher; missing_eos_penalty, overlong_buffer_len or a \
+                 higher kl_coef prevent it"
+            )
+        })
+    }
+
+    fn alike_responses(&mut self, sampled: &Sampled<'_>) -> Option<Warning> {
+        let Likeness { shared, distinct_bigrams } = Likeness::of(sampled.prompts, sampled.responses)?;
+        let alike = &mut self.alike;
+        if alike.first.len() < FEW_UPDATES {
+            alike.first.push(distinct_bigrams);
+        }
+        let first = mean(&alike.first);
+        let is_alike = shared > MOST_SHARED || distinct_bigrams < LEAST_BIGRAMS * first;
+        alike.updates = if is_alike { alike.updates + 1 } else { 0 };
+        if alike.updates < FEW_UPDATES {
+            return None;
+        }
+        let update = sampled.update;
+        self.once(WarningKind::AlikeResponses, || {
+            format!(
+                "update {update}: {:.0} % of the responses equal a response to another prompt, and {:.1} % of their pairs of tokens are \
+                 distinct, {:.1} % at first: the policy gives one response to all prompts, which the reward may prefer; look at \
+                 samples, raise kl_coef or entropy_coef, lower learning_rate, or improve the reward",
+                100.0 * shared,
+                100.0 * distinct_bigrams,
+                100.0 * first
+            )
+        })
+    }
+
+    fn runaway_kl(&mut self, update: usize, number: &dyn Fn(&str) -> Option<f64>) -> Option<Warning> {
+        let kl = number("objective/kl")? / number("val/response_length")?;
+        let first = *self.first_kl.get_or_insert(kl);
+        if kl - first <= MOST_KL_PER_TOKEN {
+            return None;
+        }
+        // Rounding below 0 is 0.
+        let first = first.max(0.0);
+        self.once(WarningKind::RunawayKl, || {
+            format!(
+                "update {update}: the KL to the reference is {kl:.2} nats per token, {first:.2} in the first update: the policy has \
+                 left its start; a lower learning_rate, a higher kl_coef or max_grad_norm = 1 keep it near"
+            )
+        })
+    }
+
+    fn low_entropy(
+        &mut self,
+        update: usize,
+        number: &dyn Fn(&str) -> Option<f64>,
+        score: Option<f64>,
+    ) -> Option<Warning> {
+        let entropy = number("objective/entropy")? / number("val/response_length")?;
+        if entropy >= LEAST_ENTROPY || score.is_some_and(|score| self.scores.solved(score)) {
+            return None;
+        }
+        // No -0.000.
+        let entropy = entropy.max(0.0) + 0.0;
+        self.once(WarningKind::LowEntropy, || {
+            format!(
+                "update {update}: the policy's entropy is {entropy:.3} nats per token, and the score is not at its best: it gives each \
+                 prompt one response and has nothing left to learn from; a lower learning_rate, a higher kl_coef or entropy_coef \
+                 prevent it"
+            )
+        })
+    }
+
+    fn length_limit(&mut self, update: usize, number: &dyn Fn(&str) -> Option<f64>) -> Option<Warning> {
+        let (most, length) = (self.length_limit?, number("val/response_length")?);
+        let Lengths { first, last } = &mut self.lengths;
+        if first.len() < FEW_UPDATES {
+            first.push(length);
+        }
+        last.push(length);
+        if last.len() > FEW_UPDATES {
+            last.remove(0);
+        }
+        let (first, last, limit) = (mean(first), mean(last), most as f64);
+        if first > MOST_ROOM_USED * limit || last < first + MOST_ROOM_USED * (limit - first) {
+            return None;
+        }
+        self.once(WarningKind::LengthLimit, || {
+            format!(
+                "update {update}: responses have {last:.1} tokens, {first:.1} at first, of at most response_length = {most}: length is \
+                 rewarded, and the limit cuts responses; penalize it by overlong_buffer_len or missing_eos_penalty, raise kl_coef, or \
+                 raise response_length if responses should be long"
+            )
+        })
+    }
+
+    fn equal_scores(&mut self, update: usize, score: Option<f64>) -> Option<Warning> {
+        let Scores { equal, saturated, .. } = self.scores;
+        let score = score?;
+        let cause = if equal >= EQUAL_RESPONSES {
+            format!("the last {equal} responses have the same score in each update, {score} of late")
+        } else if saturated >= SATURATED_UPDATES {
+            let percent = 100.0 * LEAST_SPREAD;
+            format!(
+                "the scores of the last {saturated} updates deviate by less than {percent} % of the first deviation"
+            )
+        } else {
+            return None;
+        };
+        self.once(WarningKind::EqualScores, || {
+            format!(
+                "update {update}: {cause}: the reward is constant or saturated, and nothing is learned from it; look at samples, and try \
+                 a reward that tells responses apart, easier or harder prompts, or a higher temperature"
+            )
+        })
+    }
+
+    /// Looks for one of several rewards that has given every response of the run the same score.
+    fn constant_reward(&mut self, update: usize, metrics: &Metrics) -> Option<Warning> {
+        if rows(metrics) < 2.0 {
+            return None;
+        }
+        let scores = &mut self.scores;
+        let rewards: Vec<(&str, f64)> =
+            metrics.iter().filter_map(|(name, std)| Some((name.strip_prefix("objective/scores_std/")?, std))).collect();
+        let varies = |(_, std): &&(&str, f64)| std.is_nan() || std.abs() > EQUAL_SPREAD;
+        for (name, _) in rewards.iter().filter(varies) {
+            if !scores.varied.iter().any(|varied| varied == name) {
+                scores.varied.push((*name).into());
             }
         }
-        if let Some(entropy) = per_token("objective/entropy").filter(|entropy| *entropy < LEAST_ENTROPY) {
-            // No -0.000.
-            let entropy = entropy.max(0.0) + 0.0;
-            found.push(self.once(WarningKind::LowEntropy, || {
-                format!(
-                    "update {update}: the policy's entropy is {entropy:.3} nats per token: it gives each prompt one response \
-                     and has nothing left to learn from; a lower learning_rate, a higher kl_coef or entropy_coef prevent it"
-                )
-            }));
+        let constant = rewards.iter().find(|(name, _)| !scores.varied.iter().any(|varied| varied == name));
+        let (name, _) = constant.filter(|_| rewards.len() > 1 && scores.responses >= EQUAL_RESPONSES)?;
+        let responses = scores.responses;
+        let score = metrics.get(&format!("objective/scores/{name}")).unwrap_or(f64::NAN);
+        self.once(WarningKind::EqualScores, || {
+            format!(
+                "update {update}: the reward `{name}` has given all responses of each update the same score, {score} of late, in \
+                 {responses} responses: it has no effect; look at its input with `rlhf score`, or leave it out"
+            )
+        })
+    }
+
+    fn explained_variance(&mut self, update: usize, number: &dyn Fn(&str) -> Option<f64>) -> Option<Warning> {
+        let explained = number("val/explained_variance")?;
+        self.unexplained = if explained < 0.0 { self.unexplained + 1 } else { 0 };
+        let updates = self.unexplained;
+        if updates < UNEXPLAINED_UPDATES {
+            return None;
         }
-        found.into_iter().flatten().collect()
+        self.once(WarningKind::NegativeExplainedVariance, || {
+            format!(
+                "update {update}: val/explained_variance has been below 0 in the last {updates} updates, {explained:.2} now: the critic \
+                 predicts returns worse than a constant, and advantages are mostly noise; value_warmup_updates, a higher \
+                 value_learning_rate or vf_coef, a larger cliprange_value, or an estimator without a critic (advantage_estimator) help"
+            )
+        })
+    }
+
+    fn clip_share(&mut self, update: usize, number: &dyn Fn(&str) -> Option<f64>) -> Option<Warning> {
+        let share = number("policy/clipfrac_avg")?;
+        self.clipped = if share > MOST_CLIPPED { self.clipped + 1 } else { 0 };
+        if self.clipped < FEW_UPDATES {
+            return None;
+        }
+        self.once(WarningKind::HighClipShare, || {
+            format!(
+                "update {update}: {:.0} % of the tokens are clipped, and have no gradient: the steps are too large; a lower \
+                 learning_rate, fewer num_ppo_epochs or max_grad_norm = 1 make them smaller",
+                100.0 * share
+            )
+        })
+    }
+
+    fn gradient_leap(&mut self, update: usize, number: &dyn Fn(&str) -> Option<f64>) -> Option<Warning> {
+        let mut leap = None;
+        for (norms, (name, model)) in self.norms.iter_mut().zip(NORM_METRICS) {
+            // Without a step, or where all advantages are 0, there is no gradient.
+            let Some(norm) = number(name).filter(|norm| *norm > LEAST_NORM) else { continue };
+            let median = median(norms).filter(|_| norms.len() >= LEAST_NORMS);
+            leap = leap.or(median.filter(|median| norm > NORM_LEAP * median).map(|median| (name, model, norm, median)));
+            norms.push(norm);
+            if norms.len() > NORMS {
+                norms.remove(0);
+            }
+        }
+        let (name, model, norm, median) = leap?;
+        self.once(WarningKind::GradientLeap, || {
+            format!(
+                "update {update}: {name} is {norm:.3}, {:.0} times its median of late, {median:.3}: a few responses dominate the step of \
+                 {model}, as those with outlying scores or ratios; max_grad_norm = 1, clip_reward_value or a lower learning_rate bound it",
+                norm / median
+            )
+        })
     }
 
     fn once(&mut self, kind: WarningKind, message: impl FnOnce() -> String) -> Option<Warning> {
-        if self.told.contains(&kind) {
+        if self.raised.contains(&kind) {
             return None;
         }
-        self.told.push(kind);
+        self.raised.push(kind);
         Some(Warning { kind, message: message() })
     }
 
     /// State for a checkpoint.
     pub(crate) fn state(&self) -> Value {
-        json!({"told": self.told, "first_kl": self.first_kl, "unstopped": self.unstopped})
+        json!(self)
     }
 
     /// Restores the state that [`Alarms::state`] returned; anything else is ignored, and a warning may then be given twice.
     pub(crate) fn load_state(&mut self, state: &Value) {
-        self.told = serde_json::from_value(state["told"].clone()).unwrap_or_default();
-        self.first_kl = state["first_kl"].as_f64();
-        self.unstopped = state["unstopped"].as_u64().unwrap_or(0) as usize;
+        let read: Self = serde_json::from_value(state.clone()).unwrap_or_default();
+        *self = Self { length_limit: self.length_limit, ..read };
     }
+}
+
+impl Stops {
+    /// Records an update; returns the share of the first responses that stopped and that of the last ones, if both are of enough
+    /// responses and differ by more than chance.
+    fn observe(&mut self, update: [usize; 2]) -> Option<(f64, f64)> {
+        let sum =
+            |updates: &[[usize; 2]]| updates.iter().fold([0, 0], |sum, next| [sum[0] + next[0], sum[1] + next[1]]);
+        if sum(&self.first)[1] < STOP_WINDOW {
+            self.first.push(update);
+            return None;
+        }
+        self.last.push(update);
+        while sum(&self.last[1..])[1] >= STOP_WINDOW {
+            self.last.remove(0);
+        }
+        let ([first, of_first], [last, of_last]) = (sum(&self.first), sum(&self.last));
+        let count = |count: usize| count as f64;
+        let (before, now) = (count(first) / count(of_first), count(last) / count(of_last));
+        let both = count(first + last) / count(of_first + of_last);
+        let error = (both * (1.0 - both) * (1.0 / count(of_first) + 1.0 / count(of_last))).sqrt();
+        (of_last >= STOP_WINDOW && before - now > STANDARD_ERRORS * error).then_some((before, now))
+    }
+}
+
+/// Responses of the update with these metrics.
+fn rows(metrics: &Metrics) -> f64 {
+    let rows = metrics.get("episode").zip(metrics.get("step")).map(|(episode, step)| episode / step);
+    rows.filter(|rows| rows.is_finite()).unwrap_or(0.0)
+}
+
+fn mean(numbers: &[f64]) -> f64 {
+    numbers.iter().sum::<f64>() / numbers.len() as f64
+}
+
+/// Returns the median, the upper one of an even number of them.
+fn median(numbers: &[f64]) -> Option<f64> {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
 
-    fn metrics(kl: f64, entropy: f64) -> Metrics {
+    fn metrics(numbers: &[(&'static str, f64)]) -> Metrics {
         let mut metrics = Metrics::default();
-        for (name, value) in [("objective/kl", kl), ("objective/entropy", entropy), ("val/response_length", 10.0)] {
-            metrics.push(name, value);
-        }
+        numbers.iter().for_each(|&(name, value)| metrics.push(name, value));
         metrics
+    }
+
+    fn kl_and_entropy(kl: f64, entropy: f64) -> Metrics {
+        metrics(&[("objective/kl", kl), ("objective/entropy", entropy), ("val/response_length", 10.0)])
     }
 
     fn kinds(warnings: &[Warning]) -> Vec<WarningKind> {
         warnings.iter().map(|warning| warning.kind).collect()
     }
 
+    /// The updates, from 1, at which each alarm is raised over updates with these metrics, with a checkpoint after each.
+    fn raised(mut alarms: Alarms, updates: impl IntoIterator<Item = Metrics>) -> Vec<(usize, WarningKind)> {
+        let (limit, mut found) = (alarms.length_limit, Vec::new());
+        for (update, metrics) in (1..).zip(updates) {
+            found.extend(alarms.of_metrics(update, &metrics).iter().map(|warning| (update, warning.kind)));
+            let mut resumed = Alarms::new(limit);
+            resumed.load_state(&serde_json::from_str(&alarms.state().to_string()).unwrap());
+            assert_eq!(resumed, alarms);
+            alarms = resumed;
+        }
+        found
+    }
+
     #[test]
     fn a_runaway_kl_and_an_entropy_near_0_are_reported_once_each_also_over_a_checkpoint() {
         let mut alarms = Alarms::default();
-        // 3 nats per token to another reference is where this run begins; as much again is not.
-        assert_eq!(alarms.of_metrics(1, &metrics(30.0, 20.0)), []);
-        assert_eq!(alarms.of_metrics(2, &metrics(39.0, 0.6)), []);
-        let found = alarms.of_metrics(3, &metrics(41.0, 0.4));
+        // 3 nats per token to another reference is the start of this run; as much again is not.
+        assert_eq!(alarms.of_metrics(1, &kl_and_entropy(30.0, 20.0)), []);
+        assert_eq!(alarms.of_metrics(2, &kl_and_entropy(39.0, 0.6)), []);
+        let found = alarms.of_metrics(3, &kl_and_entropy(41.0, 0.4));
         assert_eq!(kinds(&found), [WarningKind::RunawayKl, WarningKind::LowEntropy]);
         let kl = "update 3: the KL to the reference is 4.10 nats per token, 3.00 in the first update: ";
         assert!(found[0].message.starts_with(kl), "{}", found[0].message);
-        assert!(found[1].message.starts_with("update 3: the policy's entropy is 0.040 nats per token: "));
+        assert!(found[1].message.starts_with("update 3: the policy's entropy is 0.040 nats per token, "));
         let mut resumed = Alarms::default();
         resumed.load_state(&alarms.state());
         assert_eq!(resumed, alarms);
-        assert_eq!(resumed.of_metrics(4, &metrics(400.0, 0.0)), []);
+        assert_eq!(resumed.of_metrics(4, &kl_and_entropy(400.0, 0.0)), []);
         // Another check reports values that are not a number.
-        assert_eq!(Alarms::default().of_metrics(1, &metrics(f64::NAN, f64::NAN)), []);
+        assert_eq!(Alarms::default().of_metrics(1, &kl_and_entropy(f64::NAN, f64::NAN)), []);
+        // A checkpoint of an earlier version has fewer parts.
+        resumed.load_state(&json!({"told": ["runaway_kl"], "first_kl": 3.0, "unstopped": 7}));
+        assert_eq!((resumed.raised.as_slice(), resumed.unstopped), (&[WarningKind::RunawayKl][..], 7));
+    }
+
+    #[test]
+    fn a_low_entropy_is_none_of_a_policy_that_has_learned_its_task() {
+        let update = |score: f64, entropy: f64| {
+            let mut metrics = kl_and_entropy(0.0, entropy);
+            metrics.push("objective/scores", score);
+            metrics.push("objective/scores_std", 0.4);
+            metrics
+        };
+        // From 0.5 by more than a deviation of 0.4, and less than half of it below the best.
+        assert_eq!(raised(Alarms::default(), [update(0.5, 9.0), update(1.5, 2.0), update(1.35, 0.3)]), []);
+        let low = [(2, WarningKind::LowEntropy)];
+        assert_eq!(raised(Alarms::default(), [update(0.5, 9.0), update(0.8, 0.3)]), low, "has not risen");
+        let fallen = [update(0.5, 9.0), update(1.5, 2.0), update(1.2, 0.3)];
+        assert_eq!(raised(Alarms::default(), fallen), [(3, WarningKind::LowEntropy)], "has fallen again");
+    }
+
+    #[test]
+    fn lengths_that_drift_to_the_limit_are_reported_and_long_ones_from_the_start_are_not() {
+        let lengths = |lengths: &[f64]| -> Vec<Metrics> {
+            lengths.iter().map(|&length| metrics(&[("val/response_length", length)])).collect()
+        };
+        // 0.8 of the way from 20 to 100 is 84, as the mean of three updates.
+        let drifts = [20.0, 20.0, 20.0, 60.0, 80.0, 84.0, 87.0, 84.0, 99.0];
+        let limited = || Alarms::new(Some(100));
+        assert_eq!(raised(limited(), lengths(&drifts)), [(8, WarningKind::LengthLimit)]);
+        assert_eq!(raised(Alarms::new(None), lengths(&drifts)), []);
+        assert_eq!(raised(limited(), lengths(&[90.0, 85.0, 95.0, 99.0, 99.0, 99.0])), []);
+        assert_eq!(raised(limited(), lengths(&[20.0, 20.0, 20.0, 100.0, 20.0, 20.0, 100.0])), [], "once is chance");
+    }
+
+    fn scores(step: usize, mean: f64, std: f64) -> Metrics {
+        metrics(&[
+            ("step", step as f64),
+            ("episode", 64.0 * step as f64),
+            ("objective/scores", mean),
+            ("objective/scores_std", std),
+        ])
+    }
+
+    #[test]
+    fn a_reward_that_is_constant_or_saturated_is_reported() {
+        let equal = |update| vec![(update, WarningKind::EqualScores)];
+        // 64 responses per update, and 256 in a row.
+        let constant = (1..=6).map(|step| scores(step, 2.0, 1e-7));
+        assert_eq!(raised(Alarms::default(), constant), equal(4));
+        let one_differs = (1..=6).map(|step| scores(step, 2.0, if step == 3 { 0.1 } else { 0.0 }));
+        assert_eq!(raised(Alarms::default(), one_differs), []);
+        let saturated = (1..=9).map(|step| scores(step, 1.0, if step < 3 { 0.4 } else { 0.003 }));
+        assert_eq!(raised(Alarms::default(), saturated), equal(7));
+        // Below the first deviation, but not by that much.
+        let narrower = (1..=9).map(|step| scores(step, 1.0, if step < 3 { 0.4 } else { 0.005 }));
+        assert_eq!(raised(Alarms::default(), narrower), []);
+        let single = (1..=600).map(|step| {
+            metrics(&[
+                ("step", f64::from(step)),
+                ("episode", f64::from(step)),
+                ("objective/scores", 1.0),
+                ("objective/scores_std", 0.0),
+            ])
+        });
+        assert_eq!(raised(Alarms::default(), single), [], "one response has no deviation");
+    }
+
+    #[test]
+    fn one_of_several_rewards_that_has_always_been_constant_is_reported_by_name() {
+        let update = |step: usize, format: f64, judge: f64| {
+            let mut metrics = scores(step, 1.0, 0.3);
+            metrics.push("objective/scores/format", 0.0);
+            metrics.push("objective/scores_std/format", format);
+            metrics.push("objective/scores_std/judge", judge);
+            metrics
+        };
+        let constant = (1..=5).map(|step| update(step, 0.0, 0.4));
+        assert_eq!(raised(Alarms::default(), constant), [(4, WarningKind::EqualScores)]);
+        let mut alarms = Alarms::default();
+        let messages: Vec<Warning> =
+            (1..=4).flat_map(|step| alarms.of_metrics(step, &update(step, 0.0, 0.4))).collect();
+        let words = "update 4: the reward `format` has given all responses of each update the same score, 0 of late, in 256 responses";
+        assert!(messages[0].message.starts_with(words), "{}", messages[0].message);
+        // It is learned.
+        let learned = (1..=9).map(|step| update(step, if step == 1 { 0.4 } else { 0.0 }, 0.4));
+        assert_eq!(raised(Alarms::default(), learned), []);
+        let missing = (1..=9).map(|step| update(step, f64::NAN, 0.4));
+        assert_eq!(raised(Alarms::default(), missing), [], "no score is no constant one");
+    }
+
+    #[test]
+    fn groups_of_equal_scores_are_reported_by_the_same_alarm() {
+        let mut alarms = Alarms::default();
+        let found: Vec<usize> =
+            (1..=100).filter(|&update| alarms.of_groups(update, &[1.0, 1.0, 2.0, 2.0], 2).is_some()).collect();
+        assert_eq!((found.as_slice(), alarms.raised.as_slice()), (&[32][..], &[WarningKind::EqualScores][..]));
+    }
+
+    #[test]
+    fn a_critic_that_explains_less_than_a_constant_is_reported_after_ten_updates() {
+        let explained =
+            |numbers: Vec<f64>| numbers.into_iter().map(|number| metrics(&[("val/explained_variance", number)]));
+        let found = raised(Alarms::default(), explained(vec![-0.5; 12]));
+        assert_eq!(found, [(10, WarningKind::NegativeExplainedVariance)]);
+        assert_eq!(raised(Alarms::default(), explained([vec![-0.5; 9], vec![0.0; 1], vec![-0.5; 9]].concat())), []);
+        assert_eq!(raised(Alarms::default(), vec![Metrics::default(); 20]), [], "no critic");
+    }
+
+    #[test]
+    fn a_share_of_clipped_tokens_above_a_half_is_reported() {
+        let clipped = [0.9, 0.6, 0.5, 0.51, 0.9, 0.6].map(|share| metrics(&[("policy/clipfrac_avg", share)]));
+        assert_eq!(raised(Alarms::default(), clipped), [(6, WarningKind::HighClipShare)], "three in a row");
+    }
+
+    #[test]
+    fn a_gradient_that_leaps_is_reported_by_its_model() {
+        for (name, model) in NORM_METRICS {
+            let norms =
+                |norms: &[f64]| -> Vec<Metrics> { norms.iter().map(|&norm| metrics(&[(name, norm)])).collect() };
+            let usual = [1.0, 0.5, 0.0, 2.0, 1.0, 0.0, 1.0, 3.0, 0.2, 1.0];
+            assert_eq!(raised(Alarms::default(), norms(&usual)), []);
+            let leaps = [&usual[..], &[10.0, 10.5]].concat();
+            assert_eq!(raised(Alarms::default(), norms(&leaps)), [(12, WarningKind::GradientLeap)]);
+            let mut alarms = Alarms::default();
+            let found: Vec<Warning> = norms(&leaps).iter().flat_map(|metrics| alarms.of_metrics(3, metrics)).collect();
+            let words = format!(
+                "update 3: {name} is 10.500, 10 times its median of late, 1.000: a few responses dominate the step of {model}"
+            );
+            assert!(found[0].message.starts_with(&words), "{}", found[0].message);
+            assert_eq!(raised(Alarms::default(), norms(&[1.0, 1.0, 100.0])), [], "too few for a median");
+        }
     }
 
     fn response(tokens: &[i64], stopped: bool) -> Response {
@@ -161,11 +720,18 @@ mod tests {
         Response { tokens: tokens.to_vec(), logprobs: vec![0.0; tokens.len()], sets: None, finish }
     }
 
+    /// The warnings about responses to as many different prompts.
+    fn of(alarms: &mut Alarms, responses: &[Response], stop: &[i64], eos: &[i64], may_stop: bool) -> Vec<Warning> {
+        let prompts: Vec<[i64; 1]> = (0..).take(responses.len()).map(|prompt| [prompt]).collect();
+        let prompts: Vec<&[i64]> = prompts.iter().map(|prompt| &prompt[..]).collect();
+        alarms.of_responses(&Sampled { update: 1, prompts: &prompts, responses, stop, eos, may_stop })
+    }
+
     #[test]
     fn missing_stops_are_reported_after_a_hundred_responses_in_a_row_and_only_where_something_stops() {
         let (open, stopped) = (vec![response(&[5, 6], false); 60], response(&[5, 9], true));
         let of = |alarms: &mut Alarms, responses: &[Response], stop: &[i64]| {
-            kinds(&alarms.of_responses(1, responses, stop, &[9], !stop.is_empty()))
+            kinds(&of(alarms, responses, stop, &[9], !stop.is_empty()))
         };
         let mut alarms = Alarms::default();
         assert_eq!(of(&mut alarms, &open, &[9]), []);
@@ -183,9 +749,47 @@ mod tests {
     }
 
     #[test]
+    fn a_share_of_stops_that_falls_by_half_is_reported_and_chance_is_not() {
+        let update =
+            |stopped: usize| -> Vec<Response> { (0..64).map(|row| response(&[5, 9], row < stopped)).collect() };
+        let of = |updates: &[usize]| -> Vec<(usize, WarningKind)> {
+            let mut alarms = Alarms::default();
+            let found = (1..).zip(updates).flat_map(|(number, &stopped)| {
+                let found = kinds(&of(&mut alarms, &update(stopped), &[9], &[9], true));
+                found.into_iter().map(move |kind| (number, kind))
+            });
+            found.collect()
+        };
+        // 120 of the first 128, and then 60 of the last.
+        assert_eq!(of(&[60, 60, 60, 55, 30, 30, 30]), [(6, WarningKind::FewerStops)]);
+        assert_eq!(of(&[60, 60, 60, 55, 31, 31, 31]), [], "not by half");
+        // From 16 to 8 of 128 is within four standard errors.
+        assert_eq!(of(&[8, 8, 4, 4, 4, 4]), []);
+    }
+
+    #[test]
+    fn responses_that_become_alike_are_reported_after_three_updates() {
+        let tokens = |from: i64| -> Vec<i64> { (from..from + 10).collect() };
+        let different: Vec<Response> = (0..8).map(|row| response(&tokens(20 * row), false)).collect();
+        let same: Vec<Response> = vec![response(&tokens(0), false); 8];
+        // Each repeats another token.
+        let repeating: Vec<Response> = (0..8).map(|row| response(&[row / 2; 64], false)).collect();
+        let run = |updates: &[&Vec<Response>]| -> Vec<Vec<WarningKind>> {
+            let mut alarms = Alarms::default();
+            updates.iter().map(|responses| kinds(&of(&mut alarms, responses, &[], &[], false))).collect()
+        };
+        let alike = vec![WarningKind::AlikeResponses];
+        assert_eq!(run(&[&different, &same, &same, &same, &same])[2..], [vec![], alike.clone(), vec![]]);
+        let unshared: Vec<Response> =
+            (0..8).map(|row| response(&[&[row; 63][..], &[row + 50]].concat(), false)).collect();
+        let found = run(&[&different, &different, &different, &unshared, &unshared, &unshared]);
+        assert_eq!(found[5], alike, "16 of 504 pairs are distinct");
+        assert_eq!(run(&[&different, &same, &same, &different, &same, &repeating]), vec![Vec::new(); 6]);
+    }
+
+    #[test]
     fn an_eos_that_stops_nothing_is_reported_where_most_responses_continue_after_one() {
-        let hidden =
-            |stop: &[i64], responses: &[Response]| Alarms::default().of_responses(1, responses, stop, &[9, 7], true);
+        let hidden = |stop: &[i64], responses: &[Response]| of(&mut Alarms::default(), responses, stop, &[9, 7], true);
         let (inside, at_end, none) =
             (response(&[5, 9, 6], false), response(&[5, 6, 9], false), response(&[5, 6, 6], false));
         let most = [inside.clone(), inside.clone(), none.clone()];
@@ -200,5 +804,31 @@ mod tests {
         assert_eq!(hidden(&[9], &most), []);
         assert_eq!(hidden(&[], &[inside, none.clone()]), [], "half are not most");
         assert_eq!(hidden(&[], &[at_end.clone(), at_end, none]), []);
+    }
+
+    #[test]
+    fn the_runs_of_the_examples_raise_no_alarm() {
+        let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples");
+        // Each with its response_length, where something ends a response before it.
+        for (name, limit) in [
+            ("sentiment/results/seed-1/ppo", Some(48)),
+            ("sentiment/results/seed-2/ppo", Some(48)),
+            ("sentiment/results/seed-3/ppo", Some(48)),
+            ("gpt2-sentiment/results/seed-1/ppo", Some(24)),
+            ("smollm2/results/grpo-seed-1", Some(40)),
+            ("smollm2/results/grpo-seed-2", Some(40)),
+        ] {
+            let path = examples.join(format!("{name}.metrics.jsonl"));
+            let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+            let updates = text.lines().map(|line| {
+                let mut metrics = Metrics::default();
+                let line: serde_json::Map<String, Value> = serde_json::from_str(line).unwrap();
+                line.into_iter().for_each(|(name, value)| metrics.push(name, value.as_f64().unwrap_or(f64::NAN)));
+                metrics
+            });
+            let updates: Vec<Metrics> = updates.collect();
+            assert!(updates.len() >= 24, "{name}");
+            assert_eq!(raised(Alarms::new(limit), updates), [], "{name}");
+        }
     }
 }

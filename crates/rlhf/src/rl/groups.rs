@@ -8,8 +8,7 @@ use crate::metrics::Metrics;
 use crate::rl::math;
 use crate::{Error, Result};
 use clap::Args;
-use serde::Serialize;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 /// Groups that are sampled anew, and the penalty for long responses.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
@@ -112,7 +111,7 @@ impl GroupFilterConfig {
 const EQUAL_GROUPS: usize = 64;
 
 /// Counts groups from which nothing is learned, to warn once.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct EqualGroups {
     in_a_row: usize,
 }
@@ -136,16 +135,6 @@ impl EqualGroups {
                 self.in_a_row
             )
         })
-    }
-
-    /// State for a checkpoint.
-    pub(crate) fn state(&self) -> Value {
-        json!(self.in_a_row)
-    }
-
-    /// Restores the state that [`EqualGroups::state`] returned.
-    pub(crate) fn load_state(&mut self, state: &Value) {
-        self.in_a_row = state.as_u64().unwrap_or(0) as usize;
     }
 }
 
@@ -224,9 +213,6 @@ mod tests {
             warnings += usize::from(groups.observe(update, &[1.0, 1.0, 2.0, 2.0], 2).is_some());
         }
         assert_eq!(warnings, 1);
-        let mut resumed = EqualGroups::default();
-        resumed.load_state(&groups.state());
-        assert_eq!(resumed, groups);
         assert!(groups.observe(101, &[1.0, 2.0], 2).is_none() && groups.in_a_row == 0);
     }
 

@@ -66,6 +66,7 @@ impl KeptResponses {
 
     /// Restores the state that [`KeptResponses::state`] returned, over `prompts` prompts.
     pub(crate) fn load_state(&mut self, state: Option<&Value>, prompts: usize) -> Result<()> {
+        self.last = None;
         let Some(state) = state.filter(|_| self.least > 0) else { return Ok(()) };
         let wrong =
             || Error::Run(format!("state of the last responses: expected rows, tokens and stopped, found {state}"));

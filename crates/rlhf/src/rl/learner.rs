@@ -67,6 +67,15 @@ impl StepRates {
     pub fn first(&self) -> LearningRates {
         self.0[0]
     }
+
+    /// All rates times `factor`.
+    pub(crate) fn scaled(self, factor: f64) -> Self {
+        let scaled = |rates: LearningRates| LearningRates {
+            policy: rates.policy.map(|rate| rate * factor),
+            value: rates.value * factor,
+        };
+        Self(self.0.into_iter().map(scaled).collect())
+    }
 }
 
 impl From<LearningRates> for StepRates {

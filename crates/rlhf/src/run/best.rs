@@ -108,6 +108,11 @@ impl Best {
         }
     }
 
+    /// Forgets a model that is marked to be written.
+    pub(crate) fn unmark(&mut self) {
+        self.pending = None;
+    }
+
     /// Returns whether the metric is one of evaluations.
     pub(crate) fn is_of_evaluations(&self) -> bool {
         is_eval_metric(&self.metric)

@@ -38,7 +38,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 4] = [STATE, UNFINISHED, OPTIMIZER, BEST_FILE];
 
 /// Settings that change no result: a resumed run may change them.
-const FREE: [&str; 28] = [
+const FREE: [&str; 32] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -61,6 +61,10 @@ const FREE: [&str; 28] = [
     "reward_retries",
     "no_checks",
     "max_skipped_updates",
+    "on_alarm", // a rollback changes the result, but only of the updates after it
+    "max_rollbacks",
+    "log_rollouts",
+    "rollouts_limit",
     "zero_stage",
     "actor_zero_stage",
     "critic_zero_stage",
@@ -476,6 +480,30 @@ impl Checkpoints {
     /// Returns whether one is due after `done` updates: every `save_steps` updates, and after the last.
     pub(crate) fn is_due(&self, done: usize) -> bool {
         is_due(self.every, done, self.num_updates)
+    }
+
+    /// Returns the newest complete checkpoint of fewer than `done` updates.
+    ///
+    /// # Errors
+    /// If the folder cannot be read.
+    pub(crate) fn newest_before(&self, done: usize) -> Result<Option<Saved>> {
+        let numbers = numbered(&self.dir)?.into_iter().rev().filter(|&number| number < done);
+        Ok(numbers.into_iter().find_map(|number| Saved::read(&self.place(number)).ok()))
+    }
+
+    /// Removes the checkpoints of more than `done` updates.
+    ///
+    /// # Errors
+    /// If one cannot be removed.
+    pub(crate) fn remove_after(&mut self, done: usize) -> Result<()> {
+        self.last = None;
+        let later = numbered(&self.dir)?.into_iter().filter(|&number| number > done);
+        later.into_iter().try_for_each(|number| remove(&self.dir, &name_of(number)))
+    }
+
+    /// The settings of the run.
+    pub(crate) fn config(&self) -> &Map<String, Value> {
+        &self.config
     }
 
     /// The folder of the run.

@@ -41,12 +41,30 @@ pub enum Event<'a> {
         /// The responses.
         samples: &'a [Sample],
     },
-    /// Something in an update should be looked at; nothing stops. Also on standard error, unless the console is silent.
+    /// All responses that an update trains on, with `log_rollouts`; on other ranks than the first without rows.
+    Rollout {
+        /// Updates done so far, this one included.
+        step: usize,
+        /// Number of newest updates whose files are kept; `None` for all.
+        limit: Option<usize>,
+        /// The responses.
+        rollout: &'a Rollout,
+    },
+    /// Something in an update should be looked at; nothing stops unless `on_alarm` sets that. Also on standard error, unless the console is silent.
     Warning {
         /// Updates done so far, this one included.
         step: usize,
         /// Kind and text.
         warning: &'a Warning,
+    },
+    /// An alarm has rolled the run back to a checkpoint: the updates after it are done again.
+    RolledBack {
+        /// Updates done before the rollback.
+        step: usize,
+        /// Updates done after it.
+        to: usize,
+        /// One line of text.
+        message: &'a str,
     },
     /// A folder holds the current model: a checkpoint, the best model so far, or the final model.
     Saved {
@@ -62,6 +80,42 @@ pub enum SampleSource {
     SamplePrompts,
     /// Sampled responses that the update trained on.
     Rollout,
+}
+
+/// The responses of an update, with the numbers that it trains on.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Rollout {
+    /// A row per response.
+    pub rows: Vec<RolloutRow>,
+}
+
+/// A response with the numbers that an update trains on. Those per token are 0 where a token does not count.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RolloutRow {
+    /// Group of the response: responses to one prompt, sampled together, have the same one.
+    pub group: usize,
+    /// Row of the prompt among the training prompts, from 0.
+    pub prompt_row: usize,
+    /// The prompt's text.
+    pub prompt: String,
+    /// The response's text.
+    pub response: String,
+    /// The response's tokens, a stop token included.
+    pub token_ids: Vec<i64>,
+    /// Why the response ended.
+    pub finish_reason: FinishReason,
+    /// The whole score, scaled and with penalties; `None` where no reward gave one.
+    pub score: Option<f64>,
+    /// Score of each reward, before weights and penalties; `None` where it gave none.
+    pub components: Vec<(String, Option<f64>)>,
+    /// Log-probability of each token under the policy that the ratios are relative to.
+    pub logprobs: Vec<f32>,
+    /// Log-probability of each token under the reference model, if there is one.
+    pub ref_logprobs: Option<Vec<f32>>,
+    /// Values of the states before each token and, where there is room, after the last, if there is a critic.
+    pub values: Option<Vec<f32>>,
+    /// Advantage of each token.
+    pub advantages: Vec<f32>,
 }
 
 /// One row of a sample table.

@@ -16,16 +16,23 @@ use std::path::{Path, PathBuf};
 /// The file of a run's metrics: one JSON object per line.
 pub(crate) const METRICS: &str = "metrics.jsonl";
 
+/// The file of a run's alarms: one JSON object per line.
+pub(crate) const ALARMS: &str = "alarms.jsonl";
+
 /// The folder of a run's responses, with a file for each evaluation and each table of samples.
 pub(crate) const SAMPLES: &str = "samples";
 
 /// The report of a run, a page of HTML.
 pub(crate) const REPORT: &str = "report.html";
 
+/// The folder of a run's rollouts, with a Parquet file for each update.
+pub(crate) const ROLLOUTS: &str = "rollouts";
+
 /// Names of the files in a run's folder, beside those of the tokenizer, of shards, of TensorBoard and of checkpoints alone.
-const RUN_FILES: [&str; 11] = [
+const RUN_FILES: [&str; 12] = [
     METRICS,
     REPORT,
+    ALARMS,
     CONFIG,
     OLD_CONFIG,
     "config.json",
@@ -69,11 +76,15 @@ fn is_leftover(path: &Path) -> bool {
     };
     match path.is_dir() {
         true if name == BESIDE => true,
-        true => (name == SAMPLES || INNER.iter().any(|inner| path.ends_with(inner))) && holds_leftovers(),
+        true => {
+            (name == SAMPLES || name == ROLLOUTS || INNER.iter().any(|inner| path.ends_with(inner)))
+                && holds_leftovers()
+        }
         false if name == format!("{CONFIG}.tmp") => std::fs::read(path).is_ok_and(|text| is_resolved(&text)),
         false => {
-            let of_samples = name.ends_with(".tmp") && samples_update(&name).is_some();
-            of_samples || name == format!("{METRICS}.tmp") || name == tensorboard::BESIDE
+            let of_samples = name.ends_with(".tmp") && samples_update(&name).or(rollout_update(&name)).is_some();
+            let of_lines = [METRICS, ALARMS].iter().any(|file| name == format!("{file}.tmp"));
+            of_samples || of_lines || name == tensorboard::BESIDE
         }
     }
 }
@@ -265,11 +276,10 @@ pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serializ
 fn clean_folder(dir: &Path, resolved: &impl Serialize) -> Result<()> {
     checkpoint::clear(dir)?;
     remove_run_files(dir)?;
-    let samples = dir.join(SAMPLES);
-    if samples.is_dir() {
-        remove_files(&samples, |name| samples_update(name).is_some())?;
+    for folder in [SAMPLES, ROLLOUTS].map(|name| dir.join(name)).iter().filter(|folder| folder.is_dir()) {
+        remove_files(folder, |name| samples_update(name).or(rollout_update(name)).is_some())?;
         // It stays if it has other files.
-        let _ = std::fs::remove_dir(&samples);
+        let _ = std::fs::remove_dir(folder);
     }
     for folder in checkpoint::folders(dir)?.iter().map(PathBuf::as_path).chain([dir]) {
         for inner in INNER.map(|inner| folder.join(inner)) {
@@ -319,7 +329,17 @@ pub(crate) fn samples_update(name: &str) -> Option<usize> {
     let name = name.strip_suffix(".tmp").unwrap_or(name);
     let number =
         ["update-", "eval-", "answers-"].iter().find_map(|kind| name.strip_prefix(kind))?.strip_suffix(".jsonl")?;
-    (number.len() >= 6 && number.bytes().all(|byte| byte.is_ascii_digit())).then(|| number.parse().ok())?
+    update_number(number)
+}
+
+/// Returns the number of updates in the name of a file in [`ROLLOUTS`], if a run writes files of such a name.
+pub(crate) fn rollout_update(name: &str) -> Option<usize> {
+    update_number(name.strip_suffix(".tmp").unwrap_or(name).strip_prefix("update-")?.strip_suffix(".parquet")?)
+}
+
+/// Parses a number of updates in the name of a file.
+fn update_number(digits: &str) -> Option<usize> {
+    (digits.len() >= 6 && digits.bytes().all(|byte| byte.is_ascii_digit())).then(|| digits.parse().ok())?
 }
 
 #[cfg(test)]
@@ -363,13 +383,17 @@ mod tests {
     #[test]
     fn overwriting_removes_the_old_run_and_no_other_file() {
         let dir = tempfile::tempdir().unwrap();
-        for folder in ["value_model/base_model", "model-backup", "checkpoint-4/value_model", "best", "checkpoint-old"] {
+        for folder in
+            ["value_model/base_model", "model-backup", "checkpoint-4/value_model", "best", "checkpoint-old", "rollouts"]
+        {
             std::fs::create_dir_all(dir.path().join(folder)).unwrap();
         }
         let ours = [
             "value_model/base_model/model.safetensors",
             "metrics.jsonl",
             "report.html",
+            "alarms.jsonl",
+            "rollouts/update-000001.parquet",
             "config.yaml",
             "run.yaml",
             "model-00001-of-00002.safetensors",
@@ -385,6 +409,7 @@ mod tests {
             "model-backup/config.json",
             "value_model/mine",
             "checkpoint-old/config.json",
+            "rollouts/mine.parquet",
         ];
         for name in ours.iter().chain(&others) {
             std::fs::write(dir.path().join(name), if *name == CONFIG { RESOLVED } else { "x" }).unwrap();
@@ -440,12 +465,16 @@ mod tests {
     fn leftovers_of_a_killed_run_without_a_configuration_do_not_forbid_a_folder() {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("out");
-        for folder in ["samples", "base_model/.saving", "value_model/base_model/.saving", ".saving/value_model"] {
+        for folder in
+            ["samples", "rollouts", "base_model/.saving", "value_model/base_model/.saving", ".saving/value_model"]
+        {
             std::fs::create_dir_all(out.join(folder)).unwrap();
         }
         let resolved = format!("{RESOLVED}1.\nseed:");
         for (name, text) in [
             ("samples/update-000003.jsonl.tmp", "{"),
+            ("rollouts/update-000003.parquet.tmp", "PAR1"),
+            ("alarms.jsonl.tmp", "{"),
             ("base_model/.saving/model.safetensors", "x"),
             ("config.yaml.tmp", resolved.as_str()),
             ("metrics.jsonl.tmp", "{"),

@@ -4,14 +4,16 @@ use crate::Result;
 use crate::run::event::Event;
 use crate::run::settings::{ReportTo, RunConfig};
 use crate::run::sinks::Reached;
+use crate::run::sinks::alarms::AlarmFile;
 use crate::run::sinks::console::{Console, ConsoleOutput};
 use crate::run::sinks::jsonl::Jsonl;
+use crate::run::sinks::rollouts::RolloutFiles;
 use crate::run::sinks::samples::SampleFiles;
 use crate::run::sinks::tensorboard::TensorBoardSink;
 use crate::signals::stop_requested;
 use serde::Serialize;
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 type Watcher<'w> = dyn FnMut(&Event<'_>) -> ControlFlow<()> + 'w;
 
@@ -19,10 +21,35 @@ type Watcher<'w> = dyn FnMut(&Event<'_>) -> ControlFlow<()> + 'w;
 pub(crate) struct Reporter<'w> {
     /// Console output beside events: the title, the progress bar, notes.
     pub(crate) console: ConsoleOutput,
-    files: Option<(Jsonl, SampleFiles)>,
+    dir: PathBuf,
+    files: Option<Files>,
     tensorboard: Option<TensorBoardSink>,
     watcher: Option<Box<Watcher<'w>>>,
     stopped: bool,
+}
+
+/// The files of a run.
+struct Files {
+    updates: UpdateFiles,
+    /// A rollback removes no alarm.
+    alarms: AlarmFile,
+}
+
+/// Files of updates: what they have of later updates than the run has reached is removed when they are opened.
+struct UpdateFiles {
+    jsonl: Jsonl,
+    samples: SampleFiles,
+    rollouts: RolloutFiles,
+}
+
+impl UpdateFiles {
+    fn open(dir: &Path, reached: Reached) -> Result<Self> {
+        Ok(Self {
+            jsonl: Jsonl::open(dir, reached)?,
+            samples: SampleFiles::open(dir, reached.updates)?,
+            rollouts: RolloutFiles::open(dir, reached.updates)?,
+        })
+    }
 }
 
 impl<'w> Reporter<'w> {
@@ -34,21 +61,35 @@ impl<'w> Reporter<'w> {
     /// If a file cannot be read or written.
     pub(crate) fn open(run: &RunConfig, total: usize, reached: Reached, console: Console) -> Result<Self> {
         let dir = run.output_dir.as_path();
-        let jsonl = Jsonl::open(dir, reached)?;
-        let samples = SampleFiles::open(dir, reached.updates)?;
+        let files = Files { updates: UpdateFiles::open(dir, reached)?, alarms: AlarmFile::open(dir, reached)? };
         TensorBoardSink::cut(dir, reached)?;
         let tensorboard = match run.report_to {
             ReportTo::None => None,
             ReportTo::Tensorboard => Some(TensorBoardSink::create(dir, run.tensorboard_tags)?),
         };
         let console = ConsoleOutput::open(dir, console, run.disable_tqdm, total, reached.updates);
-        Ok(Self { console, files: Some((jsonl, samples)), tensorboard, watcher: None, stopped: false })
+        Ok(Self { console, dir: dir.into(), files: Some(files), tensorboard, watcher: None, stopped: false })
     }
 
     /// A reporter that writes and prints nothing, for the ranks beside the first.
     pub(crate) fn silent(run: &RunConfig, total: usize, reached: Reached) -> Self {
         let console = ConsoleOutput::open(&run.output_dir, Console::Silent, true, total, reached.updates);
-        Self { console, files: None, tensorboard: None, watcher: None, stopped: false }
+        Self { console, dir: run.output_dir.clone(), files: None, tensorboard: None, watcher: None, stopped: false }
+    }
+
+    /// Removes what the sinks have of later updates than the run has `reached`, as [`Reporter::open`] does, except alarms; `settings` are
+    /// those of the run.
+    ///
+    /// # Errors
+    /// If a file cannot be read or written.
+    pub(crate) fn roll_back(&mut self, reached: Reached, settings: &impl Serialize) -> Result<()> {
+        self.console.roll_back(reached.updates);
+        let Some(files) = &mut self.files else { return Ok(()) };
+        files.updates = UpdateFiles::open(&self.dir, reached)?;
+        let tags = self.tensorboard.take().map(|tensorboard| tensorboard.tags());
+        TensorBoardSink::cut(&self.dir, reached)?;
+        self.tensorboard = tags.map(|tags| TensorBoardSink::create(&self.dir, tags)).transpose()?;
+        self.settings(settings)
     }
 
     /// Writes the settings of the run where a sink has hyperparameters.
@@ -77,9 +118,11 @@ impl<'w> Reporter<'w> {
     /// # Errors
     /// If a file cannot be written; the sinks after it do not get the event.
     pub(crate) fn emit(&mut self, event: &Event<'_>) -> Result<()> {
-        if let Some((jsonl, samples)) = &mut self.files {
-            jsonl.receive(event)?;
-            samples.receive(event)?;
+        if let Some(Files { updates, alarms }) = &mut self.files {
+            updates.jsonl.receive(event)?;
+            updates.samples.receive(event)?;
+            updates.rollouts.receive(event)?;
+            alarms.receive(event)?;
         }
         self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.receive(event))?;
         self.console.receive(event);
@@ -104,7 +147,7 @@ impl<'w> Reporter<'w> {
     /// # Errors
     /// If the file cannot be written.
     pub(crate) fn sync(&self) -> Result<()> {
-        self.files.as_ref().map_or(Ok(()), |(jsonl, _)| jsonl.sync())
+        self.files.as_ref().map_or(Ok(()), |files| files.updates.jsonl.sync())
     }
 
     fn notify_watcher(&mut self, event: &Event<'_>) {

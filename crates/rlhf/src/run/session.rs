@@ -143,6 +143,10 @@ pub(crate) struct Progress {
     pub(crate) done: usize,
     /// The last update after which a line of metrics was due: a line written because the run was stopped is not one of them.
     pub(crate) recorded: usize,
+    /// Rollbacks so far.
+    pub(crate) rollbacks: usize,
+    /// Updates done after the last rollback of this process.
+    rolled_to: Option<usize>,
     best: Option<Best>,
     snapshot: Option<Snapshot>,
     /// Whether a session has begun in the output folder.
@@ -162,7 +166,21 @@ struct Snapshot {
 impl Progress {
     /// Returns the progress of a new run.
     pub(crate) fn new(eval: &EvalConfig) -> Self {
-        Self { done: 0, recorded: 0, best: Best::new(eval), snapshot: None, begun: false, lock: None }
+        Self {
+            done: 0,
+            recorded: 0,
+            rollbacks: 0,
+            rolled_to: None,
+            best: Best::new(eval),
+            snapshot: None,
+            begun: false,
+            lock: None,
+        }
+    }
+
+    /// Returns the progress up to which sinks have written.
+    fn reached(&self) -> Reached {
+        Reached { updates: self.done, recorded: self.recorded, rollbacks: self.rollbacks }
     }
 
     /// Returns whether a session has begun in the output folder.
@@ -171,11 +189,15 @@ impl Progress {
     }
 }
 
+/// The part of a checkpoint's state with the rollbacks so far.
+const ROLLBACKS: &str = "rollbacks";
+
 /// Records the trainee's resumable state after a completed update.
 pub(crate) fn take_snapshot(trainee: &mut impl Trainee) {
     let (mut state, steps) = (trainee.state(), trainee.steps());
     let progress = trainee.progress_mut();
     state.extend(progress.best.as_ref().map(|best| ("best".into(), best.state())));
+    state.extend((progress.rollbacks > 0).then(|| (ROLLBACKS.into(), progress.rollbacks.into())));
     progress.snapshot = Some(Snapshot { state, steps });
 }
 
@@ -297,8 +319,8 @@ impl<'w> Session<'w> {
             take_snapshot(trainee);
         }
         let (run, num_updates) = (spec.run, spec.num_updates);
-        let Progress { done, recorded, .. } = *trainee.progress();
-        let reached = Reached { updates: done, recorded };
+        let reached = trainee.progress().reached();
+        let done = reached.updates;
         let opened = match world.is_main() {
             true => Reporter::open(run, num_updates, reached, console),
             false => Ok(Reporter::silent(run, num_updates, reached)),
@@ -428,6 +450,45 @@ impl<'w> Session<'w> {
         self.console().phase("saving");
         self.write_best(trainee)?;
         if due.checkpoint { self.save_checkpoint(trainee) } else { Ok(()) }
+    }
+
+    /// Returns the newest complete checkpoint before the trainee's last update, as rank 0 finds it; the one before that if the last
+    /// rollback has taken the run there already.
+    ///
+    /// # Errors
+    /// If the output folder cannot be read.
+    pub(crate) fn last_checkpoint(&self, trainee: &impl Trainee) -> Result<Option<Saved>> {
+        let Progress { done, rolled_to, .. } = *trainee.progress();
+        let find = || match self.checkpoints.newest_before(done)? {
+            Some(last) if rolled_to == Some(last.state.update) => {
+                Ok(self.checkpoints.newest_before(last.state.update)?.or(Some(last)))
+            }
+            last => Ok(last),
+        };
+        let found = self.world.agree(if self.world.is_main() { find() } else { Ok(None) })?;
+        let bytes = self.world.broadcast_bytes(Some(serde_json::to_vec(&found).unwrap_or_default()))?;
+        let error = |e| Error::Run(format!("the checkpoint that rank 0 has found cannot be read: {e}"));
+        serde_json::from_slice(&bytes).map_err(error)
+    }
+
+    /// Takes the run back to the checkpoint `saved`, and counts a rollback: restores the trainee, and removes later checkpoints, metrics
+    /// and samples. Alarms and the best model so far stay.
+    ///
+    /// # Errors
+    /// If a file cannot be read or written.
+    pub(crate) fn roll_back(&mut self, trainee: &mut impl Trainee, saved: &Saved) -> Result<()> {
+        self.world.agree(trainee.load(saved))?;
+        let progress = trainee.progress_mut();
+        progress.done = saved.state.update;
+        progress.recorded = saved.parsed("recorded").unwrap_or(progress.done);
+        progress.rollbacks += 1;
+        progress.rolled_to = Some(progress.done);
+        progress.best.iter_mut().for_each(Best::unmark);
+        let reached = progress.reached();
+        take_snapshot(trainee);
+        let removed = if self.world.is_main() { self.checkpoints.remove_after(reached.updates) } else { Ok(()) };
+        let cut = removed.and_then(|()| self.report.roll_back(reached, self.checkpoints.config()));
+        self.world.agree(cut)
     }
 
     /// Writes the best model, if it is the current one and not written yet: also when a run is resumed after a write that
@@ -605,6 +666,7 @@ fn resume<T: Trainee, C: Serialize>(
     let progress = trainee.progress_mut();
     progress.done = done;
     progress.recorded = saved.parsed("recorded").unwrap_or(done);
+    progress.rollbacks = saved.parsed(ROLLBACKS).unwrap_or(0);
     trainee.load(saved)?;
     // The best model of a run in another folder lies there; one that was the best on other prompts is looked for anew.
     let prompts = checkpoint::settings(spec.config)?.remove("num_eval_prompts").unwrap_or_default();

@@ -1,7 +1,9 @@
 //! Sinks: each writes the [`Event`](crate::run::event::Event)s that concern it, one destination per file.
 
+pub(crate) mod alarms;
 pub(crate) mod console;
 pub(crate) mod jsonl;
+pub(crate) mod rollouts;
 pub(crate) mod samples;
 pub(crate) mod tensorboard;
 
@@ -12,4 +14,6 @@ pub(crate) struct Reached {
     pub(crate) updates: usize,
     /// The last of them after which a line of metrics was due.
     pub(crate) recorded: usize,
+    /// Rollbacks so far.
+    pub(crate) rollbacks: usize,
 }

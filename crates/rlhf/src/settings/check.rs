@@ -118,7 +118,7 @@ impl PpoConfig {
             self.ema.check(),
             self.trial.check(),
             check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
-            self.watch.check(),
+            self.watch.check(self.run.checkpoints.save_steps),
             self.half.check(self.run.fp16),
             self.run.check(&[self.policy_stage(), self.value_stage()]),
             at_least_one("num_eval_prompts", self.num_eval_prompts),
@@ -448,6 +448,10 @@ impl TrialConfig {
                 (false, step @ 1..) => no_effect("test_stop_step", step, "without enable_test_mode = true"),
                 _ => Ok(()),
             },
+            match self.rollouts_limit {
+                Some(limit) if !self.log_rollouts => no_effect("rollouts_limit", limit, "without log_rollouts = true"),
+                limit => limit.map_or(Ok(()), |limit| at_least_one("rollouts_limit", limit)),
+            },
         ])
     }
 }
@@ -502,7 +506,7 @@ mod tests {
     #[test]
     fn settings_without_an_effect_or_against_each_other_are_refused_with_the_reason() {
         type Change = fn(&mut PpoConfig);
-        let changes: [(Change, &str); 42] = [
+        let changes: [(Change, &str); 43] = [
             (
                 |c| {
                     c.score_scaling.use_score_scaling = true;
@@ -560,6 +564,7 @@ mod tests {
             ),
             (|c| c.ema.ema_beta = 0.9, "ema_beta = 0.9 has no effect without enable_ema = true"),
             (|c| (c.ema.enable_ema, c.ema.ema_beta) = (true, 1.0), "ema_beta = 1: expected a number from 0 to below 1"),
+            (|c| c.trial.rollouts_limit = Some(2), "rollouts_limit = 2 has no effect without log_rollouts"),
             (|c| c.trial.print_answers_interval = 2, "print_answers_interval = 2 has no effect without print_answers"),
             (|c| c.trial.test_stop_step = 3, "test_stop_step = 3 has no effect without enable_test_mode = true"),
             (|c| c.kl.target = 3.0, "target = 3 has no effect without adap_kl_ctrl = true"),

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::data::settings::{DataConfig, PromptLengthConfig};
 use crate::dist::PpoDistConfig;
 use crate::flag::{
-    BATCHES, DATA, EVALUATION, LORA, MODELS, NONE, OPTIMIZER, PPO, SAMPLING, Setting, defaults, defaults_with,
+    BATCHES, DATA, EVALUATION, LORA, MODELS, NONE, OPTIMIZER, PPO, RUN, SAMPLING, Setting, defaults, defaults_with,
     optional, steps_or_minus_one,
 };
 use crate::generate::settings::{SamplingConfig, StopToken};
@@ -444,7 +444,7 @@ impl ValueConfig {
     }
 }
 
-/// Display of the responses that a run trains on, and its end as a test.
+/// Display and files of the responses that a run trains on, and its end as a test.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct TrialConfig {
@@ -460,4 +460,11 @@ pub struct TrialConfig {
     /// Last update of `enable_test_mode`, counted from 0.
     #[arg(long, help_heading = BATCHES, default_value_t = 0)]
     pub test_stop_step: usize,
+    /// Write all responses of every update to `output_dir/rollouts`, one Parquet file per update: tokens, scores, log-probabilities,
+    /// values and advantages.
+    #[arg(long, help_heading = RUN)]
+    pub log_rollouts: bool,
+    /// Number of newest updates whose rollouts are kept, with `log_rollouts` [default: all].
+    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
+    pub rollouts_limit: std::option::Option<usize>,
 }

@@ -3,6 +3,8 @@
 mod evaluate;
 mod groups;
 mod load;
+mod on_alarm;
+mod rollouts;
 mod run;
 mod save;
 
@@ -13,15 +15,14 @@ use crate::metrics::{Metrics, Warning, WarningKind};
 use crate::model::{CausalLm, Gathered};
 use crate::optim::LearningRates;
 use crate::reward::{Rewards, ScoreScaling};
-use crate::rl::alarms::Alarms;
+use crate::rl::alarms::{Alarms, Sampled};
 use crate::rl::checks::Skips;
-use crate::rl::groups::EqualGroups;
 use crate::rl::kept::{Kept, KeptResponses};
 use crate::rl::kl::KlController;
 use crate::rl::learner::{Learner, StepRates};
 use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rng::Purpose;
-use crate::run::event::Sample;
+use crate::run::event::{Rollout, Sample};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
@@ -60,6 +61,7 @@ impl PpoTrainer {
         // 3. Experience to rewards, advantages, returns.
         let kl_coef = self.kl_controller.coef(update);
         let targets = self.learner.targets(&experience, kl_coef, &self.config.shaping());
+        self.rollout = self.rollout(&batch, &scores.reported.scored, &experience, &targets)?;
         clock.lap("rollout");
 
         // 4. Epochs of mini-batches.
@@ -106,9 +108,15 @@ impl PpoTrainer {
             None => self.cursor.take(size),
         };
         let (rows, responses) = self.respond(&rows, update as u64)?;
-        let may_stop = !self.stop.is_empty() || self.stop_strings.is_some();
-        let eos = self.tokenizer.eos_ids();
-        let mut warnings = self.alarms.of_responses(update + 1, &responses, &self.stop, eos, may_stop);
+        let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.prompts[row].tokens.as_slice()).collect();
+        let mut warnings = self.alarms.of_responses(&Sampled {
+            update: update + 1,
+            prompts: &prompts,
+            responses: &responses,
+            stop: &self.stop,
+            eos: self.tokenizer.eos_ids(),
+            may_stop: !self.stop.is_empty() || self.stop_strings.is_some(),
+        });
         let Kept { rows, responses, dropped, reused } = self.kept.keep(rows, responses, &self.left_out)?;
         warnings.extend(reused.then(|| Warning {
             kind: WarningKind::ReusedResponses,
@@ -148,12 +156,13 @@ impl PpoTrainer {
         RolloutSettings { recompute_logprobs, left_out: self.left_out.clone(), ..settings }
     }
 
-    /// The learning rates of the optimizer steps of an update: the caller's, or those of the settings.
+    /// The learning rates of the optimizer steps of an update: the caller's, or those of the settings, less after a rollback.
     fn step_rates(&mut self, update: usize) -> Result<StepRates> {
-        match &mut self.schedule {
-            Some(schedule) => own_rates(update, (schedule.0)(update)).map(StepRates::from),
-            None => Ok(self.config.step_rates(update, &self.plan)),
-        }
+        let rates = match &mut self.schedule {
+            Some(schedule) => own_rates(update, (schedule.0)(update)).map(StepRates::from)?,
+            None => self.config.step_rates(update, &self.plan),
+        };
+        Ok(rates.scaled(self.rate_factor()))
     }
 
     /// Adds the metrics of sampling and scoring.
@@ -225,7 +234,8 @@ impl PpoTrainer {
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: u64) -> GenerationConfig {
         let stop_strings = self.stop_strings.clone();
-        GenerationConfig { sampling, stop_strings, purpose, step, ..self.config.generation(&self.stop, 0) }
+        let seed = if purpose == Purpose::Sampling { self.sampling_seed() } else { self.config.run.seed };
+        GenerationConfig { sampling, stop_strings, seed, purpose, step, ..self.config.generation(&self.stop, 0) }
     }
 }
 
@@ -341,6 +351,8 @@ pub struct PpoTrainer {
     kept: KeptResponses,
     /// Responses of the last update to show.
     shown: Vec<Sample>,
+    /// All responses of the last update, with `log_rollouts`.
+    rollout: Rollout,
     last_metrics: Metrics,
     progress: Progress,
     /// The output folder, where it was opened before the models were loaded.
@@ -351,8 +363,6 @@ pub struct PpoTrainer {
     alarms: Alarms,
     /// Warnings of the last update.
     warnings: Vec<Warning>,
-    /// Groups of equal scores in a row.
-    equal_groups: EqualGroups,
     /// Tokens of prompts and responses so far.
     num_tokens: u64,
 }

@@ -102,8 +102,9 @@ impl ConsoleOutput {
                 self.print(&format!("{title}\n{table}"));
             }
             Event::Warning { warning, .. } => self.warn(&warning.message),
+            Event::RolledBack { message, .. } => self.warn(message),
             Event::Saved { dir } => self.note(&format!("saved {}", dir.display())),
-            Event::Update { .. } | Event::Samples { .. } | Event::Evaluation { .. } => {}
+            Event::Update { .. } | Event::Samples { .. } | Event::Rollout { .. } | Event::Evaluation { .. } => {}
         }
     }
 
@@ -146,6 +147,12 @@ impl ConsoleOutput {
             let updates = if left == 1 { "the one left".into() } else { format!("the {left} left") };
             self.note(&format!("update {done} took {each}; {updates} will take about {all}"));
         }
+    }
+
+    /// Moves the progress bar back to `done` updates.
+    pub(crate) fn roll_back(&self, done: usize) {
+        unpoisoned(&self.status).reached = Some((Instant::now(), done));
+        self.bar.set_position(done as u64);
     }
 
     /// Writes a warning, unless the console is silent.

@@ -46,18 +46,19 @@ impl Jsonl {
     }
 }
 
-/// Removes, by a rename, the lines of a JSONL file whose number `key` is above `most`, or all lines if there is no `most`, and
-/// incomplete lines; a file that is not there has none.
+/// Removes the lines of a JSONL file whose number `key` is above `most`, or all lines if there is no `most`, and incomplete lines.
 fn cut_lines(path: &Path, key: &str, most: Option<usize>) -> Result<()> {
+    keep_lines(path, |line| line[key].as_f64().zip(most).is_some_and(|(number, most)| number <= most as f64))
+}
+
+/// Removes, by a rename, the lines of a JSONL file but those that are `kept`, and incomplete lines; a file that is not there has none.
+pub(super) fn keep_lines(path: &Path, kept: impl Fn(&Value) -> bool) -> Result<()> {
     let bytes = match std::fs::read(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         read => read.map_err(Error::io("read", path))?,
     };
     let text = String::from_utf8_lossy(&bytes);
-    let number = |line: &str| serde_json::from_str::<Value>(line).ok()?[key].as_f64();
-    let stays = |line: &&str| {
-        line.ends_with('\n') && number(line).zip(most).is_some_and(|(number, most)| number <= most as f64)
-    };
+    let stays = |line: &&str| line.ends_with('\n') && serde_json::from_str(line).is_ok_and(|line| kept(&line));
     let kept: String = text.split_inclusive('\n').filter(stays).collect();
     if kept.len() == bytes.len() { Ok(()) } else { write_text(path, &kept) }
 }

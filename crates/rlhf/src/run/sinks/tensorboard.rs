@@ -24,6 +24,11 @@ impl TensorBoardSink {
         Ok(Self { file: TensorBoard::create(dir)?, tags })
     }
 
+    /// Returns the names of the metrics.
+    pub(crate) fn tags(&self) -> TensorboardTags {
+        self.tags
+    }
+
     /// Removes the events after the update that the run has `reached` from the event files in `dir`.
     ///
     /// # Errors

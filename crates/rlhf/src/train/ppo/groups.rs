@@ -5,7 +5,7 @@ use super::load::load_reference;
 use super::{Batch, PpoTrainer};
 use crate::Result;
 use crate::generate::{Response, Sampling};
-use crate::metrics::{Metrics, Warning, WarningKind};
+use crate::metrics::{Metrics, Warning};
 use crate::reward::Scored;
 use crate::rl::advantage::{Advantage, Aggregation, ScoreBaseline};
 use crate::rl::experience::Experience;
@@ -131,7 +131,6 @@ impl PpoTrainer {
             m.push("sampling/replaced_groups", batch.replaced_groups as f64);
         }
         m.push("step_time", seconds);
-        let message = (size > 1).then(|| self.equal_groups.observe(batch.update + 1, &e.scored_totals(), size));
-        message.flatten().map(|message| Warning { kind: WarningKind::EqualScores, message })
+        (size > 1).then(|| self.alarms.of_groups(batch.update + 1, &e.scored_totals(), size)).flatten()
     }
 }

@@ -14,11 +14,11 @@ use crate::optim::LearningRates;
 use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, resolve, specs};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
-use crate::rl::groups::EqualGroups;
 use crate::rl::kept::KeptResponses;
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
 use crate::rl::unsupervised::Unsupervised;
+use crate::run::event::Rollout;
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
@@ -87,6 +87,8 @@ impl PpoTrainer {
         let (mut learner, mut rewards) = (learner, rewards);
         learner.micro_batch_tokens = learner.world.min_count(learner.micro_batch_tokens)?;
         rewards.set_world(&learner.world);
+        let may_stop = !stop.is_empty() || stop_strings.is_some();
+        let alarms = Alarms::new(may_stop.then_some(config.response_length));
         Ok(Self {
             kl_controller: KlController::new(&config.kl, plan.num_total_batches),
             scaling: ScoreScaling::new(&config.score_scaling),
@@ -110,12 +112,12 @@ impl PpoTrainer {
             stop_strings,
             kept: KeptResponses::new(config.mask.min_response_length),
             shown: Vec::new(),
+            rollout: Rollout::default(),
             last_metrics: Metrics::default(),
             checks: None,
             skips: Skips::default(),
-            alarms: Alarms::default(),
+            alarms,
             warnings: Vec::new(),
-            equal_groups: EqualGroups::default(),
             num_tokens: 0,
             progress: Progress::new(&config.eval),
             opening: None,

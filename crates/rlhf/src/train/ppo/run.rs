@@ -126,6 +126,11 @@ impl PpoTrainer {
         if !samples.is_empty() {
             session.emit(&Event::Samples { step, episode, source: SampleSource::Rollout, samples: &samples })?;
         }
+        let rollout = std::mem::take(&mut self.rollout);
+        if self.config.trial.log_rollouts {
+            let limit = self.config.trial.rollouts_limit;
+            session.emit(&Event::Rollout { step, limit, rollout: &rollout })?;
+        }
         session.console().advance(watched(&metrics));
         let missing_metric = session.complete_update(self, due, evaluated.is_ok().then_some(&metrics));
         let failed = |e| Error::Run(format!("the evaluation after update {step}, which is missing now: {e}"));
@@ -141,7 +146,7 @@ impl PpoTrainer {
             self.emit_samples(session)?;
         }
         missing_metric?.iter().for_each(|warning| session.console().warn(warning));
-        session.save_due(self, due)
+        self.act_on_alarms(session, due)
     }
 
     /// Emits greedy responses to the sample prompts.
@@ -242,9 +247,6 @@ impl PpoTrainer {
         if let Ok(state) = saved.part("alarms") {
             self.alarms.load_state(state);
         }
-        if let Ok(state) = saved.part("equal_groups") {
-            self.equal_groups.load_state(state);
-        }
         self.num_tokens = saved.part("num_tokens").ok().and_then(Value::as_u64).unwrap_or(0);
         self.checks = saved.part("checks").ok().and_then(Value::as_str).map(String::from);
         Ok(())
@@ -261,7 +263,7 @@ impl PpoTrainer {
     }
 
     /// Returns the updates after which the run ends: all, or those of a test.
-    fn last_update(&self) -> usize {
+    pub(super) fn last_update(&self) -> usize {
         let (trial, total) = (&self.config.trial, self.plan.num_total_batches);
         if trial.enable_test_mode { (trial.test_stop_step + 1).max(self.progress.done).min(total) } else { total }
     }
@@ -309,7 +311,6 @@ impl Trainee for PpoTrainer {
         state.insert("scores".into(), self.scaling.state());
         state.insert("skips".into(), self.skips.state());
         state.insert("alarms".into(), self.alarms.state());
-        state.insert("equal_groups".into(), self.equal_groups.state());
         state.insert("num_tokens".into(), self.num_tokens.into());
         state.extend(self.learner.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
         state.extend(self.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
@@ -335,6 +336,7 @@ impl Trainee for PpoTrainer {
             value.load_trained(&value_dir)?;
             optimizer.load(&value_dir.join(OPTIMIZER))?;
         }
+        self.last_metrics = Metrics::default();
         for (name, _) in CARD_METRICS {
             if let Some(value) = saved.state.metrics.get(name).and_then(Value::as_f64) {
                 self.last_metrics.push(name, value);

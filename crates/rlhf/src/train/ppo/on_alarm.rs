@@ -1,0 +1,83 @@
+//! Actions on alarms: a run that is stopped, or continues from an earlier checkpoint.
+
+use super::PpoTrainer;
+use crate::error::STOPPED_BY_ALARM;
+use crate::metrics::{Warning, WarningKind};
+use crate::run::event::Event;
+use crate::run::session::{Due, Session};
+use crate::run::settings::AlarmAction;
+use crate::{Error, Result};
+
+impl PpoTrainer {
+    /// Takes the strongest action that `on_alarm` sets for the alarms of the last update, and writes what is `due` after an update that
+    /// counts.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`] if an alarm stops the run; if a file cannot be read or written.
+    pub(super) fn act_on_alarms(&mut self, session: &mut Session<'_>, due: Due) -> Result<()> {
+        let Some((kind, action)) = self.alarm_action()? else { return session.save_due(self, due) };
+        let (name, update) = (kind.name(), self.progress.done);
+        let (action, why) = match action {
+            AlarmAction::Warn => return session.save_due(self, due),
+            AlarmAction::Stop => ("stop", String::new()),
+            AlarmAction::Rollback => match self.roll_back(session, kind)? {
+                None => return Ok(()),
+                Some(why) => ("rollback", format!(", but {why}")),
+            },
+        };
+        session.save_due(self, due)?;
+        if update == self.last_update() {
+            return Ok(());
+        }
+        let message = format!("stopped after update {update} by the alarm {name} (on_alarm = {name}={action}{why})");
+        self.learner.world.agree(Err(Error::Stopped { message, code: STOPPED_BY_ALARM }))
+    }
+
+    /// Returns the alarm of the last update with the strongest action, which rank 0 decides for all.
+    fn alarm_action(&self) -> Result<Option<(WarningKind, AlarmAction)>> {
+        let watch = &self.config.watch;
+        if !watch.acts() {
+            return Ok(None);
+        }
+        let kinds: Vec<WarningKind> = self.warnings.iter().map(|warning: &Warning| warning.kind).collect();
+        let strongest = kinds.iter().copied().rev().max_by_key(|kind| watch.action(*kind));
+        let place = |kind| WarningKind::ALL.iter().position(|of| *of == kind).map_or(-1.0, |place| place as f64);
+        let mut chosen = [strongest.map_or(-1.0, place)];
+        self.learner.world.broadcast_numbers(&mut chosen)?;
+        let kind = WarningKind::ALL.iter().enumerate().find(|(place, _)| *place as f64 == chosen[0]);
+        Ok(kind.map(|(_, kind)| (*kind, watch.action(*kind))))
+    }
+
+    /// Continues from the last checkpoint before the last update, with half the learning rate and other samples. Returns why it cannot,
+    /// if it cannot.
+    fn roll_back(&mut self, session: &mut Session<'_>, kind: WarningKind) -> Result<Option<String>> {
+        let (step, rollbacks, most) = (self.progress.done, self.progress.rollbacks, self.config.watch.max_rollbacks);
+        if rollbacks >= most {
+            return Ok(Some(format!("max_rollbacks = {most} of them are done")));
+        }
+        let Some(saved) = session.last_checkpoint(self)? else {
+            return Ok(Some("there is no checkpoint before it".into()));
+        };
+        let (to, share) = (saved.state.update, 1u64 << (rollbacks + 1).min(63));
+        let message = format!(
+            "update {step}: the alarm {} rolls the run back to checkpoint-{to}: it continues with 1/{share} of its learning rate, and \
+             samples other responses; rollback {} of at most {most}",
+            kind.name(),
+            rollbacks + 1
+        );
+        session.emit(&Event::RolledBack { step, to, message: &message })?;
+        session.roll_back(self, &saved)?;
+        Ok(None)
+    }
+
+    /// Returns the factor of all learning rates: a half for each rollback.
+    pub(super) fn rate_factor(&self) -> f64 {
+        0.5f64.powi(self.progress.rollbacks as i32)
+    }
+
+    /// Returns the seed of the responses that are trained on: another one after each rollback. Evaluations and sample tables keep the
+    /// run's.
+    pub(super) fn sampling_seed(&self) -> u64 {
+        self.config.run.seed.wrapping_add((self.progress.rollbacks as u64) << 32)
+    }
+}
