@@ -43,10 +43,11 @@ pub struct LossSettings {
 impl LossSettings {
     /// Returns true if the losses need the log-probabilities of whole responses before their backward pass.
     pub(crate) fn needs_preview(&self) -> bool {
-        let of_sequences =
-            self.importance != ImportanceLevel::Token || matches!(self.objective, Objective::Vespo { .. });
-        let moved = !self.on_policy || (self.use_bias_correction_kl && self.kl_in_loss.is_some());
-        self.top_entropy_quantile < 1.0 || (of_sequences && moved) || self.off_policy_mask_threshold.is_some()
+        // On the policy that sampled, a ratio of a response is 1, and only its gradient at the KL needs the whole response.
+        let corrects_kl = self.use_bias_correction_kl && self.kl_in_loss.is_some();
+        let of_sequences = self.importance != ImportanceLevel::Token && (!self.on_policy || corrects_kl);
+        let of_weights = matches!(self.objective, Objective::Vespo { .. }) && !self.on_policy;
+        self.top_entropy_quantile < 1.0 || of_sequences || of_weights || self.off_policy_mask_threshold.is_some()
     }
 }
 
@@ -105,7 +106,7 @@ struct Sequence {
     ratio: Tensor,
     /// See [`Ratios::of_sequences`].
     spread: Tensor,
-    /// Mean of the KL estimates of its tokens.
+    /// Mean of the KL estimates of its tokens; `None` where each token's KL is multiplied by the token's own ratio.
     kl: Option<Tensor>,
 }
 
@@ -217,7 +218,9 @@ impl MicroBatch {
 
     /// KL estimates of a slice times the probability ratios, with the gradients of both. Source: TRL 1.11, `use_bias_correction_kl`.
     fn corrected(&self, kl: Tensor, ratios: &Ratios, now: &TokenLogprobs, here: impl Fn(&Tensor) -> Tensor) -> Tensor {
-        let Some(Sequence { ratio, spread, kl: Some(mean) }) = &self.sequence else { return kl * &ratios.ratio };
+        let Some(Sequence { ratio, spread, kl: Some(mean) }) = &self.sequence else {
+            return kl * ratios.log_ratio.exp();
+        };
         // The gradient of a response's ratio comes with the mean of its tokens' KL; see [`Ratios::of_sequences`].
         let moved = (math::unit(&now.logprobs) - 1.0) * here(spread) * here(mean);
         math::keep(&((kl + moved) * here(ratio)), &here(&self.counts))
@@ -239,8 +242,13 @@ impl MicroBatch {
             (_, ImportanceLevel::Sequence) => (Some(mean(&log_ratio)), ones()),
             (_, ImportanceLevel::SequenceProduct) => (Some(of_rows.sums(&log_ratio)), of_rows.counts.shallow_clone()),
         };
-        let kl = settings.kl_in_loss.zip(self.ref_logprobs.as_ref()).filter(|_| settings.use_bias_correction_kl);
-        let kl = kl.map(|(estimator, reference)| math::kl(&preview.logprobs, reference, &self.counts, estimator));
+        // VESPO's weights are of whole responses, and its KL has the ratios of single tokens.
+        let weighs = matches!(settings.objective, Objective::Vespo { .. });
+        let of_responses = settings.importance != ImportanceLevel::Token && !weighs && settings.use_bias_correction_kl;
+        let estimator = settings.kl_in_loss.filter(|estimator| of_responses && *estimator != KlEstimator::Full);
+        let kl = estimator
+            .zip(self.ref_logprobs.as_ref())
+            .map(|(estimator, reference)| math::kl(&preview.logprobs, reference, &self.counts, estimator));
         self.sequence = log_ratios.map(|log_ratios| Sequence {
             ratio: of_rows.at_tokens(&log_ratios.exp()),
             spread: of_rows.at_tokens(&spread),
@@ -367,7 +375,7 @@ impl Sums {
         let one = |x: &Tensor| x.sum(Kind::Float);
         add(&mut self.row_clips, &[&one(&low), &one(&high), &one(&shares[0]), &one(&shares[1])]);
         let empty = rows.counts.eq(0.0);
-        let (least, most) = (shares[0].masked_fill(&empty, 1.0).min(), shares[1].max());
+        let (least, most) = (shares[0].masked_fill(&empty, f64::INFINITY).min(), shares[1].max());
         self.extremes = Some(match self.extremes.take() {
             Some([a, b]) => [a.min_other(&least), b.max_other(&most)],
             None => [least, most],
@@ -429,9 +437,11 @@ impl Sums {
         if let [low, high, low_rows, high_rows] = numbers(self.row_clips).as_slice() {
             (stats.low_clipped, stats.high_clipped) = ([*low, *low_rows], [*high, *high_rows]);
         }
-        if let Some([least, most]) = self.extremes {
-            (stats.low_clipped_min, stats.high_clipped_max) = (least.double_value(&[]), most.double_value(&[]));
-        }
+        // A rank without a row that counts has no least share: [`StepStats::sum_over`] takes those of the other ranks.
+        (stats.low_clipped_min, stats.high_clipped_max) = match self.extremes {
+            Some([least, most]) => (least.double_value(&[]), most.double_value(&[])),
+            None => (f64::INFINITY, 0.0),
+        };
         if let [loss, clipped, value, error] = numbers(self.value).as_slice() {
             (stats.value_loss, stats.value_clipped) = (*loss, *clipped);
             (stats.value, stats.value_error) = (*value, *error);
@@ -468,6 +478,7 @@ mod tests {
     const LENGTHS: [i64; 4] = [4, 1, 3, 2];
     const CLIP: PolicyClip = PolicyClip { low: 0.1, high: 0.2, dual: None };
     const SAPO: Objective = Objective::Sapo { positive: 1.0, negative: 1.05 };
+    const VESPO: Objective = Objective::Vespo { positive: [2.0, 3.0], negative: [3.0, 2.0] };
     const KL_COEF: f64 = 0.3;
     const ENTROPY_COEF: f64 = 0.05;
 
@@ -531,12 +542,22 @@ mod tests {
                 ImportanceLevel::SequenceProduct => log_ratio.sum(Kind::Float).expand([*length], true),
             };
             let ratio = log_ratio.exp();
+            let is_positive = advantages.double_value(&[0]) > 0.0;
             let objective = match settings.objective {
                 Objective::Sapo { positive, negative } => {
-                    let t = if advantages.double_value(&[0]) > 0.0 { positive } else { negative };
+                    let t = if is_positive { positive } else { negative };
                     -(t * (&ratio - 1.0)).sigmoid() * (4.0 / t) * &advantages
                 }
-                _ => (-&advantages * &ratio).max_other(&(-&advantages * ratio.clamp(1.0 - CLIP.low, 1.0 + CLIP.high))),
+                Objective::Vespo { positive, negative } => {
+                    let [k, lambda] = if is_positive { positive } else { negative };
+                    // No sum is near a bound.
+                    let w = (&new - &old).detach().sum(Kind::Float).double_value(&[]).exp();
+                    -&advantages * &new * (lambda + k * w.ln() - lambda * w).exp()
+                }
+                Objective::Cispo => -&advantages * &new * ratio.detach().clamp_max(CLIP.high),
+                Objective::Clipped => {
+                    (-&advantages * &ratio).max_other(&(-&advantages * ratio.clamp(1.0 - CLIP.low, 1.0 + CLIP.high)))
+                }
             };
             let high = here(entropy).detach().ge(least.unwrap_or(f64::NEG_INFINITY)).to_kind(Kind::Float);
             let far = (&old - &new).mean(Kind::Float).double_value(&[]);
@@ -624,7 +645,10 @@ mod tests {
     #[test]
     fn gradients_of_sequence_ratios_go_to_all_tokens_of_a_response() {
         for importance in [ImportanceLevel::Token, ImportanceLevel::Sequence, ImportanceLevel::SequenceProduct] {
-            for objective in [Objective::Clipped, SAPO] {
+            for objective in [Objective::Clipped, SAPO, Objective::Cispo, VESPO] {
+                if objective == VESPO && importance != ImportanceLevel::Token {
+                    continue;
+                }
                 for aggregation in [LossAggregation::Responses, LossAggregation::ResponseSums, LossAggregation::Tokens]
                 {
                     let all = settings(objective, importance, aggregation);
@@ -650,5 +674,44 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_kl_over_the_vocabulary_needs_no_estimate_before_the_backward_pass() {
+        let mut settings = settings(Objective::Clipped, ImportanceLevel::Sequence, LossAggregation::Tokens);
+        settings.kl_in_loss = Some(KlEstimator::Full);
+        let x = tokens();
+        let mut e = experience(&LENGTHS, 1, &[0.0; 4]);
+        let slots = |x: &Tensor| crate::rl::experience::to_slots(x, &LENGTHS, 4);
+        (e.logprobs, e.ref_logprobs) = (slots(&x.old), Some(slots(&x.reference)));
+        let zeros = || e.logprobs.zeros_like();
+        let targets =
+            Targets { kl: zeros(), kl_coef: KL_COEF, rewards: zeros(), advantages: zeros(), returns: zeros() };
+        let mut batch = MicroBatch::new(&e, &targets, &zeros(), &[0, 1, 2, 3], &settings);
+        batch.take_preview(&Preview { logprobs: x.new, entropy: None }, &settings, None);
+        assert!(batch.sequence.is_some_and(|sequence| sequence.kl.is_none()));
+    }
+
+    #[test]
+    fn the_least_share_that_is_clipped_is_that_of_the_rows_that_count() {
+        let rows = |counts: &[bool]| Rows::new(&[1, 1], &Tensor::from_slice(counts));
+        let clips = |low: &[bool]| [Tensor::from_slice(low), Tensor::from_slice(&[false, false])];
+        let least = |batches: &[(&[bool], &[bool])]| {
+            let mut sums = Sums::new(false, true);
+            for (counts, low) in batches {
+                sums.clips = Some(vec![clips(low)]);
+                sums.end_rows(&rows(counts));
+            }
+            let mut stats = StepStats::default();
+            sums.read_into(&mut stats);
+            let of_this_rank = stats.low_clipped_min;
+            stats.sum_over(&crate::dist::World::single()).unwrap();
+            [of_this_rank, stats.low_clipped_min]
+        };
+        assert_eq!(least(&[(&[true, false], &[true, false]), (&[true, true], &[true, true])]), [1.0, 1.0]);
+        assert_eq!(least(&[(&[true, true], &[true, false])]), [0.0, 0.0]);
+        // A rank whose rows are masked, or that has none, leaves the minimum to the others; without any row it is 0.
+        assert_eq!(least(&[(&[false, false], &[false, false])]), [f64::INFINITY, 0.0]);
+        assert_eq!(least(&[]), [f64::INFINITY, 0.0]);
     }
 }

@@ -139,6 +139,8 @@ RUNS = {
     "rloo_two_rewards": dict(rewards=("even", "brief"), reward_weights=[1.0, 0.5], short=0.4),
     "rloo_unscorable": dict(rewards=("brief", "picky"), short=0.35, normalize_advantages=True),
     "rloo_sync_ref": ROWS | dict(beta=0.2, sync_ref_model=True, ref_model_mixup_alpha=0.6, ref_model_sync_steps=3),
+    "grpo_loss_vespo_beta": REUSED | dict(loss_type="vespo", beta=0.04),
+    "grpo_loss_vespo_beta_one_iteration": REUSED | dict(loss_type="vespo", beta=0.04, num_iterations=1, max_steps=4),
 }
 OWN = dict(family="llama", rewards=("even",), prompts=len(PROMPTS), short=0.15, pad=PAD, draw=0)
 DRAWS, STEADY = 40, 4e-6
