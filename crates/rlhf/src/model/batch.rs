@@ -41,8 +41,22 @@ impl<'a, S> Batch<'a, S> {
     /// Computes the first `shared_lens[i]` tokens of sequence i, which are those of the sequence before it, once for both: responses to
     /// one prompt then take the time and memory of their own tokens. Results are the same up to rounding. No effect with padding,
     /// dropout, or angles that depend on the length of the text.
+    ///
+    /// # Panics
+    /// If there is not one length per sequence, or the first tokens of a sequence are not those of the one before it.
     #[must_use]
-    pub fn sharing(self, shared_lens: Option<&'a [usize]>) -> Self {
+    pub fn sharing(self, shared_lens: Option<&'a [usize]>) -> Self
+    where
+        S: AsRef<[i64]>,
+    {
+        if let Some(lens) = shared_lens {
+            assert_eq!(lens.len(), self.sequences.len(), "expected one shared length per sequence");
+            let first = |row: usize, len: usize| self.sequences[row].as_ref().get(..len);
+            for (row, &len) in lens.iter().enumerate().filter(|(_, len)| **len > 0) {
+                let same = row > 0 && first(row, len).is_some_and(|own| first(row - 1, len) == Some(own));
+                assert!(same, "sequence {row}: expected its first {len} tokens to be those of the sequence before it");
+            }
+        }
         Self { shared_lens, ..self }
     }
 

@@ -254,7 +254,9 @@ impl Advantage {
     }
 
     /// Advantages and returns of `rewards`, `[B, R]` f32 each; neither is whitened. Returns are targets of a critic: 0 without one.
-    pub fn estimate(&self, e: &Experience, rewards: &Tensor) -> (Tensor, Tensor) {
+    ///
+    /// `reward_clip`: the bounds within which the total scores are in `rewards`; baselines of scores are made of the same numbers.
+    pub fn estimate(&self, e: &Experience, rewards: &Tensor, reward_clip: Option<[f64; 2]>) -> (Tensor, Tensor) {
         match *self {
             Self::Gae { gamma, lam, lam_policy } => {
                 let (advantages, returns) = math::gae(rewards, &e.values, &e.masks.value, gamma, lam);
@@ -282,9 +284,12 @@ impl Advantage {
                 let baselines = match baseline {
                     ScoreBaseline::Zero => None,
                     ScoreBaseline::GroupMean => {
-                        Some(math::group_means(&e.scored_totals(), &e.groups, LeaveOut::Nothing))
+                        Some(math::group_means(&e.clipped_totals(reward_clip), &e.groups, LeaveOut::Nothing))
                     }
-                    ScoreBaseline::Greedy => e.baselines.as_ref().map(math::numbers),
+                    ScoreBaseline::Greedy => {
+                        let clipped = |baselines: &Tensor| math::numbers(&math::within(baselines, reward_clip));
+                        e.baselines.as_ref().map(clipped)
+                    }
                 };
                 let rewards = match baselines {
                     None => rewards.shallow_clone(),
@@ -295,7 +300,7 @@ impl Advantage {
                         rewards + math::rewards(&rewards.zeros_like(), &less, &e.counted, 0.0, ScorePosition::LastToken)
                     }
                 };
-                (math::keep(&math::returns(&rewards, gamma), &e.masks.loss), rewards.zeros_like())
+                (math::keep(&math::returns(&rewards, gamma), &e.whitened_mask(false)), rewards.zeros_like())
             }
         }
     }
@@ -334,12 +339,12 @@ fn of_each_reward(e: &Experience) -> Vec<f64> {
     math::normalize_rows(&sums, STD_EPSILON)
 }
 
-/// Advantages of a whole update as the losses take them: whitened over all its tokens, or only masked where each mini-batch
+/// Advantages of a whole update as the losses take them: whitened over the slots of `mask`, or only masked where each mini-batch
 /// whitens its own.
-pub(crate) fn whiten_update(e: &Experience, advantages: &Tensor, how: WhitenAdvantages) -> Tensor {
+pub(crate) fn whiten_update(advantages: &Tensor, mask: &Tensor, how: WhitenAdvantages) -> Tensor {
     match how {
-        WhitenAdvantages::Batch => math::whiten(advantages, &e.masks.loss, true),
-        WhitenAdvantages::MiniBatch | WhitenAdvantages::None => math::keep(advantages, &e.masks.loss),
+        WhitenAdvantages::Batch => math::whiten(advantages, mask, true),
+        WhitenAdvantages::MiniBatch | WhitenAdvantages::None => math::keep(advantages, mask),
     }
 }
 
@@ -354,6 +359,7 @@ pub(crate) fn whiten_rows(advantages: &Tensor, rows: &[usize], mask: &Tensor) ->
 mod tests {
     use super::*;
     use crate::rl::experience::tests::experience;
+    use crate::rl::shaping::{Shaping, targets};
     use tch::Kind;
 
     const NONE: f64 = f64::NAN;
@@ -361,7 +367,7 @@ mod tests {
     /// Advantages of rows with one token each and these scores, in groups of three.
     fn of_groups(scores: &[f64], advantage: Advantage) -> Vec<f64> {
         let e = experience(&vec![1; scores.len()], 3, scores);
-        let (advantages, returns) = advantage.estimate(&e, &e.scores.unsqueeze(1));
+        let (advantages, returns) = advantage.estimate(&e, &e.scores.unsqueeze(1), None);
         assert_eq!(returns.abs().sum(Kind::Double).double_value(&[]), 0.0, "there is no critic");
         math::numbers(&advantages)
     }
@@ -416,7 +422,7 @@ mod tests {
             normalize: false,
             each_reward: true,
         };
-        let (found, _) = advantage.estimate(&e, &e.scores.unsqueeze(1));
+        let (found, _) = advantage.estimate(&e, &e.scores.unsqueeze(1), None);
         // Sums -1.3727894, 0.2817714, 1.091018, -0.7070068, 0.7070068 and 0, of the row alone in its group.
         let expected = [-1.505_944_3, 0.309_102, 1.196_842_2, -0.775_583_5, 0.775_583_5, 0.0, 0.0, 0.0, 0.0];
         assert_near(&math::numbers(&found), &expected);
@@ -427,7 +433,66 @@ mod tests {
         let mut e = experience(&[3, 2], 2, &[1.5, -0.5]);
         e.baselines = baselines.map(Tensor::from_slice);
         let rewards = Tensor::from_slice(&[-0.1f32, 0.2, 1.0, 0.3, -1.0, 0.0]).view([2, 3]);
-        math::numbers(&Advantage::Returns { gamma: 0.9, baseline }.estimate(&e, &rewards).0)
+        math::numbers(&Advantage::Returns { gamma: 0.9, baseline }.estimate(&e, &rewards, None).0)
+    }
+
+    /// Settings of a run whose advantages are returns.
+    fn shaping(baseline: ScoreBaseline, reward_clip: Option<[f64; 2]>, whiten_advantages: WhitenAdvantages) -> Shaping {
+        Shaping {
+            kl_estimator: math::KlEstimator::K1,
+            kl_in_loss: false,
+            score_position: ScorePosition::LastToken,
+            reward_clip,
+            whiten_rewards: false,
+            advantage: Advantage::Returns { gamma: 1.0, baseline },
+            whiten_advantages,
+        }
+    }
+
+    #[test]
+    fn a_row_without_a_score_has_the_advantage_0_and_is_in_no_whitening() {
+        let scores = [1.0, 1.0, NONE, 4.0, 2.0, 3.0];
+        let of = |scores: &[f64], size, baseline, how| {
+            let mut e = experience(&vec![1; scores.len()], size, scores);
+            e.baselines = Some(Tensor::full([scores.len() as i64], 0.5, (Kind::Float, tch::Device::Cpu)));
+            math::numbers(&targets(&e, 0.0, &shaping(baseline, None, how)).advantages)
+        };
+        let none = WhitenAdvantages::None;
+        assert_near(&of(&scores, 3, ScoreBaseline::GroupMean, none), &[0.0, 0.0, 0.0, 1.0, -1.0, 0.0]);
+        assert_near(&of(&scores, 3, ScoreBaseline::Greedy, none), &[0.5, 0.5, 0.0, 3.5, 1.5, 2.5]);
+        // Whitened as the update is without that row.
+        for baseline in [ScoreBaseline::Zero, ScoreBaseline::GroupMean] {
+            let all = of(&scores, 3, baseline, WhitenAdvantages::Batch);
+            assert_eq!(all[2], 0.0, "{baseline:?}");
+            let mut e = experience(&[1; 5], 3, &[1.0, 1.0, 4.0, 2.0, 3.0]);
+            e.groups = vec![0, 0, 1, 1, 1];
+            let whole = targets(&e, 0.0, &shaping(baseline, None, WhitenAdvantages::Batch)).advantages;
+            assert_near(&[&all[..2], &all[3..]].concat(), &math::numbers(&whole));
+        }
+        // Over a mini-batch of all rows it is the same.
+        let e = experience(&[1; 6], 3, &scores);
+        let own = targets(&e, 0.0, &shaping(ScoreBaseline::Zero, None, WhitenAdvantages::MiniBatch)).advantages;
+        let own = whiten_rows(&own, &[0, 1, 2, 3, 4, 5], &e.whitened_mask(false));
+        assert_near(&math::numbers(&own), &of(&scores, 3, ScoreBaseline::Zero, WhitenAdvantages::Batch));
+        // With a critic the score of such a row is 0, as before.
+        assert_eq!(e.whitened_mask(true).sum(Kind::Int64).int64_value(&[]), 6);
+    }
+
+    #[test]
+    fn baselines_are_those_of_the_scores_that_become_rewards() {
+        let mut e = experience(&[1; 2], 2, &[0.0, 100.0]);
+        e.baselines = Some(Tensor::from_slice(&[50.0f32, 2.0]));
+        let of = |e: &Experience, baseline| {
+            let clip = Some([-10.0, 10.0]);
+            math::numbers(&targets(e, 0.0, &shaping(baseline, clip, WhitenAdvantages::None)).advantages)
+        };
+        // Scores of 0 and 10, less their mean and less greedy scores of 10 and 2.
+        assert_near(&of(&e, ScoreBaseline::GroupMean), &[-5.0, 5.0]);
+        assert_near(&of(&e, ScoreBaseline::Greedy), &[-10.0, 8.0]);
+        // With scores of tokens the totals are clipped: 4 + 96, and 0.
+        let mut e = experience(&[1; 2], 2, &[0.0, 4.0]);
+        e.token_scores = Some(Tensor::from_slice(&[0.0f32, 96.0]).unsqueeze(1));
+        assert_near(&of(&e, ScoreBaseline::GroupMean), &[-5.0, 5.0]);
     }
 
     #[test]
@@ -455,7 +520,8 @@ mod tests {
             // 1 - 1 / (0.4 * 3) = 0.16667, and 1 - 1 / (0.4 * 2) = -0.25, so 0.
             (Some(PolicyLambda::OfLength { alpha: 0.4 }), [-0.246_25, -0.475, 1.5, -0.41, 0.3, 0.0]),
         ] {
-            let (advantages, returns) = Advantage::Gae { gamma: 0.9, lam: 0.95, lam_policy }.estimate(&e, &rewards);
+            let gae = Advantage::Gae { gamma: 0.9, lam: 0.95, lam_policy };
+            let (advantages, returns) = gae.estimate(&e, &rewards, None);
             assert_near(&math::numbers(&advantages), &expected);
             assert_near(&math::numbers(&returns), &[0.823_037_5, 0.8325, 1.0, 0.1465, 0.4, 0.0]);
         }

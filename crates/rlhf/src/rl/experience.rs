@@ -56,7 +56,8 @@ pub struct Experience {
     pub unscored: Vec<usize>,
     /// Weight and scores of each reward, a score per row, NaN where it gave none; only where an estimator compares them one by one.
     pub rewards: Option<Vec<(f64, Vec<f64>)>>,
-    /// Score of a greedy response to each row's prompt, `[B]`; only for ReMax.
+    /// Score of a greedy response to each row's prompt, `[B]`, after penalties as `scores` are; NaN where no reward gave one. Only for
+    /// ReMax.
     pub baselines: Option<Tensor>,
     /// Scores of single tokens, within `masks.response`, if a reward returns any.
     pub token_scores: Option<Tensor>,
@@ -133,7 +134,22 @@ impl Experience {
 
     /// Total score of each row as a number, NaN where `unscored`.
     pub(crate) fn scored_totals(&self) -> Vec<f64> {
-        self.without_unscored(math::numbers(&self.total_scores()))
+        self.clipped_totals(None)
+    }
+
+    /// [`Experience::scored_totals`] within the bounds `clip`, if there are any.
+    pub(crate) fn clipped_totals(&self, clip: Option<[f64; 2]>) -> Vec<f64> {
+        self.without_unscored(math::numbers(&math::within(&self.total_scores(), clip)))
+    }
+
+    /// Slots over which advantages are whitened, `[B, R]` bool: those in the policy loss; without a critic only those of rows that have a
+    /// score, since the others have the advantage 0.
+    pub(crate) fn whitened_mask(&self, has_critic: bool) -> Tensor {
+        let mask = &self.masks.loss;
+        if has_critic || self.unscored.is_empty() {
+            return mask.shallow_clone();
+        }
+        mask.index_fill(0, &row_index(&self.unscored, mask), 0)
     }
 
     /// The sum of each row of `rewards`, `[B, R]`, NaN where `unscored`.

@@ -372,10 +372,11 @@ impl Learner {
             |mask: &Tensor| mask.index_select(0, &row_index(mini_batch, mask)).sum(Kind::Double).double_value(&[]);
         let tokens = if trains_policy { count(&experience.masks.loss) } else { 0.0 };
         let value_slots = count(&experience.masks.value_loss);
+        let has_critic = !matches!(self.value, ValueModel::None);
         let whitened = self
             .settings
             .whiten_mini_batches
-            .then(|| whiten_rows(&targets.advantages, mini_batch, &experience.masks.loss));
+            .then(|| whiten_rows(&targets.advantages, mini_batch, &experience.whitened_mask(has_critic)));
         let advantages = whitened.as_ref().unwrap_or(&targets.advantages);
         let length = |&row: &usize| experience.sequence_len(row);
         // Rows of a group side by side, so that their prompt is computed once; the losses are sums over the mini-batch.
@@ -384,11 +385,9 @@ impl Learner {
             rows.sort_by_key(|&row| (experience.groups[row], row));
         }
         let own = self.world.share_by(&rows, length);
-        // Tokens that a row adds to a pass: a prompt that the row before it has is computed once.
-        let shared = experience.shared_lens(own).unwrap_or_default();
-        let added: HashMap<usize, usize> = own.iter().copied().zip(shared).collect();
-        let computed = |row: &usize| length(row) - added.get(row).copied().unwrap_or(0);
-        let parts = micro_batches(own, micro_batch_size, self.micro_batch_tokens, computed);
+        // A critic computes each sequence whole, and so do models whose angles depend on the length of the text.
+        let shares = !has_critic && !self.policy.config().has_length_dependent_rope();
+        let parts = passes(experience, own, (micro_batch_size, self.micro_batch_tokens), shares);
         let weights = Weights {
             divisor: self.divisor(experience, mini_batch.len(), tokens),
             entropy_tokens: tokens.max(1.0),
@@ -622,6 +621,35 @@ impl Learner {
     }
 }
 
+/// Divides `rows` into passes of at most `most_rows` rows that compute at most `most_tokens` tokens each; a row with more tokens is a pass by
+/// itself. `shares`: a prompt that the row before in the same pass has is computed once.
+fn passes<'a>(
+    e: &Experience,
+    rows: &'a [usize],
+    (most_rows, most_tokens): (usize, usize),
+    shares: bool,
+) -> Vec<&'a [usize]> {
+    let shared = |rows: &[usize]| if shares { e.shared_lens(rows).unwrap_or_default() } else { Vec::new() };
+    let of_rows: HashMap<usize, usize> = rows.iter().copied().zip(shared(rows)).collect();
+    let added = |row: &usize| e.sequence_len(*row) - of_rows.get(row).copied().unwrap_or(0);
+    let parts = micro_batches(rows, most_rows, most_tokens, added);
+    // The first row of a part computes its prompt, even if the last row of the part before has the same one.
+    let computed = |part: &[usize]| {
+        let whole: usize = part.iter().map(|&row| e.sequence_len(row)).sum();
+        whole - shared(part).iter().sum::<usize>()
+    };
+    parts.into_iter().flat_map(|part| halved(part, &|part| computed(part) <= most_tokens)).collect()
+}
+
+/// Halves `rows` until each part `fits` or is a single row.
+fn halved<'a>(rows: &'a [usize], fits: &dyn Fn(&[usize]) -> bool) -> Vec<&'a [usize]> {
+    if rows.len() < 2 || fits(rows) {
+        return vec![rows];
+    }
+    let (before, after) = rows.split_at(rows.len() / 2);
+    [halved(before, fits), halved(after, fits)].concat()
+}
+
 fn policy_optimizer(policy: &CausalLm, config: &OptimizerConfig, settings: &LearnerSettings) -> AdamW {
     AdamW::of_model(policy.trainable_params(), policy.shards(), config, settings.offload_optimizer)
 }
@@ -681,5 +709,36 @@ impl Scaling {
     pub(crate) fn load_state(&mut self, state: &Value) -> Result<()> {
         self.policy.load_state(&state["policy"])?;
         self.value.as_mut().map_or(Ok(()), |value| value.load_state(&state["value"]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rl::experience::tests::experience;
+
+    #[test]
+    fn a_pass_computes_no_more_tokens_than_it_may() {
+        // Two groups of six responses of 3 tokens to prompts of 10 tokens.
+        let mut e = experience(&[3; 12], 6, &[0.0; 12]);
+        e.prompts = (0..12).map(|row| vec![row / 6; 10]).collect();
+        let rows: Vec<usize> = (0..12).collect();
+        for most in [13, 16, 20, 25, 28, 31, 40, 56, 100] {
+            for shares in [true, false] {
+                let parts = passes(&e, &rows, (12, most), shares);
+                assert_eq!(parts.concat(), rows);
+                for part in parts {
+                    let groups = if part[0] / 6 == part[part.len() - 1] / 6 { 1 } else { 2 };
+                    let computed = 3 * part.len() + 10 * if shares { groups } else { part.len() };
+                    assert!(computed <= most || part.len() == 1, "{part:?} compute {computed} tokens, at most {most}");
+                }
+            }
+        }
+        // 28 tokens are a prompt and six responses.
+        assert_eq!(passes(&e, &rows, (12, 28), true), [&rows[..6], &rows[6..]]);
+        assert_eq!(passes(&e, &rows, (12, 28), false).len(), 6);
+        // The second of two parts of a group would be a prompt and four responses, 22 tokens: each part computes its prompt.
+        assert_eq!(passes(&e, &rows[..6], (12, 19), true), [&rows[..2], &rows[2..4], &rows[4..6]]);
+        assert_eq!(passes(&e, &rows, (1, 28), true).len(), 12);
     }
 }

@@ -243,6 +243,11 @@ pub fn numbers(x: &Tensor) -> Vec<f64> {
     Vec::try_from(x.to_kind(Kind::Double).view([-1])).expect("a tensor of floats")
 }
 
+/// `x` within `bounds`, if there are any.
+pub fn within(x: &Tensor, bounds: Option<[f64; 2]>) -> Tensor {
+    bounds.map_or_else(|| x.shallow_clone(), |[low, high]| x.clamp(low, high))
+}
+
 /// Where the policy's probability ratio is clipped.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PolicyClip {

@@ -60,13 +60,12 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor
     };
     let in_rewards = if shaping.kl_in_loss { 0.0 } else { kl_coef };
     let scores = match (shaping.reward_clip, &e.token_scores) {
-        (None, _) => e.scores.shallow_clone(),
-        (Some([low, high]), None) => e.scores.clamp(low, high),
         // Scores of tokens stay where they are; the response's own makes up for what the clip takes from the total.
-        (Some([low, high]), Some(_)) => {
+        (Some(_), Some(_)) => {
             let total = e.total_scores();
-            &e.scores + total.clamp(low, high) - total
+            &e.scores + math::within(&total, shaping.reward_clip) - total
         }
+        (clip, _) => math::within(&e.scores, clip),
     };
     let mut rewards = math::rewards(&kl, &scores, &e.counted, in_rewards, shaping.score_position);
     if let Some(token_scores) = &e.token_scores {
@@ -80,8 +79,9 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor
 
 /// Advantages of `rewards`, whitened as the settings say, and returns, never whitened. Both are `[B, R]` f32.
 pub fn advantages(e: &Experience, rewards: &Tensor, shaping: &Shaping) -> (Tensor, Tensor) {
-    let (advantages, returns) = shaping.advantage.estimate(e, rewards);
-    (whiten_update(e, &advantages, shaping.whiten_advantages), returns)
+    let (advantages, returns) = shaping.advantage.estimate(e, rewards, shaping.reward_clip);
+    let mask = e.whitened_mask(shaping.advantage.needs_critic());
+    (whiten_update(&advantages, &mask, shaping.whiten_advantages), returns)
 }
 
 /// `scores` minus `penalty` for each row without a stop token; `[B]`.
