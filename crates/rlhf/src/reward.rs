@@ -197,20 +197,28 @@ impl Called {
         }
         let scores = from_numbers(&world.gather_numbers(&to_numbers(&self.scores))?.concat());
         let extras = world.gather_bytes(json!([rows, self.extra]).to_string().as_bytes())?;
-        let mut sums: Vec<(String, f64, f64)> = Vec::new();
-        for bytes in extras {
-            let (rows, extra): (f64, Vec<(String, Option<f64>)>) = serde_json::from_slice(&bytes).unwrap_or_default();
-            for (name, value) in extra.into_iter().filter(|_| rows > 0.0) {
-                let value = value.unwrap_or(f64::NAN);
-                match sums.iter_mut().find(|(known, ..)| *known == name) {
-                    Some((_, sum, count)) => (*sum, *count) = (*sum + value * rows, *count + rows),
-                    None => sums.push((name, value * rows, rows)),
-                }
-            }
-        }
-        let extra = sums.into_iter().map(|(name, sum, rows)| (name, sum / rows)).collect();
+        let of_rank = |bytes: Vec<u8>| {
+            let (rows, extra): (usize, Vec<(String, Option<f64>)>) = serde_json::from_slice(&bytes).unwrap_or_default();
+            (rows, extra.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect())
+        };
+        let extra = mean_of_extras(extras.into_iter().map(of_rank));
         Ok(Self { scores, seconds: world.max_number(self.seconds)?, extra })
     }
+}
+
+/// Averages the additional metrics of several batches over their rows; a batch without a metric is not in its mean.
+fn mean_of_extras(batches: impl IntoIterator<Item = (usize, Vec<(String, f64)>)>) -> Vec<(String, f64)> {
+    let mut sums: Vec<(String, f64, f64)> = Vec::new();
+    for (rows, extra) in batches.into_iter().filter(|(rows, _)| *rows > 0) {
+        let rows = rows as f64;
+        for (name, value) in extra {
+            match sums.iter_mut().find(|(known, ..)| *known == name) {
+                Some((_, sum, count)) => (*sum, *count) = (*sum + value * rows, *count + rows),
+                None => sums.push((name, value * rows, rows)),
+            }
+        }
+    }
+    sums.into_iter().map(|(name, sum, rows)| (name, sum / rows)).collect()
 }
 
 /// The code of a score of a whole response in [`to_numbers`]; codes of 0 and more are numbers of tokens.
@@ -248,6 +256,27 @@ fn from_numbers(mut numbers: &[f64]) -> Vec<Score> {
     scores
 }
 
+/// The use of scores, which decides whether running moments normalize them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ScoresFor {
+    /// Training: added to the running moments, and normalized by them.
+    Training,
+    /// Baselines of scores that are trained on: normalized by the moments as they are.
+    Baselines,
+    /// Samples and evaluations: not normalized, so that they are comparable over a run.
+    Reports,
+}
+
+impl ScoresFor {
+    fn new(training: bool) -> Self {
+        if training { Self::Training } else { Self::Reports }
+    }
+
+    fn is_normalized(self) -> bool {
+        self != Self::Reports
+    }
+}
+
 /// One reward of [`Rewards`].
 struct Component {
     name: String,
@@ -261,7 +290,7 @@ struct Component {
 impl Component {
     /// Calls the reward, checks its scores, and adds those that are trained on to the running moments. Also returns the seconds
     /// that the call took.
-    fn score(&mut self, batch: &[RewardInput<'_>], training: bool, world: &World) -> Result<Called> {
+    fn score(&mut self, batch: &[RewardInput<'_>], usage: ScoresFor, world: &World) -> Result<Called> {
         let start = Instant::now();
         let own = &batch[world.share(batch.len())];
         // All ranks call a model, whose passes they may share; a program or a service gets no empty batch.
@@ -281,7 +310,7 @@ impl Component {
         let scores = &called.scores;
         let named = |message: &dyn fmt::Display| format!("reward `{}`: {message}", self.name);
         check(scores, batch).map_err(|failure| Error::Run(named(&failure.describe(batch))))?;
-        if training && self.shaping.normalize != Normalize::None {
+        if usage == ScoresFor::Training && self.shaping.normalize != Normalize::None {
             let numbers: Vec<f64> = scores.iter().flat_map(|score| score.numbers().iter().copied()).collect();
             self.moments.update(&numbers);
         }
@@ -289,8 +318,8 @@ impl Component {
     }
 
     /// Applies the shaping to one number.
-    fn shape(&self, number: f64, training: bool) -> f64 {
-        self.shaping.apply(number, &self.moments, training)
+    fn shape(&self, number: f64, usage: ScoresFor) -> f64 {
+        self.shaping.apply(number, &self.moments, usage.is_normalized())
     }
 }
 
@@ -426,6 +455,17 @@ impl Rewards {
         responses: &[Response],
         training: bool,
     ) -> Result<Scored> {
+        self.score_responses_for(tokenizer, prompts, responses, ScoresFor::new(training))
+    }
+
+    /// [`Rewards::score_responses`] for any use of the scores.
+    pub(crate) fn score_responses_for(
+        &mut self,
+        tokenizer: &Tokenizer,
+        prompts: &[&Prompt],
+        responses: &[Response],
+        usage: ScoresFor,
+    ) -> Result<Scored> {
         if prompts.len() != responses.len() {
             let (expected, found) = (prompts.len(), responses.len());
             return Err(Error::Run(format!("expected {expected} responses, one per prompt, found {found}")));
@@ -441,7 +481,7 @@ impl Rewards {
             finish: response.finish,
             row: &prompt.row,
         });
-        self.score(&inputs.collect::<Vec<_>>(), training)
+        self.score_for(&inputs.collect::<Vec<_>>(), usage)
     }
 
     /// Scores a batch. With `training` the scores are added to the running moments and normalized by them. Scores of samples
@@ -451,19 +491,24 @@ impl Rewards {
     /// If a reward fails, returns the wrong number of scores for the batch or for a response's tokens, or a score is not finite.
     /// The error names the reward and, if known, the row. An absent score is no error.
     pub fn score(&mut self, batch: &[RewardInput<'_>], training: bool) -> Result<Scored> {
+        self.score_for(batch, ScoresFor::new(training))
+    }
+
+    fn score_for(&mut self, batch: &[RewardInput<'_>], usage: ScoresFor) -> Result<Scored> {
         let zeros = vec![0.0; batch.len()];
         let mut scored =
             Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new(), warning: None };
         for component in &mut self.components {
-            let Called { scores: found, seconds, extra } = component.score(batch, training, &self.world)?;
+            let Called { scores: found, seconds, extra } = component.score(batch, usage, &self.world)?;
             for (row, score) in found.iter().enumerate() {
-                scored.raw[row] += score.numbers().iter().map(|number| component.shape(*number, false)).sum::<f64>();
+                let raw = |number: &f64| component.shape(*number, ScoresFor::Reports);
+                scored.raw[row] += score.numbers().iter().map(raw).sum::<f64>();
                 match score {
-                    Score::Response(number) => scored.responses[row] += component.shape(*number, training),
+                    Score::Response(number) => scored.responses[row] += component.shape(*number, usage),
                     Score::Tokens(numbers) => {
                         let zeros = || batch.iter().map(|input| vec![0.0; input.response_ids.len()]).collect();
                         let slots = &mut scored.tokens.get_or_insert_with(zeros)[row];
-                        let shaped = numbers.iter().map(|number| component.shape(*number, training));
+                        let shaped = numbers.iter().map(|number| component.shape(*number, usage));
                         slots.iter_mut().zip(shaped).for_each(|(slot, shaped)| *slot += shaped);
                     }
                     Score::Absent => {}
@@ -475,7 +520,7 @@ impl Rewards {
         }
         scored.check_finite(batch)?;
         if let Some(row) = scored.unscored().iter().position(|&unscored| unscored)
-            && training
+            && usage == ScoresFor::Training
             && !std::mem::replace(&mut self.warned_unscored, true)
         {
             let failure = Failure::at(row, "no reward gave it a score; its score is 0");
@@ -567,20 +612,27 @@ impl Scored {
         (0..self.responses.len()).map(|row| !self.components.is_empty() && absent(row)).collect()
     }
 
-    /// Appends the scores of more responses by the same rewards.
-    pub(crate) fn extend(&mut self, more: Self) {
-        let rows = self.responses.len();
-        if let Some(tokens) = more.tokens {
-            self.tokens.get_or_insert_with(|| vec![Vec::new(); rows]).extend(tokens);
-        } else if let Some(tokens) = &mut self.tokens {
-            tokens.resize(rows + more.responses.len(), Vec::new());
+    /// Returns the total score of each response without normalization, `[B]`; NaN where no reward gave one.
+    pub(crate) fn raw_or_nan(&self) -> Vec<f64> {
+        let of_row = |(&score, unscored)| if unscored { f64::NAN } else { score };
+        self.raw.iter().zip(self.unscored()).map(of_row).collect()
+    }
+
+    /// Appends the scores of more responses by the same rewards; `lengths` are the tokens of these responses and of the added ones.
+    pub(crate) fn extend(&mut self, more: Self, lengths: &[usize]) {
+        let rows = [self.responses.len(), more.responses.len()];
+        if self.tokens.is_some() || more.tokens.is_some() {
+            let zeros = |lengths: &[usize]| lengths.iter().map(|&len| vec![0.0; len]).collect::<Vec<_>>();
+            let (own, others) = lengths.split_at(rows[0]);
+            let others = more.tokens.unwrap_or_else(|| zeros(others));
+            self.tokens.get_or_insert_with(|| zeros(own)).extend(others);
         }
         self.responses.extend(more.responses);
         self.raw.extend(more.raw);
         for (own, more) in self.components.iter_mut().zip(more.components) {
             own.scores.extend(more.scores);
             own.seconds += more.seconds;
-            own.extra = more.extra;
+            own.extra = mean_of_extras([(rows[0], std::mem::take(&mut own.extra)), (rows[1], more.extra)]);
         }
         self.warning = self.warning.take().or(more.warning);
     }
@@ -701,6 +753,49 @@ mod tests {
         let mut rewards = Rewards::new().with("whole", constant(&[1e39])).with("tokens", last);
         let error = with_batch(&[2], |batch| rewards.score(batch, true)).unwrap_err().to_string();
         assert!(error.contains("expected a finite score, found 1e39"), "{error}");
+    }
+
+    #[test]
+    fn batches_with_scores_of_tokens_and_without_are_joined() {
+        let scored = |lengths: &[usize], of_tokens: bool, extra: f64| {
+            let reward = FnReward::new(move |batch: &[RewardInput<'_>]| {
+                let of = |input: &RewardInput<'_>| match of_tokens {
+                    true => Score::Tokens(vec![1.0; input.response_ids.len()]),
+                    false => Score::Response(2.0),
+                };
+                Ok(batch.iter().map(of).collect())
+            });
+            let mut scored = with_batch(lengths, |batch| Rewards::new().with("r", reward).score(batch, true)).unwrap();
+            scored.components[0].extra = vec![("share".into(), extra)];
+            scored
+        };
+        let mut first = scored(&[2, 1], false, 1.0);
+        first.extend(scored(&[3], true, 0.25), &[2, 1, 3]);
+        assert_eq!(first.tokens, Some(vec![vec![0.0; 2], vec![0.0], vec![1.0; 3]]));
+        assert_eq!(
+            (first.totals(), first.components[0].extra.clone()),
+            (vec![2.0, 2.0, 3.0], vec![("share".into(), 0.75)])
+        );
+        let mut first = scored(&[2], true, 1.0);
+        first.extend(scored(&[3, 1], false, 1.0), &[2, 3, 1]);
+        assert_eq!(first.tokens, Some(vec![vec![1.0; 2], vec![0.0; 3], vec![0.0]]));
+        let mut first = scored(&[2], false, 1.0);
+        first.extend(scored(&[3], false, 1.0), &[2, 3]);
+        assert_eq!(first.tokens, None);
+    }
+
+    #[test]
+    fn baselines_are_normalized_by_the_moments_of_the_scores_that_are_trained_on() {
+        let mut rewards =
+            Rewards::new().with_shaping("r", constant(&[10.0, 14.0]), shaping(|s| s.normalize = Normalize::MeanStd));
+        let of = |rewards: &mut Rewards, usage| with_batch(&[1, 1], |batch| rewards.score_for(batch, usage)).unwrap();
+        // Before any training there are no moments.
+        assert_eq!(of(&mut rewards, ScoresFor::Baselines).responses, [10.0, 14.0]);
+        let trained = of(&mut rewards, ScoresFor::Training).responses;
+        let state = rewards.state();
+        assert_eq!(of(&mut rewards, ScoresFor::Baselines).responses, trained);
+        assert_eq!(of(&mut rewards, ScoresFor::Reports).responses, [10.0, 14.0]);
+        assert_eq!(rewards.state(), state);
     }
 
     #[test]

@@ -127,14 +127,14 @@ impl ScoreScaling {
         scores.iter().map(|&score| self.clip.map_or(scaled(score), |most| scaled(score).clamp(-most, most))).collect()
     }
 
-    /// Scales the total scores of an update's responses by [`ScoreScaling::scale`]. Scores per token stay as they are; the
-    /// difference is added to the score of the whole response.
-    pub(crate) fn apply(&mut self, scored: &mut Scored) {
+    /// Scales the total scores of responses by [`ScoreScaling::scale`]; those that are trained on (`training`) are added to the running
+    /// moments first. Scores per token stay as they are; the difference is added to the score of the whole response.
+    pub(crate) fn apply(&mut self, scored: &mut Scored, training: bool) {
         if !self.scales && self.clip.is_none() {
             return;
         }
         let totals = scored.totals();
-        let scaled = self.scale(&totals, true);
+        let scaled = self.scale(&totals, training);
         let changes = scaled.iter().zip(&totals).map(|(scaled, total)| scaled - total);
         scored.responses.iter_mut().zip(changes).for_each(|(score, change)| *score += change);
     }

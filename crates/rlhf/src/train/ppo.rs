@@ -103,6 +103,13 @@ impl PpoTrainer {
     /// Samples responses to the next prompts, and selects those that are long enough to train on.
     fn sample(&mut self, update: usize) -> Result<Batch> {
         let size = self.plan.prompts;
+        if self.order.is_some() && self.config.groups.filters() {
+            return Err(Error::Usage(
+                "order: expected neither dynamic_sampling nor dynamic_filtering_reward_range, whose further groups are of prompts that the \
+                 order did not name"
+                    .into(),
+            ));
+        }
         let rows = match &mut self.order {
             Some(order) => own_rows(update, (order.0)(update), size, self.prompts.len())?,
             None => self.cursor.take(size),

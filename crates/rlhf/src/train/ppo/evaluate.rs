@@ -104,23 +104,33 @@ impl PpoTrainer {
         if self.config.groups.filters() {
             scored = self.replace_groups(batch, scored)?;
         }
-        let prompts: Vec<&Prompt> = batch.rows.iter().map(|&row| &self.prompts[row]).collect();
         let raw = self.raw_scores(&scored, &batch.responses);
-        self.scaling.apply(&mut scored);
-        let (mut penalised, ends) = self.penalised(&scored, &batch.responses);
-        let too_long = self.config.groups.overlong_penalties(&batch.responses, self.config.response_length);
-        if let Some(penalties) = too_long {
-            penalised.responses -= Tensor::from_slice(&penalties).to(penalised.responses.device());
-            penalised.responses = penalised.responses.to_kind(Kind::Float);
-        }
+        let (penalised, ends) = self.trained_scores(&mut scored, &batch.responses, true);
         let trial = &self.config.trial;
         let shown = if trial.print_answers && batch.update.is_multiple_of(trial.print_answers_interval) {
-            let shown = &prompts[..prompts.len().min(SAMPLE_ROWS)];
-            self.sample_rows(shown, &batch.responses, &raw, &scored.components)?
+            let shown = batch.rows.iter().take(SAMPLE_ROWS).map(|&row| &self.prompts[row]);
+            self.sample_rows(&shown.collect::<Vec<_>>(), &batch.responses, &raw, &scored.components)?
         } else {
             Vec::new()
         };
         Ok(BatchScores { penalised, reported: ReportedScores { raw, scored, ends }, shown })
+    }
+
+    /// Scales `scored` and subtracts penalties: the scores that are trained on, and baselines of them. Scores of `training` are added to
+    /// the running moments of the scaling first. Returns them with the numbers of [`PpoTrainer::penalised`].
+    pub(super) fn trained_scores(
+        &mut self,
+        scored: &mut Scored,
+        responses: &[Response],
+        training: bool,
+    ) -> (Scores, Vec<usize>) {
+        self.scaling.apply(scored, training);
+        let (mut penalised, ends) = self.penalised(scored, responses);
+        if let Some(penalties) = self.config.groups.overlong_penalties(responses, self.config.response_length) {
+            penalised.responses -= Tensor::from_slice(&penalties).to(penalised.responses.device());
+            penalised.responses = penalised.responses.to_kind(Kind::Float);
+        }
+        (penalised, ends)
     }
 
     /// Scores responses to the prompts `rows`, to train on them.

@@ -6,8 +6,8 @@ use super::{Batch, PpoTrainer};
 use crate::Result;
 use crate::generate::{Response, Sampling};
 use crate::metrics::{Metrics, Warning};
-use crate::reward::Scored;
-use crate::rl::advantage::{Advantage, Aggregation, ScoreBaseline};
+use crate::reward::{Scored, ScoresFor};
+use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::experience::Experience;
 use crate::rl::groups::{push_completion_metrics, truncated};
 use crate::rl::reference::REFERENCE;
@@ -26,8 +26,7 @@ impl PpoTrainer {
             let scores = scored.components.iter().map(|component| component.scores.clone());
             e.rewards = Some(self.rewards.weights().zip(scores).collect());
         }
-        if self.config.advantage() == (Advantage::Returns { gamma: self.config.gamma, baseline: ScoreBaseline::Greedy })
-        {
+        if self.config.advantage.advantage_estimator == AdvantageEstimator::Remax {
             e.baselines = Some(self.greedy_scores(batch)?);
         }
         if self.config.mask.mask_truncated_completions {
@@ -43,13 +42,7 @@ impl PpoTrainer {
         let mut kept: Vec<usize> = Vec::new();
         let mut found = 0;
         for attempt in 1.. {
-            let numbers: Vec<f64> = scored.raw.clone();
-            let unscored = scored.unscored();
-            let numbers: Vec<f64> = numbers
-                .iter()
-                .zip(unscored)
-                .map(|(&score, unscored)| if unscored { f64::NAN } else { score })
-                .collect();
+            let numbers = scored.raw_or_nan();
             let groups = numbers.chunks(size).enumerate().skip(found);
             kept.extend(groups.filter(|(_, scores)| self.config.groups.keeps(scores)).map(|(group, _)| group));
             found = numbers.len() / size;
@@ -59,9 +52,11 @@ impl PpoTrainer {
             let rows = self.cursor.take(wanted);
             // The number of the batch is part of the key of its random draws.
             let (rows, responses) = self.respond(&rows, (attempt as u64) << 32 | batch.update as u64)?;
-            scored.extend(self.score_rows(&rows, &responses)?);
+            let more = self.score_rows(&rows, &responses)?;
             batch.rows.extend(rows);
             batch.responses.extend(responses);
+            let lengths: Vec<usize> = batch.responses.iter().map(|response| response.tokens.len()).collect();
+            scored.extend(more, &lengths);
         }
         batch.sampled_groups = found;
         batch.replaced_groups = found - kept.len();
@@ -75,7 +70,8 @@ impl PpoTrainer {
         Ok(scored.select(&rows))
     }
 
-    /// Score of a greedy response to the prompt of each row, `[B]`.
+    /// Score of a greedy response to the prompt of each row, `[B]`, scaled and penalised as the scores that are trained on are; NaN where
+    /// no reward gave one.
     fn greedy_scores(&mut self, batch: &Batch) -> Result<Tensor> {
         let size = self.config.advantage.num_generations;
         let rows: Vec<usize> = batch.rows.iter().copied().step_by(size).collect();
@@ -83,8 +79,18 @@ impl PpoTrainer {
         let responses = self.generate(&prompts, Sampling::Greedy, Purpose::Sampling, batch.update)?;
         let asked: Vec<_> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
         let asked: Vec<_> = asked.iter().collect();
-        let (scores, _) = self.whole_scores(&asked, &responses)?;
-        Ok(scores.repeat_interleave_self_int(size as i64, 0, None))
+        let baselines = ScoresFor::Baselines;
+        let mut scored = self.rewards.score_responses_for(&self.tokenizer, &asked, &responses, baselines)?;
+        let (scores, _) = self.trained_scores(&mut scored, &responses, false);
+        let total = match &scores.tokens {
+            Some(tokens) => {
+                let sums: Vec<f32> = tokens.iter().map(|scores| scores.iter().sum()).collect();
+                &scores.responses + Tensor::from_slice(&sums).to(scores.responses.device())
+            }
+            None => scores.responses,
+        };
+        let unscored = Tensor::from_slice(&scored.unscored()).to(total.device());
+        Ok(total.masked_fill(&unscored, f64::NAN).repeat_interleave_self_int(size as i64, 0, None))
     }
 
     /// Writes a reference model that follows the policy to a checkpoint.
@@ -107,8 +113,8 @@ impl PpoTrainer {
         Ok(())
     }
 
-    /// Adds the metrics of TRL's GRPOTrainer and RLOOTrainer, in a run without a critic; `seconds` are those of the update. Returns a
-    /// warning if all scores of many groups were equal.
+    /// Adds how many groups were replaced and, in a run without a critic, the metrics of TRL's GRPOTrainer and RLOOTrainer; `seconds` are
+    /// those of the update. Returns a warning if all scores of many groups were equal.
     pub(super) fn push_group_metrics(
         &mut self,
         m: &mut Metrics,
@@ -117,6 +123,10 @@ impl PpoTrainer {
         steps: &[StepStats],
         seconds: f64,
     ) -> Option<Warning> {
+        if self.config.groups.filters() {
+            m.push("sampling/groups", batch.sampled_groups as f64);
+            m.push("sampling/replaced_groups", batch.replaced_groups as f64);
+        }
         if self.config.needs_critic() {
             return None;
         }
@@ -126,10 +136,6 @@ impl PpoTrainer {
         m.push("num_tokens", self.num_tokens as f64);
         push_completion_metrics(m, &batch.responses);
         self.learner.group_metrics(m, e, targets, steps);
-        if self.config.groups.filters() {
-            m.push("sampling/groups", batch.sampled_groups as f64);
-            m.push("sampling/replaced_groups", batch.replaced_groups as f64);
-        }
         m.push("step_time", seconds);
         (size > 1).then(|| self.alarms.of_groups(batch.update + 1, &e.scored_totals(), size)).flatten()
     }
