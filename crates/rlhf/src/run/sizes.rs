@@ -33,6 +33,12 @@ pub(super) fn ranks_of(ranks: usize) -> String {
     if ranks == 1 { "1 rank".into() } else { format!("{ranks} ranks") }
 }
 
+/// Returns the rows of `ranks` ranks in one pass each: `per_rank`, or without a limit all of an optimizer step of `step` rows, which are the
+/// most.
+pub(crate) fn rows_of_all_ranks(per_rank: Option<u64>, ranks: u64, step: u64) -> u64 {
+    per_rank.map_or(step, |rows| rows.saturating_mul(ranks).min(step))
+}
+
 impl GlobalSizes {
     /// Returns the sizes of a run of `ranks` ranks with the settings `config`; `None` if they have none.
     ///
@@ -56,7 +62,7 @@ impl GlobalSizes {
         let generated = set("per_device_generation_batch_size")
             .map(|size| on_all(size.saturating_mul(number("generation_batches", 1))));
         if matches!(preset, Some("grpo" | "rloo")) {
-            let pass = Self::rows_per_pass(config).map_or(rows, |pass| on_all(pass.min(rows)));
+            let pass = rows_of_all_ranks(Self::rows_per_pass(config), ranks, rows);
             let of_steps = set("steps_per_generation").map(|steps| steps.saturating_mul(pass));
             let update = set("generation_batch_size").or(of_steps).unwrap_or(rows);
             return Some(Self { update, step: rows, part: rows });

@@ -7,6 +7,7 @@ use crate::dist::num_ranks;
 use crate::flag::{above_zero, at_least_one, expect, no_effect, usage};
 use crate::rl::groups::check_whole;
 use crate::rl::learner::EpochPlan;
+use crate::run::sizes::rows_of_all_ranks;
 
 /// Maximum number of responses, rows or updates of a run.
 pub(super) const MOST_EPISODES: usize = 1 << 40;
@@ -83,7 +84,12 @@ impl BatchSettings {
 
     /// Returns the maximum number of rows of a rank in one forward and backward pass.
     pub(crate) fn rows_per_pass(&self) -> usize {
-        self.per_device.unwrap_or(if self.all.is_some() { usize::MAX } else { PER_DEVICE })
+        self.limit().unwrap_or(usize::MAX)
+    }
+
+    /// Returns [`BatchSettings::rows_per_pass`]; `None` if there is no limit.
+    fn limit(&self) -> Option<usize> {
+        self.per_device.or(if self.all.is_some() { None } else { Some(PER_DEVICE) })
     }
 
     /// Returns the product that [`BatchSettings::rows`] is, with further factors, for error messages.
@@ -136,7 +142,19 @@ impl PpoConfig {
         let group = self.advantage.num_generations;
         let of_steps =
             |steps: usize| steps.div_ceil(epoch.steps(batch_size) * self.num_ppo_epochs).saturating_mul(batch_size);
-        let given = self.generation.max_steps.map(of_steps).or(self.total_episodes);
+        if let Some(steps) = self.generation.max_steps {
+            at_least_one("max_steps", steps)?;
+            let expected = format!("at most {MOST_EPISODES} responses in all, {batch_size} in each update");
+            expect(of_steps(steps) <= MOST_EPISODES, "max_steps", steps, &expected)?;
+        }
+        let given = match (self.generation.max_steps, self.total_episodes) {
+            (Some(steps), Some(episodes)) => {
+                return usage(format!(
+                    "max_steps = {steps} and total_episodes = {episodes} exclude each other: both are the length of the run"
+                ));
+            }
+            (steps, episodes) => steps.map(of_steps).or(episodes),
+        };
         let of_epochs = || ((self.num_train_epochs * num_prompts as f64) as usize).saturating_mul(group);
         let total_episodes = given.unwrap_or_else(of_epochs);
         if total_episodes == 0 {
@@ -254,23 +272,36 @@ impl PpoConfig {
         let GenerationBatchesConfig { generation_batch_size, steps_per_generation, .. } = self.generation;
         let why =
             "with the presets grpo and rloo: generation_batch_size or steps_per_generation is the size of an update";
-        if self.num_mini_batches != 1 {
-            no_effect("num_mini_batches", self.num_mini_batches, why)?;
+        for (name, found) in
+            [("num_mini_batches", self.num_mini_batches), ("generation_batches", self.generation.generation_batches)]
+        {
+            if found != 1 {
+                no_effect(name, found, why)?;
+            }
         }
         if let Some(size) = self.generation.per_device_generation_batch_size {
             no_effect("per_device_generation_batch_size", size, why)?;
         }
-        let pass = self.batches(ranks).rows_per_pass().min(step).saturating_mul(ranks);
         let (name, rows) = match (generation_batch_size, steps_per_generation) {
             (None, None) => return Ok(step),
             (Some(rows), Some(steps)) => {
                 return usage(format!(
-                    "generation_batch_size = {rows} and steps_per_generation = {steps} exclude each other: both are the responses of an                      update, the second as micro-batches"
+                    "generation_batch_size = {rows} and steps_per_generation = {steps} exclude each other: both are the responses of an \
+                     update, the second as micro-batches"
                 ));
             }
-            (Some(rows), None) => ("generation_batch_size", rows),
-            (None, Some(steps)) => ("steps_per_generation * per_device_train_batch_size", steps.saturating_mul(pass)),
+            (Some(rows), None) => ("generation_batch_size".into(), rows),
+            (None, Some(steps)) => {
+                let per_rank = self.batches(ranks).limit();
+                let pass = rows_of_all_ranks(per_rank.map(|rows| rows as u64), ranks as u64, step as u64) as usize;
+                let of_pass = match per_rank {
+                    Some(_) => product(&["steps_per_generation", "per_device_train_batch_size"], ranks),
+                    None => product(&["steps_per_generation", "train_batch_size"], 1),
+                };
+                (of_pass, steps.saturating_mul(pass))
+            }
         };
+        let name = name.as_str();
         at_least_one(name, rows)?;
         expect(rows <= MOST_ROWS, name, rows, &format!("at most {MOST_ROWS}"))?;
         if !rows.is_multiple_of(step) {
@@ -609,6 +640,15 @@ mod tests {
             (config.train_batch_size, config.num_mini_batches) = (Some(12), 4);
             config
         }));
+        configs.extend([Preset::Grpo, Preset::Rloo].into_iter().flat_map(|preset| {
+            // Steps of all ranks, in passes of a rank, which may be of more rows than the step has for it.
+            [None, Some(4), Some(64)].map(|per_device| {
+                let mut config = PpoConfig::with_preset(preset, "policy", "judge", "d", "o");
+                (config.train_batch_size, config.per_device_train_batch_size) = (Some(64), per_device);
+                config.generation.steps_per_generation = Some(if per_device == Some(4) { 16 } else { 2 });
+                config
+            })
+        }));
         configs.push(PpoConfig::with_preset(Preset::TrlLegacy, "policy", "judge", "d", "o"));
         configs.push(ppo());
         for config in configs {
@@ -620,6 +660,52 @@ mod tests {
                 assert_eq!([found.update, found.step, found.part], expected, "{:?}, {ranks} ranks", config.preset);
             }
         }
+    }
+
+    #[test]
+    fn steps_per_generation_counts_the_passes_of_all_ranks() {
+        let update = |per_device, steps, ranks| {
+            let mut config = PpoConfig::with_preset(Preset::Grpo, "policy", "judge", "d", "o");
+            (config.train_batch_size, config.per_device_train_batch_size) = (Some(64), per_device);
+            config.generation.steps_per_generation = Some(steps);
+            config.sizes_of(ranks).map(|sizes| sizes.batch_size)
+        };
+        // Without a limit for a rank, a pass is the whole optimizer step, of one rank and of two.
+        for ranks in [1, 2, 4] {
+            assert_eq!(update(None, 1, ranks).unwrap(), 64, "{ranks} ranks");
+            assert_eq!(update(Some(64), 2, ranks).unwrap(), 128, "{ranks} ranks");
+        }
+        assert_eq!(update(Some(8), 16, 1).unwrap(), 128);
+        assert_eq!(update(Some(8), 16, 2).unwrap(), 256);
+        assert!(usage_of(update(Some(8), 1, 2)).starts_with(
+            "steps_per_generation * per_device_train_batch_size * ranks = 16 responses are not a multiple of the 64 responses of an \
+             optimizer step"
+        ));
+        let mut config = PpoConfig::with_preset(Preset::Grpo, "policy", "judge", "d", "o");
+        config.generation.generation_batches = 3;
+        assert!(
+            usage_of(config.check()).starts_with("generation_batches = 3 has no effect with the presets grpo and rloo")
+        );
+    }
+
+    #[test]
+    fn max_steps_is_named_where_it_is_no_number_of_steps() {
+        let refused = |steps, episodes| {
+            let mut config = PpoConfig::with_preset(Preset::Grpo, "policy", "judge", "d", "o");
+            (config.generation.max_steps, config.total_episodes) = (Some(steps), episodes);
+            config.train_batch_size = Some(8192);
+            usage_of(config.plan(100))
+        };
+        assert_eq!(refused(0, None), "max_steps = 0: expected at least 1");
+        let most = i32::MAX as usize;
+        assert_eq!(
+            refused(most, None),
+            format!("max_steps = {most}: expected at most {MOST_EPISODES} responses in all, 8192 in each update")
+        );
+        assert_eq!(
+            refused(3, Some(100)),
+            "max_steps = 3 and total_episodes = 100 exclude each other: both are the length of the run"
+        );
     }
 
     #[test]
