@@ -288,6 +288,14 @@ impl RlhfEngine {
             ("non_eos_penalty", config.non_eos_penalty),
             ("use_score_scaling", config.score_scaling.use_score_scaling),
             ("score_clip", config.score_scaling.score_clip.is_some()),
+            ("advantage_estimator", !config.needs_critic()),
+            ("num_generations", config.advantage.num_generations != 1),
+            ("dynamic_sampling", config.groups.dynamic_sampling),
+            ("dynamic_filtering_reward_range", !config.groups.dynamic_filtering_reward_range.is_empty()),
+            ("overlong_buffer_len", config.groups.overlong_buffer_len.is_some()),
+            ("reward_clip_range", !config.reward_clip_range.is_empty()),
+            ("mask_truncated_completions", config.mask.mask_truncated_completions),
+            ("sync_ref_model", config.sync.sync_ref_model),
         ];
         if let Some((name, _)) = meaningless.iter().find(|(_, set)| *set) {
             return Err(Error::Usage(format!(

@@ -1,8 +1,6 @@
 //! Groups of responses to one prompt: which of them teach something, and the penalty for long responses.
 
-use crate::flag::{
-    NONE, PPO, Refusals, above_zero, at_least_one, defaults, expect, no_effect, optional, usage, zero_or_more,
-};
+use crate::flag::{NONE, PPO, Refusals, at_least_one, defaults, expect, no_effect, optional, usage, zero_or_more};
 use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
 use crate::rl::math;
@@ -79,7 +77,6 @@ impl GroupFilterConfig {
             None => {}
         }
         refusals.add(zero_or_more("overlong_penalty_factor", self.overlong_penalty_factor))?;
-        refusals.add(above_zero("max_num_gen_batches", self.max_num_gen_batches as f64))?;
         refusals.end()
     }
 
@@ -122,11 +119,13 @@ impl EqualGroups {
     pub(crate) fn observe(&mut self, update: usize, scores: &[f64], size: usize) -> Option<String> {
         let before = self.in_a_row;
         for group in scores.chunks(size.max(1)) {
-            let equal = group.iter().all(|score| score.is_nan() || (score - group[0]).abs() <= 1e-9);
+            let mut found = group.iter().filter(|score| !score.is_nan());
+            let first = found.next().copied().unwrap_or(f64::NAN);
+            let equal = found.all(|score| (score - first).abs() <= 1e-9);
             self.in_a_row = if equal { self.in_a_row + 1 } else { 0 };
         }
         let crossed = before < EQUAL_GROUPS && self.in_a_row >= EQUAL_GROUPS;
-        let score = scores.last().copied().unwrap_or(f64::NAN);
+        let score = scores.iter().copied().rfind(|score| !score.is_nan()).unwrap_or(f64::NAN);
         crossed.then(|| {
             format!(
                 "update {update}: all responses of each of the last {} prompts have the same score, {score} of late: their advantages are \
@@ -214,6 +213,16 @@ mod tests {
         }
         assert_eq!(warnings, 1);
         assert!(groups.observe(101, &[1.0, 2.0], 2).is_none() && groups.in_a_row == 0);
+    }
+
+    #[test]
+    fn groups_of_equal_scores_are_counted_whichever_of_their_rows_have_none() {
+        let none = f64::NAN;
+        let mut groups = EqualGroups::default();
+        groups.observe(1, &[none, 1.0, 1.0, 1.0, none, 1.0, none, none, none], 3);
+        assert_eq!(groups.in_a_row, 3);
+        groups.observe(2, &[none, 1.0, 2.0], 3);
+        assert_eq!(groups.in_a_row, 0);
     }
 
     #[test]

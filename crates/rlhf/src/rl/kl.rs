@@ -76,14 +76,15 @@ impl KlConfig {
             let why = "without kl_in_loss = true";
             return if self.use_bias_correction_kl { no_effect("use_bias_correction_kl", true, why) } else { Ok(()) };
         }
-        if self.kl_coef == 0.0 && without_critic {
-            // TRL's GRPOTrainer has this default: no reference model, and no KL anywhere.
-            return Ok(());
-        }
         if self.kl_coef == 0.0 && self.kl_coef_end.unwrap_or(0.0) == 0.0 {
-            return no_effect("kl_in_loss", true, "with kl_coef = 0");
+            // TRL's GRPOTrainer has this default: no reference model, and no KL anywhere.
+            return if without_critic { Ok(()) } else { no_effect("kl_in_loss", true, "with kl_coef = 0") };
         }
         match self.kl_estimator {
+            KlEstimator::Full if self.use_bias_correction_kl => usage(
+                "use_bias_correction_kl = true with kl_estimator = full: it corrects an estimate from the sampled token, and the KL over the \
+                 vocabulary is none; expected use_bias_correction_kl = false, or k3, mse or abs",
+            ),
             KlEstimator::K1 => usage(
                 "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average; expected full or mse, whose \
                  gradient is that of the KL, mse's on average, k3 or abs",

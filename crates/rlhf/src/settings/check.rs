@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 
+use clap::ValueEnum;
 use serde::Serialize;
 
 use super::plan::{MOST_EPISODES, MOST_ROWS, Sizes};
@@ -10,14 +11,15 @@ use super::presets::Preset;
 use super::resolve::TARGET_KL;
 use crate::Result;
 use crate::flag::{
-    Refusals, above_zero, all, at_least_one, defaults, expect, no_effect, usage, zero_or_more, zero_to_one,
+    Refusals, above_zero, all, at_least_one, defaults, defaults_with, expect, no_effect, usage, zero_or_more,
+    zero_to_one,
 };
 use crate::generate::settings::{LogprobsOf, StopToken};
 use crate::model::{MOST_RANK, PeftConfig};
 use crate::optim::settings::{LrSchedulerType, check_learning};
 use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::math::KlEstimator;
-use crate::rl::settings::WhitenAdvantages;
+use crate::rl::settings::{LossType, WhitenAdvantages};
 use crate::run::settings::EVAL_SCORES;
 
 /// Maximum number of tokens of a response or a prompt: above any model's context.
@@ -97,8 +99,10 @@ impl PpoConfig {
             self.groups.check(self.advantage.num_generations, self.response_length),
             self.sync.check(self.peft.use_peft || self.legacy.num_shared_layers.is_some(), self.has_reference()),
             self.check_groups(),
+            self.check_one_by_one(),
             self.check_without_critic(),
             self.loss.check(),
+            self.check_clip(),
             self.check_limits(known),
             self.score_scaling.check(),
             self.legacy.check(self),
@@ -122,12 +126,60 @@ impl PpoConfig {
             self.half.check(self.run.fp16),
             self.run.check(&[self.policy_stage(), self.value_stage()]),
             at_least_one("num_eval_prompts", self.num_eval_prompts),
-            self.eval.check(
-                self.run.checkpoints.save_steps,
-                &["eval/score", "eval/kl", "eval/response_length", EVAL_SCORES],
-            ),
+            self.check_best_metric(),
             sizes.map(drop),
         ])
+    }
+
+    /// Checks the evaluations, and the metric of the best model.
+    fn check_best_metric(&self) -> Result<()> {
+        let of_reference = ["objective/kl", "objective/non_score_reward", "objective/rlhf_reward"];
+        let metric = self.eval.metric_for_best_model.as_deref();
+        if let Some(metric) = metric.filter(|metric| of_reference.contains(metric) && !self.has_reference()) {
+            return usage(format!(
+                "metric_for_best_model = {metric} needs a reference model, and with kl_coef = 0 there is none"
+            ));
+        }
+        let known = ["eval/score", "eval/response_length", EVAL_SCORES];
+        let with_kl = ["eval/score", "eval/kl", "eval/response_length", EVAL_SCORES];
+        self.eval.check(self.run.checkpoints.save_steps, if self.has_reference() { &with_kl } else { &known })
+    }
+
+    /// Refuses settings of the clip that have no effect with the objective, and a bound of the ratio that would not be TRL's.
+    fn check_clip(&self) -> Result<()> {
+        let usual: Self = defaults();
+        let [low, high, dual] = match self.preset.is_of_groups() {
+            true => ["epsilon", "epsilon_high", "delta"],
+            false => ["cliprange", "cliprange_high", "dual_clip"],
+        };
+        let range = self.cliprange;
+        let mut refusals = Refusals::default();
+        match (self.loss.loss_type, self.loss.cliprange_high) {
+            (LossType::Sapo | LossType::Vespo, found) => {
+                let why = "with loss_type = sapo or vespo, which do not clip the ratio";
+                if range != usual.cliprange {
+                    refusals.add(no_effect(low, range, why))?;
+                }
+                refusals.add(found.map_or(Ok(()), |found| no_effect(high, found, why)))?;
+            }
+            (LossType::Cispo, Some(found)) if range != usual.cliprange => {
+                let why = format!("with loss_type = cispo and {high} = {found}, the largest weight");
+                refusals.add(no_effect(low, range, &why))?;
+            }
+            (LossType::Cispo, _) => {}
+            (_, found) => {
+                let (name, above) = (if found.is_some() { high } else { low }, found.unwrap_or(range));
+                // A bound of 1 or less is refused by itself.
+                if let Some(bound) = self.loss.dual_clip.filter(|bound| *bound > 1.0 && *bound <= 1.0 + above) {
+                    let expected = format!(
+                        "a number above 1 + {name} = {}: below it, it would bound what the clip leaves",
+                        1.0 + above
+                    );
+                    refusals.add(expect(false, dual, bound, &expected))?;
+                }
+            }
+        }
+        refusals.end()
     }
 
     /// Refuses limits of the policy's loss that cannot have an effect with these sizes.
@@ -145,10 +197,49 @@ impl PpoConfig {
             self.loss.target_kl.filter(|_| last).map_or(Ok(()), |kl| {
                 no_effect("target_kl", kl, "with num_ppo_epochs = 1: there is no second epoch to skip")
             }),
-            limit("cliprange_high", self.loss.cliprange_high),
+            // The largest weight of CISPO bounds a ratio of 1 too.
+            limit("cliprange_high", self.loss.cliprange_high.filter(|_| self.loss.loss_type != LossType::Cispo)),
             limit("dual_clip", self.loss.dual_clip),
             limit("ratio_threshold", self.loss.ratio_threshold),
+            limit("off_policy_mask_threshold", self.loss.off_policy_mask_threshold),
         ])
+    }
+
+    /// Refuses what changes the whole score of a response where each reward is compared by itself.
+    fn check_one_by_one(&self) -> Result<()> {
+        if self.advantage.multi_objective_aggregation != Aggregation::NormalizeThenSum {
+            return Ok(());
+        }
+        let why =
+            "with multi_objective_aggregation = normalize_then_sum, which compares each reward as it was returned";
+        let listed = |name, found: &[String]| (!found.is_empty()).then(|| (name, found.join(",")));
+        let number = |name, found: Option<f64>| found.map(|found| (name, found.to_string()));
+        let flag = |name, found: bool| found.then(|| (name, "true".to_string()));
+        let range = &self.reward_clip_range;
+        let in_rewards = (!self.kl.kl_in_loss && self.kl.kl_coef != 0.0).then_some(self.kl.kl_coef);
+        let found = [
+            (!range.is_empty()).then(|| {
+                let range: Vec<String> = range.iter().map(f64::to_string).collect();
+                ("reward_clip_range", range.join(","))
+            }),
+            number("clip_reward_value", self.clip_reward_value),
+            number("missing_eos_penalty", self.missing_eos_penalty),
+            flag("non_eos_penalty", self.non_eos_penalty),
+            self.groups.overlong_buffer_len.map(|found| ("overlong_buffer_len", found.to_string())),
+            flag("use_score_scaling", self.score_scaling.use_score_scaling),
+            number("score_clip", self.score_scaling.score_clip),
+            listed("reward_normalize", &self.rewards.reward_normalize),
+            listed("reward_scale", &self.rewards.reward_scale),
+            listed("reward_clip", &self.rewards.reward_clip),
+        ];
+        let mut refusals = Refusals::default();
+        for (name, found) in found.into_iter().flatten() {
+            refusals.add(no_effect(name, found, why))?;
+        }
+        if let Some(coef) = in_rewards {
+            refusals.add(no_effect("kl_coef", coef, &format!("{why}; kl_in_loss = true puts the KL into the loss")))?;
+        }
+        refusals.end()
     }
 
     /// Checks groups of responses together with other settings.
@@ -159,7 +250,8 @@ impl PpoConfig {
         all([
             if rows > 1 && least > 0 {
                 usage(format!(
-                    "min_response_length = {least} with num_generations = {rows}: responses that are left out would cut their groups;                      expected min_response_length = 0"
+                    "min_response_length = {least} with num_generations = {rows}: responses that are left out would cut their groups; \
+                     expected min_response_length = 0"
                 ))
             } else {
                 Ok(())
@@ -173,11 +265,6 @@ impl PpoConfig {
                 _ => usage(format!(
                     "reward_clip_range = {found}: expected two numbers LOW,HIGH, the first below the second"
                 )),
-            },
-            if self.advantage.multi_objective_aggregation == Aggregation::NormalizeThenSum && !range.is_empty() {
-                no_effect("reward_clip_range", found, "with multi_objective_aggregation = normalize_then_sum")
-            } else {
-                Ok(())
             },
             if self.mask.mask_truncated_completions
                 && self.stop_token.is_none()
@@ -218,16 +305,47 @@ impl PpoConfig {
             number("gamma", self.gamma, usual.gamma).filter(|_| !by_returns),
             flag("value_head", self.legacy.value_head),
             flag("whiten_rewards", self.whiten_rewards),
+            (!self.mask.last_value_in_loss).then(|| ("last_value_in_loss", "false".to_string())),
             self.value_peft.value_use_peft.map(|found| ("value_use_peft", found.to_string())),
         ];
         for (name, found) in path.chain(stage).chain(self.value.given()).chain(others.into_iter().flatten()) {
             refusals.add(no_effect(name, found, &why))?;
         }
-        if !by_returns && self.whiten_advantages == WhitenAdvantages::MiniBatch {
-            let why = format!("with advantage_estimator = {name}, which has scale_rewards and normalize_advantages");
+        let is_remax = self.advantage.advantage_estimator == AdvantageEstimator::Remax;
+        if (!by_returns || is_remax) && self.whiten_advantages == WhitenAdvantages::MiniBatch {
+            let own = if is_remax {
+                "whose advantages are not whitened"
+            } else {
+                "which has scale_rewards and normalize_advantages"
+            };
+            let why = format!("with advantage_estimator = {name}, {own}");
             refusals.add(no_effect("whiten_advantages", "mini_batch", &why))?;
         }
+        refusals.add(self.check_without_reference())?;
         refusals.end()
+    }
+
+    /// Refuses settings of the KL where there is none; those of the preset may stand.
+    fn check_without_reference(&self) -> Result<()> {
+        if self.has_reference() {
+            return Ok(());
+        }
+        let usual: Self = defaults_with(&self.preset.settings());
+        let why = "with kl_coef = 0: there is no reference model";
+        let estimator = self.kl.kl_estimator.to_possible_value();
+        let estimator = estimator.map_or_else(String::new, |value| value.get_name().to_string());
+        all([
+            if self.kl.kl_estimator == usual.kl.kl_estimator {
+                Ok(())
+            } else {
+                no_effect("kl_estimator", estimator, why)
+            },
+            if self.kl.use_bias_correction_kl && !usual.kl.use_bias_correction_kl {
+                no_effect("use_bias_correction_kl", true, why)
+            } else {
+                Ok(())
+            },
+        ])
     }
 
     /// Checks sampling together with lengths, stop tokens and masks.

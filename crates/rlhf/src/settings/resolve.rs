@@ -170,9 +170,10 @@ impl PpoConfig {
     }
 
     /// Returns true if an update has one optimizer step, whose probability ratios are taken as 1, and no log-probability of the rollout is
-    /// used.
+    /// used but for metrics.
     fn ratios_are_one(&self) -> bool {
-        self.is_on_policy() && (self.kl.kl_in_loss || !self.has_reference())
+        // The coefficient would follow the difference between decoding and the reference model's pass.
+        self.is_on_policy() && (!self.has_reference() || (self.kl.kl_in_loss && !self.kl.adap_kl_ctrl))
     }
 
     /// Returns true if the policy that is trained is the one that sampled: there is one optimizer step per update, and no critic.

@@ -781,7 +781,10 @@ fn an_engine_refuses_a_falling_rate_of_no_end_and_goes_no_further_than_it() {
 #[test]
 fn an_engine_refuses_what_its_calls_do_not_do() {
     type Change = fn(&mut PpoConfig);
-    let changes: [(&str, Change); 6] = [
+    let changes: [(&str, Change); 9] = [
+        ("mask_truncated_completions has no meaning in RlhfEngine", |c| c.mask.mask_truncated_completions = true),
+        ("sync_ref_model has no meaning in RlhfEngine", |c| c.sync.sync_ref_model = true),
+        ("overlong_buffer_len has no meaning in RlhfEngine", |c| c.groups.overlong_buffer_len = Some(1)),
         ("missing_eos_penalty has no meaning in RlhfEngine", |c| c.missing_eos_penalty = Some(1.0)),
         ("non_eos_penalty has no meaning in RlhfEngine", |c| c.non_eos_penalty = true),
         ("use_score_scaling has no meaning in RlhfEngine", |c| {
