@@ -81,7 +81,7 @@ impl Learner {
         let of_responses = settings.importance != ImportanceLevel::Token;
         let share = |f: fn(&StepStats) -> [f64; 2]| match of_responses {
             true => steps.sum(|s| f(s)[1]) / steps.sum(|s| s.rows),
-            false => steps.sum(|s| f(s)[0]) / steps.sum(|s| s.tokens),
+            false => steps.per_token(|s| f(s)[0]),
         };
         match settings.objective {
             Objective::Clipped => {
@@ -100,17 +100,23 @@ impl Learner {
 
     /// Metrics of the responses, before anything is trained.
     fn rollout_metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets) {
-        let per_row = |x: Tensor| x.sum(Kind::Double).double_value(&[]) / e.rows() as f64;
+        // Rows that are masked have no KL and no entropy; without any other row there is none to report.
+        let rows = e.masks.response.any_dim(1, false).sum(Kind::Double).double_value(&[]);
+        let per_row = |x: Tensor| x.sum(Kind::Double).double_value(&[]) / rows.max(1.0);
         let (kl, entropy) = (per_row(targets.kl.shallow_clone()), -per_row(math::keep(&e.logprobs, &e.masks.response)));
         let in_rewards = if self.settings.loss.kl_in_loss.is_some() { 0.0 } else { targets.kl_coef };
         let scores = e.total_scores();
         let score = mean(&scores);
         let has_reference = e.ref_logprobs.is_some();
-        if has_reference {
+        if has_reference && rows > 0.0 {
             m.push("objective/kl", kl);
+        }
+        if has_reference {
             m.push("objective/kl_coef", targets.kl_coef);
         }
-        m.push("objective/entropy", entropy);
+        if rows > 0.0 {
+            m.push("objective/entropy", entropy);
+        }
         if has_reference {
             m.push("objective/non_score_reward", -in_rewards * kl);
             m.push("objective/rlhf_reward", score - in_rewards * kl);
@@ -176,9 +182,10 @@ impl<'a> Steps<'a> {
         self.entries().filter(|step| f(step)).count()
     }
 
-    /// Average over tokens; NaN, as 0 / 0, without a step.
-    fn per_token(&self, f: fn(&StepStats) -> f64) -> f64 {
-        self.sum(f) / self.sum(|s| s.tokens)
+    /// Average over tokens; NaN, as 0 / 0, without a step, and 0 where no token of a step counts.
+    fn per_token(&self, f: impl Fn(&StepStats) -> f64) -> f64 {
+        let tokens = self.sum(|s| s.tokens);
+        if tokens == 0.0 && !self.kept.is_empty() { 0.0 } else { self.sum(f) / tokens }
     }
 
     /// Average over value slots; NaN without a step.

@@ -176,8 +176,8 @@ impl PpoParts {
         }
         if config.sync.sync_ref_model && config.policy_stage().shards_parameters() && self.learner.world.size() > 1 {
             return Err(Error::Usage(
-                "sync_ref_model = true with zero_stage = 3: the reference model is divided over the ranks, and cannot be moved; expected \
-                 zero_stage = 0, 1 or 2"
+                "sync_ref_model = true with zero_stage = 3: a reference model that is divided over the ranks is not written to checkpoints; \
+                 expected zero_stage = 0, 1 or 2"
                     .into(),
             ));
         }

@@ -161,7 +161,7 @@ impl PpoTrainer {
     /// Reports what the run trains, on what, and how, with warnings and notes about its parts.
     fn report_title(&self, console: &ConsoleOutput) {
         let (config, plan) = (&self.config, &self.plan);
-        let small = small_dataset(&config.data, self.prompts.len(), plan.batch_size).filter(|_| self.order.is_none());
+        let small = small_dataset(&config.data, self.prompts.len(), plan.prompts).filter(|_| self.order.is_none());
         self.prompt_notes.iter().chain(&small).for_each(|warning| console.warn(warning));
         for model in self.rewards.models().filter(|model| model.classifier().has_new_head()) {
             console.warn(&format!(
