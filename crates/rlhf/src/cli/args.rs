@@ -11,7 +11,7 @@ use rlhf::flag::Refusals;
 use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
 use super::help;
 use super::keys::NOT_SETTINGS;
-use super::openrlhf;
+use super::{openrlhf, trl};
 
 /// Replaces dashes in flag names by underscores, and `--flag true` by `--flag=true` where the flag may also stand alone.
 ///
@@ -33,6 +33,9 @@ pub(super) fn normalise(args: impl IntoIterator<Item = OsString>, rlhf: &Command
         }
         let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
         let name = name.replace('-', "_");
+        let follows = value.or_else(|| args.peek().and_then(|next| next.to_str()));
+        let is_ratio = name == "warmup_steps" && follows.is_some_and(trl::is_warmup_ratio);
+        let name = if is_ratio { "warmup_ratio".into() } else { name };
         let mut word = OsString::from(format!("--{name}"));
         if let Some(value) = value {
             word.push("=");

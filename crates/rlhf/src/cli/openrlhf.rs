@@ -50,10 +50,6 @@ const NAMES: &[(&[&str], &str)] = &[
     (&["lambd", "algo.advantage.lambd"], "lam"),
     (&["algo.advantage.gamma"], "gamma"),
     (&["algo.advantage.estimator"], "advantage_estimator; grpo is its group_norm"),
-    (
-        &["no_advantage_std_norm", "algo.advantage.no_std_norm"],
-        "scale_rewards = none, or advantage_estimator = dr_grpo",
-    ),
     (&["algo.kl.init_coef"], "kl_coef"),
     (&["use_kl_loss", "algo.kl.use_loss"], "kl_in_loss"),
     (&["algo.kl.estimator"], "kl_estimator; mse is its k2"),
@@ -161,6 +157,10 @@ const NONE: &[(&[&str], &str)] = &[
             "train.max_tokens_per_gpu",
         ],
         PASSES,
+    ),
+    (
+        &["no_advantage_std_norm", "algo.advantage.no_std_norm"],
+        "advantages are whitened, or left as they are by whiten_advantages = none",
     ),
     (&["ds.*", "ring_attn_*", "zpg", "grad_accum_dtype", "overlap_comm"], "zero_stage is what is shared over ranks"),
 ];

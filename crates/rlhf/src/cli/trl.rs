@@ -452,12 +452,32 @@ impl Given {
 /// for are appended to `settings`; flags without an effect are noted, and others are refused.
 pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages: &mut Messages) {
     let given = flags.given(settings);
+    translate_warmup(settings);
     flags.note_or_refuse(&given, messages);
     flags.translate_strategies(&given, settings, &mut messages.refusals);
     flags.translate_use_cpu(&given, settings, &mut messages.refusals);
     flags.translate_rewards(&given, settings, &mut messages.refusals);
     flags.translate_completions(&given, settings, &mut messages.refusals);
     flags.translate_sharding(&given, settings, messages);
+}
+
+/// Returns true if `value` of `warmup_steps` is a share of the updates, which transformers 5 allows.
+pub(super) fn is_warmup_ratio(value: &str) -> bool {
+    value.parse::<f64>().is_ok_and(|share| share > 0.0 && share < 1.0)
+}
+
+/// Makes a share in the file's `warmup_steps` its `warmup_ratio`, unless that is set too.
+fn translate_warmup(settings: &mut Vec<Setting>) {
+    let is_share = |setting: &Setting| {
+        setting.key == "warmup_steps" && matches!(&setting.values[..], [value] if is_warmup_ratio(value))
+    };
+    let is_zero = |value: &String| value.parse::<f64>() == Ok(0.0);
+    let sets_ratio = |setting: &Setting| setting.key == "warmup_ratio" && !setting.values.iter().all(is_zero);
+    if !settings.iter().any(is_share) || settings.iter().any(sets_ratio) {
+        return;
+    }
+    settings.retain(|setting| setting.key != "warmup_ratio");
+    settings.iter_mut().filter(|setting| is_share(setting)).for_each(|setting| setting.key = "warmup_ratio".into());
 }
 
 fn in_file<'s>(settings: &'s [Setting], key: &str) -> Option<&'s String> {
@@ -616,12 +636,7 @@ impl Flags<'_> {
             );
             self.refuse(given, &message, refusals);
         }
-        let own = |name: &String| match name.as_str() {
-            // The numbers of TRL's scripts.
-            "get_soft_overlong_punishment" => format!("{name}:max_completion_len=1280,soft_punish_cache=256"),
-            _ => name.clone(),
-        };
-        given.values.iter().filter(|name| !is_path(name)).map(own).collect()
+        given.values.iter().filter(|name| !is_path(name)).cloned().collect()
     }
 
     /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.
@@ -636,7 +651,9 @@ impl Flags<'_> {
                 return self.refuse(completions, &message, refusals);
             }
         }
-        let every = of("logging_steps").map_or(LOGGING_STEPS.to_string(), Given::word);
+        // A share of the run, which TRL allows, is no number of updates.
+        let is_number = |steps: &String| steps.trim_end_matches(".0").parse::<usize>().is_ok_and(|steps| steps > 0);
+        let every = of("logging_steps").map(Given::word).filter(is_number).unwrap_or(LOGGING_STEPS.to_string());
         for (key, value) in [("print_answers", "true"), ("print_answers_interval", every.as_str())] {
             if !self.is_set(key, settings) {
                 settings.push(Setting::new(key, vec![value.into()]));
@@ -872,6 +889,34 @@ mod tests {
             let error = parse_words(&[&least("grpo")[..], words].concat()).unwrap_err();
             assert!(error.starts_with(message), "{error}");
         }
+    }
+
+    #[test]
+    fn warmup_steps_below_1_are_the_warmup_ratio() {
+        let of = |config: PpoConfig| (config.optimizer.warmup_steps, config.optimizer.warmup_ratio);
+        assert_eq!(of(ppo(&["--warmup_steps", "0.05"])), (0, 0.05));
+        assert_eq!(of(ppo(&["--warmup-steps=0.05"])), (0, 0.05));
+        assert_eq!(of(ppo(&["--warmup_steps", "5"])), (5, 0.0));
+        assert_eq!(of(ppo(&["--warmup_steps", "2.0"])), (2, 0.0));
+        for command in ["ppo", "grpo", "rloo"] {
+            for text in [
+                "warmup_steps: 0.05\n",
+                "warmup_ratio: null\nwarmup_steps: 0.05\n",
+                "warmup_steps: 5e-2\nwarmup_ratio: 0.0\n",
+            ] {
+                let Task::Ppo(config) = with_file(text, &least(command)).unwrap() else { panic!() };
+                assert_eq!(of(config), (0, 0.05), "{command}: {text}");
+            }
+        }
+        let error = with_file("warmup_steps: 0.05\nwarmup_ratio: 0.1\n", &least("grpo")).unwrap_err();
+        assert!(error.contains("`warmup_steps`: expected a whole number"), "{error}");
+    }
+
+    #[test]
+    fn a_share_of_logging_steps_prints_answers_all_the_same() {
+        let text = "log_completions: true\nlogging_steps: 0.1\n";
+        let Task::Ppo(config) = with_file(text, &least("grpo")).unwrap() else { panic!() };
+        assert_eq!((config.trial.print_answers, config.trial.print_answers_interval), (true, 10));
     }
 
     #[test]
