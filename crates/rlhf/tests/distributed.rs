@@ -302,17 +302,31 @@ fn every_variant_of_ppo_trains_alike_on_two_ranks() {
 }
 
 #[test]
-fn groups_of_responses_train_alike_on_two_ranks() {
+fn groups_of_responses_train_alike_on_any_number_of_ranks() {
     let scratch = scratch();
-    let line = format!(
-        "grpo --model_name_or_path policy --reward length:target=3 --dataset_name prompts.jsonl --max_completion_length 8 \
-         --num_generations 2 --train_batch_size 4 --generation_batch_size 8 --max_steps 8 --num_iterations 2 --beta 0.1 \
-         --importance_sampling_level sequence --loss_type grpo --dynamic_sampling --zero_stage 3 --num_sample_generations 0 {STEPS}"
-    );
-    scratch.succeeds(&format!("{line} --output_dir groups-1"));
-    succeeds(&scratch, 2, &format!("{line} --output_dir groups-2"));
-    // Eight optimizer steps, where the other runs have a few.
-    near(&scratch, "groups-2", "groups-1", &Distance(1e-3, 1e-4, 1e-4));
+    let cases = [
+        (
+            "sequence",
+            2,
+            "--train_batch_size 4 --max_steps 8 --importance_sampling_level sequence --loss_type grpo --dynamic_sampling --zero_stage 3",
+        ),
+        // The quantile of the entropies is that of all ranks, and an optimizer step of 2 rows leaves two ranks without any.
+        (
+            "entropy",
+            4,
+            "--train_batch_size 2 --max_steps 16 --top_entropy_quantile 0.6 --entropy_coef 0.01 --epsilon 0.05",
+        ),
+    ];
+    for (name, ranks, flags) in cases {
+        let line = format!(
+            "grpo --model_name_or_path policy --reward length:target=3 --dataset_name prompts.jsonl --max_completion_length 8 \
+             --num_generations 2 --generation_batch_size 8 --num_iterations 2 --beta 0.1 --num_sample_generations 0 {STEPS} {flags}"
+        );
+        scratch.succeeds(&format!("{line} --output_dir {name}-1"));
+        succeeds(&scratch, ranks, &format!("{line} --output_dir {name}-{ranks}"));
+        // Eight optimizer steps and more, where the other runs have a few.
+        near(&scratch, &format!("{name}-{ranks}"), &format!("{name}-1"), &Distance(1e-3, 1e-4, 1e-4));
+    }
 }
 
 #[test]

@@ -4,14 +4,14 @@ use crate::support::{assert_close, golden, init};
 use rlhf::data::Dataset;
 use rlhf::generate::{FinishReason, Response};
 use rlhf::model::{Batch, CausalLm, ModelOptions, ValueModel};
-use rlhf::reward::{FnReward, RewardInput, Rewards};
-use rlhf::rl::advantage::{Advantage, AdvantageEstimator, Baseline, ScaleRewards, ScoreBaseline};
+use rlhf::reward::{FnReward, Normalize, RewardInput, Rewards, Shaping};
+use rlhf::rl::advantage::{Advantage, AdvantageEstimator, Aggregation, Baseline, ScaleRewards, ScoreBaseline};
 use rlhf::rl::experience::Experience;
 use rlhf::rl::learner::Learner;
-use rlhf::rl::math::ImportanceLevel;
+use rlhf::rl::math::{ImportanceLevel, KlEstimator};
 use rlhf::rl::rollout::experience;
 use rlhf::run::Console;
-use rlhf::settings::{LossType, PpoConfig, Preset};
+use rlhf::settings::{LossType, PpoConfig, Preset, WhitenAdvantages};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::train::ppo::{PpoParts, PpoTrainer, ppo};
 use rlhf::weights::Checkpoint;
@@ -39,6 +39,11 @@ fn config(dir: &Path) -> PpoConfig {
     // Large steps, and an epsilon that leaves round-off as small as it is.
     (config.learning_rate, config.optimizer.adam_epsilon) = (1e-3, 1e-5);
     config
+}
+
+/// Each reward is compared by itself.
+fn one_by_one(config: &mut PpoConfig) {
+    config.advantage.multi_objective_aggregation = Aggregation::NormalizeThenSum;
 }
 
 fn weights(dir: &Path) -> Vec<(String, Tensor)> {
@@ -246,10 +251,218 @@ fn groups_of_equal_scores_are_replaced_up_to_a_bound() {
 }
 
 #[test]
+fn the_greedy_baseline_of_remax_has_the_scale_of_the_scores() {
+    let dir = tempfile::tempdir().unwrap();
+    let score = |input: &RewardInput<'_>| 50.0 + if input.response_ids.len() > 8 { 1.0 } else { 0.0 };
+    type Change = fn(&mut PpoConfig);
+    let cases: [(&str, Normalize, Change); 6] = [
+        ("as they are", Normalize::None, |_| ()),
+        ("normalized", Normalize::MeanStd, |_| ()),
+        ("scaled", Normalize::None, |c| {
+            (c.score_scaling.use_score_scaling, c.score_scaling.use_score_norm) = (true, true);
+        }),
+        ("clipped as scores", Normalize::None, |c| c.score_scaling.score_clip = Some(3.0)),
+        ("clipped as rewards", Normalize::None, |c| c.reward_clip_range = vec![-1.0, 2.0]),
+        ("penalized", Normalize::None, |c| c.groups.overlong_buffer_len = Some(4)),
+    ];
+    for (name, normalize, change) in cases {
+        let mut config = config(dir.path());
+        config.advantage.advantage_estimator = AdvantageEstimator::Remax;
+        // All responses have the same length, and so the same score as the greedy one.
+        (config.stop_token_id, config.rewards) = (None, PpoConfig::without_reward("", "", "").rewards);
+        change(&mut config);
+        let reward = FnReward::new(move |batch: &[RewardInput<'_>]| Ok(batch.iter().map(score).collect()));
+        let rewards = Rewards::new().with_shaping("r", reward, Shaping { normalize, ..Shaping::default() });
+        let mut trainer = PpoTrainer::new(&config, parts(&config, rewards)).unwrap();
+        for _ in 0..2 {
+            let m = trainer.update().unwrap();
+            assert_eq!((m.get("loss"), m.get("grad_norm")), (Some(0.0), Some(0.0)), "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_response_that_no_reward_scored_changes_no_weight_with_returns() {
+    let dir = tempfile::tempdir().unwrap();
+    for estimator in [AdvantageEstimator::Reinforce, AdvantageEstimator::ReinforceBaseline, AdvantageEstimator::Remax] {
+        let mut config = config(dir.path());
+        config.advantage.advantage_estimator = estimator;
+        config.rewards = PpoConfig::without_reward("", "", "").rewards;
+        let none = FnReward::new(|batch: &[RewardInput<'_>]| Ok(vec![None::<f64>; batch.len()]));
+        let mut trainer = PpoTrainer::new(&config, parts(&config, Rewards::new().with("none", none))).unwrap();
+        let m = trainer.update().unwrap();
+        assert_eq!((m.get("loss"), m.get("grad_norm")), (Some(0.0), Some(0.0)), "{estimator:?}");
+    }
+}
+
+#[test]
+fn long_responses_are_penalized_and_groups_outside_the_range_of_scores_are_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |change: fn(&mut PpoConfig)| {
+        let mut config = config(dir.path());
+        (config.stop_token_id, config.rewards) = (None, PpoConfig::without_reward("", "", "").rewards);
+        change(&mut config);
+        let constant = FnReward::new(|batch: &[RewardInput<'_>]| Ok(vec![0.75; batch.len()]));
+        let mut trainer = PpoTrainer::new(&config, parts(&config, Rewards::new().with("r", constant))).unwrap();
+        let m = trainer.update().unwrap();
+        ["reward", "rewards/r/mean", "sampling/groups", "sampling/replaced_groups"].map(|name| m.get(name))
+    };
+    // Each response has all 8 tokens.
+    let penalized = run(|c| (c.groups.overlong_buffer_len, c.groups.overlong_penalty_factor) = (Some(4), 0.5));
+    assert_eq!(penalized, [Some(0.25), Some(0.75), None, None]);
+    let replaced = run(|c| {
+        (c.groups.dynamic_filtering_reward_range, c.groups.max_num_gen_batches) = (vec![0.0, 0.75], 2);
+    });
+    assert_eq!(replaced, [Some(0.75), Some(0.75), Some(8.0), Some(8.0)]);
+    let kept = run(|c| c.groups.dynamic_filtering_reward_range = vec![0.5, 1.0]);
+    assert_eq!(kept, [Some(0.75), Some(0.75), Some(4.0), Some(0.0)]);
+}
+
+#[test]
+fn an_order_of_ones_own_and_groups_that_are_sampled_anew_exclude_each_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path());
+    config.groups.dynamic_sampling = true;
+    config.rewards = PpoConfig::without_reward("", "", "").rewards;
+    let constant = FnReward::new(|batch: &[RewardInput<'_>]| Ok(vec![1.0; batch.len()]));
+    let trainer = PpoTrainer::new(&config, parts(&config, Rewards::new().with("r", constant))).unwrap();
+    let error = trainer.with_order(|_| vec![0, 1, 2, 3]).update().unwrap_err().to_string();
+    assert!(
+        error.starts_with("order: expected neither dynamic_sampling nor dynamic_filtering_reward_range"),
+        "{error}"
+    );
+}
+
+#[test]
+fn an_update_of_truncated_responses_has_no_metric_that_is_not_a_number() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path());
+    config.mask.mask_truncated_completions = true;
+    (config.kl.kl_coef, config.response_length, config.stop_token_id) = (0.1, 1, Some(7));
+    config.rewards = PpoConfig::without_reward("", "", "").rewards;
+    let reward = FnReward::new(|batch: &[RewardInput<'_>]| {
+        Ok(batch.iter().map(|input| input.response_ids[0] as f64).collect::<Vec<_>>())
+    });
+    let mut parts = parts(&config, Rewards::new().with("r", reward));
+    parts.reference = Some(CausalLm::from_pretrained(&init("llama_policy"), ModelOptions::default()).unwrap());
+    let mut trainer = PpoTrainer::new(&config, parts).unwrap();
+    let m = trainer.update().unwrap();
+    assert_eq!(m.get("completions/clipped_ratio"), Some(1.0), "none of 16 first tokens is the stop token");
+    assert!(m.iter().all(|(_, value)| !value.is_nan()), "{:?}", m.iter().collect::<Vec<_>>());
+    // No response counts: there is no KL and no entropy of one, and no warning about them.
+    assert_eq!((m.get("objective/kl"), m.get("objective/entropy"), m.get("entropy")), (None, None, Some(0.0)));
+    let low = |w: &&rlhf::metrics::Warning| w.message.contains("entropy");
+    assert_eq!(trainer.warnings().iter().filter(low).count(), 0);
+}
+
+#[test]
 fn settings_without_an_effect_for_an_estimator_and_sizes_that_cut_groups_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     type Change = fn(&mut PpoConfig);
-    let changes: [(Change, &str); 15] = [
+    let changes: [(Change, &str); 34] = [
+        (
+            |c| {
+                c.advantage.advantage_estimator = AdvantageEstimator::Remax;
+                c.whiten_advantages = WhitenAdvantages::MiniBatch;
+            },
+            "whiten_advantages = mini_batch has no effect with advantage_estimator = remax, whose advantages are not whitened",
+        ),
+        (
+            |c| {
+                one_by_one(c);
+                c.groups.overlong_buffer_len = Some(2);
+            },
+            "overlong_buffer_len = 2 has no effect with multi_objective_aggregation = normalize_then_sum",
+        ),
+        (
+            |c| {
+                one_by_one(c);
+                c.missing_eos_penalty = Some(2.0);
+            },
+            "missing_eos_penalty = 2 has no effect with multi_objective_aggregation",
+        ),
+        (
+            |c| {
+                one_by_one(c);
+                c.non_eos_penalty = true;
+            },
+            "non_eos_penalty = true has no effect with multi_objective_aggregation",
+        ),
+        (
+            |c| {
+                one_by_one(c);
+                c.clip_reward_value = Some(2.0);
+            },
+            "clip_reward_value = 2 has no effect with multi_objective_aggregation",
+        ),
+        (
+            |c| {
+                one_by_one(c);
+                c.reward_clip_range = vec![0.0, 2.0];
+            },
+            "reward_clip_range = 0,2 has no effect with multi_objective_aggregation",
+        ),
+        (
+            |c| {
+                one_by_one(c);
+                c.score_scaling.use_score_scaling = true;
+            },
+            "use_score_scaling = true has no effect with multi_objective_aggregation",
+        ),
+        (
+            |c| {
+                one_by_one(c);
+                c.rewards.reward_normalize = vec!["length=std".into()];
+            },
+            "reward_normalize = length=std has no effect with multi_objective_aggregation",
+        ),
+        (
+            |c| {
+                one_by_one(c);
+                (c.kl.kl_in_loss, c.kl.use_bias_correction_kl, c.kl.kl_coef) = (false, false, 0.1);
+            },
+            "kl_coef = 0.1 has no effect with multi_objective_aggregation",
+        ),
+        (
+            |c| (c.loss.loss_type, c.cliprange) = (LossType::Sapo, 0.3),
+            "epsilon = 0.3 has no effect with loss_type = sapo or vespo",
+        ),
+        (
+            |c| (c.loss.loss_type, c.loss.cliprange_high) = (LossType::Vespo, Some(0.3)),
+            "epsilon_high = 0.3 has no effect with loss_type = sapo or vespo",
+        ),
+        (
+            |c| (c.loss.loss_type, c.cliprange, c.loss.cliprange_high) = (LossType::Cispo, 0.3, Some(5.0)),
+            "epsilon = 0.3 has no effect with loss_type = cispo and epsilon_high = 5",
+        ),
+        (|c| c.loss.dual_clip = Some(1.1), "delta = 1.1: expected a number above 1 + epsilon = 1.2"),
+        (
+            |c| (c.loss.dual_clip, c.loss.cliprange_high) = (Some(1.28), Some(0.28)),
+            "delta = 1.28: expected a number above 1 + epsilon_high = 1.28",
+        ),
+        (
+            |c| (c.preset, c.loss.dual_clip) = (Preset::Trl, Some(1.1)),
+            "dual_clip = 1.1: expected a number above 1 + cliprange = 1.2",
+        ),
+        (
+            |c| {
+                (c.kl.kl_coef, c.kl.kl_estimator) = (0.04, KlEstimator::Full);
+                c.loss.importance_sampling_level = ImportanceLevel::Sequence;
+            },
+            "use_bias_correction_kl = true with kl_estimator = full",
+        ),
+        (|c| c.kl.kl_estimator = KlEstimator::Mse, "kl_estimator = mse has no effect with kl_coef = 0"),
+        (
+            |c| (c.kl.kl_coef_end, c.kl.kl_estimator) = (Some(0.1), KlEstimator::K1),
+            "kl_in_loss = true with kl_estimator = k1: the gradient of k1 is 0 on average",
+        ),
+        (
+            |c| {
+                c.eval.metric_for_best_model = Some("eval/kl".into());
+                c.eval.eval_steps = Some(1);
+            },
+            "metric_for_best_model = eval/kl: expected one of eval/score, eval/response_length",
+        ),
         (|c| c.advantage.num_generations = 1, "num_generations = 1: expected at least 2: grpo compares the responses"),
         (|c| c.advantage.num_generations = 3, "responses per update = 16 is not a multiple of num_generations = 3"),
         (
