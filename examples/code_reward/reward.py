@@ -24,8 +24,8 @@ MIB = 1 << 20
 # How much a run may print; the rest ends it.
 MAX_OUTPUT = 64 << 10
 
-# Runs in the child. Each test that passes prints a line with the token, which the tested code does not get: the tests and the
-# token are on standard input, which is read before that code is loaded.
+# Runs in the child. Each test that passes prints a line with the token, so that no output of the tested code counts by accident. Code that
+# looks for the token or for the tests in this process finds them: see README.md.
 RUNNER = """
 import json, os, sys
 given = json.load(sys.stdin)
