@@ -8,6 +8,7 @@ use rlhf::flag::Refusals;
 use super::errors::refusal;
 use super::keys::Keys;
 use super::setting::Setting;
+use super::trl::is_warmup_ratio;
 use super::yaml::{Entry, read_yaml};
 
 /// Reads the settings in the YAML file `path`, by the names of their flags. Entries that are refused go to `refusals`, with their lines.
@@ -19,7 +20,10 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
     let placed = |line: u64, message: String| format!("{}:{line}: {message}", path.display());
     let mut settings: Vec<Setting> = Vec::new();
     let entries = match read_yaml(&text, keys) {
-        Ok(entries) => entries,
+        Ok(mut entries) => {
+            rename_warmup(&mut entries);
+            entries
+        }
         Err((line, message)) => {
             refusals.refuse(placed(line, message), [""; 0]);
             return std::mem::take(refusals).end().map(|()| settings);
@@ -45,6 +49,25 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
         }
     }
     Ok(settings)
+}
+
+/// Makes a share of the updates in `warmup_steps`, which transformers 5 allows, `warmup_ratio`, unless that is set too.
+fn rename_warmup(entries: &mut Vec<Entry>) {
+    const KEYS: [&str; 2] = ["warmup_steps", "warmup_ratio"];
+    let is_share = |setting: &Setting| matches!(&setting.values[..], [value] if is_warmup_ratio(value));
+    let steps = entries.iter().filter(|entry| entry.setting.key.ends_with(KEYS[0]) && is_share(&entry.setting));
+    let names: Vec<String> = steps.map(|entry| entry.setting.key.clone()).collect();
+    for name in names.iter().filter(|name| name.rsplit('.').next() == Some(KEYS[0])) {
+        let ratio = name.replace(KEYS[0], KEYS[1]);
+        let is_zero = |value: &String| value.parse::<f64>() == Ok(0.0);
+        if !entries.iter().any(|entry| entry.setting.key == ratio && !entry.setting.values.iter().all(is_zero)) {
+            entries.retain(|entry| entry.setting.key != ratio);
+            entries
+                .iter_mut()
+                .filter(|entry| entry.setting.key == *name)
+                .for_each(|entry| entry.setting.key = ratio.clone());
+        }
+    }
 }
 
 /// Returns why an entry is refused, and the names of the flags that the refusal is about.

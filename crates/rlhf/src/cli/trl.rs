@@ -452,7 +452,6 @@ impl Given {
 /// for are appended to `settings`; flags without an effect are noted, and others are refused.
 pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages: &mut Messages) {
     let given = flags.given(settings);
-    translate_warmup(settings);
     flags.note_or_refuse(&given, messages);
     flags.translate_strategies(&given, settings, &mut messages.refusals);
     flags.translate_use_cpu(&given, settings, &mut messages.refusals);
@@ -464,20 +463,6 @@ pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages
 /// Returns true if `value` of `warmup_steps` is a share of the updates, which transformers 5 allows.
 pub(super) fn is_warmup_ratio(value: &str) -> bool {
     value.parse::<f64>().is_ok_and(|share| share > 0.0 && share < 1.0)
-}
-
-/// Makes a share in the file's `warmup_steps` its `warmup_ratio`, unless that is set too.
-fn translate_warmup(settings: &mut Vec<Setting>) {
-    let is_share = |setting: &Setting| {
-        setting.key == "warmup_steps" && matches!(&setting.values[..], [value] if is_warmup_ratio(value))
-    };
-    let is_zero = |value: &String| value.parse::<f64>() == Ok(0.0);
-    let sets_ratio = |setting: &Setting| setting.key == "warmup_ratio" && !setting.values.iter().all(is_zero);
-    if !settings.iter().any(is_share) || settings.iter().any(sets_ratio) {
-        return;
-    }
-    settings.retain(|setting| setting.key != "warmup_ratio");
-    settings.iter_mut().filter(|setting| is_share(setting)).for_each(|setting| setting.key = "warmup_ratio".into());
 }
 
 fn in_file<'s>(settings: &'s [Setting], key: &str) -> Option<&'s String> {
