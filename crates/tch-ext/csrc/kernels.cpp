@@ -110,16 +110,8 @@ void for_vectors(int64_t n, const F& f) {
   if (i < n) f(i, n - i);
 }
 
-template <typename F>
-float reduce(Vec x, const F& f) {
-  float lanes[W];
-  x.store(lanes);
-  float result = lanes[0];
-  for (int64_t i = 1; i < W; i++) result = f(result, lanes[i]);
-  return result;
-}
 float sum_of(Vec x) {
-  return reduce(x, [](float a, float b) { return a + b; });
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, x);
 }
 
 // Returns the maximum, or NaN if there is one.
@@ -136,7 +128,7 @@ float max_of(const float* x, int64_t n) {
     tops[0] = at::vec::maximum(tops[0], lanes == W ? last : Vec::set(Vec(-INF), last, lanes));
   });
   const Vec top = at::vec::maximum(at::vec::maximum(tops[0], tops[1]), at::vec::maximum(tops[2], tops[3]));
-  return reduce(top, [](float a, float b) { return a > b || std::isnan(a) ? a : b; });
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, top);
 }
 
 // --- A small matrix product: C = A B, or C += A B ------------------------------------------------------------------
@@ -258,7 +250,7 @@ inline void dots(int64_t depth, const float* x, const T* weight, const T* bias, 
   for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 8
     for (int j = 0; j < COLS; j++) {
-      float sum = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, sums[i][j]);
+      float sum = sum_of(sums[i][j]);
       for (int64_t l = k; l < depth; l++) sum += x[i * depth + l] * static_cast<float>(weight[j * depth + l]);
       out[i * width + j] = static_cast<T>(bias ? sum + static_cast<float>(bias[j]) : sum);
     }
@@ -516,6 +508,61 @@ void attention_backward(const AttentionShape& shape, Packed packed, Heads<const 
   });
 }
 
+// `lanes` floats at `x`, followed by zeros.
+Vec some_floats(const float* x, int64_t lanes) { return some(x, lanes); }
+Vec some_floats(const c10::BFloat16* x, int64_t lanes) {
+  if (lanes == W) return load_floats(x);
+  float buffer[W];
+  load_row(x, buffer, lanes);
+  return Vec::loadu(buffer, lanes);
+}
+
+// Most queries that share a pass over the keys of a step.
+constexpr int64_t STEP_QUERIES = 4;
+
+// Attention of QUERIES queries to the tokens from `first` to `len`, whose keys and values are `stride` apart. Rows of `queries` and
+// `sums` have `padded(dim)` numbers; those of `scores`, which is overwritten, `padded(len)`.
+template <int QUERIES, typename T>
+void step_queries(const AttentionShape& shape, int64_t first, int64_t len, const T* keys, const T* values,
+                  int64_t stride, const float* queries, float* scores, float* sums) {
+  const int64_t D = shape.head_dim, DP = padded(D), LP = padded(len);
+  for (int64_t t = first; t < len; t++) {
+    prefetch(keys + (t + AHEAD) * stride, D);
+    Vec products[QUERIES];
+#pragma GCC unroll 4
+    for (int g = 0; g < QUERIES; g++) products[g] = Vec(0.f);
+    for_vectors(D, [&](int64_t d, int64_t lanes) {
+      const Vec key = some_floats(keys + t * stride + d, lanes);
+#pragma GCC unroll 4
+      for (int g = 0; g < QUERIES; g++) products[g] = at::vec::fmadd(key, Vec::loadu(queries + g * DP + d), products[g]);
+    });
+#pragma GCC unroll 4
+    for (int g = 0; g < QUERIES; g++) {
+      const float score = sum_of(products[g]);
+      scores[g * LP + t] = shape.softcap > 0 ? shape.softcap * std::tanh(score / shape.softcap) : score;
+    }
+  }
+  for (int g = 0; g < QUERIES; g++) {
+    float* x = scores + g * LP;
+    std::fill(x, x + first, -INF);
+    std::fill(x + len, x + LP, -INF);
+    softmax_row(x, LP);
+  }
+  for_vectors(D, [&](int64_t d, int64_t lanes) {
+    Vec total[QUERIES];
+#pragma GCC unroll 4
+    for (int g = 0; g < QUERIES; g++) total[g] = Vec(0.f);
+    for (int64_t t = first; t < len; t++) {
+      prefetch(values + (t + AHEAD) * stride + d, lanes);
+      const Vec value = some_floats(values + t * stride + d, lanes);
+#pragma GCC unroll 4
+      for (int g = 0; g < QUERIES; g++) total[g] = at::vec::fmadd(Vec(scores[g * LP + t]), value, total[g]);
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < QUERIES; g++) total[g].store(sums + g * DP + d);
+  });
+}
+
 template <typename T>
 void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* lens, Heads<const T> q, Heads<const T> k,
                     Heads<const T> v, Rotation rotation, T* out, Cache<T> cache) {
@@ -523,9 +570,9 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
   for_each_task(rows * shape.kv_heads, [&](int64_t task) {
     const int64_t row = task / shape.kv_heads, kv = task % shape.kv_heads, len = lens[row] + 1;
     const int64_t first = shape.window ? std::max<int64_t>(0, len - shape.window) : 0;
-    Scratch scratch({DP, group * DP, group * padded(len), group * DP});
+    Scratch scratch({DP, group * DP, STEP_QUERIES * padded(len), group * DP});
     float *head = scratch.take(DP), *queries = scratch.take(group * DP);
-    float *scores = scratch.take(group * padded(len)), *sums = scratch.take(group * DP);
+    float *scores = scratch.take(STEP_QUERIES * padded(len)), *sums = scratch.take(group * DP);
     const int64_t stride = shape.kv_heads * D;
     T* keys = cache.keys + row * cache.capacity * stride + kv * D;
     T* values = cache.values + row * cache.capacity * stride + kv * D;
@@ -537,36 +584,22 @@ void attention_step(const AttentionShape& shape, int64_t rows, const int64_t* le
       load_head(q, row, kv * group + g, D, &rotation, queries + g * DP);
       scale_row(queries + g * DP, D, shape.scale);
     }
-    for (int64_t t = first; t < len; t++) {
-      prefetch(keys + (t + AHEAD) * stride, D);
-      load_row(keys + t * stride, head, D);
-      std::fill(head + D, head + DP, 0.f);
-      for (int64_t g = 0; g < group; g++) {
-        Vec products(0.f);
-        for (int64_t d = 0; d < DP; d += W)
-          products = at::vec::fmadd(Vec::loadu(head + d), Vec::loadu(queries + g * DP + d), products);
-        const float score = sum_of(products);
-        scores[g * padded(len) + t] = shape.softcap > 0 ? shape.softcap * std::tanh(score / shape.softcap) : score;
-      }
+    auto attend = [&](auto count, int64_t g) {
+      step_queries<count()>(shape, first, len, keys, values, stride, queries + g * DP, scores, sums + g * DP);
+    };
+    int64_t g = 0;
+    for (; g + STEP_QUERIES <= group; g += STEP_QUERIES) attend(std::integral_constant<int, STEP_QUERIES>{}, g);
+    switch (group - g) {
+      case 3:
+        attend(std::integral_constant<int, 3>{}, g);
+        break;
+      case 2:
+        attend(std::integral_constant<int, 2>{}, g);
+        break;
+      case 1:
+        attend(std::integral_constant<int, 1>{}, g);
     }
-    for (int64_t g = 0; g < group; g++) {
-      float* x = scores + g * padded(len);
-      std::fill(x, x + first, -INF);
-      std::fill(x + len, x + padded(len), -INF);
-      softmax_row(x, padded(len));
-    }
-    clear(sums, group * DP);
-    for (int64_t t = first; t < len; t++) {
-      prefetch(values + (t + AHEAD) * stride, D);
-      load_row(values + t * stride, head, D);
-      std::fill(head + D, head + DP, 0.f);
-      for (int64_t g = 0; g < group; g++) {
-        const Vec p(scores[g * padded(len) + t]);
-        for (int64_t d = 0; d < DP; d += W)
-          at::vec::fmadd(p, Vec::loadu(head + d), Vec::loadu(sums + g * DP + d)).store(sums + g * DP + d);
-      }
-    }
-    for (int64_t g = 0; g < group; g++) store_row(sums + g * DP, out + (row * shape.heads + kv * group + g) * D, D);
+    for (g = 0; g < group; g++) store_row(sums + g * DP, out + (row * shape.heads + kv * group + g) * D, D);
   });
 }
 
