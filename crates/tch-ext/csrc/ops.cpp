@@ -157,6 +157,29 @@ std::optional<Tensor> few_rows(const Tensor& x, const Tensor& weight, const Mayb
 
 // --- Linear ---------------------------------------------------------------------------------------------------------
 
+// x matrix^T + bias, without a graph.
+Tensor linear_of(const Tensor& x, const Tensor& matrix, const MaybeTensor& bias) {
+  if (auto out = few_rows(x, matrix, bias)) return *out;
+  if (prefers_onednn(x, x.size(0), x.size(1), matrix.size(0)))
+    return at::native::mkldnn_linear_pointwise(x, matrix, bias, "none", c10::List<std::optional<at::Scalar>>(),
+                                               std::nullopt);
+  return at::linear(x, matrix, bias);
+}
+
+// sums += a b, computed in f32 and rounded once; a and b are f32.
+void add_f32_product(const Tensor& sums, const Tensor& a, const Tensor& b) {
+  if (sums.scalar_type() == at::kFloat) return multiply_into(sums, a, b, true);
+  // On a CPU in pieces that stay in its cache.
+  const int64_t rows = sums.size(0), width = std::max<int64_t>(sums.size(1), 1);
+  const int64_t most = sums.is_cpu() ? std::max<int64_t>(PIECE / 8 / width, 1) : rows;
+  for (int64_t from = 0; from < rows; from += most) {
+    const int64_t count = std::min(most, rows - from);
+    const Tensor piece = sums.narrow(0, from, count), wide = piece.to(at::kFloat);
+    multiply_into(wide, a.narrow(0, from, count), b, true);
+    piece.copy_(wide);
+  }
+}
+
 struct Linear : torch::autograd::Function<Linear> {
   // `weight` and `bias` are the leaves, `used` and `used_bias` the same values in the compute dtype.
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& used,
@@ -166,11 +189,7 @@ struct Linear : torch::autograd::Function<Linear> {
     ctx->saved_data["transposed"] = transposed;
     ctx->saved_data["dtype"] = x.scalar_type();
     const Tensor matrix = transposed ? used.t() : used;
-    if (auto out = few_rows(input, matrix, used_bias)) return *out;
-    if (prefers_onednn(input, input.size(0), input.size(1), matrix.size(0)))
-      return at::native::mkldnn_linear_pointwise(input, matrix, used_bias, "none",
-                                                 c10::List<std::optional<at::Scalar>>(), std::nullopt);
-    return at::linear(input, matrix, used_bias);
+    return linear_of(input, matrix, used_bias);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -185,6 +204,41 @@ struct Linear : torch::autograd::Function<Linear> {
     if (ctx->needs_input_grad(0))
       dx = product(g, transposed ? used.t() : used).to(ctx->saved_data["dtype"].toScalarType());
     return {dx, {}, {}, {}, {}, {}};
+  }
+};
+
+// A linear layer whose weight is frozen, with the low-rank matrices `a` [r, in] and `b` [out, r], f32, which are trained:
+// x weight^T + bias + scale (x a^T) b^T. The products with `a` and `b` are f32, and the sum is rounded once.
+struct AdaptedLinear : torch::autograd::Function<AdaptedLinear> {
+  // `used` and `used_bias` are weight and bias in the compute dtype.
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& used, const MaybeTensor& used_bias,
+                        bool transposed, const Tensor& a, const Tensor& b, double scale) {
+    const Tensor input = x.to(used.scalar_type());
+    const Tensor low = product(input.to(at::kFloat), a.t()).mul_(scale);
+    ctx->save_for_backward({input, used, a, b, low});
+    ctx->saved_data["transposed"] = transposed;
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["dtype"] = x.scalar_type();
+    Tensor out = linear_of(input, transposed ? used.t() : used, used_bias);
+    add_f32_product(out, low, b.t());
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &used = saved[1], &a = saved[2], &b = saved[3], &low = saved[4];
+    const Tensor g = grads[0].to(used.scalar_type()), wide = g.to(at::kFloat);
+    const Tensor d_low = product(wide, b).mul_(ctx->saved_data["scale"].toDouble());
+    if (b.requires_grad()) add_product(b, wide.t(), low);
+    if (a.requires_grad()) add_product(a, d_low.t(), x.to(at::kFloat));
+    Tensor dx;
+    if (ctx->needs_input_grad(0)) {
+      dx = product(g, ctx->saved_data["transposed"].toBool() ? used.t() : used);
+      add_f32_product(dx, d_low, a);
+      dx = dx.to(ctx->saved_data["dtype"].toScalarType());
+    }
+    return {dx, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -462,6 +516,12 @@ char* tch_ext_linear(Tensor** out, const Tensor* x, const Tensor* weight, const 
                      const Tensor* used_bias, bool transposed) {
   return guard(
       [&] { *out = new Tensor(Linear::apply(*x, *weight, *used, maybe(bias), maybe(used_bias), transposed)); });
+}
+
+char* tch_ext_adapted_linear(Tensor** out, const Tensor* x, const Tensor* used, const Tensor* used_bias, bool transposed,
+                             const Tensor* a, const Tensor* b, double scale) {
+  return guard(
+      [&] { *out = new Tensor(AdaptedLinear::apply(*x, *used, maybe(used_bias), transposed, *a, *b, scale)); });
 }
 
 char* tch_ext_residual(Tensor** out, const Tensor* x, const Tensor* a, const Tensor* b) {

@@ -32,6 +32,16 @@ unsafe extern "C" {
         used_bias: *const C_tensor,
         transposed: bool,
     ) -> *mut c_char;
+    fn tch_ext_adapted_linear(
+        out: *mut *mut C_tensor,
+        x: *const C_tensor,
+        used: *const C_tensor,
+        used_bias: *const C_tensor,
+        transposed: bool,
+        a: *const C_tensor,
+        b: *const C_tensor,
+        scale: f64,
+    ) -> *mut c_char;
     fn tch_ext_embedding(out: *mut *mut C_tensor, table: *const C_tensor, ids: *const C_tensor) -> *mut c_char;
     fn tch_ext_norm(
         out: *mut *mut C_tensor,
@@ -302,6 +312,37 @@ pub fn linear(
     // SAFETY: all pointers are to borrowed tensors; autograd holds counted references to them, as it does for tch.
     new_tensor(|out| unsafe {
         tch_ext_linear(out, x.as_ptr(), weight.as_ptr(), used.as_ptr(), bias, used_bias, transposed)
+    })
+}
+
+/// Low-rank matrices beside the weight of a linear layer, both f32.
+#[derive(Debug, Clone, Copy)]
+pub struct LowRank<'a> {
+    /// `[r, in]`.
+    pub a: &'a Tensor,
+    /// `[out, r]`.
+    pub b: &'a Tensor,
+    /// Factor of their product.
+    pub scale: f64,
+}
+
+/// [`linear`] with a frozen weight, plus `scale (x a^T) b^T`, computed in f32; the sum is rounded to the dtype of `used` once. Differentiable
+/// in `x` and in the leaves `a` and `b`.
+///
+/// # Panics
+/// If shapes, dtypes or devices are incompatible.
+pub fn adapted_linear(
+    x: &Tensor,
+    used: &Tensor,
+    bias: Option<&Tensor>,
+    transposed: bool,
+    adapter: LowRank<'_>,
+) -> Tensor {
+    let bias = bias.map_or(null(), |bias| bias.as_ptr());
+    let LowRank { a, b, scale } = adapter;
+    // SAFETY: as in `linear`.
+    new_tensor(|out| unsafe {
+        tch_ext_adapted_linear(out, x.as_ptr(), used.as_ptr(), bias, transposed, a.as_ptr(), b.as_ptr(), scale)
     })
 }
 

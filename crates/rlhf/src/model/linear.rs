@@ -166,6 +166,9 @@ impl Linear {
         // On every device: this kernel reuses the copy of the weight and accumulates its gradient in place.
         let out = if !plain() {
             let (weight, bias) = (self.weight.used(self.compute), self.bias.as_ref().map(|b| b.used(self.compute)));
+            if let Some(adapter) = self.adapter.as_ref().filter(|_| dropout.is_none()) {
+                return tch_ext::adapted_linear(x, &weight, bias.as_ref(), self.transposed, adapter.low_rank());
+            }
             let bias = self.bias.as_ref().map(|b| &b.held).zip(bias.as_ref());
             tch_ext::linear(x, &self.weight.held, &weight, bias, self.transposed)
         } else {

@@ -237,6 +237,11 @@ impl Adapter {
         [param(ENDS[0], &self.a), param(ENDS[1], &self.b)]
     }
 
+    /// The matrices, for the kernel.
+    pub(super) fn low_rank(&self) -> tch_ext::LowRank<'_> {
+        tch_ext::LowRank { a: &self.a, b: &self.b, scale: self.scale }
+    }
+
     /// The term added to the layer's output, f32.
     pub(super) fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let x = x.to_kind(Kind::Float);
