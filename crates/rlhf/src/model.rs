@@ -25,6 +25,7 @@ mod shard;
 mod value_head;
 
 pub(crate) use adapter_folder::AdapterFolder;
+pub(crate) use batch::shared_lens;
 pub use batch::{Batch, JointBatch};
 pub(crate) use batches::{batches, in_batches};
 pub use body::Gathered;

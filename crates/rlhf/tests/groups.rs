@@ -3,7 +3,7 @@
 use crate::support::{assert_close, golden, init};
 use rlhf::data::Dataset;
 use rlhf::generate::{FinishReason, Response};
-use rlhf::model::{Batch, CausalLm, ModelOptions, ValueModel};
+use rlhf::model::{Batch, CausalLm, ModelOptions, SequenceClassifier, ValueModel};
 use rlhf::reward::{FnReward, Normalize, RewardInput, Rewards, Shaping};
 use rlhf::rl::advantage::{Advantage, AdvantageEstimator, Aggregation, Baseline, ScaleRewards, ScoreBaseline};
 use rlhf::rl::experience::Experience;
@@ -569,5 +569,38 @@ fn a_prompt_that_is_computed_once_for_its_group_gives_the_numbers_and_gradients_
                 assert_close(&format!("{case}: {}", param.name), found, expected, 2e-5 * scale);
             }
         }
+    }
+}
+
+#[test]
+fn a_critic_and_a_reward_model_compute_first_tokens_that_sequences_have_in_common_once_and_with_the_same_numbers() {
+    for family in ["llama_untied_cls", "gpt_neox_cls", "gpt2_cls", "gemma2_cls", "qwen3_cls", "opt_cls"] {
+        let dir = golden().join("models").join(family);
+        let mut model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
+        model.set_trainable(true);
+        // A message of 9 tokens before every prompt; the first two rows have the same prompt, and the last is nothing else.
+        let begun = |end: &[i64]| [&(5..14).collect::<Vec<i64>>(), end].concat();
+        let rows = [begun(&[30, 31, 40, 41]), begun(&[30, 31, 50]), begun(&[32, 60, 61]), begun(&[])];
+        let (spans, shared) = ([10..13, 10..12, 9..12, 8..9], [0, 11, 9, 9]);
+        let learn = |shared| {
+            model.params().iter().for_each(|param| param.tensor.shallow_clone().zero_grad());
+            let batch = Batch::new(&rows, &spans).sharing(shared);
+            model.values_backward(batch, |values| values.square().sum(Kind::Float)).unwrap();
+            let grads: Vec<Tensor> = model.params().iter().map(|param| param.tensor.grad().copy()).collect();
+            grads
+        };
+        let (alone, together) = (learn(None), learn(Some(&shared[..])));
+        for ((found, expected), param) in together.iter().zip(&alone).zip(model.params()) {
+            let scale = expected.abs().max().double_value(&[]).max(1.0);
+            assert_close(&format!("{family}: {}", param.name), found, expected, 2e-5 * scale);
+        }
+        let scores = model.scores(&rows).unwrap();
+        let each: Vec<Tensor> = (0..4).map(|row| model.scores(&rows[row..=row]).unwrap()).collect();
+        assert_close(&format!("{family}: scores"), &scores, &Tensor::cat(&each, 0), 1e-5);
+        let values = model.values_at(&rows, &spans).unwrap();
+        let policy = CausalLm::from_pretrained(&golden().join("models/gpt2"), ModelOptions::default()).unwrap();
+        let critic = ValueModel::Model(Box::new(model));
+        let found = critic.values_of(&policy, Batch::new(&rows, &spans).sharing(Some(&shared))).unwrap();
+        assert_close(&format!("{family}: values"), &found, &values, 1e-5);
     }
 }

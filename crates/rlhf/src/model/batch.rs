@@ -18,6 +18,24 @@ pub struct Batch<'a, S> {
     pub(super) dropout: Option<&'a DropoutRows>,
 }
 
+/// Tokens are computed once for several sequences where that leaves out at least this share of all: below it, copying the keys and values
+/// of the others costs as much.
+const LEAST_SHARED: f64 = 1.0 / 8.0;
+
+/// Number of first tokens of each of `prefixes` that are those of the one before it, for [`Batch::sharing`]; `None` if these are few of the
+/// `tokens` tokens of all sequences. Chat templates begin every prompt with the same tokens.
+pub(crate) fn shared_lens<'s>(prefixes: impl IntoIterator<Item = &'s [i64]>, tokens: usize) -> Option<Vec<usize>> {
+    let mut before: &[i64] = &[];
+    let of_next = |prefix: &'s [i64]| {
+        let len = before.iter().zip(prefix).take_while(|(before, own)| before == own).count();
+        before = prefix;
+        len
+    };
+    let lens: Vec<usize> = prefixes.into_iter().map(of_next).collect();
+    let saved: usize = lens.iter().sum();
+    (saved as f64 >= LEAST_SHARED * tokens as f64 && saved > 0).then_some(lens)
+}
+
 impl<S> Clone for Batch<'_, S> {
     fn clone(&self) -> Self {
         *self
@@ -113,5 +131,20 @@ impl JointSpans {
         }
         let on_device = |indices: &[i64]| Tensor::from_slice(indices).to_device(device);
         Self { spans, tokens: on_device(&tokens), values: on_device(&values) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_tokens_are_shared_with_the_sequence_before_where_they_are_an_eighth_of_all() {
+        let prompts: [&[i64]; 5] = [&[1, 2, 3], &[1, 2, 4, 5], &[1, 2, 4, 5], &[2, 2], &[2]];
+        assert_eq!(shared_lens(prompts, 50), Some(vec![0, 2, 4, 0, 1]));
+        assert_eq!(shared_lens(prompts, 56), Some(vec![0, 2, 4, 0, 1]));
+        assert_eq!(shared_lens(prompts, 57), None);
+        assert_eq!(shared_lens([&[1i64, 2][..], &[3]], 3), None);
+        assert_eq!(shared_lens([], 0), None);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::ModelOptions;
 use super::adapter_folder::AdapterFolder;
-use super::batch::Batch;
+use super::batch::{Batch, shared_lens};
 use super::body::{Body, Gathered};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
@@ -411,7 +411,10 @@ impl SequenceClassifier {
     /// As [`super::CausalLm::logits`].
     pub fn logits<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
         let spans = self.read_at(sequences);
-        Ok(self.head.forward(&self.body.hidden_at(Batch::new(sequences, &spans), 0, None)?.states))
+        let tokens = sequences.iter().map(|sequence| sequence.as_ref().len()).sum();
+        let shared = shared_lens(sequences.iter().map(AsRef::as_ref), tokens);
+        let batch = Batch::new(sequences, &spans).sharing(shared.as_deref());
+        Ok(self.head.forward(&self.body.hidden_at(batch, 0, None)?.states))
     }
 
     /// The score of each sequence: its logit for the chosen label, `[rows]` f32.

@@ -159,8 +159,12 @@ impl ValueHead {
     /// # Errors
     /// As [`CausalLm::logits`]; if a span is not within its sequence.
     pub fn values_at<S: AsRef<[i64]>>(&self, lm: &CausalLm, sequences: &[S], spans: &[Range<usize>]) -> Result<Tensor> {
-        lm.body.check_spans(sequences, spans, 0)?;
-        Ok(self.values_of(&lm.hidden_at(Batch::new(sequences, spans), 0)?.states))
+        self.values(lm, Batch::new(sequences, spans))
+    }
+
+    fn values<S: AsRef<[i64]>>(&self, lm: &CausalLm, batch: Batch<'_, S>) -> Result<Tensor> {
+        lm.body.check_spans(batch.sequences, batch.spans, 0)?;
+        Ok(self.values_of(&lm.hidden_at(batch, 0)?.states))
     }
 
     /// [`CausalLm::token_logprobs`] of the batch's tokens and [`ValueHead::values_at`] of its value positions, from one
@@ -276,21 +280,16 @@ impl ValueModel {
         }
     }
 
-    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32; 0 without a critic.
+    /// Values at the positions of the batch's spans, M in all, row after row: `[M]` f32; 0 without a critic.
     ///
     /// # Errors
     /// As [`SequenceClassifier::values_at`] and [`ValueHead::values_at`].
-    pub fn values_at<S: AsRef<[i64]>>(
-        &self,
-        policy: &CausalLm,
-        sequences: &[S],
-        spans: &[Range<usize>],
-    ) -> Result<Tensor> {
+    pub fn values_of<S: AsRef<[i64]>>(&self, policy: &CausalLm, batch: Batch<'_, S>) -> Result<Tensor> {
         match self {
-            Self::Model(model) => model.values_at(sequences, spans),
-            Self::Head(head) => head.values_at(policy, sequences, spans),
+            Self::Model(model) => model.values(batch),
+            Self::Head(head) => head.values(policy, batch),
             Self::None => {
-                let values: usize = spans.iter().map(Range::len).sum();
+                let values: usize = batch.spans.iter().map(Range::len).sum();
                 Ok(Tensor::zeros([values as i64], (Kind::Float, policy.device())))
             }
         }

@@ -81,25 +81,29 @@ impl MicroBatchSettings {
 }
 
 /// Divides `rows` into micro-batches of at most `most_rows` rows, and these into about equal parts where they have more than
-/// `most_tokens` tokens; a row with more tokens is a part by itself.
+/// `most_tokens` tokens; a row with more tokens is a part by itself. `tokens` returns the number of tokens of a row, and of those that are
+/// not computed where the row before is in the same part.
 pub(crate) fn micro_batches<T>(
     rows: &[T],
     most_rows: usize,
     most_tokens: usize,
-    tokens: impl Fn(&T) -> usize,
+    tokens: impl Fn(&T) -> (usize, usize),
 ) -> Vec<&[T]> {
+    let of_row = |row: &T, is_first: bool| {
+        let (all, shared) = tokens(row);
+        if is_first { all } else { all - shared }
+    };
     let mut parts = Vec::new();
     for chunk in rows.chunks(most_rows) {
-        let total: usize = chunk.iter().map(&tokens).sum();
+        let total: usize = chunk.iter().enumerate().map(|(at, row)| of_row(row, at == 0)).sum();
         let share = total.div_ceil(total.div_ceil(most_tokens).max(1));
         let (mut from, mut held) = (0, 0);
         for (at, row) in chunk.iter().enumerate() {
-            let more = tokens(row);
-            if at > from && (held + more > most_tokens || held >= share) {
+            if at > from && (held + of_row(row, false) > most_tokens || held >= share) {
                 parts.push(&chunk[from..at]);
                 (from, held) = (at, 0);
             }
-            held += more;
+            held += of_row(row, at == from);
         }
         parts.push(&chunk[from..]);
     }
@@ -130,7 +134,7 @@ mod tests {
     fn micro_batches_keep_all_rows_in_order_within_both_bounds() {
         let lens = [5, 5, 5, 5, 30, 1, 1, 1, 1, 1, 9];
         for (most_rows, most_tokens) in [(1, 100), (3, 100), (100, 100), (100, 10), (4, 12), (100, 1)] {
-            let parts = micro_batches(&lens, most_rows, most_tokens, |&len| len);
+            let parts = micro_batches(&lens, most_rows, most_tokens, |&len| (len, 0));
             assert_eq!(parts.concat(), lens);
             for part in parts {
                 let total: usize = part.iter().sum();
@@ -138,6 +142,6 @@ mod tests {
             }
         }
         // About equal: 40 tokens at most 30 at once are 20 and 20, not 30 and 10.
-        assert_eq!(micro_batches(&[10; 4], 4, 30, |&len| len), [&[10; 2], &[10; 2]]);
+        assert_eq!(micro_batches(&[10; 4], 4, 30, |&len| (len, 0)), [&[10; 2], &[10; 2]]);
     }
 }

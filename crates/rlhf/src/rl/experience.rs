@@ -1,6 +1,6 @@
 //! The data of one PPO update: responses and everything that the models computed for them.
 
-use crate::model::{Distributions, TokenSet};
+use crate::model::{Distributions, TokenSet, shared_lens};
 use crate::rl::math;
 use crate::{Error, Result};
 use std::ops::Range;
@@ -97,19 +97,11 @@ impl Experience {
         self.groups.windows(2).any(|pair| pair[0] == pair[1])
     }
 
-    /// Number of first tokens of each of `rows`' sequences that are the prompt of the row before it, in the same group: models compute
-    /// them once. `None` if there are none.
+    /// Number of first tokens of each of `rows`' prompts that are those of the prompt of the row before it: models compute them once.
+    /// `None` if there are few.
     pub(crate) fn shared_lens(&self, rows: &[usize]) -> Option<Vec<usize>> {
-        let same = |pair: &[usize]| match pair {
-            [before, row]
-                if self.groups[*before] == self.groups[*row] && self.prompts[*before] == self.prompts[*row] =>
-            {
-                self.prompts[*row].len()
-            }
-            _ => 0,
-        };
-        let shared: Vec<usize> = std::iter::once(0).chain(rows.windows(2).map(same)).take(rows.len()).collect();
-        shared.iter().any(|&len| len > 0).then_some(shared)
+        let tokens = rows.iter().map(|&row| self.sequence_len(row)).sum();
+        shared_lens(rows.iter().map(|&row| &self.prompts[row][..]), tokens)
     }
 
     /// Positions of the response tokens of a row in its sequence.

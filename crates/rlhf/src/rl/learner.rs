@@ -2,7 +2,7 @@
 
 use crate::dist::{World, ZeroStage};
 use crate::model::{
-    Batch, CausalLm, Distributions, JointBatch, LogprobOptions, SequenceClassifier, Shards, TokenLogprobs, ValueModel,
+    Batch, CausalLm, Distributions, JointBatch, LogprobOptions, ModelConfig, SequenceClassifier, Shards, TokenLogprobs, ValueModel,
 };
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
 use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
@@ -385,9 +385,7 @@ impl Learner {
             rows.sort_by_key(|&row| (experience.groups[row], row));
         }
         let own = self.world.share_by(&rows, length);
-        // A critic computes each sequence whole, and so do models whose angles depend on the length of the text.
-        let shares = !has_critic && !self.policy.config().has_length_dependent_rope();
-        let parts = passes(experience, own, (micro_batch_size, self.micro_batch_tokens), shares);
+        let parts = passes(experience, own, (micro_batch_size, self.micro_batch_tokens), self.shares_first_tokens());
         let weights = Weights {
             divisor: self.divisor(experience, mini_batch.len(), tokens),
             entropy_tokens: tokens.max(1.0),
@@ -415,6 +413,18 @@ impl Learner {
         sums.read_into(&mut stats);
         stats.sum_over(&self.world)?;
         Ok(stats)
+    }
+
+    /// Whether the models compute first tokens that sequences have in common once: a value head on the policy does not, nor do models whose
+    /// angles depend on the length of the text.
+    fn shares_first_tokens(&self) -> bool {
+        let shares = |config: &ModelConfig| !config.has_length_dependent_rope();
+        shares(self.policy.config())
+            && match &self.value {
+                ValueModel::Head(_) => false,
+                ValueModel::Model(value) => shares(value.config()),
+                ValueModel::None => true,
+            }
     }
 
     /// Divisor of the sum of the policy's losses over a mini-batch of `rows` rows with `tokens` tokens.
@@ -496,7 +506,8 @@ impl Learner {
                 } else {
                     None
                 };
-                value.values_backward(Batch::new(sequences, value_spans), value_loss)?;
+                let batch = Batch::new(sequences, value_spans).sharing(batch.shared_lens.as_deref());
+                value.values_backward(batch, value_loss)?;
                 now
             }
             (ValueModel::None, _) => {
@@ -622,32 +633,18 @@ impl Learner {
 }
 
 /// Divides `rows` into passes of at most `most_rows` rows that compute at most `most_tokens` tokens each; a row with more tokens is a pass by
-/// itself. `shares`: a prompt that the row before in the same pass has is computed once.
+/// itself. `shares`: first tokens that a row has in common with the row before it in the same pass are computed once.
 fn passes<'a>(
     e: &Experience,
     rows: &'a [usize],
     (most_rows, most_tokens): (usize, usize),
     shares: bool,
 ) -> Vec<&'a [usize]> {
-    let shared = |rows: &[usize]| if shares { e.shared_lens(rows).unwrap_or_default() } else { Vec::new() };
-    let of_rows: HashMap<usize, usize> = rows.iter().copied().zip(shared(rows)).collect();
-    let added = |row: &usize| e.sequence_len(*row) - of_rows.get(row).copied().unwrap_or(0);
-    let parts = micro_batches(rows, most_rows, most_tokens, added);
-    // The first row of a part computes its prompt, even if the last row of the part before has the same one.
-    let computed = |part: &[usize]| {
-        let whole: usize = part.iter().map(|&row| e.sequence_len(row)).sum();
-        whole - shared(part).iter().sum::<usize>()
-    };
-    parts.into_iter().flat_map(|part| halved(part, &|part| computed(part) <= most_tokens)).collect()
-}
-
-/// Halves `rows` until each part `fits` or is a single row.
-fn halved<'a>(rows: &'a [usize], fits: &dyn Fn(&[usize]) -> bool) -> Vec<&'a [usize]> {
-    if rows.len() < 2 || fits(rows) {
-        return vec![rows];
-    }
-    let (before, after) = rows.split_at(rows.len() / 2);
-    [halved(before, fits), halved(after, fits)].concat()
+    let shared = if shares { e.shared_lens(rows).unwrap_or_default() } else { Vec::new() };
+    let shared: HashMap<usize, usize> = rows.iter().copied().zip(shared).collect();
+    micro_batches(rows, most_rows, most_tokens, |row| {
+        (e.sequence_len(*row), shared.get(row).copied().unwrap_or(0))
+    })
 }
 
 fn policy_optimizer(policy: &CausalLm, config: &OptimizerConfig, settings: &LearnerSettings) -> AdamW {
@@ -737,7 +734,7 @@ mod tests {
         // 28 tokens are a prompt and six responses.
         assert_eq!(passes(&e, &rows, (12, 28), true), [&rows[..6], &rows[6..]]);
         assert_eq!(passes(&e, &rows, (12, 28), false).len(), 6);
-        // The second of two parts of a group would be a prompt and four responses, 22 tokens: each part computes its prompt.
+        // Each part computes its prompt.
         assert_eq!(passes(&e, &rows[..6], (12, 19), true), [&rows[..2], &rows[2..4], &rows[4..6]]);
         assert_eq!(passes(&e, &rows, (1, 28), true).len(), 12);
     }

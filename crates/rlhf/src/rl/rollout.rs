@@ -244,7 +244,10 @@ impl<'a> Passes<'a> {
 
     fn values(&self) -> Result<Tensor> {
         let RolloutModels { policy, value, .. } = self.models;
-        let values = self.in_batches(|batch| value.values_at(policy, &batch.sequences, &batch.values))?;
+        let values = self.in_batches(|batch| {
+            let rows = model::Batch::new(&batch.sequences, &batch.values).sharing(batch.shared_lens.as_deref());
+            value.values_of(policy, rows)
+        })?;
         Ok(self.values_to_slots(&values))
     }
 

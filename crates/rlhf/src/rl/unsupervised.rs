@@ -164,7 +164,7 @@ pub(crate) fn learn_texts<S: AsRef<[i64]>>(
     let mut sum = 0.0;
     let length = |text: &S| text.as_ref().len();
     let own = limits.world.share_by(texts, length);
-    let mut passes = micro_batches(own, limits.most_rows, limits.most_tokens, length).into_iter();
+    let mut passes = micro_batches(own, limits.most_rows, limits.most_tokens, |text| (length(text), 0)).into_iter();
     let learned = passes.try_for_each(|part| {
         let found = policy.logprobs_backward(Batch::new(part, &spans(part)), 1.0, |_, now| {
             -now.logprobs.sum(Kind::Float) * (coef / tokens as f64)

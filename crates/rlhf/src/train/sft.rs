@@ -264,7 +264,7 @@ impl Supervised for FineTuning<'_> {
         let own = batch.world.own_part(&rows, |row| row.tokens.len());
         let mut row = own.start as u64;
         let own = &rows[own];
-        for micro_batch in micro_batches(own, most_rows, most_tokens, |row| row.tokens.len()) {
+        for micro_batch in micro_batches(own, most_rows, most_tokens, |row| (row.tokens.len(), 0)) {
             let rows = (row..row + micro_batch.len() as u64).collect();
             row += micro_batch.len() as u64;
             let (share, seed) = (config.peft.lora_dropout, config.run.seed);
