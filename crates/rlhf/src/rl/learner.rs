@@ -2,7 +2,8 @@
 
 use crate::dist::{World, ZeroStage};
 use crate::model::{
-    Batch, CausalLm, Distributions, JointBatch, LogprobOptions, ModelConfig, SequenceClassifier, Shards, TokenLogprobs, ValueModel,
+    Batch, CausalLm, Distributions, JointBatch, LogprobOptions, ModelConfig, SequenceClassifier, Shards, TokenLogprobs,
+    ValueModel,
 };
 use crate::optim::loss_scale::{LossScaleConfig, LossScaler};
 use crate::optim::micro_batch::{micro_batch_tokens, micro_batches};
@@ -642,9 +643,7 @@ fn passes<'a>(
 ) -> Vec<&'a [usize]> {
     let shared = if shares { e.shared_lens(rows).unwrap_or_default() } else { Vec::new() };
     let shared: HashMap<usize, usize> = rows.iter().copied().zip(shared).collect();
-    micro_batches(rows, most_rows, most_tokens, |row| {
-        (e.sequence_len(*row), shared.get(row).copied().unwrap_or(0))
-    })
+    micro_batches(rows, most_rows, most_tokens, |row| (e.sequence_len(*row), shared.get(row).copied().unwrap_or(0)))
 }
 
 fn policy_optimizer(policy: &CausalLm, config: &OptimizerConfig, settings: &LearnerSettings) -> AdamW {

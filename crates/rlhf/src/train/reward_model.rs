@@ -325,7 +325,9 @@ impl Supervised for Ranking<'_> {
         };
         let own = batch.world.own_part(&pairs, tokens);
         let mut first = own.start as u64;
-        for micro_batch in micro_batches(&pairs[own], config.batches().rows_per_pass(), batch.max_tokens, |pair| (tokens(pair), 0)) {
+        for micro_batch in
+            micro_batches(&pairs[own], config.batches().rows_per_pass(), batch.max_tokens, |pair| (tokens(pair), 0))
+        {
             let places = first..first + micro_batch.len() as u64;
             first = places.end;
             // The two sides of a pair are separate rows.
