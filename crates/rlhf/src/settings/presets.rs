@@ -22,6 +22,48 @@ pub enum Preset {
     Rloo,
 }
 
+/// Defaults of TRL's trainer with `step()`.
+const TRL_LEGACY: [(&str, &str); 12] = [
+    ("value_head", "true"),
+    ("raw_logprobs", "true"),
+    ("score_position", "last_token"),
+    ("adap_kl_ctrl", "true"),
+    ("kl_coef", "0.2"),
+    ("ratio_threshold", "10"),
+    ("learning_rate", "1.41e-5"),
+    ("lr_scheduler_type", "constant"),
+    ("total_episodes", "20000"),
+    ("temperature", "1"),
+    ("stop_token", "eos"),
+    ("seed", "0"),
+];
+
+/// Defaults of DeepSpeed-Chat's third step.
+const DEEPSPEED_CHAT: [(&str, &str); 22] = [
+    ("max_prompt_length", "256"),
+    ("long_prompts", "drop"),
+    ("per_device_generation_batch_size", "16"),
+    ("per_device_train_batch_size", "16"),
+    ("num_train_epochs", "1"),
+    ("response_length", "256"),
+    ("stop_token", "eos"),
+    ("temperature", "1"),
+    ("num_ppo_epochs", "1"),
+    ("kl_coef", "0.1"),
+    ("clip_reward_value", "5"),
+    ("min_response_length", "2"),
+    ("eos_in_loss", "unless_pad"),
+    ("last_value_in_loss", "false"),
+    ("whiten_advantages", "none"),
+    ("vf_coef", "1"),
+    ("learning_rate", "9.65e-6"),
+    ("value_learning_rate", "5e-6"),
+    ("lr_scheduler_type", "cosine"),
+    ("warmup_steps", "100"),
+    ("adam_beta2", "0.95"),
+    ("max_grad_norm", "1"),
+];
+
 /// Defaults that TRL's GRPOTrainer and RLOOTrainer share.
 const OF_GROUPS: [(&str, &str); 7] = [
     ("temperature", "1"),
@@ -56,9 +98,11 @@ impl Preset {
     /// Returns the settings that have other defaults with this preset, as key and value of a configuration file.
     pub fn settings(self) -> Vec<(&'static str, &'static str)> {
         match self {
+            Self::Trl | Self::TrlPpov2 => Vec::new(),
+            Self::TrlLegacy => TRL_LEGACY.to_vec(),
+            Self::DeepspeedChat => DEEPSPEED_CHAT.to_vec(),
             Self::Grpo => [&OF_GROUPS[..], &GRPO].concat(),
             Self::Rloo => [&OF_GROUPS[..], &RLOO].concat(),
-            own => own.others().to_vec(),
         }
     }
 
@@ -73,50 +117,6 @@ impl Preset {
             Self::Grpo => "grpo",
             Self::Rloo => "rloo",
             Self::Trl | Self::TrlPpov2 | Self::TrlLegacy | Self::DeepspeedChat => "ppo",
-        }
-    }
-
-    fn others(self) -> &'static [(&'static str, &'static str)] {
-        match self {
-            Self::Grpo | Self::Rloo | Self::Trl | Self::TrlPpov2 => &[],
-            Self::TrlLegacy => &[
-                ("value_head", "true"),
-                ("raw_logprobs", "true"),
-                ("score_position", "last_token"),
-                ("adap_kl_ctrl", "true"),
-                ("kl_coef", "0.2"),
-                ("ratio_threshold", "10"),
-                ("learning_rate", "1.41e-5"),
-                ("lr_scheduler_type", "constant"),
-                ("total_episodes", "20000"),
-                ("temperature", "1"),
-                ("stop_token", "eos"),
-                ("seed", "0"),
-            ],
-            Self::DeepspeedChat => &[
-                ("max_prompt_length", "256"),
-                ("long_prompts", "drop"),
-                ("per_device_generation_batch_size", "16"),
-                ("per_device_train_batch_size", "16"),
-                ("num_train_epochs", "1"),
-                ("response_length", "256"),
-                ("stop_token", "eos"),
-                ("temperature", "1"),
-                ("num_ppo_epochs", "1"),
-                ("kl_coef", "0.1"),
-                ("clip_reward_value", "5"),
-                ("min_response_length", "2"),
-                ("eos_in_loss", "unless_pad"),
-                ("last_value_in_loss", "false"),
-                ("whiten_advantages", "none"),
-                ("vf_coef", "1"),
-                ("learning_rate", "9.65e-6"),
-                ("value_learning_rate", "5e-6"),
-                ("lr_scheduler_type", "cosine"),
-                ("warmup_steps", "100"),
-                ("adam_beta2", "0.95"),
-                ("max_grad_norm", "1"),
-            ],
         }
     }
 }

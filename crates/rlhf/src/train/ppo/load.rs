@@ -147,6 +147,18 @@ impl PpoTrainer {
     }
 }
 
+/// Refuses a reference model that follows the policy where it would be divided over the ranks.
+fn check_sync(config: &PpoConfig, world: &World) -> Result<()> {
+    if config.sync.sync_ref_model && config.policy_stage().shards_parameters() && world.size() > 1 {
+        return Err(Error::Usage(
+            "sync_ref_model = true with zero_stage = 3: a reference model that is divided over the ranks is not written to checkpoints; \
+             expected zero_stage = 0, 1 or 2"
+                .into(),
+        ));
+    }
+    Ok(())
+}
+
 /// The tokens and texts that end a response.
 pub(crate) struct Ends {
     pub(crate) stop: Vec<i64>,
@@ -174,13 +186,7 @@ impl PpoParts {
                 format!("PpoParts::learner: expected {expected} for advantage_estimator = {name}, found {found}");
             return Err(Error::Usage(message));
         }
-        if config.sync.sync_ref_model && config.policy_stage().shards_parameters() && self.learner.world.size() > 1 {
-            return Err(Error::Usage(
-                "sync_ref_model = true with zero_stage = 3: a reference model that is divided over the ranks is not written to checkpoints; \
-                 expected zero_stage = 0, 1 or 2"
-                    .into(),
-            ));
-        }
+        check_sync(config, &self.learner.world)?;
         self.learner.collect_clips = !has_critic;
         Ok(())
     }
@@ -236,6 +242,7 @@ impl Loaded {
     /// If one cannot be loaded, on any rank.
     pub(crate) fn from_config(config: &PpoConfig, more: Rewards, commits: Commits) -> Result<Self> {
         let (world, asked) = (World::of_process(), AskedHub::with(commits));
+        check_sync(config, &world)?;
         let rewards = specs(config);
         let rewards = rewards.iter().flatten().filter_map(Spec::model_path);
         asked.download(&world, &paths_read(config, rewards), || {
