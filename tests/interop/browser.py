@@ -46,8 +46,9 @@ addEventListener("load", () => {
     tip: tip.hidden ? "" : tip.textContent,
     hovered: svg.querySelector("path[data-y]").dataset.y.split(" ").at(-1),
     last: Object.fromEntries(all(document, "data[data-metric]").map(data => [data.dataset.metric, Number(data.value)])),
-    ends: Object.fromEntries(all(document, "path[data-y]").map(path => [
-      path.closest("figure").querySelector("data").dataset.metric, path.dataset.y.split(" ").at(-1)])),
+    ends: all(document, "figure").map(figure => [
+      all(figure, "data").map(data => Number(data.value)),
+      all(figure, "path[data-y]").map(path => Number(path.dataset.y.split(" ").at(-1)))]),
     foreign: all(document, "article script, article img, article svg, article iframe").length,
     texts: all(document, "article pre").map(pre => pre.textContent),
     notes: all(document, "article .note").map(note => note.textContent),
@@ -116,8 +117,9 @@ def visit(browser, page, width):
     return (json.loads(html.unescape(found[1])) if found else None), console
 
 
-def same(page_value, value):
-    return page_value == value or abs(page_value - value) <= 1e-5 * abs(value)
+def same(drawn, value):
+    """Whether a curve ends at a value, in six significant digits."""
+    return abs(drawn - value) <= 1e-5 * abs(value)
 
 
 def check_page(browser, page, metrics, width):
@@ -127,18 +129,22 @@ def check_page(browser, page, metrics, width):
         return expect(f"{width} pixels: the page's script ran", False)
     last = metrics[-1]
     values = {name: value for name, value in result["last"].items() if not name.startswith("eval/")}
-    expect(f"{width} pixels: last values of {len(values)} curves", len(values) > 15 and all(last[name] == value for name, value in values.items()), values)
-    ends = {name: float(value) for name, value in result["ends"].items() if name in last}
-    expect(f"{width} pixels: ends of the drawn curves", all(same(value, last[name]) for name, value in ends.items() if result["last"][name] == last[name] and name in ("objective/kl", "objective/scores", "policy/entropy_avg")), ends)
-    expect(f"{width} pixels: hovering shows the value", result["tip"].startswith("update 3") and result["hovered"] in result["tip"], result["tip"])
+    equal = all(last[name] == value for name, value in values.items())
+    expect(f"{width} pixels: last values of {len(values)} curves", len(values) > 15 and equal, values)
+    drawn = all(len(ends) == len(values) and all(map(same, ends, values)) for values, ends in result["ends"])
+    expect(f"{width} pixels: ends of the drawn curves", drawn, result["ends"])
+    hovers = result["tip"].startswith("update 3") and result["hovered"] in result["tip"]
+    expect(f"{width} pixels: hovering shows the value", hovers, result["tip"])
     expect(f"{width} pixels: title", result["title"] == "run <b>1&2", result["title"])
     expect(f"{width} pixels: no element comes from a sample", result["foreign"] == 0, result["foreign"])
     expect(f"{width} pixels: hostile texts are shown", all(text in result["texts"] for text in HOSTILE[:-1]), result["texts"])
     expect(f"{width} pixels: a long text is cut with a note", "98800 more characters are left out." in result["notes"], result["notes"])
-    expect(f"{width} pixels: all {result['charts']} charts have a title and a description", result["charts"] > 10 and result["unlabelled"] == 0)
+    labelled = result["charts"] > 10 and result["unlabelled"] == 0
+    expect(f"{width} pixels: all {result['charts']} charts have a title and a description", labelled)
     expect(f"{width} pixels: nothing is wider than the window", result["overflow"] <= 0, result["overflow"])
     expect(f"{width} pixels: nothing is requested", result["resources"] == [], result["resources"])
-    expect(f"{width} pixels: samples are sorted and searched", result["worst"] == sorted(result["worst"]) and result["found"] == 1, result)
+    arranged = result["worst"] == sorted(result["worst"]) and result["found"] == 1
+    expect(f"{width} pixels: samples are sorted and searched", arranged, result)
 
 
 def main():

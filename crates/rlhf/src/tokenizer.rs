@@ -402,6 +402,29 @@ impl Tokenizer {
         }
     }
 
+    /// Decodes each id as the part that it adds to the text of all, without special tokens: joined, the parts are
+    /// [`Tokenizer::decode`] of all. The last id of a character that several encode has all of it, and the others are empty.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode them.
+    pub fn decode_each(&self, ids: &[i64]) -> Result<Vec<String>> {
+        let mut parts = Vec::with_capacity(ids.len());
+        // The text of `ids[start..shown]` is in the parts already. It is decoded again, since the text of an id depends on the one
+        // before it.
+        let (mut start, mut shown) = (0, 0);
+        for end in 1..=ids.len() {
+            let (before, text) = (self.decode(&ids[start..shown])?, self.decode(&ids[start..end])?);
+            // A character has at most four bytes: bytes of four tokens that are none yet will never be one.
+            let is_whole = !text.ends_with(char::REPLACEMENT_CHARACTER) || end == ids.len() || end - shown >= 4;
+            let part = text.strip_prefix(&before).filter(|_| is_whole).unwrap_or_default();
+            parts.push(part.to_string());
+            if !part.is_empty() {
+                (start, shown) = (shown, end);
+            }
+        }
+        Ok(parts)
+    }
+
     /// The id of the token that is appended to a text, if there is one.
     pub fn eos(&self) -> Option<i64> {
         self.eos.first().copied()

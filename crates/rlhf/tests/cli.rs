@@ -297,10 +297,24 @@ fn whole_course(golden_model: &str, sft_start: &str) {
             let names: Vec<&str> = sample.keys().map(String::as_str).collect();
             assert_eq!(
                 names,
-                ["step", "episode", "prompt", "response", "score", "components", "finish_reason", "num_tokens"]
+                [
+                    "step",
+                    "episode",
+                    "prompt",
+                    "response",
+                    "score",
+                    "components",
+                    "finish_reason",
+                    "num_tokens",
+                    "tokens",
+                    "logprobs"
+                ]
             );
             let (tokens, finish) = (sample["num_tokens"].as_u64().unwrap(), sample["finish_reason"].as_str().unwrap());
             assert!((1..=8).contains(&tokens) && (finish == "stop" || (finish, tokens) == ("length", 8)), "{sample:?}");
+            let texts = sample["tokens"].as_array().unwrap().iter().map(|token| token.as_str().unwrap());
+            assert_eq!(texts.collect::<String>(), sample["response"].as_str().unwrap());
+            assert_eq!(sample["tokens"].as_array().map(Vec::len), sample["logprobs"].as_array().map(Vec::len));
             assert_eq!((sample["step"].as_u64(), sample["episode"].as_u64()), (Some(update), Some(4 * update)));
             assert!(sample["score"].is_f64() && sample["components"].is_object(), "{sample:?}");
         }

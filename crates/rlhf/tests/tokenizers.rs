@@ -20,6 +20,12 @@ fn assert_cases(name: &str, dir: &Path, kind: &Value) {
         assert_eq!(tokenizer.encode_verbatim(text).unwrap(), ids(&case["ids_no_special"]), "{name}: {text:?}");
         assert_eq!(tokenizer.decode_verbatim(&with).unwrap(), case["decoded"], "{name}: {text:?}");
         assert_eq!(tokenizer.decode(&with).unwrap(), case["decoded_skip_special"], "{name}: {text:?}");
+        let parts = tokenizer.decode_each(&with).unwrap();
+        assert_eq!(
+            (parts.len(), parts.concat().into()),
+            (with.len(), case["decoded_skip_special"].clone()),
+            "{name}: {text:?}"
+        );
     }
 }
 

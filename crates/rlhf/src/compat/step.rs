@@ -557,6 +557,8 @@ impl StepTrainer {
             components: std::collections::BTreeMap::new(),
             finish_reason: None,
             num_tokens: None,
+            tokens: Vec::new(),
+            logprobs: Vec::new(),
             conversation: None,
         };
         let samples: Vec<Sample> = texts.query.iter().zip(texts.response).zip(rewards).map(sample).collect();

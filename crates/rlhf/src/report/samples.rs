@@ -183,7 +183,10 @@ fn response(line: &[u8]) -> Option<(Cut, Response)> {
         tokens.map(String::from).zip(logprobs.map(f64::exp)).take(MOST_CHARS / 4).collect();
     let text = Cut::new(text);
     // The shades stand for the text, so they must be all of it.
-    if text.left_out > 0 || tokens.iter().map(|(token, _)| token.as_str()).collect::<String>() != text.text {
+    if text.left_out > 0
+        || text.text.is_empty()
+        || tokens.iter().map(|(token, _)| token.as_str()).collect::<String>() != text.text
+    {
         tokens.clear();
     }
     let response = Response {
@@ -220,7 +223,7 @@ impl Highlights {
         Self {
             worst: ranked(&score),
             best: ranked(&|prompt| score(prompt).map(|score| -score)),
-            changed: ranked(&|prompt| prompt.change().map(|change| -change.abs())),
+            changed: ranked(&|prompt| prompt.change().filter(|change| *change != 0.0).map(|change| -change.abs())),
         }
     }
 

@@ -135,6 +135,12 @@ pub struct Sample {
     /// Tokens of the response, a stop token included, where they are known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_tokens: Option<usize>,
+    /// Text of each token of the response, where it is recorded; joined they are the response.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tokens: Vec<String>,
+    /// Log-probability of each of these tokens.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub logprobs: Vec<f32>,
     /// The prompt as a table shows it, where it is a conversation.
     #[serde(skip)]
     pub(crate) conversation: Option<Conversation>,

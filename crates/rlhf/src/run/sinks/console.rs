@@ -397,6 +397,8 @@ mod tests {
             components: BTreeMap::new(),
             finish_reason: Some(FinishReason::Stop),
             num_tokens: Some(12),
+            tokens: Vec::new(),
+            logprobs: Vec::new(),
             conversation: Conversation::of(row, prompt),
         }
     }

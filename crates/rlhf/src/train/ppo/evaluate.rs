@@ -109,7 +109,9 @@ impl PpoTrainer {
         let trial = &self.config.trial;
         let shown = if trial.print_answers && batch.update.is_multiple_of(trial.print_answers_interval) {
             let shown = batch.rows.iter().take(SAMPLE_ROWS).map(|&row| &self.prompts[row]);
-            self.sample_rows(&shown.collect::<Vec<_>>(), &batch.responses, &raw, &scored.components)?
+            let samples =
+                self.sample_rows(&shown.collect::<Vec<_>>(), &batch.responses, &raw, &scored.components)?;
+            self.with_tokens(samples, &batch.responses)?
         } else {
             Vec::new()
         };
@@ -146,7 +148,17 @@ impl PpoTrainer {
         let asked = self.sample_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
         let (scores, components) = self.whole_scores(&asked, &responses)?;
-        self.sample_rows(&asked, &responses, &scores, &components)
+        let samples = self.sample_rows(&asked, &responses, &scores, &components)?;
+        self.with_tokens(samples, &responses)
+    }
+
+    /// Adds to samples, the first of the `responses`, their tokens with log-probabilities.
+    fn with_tokens(&self, mut samples: Vec<Sample>, responses: &[Response]) -> Result<Vec<Sample>> {
+        for (sample, response) in samples.iter_mut().zip(responses) {
+            sample.tokens = self.tokenizer.decode_each(&response.tokens)?;
+            sample.logprobs.clone_from(&response.logprobs);
+        }
+        Ok(samples)
     }
 
     pub(super) fn sample_rows(
@@ -171,6 +183,8 @@ impl PpoTrainer {
                     components,
                     finish_reason: Some(response.finish),
                     num_tokens: Some(response.tokens.len()),
+                    tokens: Vec::new(),
+                    logprobs: Vec::new(),
                     conversation: Conversation::of(&prompt.row, &prompt.text),
                 })
             })
