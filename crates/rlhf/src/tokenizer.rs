@@ -403,7 +403,8 @@ impl Tokenizer {
     }
 
     /// Decodes each id as the part that it adds to the text of all, without special tokens: joined, the parts are
-    /// [`Tokenizer::decode`] of all. The last id of a character that several encode has all of it, and the others are empty.
+    /// [`Tokenizer::decode`] of all, as long as their bytes are text. The last id of a character that several encode has all of it,
+    /// and the others are empty.
     ///
     /// # Errors
     /// If the tokenizer cannot decode them.

@@ -313,7 +313,8 @@ fn whole_course(golden_model: &str, sft_start: &str) {
             let (tokens, finish) = (sample["num_tokens"].as_u64().unwrap(), sample["finish_reason"].as_str().unwrap());
             assert!((1..=8).contains(&tokens) && (finish == "stop" || (finish, tokens) == ("length", 8)), "{sample:?}");
             let texts = sample["tokens"].as_array().unwrap().iter().map(|token| token.as_str().unwrap());
-            assert_eq!(texts.collect::<String>(), sample["response"].as_str().unwrap());
+            let (joined, response) = (texts.collect::<String>(), sample["response"].as_str().unwrap());
+            assert!(joined == response || response.contains(char::REPLACEMENT_CHARACTER), "{joined:?}, {response:?}");
             assert_eq!(sample["tokens"].as_array().map(Vec::len), sample["logprobs"].as_array().map(Vec::len));
             assert_eq!((sample["step"].as_u64(), sample["episode"].as_u64()), (Some(update), Some(4 * update)));
             assert!(sample["score"].is_f64() && sample["components"].is_object(), "{sample:?}");

@@ -135,7 +135,7 @@ pub struct Sample {
     /// Tokens of the response, a stop token included, where they are known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_tokens: Option<usize>,
-    /// Text of each token of the response, where it is recorded; joined they are the response.
+    /// Text of each token of the response, where it is recorded; joined they are the response, as long as its bytes are text.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tokens: Vec<String>,
     /// Log-probability of each of these tokens.
