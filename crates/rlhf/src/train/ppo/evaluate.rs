@@ -109,8 +109,7 @@ impl PpoTrainer {
         let trial = &self.config.trial;
         let shown = if trial.print_answers && batch.update.is_multiple_of(trial.print_answers_interval) {
             let shown = batch.rows.iter().take(SAMPLE_ROWS).map(|&row| &self.prompts[row]);
-            let samples =
-                self.sample_rows(&shown.collect::<Vec<_>>(), &batch.responses, &raw, &scored.components)?;
+            let samples = self.sample_rows(&shown.collect::<Vec<_>>(), &batch.responses, &raw, &scored.components)?;
             self.with_tokens(samples, &batch.responses)?
         } else {
             Vec::new()
