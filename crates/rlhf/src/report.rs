@@ -4,12 +4,13 @@
 //! |---|---|
 //! | a run's folder as plain data; its responses | `read`, `samples` |
 //! | the verdict in words | `verdict` |
-//! | which metrics are drawn together; curves as inline SVG | `charts`, `svg` |
+//! | which metrics are drawn together; where alarms are marked; curves as inline SVG | `charts`, `marks`, `svg` |
 //! | the page, its style sheet and its script | `page` |
 //! | escaping: all text of a run goes through it | `html` |
 
 mod charts;
 mod html;
+mod marks;
 mod page;
 mod read;
 mod samples;

@@ -141,6 +141,45 @@ fn bad_folders_and_files_that_are_no_reports_are_one_error() {
     assert_eq!((scratch.read("mine/report.html").as_str(), scratch.metrics("mine").len()), ("mine", 4));
 }
 
+#[test]
+fn alarms_and_rollbacks_are_in_the_verdict_on_the_curves_and_in_a_list_with_advice() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: String| std::fs::write(dir.path().join(name), text).unwrap();
+    let line = |step: u32| {
+        let kl = f64::from(step * step) / 4.0;
+        let line = json!({"step": step, "episode": 8 * step, "objective/scores": kl.sin(), "objective/kl": kl, "lr": kl / 9.0});
+        format!("{line}\n")
+    };
+    write("metrics.jsonl", (1..=6).map(line).collect());
+    let far = "update 4: the KL to the reference is 4.00 nats per token: the policy has left its start; a lower learning_rate keeps it near";
+    let lines = [
+        json!({"step": 4, "alarm": "runaway_kl", "message": far}),
+        json!({"step": 5, "alarm": "rollback", "message": "update 5: back to checkpoint-2"}),
+        json!({"step": 6, "alarm": HOSTILE[0], "message": HOSTILE[1], "rollbacks": 1}),
+    ];
+    write("alarms.jsonl", lines.map(|line| format!("{line}\n")).concat() + "{\"step\":6,\"al");
+    let page = std::fs::read_to_string(report(&ReportConfig::new([dir.path()])).unwrap()).unwrap();
+    for part in [
+        "2 alarms: runaway_kl at update 4, &lt;script&gt;",
+        "; 1 rollback: after update 5.</li>",
+        "runaway_kl <span class=\"unit\">update 4</span></dt>\n<dd>the KL to the reference is 4.00 nats per token: the policy has left its \
+         start</dd>\n<dd><span class=\"unit\">To try:</span> a lower learning_rate keeps it near</dd>",
+        "<dd>back to checkpoint-2</dd>",
+        "alarms.jsonl: 1 line could not be read and is left out",
+    ] {
+        assert!(page.contains(part), "no {part} in {page}");
+    }
+    let marks = |title: &str| {
+        let (_, figure) = page.split_once(&format!("<figcaption><b>{title}</b>")).unwrap();
+        let (figure, _) = figure.split_once("</figure>").unwrap();
+        let (_, description) = figure.split_once("<desc>").unwrap();
+        assert!(description.split_once("</desc>").unwrap().0.contains("rollback at update 5"), "{figure}");
+        figure.matches("<g class=\"mark").count()
+    };
+    assert_eq!(["Score", "KL to the reference", "Learning rate"].map(marks), [3, 2, 1]);
+    assert_eq!(page.matches("<script").count(), 1);
+}
+
 /// Writes a run of 1,000 updates with 5,000 samples to `dir`.
 fn write_large_run(dir: &Path) {
     let line = include_str!("../../../examples/smollm2/results/grpo-seed-1.metrics.jsonl").lines().last().unwrap();

@@ -1,5 +1,6 @@
 //! The charts of a report: which metrics are drawn, together with which, and in what order.
 
+use super::marks::marks;
 use super::read::Run;
 use super::svg::{Chart, Curve, Point};
 use std::collections::HashSet;
@@ -152,7 +153,10 @@ impl<'a> Charts<'a> {
         }
         sections.retain(|section| !section.charts.is_empty());
         let others = left.names.clone().into_iter().flat_map(|name| left.charts(name, "", vec![(String::new(), name)]));
-        let others = others.collect();
+        let mut others: Vec<Chart<'a>> = others.collect();
+        for chart in sections.iter_mut().flat_map(|section| &mut section.charts).chain(&mut others) {
+            chart.marks = marks(runs, &chart.curves.iter().map(|curve| curve.metric).collect::<Vec<_>>());
+        }
         Self { sections, others, constant: left.constant }
     }
 
@@ -205,7 +209,7 @@ impl<'a> Left<'a> {
                     Some(Curve { label, metric: name, colour, points: run.points(name)? })
                 })
                 .collect();
-            return Vec::from_iter((!curves.is_empty()).then(|| Chart { title: title.into(), unit, curves }));
+            return Vec::from_iter((!curves.is_empty()).then(|| Chart { title: title.into(), unit, curves, marks: Vec::new() }));
         }
         let is_alone = lines.len() == 1;
         let chart = |(label, name): (String, &'a str)| {
@@ -214,7 +218,7 @@ impl<'a> Left<'a> {
                 Some(Curve { label: run.label.clone(), metric: name, colour, points: run.points(name)? })
             };
             let curves: Vec<Curve<'_>> = self.runs.iter().enumerate().filter_map(curve).collect();
-            (!curves.is_empty()).then_some(Chart { title, unit, curves })
+            (!curves.is_empty()).then_some(Chart { title, unit, curves, marks: Vec::new() })
         };
         lines.into_iter().filter_map(chart).collect()
     }

@@ -20,8 +20,9 @@ function chartOf(svg) {
       x: numbers(path.dataset.x),
       y: numbers(path.dataset.y),
     }));
+    const marks = [...svg.querySelectorAll(".mark")].map(mark => ({ label: mark.dataset.label, x: Number(mark.dataset.x) }));
     read.set(svg, {
-      curves, left, right, bottom, top,
+      curves, marks, left, right, bottom, top,
       x: value => left + (value - x0) / (x1 - x0) * (right - left),
       y: value => bottom + (value - y0) / (y1 - y0) * (top - bottom),
       update: at => x0 + (at - left) / (right - left) * (x1 - x0),
@@ -72,6 +73,11 @@ function show(event) {
     const text = Number.isFinite(value) ? String(value) : "not finite";
     row.className = "key " + colour;
     row.append(document.createElement("i"), label ? `${label} ${text}` : text);
+    return row;
+  }), ...chart.marks.filter(mark => x[nearest(x, mark.x)] === update).map(({ label, x }) => {
+    const row = document.createElement("div");
+    row.className = "bad";
+    row.append(`! ${label} at update ${x}`);
     return row;
   }));
   tip.hidden = false;

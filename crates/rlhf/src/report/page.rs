@@ -21,6 +21,9 @@ const COLUMNS: std::ops::RangeInclusive<usize> = 40..=200;
 /// Bytes of the samples together, about.
 const MOST_SAMPLE_BYTES: usize = 800_000;
 
+/// Alarms of a run, at most: the first ones.
+const MOST_ALARMS: usize = 100;
+
 /// Prompts in each list of those to look at first.
 const HIGHLIGHTS: usize = 8;
 
@@ -33,7 +36,7 @@ pub(super) fn page(runs: &[Run]) -> String {
     curves(&mut page, runs);
     samples(&mut page, runs);
     configuration(&mut page, runs);
-    warnings(&mut page, runs);
+    checks(&mut page, runs);
     page.raw("<footer>Made by rlhf ").text(env!("CARGO_PKG_VERSION"));
     page.raw(" from what the run has written. This page loads nothing from elsewhere.</footer>\n</main>\n<div id=\"tip\" hidden></div>\n");
     page.raw("<script>\n").raw(SCRIPT).raw("</script>\n</body>\n</html>\n");
@@ -54,7 +57,7 @@ fn head(page: &mut Html, runs: &[Run]) {
     page.raw("</style>\n</head>\n<body>\n<main>\n<header>\n<h1>").text(&title).raw("</h1>\n<nav>");
     page.raw("<a href=\"#verdict\">Verdict</a> <a href=\"#curves\">Curves</a> <a href=\"#samples\">Samples</a> ");
     page.raw(
-        "<a href=\"#configuration\">Configuration</a> <a href=\"#checks\">Warnings and checks</a></nav>\n</header>\n",
+        "<a href=\"#configuration\">Configuration</a> <a href=\"#checks\">Alarms and checks</a></nav>\n</header>\n",
     );
 }
 
@@ -166,7 +169,7 @@ fn curves(page: &mut Html, runs: &[Run]) {
     }
     page.raw("<p class=\"note\">Bold lines are centred moving averages over about the square root of the number of updates; pale ones, and \
               the numbers beside the titles, are the values of each update, thinned to the least and the greatest of each column \
-              where there are many.</p>\n</section>\n");
+              where there are many. A flag above a chart is an alarm, and one that points left a rollback.</p>\n</section>\n");
 }
 
 /// Writes the samples of each run: lists of those to look at first, and the prompts with their responses.
@@ -329,26 +332,39 @@ fn configuration(page: &mut Html, runs: &[Run]) {
     page.raw("</section>\n");
 }
 
-/// Writes the warnings of each run, the facts of its model card with the checks at its start, and what could not be read.
-fn warnings(page: &mut Html, runs: &[Run]) {
-    page.raw("<section id=\"checks\">\n<h2>Warnings and checks</h2>\n");
+/// Writes the alarms of a run, each with its update, its cause and what to try.
+fn alarms(page: &mut Html, run: &Run) {
+    if run.alarms.is_empty() {
+        page.raw("<p>No alarm is recorded.</p>\n");
+        return;
+    }
+    page.raw("<dl class=\"alarms\">\n");
+    for alarm in run.alarms.iter().take(MOST_ALARMS) {
+        let sign = if alarm.is_rollback() { "\u{21b6}" } else { "!" };
+        page.raw("<dt class=\"bad\"><b aria-hidden=\"true\">").raw(sign).raw("</b> ").text(one_line(&alarm.name));
+        page.raw(" <span class=\"unit\">update ").text(alarm.step).raw("</span></dt>\n");
+        let (cause, advice) = alarm.cause_and_advice();
+        page.raw("<dd>").text(one_line(cause)).raw("</dd>\n");
+        if let Some(advice) = advice {
+            page.raw("<dd><span class=\"unit\">To try:</span> ").text(one_line(advice)).raw("</dd>\n");
+        }
+    }
+    page.raw("</dl>\n");
+    if let more @ 1.. = run.alarms.len().saturating_sub(MOST_ALARMS) {
+        page.raw("<p class=\"note\">").text(more).raw(" more are in <code>alarms.jsonl</code>.</p>\n");
+    }
+}
+
+/// Writes the alarms of each run, the facts of its model card with the checks at its start, and what could not be read.
+fn checks(page: &mut Html, runs: &[Run]) {
+    page.raw("<section id=\"checks\">\n<h2>Alarms and checks</h2>\n");
     for (at, run) in runs.iter().enumerate() {
         if runs.len() > 1 {
             page.raw("<h3>");
             key(page, runs, at);
             page.raw("</h3>\n");
         }
-        if run.alarms.is_empty() {
-            page.raw("<p>No warning is recorded.</p>\n");
-        } else {
-            page.raw("<ul class=\"verdict\">\n");
-            for alarm in &run.alarms {
-                page.raw("<li class=\"bad\"><b aria-hidden=\"true\">!</b> ")
-                    .text(one_line(&alarm.message))
-                    .raw("</li>\n");
-            }
-            page.raw("</ul>\n");
-        }
+        alarms(page, run);
         if !run.facts.is_empty() {
             page.raw("<div class=\"wide\"><table>\n<tbody>\n");
             for (name, value) in &run.facts {

@@ -1,4 +1,4 @@
-//! A run's folder as plain data: metrics, settings, the model card's facts, warnings, samples.
+//! A run's folder as plain data: metrics, settings, the model card's facts, alarms, samples.
 //!
 //! A run may be in progress, interrupted or damaged: what cannot be read is noted, and the rest is shown.
 
@@ -6,7 +6,7 @@ use super::samples::{self, Prompt};
 use crate::files;
 use crate::model::is_model;
 use crate::run::checkpoint::UNFINISHED;
-use crate::run::output_dir::{CONFIG, METRICS};
+use crate::run::output_dir::{ALARMS, CONFIG, METRICS};
 use crate::weights::read_json;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
@@ -14,8 +14,8 @@ use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-/// The file of a run's warnings: one JSON object per line, with `step`, `alarm` and `message`.
-const ALARMS: &str = "alarms.jsonl";
+/// Name of a rollback among the alarms of a run.
+const ROLLBACK: &str = "rollback";
 
 /// A run, as its folder shows it.
 #[derive(Debug)]
@@ -62,12 +62,25 @@ pub(super) enum Outcome {
     Open,
 }
 
-/// A warning of a run.
+/// An alarm of a run, or the rollback that one caused.
 #[derive(Debug, PartialEq)]
 pub(super) struct Alarm {
+    /// Updates done when it was raised.
     pub(super) step: f64,
     pub(super) name: String,
     pub(super) message: String,
+}
+
+impl Alarm {
+    pub(super) fn is_rollback(&self) -> bool {
+        self.name == ROLLBACK
+    }
+
+    /// Returns the cause, and what to try, if the message has both. The update, with which messages start, is left out.
+    pub(super) fn cause_and_advice(&self) -> (&str, Option<&str>) {
+        let message = self.message.strip_prefix(&format!("update {}: ", self.step)).unwrap_or(&self.message);
+        message.split_once("; ").map_or((message, None), |(cause, advice)| (cause, Some(advice)))
+    }
 }
 
 impl Run {
@@ -90,7 +103,7 @@ impl Run {
             settings: settings(dir, &mut notes),
             facts: facts(&card),
             command_line: command_line(&card),
-            alarms: read_alarms(dir),
+            alarms: read_alarms(dir, &mut notes),
             prompts: samples::read(dir, &mut notes),
             metrics,
             notes,
@@ -169,14 +182,17 @@ fn read_metrics(dir: &Path, notes: &mut Vec<String>) -> Result<Vec<Series>> {
             all[place].points.push((step, value));
         }
     }
-    if unread > 0 {
-        let s = if unread == 1 { "" } else { "s" };
-        notes.push(format!(
-            "{METRICS}: {unread} line{s} could not be read and {} left out",
-            if unread == 1 { "is" } else { "are" }
-        ));
-    }
+    notes.extend(unread_lines(METRICS, unread));
     Ok(all)
+}
+
+/// Returns a note on the lines of a file that are left out, if there are any.
+fn unread_lines(file: &str, unread: usize) -> Option<String> {
+    match unread {
+        0 => None,
+        1 => Some(format!("{file}: 1 line could not be read and is left out")),
+        _ => Some(format!("{file}: {unread} lines could not be read and are left out")),
+    }
 }
 
 /// Returns how the run ended, where its last line of metrics is that of update `updates`.
@@ -232,16 +248,33 @@ fn command_line(card: &str) -> Option<String> {
     (!lines.is_empty()).then(|| lines.join("\n"))
 }
 
-/// Reads the warnings of a run; there are none without their file.
-fn read_alarms(dir: &Path) -> Vec<Alarm> {
-    let Ok(file) = files::open(&dir.join(ALARMS)) else { return Vec::new() };
-    let lines = BufReader::new(file).split(b'\n').map_while(std::io::Result::ok);
-    let alarm = |line: Vec<u8>| {
-        let line: Value = serde_json::from_slice(&line).ok()?;
-        let text = |name: &str| line[name].as_str().map(String::from);
-        Some(Alarm { step: line["step"].as_f64()?, name: text("alarm")?, message: text("message")? })
+/// Reads the alarms of a run; there are none without their file. Lines that are incomplete or no alarms are counted and left out.
+fn read_alarms(dir: &Path, notes: &mut Vec<String>) -> Vec<Alarm> {
+    let path = dir.join(ALARMS);
+    if !path.exists() {
+        return Vec::new();
+    }
+    let file = match files::open(&path) {
+        Ok(file) => file,
+        Err(error) => {
+            notes.push(error.to_string());
+            return Vec::new();
+        }
     };
-    lines.filter_map(alarm).collect()
+    let alarm = |line: &[u8]| {
+        let line: Value = serde_json::from_slice(line).ok()?;
+        let text = |name: &str| line[name].as_str().map(String::from);
+        Some(Alarm { step: line["step"].as_u64()? as f64, name: text("alarm")?, message: text("message")? })
+    };
+    let (mut alarms, mut unread) = (Vec::new(), 0);
+    for line in BufReader::new(file).split(b'\n').map_while(std::io::Result::ok).filter(|line| !line.is_empty()) {
+        match alarm(&line) {
+            Some(alarm) => alarms.push(alarm),
+            None => unread += 1,
+        }
+    }
+    notes.extend(unread_lines(ALARMS, unread));
+    alarms
 }
 
 /// Returns the name of a folder.
@@ -289,6 +322,23 @@ mod tests {
         assert!(loss[0] == (1.0, 0.5) && loss[1].0 == 2.0 && loss[1].1.is_nan() && loss.len() == 2, "{loss:?}");
         assert_eq!((run.updates, run.outcome), (2.0, Outcome::Open));
         assert_eq!(run.notes[0], "metrics.jsonl: 4 lines could not be read and are left out");
+    }
+
+    #[test]
+    fn alarms_of_a_file_that_is_damaged_or_cut_are_read_as_far_as_they_are() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut notes = Vec::new();
+        assert!(read_alarms(dir.path(), &mut notes).is_empty() && notes.is_empty(), "there is no file");
+        let lines = "{\"step\":3,\"alarm\":\"runaway_kl\",\"message\":\"update 3: far: left; lower it; or not\"}\n\u{0}\n\n\
+                     {\"step\":\"x\"}\n{\"step\":4,\"alarm\":\"rollback\",\"message\":\"back\",\"rollbacks\":1}\n{\"step\":9,\"ala";
+        fs::write(dir.path().join(ALARMS), lines).unwrap();
+        let alarms = read_alarms(dir.path(), &mut notes);
+        assert_eq!(notes, ["alarms.jsonl: 3 lines could not be read and are left out"]);
+        let found: Vec<_> = alarms.iter().map(|alarm| (alarm.step, alarm.is_rollback(), alarm.cause_and_advice())).collect();
+        assert_eq!(found, [(3.0, false, ("far: left", Some("lower it; or not"))), (4.0, true, ("back", None))]);
+        fs::remove_file(dir.path().join(ALARMS)).unwrap();
+        fs::create_dir(dir.path().join(ALARMS)).unwrap();
+        assert!(read_alarms(dir.path(), &mut notes).is_empty() && notes[1].contains("expected a regular file"), "{notes:?}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Curves as inline SVG.
 
 use super::html::{Html, number};
+use super::marks::AlarmMark;
 
 /// Size of a chart, in units of its drawing.
 const WIDTH: f64 = 400.0;
@@ -17,6 +18,9 @@ pub(super) const COLOURS: usize = 7;
 
 /// Values from which on a curve has a smoothed one over it.
 const SMOOTHED_FROM: usize = 10;
+
+/// Marks that a description names, at most.
+const MOST_DESCRIBED: usize = 5;
 
 /// Absolute value beyond which a curve leaves the chart, so that differences of two values are finite.
 const LARGEST: f64 = 1e300;
@@ -42,6 +46,8 @@ pub(super) struct Chart<'a> {
     pub(super) unit: &'static str,
     /// At least one.
     pub(super) curves: Vec<Curve<'a>>,
+    /// In the order of their updates.
+    pub(super) marks: Vec<AlarmMark>,
 }
 
 impl Chart<'_> {
@@ -58,6 +64,9 @@ impl Chart<'_> {
         self.axes(page, &x, &y);
         for curve in &self.curves {
             curve.draw(page, &x, &y, columns);
+        }
+        for mark in &self.marks {
+            mark.draw(page, &x);
         }
         page.raw("</svg></figure>\n");
     }
@@ -91,7 +100,14 @@ impl Chart<'_> {
             let label = if label.is_empty() { String::new() } else { format!("{label}: ") };
             format!("{label}{from} at update {start}, {to} at update {end}; between {least} and {greatest}.")
         };
-        self.curves.iter().map(describe).collect::<Vec<_>>().join(" ")
+        let curves = self.curves.iter().map(describe);
+        let shown = self.marks.iter().take(MOST_DESCRIBED).map(AlarmMark::describe).collect::<Vec<_>>().join(", ");
+        let more = match self.marks.len().saturating_sub(MOST_DESCRIBED) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let marks = (!self.marks.is_empty()).then(|| format!("Marked: {shown}{more}."));
+        curves.chain(marks).collect::<Vec<_>>().join(" ")
     }
 
     fn axes(&self, page: &mut Html, x: &Axis, y: &Axis) {
@@ -111,6 +127,29 @@ impl Chart<'_> {
             page.raw("\" class=\"x\">").text(label).raw("</text>");
         }
         page.raw("</g>");
+    }
+}
+
+impl AlarmMark {
+    /// Returns the alarm in words.
+    fn describe(&self) -> String {
+        format!("{} at update {}", self.label, self.update)
+    }
+
+    /// Draws a line at the update of the alarm, if the chart has that, below a flag; that of a rollback points back.
+    fn draw(&self, page: &mut Html, x: &Axis) {
+        if !(x.domain[0]..=x.domain[1]).contains(&self.update) {
+            return;
+        }
+        let at = coordinate(x.at(self.update));
+        page.raw("<g class=\"mark");
+        if let Some(colour) = self.colour {
+            page.raw(" k").text(colour % COLOURS);
+        }
+        page.raw("\" data-x=\"").text(self.update).raw("\" data-label=\"").text(&self.label).raw("\"><title>");
+        page.text(self.describe()).raw("</title><path d=\"M").text(&at).raw(" ").text(TOP).raw("V").text(BOTTOM);
+        page.raw("\"/><path class=\"flag\" d=\"M").text(&at).raw(" ").text(TOP);
+        page.raw(if self.is_rollback { "v-8l-8 4z" } else { "l-4.5-8h9z" }).raw("\"/></g>");
     }
 }
 
@@ -278,6 +317,7 @@ mod tests {
             title: "<Score>".into(),
             unit: "nats",
             curves: vec![Curve { label: "a".into(), metric: "m", colour: 8, points }],
+            marks: Vec::new(),
         }
     }
 
@@ -343,5 +383,32 @@ mod tests {
         }
         let path = page.split(" d=\"").last().unwrap().split('"').next().unwrap();
         assert_eq!(path.matches('M').count(), 2, "{path}");
+    }
+
+    #[test]
+    fn marks_within_a_chart_are_drawn_and_all_are_described() {
+        let points = [(1.0, 0.5), (3.0, 1.0)];
+        let mark = |update: f64, label: &str, is_rollback: bool| AlarmMark {
+            update,
+            label: label.into(),
+            colour: is_rollback.then_some(1),
+            is_rollback,
+        };
+        let mut chart = curve(&points);
+        chart.marks = vec![mark(2.0, "<b>", false), mark(3.0, "rollback", true), mark(9.0, "runaway_kl", false)];
+        let mut page = Html::default();
+        chart.draw(&mut page, 100);
+        let page = page.finish();
+        for part in [
+            "<g class=\"mark\" data-x=\"2\" data-label=\"&lt;b&gt;\"><title>&lt;b&gt; at update 2</title><path d=\"M219 8V158\"/>\
+             <path class=\"flag\" d=\"M219 8l-4.5-8h9z\"/></g>",
+            "<g class=\"mark k1\" data-x=\"3\"",
+            "between 0.5 and 1. Marked: &lt;b&gt; at update 2, rollback at update 3, runaway_kl at update 9.</desc>",
+        ] {
+            assert!(page.contains(part), "no {part} in {page}");
+        }
+        assert_eq!(page.matches("class=\"mark").count(), 2, "update 9 is not in the chart");
+        chart.marks = (0..12).map(|_| mark(1.0, "a", false)).collect();
+        assert!(chart.describe().ends_with("a at update 1 and 7 more."), "{}", chart.describe());
     }
 }

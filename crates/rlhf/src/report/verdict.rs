@@ -1,7 +1,7 @@
 //! The verdict on a run in words, by its first and its last updates.
 
 use super::html::number;
-use super::read::{Outcome, Run};
+use super::read::{Alarm, Outcome, Run};
 
 /// Nats per token of KL to the reference below which a policy is near it; healthy runs stay below.
 const NEAR: f64 = 0.2;
@@ -15,6 +15,9 @@ const CUT: f64 = 0.95;
 
 /// Lines of metrics in a mean at the start or at the end of a run, at most.
 pub(super) const MOST_LINES: usize = 50;
+
+/// Alarms that are named in the verdict, at most.
+const MOST_NAMED: usize = 5;
 
 /// A sentence of the verdict.
 #[derive(Debug, PartialEq)]
@@ -213,17 +216,34 @@ fn not_finite(run: &Run) -> Option<Finding> {
 }
 
 fn alarms(run: &Run) -> Option<Finding> {
-    let named = run.alarms.iter().map(|alarm| format!("{} at update {}", alarm.name, alarm.step));
-    let named: Vec<String> = named.take(5).collect();
-    let all = run.alarms.len();
-    let s = if all == 1 { "" } else { "s" };
-    (all > 0).then(|| finding(Mark::Bad, format!("{all} warning{s}: {}.", named.join(", "))))
+    let (rollbacks, alarms): (Vec<&Alarm>, Vec<&Alarm>) = run.alarms.iter().partition(|alarm| alarm.is_rollback());
+    let mut parts = Vec::new();
+    if !alarms.is_empty() {
+        let named = alarms.iter().map(|alarm| format!("{} at update {}", alarm.name, alarm.step));
+        parts.push(format!("{}: {}", count(alarms.len(), "alarm"), some(named)));
+    }
+    if !rollbacks.is_empty() {
+        let steps = rollbacks.iter().map(|rollback| format!("after update {}", rollback.step));
+        parts.push(format!("{}: {}", count(rollbacks.len(), "rollback"), some(steps)));
+    }
+    (!parts.is_empty()).then(|| finding(Mark::Bad, format!("{}.", parts.join("; "))))
+}
+
+fn count(number: usize, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+/// Joins the first of many texts, with the number of the others.
+fn some(texts: impl ExactSizeIterator<Item = String>) -> String {
+    let more = texts.len().saturating_sub(MOST_NAMED);
+    let shown = texts.take(MOST_NAMED).collect::<Vec<_>>().join(", ");
+    if more == 0 { shown } else { format!("{shown} and {more} more") }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::read::{Alarm, Series};
+    use crate::report::read::Series;
 
     fn run(metrics: &[(&str, &[f64])]) -> Run {
         let series = |&(name, values): &(&str, &[f64])| Series {
@@ -302,9 +322,22 @@ mod tests {
                 "Responses have 20 tokens at the end, 10 at the start: most are cut at response_length = 20.",
                 "3 optimizer steps were skipped, because a loss or a gradient was not finite.",
                 "Not finite in some updates: lr.",
-                "1 warning: runaway_kl at update 2.",
+                "1 alarm: runaway_kl at update 2.",
             ]
         );
+        for (step, name) in [(3.0, "rollback"), (4.0, "low_entropy"), (5.0, "skipped_steps"), (6.0, "skipped_steps")] {
+            run.alarms.push(Alarm { step, name: name.into(), message: String::new() });
+        }
+        let last = |run: &Run| verdict(run).pop().unwrap().text;
+        assert_eq!(
+            last(&run),
+            "4 alarms: runaway_kl at update 2, low_entropy at update 4, skipped_steps at update 5, skipped_steps at update 6; \
+             1 rollback: after update 3."
+        );
+        for step in [7.0, 8.0, 9.0] {
+            run.alarms.push(Alarm { step, name: "skipped_steps".into(), message: String::new() });
+        }
+        assert!(last(&run).contains("skipped_steps at update 7 and 2 more; 1 rollback"), "{}", last(&run));
         run.outcome = Outcome::Stopped { done: 2, total: 9 };
         assert_eq!(verdict(&run)[0].text, "The run ended early, after 2 of 9 updates.");
     }

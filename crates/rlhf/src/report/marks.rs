@@ -1,0 +1,88 @@
+//! Marks of alarms and rollbacks on charts.
+
+use super::read::{Alarm, Run};
+use super::samples::spread;
+
+/// The metric whose chart has the marks of all alarms.
+const ALL: &str = "objective/scores";
+
+/// Marks of a run on one chart, at most: more would be a solid block.
+const MOST_MARKS: usize = 40;
+
+/// Each alarm with the metrics that it is about, whose charts have its marks.
+const METRICS: [(&str, &[&str]); 14] = [
+    ("runaway_kl", &["objective/kl"]),
+    ("low_entropy", &["policy/entropy_avg", "objective/entropy"]),
+    ("length_limit", &["val/response_length"]),
+    ("no_stop", &["val/num_eos_tokens", "completions/clipped_ratio"]),
+    ("fewer_stops", &["val/num_eos_tokens", "completions/clipped_ratio"]),
+    ("alike_responses", &["policy/entropy_avg", "objective/entropy"]),
+    ("ignored_eos", &["val/num_eos_tokens"]),
+    ("reused_responses", &["val/response_length"]),
+    ("equal_scores", &["objective/scores_std", "frac_reward_zero_std"]),
+    ("unscored", &[]),
+    ("negative_explained_variance", &["val/explained_variance"]),
+    ("high_clip_share", &["policy/clipfrac_avg"]),
+    ("gradient_leap", &["policy/grad_norm", "val/grad_norm"]),
+    ("skipped_steps", &["val/skipped_steps", "policy/grad_norm", "val/grad_norm"]),
+];
+
+/// The mark of an alarm or a rollback on a chart.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct AlarmMark {
+    pub(super) update: f64,
+    /// Name of the alarm; of several runs also the run's.
+    pub(super) label: String,
+    /// Number of the run's colour, of several runs.
+    pub(super) colour: Option<usize>,
+    pub(super) is_rollback: bool,
+}
+
+/// Returns the marks on a chart of these metrics: of the alarms that are about one of them, and of all rollbacks.
+pub(super) fn marks(runs: &[Run], metrics: &[&str]) -> Vec<AlarmMark> {
+    let mut marks = Vec::new();
+    for (at, run) in runs.iter().enumerate() {
+        let own: Vec<&Alarm> = run.alarms.iter().filter(|alarm| is_about(alarm, metrics)).collect();
+        let is_alone = runs.len() == 1;
+        marks.extend(spread(own.len(), MOST_MARKS).into_iter().map(|place| own[place]).map(|alarm| AlarmMark {
+            update: alarm.step,
+            label: if is_alone { alarm.name.clone() } else { format!("{}: {}", run.label, alarm.name) },
+            colour: (!is_alone).then_some(at),
+            is_rollback: alarm.is_rollback(),
+        }));
+    }
+    marks
+}
+
+/// Returns whether the alarm is about one of these metrics. A rollback changes all.
+fn is_about(alarm: &Alarm, metrics: &[&str]) -> bool {
+    let own = METRICS.iter().find(|(name, _)| *name == alarm.name).map_or(&[][..], |(_, own)| own);
+    alarm.is_rollback() || metrics.contains(&ALL) || own.iter().any(|metric| metrics.contains(metric))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::WarningKind;
+
+    #[test]
+    fn every_alarm_has_the_metrics_that_it_is_about() {
+        let names: Vec<&str> = METRICS.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, WarningKind::ALL.map(WarningKind::name));
+    }
+
+    #[test]
+    fn alarms_are_about_their_metrics_and_all_are_on_the_score() {
+        let alarm = |name: &str| Alarm { step: 1.0, name: name.into(), message: String::new() };
+        for (name, metrics, about) in [
+            ("runaway_kl", &["objective/kl", "eval/kl"][..], true),
+            ("runaway_kl", &["val/response_length"], false),
+            ("runaway_kl", &["objective/scores"], true),
+            ("of another version", &["objective/kl"], false),
+            ("of another version", &["objective/scores"], true),
+            ("rollback", &["lr"], true),
+        ] {
+            assert_eq!(is_about(&alarm(name), metrics), about, "{name} {metrics:?}");
+        }
+    }
+}
