@@ -33,4 +33,4 @@ step ppo "it continues prompts of 2 to 8 tokens, and learns from the classifier'
 step before "128 held-out prompts, responses of the model before PPO, and their scores" responses "$out/sft" "$out/before.jsonl"
 step after "the same prompts, responses of the model after PPO, and their scores" responses "$out/ppo" "$out/after.jsonl"
 printf '\n'
-exec "$python" $example/summary.py "$out"
+conclude $example/summary.py ppo

@@ -27,4 +27,4 @@ step ppo "the policy responds to prompts and learns from the reward model's scor
 step before "96 held-out prompts, responses of the model before PPO" responses "$out/sft" "$out/before.jsonl"
 step after "the same prompts, responses of the model after PPO" responses "$out/ppo" "$out/after.jsonl"
 printf '\n'
-exec "$python" $demo/summary.py "$out"
+conclude $demo/summary.py ppo

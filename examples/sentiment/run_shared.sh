@@ -68,3 +68,11 @@ step() { # NAME EXPLANATION COMMAND...
     "$@" || fail "step '$name' failed"
     printf '%s\t%s\n' "$name" "$(($(date +%s) - started))" >>"$out/timings.tsv"
 }
+
+conclude() { # SUMMARY STAGE: prints the summary and where the report of the stage is; exits as the summary does
+    status=0
+    "$python" "$1" "$out" || status=$?
+    report=$out/$2/report.html
+    [ ! -f "$report" ] || printf '\nLook at the run in a browser: %s\n' "$report"
+    exit "$status"
+}

@@ -272,7 +272,7 @@ class Run(unittest.TestCase):
     stand_in = """#!/bin/sh
 echo "$@" >>"$LOG"
 while [ $# -gt 1 ]; do
-    case $1 in --output_dir) mkdir -p "$2"; echo "{}" >"$2/metrics.jsonl" ;; --output_file) : >"$2" ;; esac
+    case $1 in --output_dir) mkdir -p "$2"; echo "{}" >"$2/metrics.jsonl"; : >"$2/report.html" ;; --output_file) : >"$2" ;; esac
     shift
 done
 """
@@ -301,6 +301,7 @@ done
             self.assertTrue(all("--overwrite_output_dir" in call for call in calls[:3]), calls)
             self.assertEqual(done.returncode, 1)
             self.assertIn("metrics.jsonl: no line has loss", done.stderr)
+            self.assertRegex(done.stdout, "\nLook at the run in a browser: .*/my run/ppo/report.html\n$")
             self.assertEqual(len(self.run_script(folder, "--out", "my run").stdout.split("== ")), 6)
 
     def test_a_folder_with_other_things_is_left_alone(self):

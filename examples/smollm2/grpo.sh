@@ -23,4 +23,4 @@ step grpo "groups of 8 responses, scored by a rule and a program; LoRA, bfloat16
     "$binary" grpo --config $example/grpo.yaml --output_dir "$out/grpo" --seed "$seed" --overwrite_output_dir
 step after "the same requests and chat prompts, responses of the model after GRPO" responses "$out/grpo" after
 printf '\n'
-exec "$python" $example/summary.py "$out"
+conclude $example/summary.py grpo

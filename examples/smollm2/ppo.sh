@@ -23,4 +23,4 @@ step ppo "the policy writes reviews, and learns from VADER's scores; LoRA, bfloa
     "$binary" ppo --config $example/ppo.yaml --output_dir "$out/ppo" --seed "$seed" --overwrite_output_dir
 step after "the same requests and chat prompts, responses of the model after PPO" responses "$out/ppo" after
 printf '\n'
-exec "$python" $example/summary.py "$out"
+conclude $example/summary.py ppo
