@@ -209,7 +209,12 @@ impl<'a> Left<'a> {
                     Some(Curve { label, metric: name, colour, points: run.points(name)? })
                 })
                 .collect();
-            return Vec::from_iter((!curves.is_empty()).then(|| Chart { title: title.into(), unit, curves, marks: Vec::new() }));
+            return Vec::from_iter((!curves.is_empty()).then(|| Chart {
+                title: title.into(),
+                unit,
+                curves,
+                marks: Vec::new(),
+            }));
         }
         let is_alone = lines.len() == 1;
         let chart = |(label, name): (String, &'a str)| {

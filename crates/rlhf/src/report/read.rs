@@ -334,11 +334,15 @@ mod tests {
         fs::write(dir.path().join(ALARMS), lines).unwrap();
         let alarms = read_alarms(dir.path(), &mut notes);
         assert_eq!(notes, ["alarms.jsonl: 3 lines could not be read and are left out"]);
-        let found: Vec<_> = alarms.iter().map(|alarm| (alarm.step, alarm.is_rollback(), alarm.cause_and_advice())).collect();
+        let found: Vec<_> =
+            alarms.iter().map(|alarm| (alarm.step, alarm.is_rollback(), alarm.cause_and_advice())).collect();
         assert_eq!(found, [(3.0, false, ("far: left", Some("lower it; or not"))), (4.0, true, ("back", None))]);
         fs::remove_file(dir.path().join(ALARMS)).unwrap();
         fs::create_dir(dir.path().join(ALARMS)).unwrap();
-        assert!(read_alarms(dir.path(), &mut notes).is_empty() && notes[1].contains("expected a regular file"), "{notes:?}");
+        assert!(
+            read_alarms(dir.path(), &mut notes).is_empty() && notes[1].contains("expected a regular file"),
+            "{notes:?}"
+        );
     }
 
     #[test]
