@@ -9,6 +9,7 @@ mod commands;
 mod config_file;
 mod deepspeed_chat;
 mod errors;
+pub(crate) mod evaluate;
 mod foreign;
 pub(crate) mod generate;
 mod groups;
@@ -37,7 +38,7 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{
-    GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig, RewardConfig, ScoreConfig, SftConfig,
+    EvaluateConfig, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig, RewardConfig, ScoreConfig, SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -62,6 +63,7 @@ pub(crate) enum Task {
     Generate(GenerateConfig),
     Logprobs(LogprobsConfig),
     Score(ScoreConfig),
+    Eval(EvaluateConfig),
     Merge(MergeConfig),
     Report(ReportConfig),
     Launch(LaunchTask),
@@ -163,6 +165,7 @@ impl Task {
             "generate" => Task::Generate(GenerateConfig::from_arg_matches(flags)?),
             "logprobs" => Task::Logprobs(LogprobsConfig::from_arg_matches(flags)?),
             "score" => Task::Score(ScoreConfig::from_arg_matches(flags)?),
+            "eval" => Task::Eval(EvaluateConfig::from_arg_matches(flags)?),
             "report" => Task::Report(ReportConfig::from_arg_matches(flags)?),
             _ => Task::Merge(MergeConfig::from_arg_matches(flags)?),
         })
@@ -178,6 +181,7 @@ impl Task {
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),
+            Task::Eval(config) => config.check(),
             Task::Report(config) => config.check(),
         }
     }

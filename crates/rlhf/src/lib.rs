@@ -26,6 +26,7 @@
 //! | sampling | [`generate::generate`] |
 //! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
+//! | win rates of one model against another, scores, pass@k | [`eval::evaluate`], [`settings::EvaluateConfig`] |
 //! | the report of a run, a page of HTML | [`report::report`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
 //!
@@ -38,6 +39,7 @@ pub mod data;
 pub mod device;
 pub mod dist;
 mod error;
+pub mod eval;
 pub mod files;
 pub mod flag;
 pub mod generate;

@@ -94,7 +94,8 @@ fn run(task: &Task) -> Result<u8> {
         Task::Logprobs(config) => cli::logprobs::logprobs(config),
         Task::Score(config) => cli::score::score(config),
         // These need one process.
-        Task::Merge(_) | Task::Report(_) if !is_main() => Ok(()),
+        Task::Eval(_) | Task::Merge(_) | Task::Report(_) if !is_main() => Ok(()),
+        Task::Eval(config) => cli::evaluate::evaluate(config, console),
         Task::Merge(config) => rlhf::merge::merge(config),
         Task::Report(config) => cli::report::report(config),
         Task::Launch(config) => return cli::launch::launch(config),

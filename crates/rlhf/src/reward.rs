@@ -1,6 +1,7 @@
 //! Rewards: models, rules, programs, services and closures that score responses, and their weighted sum.
 
 mod address;
+mod client;
 mod command;
 mod http;
 mod math;
@@ -12,13 +13,18 @@ pub(crate) mod settings;
 mod spec;
 mod trl;
 
+pub(crate) use address::without_query;
+pub(crate) use client::Client;
 pub use command::CommandReward;
+pub(crate) use command::Program;
 pub use http::{HttpReward, HttpSettings};
 pub use math::{Solution, Verdict};
 pub use model::RewardModel;
 pub use retry::RetryPolicy;
+pub(crate) use retry::{Failure, excerpt};
 pub use rules::Rule;
 pub use scaling::{Normalize, ScoreScaling, Shaping};
+pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
 pub(crate) use spec::{RewardSources, Spec, resolve, specs};
 pub use trl::{TrlFunction, TrlReward};
@@ -29,7 +35,7 @@ use crate::generate::{FinishReason, Response};
 use crate::metrics::Metrics;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
-use retry::{Failure, check};
+use retry::check;
 use scaling::Moments;
 use serde_json::{Map, Value, json};
 use std::fmt::{self, Write};

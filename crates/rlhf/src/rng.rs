@@ -35,6 +35,8 @@ pub enum Purpose {
     DataSplit = 11,
     /// Lengths of responses; counters: the call, 0.
     Lengths = 12,
+    /// Rows drawn with replacement, for intervals; counters: the resample, 0.
+    Bootstrap = 13,
 }
 
 /// A stream of random numbers.

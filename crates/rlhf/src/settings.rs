@@ -5,6 +5,7 @@
 //! its `--help` text. Every default is written once, in the field's `arg` attribute: the constructors read it from there.
 
 mod check;
+mod evaluate;
 mod generate;
 mod launch;
 mod logprobs;
@@ -20,6 +21,7 @@ mod rows;
 mod score;
 mod sft;
 
+pub use evaluate::{EvaluateConfig, JudgeConfig, ResponsesConfig};
 pub use generate::{Format, GenerateConfig};
 pub use launch::LaunchFlags;
 pub use logprobs::LogprobsConfig;

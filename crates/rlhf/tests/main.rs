@@ -8,6 +8,7 @@ mod commands;
 mod data;
 mod deepspeed_chat;
 mod distributed;
+mod eval;
 mod examples;
 mod formats;
 mod fp16;

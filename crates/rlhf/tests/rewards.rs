@@ -287,21 +287,21 @@ fn the_programs_of_the_examples_score() {
 
 /// A request to the service.
 #[derive(Debug, Clone)]
-struct Asked {
-    authorization: Option<String>,
-    body: Value,
+pub(crate) struct Asked {
+    pub(crate) authorization: Option<String>,
+    pub(crate) body: Value,
 }
 
 type Answers = dyn Fn(&Asked) -> (u16, String, String) + Send + Sync;
 
 /// A service on this machine; `answer` returns status, further headers and body.
-struct Service {
-    url: String,
+pub(crate) struct Service {
+    pub(crate) url: String,
     asked: Arc<Mutex<Vec<Asked>>>,
 }
 
 impl Service {
-    fn new(answer: impl Fn(&Asked) -> (u16, String, String) + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(answer: impl Fn(&Asked) -> (u16, String, String) + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}/score?key=hidden", listener.local_addr().unwrap());
         let asked = Arc::new(Mutex::new(Vec::new()));
@@ -323,7 +323,7 @@ impl Service {
         })
     }
 
-    fn asked(&self) -> Vec<Asked> {
+    pub(crate) fn asked(&self) -> Vec<Asked> {
         std::mem::take(&mut self.asked.lock().unwrap())
     }
 

@@ -25,6 +25,7 @@ fn base(command: &str) -> &'static str {
         "generate" | "logprobs" => "--model_name_or_path policy --dataset_name rows.jsonl",
         "score" => "--model_name_or_path judge --dataset_name rows.jsonl",
         "merge" => "--model_name_or_path policy --output_dir out",
+        "eval" => "--model_name_or_path policy --dataset_name rows.jsonl --reward json --output_dir out",
         "report" => "run",
         _ => "",
     }

@@ -4,7 +4,7 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, ReportConfig,
+    EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, ReportConfig,
     RewardConfig, ScoreConfig, SftConfig,
 };
 
@@ -95,6 +95,20 @@ Examples:
   rlhf score --tokenizer_name runs/sft --reward length:target=40 --reward_command ./reward.py \\
       --dataset_name responses.jsonl";
 
+const EVAL_HELP: &str = "\
+Responses to held-out prompts are scored by rewards, as in ppo, or compared with those of another model,
+or with a column, by a program or a model behind an HTTP endpoint, in both orders. The folder gets
+responses.jsonl, results.jsonl (a row for each response or pair) and summary.json; the same command
+continues an evaluation that was cut.
+
+Examples:
+  rlhf eval --model runs/ppo --compare runs/sft --reward_model_path runs/reward \\
+      --dataset_name prompts.jsonl --output_dir runs/eval
+  rlhf eval --model runs/ppo --compare_column completion --judge_url http://localhost:8000/v1 \\
+      --judge_model judge --dataset_name prompts.jsonl --output_dir runs/eval
+  rlhf eval --model runs/ppo --reward accuracy_reward --num_return_sequences 8 \\
+      --dataset_name problems.jsonl --output_dir runs/eval";
+
 const MERGE_HELP: &str = "\
 Example:
   rlhf merge --model_name_or_path runs/ppo --output_dir merged";
@@ -109,7 +123,7 @@ Examples:
   rlhf report runs/a runs/b runs/c --output compared.html";
 
 const LAUNCH_HELP: &str = "\
-The flags of launch come before the command, any but merge and report. Rank 0 has the
+The flags of launch come before the command, any but eval, merge and report. Rank 0 has the
 terminal; lines of the other ranks start with their number. A rank that fails ends the
 others, and is named. torchrun --no-python and srun start ranks too: docs/distributed.md.
 
@@ -147,6 +161,9 @@ pub(super) fn rlhf_command() -> Command {
         trl::with_flags(flag::command::<ScoreConfig>("score"))
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(SCORE_HELP),
+        trl::with_flags(flag::command::<EvaluateConfig>("eval"))
+            .about("Win rate of a model against another one, or its scores")
+            .after_help(EVAL_HELP),
         flag::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
         flag::command::<ReportConfig>("report")
             .about("Write a page that shows what runs have done")
@@ -299,6 +316,17 @@ mod tests {
             flags("merge"),
             sorted("model_name_or_path model_revision output_dir overwrite_output_dir max_shard_size config help")
         );
+        assert_eq!(
+            flags("eval"),
+            sorted(&format!(
+                "model_name_or_path model_revision compare compare_revision compare_column dataset_name dataset_split \
+                 dataset_columns num_prompts apply_chat_template reward_model_path reward_label {rewards} \
+                 judge_command judge_url judge_model judge_template judge_temperature judge_max_tokens judge_concurrency \
+                 judge_timeout judge_retries pass_score max_judgements max_new_tokens do_sample temperature top_k top_p min_p \
+                 repetition_penalty num_return_sequences stop_token_ids stop_strings seed output_dir overwrite_output_dir \
+                 batch_size dtype device num_threads config help"
+            ))
+        );
         assert_eq!(flags("report"), sorted("runs output overwrite_output_file config help"));
         assert_eq!(
             flags("launch"),
@@ -333,6 +361,9 @@ mod tests {
         assert_eq!(logprobs, Task::Logprobs(LogprobsConfig::new("m")));
         let report = parse_words(&["report", "a", "b"]).unwrap();
         assert_eq!(report, Task::Report(ReportConfig::new(["a", "b"])));
+        let eval = ["eval", "--model", "m", "--dataset_name", "d", "--output_dir", "o", "--reward", "json"];
+        let Task::Eval(eval) = parse_words(&eval).unwrap() else { panic!() };
+        assert_eq!(EvaluateConfig { rewards: eval.rewards.clone(), ..EvaluateConfig::new("m", "d", "o") }, eval);
         let score = parse_words(&["score", "--model=m"]).unwrap();
         assert_eq!(score, Task::Score(ScoreConfig::new("m")));
     }

@@ -27,7 +27,7 @@ const HEADINGS: [&str; 13] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 12] = [
+const COMMON: [(&str, &[&str], &[&str]); 13] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -147,6 +147,25 @@ const COMMON: [(&str, &[&str], &[&str]); 12] = [
         &["model_name_or_path"],
         &["tokenizer_name", "reward", "dataset_name", "output_file", "batch_size", "config"],
     ),
+    (
+        "eval",
+        &["model_name_or_path", "dataset_name", "output_dir"],
+        &[
+            "compare",
+            "compare_column",
+            "reward_model_path",
+            "reward",
+            "judge_command",
+            "judge_url",
+            "judge_model",
+            "max_judgements",
+            "num_prompts",
+            "max_new_tokens",
+            "num_return_sequences",
+            "seed",
+            "config",
+        ],
+    ),
     ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
     ("report", &[], &["output", "overwrite_output_file", "config"]),
     (
@@ -157,21 +176,27 @@ const COMMON: [(&str, &[&str], &[&str]); 12] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 48] = [
+const WORDS: [(&str, &str); 55] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
+    ("compare", "second model: folder or hub name"),
+    ("compare_column", "column with responses to compare"),
     ("config", "YAML file of settings, by flag name"),
     ("config_file", "configuration of accelerate"),
     ("dataset_name", "dataset: file, folder or hub name"),
     ("do_sample", "false: greedy decoding"),
     ("eval_steps", "evaluate every N updates"),
     ("gradient_accumulation_steps", "micro-batches per update"),
+    ("judge_command", "program that compares two responses"),
+    ("judge_model", "name of the model at judge_url"),
+    ("judge_url", "OpenAI-compatible API of a judge"),
     ("kl_coef", "weight of the KL penalty"),
     ("learning_rate", "peak learning rate"),
     ("loss_type", "how losses of tokens are combined"),
     ("master_addr", "address of machine 0"),
     ("master_port", "TCP port on machine 0"),
+    ("max_judgements", "maximum calls of the judge"),
     ("max_length", "maximum tokens of a row"),
     ("max_new_tokens", "maximum tokens of a response"),
     ("max_restarts", "restarts after a failed rank"),
@@ -183,10 +208,11 @@ const WORDS: [(&str, &str); 48] = [
     ("node_rank", "number of this machine, from 0"),
     ("nproc_per_node", "ranks on this machine [one per GPU]"),
     ("num_generations", "responses to each prompt, a group"),
+    ("num_prompts", "prompts from the start of the dataset"),
     ("num_return_sequences", "responses per prompt"),
     ("num_train_epochs", "passes over the dataset"),
     ("output", "file to write [report.html]"),
-    ("output_dir", "folder for the model and metrics"),
+    ("output_dir", "folder to write to"),
     ("output_file", "file to write to [standard output]"),
     ("overwrite_output_dir", "replace an existing output folder"),
     ("overwrite_output_file", "replace a file that is no report"),

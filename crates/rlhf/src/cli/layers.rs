@@ -86,7 +86,7 @@ pub(super) fn of_preset(preset: Option<Preset>, settings: &[Setting]) -> Vec<Set
 mod tests {
     use rlhf::rl::math::{KlEstimator, ScorePosition};
     use rlhf::settings::{
-        self, EosInLoss, Format, GenerateConfig, LongPrompts, LrSchedulerType, PpoConfig, ReportTo, RewardConfig,
+        self, EosInLoss, EvaluateConfig, Format, GenerateConfig, LongPrompts, LrSchedulerType, PpoConfig, ReportTo, RewardConfig,
         SftConfig, StopToken, WhitenAdvantages,
     };
 
@@ -286,6 +286,11 @@ mod tests {
         generate.min_p = Some(0.05);
         generate.output_format = Some(Format::Jsonl);
         is_read_back("generate", generate, Task::Generate);
+
+        let mut eval = EvaluateConfig::new("m", "d", "o");
+        (eval.compare, eval.judge.judge_model) = (Some("n".into()), Some("j".into()));
+        (eval.judge.judge_url, eval.judge.judge_temperature) = (Some("http://h/v1".into()), None);
+        is_read_back("eval", eval, Task::Eval);
     }
 
     #[test]

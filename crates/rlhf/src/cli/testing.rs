@@ -61,6 +61,9 @@ pub(super) fn least(command: &str) -> Vec<&str> {
     match command {
         "ppo" => PPO.to_vec(),
         "merge" => vec!["merge", "--model_name_or_path", "m", "--output_dir", "o"],
+        "eval" => {
+            vec![command, "--model", "m", "--dataset_name", "d", "--reward", "json", "--output_dir", "o"]
+        }
         "report" => vec![command, "run"],
         "launch" => vec![command],
         "sft" | "reward" | "grpo" | "rloo" => {

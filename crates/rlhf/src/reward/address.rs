@@ -14,7 +14,7 @@ pub(super) fn address(url: &str) -> &str {
 }
 
 /// Returns the address of a service as it is written to files, without the query, which may be secret.
-pub(super) fn without_query(url: &str) -> String {
+pub(crate) fn without_query(url: &str) -> String {
     match address(url) {
         shown if shown == url => url.to_string(),
         shown => format!("{shown}{LEFT_OUT}"),

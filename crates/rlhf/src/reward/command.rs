@@ -38,7 +38,7 @@ const EXIT_WAIT: Duration = Duration::from_millis(500);
 pub struct CommandReward {
     command: String,
     retry: RetryPolicy,
-    running: Option<Running>,
+    running: Option<Program>,
 }
 
 /// The input line for one response.
@@ -68,11 +68,11 @@ impl CommandReward {
         self.running().map(drop).map_err(|failure| Error::Run(failure.message))
     }
 
-    fn running(&mut self) -> Result<&mut Running, Failure> {
+    fn running(&mut self) -> Result<&mut Program, Failure> {
         match &mut self.running {
             Some(running) => Ok(running),
             none => {
-                let started = Running::start(&self.command);
+                let started = Program::start(&self.command);
                 // The command line may hold a key.
                 let wrong = |e| Failure::permanent(format!("the program cannot be started by sh: {e}"));
                 Ok(none.insert(started.map_err(wrong)?))
@@ -98,8 +98,8 @@ impl Reward for CommandReward {
     }
 }
 
-/// The running program, with one thread per pipe, so that a full pipe does not block the others.
-struct Running {
+/// A running program that reads and writes lines, with one thread per pipe, so that a full pipe does not block the others.
+pub(crate) struct Program {
     child: Child,
     /// Input of the program; `None` closes it.
     to_child: Option<Sender<Vec<u8>>>,
@@ -113,8 +113,9 @@ struct Running {
     output_ended: bool,
 }
 
-impl Running {
-    fn start(command: &str) -> io::Result<Self> {
+impl Program {
+    /// Starts the program by `sh -c`.
+    pub(crate) fn start(command: &str) -> io::Result<Self> {
         let mut sh = Command::new("sh");
         // It may be `rlhf score`, which is no rank.
         for name in VARIABLES {
@@ -159,12 +160,33 @@ impl Running {
         Ok(Self { child, to_child: Some(to_child), lines, stderr_tail, stderr_end, output_ended: false })
     }
 
+    /// Sends one line, and returns the next output line.
+    ///
+    /// # Errors
+    /// If there is none within `timeout`, it is too long, or the program has exited or has written a line before.
+    pub(crate) fn ask(&mut self, mut line: Vec<u8>, timeout: Duration) -> Result<Vec<u8>, Failure> {
+        if let Ok(line) = self.lines.try_recv() {
+            return Err(extra_line(&line));
+        }
+        line.push(b'\n');
+        if let Some(to_child) = &self.to_child {
+            let _ = to_child.send(line);
+        }
+        match self.next_line(timeout) {
+            Ok(line) if line.len() > MAX_LINE => {
+                Err(Failure::new(format!("expected a line of at most {MAX_LINE} bytes, found a longer one")))
+            }
+            Ok(line) => Ok(line),
+            Err(RecvTimeoutError::Timeout) => Err(Failure::new(format!("no reply within {} s", timeout.as_secs_f64()))),
+            Err(RecvTimeoutError::Disconnected) => {
+                self.output_ended = true;
+                Err(Failure::new("the program exited without a reply"))
+            }
+        }
+    }
+
     /// Sends the responses and reads one score for each.
     fn score(&mut self, batch: &[RewardInput<'_>], timeout: Duration) -> Result<Vec<Score>, Failure> {
-        let extra_line = |line: &[u8]| {
-            let found = excerpt(&String::from_utf8_lossy(line), 80);
-            Failure::new(format!("expected one line per response on standard output, found an extra line: {found}"))
-        };
         if let Ok(line) = self.lines.try_recv() {
             return Err(extra_line(&line));
         }
@@ -228,7 +250,7 @@ impl Running {
     }
 
     /// Kills the program, and adds its exit status and the end of its standard error to `failure`.
-    fn explain(&mut self, mut failure: Failure) -> Failure {
+    pub(crate) fn explain(&mut self, mut failure: Failure) -> Failure {
         let exited = self.output_ended && self.wait();
         if let Some(status) = self.kill().filter(|_| exited) {
             failure.message += &format!(" ({status})");
@@ -276,13 +298,19 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for Program {
     /// Closes the input of the program, and kills it if it does not exit in time.
     fn drop(&mut self) {
         self.to_child = None;
         self.wait();
         self.kill();
     }
+}
+
+/// Returns the failure for an output line that belongs to no input line.
+fn extra_line(line: &[u8]) -> Failure {
+    let found = excerpt(&String::from_utf8_lossy(line), 80);
+    Failure::new(format!("expected one line per response on standard output, found an extra line: {found}"))
 }
 
 /// Calls `take` with every line that is not blank, until the end of input or until `take` returns false. A line of more than

@@ -1,27 +1,18 @@
 //! A reward that is an HTTP service, with the protocol of OpenRLHF's remote reward models.
 
-use super::address::{LEFT_OUT, address};
+use super::client::Client;
 use super::retry::{Failure, check, excerpt};
 use super::{RetryPolicy, Reward, RewardInput, Score};
-use crate::hub::{certificates, origin};
-use crate::{Error, Result};
+use crate::Result;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
-use ureq::Agent;
-use ureq::http::{StatusCode, header};
-use ureq::tls::{RootCerts, TlsConfig};
 
 /// Environment variable with the bearer token of the service.
 pub(super) const TOKEN: &str = "RLHF_REWARD_TOKEN";
-
-/// Maximum size of a reply in bytes.
-const MAX_REPLY: u64 = 256 << 20;
 
 /// A service that scores responses.
 ///
@@ -29,9 +20,8 @@ const MAX_REPLY: u64 = 256 << 20;
 /// reply is `{"rewards": [...]}`, with one number per query, a list of one number per token or null, and optionally `extra_logs`, an
 /// object of numbers or lists of numbers, whose means are logged.
 pub struct HttpReward {
-    url: String,
+    client: Client,
     settings: HttpSettings,
-    agent: Agent,
     extra: Vec<(String, f64)>,
 }
 
@@ -91,33 +81,8 @@ impl HttpReward {
     /// # Errors
     /// If `url` is not an HTTP URL or contains a password; if `SSL_CERT_FILE` cannot be read.
     pub fn new(url: &str, settings: HttpSettings) -> Result<Self> {
-        let wrong = |what: &str| Error::Usage(format!("reward_url = {}: expected {what}", address(url)));
-        if !["http://", "https://"].iter().any(|scheme| url.len() > scheme.len() && url.starts_with(scheme)) {
-            return Err(wrong("an address that starts with http:// or https://"));
-        }
-        if url.ends_with(LEFT_OUT) {
-            return Err(wrong("the part after the ?, which is not written to files: give the whole address"));
-        }
-        if origin(url).contains('@') {
-            // A password in the URL would end up in logs of proxies and servers.
-            return Err(wrong(&format!(
-                "an address without a password; a token goes to the environment variable {TOKEN}"
-            )));
-        }
-        let roots = match std::env::var_os("SSL_CERT_FILE").filter(|file| !file.is_empty()) {
-            Some(file) if url.starts_with("https://") => certificates(Path::new(&file))?,
-            _ => RootCerts::WebPki,
-        };
-        let agent = Agent::config_builder()
-            .tls_config(TlsConfig::builder().root_certs(roots).build())
-            .http_status_as_error(false)
-            // The token must not be sent to another address.
-            .max_redirects(0)
-            .max_redirects_will_error(false)
-            .user_agent(concat!("rlhf/", env!("CARGO_PKG_VERSION")))
-            .timeout_global(Some(settings.retry.timeout))
-            .build();
-        Ok(Self { url: url.to_string(), settings, agent: agent.into(), extra: Vec::new() })
+        let client = Client::new("reward_url", url, settings.token.clone(), TOKEN, settings.retry.timeout)?;
+        Ok(Self { client, settings, extra: Vec::new() })
     }
 
     /// Sends one request.
@@ -129,18 +94,8 @@ impl HttpReward {
             "prompts": batch.iter().map(|input| input.prompt).collect::<Vec<_>>(),
             "labels": batch.iter().map(label).collect::<Vec<_>>(),
         });
-        let mut request = self.agent.post(&self.url).header(header::CONTENT_TYPE, "application/json");
-        if let Some(token) = &self.settings.token {
-            request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
-        }
-        let mut response = request.send(body.to_string()).map_err(|e| self.request_failure(&e))?;
-        let status = response.status();
-        if !status.is_success() {
-            let wait = response.headers().get(header::RETRY_AFTER).and_then(|wait| wait.to_str().ok()?.parse().ok());
-            return Err(self.status_failure(status, wait.map(Duration::from_secs)));
-        }
-        let text = response.body_mut().with_config().limit(MAX_REPLY).read_to_string();
-        self.read(&text.map_err(|e| self.request_failure(&e))?, batch)
+        let text = self.client.post(&body.to_string())?;
+        self.read(&text, batch)
     }
 
     /// Parses the body of a reply.
@@ -153,18 +108,18 @@ impl HttpReward {
         };
         let Some(rewards) = value["rewards"].as_array() else {
             // Remove the token before truncating: a token that is cut in two would not be found.
-            let found = excerpt(&self.clean(text), 80);
-            return Err(self.failure(format!("expected a JSON object with a list `rewards`, found {found}")));
+            let found = excerpt(&self.client.clean(text), 80);
+            return Err(self.client.failure(format!("expected a JSON object with a list `rewards`, found {found}")));
         };
         let mut scores = Vec::with_capacity(rewards.len());
         for (row, reward) in rewards.iter().enumerate() {
             let wrong = || {
-                format!("expected a number in `rewards`, or a list of them, found {}", self.clean(&reward.to_string()))
+                format!("expected a number in `rewards`, or a list of them, found {}", self.client.clean(&reward.to_string()))
             };
-            scores.push(score(reward).ok_or_else(|| Failure { row: Some(row), ..self.failure(wrong()) })?);
+            scores.push(score(reward).ok_or_else(|| Failure { row: Some(row), ..self.client.failure(wrong()) })?);
         }
         check(&scores, batch)
-            .map_err(|failure| Failure { message: format!("{}: {}", self.address(), failure.message), ..failure })?;
+            .map_err(|failure| Failure { message: format!("{}: {}", self.client.address(), failure.message), ..failure })?;
         let mean = |value: &Value| match value {
             Value::Array(list) => {
                 let numbers: Vec<f64> = list.iter().map(Value::as_f64).collect::<Option<_>>()?;
@@ -175,46 +130,6 @@ impl HttpReward {
         let logs = value["extra_logs"].as_object();
         let extra = logs.into_iter().flatten().filter_map(|(key, value)| Some((key.clone(), mean(value)?))).collect();
         Ok(Reply { scores, extra })
-    }
-
-    fn address(&self) -> &str {
-        address(&self.url)
-    }
-
-    fn failure(&self, what: impl fmt::Display) -> Failure {
-        Failure::new(format!("{}: {what}", self.address()))
-    }
-
-    /// Returns the failure for a request without a reply.
-    fn request_failure(&self, error: &ureq::Error) -> Failure {
-        match error {
-            ureq::Error::BadUri(_) | ureq::Error::Http(_) => {
-                Failure::permanent(format!("{}: not a request that can be sent (the address, {TOKEN})", self.address()))
-            }
-            ureq::Error::Timeout(_) => {
-                self.failure(format!("timed out after {} s", self.settings.retry.timeout.as_secs_f64()))
-            }
-            error => self.failure(self.clean(&error.to_string())),
-        }
-    }
-
-    /// Returns the failure for an HTTP status other than success.
-    fn status_failure(&self, status: StatusCode, wait: Option<Duration>) -> Failure {
-        let found = format!("{}: HTTP status {status}", self.address());
-        match status.as_u16() {
-            408 | 429 | 500.. => Failure { retry_after: wait, ..Failure::new(found) },
-            401 | 403 if self.settings.token.is_none() => {
-                Failure::permanent(format!("{found}; a token goes to the environment variable {TOKEN}"))
-            }
-            401 | 403 => Failure::permanent(format!("{found}; the token of {TOKEN} is not accepted")),
-            300..=399 => Failure::permanent(format!("{found}: it leads to another address, which is not followed")),
-            _ => Failure::permanent(found),
-        }
-    }
-
-    /// Removes the token from a text of the service.
-    fn clean(&self, text: &str) -> String {
-        self.settings.token.as_ref().map_or(text.to_string(), |token| text.replace(token.as_str(), "..."))
     }
 }
 

@@ -29,7 +29,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(60);
 
 impl RetryPolicy {
     /// Calls `attempt` until it succeeds, its failure is permanent, the last attempt has failed, or the run is asked to stop.
-    pub(super) fn run<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, Failure> {
+    pub(crate) fn run<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, Failure> {
         let mut failed = 0;
         loop {
             match attempt() {
@@ -51,37 +51,37 @@ impl RetryPolicy {
 
 /// The reason why a batch has no valid scores.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(crate) struct Failure {
     /// Row of the batch that caused it.
-    pub(super) row: Option<usize>,
-    pub(super) message: String,
+    pub(crate) row: Option<usize>,
+    pub(crate) message: String,
     /// False if another attempt would fail too.
-    pub(super) retryable: bool,
+    pub(crate) retryable: bool,
     /// Wait that the service asks for before the next attempt.
-    pub(super) retry_after: Option<Duration>,
+    pub(crate) retry_after: Option<Duration>,
     /// Number of attempts so far.
-    pub(super) attempts: u32,
+    pub(crate) attempts: u32,
     /// True if there was no further attempt because the run is asked to stop.
-    pub(super) stopped: bool,
+    pub(crate) stopped: bool,
 }
 
 impl Failure {
-    pub(super) fn new(message: impl Into<String>) -> Self {
+    pub(crate) fn new(message: impl Into<String>) -> Self {
         let message = message.into();
         Self { row: None, message, retryable: true, retry_after: None, attempts: 1, stopped: false }
     }
 
-    pub(super) fn at(row: usize, message: impl Into<String>) -> Self {
+    pub(crate) fn at(row: usize, message: impl Into<String>) -> Self {
         Self { row: Some(row), ..Self::new(message) }
     }
 
     /// A failure that is not retried.
-    pub(super) fn permanent(message: impl Into<String>) -> Self {
+    pub(crate) fn permanent(message: impl Into<String>) -> Self {
         Self { retryable: false, ..Self::new(message) }
     }
 
     /// Returns the error for a batch.
-    pub(super) fn error(self, batch: &[RewardInput<'_>]) -> Error {
+    pub(crate) fn error(self, batch: &[RewardInput<'_>]) -> Error {
         let message = self.describe(batch);
         match self.stopped {
             true => {
@@ -93,7 +93,7 @@ impl Failure {
     }
 
     /// Returns the message in one line, with the beginning of the row's prompt.
-    pub(super) fn describe(&self, batch: &[RewardInput<'_>]) -> String {
+    pub(crate) fn describe(&self, batch: &[RewardInput<'_>]) -> String {
         let mut text = String::new();
         if let Some(row) = self.row {
             let _ = write!(text, "row {} of {}", row + 1, batch.len());
@@ -111,14 +111,14 @@ impl Failure {
 }
 
 /// Returns the first `most` characters of a text, quoted, on one line.
-pub(super) fn excerpt(text: &str, most: usize) -> String {
+pub(crate) fn excerpt(text: &str, most: usize) -> String {
     let start: String = text.chars().take(most).collect();
     let more = if start.len() < text.len() { "..." } else { "" };
     format!("{start:?}{more}")
 }
 
 /// Checks that there is one score per response, or one per token, and that all are finite.
-pub(super) fn check(scores: &[Score], batch: &[RewardInput<'_>]) -> Result<(), Failure> {
+pub(crate) fn check(scores: &[Score], batch: &[RewardInput<'_>]) -> Result<(), Failure> {
     if scores.len() != batch.len() {
         let (expected, found) = (batch.len(), scores.len());
         return Err(Failure::new(format!("expected {expected} scores, one per response, found {found}")));

@@ -11,7 +11,7 @@ use crate::flag::{NONE, REWARDS, above_zero, all, at_least_one, expect, no_effec
 const MOST_REQUESTS: usize = 1024;
 
 /// Maximum time to wait for a reward, in seconds.
-const LONGEST_TIMEOUT: f64 = 7.0 * 24.0 * 3600.0;
+pub(crate) const LONGEST_TIMEOUT: f64 = 7.0 * 24.0 * 3600.0;
 
 /// Rewards beside, or in place of, the reward model; the score is their weighted sum.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]

@@ -1,0 +1,465 @@
+//! `rlhf eval`: responses of a model to held-out prompts, scored by rewards, or compared with those of another model by a judge.
+//!
+//! | subject | file |
+//! |---|---|
+//! | responses of models and of columns | `responses` |
+//! | scores of rewards | `scores` |
+//! | judges of pairs: programs, OpenAI-compatible endpoints | `judge` |
+//! | the folder, its rows, what continues an evaluation that was cut | `results` |
+//! | intervals, length control, pass@k | `statistics` |
+//! | the summary | `summary` |
+//!
+//! Rows are appended as they are judged, so that an evaluation that is cut loses at most the batch at hand.
+
+mod judge;
+mod responses;
+mod results;
+mod scores;
+pub mod statistics;
+mod summary;
+
+pub use results::{ResultRow, Verdict};
+pub use summary::{Comparison, ScoreSummary, SideSummary, Summary};
+
+use crate::data::{Columns, Dataset, Prompt};
+use crate::device::use_threads;
+use crate::hub;
+use crate::reward::{Rewards, Spec, resolve};
+use crate::run::Console;
+use crate::run::inputs::Inputs;
+use crate::safe_text::one_line;
+use crate::settings::EvaluateConfig;
+use crate::terminal::{Stream, about};
+use crate::tokenizer::Tokenizer;
+use crate::{Error, Result};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use judge::{NoVerdict, Outcome, Pair, PairJudge, Preference};
+use responses::{generate_missing, plain_prompt, reference};
+use results::Store;
+use scores::Scorer;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::path::PathBuf;
+use std::time::Duration;
+use summary::About;
+
+/// Number of failures of the judge in a row that end an evaluation.
+const MOST_FAILURES: usize = 5;
+
+/// One of the two that are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Side {
+    /// The model that is evaluated.
+    A,
+    /// The model, or the column, that it is compared with.
+    B,
+}
+
+/// Evaluates a model, alone or against another one, and writes `responses.jsonl`, `results.jsonl` and `summary.json` to
+/// `output_dir`. An evaluation that was cut continues there: responses that are written are not generated again, and rows that have
+/// a verdict are not judged again.
+///
+/// ```no_run
+/// use rlhf::run::Console;
+/// use rlhf::settings::EvaluateConfig;
+///
+/// fn main() -> rlhf::Result<()> {
+///     let mut config = EvaluateConfig::new("runs/ppo", "data/test.jsonl", "runs/eval");
+///     config.compare = Some("runs/sft".into());
+///     config.reward_model_path = Some("runs/reward".into());
+///     let summary = rlhf::eval::evaluate(&config, Console::Silent)?;
+///     println!("win rate {:?}", summary.comparison.map(|found| found.win_rate));
+///     Ok(())
+/// }
+/// ```
+///
+/// # Errors
+/// If a setting, a model, a row or the folder is not what it should be; if the judge fails several times in a row, or gives no verdict
+/// at all. Everything that is written stays.
+pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
+    config.check()?;
+    use_threads(config.num_threads);
+    let pairs = PairJudge::new(&config.judge)?;
+    let specs = resolve(config)?;
+    let models = Models::find(config)?;
+    let task = Task::read(config, &models, &specs)?;
+    let mut store = Store::open(config, &models.inputs(config, &specs)?)?;
+    store.check_rows(&task.texts, task.references.as_deref())?;
+    let progress = Progress::new(console);
+    for (side, dir) in [(Side::A, Some(&models.a)), (Side::B, models.b.as_ref())] {
+        if let Some(dir) = dir {
+            generate_missing(config, side, dir, &task.dataset, &mut store, &progress)?;
+        }
+    }
+    let judge = task.judge(config, &models, pairs, specs)?;
+    let described = judge.describe();
+    judge.judge_missing(&task, &mut store, &progress)?;
+    progress.finish();
+    let rows = store.rows(task.prompts.len());
+    let about = About {
+        judge: described,
+        names: [Some(config.model_name_or_path.display().to_string()), task.compared.clone()],
+        is_column: task.references.is_some(),
+        prompts: task.prompts.len(),
+        left_out: task.left_out,
+        samples: config.sampling.num_return_sequences,
+        pass_score: config.pass_score,
+        seed: config.sampling.seed,
+    };
+    let Some(summary) = Summary::new(about, &rows) else {
+        let first = rows.iter().find_map(|row| row.no_verdict.as_deref()).unwrap_or("no score");
+        let count = rows.len();
+        return Err(Error::Run(format!("the judge gave no verdict for any of {count} rows; the first: {first}")));
+    };
+    store.finish(&summary)?;
+    Ok(summary)
+}
+
+/// The folders of the models.
+struct Models {
+    a: PathBuf,
+    b: Option<PathBuf>,
+}
+
+impl Models {
+    fn find(config: &EvaluateConfig) -> Result<Self> {
+        let find = |name: &PathBuf, revision: &String| hub::model_dir(name, Some(revision));
+        Ok(Self {
+            a: find(&config.model_name_or_path, &config.model_revision)?,
+            b: config.compare.as_ref().map(|name| find(name, &config.compare_revision)).transpose()?,
+        })
+    }
+
+    /// Returns the digests of the models, by which a change of one is detected. The rows of the dataset are compared one by one.
+    fn inputs(&self, config: &EvaluateConfig, specs: &[Spec]) -> Result<Inputs> {
+        let mut inputs = Inputs::default();
+        inputs.model("model_name_or_path", &self.a)?;
+        if let Some(dir) = &self.b {
+            inputs.model("compare", dir)?;
+        }
+        for (name, dir) in specs.iter().filter_map(Spec::named_model) {
+            inputs.model(&format!("reward {name}"), dir)?;
+        }
+        if let Some(path) = &config.judge.judge_template {
+            inputs.file("judge_template", path)?;
+        }
+        Ok(inputs)
+    }
+}
+
+/// The prompts of an evaluation.
+struct Task {
+    dataset: Dataset,
+    /// The prompts for the tokenizer of the model that is evaluated.
+    prompts: Vec<Prompt>,
+    /// The prompts as a reader sees them.
+    texts: Vec<String>,
+    /// The responses of the column, if one is compared with.
+    references: Option<Vec<String>>,
+    /// The model or the column that is compared with.
+    compared: Option<String>,
+    /// Number of responses of a model to each prompt.
+    samples: usize,
+    /// Number of prompts beyond `max_judgements`.
+    left_out: usize,
+    tokenizer: Tokenizer,
+}
+
+impl Task {
+    /// Reads the rows and checks them.
+    fn read(config: &EvaluateConfig, models: &Models, specs: &[Spec]) -> Result<Self> {
+        let columns = Columns::parse(&config.dataset_columns)?;
+        let mut dataset = Dataset::read(&config.dataset_name, &config.dataset_split)?.with_columns(&columns)?;
+        dataset = if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset };
+        let wanted = dataset.rows().count().min(config.num_prompts.unwrap_or(usize::MAX));
+        let allowed = config.max_judgements.map_or(usize::MAX, |most| most / config.judgements_per_prompt());
+        let dataset = dataset.first(wanted.min(allowed));
+        dataset.check(|row| {
+            config.compare_column.iter().try_for_each(|column| reference(row, column).map(drop))?;
+            specs.iter().try_for_each(|spec| spec.check_row(row))
+        })?;
+        let tokenizer = Tokenizer::from_pretrained(&models.a)?;
+        // Their lengths are checked against the context of each model.
+        let prompts = dataset.prompts(&tokenizer, i64::MAX, usize::MAX)?;
+        let of_column = |column: &String| {
+            dataset.rows().map(|row| reference(row, column).map(str::to_string)).collect::<Result<Vec<_>>>()
+        };
+        let column = config.compare_column.as_ref();
+        Ok(Self {
+            texts: dataset.rows().zip(&prompts).map(|(row, prompt)| plain_prompt(row, prompt)).collect(),
+            references: column.map(of_column).transpose()?,
+            compared: match &config.compare {
+                Some(model) => Some(model.display().to_string()),
+                None => column.map(|column| format!("column {column}")),
+            },
+            samples: config.sampling.num_return_sequences,
+            left_out: wanted.saturating_sub(allowed),
+            prompts,
+            dataset,
+            tokenizer,
+        })
+    }
+
+    /// Returns the judge: `pairs`, or else the rewards of `specs`, which are loaded.
+    fn judge(
+        &self,
+        config: &EvaluateConfig,
+        models: &Models,
+        pairs: Option<PairJudge>,
+        specs: Vec<Spec>,
+    ) -> Result<Judge> {
+        if let Some(pairs) = pairs {
+            return Ok(Judge::Pairs(pairs));
+        }
+        let options = config.model_options()?;
+        let rewards = Rewards::load(specs, &config.rewards, None, &self.tokenizer, config.batch_size, options)?;
+        let other = models.b.as_ref().map(|dir| Tokenizer::from_pretrained(dir)).transpose()?;
+        // A model with other token ids is scored by its text.
+        let other_ids = other.is_none_or(|other| {
+            self.tokenizer.difference(&other) > 0 || other.has_other_chat_template(&self.tokenizer)
+        });
+        let per_prompt = config.judgements_per_prompt();
+        Ok(Judge::Scores(Scorer { rewards, other_ids, at_once: (config.batch_size / per_prompt).max(1) }))
+    }
+
+    /// Returns the texts that are compared with the responses to a prompt: one for each, or one for all.
+    fn compared_texts<'a>(&'a self, store: &'a Store, index: usize) -> Vec<&'a str> {
+        match &self.references {
+            Some(texts) => vec![texts[index].as_str()],
+            None => store.responses(Side::B, index).iter().map(|given| given.text.as_str()).collect(),
+        }
+    }
+
+    /// Returns the rows of a prompt, before they are judged.
+    fn rows(&self, store: &Store, index: usize) -> Vec<ResultRow> {
+        let compared = self.compared_texts(store, index);
+        let row = |(sample, given): (usize, &results::Given)| {
+            let other = compared.get(sample).or(compared.first());
+            ResultRow {
+                index,
+                sample,
+                prompt: self.texts[index].clone(),
+                response_a: given.text.clone(),
+                response_b: other.map(|text| text.to_string()),
+                length_a: given.text.chars().count(),
+                length_b: other.map(|text| text.chars().count()),
+                ..ResultRow::default()
+            }
+        };
+        store.responses(Side::A, index).iter().enumerate().map(row).collect()
+    }
+}
+
+/// The judge of an evaluation.
+enum Judge {
+    Pairs(PairJudge),
+    Scores(Scorer),
+}
+
+impl Judge {
+    fn describe(&self) -> String {
+        match self {
+            Self::Pairs(pairs) => pairs.describe(),
+            Self::Scores(scorer) => scorer.rewards.describe(),
+        }
+    }
+
+    /// Judges the prompts that the store has no verdict for, and stores their rows.
+    fn judge_missing(mut self, task: &Task, store: &mut Store, progress: &Progress) -> Result<()> {
+        let missing = store.not_judged(task.prompts.len());
+        if missing.is_empty() {
+            return Ok(());
+        }
+        progress.start("verdicts", missing.len());
+        let at_once = match &self {
+            // Both orders of each pair are requested at the same time.
+            Self::Pairs(pairs) => pairs.at_once().div_ceil(2 * task.samples).max(1),
+            Self::Scores(scorer) => scorer.at_once,
+        };
+        let mut failures = Failures::default();
+        for indices in missing.chunks(at_once) {
+            let mut rows: Vec<ResultRow> = indices.iter().flat_map(|&index| task.rows(store, index)).collect();
+            match &mut self {
+                Self::Pairs(pairs) => judge_pairs(pairs, task, &mut rows),
+                Self::Scores(scorer) => scorer.score(task, store, indices, &mut rows)?,
+            }
+            failures.add(&rows, progress);
+            for rows in rows.chunk_by(|a, b| a.index == b.index) {
+                store.add_rows(rows[0].index, rows.to_vec())?;
+            }
+            failures.check()?;
+            progress.advance(indices.len());
+        }
+        Ok(())
+    }
+}
+
+/// Judges the pairs of rows in both orders. Equal responses are a tie without a call.
+fn judge_pairs(judge: &mut PairJudge, task: &Task, rows: &mut [ResultRow]) {
+    let data: Vec<&Value> = task.dataset.rows().collect();
+    let differs = |row: &&ResultRow| row.response_b.as_ref() != Some(&row.response_a);
+    let pairs = rows.iter().filter(differs).flat_map(|row| {
+        let (a, b) = (row.response_a.as_str(), row.response_b.as_deref().unwrap_or_default());
+        let pair = |first, second| Pair { prompt: &row.prompt, first, second, row: data[row.index] };
+        [pair(a, b), pair(b, a)]
+    });
+    let outcomes = judge.judge(&pairs.collect::<Vec<_>>());
+    let mut outcomes = outcomes.chunks_exact(2);
+    for row in rows {
+        if row.response_b.as_ref() == Some(&row.response_a) {
+            row.winner = Some(Verdict::Tie);
+        } else if let Some([first, second]) = outcomes.next() {
+            decide(row, first, second);
+        }
+    }
+}
+
+/// Sets the winner of a row by the outcomes of both orders: a winner that depends on the order is a tie.
+fn decide(row: &mut ResultRow, first: &Outcome, second: &Outcome) {
+    let verdict = |outcome: &Outcome, of_first, of_second| match outcome {
+        Ok(Preference::First) => Some(of_first),
+        Ok(Preference::Second) => Some(of_second),
+        Ok(Preference::Tie) => Some(Verdict::Tie),
+        Err(_) => None,
+    };
+    let verdicts = [verdict(first, Verdict::A, Verdict::B), verdict(second, Verdict::B, Verdict::A)];
+    row.verdicts = Some(verdicts);
+    match verdicts {
+        [Some(one), Some(other)] if one == other => row.winner = Some(one),
+        [Some(_), Some(_)] => (row.winner, row.inconsistent) = (Some(Verdict::Tie), true),
+        _ => {
+            let failed = [first, second].into_iter().find_map(|outcome| outcome.as_ref().err());
+            failed.into_iter().for_each(|no_verdict| row.set_no_verdict(no_verdict.clone()));
+        }
+    }
+}
+
+impl ResultRow {
+    fn set_no_verdict(&mut self, NoVerdict { reason, failed }: NoVerdict) {
+        // It may hold anything that a judge replies.
+        self.no_verdict = Some(one_line(&reason).into_owned());
+        self.failed = failed;
+    }
+}
+
+/// Counts rows without a verdict: the first is reported, and a judge that fails again and again ends the evaluation.
+#[derive(Default)]
+struct Failures {
+    warned: bool,
+    in_a_row: usize,
+    last: String,
+}
+
+impl Failures {
+    fn add(&mut self, rows: &[ResultRow], progress: &Progress) {
+        for row in rows {
+            self.in_a_row = if row.failed { self.in_a_row + 1 } else { 0 };
+            let Some(reason) = &row.no_verdict else { continue };
+            self.last.clone_from(reason);
+            if !std::mem::replace(&mut self.warned, true) {
+                progress.warn(&format!(
+                    "no verdict for prompt {} of the dataset: {reason} (reported once; results.jsonl has all)",
+                    row.index + 1
+                ));
+            }
+        }
+    }
+
+    /// # Errors
+    /// If the last [`MOST_FAILURES`] rows have no verdict because the judge failed.
+    fn check(&self) -> Result<()> {
+        if self.in_a_row < MOST_FAILURES {
+            return Ok(());
+        }
+        Err(Error::Run(format!(
+            "the judge failed for {} rows in a row: {}; the same command continues the evaluation",
+            self.in_a_row, self.last
+        )))
+    }
+}
+
+/// A progress bar with the time left, on standard error if it is a terminal.
+struct Progress {
+    bar: ProgressBar,
+    console: Console,
+}
+
+impl Progress {
+    fn new(console: Console) -> Self {
+        let hidden = console == Console::Silent || !Stream::Err.moves_cursor();
+        let target = if hidden { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+        let left = |state: &ProgressState, to: &mut dyn std::fmt::Write| {
+            let known = state.pos() > 0 && state.eta() > Duration::ZERO;
+            let _ = if known { write!(to, ", {} left", about(state.eta())) } else { Ok(()) };
+        };
+        let style = ProgressStyle::with_template("{msg} {bar:30.cyan} {pos}/{len}{left}");
+        let style = style.unwrap_or_else(|_| ProgressStyle::default_bar()).with_key("left", left);
+        let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);
+        Self { bar, console }
+    }
+
+    /// Starts a phase of `count` prompts.
+    fn start(&self, what: &str, count: usize) {
+        self.bar.reset();
+        self.bar.set_length(count as u64);
+        self.bar.set_message(one_line(what).into_owned());
+    }
+
+    fn advance(&self, count: usize) {
+        self.bar.inc(count as u64);
+    }
+
+    fn warn(&self, message: &str) {
+        self.bar.suspend(|| self.console.warn(message));
+    }
+
+    fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_winner_that_depends_on_the_order_is_a_tie() {
+        let nonsense = || Err(NoVerdict { reason: "hm\u{1b}[2J".into(), failed: false });
+        for (first, second, winner, inconsistent) in [
+            (Ok(Preference::First), Ok(Preference::Second), Some(Verdict::A), false),
+            (Ok(Preference::Second), Ok(Preference::First), Some(Verdict::B), false),
+            (Ok(Preference::Tie), Ok(Preference::Tie), Some(Verdict::Tie), false),
+            (Ok(Preference::First), Ok(Preference::First), Some(Verdict::Tie), true),
+            (Ok(Preference::First), Ok(Preference::Tie), Some(Verdict::Tie), true),
+            (Ok(Preference::First), nonsense(), None, false),
+            (nonsense(), nonsense(), None, false),
+        ] {
+            let mut row = ResultRow::default();
+            decide(&mut row, &first, &second);
+            assert_eq!((row.winner, row.inconsistent), (winner, inconsistent), "{first:?} {second:?}");
+            assert_eq!(row.no_verdict.is_some(), winner.is_none());
+            assert!(!row.no_verdict.unwrap_or_default().contains('\u{1b}'));
+        }
+    }
+
+    #[test]
+    fn a_judge_that_fails_in_a_row_ends_the_evaluation_and_one_that_replies_nonsense_does_not() {
+        let row = |failed| ResultRow { failed, no_verdict: Some("timed out".into()), ..ResultRow::default() };
+        let progress = Progress::new(Console::Silent);
+        let mut failures = Failures::default();
+        failures.add(&vec![row(true); 4], &progress);
+        failures.add(&vec![row(false); 9], &progress);
+        failures.add(&vec![row(true); 4], &progress);
+        failures.check().unwrap();
+        failures.add(&[row(true)], &progress);
+        let error = failures.check().unwrap_err().to_string();
+        assert!(error.starts_with("the judge failed for 5 rows in a row: timed out"), "{error}");
+    }
+}

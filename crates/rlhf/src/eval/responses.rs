@@ -1,0 +1,166 @@
+//! Responses to the prompts: those of a model, generated, and those of a column of the dataset.
+
+use super::results::{Given, Store};
+use super::{Progress, Side};
+use crate::data::{Dataset, Prompt, RowReader, prompt_field};
+use crate::generate::{self, FinishReason, GenerationConfig, StopStrings};
+use crate::model::{CausalLm, ModelOptions};
+use crate::settings::{EvaluateConfig, GenerateConfig};
+use crate::tokenizer::Tokenizer;
+use crate::{Error, Result};
+use serde_json::{Value, json};
+use std::io::Cursor;
+use std::path::Path;
+
+/// A language model that responds to the prompts.
+struct Responder {
+    model: CausalLm,
+    tokenizer: Tokenizer,
+    generation: GenerationConfig,
+    prompts: Vec<Prompt>,
+}
+
+impl Responder {
+    /// Loads the model in `dir`, and encodes the prompts for it.
+    fn load(config: &GenerateConfig, dir: &Path, dataset: &Dataset, options: ModelOptions) -> Result<Self> {
+        let tokenizer = Tokenizer::from_pretrained(dir)?;
+        let model = CausalLm::from_pretrained(dir, options)?;
+        tokenizer.check_fits(model.config(), dir)?;
+        let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
+        let mut generation = config.generation(model.config().generation_settings(), context, dir)?;
+        if let Some(id) = config.stop_token_ids.iter().find(|id| !(0..vocab).contains(*id)) {
+            return Err(Error::Usage(format!(
+                "stop_token_ids = {id}: expected ids below the vocabulary of {vocab} of {}",
+                dir.display()
+            )));
+        }
+        generation.stop_token_ids = [&config.stop_token_ids[..], tokenizer.eos_ids()].concat();
+        if !config.stop_strings.is_empty() {
+            generation.stop_strings = Some(StopStrings::new(&tokenizer, config.stop_strings.clone())?);
+        }
+        let room = context.checked_sub(generation.max_new_tokens).filter(|&room| room > 0).ok_or_else(|| {
+            Error::Usage(format!(
+                "max_new_tokens = {} leaves no room for a prompt in the context of {context} tokens of {}",
+                generation.max_new_tokens,
+                dir.display()
+            ))
+        })?;
+        let prompts = dataset.prompts(&tokenizer, vocab, room)?;
+        Ok(Self { model, tokenizer, generation, prompts })
+    }
+
+    /// Returns the responses to each of the prompts `indices`: those of `rlhf generate` on the whole dataset.
+    fn respond(&self, indices: &[usize]) -> Result<Vec<Vec<Given>>> {
+        let per_prompt = self.generation.num_return_sequences;
+        // The draws of a prompt are those of its index, so that an evaluation that was cut continues with the same responses.
+        let mut found = Vec::with_capacity(indices.len());
+        for run in indices.chunk_by(|a, b| a + 1 == *b) {
+            let tokens: Vec<&[i64]> = run.iter().map(|&index| self.prompts[index].tokens.as_slice()).collect();
+            let first_row = (run[0] * per_prompt) as u64;
+            let generation = GenerationConfig { first_row, ..self.generation.clone() };
+            let responses = generate::generate(&self.model, &tokens, &generation)?;
+            for (&index, responses) in run.iter().zip(responses.chunks(per_prompt)) {
+                let given = |response: &generate::Response| -> Result<Given> {
+                    let text = self.tokenizer.decode_after(&self.prompts[index].tokens, &response.tokens)?;
+                    Ok(Given { text, ids: response.tokens.clone(), finish: response.finish })
+                };
+                found.push(responses.iter().map(given).collect::<Result<_>>()?);
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// Generates the responses of the model in `dir` that the store lacks, and stores them.
+pub(super) fn generate_missing(
+    config: &EvaluateConfig,
+    side: Side,
+    dir: &Path,
+    dataset: &Dataset,
+    store: &mut Store,
+    progress: &Progress,
+) -> Result<()> {
+    let missing = store.without_response(side, dataset.rows().count());
+    let (name, revision) = match (side, &config.compare) {
+        (Side::B, Some(model)) => (model, &config.compare_revision),
+        _ => (&config.model_name_or_path, &config.model_revision),
+    };
+    if missing.is_empty() {
+        return Ok(());
+    }
+    progress.start(&format!("responses of {}", name.display()), missing.len());
+    let responder = Responder::load(&config.generate(name, revision), dir, dataset, config.model_options()?)?;
+    let at_once = (config.batch_size / config.sampling.num_return_sequences).max(1);
+    for indices in missing.chunks(at_once) {
+        let responses = responder.respond(indices)?;
+        for (&index, given) in indices.iter().zip(responses) {
+            store.add_responses(side, index, given)?;
+        }
+        progress.advance(indices.len());
+    }
+    Ok(())
+}
+
+impl EvaluateConfig {
+    /// Returns the options to load a model with.
+    pub(super) fn model_options(&self) -> Result<ModelOptions> {
+        Ok(ModelOptions { device: self.device.resolve()?, dtype: self.dtype, ..ModelOptions::default() })
+    }
+}
+
+/// Returns the response in `column` of a row: a string, or one message of a conversation.
+///
+/// # Errors
+/// If the row has no such column, or it holds something else.
+pub(super) fn reference<'a>(row: &'a Value, column: &str) -> Result<&'a str> {
+    let value = &row[column];
+    let message = || match value.as_array().map(Vec::as_slice) {
+        Some([message]) => message["content"].as_str(),
+        _ => None,
+    };
+    value.as_str().or_else(message).ok_or_else(|| {
+        let found = if value.is_null() { "none".into() } else { crate::weights::brief(&value.to_string()).into_owned() };
+        Error::Run(format!("compare_column = {column}: expected a string in this column, or a list of one message, found {found}"))
+    })
+}
+
+/// Returns the prompt of a row as a reader sees it: its text, the content of its only message, or its messages with their roles.
+pub(super) fn plain_prompt(row: &Value, encoded: &Prompt) -> String {
+    let text = |message: &Value| message["content"].as_str().unwrap_or_default().to_string();
+    match prompt_field(row) {
+        Some((_, Value::Array(messages))) => match messages.as_slice() {
+            [message] => text(message),
+            messages => {
+                let turn = |m: &Value| format!("{}: {}", m["role"].as_str().unwrap_or_default(), text(m));
+                messages.iter().map(turn).collect::<Vec<_>>().join("\n\n")
+            }
+        },
+        _ => encoded.text.clone(),
+    }
+}
+
+/// Returns token ids of a response that another tokenizer made, or that is text, as a response to `prompt` of `tokenizer`: with eos,
+/// unless it was cut off at its maximum length.
+///
+/// # Errors
+/// If the tokenizer cannot encode it.
+pub(super) fn encode(tokenizer: &Tokenizer, prompt: &Prompt, text: &str, finish: FinishReason) -> Result<Vec<i64>> {
+    let completion = match prompt_field(&prompt.row) {
+        Some((_, messages @ Value::Array(_))) => json!({
+            "prompt": messages,
+            "completion": [{"role": "assistant", "content": text}],
+            "chat_template_kwargs": prompt.row["chat_template_kwargs"],
+        }),
+        _ => json!({"prompt": prompt.text, "completion": text}),
+    };
+    let mut rows = RowReader::lines("responses", Cursor::new(completion.to_string()), true);
+    let response = rows.next(1)?.map(|rows| rows.responses(tokenizer)).transpose()?;
+    let mut ids = response.and_then(|mut responses| responses.pop()).map_or(Vec::new(), |response| response.response_ids);
+    let ends = ids.last().is_some_and(|id| tokenizer.eos_ids().contains(id));
+    match (finish, tokenizer.eos()) {
+        (FinishReason::Length, _) if ends => drop(ids.pop()),
+        (FinishReason::Stop, Some(eos)) if !ends => ids.push(eos),
+        _ => {}
+    }
+    Ok(ids)
+}

@@ -1,0 +1,374 @@
+//! The folder of an evaluation: settings, responses, one line for each judged pair or response. An evaluation that was cut
+//! continues from the lines that are complete.
+
+use super::Side;
+use crate::generate::FinishReason;
+use crate::run::inputs::Inputs;
+use crate::run::output_dir::FolderLock;
+use crate::safe_text::beginning;
+use crate::settings::{EvaluateConfig, write_resolved};
+use crate::weights::{brief, pretty, write_text};
+use crate::{Error, Result, files};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+/// Settings and digests of the inputs, by which an evaluation that was cut is recognized.
+const STATE: &str = "evaluation.json";
+/// The settings, for `--config`.
+const CONFIG: &str = "config.yaml";
+const RESPONSES: &str = "responses.jsonl";
+const RESULTS: &str = "results.jsonl";
+const SUMMARY: &str = "summary.json";
+
+/// Settings that may differ when an evaluation continues: they change no result that is written.
+const FREE: [&str; 14] = [
+    "output_dir",
+    "num_prompts",
+    "max_judgements",
+    "pass_score",
+    "batch_size",
+    "device",
+    "num_threads",
+    "judge_concurrency",
+    "judge_timeout",
+    "judge_retries",
+    "reward_batch_size",
+    "reward_concurrency",
+    "reward_timeout",
+    "reward_retries",
+];
+
+/// The winner of a comparison.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// The model that is evaluated.
+    A,
+    /// The model, or the column, that it is compared with.
+    B,
+    /// Neither.
+    Tie,
+}
+
+impl Verdict {
+    /// Returns the outcome for the model that is evaluated: 1 for a win, 0.5 for a tie, 0 for a loss.
+    pub fn outcome(self) -> f64 {
+        match self {
+            Verdict::A => 1.0,
+            Verdict::B => 0.0,
+            Verdict::Tie => 0.5,
+        }
+    }
+}
+
+/// A judged pair of responses, or a scored response: one line of `results.jsonl`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ResultRow {
+    /// Index of the prompt in the dataset, from 0.
+    pub index: usize,
+    /// Index of the response among those to its prompt, from 0.
+    pub sample: usize,
+    /// The prompt.
+    pub prompt: String,
+    /// The response of the model that is evaluated.
+    pub response_a: String,
+    /// The response that it is compared with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub response_b: Option<String>,
+    /// Length of `response_a` in characters.
+    pub length_a: usize,
+    /// Length of `response_b` in characters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub length_b: Option<usize>,
+    /// Score of `response_a`, if rewards are the judge.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub score_a: Option<f64>,
+    /// Score of `response_b`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub score_b: Option<f64>,
+    /// Verdicts of a judge of pairs, with `response_a` first and with `response_b` first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub verdicts: Option<[Option<Verdict>; 2]>,
+    /// The winner; none without a verdict, or without a comparison.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub winner: Option<Verdict>,
+    /// Whether the verdicts of the two orders differ, which is a tie.
+    #[serde(skip_serializing_if = "is_false")]
+    pub inconsistent: bool,
+    /// The reason that there is no verdict.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub no_verdict: Option<String>,
+    /// Whether the judge failed, in place of a reply that is no verdict.
+    #[serde(skip)]
+    pub(super) failed: bool,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
+/// A response to be judged.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Given {
+    /// Without special tokens.
+    pub(super) text: String,
+    /// Token ids of the model's own tokenizer, the stop token included.
+    pub(super) ids: Vec<i64>,
+    pub(super) finish: FinishReason,
+}
+
+/// The responses of a model to a prompt: one line of `responses.jsonl`.
+#[derive(Serialize, Deserialize)]
+struct Responses {
+    index: usize,
+    model: Side,
+    responses: Vec<Given>,
+}
+
+/// The folder of an evaluation, and what is in it.
+pub(super) struct Store {
+    dir: PathBuf,
+    responses: File,
+    results: File,
+    given: BTreeMap<(Side, usize), Vec<Given>>,
+    /// Rows of the prompts that have a verdict, or a score, for each sample.
+    rows: BTreeMap<usize, Vec<ResultRow>>,
+    _lock: FolderLock,
+}
+
+impl Store {
+    /// Opens the folder of an evaluation, or creates it.
+    ///
+    /// # Errors
+    /// If the folder holds anything else, or an evaluation with other settings or inputs and `overwrite_output_dir` is not set; if
+    /// another process uses it; if it cannot be read or written.
+    pub(super) fn open(config: &EvaluateConfig, inputs: &Inputs) -> Result<Self> {
+        let dir = config.output_dir.as_path();
+        let lock = FolderLock::acquire(dir)?;
+        let state = read_state(dir)?;
+        match &state {
+            Some(_) if config.overwrite_output_dir => {
+                for name in [RESPONSES, RESULTS, SUMMARY] {
+                    remove(&dir.join(name))?;
+                }
+            }
+            Some(state) => check_state(config, inputs, state)?,
+            None => check_empty(dir)?,
+        }
+        let (lock, _) = lock.create(dir, true)?;
+        if state.is_none() || config.overwrite_output_dir {
+            let state = json!({"rlhf": env!("CARGO_PKG_VERSION"), "settings": config, "inputs": inputs.state()});
+            write_text(&dir.join(STATE), &pretty(&state))?;
+        }
+        write_resolved(config, dir.join(CONFIG))?;
+        let samples = config.sampling.num_return_sequences;
+        let given: Vec<Responses> = read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?;
+        let given = given.into_iter().map(|line| ((line.model, line.index), line.responses)).collect();
+        let rows = read_results(&dir.join(RESULTS), samples, config.compares())?;
+        let open = |name: &str| {
+            let path = dir.join(name);
+            OpenOptions::new().create(true).append(true).open(&path).map_err(Error::io("create", &path))
+        };
+        Ok(Self { dir: dir.into(), responses: open(RESPONSES)?, results: open(RESULTS)?, given, rows, _lock: lock })
+    }
+
+    /// Returns the indices below `count` of the prompts without responses of this model.
+    pub(super) fn without_response(&self, side: Side, count: usize) -> Vec<usize> {
+        (0..count).filter(|&index| !self.given.contains_key(&(side, index))).collect()
+    }
+
+    /// Returns the indices below `count` of the prompts that are not judged.
+    pub(super) fn not_judged(&self, count: usize) -> Vec<usize> {
+        (0..count).filter(|index| !self.rows.contains_key(index)).collect()
+    }
+
+    /// Returns the responses of a model to a prompt; none before [`Store::add_responses`].
+    pub(super) fn responses(&self, side: Side, index: usize) -> &[Given] {
+        self.given.get(&(side, index)).map_or(&[], Vec::as_slice)
+    }
+
+    /// Stores the responses of a model to a prompt.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub(super) fn add_responses(&mut self, side: Side, index: usize, responses: Vec<Given>) -> Result<()> {
+        let line = Responses { index, model: side, responses };
+        append(&mut self.responses, &self.dir.join(RESPONSES), &[&line])?;
+        self.given.insert((side, index), line.responses);
+        Ok(())
+    }
+
+    /// Stores the rows of a prompt.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub(super) fn add_rows(&mut self, index: usize, rows: Vec<ResultRow>) -> Result<()> {
+        append(&mut self.results, &self.dir.join(RESULTS), &rows)?;
+        self.rows.insert(index, rows);
+        Ok(())
+    }
+
+    /// Checks that the prompts, and responses of a column, of the rows that are judged are those of the dataset.
+    ///
+    /// # Errors
+    /// If one is not.
+    pub(super) fn check_rows(&self, prompts: &[String], references: Option<&[String]>) -> Result<()> {
+        for row in self.rows.values().flatten().filter(|row| row.index < prompts.len()) {
+            let same_reference = references.is_none_or(|texts| row.response_b.as_ref() == Some(&texts[row.index]));
+            if row.prompt == prompts[row.index] && same_reference {
+                continue;
+            }
+            return Err(Error::invalid(
+                &self.dir,
+                format!(
+                    "output_dir: row {} of the dataset has changed since it was judged: found the prompt {:?} in {RESULTS}; choose \
+                     another folder, or set --overwrite_output_dir",
+                    row.index + 1,
+                    beginning(&row.prompt, 60)
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Returns the rows of the first `count` prompts, in the order of the dataset.
+    pub(super) fn rows(&self, count: usize) -> Vec<&ResultRow> {
+        self.rows.range(..count).flat_map(|(_, rows)| rows).collect()
+    }
+
+    /// Writes the rows in the order of the dataset, and the summary.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub(super) fn finish(&self, summary: &impl Serialize) -> Result<()> {
+        let lines: Vec<String> = self.rows.values().flatten().map(line_of).collect();
+        write_text(&self.dir.join(RESULTS), &lines.concat())?;
+        let summary = serde_json::to_value(summary).map_err(|e| Error::Run(format!("{SUMMARY}: {e}")))?;
+        write_text(&self.dir.join(SUMMARY), &pretty(&summary))
+    }
+}
+
+/// Returns the [`STATE`] in a folder, if it has one.
+fn read_state(dir: &Path) -> Result<Option<Value>> {
+    let path = dir.join(STATE);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let state = serde_json::from_str(&files::read_text(&path)?);
+    state.map(Some).map_err(|e| Error::invalid(&path, format!("not valid JSON: {e}")))
+}
+
+/// Checks that an evaluation with this state has the settings of `config`, and the same inputs.
+fn check_state(config: &EvaluateConfig, inputs: &Inputs, state: &Value) -> Result<()> {
+    let dir = config.output_dir.display();
+    let another = "choose another output_dir, or set overwrite_output_dir = true to replace it";
+    let now = serde_json::to_value(config).map_err(|e| Error::Run(format!("the settings: {e}")))?;
+    let none = Map::new();
+    let (now, then) = (now.as_object().unwrap_or(&none), state["settings"].as_object().unwrap_or(&none));
+    let differs = now.iter().find(|(name, now)| {
+        !FREE.contains(&name.as_str()) && then.get(*name).is_some_and(|then| then != *now)
+    });
+    if let Some((name, now)) = differs {
+        let shown = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
+        let (now, then) = (shown(now), shown(&then[name]));
+        return Err(Error::Usage(format!(
+            "{name} = {}: expected {}, as in {dir}: an evaluation continues with the same settings; {another}",
+            brief(&now),
+            brief(&then)
+        )));
+    }
+    match inputs.changed(&state["inputs"]).as_slice() {
+        [] => Ok(()),
+        changed => Err(Error::invalid(
+            &config.output_dir,
+            format!("inputs have changed since it was evaluated: {}; {another}", changed.join("; ")),
+        )),
+    }
+}
+
+/// Checks that a folder is new or empty, but for what an evaluation leaves that was killed at its start.
+fn check_empty(dir: &Path) -> Result<()> {
+    if dir.is_file() {
+        return Err(Error::invalid(dir, "output_dir: expected a folder or nothing, found a file"));
+    }
+    if !dir.is_dir() {
+        return Ok(());
+    }
+    for entry in fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
+        let name = entry.map_err(Error::io("read the folder", dir))?.file_name();
+        if name != format!("{STATE}.tmp").as_str() {
+            return Err(Error::invalid(
+                dir,
+                format!(
+                    "output_dir: expected an empty or new folder, or one with an evaluation ({STATE}), found `{}`; choose another \
+                     folder",
+                    name.to_string_lossy()
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn remove(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::io("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Reads the lines of a JSONL file that are complete and `kept`, and removes the others from it. No file has no lines.
+fn read_lines<T: DeserializeOwned>(path: &Path, kept: impl Fn(&T) -> bool) -> Result<Vec<T>> {
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let bytes = files::read(path)?;
+    let text = String::from_utf8_lossy(&bytes);
+    let (mut rows, mut lines) = (Vec::new(), String::new());
+    for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
+        if let Some(row) = serde_json::from_str(line).ok().filter(&kept) {
+            rows.push(row);
+            lines += line;
+        }
+    }
+    if lines.len() != bytes.len() {
+        write_text(path, &lines)?;
+    }
+    Ok(rows)
+}
+
+/// Reads the results: the prompts whose samples all have a verdict, or a score. Removes the rows of other prompts from the file, so
+/// that these are judged again.
+fn read_results(path: &Path, samples: usize, compares: bool) -> Result<BTreeMap<usize, Vec<ResultRow>>> {
+    let is_decided = |row: &ResultRow| if compares { row.winner.is_some() } else { row.score_a.is_some() };
+    let mut prompts: BTreeMap<usize, Vec<ResultRow>> = BTreeMap::new();
+    let rows: Vec<ResultRow> = read_lines(path, is_decided)?;
+    let count = rows.len();
+    for row in rows {
+        prompts.entry(row.index).or_default().push(row);
+    }
+    prompts.retain(|_, rows| rows.len() == samples && rows.iter().enumerate().all(|(at, row)| row.sample == at));
+    if prompts.values().map(Vec::len).sum::<usize>() != count {
+        let lines: Vec<String> = prompts.values().flatten().map(line_of).collect();
+        write_text(path, &lines.concat())?;
+    }
+    Ok(prompts)
+}
+
+/// Appends lines in one write, so that a kill leaves at most one that is incomplete, the last.
+fn append(file: &mut File, path: &Path, rows: &[impl Serialize]) -> Result<()> {
+    let lines: String = rows.iter().map(line_of).collect();
+    file.write_all(lines.as_bytes()).map_err(Error::io("write", path))
+}
+
+fn line_of(row: &impl Serialize) -> String {
+    let mut line = serde_json::to_string(row).expect("rows serialize to JSON");
+    line.push('\n');
+    line
+}

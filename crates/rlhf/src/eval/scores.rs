@@ -1,0 +1,152 @@
+//! Scores of single responses by rewards, and the winners that follow from them.
+
+use super::judge::NoVerdict;
+use super::responses::encode;
+use super::results::{Given, ResultRow, Store, Verdict};
+use super::{MOST_FAILURES, Side, Task};
+use crate::data::Prompt;
+use crate::generate::FinishReason;
+use crate::reward::{RewardInput, Rewards};
+use crate::{Error, Result};
+use serde_json::Value;
+use std::cmp::Ordering;
+
+/// Rewards that score responses, as in PPO: token ids of the tokenizer of the model that is evaluated.
+pub(super) struct Scorer {
+    pub(super) rewards: Rewards,
+    /// Whether the token ids of the other model are of another tokenizer.
+    pub(super) other_ids: bool,
+    /// Number of prompts to score at once.
+    pub(super) at_once: usize,
+}
+
+/// A response to score.
+struct Scored<'a> {
+    prompt: &'a Prompt,
+    row: &'a Value,
+    text: &'a str,
+    ids: Vec<i64>,
+    finish: FinishReason,
+}
+
+impl Scored<'_> {
+    fn input(&self) -> RewardInput<'_> {
+        RewardInput {
+            prompt: &self.prompt.text,
+            response: self.text,
+            prompt_ids: &self.prompt.tokens,
+            response_ids: &self.ids,
+            finish: self.finish,
+            row: self.row,
+        }
+    }
+}
+
+impl Scorer {
+    /// Scores the responses to the prompts `indices`, whose `rows` get scores and winners: the greater score wins, equal scores are a
+    /// tie.
+    pub(super) fn score(
+        &mut self,
+        task: &Task,
+        store: &Store,
+        indices: &[usize],
+        rows: &mut [ResultRow],
+    ) -> Result<()> {
+        let mut responses = Vec::new();
+        // Number of responses of both sides to each prompt.
+        let mut counts = Vec::new();
+        for &index in indices {
+            let (own, other) = (self.own(task, store, index), self.other(task, store, index)?);
+            counts.push([own.len(), other.len()]);
+            responses.extend(own.into_iter().chain(other));
+        }
+        let scores = self.scores(&responses)?;
+        let (mut scores, mut rows) = (scores.as_slice(), rows.iter_mut());
+        for [own, other] in counts {
+            let (of_prompt, rest) = scores.split_at(own + other);
+            let (own, other) = of_prompt.split_at(own);
+            for (sample, (score, row)) in own.iter().zip(rows.by_ref()).enumerate() {
+                set_scores(row, score, other.get(sample).or(other.first()));
+            }
+            scores = rest;
+        }
+        Ok(())
+    }
+
+    /// Returns the responses of the model that is evaluated.
+    fn own<'a>(&self, task: &'a Task, store: &'a Store, index: usize) -> Vec<Scored<'a>> {
+        let (prompt, row) = (&task.prompts[index], &task.prompts[index].row);
+        let scored =
+            |given: &'a Given| Scored { prompt, row, text: &given.text, ids: given.ids.clone(), finish: given.finish };
+        store.responses(Side::A, index).iter().map(scored).collect()
+    }
+
+    /// Returns the responses that are compared with them.
+    fn other<'a>(&self, task: &'a Task, store: &'a Store, index: usize) -> Result<Vec<Scored<'a>>> {
+        let (prompt, row) = (&task.prompts[index], &task.prompts[index].row);
+        let encoded = |text: &'a str, finish: FinishReason| -> Result<Scored<'a>> {
+            let ids = encode(&task.tokenizer, prompt, text, finish)?;
+            Ok(Scored { prompt, row, text, ids, finish })
+        };
+        if let Some(texts) = &task.references {
+            return Ok(vec![encoded(&texts[index], FinishReason::Stop)?]);
+        }
+        let scored = |given: &'a Given| match self.other_ids {
+            true => encoded(&given.text, given.finish),
+            false => Ok(Scored { prompt, row, text: &given.text, ids: given.ids.clone(), finish: given.finish }),
+        };
+        store.responses(Side::B, index).iter().map(scored).collect()
+    }
+
+    /// Returns the score of each response. Where the rewards fail for all of them, scores one by one, so that one response takes no
+    /// score from the others.
+    fn scores(&mut self, responses: &[Scored<'_>]) -> Result<Vec<Result<f64, NoVerdict>>> {
+        let inputs: Vec<RewardInput<'_>> = responses.iter().map(Scored::input).collect();
+        let mut score = |inputs: &[RewardInput<'_>]| -> Result<Vec<Result<f64, NoVerdict>>> {
+            let scored = self.rewards.score(inputs, false)?;
+            let scores = scored.totals().into_iter().zip(scored.unscored());
+            let absent = || NoVerdict { reason: "no reward gave a score".into(), failed: false };
+            Ok(scores.map(|(score, unscored)| if unscored { Err(absent()) } else { Ok(score) }).collect())
+        };
+        match score(&inputs) {
+            Err(Error::Run(_)) if inputs.len() > 1 => {}
+            Err(Error::Run(reason)) => return Ok(vec![Err(NoVerdict { reason, failed: true })]),
+            scored => return scored,
+        }
+        let (mut found, mut in_a_row) = (Vec::with_capacity(inputs.len()), 0);
+        for input in inputs.chunks(1) {
+            let scored = match found.last() {
+                // The evaluation will end.
+                Some(Err(NoVerdict { reason, .. })) if in_a_row >= MOST_FAILURES => Err(Error::Run(String::clone(reason))),
+                _ => score(input),
+            };
+            match scored {
+                Ok(scores) => {
+                    in_a_row = 0;
+                    found.extend(scores);
+                }
+                Err(Error::Run(reason)) => {
+                    in_a_row += 1;
+                    found.push(Err(NoVerdict { reason, failed: true }));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// Sets the scores of a row, and the winner if there is another score.
+fn set_scores(row: &mut ResultRow, own: &Result<f64, NoVerdict>, other: Option<&Result<f64, NoVerdict>>) {
+    row.score_a = own.as_ref().ok().copied();
+    row.score_b = other.and_then(|score| score.as_ref().ok().copied());
+    let failed = own.as_ref().err().or(other.and_then(|score| score.as_ref().err()));
+    failed.into_iter().for_each(|no_verdict| row.set_no_verdict(no_verdict.clone()));
+    if let (Some(a), Some(b)) = (row.score_a, row.score_b) {
+        row.winner = Some(match a.total_cmp(&b) {
+            _ if a == b => Verdict::Tie,
+            Ordering::Greater => Verdict::A,
+            _ => Verdict::B,
+        });
+    }
+}

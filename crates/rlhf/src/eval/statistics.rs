@@ -1,0 +1,224 @@
+//! Statistics of an evaluation: bootstrap intervals, the length-controlled win rate, pass@k.
+
+use crate::rng::{Purpose, Stream};
+
+/// Number of resamples of a bootstrap interval.
+const RESAMPLES: u64 = 2000;
+
+/// Confidence level of an interval.
+const LEVEL: f64 = 0.95;
+
+/// Maximum number of Newton steps. From zero coefficients, fits with a finite maximum converge in about ten.
+const MOST_STEPS: usize = 50;
+
+/// A Newton step below this ends the fit.
+const TOLERANCE: f64 = 1e-10;
+
+/// Returns the mean; NaN for no values.
+pub fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+/// Returns the 95 % percentile bootstrap interval of the mean of `values`: 2000 resamples with replacement, percentiles with linear
+/// interpolation. `None` for no values.
+///
+/// The draws depend on `seed` and on the number of values only.
+pub fn bootstrap_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
+    let count = values.len();
+    if count == 0 {
+        return None;
+    }
+    let resample = |at: u64| {
+        let mut stream = Stream::new(seed, Purpose::Bootstrap, at, 0);
+        let draw = |_| values[((stream.uniform() * count as f64) as usize).min(count - 1)];
+        (0..count).map(draw).sum::<f64>() / count as f64
+    };
+    let mut means: Vec<f64> = (0..RESAMPLES).map(resample).collect();
+    means.sort_by(f64::total_cmp);
+    let tail = (1.0 - LEVEL) / 2.0;
+    Some([percentile(&means, tail), percentile(&means, 1.0 - tail)])
+}
+
+/// Returns the value below which the share `share` of the `sorted` values lies, interpolated linearly.
+fn percentile(sorted: &[f64], share: f64) -> f64 {
+    let place = share * (sorted.len() - 1) as f64;
+    let (below, rest) = (place.floor() as usize, place.fract());
+    let above = (below + 1).min(sorted.len() - 1);
+    sorted[below] + (sorted[above] - sorted[below]) * rest
+}
+
+/// Returns the length-controlled win rate: the probability of a win between responses of equal length, by a logistic regression of
+/// the outcomes on the difference in length.
+///
+/// With the outcome `y` of each comparison (1 for a win, 0.5 for a tie, 0 for a loss) and the difference in length `d`, it maximizes
+/// the likelihood of
+///
+/// ```text
+/// logit P(win) = a + b tanh(d / s)
+/// ```
+///
+/// where `s` is the unbiased standard deviation of `d`, and returns `sigmoid(a)`. This is the length-controlled win rate of
+/// AlpacaEval 2 ([Dubois et al. 2024](https://arxiv.org/abs/2404.04475)) with the terms of the model and of the length alone: without
+/// the difficulty of the instruction, which needs the outcomes of other models, and without its penalty.
+///
+/// Where all lengths differ by the same number, it is the win rate. `None` without outcomes, and where the likelihood has no finite
+/// maximum: all outcomes are wins or all are losses, or the length alone separates wins from losses.
+pub fn length_controlled_win_rate(outcomes: &[f64], differences: &[f64]) -> Option<f64> {
+    let count = outcomes.len() as f64;
+    if outcomes.is_empty() {
+        return None;
+    }
+    let center = mean(differences);
+    let squares: f64 = differences.iter().map(|d| (d - center).powi(2)).sum();
+    let spread = (squares / (count - 1.0)).sqrt();
+    if spread.is_nan() || spread == 0.0 {
+        return Some(mean(outcomes));
+    }
+    let features: Vec<f64> = differences.iter().map(|d| (d / spread).tanh()).collect();
+    fit(outcomes, &features).map(|[a, _]| sigmoid(a))
+}
+
+/// Returns the coefficients `a` and `b` that maximize the likelihood of the outcomes under `logit p = a + b x`, by Newton steps that
+/// are halved until the likelihood does not fall. `None` if they do not converge.
+fn fit(outcomes: &[f64], features: &[f64]) -> Option<[f64; 2]> {
+    let likelihood = |[a, b]: [f64; 2]| -> f64 {
+        let log = |(y, x): (&f64, &f64)| {
+            let logit = a + b * x;
+            y * logit - softplus(logit)
+        };
+        outcomes.iter().zip(features).map(log).sum()
+    };
+    let mut at = [0.0, 0.0];
+    for _ in 0..MOST_STEPS {
+        // Gradient (ga, gb) and negative Hessian ((haa, hab), (hab, hbb)).
+        let (mut ga, mut gb, mut haa, mut hab, mut hbb) = (0.0, 0.0, 0.0, 0.0, 0.0);
+        for (y, x) in outcomes.iter().zip(features) {
+            let p = sigmoid(at[0] + at[1] * x);
+            let (error, weight) = (y - p, p * (1.0 - p));
+            (ga, gb) = (ga + error, gb + error * x);
+            (haa, hab, hbb) = (haa + weight, hab + weight * x, hbb + weight * x * x);
+        }
+        let determinant = haa * hbb - hab * hab;
+        let step = [(hbb * ga - hab * gb) / determinant, (haa * gb - hab * ga) / determinant];
+        if !step.iter().all(|x| x.is_finite()) {
+            return None;
+        }
+        if step.iter().all(|x| x.abs() < TOLERANCE) {
+            return Some(at);
+        }
+        let (before, mut scale) = (likelihood(at), 1.0);
+        let moved = |scale: f64| [at[0] + scale * step[0], at[1] + scale * step[1]];
+        while scale > 1e-6 && likelihood(moved(scale)) < before - 1e-12 * before.abs() {
+            scale /= 2.0;
+        }
+        at = moved(scale);
+    }
+    None
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// Returns `ln(1 + exp(x))` without overflow.
+fn softplus(x: f64) -> f64 {
+    x.max(0.0) + (-x.abs()).exp().ln_1p()
+}
+
+/// Returns the unbiased estimate of pass@k, the probability that at least one of `k` responses is right, from `samples` responses to
+/// a prompt of which `right` are right: `1 - C(samples - right, k) / C(samples, k)`. `None` with fewer than `k` samples.
+///
+/// Source: [Chen et al. 2021](https://arxiv.org/abs/2107.03374), equation 1, as a product, which does not overflow.
+pub fn pass_at_k(samples: usize, right: usize, k: usize) -> Option<f64> {
+    if k > samples || right > samples {
+        return None;
+    }
+    if samples - right < k {
+        return Some(1.0);
+    }
+    let miss: f64 = (samples - right + 1..=samples).map(|i| 1.0 - k as f64 / i as f64).product();
+    Some(1.0 - miss)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    fn near(found: f64, expected: f64, tolerance: f64) {
+        assert!((found - expected).abs() <= tolerance, "{found} is not {expected} within {tolerance}");
+    }
+
+    #[test]
+    fn pass_at_k_is_the_share_of_choices_with_a_right_response() {
+        // Counts every choice of k among n responses, of which the first c are right.
+        for n in 1..=8_usize {
+            for c in 0..=n {
+                for k in 1..=n {
+                    let choices = (0..1_u32 << n).filter(|choice| choice.count_ones() as usize == k);
+                    let right = |choice: &u32| choice & ((1 << c) - 1) != 0;
+                    let (all, some) = (choices.clone().count(), choices.filter(right).count());
+                    near(pass_at_k(n, c, k).unwrap(), some as f64 / all as f64, 1e-12);
+                }
+            }
+        }
+        assert_eq!(pass_at_k(3, 1, 4), None);
+        near(pass_at_k(1000, 1, 500).unwrap(), 0.5, 1e-12);
+    }
+
+    #[test]
+    fn a_bootstrap_interval_of_many_values_is_that_of_the_normal_distribution() {
+        let values: Vec<f64> = (0..400).map(|i| f64::from(u8::from(i % 5 < 3))).collect();
+        let [low, high] = bootstrap_interval(&values, 7).unwrap();
+        // 1.96 sqrt(0.6 * 0.4 / 400) = 0.048
+        near(low, 0.552, 0.005);
+        near(high, 0.648, 0.005);
+        assert_eq!(bootstrap_interval(&values, 7), Some([low, high]), "the seed decides");
+        assert_ne!(bootstrap_interval(&values, 8), Some([low, high]));
+        assert_eq!(bootstrap_interval(&[0.5; 9], 7), Some([0.5, 0.5]));
+        assert_eq!(bootstrap_interval(&[], 7), None);
+    }
+
+    #[test]
+    fn percentiles_are_interpolated_linearly() {
+        let sorted = [0.0, 1.0, 2.0, 10.0];
+        // numpy.percentile([0, 1, 2, 10], [0, 2.5, 50, 90, 100])
+        let found = [0.0, 0.025, 0.5, 0.9, 1.0].map(|share| percentile(&sorted, share));
+        for (found, expected) in found.into_iter().zip([0.0, 0.075, 1.5, 7.6, 10.0]) {
+            near(found, expected, 1e-12);
+        }
+    }
+
+    #[test]
+    fn length_controlled_win_rates_are_those_of_statsmodels() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/length_controlled.json");
+        let cases: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let numbers = |value: &Value| value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>();
+        assert!(cases.len() >= 3);
+        for case in &cases {
+            let (outcomes, differences) = (numbers(&case["outcomes"]), numbers(&case["differences"]));
+            let found = length_controlled_win_rate(&outcomes, &differences).unwrap();
+            near(found, case["win_rate"].as_f64().unwrap(), 1e-8);
+        }
+    }
+
+    #[test]
+    fn a_longer_response_that_wins_by_its_length_has_no_advantage_at_equal_length() {
+        // Of equally long pairs each side wins half; the longer response wins 3 of 4.
+        let rows = [(0.0, 1.0), (0.0, 0.0), (9.0, 1.0), (9.0, 1.0), (9.0, 1.0), (9.0, 0.0)];
+        let (differences, outcomes): (Vec<f64>, Vec<f64>) = rows.into_iter().unzip();
+        near(mean(&outcomes), 2.0 / 3.0, 1e-12);
+        // Two groups and two coefficients: the fit is exact, and sigmoid(a) is the share of the first group.
+        near(length_controlled_win_rate(&outcomes, &differences).unwrap(), 0.5, 1e-9);
+    }
+
+    #[test]
+    fn a_win_rate_without_a_finite_fit_is_none() {
+        assert_eq!(length_controlled_win_rate(&[1.0, 1.0, 1.0], &[1.0, 2.0, -3.0]), None);
+        assert_eq!(length_controlled_win_rate(&[1.0, 1.0, 0.0, 0.0], &[5.0, 7.0, -3.0, -9.0]), None, "separated");
+        assert_eq!(length_controlled_win_rate(&[], &[]), None);
+        // Without a difference in length it is the plain one.
+        assert_eq!(length_controlled_win_rate(&[1.0, 0.0, 1.0, 1.0], &[0.0; 4]), Some(0.75));
+        assert_eq!(length_controlled_win_rate(&[1.0], &[3.0]), Some(1.0));
+    }
+}

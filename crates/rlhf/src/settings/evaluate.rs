@@ -1,0 +1,462 @@
+//! Settings of `rlhf eval`.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde::Serialize;
+
+use super::check::check_sizes;
+use super::generate::GenerateConfig;
+use crate::data::Columns;
+use crate::device::{Device, check_threads};
+use crate::flag::{
+    DATA, EVALUATION, MODELS, NONE, REWARDS, RUN, SAMPLING, all, at_least_one, defaults, expect, no_effect, optional,
+    required, usage,
+};
+use crate::model::Dtype;
+use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
+use crate::Result;
+
+/// Maximum number of concurrent requests to a judge; each has a thread.
+const MOST_REQUESTS: usize = 1024;
+
+/// Settings of `rlhf eval`.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct EvaluateConfig {
+    /// Language model to evaluate: a folder or a hub name.
+    #[arg(long, alias = "model", help_heading = MODELS)]
+    pub model_name_or_path: PathBuf,
+    /// Branch, tag or commit of `model_name_or_path` on the hub.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// Language model to compare it with: a folder or a hub name.
+    #[arg(long, help_heading = MODELS, default_value = NONE, value_parser = optional::<PathBuf>)]
+    pub compare: std::option::Option<PathBuf>,
+    /// Branch, tag or commit of `compare` on the hub.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub compare_revision: String,
+    /// Column of the dataset with responses to compare with, in place of a second model.
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<String>)]
+    pub compare_column: std::option::Option<String>,
+
+    /// Dataset with the prompts: a file, a folder or a hub name.
+    #[arg(long, help_heading = DATA)]
+    pub dataset_name: PathBuf,
+    /// Split of a dataset that is a folder or on the hub.
+    #[arg(long, help_heading = DATA, default_value = "test")]
+    pub dataset_split: String,
+    /// Columns to read as other fields: FIELD=COLUMN, separated by commas, such as prompt=question. FIELD=none ignores a field.
+    #[arg(long, help_heading = DATA, value_delimiter = ',')]
+    pub dataset_columns: Vec<String>,
+    /// Number of prompts, from the start of the dataset [default: all].
+    #[arg(long, help_heading = DATA, default_value = NONE, value_parser = optional::<usize>)]
+    pub num_prompts: std::option::Option<usize>,
+    /// Put a prompt that is a string into the chat template, as a user message.
+    #[arg(long, help_heading = DATA)]
+    pub apply_chat_template: bool,
+
+    /// Reward model that scores the responses, a sequence classifier: a folder or a hub name.
+    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<PathBuf>)]
+    pub reward_model_path: std::option::Option<PathBuf>,
+    /// Label of the reward model to use as the score, by name or number, or a difference such as POSITIVE-NEGATIVE.
+    #[arg(long, help_heading = REWARDS, default_value = NONE, value_parser = optional::<String>)]
+    pub reward_label: std::option::Option<String>,
+    /// Rewards besides, or instead of, the reward model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub rewards: RewardSourcesConfig,
+    /// Judges that compare two responses.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub judge: JudgeConfig,
+    /// A response is right if its score is at least this; gives the share of right responses and pass@k [default: 1, if all scores
+    /// are 0 or 1].
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<f64>)]
+    pub pass_score: std::option::Option<f64>,
+    /// Maximum calls of the judge, retries aside: one for each score, or two for each pair. Fewer prompts are evaluated if it does
+    /// not suffice.
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<usize>)]
+    pub max_judgements: std::option::Option<usize>,
+
+    /// Sampling of the responses.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub sampling: ResponsesConfig,
+
+    /// Folder for the responses, the results and their summary. An evaluation that was cut continues there.
+    #[arg(long, help_heading = RUN)]
+    pub output_dir: PathBuf,
+    /// Replace the evaluation in `output_dir`.
+    #[arg(long, help_heading = RUN)]
+    #[serde(skip)] // Consent to lose results is given for one evaluation.
+    pub overwrite_output_dir: bool,
+    /// Sequences per forward pass; affects memory and speed only.
+    #[arg(long, help_heading = RUN, default_value_t = 32)]
+    pub batch_size: usize,
+    /// Dtype of the models' weights and computation; `auto` is that of their files.
+    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
+    pub dtype: Dtype,
+    /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
+    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = "DEVICE", value_parser = required::<Device>)]
+    pub device: Device,
+    /// Number of threads for tensor operations [default: one per core].
+    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
+    pub num_threads: std::option::Option<usize>,
+}
+
+/// Judges that compare two responses: a program, or a model behind an HTTP endpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct JudgeConfig {
+    /// Command line of a program that compares two responses: a JSON line in, a JSON line out.
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
+    pub judge_command: std::option::Option<String>,
+    /// Address of an OpenAI-compatible API whose model compares two responses, such as https://api.openai.com/v1; its key is the
+    /// environment variable RLHF_JUDGE_API_KEY, or OPENAI_API_KEY for api.openai.com.
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
+    #[serde(serialize_with = "address")]
+    pub judge_url: std::option::Option<String>,
+    /// Name of the model at `judge_url`.
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
+    pub judge_model: std::option::Option<String>,
+    /// File with the message to the model at `judge_url`, in which {prompt}, {response_a} and {response_b} are replaced [default: a
+    /// template that asks for A, B or tie].
+    #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<PathBuf>)]
+    pub judge_template: std::option::Option<PathBuf>,
+    /// Sampling temperature of the model at `judge_url`; `none` sends none.
+    #[arg(long, help_heading = EVALUATION, default_value = "0", value_parser = optional::<f64>)]
+    pub judge_temperature: std::option::Option<f64>,
+    /// Maximum tokens of a verdict of the model at `judge_url`; `none` sends none.
+    #[arg(long, help_heading = EVALUATION, default_value = "16", value_parser = optional::<usize>)]
+    pub judge_max_tokens: std::option::Option<usize>,
+    /// Concurrent requests to `judge_url`.
+    #[arg(long, help_heading = EVALUATION, default_value_t = 4)]
+    pub judge_concurrency: usize,
+    /// Timeout in seconds for a verdict.
+    #[arg(long, help_heading = EVALUATION, default_value_t = 120.0)]
+    pub judge_timeout: f64,
+    /// Retries after a judge fails, before the pair has no verdict.
+    #[arg(long, help_heading = EVALUATION, default_value_t = 3)]
+    pub judge_retries: usize,
+}
+
+/// Sampling of the responses that are evaluated.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ResponsesConfig {
+    /// Maximum tokens of a response [default: the model's `generation_config.json`, else 53].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
+    pub max_new_tokens: std::option::Option<usize>,
+    /// Sample the next token; `false` is greedy decoding [default: the model's `generation_config.json`, else true].
+    #[arg(
+        long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<bool>,
+        num_args = 0..=1, default_missing_value = "true", require_equals = true
+    )]
+    pub do_sample: std::option::Option<bool>,
+    /// Sampling temperature; 0 is greedy decoding [default: the model's `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
+    pub temperature: std::option::Option<f64>,
+    /// Sample from this many most likely tokens only; 0 for all [default: the model's `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
+    pub top_k: std::option::Option<usize>,
+    /// Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all [default: the model's
+    /// `generation_config.json`, else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
+    pub top_p: std::option::Option<f64>,
+    /// Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all [default: the model's
+    /// `generation_config.json`, else 0].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
+    pub min_p: std::option::Option<f64>,
+    /// Penalty on tokens that are in the prompt or the response already; 1 for none [default: the model's `generation_config.json`,
+    /// else 1].
+    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
+    pub repetition_penalty: std::option::Option<f64>,
+    /// Number of responses of a model to each prompt.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1)]
+    pub num_return_sequences: usize,
+    /// Further stop tokens, by id: separated by commas, or by repeating the flag.
+    #[arg(long, help_heading = SAMPLING, value_delimiter = ',')]
+    pub stop_token_ids: Vec<i64>,
+    /// End a response with the token that completes this text; repeat the flag for several texts.
+    #[arg(long, help_heading = SAMPLING)]
+    pub stop_strings: Vec<String>,
+    /// Seed of the sampling, of the order of the responses and of the intervals.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
+    pub seed: u64,
+}
+
+impl EvaluateConfig {
+    /// Creates a configuration with every default, for this model, these prompts and this folder; set `compare` or
+    /// `compare_column`, and a judge, next.
+    pub fn new(
+        model_name_or_path: impl Into<PathBuf>,
+        dataset_name: impl Into<PathBuf>,
+        output_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let mut config: Self = defaults();
+        config.model_name_or_path = model_name_or_path.into();
+        config.dataset_name = dataset_name.into();
+        config.output_dir = output_dir.into();
+        config
+    }
+
+    /// Returns whether two responses to each prompt are compared.
+    pub fn compares(&self) -> bool {
+        self.compare.is_some() || self.compare_column.is_some()
+    }
+
+    /// Returns whether a judge compares pairs, in place of scores of single responses.
+    pub fn judges_pairs(&self) -> bool {
+        self.judge.judge_command.is_some() || self.judge.judge_url.is_some()
+    }
+
+    /// Returns the number of calls of the judge for one prompt.
+    pub fn judgements_per_prompt(&self) -> usize {
+        let samples = self.sampling.num_return_sequences;
+        match (self.judges_pairs(), self.compare.is_some(), self.compare_column.is_some()) {
+            (true, ..) | (_, true, _) => 2 * samples,
+            (_, _, true) => samples + 1,
+            _ => samples,
+        }
+    }
+
+    /// Returns the settings of the generation by one of the models.
+    pub fn generate(&self, model_name_or_path: &Path, revision: &str) -> GenerateConfig {
+        let sampling = self.sampling.clone();
+        let mut config = GenerateConfig::new(model_name_or_path);
+        config.model_revision = revision.to_string();
+        config.apply_chat_template = self.apply_chat_template;
+        config.max_new_tokens = sampling.max_new_tokens;
+        config.do_sample = sampling.do_sample;
+        config.temperature = sampling.temperature;
+        config.top_k = sampling.top_k;
+        config.top_p = sampling.top_p;
+        config.min_p = sampling.min_p;
+        config.repetition_penalty = sampling.repetition_penalty;
+        config.num_return_sequences = sampling.num_return_sequences;
+        config.stop_token_ids = sampling.stop_token_ids;
+        config.stop_strings = sampling.stop_strings;
+        config.seed = sampling.seed;
+        config.rows.batch_size = self.batch_size;
+        config
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        check_sizes(self)?;
+        let sides = match (&self.compare, &self.compare_column) {
+            (Some(model), Some(column)) => usage(format!(
+                "compare = {} and compare_column = {column} exclude each other: set one of them",
+                model.display()
+            )),
+            _ => Ok(()),
+        };
+        let revision = match &self.compare {
+            None if self.compare_revision != "main" => {
+                no_effect("compare_revision", &self.compare_revision, "without compare")
+            }
+            _ => Ok(()),
+        };
+        let needed = self.judgements_per_prompt();
+        let enough = self.max_judgements.map_or(Ok(()), |most| {
+            expect(most >= needed, "max_judgements", most, &format!("at least {needed}, the calls for one prompt"))
+        });
+        all([
+            sides,
+            revision,
+            self.check_judge(),
+            self.judge.check(),
+            self.rewards.check(),
+            enough,
+            self.num_prompts.map_or(Ok(()), |count| at_least_one("num_prompts", count)),
+            expect(!self.output_dir.as_os_str().is_empty(), "output_dir", "\"\"", "a folder"),
+            at_least_one("batch_size", self.batch_size),
+            Columns::parse(&self.dataset_columns).map(drop),
+            check_threads(self.num_threads),
+            self.generate(&self.model_name_or_path, &self.model_revision).check(),
+        ])
+    }
+
+    /// Checks that there is one judge, and that it fits what is evaluated.
+    fn check_judge(&self) -> Result<()> {
+        let rewards = specs(self)?;
+        self.rewards.check_outside(&rewards)?;
+        let judge = &self.judge;
+        let pairwise = match (&judge.judge_command, &judge.judge_url) {
+            (Some(_), Some(_)) => {
+                return usage("judge_command: a program and judge_url exclude each other: set one of them");
+            }
+            (Some(_), None) => Some("judge_command"),
+            (None, Some(_)) => Some("judge_url"),
+            (None, None) => None,
+        };
+        match (pairwise, rewards.is_empty()) {
+            (Some(name), false) => usage(format!(
+                "{name}: a judge of pairs and rewards, which score single responses, exclude each other: set one of them"
+            )),
+            (Some(name), true) if !self.compares() => {
+                usage(format!("{name}: expected compare or compare_column, as it judges pairs of responses, found neither"))
+            }
+            (Some(_), true) if self.pass_score.is_some() => {
+                no_effect("pass_score", self.pass_score.unwrap_or_default(), "with a judge of pairs, which gives no scores")
+            }
+            (None, true) => usage(
+                "no judge: set reward_model_path, reward, reward_command or reward_url to compare scores, or judge_command or \
+                 judge_url to compare pairs of responses",
+            ),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl JudgeConfig {
+    fn check(&self) -> Result<()> {
+        let usual: Self = defaults();
+        let of_url = |name: &str, found: Option<String>| match (found, &self.judge_url) {
+            (Some(found), None) => no_effect(name, found, "without judge_url"),
+            _ => Ok(()),
+        };
+        let differs = |differs: bool, found: String| differs.then_some(found);
+        let pairs = self.judge_url.is_some() || self.judge_command.is_some();
+        let of_pairs = |name: &str, differs: bool, found: String| {
+            if differs && !pairs { no_effect(name, found, "without judge_command or judge_url") } else { Ok(()) }
+        };
+        let shown = |value: Option<String>| value.unwrap_or_else(|| NONE.into());
+        let (temperature, tokens) = (self.judge_temperature, self.judge_max_tokens);
+        let most = format!("at most {MOST_REQUESTS}");
+        let seconds = self.judge_timeout;
+        all([
+            match (&self.judge_url, &self.judge_model) {
+                (Some(_), None) => usage("judge_model: expected the name of the model at judge_url, found none"),
+                _ => Ok(()),
+            },
+            of_url("judge_model", self.judge_model.clone()),
+            of_url("judge_template", self.judge_template.as_ref().map(|path| path.display().to_string())),
+            of_url(
+                "judge_temperature",
+                differs(temperature != usual.judge_temperature, shown(temperature.map(|x| x.to_string()))),
+            ),
+            of_url(
+                "judge_max_tokens",
+                differs(tokens != usual.judge_max_tokens, shown(tokens.map(|x| x.to_string()))),
+            ),
+            of_url(
+                "judge_concurrency",
+                differs(self.judge_concurrency != usual.judge_concurrency, self.judge_concurrency.to_string()),
+            ),
+            of_pairs("judge_timeout", seconds != usual.judge_timeout, seconds.to_string()),
+            of_pairs("judge_retries", self.judge_retries != usual.judge_retries, self.judge_retries.to_string()),
+            temperature.map_or(Ok(()), |found| {
+                expect(found >= 0.0 && found.is_finite(), "judge_temperature", found, "a number of 0 or more")
+            }),
+            tokens.map_or(Ok(()), |found| at_least_one("judge_max_tokens", found)),
+            at_least_one("judge_concurrency", self.judge_concurrency),
+            expect(self.judge_concurrency <= MOST_REQUESTS, "judge_concurrency", self.judge_concurrency, &most),
+            expect(
+                seconds > 0.0 && seconds <= LONGEST_TIMEOUT,
+                "judge_timeout",
+                seconds,
+                "a number of seconds above 0, at most a week",
+            ),
+        ])
+    }
+}
+
+impl<'a> From<&'a EvaluateConfig> for RewardSources<'a> {
+    fn from(config: &'a EvaluateConfig) -> Self {
+        let (model, label) = (config.reward_model_path.as_deref(), config.reward_label.as_deref());
+        Self { model, label, settings: &config.rewards }
+    }
+}
+
+/// Writes an address without its query, which may be secret.
+fn address<S: serde::Serializer>(url: &Option<String>, serializer: S) -> Result<S::Ok, S::Error> {
+    url.as_deref().map(without_query).serialize(serializer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::tests::usage_of;
+
+    fn config(change: impl FnOnce(&mut EvaluateConfig)) -> EvaluateConfig {
+        let mut config = EvaluateConfig::new("policy", "prompts.jsonl", "out");
+        change(&mut config);
+        config
+    }
+
+    #[test]
+    fn an_evaluation_has_one_judge_that_fits_it() {
+        config(|c| c.reward_model_path = Some("reward".into())).check().unwrap();
+        config(|c| (c.compare, c.judge.judge_command) = (Some("sft".into()), Some("judge".into()))).check().unwrap();
+        let cases: [(fn(&mut EvaluateConfig), &str); 9] = [
+            (|_| (), "no judge: set reward_model_path, reward, reward_command"),
+            (|c| c.judge.judge_command = Some("j".into()), "judge_command: expected compare or compare_column"),
+            (
+                |c| (c.compare, c.compare_column) = (Some("a".into()), Some("b".into())),
+                "compare = a and compare_column = b exclude each other",
+            ),
+            (
+                |c| {
+                    c.compare = Some("a".into());
+                    c.judge.judge_url = Some("http://h/v1".into());
+                    c.rewards.reward = vec!["json".into()];
+                },
+                "judge_url: a judge of pairs and rewards",
+            ),
+            (
+                |c| (c.compare, c.judge.judge_url) = (Some("a".into()), Some("http://h/v1".into())),
+                "judge_model: expected the name of the model at judge_url",
+            ),
+            (
+                |c| (c.rewards.reward, c.judge.judge_model) = (vec!["json".into()], Some("m".into())),
+                "judge_model = m has no effect without judge_url",
+            ),
+            (
+                |c| (c.rewards.reward, c.judge.judge_retries) = (vec!["json".into()], 9),
+                "judge_retries = 9 has no effect without judge_command or judge_url",
+            ),
+            (
+                |c| {
+                    (c.compare, c.judge.judge_command) = (Some("a".into()), Some("j".into()));
+                    (c.sampling.num_return_sequences, c.max_judgements) = (4, Some(7));
+                },
+                "max_judgements = 7: expected at least 8, the calls for one prompt",
+            ),
+            (
+                |c| (c.rewards.reward, c.compare_revision) = (vec!["json".into()], "v1".into()),
+                "compare_revision = v1 has no effect without compare",
+            ),
+        ];
+        for (change, words) in cases {
+            let mut config = config(change);
+            if words.starts_with("compare = a") {
+                config.rewards.reward = vec!["json".into()];
+            }
+            let error = usage_of(config.check());
+            assert!(error.starts_with(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_calls_of_one_prompt_are_those_of_its_judge() {
+        let calls = |change: fn(&mut EvaluateConfig)| {
+            let mut config = config(change);
+            config.sampling.num_return_sequences = 3;
+            config.judgements_per_prompt()
+        };
+        assert_eq!(calls(|_| ()), 3);
+        assert_eq!(calls(|c| c.compare = Some("a".into())), 6);
+        assert_eq!(calls(|c| c.compare_column = Some("a".into())), 4);
+        assert_eq!(calls(|c| (c.compare_column, c.judge.judge_command) = (Some("a".into()), Some("j".into()))), 6);
+    }
+
+    #[test]
+    fn the_query_of_a_judges_address_is_not_written() {
+        let config = config(|c| c.judge.judge_url = Some("http://h/v1?key=secret".into()));
+        assert_eq!(serde_json::to_value(&config).unwrap()["judge_url"], "http://h/v1?...");
+    }
+}
