@@ -241,7 +241,7 @@ impl Task {
                 sample,
                 prompt: self.texts[index].clone(),
                 response_a: given.text.clone(),
-                response_b: other.map(|text| text.to_string()),
+                response_b: other.map(|text| (*text).to_string()),
                 length_a: given.text.chars().count(),
                 length_b: other.map(|text| text.chars().count()),
                 ..ResultRow::default()

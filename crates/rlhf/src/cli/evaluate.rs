@@ -36,7 +36,7 @@ fn shown(summary: &Summary, config: &EvaluateConfig) -> String {
     }
     let scores: Vec<&ScoreSummary> = sides.iter().filter_map(|side| side.scores.as_ref()).collect();
     if scores.len() == sides.len() {
-        let cell = |s: &&ScoreSummary| with_interval(format!("{:.4}", s.mean_score), s.mean_score_interval, 1.0, 4);
+        let cell = |s: &&ScoreSummary| with_interval(&format!("{:.4}", s.mean_score), s.mean_score_interval, 1.0, 4);
         table.add_row(row("mean score", scores.iter().map(cell).collect()));
         if scores.iter().all(|scores| scores.share_right.is_some()) {
             let cell = |s: &&ScoreSummary| s.share_right.map_or(String::new(), percent);
@@ -57,7 +57,7 @@ fn shown(summary: &Summary, config: &EvaluateConfig) -> String {
 fn win_rates(found: &Comparison) -> Vec<(&'static str, Vec<String>)> {
     let [low, high] = found.win_rate_interval;
     let of_both = |rate: f64| [(rate, [low, high]), (1.0 - rate, [1.0 - high, 1.0 - low])];
-    let cells = of_both(found.win_rate).map(|(rate, interval)| with_interval(percent(rate), interval, 100.0, 1));
+    let cells = of_both(found.win_rate).map(|(rate, interval)| with_interval(&percent(rate), interval, 100.0, 1));
     let controlled = found.length_controlled_win_rate;
     let controlled = controlled.map_or(vec!["no finite fit".into(), String::new()], |rate| {
         vec![percent(rate), percent(1.0 - rate)]
@@ -88,7 +88,7 @@ fn percent(share: f64) -> String {
 }
 
 /// Returns `text` with its interval, scaled by `factor`, in brackets.
-fn with_interval(text: String, [low, high]: [f64; 2], factor: f64, digits: usize) -> String {
+fn with_interval(text: &str, [low, high]: [f64; 2], factor: f64, digits: usize) -> String {
     format!("{text} ({:.digits$} to {:.digits$})", factor * low, factor * high)
 }
 

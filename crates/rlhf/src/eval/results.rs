@@ -99,7 +99,7 @@ pub struct ResultRow {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub winner: Option<Verdict>,
     /// Whether the verdicts of the two orders differ, which is a tie.
-    #[serde(skip_serializing_if = "is_false")]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub inconsistent: bool,
     /// The reason that there is no verdict.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -107,10 +107,6 @@ pub struct ResultRow {
     /// Whether the judge failed, in place of a reply that is no verdict.
     #[serde(skip)]
     pub(super) failed: bool,
-}
-
-fn is_false(value: &bool) -> bool {
-    !value
 }
 
 /// A response to be judged.
