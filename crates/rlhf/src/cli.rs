@@ -38,7 +38,8 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{
-    EvaluateConfig, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig, RewardConfig, ScoreConfig, SftConfig,
+    EvaluateConfig, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig, RewardConfig, ScoreConfig,
+    SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 

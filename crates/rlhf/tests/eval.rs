@@ -15,13 +15,16 @@ fn scratch() -> Scratch {
             }
         }
     });
-    let row = |(at, prompt): (usize, &str)| format!("{}\n", json!({"prompt": prompt, "completion": " and then some", "id": at}));
+    let row = |(at, prompt): (usize, &str)| {
+        format!("{}\n", json!({"prompt": prompt, "completion": " and then some", "id": at}))
+    };
     scratch.write("prompts.jsonl", &PROMPTS.into_iter().enumerate().map(row).collect::<String>());
     scratch
 }
 
 const EVAL: &str = "eval --model policy --dataset_name prompts.jsonl --output_dir out --max_new_tokens 8";
-const PAIRS: &str = "eval --model policy --compare other --dataset_name prompts.jsonl --output_dir out --max_new_tokens 8";
+const PAIRS: &str =
+    "eval --model policy --compare other --dataset_name prompts.jsonl --output_dir out --max_new_tokens 8";
 
 #[track_caller]
 fn evaluates(scratch: &Scratch, line: &str, words: &[&str]) -> Value {
@@ -73,7 +76,10 @@ fn a_reward_model_judges_the_responses_of_generate_by_the_scores_of_score() {
         scratch.succeeds(&format!("{generate} --output_file {model}.jsonl"));
         let scored = json_lines(&scratch.succeeds(&format!("score --model reward --dataset_name {model}.jsonl")));
         for (row, expected) in rows.iter().zip(&scored) {
-            assert_eq!((&row[&format!("response_{side}")], &row["prompt"]), (&expected["completion"], &expected["prompt"]));
+            assert_eq!(
+                (&row[&format!("response_{side}")], &row["prompt"]),
+                (&expected["completion"], &expected["prompt"])
+            );
             let gap = row[&format!("score_{side}")].as_f64().unwrap() - expected["score"].as_f64().unwrap();
             assert!(gap.abs() < 2e-5, "{row:?} {expected:?}");
             let text = expected["completion"].as_str().unwrap();
@@ -98,11 +104,19 @@ fn a_model_ties_with_itself_and_a_column_is_scored_as_a_whole_response() {
     let scratch = scratch();
     let line = format!("{EVAL} --compare policy --reward_model_path reward");
     let found = evaluates(&scratch, &line, &[]);
-    assert_eq!((&found["ties"], &found["win_rate"], &found["length_controlled_win_rate"]), (&json!(8), &json!(0.5), &json!(0.5)));
-    let line = format!("{EVAL} --overwrite_output_dir --compare_column completion --reward_model_path reward --num_return_sequences 2");
+    assert_eq!(
+        (&found["ties"], &found["win_rate"], &found["length_controlled_win_rate"]),
+        (&json!(8), &json!(0.5), &json!(0.5))
+    );
+    let line = format!(
+        "{EVAL} --overwrite_output_dir --compare_column completion --reward_model_path reward --num_return_sequences 2"
+    );
     let found = evaluates(&scratch, &line, &[]);
     let rows = rows(&scratch);
-    assert_eq!((rows.len(), &found["b"]["name"], &found["responses_per_prompt"]), (16, &json!("column completion"), &json!(2)));
+    assert_eq!(
+        (rows.len(), &found["b"]["name"], &found["responses_per_prompt"]),
+        (16, &json!("column completion"), &json!(2))
+    );
     // With eos behind it, as `rlhf reward` reads one.
     let pairs: String = PROMPTS
         .map(|prompt| format!("{}\n", json!({"prompt": prompt, "chosen": " and then some", "rejected": " x"})))
@@ -165,7 +179,13 @@ fn a_program_judges_both_orders_and_its_verdicts_are_of_models_and_not_of_places
     let mut counts = [0; 3];
     for row in &rows {
         let (a, b) = (row["length_a"].as_u64(), row["length_b"].as_u64());
-        let (at, winner) = if a > b { (0, "a") } else if a < b { (2, "b") } else { (1, "tie") };
+        let (at, winner) = if a > b {
+            (0, "a")
+        } else if a < b {
+            (2, "b")
+        } else {
+            (1, "tie")
+        };
         counts[at] += 1;
         assert_eq!(row["winner"], winner, "{row:?}");
         if row["response_a"] != row["response_b"] {
@@ -187,7 +207,9 @@ fn a_judge_that_replies_nonsense_loses_only_its_rows_and_one_that_only_does_so_i
     write_judge(&scratch, &format!("print('\\x1b[2Jno idea') if pair['prompt'] == 'human' else {LONGER}"));
     let ran = scratch.run_with(PAIRS, &JUDGE);
     assert_eq!((ran.code, ran.stderr.lines().count()), (0, 1), "{}", ran.stderr);
-    for words in ["warning: no verdict for prompt 5 of the dataset: expected {\"winner\": \"a\"}", "no idea", "reported once"] {
+    for words in
+        ["warning: no verdict for prompt 5 of the dataset: expected {\"winner\": \"a\"}", "no idea", "reported once"]
+    {
         assert!(ran.stderr.contains(words), "{}", ran.stderr);
     }
     assert!(!ran.stderr.trim_end().contains(char::is_control), "{:?}", ran.stderr);
@@ -205,7 +227,10 @@ fn a_judge_that_replies_nonsense_loses_only_its_rows_and_one_that_only_does_so_i
     let line = format!("{PAIRS} --overwrite_output_dir");
     let ran = scratch.run_with(&line, &JUDGE);
     let error = ran.stderr.lines().last().unwrap();
-    assert!(ran.code == 1 && error.starts_with("error: the judge gave no verdict for any of 8 rows; the first: "), "{error}");
+    assert!(
+        ran.code == 1 && error.starts_with("error: the judge gave no verdict for any of 8 rows; the first: "),
+        "{error}"
+    );
     assert!(error.contains("no idea") && error.len() < 500 && !error.contains(char::is_control), "{error}");
     assert_eq!(json_lines(&scratch.read("out/responses.jsonl")).len(), 16, "the responses stay");
 }
@@ -223,7 +248,8 @@ fn a_judge_that_times_out_or_cannot_be_started_ends_the_evaluation_which_continu
     let line = format!("{PAIRS} --overwrite_output_dir --judge_retries 0");
     let ran = scratch.run_with(&line, &["--judge_command", "./no-such-judge --key secret"]);
     let error = ran.stderr.lines().last().unwrap();
-    for words in ["error: the judge failed for 5 rows in a row", "exited without a reply", "the same command continues"] {
+    for words in ["error: the judge failed for 5 rows in a row", "exited without a reply", "the same command continues"]
+    {
         assert!(ran.code == 1 && error.contains(words), "{}", ran.stderr);
     }
     assert!(!ran.stderr.contains("secret"), "{}", ran.stderr);
@@ -256,7 +282,11 @@ fn an_evaluation_that_was_cut_in_a_line_continues_and_judges_nothing_twice() {
 
     // Other settings are refused by name, and those that decide no result are not.
     let refuse = |line: &str, code: i32, words: &[&str]| scratch.refuses_with(line, &JUDGE, code, words);
-    refuse(&format!("{PAIRS} --seed 7"), 2, &["seed = 7: expected 42, as in out: an evaluation continues with the same"]);
+    refuse(
+        &format!("{PAIRS} --seed 7"),
+        2,
+        &["seed = 7: expected 42, as in out: an evaluation continues with the same"],
+    );
     refuse(&PAIRS.replace("other", "policy"), 2, &["compare = policy: expected other, as in out"]);
     evaluates(&scratch, &format!("{PAIRS} --batch_size 3 --judge_retries 1 --num_prompts 5"), &JUDGE);
     assert_eq!(calls(&scratch), 0);
@@ -278,7 +308,12 @@ fn the_calls_of_the_judge_are_bounded_and_more_of_them_continue() {
     assert!(made > 0 && made <= 6, "{made}");
     let found = evaluates(&scratch, &format!("{PAIRS} --max_judgements 100"), &JUDGE);
     assert_eq!((&found["prompts"], &found["left_out"], rows(&scratch).len()), (&json!(8), &json!(0), 8));
-    scratch.refuses_with(&format!("{PAIRS} --max_judgements 1"), &JUDGE, 2, &["max_judgements = 1: expected at least 2"]);
+    scratch.refuses_with(
+        &format!("{PAIRS} --max_judgements 1"),
+        &JUDGE,
+        2,
+        &["max_judgements = 1: expected at least 2"],
+    );
 }
 
 /// A reply of `/chat/completions` with this text.
@@ -306,21 +341,35 @@ fn a_model_behind_an_api_judges_by_a_template_and_its_key_is_nowhere_but_in_the_
         }
     });
     let url = service.url.replace("/score?key=hidden", "/v1");
-    let line = format!("{PAIRS} --judge_url {url} --judge_model wise --judge_template template.txt --judge_concurrency 3");
+    let line =
+        format!("{PAIRS} --judge_url {url} --judge_model wise --judge_template template.txt --judge_concurrency 3");
     let ran = Ran::from(scratch.command(&line).env("RLHF_JUDGE_API_KEY", "sk-secret").output().unwrap());
     assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
     let found = summary(&scratch, &ran);
     assert_eq!((&found["inconsistent"], &found["no_verdict"]), (&json!(0), &json!(0)));
     for row in rows(&scratch) {
         let (a, b) = (row["length_a"].as_u64(), row["length_b"].as_u64());
-        assert_eq!(row["winner"], if a > b { "a" } else if a < b { "b" } else { "tie" }, "{row:?}");
+        assert_eq!(
+            row["winner"],
+            if a > b {
+                "a"
+            } else if a < b {
+                "b"
+            } else {
+                "tie"
+            },
+            "{row:?}"
+        );
     }
     let asked = service.asked();
     assert!(asked.len() > 8, "{}", asked.len());
     for request in &asked {
         assert_eq!(request.authorization.as_deref(), Some("Bearer sk-secret"));
         let body = &request.body;
-        assert_eq!((&body["model"], &body["temperature"], &body["max_tokens"]), (&json!("wise"), &json!(0.0), &json!(16)));
+        assert_eq!(
+            (&body["model"], &body["temperature"], &body["max_tokens"]),
+            (&json!("wise"), &json!(0.0), &json!(16))
+        );
         assert!(body["messages"][0]["content"].as_str().unwrap().ends_with("Which one has {more} words?"));
     }
     for (path, bytes) in crate::cli::snapshot(&scratch.path("out")) {
@@ -346,7 +395,10 @@ fn an_api_that_refuses_or_replies_nonsense_is_one_error_without_its_key() {
     assert!(error.contains("the token of RLHF_JUDGE_API_KEY is not accepted"), "{error}");
     let poet = Service::new(|_| reply("Roses are red, sk-secret"));
     let error = run(&poet, "--judge_max_tokens none --judge_temperature none");
-    assert!(error.contains("for any of 8 rows; the first: expected A, B or tie, found \"Roses are red, ...\""), "{error}");
+    assert!(
+        error.contains("for any of 8 rows; the first: expected A, B or tie, found \"Roses are red, ...\""),
+        "{error}"
+    );
     assert!(poet.asked().iter().all(|asked| asked.body.get("max_tokens").is_none()));
     let page = Service::new(|_| (200, String::new(), "<html>hello".into()));
     let error = run(&page, "");
@@ -358,16 +410,22 @@ fn what_cannot_be_evaluated_is_refused_before_any_model_is_loaded() {
     let scratch = scratch();
     scratch.refuses(EVAL, 2, &["no judge: set reward_model_path, reward"]);
     let json = format!("{EVAL} --reward json");
-    scratch.refuses(&format!("{json} --compare_column summary"), 1, &[
-        "prompts.jsonl: line 1: compare_column = summary: expected a string in this column",
-    ]);
+    scratch.refuses(
+        &format!("{json} --compare_column summary"),
+        1,
+        &["prompts.jsonl: line 1: compare_column = summary: expected a string in this column"],
+    );
     scratch.refuses(&format!("{EVAL} --reward exact:solution"), 1, &["prompts.jsonl: line 1: ", "solution"]);
     scratch.refuses(&json.replace("policy", "nowhere"), 1, &["nowhere: ", "no such folder"]);
     scratch.refuses(&json.replace("prompts.jsonl", "none.jsonl"), 1, &["none.jsonl"]);
     scratch.refuses(&format!("launch --nproc_per_node 2 {json}"), 2, &["launch: eval is done by one process"]);
     scratch.write("template.txt", "{prompt}");
     let chat = format!("{PAIRS} --judge_url http://127.0.0.1:9/v1 --judge_model m");
-    scratch.refuses(&format!("{chat} --judge_template template.txt"), 1, &["template.txt: judge_template", "{response_a}"]);
+    scratch.refuses(
+        &format!("{chat} --judge_template template.txt"),
+        1,
+        &["template.txt: judge_template", "{response_a}"],
+    );
     scratch.refuses(&chat.replace("http://", "ftp://"), 2, &["judge_url = ftp://"]);
     std::fs::create_dir(scratch.path("out")).unwrap();
     scratch.write("out/mine.txt", "");
@@ -390,12 +448,19 @@ fn commands(page: &str) -> Vec<String> {
 fn the_tldr_recipe_runs_from_sft_to_the_win_rate_at_toy_size() {
     let scratch = scratch();
     let post = |at: usize| format!("SUBREDDIT: r/{at}\n\nPOST: {}\n\nTL;DR:", PROMPTS[at % 8]);
-    let lines = |count: usize, row: &dyn Fn(usize) -> Value| (0..count).map(|at| format!("{}\n", row(at))).collect::<String>();
-    for (name, split) in [("tldr", "train"), ("tldr", "test"), ("tldr-preference", "train"), ("tldr-preference", "validation")] {
+    let lines =
+        |count: usize, row: &dyn Fn(usize) -> Value| (0..count).map(|at| format!("{}\n", row(at))).collect::<String>();
+    for (name, split) in
+        [("tldr", "train"), ("tldr", "test"), ("tldr-preference", "train"), ("tldr-preference", "validation")]
+    {
         std::fs::create_dir_all(scratch.path(name)).unwrap();
         let text = match name {
-            "tldr" => lines(16, &|at| json!({"prompt": post(at), "completion": format!(" the {} case", PROMPTS[at % 8])})),
-            _ => lines(12, &|at| json!({"prompt": post(at), "chosen": format!(" yes {at}"), "rejected": " no, no, no"})),
+            "tldr" => {
+                lines(16, &|at| json!({"prompt": post(at), "completion": format!(" the {} case", PROMPTS[at % 8])}))
+            }
+            _ => {
+                lines(12, &|at| json!({"prompt": post(at), "chosen": format!(" yes {at}"), "rejected": " no, no, no"}))
+            }
         };
         scratch.write(&format!("{name}/{split}.jsonl"), &text);
     }
@@ -429,7 +494,9 @@ fn the_tldr_recipe_runs_from_sft_to_the_win_rate_at_toy_size() {
     write_judge(&scratch, LONGER);
     let service = Service::new(|_| reply("A"));
     for line in &mut evals {
-        for (theirs, ours) in [("trl-lib/tldr", "tldr"), ("runs/tldr", "out"), ("--num_prompts 1000", "--num_prompts 6")] {
+        for (theirs, ours) in
+            [("trl-lib/tldr", "tldr"), ("runs/tldr", "out"), ("--num_prompts 1000", "--num_prompts 6")]
+        {
             assert!(line.contains(theirs), "no `{theirs}` in {line}");
             *line = line.replace(theirs, ours);
         }

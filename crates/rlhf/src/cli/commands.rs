@@ -4,8 +4,8 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset, ReportConfig,
-    RewardConfig, ScoreConfig, SftConfig,
+    EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset,
+    ReportConfig, RewardConfig, ScoreConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;

@@ -59,9 +59,8 @@ fn win_rates(found: &Comparison) -> Vec<(&'static str, Vec<String>)> {
     let of_both = |rate: f64| [(rate, [low, high]), (1.0 - rate, [1.0 - high, 1.0 - low])];
     let cells = of_both(found.win_rate).map(|(rate, interval)| with_interval(&percent(rate), interval, 100.0, 1));
     let controlled = found.length_controlled_win_rate;
-    let controlled = controlled.map_or(vec!["no finite fit".into(), String::new()], |rate| {
-        vec![percent(rate), percent(1.0 - rate)]
-    });
+    let controlled =
+        controlled.map_or(vec!["no finite fit".into(), String::new()], |rate| vec![percent(rate), percent(1.0 - rate)]);
     vec![("win rate", cells.to_vec()), ("win rate at equal length", controlled)]
 }
 

@@ -86,8 +86,8 @@ pub(super) fn of_preset(preset: Option<Preset>, settings: &[Setting]) -> Vec<Set
 mod tests {
     use rlhf::rl::math::{KlEstimator, ScorePosition};
     use rlhf::settings::{
-        self, EosInLoss, EvaluateConfig, Format, GenerateConfig, LongPrompts, LrSchedulerType, PpoConfig, ReportTo, RewardConfig,
-        SftConfig, StopToken, WhitenAdvantages,
+        self, EosInLoss, EvaluateConfig, Format, GenerateConfig, LongPrompts, LrSchedulerType, PpoConfig, ReportTo,
+        RewardConfig, SftConfig, StopToken, WhitenAdvantages,
     };
 
     use super::*;

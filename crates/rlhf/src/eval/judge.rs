@@ -197,16 +197,16 @@ impl ChatJudge {
     fn new(config: &JudgeConfig, url: &str, retry: RetryPolicy) -> Result<Self> {
         let (base, query) = url.split_once('?').map_or((url, None), |(base, query)| (base, Some(query)));
         let base = base.trim_end_matches('/');
-        let path = if base.ends_with("/chat/completions") { base.to_string() } else { format!("{base}/chat/completions") };
+        let path =
+            if base.ends_with("/chat/completions") { base.to_string() } else { format!("{base}/chat/completions") };
         // A malformed address is refused as it was given.
         let full = match query {
             _ if !url.contains("://") || base.ends_with(':') => url.to_string(),
             Some(query) => format!("{path}?{query}"),
             None => path,
         };
-        let variable = |name: &str| {
-            std::env::var(name).ok().map(|key| key.trim().to_string()).filter(|key| !key.is_empty())
-        };
+        let variable =
+            |name: &str| std::env::var(name).ok().map(|key| key.trim().to_string()).filter(|key| !key.is_empty());
         let of_openai = || if url.starts_with(OPENAI) { variable(OPENAI_KEY) } else { None };
         let key = variable(KEY).or_else(of_openai);
         Ok(Self {

@@ -119,8 +119,11 @@ pub(super) fn reference<'a>(row: &'a Value, column: &str) -> Result<&'a str> {
         _ => None,
     };
     value.as_str().or_else(message).ok_or_else(|| {
-        let found = if value.is_null() { "none".into() } else { crate::weights::brief(&value.to_string()).into_owned() };
-        Error::Run(format!("compare_column = {column}: expected a string in this column, or a list of one message, found {found}"))
+        let found =
+            if value.is_null() { "none".into() } else { crate::weights::brief(&value.to_string()).into_owned() };
+        Error::Run(format!(
+            "compare_column = {column}: expected a string in this column, or a list of one message, found {found}"
+        ))
     })
 }
 
@@ -155,7 +158,8 @@ pub(super) fn encode(tokenizer: &Tokenizer, prompt: &Prompt, text: &str, finish:
     };
     let mut rows = RowReader::lines("responses", Cursor::new(completion.to_string()), true);
     let response = rows.next(1)?.map(|rows| rows.responses(tokenizer)).transpose()?;
-    let mut ids = response.and_then(|mut responses| responses.pop()).map_or(Vec::new(), |response| response.response_ids);
+    let mut ids =
+        response.and_then(|mut responses| responses.pop()).map_or(Vec::new(), |response| response.response_ids);
     let ends = ids.last().is_some_and(|id| tokenizer.eos_ids().contains(id));
     match (finish, tokenizer.eos()) {
         (FinishReason::Length, _) if ends => drop(ids.pop()),

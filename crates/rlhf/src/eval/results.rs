@@ -164,7 +164,8 @@ impl Store {
         }
         write_resolved(config, dir.join(CONFIG))?;
         let samples = config.sampling.num_return_sequences;
-        let given: Vec<Responses> = read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?;
+        let given: Vec<Responses> =
+            read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?;
         let given = given.into_iter().map(|line| ((line.model, line.index), line.responses)).collect();
         let rows = read_results(&dir.join(RESULTS), samples, config.compares())?;
         let open = |name: &str| {
@@ -267,9 +268,9 @@ fn check_state(config: &EvaluateConfig, inputs: &Inputs, state: &Value) -> Resul
     let now = serde_json::to_value(config).map_err(|e| Error::Run(format!("the settings: {e}")))?;
     let none = Map::new();
     let (now, then) = (now.as_object().unwrap_or(&none), state["settings"].as_object().unwrap_or(&none));
-    let differs = now.iter().find(|(name, now)| {
-        !FREE.contains(&name.as_str()) && then.get(*name).is_some_and(|then| then != *now)
-    });
+    let differs = now
+        .iter()
+        .find(|(name, now)| !FREE.contains(&name.as_str()) && then.get(*name).is_some_and(|then| then != *now));
     if let Some((name, now)) = differs {
         let shown = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
         let (now, then) = (shown(now), shown(&then[name]));

@@ -117,7 +117,9 @@ impl Scorer {
         for input in inputs.chunks(1) {
             let scored = match found.last() {
                 // The evaluation will end.
-                Some(Err(NoVerdict { reason, .. })) if in_a_row >= MOST_FAILURES => Err(Error::Run(String::clone(reason))),
+                Some(Err(NoVerdict { reason, .. })) if in_a_row >= MOST_FAILURES => {
+                    Err(Error::Run(String::clone(reason)))
+                }
                 _ => score(input),
             };
             match scored {

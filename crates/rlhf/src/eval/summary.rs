@@ -104,8 +104,15 @@ impl Summary {
         };
         let b = about.names[1].clone().map(|name| SideSummary {
             name,
-            mean_length: mean(&rows.iter().filter_map(|row| row.length_b).map(|length| length as f64).collect::<Vec<_>>()),
-            scores: scores(rows, |row| row.score_b.filter(|_| !about.is_column || row.sample == 0), threshold, about.seed),
+            mean_length: mean(
+                &rows.iter().filter_map(|row| row.length_b).map(|length| length as f64).collect::<Vec<_>>(),
+            ),
+            scores: scores(
+                rows,
+                |row| row.score_b.filter(|_| !about.is_column || row.sample == 0),
+                threshold,
+                about.seed,
+            ),
         });
         Some(Self {
             judge: about.judge,
@@ -196,7 +203,16 @@ mod tests {
 
     fn about(compares: bool, samples: usize) -> About {
         let names = [Some("a".into()), compares.then(|| "b".into())];
-        About { judge: "rules".into(), names, is_column: false, prompts: 2, left_out: 0, samples, pass_score: None, seed: 1 }
+        About {
+            judge: "rules".into(),
+            names,
+            is_column: false,
+            prompts: 2,
+            left_out: 0,
+            samples,
+            pass_score: None,
+            seed: 1,
+        }
     }
 
     fn scored(index: usize, sample: usize, score: f64) -> ResultRow {

@@ -114,12 +114,17 @@ impl HttpReward {
         let mut scores = Vec::with_capacity(rewards.len());
         for (row, reward) in rewards.iter().enumerate() {
             let wrong = || {
-                format!("expected a number in `rewards`, or a list of them, found {}", self.client.clean(&reward.to_string()))
+                format!(
+                    "expected a number in `rewards`, or a list of them, found {}",
+                    self.client.clean(&reward.to_string())
+                )
             };
             scores.push(score(reward).ok_or_else(|| Failure { row: Some(row), ..self.client.failure(wrong()) })?);
         }
-        check(&scores, batch)
-            .map_err(|failure| Failure { message: format!("{}: {}", self.client.address(), failure.message), ..failure })?;
+        check(&scores, batch).map_err(|failure| Failure {
+            message: format!("{}: {}", self.client.address(), failure.message),
+            ..failure
+        })?;
         let mean = |value: &Value| match value {
             Value::Array(list) => {
                 let numbers: Vec<f64> = list.iter().map(Value::as_f64).collect::<Option<_>>()?;

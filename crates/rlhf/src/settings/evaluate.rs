@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::check::check_sizes;
 use super::generate::GenerateConfig;
+use crate::Result;
 use crate::data::Columns;
 use crate::device::{Device, check_threads};
 use crate::flag::{
@@ -15,7 +16,6 @@ use crate::flag::{
 };
 use crate::model::Dtype;
 use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
-use crate::Result;
 
 /// Maximum number of concurrent requests to a judge; each has a thread.
 const MOST_REQUESTS: usize = 1024;
@@ -297,12 +297,14 @@ impl EvaluateConfig {
             (Some(name), false) => usage(format!(
                 "{name}: a judge of pairs and rewards, which score single responses, exclude each other: set one of them"
             )),
-            (Some(name), true) if !self.compares() => {
-                usage(format!("{name}: expected compare or compare_column, as it judges pairs of responses, found neither"))
-            }
-            (Some(_), true) if self.pass_score.is_some() => {
-                no_effect("pass_score", self.pass_score.unwrap_or_default(), "with a judge of pairs, which gives no scores")
-            }
+            (Some(name), true) if !self.compares() => usage(format!(
+                "{name}: expected compare or compare_column, as it judges pairs of responses, found neither"
+            )),
+            (Some(_), true) if self.pass_score.is_some() => no_effect(
+                "pass_score",
+                self.pass_score.unwrap_or_default(),
+                "with a judge of pairs, which gives no scores",
+            ),
             (None, true) => usage(
                 "no judge: set reward_model_path, reward, reward_command or reward_url to compare scores, or judge_command or \
                  judge_url to compare pairs of responses",
@@ -339,10 +341,7 @@ impl JudgeConfig {
                 "judge_temperature",
                 differs(temperature != usual.judge_temperature, shown(temperature.map(|x| x.to_string()))),
             ),
-            of_url(
-                "judge_max_tokens",
-                differs(tokens != usual.judge_max_tokens, shown(tokens.map(|x| x.to_string()))),
-            ),
+            of_url("judge_max_tokens", differs(tokens != usual.judge_max_tokens, shown(tokens.map(|x| x.to_string())))),
             of_url(
                 "judge_concurrency",
                 differs(self.judge_concurrency != usual.judge_concurrency, self.judge_concurrency.to_string()),
