@@ -391,7 +391,8 @@ mod tests {
     fn an_evaluation_has_one_judge_that_fits_it() {
         config(|c| c.reward_model_path = Some("reward".into())).check().unwrap();
         config(|c| (c.compare, c.judge.judge_command) = (Some("sft".into()), Some("judge".into()))).check().unwrap();
-        let cases: [(fn(&mut EvaluateConfig), &str); 9] = [
+        type Change = fn(&mut EvaluateConfig);
+        let cases: [(Change, &str); 9] = [
             (|_| (), "no judge: set reward_model_path, reward, reward_command"),
             (|c| c.judge.judge_command = Some("j".into()), "judge_command: expected compare or compare_column"),
             (
