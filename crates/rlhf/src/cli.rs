@@ -5,6 +5,7 @@
 mod args;
 #[cfg(test)]
 mod attack;
+pub(crate) mod chat;
 mod commands;
 mod config_file;
 mod deepspeed_chat;
@@ -23,6 +24,7 @@ mod pipeline;
 pub(crate) mod report;
 mod rows;
 pub(crate) mod score;
+pub(crate) mod serve;
 mod setting;
 mod sharding;
 #[cfg(test)]
@@ -38,8 +40,8 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{
-    EvaluateConfig, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig, RewardConfig, ScoreConfig,
-    SftConfig,
+    ChatConfig, EvaluateConfig, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig, RewardConfig,
+    ScoreConfig, ServeConfig, SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -67,6 +69,8 @@ pub(crate) enum Task {
     Eval(EvaluateConfig),
     Merge(MergeConfig),
     Report(ReportConfig),
+    Chat(ChatConfig),
+    Serve(ServeConfig),
     Launch(LaunchTask),
 }
 
@@ -168,6 +172,8 @@ impl Task {
             "score" => Task::Score(ScoreConfig::from_arg_matches(flags)?),
             "eval" => Task::Eval(EvaluateConfig::from_arg_matches(flags)?),
             "report" => Task::Report(ReportConfig::from_arg_matches(flags)?),
+            "chat" => Task::Chat(ChatConfig::from_arg_matches(flags)?),
+            "serve" => Task::Serve(ServeConfig::from_arg_matches(flags)?),
             _ => Task::Merge(MergeConfig::from_arg_matches(flags)?),
         })
     }
@@ -184,6 +190,8 @@ impl Task {
             Task::Score(config) => config.check(),
             Task::Eval(config) => config.check(),
             Task::Report(config) => config.check(),
+            Task::Chat(config) => config.check(),
+            Task::Serve(config) => config.check(),
         }
     }
 }

@@ -5,11 +5,11 @@ pub(crate) mod settings;
 pub use settings::{LogprobsOf, SamplingConfig, StopToken};
 
 use crate::dist::World;
-use crate::model::{CausalLm, KvCache, TokenSet, uses_kernels};
+use crate::model::{CausalLm, KvCache, TokenSet, TopLogprobs, uses_kernels};
 use crate::rng::{Purpose, Stream};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use tch::{Device, Kind, Tensor};
 
 /// Number of steps that a GPU decodes before the host reads the tokens: reading waits for the GPU, and tokens chosen after the
@@ -100,6 +100,8 @@ pub struct GenerationConfig {
     pub stop_strings: Option<StopStrings>,
     /// Whether a response stores the set of tokens that each of its tokens was drawn from; greedy decoding draws none.
     pub keep_sets: bool,
+    /// Number of likeliest tokens that [`generate_with`] reports beside each token; `None` reports none and computes none.
+    pub top_logprobs: Option<usize>,
     /// Number of responses to each prompt: a group. Each has its own draws. A prompt's keys and values are computed once and copied
     /// to the rows of its group.
     pub num_return_sequences: usize,
@@ -127,6 +129,7 @@ impl GenerationConfig {
             stop_token_ids: Vec::new(),
             stop_strings: None,
             keep_sets: false,
+            top_logprobs: None,
             num_return_sequences: 1,
             seed: 0,
             purpose: Purpose::Sampling,
@@ -141,7 +144,7 @@ impl GenerationConfig {
         self.keep_sets && self.sampling != Sampling::Greedy
     }
 
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         self.sampling.check()?;
         let penalty = self.repetition_penalty;
         expect(penalty > 0.0 && penalty.is_finite(), "repetition_penalty", penalty, "a number above 0")?;
@@ -218,6 +221,50 @@ pub struct Response {
     pub sets: Option<Vec<TokenSet>>,
 }
 
+/// One token of a response, as [`generate_with`] reports it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Token {
+    /// Index of the response among all.
+    pub response: usize,
+    /// Token id.
+    pub id: i64,
+    /// Log-probability, as in [`Response::logprobs`].
+    pub logprob: f32,
+    /// Its alternatives, if [`GenerationConfig::top_logprobs`] is set.
+    pub alternatives: Option<Alternatives>,
+    /// The reason that the response ends with this token; `None` if it does not.
+    pub finish: Option<FinishReason>,
+}
+
+/// The log-probability of a token beside those of the likeliest tokens in its place, under softmax(logits) of the model's logits:
+/// independent of the temperature, the penalty and the filters.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Alternatives {
+    /// Log-probability of the token.
+    pub logprob: f32,
+    /// Ids and log-probabilities of the likeliest tokens, the likeliest first.
+    pub top: Vec<(i64, f32)>,
+}
+
+impl Alternatives {
+    /// Copies the alternatives of each token to the host.
+    pub fn on_host(found: &TopLogprobs) -> Vec<Self> {
+        let logprobs = Vec::<f32>::try_from(&found.logprobs).expect("one number per token");
+        let ids = Vec::<i64>::try_from(found.top_ids.flatten(0, -1)).expect("k ids per token");
+        let top = Vec::<f32>::try_from(found.top_logprobs.flatten(0, -1)).expect("k numbers per token");
+        let k = ids.len() / logprobs.len().max(1);
+        let row = |(at, &logprob): (usize, &f32)| {
+            let row = at * k..(at + 1) * k;
+            let pairs = ids[row.clone()].iter().copied().zip(top[row].iter().copied());
+            Self { logprob, top: pairs.collect() }
+        };
+        logprobs.iter().enumerate().map(row).collect()
+    }
+}
+
+/// Receives each token of [`generate_with`], and returns whether generation continues.
+type Each<'e> = dyn FnMut(&Token) -> ControlFlow<()> + 'e;
+
 impl Response {
     fn empty(config: &GenerationConfig) -> Self {
         let sets = config.stores_sets().then(Vec::new);
@@ -234,11 +281,28 @@ impl Response {
 /// If a setting is out of range; if a prompt is empty, contains an id outside the vocabulary, or does not fit the
 /// context beside `max_new_tokens`; if the model's logits are not finite.
 pub fn generate<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &GenerationConfig) -> Result<Vec<Response>> {
+    generate_with(model, prompts, config, |_| ControlFlow::Continue(()))
+}
+
+/// [`generate`], which reports each token to `each` as it is chosen: those of a response in order, those of the responses of a batch
+/// by turns. On a GPU, tokens are chosen several steps at a time.
+///
+/// If `each` returns [`ControlFlow::Break`], generation ends at once: responses then have the tokens that were reported, and may be
+/// empty.
+///
+/// # Errors
+/// As [`generate`].
+pub fn generate_with<P: AsRef<[i64]>>(
+    model: &CausalLm,
+    prompts: &[P],
+    config: &GenerationConfig,
+    mut each: impl FnMut(&Token) -> ControlFlow<()>,
+) -> Result<Vec<Response>> {
     let steps = match model.device() {
         Device::Cuda(_) => STEPS_ON_GPU,
         _ => 1,
     };
-    generate_by(steps, model, prompts, config)
+    generate_by(steps, model, prompts, config, &mut each)
 }
 
 /// [`generate`] with the prompts divided over the ranks of `world`, which all pass the same ones; each gets all responses. All
@@ -270,12 +334,13 @@ pub fn generate_on<P: AsRef<[i64]>>(
     Ok(all)
 }
 
-/// [`generate`], reading tokens from the device every `steps` steps, which affects only speed.
+/// [`generate_with`], reading tokens from the device every `steps` steps, which affects only speed.
 fn generate_by<P: AsRef<[i64]>>(
     steps: usize,
     model: &CausalLm,
     prompts: &[P],
     config: &GenerationConfig,
+    each: &mut Each<'_>,
 ) -> Result<Vec<Response>> {
     config.check()?;
     let context = model.config().max_position_embeddings;
@@ -292,13 +357,23 @@ fn generate_by<P: AsRef<[i64]>>(
     let mut responses: Vec<Option<Response>> = vec![None; prompts.len() * per_prompt];
     let lens: Vec<usize> = prompts.iter().map(|prompt| prompt.as_ref().len()).collect();
     for batch in batches(&lens, config) {
-        let done = tch::no_grad(|| generate_batch(steps, model, prompts, &batch, config))?;
+        let mut ended = false;
+        let mut each = |token: &Token| {
+            let flow = each(token);
+            ended |= flow.is_break();
+            flow
+        };
+        let done = tch::no_grad(|| generate_batch(steps, model, prompts, &batch, config, &mut each))?;
         let rows = batch.iter().flat_map(|prompt| prompt * per_prompt..(prompt + 1) * per_prompt);
         for (row, response) in rows.zip(done) {
             responses[row] = Some(response);
         }
+        if ended {
+            break;
+        }
     }
-    Ok(responses.into_iter().map(|response| response.expect("every row was in one batch")).collect())
+    // Responses that were not started because `each` ended the generation are empty.
+    Ok(responses.into_iter().map(|response| response.unwrap_or_else(|| Response::empty(config))).collect())
 }
 
 /// Divides prompts of these lengths into batches of at most `batch_size` responses, or of one prompt. Prompts of similar length are
@@ -311,13 +386,14 @@ fn batches(lens: &[usize], config: &GenerationConfig) -> Vec<Vec<usize>> {
 }
 
 /// Generates the responses to the prompts `batch`, prompt after prompt; in parts of similar size if they are more than `batch_size`.
-/// Reads results from the device every `steps` steps.
+/// Reads results from the device every `steps` steps. Ends early, with the responses of the parts so far, if `each` ends the generation.
 fn generate_batch<P: AsRef<[i64]>>(
     steps: usize,
     model: &CausalLm,
     prompts: &[P],
     batch: &[usize],
     config: &GenerationConfig,
+    each: &mut Each<'_>,
 ) -> Result<Vec<Response>> {
     let count = batch.len() * config.num_return_sequences;
     if config.max_new_tokens == 0 {
@@ -328,7 +404,11 @@ fn generate_batch<P: AsRef<[i64]>>(
     let rows: Vec<usize> = (0..count).collect();
     let mut responses = Vec::with_capacity(count);
     for rows in rows.chunks(count.div_ceil(parts)) {
-        responses.extend(prefill.decoding(rows).run(steps)?);
+        let (done, flow) = prefill.decoding(rows).run(steps, each)?;
+        responses.extend(done);
+        if flow.is_break() {
+            break;
+        }
     }
     Ok(responses)
 }
@@ -422,20 +502,22 @@ struct Decoding<'a> {
 }
 
 impl Decoding<'_> {
-    /// Decodes until all responses have ended. Reads results from the device every `steps` steps.
-    fn run(mut self, steps: usize) -> Result<Vec<Response>> {
+    /// Decodes until all responses have ended, or `each` ends the generation. Reads results from the device every `steps` steps.
+    fn run(mut self, steps: usize, each: &mut Each<'_>) -> Result<(Vec<Response>, ControlFlow<()>)> {
         let longest = self.config.max_new_tokens;
         for first in (1..=longest).step_by(steps) {
             let lengths = first..(first + steps).min(longest + 1);
             let chosen = self.decode(lengths.clone())?;
             for (length, choice) in lengths.zip(on_host(&chosen)) {
-                self.record(length, &choice)?;
+                if self.record(length, choice, each)?.is_break() {
+                    return Ok((self.responses, ControlFlow::Break(())));
+                }
             }
             if !self.remove_stopped() {
                 break;
             }
         }
-        Ok(self.responses)
+        Ok((self.responses, ControlFlow::Continue(())))
     }
 
     /// Queues one step per length of the responses on the device, without waiting for the results.
@@ -456,7 +538,8 @@ impl Decoding<'_> {
             if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
                 adjusted = Some(without(adjusted.as_ref().unwrap_or(logits), &self.stop_ids));
             }
-            let choice = choose(logits, adjusted.as_ref(), config.sampling, config.stores_sets(), &draws);
+            let mut choice = choose(logits, adjusted.as_ref(), config.sampling, config.stores_sets(), &draws);
+            choice.top = config.top_logprobs.map(|k| TopLogprobs::of(logits, &choice.tokens, k));
             if let Some(seen) = &mut self.seen {
                 seen.add(&choice.tokens);
             }
@@ -466,12 +549,13 @@ impl Decoding<'_> {
         Ok(chosen)
     }
 
-    /// Appends the tokens of one step, after which responses have `length` tokens, to the responses that have not stopped.
-    fn record(&mut self, length: usize, choice: &HostChoice) -> Result<()> {
-        let HostChoice { tokens, logprobs, kept } = choice;
+    /// Appends the tokens of one step, after which responses have `length` tokens, to the responses that have not stopped, and
+    /// reports them to `each`.
+    fn record(&mut self, length: usize, choice: HostChoice, each: &mut Each<'_>) -> Result<ControlFlow<()>> {
+        let HostChoice { tokens, logprobs, kept, mut alternatives } = choice;
         let config = self.config;
         let vocab = kept.len() / tokens.len().max(1);
-        for (row, ((&i, &token), &logprob)) in self.alive.iter().zip(tokens).zip(logprobs).enumerate() {
+        for (row, ((&i, token), logprob)) in self.alive.iter().zip(tokens).zip(logprobs).enumerate() {
             if self.stopped[i] {
                 continue;
             }
@@ -496,8 +580,13 @@ impl Decoding<'_> {
                 response.finish = FinishReason::Stop;
             }
             self.stopped[i] = ends;
+            let finish = (ends || length == config.max_new_tokens).then_some(response.finish);
+            let alternatives = alternatives.get_mut(row).and_then(Option::take);
+            if each(&Token { response: self.rows[i], id: token, logprob, alternatives, finish }).is_break() {
+                return Ok(ControlFlow::Break(()));
+            }
         }
-        Ok(())
+        Ok(ControlFlow::Continue(()))
     }
 
     /// Removes stopped responses from the cache once an eighth of its rows have stopped. Returns whether any response has not.
@@ -529,13 +618,16 @@ struct Choice {
     logprobs: Tensor,
     /// The tokens that could be drawn, `[rows, vocab]` bool, if sets are stored.
     kept: Option<Tensor>,
+    /// The likeliest tokens, if they are reported.
+    top: Option<TopLogprobs>,
 }
 
-/// [`Choice`] in the host's memory; `kept` is empty if sets are not stored.
+/// [`Choice`] in the host's memory; `kept` is empty if sets are not stored, `alternatives` if none are reported.
 struct HostChoice {
     tokens: Vec<i64>,
     logprobs: Vec<f32>,
     kept: Vec<bool>,
+    alternatives: Vec<Option<Alternatives>>,
 }
 
 /// Copies the choices of several steps to the host, with one copy per kind of result.
@@ -548,9 +640,16 @@ fn on_host(chosen: &[Choice]) -> Vec<HostChoice> {
         let kept = choice.kept.as_ref().map(|kept| kept.flatten(0, -1));
         kept.map_or_else(Vec::new, |kept| Vec::<bool>::try_from(kept).expect("an entry per row and token"))
     });
-    let by_step = tokens.chunks(rows).zip(logprobs.chunks(rows)).zip(kept);
+    let alternatives = chosen.iter().map(|choice| {
+        let found = choice.top.as_ref().map(Alternatives::on_host).unwrap_or_default();
+        found.into_iter().map(Some).collect::<Vec<_>>()
+    });
+    let by_step = tokens.chunks(rows).zip(logprobs.chunks(rows)).zip(kept).zip(alternatives);
     by_step
-        .map(|((tokens, logprobs), kept)| HostChoice { tokens: tokens.to_vec(), logprobs: logprobs.to_vec(), kept })
+        .map(|(((tokens, logprobs), kept), alternatives)| {
+            let (tokens, logprobs) = (tokens.to_vec(), logprobs.to_vec());
+            HostChoice { tokens, logprobs, kept, alternatives }
+        })
         .collect()
 }
 
@@ -606,7 +705,8 @@ fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, keep_s
         let draws = Vec::<f64>::try_from(draws).expect("one number per row");
         let draws = (sampling != Sampling::Greedy).then_some(draws.as_slice());
         let (tokens, logprobs) = tch_ext::logits_sample(logits, temperature, draws);
-        return Choice { tokens: Tensor::from_slice(&tokens), logprobs: Tensor::from_slice(&logprobs), kept: None };
+        let (tokens, logprobs) = (Tensor::from_slice(&tokens), Tensor::from_slice(&logprobs));
+        return Choice { tokens, logprobs, kept: None, top: None };
     }
     let logits = logits.to_kind(Kind::Float) / temperature;
     let all = logits.log_softmax(-1, Kind::Float);
@@ -634,7 +734,7 @@ fn choose(logits: &Tensor, adjusted: Option<&Tensor>, sampling: Sampling, keep_s
         }
     };
     let logprobs = all.gather(1, &tokens, false).squeeze_dim(1);
-    Choice { tokens: tokens.squeeze_dim(1), logprobs, kept }
+    Choice { tokens: tokens.squeeze_dim(1), logprobs, kept, top: None }
 }
 
 /// Sets the logits of tokens outside top-k, then outside top-p, then below min-p to -inf; transformers' order.
@@ -788,11 +888,11 @@ mod tests {
                 GenerationConfig { stop_strings: Some(strings), min_new_tokens: 2, ..plain },
             ];
             for (i, config) in settings.iter().enumerate() {
-                let expected = generate_by(1, &model, &prompts(), config).unwrap();
+                let expected = generate_by(1, &model, &prompts(), config, &mut |_| ControlFlow::Continue(())).unwrap();
                 let early = |r: &Response| r.finish == FinishReason::Stop && r.tokens.len() < config.max_new_tokens;
                 assert_eq!(expected.iter().any(early), ![0, 1].contains(&i), "{name}, settings {i}: who stops early");
                 for steps in [3, 16] {
-                    let found = generate_by(steps, &model, &prompts(), config).unwrap();
+                    let found = generate_by(steps, &model, &prompts(), config, &mut |_| ControlFlow::Continue(())).unwrap();
                     for (found, expected) in found.iter().zip(&expected) {
                         let what = format!("{name}, settings {i}: {steps} steps");
                         assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish), "{what}");
@@ -804,6 +904,62 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn every_token_is_reported_once_with_its_alternatives_and_a_break_ends_the_generation() {
+        let (model, tokenizer) = golden_model("gpt_neox");
+        let strings = StopStrings::new(&tokenizer, vec!["a".into(), "he".into()]).unwrap();
+        let config = GenerationConfig {
+            num_return_sequences: 3,
+            batch_size: 5,
+            stop_strings: Some(strings),
+            ..GenerationConfig::new(Sampling::at_temperature(0.7), 12)
+        };
+        let expected = generate(&model, &prompts(), &config).unwrap();
+        assert!(expected.iter().any(|r| r.finish == FinishReason::Stop) && expected.iter().any(|r| r.tokens.len() == 12));
+        for top_logprobs in [None, Some(0), Some(3)] {
+            let config = GenerationConfig { top_logprobs, ..config.clone() };
+            let mut seen: Vec<Vec<Token>> = vec![Vec::new(); expected.len()];
+            let each = |token: &Token| {
+                seen[token.response].push(token.clone());
+                ControlFlow::Continue(())
+            };
+            let found = generate_with(&model, &prompts(), &config, each).unwrap();
+            assert_eq!(found, expected);
+            for ((tokens, expected), prompt) in seen.iter().zip(&expected).zip(0..) {
+                assert_eq!(tokens.iter().map(|token| token.id).collect::<Vec<_>>(), expected.tokens);
+                assert_eq!(tokens.iter().map(|token| token.logprob).collect::<Vec<_>>(), expected.logprobs);
+                let (last, others) = tokens.split_last().unwrap();
+                assert!(last.finish == Some(expected.finish) && others.iter().all(|token| token.finish.is_none()));
+                let Some(k) = top_logprobs else {
+                    assert!(tokens.iter().all(|token| token.alternatives.is_none()));
+                    continue;
+                };
+                // As a pass over the whole text has them, which is another order of sums.
+                let text = [&prompts()[prompt / 3][..], &expected.tokens[..]].concat();
+                let span = text.len() - tokens.len()..text.len();
+                let whole = model.top_logprobs(&[&text], &[span], k).unwrap();
+                for (token, whole) in tokens.iter().zip(Alternatives::on_host(&whole)) {
+                    let found = token.alternatives.as_ref().unwrap();
+                    assert!((found.logprob - whole.logprob).abs() < 1e-5, "{found:?} {whole:?}");
+                    assert_eq!(found.top.len(), k);
+                    assert!(found.top.is_sorted_by(|a, b| a.1 >= b.1) && found.top.iter().all(|(_, x)| *x < 0.0));
+                    assert!(found.top.iter().zip(&whole.top).all(|(a, b)| (a.1 - b.1).abs() < 1e-5), "{found:?}");
+                    let own = found.top.iter().find(|(id, _)| *id == token.id);
+                    assert!(own.is_none_or(|(_, logprob)| *logprob == found.logprob), "{found:?}");
+                }
+            }
+        }
+        let mut left = 7;
+        let each = |_: &Token| {
+            left -= 1;
+            if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        let found = generate_with(&model, &prompts(), &config, each).unwrap();
+        assert_eq!((found.len(), left), (expected.len(), 0));
+        assert_eq!(found.iter().map(|response| response.tokens.len()).sum::<usize>(), 7);
+        assert!(found.iter().zip(&expected).all(|(found, whole)| whole.tokens.starts_with(&found.tokens)));
     }
 
     #[test]
@@ -830,11 +986,13 @@ mod tests {
             ..GenerationConfig::new(Sampling::at_temperature(0.9), 12)
         };
         let (prompts, batch) = (prompts(), [4, 8]);
-        let expected = tch::no_grad(|| generate_batch(1, &model, &prompts, &batch, &config)).unwrap();
+        let mut all = |_: &Token| ControlFlow::Continue(());
+        let expected = tch::no_grad(|| generate_batch(1, &model, &prompts, &batch, &config, &mut all)).unwrap();
         let mut prefill = tch::no_grad(|| Prefill::new(&model, &prompts, &batch, &config)).unwrap();
         let mut found = Vec::new();
         for rows in [0..3, 3..4, 4..9, 9..14] {
-            found.extend(tch::no_grad(|| prefill.decoding(&rows.collect::<Vec<_>>()).run(1)).unwrap());
+            let rows: Vec<usize> = rows.collect();
+            found.extend(tch::no_grad(|| prefill.decoding(&rows).run(1, &mut all)).unwrap().0);
         }
         assert!(prefill.cache.is_none(), "the last part takes the cache");
         for (found, expected) in found.iter().zip(&expected) {
@@ -855,7 +1013,8 @@ mod tests {
         let prompts: [&[i64]; 5] = [&[5], &[6, 7, 8], &[9, 200], &[10], &[200]];
         for steps in [1, 3, 16] {
             let config = GenerationConfig::new(Sampling::at_temperature(0.7), 5);
-            let error = generate_by(steps, &model, &prompts, &config).unwrap_err().to_string();
+            let error = generate_by(steps, &model, &prompts, &config, &mut |_| ControlFlow::Continue(()));
+            let error = error.unwrap_err().to_string();
             assert!(error.starts_with("prompt 4: the model's logits are not finite"), "{error}");
         }
     }

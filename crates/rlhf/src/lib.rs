@@ -28,6 +28,7 @@
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
 //! | win rates of one model against another, scores, pass@k | [`eval::evaluate`], [`settings::EvaluateConfig`] |
 //! | the report of a run, a page of HTML | [`report::report`] |
+//! | a model behind OpenAI's HTTP interface | [`serve::serve`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
 //!
 //! A crate that depends on this one needs libtorch 2.11.0 to build and a run path to it: the page `docs/library.md` of the repository
@@ -43,6 +44,7 @@ pub mod eval;
 pub mod files;
 pub mod flag;
 pub mod generate;
+mod http_server;
 pub mod hub;
 pub mod merge;
 pub mod metrics;
@@ -54,6 +56,7 @@ pub mod rl;
 pub mod rng;
 pub mod run;
 pub mod safe_text;
+pub mod serve;
 pub mod settings;
 pub mod signals;
 pub mod terminal;

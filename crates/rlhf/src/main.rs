@@ -74,10 +74,14 @@ fn start() -> ExitCode {
 
 /// Runs the task. Returns the exit code of the program.
 fn run(task: &Task) -> Result<u8> {
-    if matches!(task, Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_)) {
-        // Without a handler a signal ends the process at once.
-        let _ = stop_on_signals();
-    }
+    // Without a handler a signal ends the process at once.
+    let _ = match task {
+        Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_) => {
+            stop_on_signals("stopping after this update; send the signal again to stop at once without saving")
+        }
+        Task::Serve(_) => stop_on_signals("stopping; send the signal again to stop at once"),
+        _ => Ok(()),
+    };
     match shards_parameters(task) && Launch::from_env()?.is_some() {
         true => tch_ext::map_large_allocations(),
         false => tch_ext::keep_freed_memory(),
@@ -94,10 +98,12 @@ fn run(task: &Task) -> Result<u8> {
         Task::Logprobs(config) => cli::logprobs::logprobs(config),
         Task::Score(config) => cli::score::score(config),
         // These need one process.
-        Task::Eval(_) | Task::Merge(_) | Task::Report(_) if !is_main() => Ok(()),
+        Task::Eval(_) | Task::Merge(_) | Task::Report(_) | Task::Chat(_) | Task::Serve(_) if !is_main() => Ok(()),
         Task::Eval(config) => cli::evaluate::evaluate(config, console),
         Task::Merge(config) => rlhf::merge::merge(config),
         Task::Report(config) => cli::report::report(config),
+        Task::Chat(config) => cli::chat::chat(config),
+        Task::Serve(config) => cli::serve::serve(config),
         Task::Launch(config) => return cli::launch::launch(config),
     }?;
     Ok(0)
@@ -140,8 +146,9 @@ fn shards_parameters(task: &Task) -> bool {
     }
 }
 
-/// Installs a handler: a signal stops a training run after its update, so that it saves a checkpoint; a second one ends it at once.
-fn stop_on_signals() -> io::Result<()> {
+/// Installs a handler: a signal requests the stop that `message` describes, such as that of a training run after its update, so that it
+/// saves a checkpoint; a second one ends the process at once.
+fn stop_on_signals(message: &'static str) -> io::Result<()> {
     // Under `nohup` SIGHUP stays ignored.
     let signals = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP));
     let mut signals = Signals::new(signals)?;
@@ -155,7 +162,7 @@ fn stop_on_signals() -> io::Result<()> {
             }
             // `rlhf launch` sends SIGTERM to the other ranks of a failed one.
             if is_main() && !World::of_process().is_broken() {
-                announce("\nstopping after this update; send the signal again to stop at once without saving");
+                announce(&format!("\n{message}"));
             }
         }
     })?;

@@ -33,7 +33,7 @@ pub use causal_lm::CausalLm;
 pub use classifier::{ClassifierFormat, SequenceClassifier};
 pub use config::ModelConfig;
 pub(crate) use layout::KvCache;
-pub use logprobs::{Distributions, LogprobOptions, TokenLogprobs};
+pub use logprobs::{Distributions, LogprobOptions, TokenLogprobs, TopLogprobs};
 pub(crate) use lora::DropoutRows;
 pub(crate) use lora::MOST_RANK;
 pub use lora::{LoraConfig, PeftConfig};

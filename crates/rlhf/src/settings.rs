@@ -4,7 +4,9 @@
 //! A field's name is the flag's name, the configuration file's key and, where TRL has the setting, TRL's name. Its doc comment is
 //! its `--help` text. Every default is written once, in the field's `arg` attribute: the constructors read it from there.
 
+mod chat;
 mod check;
+mod compute;
 mod evaluate;
 mod generate;
 mod launch;
@@ -19,8 +21,11 @@ mod resolve;
 mod reward;
 mod rows;
 mod score;
+mod serve;
 mod sft;
 
+pub use chat::ChatConfig;
+pub use compute::ComputeConfig;
 pub use evaluate::{EvaluateConfig, JudgeConfig, ResponsesConfig};
 pub use generate::{Format, GenerateConfig};
 pub use launch::LaunchFlags;
@@ -34,6 +39,7 @@ pub use report::ReportConfig;
 pub use reward::{PairLoss, RewardConfig};
 pub use rows::RowsConfig;
 pub use score::ScoreConfig;
+pub use serve::ServeConfig;
 pub use sft::SftConfig;
 
 pub(crate) use plan::LEGACY_BATCH;

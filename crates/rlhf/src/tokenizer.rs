@@ -409,21 +409,33 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot decode them.
     pub fn decode_each(&self, ids: &[i64]) -> Result<Vec<String>> {
-        let mut parts = Vec::with_capacity(ids.len());
-        // The text of `ids[start..shown]` is in the parts already. It is decoded again, since the text of an id depends on the one
-        // before it.
-        let (mut start, mut shown) = (0, 0);
-        for end in 1..=ids.len() {
-            let (before, text) = (self.decode(&ids[start..shown])?, self.decode(&ids[start..end])?);
-            // A character has at most four bytes: bytes of four tokens that are none yet will never be one.
-            let is_whole = !text.ends_with(char::REPLACEMENT_CHARACTER) || end == ids.len() || end - shown >= 4;
-            let part = text.strip_prefix(&before).filter(|_| is_whole).unwrap_or_default();
-            parts.push(part.to_string());
-            if !part.is_empty() {
-                (start, shown) = (shown, end);
-            }
+        let mut stream = self.stream(&[]);
+        let mut parts: Vec<String> = ids.iter().map(|&id| stream.push(id)).collect::<Result<_>>()?;
+        if let Some(last) = parts.last_mut() {
+            *last += &stream.finish()?;
         }
         Ok(parts)
+    }
+
+    /// Starts decoding the continuation of `prompt`, a token at a time.
+    pub fn stream(&self, prompt: &[i64]) -> TextStream<'_> {
+        TextStream { tokenizer: self, ids: prompt.to_vec(), start: 0, shown: prompt.len() }
+    }
+
+    /// Returns the text of one token alone, as it reads after the token `before`; a special token is its name. Bytes that are no
+    /// whole character are U+FFFD.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode it.
+    pub fn token_text(&self, before: Option<i64>, id: i64) -> Result<String> {
+        // Decoded separately, an id of a SentencePiece tokenizer would lose its space.
+        if let Some(before) = before {
+            let (alone, both) = (self.decode_verbatim(&[before])?, self.decode_verbatim(&[before, id])?);
+            if let Some(text) = both.strip_prefix(&alone) {
+                return Ok(text.to_string());
+            }
+        }
+        self.decode_verbatim(&[id])
     }
 
     /// The id of the token that is appended to a text, if there is one.
@@ -530,6 +542,63 @@ impl Tokenizer {
 
     fn error(&self, message: &str) -> Error {
         Error::invalid(self.dir.join("tokenizer.json"), message)
+    }
+}
+
+/// Decodes a response while it is generated: the text that each token adds, in whole characters and without special tokens. Made by
+/// [`Tokenizer::stream`].
+#[derive(Debug, Clone)]
+pub struct TextStream<'t> {
+    tokenizer: &'t Tokenizer,
+    /// The prompt and the tokens so far.
+    ids: Vec<i64>,
+    /// The text of `ids[start..shown]` was returned already, or is the prompt's. It is decoded again, since the text of a token
+    /// depends on the one before it.
+    start: usize,
+    shown: usize,
+}
+
+impl TextStream<'_> {
+    /// Appends a token. Returns the text that it completes, which is empty while a character is incomplete.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode it.
+    pub fn push(&mut self, id: i64) -> Result<String> {
+        self.ids.push(id);
+        self.next(false)
+    }
+
+    /// Returns the text of tokens whose character was never completed: U+FFFD for their bytes.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode them.
+    pub fn finish(&mut self) -> Result<String> {
+        self.next(true)
+    }
+
+    fn next(&mut self, ends: bool) -> Result<String> {
+        let mut end = self.ids.len();
+        if end == self.shown {
+            return Ok(String::new());
+        }
+        let before = self.tokenizer.decode(&self.ids[self.start..self.shown])?;
+        let mut text = self.tokenizer.decode(&self.ids[self.start..])?;
+        if text == before {
+            // Special tokens only.
+            self.shown = end;
+            return Ok(String::new());
+        }
+        if text.ends_with(char::REPLACEMENT_CHARACTER) && !ends {
+            // The last bytes may be the first of a character: at most three, which are in the last three tokens.
+            let Some(rest) = (end - self.shown).checked_sub(3).filter(|&rest| rest > 0) else { return Ok(String::new()) };
+            end = self.shown + rest;
+            text = self.tokenizer.decode(&self.ids[self.start..end])?;
+        }
+        // The whole of `before`, unless its last bytes were no character and are part of one now.
+        let pairs = before.chars().zip(text.chars());
+        let shared: usize = pairs.take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum();
+        (self.start, self.shown) = (self.shown, end);
+        Ok(text[shared..].to_string())
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod alarms;
 mod attack;
+mod chat;
 mod checkpoint;
 mod cli;
 mod commands;
@@ -27,6 +28,7 @@ mod report;
 mod rewards;
 mod rollouts;
 mod sampling;
+mod serve;
 mod sharding;
 mod step;
 mod structure;

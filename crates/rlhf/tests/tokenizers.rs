@@ -40,6 +40,73 @@ fn ids_and_texts_of_every_kind_of_tokenizer_are_those_of_transformers() {
     }
 }
 
+/// The parts of the text of `ids` after `prompt`, as they are shown while a model generates them.
+fn streamed(tokenizer: &Tokenizer, prompt: &[i64], ids: &[i64]) -> Vec<String> {
+    let mut stream = tokenizer.stream(prompt);
+    let mut parts: Vec<String> = ids.iter().map(|&id| stream.push(id).unwrap()).collect();
+    parts.push(stream.finish().unwrap());
+    parts
+}
+
+#[test]
+fn a_response_that_is_decoded_token_by_token_reads_as_the_whole() {
+    let dir = golden().join("tokenizers");
+    for (name, kind) in read_json(&dir.join("golden.json")).as_object().unwrap() {
+        let tokenizer = Tokenizer::from_pretrained(&dir.join(kind["dir"].as_str().unwrap())).unwrap();
+        for case in kind["cases"].as_array().unwrap() {
+            let with = ids(&case["ids"]);
+            for border in 0..=with.len() {
+                let (prompt, response) = with.split_at(border);
+                let whole = tokenizer.decode_after(prompt, response).unwrap();
+                let parts = streamed(&tokenizer, prompt, response);
+                // Where the border is within a character, the stream has the character and the whole has its last bytes.
+                if !whole.contains(char::REPLACEMENT_CHARACTER) {
+                    assert_eq!(parts.concat(), whole, "{name}: {border} of {with:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_stream_waits_for_whole_characters_and_shows_bytes_that_are_none() {
+    let tokenizer = Tokenizer::from_pretrained(&golden().join("models/gpt_neox")).unwrap();
+    let bytes = |text: &str| tokenizer.encode_verbatim(text).unwrap();
+    let face = bytes("\u{1f3ac}");
+    assert!(face.len() > 1, "the character is several tokens: {face:?}");
+    let parts = streamed(&tokenizer, &bytes("a"), &face);
+    assert_eq!(parts.concat(), "\u{1f3ac}");
+    assert_eq!(parts.iter().filter(|part| !part.is_empty()).count(), 1, "{parts:?}");
+    // Never completed: shown once the next character is whole, or at the end.
+    let broken = &face[..face.len() - 1];
+    let parts = streamed(&tokenizer, &bytes("a"), &[broken, &bytes("b")].concat());
+    assert!(parts.concat().ends_with('b') && parts.concat().starts_with(char::REPLACEMENT_CHARACTER), "{parts:?}");
+    let parts = streamed(&tokenizer, &bytes("a"), broken);
+    assert!(parts[..parts.len() - 1].concat().is_empty() && !parts[parts.len() - 1].is_empty(), "{parts:?}");
+    // A prompt that ends within a character: its last bytes complete it.
+    let parts = streamed(&tokenizer, broken, &face[face.len() - 1..]);
+    assert_eq!(parts.concat(), "\u{1f3ac}");
+    // Special tokens have no text, and end nothing.
+    let eos = tokenizer.eos().unwrap();
+    let parts = streamed(&tokenizer, &[eos], &[&[eos, eos, eos, eos, eos][..], &face, &[eos]].concat());
+    assert_eq!(parts.concat(), "\u{1f3ac}");
+}
+
+#[test]
+fn the_text_of_a_token_has_its_space_and_a_special_token_its_name() {
+    for model in ["gpt_neox", "llama_tied"] {
+        let tokenizer = Tokenizer::from_pretrained(&golden().join("models").join(model)).unwrap();
+        let text = "The movie was";
+        let ids = tokenizer.encode_verbatim(text).unwrap();
+        let parts = (1..ids.len()).map(|at| tokenizer.token_text(Some(ids[at - 1]), ids[at]).unwrap());
+        let first = tokenizer.token_text(None, ids[0]).unwrap();
+        assert_eq!(first + &parts.collect::<String>(), text, "{model}");
+        let eos = tokenizer.eos().unwrap();
+        let name = tokenizer.token_text(ids.last().copied(), eos).unwrap();
+        assert!(name.starts_with('<') && name.ends_with('>'), "{model}: {name:?}");
+    }
+}
+
 #[test]
 #[ignore = "compares models/tokenizer_goldens.json of another folder of reference values; set RLHF_GOLDEN=FOLDER"]
 fn tokenizers_beside_given_golden_models_are_those_of_transformers() {

@@ -4,8 +4,8 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig, Preset,
-    ReportConfig, RewardConfig, ScoreConfig, SftConfig,
+    ChatConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig,
+    Preset, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;
@@ -122,8 +122,27 @@ Examples:
   rlhf report runs/ppo
   rlhf report runs/a runs/b runs/c --output compared.html";
 
+const CHAT_HELP: &str = "\
+Responses appear as they are generated, with the model's chat template; without one the model
+continues the text. /help lists the commands. Ctrl-C stops a response; between responses it quits.
+Lines of a pipe are messages too.
+
+Examples:
+  rlhf chat runs/ppo
+  rlhf chat runs/ppo --compare runs/sft --temperature 0.7
+  echo \"Name three colours.\" | rlhf chat runs/ppo";
+
+const SERVE_HELP: &str = "\
+The pages /v1/completions and /v1/chat/completions of OpenAI's interface, also as streams, for
+evaluation harnesses and other clients; /v1/models and /health. Ctrl-C stops the server.
+
+Example:
+  rlhf serve runs/ppo --port 8000
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{\"model\": \"ppo\", \"prompt\": \"The film was\", \"max_tokens\": 20}'";
+
 const LAUNCH_HELP: &str = "\
-The flags of launch come before the command, any but eval, merge and report. Rank 0 has the
+The flags of launch come before the command, one that trains or reads rows. Rank 0 has the
 terminal; lines of the other ranks start with their number. A rank that fails ends the
 others, and is named. torchrun --no-python and srun start ranks too: docs/distributed.md.
 
@@ -168,6 +187,10 @@ pub(super) fn rlhf_command() -> Command {
         flag::command::<ReportConfig>("report")
             .about("Write a page that shows what runs have done")
             .after_help(REPORT_HELP),
+        flag::command::<ChatConfig>("chat").about("Talk to a language model").after_help(CHAT_HELP),
+        flag::command::<ServeConfig>("serve")
+            .about("Serve a language model by OpenAI's HTTP interface")
+            .after_help(SERVE_HELP),
         flag::command::<LaunchFlags>(LAUNCH)
             .about("Start a command as several ranks")
             .override_usage("rlhf launch [OPTIONS] COMMAND [ARGUMENTS]...")
@@ -328,6 +351,14 @@ mod tests {
             ))
         );
         assert_eq!(flags("report"), sorted("runs output overwrite_output_file config help"));
+        let compute = "dtype device num_threads config help";
+        assert_eq!(
+            flags("chat"),
+            sorted(&format!(
+                "model model_revision compare system max_new_tokens temperature top_k top_p min_p repetition_penalty seed {compute}"
+            ))
+        );
+        assert_eq!(flags("serve"), sorted(&format!("model model_revision host port max_new_tokens batch_size {compute}")));
         assert_eq!(
             flags("launch"),
             sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")
@@ -340,7 +371,7 @@ mod tests {
             for arg in command.get_arguments() {
                 let id = arg.get_id().as_str();
                 assert!(arg.get_help().is_some(), "{id}");
-                assert_eq!(arg.get_help_heading().is_none(), ["prompts", "runs"].contains(&id), "{id}");
+                assert_eq!(arg.get_help_heading().is_none(), ["prompts", "runs", "model"].contains(&id), "{id}");
             }
         }
     }
@@ -364,6 +395,10 @@ mod tests {
         let eval = ["eval", "--model", "m", "--dataset_name", "d", "--output_dir", "o", "--reward", "json"];
         let Task::Eval(eval) = parse_words(&eval).unwrap() else { panic!() };
         assert_eq!(EvaluateConfig { rewards: eval.rewards.clone(), ..EvaluateConfig::new("m", "d", "o") }, eval);
+        let chat = parse_words(&["chat", "m"]).unwrap();
+        assert_eq!(chat, Task::Chat(ChatConfig::new("m")));
+        let serve = parse_words(&["serve", "m"]).unwrap();
+        assert_eq!(serve, Task::Serve(ServeConfig::new("m")));
         let score = parse_words(&["score", "--model=m"]).unwrap();
         assert_eq!(score, Task::Score(ScoreConfig::new("m")));
     }

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fmt::Write as _;
 
 use clap::error::ErrorKind;
-use clap::{Arg, Command};
+use clap::{Arg, ArgAction, Command};
 
 /// Heading of the most used flags.
 const COMMON_HEADING: &str = "Common options";
@@ -27,7 +27,7 @@ const HEADINGS: [&str; 13] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 13] = [
+const COMMON: [(&str, &[&str], &[&str]); 15] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -168,6 +168,8 @@ const COMMON: [(&str, &[&str], &[&str]); 13] = [
     ),
     ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
     ("report", &[], &["output", "overwrite_output_file", "config"]),
+    ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
+    ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
     (
         "launch",
         &[],
@@ -176,7 +178,7 @@ const COMMON: [(&str, &[&str], &[&str]); 13] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 55] = [
+const WORDS: [(&str, &str); 60] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -185,9 +187,12 @@ const WORDS: [(&str, &str); 55] = [
     ("config", "YAML file of settings, by flag name"),
     ("config_file", "configuration of accelerate"),
     ("dataset_name", "dataset: file, folder or hub name"),
+    ("device", "cpu, cuda, cuda:N or auto"),
     ("do_sample", "false: greedy decoding"),
+    ("dtype", "dtype of weights and computation"),
     ("eval_steps", "evaluate every N updates"),
     ("gradient_accumulation_steps", "micro-batches per update"),
+    ("host", "address to listen on"),
     ("judge_command", "program that compares two responses"),
     ("judge_model", "name of the model at judge_url"),
     ("judge_url", "OpenAI-compatible API of a judge"),
@@ -218,6 +223,7 @@ const WORDS: [(&str, &str); 55] = [
     ("overwrite_output_file", "replace a file that is no report"),
     ("per_device_train_batch_size", "sequences per micro-batch"),
     ("response_length", "maximum tokens of a response"),
+    ("port", "TCP port; 0 for a free one"),
     ("resume_from_checkpoint", "resume from the newest checkpoint"),
     ("reward", "rule, program or service: see --help"),
     ("reward_model_path", "reward model, a sequence classifier"),
@@ -227,6 +233,7 @@ const WORDS: [(&str, &str); 55] = [
     ("skip", "stages to skip: sft, reward, ppo"),
     ("stop_strings", "end a response at this text"),
     ("stop_token", "eos: cut responses after eos"),
+    ("system", "system message"),
     ("temperature", "sampling temperature"),
     ("tokenizer_name", "the policy's tokenizer"),
     ("top_p", "nucleus sampling"),
@@ -303,11 +310,14 @@ fn text(command: &Command) -> String {
     let all = command.get_arguments().filter(|arg| !arg.is_hide_set()).count();
     let about = command.get_about().map_or(String::new(), ToString::to_string);
     let rest = match command.get_positionals().next() {
-        Some(arg) if arg.is_required_set() => " RUN...",
-        Some(_) => " [PROMPT]...",
+        Some(arg) if arg.is_required_set() => {
+            let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
+            format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
+        }
+        Some(_) => " [PROMPT]...".into(),
         // Of `launch`.
-        None if needed.is_empty() => " COMMAND [ARGUMENTS]...",
-        None => "",
+        None if needed.is_empty() => " COMMAND [ARGUMENTS]...".into(),
+        None => String::new(),
     };
     let mut text = format!("rlhf {name} OPTIONS{rest}: {about}\n\n");
     text += if needed.is_empty() { "" } else { "Needed:\n" };
@@ -376,7 +386,7 @@ mod tests {
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 32, "{help}");
+        assert!(help.lines().count() <= 36, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");

@@ -65,6 +65,7 @@ pub(super) fn least(command: &str) -> Vec<&str> {
             vec![command, "--model", "m", "--dataset_name", "d", "--reward", "json", "--output_dir", "o"]
         }
         "report" => vec![command, "run"],
+        "chat" | "serve" => vec![command, "policy"],
         "launch" => vec![command],
         "sft" | "reward" | "grpo" | "rloo" => {
             vec![command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]

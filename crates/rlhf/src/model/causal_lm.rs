@@ -6,7 +6,9 @@ use super::body::{Body, Gathered, Hidden};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::layout::KvCache;
-use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, check_vocabulary};
+use super::logprobs::{
+    Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary,
+};
 use super::lora::LoraConfig;
 use super::params::{Builder, Init, Param, Source};
 use super::sampled::Sampled;
@@ -370,6 +372,32 @@ impl CausalLm {
             let batch = Batch::new(sequences, spans);
             let (hidden, others) = (self.hidden_at(batch, -1)?, other.hidden_at(batch, -1)?);
             Ok(self.lm_head.kl_at(&hidden.states, (&other.lm_head, &others.states), sampled))
+        })
+    }
+
+    /// Log-probabilities of the tokens at `spans` of each sequence, and of the `k` likeliest tokens in the place of each. Not
+    /// differentiable.
+    ///
+    /// Logits are held a slice at a time, as in [`CausalLm::token_logprobs`].
+    ///
+    /// # Errors
+    /// As [`CausalLm::token_logprobs`]; if all spans are empty.
+    pub fn top_logprobs<S: AsRef<[i64]>>(
+        &self,
+        sequences: &[S],
+        spans: &[Range<usize>],
+        k: usize,
+    ) -> Result<TopLogprobs> {
+        self.body.check_spans(sequences, spans, 1)?;
+        let pairs = sequences.iter().zip(spans);
+        let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
+        if ids.is_empty() {
+            return Err(Error::Run("top log-probabilities: expected at least one token in the spans, found none".into()));
+        }
+        let ids = Tensor::from_slice(&ids).to_device(self.device());
+        tch::no_grad(|| {
+            let hidden = self.hidden_at(Batch::new(sequences, spans), -1)?;
+            Ok(self.lm_head.top_logprobs(&hidden.states, &ids, k))
         })
     }
 

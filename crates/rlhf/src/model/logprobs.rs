@@ -31,6 +31,27 @@ impl TokenLogprobs {
     }
 }
 
+/// Log-probabilities of M tokens and of the k likeliest tokens in the place of each, under softmax(logits).
+#[derive(Debug)]
+pub struct TopLogprobs {
+    /// Log-probability of each token, `[M]` f32.
+    pub logprobs: Tensor,
+    /// Ids of the likeliest tokens, the likeliest first, `[M, k]` i64.
+    pub top_ids: Tensor,
+    /// Their log-probabilities, `[M, k]` f32.
+    pub top_logprobs: Tensor,
+}
+
+impl TopLogprobs {
+    /// Computes those of the tokens `ids` `[M]` from `logits` `[M, vocab]`; k is at most the size of the vocabulary.
+    pub(crate) fn of(logits: &Tensor, ids: &Tensor, k: usize) -> Self {
+        let all = logits.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
+        let k = i64::try_from(k).unwrap_or(i64::MAX).min(all.size()[1]);
+        let (top_logprobs, top_ids) = all.topk(k, -1, true, true);
+        Self { logprobs: all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1), top_ids, top_logprobs }
+    }
+}
+
 /// Options of [`super::CausalLm::logprobs_backward`]. A temperature or [`Sampled`] converts into options that compute
 /// log-probabilities only.
 #[derive(Debug, Clone, Copy)]
@@ -228,6 +249,21 @@ impl LmHead {
         match self.softcap {
             Some(cap) => (logits.to_kind(Kind::Float) / cap).tanh() * cap,
             None => logits,
+        }
+    }
+
+    /// [`TopLogprobs`] of the tokens `ids` `[M]` at the hidden states `[M, embedding size]`; M is at least 1.
+    pub(super) fn top_logprobs(&self, hidden: &Tensor, ids: &Tensor, k: usize) -> TopLogprobs {
+        let slices = self.slices(hidden.size()[0]).map(|range| {
+            let logits = self.forward(&rows_of(hidden, &range));
+            TopLogprobs::of(&logits, &rows_of(ids, &range), k)
+        });
+        let slices: Vec<TopLogprobs> = slices.collect();
+        let all = |f: fn(&TopLogprobs) -> &Tensor| Tensor::cat(&slices.iter().map(f).collect::<Vec<_>>(), 0);
+        TopLogprobs {
+            logprobs: all(|slice| &slice.logprobs),
+            top_ids: all(|slice| &slice.top_ids),
+            top_logprobs: all(|slice| &slice.top_logprobs),
         }
     }
 

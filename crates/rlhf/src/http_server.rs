@@ -1,0 +1,227 @@
+//! HTTP/1.1 on one address of this machine, for `rlhf serve` and `rlhf watch`. The routes belong to the caller.
+//!
+//! The server runs on its own thread, so that the caller's thread can own the model. On a loopback address it refuses requests that
+//! a web page of another site makes through the user's browser.
+
+use crate::{Error, Result};
+use axum::Router;
+use axum::extract::Request;
+use axum::http::uri::{Authority, Uri};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures_core::Stream;
+use serde_json::Value;
+use std::convert::Infallible;
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+
+/// Time that open connections have to end once the server is stopped.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// A bound address, on which connections already wait. Binding comes before slow work such as loading a model, so that a port that
+/// is taken is reported at once.
+pub(crate) struct Listener {
+    socket: TcpListener,
+    address: SocketAddr,
+}
+
+impl Listener {
+    /// Binds `port` of `host`, a name or an address of this machine. Port 0 is a free port, which the system chooses.
+    ///
+    /// # Errors
+    /// If the port is taken, or needs more rights; if `host` is no address of this machine.
+    pub(crate) fn bind(host: &str, port: u16) -> Result<Self> {
+        let bound = TcpListener::bind((host, port)).and_then(|socket| {
+            socket.set_nonblocking(true)?;
+            let address = socket.local_addr()?;
+            Ok(Self { socket, address })
+        });
+        bound.map_err(|error| refused(host, port, &error))
+    }
+
+    /// The address as a link, with the port that the system chose: `http://127.0.0.1:8000`.
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Starts answering with `router`, until the returned [`Server`] is dropped.
+    ///
+    /// # Errors
+    /// If the system refuses a thread or the polling of sockets.
+    pub(crate) fn serve(self, router: Router) -> Result<Server> {
+        let failed = |error: io::Error| Error::Run(format!("{}: cannot start the HTTP server: {error}", self.address));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let listener = {
+            let _context = runtime.enter();
+            tokio::net::TcpListener::from_std(self.socket).map_err(failed)?
+        };
+        let router = match self.address.ip().is_loopback() {
+            true => router.layer(middleware::from_fn(refuse_other_sites)),
+            false => router,
+        };
+        let (stop, stopped) = oneshot::channel();
+        let thread = std::thread::Builder::new().name("http".into());
+        let thread = thread.spawn(move || runtime.block_on(run(listener, router, stopped))).map_err(failed)?;
+        Ok(Server { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+/// The error of an address that could not be bound.
+fn refused(host: &str, port: u16, error: &io::Error) -> Error {
+    match error.kind() {
+        io::ErrorKind::AddrInUse => Error::Run(format!(
+            "port {port} of {host} is taken by another program: choose another with --port; 0 is any free one"
+        )),
+        io::ErrorKind::PermissionDenied => Error::Usage(format!(
+            "port {port} of {host}: {error}: ports below 1024 need more rights; choose another with --port"
+        )),
+        _ => Error::Usage(format!("--host {host}: expected an address of this machine: {error}")),
+    }
+}
+
+/// A running server. Dropping it closes its port and ends its connections, after at most a second.
+pub(crate) struct Server {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Serves until `stopped` is dropped or sent, then lets requests in progress end for [`GRACE`].
+async fn run(listener: tokio::net::TcpListener, router: Router, stopped: oneshot::Receiver<()>) {
+    let (close, closed) = oneshot::channel::<()>();
+    let server = axum::serve(listener, router).with_graceful_shutdown(async move {
+        let _ = closed.await;
+    });
+    let server = tokio::spawn(server.into_future());
+    let _ = stopped.await;
+    drop(close);
+    let _ = tokio::time::timeout(GRACE, server).await;
+}
+
+/// Refuses a request whose `Host` or `Origin` is not this machine: a browser sends it for a page of another site, whose name may
+/// even lead to 127.0.0.1 (DNS rebinding).
+async fn refuse_other_sites(request: Request, next: Next) -> Response {
+    if is_of_this_machine(request.headers()) {
+        return next.run(request).await;
+    }
+    let message = "requests from other sites are refused: this server is for programs on this machine\n";
+    (StatusCode::FORBIDDEN, message).into_response()
+}
+
+/// Returns whether `Host` and `Origin`, where present, name a loopback address.
+fn is_of_this_machine(headers: &HeaderMap) -> bool {
+    let host = headers.get(header::HOST).is_none_or(|host| {
+        Authority::try_from(host.as_bytes()).is_ok_and(|authority| is_loopback(authority.host()))
+    });
+    let origin = headers.get(header::ORIGIN).is_none_or(|origin| {
+        Uri::try_from(origin.as_bytes()).is_ok_and(|origin| origin.host().is_some_and(is_loopback))
+    });
+    host && origin
+}
+
+fn is_loopback(host: &str) -> bool {
+    let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    host.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback())
+}
+
+/// Returns a response with this status and the JSON of `value`.
+pub(crate) fn json_response(status: u16, value: &Value) -> Response {
+    let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    (status, [(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response()
+}
+
+/// Sends server-sent events to one client, from any thread.
+#[derive(Clone, Debug)]
+pub(crate) struct Events(mpsc::UnboundedSender<Event>);
+
+impl Events {
+    /// Creates a sender of events, and the stream that a page returns as its response. The response ends when the sender and its clones
+    /// are dropped.
+    pub(crate) fn channel() -> (Self, EventStream) {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        (Self(sender), EventStream(receiver))
+    }
+
+    /// Sends an event with this data: JSON, or other text without carriage returns. Returns false once the client is gone.
+    pub(crate) fn send(&self, data: &str) -> bool {
+        self.0.send(Event::default().data(data)).is_ok()
+    }
+
+    /// Returns whether the client is gone.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.0.is_closed()
+    }
+}
+
+/// The events of one response.
+#[derive(Debug)]
+pub(crate) struct EventStream(mpsc::UnboundedReceiver<Event>);
+
+/// To be called on the server's thread, whose timer it uses. A comment is sent every 15 s without events, so that proxies keep the
+/// connection open.
+impl IntoResponse for EventStream {
+    fn into_response(self) -> Response {
+        Sse::new(self).keep_alive(KeepAlive::default()).into_response()
+    }
+}
+
+impl Stream for EventStream {
+    type Item = Result<Event, Infallible>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.get_mut().0.poll_recv(context).map(|event| event.map(Ok))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_that_name_another_host_or_origin_are_refused() {
+        let headers = |pairs: &[(header::HeaderName, &str)]| {
+            pairs.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect::<HeaderMap>()
+        };
+        for host in ["127.0.0.1", "127.0.0.1:8000", "localhost:8000", "LOCALHOST", "[::1]:8000"] {
+            assert!(is_of_this_machine(&headers(&[(header::HOST, host)])), "{host}");
+            let origin = format!("http://{host}");
+            assert!(is_of_this_machine(&headers(&[(header::ORIGIN, &origin)])), "{origin}");
+        }
+        assert!(is_of_this_machine(&HeaderMap::new()));
+        for host in ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "a b"] {
+            assert!(!is_of_this_machine(&headers(&[(header::HOST, host)])), "{host}");
+        }
+        for origin in ["null", "http://evil.example", "https://127.0.0.1.evil.example", "file://"] {
+            let found = headers(&[(header::HOST, "127.0.0.1"), (header::ORIGIN, origin)]);
+            assert!(!is_of_this_machine(&found), "{origin}");
+        }
+    }
+
+    #[test]
+    fn a_port_that_is_taken_is_one_line_with_a_hint() {
+        let first = Listener::bind("127.0.0.1", 0).unwrap();
+        let port = first.address.port();
+        let error = Listener::bind("127.0.0.1", port).err().unwrap();
+        let wanted = format!(
+            "port {port} of 127.0.0.1 is taken by another program: choose another with --port; 0 is any free one"
+        );
+        assert_eq!(error.to_string(), wanted);
+        let error = Listener::bind("192.0.2.1", 0).err().unwrap();
+        assert!(error.to_string().starts_with("--host 192.0.2.1: expected an address of this machine: "), "{error}");
+    }
+}

@@ -1,0 +1,87 @@
+//! The pages of the server: requests in, jobs for the model out.
+
+use super::api::{ApiError, Endpoint, Request, Served};
+use super::engine::{Job, Reply};
+use crate::http_server::json_response;
+use axum::Router;
+use axum::body::to_bytes;
+use axum::extract::{self, Path, State};
+use axum::http::{Method, Uri, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use serde_json::json;
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, TrySendError};
+use tokio::sync::oneshot;
+
+/// Most bytes of a request's body.
+const BODY_LIMIT: usize = 16 << 20;
+
+/// The state of the pages.
+pub(super) struct Service {
+    pub(super) served: Served,
+    pub(super) queue: SyncSender<Job>,
+}
+
+/// Returns the pages.
+pub(super) fn router(service: Arc<Service>) -> Router {
+    Router::new()
+        .route("/health", get(|| async { json_response(200, &json!({"status": "ok"})) }))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*name}", get(model))
+        .route("/v1/completions", post(completions))
+        .route("/v1/chat/completions", post(chat))
+        .fallback(no_page)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(service)
+}
+
+async fn models(State(service): State<Arc<Service>>) -> Response {
+    json_response(200, &json!({"object": "list", "data": [service.served.to_json()]}))
+}
+
+async fn model(State(service): State<Arc<Service>>, Path(name): Path<String>) -> Response {
+    match service.served.check(&name) {
+        Ok(()) => json_response(200, &service.served.to_json()),
+        Err(error) => error.into_response(),
+    }
+}
+
+async fn completions(State(service): State<Arc<Service>>, request: extract::Request) -> Response {
+    service.respond(Endpoint::Completions, request).await.unwrap_or_else(ApiError::into_response)
+}
+
+async fn chat(State(service): State<Arc<Service>>, request: extract::Request) -> Response {
+    service.respond(Endpoint::Chat, request).await.unwrap_or_else(ApiError::into_response)
+}
+
+async fn no_page(method: Method, uri: Uri) -> ApiError {
+    ApiError::page(404, format!("there is no page {method} {}", uri.path()))
+}
+
+async fn wrong_method(method: Method, uri: Uri) -> ApiError {
+    ApiError::page(405, format!("the page {} has another method than {method}", uri.path()))
+}
+
+impl Service {
+    /// Responds to a request by the model. Dropped if the client is gone, which ends its generation.
+    async fn respond(&self, endpoint: Endpoint, request: extract::Request) -> Result<Response, ApiError> {
+        let too_large = || ApiError::page(413, format!("expected a body of at most {BODY_LIMIT} bytes, found more"));
+        // A body of unknown length is limited while it is read.
+        let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+        if length.is_some_and(|length: usize| length > BODY_LIMIT) {
+            return Err(too_large());
+        }
+        let body = to_bytes(request.into_body(), BODY_LIMIT).await.map_err(|_| too_large())?;
+        let request = Request::parse(endpoint, &body, &self.served)?;
+        let (reply, response) = oneshot::channel();
+        self.queue.try_send(Job { request, reply }).map_err(|error| match error {
+            TrySendError::Full(_) => ApiError::unavailable("too many requests wait: try again later"),
+            TrySendError::Disconnected(_) => ApiError::unavailable("the server stops"),
+        })?;
+        match response.await.unwrap_or_else(|_| Err(ApiError::unavailable("the server stops")))? {
+            Reply::Whole(found) => Ok(json_response(200, &found)),
+            Reply::Stream(events) => Ok(events.into_response()),
+        }
+    }
+}

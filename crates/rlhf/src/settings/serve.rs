@@ -1,0 +1,68 @@
+//! Settings of `rlhf serve`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::check::check_sizes;
+use super::compute::ComputeConfig;
+use crate::Result;
+use crate::flag::{MODELS, RUN, SAMPLING, all, at_least_one, defaults, expect};
+
+/// Settings of `rlhf serve`.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ServeConfig {
+    /// Causal language model: a folder or a hub name.
+    #[arg(value_name = "MODEL")]
+    pub model: PathBuf,
+    /// Branch, tag or commit of `model` on the hub.
+    #[arg(long, help_heading = MODELS, default_value = "main")]
+    pub model_revision: String,
+    /// Address to listen on. Only programs on this machine reach 127.0.0.1; any other address lets others use the model, without a
+    /// password.
+    #[arg(long, help_heading = RUN, default_value = "127.0.0.1", value_name = "HOST")]
+    pub host: String,
+    /// TCP port to listen on; 0 is any free one.
+    #[arg(long, help_heading = RUN, default_value_t = 8000)]
+    pub port: usize,
+    /// Maximum tokens of a chat response whose request does not set it.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 1024)]
+    pub max_new_tokens: usize,
+    /// Responses decoded together; affects memory and speed only.
+    #[arg(long, help_heading = RUN, default_value_t = 32)]
+    pub batch_size: usize,
+    /// Computation.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub compute: ComputeConfig,
+}
+
+impl ServeConfig {
+    /// Creates a configuration with every default, for this model.
+    pub fn new(model: impl Into<PathBuf>) -> Self {
+        let mut config: Self = defaults();
+        config.model = model.into();
+        config
+    }
+
+    /// The port, which [`ServeConfig::check`] has found to be one.
+    pub(crate) fn port(&self) -> u16 {
+        u16::try_from(self.port).unwrap_or_default()
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        check_sizes(self)?;
+        all([
+            expect(!self.host.is_empty(), "host", "\"\"", "an address of this machine"),
+            expect(self.port <= usize::from(u16::MAX), "port", self.port, "a number from 0 to 65535"),
+            at_least_one("max_new_tokens", self.max_new_tokens),
+            at_least_one("batch_size", self.batch_size),
+            self.compute.check(),
+        ])
+    }
+}

@@ -1,0 +1,103 @@
+//! `rlhf chat` through a pipe: messages in, responses out.
+
+use crate::cli::{Ran, Scratch, json_lines};
+use serde_json::json;
+use std::io::Write;
+use std::process::Stdio;
+
+const TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}\
+                        {% if add_generation_prompt %}[assistant]{% endif %}";
+
+/// Settings of both commands.
+const FLAGS: &str = "--max_new_tokens 6 --temperature 0";
+
+fn chat(scratch: &Scratch, line: &str, input: &str) -> Ran {
+    let mut child =
+        scratch.command(line).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // A chat that ends at an error reads no further.
+    let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+    Ran::from(child.wait_with_output().unwrap())
+}
+
+/// The responses of `rlhf generate` to prompts, texts or lists of messages.
+fn generated(scratch: &Scratch, model: &str, flags: &str, prompts: &[serde_json::Value]) -> Vec<String> {
+    let rows: String = prompts.iter().map(|prompt| format!("{}\n", json!({"prompt": prompt}))).collect();
+    scratch.write("rows.jsonl", &rows);
+    let found = scratch.succeeds(&format!("generate --model {model} --dataset_name rows.jsonl {flags}"));
+    json_lines(&found).iter().map(|row| row["completion"].as_str().unwrap().to_string()).collect()
+}
+
+fn readable(text: &str) -> String {
+    text.replace(char::REPLACEMENT_CHARACTER, "")
+}
+
+#[test]
+fn responses_are_those_of_generate_with_the_history_as_messages() {
+    let scratch = Scratch::new();
+    scratch.write("policy/chat_template.jinja", TEMPLATE);
+    let system = json!({"role": "system", "content": "Be kind."});
+    let user = |text: &str| json!({"role": "user", "content": text});
+    let first = generated(&scratch, "policy", FLAGS, &[json!([user("Hi")])]).remove(0);
+    let answer = json!({"role": "assistant", "content": first});
+    let second = generated(&scratch, "policy", FLAGS, &[json!([user("Hi"), answer, user("ok")])]).remove(0);
+    let with_system = generated(&scratch, "policy", FLAGS, &[json!([system, user("Hi")])]).remove(0);
+    assert!(first != with_system && !first.contains('\n') && !second.contains('\n'), "{first:?} {with_system:?}");
+    let input = "Hi\nok\n\n/reset\nHi\n/reset\n/system Be kind.\nHi\n/reset\n/system\nHi\n";
+    let ran = chat(&scratch, &format!("chat policy {FLAGS}"), input);
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    assert!(!ran.stdout.contains('\u{1b}'), "{:?}", ran.stdout);
+    let wanted = [&first, &second, &first, &with_system, &first].map(|text| readable(text) + "\n");
+    assert_eq!(readable(&ran.stdout), wanted.concat());
+    let ran = chat(&scratch, &format!("chat policy {FLAGS}"), "Hi\n/quit\nok\n");
+    assert_eq!((ran.code, readable(&ran.stdout)), (0, readable(&first) + "\n"));
+    let mut line = scratch.command(&format!("chat policy {FLAGS}"));
+    line.args(["--system", "Be kind."]).stdin(Stdio::null());
+    assert!(line.output().unwrap().status.success());
+}
+
+#[test]
+fn sampled_responses_are_those_of_generate_with_the_same_seed() {
+    let scratch = Scratch::new();
+    let flags = "--max_new_tokens 12 --seed 9 --temperature 0.9 --top_p 0.95";
+    let expected = generated(&scratch, "policy", flags, &[json!("The movie")]).remove(0);
+    let ran = chat(&scratch, &format!("chat policy {flags}"), "The movie\n");
+    assert_eq!(readable(&ran.stdout), readable(&expected) + "\n");
+    assert_eq!(ran.stderr, "note: policy has no chat template: it continues the text of the conversation\n");
+    // The same message again has its own draws.
+    let ran = chat(&scratch, &format!("chat policy {flags}"), "The movie\n/reset\nThe movie\n");
+    assert_ne!(readable(&ran.stdout), (readable(&expected) + "\n").repeat(2));
+}
+
+#[test]
+fn two_models_respond_one_after_the_other() {
+    let scratch = Scratch::new();
+    scratch.copy("other", "llama_tied");
+    let of = |model: &str| readable(&generated(&scratch, model, FLAGS, &[json!("The movie")]).remove(0));
+    let expected = format!("[policy] {}\n[other] {}\n", of("policy"), of("other"));
+    let ran = chat(&scratch, &format!("chat policy --compare other {FLAGS}"), "The movie\n");
+    assert_eq!((ran.code, readable(&ran.stdout)), (0, expected), "{}", ran.stderr);
+    assert_eq!(ran.stderr.lines().count(), 2, "{}", ran.stderr);
+}
+
+#[test]
+fn what_cannot_be_done_is_one_error() {
+    let scratch = Scratch::new();
+    let line = format!("chat policy {FLAGS}");
+    let long = "long ".repeat(100);
+    for (input, code, words) in [
+        ("/nothing\n", 2, "/nothing: expected a command"),
+        ("/temperature warm\n", 2, "/temperature warm: expected a number"),
+        ("/temperature -1\n", 2, "temperature = -1"),
+        ("/system x\n", 2, "needs a model with a chat template"),
+        (long.as_str(), 1, "/reset starts a new one"),
+    ] {
+        let ran = chat(&scratch, &line, input);
+        let error = ran.stderr.lines().last().unwrap();
+        assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.lines().count()), (code, "", 2), "{input}: {}", ran.stderr);
+        assert!(error.starts_with("error: ") && error.contains(words), "{input}: {error}");
+    }
+    scratch.refuses("chat nothing", 1, &["nothing"]);
+    scratch.refuses("chat policy --temperature -1", 2, &["temperature = -1"]);
+    let help = chat(&scratch, &line, "/help\n//x\n");
+    assert!(help.code == 0 && help.stdout.starts_with("/reset ") && help.stdout.lines().count() >= 8, "{}", help.stdout);
+}

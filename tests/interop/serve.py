@@ -1,0 +1,208 @@
+"""Uses `rlhf serve` with OpenAI's own Python client.
+
+    python tests/interop/serve.py target/release/rlhf
+
+Serves a tiny model with a chat template and checks completions, chats, streams, log-probabilities, stop strings and errors against
+`rlhf generate` and `rlhf logprobs`. Prints one line per check and a total. Exit code 1 if any failed. Needs openai; no network.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import openai
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "crates/rlhf/tests/golden/models/gpt_neox"
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOLERANCE = 2e-5
+
+
+class Failure(Exception):
+    pass
+
+
+def expect(holds, message):
+    if not holds:
+        raise Failure(message)
+
+
+def rows(work, command, rows=()):
+    """The rows that a command writes, with `rows` on standard input."""
+    done = subprocess.run(
+        [str(BINARY), *command],
+        cwd=work,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        input="".join(json.dumps(row) + "\n" for row in rows),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    expect(done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-800:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def readable(text):
+    """Without bytes that are no characters, which a stream shows before others make a character of them."""
+    return text.replace("\N{REPLACEMENT CHARACTER}", "")
+
+
+def refused(call, kind, status, param):
+    try:
+        call()
+    except kind as error:
+        expect(error.status_code == status, f"status {error.status_code}, expected {status}")
+        expect(error.param == param, f"param {error.param}, expected {param}")
+        return error
+    raise Failure(f"expected {kind.__name__}, got a response")
+
+
+def checks(work, client):
+    prompts = ["The movie was", "A film", "2024"]
+    generate = ["generate", "--model", "policy", "--input_format", "jsonl", "--max_new_tokens", "10"]
+
+    def completions():
+        sampled = [*generate, "--seed", "5", "--num_return_sequences", "2", "--top_p", "0.9"]
+        expected = rows(work, sampled, [{"prompt": prompt} for prompt in prompts])
+        found = client.completions.create(model="policy", prompt=prompts, max_tokens=10, seed=5, n=2, top_p=0.9)
+        expect(len(found.choices) == 6, f"{len(found.choices)} choices")
+        for choice, row in zip(found.choices, expected):
+            expect(readable(choice.text) == readable(row["completion"]), f"{choice.text!r}: {row['completion']!r}")
+            expect(choice.finish_reason == row["finish_reason"], choice.finish_reason)
+        tokens = sum(row["num_tokens"] for row in expected)
+        expect(found.usage.completion_tokens == tokens, f"{found.usage}")
+
+    def streams():
+        settings = {"model": "policy", "prompt": prompts[0], "max_tokens": 10, "seed": 6}
+        whole = client.completions.create(**settings)
+        chunks = list(client.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+        text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+        expect(text == whole.choices[0].text and len(chunks) > 3, f"{text!r} in {len(chunks)} chunks")
+        expect(chunks[-1].usage == whole.usage, f"{chunks[-1].usage}")
+
+    def chats():
+        messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "A film?"}]
+        row = rows(work, [*generate, "--seed", "7"], [{"prompt": messages}])[0]
+        settings = {"model": "policy", "messages": messages, "max_completion_tokens": 10, "seed": 7}
+        found = client.chat.completions.create(**settings)
+        content = found.choices[0].message.content
+        expect(readable(content) == readable(row["completion"]), f"{content!r}: {row['completion']!r}")
+        expect(found.usage.prompt_tokens == len(row["prompt_ids"]), f"{found.usage}")
+        chunks = client.chat.completions.create(**settings, logprobs=True, top_logprobs=3, stream=True)
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        parts = [choice.delta.content for choice in choices if choice.delta.content]
+        expect("".join(parts) == content and choices[0].delta.role == "assistant", f"{parts}")
+        expect(choices[-1].finish_reason == row["finish_reason"], f"{choices[-1]}")
+        logprobs = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+        expect(len(logprobs) == row["num_tokens"], f"{len(logprobs)} tokens")
+        for token, logprob in zip(logprobs, row["logprobs"]):
+            expect(abs(token.logprob - logprob) < TOLERANCE and len(token.top_logprobs) == 3, f"{token}")
+
+    def likelihoods():
+        text = "The movie was a waste of time"
+        found = client.completions.create(model="policy", prompt=text, max_tokens=0, logprobs=1, echo=True)
+        choice = found.choices[0]
+        expect(choice.text == text, choice.text)
+        row = rows(work, [*generate, "--do_sample", "false"], [{"prompt": text}])[0]
+        ids = row["prompt_ids"]
+        measured = rows(work, ["logprobs", "--model", "policy"], [{"prompt_ids": ids[:1], "completion_ids": ids[1:]}])
+        pairs = list(zip(choice.logprobs.token_logprobs[1:], measured[0]["logprobs"], strict=True))
+        expect(all(abs(a - b) < TOLERANCE for a, b in pairs), f"{pairs}")
+        expect(choice.logprobs.token_logprobs[0] is None and "".join(choice.logprobs.tokens) == text, "the first token")
+        # As lm-evaluation-harness decides whether a text is the greedy one.
+        whole = client.completions.create(
+            model="policy", prompt=[ids + row["completion_ids"]], max_tokens=1, logprobs=1, echo=True, temperature=0
+        )
+        logprobs = whole.choices[0].logprobs
+        greedy = zip(logprobs.token_logprobs[len(ids) :], logprobs.top_logprobs[len(ids) :])
+        expect(all(own == max(top.values()) for own, top in greedy), "greedy tokens are the likeliest")
+        expect(math.isfinite(sum(logprobs.token_logprobs[1:])), "not finite")
+
+    def stops():
+        settings = {"model": "policy", "prompt": prompts[0], "max_tokens": 24, "seed": 5}
+        text = client.completions.create(**settings).choices[0].text
+        pairs = (text[at : at + 2] for at in range(len(text) // 3, len(text) - 1))
+        stop = next(pair for pair in pairs if readable(pair) == pair)
+        for stream in (False, True):
+            found = client.completions.create(**settings, stop=[stop, "not in it"], stream=stream)
+            choices = [choice for part in (found if stream else [found]) for choice in part.choices]
+            short = "".join(choice.text for choice in choices)
+            expect(short == text.split(stop)[0] and choices[-1].finish_reason == "stop", f"{short!r} of {text!r}")
+
+    def errors():
+        create, chat = client.completions.create, client.chat.completions.create
+        messages = [{"role": "user", "content": "A film?"}]
+        error = refused(lambda: create(model="gpt-4", prompt="a"), openai.NotFoundError, 404, "model")
+        expect(error.code == "model_not_found", f"{error.code}")
+        error = refused(lambda: create(model="policy", prompt="a", max_tokens=64), openai.BadRequestError, 400, "max_tokens")
+        expect(error.code == "context_length_exceeded", f"{error.code}")
+        for name, value in {"best_of": 3, "presence_penalty": 1, "suffix": "b", "temperature": -1}.items():
+            refused(lambda: create(model="policy", prompt="a", **{name: value}), openai.BadRequestError, 400, name)
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        for name, value in {"tools": tools, "response_format": {"type": "json_object"}, "top_logprobs": 2}.items():
+            refused(lambda: chat(model="policy", messages=messages, **{name: value}), openai.BadRequestError, 400, name)
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+        refused(lambda: chat(model="policy", messages=image), openai.BadRequestError, 400, "messages")
+
+    def models():
+        names = [model.id for model in client.models.list()]
+        expect(names == ["policy"] and client.models.retrieve("policy").id == "policy", f"{names}")
+
+    yield "openai: completions are the responses of rlhf generate", completions
+    yield "openai: a stream has the text of the whole, and its usage", streams
+    yield "openai: chats are the responses of rlhf generate, with log-probabilities, streaming too", chats
+    yield "openai: echo has the log-probabilities of rlhf logprobs, and greedy tokens are the likeliest", likelihoods
+    yield "openai: stop strings end a text before them", stops
+    yield "openai: errors are the client's own exceptions", errors
+    yield "openai: the list of models", models
+
+
+def main():
+    passed = failed = 0
+    with tempfile.TemporaryDirectory(prefix="rlhf-serve-") as folder:
+        work = Path(folder)
+        (work / "policy").mkdir()
+        for name in FILES:
+            shutil.copy(MODEL / name, work / "policy" / name)
+        (work / "policy/chat_template.jinja").write_text(TEMPLATE)
+        server = subprocess.Popen(
+            [BINARY, "serve", "policy", "--port", "0"], cwd=work, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            url = server.stdout.readline().split()[-1]
+            client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+            for claim, check in checks(work, client):
+                try:
+                    check()
+                except Exception as error:
+                    failed += 1
+                    print(f"FAIL  {claim}: {' '.join(str(error).split())}", flush=True)
+                else:
+                    passed += 1
+                    print(f"ok    {claim}", flush=True)
+        finally:
+            server.send_signal(signal.SIGINT)
+            code = server.wait(timeout=30)
+        if code:
+            failed += 1
+            print(f"FAIL  the server exits with 0 after SIGINT: {code}")
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("binary", type=Path, help="the rlhf program")
+    BINARY = parser.parse_args().binary.resolve()
+    sys.exit(main())
