@@ -892,7 +892,8 @@ mod tests {
                 let early = |r: &Response| r.finish == FinishReason::Stop && r.tokens.len() < config.max_new_tokens;
                 assert_eq!(expected.iter().any(early), ![0, 1].contains(&i), "{name}, settings {i}: who stops early");
                 for steps in [3, 16] {
-                    let found = generate_by(steps, &model, &prompts(), config, &mut |_| ControlFlow::Continue(())).unwrap();
+                    let found =
+                        generate_by(steps, &model, &prompts(), config, &mut |_| ControlFlow::Continue(())).unwrap();
                     for (found, expected) in found.iter().zip(&expected) {
                         let what = format!("{name}, settings {i}: {steps} steps");
                         assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish), "{what}");
@@ -917,7 +918,9 @@ mod tests {
             ..GenerationConfig::new(Sampling::at_temperature(0.7), 12)
         };
         let expected = generate(&model, &prompts(), &config).unwrap();
-        assert!(expected.iter().any(|r| r.finish == FinishReason::Stop) && expected.iter().any(|r| r.tokens.len() == 12));
+        assert!(
+            expected.iter().any(|r| r.finish == FinishReason::Stop) && expected.iter().any(|r| r.tokens.len() == 12)
+        );
         for top_logprobs in [None, Some(0), Some(3)] {
             let config = GenerationConfig { top_logprobs, ..config.clone() };
             let mut seen: Vec<Vec<Token>> = vec![Vec::new(); expected.len()];

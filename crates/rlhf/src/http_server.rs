@@ -125,9 +125,9 @@ async fn refuse_other_sites(request: Request, next: Next) -> Response {
 
 /// Returns whether `Host` and `Origin`, where present, name a loopback address.
 fn is_of_this_machine(headers: &HeaderMap) -> bool {
-    let host = headers.get(header::HOST).is_none_or(|host| {
-        Authority::try_from(host.as_bytes()).is_ok_and(|authority| is_loopback(authority.host()))
-    });
+    let host = headers
+        .get(header::HOST)
+        .is_none_or(|host| Authority::try_from(host.as_bytes()).is_ok_and(|authority| is_loopback(authority.host())));
     let origin = headers.get(header::ORIGIN).is_none_or(|origin| {
         Uri::try_from(origin.as_bytes()).is_ok_and(|origin| origin.host().is_some_and(is_loopback))
     });

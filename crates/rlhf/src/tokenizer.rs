@@ -590,7 +590,9 @@ impl TextStream<'_> {
         }
         if text.ends_with(char::REPLACEMENT_CHARACTER) && !ends {
             // The last bytes may be the first of a character: at most three, which are in the last three tokens.
-            let Some(rest) = (end - self.shown).checked_sub(3).filter(|&rest| rest > 0) else { return Ok(String::new()) };
+            let Some(rest) = (end - self.shown).checked_sub(3).filter(|&rest| rest > 0) else {
+                return Ok(String::new());
+            };
             end = self.shown + rest;
             text = self.tokenizer.decode(&self.ids[self.start..end])?;
         }

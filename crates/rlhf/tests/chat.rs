@@ -93,11 +93,20 @@ fn what_cannot_be_done_is_one_error() {
     ] {
         let ran = chat(&scratch, &line, input);
         let error = ran.stderr.lines().last().unwrap();
-        assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.lines().count()), (code, "", 2), "{input}: {}", ran.stderr);
+        assert_eq!(
+            (ran.code, ran.stdout.as_str(), ran.stderr.lines().count()),
+            (code, "", 2),
+            "{input}: {}",
+            ran.stderr
+        );
         assert!(error.starts_with("error: ") && error.contains(words), "{input}: {error}");
     }
     scratch.refuses("chat nothing", 1, &["nothing"]);
     scratch.refuses("chat policy --temperature -1", 2, &["temperature = -1"]);
     let help = chat(&scratch, &line, "/help\n//x\n");
-    assert!(help.code == 0 && help.stdout.starts_with("/reset ") && help.stdout.lines().count() >= 8, "{}", help.stdout);
+    assert!(
+        help.code == 0 && help.stdout.starts_with("/reset ") && help.stdout.lines().count() >= 8,
+        "{}",
+        help.stdout
+    );
 }

@@ -66,12 +66,8 @@ fn unchunked(body: &str) -> String {
 
 impl Server {
     fn start(scratch: &Scratch) -> Self {
-        let mut child = scratch
-            .command("serve policy --port 0")
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut child =
+            scratch.command("serve policy --port 0").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let address = line.strip_prefix("policy is served at http://").and_then(|line| line.strip_suffix("/v1\n"));
@@ -84,8 +80,11 @@ impl Server {
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let host = if headers.contains("Host: ") { String::new() } else { format!("Host: {}\r\n", self.address) };
         let length = body.len();
-        write!(stream, "{method} {path} HTTP/1.1\r\n{host}Connection: close\r\n{headers}Content-Length: {length}\r\n\r\n{body}")
-            .unwrap();
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\n{host}Connection: close\r\n{headers}Content-Length: {length}\r\n\r\n{body}"
+        )
+        .unwrap();
         stream
     }
 
@@ -137,7 +136,9 @@ fn readable(text: &str) -> String {
 
 fn texts(answer: &Value) -> Vec<String> {
     let choices = answer["choices"].as_array().unwrap().iter();
-    choices.map(|choice| choice["text"].as_str().or(choice["message"]["content"].as_str()).unwrap().to_string()).collect()
+    choices
+        .map(|choice| choice["text"].as_str().or(choice["message"]["content"].as_str()).unwrap().to_string())
+        .collect()
 }
 
 /// Joins the parts of each choice of a stream.
@@ -180,7 +181,11 @@ fn completions_are_the_responses_of_generate_and_streams_have_the_same() {
         assert_eq!(choices.len(), rows.len());
         let mut tokens = 0;
         for ((index, choice), row) in choices.iter().enumerate().zip(&rows) {
-            assert_eq!((&choice["index"], &choice["finish_reason"]), (&index.into(), &row["finish_reason"]), "{choice}");
+            assert_eq!(
+                (&choice["index"], &choice["finish_reason"]),
+                (&index.into(), &row["finish_reason"]),
+                "{choice}"
+            );
             assert_eq!(readable(choice["text"].as_str().unwrap()), readable(row["completion"].as_str().unwrap()));
             let logprobs = numbers(&choice["logprobs"]["token_logprobs"]);
             assert_eq!(logprobs.len() as u64, row["num_tokens"].as_u64().unwrap());
@@ -201,7 +206,9 @@ fn completions_are_the_responses_of_generate_and_streams_have_the_same() {
         let chunks = answer.chunks();
         let (usage, parts) = chunks.split_last().unwrap();
         assert_eq!((&usage["usage"], &usage["choices"]), (&found["usage"], &json!([])));
-        let whole = choices.iter().map(|choice| (choice["text"].as_str().unwrap().to_string(), choice["finish_reason"].clone()));
+        let whole = choices
+            .iter()
+            .map(|choice| (choice["text"].as_str().unwrap().to_string(), choice["finish_reason"].clone()));
         assert_eq!(joined(parts, rows.len()), whole.collect::<Vec<_>>());
         assert!(parts.len() > rows.len() && parts.iter().all(|part| part["id"] == usage["id"]));
     }
@@ -218,7 +225,8 @@ fn chats_are_the_responses_of_generate_with_the_chat_template() {
     let server = Server::start(&scratch);
     let messages = json!([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "A film?"}]);
     scratch.write("rows.jsonl", &format!("{}\n", json!({"prompt": messages})));
-    let line = "generate --model policy --dataset_name rows.jsonl --max_new_tokens 12 --seed 3 --num_return_sequences 2";
+    let line =
+        "generate --model policy --dataset_name rows.jsonl --max_new_tokens 12 --seed 3 --num_return_sequences 2";
     let rows = json_lines(&scratch.succeeds(line));
     let body = json!({"messages": messages, "max_tokens": 12, "seed": 3, "n": 2});
     let found = server.completes(CHAT, body.clone()).json();
@@ -279,14 +287,16 @@ fn an_evaluation_harness_gets_the_log_probabilities_of_a_text() {
             let pairs = found.iter().zip(&expected);
             assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 2e-5), "{found:?} {expected:?}");
             for at in 1..lens[0] {
-                let top: Vec<f64> = logprobs["top_logprobs"][at].as_object().unwrap().values().map(|x| x.as_f64().unwrap()).collect();
+                let top: Vec<f64> =
+                    logprobs["top_logprobs"][at].as_object().unwrap().values().map(|x| x.as_f64().unwrap()).collect();
                 let best = top.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let own = logprobs["token_logprobs"][at].as_f64().unwrap();
                 assert!((1..=3).contains(&top.len()) && top.contains(&own) && own <= best, "{at}: {logprobs}");
                 // A greedy token is the likeliest, to the bit.
                 assert!(at < ids.len() || own == best, "{at}: {logprobs}");
             }
-            let tokens: String = logprobs["tokens"].as_array().unwrap()[..ids.len()].iter().map(|t| t.as_str().unwrap()).collect();
+            let tokens: String =
+                logprobs["tokens"].as_array().unwrap()[..ids.len()].iter().map(|t| t.as_str().unwrap()).collect();
             assert_eq!(tokens, text);
             let offsets = numbers(&logprobs["text_offset"]);
             assert!(offsets[0] == 0.0 && offsets.is_sorted(), "{offsets:?}");
@@ -296,10 +306,11 @@ fn an_evaluation_harness_gets_the_log_probabilities_of_a_text() {
         }
         let mut streamed = body;
         streamed["stream"] = true.into();
-        let whole: Vec<String> = joined(&server.completes(TEXT, streamed).chunks(), found["choices"].as_array().unwrap().len())
-            .into_iter()
-            .map(|(text, _)| text)
-            .collect();
+        let whole: Vec<String> =
+            joined(&server.completes(TEXT, streamed).chunks(), found["choices"].as_array().unwrap().len())
+                .into_iter()
+                .map(|(text, _)| text)
+                .collect();
         assert_eq!(whole, texts(&found));
     }
 }
@@ -314,7 +325,8 @@ fn a_text_ends_before_its_stop_string_in_a_stream_too() {
     // Two characters from its middle, which may be in two tokens.
     let chars: Vec<char> = text.chars().collect();
     let pairs = chars[chars.len() / 3..].windows(2);
-    let stop = pairs.map(|pair| pair.iter().collect::<String>()).find(|pair| !pair.contains(char::REPLACEMENT_CHARACTER));
+    let stop =
+        pairs.map(|pair| pair.iter().collect::<String>()).find(|pair| !pair.contains(char::REPLACEMENT_CHARACTER));
     let stop = stop.unwrap_or_else(|| panic!("no characters in {text:?}"));
     let before = text.split(&stop).next().unwrap();
     for stops in [json!(stop), json!(["not in it", stop])] {
@@ -340,12 +352,30 @@ fn requests_that_are_refused_are_errors_in_the_form_of_openai() {
         (TEXT, json!({"prompt": "a"}), 400, json!("model"), "you must provide a model"),
         (TEXT, json!({"model": "gpt-4", "prompt": "a"}), 404, json!("model"), "`gpt-4` does not exist"),
         (TEXT, json!({"model": "policy", "prompt": "a", "best_of": 3}), 400, json!("best_of"), "not supported"),
-        (TEXT, json!({"model": "policy", "prompt": "a", "temperature": -1}), 400, json!("temperature"), "temperature = -1"),
-        (TEXT, json!({"model": "policy", "prompt": "a", "temperature": 1e-9}), 400, json!("temperature"), "from 0.0001"),
+        (
+            TEXT,
+            json!({"model": "policy", "prompt": "a", "temperature": -1}),
+            400,
+            json!("temperature"),
+            "temperature = -1",
+        ),
+        (
+            TEXT,
+            json!({"model": "policy", "prompt": "a", "temperature": 1e-9}),
+            400,
+            json!("temperature"),
+            "from 0.0001",
+        ),
         (TEXT, json!({"model": "policy", "prompt": "a", "top_p": 1.5}), 400, json!("top_p"), "top_p = 1.5"),
         (TEXT, json!({"model": "policy", "prompt": ""}), 400, json!("prompt"), "at least one token"),
         (TEXT, json!({"model": "policy", "prompt": [5, 352]}), 400, json!("prompt"), "token id 352"),
-        (TEXT, json!({"model": "policy", "prompt": "a", "max_tokens": 64}), 400, json!("max_tokens"), "context is 64 tokens"),
+        (
+            TEXT,
+            json!({"model": "policy", "prompt": "a", "max_tokens": 64}),
+            400,
+            json!("max_tokens"),
+            "context is 64 tokens",
+        ),
         (TEXT, json!({"model": "policy", "prompt": vec![5; 64]}), 400, json!("prompt"), "no room for a response"),
         (TEXT, json!({"model": "policy", "prompt": "a", "n": 128, "echo": 1}), 400, json!("echo"), "true or false"),
         (TEXT, json!({"model": "policy", "prompt": vec!["a"; 9], "n": 128}), 400, json!("n"), "at most 1024"),
@@ -376,7 +406,10 @@ fn requests_that_are_refused_are_errors_in_the_form_of_openai() {
         (server.get("/v1/models/gpt-4"), 404),
         (Answer::read(server.open("POST", TEXT, "Content-Length: 99999999\r\nX: ", "")), 413),
     ] {
-        assert_eq!((answer.status, answer.json()["error"]["param"].is_string()), (status, status == 404 && answer.body.contains("gpt-4")));
+        assert_eq!(
+            (answer.status, answer.json()["error"]["param"].is_string()),
+            (status, status == 404 && answer.body.contains("gpt-4"))
+        );
     }
     // After all of these the server responds still.
     assert_eq!(server.get("/health").json(), json!({"status": "ok"}));

@@ -99,17 +99,15 @@ fn is_interactive() -> bool {
 /// Reads a line, without its end.
 fn next_line(input: &mut impl BufRead) -> Result<Option<String>> {
     let mut bytes = Vec::new();
-    input
-        .take(LONGEST_LINE + 1)
-        .read_until(b'\n', &mut bytes)
-        .map_err(Error::io("read", "standard input"))?;
+    input.take(LONGEST_LINE + 1).read_until(b'\n', &mut bytes).map_err(Error::io("read", "standard input"))?;
     if bytes.is_empty() {
         return Ok(None);
     }
     if bytes.len() as u64 > LONGEST_LINE {
         return Err(Error::invalid("standard input", "expected lines of at most 1 MiB, one per message"));
     }
-    let line = String::from_utf8(bytes).map_err(|_| Error::invalid("standard input", "expected UTF-8, found other bytes"))?;
+    let line =
+        String::from_utf8(bytes).map_err(|_| Error::invalid("standard input", "expected UTF-8, found other bytes"))?;
     Ok(Some(line.trim_end_matches(['\n', '\r']).to_string()))
 }
 
@@ -216,7 +214,9 @@ impl Chat {
                 let mut out = io::stdout();
                 writeln!(out, "{HELP}").map_err(Error::io("write to", "standard output"))?;
             }
-            _ => return Err(Error::Usage(format!("/{name}: expected a command, found another word; /help lists them"))),
+            _ => {
+                return Err(Error::Usage(format!("/{name}: expected a command, found another word; /help lists them")));
+            }
         }
         Ok(ControlFlow::Continue(()))
     }
@@ -276,7 +276,8 @@ impl Speaker {
     /// Returns the tokens of the conversation up to `message`: by the chat template, else as one text.
     fn prompt(&self, system: Option<&str>, message: &str) -> Result<Vec<i64>> {
         if !self.tokenizer.has_chat_template() {
-            let before: String = self.turns.iter().map(|(message, response)| format!("{message}{response}\n")).collect();
+            let before: String =
+                self.turns.iter().map(|(message, response)| format!("{message}{response}\n")).collect();
             return self.tokenizer.encode_prompt(&(before + message));
         }
         let mut messages: Vec<Value> = system.map(|text| said("system", text)).into_iter().collect();
@@ -328,7 +329,11 @@ impl Speaker {
                 Ok(part) => text += &part,
                 Err(error) => shown = Err(error),
             }
-            if shown.is_err() || stop.load(Ordering::SeqCst) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            if shown.is_err() || stop.load(Ordering::SeqCst) {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
         };
         generate_with(&self.model, &[prompt], generation, each)?;
         shown?;
@@ -342,7 +347,8 @@ fn said(role: &str, text: &str) -> Value {
 
 /// Returns the names of the models: those of their folders, or their paths where these are equal.
 fn labels(model: &Path, compare: Option<&Path>) -> [String; 2] {
-    let name = |path: &Path| path.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into());
+    let name =
+        |path: &Path| path.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into());
     let paths = [model, compare.unwrap_or(Path::new(""))];
     let names = paths.map(name);
     if names[0] == names[1] { paths.map(|path| path.display().to_string()) } else { names }

@@ -358,7 +358,10 @@ mod tests {
                 "model model_revision compare system max_new_tokens temperature top_k top_p min_p repetition_penalty seed {compute}"
             ))
         );
-        assert_eq!(flags("serve"), sorted(&format!("model model_revision host port max_new_tokens batch_size {compute}")));
+        assert_eq!(
+            flags("serve"),
+            sorted(&format!("model model_revision host port max_new_tokens batch_size {compute}"))
+        );
         assert_eq!(
             flags("launch"),
             sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")

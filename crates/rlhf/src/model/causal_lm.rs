@@ -6,9 +6,7 @@ use super::body::{Body, Gathered, Hidden};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::layout::KvCache;
-use super::logprobs::{
-    Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary,
-};
+use super::logprobs::{Distributions, LmHead, LogprobOptions, Targets, TokenLogprobs, TopLogprobs, check_vocabulary};
 use super::lora::LoraConfig;
 use super::params::{Builder, Init, Param, Source};
 use super::sampled::Sampled;
@@ -392,7 +390,9 @@ impl CausalLm {
         let pairs = sequences.iter().zip(spans);
         let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
         if ids.is_empty() {
-            return Err(Error::Run("top log-probabilities: expected at least one token in the spans, found none".into()));
+            return Err(Error::Run(
+                "top log-probabilities: expected at least one token in the spans, found none".into(),
+            ));
         }
         let ids = Tensor::from_slice(&ids).to_device(self.device());
         tch::no_grad(|| {

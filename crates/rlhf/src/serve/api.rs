@@ -299,7 +299,9 @@ impl Fields {
             return Err(ApiError::invalid("stream_options", "`stream_options` needs `stream`: true"));
         }
         let known = |options: &Map<String, Value>| {
-            options.keys().all(|name| ["include_usage", "include_obfuscation", "continuous_usage_stats"].contains(&&**name))
+            options
+                .keys()
+                .all(|name| ["include_usage", "include_obfuscation", "continuous_usage_stats"].contains(&&**name))
                 && options.get("continuous_usage_stats").is_none_or(|value| *value != true)
         };
         match found.as_object().filter(|options| known(options)) {
@@ -400,7 +402,8 @@ mod tests {
 
     fn parse(endpoint: Endpoint, mut body: Value) -> Result<Request, Value> {
         body["model"] = "ppo".into();
-        Request::parse(endpoint, body.to_string().as_bytes(), &served()).map_err(|error| error.to_json()["error"].clone())
+        Request::parse(endpoint, body.to_string().as_bytes(), &served())
+            .map_err(|error| error.to_json()["error"].clone())
     }
 
     #[test]

@@ -188,12 +188,16 @@ impl Engine {
             Some(most) if len <= context && most <= room => Ok(most),
             Some(most) => Err(ApiError::too_long(
                 if len < context { "max_tokens" } else { param },
-                format!("the prompt has {len} tokens, and the response up to {most}: the model's context is {context} tokens"),
+                format!(
+                    "the prompt has {len} tokens, and the response up to {most}: the model's context is {context} tokens"
+                ),
             )),
             None if room > 0 => Ok(usual.min(room)),
             None => Err(ApiError::too_long(
                 param,
-                format!("the prompt has {len} tokens, with no room for a response: the model's context is {context} tokens"),
+                format!(
+                    "the prompt has {len} tokens, with no room for a response: the model's context is {context} tokens"
+                ),
             )),
         }
     }
@@ -260,7 +264,8 @@ impl Engine {
                 None => Vec::new(),
                 Some(k) => {
                     let found = catch_unwind(AssertUnwindSafe(|| self.alternatives(prompt, k)));
-                    let found = found.map_err(|_| ApiError::internal("the model failed: is there memory for this prompt?"))?;
+                    let found =
+                        found.map_err(|_| ApiError::internal("the model failed: is there memory for this prompt?"))?;
                     let tokens = found.and_then(|found| prompt_tokens(&self.tokenizer, prompt, &found));
                     tokens.map_err(|error| ApiError::internal(error.to_string()))?
                 }
@@ -323,7 +328,9 @@ fn refused(error: Error) -> ApiError {
     let name = message.split(" = ").next().unwrap_or_default();
     match (error, name) {
         (Error::Usage(_) | Error::Refused(_), "max_new_tokens") => ApiError::invalid("max_tokens", message),
-        (Error::Usage(_) | Error::Refused(_), name) if name.len() < message.len() => ApiError::invalid(name, message.clone()),
+        (Error::Usage(_) | Error::Refused(_), name) if name.len() < message.len() => {
+            ApiError::invalid(name, message.clone())
+        }
         _ => ApiError::internal(message),
     }
 }

@@ -68,7 +68,8 @@ impl Service {
     async fn respond(&self, endpoint: Endpoint, request: extract::Request) -> Result<Response, ApiError> {
         let too_large = || ApiError::page(413, format!("expected a body of at most {BODY_LIMIT} bytes, found more"));
         // A body of unknown length is limited while it is read.
-        let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+        let length =
+            request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
         if length.is_some_and(|length: usize| length > BODY_LIMIT) {
             return Err(too_large());
         }
