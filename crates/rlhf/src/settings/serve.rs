@@ -59,7 +59,7 @@ impl ServeConfig {
         check_sizes(self)?;
         all([
             expect(!self.host.is_empty(), "host", "\"\"", "an address of this machine"),
-            expect(self.port <= usize::from(u16::MAX), "port", self.port, "a number from 0 to 65535"),
+            expect(u16::try_from(self.port).is_ok(), "port", self.port, "a number from 0 to 65535"),
             at_least_one("max_new_tokens", self.max_new_tokens),
             at_least_one("batch_size", self.batch_size),
             self.compute.check(),
