@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Loads the files that rlhf writes with transformers, peft and tensorboard, in a Python environment for this test, uses `rlhf serve`
-# with the client of OpenAI, and opens reports in Chromium, where it is installed.
+# with the client of OpenAI, and opens reports and the live page in Chromium, where it is installed.
 # tests/interop/check.py exits with 0 only if every check ran and passed; a skipped check is a failure.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."

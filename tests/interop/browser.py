@@ -1,10 +1,11 @@
-"""Opens reports of `rlhf report` in headless Chromium.
+"""Opens reports of `rlhf report`, and the live page of `rlhf watch`, in headless Chromium.
 
     python3 tests/interop/browser.py target/release/rlhf
 
 Trains a tiny model with PPO, adds hostile samples, and checks in the browser: no error on the console, nothing requested, the last
-values of the curves equal `metrics.jsonl`, texts of the samples are shown as text, hovering and sorting work. Prints one line per
-check; exit code 1 if any failed. Without Chromium (`apt-get install chromium`) it prints that it was skipped.
+values of the curves equal `metrics.jsonl`, texts of the samples are shown as text, alarms are marked, hovering and sorting work. The
+live page gets new updates and samples without being loaded again: scroll position, open details and choices stay. Prints one line per
+check; exit code 1 if any failed. With SCREENSHOTS=FOLDER the live page is also written there as PNG. Without Chromium (`apt-get install chromium`) it prints that it was skipped.
 
 Needs the standard library only.
 """
@@ -13,15 +14,17 @@ import html
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+# Nothing is left beside the sources.
+sys.dont_write_bytecode = True
+import chromium  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "crates/rlhf/tests/golden/models"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 HOSTILE = [
     "<script>document.title = 'owned'</script>",
     '</pre></article><img src=x onerror="document.title=1">',
@@ -55,6 +58,8 @@ addEventListener("load", () => {
     unlabelled: all(document, "svg.chart").filter(svg =>
       !svg.querySelector("title").textContent || !svg.querySelector("desc").textContent).length,
     charts: all(document, "svg.chart").length,
+    marks: all(document, "svg.chart .mark").map(mark => mark.querySelector("title").textContent),
+    alarms: all(document, ".alarms dd").map(line => line.textContent),
     overflow: document.documentElement.scrollWidth - innerWidth,
     resources: performance.getEntriesByType("resource").map(entry => entry.name),
   };
@@ -97,6 +102,8 @@ def train(rlhf, work):
         for score, text in enumerate(HOSTILE)
     )
     (run / "samples/eval-000003.jsonl").write_text(samples)
+    alarm = {"step": 2, "alarm": "runaway_kl", "message": "update 2: the policy <b>left</b> its start; a lower learning_rate keeps it near"}
+    (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
     return run
 
 
@@ -106,9 +113,7 @@ def visit(browser, page, width):
     probed.write_text(page.read_text().replace("</body>", PROBE))
     with tempfile.TemporaryDirectory() as profile:
         ran = subprocess.run(
-            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
-             f"--user-data-dir={profile}", f"--window-size={width},900", "--virtual-time-budget=5000", "--dump-dom",
+            [browser, *chromium.FLAGS, "--enable-logging=stderr", f"--user-data-dir={profile}", f"--window-size={width},900", "--virtual-time-budget=5000", "--dump-dom",
              probed.as_uri()],
             capture_output=True, text=True, timeout=120,
         )
@@ -141,14 +146,89 @@ def check_page(browser, page, metrics, width):
     expect(f"{width} pixels: a long text is cut with a note", "98800 more characters are left out." in result["notes"], result["notes"])
     labelled = result["charts"] > 10 and result["unlabelled"] == 0
     expect(f"{width} pixels: all {result['charts']} charts have a title and a description", labelled)
+    alarms = ["the policy <b>left</b> its start", "To try: a lower learning_rate keeps it near"]
+    marked = result["marks"] and set(result["marks"]) == {"runaway_kl at update 2"} and result["alarms"] == alarms
+    expect(f"{width} pixels: an alarm is marked and explained", marked, (result["marks"], result["alarms"]))
     expect(f"{width} pixels: nothing is wider than the window", result["overflow"] <= 0, result["overflow"])
     expect(f"{width} pixels: nothing is requested", result["resources"] == [], result["resources"])
     arranged = result["worst"] == sorted(result["worst"]) and result["found"] == 1
     expect(f"{width} pixels: samples are sorted and searched", arranged, result)
 
 
+# The state of the live page, and what a reader has set in it.
+STATE = """({
+  progress: document.getElementById("progress").textContent,
+  live: document.getElementById("live").textContent,
+  score: Number(document.querySelector('data[data-metric="objective/scores"]').value),
+  steps: document.querySelector("svg.chart path[data-x]").dataset.x,
+  same: window.first === document.querySelector("svg.chart"),
+  open: document.querySelector("#configuration details").open,
+  shades: document.querySelector("#show-each").checked,
+  order: document.getElementById("order").value,
+  worst: [...document.querySelectorAll("article")].map(article => article.dataset.score).filter(score => score !== "").map(Number),
+  scroll: scrollY,
+  top: Math.round(document.getElementById("p0-0").getBoundingClientRect().top),
+  prompts: [...document.querySelectorAll("article pre.prompt")].map(pre => pre.textContent),
+  foreign: document.querySelectorAll("article script, article img, article svg").length,
+  overflow: document.documentElement.scrollWidth - innerWidth,
+  loads: performance.getEntriesByType("navigation").length,
+})"""
+
+
+def check_live(rlhf, browser, run, width):
+    """Opens the live page, adds to the run, and looks at what changes and what stays."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    watch = subprocess.Popen([rlhf, "watch", run], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        url = watch.stdout.readline().strip()
+        with chromium.Page(browser, width, 900) as page:
+            page.open(url)
+            expect(f"live, {width} pixels: connected", page.wait("document.getElementById('live').textContent.startsWith('Live')"))
+            page.run("""{
+              window.first = document.querySelector("svg.chart");
+              document.querySelector("#configuration details").open = true;
+              document.querySelector("#show-each").click();
+              const order = document.getElementById("order");
+              order.value = "worst";
+              order.dispatchEvent(new Event("input"));
+              document.getElementById("p0-0").scrollIntoView();
+            }""")
+            before = page.run(STATE)
+            last = json.loads(lines[-1])
+            newest = {**last, "step": last["step"] + 1, "objective/scores": 0.123456789}
+            with open(run / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(newest) + "\n")
+            changed = page.wait(f"{STATE}.score === 0.123456789")
+            after = page.run(STATE)
+            expect(f"live, {width} pixels: a new update appears", changed, after)
+            expect(f"live, {width} pixels: in the curves", after["steps"].split()[-1] == str(newest["step"]), after["steps"])
+            moved = abs(after["top"] - before["top"])
+            expect(f"live, {width} pixels: what is read stays where it is", before["scroll"] > 0 and moved <= 2, (before, after))
+            rows = [json.dumps({"step": newest["step"], "prompt": text, "response": text, "score": -99}) + "\n" for text in HOSTILE[:2]]
+            (run / f"samples/answers-{newest['step']:06}.jsonl").write_text("".join(rows))
+            changed = page.wait(f"{STATE}.worst.filter(score => score === -99).length === 2")
+            after = page.run(STATE)
+            expect(f"live, {width} pixels: new samples appear, sorted", changed and after["worst"] == sorted(after["worst"]), after)
+            expect(f"live, {width} pixels: as text", after["foreign"] == 0 and HOSTILE[0] in after["prompts"], after)
+            kept = [(name, before[name], after[name]) for name in ("same", "open", "shades", "order") if before[name] != after[name]]
+            expect(f"live, {width} pixels: open details and choices stay", kept == [] and after["same"] and after["open"], kept)
+            expect(f"live, {width} pixels: nothing is wider than the window", after["overflow"] <= 0, after["overflow"])
+            expect(f"live, {width} pixels: no message on the console", page.console == [], page.console)
+            if "SCREENSHOTS" in os.environ:
+                page.run("scrollTo(0, 0)")
+                (Path(os.environ["SCREENSHOTS"]) / f"live-{width}.png").write_bytes(page.screenshot())
+            watch.terminate()
+            watch.wait()
+            ended = page.wait("document.getElementById('live').textContent.startsWith('The server does not answer')")
+            expect(f"live, {width} pixels: the end of the server is reported", ended)
+    finally:
+        watch.kill()
+        watch.wait()
+        (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
 def main():
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser = chromium.find()
     if browser is None:
         print("browser: skipped, as Chromium is not installed (apt-get install chromium)")
         return 0
@@ -159,6 +239,8 @@ def main():
         metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         for width in (1280, 500):
             check_page(browser, run / "report.html", metrics, width)
+        for width in (1280, 390):
+            check_live(rlhf, browser, run, width)
     return 1 if failures else 0
 
 

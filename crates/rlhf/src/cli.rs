@@ -30,6 +30,7 @@ mod sharding;
 #[cfg(test)]
 mod testing;
 mod trl;
+pub(crate) mod watch;
 mod yaml;
 
 use std::ffi::OsString;
@@ -40,8 +41,8 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{
-    ChatConfig, EvaluateConfig, GenerateConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig, RewardConfig,
-    ScoreConfig, ServeConfig, SftConfig,
+    ChatConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig,
+    RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -71,6 +72,7 @@ pub(crate) enum Task {
     Report(ReportConfig),
     Chat(ChatConfig),
     Serve(ServeConfig),
+    Watch(LiveConfig),
     Launch(LaunchTask),
 }
 
@@ -174,6 +176,7 @@ impl Task {
             "report" => Task::Report(ReportConfig::from_arg_matches(flags)?),
             "chat" => Task::Chat(ChatConfig::from_arg_matches(flags)?),
             "serve" => Task::Serve(ServeConfig::from_arg_matches(flags)?),
+            "watch" => Task::Watch(LiveConfig::from_arg_matches(flags)?),
             _ => Task::Merge(MergeConfig::from_arg_matches(flags)?),
         })
     }
@@ -192,6 +195,7 @@ impl Task {
             Task::Report(config) => config.check(),
             Task::Chat(config) => config.check(),
             Task::Serve(config) => config.check(),
+            Task::Watch(config) => config.check(),
         }
     }
 }

@@ -79,7 +79,7 @@ fn run(task: &Task) -> Result<u8> {
         Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_) => {
             stop_on_signals("stopping after this update; send the signal again to stop at once without saving")
         }
-        Task::Serve(_) => stop_on_signals("stopping; send the signal again to stop at once"),
+        Task::Serve(_) | Task::Watch(_) => stop_on_signals("stopping; send the signal again to stop at once"),
         _ => Ok(()),
     };
     match shards_parameters(task) && Launch::from_env()?.is_some() {
@@ -98,10 +98,15 @@ fn run(task: &Task) -> Result<u8> {
         Task::Logprobs(config) => cli::logprobs::logprobs(config),
         Task::Score(config) => cli::score::score(config),
         // These need one process.
-        Task::Eval(_) | Task::Merge(_) | Task::Report(_) | Task::Chat(_) | Task::Serve(_) if !is_main() => Ok(()),
+        Task::Eval(_) | Task::Merge(_) | Task::Report(_) | Task::Watch(_) | Task::Chat(_) | Task::Serve(_)
+            if !is_main() =>
+        {
+            Ok(())
+        }
         Task::Eval(config) => cli::evaluate::evaluate(config, console),
         Task::Merge(config) => rlhf::merge::merge(config),
         Task::Report(config) => cli::report::report(config),
+        Task::Watch(config) => cli::watch::watch(config),
         Task::Chat(config) => cli::chat::chat(config),
         Task::Serve(config) => cli::serve::serve(config),
         Task::Launch(config) => return cli::launch::launch(config),

@@ -1,4 +1,5 @@
-//! `rlhf report`: what one or several runs have written, as one page of HTML that needs no network.
+//! Views of what runs have written: `rlhf report` makes one page of HTML that needs no network, and `rlhf watch` shows a run live, as that
+//! page or in the terminal.
 //!
 //! | subject | file |
 //! |---|---|
@@ -6,16 +7,25 @@
 //! | the verdict in words | `verdict` |
 //! | which metrics are drawn together; where alarms are marked; curves as inline SVG | `charts`, `marks`, `svg` |
 //! | the page, its style sheet and its script | `page` |
+//! | a run that changes; its progress | `live`, `progress` |
+//! | the live page over HTTP; the view in the terminal | `server`, `terminal` |
 //! | escaping: all text of a run goes through it | `html` |
 
 mod charts;
 mod html;
+mod live;
 mod marks;
 mod page;
+mod progress;
 mod read;
 mod samples;
+mod server;
 mod svg;
+mod terminal;
 mod verdict;
+
+pub use server::watch;
+pub use terminal::watch_in_terminal;
 
 use crate::files;
 use crate::run::output_dir::REPORT;

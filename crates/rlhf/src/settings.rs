@@ -23,6 +23,7 @@ mod rows;
 mod score;
 mod serve;
 mod sft;
+mod watch;
 
 pub use chat::ChatConfig;
 pub use compute::ComputeConfig;
@@ -41,6 +42,7 @@ pub use rows::RowsConfig;
 pub use score::ScoreConfig;
 pub use serve::ServeConfig;
 pub use sft::SftConfig;
+pub use watch::LiveConfig;
 
 pub(crate) use plan::LEGACY_BATCH;
 pub(crate) use ppo::NUM_EVAL_PROMPTS;

@@ -34,3 +34,4 @@ mod step;
 mod structure;
 mod support;
 mod tokenizers;
+mod watch;

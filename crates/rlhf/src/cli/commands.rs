@@ -4,8 +4,8 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    ChatConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LogprobsConfig, MergeConfig, PipelineFlags, PpoConfig,
-    Preset, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    ChatConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig, MergeConfig, PipelineFlags,
+    PpoConfig, Preset, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;
@@ -122,6 +122,15 @@ Examples:
   rlhf report runs/ppo
   rlhf report runs/a runs/b runs/c --output compared.html";
 
+const WATCH_HELP: &str = "\
+The page of `rlhf report`, live: its address is printed, and new updates, samples and alarms appear
+on the open page. Only this machine can open it. It reads the run's folder and changes nothing, so
+the run may be in progress, or have ended. In the terminal: arrows move, q quits.
+
+Examples:
+  rlhf watch runs/ppo
+  rlhf watch --terminal runs/ppo";
+
 const CHAT_HELP: &str = "\
 Responses appear as they are generated, with the model's chat template; without one the model
 continues the text. /help lists the commands. Ctrl-C stops a response; between responses it quits.
@@ -187,6 +196,9 @@ pub(super) fn rlhf_command() -> Command {
         flag::command::<ReportConfig>("report")
             .about("Write a page that shows what runs have done")
             .after_help(REPORT_HELP),
+        flag::command::<LiveConfig>("watch")
+            .about("Show a run live, as a page or in the terminal")
+            .after_help(WATCH_HELP),
         flag::command::<ChatConfig>("chat").about("Talk to a language model").after_help(CHAT_HELP),
         flag::command::<ServeConfig>("serve")
             .about("Serve a language model by OpenAI's HTTP interface")
@@ -362,6 +374,7 @@ mod tests {
             flags("serve"),
             sorted(&format!("model model_revision host port max_new_tokens batch_size {compute}"))
         );
+        assert_eq!(flags("watch"), sorted("run terminal port host config help"));
         assert_eq!(
             flags("launch"),
             sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")
@@ -374,7 +387,7 @@ mod tests {
             for arg in command.get_arguments() {
                 let id = arg.get_id().as_str();
                 assert!(arg.get_help().is_some(), "{id}");
-                assert_eq!(arg.get_help_heading().is_none(), ["prompts", "runs", "model"].contains(&id), "{id}");
+                assert_eq!(arg.get_help_heading().is_none(), ["prompts", "runs", "run", "model"].contains(&id), "{id}");
             }
         }
     }
@@ -402,6 +415,7 @@ mod tests {
         assert_eq!(chat, Task::Chat(ChatConfig::new("m")));
         let serve = parse_words(&["serve", "m"]).unwrap();
         assert_eq!(serve, Task::Serve(ServeConfig::new("m")));
+        assert_eq!(parse_words(&["watch", "a"]).unwrap(), Task::Watch(LiveConfig::new("a")));
         let score = parse_words(&["score", "--model=m"]).unwrap();
         assert_eq!(score, Task::Score(ScoreConfig::new("m")));
     }

@@ -27,7 +27,7 @@ const HEADINGS: [&str; 13] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 15] = [
+const COMMON: [(&str, &[&str], &[&str]); 16] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -170,6 +170,7 @@ const COMMON: [(&str, &[&str], &[&str]); 15] = [
     ("report", &[], &["output", "overwrite_output_file", "config"]),
     ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
     ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
+    ("watch", &[], &["terminal", "port", "host", "config"]),
     (
         "launch",
         &[],
@@ -178,7 +179,7 @@ const COMMON: [(&str, &[&str], &[&str]); 15] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 60] = [
+const WORDS: [(&str, &str); 61] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -235,6 +236,7 @@ const WORDS: [(&str, &str); 60] = [
     ("stop_token", "eos: cut responses after eos"),
     ("system", "system message"),
     ("temperature", "sampling temperature"),
+    ("terminal", "show the run in the terminal"),
     ("tokenizer_name", "the policy's tokenizer"),
     ("top_p", "nucleus sampling"),
     ("total_episodes", "responses to train on"),

@@ -64,7 +64,7 @@ pub(super) fn least(command: &str) -> Vec<&str> {
         "eval" => {
             vec![command, "--model", "m", "--dataset_name", "d", "--reward", "json", "--output_dir", "o"]
         }
-        "report" => vec![command, "run"],
+        "report" | "watch" => vec![command, "run"],
         "chat" | "serve" => vec![command, "policy"],
         "launch" => vec![command],
         "sft" | "reward" | "grpo" | "rloo" => {

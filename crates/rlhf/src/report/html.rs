@@ -6,7 +6,7 @@ use std::fmt::{self, Display, Write};
 /// A page in the making.
 ///
 /// Markup is a `&'static str`, so that no text of a run can be taken for it; [`Html::text`] escapes everything else.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, PartialEq)]
 pub(super) struct Html(String);
 
 impl Html {
@@ -33,6 +33,11 @@ impl Html {
     pub(super) fn append(&mut self, part: &Html) -> &mut Self {
         self.0.push_str(&part.0);
         self
+    }
+
+    /// Returns the text so far.
+    pub(super) fn as_str(&self) -> &str {
+        &self.0
     }
 
     /// Returns the whole page.

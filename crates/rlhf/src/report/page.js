@@ -91,42 +91,68 @@ function hide() {
   document.querySelectorAll(".cursor").forEach(cursor => cursor.remove());
 }
 
-for (const svg of document.querySelectorAll("svg.chart")) {
-  watcher.observe(svg);
-  svg.addEventListener("pointermove", show);
-  svg.addEventListener("pointerleave", hide);
+// Elements that have their listeners.
+const ready = new WeakSet();
+
+function setUpCharts() {
+  for (const svg of document.querySelectorAll("svg.chart")) {
+    // Its values may have changed since they were read.
+    read.delete(svg);
+    if (ready.has(svg)) continue;
+    ready.add(svg);
+    watcher.observe(svg);
+    svg.addEventListener("pointermove", show);
+    svg.addEventListener("pointerleave", hide);
+  }
 }
 
-// Order and choice of the samples.
-const browse = document.getElementById("browse");
-if (browse) {
+// Order and choice of the samples. Those without a number come last.
+const number = text => text === "" ? -Infinity : Number(text);
+const ranks = {
+  "": () => 0,
+  changed: article => number(article.dataset.change),
+  worst: article => article.dataset.score === "" ? -Infinity : -Number(article.dataset.score),
+  best: article => number(article.dataset.score),
+};
+
+function arrange() {
   const [order, source, search, found] = ["order", "source", "search", "found"].map(id => document.getElementById(id));
-  const articles = [...document.querySelectorAll("article")];
-  const listed = new Map(articles.map((article, at) => [article, at]));
-  for (const name of new Set(articles.map(article => article.dataset.source))) source.add(new Option(name));
-  // Those without a number come last.
-  const number = text => text === "" ? -Infinity : Number(text);
-  const ranks = {
-    "": article => -listed.get(article),
-    changed: article => number(article.dataset.change),
-    worst: article => article.dataset.score === "" ? -Infinity : -Number(article.dataset.score),
-    best: article => number(article.dataset.score),
-  };
-  const arrange = () => {
-    const words = search.value.toLowerCase();
-    let count = 0;
-    for (const article of articles) {
-      article.hidden = source.value !== "" && article.dataset.source !== source.value
-        || words !== "" && !article.textContent.toLowerCase().includes(words);
-      count += article.hidden ? 0 : 1;
-    }
-    found.textContent = `${count} of ${articles.length}`;
-    const rank = ranks[order.value];
-    for (const list of document.querySelectorAll(".prompts")) {
-      list.append(...[...list.children].sort((a, b) => rank(b) - rank(a) || listed.get(a) - listed.get(b)));
-    }
-  };
-  for (const control of [order, source, search]) control.addEventListener("input", arrange);
-  browse.hidden = false;
+  const words = search.value.toLowerCase();
+  let [count, all] = [0, 0];
+  for (const article of document.querySelectorAll("article")) {
+    article.hidden = source.value !== "" && article.dataset.source !== source.value
+      || words !== "" && !article.textContent.toLowerCase().includes(words);
+    count += article.hidden ? 0 : 1;
+    all += 1;
+  }
+  const text = `${count} of ${all}`;
+  if (found.textContent !== text) found.textContent = text;
+  const rank = ranks[order.value], listed = article => Number(article.id.split("-")[1]);
+  for (const list of document.querySelectorAll(".prompts")) {
+    const sorted = [...list.children].sort((a, b) => rank(b) - rank(a) || listed(a) - listed(b));
+    if (sorted.some((article, at) => article !== list.children[at])) list.append(...sorted);
+  }
+}
+
+function setUpSamples() {
+  const browse = document.getElementById("browse");
+  if (!browse) return;
+  const source = document.getElementById("source"), known = new Set([...source.options].map(option => option.text));
+  for (const { dataset } of document.querySelectorAll("article")) {
+    if (known.has(dataset.source)) continue;
+    known.add(dataset.source);
+    source.add(new Option(dataset.source));
+  }
+  if (!ready.has(browse)) {
+    ready.add(browse);
+    for (const control of browse.querySelectorAll("select, input")) control.addEventListener("input", arrange);
+    browse.hidden = false;
+  }
   arrange();
 }
+
+function setUp() {
+  setUpCharts();
+  setUpSamples();
+}
+setUp();

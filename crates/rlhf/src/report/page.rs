@@ -3,14 +3,19 @@
 use super::MARK;
 use super::charts::Charts;
 use super::html::{Html, number};
+use super::progress::Progress;
 use super::read::Run;
 use super::samples::{Cut, Highlights, Prompt, Response};
 use super::svg::{COLOURS, Chart};
 use super::verdict::{MOST_LINES, Mark, verdict};
+use crate::Result;
 use crate::safe_text::one_line;
 
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
+
+/// Script of the live page, after [`SCRIPT`].
+const LIVE_SCRIPT: &str = include_str!("live.js");
 
 /// Points of all curves together, about: three per column of a chart and curve.
 const MOST_POINTS: usize = 60_000;
@@ -30,35 +35,91 @@ const HIGHLIGHTS: usize = 8;
 /// Returns the page of these runs, at least one.
 pub(super) fn page(runs: &[Run]) -> String {
     let mut page = Html::default();
-    head(&mut page, runs);
-    verdicts(&mut page, runs);
-    differences(&mut page, runs);
-    curves(&mut page, runs);
-    samples(&mut page, runs);
-    configuration(&mut page, runs);
-    checks(&mut page, runs);
-    page.raw("<footer>Made by rlhf ").text(env!("CARGO_PKG_VERSION"));
-    page.raw(" from what the run has written. This page loads nothing from elsewhere.</footer>\n</main>\n<div id=\"tip\" hidden></div>\n");
-    page.raw("<script>\n").raw(SCRIPT).raw("</script>\n</body>\n</html>\n");
+    let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
+    // The page needs no network, and with this a browser refuses any.
+    head(
+        &mut page,
+        &labels.join(", "),
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:",
+    );
+    for (_, part) in parts(runs) {
+        page.append(&part);
+    }
+    foot(&mut page, "");
     page.finish()
 }
 
-fn head(page: &mut Html, runs: &[Run]) {
-    let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
-    let title = labels.join(", ");
+/// A part of a page: the id of its element, and the element. It can be replaced by itself.
+pub(super) type Part = (&'static str, Html);
+
+/// Writes a section about these runs.
+type WriteSection = fn(&mut Html, &[Run]);
+
+/// Returns the parts of the page of these runs, in their order.
+pub(super) fn parts(runs: &[Run]) -> Vec<Part> {
+    let sections: [(&str, WriteSection); 6] = [
+        ("verdict", verdicts),
+        ("differences", differences),
+        ("curves", curves),
+        ("samples", samples),
+        ("configuration", configuration),
+        ("checks", checks),
+    ];
+    let part = |(id, write): (&'static str, WriteSection)| {
+        let mut part = Html::default();
+        write(&mut part, runs);
+        (id, part)
+    };
+    sections.into_iter().map(part).filter(|(_, part)| part.len() > 0).collect()
+}
+
+/// Returns the page of a run whose script asks the server for parts that changed after `revision`.
+pub(super) fn live_page<'a>(title: &str, revision: &str, parts: impl Iterator<Item = &'a Html>) -> String {
+    let mut page = Html::default();
+    head(
+        &mut page,
+        title,
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:",
+    );
+    page.raw("<p class=\"note\" id=\"live\" role=\"status\" data-revision=\"").text(revision).raw("\"></p>\n");
+    page.raw("<noscript><p class=\"note\">Without scripts this page does not change: reload it for newer updates.</p></noscript>\n");
+    for part in parts {
+        page.append(part);
+    }
+    foot(&mut page, LIVE_SCRIPT);
+    page.finish()
+}
+
+/// Returns the line with the progress of a run, a part of the live page, or with the error of reading it.
+pub(super) fn progress_line(progress: &Result<Progress>) -> Part {
+    let mut part = Html::default();
+    part.raw("<p class=\"note\" id=\"progress\">");
+    match progress {
+        Ok(progress) => part.text(progress),
+        Err(error) => part.text("This is the last state that could be read: ").text(error),
+    };
+    part.raw("</p>\n");
+    ("progress", part)
+}
+
+/// Writes everything before the parts; `policy` is what a browser may load.
+fn head(page: &mut Html, title: &str, policy: &'static str) {
     page.raw(MARK).raw("\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n");
     page.raw("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n");
-    // The page needs no network, and with this a browser refuses any.
-    page.raw(
-        "<meta http-equiv=\"Content-Security-Policy\" \
-         content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">\n",
-    );
-    page.raw("<link rel=\"icon\" href=\"data:,\">\n<title>").text(&title).raw("</title>\n<style>\n").raw(STYLE);
-    page.raw("</style>\n</head>\n<body>\n<main>\n<header>\n<h1>").text(&title).raw("</h1>\n<nav>");
+    page.raw("<meta http-equiv=\"Content-Security-Policy\" content=\"").raw(policy).raw("\">\n");
+    page.raw("<link rel=\"icon\" href=\"data:,\">\n<title>").text(title).raw("</title>\n<style>\n").raw(STYLE);
+    page.raw("</style>\n</head>\n<body>\n<main>\n<header>\n<h1>").text(title).raw("</h1>\n<nav>");
     page.raw("<a href=\"#verdict\">Verdict</a> <a href=\"#curves\">Curves</a> <a href=\"#samples\">Samples</a> ");
     page.raw(
         "<a href=\"#configuration\">Configuration</a> <a href=\"#checks\">Alarms and checks</a></nav>\n</header>\n",
     );
+}
+
+/// Writes everything after the parts; `script` comes after that of all pages.
+fn foot(page: &mut Html, script: &'static str) {
+    page.raw("<footer>Made by rlhf ").text(env!("CARGO_PKG_VERSION"));
+    page.raw(" from what the run has written. This page loads nothing from elsewhere.</footer>\n</main>\n<div id=\"tip\" hidden></div>\n");
+    page.raw("<script>\n").raw(SCRIPT).raw(script).raw("</script>\n</body>\n</html>\n");
 }
 
 /// Writes the key of a run, where there are several: its colour and its label.

@@ -6,7 +6,7 @@ use super::samples::{self, Prompt};
 use crate::files;
 use crate::model::is_model;
 use crate::run::checkpoint::UNFINISHED;
-use crate::run::output_dir::{ALARMS, CONFIG, METRICS};
+use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run};
 use crate::weights::read_json;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 const ROLLBACK: &str = "rollback";
 
 /// A run, as its folder shows it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Run {
     /// Name of the folder, made unique among the runs of a report.
     pub(super) label: String,
@@ -48,7 +48,7 @@ pub(super) struct Series {
 }
 
 /// End of a run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Outcome {
     Finished,
     /// It ended early: by a signal, by an error, or because its caller ended it.
@@ -59,6 +59,7 @@ pub(super) enum Outcome {
         total: u64,
     },
     /// Neither end is recorded: it is in progress, or was killed.
+    #[default]
     Open,
 }
 
@@ -84,12 +85,13 @@ impl Alarm {
 }
 
 impl Run {
-    /// Reads the run in the folder `dir`.
+    /// Reads the run in the folder `dir`, which may have no updates yet.
     ///
     /// # Errors
     /// If there is no run in it, or `metrics.jsonl` cannot be read.
     pub(super) fn read(dir: &Path) -> Result<Self> {
-        if !dir.join(METRICS).is_file() {
+        // A run writes its settings first.
+        if !dir.join(METRICS).is_file() && !holds_run(dir) {
             return Err(Error::invalid(dir, format!("expected the folder of a run, {}", describe(dir))));
         }
         let mut notes = Vec::new();
@@ -158,6 +160,9 @@ fn describe(dir: &Path) -> String {
 /// Reads the metrics line by line. Lines that are incomplete or no metrics are counted and left out.
 fn read_metrics(dir: &Path, notes: &mut Vec<String>) -> Result<Vec<Series>> {
     let path = dir.join(METRICS);
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
     let (mut all, mut places, mut unread) = (Vec::<Series>::new(), HashMap::<String, usize>::new(), 0);
     for line in BufReader::new(files::open(&path)?).split(b'\n') {
         let line = line.map_err(Error::io("read", &path))?;

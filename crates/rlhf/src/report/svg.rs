@@ -17,7 +17,7 @@ const BOTTOM: f64 = 158.0;
 pub(super) const COLOURS: usize = 7;
 
 /// Values from which on a curve has a smoothed one over it.
-const SMOOTHED_FROM: usize = 10;
+pub(super) const SMOOTHED_FROM: usize = 10;
 
 /// Marks that a description names, at most.
 const MOST_DESCRIBED: usize = 5;
@@ -177,9 +177,9 @@ impl Curve<'_> {
 }
 
 /// A linear axis.
-struct Axis {
+pub(super) struct Axis {
     /// Least and greatest value.
-    domain: [f64; 2],
+    pub(super) domain: [f64; 2],
     /// Their coordinates.
     range: [f64; 2],
     step: f64,
@@ -202,13 +202,13 @@ impl Axis {
     }
 
     /// Returns the axis of updates.
-    fn x(points: impl Iterator<Item = f64>) -> Self {
+    pub(super) fn x(points: impl Iterator<Item = f64>) -> Self {
         let axis = Self::new(points, [LEFT, RIGHT], 5);
         Self { step: axis.step.max(1.0), ..axis }
     }
 
     /// Returns the axis of values, with round numbers at its ends.
-    fn y(points: impl Iterator<Item = f64>) -> Self {
+    pub(super) fn y(points: impl Iterator<Item = f64>) -> Self {
         let axis = Self::new(points, [BOTTOM, TOP], 4);
         let [least, greatest] = axis.domain.map(|value| value / axis.step);
         // Values just beyond a tick, as a KL of -1e-9, have room around the axes.
@@ -262,7 +262,7 @@ fn thinned(points: &[Point], [start, end]: [f64; 2], columns: usize) -> Vec<Poin
 
 /// Returns the moving average of the finite values, over a window around each point of about as many points as the square root of
 /// their number; at the ends it is as narrow as it must be to have its point in the middle.
-fn smoothed(points: &[Point]) -> Vec<Point> {
+pub(super) fn smoothed(points: &[Point]) -> Vec<Point> {
     let half = ((points.len() as f64).sqrt() / 2.0).round() as usize;
     let mut sums = vec![(0.0, 0.0)];
     for &(_, y) in points {

@@ -1,0 +1,129 @@
+//! The progress of a run, by what it has written.
+
+use super::read::{Outcome, Run};
+use crate::terminal::about;
+use std::fmt;
+use std::time::Duration;
+
+/// Updates whose mean time is that of the updates to come, at most.
+const RECENT: usize = 20;
+
+/// Seconds beyond which an estimate is none: a hundred years.
+const MOST_SECONDS: f64 = 3.2e9;
+
+/// Progress of a run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Progress {
+    /// Updates done.
+    done: f64,
+    /// Updates of the whole run, where the settings tell.
+    total: Option<f64>,
+    /// Time until the end of a run that has not ended.
+    left: Option<Duration>,
+    outcome: Outcome,
+}
+
+impl Progress {
+    pub(super) fn of(run: &Run) -> Self {
+        let done = run.updates;
+        let total = match run.outcome {
+            Outcome::Finished => Some(done),
+            Outcome::Stopped { total, .. } => Some(total as f64),
+            Outcome::Open => total(run),
+        };
+        let left = total.filter(|_| run.outcome == Outcome::Open).and_then(|total| {
+            let seconds = (total - done).max(0.0) * seconds_per_update(run)?;
+            (seconds < MOST_SECONDS).then(|| Duration::from_secs_f64(seconds))
+        });
+        Self { done, total, left, outcome: run.outcome }
+    }
+}
+
+/// As on the live page: `update 3 of 100, about 12 min left`.
+impl fmt::Display for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "update {}", self.done)?;
+        if let Some(total) = self.total {
+            write!(f, " of {total}")?;
+        }
+        match (self.outcome, self.left) {
+            (Outcome::Finished, _) => f.write_str(", finished"),
+            (Outcome::Stopped { .. }, _) => f.write_str(", ended early"),
+            (Outcome::Open, Some(left)) => write!(f, ", about {} left", about(left)),
+            (Outcome::Open, None) => Ok(()),
+        }
+    }
+}
+
+/// Returns the updates of the whole run by its settings: PPO's by its episodes, those of SFT and reward models by their steps or
+/// epochs. A PPO run that is as long as its data is of unknown length.
+fn total(run: &Run) -> Option<f64> {
+    let setting = |name: &str| run.setting(name).and_then(|value| value.parse::<f64>().ok());
+    let last = |name: &str| run.points(name).and_then(|points| points.last()).filter(|point| point.0 > 0.0);
+    let total = match (last("episode"), last("epoch")) {
+        (Some(&(step, episodes)), _) => (setting("total_episodes")? / (episodes / step)).ceil(),
+        (None, Some(&(step, epochs))) => {
+            setting("max_steps").or_else(|| Some((setting("num_train_epochs")? / (epochs / step)).ceil()))?
+        }
+        (None, None) => return None,
+    };
+    (total.is_finite() && total >= run.updates).then_some(total)
+}
+
+/// Returns the mean seconds of the last updates.
+fn seconds_per_update(run: &Run) -> Option<f64> {
+    let points = run.points("time/update")?;
+    let recent = &points[points.len().saturating_sub(RECENT)..];
+    let seconds: Vec<f64> = recent.iter().map(|point| point.1).filter(|seconds| seconds.is_finite()).collect();
+    (!seconds.is_empty()).then(|| (seconds.iter().sum::<f64>() / seconds.len() as f64).max(0.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::read::Series;
+
+    fn run(outcome: Outcome, metrics: &[(&str, &[(f64, f64)])], settings: &[(&str, &str)]) -> Run {
+        let series = |&(name, points): &(&str, &[(f64, f64)])| Series { name: name.into(), points: points.to_vec() };
+        let metrics: Vec<Series> = metrics.iter().map(series).collect();
+        Run {
+            updates: metrics.iter().filter_map(|series| series.points.last()).map(|point| point.0).fold(0.0, f64::max),
+            metrics,
+            outcome,
+            settings: settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect(),
+            ..Run::default()
+        }
+    }
+
+    #[test]
+    fn the_length_and_the_time_left_are_those_of_the_settings() {
+        let said = |metrics: &[(&str, &[(f64, f64)])], settings: &[(&str, &str)]| {
+            Progress::of(&run(Outcome::Open, metrics, settings)).to_string()
+        };
+        let ppo: [(&str, &[(f64, f64)]); 2] =
+            [("episode", &[(1.0, 8.0), (3.0, 24.0)]), ("time/update", &[(1.0, f64::NAN), (2.0, 50.0), (3.0, 70.0)])];
+        assert_eq!(said(&ppo, &[("total_episodes", "100")]), "update 3 of 13, about 10 min left");
+        assert_eq!(said(&ppo[..1], &[("total_episodes", "100")]), "update 3 of 13");
+        assert_eq!(said(&ppo, &[("total_episodes", "none"), ("max_steps", "7")]), "update 3");
+        assert_eq!(said(&ppo, &[("total_episodes", "8")]), "update 3", "the setting cannot be right");
+        let sft: [(&str, &[(f64, f64)]); 2] = [("epoch", &[(10.0, 0.5)]), ("time/update", &[(10.0, 1.0)])];
+        assert_eq!(
+            said(&sft, &[("max_steps", "none"), ("num_train_epochs", "1.51")]),
+            "update 10 of 31, about 21 s left"
+        );
+        assert_eq!(said(&sft, &[("max_steps", "12")]), "update 10 of 12, about 2.0 s left");
+        assert_eq!(said(&[("epoch", &[(0.0, 0.0)])], &[("num_train_epochs", "3")]), "update 0");
+        assert_eq!(
+            said(&[("time/update", &[(1.0, 1e300)]), ("epoch", &[(1.0, 1e-9)])], &[("max_steps", "9")]),
+            "update 1 of 9"
+        );
+    }
+
+    #[test]
+    fn a_run_that_has_ended_has_no_time_left() {
+        let metrics: [(&str, &[(f64, f64)]); 2] = [("episode", &[(3.0, 24.0)]), ("time/update", &[(3.0, 70.0)])];
+        let said = |outcome: Outcome| Progress::of(&run(outcome, &metrics, &[("total_episodes", "100")])).to_string();
+        assert_eq!(said(Outcome::Finished), "update 3 of 3, finished");
+        assert_eq!(said(Outcome::Stopped { done: 3, total: 13 }), "update 3 of 13, ended early");
+    }
+}

@@ -1,0 +1,56 @@
+//! Settings of `rlhf watch`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::Result;
+use crate::flag::{RUN, all, defaults, expect, no_effect};
+
+/// The address of this machine that no other machine reaches.
+const LOOPBACK: &str = "127.0.0.1";
+
+/// Settings of `rlhf watch`.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct LiveConfig {
+    /// Folder of the run, in progress or ended.
+    #[arg(value_name = "RUN")]
+    pub run: PathBuf,
+    /// Show the run in the terminal instead of a page.
+    #[arg(long, help_heading = RUN)]
+    pub terminal: bool,
+    /// TCP port of the page; 0 is a free one.
+    #[arg(long, help_heading = RUN, default_value_t = 0)]
+    pub port: usize,
+    /// Address of this machine to serve the page on. Any but 127.0.0.1 may let other machines read the run.
+    #[arg(long, help_heading = RUN, default_value = LOOPBACK, value_name = "HOST")]
+    pub host: String,
+}
+
+impl LiveConfig {
+    /// Creates a configuration with every default, for this run.
+    pub fn new(run: impl Into<PathBuf>) -> Self {
+        Self { run: run.into(), ..defaults() }
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        let of_page = |name: &str, found: &dyn std::fmt::Display, is_default: bool| {
+            if is_default || !self.terminal { Ok(()) } else { no_effect(name, found, "with terminal") }
+        };
+        all([
+            expect(u16::try_from(self.port).is_ok(), "port", self.port, "a TCP port, 0 to 65535"),
+            of_page("port", &self.port, self.port == 0),
+            of_page("host", &self.host, self.host == LOOPBACK),
+        ])
+    }
+
+    /// Returns the port; 0 if [`LiveConfig::check`] refuses it.
+    pub fn port(&self) -> u16 {
+        u16::try_from(self.port).unwrap_or(0)
+    }
+}
