@@ -336,7 +336,7 @@ mod tests {
             ("Both are equal. [[C]]", Some(Preference::Tie)),
             ("A is better than B", None),
             ("A bad one", None),
-            ("[[A", None),
+            ("see [[A", None),
             ("", None),
             ("I cannot compare them.", None),
         ] {
