@@ -112,7 +112,7 @@ pub struct JudgeConfig {
     /// Command line of a program that compares two responses: a JSON line in, a JSON line out.
     #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
     pub judge_command: std::option::Option<String>,
-    /// Address of an OpenAI-compatible API whose model compares two responses, such as https://api.openai.com/v1; its key is the
+    /// Address of an OpenAI-compatible API whose model compares two responses, such as `https://api.openai.com/v1`; its key is the
     /// environment variable RLHF_JUDGE_API_KEY, or OPENAI_API_KEY for api.openai.com.
     #[arg(long, help_heading = EVALUATION, default_value = NONE, value_parser = optional::<String>)]
     #[serde(serialize_with = "address")]
