@@ -9,7 +9,6 @@ Needs torch, transformers, peft, tensorboard and safetensors; no network. Rollou
 installed, which none of these needs.
 """
 
-import argparse
 import importlib.util
 import json
 import math
@@ -26,6 +25,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 import peft
 import torch
 import transformers
+from runner import Failure, binary, expect, run_checks
 from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
@@ -242,15 +242,6 @@ def rlhf(*arguments):
     if done.returncode != 0:
         error = " | ".join(done.stderr.strip().splitlines()[-3:]) or "nothing on standard error"
         raise Failure(f"`rlhf {' '.join(map(str, arguments))}`: exit code {done.returncode}: {error}")
-
-
-class Failure(Exception):
-    """A check that did not hold; its text is the line that people read."""
-
-
-def expect(condition, message):
-    if not condition:
-        raise Failure(message)
 
 
 def read_jsonl(path):
@@ -807,7 +798,6 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)
-    passed = failed = 0
     with tempfile.TemporaryDirectory(prefix="rlhf-interop-") as folder:
         work = Path(folder)
         checks = list(reading_checks(work)) + list(lora_checks(work)) + list(example_checks(work))
@@ -815,24 +805,9 @@ def main():
             place = work / family.replace(", ", "_").replace(" ", "_")
             place.mkdir()
             checks += pipeline_checks(place, family, layout, demonstrations)
-        for claim, check in checks:
-            try:
-                check()
-            except Exception as error:
-                failed += 1
-                kind = "" if isinstance(error, Failure) else f"{type(error).__name__}: "
-                print(f"FAIL  {claim}: {kind}{' '.join(str(error).split())}", flush=True)
-            else:
-                passed += 1
-                print(f"ok    {claim}", flush=True)
-    print(f"{passed} passed, {failed} failed")
-    return 1 if failed else 0
+        return run_checks(checks)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("binary", type=Path, help="the rlhf program")
-    BINARY = parser.parse_args().binary.resolve()
-    if not os.access(BINARY, os.X_OK):
-        parser.error(f"{BINARY}: not a program")
+    BINARY = binary(__doc__.split("\n")[0])
     sys.exit(main())

@@ -6,7 +6,6 @@ Serves a tiny model with a chat template and checks completions, chats, streams,
 `rlhf generate` and `rlhf logprobs`. Prints one line per check and a total. Exit code 1 if any failed. Needs openai; no network.
 """
 
-import argparse
 import json
 import math
 import os
@@ -15,9 +14,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import openai
+from runner import Failure, binary, expect, run_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "crates/rlhf/tests/golden/models/gpt_neox"
@@ -27,15 +28,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 TOLERANCE = 2e-5
-
-
-class Failure(Exception):
-    pass
-
-
-def expect(holds, message):
-    if not holds:
-        raise Failure(message)
 
 
 def rows(work, command, rows=()):
@@ -168,8 +160,13 @@ def checks(work, client):
     yield "openai: the list of models", models
 
 
+def exits(server):
+    server.send_signal(signal.SIGINT)
+    code = server.wait(timeout=30)
+    expect(code == 0, f"exit code {code}")
+
+
 def main():
-    passed = failed = 0
     with tempfile.TemporaryDirectory(prefix="rlhf-serve-") as folder:
         work = Path(folder)
         (work / "policy").mkdir()
@@ -182,27 +179,13 @@ def main():
         try:
             url = server.stdout.readline().split()[-1]
             client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
-            for claim, check in checks(work, client):
-                try:
-                    check()
-                except Exception as error:
-                    failed += 1
-                    print(f"FAIL  {claim}: {' '.join(str(error).split())}", flush=True)
-                else:
-                    passed += 1
-                    print(f"ok    {claim}", flush=True)
+            ends = ("the server exits with 0 after SIGINT", lambda: exits(server))
+            return run_checks(chain(checks(work, client), [ends]))
         finally:
-            server.send_signal(signal.SIGINT)
-            code = server.wait(timeout=30)
-        if code:
-            failed += 1
-            print(f"FAIL  the server exits with 0 after SIGINT: {code}")
-    print(f"{passed} passed, {failed} failed")
-    return 1 if failed else 0
+            server.kill()
+            server.wait()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("binary", type=Path, help="the rlhf program")
-    BINARY = parser.parse_args().binary.resolve()
+    BINARY = binary(__doc__.split("\n")[0])
     sys.exit(main())

@@ -5,7 +5,6 @@
 Prints one line per check and a total. Exit code 1 if any failed. Needs torch (for torchrun) and safetensors; no network.
 """
 
-import argparse
 import json
 import os
 import random
@@ -14,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from runner import binary, expect, run_checks
 from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,15 +22,6 @@ SENTIMENT = ROOT / "examples/sentiment"
 
 # Ranks add the same f32 numbers in another order; two threads differ from one by as much.
 TOLERANCE = 2e-5
-
-
-class Failure(Exception):
-    pass
-
-
-def expect(holds, message):
-    if not holds:
-        raise Failure(message)
 
 
 def run(command, environment=(), code=0, seconds=300):
@@ -117,23 +108,10 @@ def checks(work):
 
 
 def main():
-    passed = failed = 0
     with tempfile.TemporaryDirectory(prefix="rlhf-torchrun-") as folder:
-        for claim, check in checks(Path(folder)):
-            try:
-                check()
-            except Exception as error:
-                failed += 1
-                print(f"FAIL  {claim}: {' '.join(str(error).split())}", flush=True)
-            else:
-                passed += 1
-                print(f"ok    {claim}", flush=True)
-    print(f"{passed} passed, {failed} failed")
-    return 1 if failed else 0
+        return run_checks(checks(Path(folder)))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("binary", type=Path, help="the rlhf program")
-    BINARY = parser.parse_args().binary.resolve()
+    BINARY = binary(__doc__.split("\n")[0])
     sys.exit(main())
