@@ -4,13 +4,11 @@
 mod failures;
 
 use crate::cli::{PROMPTS, Ran, Scratch, json_lines, timeless};
-use crate::support::assert_close;
+use crate::support::{assert_close, free_port};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use tch::Tensor;
@@ -20,18 +18,6 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// Several ranks of one run, each a process.
 struct Ranks(Vec<Child>);
-
-/// A free port below those that Linux assigns by itself.
-fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = (std::process::id() % 9000) as u16;
-    loop {
-        let port = 20_000 + (first + NEXT.fetch_add(1, Ordering::SeqCst)) % 12_000;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
-}
 
 impl Ranks {
     /// Starts the ranks `which` of a world of `world` with the arguments `line`; `change` sets more for one rank.

@@ -1,13 +1,13 @@
 //! `generate`, `logprobs` and `score` with several ranks write the bytes of one.
 
 use crate::cli::{Ran, Scratch, json_lines};
+use crate::support::free_port;
 use std::io::Write;
-use std::net::TcpListener;
 use std::process::{Child, Stdio};
 
 /// Runs `line` as `size` ranks, with `input` on the standard input of rank 0.
 fn ranks(scratch: &Scratch, line: &str, size: usize, input: &str) -> Vec<Ran> {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let start = |rank: usize| {
         let mut command = scratch.command(line);
         if size > 1 {

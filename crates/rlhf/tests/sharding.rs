@@ -1,6 +1,6 @@
 //! ZeRO: models divided over ranks compute and save what whole ones do.
 
-use crate::support::{assert_close, golden, init, join_ranks, run_as_ranks};
+use crate::support::{assert_close, free_port, golden, init, join_ranks, run_as_ranks};
 use rlhf::dist::{World, ZeroStage};
 use rlhf::model::{
     Batch, CausalLm, CausalLmWithValueHead, LoraConfig, ModelOptions, Precision, SequenceClassifier, ValueHeadInit,
@@ -9,7 +9,6 @@ use rlhf::optim::{AdamW, OptimizerConfig};
 use rlhf::settings::SftConfig;
 use rlhf::weights::Checkpoint;
 use std::collections::BTreeMap;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use tch::{Device, Kind, Tensor};
@@ -242,7 +241,7 @@ fn classifiers_and_value_heads_are_divided_too() {
 /// Runs `rlhf` with `args` as `world` processes of one thread each, which must all succeed.
 #[track_caller]
 fn run_ranks(world: usize, args: &[String]) {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let port = free_port().to_string();
     let ranks = (0..world).map(|rank| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf"));
         command.args(args).env("OMP_NUM_THREADS", "1").env("OMP_WAIT_POLICY", "passive");

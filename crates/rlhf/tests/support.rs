@@ -8,6 +8,7 @@ use std::io::Write;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 use tch::{Kind, Tensor};
 
@@ -132,11 +133,23 @@ pub(crate) struct Child<'a> {
     pub(crate) vars: &'a [(&'a str, String)],
 }
 
+/// A free port below those that Linux gives to connections by itself, so that no other test takes it before the ranks do.
+pub(crate) fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = (std::process::id() % 9000) as u16;
+    loop {
+        let port = 20_000 + (first + NEXT.fetch_add(1, Ordering::SeqCst)) % 12_000;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
 /// Runs `test`, which is `#[ignore]`d, in `world` processes that are the ranks of one group once it has called [`join_ranks`].
 /// All must pass.
 #[track_caller]
 pub(crate) fn run_as_ranks(test: &str, world: usize, vars: &[(&str, String)]) {
-    let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).unwrap().port();
+    let port = free_port();
     let start = |rank: usize| {
         let place = [("RANK", rank), ("WORLD_SIZE", world), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world)];
         Command::new(std::env::current_exe().unwrap())

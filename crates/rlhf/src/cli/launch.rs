@@ -161,7 +161,7 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
             first_rank: config.local_ranks * config.flags.node_rank,
             size: config.local_ranks * config.flags.nnodes,
             host: &config.flags.master_addr,
-            port: config.flags.port().map_or_else(free_port, Ok)?,
+            port: config.flags.port().map_or_else(|| free_port(restart), Ok)?,
             restart,
             max_restarts: all,
         };
@@ -181,10 +181,17 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
     unreachable!("the last restart returns")
 }
 
-/// Finds a free TCP port of this machine.
-fn free_port() -> Result<u16> {
-    let bound = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
-    Ok(bound.map_err(Error::io("find a free port on", "127.0.0.1"))?.port())
+/// Finds a free TCP port of this machine for the start number `restart`.
+///
+/// It is below the ports that Linux gives to connections by itself: one of those could be taken before rank 0 listens.
+fn free_port(restart: usize) -> Result<u16> {
+    const FIRST: usize = 20_000;
+    const PORTS: usize = 12_000;
+    let start = std::process::id() as usize + restart;
+    let mut ports = (0..PORTS).map(|more| (FIRST + (start + more) % PORTS) as u16);
+    let free = ports.find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    let hint = "no port from 20000 to 31999 of 127.0.0.1 is free; set --master_port";
+    free.ok_or_else(|| Error::Run(hint.into()))
 }
 
 /// Returns the words that make a command resume after a restart: a training run continues from the newest checkpoint in its
@@ -227,9 +234,9 @@ fn run_config(task: &Task) -> Option<&RunConfig> {
 fn device(task: &Task) -> Device {
     match task {
         Task::Reward(config) => config.run.device,
-        Task::Generate(config) => config.rows.device,
-        Task::Logprobs(config) => config.rows.device,
-        Task::Score(config) => config.rows.device,
+        Task::Generate(config) => config.rows.compute.device,
+        Task::Logprobs(config) => config.rows.compute.device,
+        Task::Score(config) => config.rows.compute.device,
         _ => run_config(task).map_or(Device::Auto, |run| run.device),
     }
 }
