@@ -22,7 +22,6 @@ pub use results::{ResultRow, Verdict};
 pub use summary::{Comparison, ScoreSummary, SideSummary, Summary};
 
 use crate::data::{Columns, Dataset, Prompt};
-use crate::device::use_threads;
 use crate::hub;
 use crate::reward::{Rewards, Spec, resolve};
 use crate::run::Console;
@@ -79,7 +78,6 @@ enum Side {
 /// at all. Everything that is written stays.
 pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     config.check()?;
-    use_threads(config.num_threads);
     let pairs = PairJudge::new(&config.judge)?;
     let specs = resolve(config)?;
     let models = Models::find(config)?;
@@ -105,7 +103,7 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
         left_out: task.left_out,
         samples: config.sampling.num_return_sequences,
         pass_score: config.pass_score,
-        seed: config.sampling.seed,
+        seed: config.seed,
     };
     let Some(summary) = Summary::new(about, &rows) else {
         let first = rows.iter().find_map(|row| row.no_verdict.as_deref()).unwrap_or("no score");
@@ -212,7 +210,7 @@ impl Task {
         if let Some(pairs) = pairs {
             return Ok(Judge::Pairs(pairs));
         }
-        let options = config.model_options()?;
+        let options = config.compute.options()?;
         let rewards = Rewards::load(specs, &config.rewards, None, &self.tokenizer, config.batch_size, options)?;
         let other = models.b.as_ref().map(|dir| Tokenizer::from_pretrained(dir)).transpose()?;
         // A model with other token ids is scored by its text.

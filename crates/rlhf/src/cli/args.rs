@@ -237,8 +237,8 @@ mod tests {
             ["--stop_token_ids", "1,2", "--stop_token_ids", "3", "--stop_strings", "a,b", "--stop_strings", "c"];
         let task = parse_words(&[&["generate", "--model", "m"], &words[..], &["The film"]].concat()).unwrap();
         let Task::Generate(config) = task else { panic!("{task:?}") };
-        assert_eq!((config.stop_token_ids, config.prompts), (vec![1, 2, 3], vec!["The film".to_string()]));
-        assert_eq!(config.stop_strings, ["a,b", "c"]);
+        assert_eq!((config.responses.stop_token_ids, config.prompts), (vec![1, 2, 3], vec!["The film".to_string()]));
+        assert_eq!(config.responses.stop_strings, ["a,b", "c"]);
     }
 
     #[test]

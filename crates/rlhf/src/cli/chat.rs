@@ -10,7 +10,7 @@ use rlhf::generate::{FinishReason, GenerationConfig, Token, generate_with};
 use rlhf::hub;
 use rlhf::model::CausalLm;
 use rlhf::safe_text::{lines, one_line};
-use rlhf::settings::{ChatConfig, GenerateConfig};
+use rlhf::settings::ChatConfig;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
@@ -205,7 +205,8 @@ impl Chat {
                 let Some(temperature) = temperature else {
                     return Err(Error::Usage(format!("/temperature {rest}: expected a number, such as 0.7")));
                 };
-                let config = ChatConfig { temperature: Some(temperature), ..self.config.clone() };
+                let mut config = self.config.clone();
+                config.sampler.temperature = Some(temperature);
                 config.check()?;
                 self.config = config;
                 self.hint(&format!("temperature {temperature}"));
@@ -291,16 +292,17 @@ impl Speaker {
     /// Returns the settings of the response to a prompt of `len` tokens.
     fn generation(&self, config: &ChatConfig, len: usize, turn: u64) -> Result<GenerationConfig> {
         let context = self.model.config().max_position_embeddings;
-        let room = context.saturating_sub(len);
-        if room == 0 {
+        let remaining = context.saturating_sub(len);
+        if remaining == 0 {
             return Err(Error::Run(format!(
                 "the conversation has {len} tokens, and the context of {} is {context}: /reset starts a new one",
                 self.label
             )));
         }
-        let settings = GenerateConfig { max_new_tokens: Some(config.max_new_tokens.min(room)), ..config.generate() };
-        let generation = settings.generation(self.model.config().generation_settings(), context, &self.dir)?;
-        Ok(GenerationConfig { stop_token_ids: self.tokenizer.eos_ids().to_vec(), step: turn, ..generation })
+        let mut settings = config.generate();
+        settings.responses.max_new_tokens = Some(config.max_new_tokens.min(remaining));
+        let (generation, _) = settings.for_model(&self.model, &self.tokenizer, &self.dir)?;
+        Ok(GenerationConfig { step: turn, ..generation })
     }
 
     /// Generates the response to `prompt`, and passes its text to `show` as it is generated, until `stop` is set. Returns the text, and

@@ -4,19 +4,19 @@ use std::io::{self, IsTerminal, Write};
 
 use rlhf::data::{Dataset, Prompt, RowReader};
 use rlhf::dist::World;
-use rlhf::generate::{self, FinishReason, GenerationConfig, Response, StopStrings};
+use rlhf::generate::{self, FinishReason, GenerationConfig, Response};
 use rlhf::model::{CausalLm, ModelOptions};
 use rlhf::settings::{Format, GenerateConfig};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Value, json};
 
-use super::rows::{Rows, is_typed, model_options, open_rows};
+use super::rows::{Rows, is_typed, open_rows};
 
 /// Writes the responses to the prompts that `config` names.
 pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
     config.check()?;
-    let options = model_options(&config.rows)?;
+    let options = config.rows.compute.options()?;
     let mut rows = open_rows(&config.rows, config.input_format == Format::Jsonl)?;
     if !config.prompts.is_empty() {
         rows = RowReader::arguments(&config.prompts);
@@ -29,7 +29,7 @@ pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
     // not depend on the ranks, so that each response is the same with any number of ranks.
     let (at_once, parts) = match config.prompts.is_empty() && is_typed(&config.rows)? {
         true => (1, 1),
-        false => ((config.rows.batch_size / config.num_return_sequences).max(1), world.size()),
+        false => ((config.rows.batch_size / config.responses.num_return_sequences).max(1), world.size()),
     };
     loop {
         let mut read = Vec::new();
@@ -94,18 +94,9 @@ impl<'c> Generator<'c> {
         let tokenizer = Tokenizer::of_text_or_ids(dir)?;
         let model = CausalLm::from_pretrained(dir, options)?;
         tokenizer.check_fits(model.config(), dir)?;
-        let context = model.config().max_position_embeddings;
-        let mut generation = config.generation(model.config().generation_settings(), context, dir)?;
-        set_stops(&mut generation, config, &model, &tokenizer)?;
-        let room = context.checked_sub(generation.max_new_tokens).filter(|&room| room > 0);
-        let max_prompt_len = room.ok_or_else(|| {
-            Error::Usage(format!(
-                "max_new_tokens = {} leaves no room for a prompt in the model's context of {context} tokens",
-                generation.max_new_tokens
-            ))
-        })?;
+        let (generation, max_prompt_len) = config.for_model(&model, &tokenizer, dir)?;
         let format = config.output_format.unwrap_or(if terminal { Format::Text } else { Format::Jsonl });
-        if !tokenizer.knows_text() && (format == Format::Text || !config.stop_strings.is_empty()) {
+        if !tokenizer.knows_text() && (format == Format::Text || !config.responses.stop_strings.is_empty()) {
             let message =
                 "expected a tokenizer.json for text and stop_strings, found none; JSONL of token ids needs none";
             return Err(Error::invalid(dir, message));
@@ -121,7 +112,7 @@ impl<'c> Generator<'c> {
 
     /// Generates the responses to part `own` of `parts`, `num_return_sequences` to each prompt. Returns their rows of the output.
     fn rows(&mut self, parts: Vec<Dataset>, own: usize) -> Result<Vec<String>> {
-        let per_prompt = self.config.num_return_sequences;
+        let per_prompt = self.config.responses.num_return_sequences;
         let counts: Vec<usize> = parts.iter().map(|part| part.rows().count() * per_prompt).collect();
         // Draws are keyed by the response's place in the whole output, so that they do not depend on the batch size.
         let first_row = self.generation.first_row + counts[..own.min(counts.len())].iter().sum::<usize>() as u64;
@@ -144,35 +135,11 @@ impl<'c> Generator<'c> {
         Ok(match self.format {
             Format::Text => format!("{}{text}\n", prompt.text),
             Format::Jsonl => {
-                let index = (self.config.num_return_sequences > 1).then_some(index);
+                let index = (self.config.responses.num_return_sequences > 1).then_some(index);
                 json_row(prompt, self.tokenizer.knows_text().then_some(&text), index, response).to_string()
             }
         })
     }
-}
-
-/// Sets the stop tokens and stop strings of `config`.
-fn set_stops(
-    generation: &mut GenerationConfig,
-    config: &GenerateConfig,
-    model: &CausalLm,
-    tokenizer: &Tokenizer,
-) -> Result<()> {
-    let vocab = model.config().vocab_size;
-    if let Some(id) = config.stop_token_ids.iter().find(|id| !(0..vocab).contains(*id)) {
-        return Err(Error::Usage(format!(
-            "stop_token_ids = {id}: expected ids below the model's vocabulary of {vocab}"
-        )));
-    }
-    generation.stop_token_ids.clone_from(&config.stop_token_ids);
-    if !config.ignore_eos {
-        generation.stop_token_ids.extend(tokenizer.eos_ids());
-    }
-    generation.stop_strings = match config.stop_strings.as_slice() {
-        [] => None,
-        strings => Some(StopStrings::new(tokenizer, strings.to_vec())?),
-    };
-    Ok(())
 }
 
 /// Returns the row of a response, with all other fields of the prompt's row. Without a tokenizer there is no `text`; with one

@@ -280,10 +280,10 @@ mod tests {
         let mut generate = GenerateConfig::new("m");
         generate.prompts =
             ["two\nlines", "- x", "--do_sample", "none", "", " 007 ", "\u{1F3AC} é\t\"'"].map(String::from).into();
-        generate.stop_token_ids = vec![0, 50256];
-        generate.stop_strings = ["\n\n", "Human:", "7"].map(String::from).into();
-        generate.do_sample = Some(false);
-        generate.min_p = Some(0.05);
+        generate.responses.stop_token_ids = vec![0, 50256];
+        generate.responses.stop_strings = ["\n\n", "Human:", "7"].map(String::from).into();
+        generate.responses.do_sample = Some(false);
+        generate.responses.sampler.min_p = Some(0.05);
         generate.output_format = Some(Format::Jsonl);
         is_read_back("generate", generate, Task::Generate);
 

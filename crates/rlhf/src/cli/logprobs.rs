@@ -8,12 +8,12 @@ use rlhf::settings::LogprobsConfig;
 use rlhf::tokenizer::Tokenizer;
 use serde_json::json;
 
-use super::rows::{annotate, batches, check_finite, model_options, numbers, numbers_of_rows, open_rows};
+use super::rows::{annotate, batches, check_finite, numbers, numbers_of_rows, open_rows};
 
 /// Writes the rows with the log-probabilities of their responses.
 pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
     config.check()?;
-    let options = model_options(&config.rows)?;
+    let options = config.rows.compute.options()?;
     let rows = open_rows(&config.rows, true)?;
     let load = || {
         let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use rlhf::data::{Columns, Dataset, RowReader};
 use rlhf::dist::World;
-use rlhf::model::ModelOptions;
 use rlhf::safe_text::{lines, one_line};
 use rlhf::settings::RowsConfig;
 use rlhf::terminal::{Colour, Stream};
@@ -122,12 +121,6 @@ fn check_output_file(config: &RowsConfig) -> Result<()> {
         return Err(Error::Usage(format!("output_file = {} is also the dataset", path.display())));
     }
     Ok(())
-}
-
-/// Returns the options to load a model with; also sets libtorch's number of threads, if it is configured.
-pub(crate) fn model_options(config: &RowsConfig) -> Result<ModelOptions> {
-    rlhf::device::use_threads(config.num_threads);
-    Ok(ModelOptions { device: config.device.resolve()?, dtype: config.dtype, ..ModelOptions::default() })
 }
 
 /// Standard output, or a file that gets its name when it is complete.

@@ -14,12 +14,12 @@ use rlhf::tokenizer::Tokenizer;
 use rlhf::{Error, Result};
 use serde_json::{Map, Value, json};
 
-use super::rows::{Fields, annotate, batches, check_finite, model_options, numbers, numbers_of_rows, open_rows};
+use super::rows::{Fields, annotate, batches, check_finite, numbers, numbers_of_rows, open_rows};
 
 /// Writes the rows with their scores.
 pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
     config.check()?;
-    let options = model_options(&config.rows)?;
+    let options = config.rows.compute.options()?;
     let rows = open_rows(&config.rows, true)?;
     match &config.model_name_or_path {
         Some(name) if !config.scores_answers() => score_by_model(config, name, rows, options),

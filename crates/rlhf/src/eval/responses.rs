@@ -3,7 +3,7 @@
 use super::results::{Given, Store};
 use super::{Progress, Side};
 use crate::data::{Dataset, Prompt, RowReader, prompt_field};
-use crate::generate::{self, FinishReason, GenerationConfig, StopStrings};
+use crate::generate::{self, FinishReason, GenerationConfig};
 use crate::model::{CausalLm, ModelOptions};
 use crate::settings::{EvaluateConfig, GenerateConfig};
 use crate::tokenizer::Tokenizer;
@@ -26,26 +26,8 @@ impl Responder {
         let tokenizer = Tokenizer::from_pretrained(dir)?;
         let model = CausalLm::from_pretrained(dir, options)?;
         tokenizer.check_fits(model.config(), dir)?;
-        let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
-        let mut generation = config.generation(model.config().generation_settings(), context, dir)?;
-        if let Some(id) = config.stop_token_ids.iter().find(|id| !(0..vocab).contains(*id)) {
-            return Err(Error::Usage(format!(
-                "stop_token_ids = {id}: expected ids below the vocabulary of {vocab} of {}",
-                dir.display()
-            )));
-        }
-        generation.stop_token_ids = [&config.stop_token_ids[..], tokenizer.eos_ids()].concat();
-        if !config.stop_strings.is_empty() {
-            generation.stop_strings = Some(StopStrings::new(&tokenizer, config.stop_strings.clone())?);
-        }
-        let room = context.checked_sub(generation.max_new_tokens).filter(|&room| room > 0).ok_or_else(|| {
-            Error::Usage(format!(
-                "max_new_tokens = {} leaves no room for a prompt in the context of {context} tokens of {}",
-                generation.max_new_tokens,
-                dir.display()
-            ))
-        })?;
-        let prompts = dataset.prompts(&tokenizer, vocab, room)?;
+        let (generation, max_prompt_len) = config.for_model(&model, &tokenizer, dir)?;
+        let prompts = dataset.prompts(&tokenizer, model.config().vocab_size, max_prompt_len)?;
         Ok(Self { model, tokenizer, generation, prompts })
     }
 
@@ -89,7 +71,7 @@ pub(super) fn generate_missing(
         return Ok(());
     }
     progress.start(&format!("responses of {}", name.display()), missing.len());
-    let responder = Responder::load(&config.generate(name, revision), dir, dataset, config.model_options()?)?;
+    let responder = Responder::load(&config.generate(name, revision), dir, dataset, config.compute.options()?)?;
     let at_once = (config.batch_size / config.sampling.num_return_sequences).max(1);
     for indices in missing.chunks(at_once) {
         let responses = responder.respond(indices)?;
@@ -99,13 +81,6 @@ pub(super) fn generate_missing(
         progress.advance(indices.len());
     }
     Ok(())
-}
-
-impl EvaluateConfig {
-    /// Returns the options to load a model with.
-    pub(super) fn model_options(&self) -> Result<ModelOptions> {
-        Ok(ModelOptions { device: self.device.resolve()?, dtype: self.dtype, ..ModelOptions::default() })
-    }
 }
 
 /// Returns the response in `column` of a row: a string, or one message of a conversation.

@@ -128,14 +128,19 @@ fn key(page: &mut Html, runs: &[Run], at: usize) {
     page.raw(if runs.len() > 1 { "<i></i>" } else { "" }).text(&runs[at].label).raw("</span>");
 }
 
+/// Writes the heading of a run's part of a section, where there are several runs.
+fn heading(page: &mut Html, runs: &[Run], at: usize) {
+    if runs.len() > 1 {
+        page.raw("<h3>");
+        key(page, runs, at);
+        page.raw("</h3>\n");
+    }
+}
+
 fn verdicts(page: &mut Html, runs: &[Run]) {
     page.raw("<section id=\"verdict\">\n<h2>Verdict</h2>\n");
     for (at, run) in runs.iter().enumerate() {
-        if runs.len() > 1 {
-            page.raw("<h3>");
-            key(page, runs, at);
-            page.raw("</h3>\n");
-        }
+        heading(page, runs, at);
         page.raw("<ul class=\"verdict\">\n");
         for finding in verdict(run) {
             let (class, sign) = match finding.mark {
@@ -242,11 +247,7 @@ fn samples(page: &mut Html, runs: &[Run]) {
     }
     page.raw(CONTROLS);
     for (at, run) in runs.iter().enumerate().filter(|(_, run)| !run.prompts.is_empty()) {
-        if runs.len() > 1 {
-            page.raw("<h3>");
-            key(page, runs, at);
-            page.raw("</h3>\n");
-        }
+        heading(page, runs, at);
         samples_of(page, run, at, MOST_SAMPLE_BYTES / runs.len());
     }
     page.raw("</section>\n");
@@ -420,11 +421,7 @@ fn alarms(page: &mut Html, run: &Run) {
 fn checks(page: &mut Html, runs: &[Run]) {
     page.raw("<section id=\"checks\">\n<h2>Alarms and checks</h2>\n");
     for (at, run) in runs.iter().enumerate() {
-        if runs.len() > 1 {
-            page.raw("<h3>");
-            key(page, runs, at);
-            page.raw("</h3>\n");
-        }
+        heading(page, runs, at);
         alarms(page, run);
         if !run.facts.is_empty() {
             page.raw("<div class=\"wide\"><table>\n<tbody>\n");

@@ -3,10 +3,10 @@
 use super::api::{ApiError, Endpoint, Prompt, Request};
 use super::choice::{Choice, Delta, prompt_tokens};
 use super::format::{Form, Usage, random};
-use crate::generate::{Alternatives, GenerationConfig, StopStrings, Token, generate_with};
+use crate::generate::{Alternatives, GenerationConfig, Token, generate_with};
 use crate::http_server::{EventStream, Events};
 use crate::model::CausalLm;
-use crate::settings::{GenerateConfig, ServeConfig};
+use crate::settings::{GenerateConfig, SamplerConfig, ServeConfig};
 use crate::signals::stop_requested;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
@@ -117,29 +117,22 @@ impl Engine {
         let (prompts, texts): (Vec<Vec<i64>>, Vec<String>) = encoded.into_iter().unzip();
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let max_new_tokens = self.max_new_tokens(request, longest)?;
-        let settings = GenerateConfig {
-            max_new_tokens: Some(max_new_tokens.max(1)),
-            do_sample: request.temperature.map(|temperature| temperature != 0.0),
+        let mut settings = self.defaults.clone();
+        settings.seed = request.seed.unwrap_or_else(random);
+        settings.responses.max_new_tokens = Some(max_new_tokens.max(1));
+        settings.responses.do_sample = request.temperature.map(|temperature| temperature != 0.0);
+        settings.responses.sampler = SamplerConfig {
             temperature: request.temperature,
-            top_p: request.top_p,
             top_k: request.top_k,
+            top_p: request.top_p,
             min_p: request.min_p,
             repetition_penalty: request.repetition_penalty,
-            seed: request.seed.unwrap_or_else(random),
-            ..self.defaults.clone()
         };
-        let config = self.model.config();
-        let resolved = settings.generation(config.generation_settings(), config.max_position_embeddings, &self.dir);
-        let resolved = resolved.map_err(refused)?;
-        let stop_strings = match request.stop.as_slice() {
-            [] => None,
-            strings => Some(StopStrings::new(&self.tokenizer, strings.to_vec()).map_err(refused)?),
-        };
+        settings.responses.stop_strings.clone_from(&request.stop);
+        let (resolved, _) = settings.for_model(&self.model, &self.tokenizer, &self.dir).map_err(refused)?;
         let generation = GenerationConfig {
             max_new_tokens,
             num_return_sequences: request.n,
-            stop_token_ids: self.tokenizer.eos_ids().to_vec(),
-            stop_strings,
             top_logprobs: request.logprobs,
             ..resolved
         };
@@ -183,16 +176,16 @@ impl Engine {
             Endpoint::Completions => ("prompt", COMPLETION_TOKENS),
             Endpoint::Chat => ("messages", self.max_new_tokens),
         };
-        let room = context.saturating_sub(len);
+        let remaining = context.saturating_sub(len);
         match request.max_tokens {
-            Some(most) if len <= context && most <= room => Ok(most),
+            Some(most) if len <= context && most <= remaining => Ok(most),
             Some(most) => Err(ApiError::too_long(
                 if len < context { "max_tokens" } else { param },
                 format!(
                     "the prompt has {len} tokens, and the response up to {most}: the model's context is {context} tokens"
                 ),
             )),
-            None if room > 0 => Ok(usual.min(room)),
+            None if remaining > 0 => Ok(usual.min(remaining)),
             None => Err(ApiError::too_long(
                 param,
                 format!(

@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::check::check_sizes;
 use super::compute::ComputeConfig;
 use super::generate::GenerateConfig;
+use super::responses::SamplerConfig;
 use crate::Result;
 use crate::flag::{DATA, MODELS, NONE, SAMPLING, all, defaults, optional};
 
@@ -30,23 +31,10 @@ pub struct ChatConfig {
     /// Maximum tokens of a response.
     #[arg(long, help_heading = SAMPLING, default_value_t = 512)]
     pub max_new_tokens: usize,
-    /// Sampling temperature; 0 is greedy decoding [default: the model's `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub temperature: std::option::Option<f64>,
-    /// Sample from this many most likely tokens only; 0 for all [default: the model's `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
-    pub top_k: std::option::Option<usize>,
-    /// Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all [default: the model's
-    /// `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub top_p: std::option::Option<f64>,
-    /// Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all [default: the model's
-    /// `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub min_p: std::option::Option<f64>,
-    /// Penalty on tokens that are in the conversation already; 1 for none [default: the model's `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub repetition_penalty: std::option::Option<f64>,
+    /// Sampling of each token.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub sampler: SamplerConfig,
     /// Seed of the sampling.
     #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
     pub seed: u64,
@@ -66,18 +54,13 @@ impl ChatConfig {
 
     /// Returns the settings of a response as those of `rlhf generate`.
     pub fn generate(&self) -> GenerateConfig {
-        GenerateConfig {
-            max_new_tokens: Some(self.max_new_tokens),
-            // A temperature that is set is used, also where the model's file has greedy decoding.
-            do_sample: self.temperature.map(|temperature| temperature != 0.0),
-            temperature: self.temperature,
-            top_k: self.top_k,
-            top_p: self.top_p,
-            min_p: self.min_p,
-            repetition_penalty: self.repetition_penalty,
-            seed: self.seed,
-            ..GenerateConfig::new(&self.model)
-        }
+        let mut config = GenerateConfig::new(&self.model);
+        config.responses.max_new_tokens = Some(self.max_new_tokens);
+        // A temperature that is set is used, also where the model's file has greedy decoding.
+        config.responses.do_sample = self.sampler.temperature.map(|temperature| temperature != 0.0);
+        config.responses.sampler = self.sampler.clone();
+        config.seed = self.seed;
+        config
     }
 
     /// Checks every setting.

@@ -1,4 +1,4 @@
-//! Settings of the computation of commands that load a model to generate with it: `chat` and `serve`.
+//! Settings of the computation of commands that use models without training.
 
 use clap::Args;
 use serde::Serialize;
@@ -8,7 +8,7 @@ use crate::device::{Device, check_threads, use_threads};
 use crate::flag::{NONE, RUN, Setting, optional, required};
 use crate::model::{Dtype, ModelOptions};
 
-/// Device and precision of `chat` and `serve`.
+/// Device and precision of commands that use models without training.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ComputeConfig {

@@ -6,15 +6,15 @@ use clap::Args;
 use serde::Serialize;
 
 use super::check::check_sizes;
+use super::compute::ComputeConfig;
 use super::generate::GenerateConfig;
+use super::responses::ResponsesConfig;
 use crate::Result;
 use crate::data::Columns;
-use crate::device::{Device, check_threads};
 use crate::flag::{
     DATA, EVALUATION, MODELS, NONE, REWARDS, RUN, SAMPLING, all, at_least_one, defaults, expect, no_effect, optional,
-    required, usage,
+    usage,
 };
-use crate::model::Dtype;
 use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
 
 /// Maximum number of concurrent requests to a judge; each has a thread.
@@ -83,6 +83,9 @@ pub struct EvaluateConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub sampling: ResponsesConfig,
+    /// Seed of the sampling, of the order of the responses and of the intervals.
+    #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
+    pub seed: u64,
 
     /// Folder for the responses, the results and their summary. An evaluation that was cut continues there.
     #[arg(long, help_heading = RUN)]
@@ -94,15 +97,10 @@ pub struct EvaluateConfig {
     /// Sequences per forward pass; affects memory and speed only.
     #[arg(long, help_heading = RUN, default_value_t = 32)]
     pub batch_size: usize,
-    /// Dtype of the models' weights and computation; `auto` is that of their files.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
-    pub dtype: Dtype,
-    /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = "DEVICE", value_parser = required::<Device>)]
-    pub device: Device,
-    /// Number of threads for tensor operations [default: one per core].
-    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
-    pub num_threads: std::option::Option<usize>,
+    /// Computation.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub compute: ComputeConfig,
 }
 
 /// Judges that compare two responses: a program, or a model behind an HTTP endpoint.
@@ -143,51 +141,6 @@ pub struct JudgeConfig {
     pub judge_retries: usize,
 }
 
-/// Sampling of the responses that are evaluated.
-#[derive(Debug, Clone, PartialEq, Serialize, Args)]
-#[command(rename_all = "snake_case")]
-pub struct ResponsesConfig {
-    /// Maximum tokens of a response [default: the model's `generation_config.json`, else 53].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
-    pub max_new_tokens: std::option::Option<usize>,
-    /// Sample the next token; `false` is greedy decoding [default: the model's `generation_config.json`, else true].
-    #[arg(
-        long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<bool>,
-        num_args = 0..=1, default_missing_value = "true", require_equals = true
-    )]
-    pub do_sample: std::option::Option<bool>,
-    /// Sampling temperature; 0 is greedy decoding [default: the model's `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub temperature: std::option::Option<f64>,
-    /// Sample from this many most likely tokens only; 0 for all [default: the model's `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
-    pub top_k: std::option::Option<usize>,
-    /// Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all [default: the model's
-    /// `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub top_p: std::option::Option<f64>,
-    /// Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all [default: the model's
-    /// `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub min_p: std::option::Option<f64>,
-    /// Penalty on tokens that are in the prompt or the response already; 1 for none [default: the model's `generation_config.json`,
-    /// else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub repetition_penalty: std::option::Option<f64>,
-    /// Number of responses of a model to each prompt.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1)]
-    pub num_return_sequences: usize,
-    /// Further stop tokens, by id: separated by commas, or by repeating the flag.
-    #[arg(long, help_heading = SAMPLING, value_delimiter = ',')]
-    pub stop_token_ids: Vec<i64>,
-    /// End a response with the token that completes this text; repeat the flag for several texts.
-    #[arg(long, help_heading = SAMPLING)]
-    pub stop_strings: Vec<String>,
-    /// Seed of the sampling, of the order of the responses and of the intervals.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
-    pub seed: u64,
-}
-
 impl EvaluateConfig {
     /// Creates a configuration with every default, for this model, these prompts and this folder; set `compare` or
     /// `compare_column`, and a judge, next.
@@ -225,21 +178,11 @@ impl EvaluateConfig {
 
     /// Returns the settings of the generation by one of the models.
     pub fn generate(&self, model_name_or_path: &Path, revision: &str) -> GenerateConfig {
-        let sampling = self.sampling.clone();
         let mut config = GenerateConfig::new(model_name_or_path);
         config.model_revision = revision.to_string();
         config.apply_chat_template = self.apply_chat_template;
-        config.max_new_tokens = sampling.max_new_tokens;
-        config.do_sample = sampling.do_sample;
-        config.temperature = sampling.temperature;
-        config.top_k = sampling.top_k;
-        config.top_p = sampling.top_p;
-        config.min_p = sampling.min_p;
-        config.repetition_penalty = sampling.repetition_penalty;
-        config.num_return_sequences = sampling.num_return_sequences;
-        config.stop_token_ids = sampling.stop_token_ids;
-        config.stop_strings = sampling.stop_strings;
-        config.seed = sampling.seed;
+        config.responses = self.sampling.clone();
+        config.seed = self.seed;
         config.rows.batch_size = self.batch_size;
         config
     }
@@ -277,7 +220,7 @@ impl EvaluateConfig {
             expect(!self.output_dir.as_os_str().is_empty(), "output_dir", "\"\"", "a folder"),
             at_least_one("batch_size", self.batch_size),
             Columns::parse(&self.dataset_columns).map(drop),
-            check_threads(self.num_threads),
+            self.compute.check(),
             self.generate(&self.model_name_or_path, &self.model_revision).check(),
         ])
     }

@@ -7,12 +7,15 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::check::check_sizes;
+use super::responses::{ResponsesConfig, SamplerConfig};
 use super::rows::RowsConfig;
 use crate::flag::{
     DATA, MODELS, NONE, SAMPLING, Setting, above_zero, all, at_least_one, defaults, expect, optional, required, usage,
     zero_or_more, zero_to_one,
 };
-use crate::generate::{GenerationConfig, Sampling};
+use crate::generate::{GenerationConfig, Sampling, StopStrings};
+use crate::model::CausalLm;
+use crate::tokenizer::Tokenizer;
 use crate::weights::brief;
 use crate::{Error, Result};
 
@@ -43,45 +46,13 @@ pub struct GenerateConfig {
     #[arg(long, help_heading = DATA)]
     pub apply_chat_template: bool,
 
-    /// Maximum tokens of a response [default: the model's `generation_config.json`, else 53].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
-    pub max_new_tokens: std::option::Option<usize>,
+    /// Responses to each prompt.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub responses: ResponsesConfig,
     /// Minimum tokens of a response [default: the model's `generation_config.json`, else 0].
     #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
     pub min_new_tokens: std::option::Option<usize>,
-    /// Sample the next token; `false` is greedy decoding [default: the model's `generation_config.json`, else true].
-    #[arg(
-        long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<bool>,
-        num_args = 0..=1, default_missing_value = "true", require_equals = true
-    )]
-    pub do_sample: std::option::Option<bool>,
-    /// Sampling temperature; 0 is greedy decoding [default: the model's `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub temperature: std::option::Option<f64>,
-    /// Sample from this many most likely tokens only; 0 for all [default: the model's `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<usize>)]
-    pub top_k: std::option::Option<usize>,
-    /// Nucleus sampling: sample from the fewest most likely tokens with this total probability; 1 for all [default: the model's
-    /// `generation_config.json`, else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub top_p: std::option::Option<f64>,
-    /// Sample from tokens with at least this fraction of the probability of the most likely one; 0 for all [default: the model's
-    /// `generation_config.json`, else 0].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub min_p: std::option::Option<f64>,
-    /// Penalty on tokens that are in the prompt or the response already; 1 for none [default: the model's `generation_config.json`,
-    /// else 1].
-    #[arg(long, help_heading = SAMPLING, default_value = NONE, value_parser = optional::<f64>)]
-    pub repetition_penalty: std::option::Option<f64>,
-    /// Number of responses per prompt.
-    #[arg(long, help_heading = SAMPLING, default_value_t = 1)]
-    pub num_return_sequences: usize,
-    /// Further stop tokens, by id: separated by commas, or by repeating the flag.
-    #[arg(long, help_heading = SAMPLING, value_delimiter = ',')]
-    pub stop_token_ids: Vec<i64>,
-    /// End a response with the token that completes this text; repeat the flag for several texts.
-    #[arg(long, help_heading = SAMPLING)]
-    pub stop_strings: Vec<String>,
     /// Do not stop at the end-of-sequence tokens of the model and its tokenizer.
     #[arg(long, help_heading = SAMPLING)]
     pub ignore_eos: bool,
@@ -105,7 +76,7 @@ impl GenerateConfig {
 
     /// Returns whether every token is the likeliest one: no sampling, or a temperature of 0.
     pub fn is_greedy(&self) -> bool {
-        self.do_sample == Some(false) || self.temperature == Some(0.0)
+        self.responses.do_sample == Some(false) || self.responses.sampler.temperature == Some(0.0)
     }
 
     /// Resolves the generation: a setting that is not set is that of `of_model`, the `generation_config.json` of the model in
@@ -120,30 +91,34 @@ impl GenerateConfig {
         dir: &Path,
     ) -> Result<GenerationConfig> {
         let file = ModelDefaults { settings: of_model, dir };
-        let do_sample = match (self.do_sample, file.get("do_sample")) {
+        let do_sample = match (self.responses.do_sample, file.get("do_sample")) {
             (Some(set), _) => set,
             (None, None) => true,
             (None, Some(found)) => found.as_bool().ok_or_else(|| file.wrong("do_sample", bool::EXPECTED, found))?,
         };
-        let mut max_new_tokens = file.whole(self.max_new_tokens, "max_new_tokens", NEW_TOKENS)?;
-        if self.max_new_tokens.is_none() && max_new_tokens >= context {
+        let mut max_new_tokens = file.whole(self.responses.max_new_tokens, "max_new_tokens", NEW_TOKENS)?;
+        if self.responses.max_new_tokens.is_none() && max_new_tokens >= context {
             // The files of some models have their whole context, with no tokens left for a prompt.
             max_new_tokens = NEW_TOKENS;
         }
         let min_new_tokens = file.whole(self.min_new_tokens, "min_new_tokens", 0)?;
-        let (temperature, top_k) =
-            (file.number(self.temperature, "temperature", 1.0)?, file.whole(self.top_k, "top_k", 0)?);
-        let (top_p, min_p) = (file.number(self.top_p, "top_p", 1.0)?, file.number(self.min_p, "min_p", 0.0)?);
-        let repetition_penalty = file.number(self.repetition_penalty, "repetition_penalty", 1.0)?;
-        let resolved = Self {
-            do_sample: Some(do_sample),
-            max_new_tokens: Some(max_new_tokens),
-            min_new_tokens: Some(min_new_tokens),
+        let (temperature, top_k) = (
+            file.number(self.responses.sampler.temperature, "temperature", 1.0)?,
+            file.whole(self.responses.sampler.top_k, "top_k", 0)?,
+        );
+        let (top_p, min_p) = (
+            file.number(self.responses.sampler.top_p, "top_p", 1.0)?,
+            file.number(self.responses.sampler.min_p, "min_p", 0.0)?,
+        );
+        let repetition_penalty = file.number(self.responses.sampler.repetition_penalty, "repetition_penalty", 1.0)?;
+        let mut resolved = Self { min_new_tokens: Some(min_new_tokens), ..self.clone() };
+        (resolved.responses.do_sample, resolved.responses.max_new_tokens) = (Some(do_sample), Some(max_new_tokens));
+        resolved.responses.sampler = SamplerConfig {
             temperature: Some(temperature),
+            top_k: Some(top_k),
             top_p: Some(top_p),
             min_p: Some(min_p),
             repetition_penalty: Some(repetition_penalty),
-            ..self.clone()
         };
         resolved.check()?;
         let sampling = match resolved.is_greedy() {
@@ -153,11 +128,43 @@ impl GenerateConfig {
         Ok(GenerationConfig {
             repetition_penalty,
             min_new_tokens,
-            num_return_sequences: self.num_return_sequences,
+            num_return_sequences: self.responses.num_return_sequences,
             seed: self.seed,
             batch_size: self.rows.batch_size,
             ..GenerationConfig::new(sampling, max_new_tokens)
         })
+    }
+
+    /// Resolves the generation with `model`, of the folder `dir`, with the tokens and texts that end a response. Also returns the maximum
+    /// length of a prompt, in tokens.
+    ///
+    /// # Errors
+    /// If one of the settings is invalid, or the context of the model is not longer than a response.
+    pub fn for_model(&self, model: &CausalLm, tokenizer: &Tokenizer, dir: &Path) -> Result<(GenerationConfig, usize)> {
+        let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
+        let mut generation = self.generation(model.config().generation_settings(), context, dir)?;
+        let ResponsesConfig { stop_token_ids, stop_strings, .. } = &self.responses;
+        if let Some(id) = stop_token_ids.iter().find(|id| !(0..vocab).contains(*id)) {
+            return usage(format!(
+                "stop_token_ids = {id}: expected ids below the vocabulary of {vocab} of {}",
+                dir.display()
+            ));
+        }
+        generation.stop_token_ids.clone_from(stop_token_ids);
+        if !self.ignore_eos {
+            generation.stop_token_ids.extend(tokenizer.eos_ids());
+        }
+        if !stop_strings.is_empty() {
+            generation.stop_strings = Some(StopStrings::new(tokenizer, stop_strings.clone())?);
+        }
+        let max_new_tokens = generation.max_new_tokens;
+        match context.checked_sub(max_new_tokens) {
+            Some(max_prompt_len @ 1..) => Ok((generation, max_prompt_len)),
+            _ => usage(format!(
+                "max_new_tokens = {max_new_tokens} leaves no room for a prompt in the context of {context} tokens of {}",
+                dir.display()
+            )),
+        }
     }
 
     /// Checks every setting.
@@ -173,7 +180,7 @@ impl GenerateConfig {
             )),
             _ => Ok(()),
         };
-        let enough = match (self.min_new_tokens, self.max_new_tokens) {
+        let enough = match (self.min_new_tokens, self.responses.max_new_tokens) {
             (Some(least), Some(most)) => {
                 expect(least <= most, "min_new_tokens", least, &format!("at most max_new_tokens = {most}"))
             }
@@ -182,7 +189,7 @@ impl GenerateConfig {
         let set = |found: Option<f64>, check: fn(&str, f64) -> Result<()>, name| {
             found.map_or(Ok(()), |found| check(name, found))
         };
-        let sequences = self.num_return_sequences;
+        let sequences = self.responses.num_return_sequences;
         let equal = if self.is_greedy() && sequences > 1 {
             usage(format!(
                 "num_return_sequences = {sequences} would give equal responses, as the likeliest token is always taken; set \
@@ -192,22 +199,23 @@ impl GenerateConfig {
             Ok(())
         };
         let ids = self
+            .responses
             .stop_token_ids
             .iter()
             .try_for_each(|&id| expect(id >= 0, "stop_token_ids", id, "token ids, 0 or more"));
         all([
             sources,
-            self.max_new_tokens.map_or(Ok(()), |most| at_least_one("max_new_tokens", most)),
+            self.responses.max_new_tokens.map_or(Ok(()), |most| at_least_one("max_new_tokens", most)),
             enough,
             at_least_one("num_return_sequences", sequences),
-            set(self.temperature, zero_or_more, "temperature"),
-            set(self.top_p, above_zero, "top_p"),
-            set(self.top_p, zero_to_one, "top_p"),
-            set(self.min_p, zero_to_one, "min_p"),
-            set(self.repetition_penalty, above_zero, "repetition_penalty"),
+            set(self.responses.sampler.temperature, zero_or_more, "temperature"),
+            set(self.responses.sampler.top_p, above_zero, "top_p"),
+            set(self.responses.sampler.top_p, zero_to_one, "top_p"),
+            set(self.responses.sampler.min_p, zero_to_one, "min_p"),
+            set(self.responses.sampler.repetition_penalty, above_zero, "repetition_penalty"),
             equal,
             ids,
-            expect(!self.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text"),
+            expect(!self.responses.stop_strings.iter().any(String::is_empty), "stop_strings", "\"\"", "some text"),
             self.rows.check(),
         ])
     }
@@ -276,11 +284,11 @@ mod tests {
     #[test]
     fn generation_refuses_two_sources_of_prompts_and_equal_responses() {
         let mut config = GenerateConfig::new("m");
-        config.temperature = Some(0.0);
+        config.responses.sampler.temperature = Some(0.0);
         config.check().unwrap();
-        config.num_return_sequences = 2;
+        config.responses.num_return_sequences = 2;
         assert!(usage_of(config.check()).starts_with("num_return_sequences = 2 would give equal responses"));
-        config.num_return_sequences = 1;
+        config.responses.num_return_sequences = 1;
         config.prompts = vec!["a".into(), "b".into()];
         config.rows.dataset_name = Some("d.jsonl".into());
         assert_eq!(

@@ -5,11 +5,10 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
+use super::compute::ComputeConfig;
 use crate::Result;
 use crate::data::Columns;
-use crate::device::{Device, check_threads};
-use crate::flag::{DATA, NONE, RUN, Setting, all, at_least_one, optional, required};
-use crate::model::Dtype;
+use crate::flag::{DATA, NONE, RUN, all, at_least_one, optional};
 
 /// Input, output and computation of `generate`, `logprobs` and `score`.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
@@ -35,15 +34,10 @@ pub struct RowsConfig {
     /// Sequences per forward pass; affects memory and speed only.
     #[arg(long, help_heading = RUN, default_value_t = 32)]
     pub batch_size: usize,
-    /// Dtype of the model's weights and computation; `auto` is that of its files.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "auto")]
-    pub dtype: Dtype,
-    /// Device to compute on: cpu, cuda, cuda:N, or `auto` for a GPU if there is one.
-    #[arg(long, help_heading = RUN, default_value_t = Device::Auto, value_name = Device::NAME, value_parser = required::<Device>)]
-    pub device: Device,
-    /// Number of threads for tensor operations [default: one per core].
-    #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
-    pub num_threads: std::option::Option<usize>,
+    /// Computation.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub compute: ComputeConfig,
 }
 
 impl RowsConfig {
@@ -51,7 +45,7 @@ impl RowsConfig {
         all([
             at_least_one("batch_size", self.batch_size),
             Columns::parse(&self.dataset_columns).map(drop),
-            check_threads(self.num_threads),
+            self.compute.check(),
         ])
     }
 }
