@@ -91,7 +91,7 @@ pub enum WarningKind {
     RunawayKl,
     /// The policy's entropy is below 0.05 nats per token while the score is not at its best; once in a run.
     LowEntropy,
-    /// Most of the room between the first length of responses and the maximum is used up; once in a run.
+    /// Responses have grown by more than 80 % of the difference between their first length and the maximum; once in a run.
     LengthLimit,
     /// At least 100 responses in a row did not end by a stop token though there is one; once in a run.
     NoStop,

@@ -16,7 +16,7 @@ const MOST_BYTES: u64 = 16 << 20;
 /// Characters of a text that are kept at most.
 const MOST_CHARS: usize = 1200;
 
-/// Where the responses of a file are from.
+/// Source of the responses of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Source {
     /// Greedy responses to the sample prompts.

@@ -211,7 +211,7 @@ impl Axis {
     pub(super) fn y(points: impl Iterator<Item = f64>) -> Self {
         let axis = Self::new(points, [BOTTOM, TOP], 4);
         let [least, greatest] = axis.domain.map(|value| value / axis.step);
-        // Values just beyond a tick, as a KL of -1e-9, have room around the axes.
+        // Values just beyond a tick, as a KL of -1e-9, do not touch the frame.
         let domain = [(least + 0.02).floor(), (greatest - 0.02).ceil()].map(|tick| tick * axis.step);
         Self { domain, ..axis }
     }

@@ -18,9 +18,9 @@ const MOST_KL_PER_TOKEN: f64 = 1.0;
 /// each position. Language models that still learn have more; one that has solved its task may have as little, see [`Scores::solved`].
 const LEAST_ENTROPY: f64 = 0.05;
 
-/// Share of the room between the first length of responses and the maximum above which lengths drift to the limit. With mean
+/// Share of the difference between the first length of responses and the maximum, above which lengths drift to the limit. With mean
 /// lengths so near to it, many responses are cut.
-const MOST_ROOM_USED: f64 = 0.8;
+const MOST_GROWTH: f64 = 0.8;
 
 /// Updates over which a length is averaged, and for which responses have to be alike or tokens clipped: one update may have few of
 /// them.
@@ -360,7 +360,7 @@ impl Alarms {
             last.remove(0);
         }
         let (first, last, limit) = (mean(first), mean(last), most as f64);
-        if first > MOST_ROOM_USED * limit || last < first + MOST_ROOM_USED * (limit - first) {
+        if first > MOST_GROWTH * limit || last < first + MOST_GROWTH * (limit - first) {
             return None;
         }
         self.once(WarningKind::LengthLimit, || {

@@ -33,7 +33,7 @@ pub struct Experience {
     /// Number of response tokens of each row that count, from the first: an eos at the end may not. The score lands behind
     /// the last of them.
     pub counted: Vec<i64>,
-    /// Number of values of each row: one per token that counts, and one after the last where there is room.
+    /// Number of values of each row: one per token that counts, and one after the last where the context allows.
     pub value_counts: Vec<i64>,
     /// The slots that count.
     pub masks: Masks,

@@ -36,7 +36,7 @@ pub enum Event<'a> {
         step: usize,
         /// Responses trained on so far.
         episode: usize,
-        /// Where the responses are from.
+        /// Source of the responses.
         source: SampleSource,
         /// The responses.
         samples: &'a [Sample],
@@ -73,7 +73,7 @@ pub enum Event<'a> {
     },
 }
 
-/// Where the responses of [`Event::Samples`] are from.
+/// Source of the responses of [`Event::Samples`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SampleSource {
     /// Greedy responses to the sample prompts.
@@ -112,7 +112,7 @@ pub struct RolloutRow {
     pub logprobs: Vec<f32>,
     /// Log-probability of each token under the reference model, if there is one.
     pub ref_logprobs: Option<Vec<f32>>,
-    /// Values of the states before each token and, where there is room, after the last, if there is a critic.
+    /// Values of the states before each token and, where the context allows, after the last, if there is a critic.
     pub values: Option<Vec<f32>>,
     /// Advantage of each token.
     pub advantages: Vec<f32>,

@@ -77,8 +77,8 @@ impl<'w> Reporter<'w> {
         Self { console, dir: run.output_dir.clone(), files: None, tensorboard: None, watcher: None, stopped: false }
     }
 
-    /// Removes what the sinks have of later updates than the run has `reached`, as [`Reporter::open`] does, except alarms; `settings` are
-    /// those of the run.
+    /// Removes what the sinks have of later updates than the run has `reached`, as [`Reporter::open`] does, except alarms. `settings` are
+    /// the settings of the run.
     ///
     /// # Errors
     /// If a file cannot be read or written.

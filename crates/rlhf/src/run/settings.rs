@@ -122,7 +122,7 @@ pub struct WatchConfig {
     #[arg(long, help_heading = RUN)]
     pub no_checks: bool,
     /// Action when an alarm is raised, as NAME=ACTION; repeat the flag for several. NAME is an alarm, such as runaway_kl, or all, for
-    /// those that are not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last
+    /// every alarm that is not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last
     /// checkpoint with half the learning rate and other samples [default: all=warn].
     #[arg(long, help_heading = RUN, value_delimiter = ',')]
     pub on_alarm: Vec<String>,
