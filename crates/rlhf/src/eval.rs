@@ -34,7 +34,7 @@ use crate::{Error, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use judge::{NoVerdict, Outcome, Pair, PairJudge, Preference};
 use responses::{generate_missing, plain_prompt, reference};
-use results::Store;
+use results::{Store, row_digest};
 use scores::Scorer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -44,6 +44,12 @@ use summary::About;
 
 /// Number of failures of the judge in a row that end an evaluation.
 const MOST_FAILURES: usize = 5;
+
+/// Number of rows without a verdict at the start that end an evaluation.
+const MOST_UNDECIDED: usize = 10;
+
+/// Share of rows without a verdict above which the end of an evaluation warns of them.
+const MOST_WITHOUT_VERDICT: f64 = 0.1;
 
 /// One of the two that are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -83,11 +89,11 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     let models = Models::find(config)?;
     let task = Task::read(config, &models, &specs)?;
     let mut store = Store::open(config, &models.inputs(config, &specs)?)?;
-    store.check_rows(&task.texts, task.references.as_deref())?;
+    store.check_rows(&task.rows)?;
     let progress = Progress::new(console);
     for (side, dir) in [(Side::A, Some(&models.a)), (Side::B, models.b.as_ref())] {
         if let Some(dir) = dir {
-            generate_missing(config, side, dir, &task.dataset, &mut store, &progress)?;
+            generate_missing(config, side, dir, &task, &mut store, &progress)?;
         }
     }
     let judge = task.judge(config, &models, pairs, specs)?;
@@ -95,22 +101,32 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     judge.judge_missing(&task, &mut store, &progress)?;
     progress.finish();
     let rows = store.rows(task.prompts.len());
+    let prompts = rows.len() / task.samples;
     let about = About {
         judge: described,
         names: [Some(config.model_name_or_path.display().to_string()), task.compared.clone()],
         is_column: task.references.is_some(),
-        prompts: task.prompts.len(),
-        left_out: task.left_out,
+        prompts,
+        left_out: task.wanted - prompts,
         samples: config.sampling.num_return_sequences,
         pass_score: config.pass_score,
         seed: config.seed,
     };
-    let Some(summary) = Summary::new(about, &rows) else {
+    let judged: Vec<_> = rows.iter().filter(|row| row.was_judged()).collect();
+    let without = judged.iter().filter(|row| !row.is_decided()).count();
+    let summary = Summary::new(about, &rows).filter(|_| judged.is_empty() || without < judged.len());
+    let Some(summary) = summary else {
         let first = rows.iter().find_map(|row| row.no_verdict.as_deref()).unwrap_or("no score");
-        let count = rows.len();
+        let count = judged.len();
         return Err(Error::Run(format!("the judge gave no verdict for any of {count} rows; the first: {first}")));
     };
     store.finish(&summary)?;
+    if without as f64 > MOST_WITHOUT_VERDICT * judged.len() as f64 {
+        console.warn(&format!(
+            "{without} of {} rows have no verdict and are left out of the summary: results.jsonl has the reasons",
+            judged.len()
+        ));
+    }
     Ok(summary)
 }
 
@@ -153,14 +169,18 @@ struct Task {
     prompts: Vec<Prompt>,
     /// The prompts as a reader sees them.
     texts: Vec<String>,
+    /// Digests of the rows.
+    rows: Vec<String>,
     /// The responses of the column, if one is compared with.
     references: Option<Vec<String>>,
     /// The model or the column that is compared with.
     compared: Option<String>,
     /// Number of responses of a model to each prompt.
     samples: usize,
-    /// Number of prompts beyond `max_judgements`.
-    left_out: usize,
+    /// Number of prompts to evaluate, those beyond `max_judgements` included.
+    wanted: usize,
+    /// Maximum number of times that a prompt is judged, over all prompts and runs.
+    most: Option<usize>,
     tokenizer: Tokenizer,
 }
 
@@ -171,8 +191,8 @@ impl Task {
         let mut dataset = Dataset::read(&config.dataset_name, &config.dataset_split)?.with_columns(&columns)?;
         dataset = if config.apply_chat_template { dataset.with_chat_prompts() } else { dataset };
         let wanted = dataset.rows().count().min(config.num_prompts.unwrap_or(usize::MAX));
-        let allowed = config.max_judgements.map_or(usize::MAX, |most| most / config.judgements_per_prompt());
-        let dataset = dataset.first(wanted.min(allowed));
+        let most = config.max_judgements.map(|most| most / config.judgements_per_prompt());
+        let dataset = dataset.first(wanted.min(most.unwrap_or(usize::MAX)));
         dataset.check(|row| {
             config.compare_column.iter().try_for_each(|column| reference(row, column).map(drop))?;
             specs.iter().try_for_each(|spec| spec.check_row(row))
@@ -185,6 +205,7 @@ impl Task {
         };
         let column = config.compare_column.as_ref();
         Ok(Self {
+            rows: dataset.rows().map(row_digest).collect(),
             texts: dataset.rows().zip(&prompts).map(|(row, prompt)| plain_prompt(row, prompt)).collect(),
             references: column.map(of_column).transpose()?,
             compared: match &config.compare {
@@ -192,7 +213,8 @@ impl Task {
                 None => column.map(|column| format!("column {column}")),
             },
             samples: config.sampling.num_return_sequences,
-            left_out: wanted.saturating_sub(allowed),
+            wanted,
+            most,
             prompts,
             dataset,
             tokenizer,
@@ -230,7 +252,7 @@ impl Task {
     }
 
     /// Returns the rows of a prompt, before they are judged.
-    fn rows(&self, store: &Store, index: usize) -> Vec<ResultRow> {
+    fn unjudged(&self, store: &Store, index: usize) -> Vec<ResultRow> {
         let compared = self.compared_texts(store, index);
         let row = |(sample, given): (usize, &results::Given)| {
             let other = compared.get(sample).or(compared.first());
@@ -263,9 +285,9 @@ impl Judge {
         }
     }
 
-    /// Judges the prompts that the store has no verdict for, and stores their rows.
+    /// Judges the prompts that the store has no verdict for, as far as `max_judgements` allows, and stores their rows.
     fn judge_missing(mut self, task: &Task, store: &mut Store, progress: &Progress) -> Result<()> {
-        let missing = store.not_judged(task.prompts.len());
+        let missing = store.to_judge(task.prompts.len(), task.most);
         if missing.is_empty() {
             return Ok(());
         }
@@ -275,9 +297,9 @@ impl Judge {
             Self::Pairs(pairs) => pairs.at_once().div_ceil(2 * task.samples).max(1),
             Self::Scores(scorer) => scorer.at_once,
         };
-        let mut failures = Failures::default();
+        let mut failures = Failures::new(store.has_verdicts());
         for indices in missing.chunks(at_once) {
-            let mut rows: Vec<ResultRow> = indices.iter().flat_map(|&index| task.rows(store, index)).collect();
+            let mut rows: Vec<ResultRow> = indices.iter().flat_map(|&index| task.unjudged(store, index)).collect();
             match &mut self {
                 Self::Pairs(pairs) => judge_pairs(pairs, task, &mut rows),
                 Self::Scores(scorer) => scorer.score(task, store, indices, &mut rows)?,
@@ -341,18 +363,26 @@ impl ResultRow {
     }
 }
 
-/// Counts rows without a verdict: the first is reported, and a judge that fails again and again ends the evaluation.
-#[derive(Default)]
+/// Counts rows without a verdict: the first is reported, and a judge that fails again and again, or gives no verdict at all, ends the
+/// evaluation.
 struct Failures {
     warned: bool,
     in_a_row: usize,
+    /// Rows without a verdict, as long as no row has one.
+    at_first: Option<usize>,
     last: String,
 }
 
 impl Failures {
+    /// `has_verdicts` is whether an earlier run of the evaluation has some.
+    fn new(has_verdicts: bool) -> Self {
+        Self { warned: false, in_a_row: 0, at_first: (!has_verdicts).then_some(0), last: String::new() }
+    }
+
     fn add(&mut self, rows: &[ResultRow], progress: &Progress) {
-        for row in rows {
+        for row in rows.iter().filter(|row| row.was_judged()) {
             self.in_a_row = if row.failed { self.in_a_row + 1 } else { 0 };
+            self.at_first = self.at_first.filter(|_| !row.is_decided()).map(|count| count + 1);
             let Some(reason) = &row.no_verdict else { continue };
             self.last.clone_from(reason);
             if !std::mem::replace(&mut self.warned, true) {
@@ -365,15 +395,17 @@ impl Failures {
     }
 
     /// # Errors
-    /// If the last [`MOST_FAILURES`] rows have no verdict because the judge failed.
+    /// If the last [`MOST_FAILURES`] rows have no verdict because the judge failed, or the first [`MOST_UNDECIDED`] have none.
     fn check(&self) -> Result<()> {
-        if self.in_a_row < MOST_FAILURES {
+        let failed = self.in_a_row >= MOST_FAILURES;
+        if !failed && self.at_first.is_none_or(|count| count < MOST_UNDECIDED) {
             return Ok(());
         }
-        Err(Error::Run(format!(
-            "the judge failed for {} rows in a row: {}; the same command continues the evaluation",
-            self.in_a_row, self.last
-        )))
+        let found = match failed {
+            true => format!("failed for {} rows in a row", self.in_a_row),
+            false => format!("gave no verdict for the first {} rows", self.at_first.unwrap_or_default()),
+        };
+        Err(Error::Run(format!("the judge {found}: {}; the same command continues the evaluation", self.last)))
     }
 }
 
@@ -448,16 +480,25 @@ mod tests {
     }
 
     #[test]
-    fn a_judge_that_fails_in_a_row_ends_the_evaluation_and_one_that_replies_nonsense_does_not() {
+    fn a_judge_that_fails_in_a_row_or_never_decides_ends_the_evaluation() {
         let row = |failed| ResultRow { failed, no_verdict: Some("timed out".into()), ..ResultRow::default() };
+        let tie = || ResultRow { winner: Some(Verdict::Tie), response_b: Some(String::new()), ..ResultRow::default() };
         let progress = Progress::new(Console::Silent);
-        let mut failures = Failures::default();
-        failures.add(&vec![row(true); 4], &progress);
-        failures.add(&vec![row(false); 9], &progress);
-        failures.add(&vec![row(true); 4], &progress);
-        failures.check().unwrap();
-        failures.add(&[row(true)], &progress);
-        let error = failures.check().unwrap_err().to_string();
+        let check = |has_verdicts, rows: &[&[ResultRow]]| {
+            let mut failures = Failures::new(has_verdicts);
+            rows.iter().for_each(|rows| failures.add(rows, &progress));
+            failures.check().map_err(|error| error.to_string())
+        };
+        let (fail, none) = (vec![row(true); 4], vec![row(false); 9]);
+        assert_eq!(check(false, &[&fail, &[row(false)], &fail]), Ok(()));
+        // Equal responses are not judged.
+        let error = check(false, &[&fail, &[tie()], &[row(true)]]).unwrap_err();
         assert!(error.starts_with("the judge failed for 5 rows in a row: timed out"), "{error}");
+        assert_eq!(check(false, &[&none]), Ok(()));
+        let error = check(false, &[&none, &[tie()], &[row(false)]]).unwrap_err();
+        assert!(error.starts_with("the judge gave no verdict for the first 10 rows: timed out"), "{error}");
+        let decided = ResultRow { verdicts: Some([Some(Verdict::Tie); 2]), ..tie() };
+        assert_eq!(check(false, &[&[decided], &none, &none]), Ok(()));
+        assert_eq!(check(true, &[&none, &none]), Ok(()));
     }
 }

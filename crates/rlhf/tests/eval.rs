@@ -227,12 +227,98 @@ fn a_judge_that_replies_nonsense_loses_only_its_rows_and_one_that_only_does_so_i
     let line = format!("{PAIRS} --overwrite_output_dir");
     let ran = scratch.run_with(&line, &JUDGE);
     let error = ran.stderr.lines().last().unwrap();
-    assert!(
-        ran.code == 1 && error.starts_with("error: the judge gave no verdict for any of 8 rows; the first: "),
-        "{error}"
-    );
+    assert!(ran.code == 1 && error.starts_with("error: the judge failed for 5 rows in a row: "), "{error}");
     assert!(error.contains("no idea") && error.len() < 500 && !error.contains(char::is_control), "{error}");
     assert_eq!(json_lines(&scratch.read("out/responses.jsonl")).len(), 16, "the responses stay");
+}
+
+#[test]
+fn a_line_too_much_of_a_judge_gives_no_pair_the_verdict_of_another() {
+    let scratch = scratch();
+    write_judge(&scratch, LONGER);
+    evaluates(&scratch, PAIRS, &JUDGE);
+    let winners = |scratch: &Scratch| rows(scratch).iter().map(|row| row.get("winner").cloned()).collect::<Vec<_>>();
+    let expected = winners(&scratch);
+    let again = format!("{PAIRS} --overwrite_output_dir");
+    // A line before the first verdict, in each process: nothing can be judged.
+    write_judge(&scratch, LONGER);
+    let program = scratch.read("judge.py");
+    scratch.write("judge.py", &program.replace("for line in", "print('loading the model', flush=True)\nfor line in"));
+    let ran = scratch.run_with(&again, &JUDGE);
+    let error = ran.stderr.lines().last().unwrap();
+    for words in ["error: the judge failed for 5 rows in a row: expected ", "found `loading the model`"] {
+        assert!(ran.code == 1 && error.contains(words), "{}", ran.stderr);
+    }
+    // One after each verdict, late: pairs lose their verdict, and none gets that of another.
+    write_judge(&scratch, &format!("time.sleep(0.02); {LONGER}; sys.stdout.flush(); time.sleep(0.02); print('done')"));
+    let ran = scratch.run_with(&again, &JUDGE);
+    assert!(ran.stderr.contains("no verdict for prompt"), "{}", ran.stderr);
+    for (found, expected) in winners(&scratch).iter().zip(&expected) {
+        assert!(found.is_none() || found == expected, "{found:?} {expected:?}");
+    }
+    // Two verdicts for each pair, of which the second is late: by their ids.
+    let verdict = LONGER.replace("{'winner'", "{'id': pair['id'], 'winner'");
+    write_judge(&scratch, &format!("{verdict}; sys.stdout.flush(); time.sleep(0.03); {verdict}"));
+    let ran = scratch.run_with(&again, &JUDGE);
+    assert!(ran.stderr.contains("with \"id\": "), "{}", ran.stderr);
+    for (found, expected) in winners(&scratch).iter().zip(&expected) {
+        assert!(found.is_none() || found == expected, "{found:?} {expected:?}");
+    }
+}
+
+#[test]
+fn a_judge_without_any_verdict_is_an_error_though_equal_responses_are_ties() {
+    let scratch = scratch();
+    write_judge(&scratch, "print('null')");
+    // The models respond alike to the first prompt.
+    let column = " --compare_column completion";
+    let first = scratch.run(&format!("{EVAL}{column} --reward length:target=4"));
+    assert_eq!(first.code, 0, "{}", first.stderr);
+    let response = rows(&scratch)[0]["response_a"].clone();
+    let prompts = scratch.read("prompts.jsonl");
+    let lines = prompts.lines().enumerate().map(|(at, line)| {
+        let mut row: Value = serde_json::from_str(line).unwrap();
+        if at == 0 {
+            row["completion"] = response.clone();
+        }
+        format!("{row}\n")
+    });
+    let lines: String = lines.collect();
+    scratch.write("prompts.jsonl", &lines);
+    let line = format!("{EVAL}{column} --overwrite_output_dir");
+    let ran = scratch.run_with(&line, &JUDGE);
+    let error = "error: the judge gave no verdict for any of 7 rows; the first: the judge gave none (null)";
+    assert_eq!((ran.code, ran.stderr.lines().last().unwrap()), (1, error));
+    // Most of a dataset is not judged for nothing.
+    scratch.write("prompts.jsonl", &lines.repeat(3));
+    std::fs::remove_file(scratch.path("calls")).unwrap();
+    let ran = scratch.run_with(&line, &JUDGE);
+    assert!(ran.code == 1 && ran.stderr.contains("gave no verdict for the first 10 rows: "), "{}", ran.stderr);
+    assert_eq!(calls(&scratch), 20);
+    // Many rows without a verdict are a warning at the end.
+    write_judge(&scratch, &format!("print('null') if pair['prompt'] == 'do' else {LONGER}"));
+    let ran = scratch.run_with(&line, &JUDGE);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(ran.stderr.lines().last().unwrap().contains("3 of 21 rows have no verdict"), "{}", ran.stderr);
+}
+
+#[test]
+fn responses_to_a_row_that_has_changed_are_not_judged() {
+    let scratch = scratch();
+    let fails = |scratch: &Scratch| {
+        let ran = scratch.run_with(&format!("{PAIRS} --judge_retries 0"), &["--judge_command", "false"]);
+        assert_eq!(ran.code, 1, "{}", ran.stderr);
+    };
+    fails(&scratch);
+    let prompts = scratch.read("prompts.jsonl");
+    let changed = ["row 2 of the dataset has changed since the responses of responses.jsonl were generated"];
+    for (from, to) in [("A film", "A car"), ("\"id\":1", "\"id\":9")] {
+        write_judge(&scratch, LONGER);
+        scratch.write("prompts.jsonl", &prompts.replace(from, to));
+        scratch.refuses_with(PAIRS, &JUDGE, 1, &changed);
+    }
+    scratch.write("prompts.jsonl", &prompts);
+    evaluates(&scratch, PAIRS, &JUDGE);
 }
 
 #[test]
@@ -295,7 +381,11 @@ fn an_evaluation_that_was_cut_in_a_line_continues_and_judges_nothing_twice() {
     evaluates(&scratch, &format!("{PAIRS} --overwrite_output_dir"), &JUDGE);
     let prompts = scratch.read("prompts.jsonl").replace("is it at", "is").replace("human", "a human");
     scratch.write("prompts.jsonl", &prompts);
-    refuse(PAIRS, 1, &["out: output_dir: row 5 of the dataset has changed since it was judged", "\"human\""]);
+    refuse(
+        PAIRS,
+        1,
+        &["out: output_dir: row 5 of the dataset has changed since the responses of responses.jsonl were"],
+    );
 }
 
 #[test]
@@ -314,6 +404,28 @@ fn the_calls_of_the_judge_are_bounded_and_more_of_them_continue() {
         2,
         &["max_judgements = 1: expected at least 2"],
     );
+}
+
+#[test]
+fn the_calls_of_runs_that_gave_no_verdict_count_against_the_bound() {
+    let scratch = scratch();
+    // The third prompt has no verdict.
+    let undecided = format!("print('null') if pair['prompt'] == {:?} else {LONGER}", PROMPTS[2]);
+    write_judge(&scratch, &undecided);
+    let ran = scratch.run_with(&format!("{PAIRS} --max_judgements 8"), &JUDGE);
+    let found = summary(&scratch, &ran);
+    assert_eq!((&found["prompts"], &found["left_out"], &found["no_verdict"]), (&json!(4), &json!(4), &json!(1)));
+    let made = calls(&scratch);
+    write_judge(&scratch, LONGER);
+    let found = evaluates(&scratch, &format!("{PAIRS} --max_judgements 8"), &JUDGE);
+    assert_eq!((&found["no_verdict"], calls(&scratch)), (&json!(1), made), "nothing is left for it");
+    // New prompts first: of two more calls, none is left for the one without a verdict.
+    let found = evaluates(&scratch, &format!("{PAIRS} --max_judgements 10"), &JUDGE);
+    assert_eq!((&found["prompts"], &found["no_verdict"]), (&json!(5), &json!(1)));
+    let found = evaluates(&scratch, &format!("{PAIRS} --max_judgements 100"), &JUDGE);
+    assert_eq!((&found["prompts"], &found["no_verdict"]), (&json!(8), &json!(0)));
+    let attempts: Vec<_> = rows(&scratch).iter().map(|row| row["attempts"].as_u64().unwrap()).collect();
+    assert_eq!((attempts.iter().sum::<u64>(), attempts.iter().max()), (9, Some(&2)));
 }
 
 /// A reply of `/chat/completions` with this text.

@@ -55,24 +55,29 @@ fn shown(summary: &Summary, config: &EvaluateConfig) -> String {
 
 /// Returns the rows of the win rates of both sides.
 fn win_rates(found: &Comparison) -> Vec<(&'static str, Vec<String>)> {
-    let [low, high] = found.win_rate_interval;
-    let of_both = |rate: f64| [(rate, [low, high]), (1.0 - rate, [1.0 - high, 1.0 - low])];
-    let cells = of_both(found.win_rate).map(|(rate, interval)| with_interval(&percent(rate), interval, 100.0, 1));
-    let controlled = found.length_controlled_win_rate;
-    let controlled =
-        controlled.map_or(vec!["no finite fit".into(), String::new()], |rate| vec![percent(rate), percent(1.0 - rate)]);
-    vec![("win rate", cells.to_vec()), ("win rate at equal length", controlled)]
+    let of_both = |rate: f64, interval: Option<[f64; 2]>| {
+        let opposite = interval.map(|[low, high]| [1.0 - high, 1.0 - low]);
+        let cell = |(rate, interval)| with_interval(&percent(rate), interval, 100.0, 1);
+        [(rate, interval), (1.0 - rate, opposite)].map(cell).to_vec()
+    };
+    let controlled = match found.length_controlled_win_rate {
+        Some(rate) => of_both(rate, found.length_controlled_interval),
+        None => vec!["no finite fit".into(), String::new()],
+    };
+    vec![("win rate", of_both(found.win_rate, Some(found.win_rate_interval))), ("win rate at equal length", controlled)]
 }
 
 /// Returns what was counted, in one line.
 fn counts(summary: &Summary) -> String {
     let mut text = format!("{} prompts, judged by {}", summary.prompts, summary.judge);
     if let Some(found) = &summary.comparison {
-        text += &format!(": {} wins, {} ties, {} losses", found.wins, found.ties, found.losses);
+        let Comparison { wins, ties, losses, .. } = found;
+        text += &format!(": {} wins {wins}, loses {losses}, ties {ties}", summary.a.name);
         if found.inconsistent > 0 {
-            text += &format!("; {} ties as the verdict depends on the order", found.inconsistent);
+            text += &format!(" ({} as the verdict depends on the order)", found.inconsistent);
         }
     }
+    text += "; 95 % intervals in brackets";
     if summary.no_verdict > 0 {
         text += &format!("; {} without a verdict", summary.no_verdict);
     }
@@ -86,9 +91,10 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// Returns `text` with its interval, scaled by `factor`, in brackets.
-fn with_interval(text: &str, [low, high]: [f64; 2], factor: f64, digits: usize) -> String {
-    format!("{text} ({:.digits$} to {:.digits$})", factor * low, factor * high)
+/// Returns `text` with its interval, if it has one, scaled by `factor`, in brackets.
+fn with_interval(text: &str, interval: Option<[f64; 2]>, factor: f64, digits: usize) -> String {
+    let shown = |[low, high]: [f64; 2]| format!("{text} ({:.digits$} to {:.digits$})", factor * low, factor * high);
+    interval.map_or(text.to_string(), shown)
 }
 
 #[cfg(test)]
@@ -99,7 +105,7 @@ mod tests {
     fn a_table_shows_both_sides_and_what_was_counted() {
         let scores = |mean_score| ScoreSummary {
             mean_score,
-            mean_score_interval: [mean_score - 0.5, mean_score + 0.5],
+            mean_score_interval: Some([mean_score - 0.5, mean_score + 0.5]),
             share_right: None,
             pass_at_k: [(1, 0.25)].into(),
         };
@@ -118,6 +124,7 @@ mod tests {
                 win_rate: 0.625,
                 win_rate_interval: [0.5, 0.75],
                 length_controlled_win_rate: None,
+                length_controlled_interval: None,
             }),
             a: side("runs/ppo\u{1b}[2J", 1.5),
             b: Some(side("runs/sft", -0.25)),

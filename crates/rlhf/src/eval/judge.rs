@@ -103,7 +103,9 @@ impl PairJudge {
             ..RetryPolicy::default()
         };
         Ok(match (&config.judge_command, &config.judge_url) {
-            (Some(command), _) => Some(Self::Program(ProgramJudge { command: command.clone(), retry, running: None })),
+            (Some(command), _) => {
+                Some(Self::Program(ProgramJudge { command: command.clone(), retry, running: None, asked: 0 }))
+            }
             (None, Some(url)) => Some(Self::Chat(Box::new(ChatJudge::new(config, url, retry)?))),
             (None, None) => None,
         })
@@ -135,22 +137,30 @@ impl PairJudge {
 }
 
 /// A program that is started once, by `sh -c`. It reads one JSON object per pair and line from its standard input, and writes one
-/// line for each to its standard output. It is restarted after a failure.
+/// line for each to its standard output. It is restarted after a failure, and after a line that is no verdict.
 pub(super) struct ProgramJudge {
     command: String,
     retry: RetryPolicy,
     running: Option<Program>,
+    /// Number of pairs so far; the `id` of the last one.
+    asked: u64,
 }
 
 impl ProgramJudge {
     fn judge(&mut self, pair: &Pair<'_>) -> Outcome {
         let Pair { prompt, first, second, row } = *pair;
-        let line = json!({"prompt": prompt, "response_a": first, "response_b": second, "row": row}).to_string();
-        let retry = self.retry;
+        self.asked += 1;
+        let id = self.asked;
+        let line = json!({"id": id, "prompt": prompt, "response_a": first, "response_b": second, "row": row});
+        let (line, retry) = (line.to_string(), self.retry);
         let reply = retry.run(|| self.ask(&line))?;
-        let reply = String::from_utf8_lossy(&reply);
-        let expected = "{\"winner\": \"a\"}, \"b\" or \"tie\" on standard output";
-        read_winner(&reply).map_or_else(|| nonsense(expected, &reply), Ok)
+        read_line(&String::from_utf8_lossy(&reply), id).map_err(|no_verdict| {
+            if no_verdict.failed {
+                // It may be an extra line, after which all verdicts would be those of other pairs.
+                self.running = None;
+            }
+            no_verdict
+        })
     }
 
     fn ask(&mut self, line: &str) -> Result<Vec<u8>, Failure> {
@@ -170,15 +180,24 @@ impl ProgramJudge {
     }
 }
 
-/// Reads `{"winner": "a"}`, or the value of `winner` alone, as JSON or as it is.
-fn read_winner(reply: &str) -> Option<Preference> {
-    let value: Value = serde_json::from_str(reply).unwrap_or_else(|_| Value::from(reply.trim()));
-    let winner = value.get("winner").unwrap_or(&value).as_str()?;
-    match winner.trim().to_ascii_lowercase().as_str() {
-        "a" => Some(Preference::First),
-        "b" => Some(Preference::Second),
-        "tie" => Some(Preference::Tie),
-        _ => None,
+/// Reads a line for the pair `id`: `{"winner": "a"}`, or the value of `winner` alone, as JSON or as it is. A line that is neither a
+/// verdict nor null is a failure.
+fn read_line(line: &str, id: u64) -> Outcome {
+    let value: Value = serde_json::from_str(line).unwrap_or_else(|_| Value::from(line.trim()));
+    let winner = value.get("winner").unwrap_or(&value);
+    let is_of_pair = value.get("id").is_none_or(|found| *found == id);
+    match winner.as_str().map(|winner| winner.trim().to_ascii_lowercase()).as_deref() {
+        Some("a") if is_of_pair => Ok(Preference::First),
+        Some("b") if is_of_pair => Ok(Preference::Second),
+        Some("tie") if is_of_pair => Ok(Preference::Tie),
+        None if is_of_pair && winner.is_null() => {
+            Err(NoVerdict { reason: "the judge gave none (null)".into(), failed: false })
+        }
+        _ => {
+            let id = if is_of_pair { String::new() } else { format!(" with \"id\": {id}") };
+            let expected = format!("{{\"winner\": \"a\"}}, \"b\" or \"tie\"{id} on standard output");
+            nonsense(&expected, line).map_err(|no_verdict| NoVerdict { failed: true, ..no_verdict })
+        }
     }
 }
 
@@ -347,14 +366,19 @@ mod tests {
     #[test]
     fn a_line_of_a_program_names_the_winner() {
         for (line, expected) in [
-            ("{\"winner\": \"a\", \"why\": \"b\"}", Some(Preference::First)),
-            ("\"b\"", Some(Preference::Second)),
-            ("tie", Some(Preference::Tie)),
-            ("{\"winner\": null}", None),
-            ("0.5", None),
-            ("{\"score\": 1}", None),
+            ("{\"winner\": \"a\", \"why\": \"b\"}", Ok(Preference::First)),
+            ("{\"winner\": \"a\", \"id\": 7}", Ok(Preference::First)),
+            ("\"b\"", Ok(Preference::Second)),
+            ("tie", Ok(Preference::Tie)),
+            ("{\"winner\": null}", Err(false)),
+            ("null", Err(false)),
+            ("{\"winner\": null, \"id\": 6}", Err(true)),
+            ("{\"winner\": \"a\", \"id\": 6}", Err(true)),
+            ("0.5", Err(true)),
+            ("loading the model", Err(true)),
+            ("{\"score\": 1}", Err(true)),
         ] {
-            assert_eq!(read_winner(line), expected, "{line}");
+            assert_eq!(read_line(line, 7).map_err(|no_verdict| no_verdict.failed), expected, "{line}");
         }
     }
 

@@ -1,10 +1,11 @@
 //! Responses to the prompts: those of a model, generated, and those of a column of the dataset.
 
 use super::results::{Given, Store};
-use super::{Progress, Side};
+use super::{Progress, Side, Task};
 use crate::data::{Dataset, Prompt, RowReader, prompt_field};
 use crate::generate::{self, FinishReason, GenerationConfig};
 use crate::model::{CausalLm, ModelOptions};
+use crate::safe_text::beginning;
 use crate::settings::{EvaluateConfig, GenerateConfig};
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -58,11 +59,11 @@ pub(super) fn generate_missing(
     config: &EvaluateConfig,
     side: Side,
     dir: &Path,
-    dataset: &Dataset,
+    task: &Task,
     store: &mut Store,
     progress: &Progress,
 ) -> Result<()> {
-    let missing = store.without_response(side, dataset.rows().count());
+    let missing = store.without_response(side, task.rows.len());
     let (name, revision) = match (side, &config.compare) {
         (Side::B, Some(model)) => (model, &config.compare_revision),
         _ => (&config.model_name_or_path, &config.model_revision),
@@ -70,13 +71,14 @@ pub(super) fn generate_missing(
     if missing.is_empty() {
         return Ok(());
     }
-    progress.start(&format!("responses of {}", name.display()), missing.len());
-    let responder = Responder::load(&config.generate(name, revision), dir, dataset, config.compute.options()?)?;
+    let short = name.file_name().unwrap_or(name.as_os_str()).to_string_lossy();
+    progress.start(&format!("responses of {}", beginning(&short, 30)), missing.len());
+    let responder = Responder::load(&config.generate(name, revision), dir, &task.dataset, config.compute.options()?)?;
     let at_once = (config.batch_size / config.sampling.num_return_sequences).max(1);
     for indices in missing.chunks(at_once) {
         let responses = responder.respond(indices)?;
         for (&index, given) in indices.iter().zip(responses) {
-            store.add_responses(side, index, given)?;
+            store.add_responses(side, index, &task.rows[index], given)?;
         }
         progress.advance(indices.len());
     }

@@ -5,7 +5,6 @@ use super::Side;
 use crate::generate::FinishReason;
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::FolderLock;
-use crate::safe_text::beginning;
 use crate::settings::{EvaluateConfig, write_resolved};
 use crate::weights::{brief, pretty, write_text};
 use crate::{Error, Result, files};
@@ -101,12 +100,26 @@ pub struct ResultRow {
     /// Whether the verdicts of the two orders differ, which is a tie.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub inconsistent: bool,
+    /// Number of times that the judge was called for it, earlier runs of the evaluation included.
+    pub attempts: usize,
     /// The reason that there is no verdict.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub no_verdict: Option<String>,
     /// Whether the judge failed, in place of a reply that is no verdict.
     #[serde(skip)]
     pub(super) failed: bool,
+}
+
+impl ResultRow {
+    /// Whether the judge was called: not for equal responses, which are a tie.
+    pub(super) fn was_judged(&self) -> bool {
+        self.verdicts.is_some() || self.score_a.is_some() || self.no_verdict.is_some()
+    }
+
+    /// Whether there is a verdict or, without a comparison, a score.
+    pub(super) fn is_decided(&self) -> bool {
+        if self.response_b.is_some() { self.winner.is_some() } else { self.score_a.is_some() }
+    }
 }
 
 /// A response to be judged.
@@ -124,6 +137,8 @@ pub(super) struct Given {
 struct Responses {
     index: usize,
     model: Side,
+    /// Digest of the row of the dataset.
+    row: String,
     responses: Vec<Given>,
 }
 
@@ -133,7 +148,9 @@ pub(super) struct Store {
     responses: File,
     results: File,
     given: BTreeMap<(Side, usize), Vec<Given>>,
-    /// Rows of the prompts that have a verdict, or a score, for each sample.
+    /// Digests of the rows of the dataset that have responses.
+    digests: BTreeMap<usize, String>,
+    /// Rows of the prompts that have been judged, with or without a verdict.
     rows: BTreeMap<usize, Vec<ResultRow>>,
     _lock: FolderLock,
 }
@@ -166,13 +183,22 @@ impl Store {
         let samples = config.sampling.num_return_sequences;
         let given: Vec<Responses> =
             read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?;
+        let digests = given.iter().map(|line| (line.index, line.row.clone())).collect();
         let given = given.into_iter().map(|line| ((line.model, line.index), line.responses)).collect();
-        let rows = read_results(&dir.join(RESULTS), samples, config.compares())?;
+        let rows = read_results(&dir.join(RESULTS), samples)?;
         let open = |name: &str| {
             let path = dir.join(name);
             OpenOptions::new().create(true).append(true).open(&path).map_err(Error::io("create", &path))
         };
-        Ok(Self { dir: dir.into(), responses: open(RESPONSES)?, results: open(RESULTS)?, given, rows, _lock: lock })
+        Ok(Self {
+            dir: dir.into(),
+            responses: open(RESPONSES)?,
+            results: open(RESULTS)?,
+            given,
+            digests,
+            rows,
+            _lock: lock,
+        })
     }
 
     /// Returns the indices below `count` of the prompts without responses of this model.
@@ -180,9 +206,16 @@ impl Store {
         (0..count).filter(|&index| !self.given.contains_key(&(side, index))).collect()
     }
 
-    /// Returns the indices below `count` of the prompts that are not judged.
-    pub(super) fn not_judged(&self, count: usize) -> Vec<usize> {
-        (0..count).filter(|index| !self.rows.contains_key(index)).collect()
+    /// Returns the indices below `count` of the prompts to judge: first those that never were, then those with a row without a
+    /// verdict. With `most`, they and all earlier attempts are at most as many.
+    pub(super) fn to_judge(&self, count: usize, most: Option<usize>) -> Vec<usize> {
+        let missing = (0..count).filter(|index| !self.rows.contains_key(index));
+        let is_undecided = |(index, rows): (&usize, &Vec<ResultRow>)| {
+            (*index < count && !rows.iter().all(ResultRow::is_decided)).then_some(*index)
+        };
+        let made: usize = self.rows.values().map(|rows| attempts(rows)).sum();
+        let left = most.map_or(usize::MAX, |most| most.saturating_sub(made));
+        missing.chain(self.rows.iter().filter_map(is_undecided)).take(left).collect()
     }
 
     /// Returns the responses of a model to a prompt; none before [`Store::add_responses`].
@@ -190,12 +223,12 @@ impl Store {
         self.given.get(&(side, index)).map_or(&[], Vec::as_slice)
     }
 
-    /// Stores the responses of a model to a prompt.
+    /// Stores the responses of a model to a prompt, whose row has the digest `row`.
     ///
     /// # Errors
     /// If they cannot be written.
-    pub(super) fn add_responses(&mut self, side: Side, index: usize, responses: Vec<Given>) -> Result<()> {
-        let line = Responses { index, model: side, responses };
+    pub(super) fn add_responses(&mut self, side: Side, index: usize, row: &str, responses: Vec<Given>) -> Result<()> {
+        let line = Responses { index, model: side, row: row.to_string(), responses };
         append(&mut self.responses, &self.dir.join(RESPONSES), &[&line])?;
         self.given.insert((side, index), line.responses);
         Ok(())
@@ -205,33 +238,35 @@ impl Store {
     ///
     /// # Errors
     /// If they cannot be written.
-    pub(super) fn add_rows(&mut self, index: usize, rows: Vec<ResultRow>) -> Result<()> {
+    pub(super) fn add_rows(&mut self, index: usize, mut rows: Vec<ResultRow>) -> Result<()> {
+        let made = self.rows.get(&index).map_or(0, |rows| attempts(rows));
+        rows.iter_mut().for_each(|row| row.attempts = made + 1);
         append(&mut self.results, &self.dir.join(RESULTS), &rows)?;
         self.rows.insert(index, rows);
         Ok(())
     }
 
-    /// Checks that the prompts, and responses of a column, of the rows that are judged are those of the dataset.
+    /// Checks that the rows of the dataset with responses are as they were; `rows` are their digests now.
     ///
     /// # Errors
     /// If one is not.
-    pub(super) fn check_rows(&self, prompts: &[String], references: Option<&[String]>) -> Result<()> {
-        for row in self.rows.values().flatten().filter(|row| row.index < prompts.len()) {
-            let same_reference = references.is_none_or(|texts| row.response_b.as_ref() == Some(&texts[row.index]));
-            if row.prompt == prompts[row.index] && same_reference {
-                continue;
-            }
-            return Err(Error::invalid(
-                &self.dir,
-                format!(
-                    "output_dir: row {} of the dataset has changed since it was judged: found the prompt {:?} in {RESULTS}; choose \
-                     another folder, or set --overwrite_output_dir",
-                    row.index + 1,
-                    beginning(&row.prompt, 60)
-                ),
-            ));
-        }
-        Ok(())
+    pub(super) fn check_rows(&self, rows: &[String]) -> Result<()> {
+        let changed = self.digests.iter().find(|(index, then)| rows.get(**index).is_some_and(|now| now != *then));
+        let Some((index, _)) = changed else { return Ok(()) };
+        let dir = &self.dir;
+        Err(Error::invalid(
+            dir,
+            format!(
+                "output_dir: row {} of the dataset has changed since the responses of {RESPONSES} were generated; choose another \
+                 folder, or set --overwrite_output_dir",
+                index + 1
+            ),
+        ))
+    }
+
+    /// Returns whether a row of the folder has a verdict of the judge.
+    pub(super) fn has_verdicts(&self) -> bool {
+        self.rows.values().flatten().any(|row| row.was_judged() && row.is_decided())
     }
 
     /// Returns the rows of the first `count` prompts, in the order of the dataset.
@@ -249,6 +284,13 @@ impl Store {
         let summary = serde_json::to_value(summary).map_err(|e| Error::Run(format!("{SUMMARY}: {e}")))?;
         write_text(&self.dir.join(SUMMARY), &pretty(&summary))
     }
+}
+
+/// Returns the digest of a row of the dataset.
+pub(super) fn row_digest(row: &Value) -> String {
+    let mut inputs = Inputs::default();
+    inputs.values("row", "", &[row]);
+    inputs.state()["row"]["digest"].as_str().unwrap_or_default().to_string()
 }
 
 /// Returns the [`STATE`] in a folder, if it has one.
@@ -340,22 +382,19 @@ fn read_lines<T: DeserializeOwned>(path: &Path, kept: impl Fn(&T) -> bool) -> Re
     Ok(rows)
 }
 
-/// Reads the results: the prompts whose samples all have a verdict, or a score. Removes the rows of other prompts from the file, so
-/// that these are judged again.
-fn read_results(path: &Path, samples: usize, compares: bool) -> Result<BTreeMap<usize, Vec<ResultRow>>> {
-    let is_decided = |row: &ResultRow| if compares { row.winner.is_some() } else { row.score_a.is_some() };
-    let mut prompts: BTreeMap<usize, Vec<ResultRow>> = BTreeMap::new();
-    let rows: Vec<ResultRow> = read_lines(path, is_decided)?;
-    let count = rows.len();
-    for row in rows {
-        prompts.entry(row.index).or_default().push(row);
+/// Returns the number of times that a prompt was judged.
+fn attempts(rows: &[ResultRow]) -> usize {
+    rows.iter().map(|row| row.attempts).max().unwrap_or(0)
+}
+
+/// Reads the results: the prompts that have rows for all samples. The last row of a sample is the one that counts.
+fn read_results(path: &Path, samples: usize) -> Result<BTreeMap<usize, Vec<ResultRow>>> {
+    let mut prompts: BTreeMap<usize, BTreeMap<usize, ResultRow>> = BTreeMap::new();
+    for row in read_lines(path, |row: &ResultRow| row.sample < samples)? {
+        prompts.entry(row.index).or_default().insert(row.sample, row);
     }
-    prompts.retain(|_, rows| rows.len() == samples && rows.iter().enumerate().all(|(at, row)| row.sample == at));
-    if prompts.values().map(Vec::len).sum::<usize>() != count {
-        let lines: Vec<String> = prompts.values().flatten().map(line_of).collect();
-        write_text(path, &lines.concat())?;
-    }
-    Ok(prompts)
+    prompts.retain(|_, rows| rows.len() == samples);
+    Ok(prompts.into_iter().map(|(index, rows)| (index, rows.into_values().collect())).collect())
 }
 
 /// Appends lines in one write, so that a kill leaves at most one that is incomplete, the last.

@@ -8,6 +8,9 @@ const RESAMPLES: u64 = 2000;
 /// Confidence level of an interval.
 const LEVEL: f64 = 0.95;
 
+/// Quantile of the normal distribution of a two-sided interval of [`LEVEL`].
+const NORMAL_QUANTILE: f64 = 1.959_963_984_540_054;
+
 /// Maximum number of Newton steps. From zero coefficients, fits with a finite maximum converge in about ten.
 const MOST_STEPS: usize = 50;
 
@@ -24,19 +27,56 @@ pub fn mean(values: &[f64]) -> f64 {
 ///
 /// The draws depend on `seed` and on the number of values only.
 pub fn bootstrap_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
-    let count = values.len();
+    let mean_of = |draws: &[usize]| Some(draws.iter().map(|&at| values[at]).sum::<f64>() / values.len() as f64);
+    interval(values.len(), seed, mean_of)
+}
+
+/// Returns a 95 % interval of the mean of `values` between 0 and 1: of the bootstrap, or Wilson's score interval where all values are
+/// equal, of which resamples show no uncertainty. `None` for no values.
+pub fn share_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
+    let found = bootstrap_interval(values, seed)?;
+    if values.iter().any(|value| *value != values[0]) {
+        return Some(found);
+    }
+    let (count, share, z2) = (values.len() as f64, values[0], NORMAL_QUANTILE.powi(2));
+    let center = share + z2 / (2.0 * count);
+    let half = NORMAL_QUANTILE * (share * (1.0 - share) / count + z2 / (4.0 * count * count)).sqrt();
+    Some([center - half, center + half].map(|x| (x / (1.0 + z2 / count)).clamp(0.0, 1.0)))
+}
+
+/// Returns the 95 % percentile bootstrap interval of [`length_controlled_win_rate`] over prompts, each with the outcomes and
+/// differences in length of its pairs, from the same draws as [`bootstrap_interval`].
+///
+/// A resample of wins alone counts as 1 and one of losses alone as 0, their limits. `None` for no prompts, if more than 5 % of the
+/// resamples have no finite fit, and if all have the same.
+pub fn length_controlled_interval(prompts: &[Vec<(f64, f64)>], seed: u64) -> Option<[f64; 2]> {
+    let found = interval(prompts.len(), seed, |draws| {
+        let pairs = || draws.iter().flat_map(|&at| &prompts[at]).copied();
+        let (first, _) = pairs().next()?;
+        let is_one_sided = (first == 0.0 || first == 1.0) && pairs().all(|(outcome, _)| outcome == first);
+        if is_one_sided { Some(first) } else { length_controlled_win_rate(pairs()) }
+    });
+    found.filter(|[low, high]| low < high)
+}
+
+/// Returns the 95 % percentile bootstrap interval of a `statistic` of `count` draws with replacement from as many values. `None` for no
+/// values, and if more than 5 % of the resamples have no statistic.
+fn interval(count: usize, seed: u64, statistic: impl Fn(&[usize]) -> Option<f64>) -> Option<[f64; 2]> {
     if count == 0 {
         return None;
     }
     let resample = |at: u64| {
         let mut stream = Stream::new(seed, Purpose::Bootstrap, at, 0);
-        let draw = |_| values[((stream.uniform() * count as f64) as usize).min(count - 1)];
-        (0..count).map(draw).sum::<f64>() / count as f64
+        let draw = |_| ((stream.uniform() * count as f64) as usize).min(count - 1);
+        statistic(&(0..count).map(draw).collect::<Vec<_>>())
     };
-    let mut means: Vec<f64> = (0..RESAMPLES).map(resample).collect();
-    means.sort_by(f64::total_cmp);
+    let mut found: Vec<f64> = (0..RESAMPLES).filter_map(resample).collect();
+    if (found.len() as f64) < LEVEL * RESAMPLES as f64 {
+        return None;
+    }
+    found.sort_by(f64::total_cmp);
     let tail = (1.0 - LEVEL) / 2.0;
-    Some([percentile(&means, tail), percentile(&means, 1.0 - tail)])
+    Some([percentile(&found, tail), percentile(&found, 1.0 - tail)])
 }
 
 /// Returns the value below which the share `share` of the `sorted` values lies, interpolated linearly.
@@ -50,8 +90,8 @@ fn percentile(sorted: &[f64], share: f64) -> f64 {
 /// Returns the length-controlled win rate: the probability of a win between responses of equal length, by a logistic regression of
 /// the outcomes on the difference in length.
 ///
-/// With the outcome `y` of each comparison (1 for a win, 0.5 for a tie, 0 for a loss) and the difference in length `d`, it maximizes
-/// the likelihood of
+/// With `(y, d)` of each comparison, the outcome `y` (1 for a win, 0.5 for a tie, 0 for a loss) and the difference in length `d`, it
+/// maximizes the likelihood of
 ///
 /// ```text
 /// logit P(win) = a + b tanh(d / s)
@@ -61,21 +101,22 @@ fn percentile(sorted: &[f64], share: f64) -> f64 {
 /// AlpacaEval 2 ([Dubois et al. 2024](https://arxiv.org/abs/2404.04475)) with the terms of the model and of the length alone: without
 /// the difficulty of the instruction, which needs the outcomes of other models, and without its penalty.
 ///
-/// Where all lengths differ by the same number, it is the win rate. `None` without outcomes, and where the likelihood has no finite
-/// maximum: all outcomes are wins or all are losses, or the length alone separates wins from losses.
-pub fn length_controlled_win_rate(outcomes: &[f64], differences: &[f64]) -> Option<f64> {
+/// Where no pair differs in length, it is the win rate. `None` without outcomes, where all pairs differ by the same number, and where
+/// the likelihood has no finite maximum: all outcomes are wins or all are losses, or the length alone separates wins from losses.
+pub fn length_controlled_win_rate(pairs: impl IntoIterator<Item = (f64, f64)>) -> Option<f64> {
+    let (outcomes, differences): (Vec<f64>, Vec<f64>) = pairs.into_iter().unzip();
     let count = outcomes.len() as f64;
     if outcomes.is_empty() {
         return None;
     }
-    let center = mean(differences);
+    let center = mean(&differences);
     let squares: f64 = differences.iter().map(|d| (d - center).powi(2)).sum();
     let spread = (squares / (count - 1.0)).sqrt();
     if spread.is_nan() || spread == 0.0 {
-        return Some(mean(outcomes));
+        return differences.iter().all(|d| *d == 0.0).then(|| mean(&outcomes));
     }
     let features: Vec<f64> = differences.iter().map(|d| (d / spread).tanh()).collect();
-    fit(outcomes, &features).map(|[a, _]| sigmoid(a))
+    fit(&outcomes, &features).map(|[a, _]| sigmoid(a))
 }
 
 /// Returns the coefficients `a` and `b` that maximize the likelihood of the outcomes under `logit p = a + b x`, by Newton steps that
@@ -181,6 +222,22 @@ mod tests {
     }
 
     #[test]
+    fn equal_outcomes_have_an_interval_too() {
+        // statsmodels.stats.proportion.proportion_confint(10, 10, method="wilson"), and of 0 of 10, and of 10 of 20.
+        let cases = [
+            (vec![1.0; 10], [0.722_467_200_137_117_9, 1.0]),
+            (vec![0.0; 10], [0.0, 0.277_532_799_862_882_1]),
+            (vec![0.5; 20], [0.299_298_327_265_170_4, 0.700_701_672_734_829_6]),
+        ];
+        for (values, expected) in cases {
+            let found = share_interval(&values, 7).unwrap();
+            (near(found[0], expected[0], 1e-9), near(found[1], expected[1], 1e-9));
+        }
+        assert_eq!(share_interval(&[1.0, 0.0, 1.0], 7), bootstrap_interval(&[1.0, 0.0, 1.0], 7));
+        assert_eq!(share_interval(&[], 7), None);
+    }
+
+    #[test]
     fn percentiles_are_interpolated_linearly() {
         let sorted = [0.0, 1.0, 2.0, 10.0];
         // numpy.percentile([0, 1, 2, 10], [0, 2.5, 50, 90, 100])
@@ -198,7 +255,8 @@ mod tests {
         assert!(cases.len() >= 3);
         for case in &cases {
             let (outcomes, differences) = (numbers(&case["outcomes"]), numbers(&case["differences"]));
-            let found = length_controlled_win_rate(&outcomes, &differences).unwrap();
+            let pairs: Vec<(f64, f64)> = outcomes.into_iter().zip(differences).collect();
+            let found = length_controlled_win_rate(pairs.iter().copied()).unwrap();
             near(found, case["win_rate"].as_f64().unwrap(), 1e-8);
         }
     }
@@ -206,20 +264,47 @@ mod tests {
     #[test]
     fn a_longer_response_that_wins_by_its_length_has_no_advantage_at_equal_length() {
         // Of equally long pairs each side wins half; the longer response wins 3 of 4.
-        let rows = [(0.0, 1.0), (0.0, 0.0), (9.0, 1.0), (9.0, 1.0), (9.0, 1.0), (9.0, 0.0)];
-        let (differences, outcomes): (Vec<f64>, Vec<f64>) = rows.into_iter().unzip();
-        near(mean(&outcomes), 2.0 / 3.0, 1e-12);
+        let rows = [(1.0, 0.0), (0.0, 0.0), (1.0, 9.0), (1.0, 9.0), (1.0, 9.0), (0.0, 9.0)];
+        near(mean(&rows.map(|(outcome, _)| outcome)), 2.0 / 3.0, 1e-12);
         // Two groups and two coefficients: the fit is exact, and sigmoid(a) is the share of the first group.
-        near(length_controlled_win_rate(&outcomes, &differences).unwrap(), 0.5, 1e-9);
+        near(length_controlled_win_rate(rows).unwrap(), 0.5, 1e-9);
+    }
+
+    #[test]
+    fn the_interval_at_equal_length_is_that_of_the_win_rate_where_lengths_are_equal_and_lower_where_length_wins() {
+        let outcome = |i: usize| f64::from(u8::from(i % 5 < 3));
+        let equal: Vec<Vec<(f64, f64)>> = (0..200).map(|i| vec![(outcome(i), 7.0)]).collect();
+        let plain: Vec<f64> = (0..200).map(outcome).collect();
+        assert_eq!(length_controlled_interval(&equal, 3), bootstrap_interval(&plain, 3));
+        // The prompts are drawn, with all their pairs: twice the same pair is no more evidence.
+        let pair = |i: usize| (outcome(i), if i % 5 < 2 { 40.0 } else { (i % 7) as f64 - 3.0 });
+        let once: Vec<_> = (0..200).map(|i| vec![pair(i)]).collect();
+        let twice: Vec<_> = (0..200).map(|i| vec![pair(i); 2]).collect();
+        let ([low, high], [low_2, high_2]) =
+            (length_controlled_interval(&once, 3).unwrap(), length_controlled_interval(&twice, 3).unwrap());
+        near(low_2, low, 2e-3);
+        near(high_2, high, 2e-3);
+        let rate = length_controlled_win_rate(once.iter().flatten().copied()).unwrap();
+        assert!(low < rate && rate < high && high < 0.6 && high - low < 0.25, "{low} {rate} {high}");
+        // One loss among ten: the resamples without it count as 1. Separated by length: no interval.
+        let one = (0..10).map(|i| vec![(f64::from(u8::from(i > 0)), ((i * 3 + 2) % 7) as f64)]).collect::<Vec<_>>();
+        assert_eq!(length_controlled_interval(&one, 3).unwrap()[1], 1.0);
+        let separated: Vec<_> = [-2.0, -1.0, 1.0, 2.0].map(|d| vec![(f64::from(u8::from(d > 0.0)), d)]).into();
+        assert_eq!(length_controlled_interval(&separated, 3), None);
+        assert_eq!(length_controlled_interval(&[], 3), None);
     }
 
     #[test]
     fn a_win_rate_without_a_finite_fit_is_none() {
-        assert_eq!(length_controlled_win_rate(&[1.0, 1.0, 1.0], &[1.0, 2.0, -3.0]), None);
-        assert_eq!(length_controlled_win_rate(&[1.0, 1.0, 0.0, 0.0], &[5.0, 7.0, -3.0, -9.0]), None, "separated");
-        assert_eq!(length_controlled_win_rate(&[], &[]), None);
+        assert_eq!(length_controlled_win_rate([(1.0, 1.0), (1.0, 2.0), (1.0, -3.0)]), None);
+        let separated = [(1.0, 5.0), (1.0, 7.0), (0.0, -3.0), (0.0, -9.0)];
+        assert_eq!(length_controlled_win_rate(separated), None, "separated");
+        assert_eq!(length_controlled_win_rate([]), None);
         // Without a difference in length it is the plain one.
-        assert_eq!(length_controlled_win_rate(&[1.0, 0.0, 1.0, 1.0], &[0.0; 4]), Some(0.75));
-        assert_eq!(length_controlled_win_rate(&[1.0], &[3.0]), Some(1.0));
+        assert_eq!(length_controlled_win_rate([1.0, 0.0, 1.0, 1.0].map(|outcome| (outcome, 0.0))), Some(0.75));
+        assert_eq!(length_controlled_win_rate([(1.0, 0.0)]), Some(1.0));
+        // No pair is of equal length.
+        assert_eq!(length_controlled_win_rate([(1.0, 3.0)]), None);
+        assert_eq!(length_controlled_win_rate([(1.0, 3.0), (0.0, 3.0)]), None);
     }
 }

@@ -1,7 +1,9 @@
 //! The summary of an evaluation: win rates, scores, pass@k.
 
 use super::results::{ResultRow, Verdict};
-use super::statistics::{bootstrap_interval, length_controlled_win_rate, mean, pass_at_k};
+use super::statistics::{
+    bootstrap_interval, length_controlled_interval, length_controlled_win_rate, mean, pass_at_k, share_interval,
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -16,7 +18,7 @@ pub struct Summary {
     pub left_out: usize,
     /// Number of responses of a model to each prompt.
     pub responses_per_prompt: usize,
-    /// Number of pairs, or responses without a comparison, for which the judge gave no verdict.
+    /// Number of pairs, or responses without a comparison, for which the judge gave no verdict; all but the count leaves them out.
     pub no_verdict: usize,
     /// The comparison, if there is one.
     #[serde(flatten)]
@@ -41,10 +43,12 @@ pub struct Comparison {
     pub inconsistent: usize,
     /// Share of the prompts that the model wins, where a tie counts half.
     pub win_rate: f64,
-    /// Its 95 % bootstrap interval over the prompts.
+    /// Its 95 % bootstrap interval over the prompts; Wilson's score interval where all prompts have the same outcome.
     pub win_rate_interval: [f64; 2],
     /// The win rate at equal length; see [`length_controlled_win_rate`]. `None` if the fit has no finite maximum.
     pub length_controlled_win_rate: Option<f64>,
+    /// Its 95 % bootstrap interval over the prompts; `None` if more than one resample in twenty has no finite fit.
+    pub length_controlled_interval: Option<[f64; 2]>,
 }
 
 /// The responses of one model, or of a column.
@@ -64,8 +68,9 @@ pub struct SideSummary {
 pub struct ScoreSummary {
     /// Mean over the prompts of the mean score of their responses.
     pub mean_score: f64,
-    /// Its 95 % bootstrap interval over the prompts.
-    pub mean_score_interval: [f64; 2],
+    /// Its 95 % bootstrap interval over the prompts. Where all prompts have the same score, Wilson's score interval if scores are 0 or
+    /// 1, else `None`.
+    pub mean_score_interval: Option<[f64; 2]>,
     /// Share of right responses, if scores tell which are right.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub share_right: Option<f64>,
@@ -91,28 +96,25 @@ impl Summary {
     /// Summarizes rows; `None` if none of them has a verdict or a score.
     pub(super) fn new(about: About, rows: &[&ResultRow]) -> Option<Self> {
         let compares = about.names[1].is_some();
-        let is_decided = |row: &&&ResultRow| if compares { row.winner.is_some() } else { row.score_a.is_some() };
-        let decided = rows.iter().filter(is_decided).count();
+        let decided = rows.iter().filter(|row| row.is_decided()).count();
         if decided == 0 {
             return None;
         }
         let threshold = about.threshold(rows);
+        let judged: Vec<&ResultRow> = rows.iter().copied().filter(|row| row.is_decided()).collect();
+        let length = |length: &dyn Fn(&ResultRow) -> Option<usize>| {
+            mean(&judged.iter().filter_map(|row| length(row)).map(|length| length as f64).collect::<Vec<_>>())
+        };
         let a = SideSummary {
             name: about.names[0].clone().unwrap_or_default(),
-            mean_length: mean(&rows.iter().map(|row| row.length_a as f64).collect::<Vec<_>>()),
-            scores: scores(rows, |row| row.score_a, threshold, about.seed),
+            mean_length: length(&|row| Some(row.length_a)),
+            scores: scores(&judged, |row| row.score_a, threshold, about.seed),
         };
+        let of_b = |row: &ResultRow| row.score_b.filter(|_| !about.is_column || row.sample == 0);
         let b = about.names[1].clone().map(|name| SideSummary {
             name,
-            mean_length: mean(
-                &rows.iter().filter_map(|row| row.length_b).map(|length| length as f64).collect::<Vec<_>>(),
-            ),
-            scores: scores(
-                rows,
-                |row| row.score_b.filter(|_| !about.is_column || row.sample == 0),
-                threshold,
-                about.seed,
-            ),
+            mean_length: length(&|row| row.length_b),
+            scores: scores(&judged, of_b, threshold, about.seed),
         });
         Some(Self {
             judge: about.judge,
@@ -150,19 +152,18 @@ fn comparison(rows: &[&ResultRow], seed: u64) -> Option<Comparison> {
     let count = |verdict: Verdict| rows.iter().filter(|row| row.winner == Some(verdict)).count();
     let outcome = |row: &ResultRow| row.winner.map(Verdict::outcome);
     let prompts: Vec<f64> = by_prompt(rows, outcome).iter().map(|outcomes| mean(outcomes)).collect();
-    let pairs = rows.iter().filter_map(|row| {
-        let difference = row.length_a as f64 - row.length_b? as f64;
-        Some((outcome(row)?, difference))
-    });
-    let (outcomes, differences): (Vec<f64>, Vec<f64>) = pairs.unzip();
+    let pair = |row: &ResultRow| Some((outcome(row)?, row.length_a as f64 - row.length_b? as f64));
+    let pairs = by_prompt(rows, pair);
+    let controlled = length_controlled_win_rate(pairs.iter().flatten().copied());
     Some(Comparison {
         wins: count(Verdict::A),
         ties: count(Verdict::Tie),
         losses: count(Verdict::B),
         inconsistent: rows.iter().filter(|row| row.inconsistent).count(),
         win_rate: mean(&prompts),
-        win_rate_interval: bootstrap_interval(&prompts, seed)?,
-        length_controlled_win_rate: length_controlled_win_rate(&outcomes, &differences),
+        win_rate_interval: share_interval(&prompts, seed)?,
+        length_controlled_win_rate: controlled,
+        length_controlled_interval: controlled.and_then(|_| length_controlled_interval(&pairs, seed)),
     })
 }
 
@@ -175,7 +176,12 @@ fn scores(
 ) -> Option<ScoreSummary> {
     let prompts = by_prompt(rows, score);
     let means: Vec<f64> = prompts.iter().map(|scores| mean(scores)).collect();
-    let mean_score_interval = bootstrap_interval(&means, seed)?;
+    let first = *means.first()?;
+    let mean_score_interval = match means.iter().all(|mean| *mean == first) {
+        true if first == 0.0 || first == 1.0 => share_interval(&means, seed).filter(|_| threshold == Some(1.0)),
+        true => None,
+        false => bootstrap_interval(&means, seed),
+    };
     let right = |threshold: f64| {
         let right = |scores: &Vec<f64>| scores.iter().filter(|score| **score >= threshold).count();
         prompts.iter().map(|scores| (scores.len(), right(scores))).collect::<Vec<_>>()

@@ -163,7 +163,7 @@ impl Program {
     /// Sends one line, and returns the next output line.
     ///
     /// # Errors
-    /// If there is none within `timeout`, it is too long, or the program has exited or has written a line before.
+    /// If there is none within `timeout`, it is too long, or the program has exited or has written another line before or after it.
     pub(crate) fn ask(&mut self, mut line: Vec<u8>, timeout: Duration) -> Result<Vec<u8>, Failure> {
         if let Ok(line) = self.lines.try_recv() {
             return Err(extra_line(&line));
@@ -176,7 +176,11 @@ impl Program {
             Ok(line) if line.len() > MAX_LINE => {
                 Err(Failure::new(format!("expected a line of at most {MAX_LINE} bytes, found a longer one")))
             }
-            Ok(line) => Ok(line),
+            // An extra line usually comes with the reply.
+            Ok(line) => match self.lines.recv_timeout(EXTRA_LINE_WAIT) {
+                Ok(extra) => Err(extra_line(&extra)),
+                Err(_) => Ok(line),
+            },
             Err(RecvTimeoutError::Timeout) => Err(Failure::new(format!("no reply within {} s", timeout.as_secs_f64()))),
             Err(RecvTimeoutError::Disconnected) => {
                 self.output_ended = true;

@@ -83,7 +83,7 @@ pub struct EvaluateConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub sampling: ResponsesConfig,
-    /// Seed of the sampling, of the order of the responses and of the intervals.
+    /// Seed of the sampling and of the intervals.
     #[arg(long, help_heading = SAMPLING, default_value_t = 42)]
     pub seed: u64,
 
