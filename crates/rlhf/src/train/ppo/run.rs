@@ -74,6 +74,7 @@ impl PpoTrainer {
         let row = self.sample_prompts.first().map(|prompt| &prompt.row);
         let command = command_to_try(&config.run.output_dir, row, Some(config.response_length));
         session.report_end(done, &OUTCOME, &[command]);
+        session.push(done)?;
         Ok(done)
     }
 

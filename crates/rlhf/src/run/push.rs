@@ -1,0 +1,402 @@
+//! Pushes of a run's models to the hub: settings, and the thread that uploads while the run continues.
+//!
+//! A push opens its files when it is due, and uploads them on a thread of rank 0, so training does not wait for the network. A
+//! push that fails is a warning; the one at the end is waited for, and its failure is the outcome of the run, whose model is saved.
+
+use crate::flag::{HUB, NONE, Setting, all, expect, optional, usage};
+use crate::hub::push::{Destination, LocalFile, Pushed, Repository, open_folder};
+use crate::hub::{Hub, is_branch, is_hub_name};
+use crate::run::checkpoint::{BEST, FILES};
+use crate::run::output_dir::{CONFIG, METRICS, REPORT, ROLLOUTS, SAMPLES};
+use crate::terminal;
+use crate::{Error, Result};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+/// Uploads to the Hugging Face hub.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct HubConfig {
+    /// Push the model to the Hugging Face hub; needs hub_model_id, and an access token in HF_TOKEN.
+    #[arg(long, help_heading = HUB)]
+    pub push_to_hub: bool,
+    /// Repository to push to, such as me/my-model; created if it does not exist.
+    #[arg(long, alias = "push_to_hub_model_id", help_heading = HUB, default_value = NONE, value_parser = optional::<String>)]
+    pub hub_model_id: std::option::Option<String>,
+    /// Branch to push to, created if it does not exist [default: main].
+    #[arg(long, help_heading = HUB, default_value = NONE, value_parser = optional::<String>)]
+    pub hub_revision: std::option::Option<String>,
+    /// Whether a new repository is private [default: as its owner has set, usually public].
+    #[arg(
+        long, help_heading = HUB, default_value = NONE, value_parser = optional::<bool>,
+        num_args = 0..=1, default_missing_value = "true"
+    )]
+    pub hub_private_repo: std::option::Option<bool>,
+    /// When to push: after each checkpoint and at the end, at the end only, or each new best model.
+    #[arg(long, help_heading = HUB, value_enum, default_value = "every_save")]
+    pub hub_strategy: HubStrategy,
+    /// Push each checkpoint. Otherwise one that is due while an earlier one is still being uploaded is left out.
+    #[arg(long, help_heading = HUB)]
+    pub hub_always_push: bool,
+    /// Access token with write access [default: HF_TOKEN, which no list of processes shows].
+    #[arg(
+        long, alias = "push_to_hub_token", help_heading = HUB, default_value = NONE, value_name = HubToken::NAME,
+        value_parser = optional::<HubToken>
+    )]
+    #[serde(skip)] // A secret is not written to config.yaml.
+    pub hub_token: std::option::Option<HubToken>,
+}
+
+/// When a run pushes its model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum HubStrategy {
+    /// At the end.
+    End,
+    /// After each checkpoint, and at the end.
+    EverySave,
+    /// Each new best model by `metric_for_best_model`; at the end its card too.
+    Best,
+}
+
+/// An access token of the hub. It is not printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct HubToken(pub String);
+
+/// Omits the token.
+impl fmt::Debug for HubToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("...")
+    }
+}
+
+impl Setting for HubToken {
+    const NAME: &'static str = "TOKEN";
+    const EXPECTED: &'static str = "an access token of the hub";
+
+    fn read(text: &str) -> Option<Self> {
+        let text = text.trim();
+        (!text.is_empty()).then(|| Self(text.into()))
+    }
+}
+
+impl HubConfig {
+    /// Checks every setting of a run whose best model is by this metric.
+    pub(crate) fn check(&self, metric_for_best_model: Option<&String>) -> Result<()> {
+        let name =
+            |name: &String| expect(is_hub_name(name), "hub_model_id", name, "a name on the hub, such as me/my-model");
+        all([
+            self.hub_model_id.as_ref().map_or(Ok(()), name),
+            check_branch("hub_revision", self.hub_revision.as_ref()),
+            if self.push_to_hub && self.hub_model_id.is_none() {
+                usage("push_to_hub = true needs hub_model_id: the name of a repository, such as me/my-model")
+            } else {
+                Ok(())
+            },
+            if self.push_to_hub && self.hub_strategy == HubStrategy::Best && metric_for_best_model.is_none() {
+                usage("hub_strategy = best needs metric_for_best_model: without one there is no best model")
+            } else {
+                Ok(())
+            },
+        ])
+    }
+
+    /// Returns the place on the hub, if the run pushes.
+    pub(crate) fn destination(&self) -> Option<Destination> {
+        let (name, revision) = (self.hub_model_id.clone()?, self.hub_revision.clone());
+        self.push_to_hub.then_some(Destination { name, revision, private: self.hub_private_repo })
+    }
+
+    /// Checks with the hub that the run may push, and creates the repository, if the run pushes.
+    ///
+    /// # Errors
+    /// As [`Hub::repository`].
+    pub(crate) fn repository(&self) -> Result<Option<Repository>> {
+        let hub = hub_with(self.hub_token.as_ref());
+        self.destination().map(|to| hub.repository(&to)).transpose()
+    }
+}
+
+/// Checks the name of a branch.
+pub(crate) fn check_branch(name: &str, branch: Option<&String>) -> Result<()> {
+    branch.map_or(Ok(()), |branch| expect(is_branch(branch), name, branch, "a branch of the hub, such as main"))
+}
+
+/// Returns the hub of the environment, with this token if there is one.
+pub(crate) fn hub_with(token: Option<&HubToken>) -> Hub {
+    let hub = Hub::from_env();
+    let token = token.map(|token| token.0.clone()).or(hub.token.clone());
+    Hub { token, ..hub }
+}
+
+/// Folders in a run's folder that are not pushed, beside checkpoints. Samples and rollouts have texts of the data.
+const OTHER_FOLDERS: [&str; 7] = [BEST, SAMPLES, ROLLOUTS, "value_model", "ema", "base_model", "__pycache__"];
+
+/// Files of other trainers with the state of a run, and not of its model.
+const OTHER_FILES: [&str; 6] =
+    [REPORT, "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin"];
+
+/// Returns whether the file or folder at this path of a model's folder is pushed: the model with its tokenizer, card and
+/// configuration, and no hidden file, state of a run, or model of another kind.
+pub(crate) fn is_pushed(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    let is_top = name == path;
+    let is_checkpoint = name.strip_prefix("checkpoint-").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_digit()));
+    let is_hidden = name.starts_with('.') && !(is_top && [".gitattributes", ".gitignore"].contains(&name));
+    let is_state = FILES.contains(&name) || OTHER_FILES.contains(&name) || name.starts_with("rng_state");
+    !is_hidden && !is_state && !name.ends_with(".tmp") && !(is_top && (is_checkpoint || OTHER_FOLDERS.contains(&name)))
+}
+
+/// Returns the command that pushes `dir` to the place later.
+pub(crate) fn command_to_push(dir: &Path, to: &Destination) -> String {
+    let mut words = vec![terminal::program(), "push".into(), dir.display().to_string(), to.name.clone()];
+    words.extend(to.revision.iter().flat_map(|revision| ["--revision".into(), revision.clone()]));
+    words.extend((to.private == Some(true)).then(|| "--private".into()));
+    terminal::shell_command(&[words], None).trim().to_string()
+}
+
+/// Files to push, and the title of their commit.
+struct Job {
+    files: Vec<LocalFile>,
+    message: String,
+    /// Whether a progress bar is shown.
+    shows: bool,
+}
+
+/// Pushes the models of a run.
+pub(crate) struct Pusher {
+    strategy: HubStrategy,
+    always: bool,
+    to: Destination,
+    url: String,
+    output_dir: PathBuf,
+    jobs: Sender<Job>,
+    ended: Receiver<Result<Pushed>>,
+    /// Pushes that have not ended.
+    pending: usize,
+    /// Outcome of the last push.
+    last: Option<Result<Pushed>>,
+}
+
+impl Pusher {
+    /// Starts the thread that pushes the models of the run in `output_dir`.
+    ///
+    /// # Errors
+    /// If the system refuses a thread.
+    pub(crate) fn start(config: &HubConfig, repository: Repository, output_dir: &Path) -> Result<Self> {
+        let (jobs, todo) = mpsc::channel::<Job>();
+        let (done, ended) = mpsc::channel();
+        let url = repository.url();
+        let to = Destination { name: repository.name().into(), ..config.destination().unwrap_or_default() };
+        let work = move || {
+            for Job { files, message, shows } in todo {
+                if done.send(repository.push(&files, &message, shows)).is_err() {
+                    break;
+                }
+            }
+        };
+        let started = std::thread::Builder::new().name("push".into()).spawn(work);
+        started.map_err(|error| Error::Run(format!("cannot start the thread that pushes to the hub: {error}")))?;
+        Ok(Self {
+            strategy: config.hub_strategy,
+            always: config.hub_always_push,
+            to,
+            url,
+            output_dir: output_dir.into(),
+            jobs,
+            ended,
+            pending: 0,
+            last: None,
+        })
+    }
+
+    /// Pushes the model in `dir` after `done` updates, if `strategy` is that of the run. Returns a warning.
+    pub(crate) fn saved(&mut self, strategy: HubStrategy, dir: &Path, done: usize) -> Option<String> {
+        let failed = self.poll(Duration::ZERO);
+        if strategy != self.strategy {
+            return failed;
+        }
+        if self.pending > 0 && !self.always && strategy == HubStrategy::EverySave {
+            let left_out =
+                format!("the checkpoint after update {done} is not pushed: an earlier one is still being uploaded");
+            return failed.or(Some(left_out));
+        }
+        let what = if strategy == HubStrategy::Best { "Best model" } else { "Checkpoint" };
+        let queued = open_folder(dir, &is_pushed).and_then(|mut files| {
+            add(&mut files, &self.output_dir, &[CONFIG])?;
+            self.queue(files, format!("{what}, after update {done}"), false)
+        });
+        failed.or(queued.err().map(|error| self.not_pushed(&error)))
+    }
+
+    /// Pushes the model of the run that has ended; [`Pusher::is_busy`] waits for it.
+    pub(crate) fn saved_final(&mut self, shows: bool) {
+        let queued = open_folder(&self.folder(), &is_pushed).and_then(|mut files| {
+            if self.strategy == HubStrategy::Best {
+                add(&mut files, &self.output_dir, &[CONFIG, METRICS, "README.md"])?;
+            }
+            self.queue(files, "End of training".into(), shows)
+        });
+        if let Err(error) = queued {
+            self.last = Some(Err(error));
+        }
+    }
+
+    /// Waits up to `time` for the end of a push. Returns whether any is left.
+    pub(crate) fn is_busy(&mut self, time: Duration) -> bool {
+        self.poll(time);
+        self.pending > 0
+    }
+
+    /// Returns the outcome of the push at the end, as a line for the console.
+    ///
+    /// # Errors
+    /// [`Error::NotPushed`], with the command that pushes the model later.
+    pub(crate) fn outcome(&mut self) -> Result<String> {
+        let interrupted = || Err(Error::Run("interrupted".into()));
+        let last = if self.pending > 0 { interrupted() } else { self.last.take().unwrap_or_else(interrupted) };
+        match last {
+            Ok(Pushed { files: 0, .. }) => Ok(format!("the model at {} is this one already", self.url)),
+            Ok(Pushed { commit, .. }) => Ok(format!("the model is at {}, commit {commit}", self.url)),
+            Err(error) => Err(Error::NotPushed(self.not_pushed(&error))),
+        }
+    }
+
+    /// The folder that is pushed at the end.
+    fn folder(&self) -> PathBuf {
+        if self.strategy == HubStrategy::Best { self.output_dir.join(BEST) } else { self.output_dir.clone() }
+    }
+
+    fn queue(&mut self, files: Vec<LocalFile>, message: String, shows: bool) -> Result<()> {
+        let sent = self.jobs.send(Job { files, message, shows });
+        sent.map_err(|_| Error::Run("the thread that pushes to the hub has ended".into()))?;
+        self.pending += 1;
+        Ok(())
+    }
+
+    /// Takes the outcomes of pushes that have ended; waits up to `time` for the first. Returns a warning if one failed.
+    fn poll(&mut self, time: Duration) -> Option<String> {
+        let mut time = time;
+        let mut failed = None;
+        while self.pending > 0 {
+            let ended = match self.ended.recv_timeout(time) {
+                Ok(ended) => ended,
+                Err(RecvTimeoutError::Timeout) => break,
+                Err(RecvTimeoutError::Disconnected) => {
+                    self.pending = 1;
+                    Err(Error::Run("the thread that pushes to the hub has ended".into()))
+                }
+            };
+            self.pending -= 1;
+            failed = ended.as_ref().err().map(|error| self.not_pushed(error)).or(failed);
+            self.last = Some(ended);
+            time = Duration::ZERO;
+        }
+        failed
+    }
+
+    /// The message for a failed push.
+    fn not_pushed(&self, error: &Error) -> String {
+        let folder = self.folder();
+        let command = command_to_push(&folder, &self.to);
+        format!("the model in {} is not on the hub: {error}; this pushes it: {command}", folder.display())
+    }
+}
+
+/// Adds those of the files `names` of the folder `dir` that it has and `files` has not.
+fn add(files: &mut Vec<LocalFile>, dir: &Path, names: &[&str]) -> Result<()> {
+    for name in names {
+        let path = dir.join(name);
+        if path.is_file() && !files.iter().any(|file| file.name() == *name) {
+            files.push(LocalFile::open(*name, path)?);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flag::defaults;
+
+    #[test]
+    fn a_model_is_pushed_with_its_card_and_configuration_and_without_the_state_of_the_run() {
+        for path in [
+            "model.safetensors",
+            "model-00001-of-00002.safetensors",
+            "tokenizer.json",
+            "README.md",
+            "config.yaml",
+            "metrics.jsonl",
+            "best.json",
+            "onnx/model.onnx",
+            ".gitattributes",
+            "checkpoint-notes",
+        ] {
+            assert_eq!(is_pushed(path), path != "best.json", "{path}");
+        }
+        for path in [
+            "checkpoint-20",
+            "best",
+            "samples",
+            "rollouts",
+            "value_model",
+            "base_model",
+            ".git",
+            ".cache",
+            "a/.git",
+            "optimizer.safetensors",
+            "a/optimizer.safetensors",
+            "trainer_state.json",
+            "unfinished.json",
+            "report.html",
+            "config.yaml.tmp",
+            ".saving",
+            "rng_state_0.pth",
+        ] {
+            assert!(!is_pushed(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_push_needs_a_name_and_the_best_model_a_metric() {
+        let config = |change: &dyn Fn(&mut HubConfig)| {
+            let mut config = HubConfig { push_to_hub: true, hub_model_id: Some("me/x".into()), ..defaults() };
+            change(&mut config);
+            config.check(None).map_err(|error| error.to_string())
+        };
+        assert_eq!(config(&|_| ()), Ok(()));
+        for (change, words) in [
+            (&(|c: &mut HubConfig| c.hub_model_id = None) as &dyn Fn(&mut HubConfig), "needs hub_model_id"),
+            (&|c| c.hub_model_id = Some("a/b/c".into()), "hub_model_id = a/b/c: expected a name on the hub"),
+            (&|c| c.hub_revision = Some("../x".into()), "hub_revision = ../x: expected a branch"),
+            (&|c| c.hub_revision = Some("0".repeat(40)), "expected a branch"),
+            (&|c| c.hub_strategy = HubStrategy::Best, "hub_strategy = best needs metric_for_best_model"),
+        ] {
+            let error = config(change).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+        let unused = HubConfig { hub_strategy: HubStrategy::Best, ..defaults() };
+        assert_eq!((unused.check(None).is_ok(), unused.destination()), (true, None), "as in transformers");
+    }
+
+    #[test]
+    fn a_token_is_neither_shown_nor_written() {
+        let config = HubConfig { hub_token: HubToken::read(" hf_secret\n"), ..defaults() };
+        assert_eq!(config.hub_token, Some(HubToken("hf_secret".into())));
+        let shown = format!("{config:?} {}", serde_json::to_string(&config).unwrap());
+        assert!(!shown.contains("hf_secret"), "{shown}");
+    }
+
+    #[test]
+    fn the_command_to_push_later_is_one_that_a_shell_parses() {
+        let to = Destination { name: "me/x".into(), revision: Some("v2".into()), private: Some(true) };
+        let command = command_to_push(Path::new("my runs/ppo"), &to);
+        assert!(command.ends_with(" push 'my runs/ppo' me/x --revision v2 --private"), "{command}");
+    }
+}
