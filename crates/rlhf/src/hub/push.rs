@@ -228,7 +228,9 @@ impl Repository {
             }
         }
         let large: Vec<&LocalFile> = changed.iter().filter(|(_, large, _)| *large).map(|(file, ..)| *file).collect();
-        *uploaded += lfs::upload(&self.client, &self.revision, &large, shows)?;
+        // An upload that fails was tried often enough.
+        let sent = lfs::upload(&self.client, &self.revision, &large, shows);
+        *uploaded += sent.map_err(|failure| self.client.give_up(failure))?;
         let removed = self.stale_weights(files)?;
         if changed.is_empty() && removed.is_none() {
             let reply = self.client.get("find the last commit", &self.path("revision"), &[])?;

@@ -24,7 +24,7 @@ const WRITING: &str = ".saving-";
 /// Prefix of a folder's name while it is removed.
 const LEAVING: &str = ".removing-";
 /// The folder of the best model.
-pub(super) const BEST: &str = "best";
+pub(crate) const BEST: &str = "best";
 /// The file with the metric of the best model.
 pub(super) const BEST_FILE: &str = "best.json";
 /// The state of everything but weights and optimizers.
