@@ -45,7 +45,7 @@ pub(super) fn upload(client: &Client, revision: &str, files: &[&LocalFile], show
     Ok(sent)
 }
 
-/// Uploads one file; asks for new instructions after a failure.
+/// Uploads one file; requests new instructions after a failure.
 fn upload_file(
     client: &Client,
     revision: &str,

@@ -203,7 +203,7 @@ impl Repository {
         let mut failed = 0;
         let mut uploaded = 0;
         loop {
-            // After a failure everything is looked at again: a commit may be there although its response was lost.
+            // The next attempt starts from the first request: the commit may exist although its response was lost.
             let failure = match self.attempt(files, message, (shows, &mut uploaded)) {
                 Ok(pushed) => return Ok(pushed),
                 Err(failure) => failure,
@@ -256,7 +256,7 @@ impl Repository {
         }
     }
 
-    /// Asks the hub which files are large, which it ignores, and which it has.
+    /// Returns the hub's view of each file: whether it is large, ignored, and there already.
     fn modes(&self, files: &[LocalFile]) -> Result<Vec<Mode>, Failure> {
         let ignore = files.iter().find(|file| file.name() == GITIGNORE).map(LocalFile::bytes).transpose()?;
         let mut modes = Vec::with_capacity(files.len());
@@ -300,7 +300,7 @@ impl Repository {
         let path = format!("models/{}/paths-info/{}", self.client.name, escaped(revision));
         for names in names.chunks(BATCH) {
             let body = json!({"paths": names, "expand": false});
-            let reply = self.client.repeat(|| self.client.post("look at the files on the hub", &path, &body, &[]))?;
+            let reply = self.client.repeat(|| self.client.post("read the hashes of the files", &path, &body, &[]))?;
             for file in reply.json.as_array().into_iter().flatten() {
                 // A large file's own hash is that of a text that points to it.
                 let hash = file["lfs"]["oid"].as_str().or(file["oid"].as_str());

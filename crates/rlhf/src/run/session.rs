@@ -626,7 +626,7 @@ impl<'w> Session<'w> {
         }
         loop {
             let busy = self.pusher.as_mut().is_some_and(|pusher| pusher.is_busy(TICK)) && !stop_requested();
-            // Without the other ranks the push goes on all the same.
+            // The push continues if the other ranks are gone.
             if !self.world.any(busy).unwrap_or(busy) {
                 break;
             }
