@@ -461,11 +461,17 @@ class StorageHandler(Handler):
         return 200, data, {"Content-Type": "application/octet-stream"}
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_):
+        """A client that ends its connection is no error of the server."""
+
+
 def main():
     servers = {"hub": HubHandler, "storage": StorageHandler}
     for name, handler in servers.items():
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        server.daemon_threads = True
+        server = Server(("127.0.0.1", 0), handler)
         ADDRESSES[name] = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"listening on {ADDRESSES['hub']}", flush=True)

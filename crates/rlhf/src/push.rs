@@ -1,7 +1,8 @@
 //! `rlhf push`: uploads the model in a folder to the hub.
 
 use crate::hub::push::{Destination, Pushed, open_folder};
-use crate::run::push::{hub_with, is_pushed};
+use crate::run::push::is_pushed;
+use crate::run::push::settings::hub_with;
 use crate::settings::PushConfig;
 use crate::{Error, Result};
 use std::path::Path;

@@ -33,7 +33,7 @@ use crate::optim::micro_batch::MicroBatchSettings;
 pub use crate::metrics::{Warning, WarningKind};
 pub use crate::signals::{request_stop, stop_requested};
 pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
-pub use push::{HubConfig, HubStrategy, HubToken};
+pub use push::settings::{HubConfig, HubStrategy, HubToken};
 pub use settings::{CheckpointConfig, EvalConfig, ReportTo, Resume, RunConfig, TensorboardTags, WatchConfig};
 pub use sinks::console::{Console, announce, clear_bar};
 

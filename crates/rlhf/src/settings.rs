@@ -68,7 +68,7 @@ pub use crate::rl::math::ImportanceLevel;
 pub use crate::rl::reference::SyncConfig;
 pub use crate::rl::settings::{EosInLoss, LossConfig, LossType, MaskConfig, WhitenAdvantages};
 pub use crate::rl::unsupervised::UnsupervisedConfig;
-pub use crate::run::push::{HubConfig, HubStrategy, HubToken};
+pub use crate::run::push::settings::{HubConfig, HubStrategy, HubToken};
 pub use crate::run::resolved::write_resolved;
 pub(crate) use crate::run::settings::EVAL_SCORES;
 pub use crate::run::settings::{

@@ -420,7 +420,11 @@ fn a_run_pushes_its_checkpoints_and_its_model() {
         assert_eq!(files[name], digest, "{name}");
     }
     assert!(!files.keys().any(|name| name.contains("optimizer") || name.contains("trainer_state")), "{files:?}");
-    assert!(!scratch.read("out/config.yaml").contains("token") && scratch.read("out/config.yaml").contains("me/tiny"));
+    let config = scratch.read("out/config.yaml");
+    assert!(
+        !config.contains("hub_token") && !config.contains(TOKEN) && config.contains("hub_model_id: me/tiny"),
+        "{config}"
+    );
 
     // A finished run that is resumed has nothing to change.
     let ran = server.run(&scratch, &format!("{line} --resume_from_checkpoint true"));

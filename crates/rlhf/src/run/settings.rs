@@ -15,7 +15,7 @@ use crate::flag::{
 use crate::metrics::WarningKind;
 use crate::model::Dtype;
 use crate::optim::loss_scale::LossScaleConfig;
-use crate::run::push::HubConfig;
+use crate::run::push::settings::HubConfig;
 
 /// A training run's output folder, seed, precision and reports.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]

@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::Result;
 use crate::flag::{HUB, NONE, Setting, all, defaults, expect, optional};
 use crate::hub::is_hub_name;
-use crate::run::push::{HubToken, check_branch};
+use crate::run::push::settings::{HubToken, check_branch};
 
 /// Title of the commit.
 const COMMIT_MESSAGE: &str = "Upload model by rlhf";

@@ -248,7 +248,9 @@ impl StepConfig {
                     return wrong(format!("`{name}`: set HF_TOKEN to the token instead"));
                 }
                 _ => {
-                    return wrong(format!("`{name}`: expected repo_id, private or revision, and values of their kinds"));
+                    return wrong(format!(
+                        "`{name}`: expected repo_id, private or revision, and values of their kinds"
+                    ));
                 }
             }
         }
