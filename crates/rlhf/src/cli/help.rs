@@ -316,11 +316,12 @@ fn text(command: &Command) -> String {
     };
     let all = command.get_arguments().filter(|arg| !arg.is_hide_set()).count();
     let about = command.get_about().map_or(String::new(), ToString::to_string);
+    let place = |arg: &Arg| {
+        let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
+        format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
+    };
     let rest = match command.get_positionals().next() {
-        Some(arg) if arg.is_required_set() => {
-            let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
-            format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
-        }
+        Some(arg) if arg.is_required_set() => command.get_positionals().map(place).collect(),
         Some(_) => " [PROMPT]...".into(),
         // Of `launch`.
         None if needed.is_empty() => " COMMAND [ARGUMENTS]...".into(),

@@ -1,10 +1,10 @@
 //! Settings of a run's pushes to the hub.
 
 use crate::Result;
-use crate::flag::{HUB, NONE, Setting, all, expect, optional, usage};
+use crate::flag::{HUB, NONE, Setting, all, expect, optional, required, usage};
 use crate::hub::push::{Destination, Repository};
 use crate::hub::{Hub, is_branch, is_hub_name};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::Serialize;
 use std::fmt;
 
@@ -27,8 +27,11 @@ pub struct HubConfig {
         num_args = 0..=1, default_missing_value = "true"
     )]
     pub hub_private_repo: std::option::Option<bool>,
-    /// When to push: after each checkpoint and at the end, at the end only, or each new best model.
-    #[arg(long, help_heading = HUB, value_enum, default_value = "every_save")]
+    /// When to push: `every_save` after each checkpoint and at the end, `end` at the end only, `best` each new best model.
+    #[arg(
+        long, help_heading = HUB, default_value = "every_save", value_name = HubStrategy::NAME,
+        value_parser = required::<HubStrategy>
+    )]
     pub hub_strategy: HubStrategy,
     /// Push each checkpoint. Otherwise one that is due while an earlier one is still being uploaded is left out.
     #[arg(long, help_heading = HUB)]
@@ -43,9 +46,8 @@ pub struct HubConfig {
 }
 
 /// When a run pushes its model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
 pub enum HubStrategy {
     /// At the end.
     End,
@@ -53,6 +55,20 @@ pub enum HubStrategy {
     EverySave,
     /// Each new best model by `metric_for_best_model`; at the end its card too.
     Best,
+}
+
+impl Setting for HubStrategy {
+    const NAME: &'static str = "NAME";
+    const EXPECTED: &'static str = "end, every_save or best; checkpoints are not pushed with their optimizer states";
+
+    fn read(text: &str) -> Option<Self> {
+        match text {
+            "end" => Some(Self::End),
+            "every_save" => Some(Self::EverySave),
+            "best" => Some(Self::Best),
+            _ => None,
+        }
+    }
 }
 
 /// An access token of the hub. It is not printed.
