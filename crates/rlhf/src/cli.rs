@@ -21,6 +21,7 @@ mod layers;
 pub(crate) mod logprobs;
 mod openrlhf;
 mod pipeline;
+pub(crate) mod push;
 pub(crate) mod report;
 mod rows;
 pub(crate) mod score;
@@ -41,8 +42,8 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{
-    ChatConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig, PpoConfig, ReportConfig,
-    RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    ChatConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig, PpoConfig, PushConfig,
+    ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -69,6 +70,7 @@ pub(crate) enum Task {
     Score(ScoreConfig),
     Eval(EvaluateConfig),
     Merge(MergeConfig),
+    Push(PushConfig),
     Report(ReportConfig),
     Chat(ChatConfig),
     Serve(ServeConfig),
@@ -173,6 +175,7 @@ impl Task {
             "logprobs" => Task::Logprobs(LogprobsConfig::from_arg_matches(flags)?),
             "score" => Task::Score(ScoreConfig::from_arg_matches(flags)?),
             "eval" => Task::Eval(EvaluateConfig::from_arg_matches(flags)?),
+            "push" => Task::Push(PushConfig::from_arg_matches(flags)?),
             "report" => Task::Report(ReportConfig::from_arg_matches(flags)?),
             "chat" => Task::Chat(ChatConfig::from_arg_matches(flags)?),
             "serve" => Task::Serve(ServeConfig::from_arg_matches(flags)?),
@@ -192,6 +195,7 @@ impl Task {
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),
             Task::Eval(config) => config.check(),
+            Task::Push(config) => config.check(),
             Task::Report(config) => config.check(),
             Task::Chat(config) => config.check(),
             Task::Serve(config) => config.check(),

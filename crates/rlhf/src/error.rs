@@ -39,6 +39,8 @@ pub enum Error {
     },
     /// A run cannot continue: a number is not finite, a reward is missing.
     Run(String),
+    /// A run has ended and its model is saved, but it could not be pushed to the hub: the reason, and the command that pushes it.
+    NotPushed(String),
     /// A run was stopped by a signal, or by an alarm.
     Stopped {
         /// The progress of the run, and what it saved.
@@ -66,7 +68,10 @@ impl fmt::Display for Error {
                 let lines: Vec<_> = lines.iter().map(|line| one_line(line)).collect();
                 return f.write_str(&lines.join("\n"));
             }
-            Error::Usage(message) | Error::Run(message) | Error::Stopped { message, .. } => message.clone(),
+            Error::Usage(message)
+            | Error::Run(message)
+            | Error::NotPushed(message)
+            | Error::Stopped { message, .. } => message.clone(),
             Error::Io { action, path, source } => format!("{}: cannot {action}: {source}", path.display()),
             Error::Invalid { path, message } => format!("{}: {message}", path.display()),
             Error::Row { path, place, message } => format!("{}: {place}: {message}", path.display()),
@@ -79,6 +84,9 @@ impl fmt::Display for Error {
 
 /// The exit code of a run that an alarm stopped.
 pub(crate) const STOPPED_BY_ALARM: u8 = 3;
+
+/// The exit code of a run whose model could not be pushed to the hub.
+const NOT_PUSHED: u8 = 4;
 
 /// The result of fallible functions of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -105,11 +113,12 @@ impl Error {
     }
 
     /// The exit code of the program: 2 for usage, 128 plus the signal's number for a run stopped by a signal, 3 for one stopped by an
-    /// alarm, else 1.
+    /// alarm, 4 for one whose model could not be pushed to the hub, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Usage(_) | Error::Refused(_) => 2,
             Error::Stopped { code, .. } => *code,
+            Error::NotPushed(_) => NOT_PUSHED,
             _ => 1,
         }
     }

@@ -30,6 +30,7 @@ pub(crate) const OPTIMIZER: &str = "Optimizer";
 pub(crate) const CHECKPOINTS: &str = "Checkpoints";
 pub(crate) const EVALUATION: &str = "Evaluation";
 pub(crate) const DIST: &str = "Several ranks";
+pub(crate) const HUB: &str = "Hugging Face hub";
 pub(crate) const RUN: &str = "Run";
 
 /// Default value of an optional flag that is unset.

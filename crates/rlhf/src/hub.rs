@@ -6,6 +6,13 @@
 //! those of the `hf-hub` crate. Its transfer is not used: version 0.5 sends the token to the host that a file is
 //! redirected to, appends any response of the server to a partial file, checks neither length nor hash, and does not
 //! retry after a status that allows it; version 1 needs an asynchronous runtime and 200 more crates.
+//!
+//! [`push`] uploads a folder.
+
+mod lfs;
+mod local;
+pub mod push;
+mod requests;
 
 use crate::dist::World;
 use crate::files;
@@ -44,6 +51,8 @@ const TOKENIZER: [&str; 6] = [
 ];
 /// Number of attempts per request.
 const ATTEMPTS: u32 = 4;
+/// Most wait between two attempts of a download.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// The hub and its local cache.
 #[derive(Clone)]
@@ -329,6 +338,39 @@ impl Hub {
             .build();
         Ok(config.into())
     }
+
+    /// Sends a request up to `attempts` times, with waits of at most `longest` between them.
+    fn repeat<T>(
+        &self,
+        attempts: u32,
+        longest: Duration,
+        request: impl Fn() -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let mut failed = 0;
+        loop {
+            match request() {
+                Ok(value) => return Ok(value),
+                Err(failure) => {
+                    failed += 1;
+                    self.wait((failed, attempts), longest, failure)?;
+                }
+            }
+        }
+    }
+
+    /// Waits before the next attempt, `longest` at most; returns the failure if there is none left.
+    fn wait(&self, (failed, attempts): (u32, u32), longest: Duration, failure: Failure) -> Result<(), Failure> {
+        match failure {
+            Failure::Passing(_, asked) if failed < attempts => {
+                let wait = self.pause * 2u32.pow(failed - 1);
+                match pause(wait.max(asked.unwrap_or_default()).min(longest)) {
+                    true => Err(failure),
+                    false => Ok(()),
+                }
+            }
+            failure => Err(failure),
+        }
+    }
 }
 
 /// Lists the files in a folder and its subfolders, as relative paths with slashes.
@@ -438,7 +480,7 @@ impl Fetch<'_> {
         }
         // With a cached copy, no retries: the user should not wait for a missing network.
         let attempts = if cached.is_some() { 1 } else { ATTEMPTS };
-        match self.repeat(attempts, || self.listing()) {
+        match self.hub.repeat(attempts, LONGEST_WAIT, || self.listing()) {
             Ok((commit, files)) => self.fetch(&commit, &files),
             Err(Failure::Final(error)) => Err(error),
             Err(Failure::Passing(what, _)) => match cached {
@@ -580,7 +622,8 @@ impl Fetch<'_> {
         }
         let path: Vec<String> = name.split('/').map(escaped).collect();
         let url = format!("{}/resolve/{commit}/{}", self.page(), path.join("/"));
-        let remote = self.repeat(ATTEMPTS, || self.describe(&url)).map_err(|failure| self.give_up(name, failure))?;
+        let remote = self.hub.repeat(ATTEMPTS, LONGEST_WAIT, || self.describe(&url));
+        let remote = remote.map_err(|failure| self.give_up(name, failure))?;
         let blob = self.dir.join("blobs").join(&remote.etag);
         if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == remote.size) {
             self.blob(name, &url, &remote, &blob)?;
@@ -640,7 +683,8 @@ impl Fetch<'_> {
             let len = file.metadata().map_or(0, |found| found.len());
             failed = if len > furthest { 1 } else { failed + 1 };
             furthest = furthest.max(len);
-            self.wait(failed, ATTEMPTS, failure).map_err(|failure| self.give_up(name, failure))?;
+            let waited = self.hub.wait((failed, ATTEMPTS), LONGEST_WAIT, failure);
+            waited.map_err(|failure| self.give_up(name, failure))?;
         }
         file.sync_all().and_then(|()| fs::rename(&partial, blob)).map_err(Error::io("write", blob))?;
         drop(lock);
@@ -792,34 +836,6 @@ impl Fetch<'_> {
             )),
         }
     }
-
-    /// Sends a request up to `attempts` times.
-    fn repeat<T>(&self, attempts: u32, request: impl Fn() -> Result<T, Failure>) -> Result<T, Failure> {
-        let mut failed = 0;
-        loop {
-            match request() {
-                Ok(value) => return Ok(value),
-                Err(failure) => {
-                    failed += 1;
-                    self.wait(failed, attempts, failure)?;
-                }
-            }
-        }
-    }
-
-    /// Waits before the next attempt; returns the failure if there is none left.
-    fn wait(&self, failed: u32, attempts: u32, failure: Failure) -> Result<(), Failure> {
-        match failure {
-            Failure::Passing(_, asked) if failed < attempts => {
-                let wait = self.hub.pause * 2u32.pow(failed - 1);
-                match pause(wait.max(asked.unwrap_or_default()).min(Duration::from_secs(60))) {
-                    true => Err(failure),
-                    false => Ok(()),
-                }
-            }
-            failure => Err(failure),
-        }
-    }
 }
 
 /// The progress bar of one file; drawn after a second, and on a terminal only.
@@ -877,6 +893,11 @@ pub(crate) fn origin(url: &str) -> &str {
 fn escaped(revision: &str) -> String {
     let keep = |b: u8| b.is_ascii_alphanumeric() || b"-_.~".contains(&b);
     revision.bytes().map(|b| if keep(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+}
+
+/// Whether `name` can be that of a branch, which a commit's cannot.
+pub(crate) fn is_branch(name: &str) -> bool {
+    is_inside(name) && !is_commit(name)
 }
 
 fn is_commit(text: &str) -> bool {

@@ -29,6 +29,7 @@
 //! | win rates of one model against another, scores, pass@k | [`eval::evaluate`], [`settings::EvaluateConfig`] |
 //! | the report of a run, a page of HTML; the same page live | [`report::report`], [`report::watch`] |
 //! | a model behind OpenAI's HTTP interface | [`serve::serve`] |
+//! | upload of a model to the Hugging Face hub | [`push::push`], [`hub::push`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
 //!
 //! A crate that depends on this one needs libtorch 2.11.0 to build and a run path to it: the page `docs/library.md` of the repository
@@ -50,6 +51,7 @@ pub mod merge;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod push;
 pub mod report;
 pub mod reward;
 pub mod rl;

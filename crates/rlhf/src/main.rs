@@ -1,5 +1,6 @@
 //! The program `rlhf`: a command line over the library. Exit codes: 0; 2 for a usage error; 128 plus the signal's number if a
-//! signal stopped a training run; 3 if an alarm did; 1 for any other error.
+//! signal stopped a training run; 3 if an alarm did; 4 if its model is saved but could not be pushed to the hub; 1 for any other
+//! error.
 
 mod cli;
 
@@ -98,13 +99,20 @@ fn run(task: &Task) -> Result<u8> {
         Task::Logprobs(config) => cli::logprobs::logprobs(config),
         Task::Score(config) => cli::score::score(config),
         // These need one process.
-        Task::Eval(_) | Task::Merge(_) | Task::Report(_) | Task::Watch(_) | Task::Chat(_) | Task::Serve(_)
+        Task::Eval(_)
+        | Task::Merge(_)
+        | Task::Push(_)
+        | Task::Report(_)
+        | Task::Watch(_)
+        | Task::Chat(_)
+        | Task::Serve(_)
             if !is_main() =>
         {
             Ok(())
         }
         Task::Eval(config) => cli::evaluate::evaluate(config, console),
         Task::Merge(config) => rlhf::merge::merge(config),
+        Task::Push(config) => cli::push::push(config),
         Task::Report(config) => cli::report::report(config),
         Task::Watch(config) => cli::watch::watch(config),
         Task::Chat(config) => cli::chat::chat(config),
@@ -177,7 +185,7 @@ fn stop_on_signals(message: &'static str) -> io::Result<()> {
 /// Prints the error, one line for each refused setting, and returns its exit code. Only the rank that `speaks` reports an error that
 /// all ranks have alike.
 fn report(error: &Error, speaks: bool) -> ExitCode {
-    let known = matches!(error, Error::Usage(_) | Error::Refused(_) | Error::Stopped { .. });
+    let known = matches!(error, Error::Usage(_) | Error::Refused(_) | Error::Stopped { .. } | Error::NotPushed(_));
     let common = known || World::of_process().is_alike(error);
     if common && !speaks {
         return ExitCode::from(error.exit_code());

@@ -10,6 +10,7 @@
 //! | whether a resumed run reads the same inputs | `inputs` |
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
 //! | the model card | `card` |
+//! | uploads to the hub | `push` |
 
 pub(crate) mod best;
 pub(crate) mod card;
@@ -17,6 +18,7 @@ pub(crate) mod checkpoint;
 pub(crate) mod event;
 pub(crate) mod inputs;
 pub(crate) mod output_dir;
+pub(crate) mod push;
 pub(crate) mod report;
 pub(crate) mod resolved;
 pub(crate) mod session;
@@ -31,6 +33,7 @@ use crate::optim::micro_batch::MicroBatchSettings;
 pub use crate::metrics::{Warning, WarningKind};
 pub use crate::signals::{request_stop, stop_requested};
 pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
+pub use push::settings::{HubConfig, HubStrategy, HubToken};
 pub use settings::{CheckpointConfig, EvalConfig, ReportTo, Resume, RunConfig, TensorboardTags, WatchConfig};
 pub use sinks::console::{Console, announce, clear_bar};
 

@@ -16,6 +16,7 @@ mod pipeline;
 mod plan;
 mod ppo;
 mod presets;
+mod push;
 mod report;
 mod resolve;
 mod responses;
@@ -37,6 +38,7 @@ pub use pipeline::PipelineFlags;
 pub use plan::{PpoPlan, TrainPlan};
 pub use ppo::{GenerationBatchesConfig, LegacyConfig, PpoConfig, TrialConfig, ValueConfig, ValuePeftConfig};
 pub use presets::{Preset, refused};
+pub use push::PushConfig;
 pub use report::ReportConfig;
 pub use responses::{ResponsesConfig, SamplerConfig};
 pub use reward::{PairLoss, RewardConfig};
@@ -66,6 +68,7 @@ pub use crate::rl::math::ImportanceLevel;
 pub use crate::rl::reference::SyncConfig;
 pub use crate::rl::settings::{EosInLoss, LossConfig, LossType, MaskConfig, WhitenAdvantages};
 pub use crate::rl::unsupervised::UnsupervisedConfig;
+pub use crate::run::push::settings::{HubConfig, HubStrategy, HubToken};
 pub use crate::run::resolved::write_resolved;
 pub(crate) use crate::run::settings::EVAL_SCORES;
 pub use crate::run::settings::{
@@ -113,7 +116,11 @@ mod tests {
             "use_rslora": false, "zero_stage": 0, "offload_optimizer": false, "dist_timeout": 1800, "save_steps": null, "save_total_limit": null, "eval_steps": null,
             "metric_for_best_model": null, "greater_is_better": null,
         });
-        joined([data, others, scale])
+        let hub = json!({
+            "push_to_hub": false, "hub_model_id": null, "hub_revision": null, "hub_private_repo": null,
+            "hub_strategy": "every_save", "hub_always_push": false,
+        });
+        joined([data, others, scale, hub])
     }
 
     /// Joins the entries of all: `json!` itself is limited in their number.

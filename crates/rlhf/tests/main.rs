@@ -23,6 +23,7 @@ mod numbers;
 mod pipeline;
 mod ppo;
 mod preferences;
+mod push;
 mod rank_rows;
 mod report;
 mod rewards;

@@ -89,7 +89,10 @@ fn a_yaml_file_has_trls_names_and_what_has_no_place_here_is_refused_with_the_rea
         read("batch_size: 16\nmini_batch_size: 4\nkl_penalty: full\ninit_kl_coef: 0.1\nscore_clip: 2\n").unwrap();
     assert_eq!((found.batch_size, found.kl_penalty, found.score_clip), (16, KlEstimator::Full, Some(2.0)));
     for (text, words) in [
-        ("push_to_hub_if_best_kwargs: {repo_id: me}\n", "nothing is pushed"),
+        ("push_to_hub_if_best_kwargs: {repo_id: me/x}\n", "expected an output_dir"),
+        ("push_to_hub_if_best_kwargs: {token: hf_x}\n", "`token`: set HF_TOKEN"),
+        ("push_to_hub_if_best_kwargs: {private: true}\n", "expected a repo_id"),
+        ("push_to_hub_if_best_kwargs: {create_pr: true}\n", "`create_pr`: expected repo_id"),
         ("batch_size: 4\ntracker_kwargs: {}\n", "`tracker_kwargs` is a setting of another system"),
         ("kl_penalty: full\nkl_penality: abs\n", "kl_penality"),
         ("kl_penalty: k9\n", "expected one of"),

@@ -5,7 +5,7 @@ use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
     ChatConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig, MergeConfig, PipelineFlags,
-    PpoConfig, Preset, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;
@@ -113,6 +113,14 @@ const MERGE_HELP: &str = "\
 Example:
   rlhf merge --model_name_or_path runs/ppo --output_dir merged";
 
+const PUSH_HELP: &str = "\
+The model, its tokenizer, card and configuration, in one commit; no checkpoints, samples, optimizer
+states or hidden files. HF_TOKEN has an access token with write access. Large files that the hub
+has already are not sent again, so the same command continues an upload that was cut.
+
+Example:
+  rlhf push runs/ppo me/my-model --private";
+
 const REPORT_HELP: &str = "\
 One page of HTML that needs no network: a verdict in words, curves, samples, settings, warnings. Of
 several runs the curves are drawn over one another, with the settings that differ. Each run writes
@@ -193,6 +201,7 @@ pub(super) fn rlhf_command() -> Command {
             .about("Win rate of a model against another one, or its scores")
             .after_help(EVAL_HELP),
         flag::command::<MergeConfig>("merge").about("Merge a LoRA adapter into its model").after_help(MERGE_HELP),
+        flag::command::<PushConfig>("push").about("Upload a model to the Hugging Face hub").after_help(PUSH_HELP),
         flag::command::<ReportConfig>("report")
             .about("Write a page that shows what runs have done")
             .after_help(REPORT_HELP),
@@ -264,7 +273,8 @@ mod tests {
         let run = "output_dir overwrite_output_dir seed bf16 fp16 initial_scale_power loss_scale_window \
                    hysteresis min_loss_scale dtype device max_shard_size gradient_checkpointing \
                    max_tokens_per_micro_batch report_to tensorboard_tags num_threads disable_tqdm no_report save_steps save_total_limit \
-                   resume_from_checkpoint resume_with_changed_inputs zero_stage offload_optimizer dist_timeout config help";
+                   resume_from_checkpoint resume_with_changed_inputs zero_stage offload_optimizer dist_timeout push_to_hub hub_model_id \
+                   hub_revision hub_private_repo hub_strategy hub_always_push hub_token config help";
         let data = "dataset_name dataset_weights dataset_config dataset_columns dataset_train_split dataset_test_split eval_split_size data_split \
                     data_split_seed";
         let rows = "dataset_name dataset_split dataset_columns output_file overwrite_output_file batch_size dtype device num_threads config help";
@@ -362,6 +372,7 @@ mod tests {
                  batch_size dtype device num_threads config help"
             ))
         );
+        assert_eq!(flags("push"), sorted("folder name private revision commit_message hub_token config help"));
         assert_eq!(flags("report"), sorted("runs output overwrite_output_file config help"));
         let compute = "dtype device num_threads config help";
         assert_eq!(
@@ -387,7 +398,11 @@ mod tests {
             for arg in command.get_arguments() {
                 let id = arg.get_id().as_str();
                 assert!(arg.get_help().is_some(), "{id}");
-                assert_eq!(arg.get_help_heading().is_none(), ["prompts", "runs", "run", "model"].contains(&id), "{id}");
+                assert_eq!(
+                    arg.get_help_heading().is_none(),
+                    ["prompts", "runs", "run", "model", "folder", "name"].contains(&id),
+                    "{id}"
+                );
             }
         }
     }
@@ -406,6 +421,7 @@ mod tests {
         assert_eq!(generate, Task::Generate(GenerateConfig::new("m")));
         let logprobs = parse_words(&["logprobs", "--model", "m"]).unwrap();
         assert_eq!(logprobs, Task::Logprobs(LogprobsConfig::new("m")));
+        assert_eq!(parse_words(&["push", "a", "me/x"]).unwrap(), Task::Push(PushConfig::new("a", "me/x")));
         let report = parse_words(&["report", "a", "b"]).unwrap();
         assert_eq!(report, Task::Report(ReportConfig::new(["a", "b"])));
         let eval = ["eval", "--model", "m", "--dataset_name", "d", "--output_dir", "o", "--reward", "json"];

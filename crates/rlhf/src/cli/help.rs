@@ -10,7 +10,7 @@ use clap::{Arg, ArgAction, Command};
 const COMMON_HEADING: &str = "Common options";
 
 /// Headings of the other flags, in the order of `--help`; headings of other systems' flags, which are hidden, come last.
-const HEADINGS: [&str; 13] = [
+const HEADINGS: [&str; 14] = [
     "Models",
     "Data",
     "Rewards",
@@ -22,12 +22,13 @@ const HEADINGS: [&str; 13] = [
     "LoRA",
     "Evaluation",
     "Checkpoints",
+    "Hugging Face hub",
     "Several ranks",
     "Run",
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 16] = [
+const COMMON: [(&str, &[&str], &[&str]); 17] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -167,6 +168,7 @@ const COMMON: [(&str, &[&str], &[&str]); 16] = [
         ],
     ),
     ("merge", &["model_name_or_path", "output_dir"], &["overwrite_output_dir", "max_shard_size", "config"]),
+    ("push", &[], &["private", "revision", "commit_message", "config"]),
     ("report", &[], &["output", "overwrite_output_file", "config"]),
     ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
     ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
@@ -179,10 +181,11 @@ const COMMON: [(&str, &[&str], &[&str]); 16] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 61] = [
+const WORDS: [(&str, &str); 64] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
+    ("commit_message", "title of the commit"),
     ("compare", "second model: folder or hub name"),
     ("compare_column", "column with responses to compare"),
     ("config", "YAML file of settings, by flag name"),
@@ -225,7 +228,9 @@ const WORDS: [(&str, &str); 61] = [
     ("per_device_train_batch_size", "sequences per micro-batch"),
     ("response_length", "maximum tokens of a response"),
     ("port", "TCP port; 0 for a free one"),
+    ("private", "make a new repository private"),
     ("resume_from_checkpoint", "resume from the newest checkpoint"),
+    ("revision", "branch to push to [main]"),
     ("reward", "rule, program or service: see --help"),
     ("reward_model_path", "reward model, a sequence classifier"),
     ("save_steps", "save a checkpoint every N updates"),
@@ -311,11 +316,12 @@ fn text(command: &Command) -> String {
     };
     let all = command.get_arguments().filter(|arg| !arg.is_hide_set()).count();
     let about = command.get_about().map_or(String::new(), ToString::to_string);
+    let place = |arg: &Arg| {
+        let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
+        format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
+    };
     let rest = match command.get_positionals().next() {
-        Some(arg) if arg.is_required_set() => {
-            let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
-            format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
-        }
+        Some(arg) if arg.is_required_set() => command.get_positionals().map(place).collect(),
         Some(_) => " [PROMPT]...".into(),
         // Of `launch`.
         None if needed.is_empty() => " COMMAND [ARGUMENTS]...".into(),

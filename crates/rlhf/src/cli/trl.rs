@@ -8,6 +8,7 @@ use std::path::Path;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
 use rlhf::flag::Refusals;
+use serde_json::{Map, Value};
 
 use super::errors::Messages;
 use super::setting::Setting;
@@ -46,7 +47,6 @@ const RANKS: &str = "losses, gradients and rows are those of all ranks in any ca
 const SPEED: &str = "it changes memory and speed only";
 const WHOLE: &str = "checkpoints are always complete, and a stopped run saves one";
 const COMMAND: &str = "the command decides what is done";
-const NO_PUSH: &str = "nothing is uploaded";
 const NO_BITS: &str = "weights are not quantized";
 const COMPUTED: &str = "it is computed from the other sizes";
 const OLD: &str = "it has no meaning for this program";
@@ -155,22 +155,8 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (Noted(WHOLE), TRAIN, &["save_only_model", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"]),
     (Noted(COMMAND), TRAIN, &["do_train", "do_eval", "do_predict"]),
-    (
-        Noted(NO_PUSH),
-        TRAIN,
-        &[
-            "hub_token",
-            "hub_private_repo",
-            "hub_model_id",
-            "hub_strategy",
-            "hub_always_push",
-            "hub_revision",
-            "push_to_hub_token",
-            "push_to_hub_model_id",
-            "push_to_hub_organization",
-        ],
-    ),
-    (Noted(NO_PUSH), PPO, &["push_to_hub_if_best_kwargs", "compare_steps"]),
+    (Only(UNSET, "the organization is part of hub_model_id: ORGANIZATION/NAME"), TRAIN, &["push_to_hub_organization"]),
+    (Together, PPO, &[IF_BEST, "compare_steps"]),
     (Noted(NO_BITS), TRAIN, &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"]),
     (Noted("two runs with the same seed are identical"), TRAIN, &["full_determinism"]),
     (Noted("no model here has experts"), &["sft", "grpo", "rloo"], &["router_aux_loss_coef"]),
@@ -191,7 +177,6 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     ),
     (Together, TRAIN, &["eval_strategy", "save_strategy", "use_cpu"]),
     (Only(OFF, "code that comes with a model is never run"), TRAIN, &["trust_remote_code"]),
-    (Only(OFF, NO_PUSH), TRAIN, &["push_to_hub"]),
     (
         Only(
             &["none", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"],
@@ -338,7 +323,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
         &["log_multimodal", "log_unique_prompts"],
     ),
     (Noted("print_answers shows a few"), GROUPS, &["num_completions_to_print"]),
-    (Only(UNSET, NO_PUSH), GRPO, &["log_completions_hub_repo"]),
+    (Only(UNSET, "responses are written to output_dir only"), GRPO, &["log_completions_hub_repo"]),
     (Noted("responses call no tools"), GRPO, &["max_tool_calling_iterations"]),
     (
         Only(OFF, "logits have the precision of the run, and their log-probabilities are float32"),
@@ -361,6 +346,22 @@ const ALIASES: [(&str, &str); 5] = [
     ("test_split_size", "eval_split_size"),
     ("no_cuda", "use_cpu"),
 ];
+
+/// The flag of TRL's `step()` that has the best model pushed: a map of the arguments of `push_to_hub`.
+const IF_BEST: &str = "push_to_hub_if_best_kwargs";
+
+/// Arguments of `push_to_hub` that are settings here.
+const PUSH_ARGUMENTS: [(&str, &str); 5] = [
+    ("repo_id", "hub_model_id"),
+    ("private", "hub_private_repo"),
+    ("revision", "hub_revision"),
+    ("token", "hub_token"),
+    ("use_auth_token", "hub_token"),
+];
+
+/// Arguments of `push_to_hub` that change no byte of the model.
+const OTHER_PUSH_ARGUMENTS: [&str; 6] =
+    ["commit_message", "commit_description", "safe_serialization", "use_temp_dir", "tags", "max_shard_size"];
 
 /// The heading of the flags, which marks them among a command's flags.
 const HEADING: &str = "TRL and transformers";
@@ -410,6 +411,11 @@ pub(super) fn is_added(arg: &Arg) -> bool {
     arg.get_help_heading() == Some(HEADING)
 }
 
+/// Returns whether the value of the flag is a map.
+pub(super) fn takes_map(arg: &Arg) -> bool {
+    arg.get_id() == IF_BEST
+}
+
 /// Returns whether `fine` contains `value`, or another word for it where it is true or false.
 fn allows(fine: &[&str], value: &str) -> bool {
     let value = match value {
@@ -457,12 +463,32 @@ pub(super) fn translate(flags: &Flags<'_>, settings: &mut Vec<Setting>, messages
     flags.translate_use_cpu(&given, settings, &mut messages.refusals);
     flags.translate_rewards(&given, settings, &mut messages.refusals);
     flags.translate_completions(&given, settings, &mut messages.refusals);
+    flags.translate_best(&given, settings, &mut messages.refusals);
     flags.translate_sharding(&given, settings, messages);
 }
 
 /// Returns true if `value` of `warmup_steps` is a share of the updates, which transformers 5 allows.
 pub(super) fn is_warmup_ratio(value: &str) -> bool {
     value.parse::<f64>().is_ok_and(|share| share > 0.0 && share < 1.0)
+}
+
+/// Returns the arguments of `push_to_hub` in a map as JSON, as our settings. The message of an error has no value: one may be a token.
+fn push_arguments(text: &str) -> Result<Vec<(&'static str, String)>, String> {
+    let expected = "expected a map of arguments, such as {\"repo_id\": \"me/my-model\"}";
+    let map: Map<String, Value> = serde_json::from_str(text).map_err(|_| expected.to_string())?;
+    let mut settings = Vec::new();
+    for (name, value) in &map {
+        let setting = PUSH_ARGUMENTS.iter().find(|(argument, _)| argument == name);
+        match (setting, value) {
+            (Some((_, setting)), Value::String(text)) => settings.push((*setting, text.clone())),
+            (Some((_, setting)), Value::Bool(yes)) if name == "private" => settings.push((*setting, yes.to_string())),
+            (_, Value::Null) => {}
+            (None, _) if OTHER_PUSH_ARGUMENTS.contains(&name.as_str()) => {}
+            (Some(_), _) => return Err(format!("`{name}`: expected a text")),
+            (None, _) => return Err(format!("`{name}`: expected repo_id, private, revision or token")),
+        }
+    }
+    if settings.iter().any(|(setting, _)| *setting == "hub_model_id") { Ok(settings) } else { Err(expected.into()) }
 }
 
 fn in_file<'s>(settings: &'s [Setting], key: &str) -> Option<&'s String> {
@@ -642,6 +668,27 @@ impl Flags<'_> {
         for (key, value) in [("print_answers", "true"), ("print_answers_interval", every.as_str())] {
             if !self.is_set(key, settings) {
                 settings.push(Setting::new(key, vec![value.into()]));
+            }
+        }
+    }
+
+    /// Sets the push of the best model by `push_to_hub_if_best_kwargs`, every `compare_steps` updates.
+    fn translate_best(&self, given: &[Given], settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let of = |flag: &str| given.iter().find(|given| given.flag == flag);
+        let Some(best) = of(IF_BEST).filter(|given| given.word() != "none") else { return };
+        let arguments = match push_arguments(&best.values.join(" ")) {
+            Ok(arguments) => arguments,
+            Err(message) => return self.refuse(best, &format!("{IF_BEST}: {message}"), refusals),
+        };
+        let every = of("compare_steps").map_or("1".to_string(), Given::word);
+        let compares = self.is_set("eval_steps", settings) || self.is_set("save_steps", settings);
+        let fixed = [("push_to_hub", "true"), ("hub_strategy", "best"), ("metric_for_best_model", "objective/scores")];
+        let saves = [("save_steps", every.as_str()), ("save_total_limit", "1")];
+        let fixed = fixed.into_iter().chain(saves.into_iter().filter(|_| !compares));
+        let fixed = fixed.map(|(key, value)| (key, value.to_string()));
+        for (key, value) in arguments.into_iter().chain(fixed) {
+            if !self.is_set(key, settings) {
+                settings.push(Setting::new(key, vec![value]));
             }
         }
     }
@@ -902,6 +949,33 @@ mod tests {
         let text = "log_completions: true\nlogging_steps: 0.1\n";
         let Task::Ppo(config) = with_file(text, &least("grpo")).unwrap() else { panic!() };
         assert_eq!((config.trial.print_answers, config.trial.print_answers_interval), (true, 10));
+    }
+
+    #[test]
+    fn the_push_of_the_best_model_becomes_settings_and_no_error_shows_its_token() {
+        let text = "preset: trl-legacy\nmodel_name: m\nreward_model: r\ndataset_name: d\noutput_dir: o\n\
+                    push_to_hub_if_best_kwargs: {repo_id: me/x, private: true, token: hf_secret, commit_message: best}\n\
+                    compare_steps: 5\n";
+        let Task::Ppo(config) = with_file(text, &["ppo"]).unwrap() else { panic!() };
+        let (hub, saves) = (&config.run.hub, &config.run.checkpoints);
+        assert_eq!(
+            (hub.push_to_hub, hub.hub_model_id.as_deref(), hub.hub_private_repo),
+            (true, Some("me/x"), Some(true))
+        );
+        assert_eq!(hub.hub_strategy, rlhf::settings::HubStrategy::Best);
+        assert_eq!(hub.hub_token.as_ref().map(|token| token.0.as_str()), Some("hf_secret"));
+        assert_eq!(config.eval.metric_for_best_model.as_deref(), Some("objective/scores"));
+        assert_eq!((saves.save_steps, saves.save_total_limit), (Some(5), Some(1)));
+        for (kwargs, words) in [
+            ("{token: hf_secret}", "expected a map of arguments"),
+            ("{repo_id: me/x, token: [hf_secret]}", "`token`: expected a text"),
+            ("{repo_id: me/x, create_pr: true}", "`create_pr`: expected repo_id, private"),
+            ("hf_secret", "expected a map of arguments"),
+        ] {
+            let text = text.replace("{repo_id: me/x, private: true, token: hf_secret, commit_message: best}", kwargs);
+            let error = with_file(&text, &["ppo"]).unwrap_err();
+            assert!(error.contains(words) && !error.contains("hf_secret"), "{error}");
+        }
     }
 
     #[test]

@@ -218,6 +218,9 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
                     map.next_value::<Option<String>>()?.into_iter().collect()
                 }
                 (Some(Shape::One | Shape::Many), Some(arg)) if is_list(arg) => map.next_value::<Texts>()?.0,
+                (Some(Shape::Nested), Some(arg)) if trl::takes_map(arg) => {
+                    vec![map.next_value::<serde_json::Value>()?.to_string()]
+                }
                 (_, Some(arg)) => {
                     map.next_value::<IgnoredAny>()?;
                     match trl::is_added(arg) {

@@ -10,7 +10,10 @@ pub use settings::StepConfig;
 pub use stats::{LossInputs, Stat, Stats};
 
 use crate::data::{Dataset, Prompt};
+use crate::dist::World;
 use crate::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
+use crate::hub::Hub;
+use crate::hub::push::{Repository, open_folder};
 use crate::metrics::Metrics;
 use crate::model::{CausalLm, CausalLmWithValueHead, ModelOptions, ValueModel};
 use crate::optim::LearningRates;
@@ -25,8 +28,10 @@ use crate::rl::stats::{StepStats, optimizer_steps};
 use crate::rng::{Purpose, Stream};
 use crate::run::best::Best;
 use crate::run::card::Card;
+use crate::run::checkpoint::BEST;
 use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::output_dir::{FolderLock, claim_folder};
+use crate::run::push::is_pushed;
 use crate::run::report::Reporter;
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::Console;
@@ -190,6 +195,8 @@ pub struct StepTrainer {
     /// Orders the rows of a step for one epoch.
     order: Box<Order>,
     best: Option<Best>,
+    /// Repository of the best models, on rank 0.
+    repository: Option<Repository>,
     /// Lock on the output folder.
     _hold: Option<FolderLock>,
     reporter: Option<Reporter<'static>>,
@@ -250,7 +257,11 @@ impl StepTrainer {
             reporter.settings(&ppo)?;
             Ok::<_, Error>(reporter)
         });
-        let best = config.keep_best.then(|| {
+        let world = World::of_process();
+        let to = config.destination()?;
+        let repository = to.as_ref().filter(|_| world.is_main()).map(|to| Hub::from_env().repository(to)).transpose();
+        let repository = world.agree(repository)?;
+        let best = (config.keep_best || to.is_some()).then(|| {
             let metric_for_best_model = Some(MEAN_SCORE.to_string());
             Best::new(&EvalConfig { metric_for_best_model, greater_is_better: Some(true), ..ppo.eval.clone() })
         });
@@ -267,6 +278,7 @@ impl StepTrainer {
             schedule: Box::new(move |_| learning_rate),
             order: Box::new(move |pass, rows| Stream::new(seed, Purpose::MiniBatches, pass, 0).permutation(rows)),
             best: best.flatten(),
+            repository,
             reporter: reporter.transpose()?,
             _hold: hold,
             config,
@@ -622,11 +634,25 @@ impl StepTrainer {
         metrics.push(MEAN_SCORE, scores.iter().sum::<f64>() / scores.len() as f64);
         let due = self.steps.is_multiple_of(self.config.compare_steps);
         let looked = best.compare(&metrics, self.steps, due, false);
+        let is_best = best.is_due(self.steps);
         let kept = looked.and_then(|_| {
             self.learner.save_together(|| best.write(dir, self.steps, |dir| self.write_model(dir)).map(drop))
         });
+        if kept.is_ok() && is_best {
+            self.push_best(dir);
+        }
         best.mark_written(self.steps);
         self.best = Some(best);
         kept
+    }
+
+    /// Pushes the best model to the hub, if it is pushed. A failure is a warning.
+    fn push_best(&self, output_dir: &Path) {
+        let Some(repository) = &self.repository else { return };
+        let title = format!("Best model, after {} steps", self.steps);
+        let files = open_folder(&output_dir.join(BEST), &is_pushed);
+        if let Err(error) = files.and_then(|files| repository.push(&files, &title, false)) {
+            let _ = writeln!(std::io::stderr(), "warning: the best model is not on the hub: {error}");
+        }
     }
 }

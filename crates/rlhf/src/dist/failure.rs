@@ -52,7 +52,7 @@ pub(super) fn named(rank: usize, error: Error) -> Error {
         false => format!("rank {rank}: {error}"),
     };
     match error {
-        Error::Stopped { .. } => error,
+        Error::Stopped { .. } | Error::NotPushed(_) => error,
         // The reader of the output has closed it.
         Error::Io { ref source, .. } if source.kind() == std::io::ErrorKind::BrokenPipe => error,
         Error::Usage(message) => Error::Usage(text(message)),

@@ -24,7 +24,7 @@ const WRITING: &str = ".saving-";
 /// Prefix of a folder's name while it is removed.
 const LEAVING: &str = ".removing-";
 /// The folder of the best model.
-pub(super) const BEST: &str = "best";
+pub(crate) const BEST: &str = "best";
 /// The file with the metric of the best model.
 pub(super) const BEST_FILE: &str = "best.json";
 /// The state of everything but weights and optimizers.
@@ -38,7 +38,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 4] = [STATE, UNFINISHED, OPTIMIZER, BEST_FILE];
 
 /// Settings that change no result: a resumed run may change them.
-const FREE: [&str; 32] = [
+const FREE: [&str; 38] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
@@ -71,6 +71,12 @@ const FREE: [&str; 32] = [
     "ds3_gather_for_generation",
     "offload_optimizer",
     "dist_timeout",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_revision",
+    "hub_private_repo",
+    "hub_strategy",
+    "hub_always_push",
 ];
 
 /// Settings of the length of a run: they may extend a finished run.

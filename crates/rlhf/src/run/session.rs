@@ -18,7 +18,7 @@
 //!    - calls [`Session::save_due`], which writes the best model and the checkpoint.
 //! 4. [`Session::end`], also after an error: leaves a checkpoint if the last update is complete, leaves the model in the output
 //!    folder, and returns the error that names the way to resume, or the number of updates. [`Session::report_end`] then shows the
-//!    outcome.
+//!    outcome, and [`Session::push`] waits for the push to the hub.
 //!
 //! An error can come in the middle of an update, when the cursor and the sums have moved on and the weights perhaps too. So a
 //! checkpoint holds the snapshot that was taken after the last complete update, and none is written if an optimizer step was
@@ -26,12 +26,15 @@
 
 use crate::dist::World;
 use crate::hub::Commits;
+use crate::hub::push::Repository;
 use crate::metrics::Metrics;
 use crate::run::best::Best;
 use crate::run::checkpoint::{self, Checkpoints, Saved, is_due};
 use crate::run::event::Event;
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{FolderLock, check_output_dir, claim_output_dir};
+use crate::run::push::Pusher;
+use crate::run::push::settings::HubStrategy;
 use crate::run::report::Reporter;
 use crate::run::settings::{EvalConfig, RunConfig};
 use crate::run::sinks::Reached;
@@ -43,6 +46,10 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::time::Duration;
+
+/// Time between two looks at a push that the run waits for; the ranks meet at each.
+const TICK: Duration = Duration::from_secs(1);
 
 /// A training command, as its session sees it.
 pub(crate) trait Trainee {
@@ -225,6 +232,8 @@ pub(crate) struct Opening {
     pub(crate) start: Start,
     /// Warnings about settings that differ from the checkpoint's.
     differences: Vec<String>,
+    /// The repository that the run pushes to, on the rank that owns the folder.
+    repository: Option<Repository>,
 }
 
 impl Opening {
@@ -232,7 +241,7 @@ impl Opening {
     /// does so for all ranks.
     ///
     /// # Errors
-    /// If another run is in the folder, or the run may not write there or cannot resume.
+    /// If another run is in the folder, or the run may not write there or cannot resume; if it may not push to the hub.
     pub(crate) fn new(run: &RunConfig, command: &str, config: &impl Serialize, inputs: &[&Path]) -> Result<Self> {
         let world = World::of_process();
         let opening = world.is_main().then(|| Self::on_main(run, command, config, inputs)).transpose();
@@ -240,7 +249,9 @@ impl Opening {
         let start = world.broadcast_bytes(opening.as_ref().map(|opening| opening.start.to_bytes()))?;
         match opening {
             Some(opening) => Ok(opening),
-            None => Ok(Self { lock: None, start: Start::from_bytes(&start)?, differences: Vec::new() }),
+            None => {
+                Ok(Self { lock: None, start: Start::from_bytes(&start)?, differences: Vec::new(), repository: None })
+            }
         }
     }
 
@@ -249,7 +260,7 @@ impl Opening {
         let start = Start::find(run)?;
         check_output_dir(run, &start, inputs)?;
         let differences = start.check(command, config)?;
-        Ok(Self { lock: Some(lock), start, differences })
+        Ok(Self { lock: Some(lock), start, differences, repository: run.hub.repository()? })
     }
 
     /// Returns the commits that names of the hub stood for when the run started.
@@ -287,6 +298,10 @@ pub(crate) struct Session<'w> {
     world: World,
     /// Compare the ranks after each update, for tests: `RLHF_CHECK_RANKS=1`.
     compares_ranks: bool,
+    /// Whether the run pushes its model to the hub, on any rank.
+    pushes: bool,
+    /// The pushes, on rank 0.
+    pusher: Option<Pusher>,
 }
 
 impl<'w> Session<'w> {
@@ -305,6 +320,8 @@ impl<'w> Session<'w> {
     ) -> Result<Self> {
         let world = World::of_process();
         let mut start = Start { in_place: true, ..Start::default() };
+        let mut opening = opening;
+        let repository = opening.as_mut().and_then(|opening| opening.repository.take());
         if let Some(opening) = opening {
             if let Some(saved) = &opening.start.from {
                 warnings.extend(world.agree(resume(trainee, saved, opening.start.in_place, spec))?);
@@ -330,11 +347,24 @@ impl<'w> Session<'w> {
         start.finished(num_updates).iter().for_each(|warning| report.console.warn(warning));
         start.describe(run, num_updates).iter().for_each(|note| report.console.note(note));
         report.settings(spec.config)?;
+        let pusher = world.agree(if world.is_main() { pusher(run, repository) } else { Ok(None) })?;
         let mut checkpoints = Checkpoints::new(spec.command, run, spec.config, num_updates)?;
         world.agree(if world.is_main() { checkpoints.tidy(done) } else { Ok(()) })?;
         let (eval_steps, logging_steps) = (spec.eval.eval_steps, spec.logging_steps);
         let compares_ranks = world.size() > 1 && std::env::var_os("RLHF_CHECK_RANKS").is_some_and(|value| value == "1");
-        Ok(Self { report, checkpoints, began_at: done, num_updates, eval_steps, logging_steps, world, compares_ranks })
+        let pushes = run.hub.push_to_hub;
+        Ok(Self {
+            report,
+            checkpoints,
+            began_at: done,
+            num_updates,
+            eval_steps,
+            logging_steps,
+            world,
+            compares_ranks,
+            pushes,
+            pusher,
+        })
     }
 
     /// Passes all events to `watcher` too; a break ends the run after its current update.
@@ -512,7 +542,10 @@ impl<'w> Session<'w> {
         trainee.progress_mut().best = Some(best);
         let written = self.together(trainee, written)?;
         record_best(trainee.progress_mut());
-        written.iter().for_each(|dir| self.report.saved(dir));
+        if let Some(dir) = written {
+            self.report.saved(&dir);
+            self.push_saved(HubStrategy::Best, &dir, done);
+        }
         Ok(())
     }
 
@@ -560,8 +593,55 @@ impl<'w> Session<'w> {
             trainee.write_models(dir)?;
             trainee.write_optimizers(dir)
         })?;
-        self.report.saved(&self.checkpoints.place(done));
+        let dir = self.checkpoints.place(done);
+        self.report.saved(&dir);
+        // The last one is pushed from the output folder, with its card.
+        if done < self.num_updates {
+            self.push_saved(HubStrategy::EverySave, &dir, done);
+        }
         Ok(())
+    }
+
+    /// Pushes the model in `dir` in the background, if `strategy` is that of the run.
+    fn push_saved(&mut self, strategy: HubStrategy, dir: &Path, done: usize) {
+        // The process ends soon, and with it the upload.
+        if stop_requested() {
+            return;
+        }
+        let warning = self.pusher.as_mut().and_then(|pusher| pusher.saved(strategy, dir, done));
+        warning.iter().for_each(|warning| self.console().warn(warning));
+    }
+
+    /// Pushes the model of the run that has ended after `done` updates, and waits for it, if the run pushes.
+    ///
+    /// # Errors
+    /// [`Error::NotPushed`], on all ranks; nothing of the run is lost.
+    pub(crate) fn push(&mut self, done: usize) -> Result<()> {
+        if !self.pushes || done == 0 {
+            return Ok(());
+        }
+        let shows = self.report.console.is_shown();
+        if let Some(pusher) = &mut self.pusher {
+            self.report.console.note("pushing the model to the hub");
+            pusher.saved_final(shows);
+        }
+        loop {
+            let busy = self.pusher.as_mut().is_some_and(|pusher| pusher.is_busy(TICK)) && !stop_requested();
+            // The push continues if the other ranks are gone.
+            if !self.world.any(busy).unwrap_or(busy) {
+                break;
+            }
+        }
+        let pushed = self.pusher.as_mut().map_or(Ok(String::new()), Pusher::outcome);
+        let failed = self.world.any(pushed.is_err()).unwrap_or(pushed.is_err());
+        match pushed {
+            Ok(line) if !failed => {
+                self.report.console.note(&line);
+                Ok(())
+            }
+            Ok(_) => Err(Error::NotPushed("rank 0 could not push the model".into())),
+            Err(error) => Err(error),
+        }
     }
 
     /// Ends a run whose loop `ended`: leaves a checkpoint and the model in the output folder, also after an error. Returns the
@@ -635,6 +715,15 @@ impl<'w> Session<'w> {
             self.console().end(done, numbers, commands);
         }
     }
+}
+
+/// Starts the pushes of a run, to the `repository` if it is known; none if the run does not push.
+fn pusher(run: &RunConfig, repository: Option<Repository>) -> Result<Option<Pusher>> {
+    let repository = match repository {
+        Some(repository) => Some(repository),
+        None => run.hub.repository()?,
+    };
+    repository.map(|repository| Pusher::start(&run.hub, repository, &run.output_dir)).transpose()
 }
 
 /// Returns whether the user has stopped the run on any rank; one that has got no signal then stops as if it had.
@@ -900,6 +989,8 @@ mod tests {
             world: World::single(),
             logging_steps: 1,
             compares_ranks: false,
+            pushes: false,
+            pusher: None,
         };
         std::fs::remove_dir_all(dir.path().join("checkpoint-2")).unwrap();
         session.leave_checkpoint(&mut counter, Ok(())).unwrap();

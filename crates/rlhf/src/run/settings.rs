@@ -15,6 +15,7 @@ use crate::flag::{
 use crate::metrics::WarningKind;
 use crate::model::Dtype;
 use crate::optim::loss_scale::LossScaleConfig;
+use crate::run::push::settings::HubConfig;
 
 /// A training run's output folder, seed, precision and reports.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
@@ -75,6 +76,10 @@ pub struct RunConfig {
     #[command(flatten)]
     #[serde(flatten)]
     pub checkpoints: CheckpointConfig,
+    /// Uploads to the hub.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub hub: HubConfig,
     /// Sharding over several ranks.
     #[command(flatten)]
     #[serde(flatten)]
@@ -87,9 +92,10 @@ impl RunConfig {
         self.bf16 || self.fp16
     }
 
-    /// Checks every setting of a run whose trained models are sharded by `stages`.
-    pub(crate) fn check(&self, stages: &[ZeroStage]) -> Result<()> {
+    /// Checks every setting of a run whose trained models are sharded by `stages`, and whose best model is set by `eval`.
+    pub(crate) fn check(&self, stages: &[ZeroStage], eval: &EvalConfig) -> Result<()> {
         all([
+            self.hub.check(eval.metric_for_best_model.as_ref()),
             check_threads(self.num_threads),
             if self.bf16 && self.fp16 {
                 usage("bf16 = true and fp16 = true exclude each other: set one of them")

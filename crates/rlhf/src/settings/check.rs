@@ -124,7 +124,7 @@ impl PpoConfig {
             check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
             self.watch.check(self.run.checkpoints.save_steps),
             self.half.check(self.run.fp16),
-            self.run.check(&[self.policy_stage(), self.value_stage()]),
+            self.run.check(&[self.policy_stage(), self.value_stage()], &self.eval),
             at_least_one("num_eval_prompts", self.num_eval_prompts),
             self.check_best_metric(),
             sizes.map(drop),

@@ -135,9 +135,6 @@ pub fn refused(flag: &str) -> Option<&'static str> {
         }
         "forward_batch_size" => "it is mini_batch_size under its older name",
         "total_ppo_epochs" => "it follows from steps and batch_size",
-        "push_to_hub_if_best_kwargs" | "compare_steps" => {
-            "nothing is pushed; metric_for_best_model = objective/scores with save_steps keeps the best model in output_dir/best"
-        }
         "remove_unused_columns" => "columns that are not used do no harm, and rewards may read them",
         "dataset_num_proc" => "data is read by one process",
         "optimize_cuda_cache" | "optimize_device_cache" => "memory between the phases is given back in any case",

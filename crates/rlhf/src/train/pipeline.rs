@@ -9,6 +9,7 @@ use super::reward_model::{check_margins, leave_out_long, refuse_eval_only, rewar
 use super::sft::{into_blocks, learned, sft, shorten};
 use crate::data::{PromptLimit, Sources};
 use crate::dist::World;
+use crate::hub::push::Destination;
 use crate::model::{AdapterFolder, ModelConfig, is_model};
 use crate::reward::{Spec, specs};
 use crate::run::checkpoint::{Finished, Saved};
@@ -142,6 +143,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     for stage in Stage::ALL {
         config.check(stage).map_err(|error| named(stage, error))?;
     }
+    check_pushes(config)?;
     let world = &World::of_process();
     let begun = world.agree(if world.is_main() { begin(config, console).map(Some) } else { Ok(None) })?;
     let flags = begun.as_ref().map(|begun| [begun.finished, begun.again].concat());
@@ -149,6 +151,7 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
     let flag = |at: usize| flags.get(at) == Some(&1);
     let (finished, again) = ([0, 1, 2].map(flag), [3, 4, 5].map(flag));
     let config = &config.replacing(again);
+    let mut not_pushed = Vec::new();
     for (at, stage) in (1..).zip(Stage::ALL) {
         let Some(run) = config.run(stage) else {
             say(console, &format!("stage {at} of 3, {stage}: skipped"));
@@ -171,10 +174,33 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
             Stage::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, console)),
             Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
         };
-        ended.map_err(|error| named(stage, error))?;
+        match ended.map_err(|error| named(stage, error)) {
+            // The model is there, and later stages need it, not its copy on the hub.
+            Err(Error::NotPushed(message)) => not_pushed.push(message),
+            ended => ended?,
+        }
         world.on_main(|| record_finished(config, stage, dir))?;
     }
-    report_results(config, console)
+    report_results(config, console)?;
+    if not_pushed.is_empty() { Ok(()) } else { Err(Error::NotPushed(not_pushed.join("; "))) }
+}
+
+/// Checks that no two stages push to the same branch: the later model would replace the earlier one.
+fn check_pushes(config: &PipelineConfig) -> Result<()> {
+    let mut seen: Vec<(Stage, Destination)> = Vec::new();
+    for stage in Stage::ALL {
+        let Some(to) = config.run(stage).and_then(|run| run.hub.destination()) else { continue };
+        let same = |(_, other): &&(Stage, Destination)| (&other.name, &other.revision) == (&to.name, &to.revision);
+        if let Some((earlier, _)) = seen.iter().find(same) {
+            return Err(Error::Usage(format!(
+                "hub_model_id = {} for {earlier} and {stage}: expected a repository for each stage; set push_to_hub and hub_model_id in \
+                 the sections",
+                to.name
+            )));
+        }
+        seen.push((stage, to));
+    }
+    Ok(())
 }
 
 /// A pipeline whose inputs are checked, in its locked folder. The first rank begins it for all.
@@ -191,6 +217,10 @@ fn begin(config: &PipelineConfig, console: Console) -> Result<Begun> {
     let lock = FolderLock::acquire(&config.output_dir)?;
     let (finished, again) = check_folders(config, console)?;
     check_inputs(config, finished)?;
+    for stage in Stage::ALL.into_iter().filter(|stage| !finished[*stage as usize]) {
+        let repository = config.run(stage).map_or(Ok(None), |run| run.hub.repository());
+        repository.map_err(|error| named(stage, error))?;
+    }
     let overwrite = Stage::ALL.into_iter().filter_map(|stage| config.run(stage)).any(|run| run.overwrite_output_dir);
     let (lock, _) = lock.create(&config.output_dir, overwrite)?;
     write_settings(&config.replacing(again))?;
@@ -216,6 +246,7 @@ fn named(stage: Stage, error: Error) -> Error {
     };
     match error {
         Error::Usage(message) => Error::Usage(format!("{stage}: {message}")),
+        Error::NotPushed(message) => Error::NotPushed(format!("{stage}: {message}")),
         Error::Stopped { message, code } => Error::Stopped { message: goes_on(message), code },
         error => Error::Run(goes_on(error.to_string())),
     }

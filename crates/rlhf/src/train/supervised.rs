@@ -200,7 +200,7 @@ pub(super) fn train<T: Supervised, C: Serialize>(task: T, loaded: Loaded<'_, C>,
     leave_report(spec.run, session.console());
     let done = ended?;
     session.report_end(done, words.numbers, &words.commands);
-    Ok(())
+    session.push(done)
 }
 
 /// A run of SFT or of a reward model.

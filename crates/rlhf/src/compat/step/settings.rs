@@ -1,5 +1,6 @@
 //! Settings of TRL's `step()`.
 
+use crate::hub::push::Destination;
 use crate::rl::advantage::{AdvantageEstimator, ScaleRewards};
 use crate::rl::learner::EpochPlan;
 use crate::rl::math::{ImportanceLevel, KlEstimator};
@@ -8,7 +9,11 @@ use crate::settings::{self, LEGACY_BATCH, OptimizerConfig, PpoConfig, Preset, Re
 use crate::{Error, Result, files};
 use clap::ValueEnum;
 use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
+
+/// The setting that has best models pushed, in errors.
+const IF_BEST: &str = "push_to_hub_if_best_kwargs";
 
 /// Settings of a [`StepTrainer`](super::StepTrainer), with TRL's names and defaults.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -76,6 +81,9 @@ pub struct StepConfig {
     pub compare_steps: usize,
     /// Keep the model with the best mean score in `output_dir/best`.
     pub keep_best: bool,
+    /// Push each new best model to the hub, with the access token in HF_TOKEN: `repo_id`, and if need be `private` and `revision`. Keeps
+    /// the best model in `output_dir/best` as `keep_best` does. Empty: no push.
+    pub push_to_hub_if_best_kwargs: Map<String, Value>,
     /// Skip an optimizer step whose mean probability ratio is above this.
     pub ratio_threshold: f64,
     /// Divide scores by the running standard deviation.
@@ -145,6 +153,7 @@ impl Default for StepConfig {
             target_kl: TARGET_KL,
             compare_steps: 1,
             keep_best: false,
+            push_to_hub_if_best_kwargs: Map::new(),
             ratio_threshold: ppo.loss.ratio_threshold.unwrap_or(f64::INFINITY),
             use_score_scaling: ppo.score_scaling.use_score_scaling,
             use_score_norm: ppo.score_scaling.use_score_norm,
@@ -201,8 +210,10 @@ impl StepConfig {
     /// # Errors
     /// [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        if self.keep_best && self.output_dir.is_none() {
-            return Err(Error::Usage("keep_best = true: expected an output_dir to keep the model in".into()));
+        let pushes = self.destination()?.is_some();
+        if (self.keep_best || pushes) && self.output_dir.is_none() {
+            let name = if self.keep_best { "keep_best = true" } else { IF_BEST };
+            return Err(Error::Usage(format!("{name}: expected an output_dir to keep the model in")));
         }
         if self.compare_steps == 0 {
             return Err(Error::Usage("compare_steps = 0: expected a number of at least 1".into()));
@@ -217,6 +228,33 @@ impl StepConfig {
             ));
         }
         self.ppo().check()
+    }
+
+    /// Returns the repository that best models are pushed to, if they are.
+    pub(super) fn destination(&self) -> Result<Option<Destination>> {
+        if self.push_to_hub_if_best_kwargs.is_empty() {
+            return Ok(None);
+        }
+        let wrong = |what: String| Err(Error::Usage(format!("{IF_BEST}: {what}")));
+        let mut to = Destination::default();
+        for (name, value) in &self.push_to_hub_if_best_kwargs {
+            match (name.as_str(), value) {
+                (_, Value::Null) | ("commit_message", _) => {}
+                ("repo_id", Value::String(id)) => to.name.clone_from(id),
+                ("revision", Value::String(branch)) => to.revision = Some(branch.clone()),
+                ("private", Value::Bool(private)) => to.private = Some(*private),
+                // The value may be the token itself, so it is not shown.
+                ("token" | "use_auth_token", _) => {
+                    return wrong(format!("`{name}`: set HF_TOKEN to the token instead"));
+                }
+                _ => {
+                    return wrong(format!(
+                        "`{name}`: expected repo_id, private or revision, and values of their kinds"
+                    ));
+                }
+            }
+        }
+        if to.name.is_empty() { wrong("expected a repo_id, such as me/my-model".into()) } else { Ok(Some(to)) }
     }
 
     /// These settings as a configuration of `rlhf ppo --preset trl-legacy`.

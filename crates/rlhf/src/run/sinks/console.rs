@@ -176,6 +176,11 @@ impl ConsoleOutput {
         }
     }
 
+    /// Returns whether a person reads the output.
+    pub(crate) fn is_shown(&self) -> bool {
+        self.is_read
+    }
+
     /// Removes the progress bar.
     pub(crate) fn finish(&self) {
         self.bar.finish_and_clear();

@@ -37,6 +37,7 @@ impl PpoTrainer {
     /// # Errors
     /// If `output_dir` holds something, the checkpoint is not of a run like this one, a number stops being finite, or a file
     /// cannot be written; [`Error::Stopped`] after [`crate::signals::request_stop`]. What can be saved is saved all the same.
+    /// [`Error::NotPushed`] if all is done and saved, but the model could not be pushed to the hub.
     pub fn train(&mut self) -> Result<usize> {
         self.train_with(|_| ControlFlow::Continue(()))
     }
@@ -74,6 +75,7 @@ impl PpoTrainer {
         let row = self.sample_prompts.first().map(|prompt| &prompt.row);
         let command = command_to_try(&config.run.output_dir, row, Some(config.response_length));
         session.report_end(done, &OUTCOME, &[command]);
+        session.push(done)?;
         Ok(done)
     }
 

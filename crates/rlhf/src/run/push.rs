@@ -1,0 +1,252 @@
+//! Pushes of a run's models to the hub: what is pushed, and the thread that uploads while the run continues.
+//!
+//! A push opens its files when it is due, and uploads them on a thread of rank 0, so training does not wait for the network. A
+//! push that fails is a warning; the one at the end is waited for, and its failure is the outcome of the run, whose model is saved.
+
+pub(crate) mod settings;
+
+use crate::hub::push::{Destination, LocalFile, Pushed, Repository, open_folder};
+use crate::run::checkpoint::{BEST, FILES};
+use crate::run::output_dir::{CONFIG, METRICS, REPORT, ROLLOUTS, SAMPLES};
+use crate::run::push::settings::{HubConfig, HubStrategy};
+use crate::terminal;
+use crate::{Error, Result};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+/// Folders in a run's folder that are not pushed, beside checkpoints. Samples and rollouts have texts of the data.
+const OTHER_FOLDERS: [&str; 7] = [BEST, SAMPLES, ROLLOUTS, "value_model", "ema", "base_model", "__pycache__"];
+
+/// Files of other trainers with the state of a run, and not of its model.
+const OTHER_FILES: [&str; 6] =
+    [REPORT, "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin"];
+
+/// Returns whether the file or folder at this path of a model's folder is pushed: the model with its tokenizer, card and
+/// configuration, and no hidden file, state of a run, or model of another kind.
+pub(crate) fn is_pushed(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    let is_top = name == path;
+    let is_checkpoint = name.strip_prefix("checkpoint-").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_digit()));
+    let is_hidden = name.starts_with('.') && !(is_top && [".gitattributes", ".gitignore"].contains(&name));
+    let is_state = FILES.contains(&name) || OTHER_FILES.contains(&name) || name.starts_with("rng_state");
+    !is_hidden && !is_state && !name.ends_with(".tmp") && !(is_top && (is_checkpoint || OTHER_FOLDERS.contains(&name)))
+}
+
+/// Returns the command that pushes `dir` to the place later.
+pub(crate) fn command_to_push(dir: &Path, to: &Destination) -> String {
+    let mut words = vec![terminal::program(), "push".into(), dir.display().to_string(), to.name.clone()];
+    words.extend(to.revision.iter().flat_map(|revision| ["--revision".into(), revision.clone()]));
+    words.extend((to.private == Some(true)).then(|| "--private".into()));
+    terminal::shell_command(&[words], None).trim().to_string()
+}
+
+/// Files to push, and the title of their commit.
+struct Job {
+    files: Vec<LocalFile>,
+    message: String,
+    /// Whether a progress bar is shown.
+    shows: bool,
+}
+
+/// Pushes the models of a run.
+pub(crate) struct Pusher {
+    strategy: HubStrategy,
+    always: bool,
+    to: Destination,
+    url: String,
+    output_dir: PathBuf,
+    jobs: Sender<Job>,
+    ended: Receiver<Result<Pushed>>,
+    /// Pushes that have not ended.
+    pending: usize,
+    /// Outcome of the last push.
+    last: Option<Result<Pushed>>,
+}
+
+impl Pusher {
+    /// Starts the thread that pushes the models of the run in `output_dir`.
+    ///
+    /// # Errors
+    /// If the system refuses a thread.
+    pub(crate) fn start(config: &HubConfig, repository: Repository, output_dir: &Path) -> Result<Self> {
+        let (jobs, todo) = mpsc::channel::<Job>();
+        let (done, ended) = mpsc::channel();
+        let url = repository.url();
+        let to = Destination { name: repository.name().into(), ..config.destination().unwrap_or_default() };
+        let work = move || {
+            for Job { files, message, shows } in todo {
+                if done.send(repository.push(&files, &message, shows)).is_err() {
+                    break;
+                }
+            }
+        };
+        let started = std::thread::Builder::new().name("push".into()).spawn(work);
+        started.map_err(|error| Error::Run(format!("cannot start the thread that pushes to the hub: {error}")))?;
+        Ok(Self {
+            strategy: config.hub_strategy,
+            always: config.hub_always_push,
+            to,
+            url,
+            output_dir: output_dir.into(),
+            jobs,
+            ended,
+            pending: 0,
+            last: None,
+        })
+    }
+
+    /// Pushes the model in `dir` after `done` updates, if `strategy` is that of the run. Returns a warning.
+    pub(crate) fn saved(&mut self, strategy: HubStrategy, dir: &Path, done: usize) -> Option<String> {
+        let failed = self.poll(Duration::ZERO);
+        if strategy != self.strategy {
+            return failed;
+        }
+        if self.pending > 0 && !self.always && strategy == HubStrategy::EverySave {
+            let left_out =
+                format!("the checkpoint after update {done} is not pushed: an earlier one is still being uploaded");
+            return failed.or(Some(left_out));
+        }
+        let what = if strategy == HubStrategy::Best { "Best model" } else { "Checkpoint" };
+        let queued = open_folder(dir, &is_pushed).and_then(|mut files| {
+            add(&mut files, &self.output_dir, &[CONFIG])?;
+            self.queue(files, format!("{what}, after update {done}"), false)
+        });
+        failed.or(queued.err().map(|error| self.not_pushed(&error)))
+    }
+
+    /// Pushes the model of the run that has ended; [`Pusher::is_busy`] waits for it.
+    pub(crate) fn saved_final(&mut self, shows: bool) {
+        let queued = open_folder(&self.folder(), &is_pushed).and_then(|mut files| {
+            if self.strategy == HubStrategy::Best {
+                add(&mut files, &self.output_dir, &[CONFIG, METRICS, "README.md"])?;
+            }
+            self.queue(files, "End of training".into(), shows)
+        });
+        if let Err(error) = queued {
+            self.last = Some(Err(error));
+        }
+    }
+
+    /// Waits up to `time` for the end of a push. Returns whether any is left.
+    pub(crate) fn is_busy(&mut self, time: Duration) -> bool {
+        self.poll(time);
+        self.pending > 0
+    }
+
+    /// Returns the outcome of the push at the end, as a line for the console.
+    ///
+    /// # Errors
+    /// [`Error::NotPushed`], with the command that pushes the model later.
+    pub(crate) fn outcome(&mut self) -> Result<String> {
+        let interrupted = || Err(Error::Run("interrupted".into()));
+        let last = if self.pending > 0 { interrupted() } else { self.last.take().unwrap_or_else(interrupted) };
+        match last {
+            Ok(Pushed { files: 0, .. }) => Ok(format!("the model at {} is this one already", self.url)),
+            Ok(Pushed { commit, .. }) => Ok(format!("the model is at {}, commit {commit}", self.url)),
+            Err(error) => Err(Error::NotPushed(self.not_pushed(&error))),
+        }
+    }
+
+    /// The folder that is pushed at the end.
+    fn folder(&self) -> PathBuf {
+        if self.strategy == HubStrategy::Best { self.output_dir.join(BEST) } else { self.output_dir.clone() }
+    }
+
+    fn queue(&mut self, files: Vec<LocalFile>, message: String, shows: bool) -> Result<()> {
+        let sent = self.jobs.send(Job { files, message, shows });
+        sent.map_err(|_| Error::Run("the thread that pushes to the hub has ended".into()))?;
+        self.pending += 1;
+        Ok(())
+    }
+
+    /// Takes the outcomes of pushes that have ended; waits up to `time` for the first. Returns a warning if one failed.
+    fn poll(&mut self, time: Duration) -> Option<String> {
+        let mut time = time;
+        let mut failed = None;
+        while self.pending > 0 {
+            let ended = match self.ended.recv_timeout(time) {
+                Ok(ended) => ended,
+                Err(RecvTimeoutError::Timeout) => break,
+                Err(RecvTimeoutError::Disconnected) => {
+                    self.pending = 1;
+                    Err(Error::Run("the thread that pushes to the hub has ended".into()))
+                }
+            };
+            self.pending -= 1;
+            failed = ended.as_ref().err().map(|error| self.not_pushed(error)).or(failed);
+            self.last = Some(ended);
+            time = Duration::ZERO;
+        }
+        failed
+    }
+
+    /// The message for a failed push.
+    fn not_pushed(&self, error: &Error) -> String {
+        let folder = self.folder();
+        let command = command_to_push(&folder, &self.to);
+        format!("the model in {} is not on the hub: {error}; this pushes it: {command}", folder.display())
+    }
+}
+
+/// Adds those of the files `names` of the folder `dir` that it has and `files` has not.
+fn add(files: &mut Vec<LocalFile>, dir: &Path, names: &[&str]) -> Result<()> {
+    for name in names {
+        let path = dir.join(name);
+        if path.is_file() && !files.iter().any(|file| file.name() == *name) {
+            files.push(LocalFile::open(*name, path)?);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_pushed_with_its_card_and_configuration_and_without_the_state_of_the_run() {
+        for path in [
+            "model.safetensors",
+            "model-00001-of-00002.safetensors",
+            "tokenizer.json",
+            "README.md",
+            "config.yaml",
+            "metrics.jsonl",
+            "best.json",
+            "onnx/model.onnx",
+            ".gitattributes",
+            "checkpoint-notes",
+        ] {
+            assert_eq!(is_pushed(path), path != "best.json", "{path}");
+        }
+        for path in [
+            "checkpoint-20",
+            "best",
+            "samples",
+            "rollouts",
+            "value_model",
+            "base_model",
+            ".git",
+            ".cache",
+            "a/.git",
+            "optimizer.safetensors",
+            "a/optimizer.safetensors",
+            "trainer_state.json",
+            "unfinished.json",
+            "report.html",
+            "config.yaml.tmp",
+            ".saving",
+            "rng_state_0.pth",
+        ] {
+            assert!(!is_pushed(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn the_command_to_push_later_is_one_that_a_shell_parses() {
+        let to = Destination { name: "me/x".into(), revision: Some("v2".into()), private: Some(true) };
+        let command = command_to_push(Path::new("my runs/ppo"), &to);
+        assert!(command.ends_with(" push 'my runs/ppo' me/x --revision v2 --private"), "{command}");
+    }
+}

@@ -1,0 +1,179 @@
+//! Settings of a run's pushes to the hub.
+
+use crate::Result;
+use crate::flag::{HUB, NONE, Setting, all, expect, optional, required, usage};
+use crate::hub::push::{Destination, Repository};
+use crate::hub::{Hub, is_branch, is_hub_name};
+use clap::Args;
+use serde::Serialize;
+use std::fmt;
+
+/// Uploads to the Hugging Face hub.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct HubConfig {
+    /// Push the model to the Hugging Face hub; needs hub_model_id, and an access token in HF_TOKEN.
+    #[arg(long, help_heading = HUB)]
+    pub push_to_hub: bool,
+    /// Repository to push to, such as me/my-model; created if it does not exist.
+    #[arg(long, alias = "push_to_hub_model_id", help_heading = HUB, default_value = NONE, value_parser = optional::<String>)]
+    pub hub_model_id: std::option::Option<String>,
+    /// Branch to push to, created if it does not exist [default: main].
+    #[arg(long, help_heading = HUB, default_value = NONE, value_parser = optional::<String>)]
+    pub hub_revision: std::option::Option<String>,
+    /// Whether a new repository is private [default: as its owner has set, usually public].
+    #[arg(
+        long, help_heading = HUB, default_value = NONE, value_parser = optional::<bool>,
+        num_args = 0..=1, default_missing_value = "true"
+    )]
+    pub hub_private_repo: std::option::Option<bool>,
+    /// When to push: `every_save` after each checkpoint and at the end, `end` at the end only, `best` each new best model.
+    #[arg(
+        long, help_heading = HUB, default_value = "every_save", value_name = HubStrategy::NAME,
+        value_parser = required::<HubStrategy>
+    )]
+    pub hub_strategy: HubStrategy,
+    /// Push each checkpoint. Otherwise one that is due while an earlier one is still being uploaded is left out.
+    #[arg(long, help_heading = HUB)]
+    pub hub_always_push: bool,
+    /// Access token with write access [default: HF_TOKEN, which no list of processes shows].
+    #[arg(
+        long, alias = "push_to_hub_token", help_heading = HUB, default_value = NONE, value_name = HubToken::NAME,
+        value_parser = optional::<HubToken>
+    )]
+    #[serde(skip)] // A secret is not written to config.yaml.
+    pub hub_token: std::option::Option<HubToken>,
+}
+
+/// When a run pushes its model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HubStrategy {
+    /// At the end.
+    End,
+    /// After each checkpoint, and at the end.
+    EverySave,
+    /// Each new best model by `metric_for_best_model`; at the end its card too.
+    Best,
+}
+
+impl Setting for HubStrategy {
+    const NAME: &'static str = "NAME";
+    const EXPECTED: &'static str = "end, every_save or best; checkpoints are not pushed with their optimizer states";
+
+    fn read(text: &str) -> Option<Self> {
+        match text {
+            "end" => Some(Self::End),
+            "every_save" => Some(Self::EverySave),
+            "best" => Some(Self::Best),
+            _ => None,
+        }
+    }
+}
+
+/// An access token of the hub. It is not printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct HubToken(pub String);
+
+/// Omits the token.
+impl fmt::Debug for HubToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("...")
+    }
+}
+
+impl Setting for HubToken {
+    const NAME: &'static str = "TOKEN";
+    const EXPECTED: &'static str = "an access token of the hub";
+
+    fn read(text: &str) -> Option<Self> {
+        let text = text.trim();
+        (!text.is_empty()).then(|| Self(text.into()))
+    }
+}
+
+impl HubConfig {
+    /// Checks every setting of a run whose best model is by this metric.
+    pub(crate) fn check(&self, metric_for_best_model: Option<&String>) -> Result<()> {
+        let name =
+            |name: &String| expect(is_hub_name(name), "hub_model_id", name, "a name on the hub, such as me/my-model");
+        all([
+            self.hub_model_id.as_ref().map_or(Ok(()), name),
+            check_branch("hub_revision", self.hub_revision.as_ref()),
+            if self.push_to_hub && self.hub_model_id.is_none() {
+                usage("push_to_hub = true needs hub_model_id: the name of a repository, such as me/my-model")
+            } else {
+                Ok(())
+            },
+            if self.push_to_hub && self.hub_strategy == HubStrategy::Best && metric_for_best_model.is_none() {
+                usage("hub_strategy = best needs metric_for_best_model: without one there is no best model")
+            } else {
+                Ok(())
+            },
+        ])
+    }
+
+    /// Returns the place on the hub, if the run pushes.
+    pub(crate) fn destination(&self) -> Option<Destination> {
+        let (name, revision) = (self.hub_model_id.clone()?, self.hub_revision.clone());
+        self.push_to_hub.then_some(Destination { name, revision, private: self.hub_private_repo })
+    }
+
+    /// Checks with the hub that the run may push, and creates the repository, if the run pushes.
+    ///
+    /// # Errors
+    /// As [`Hub::repository`].
+    pub(crate) fn repository(&self) -> Result<Option<Repository>> {
+        let hub = hub_with(self.hub_token.as_ref());
+        self.destination().map(|to| hub.repository(&to)).transpose()
+    }
+}
+
+/// Checks the name of a branch.
+pub(crate) fn check_branch(name: &str, branch: Option<&String>) -> Result<()> {
+    branch.map_or(Ok(()), |branch| expect(is_branch(branch), name, branch, "a branch of the hub, such as main"))
+}
+
+/// Returns the hub of the environment, with this token if there is one.
+pub(crate) fn hub_with(token: Option<&HubToken>) -> Hub {
+    let hub = Hub::from_env();
+    let token = token.map(|token| token.0.clone()).or(hub.token.clone());
+    Hub { token, ..hub }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flag::defaults;
+
+    #[test]
+    fn a_push_needs_a_name_and_the_best_model_a_metric() {
+        let config = |change: fn(&mut HubConfig)| {
+            let mut config = HubConfig { push_to_hub: true, hub_model_id: Some("me/x".into()), ..defaults() };
+            change(&mut config);
+            config.check(None).map_err(|error| error.to_string())
+        };
+        assert_eq!(config(|_| ()), Ok(()));
+        let cases: [(fn(&mut HubConfig), &str); 5] = [
+            (|c| c.hub_model_id = None, "needs hub_model_id"),
+            (|c| c.hub_model_id = Some("a/b/c".into()), "hub_model_id = a/b/c: expected a name on the hub"),
+            (|c| c.hub_revision = Some("../x".into()), "hub_revision = ../x: expected a branch"),
+            (|c| c.hub_revision = Some("0".repeat(40)), "expected a branch"),
+            (|c| c.hub_strategy = HubStrategy::Best, "hub_strategy = best needs metric_for_best_model"),
+        ];
+        for (change, words) in cases {
+            let error = config(change).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+        let unused = HubConfig { hub_strategy: HubStrategy::Best, ..defaults() };
+        assert_eq!((unused.check(None).is_ok(), unused.destination()), (true, None), "as in transformers");
+    }
+
+    #[test]
+    fn a_token_is_neither_shown_nor_written() {
+        let config = HubConfig { hub_token: HubToken::read(" hf_secret\n"), ..defaults() };
+        assert_eq!(config.hub_token, Some(HubToken("hf_secret".into())));
+        let shown = format!("{config:?} {}", serde_json::to_string(&config).unwrap());
+        assert!(!shown.contains("hf_secret"), "{shown}");
+    }
+}

@@ -1,0 +1,61 @@
+//! Settings of `rlhf push`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::Result;
+use crate::flag::{HUB, NONE, Setting, all, defaults, expect, optional};
+use crate::hub::is_hub_name;
+use crate::run::push::settings::{HubToken, check_branch};
+
+/// Title of the commit.
+const COMMIT_MESSAGE: &str = "Upload model by rlhf";
+
+/// Settings of `rlhf push`.
+#[derive(Debug, Clone, PartialEq, Serialize, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PushConfig {
+    /// Folder of the model: a run's output folder, its `best`, a checkpoint, or any folder in Hugging Face format.
+    #[arg(value_name = "FOLDER")]
+    pub folder: PathBuf,
+    /// Repository to push to, such as me/my-model; created if it does not exist.
+    #[arg(value_name = "NAME")]
+    pub name: String,
+    /// Make the repository private if it is new.
+    #[arg(long, help_heading = HUB)]
+    pub private: bool,
+    /// Branch to push to, created if it does not exist [default: main].
+    #[arg(long, help_heading = HUB, default_value = NONE, value_parser = optional::<String>)]
+    pub revision: std::option::Option<String>,
+    /// Title of the commit.
+    #[arg(long, help_heading = HUB, default_value = COMMIT_MESSAGE)]
+    pub commit_message: String,
+    /// Access token with write access [default: HF_TOKEN, which no list of processes shows].
+    #[arg(
+        long, alias = "token", help_heading = HUB, default_value = NONE, value_name = HubToken::NAME,
+        value_parser = optional::<HubToken>
+    )]
+    #[serde(skip)]
+    pub hub_token: std::option::Option<HubToken>,
+}
+
+impl PushConfig {
+    /// Creates a configuration with every default, for this folder and this repository.
+    pub fn new(folder: impl Into<PathBuf>, name: impl Into<String>) -> Self {
+        Self { folder: folder.into(), name: name.into(), ..defaults() }
+    }
+
+    /// Checks every setting.
+    ///
+    /// Errors: [`Error::Usage`](crate::Error::Usage), naming the setting, its value and what was expected.
+    pub fn check(&self) -> Result<()> {
+        let title = self.commit_message.trim();
+        all([
+            expect(is_hub_name(&self.name), "name", &self.name, "a name on the hub, such as me/my-model"),
+            check_branch("revision", self.revision.as_ref()),
+            expect(!title.is_empty(), "commit_message", &self.commit_message, "some text"),
+        ])
+    }
+}
