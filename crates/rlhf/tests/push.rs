@@ -412,7 +412,8 @@ fn the_command_pushes_a_model_and_nothing_else() {
 fn a_run_pushes_its_checkpoints_and_its_model() {
     let server = Server::start();
     let scratch = Scratch::new();
-    let line = format!("{SFT} --push_to_hub --hub_model_id me/tiny --save_steps 1 --hub_always_push");
+    let sft = SFT.replace("_path policy", "_path ./policy");
+    let line = format!("{sft} --push_to_hub --hub_model_id me/tiny --save_steps 1 --hub_always_push");
     let ran = server.run(&scratch, &line);
     assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
     assert_eq!(server.titles(), ["initial commit", "Checkpoint, after update 1", "End of training"]);
