@@ -379,6 +379,8 @@ class HubHandler(Handler):
         expect(operations, "expected operations")
         for operation in operations:
             value, key = operation["value"], operation["key"]
+            if key == "file" and value["path"] == "README.md":
+                check_card(base64.b64decode(value["content"]).decode())
             path = value["path"]
             expect(not any(part in ("", ".", "..", ".git") for part in path.split("/")), f"invalid path {path}")
             if key == "file":
@@ -422,6 +424,15 @@ class HubHandler(Handler):
             return 200, file.data, {**headers, "ETag": f'"{file.git_oid()}"', "Content-Type": "text/plain"}
         headers |= {"X-Linked-Etag": f'"{file.oid}"', "X-Linked-Size": len(file.data)}
         return 302, b"", {**headers, "Location": f"{ADDRESSES['storage']}/get/{file.oid}"}
+
+
+def check_card(text):
+    """The hub's check of a model card, as far as its base is concerned."""
+    front = text.split("---\n")[1] if text.startswith("---\n") else ""
+    base = re.search(r"^base_model: *\"?([^\"\n]*)", front, re.MULTILINE)
+    known = base is None or re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", base.group(1))
+    message = 'Invalid metadata in README.md: "base_model" is not valid. Use a model id from https://hf.co/models.'
+    expect(known, message)
 
 
 def store(upload, data):

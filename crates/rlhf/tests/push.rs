@@ -2,6 +2,7 @@
 //! `huggingface_hub` and compares.
 
 use crate::cli::{PPO, Ran, SFT, Scratch};
+use crate::support::Child;
 use rlhf::hub::push::{Destination, LocalFile, Pushed, Repository, open_folder};
 use rlhf::hub::{Hub, Part};
 use serde_json::{Value, json};
@@ -9,7 +10,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{self, Command, Stdio};
 use std::time::Duration;
 
 const TOKEN: &str = "hf_of_me";
@@ -17,7 +18,7 @@ const TO: &str = "me/tiny";
 
 /// The server, which ends with this value.
 struct Server {
-    child: Child,
+    child: process::Child,
     url: String,
     home: tempfile::TempDir,
 }
@@ -143,11 +144,13 @@ fn folder(server: &Server) -> PathBuf {
     dir
 }
 
+fn sha256(bytes: &[u8]) -> String {
+    let digest = ring::digest::digest(&ring::digest::SHA256, bytes);
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 fn hashes(files: &[LocalFile], dir: &Path) -> BTreeMap<String, String> {
-    let hash = |file: &LocalFile| {
-        let digest = ring::digest::digest(&ring::digest::SHA256, &fs::read(dir.join(file.name())).unwrap());
-        digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
-    };
+    let hash = |file: &LocalFile| sha256(&fs::read(dir.join(file.name())).unwrap());
     files.iter().map(|file| (file.name().to_string(), hash(file))).collect()
 }
 
@@ -409,15 +412,14 @@ fn the_command_pushes_a_model_and_nothing_else() {
 fn a_run_pushes_its_checkpoints_and_its_model() {
     let server = Server::start();
     let scratch = Scratch::new();
-    let line = format!("{SFT} --push_to_hub --hub_model_id me/tiny --save_steps 1 --hub_always_push");
+    let sft = SFT.replace("_path policy", "_path ./policy");
+    let line = format!("{sft} --push_to_hub --hub_model_id me/tiny --save_steps 1 --hub_always_push");
     let ran = server.run(&scratch, &line);
     assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
     assert_eq!(server.titles(), ["initial commit", "Checkpoint, after update 1", "End of training"]);
     let files = server.files("main");
     for name in ["config.yaml", "metrics.jsonl", "README.md", "tokenizer.json", "config.json", "model.safetensors"] {
-        let digest = ring::digest::digest(&ring::digest::SHA256, &fs::read(scratch.path("out").join(name)).unwrap());
-        let digest: String = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
-        assert_eq!(files[name], digest, "{name}");
+        assert_eq!(files[name], sha256(&fs::read(scratch.path("out").join(name)).unwrap()), "{name}");
     }
     assert!(!files.keys().any(|name| name.contains("optimizer") || name.contains("trainer_state")), "{files:?}");
     let config = scratch.read("out/config.yaml");
@@ -444,9 +446,43 @@ fn a_run_pushes_its_best_model_as_the_old_trl_did() {
     assert!(titles.iter().any(|title| title.starts_with("Best model, after update ")), "{titles:?}");
     let files = server.files("main");
     let weights = fs::read(scratch.path("out/best/model.safetensors")).unwrap();
-    let digest = ring::digest::digest(&ring::digest::SHA256, &weights);
-    let digest: String = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
-    assert!(files["model.safetensors"] == digest && files.contains_key("README.md"), "{files:?}");
+    assert!(files["model.safetensors"] == sha256(&weights) && files.contains_key("README.md"), "{files:?}");
+}
+
+#[test]
+fn a_step_pushes_each_new_best_model() {
+    let server = Server::start();
+    let home = server.home.path();
+    let vars = [
+        ("HF_ENDPOINT", server.url.clone()),
+        ("HF_TOKEN", TOKEN.to_string()),
+        ("HF_HOME", home.display().to_string()),
+        ("RLHF_TEST_OUT", home.join("out").display().to_string()),
+    ];
+    Child { test: "step::child_pushes_its_best_models", address_space_gib: 16, vars: &vars }.run();
+    assert_eq!(server.titles(), ["initial commit", "Best model, at step 1", "Best model, at step 2"]);
+    assert_eq!(server.get("/_tree/me/tiny/main")["private"], true);
+    let best = fs::read(home.join("out/best/model.safetensors")).unwrap();
+    assert_eq!(server.files("main")["model.safetensors"], sha256(&best));
+}
+
+#[test]
+fn of_several_ranks_one_pushes_and_all_end_alike() {
+    let server = Server::start();
+    let scratch = Scratch::new();
+    let line = format!("launch --nproc_per_node 2 {SFT} --push_to_hub --hub_model_id me/tiny");
+    let ran = server.run(&scratch, &line);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert_eq!(server.titles(), ["initial commit", "End of training"]);
+    // The first request about files is the check before the run.
+    server.fault(json!({"route": "preupload", "status": 403}));
+    let ran = server.run(&scratch, &line.replace("--output_dir out", "--output_dir again"));
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    assert!(ran.stderr.contains("does not allow it") && !scratch.path("again").exists(), "{}", ran.stderr);
+    server.fault(json!({"route": "commit", "status": 403}));
+    let ran = server.run(&scratch, &line.replace("--output_dir out", "--output_dir again"));
+    assert_eq!(ran.code, 4, "{}", ran.stderr);
+    assert!(ran.stderr.contains("the model in again is not on the hub"), "{}", ran.stderr);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 mod golden;
 
 use crate::cli::{Scratch, json_lines};
-use crate::support::{assert_close, golden};
+use crate::support::{Child, assert_close, golden};
 use rlhf::compat::step::{Generate, LengthSampler, LossInputs, Stat, StepConfig, StepTrainer, Texts};
 use rlhf::data::Dataset;
 use rlhf::generate::Sampling;
@@ -373,6 +373,21 @@ fn the_best_model_is_looked_for_every_so_many_steps() {
         assert_eq!(param.name, own.name);
         assert!(param.tensor.equal(third), "{}: the first and the third call are looked at", param.name);
     }
+}
+
+#[test]
+#[ignore = "started by push::a_step_pushes_each_new_best_model"]
+fn child_pushes_its_best_models() {
+    let (queries, responses, _) = rows();
+    let mut trainer = small(|c| {
+        (c.output_dir, c.compare_steps) = (Some(Child::var("RLHF_TEST_OUT").into()), 1);
+        c.push_to_hub_if_best_kwargs.insert("repo_id".into(), "me/tiny".into());
+        c.push_to_hub_if_best_kwargs.insert("private".into(), true.into());
+    });
+    for score in [1.0, 9.0, 2.0] {
+        trainer.step(&queries, &responses, &[score; 4], None).unwrap();
+    }
+    Child::reports(&true.into());
 }
 
 #[test]

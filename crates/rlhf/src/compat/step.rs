@@ -649,7 +649,7 @@ impl StepTrainer {
     /// Pushes the best model to the hub, if it is pushed. A failure is a warning.
     fn push_best(&self, output_dir: &Path) {
         let Some(repository) = &self.repository else { return };
-        let title = format!("Best model, after {} steps", self.steps);
+        let title = format!("Best model, at step {}", self.steps + 1);
         let files = open_folder(&output_dir.join(BEST), &is_pushed);
         if let Err(error) = files.and_then(|files| repository.push(&files, &title, false)) {
             let _ = writeln!(std::io::stderr(), "warning: the best model is not on the hub: {error}");

@@ -2,6 +2,7 @@
 
 use crate::Result;
 use crate::data::prompt_field;
+use crate::hub::is_hub_name;
 use crate::terminal;
 use crate::weights::write_text;
 use serde_json::Value;
@@ -29,7 +30,9 @@ impl Card<'_> {
 
     fn text(&self, title: &str, command_line: Option<&str>) -> String {
         let mut card = String::from("---\n");
-        if let Some(base) = self.base_model {
+        // The hub refuses a card whose base is not a name of the hub, such as a folder.
+        let is_name = |base: &&Path| base.to_str().is_some_and(is_hub_name) && !base.exists();
+        if let Some(base) = self.base_model.filter(is_name) {
             // A JSON string is one of YAML.
             let _ = writeln!(card, "base_model: {}", Value::from(base.display().to_string()));
         }
@@ -119,13 +122,17 @@ mod tests {
     #[test]
     fn a_model_card_names_its_base_its_library_and_the_command_line() {
         let facts = [("updates", "3".to_string())];
-        let base = Path::new("org/base: \"7b\"");
+        let base = Path::new("org/base-7b");
         let card = Card { command: "sft", base_model: Some(base), is_adapter: true, facts: &facts };
         let text = card.text("mine", Some("rlhf sft --output_dir 'a b'"));
         let (front, body) = text.strip_prefix("---\n").unwrap().split_once("---\n").unwrap();
         let front: Value = serde_saphyr::from_str(front).unwrap();
         assert_eq!(front, json!({"base_model": base, "library_name": "peft", "tags": ["rlhf", "sft"]}));
         assert!(body.contains("`rlhf sft` ") && body.contains(":\n\n    rlhf sft --output_dir 'a b'\n\n"), "{body}");
+        for base in [None, Some(Path::new("src")), Some(Path::new("./runs/sft")), Some(Path::new("/runs/sft"))] {
+            let text = Card { base_model: base, is_adapter: true, ..card }.text("mine", None);
+            assert!(text.starts_with("---\nlibrary_name: peft\n"), "a folder is no base on the hub: {text}");
+        }
         let text = Card { base_model: None, is_adapter: false, ..card }.text("mine", None);
         assert!(text.starts_with("---\nlibrary_name: transformers\n") && text.contains("| updates | 3 |"), "{text}");
     }
