@@ -14,6 +14,10 @@ mod local;
 pub mod push;
 mod requests;
 
+mod access;
+
+pub(crate) use access::Access;
+
 use crate::dist::World;
 use crate::files;
 use crate::safe_text::one_line;
