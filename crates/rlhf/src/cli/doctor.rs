@@ -28,7 +28,10 @@ pub(crate) fn doctor(config: &DoctorConfig) -> Result<u8> {
         command.arg("doctor").env(SELF_TEST, device);
         command
     };
-    let build = Build { version: env!("CARGO_PKG_VERSION"), commit: option_env!("RLHF_COMMIT") };
+    let build = Build {
+        version: env!("CARGO_PKG_VERSION"),
+        commit: option_env!("RLHF_COMMIT").filter(|commit| !commit.is_empty()),
+    };
     let (mut found, mut written) = (Vec::new(), Ok(()));
     examine(config, build, start, &mut |step| match step {
         Step::Checking(name) => show_progress(&name),

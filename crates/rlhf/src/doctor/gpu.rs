@@ -227,7 +227,7 @@ mod tests {
             (Seen { cuda: true, ..none.clone() }, Status::Ok, "though libtorch has CUDA", ""),
             (Seen { on_bus: 1, ..none.clone() }, Status::Warning, "without a driver", "driver, 580 or newer"),
             (Seen { driver_library: true, cuda: true, ..none }, Status::Warning, "no GPU is visible", "--gpus all"),
-            (driver.clone(), Status::Warning, "no CUDA for libtorch", "make cuda"),
+            (driver, Status::Warning, "no CUDA for libtorch", "make cuda"),
             (whole.clone(), Status::Ok, "1 GPU: NVIDIA H100 (80 GiB, compute capability 9)", ""),
             (Seen { usable: refused, ..whole.clone() }, Status::Failure, "it can use no GPU", "--device cpu"),
             (

@@ -50,10 +50,9 @@ impl Hub {
                 None => Access::NoHub(status),
             },
             (401 | 403, Some(_)) => Access::Refused,
-            (401 | 403, None) => Access::Public,
-            // A mirror without accounts.
+            // Of these, a hub has the first two, and a mirror without accounts the last two.
+            (401 | 403 | 404 | 405, None) => Access::Public,
             (404 | 405, Some(_)) => Access::Unknown(status),
-            (404 | 405, None) => Access::Public,
             (429 | 500.., _) => Access::Failed(format!("HTTP status {status}")),
             _ => Access::NoHub(status),
         })
