@@ -19,7 +19,7 @@ pub use self_test::self_test;
 
 /// Runs every check that `config` does not exclude, and reports each as it starts and ends.
 ///
-/// `start_self_test` makes the command of a process that calls [`self_test`] with the device that it is given, and prints each [`Step`]
+/// `start_self_test` makes the command of a process that calls [`self_test()`] with the device that it is given, and prints each [`Step`]
 /// as a line of JSON.
 pub fn examine(
     config: &DoctorConfig,

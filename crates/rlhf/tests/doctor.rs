@@ -143,12 +143,15 @@ fn each_fault_of_the_environment_has_its_line() {
     // No port is listened on there.
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     command.env("HF_ENDPOINT", format!("http://{free}")).env("OMP_NUM_THREADS", "64").env("PATH", "/nowhere");
-    command.env("HF_HOME", "/proc/nowhere").env("ATEN_CPU_CAPABILITY", "default").env("OMP_WAIT_POLICY", "passive");
+    command
+        .env("HF_HOME", scratch.path("prompts.jsonl"))
+        .env("ATEN_CPU_CAPABILITY", "default")
+        .env("OMP_WAIT_POLICY", "passive");
     let found = Report::of(&mut command);
     found.finds("threads", "warning", &["OMP_NUM_THREADS", "unset OMP_NUM_THREADS"]);
     found.finds("python", "warning", &["no python3", "install Python 3"]);
     found.finds("hub", "warning", &["cannot be reached", "check the network", "HF_HUB_OFFLINE=1"]);
-    found.finds("hub cache", "warning", &["/proc/nowhere/hub cannot be written", "set HF_HOME"]);
+    found.finds("hub cache", "warning", &["prompts.jsonl/hub cannot be written, nor created in", "set HF_HOME"]);
     if cfg!(target_arch = "x86_64") {
         found.finds("cpu", "warning", &["unset ATEN_CPU_CAPABILITY"]);
     }

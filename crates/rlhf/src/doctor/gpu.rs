@@ -36,7 +36,7 @@ struct Seen {
     driver_library: bool,
     /// `libtorch_cuda.so` is beside libtorch.
     cuda: bool,
-    /// Number of GPUs that libtorch can use, or the reason that it can use none; `None` if it was not asked.
+    /// Number of GPUs that libtorch can use, or the reason that it can use none; `None` if that was not checked.
     usable: Option<Result<usize, String>>,
     gpus: Vec<Gpu>,
     /// Value of `CUDA_VISIBLE_DEVICES`.
@@ -113,7 +113,9 @@ fn gpu(seen: &Seen) -> Finding {
             let text = format!("{driver}, but no CUDA for libtorch: runs use the CPU");
             Finding::warning("gpu", text, "run `make cuda` (3 GB), then `make install` again")
         }
-        Some(Err(reason)) => Finding::failure("gpu", format!("{driver}: {reason}"), "mend that, or set --device cpu"),
+        Some(Err(reason)) => {
+            Finding::failure("gpu", format!("{driver}: {reason}"), "correct that, or set --device cpu")
+        }
         Some(Ok(count)) => {
             let describe = |gpu: &Gpu| {
                 let gib = gpu.memory_mib as f64 / 1024.0;
@@ -181,7 +183,7 @@ fn driver_version(text: &str) -> Option<String> {
     line.split_whitespace().find(is_version).map(String::from)
 }
 
-/// Whether the cache of the dynamic linker lists the driver's library.
+/// Returns true if the cache of the dynamic linker lists the driver's library.
 fn knows_driver(cache: &[u8]) -> bool {
     let name = b"libcuda.so.1\0";
     cache.windows(name.len()).any(|window| window == name)

@@ -5,7 +5,6 @@ use crate::device;
 use crate::hub::Hub;
 use rustix::fs::{Access, access, statvfs};
 use rustix::process::{Resource, getrlimit};
-use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -381,8 +380,11 @@ fn disk(place: &Place) -> Finding {
     // A folder that is not there yet would be created in the nearest one that is.
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     let writable = there.is_dir() && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok();
-    let space = statvfs(there).map(|disk| (disk.f_bavail.saturating_mul(disk.f_frsize), disk.f_blocks * disk.f_frsize));
-    let (free, total) = space.unwrap_or((0, 0));
+    let space =
+        statvfs(there).map(|disk| [disk.f_bavail, disk.f_blocks].map(|blocks| blocks.saturating_mul(disk.f_frsize)));
+    // Some network file systems report no size.
+    let space = space.ok().filter(|[_, total]| *total > 0);
+    let free = space.map_or(u64::MAX, |[free, _]| free);
     let finding = if !writable {
         let at = if there == path { String::new() } else { format!(", nor created in {}", there.display()) };
         Finding::warning(name, format!("{shown} cannot be written{at}: {consequence}"), place.hint)
@@ -391,13 +393,14 @@ fn disk(place: &Place) -> Finding {
     } else if free < place.enough {
         Finding::warning(name, format!("{} free in {shown}: {consequence}", bytes(free)), place.hint)
     } else {
-        Finding::ok(name, format!("{} free in {shown}", bytes(free)))
+        let free = if space.is_some() { bytes(free) } else { "unknown space".into() };
+        Finding::ok(name, format!("{free} free in {shown}"))
     };
     finding
         .with("path", shown.to_string())
         .with("writable", writable)
-        .with("free", Value::from(free))
-        .with("total", Value::from(total))
+        .with("free", space.map(|[free, _]| free))
+        .with("total", space.map(|[_, total]| total))
 }
 
 fn read(path: impl AsRef<Path>) -> Option<String> {
@@ -517,6 +520,9 @@ mod tests {
         assert_eq!(there.status, Status::Ok, "{}", there.text);
         assert_eq!(disk(&place(folder.path().into(), 0, u64::MAX)).status, Status::Warning);
         assert_eq!(disk(&place(folder.path().into(), u64::MAX, u64::MAX)).status, Status::Failure);
+        // The file system of processes has no size.
+        let sizeless = disk(&place("/proc".into(), 0, u64::MAX));
+        assert_eq!((&sizeless.facts["free"], sizeless.text.contains("0 MiB")), (&serde_json::Value::Null, false));
         let file = folder.path().join("file");
         std::fs::write(&file, "").unwrap();
         let below = disk(&place(file.join("cache"), 0, 1));

@@ -9,10 +9,10 @@ use std::time::Duration;
 /// Time limit of the request to the hub, and of starting Python.
 const LIMIT: Duration = Duration::from_secs(3);
 
-/// Variables of other libraries that look as if they kept rlhf off the network.
+/// Variables of other libraries that do not turn off rlhf's requests.
 const OTHER_OFFLINE: [&str; 2] = ["TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"];
 
-/// Whether the hub can be reached, and accepts the token.
+/// Checks that the hub can be reached, and accepts the token.
 pub(super) fn hub(offline: bool) -> Finding {
     let hub = Hub::from_env();
     let source = if variable("HF_TOKEN").is_some() { "HF_TOKEN" } else { "the token file in HF_HOME" };

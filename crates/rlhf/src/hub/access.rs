@@ -1,4 +1,4 @@
-//! Whether the hub can be reached, and whether it accepts the token: one request, for `rlhf doctor`.
+//! Access to the hub, and the validity of the token: one request, for `rlhf doctor`.
 
 use super::Hub;
 use crate::Result;
@@ -9,7 +9,7 @@ use ureq::http::header;
 /// Maximum number of bytes of the response that are read.
 const LONGEST: u64 = 1 << 20;
 
-/// The response of the hub to the question whose token this is.
+/// The response of the hub to a request for the account of the token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Access {
     /// Reached, without a token.
@@ -18,7 +18,7 @@ pub(crate) enum Access {
     Account(String),
     /// Reached; the hub refuses the token.
     Refused,
-    /// Reached, but this address does not tell whether the token is valid; with the status.
+    /// Reached, but this address does not verify tokens; with the status.
     Unknown(u16),
     /// Something else than a hub responded; with the status.
     NoHub(u16),
@@ -27,7 +27,7 @@ pub(crate) enum Access {
 }
 
 impl Hub {
-    /// Asks the hub for the account of the token; the whole request takes at most `limit`.
+    /// Requests the account of the token from the hub; the whole request takes at most `limit`.
     ///
     /// # Errors
     /// If the endpoint is not an address, or the certificates cannot be read.
