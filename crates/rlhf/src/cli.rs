@@ -43,8 +43,8 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{
-    ChatConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig, PpoConfig, PushConfig,
-    ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    ChatConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig, PpoConfig,
+    PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 

@@ -9,12 +9,11 @@
 //!
 //! [`push`] uploads a folder.
 
+mod access;
 mod lfs;
 mod local;
 pub mod push;
 mod requests;
-
-mod access;
 
 pub(crate) use access::Access;
 

@@ -28,7 +28,7 @@ const HEADINGS: [&str; 14] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 17] = [
+const COMMON: [(&str, &[&str], &[&str]); 18] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -182,7 +182,7 @@ const COMMON: [(&str, &[&str], &[&str]); 17] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 64] = [
+const WORDS: [(&str, &str); 67] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
