@@ -63,7 +63,7 @@ package: setup ## both crates as crates.io would get them, built but not uploade
 	cargo publish --dry-run --workspace --locked $(PACKAGE_FLAGS)
 
 install: setup ## put rlhf into PREFIX/bin (default ~/.local), with the libraries that it needs
-	cargo build --release --locked
+	RLHF_COMMIT=$$(git describe --always --dirty 2>/dev/null) cargo build --release --locked
 	scripts/install.sh $(target)/release/rlhf "$(PREFIX)"
 
 crate: setup ## make a crate of your own that uses rlhf: make crate DIR=../my-trainer

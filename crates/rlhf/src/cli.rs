@@ -9,6 +9,7 @@ pub(crate) mod chat;
 mod commands;
 mod config_file;
 mod deepspeed_chat;
+pub(crate) mod doctor;
 mod errors;
 pub(crate) mod evaluate;
 mod foreign;
@@ -42,8 +43,8 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use rlhf::Result;
 use rlhf::flag::Refusals;
 use rlhf::settings::{
-    ChatConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig, PpoConfig, PushConfig,
-    ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    ChatConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LiveConfig, LogprobsConfig, MergeConfig, PpoConfig,
+    PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 use rlhf::train::pipeline::PipelineConfig;
 
@@ -75,6 +76,7 @@ pub(crate) enum Task {
     Chat(ChatConfig),
     Serve(ServeConfig),
     Watch(LiveConfig),
+    Doctor(DoctorConfig),
     Launch(LaunchTask),
 }
 
@@ -180,6 +182,7 @@ impl Task {
             "chat" => Task::Chat(ChatConfig::from_arg_matches(flags)?),
             "serve" => Task::Serve(ServeConfig::from_arg_matches(flags)?),
             "watch" => Task::Watch(LiveConfig::from_arg_matches(flags)?),
+            "doctor" => Task::Doctor(DoctorConfig::from_arg_matches(flags)?),
             _ => Task::Merge(MergeConfig::from_arg_matches(flags)?),
         })
     }
@@ -190,7 +193,7 @@ impl Task {
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
             // Its stages are checked already, with their lines of the file; so is the command of a launch.
-            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) => Ok(()),
+            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) | Task::Doctor(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),

@@ -153,26 +153,60 @@ pub(crate) fn memory(device: tch::Device) -> Option<usize> {
 
 /// The smallest memory limit of the control groups in `/proc/self/cgroup`, of version 1 or 2, and of their parents; a container
 /// sees its own group as the root.
-fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
-    let mut least = None;
+pub(crate) fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    let file = |folder: &Folder| match folder {
+        Folder::Unified(folder) => format!("{folder}/memory.max"),
+        Folder::Version1(folder) => format!("{folder}/memory.limit_in_bytes"),
+    };
+    // `max` means no limit.
+    folders(groups, "memory").iter().filter_map(|folder| read(&file(folder))?.trim().parse().ok()).min()
+}
+
+/// The smallest CPU limit of the same control groups, in processors.
+pub(crate) fn cpu_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<f64> {
+    let limit = |folder: &Folder| {
+        let (quota, period) = match folder {
+            Folder::Unified(folder) => {
+                let text = read(&format!("{folder}/cpu.max"))?;
+                let (quota, period) = text.trim().split_once(' ')?;
+                (quota.parse::<f64>().ok()?, period.parse::<f64>().ok()?)
+            }
+            Folder::Version1(folder) => {
+                let number = |name: &str| read(&format!("{folder}/cpu.cfs_{name}_us"))?.trim().parse::<f64>().ok();
+                (number("quota")?, number("period")?)
+            }
+        };
+        // Version 1 writes -1 for no limit.
+        (quota > 0.0 && period > 0.0).then(|| quota / period)
+    };
+    folders(groups, "cpu").iter().filter_map(limit).min_by(f64::total_cmp)
+}
+
+/// Folder of a control group.
+enum Folder {
+    /// Of version 2, with all controllers.
+    Unified(String),
+    /// Of version 1, with one controller.
+    Version1(String),
+}
+
+/// Returns the folders of the control groups in `/proc/self/cgroup` that have this controller, and of their parents.
+fn folders(groups: &str, controller: &str) -> Vec<Folder> {
+    let mut found = Vec::new();
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        let (root, file) = match controllers {
-            "" => ("/sys/fs/cgroup", "memory.max"),
-            several if several.split(',').any(|name| name == "memory") => {
-                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+        let (root, folder): (_, fn(String) -> Folder) = match controllers {
+            "" => ("/sys/fs/cgroup".to_string(), Folder::Unified),
+            several if several.split(',').any(|name| name == controller) => {
+                (format!("/sys/fs/cgroup/{controller}"), Folder::Version1)
             }
             _ => continue,
         };
-        for group in std::path::Path::new(path).ancestors().filter_map(|group| group.to_str()) {
-            let limit = read(&format!("{root}{}/{file}", group.trim_end_matches('/')));
-            // `max` means no limit.
-            let limit = limit.and_then(|text| text.trim().parse::<usize>().ok());
-            least = least.into_iter().chain(limit).min();
-        }
+        let parents = std::path::Path::new(path).ancestors().filter_map(|group| group.to_str());
+        found.extend(parents.map(|group| folder(format!("{root}{}", group.trim_end_matches('/')))));
     }
-    least
+    found
 }
 
 /// Sets libtorch's number of threads. Without a setting, here or in `OMP_NUM_THREADS`, limits it to the CPUs available to the
@@ -244,13 +278,13 @@ fn warn(reason: &str) {
 }
 
 /// Whether a driver for NVIDIA GPUs is loaded.
-fn has_driver() -> bool {
+pub(crate) fn has_driver() -> bool {
     // /dev/dxg is the GPU of Windows under WSL.
     ["/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"].iter().any(|path| std::path::Path::new(path).exists())
 }
 
 /// Number of GPUs that libtorch can use, or the reason that it can use none.
-fn gpus() -> Result<usize, String> {
+pub(crate) fn gpus() -> Result<usize, String> {
     tch_ext::load_cuda().map_err(|message| explain(&message))?;
     match tch::Cuda::device_count() {
         count @ 1.. => Ok(count as usize),
@@ -325,6 +359,16 @@ mod tests {
         // A container's group has the path that it has outside, and lies at the root inside.
         assert_eq!(limit(v1, &[("/sys/fs/cgroup/memory/memory.limit_in_bytes", "600\n")]), Some(600));
         assert_eq!(limit("", &[("/sys/fs/cgroup/memory.max", "5")]), None);
+        let processors = |groups: &str, files: &[(&str, &str)]| {
+            cpu_limit(groups, |path| Some(files.iter().find(|(name, _)| *name == path)?.1.to_string()))
+        };
+        assert_eq!(processors(v2, &[("/sys/fs/cgroup/cpu.max", "max 100000\n")]), None);
+        let nested =
+            [("/sys/fs/cgroup/user/job/cpu.max", "250000 100000\n"), ("/sys/fs/cgroup/cpu.max", "400000 100000\n")];
+        assert_eq!(processors(v2, &nested), Some(2.5));
+        let (quota, period) = ("/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/a/cpu.cfs_period_us");
+        assert_eq!(processors(v1, &[(quota, "150000\n"), (period, "100000\n")]), Some(1.5));
+        assert_eq!(processors(v1, &[(quota, "-1\n"), (period, "100000\n")]), None);
     }
 
     #[test]

@@ -557,7 +557,7 @@ impl Ranks {
 }
 
 /// Returns the path of the library by which ranks on GPUs communicate, in the folder of libtorch's libraries.
-fn nccl_library_in(folder: &Path) -> Result<PathBuf, String> {
+pub(crate) fn nccl_library_in(folder: &Path) -> Result<PathBuf, String> {
     let path = folder.join("libtch_ext_nccl.so");
     if path.is_file() {
         return Ok(path);

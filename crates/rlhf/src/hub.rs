@@ -9,10 +9,13 @@
 //!
 //! [`push`] uploads a folder.
 
+mod access;
 mod lfs;
 mod local;
 pub mod push;
 mod requests;
+
+pub(crate) use access::Access;
 
 use crate::dist::World;
 use crate::files;

@@ -30,6 +30,7 @@
 //! | the report of a run, a page of HTML; the same page live | [`report::report`], [`report::watch`] |
 //! | a model behind OpenAI's HTTP interface | [`serve::serve`] |
 //! | upload of a model to the Hugging Face hub | [`push::push`], [`hub::push`] |
+//! | the state of the machine and of this build | [`doctor::examine`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
 //!
 //! A crate that depends on this one needs libtorch 2.11.0 to build and a run path to it: the page `docs/library.md` of the repository
@@ -40,6 +41,7 @@ pub mod compat;
 pub mod data;
 pub mod device;
 pub mod dist;
+pub mod doctor;
 mod error;
 pub mod eval;
 pub mod files;

@@ -1,6 +1,6 @@
 //! The program `rlhf`: a command line over the library. Exit codes: 0; 2 for a usage error; 128 plus the signal's number if a
 //! signal stopped a training run; 3 if an alarm did; 4 if its model is saved but could not be pushed to the hub; 1 for any other
-//! error.
+//! error, and if `rlhf doctor` finds a failure.
 
 mod cli;
 
@@ -106,6 +106,7 @@ fn run(task: &Task) -> Result<u8> {
         | Task::Watch(_)
         | Task::Chat(_)
         | Task::Serve(_)
+        | Task::Doctor(_)
             if !is_main() =>
         {
             Ok(())
@@ -118,6 +119,7 @@ fn run(task: &Task) -> Result<u8> {
         Task::Chat(config) => cli::chat::chat(config),
         Task::Serve(config) => cli::serve::serve(config),
         Task::Launch(config) => return cli::launch::launch(config),
+        Task::Doctor(config) => return cli::doctor::doctor(config),
     }?;
     Ok(0)
 }

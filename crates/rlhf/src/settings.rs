@@ -7,6 +7,7 @@
 mod chat;
 mod check;
 mod compute;
+mod doctor;
 mod evaluate;
 mod generate;
 mod launch;
@@ -29,6 +30,7 @@ mod watch;
 
 pub use chat::ChatConfig;
 pub use compute::ComputeConfig;
+pub use doctor::DoctorConfig;
 pub use evaluate::{EvaluateConfig, JudgeConfig};
 pub use generate::{Format, GenerateConfig};
 pub use launch::LaunchFlags;

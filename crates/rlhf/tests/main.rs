@@ -9,6 +9,7 @@ mod commands;
 mod data;
 mod deepspeed_chat;
 mod distributed;
+mod doctor;
 mod eval;
 mod examples;
 mod formats;

@@ -4,8 +4,8 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
-    ChatConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig, MergeConfig, PipelineFlags,
-    PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    ChatConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig, MergeConfig,
+    PipelineFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;
@@ -167,6 +167,15 @@ Examples:
   rlhf launch --nproc_per_node 4 --max_restarts 2 ppo --config ppo.yaml
   rlhf launch --nnodes 2 --node_rank 0 --master_addr node0 --nproc_per_node 8 sft --config sft.yaml";
 
+const DOCTOR_HELP: &str = "\
+A line for each check: ok, warning or failure, what is wrong and what to do. libtorch, instructions,
+threads, memory, disks, GPU, the hub and its token (never printed), Python; then a tiny model is trained
+for a few seconds. Exit code 1 if a check fails.
+
+Examples:
+  rlhf doctor
+  rlhf doctor --json --offline > doctor.json";
+
 /// Returns the whole command line of `rlhf`.
 pub(super) fn rlhf_command() -> Command {
     let commands = [
@@ -212,6 +221,7 @@ pub(super) fn rlhf_command() -> Command {
         flag::command::<ServeConfig>("serve")
             .about("Serve a language model by OpenAI's HTTP interface")
             .after_help(SERVE_HELP),
+        flag::command::<DoctorConfig>("doctor").about("Examine this machine and this build").after_help(DOCTOR_HELP),
         flag::command::<LaunchFlags>(LAUNCH)
             .about("Start a command as several ranks")
             .override_usage("rlhf launch [OPTIONS] COMMAND [ARGUMENTS]...")
@@ -386,6 +396,7 @@ mod tests {
             sorted(&format!("model model_revision host port max_new_tokens batch_size {compute}"))
         );
         assert_eq!(flags("watch"), sorted("run terminal port host config help"));
+        assert_eq!(flags("doctor"), sorted("json offline no_self_test config help"));
         assert_eq!(
             flags("launch"),
             sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")
@@ -432,6 +443,7 @@ mod tests {
         let serve = parse_words(&["serve", "m"]).unwrap();
         assert_eq!(serve, Task::Serve(ServeConfig::new("m")));
         assert_eq!(parse_words(&["watch", "a"]).unwrap(), Task::Watch(LiveConfig::new("a")));
+        assert_eq!(parse_words(&["doctor"]).unwrap(), Task::Doctor(DoctorConfig::default()));
         let score = parse_words(&["score", "--model=m"]).unwrap();
         assert_eq!(score, Task::Score(ScoreConfig::new("m")));
     }

@@ -28,7 +28,7 @@ const HEADINGS: [&str; 14] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 17] = [
+const COMMON: [(&str, &[&str], &[&str]); 18] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -173,6 +173,7 @@ const COMMON: [(&str, &[&str], &[&str]); 17] = [
     ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
     ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
     ("watch", &[], &["terminal", "port", "host", "config"]),
+    ("doctor", &[], &["json", "offline", "no_self_test", "config"]),
     (
         "launch",
         &[],
@@ -181,7 +182,7 @@ const COMMON: [(&str, &[&str], &[&str]); 17] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 64] = [
+const WORDS: [(&str, &str); 67] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -200,6 +201,7 @@ const WORDS: [(&str, &str); 64] = [
     ("judge_command", "program that compares two responses"),
     ("judge_model", "name of the model at judge_url"),
     ("judge_url", "OpenAI-compatible API of a judge"),
+    ("json", "print JSON"),
     ("kl_coef", "weight of the KL penalty"),
     ("learning_rate", "peak learning rate"),
     ("loss_type", "how losses of tokens are combined"),
@@ -214,12 +216,14 @@ const WORDS: [(&str, &str); 64] = [
     ("model_name_or_path", "model: folder or hub name"),
     ("new_reward_head", "add a score head if there is none"),
     ("nnodes", "number of machines"),
+    ("no_self_test", "leave out the self-test"),
     ("node_rank", "number of this machine, from 0"),
     ("nproc_per_node", "ranks on this machine [one per GPU]"),
     ("num_generations", "responses to each prompt, a group"),
     ("num_prompts", "prompts from the start of the dataset"),
     ("num_return_sequences", "responses per prompt"),
     ("num_train_epochs", "passes over the dataset"),
+    ("offline", "send no request to the hub"),
     ("output", "file to write [report.html]"),
     ("output_dir", "folder to write to"),
     ("output_file", "file to write to [standard output]"),
