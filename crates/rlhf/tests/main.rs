@@ -35,4 +35,5 @@ mod step;
 mod structure;
 mod support;
 mod tokenizers;
+mod trackers;
 mod watch;
