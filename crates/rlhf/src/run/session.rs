@@ -661,6 +661,7 @@ impl<'w> Session<'w> {
         ended
     }
 
+    /// Ends the run as [`Session::end`] does, but for the trackers.
     fn close(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
         let (done, dir) = (trainee.progress().done, self.checkpoints.dir().to_path_buf());
         if let Err(error) = &ended

@@ -152,7 +152,7 @@ impl TrackingConfig {
     /// Returns the trackers that are programs, each once, and whether it may be missing.
     pub(crate) fn programs(&self) -> Vec<(ReportTo, bool)> {
         let mut programs: Vec<(ReportTo, bool)> = Vec::new();
-        let named = self.report_to.iter().flat_map(|to| match to {
+        let named = self.report_to.iter().filter_map(|to| match to {
             ReportTo::None | ReportTo::Tensorboard | ReportTo::All => None,
             to => Some((to.clone(), false)),
         });

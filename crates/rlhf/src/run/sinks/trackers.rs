@@ -7,27 +7,25 @@
 //! No tracker ends a run or holds it up: a line is appended to a queue of bounded size, threads write the queue and read the
 //! replies, and the end of the run waits for a limited time.
 
+mod ids;
 mod process;
 
 use crate::run::event::{Event, Sample, SampleSource};
-use crate::run::output_dir::{METRICS, TRACKERS, model_files};
+use crate::run::output_dir::model_files;
 use crate::run::settings::RunConfig;
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::Console;
 use crate::run::tracking::{ReportTo, TrackingConfig};
-use crate::safe_text::{beginning, one_line};
-use crate::signals::stop_requested;
-use crate::weights::{pretty, read_json, write_text};
-use process::{Process, Shared};
+use crate::safe_text::one_line;
+use ids::Ids;
+use process::{Process, Shared, Until};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Maximum wait for the trackers at the end of a run. `RLHF_TRACKER_TIMEOUT` sets another number of seconds.
 const END_WAIT: Duration = Duration::from_secs(30);
-/// Maximum wait at the end of a run that was stopped by the user.
-const STOP_WAIT: Duration = Duration::from_secs(10);
 /// Maximum wait for the upload of a model.
 const UPLOAD_WAIT: Duration = Duration::from_secs(20 * 60);
 /// The variable with another maximum wait at the end of a run, in seconds.
@@ -223,72 +221,4 @@ fn table(step: usize, episode: usize, source: &str, samples: &[Sample]) -> Value
 fn end_wait() -> Duration {
     let set = std::env::var(TIMEOUT).ok().and_then(|text| text.parse::<f64>().ok());
     set.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).unwrap_or(END_WAIT)
-}
-
-/// The end of the wait for all trackers of a run. A request to stop shortens it.
-pub(crate) struct Until {
-    end: Instant,
-    limit: Duration,
-    shortened: bool,
-}
-
-impl Until {
-    fn new(limit: Duration) -> Self {
-        Self { end: Instant::now() + limit, limit, shortened: false }
-    }
-
-    /// Returns the time that is left.
-    fn left(&mut self) -> Duration {
-        if stop_requested() && !std::mem::replace(&mut self.shortened, true) {
-            self.limit = self.limit.min(STOP_WAIT);
-            self.end = self.end.min(Instant::now() + STOP_WAIT);
-        }
-        self.end.saturating_duration_since(Instant::now())
-    }
-}
-
-/// The ids of the trackers' runs, in the run's folder: a resumed run continues them.
-struct Ids {
-    path: PathBuf,
-    by_name: Mutex<Map<String, Value>>,
-}
-
-impl Ids {
-    /// Reads the ids of the run in the folder `dir`; there are none where the file is missing or is not as written.
-    fn read(dir: &Path) -> Self {
-        let path = dir.join(TRACKERS);
-        let found = if path.is_file() { read_json(&path).ok() } else { None };
-        let by_name = Mutex::new(found.and_then(|ids| ids.as_object().cloned()).unwrap_or_default());
-        Self { path, by_name }
-    }
-
-    fn get(&self, name: &str) -> Option<String> {
-        let ids = self.by_name.lock().unwrap_or_else(PoisonError::into_inner);
-        ids.get(name).and_then(Value::as_str).map(String::from)
-    }
-
-    /// Writes the id of a tracker's run. It is lost if the file cannot be written: a resumed run then starts another one.
-    fn set(&self, name: &str, id: &str) {
-        let mut ids = self.by_name.lock().unwrap_or_else(PoisonError::into_inner);
-        ids.insert(name.into(), id.into());
-        let _ = write_text(&self.path, &pretty(&Value::Object(ids.clone())));
-    }
-}
-
-/// Returns a message of a tracker's program for people: one line, without the values of variables that may be secret.
-fn safe(text: &str) -> String {
-    let mut text = text.to_string();
-    for (name, value) in std::env::vars_os() {
-        let (name, value) = (name.to_string_lossy().to_ascii_uppercase(), value.to_string_lossy().into_owned());
-        let may_be_secret = ["KEY", "TOKEN", "PASSWORD", "SECRET"].iter().any(|word| name.contains(word));
-        if may_be_secret && value.len() >= 6 {
-            text = text.replace(&value, "...");
-        }
-    }
-    beginning(&one_line(&text), 600).into_owned()
-}
-
-/// Returns the end of a warning about a tracker that has stopped working.
-fn goes_through() -> String {
-    format!("the run continues without it, and its metrics are in {METRICS}")
 }

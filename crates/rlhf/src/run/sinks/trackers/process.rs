@@ -1,9 +1,12 @@
 //! The process of a tracker: its start, its queue of lines, its replies, its end.
 
-use super::{Ids, Until, goes_through, safe};
+use super::ids::Ids;
 use crate::dist::launch::VARIABLES;
+use crate::run::output_dir::METRICS;
 use crate::run::sinks::console::Console;
 use crate::run::tracking::ReportTo;
+use crate::safe_text::{beginning, one_line};
+use crate::signals::stop_requested;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The program that passes the lines to the clients of wandb, MLflow and trackio.
 const TRACKER: &str = include_str!("tracker.py");
@@ -28,6 +31,8 @@ while len(s) < n:
 exec(compile(s, 'tracker.py', 'exec'))";
 /// The variable with another Python than `python3`.
 const PYTHON: &str = "RLHF_PYTHON";
+/// Maximum wait at the end of a run that was stopped by the user.
+const STOP_WAIT: Duration = Duration::from_secs(10);
 /// Maximum bytes that wait for a tracker.
 const MOST_WAITING: usize = 32 << 20;
 /// Maximum length of a reply, in bytes.
@@ -184,7 +189,7 @@ impl Process {
         }
         let seconds = until.limit.as_secs_f64();
         self.shared.warn(&format!(
-            "it did not end within {seconds} s and was stopped: the end of the run may be missing there; its metrics are in metrics.jsonl"
+            "it did not end within {seconds} s and was stopped: the end of the run may be missing there; its metrics are in {METRICS}"
         ));
         if let Some(group) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) {
             let _ = kill_process_group(group, Signal::KILL);
@@ -193,6 +198,7 @@ impl Process {
 }
 
 impl Shared {
+    /// Returns the state of a process that is about to start.
     pub(super) fn new(name: String, console: Console, ids: Arc<Ids>, may_lack: bool) -> Self {
         Self { name, console, ids, may_lack, ending: AtomicBool::new(false), warnings: AtomicUsize::new(0) }
     }
@@ -258,4 +264,44 @@ fn read_lines(from: impl Read, mut take: impl FnMut(&[u8])) {
             take(&line);
         }
     }
+}
+
+/// The end of the wait for all trackers of a run. A request to stop shortens it.
+pub(super) struct Until {
+    end: Instant,
+    limit: Duration,
+    shortened: bool,
+}
+
+impl Until {
+    pub(super) fn new(limit: Duration) -> Self {
+        Self { end: Instant::now() + limit, limit, shortened: false }
+    }
+
+    /// Returns the time that is left.
+    fn left(&mut self) -> Duration {
+        if stop_requested() && !std::mem::replace(&mut self.shortened, true) {
+            self.limit = self.limit.min(STOP_WAIT);
+            self.end = self.end.min(Instant::now() + STOP_WAIT);
+        }
+        self.end.saturating_duration_since(Instant::now())
+    }
+}
+
+/// Returns a message of a tracker's program for people: one line, without the values of variables that may be secret.
+fn safe(text: &str) -> String {
+    let mut text = text.to_string();
+    for (name, value) in std::env::vars_os() {
+        let (name, value) = (name.to_string_lossy().to_ascii_uppercase(), value.to_string_lossy().into_owned());
+        let may_be_secret = ["KEY", "TOKEN", "PASSWORD", "SECRET"].iter().any(|word| name.contains(word));
+        if may_be_secret && value.len() >= 6 {
+            text = text.replace(&value, "...");
+        }
+    }
+    beginning(&one_line(&text), 600).into_owned()
+}
+
+/// Returns the end of a warning about a tracker that has stopped working.
+fn goes_through() -> String {
+    format!("the run continues without it, and its metrics are in {METRICS}")
 }
