@@ -288,7 +288,7 @@ mod tests {
             (r#"{"trackio": {"server_url": "http://h/?write=zzz"}}"#, "trackio.server_url: expected no secret"),
             (r#"{"wandb": "zzz"}"#, "wandb: expected JSON of the form"),
             (r#"["zzz"]"#, "expected JSON of the form {\"wandb\": {\"entity\": \"team\"}}, found a list"),
-            (r#"{"wandb": {"key": "zzz""#, "found text that is not JSON (column 24)"),
+            (r#"{"wandb": {"key": "zzz""#, "found text that is not JSON (column 23)"),
             (r#"{"comet": {}}"#, "expected entries of wandb, mlflow, trackio or command, found `comet`"),
         ] {
             let error = refused(kwargs);
