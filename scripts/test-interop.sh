@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Loads the files that rlhf writes with transformers, peft and tensorboard, in a Python environment for this test, uses `rlhf serve`
-# with the client of OpenAI, reports runs to wandb, MLflow and trackio, uploads with `rlhf push` and huggingface_hub to one server, and opens reports and the live page in Chromium,
-# where it is installed.
+# with the client of OpenAI, reports runs to wandb, MLflow and trackio, uploads with `rlhf push` and huggingface_hub to one server, and
+# opens reports and the live page in Chromium, where it is installed.
 # tests/interop/check.py exits with 0 only if every check ran and passed; a skipped check is a failure.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
