@@ -4,7 +4,7 @@
 //! `tracker.py`, which is part of this program and runs in the user's Python, as the trackers' clients do. `docs/guide.md`
 //! documents the lines.
 //!
-//! No tracker ends a run or holds it up: a line is appended to a queue of bounded size, threads write the queue and read the
+//! No tracker ends a run or delays its updates: a line is appended to a queue of bounded size, threads write the queue and read the
 //! replies, and the end of the run waits for a limited time.
 
 mod ids;

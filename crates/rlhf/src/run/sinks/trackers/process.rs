@@ -64,7 +64,7 @@ pub(super) struct Shared {
     ids: Arc<Ids>,
     /// Whether it is no failure that the Python package is missing.
     may_lack: bool,
-    /// Whether the process was asked to end.
+    /// Whether the last line is sent.
     ending: AtomicBool,
     warnings: AtomicUsize,
 }

@@ -160,7 +160,7 @@ class Mlflow(Tracker):
     most_waiting = 200_000
 
     def __init__(self, run):
-        # A server that does not respond is asked again with the next numbers.
+        # A request that fails is repeated with the next metrics.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         from mlflow.entities import Metric, Param
@@ -349,7 +349,7 @@ def finite(metrics):
 
 
 def pass_on(tracker, event):
-    """Passes one line to the tracker. Returns whether the run has ended."""
+    """Passes one line to the tracker. Returns True after the end of the run."""
     kind, step = event.get("type"), event.get("step")
     if kind == "metrics":
         tracker.metrics(step, finite(event["metrics"]))
