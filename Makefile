@@ -41,7 +41,7 @@ test-attack: setup ## the attacks of the test suite in their long form, twenty t
 	RLHF_ATTACK=20 cargo test -p rlhf --locked --test main -- --nocapture attack:: a_run_killed_fifty_times hub::hostile
 	RLHF_ATTACK=20 cargo test -p rlhf --locked --bin rlhf -- attack::
 
-test-interop: setup ## check what rlhf writes with transformers, peft, tensorboard and Chromium, rlhf serve with openai, rlhf push with huggingface_hub
+test-interop: setup ## check what rlhf writes with transformers, peft, tensorboard, trackers and Chromium, rlhf serve with openai, rlhf push with huggingface_hub
 	scripts/test-interop.sh
 
 bench: setup ## time rlhf against TRL, two to three hours; CELLS='update/s/f32 ...' for a part

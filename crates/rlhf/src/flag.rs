@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Args, Command};
 use serde::Serialize;
+use serde_json::{Map, Value};
 
 use crate::{Error, Result};
 
@@ -248,6 +249,60 @@ impl Setting for ByteSize {
         let bytes = number.trim_end().parse::<f64>().ok()? * size as f64;
         (bytes >= 1.0 && bytes < usize::MAX as f64).then_some(Self(bytes as usize))
     }
+}
+
+/// A JSON object, such as `{"wandb": {"entity": "team"}}`.
+///
+/// Text that is no JSON object is accepted, and its error left to the check of the setting: an error of the parser would show
+/// the text, which may hold a secret.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JsonObject(Result<Map<String, Value>, String>);
+
+impl JsonObject {
+    /// Returns the entries.
+    ///
+    /// # Errors
+    /// If the text was no JSON object: what was found instead, without the text.
+    pub fn entries(&self) -> Result<&Map<String, Value>, &str> {
+        self.0.as_ref().map_err(String::as_str)
+    }
+
+    /// Returns the value of the entry `name`, if there is one.
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.0.as_ref().ok().and_then(|entries| entries.get(name))
+    }
+}
+
+impl From<Map<String, Value>> for JsonObject {
+    fn from(entries: Map<String, Value>) -> Self {
+        Self(Ok(entries))
+    }
+}
+
+impl Serialize for JsonObject {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.as_ref().ok().serialize(serializer)
+    }
+}
+
+impl Setting for JsonObject {
+    const NAME: &'static str = "JSON";
+    const EXPECTED: &'static str = "a JSON object";
+
+    fn read(text: &str) -> Option<Self> {
+        let found = match serde_json::from_str(text) {
+            Ok(Value::Object(entries)) => return Some(Self(Ok(entries))),
+            Ok(Value::Array(_)) => "a list".into(),
+            Ok(_) => "one value".into(),
+            Err(error) => format!("text that is not JSON (column {})", error.column()),
+        };
+        Some(Self(Err(found)))
+    }
+}
+
+/// Returns whether the values of a flag are JSON objects, which a configuration file may have as maps.
+pub fn takes_json(arg: &Arg) -> bool {
+    arg.get_value_parser().type_id() == TypeId::of::<Option<JsonObject>>()
 }
 
 /// Collects what is wrong with settings, so that all of it is reported at once and not one fault per run.

@@ -11,6 +11,7 @@
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
 //! | the model card | `card` |
 //! | uploads to the hub | `push` |
+//! | settings of trackers | `tracking` |
 
 pub(crate) mod best;
 pub(crate) mod card;
@@ -27,6 +28,7 @@ pub(crate) mod sinks;
 pub(crate) mod sizes;
 pub(crate) mod start;
 pub(crate) mod tensorboard;
+pub(crate) mod tracking;
 
 use crate::optim::micro_batch::MicroBatchSettings;
 
@@ -34,8 +36,9 @@ pub use crate::metrics::{Warning, WarningKind};
 pub use crate::signals::{request_stop, stop_requested};
 pub use event::{Evaluation, Event, Rollout, RolloutRow, Sample, SampleSource};
 pub use push::settings::{HubConfig, HubStrategy, HubToken};
-pub use settings::{CheckpointConfig, EvalConfig, ReportTo, Resume, RunConfig, TensorboardTags, WatchConfig};
+pub use settings::{CheckpointConfig, EvalConfig, Resume, RunConfig, WatchConfig};
 pub use sinks::console::{Console, announce, clear_bar};
+pub use tracking::{ReportTo, TensorboardTags, TrackingConfig};
 
 impl From<&RunConfig> for MicroBatchSettings {
     fn from(run: &RunConfig) -> Self {

@@ -73,9 +73,8 @@ pub use crate::rl::unsupervised::UnsupervisedConfig;
 pub use crate::run::push::settings::{HubConfig, HubStrategy, HubToken};
 pub use crate::run::resolved::write_resolved;
 pub(crate) use crate::run::settings::EVAL_SCORES;
-pub use crate::run::settings::{
-    CheckpointConfig, EvalConfig, ReportTo, Resume, RunConfig, TensorboardTags, WatchConfig,
-};
+pub use crate::run::settings::{CheckpointConfig, EvalConfig, Resume, RunConfig, WatchConfig};
+pub use crate::run::tracking::{ReportTo, TensorboardTags, TrackingConfig};
 
 #[cfg(test)]
 mod tests {
@@ -113,7 +112,7 @@ mod tests {
             "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": null,
             "warmup_ratio": 0.0, "lr_end": null, "power": 1.0,
             "seed": 42, "bf16": false, "fp16": false, "dtype": "auto", "device": "auto", "max_shard_size": "50GB",
-            "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "report_to": "none", "tensorboard_tags": "plain", "num_threads": null, "disable_tqdm": false, "no_report": false,
+            "gradient_checkpointing": false, "max_tokens_per_micro_batch": null, "num_threads": null, "disable_tqdm": false, "no_report": false,
             "use_peft": false, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": [],
             "use_rslora": false, "zero_stage": 0, "offload_optimizer": false, "dist_timeout": 1800, "save_steps": null, "save_total_limit": null, "eval_steps": null,
             "metric_for_best_model": null, "greater_is_better": null,
@@ -122,7 +121,11 @@ mod tests {
             "push_to_hub": false, "hub_model_id": null, "hub_revision": null, "hub_private_repo": null,
             "hub_strategy": "every_save", "hub_always_push": false,
         });
-        joined([data, others, scale, hub])
+        let tracking = json!({
+            "report_to": [], "tensorboard_tags": "plain", "run_name": null, "project": null, "tracker_kwargs": null,
+            "log_model": false,
+        });
+        joined([data, others, scale, hub, tracking])
     }
 
     /// Joins the entries of all: `json!` itself is limited in their number.

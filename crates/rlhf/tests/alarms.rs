@@ -37,7 +37,7 @@ fn twelve_updates(dir: &Path) -> PpoConfig {
     config.eval.eval_steps = None;
     config.eval.metric_for_best_model = None;
     config.num_sample_generations = 0;
-    config.run.report_to = ReportTo::None;
+    config.run.tracking.report_to = Vec::new();
     config
 }
 
@@ -139,7 +139,7 @@ fn an_alarm_stops_a_run_with_a_checkpoint_and_an_exit_code_and_it_resumes() {
 const RATE: f64 = 0.02;
 
 /// A run whose learning rate rises until its KL runs away, and which then rolls back; with a checkpoint after every second update.
-fn rolling_back(dir: &Path) -> PpoConfig {
+pub(crate) fn rolling_back(dir: &Path) -> PpoConfig {
     let mut config = twelve_updates(dir);
     config.learning_rate = RATE;
     config.optimizer.lr_scheduler_type = LrSchedulerType::ConstantWithWarmup;
@@ -147,7 +147,7 @@ fn rolling_back(dir: &Path) -> PpoConfig {
     config.run.checkpoints.save_steps = Some(2);
     config.watch.on_alarm = vec!["runaway_kl=rollback".into()];
     config.watch.max_rollbacks = 9;
-    config.run.report_to = ReportTo::Tensorboard;
+    config.run.tracking.report_to = vec![ReportTo::Tensorboard];
     config.trial.log_rollouts = true;
     config.num_sample_generations = 6;
     config

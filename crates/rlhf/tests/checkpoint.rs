@@ -41,7 +41,7 @@ pub(crate) fn ppo_config(dir: &Path) -> PpoConfig {
     config.rewards.reward_normalize = vec!["short=mean_std".into()];
     config.eval.eval_steps = Some(2);
     config.eval.metric_for_best_model = Some("eval/score".into());
-    config.run.report_to = ReportTo::Tensorboard;
+    config.run.tracking.report_to = vec![ReportTo::Tensorboard];
     config
 }
 

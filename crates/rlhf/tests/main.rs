@@ -36,4 +36,5 @@ mod step;
 mod structure;
 mod support;
 mod tokenizers;
+mod trackers;
 mod watch;

@@ -14,6 +14,7 @@ use rlhf::rl::learner::EpochPlan;
 use rlhf::rl::math::KlEstimator;
 use rlhf::rl::shaping::Targets;
 use rlhf::rng::{Purpose, Stream};
+use rlhf::run::ReportTo;
 use rlhf::settings::{AdvantageEstimator, PpoConfig, Preset};
 use rlhf::tokenizer::Tokenizer;
 use std::path::PathBuf;
@@ -93,7 +94,7 @@ fn a_yaml_file_has_trls_names_and_what_has_no_place_here_is_refused_with_the_rea
         ("push_to_hub_if_best_kwargs: {token: hf_x}\n", "`token`: set HF_TOKEN"),
         ("push_to_hub_if_best_kwargs: {private: true}\n", "expected a repo_id"),
         ("push_to_hub_if_best_kwargs: {create_pr: true}\n", "`create_pr`: expected repo_id"),
-        ("batch_size: 4\ntracker_kwargs: {}\n", "`tracker_kwargs` is a setting of another system"),
+        ("batch_size: 4\nproject_kwargs: {}\n", "`project_kwargs` is a setting of another system"),
         ("kl_penalty: full\nkl_penality: abs\n", "kl_penality"),
         ("kl_penalty: k9\n", "expected one of"),
         (
@@ -519,7 +520,11 @@ fn what_is_logged_is_in_the_folder_with_the_best_model_and_what_is_saved_reads_b
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out");
     let (queries, responses, _) = rows();
-    let mut trainer = small(|c| (c.output_dir, c.keep_best) = (Some(out.clone()), true));
+    let events = scratch.path().join("events");
+    let mut trainer = small(|c| {
+        (c.output_dir, c.keep_best) = (Some(out.clone()), true);
+        c.log_with = ReportTo::Command(format!("cat > '{}'", events.display()));
+    });
     let texts: Vec<String> = (0..4).map(|i| format!("text {i}")).collect();
     let texts = Texts { query: &texts, response: &texts };
     let mut best = Vec::new();
@@ -555,6 +560,16 @@ fn what_is_logged_is_in_the_folder_with_the_best_model_and_what_is_saved_reads_b
     let again = StepConfig { output_dir: Some(out), ..trainer.config().clone() };
     let error = StepTrainer::new(again, model(), None, tokenizer()).unwrap_err().to_string();
     assert!(error.contains("output_dir"), "{error}");
+
+    // The tracker's run ends with the trainer.
+    drop(trainer);
+    let events = json_lines(&std::fs::read_to_string(events).unwrap());
+    assert_eq!((&events[0]["project"], &events[0]["name"]), (&"trl".into(), &"out".into()));
+    let logged: Vec<_> =
+        events.iter().filter(|event| event["type"] == "metrics").map(|event| &event["metrics"]).collect();
+    assert_eq!(logged.len(), 3);
+    assert_eq!(logged[1].as_object(), Some(&lines[1]));
+    assert_eq!(events.last().unwrap()["status"], "finished");
 }
 
 #[test]

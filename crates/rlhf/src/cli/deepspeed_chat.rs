@@ -326,7 +326,8 @@ mod tests {
         assert_eq!(decays(&read("--critic_weight_decay 0.2")), (0.0, 0.2));
         assert_eq!(decays(&read("--actor_weight_decay 0.1 --value_weight_decay 0.3")), (0.1, 0.3));
         assert_eq!((config.optimizer.warmup_steps, config.run.gradient_checkpointing), (7, true));
-        assert_eq!((config.run.report_to, config.ema.enable_ema, config.run.seed), (ReportTo::Tensorboard, true, 1234));
+        assert_eq!(config.run.tracking.report_to, [ReportTo::Tensorboard]);
+        assert_eq!((config.ema.enable_ema, config.run.seed), (true, 1234));
         assert_eq!((config.peft.use_peft, config.value_lora()), (false, None));
         let window = |words: &str| (read(words).run.fp16, read(words).run.loss_scale.loss_scale_window);
         for (words, expected) in [

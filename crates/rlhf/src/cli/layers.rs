@@ -241,7 +241,9 @@ mod tests {
         ppo.optimizer.max_grad_norm = Some(0.1 + 0.2);
         ppo.optimizer.warmup_ratio = 0.1;
         ppo.run.seed = u64::MAX;
-        ppo.run.report_to = ReportTo::Tensorboard;
+        ppo.run.tracking.report_to = vec![ReportTo::Tensorboard, ReportTo::Command("cat > x".into())];
+        let kwargs = serde_json::json!({"wandb": {"tags": ["a", "b"], "x": {"y": 1.5}}});
+        ppo.run.tracking.tracker_kwargs = kwargs.as_object().cloned().map(Into::into);
         ppo.run.num_threads = Some(1);
         ppo
     }

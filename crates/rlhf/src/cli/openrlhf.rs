@@ -5,7 +5,8 @@
 
 const RANKS: &str = "ranks are those of rlhf launch, and each of them generates by itself";
 const COMPLETE: &str = "checkpoints are complete, and the model is in output_dir";
-const TENSORBOARD: &str = "metrics are in output_dir, and with report_to = tensorboard in event files";
+const TRACKERS: &str =
+    "metrics are in output_dir, and where report_to names a tracker: wandb, tensorboard, mlflow, trackio";
 const ONE_POLICY: &str = "an update trains on what its own policy sampled";
 const PASSES: &str = "rows are packed, and max_tokens_per_micro_batch is the size of a pass";
 
@@ -43,6 +44,11 @@ const NAMES: &[(&[&str], &str)] = &[
     (&["num_episodes", "train.num_episodes"], "num_train_epochs"),
     (&["max_epochs", "train.max_epochs"], "num_ppo_epochs"),
     (&["train.seed"], "seed"),
+    (&["use_wandb", "logger.wandb.key"], "report_to = wandb; the key is in the environment"),
+    (&["wandb_project", "logger.wandb.project"], "project"),
+    (&["wandb_run_name", "logger.wandb.run_name"], "run_name"),
+    (&["wandb_org", "wandb_group", "logger.wandb.org", "logger.wandb.group"], "tracker_kwargs"),
+    (&["use_tensorboard", "logger.tensorboard_dir"], "report_to = tensorboard"),
     (&["eps_clip", "actor.eps_clip"], "cliprange"),
     (&["eps_clip_low_high", "actor.eps_clip_low_high"], "cliprange and cliprange_high"),
     (&["actor.dual_clip"], "dual_clip"),
@@ -133,7 +139,7 @@ const NONE: &[(&[&str], &str)] = &[
         RANKS,
     ),
     (&["save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem", "ckpt.*", "use_ds_universal_ckpt"], COMPLETE),
-    (&["use_wandb", "wandb_*", "use_tensorboard", "logger.*"], TENSORBOARD),
+    (&["wandb_*", "logger.*"], TRACKERS),
     (
         &[
             "async_train",

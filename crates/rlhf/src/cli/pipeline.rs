@@ -192,6 +192,10 @@ impl File<'_> {
             let mut config = C::from_arg_matches(&matches)?;
             let own = run(&mut config);
             own.output_dir = PipelineConfig::dir(&flags.output_dir, stage);
+            if own.tracking.has_programs() && own.tracking.run_name.is_none() {
+                let dir = flags.output_dir.file_name().unwrap_or(flags.output_dir.as_os_str());
+                own.tracking.run_name = Some(format!("{}-{stage}", dir.to_string_lossy()));
+            }
             own.overwrite_output_dir = flags.overwrite_output_dir;
             own.checkpoints.resume_from_checkpoint.clone_from(&flags.resume_from_checkpoint);
             own.checkpoints.resume_with_changed_inputs = flags.resume_with_changed_inputs;
@@ -344,6 +348,10 @@ mod tests {
         let split = "1,1,1".parse().ok();
         assert_eq!((sft.data.data_split, reward.data.data_split, ppo.data.data_split), (split, None, split));
         assert_eq!(reward.run.output_dir, PathBuf::from("p/2-reward"));
+        let config = pipeline(&format!("{least}report_to: [wandb]\nppo: {{run_name: mine}}\n"), &[]).unwrap();
+        let name = |run: &RunConfig| run.tracking.run_name.clone();
+        assert_eq!(name(&config.sft.unwrap().run).as_deref(), Some("o-sft"));
+        assert_eq!(name(&config.ppo.unwrap().run).as_deref(), Some("mine"));
         assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("p/1-sft".into(), None));
         assert_eq!(ppo.rewards.reward.len(), 2);
         // `max_steps` goes to the stages that have it; PPO, whose length is set otherwise, does not refuse it.

@@ -55,8 +55,7 @@ const STRATEGY: &str = "expected steps or no";
 
 /// The flags with the commands that have them, by treatment.
 const FLAGS: &[(To, &[&str], &[&str])] = &[
-    (Noted(BY_DIR), TRAIN, &["run_name", "project"]),
-    (Noted(BY_DIR), PPO, &["exp_name", "task_name", "tracker_project_name"]),
+    (Noted(BY_DIR), PPO, &["exp_name", "task_name"]),
     (
         Noted(METRICS),
         TRAIN,
@@ -72,12 +71,14 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
             "include_tokens_per_second",
             "include_for_metrics",
             "include_inputs_for_metrics",
-            "trackio_space_id",
-            "trackio_bucket_id",
-            "trackio_static_space_id",
         ],
     ),
-    (Noted(METRICS), PPO, &["tracker_kwargs", "project_kwargs"]),
+    (
+        Noted("arguments of trackio are entries of tracker_kwargs"),
+        TRAIN,
+        &["trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"],
+    ),
+    (Noted(METRICS), PPO, &["project_kwargs"]),
     (Noted("each update is logged"), ROLLOUT, &["logging_steps"]),
     (
         Noted(ONE_READER),
@@ -863,10 +864,8 @@ mod tests {
         assert_eq!((config.eval.eval_steps, config.run.checkpoints.save_steps), (Some(100), None));
         assert_eq!(
             notes,
-            [
-                "without effect here: run_name (a run is identified by its output_dir); logging_steps (each update is logged); \
-              attn_implementation (it changes memory and speed only)"
-            ]
+            ["without effect here: logging_steps (each update is logged); \
+              attn_implementation (it changes memory and speed only)"]
         );
     }
 
@@ -1028,11 +1027,12 @@ mod tests {
             "out",
         );
         (config.legacy.batch_size, config.legacy.mini_batch_size, config.loss.target_kl) = (None, None, None);
+        assert_eq!(config.run.tracking.project.take().as_deref(), Some("trl"));
         assert_eq!(config, expected);
         // Values that are not supported are all reported at once, each with its line.
         let text = text
             .replace("world_size: null", "world_size: 8")
-            .replace("tracker_kwargs: {}", "tracker_kwargs: {wandb: {a: 1}}");
+            .replace("tracker_kwargs: {}", "tracker_kwargs: {wandb: {tags: [a]}}");
         let text =
             text.replace("forward_batch_size: null", "forward_batch_size: 4").replace("gamma: 1.0", "gamma: 2.0");
         let text =

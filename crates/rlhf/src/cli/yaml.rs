@@ -7,6 +7,7 @@ use std::collections::VecDeque;
 
 use clap::{Arg, ArgAction};
 use rlhf::Result;
+use rlhf::flag::takes_json;
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
@@ -221,6 +222,10 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
                 (Some(Shape::Nested), Some(arg)) if trl::takes_map(arg) => {
                     vec![map.next_value::<serde_json::Value>()?.to_string()]
                 }
+                (Some(Shape::Empty), Some(arg)) if takes_json(arg) => {
+                    map.next_value::<IgnoredAny>().map(|_| Vec::new())?
+                }
+                (_, Some(arg)) if takes_json(arg) => vec![map.next_value::<serde_json::Value>()?.to_string()],
                 (_, Some(arg)) => {
                     map.next_value::<IgnoredAny>()?;
                     match trl::is_added(arg) {

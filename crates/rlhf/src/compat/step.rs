@@ -35,6 +35,7 @@ use crate::run::push::is_pushed;
 use crate::run::report::Reporter;
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::Console;
+use crate::run::sinks::trackers::Outcome;
 use crate::settings::EvalConfig;
 use crate::tokenizer::Tokenizer;
 use crate::weights::replace_files;
@@ -217,6 +218,14 @@ impl fmt::Debug for StepTrainer {
     }
 }
 
+impl Drop for StepTrainer {
+    /// Ends the runs of `log_with`.
+    fn drop(&mut self) {
+        let outcome = if std::thread::panicking() { Outcome::Failed } else { Outcome::Finished };
+        self.reporter.iter_mut().for_each(|reporter| reporter.end(outcome, None));
+    }
+}
+
 impl StepTrainer {
     /// Creates a trainer of `model`. Without a `reference` the reference is a frozen copy of the model, which shares
     /// `num_shared_layers` lower layers with it; or, for a model with an adapter, its base.
@@ -252,8 +261,11 @@ impl StepTrainer {
         let reporter = config.output_dir.as_ref().map(|dir| {
             let mut run = ppo.run.clone();
             run.output_dir = dir.join(&config.tracker_project_name);
+            if run.tracking.run_name.is_none() {
+                run.tracking.run_name = dir.file_name().map(|name| name.to_string_lossy().into_owned());
+            }
             std::fs::create_dir_all(&run.output_dir).map_err(Error::io("create the folder", &run.output_dir))?;
-            let mut reporter = Reporter::open(&run, 0, Reached::default(), Console::Silent)?;
+            let mut reporter = Reporter::open(&run, "ppo", 0, Reached::default(), Console::Silent)?;
             reporter.settings(&ppo)?;
             Ok::<_, Error>(reporter)
         });

@@ -3,7 +3,7 @@
 use crate::metrics::Metrics;
 use crate::run::checkpoint::{BEST, BEST_FILE, commit};
 use crate::run::settings::{EvalConfig, is_eval_metric};
-use crate::weights::{pretty, write_text};
+use crate::weights::{pretty, read_json, write_text};
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -21,6 +21,12 @@ const LOWER_IS_BETTER: [&str; 10] = [
     "policy/approxkl_avg",
     "policy/policykl_avg",
 ];
+
+/// Returns the description of the best model in the folder `dir`, if it is that of a best model: its metric, value and update.
+pub(crate) fn read(dir: &Path) -> Option<Value> {
+    let is_best = dir.file_name().is_some_and(|name| name == BEST);
+    is_best.then(|| read_json(&dir.join(BEST_FILE)).ok()).flatten()
+}
 
 /// The best model of a run so far, by one of its metrics.
 #[derive(Debug)]
@@ -157,7 +163,6 @@ impl Best {
 mod tests {
     use super::*;
     use crate::flag::defaults;
-    use crate::weights::read_json;
 
     #[test]
     fn the_best_is_by_its_metric_and_survives_a_checkpoint_unless_the_metric_changes() {

@@ -38,13 +38,17 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const FILES: [&str; 4] = [STATE, UNFINISHED, OPTIMIZER, BEST_FILE];
 
 /// Settings that change no result: a resumed run may change them.
-const FREE: [&str; 38] = [
+const FREE: [&str; 42] = [
     "output_dir",
     "save_steps",
     "save_total_limit",
     "max_shard_size",
     "report_to",
     "tensorboard_tags",
+    "run_name",
+    "project",
+    "tracker_kwargs",
+    "log_model",
     "num_threads", // the resulting number is compared
     "disable_tqdm",
     "no_report",

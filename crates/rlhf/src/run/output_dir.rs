@@ -22,6 +22,9 @@ pub(crate) const ALARMS: &str = "alarms.jsonl";
 /// The folder of a run's responses, with a file for each evaluation and each table of samples.
 pub(crate) const SAMPLES: &str = "samples";
 
+/// The file with the ids of a run in trackers.
+pub(crate) const TRACKERS: &str = "trackers.json";
+
 /// The report of a run, a page of HTML.
 pub(crate) const REPORT: &str = "report.html";
 
@@ -29,8 +32,9 @@ pub(crate) const REPORT: &str = "report.html";
 pub(crate) const ROLLOUTS: &str = "rollouts";
 
 /// Names of the files in a run's folder, beside those of the tokenizer, of shards, of TensorBoard and of checkpoints alone.
-const RUN_FILES: [&str; 12] = [
+const RUN_FILES: [&str; 13] = [
     METRICS,
+    TRACKERS,
     REPORT,
     ALARMS,
     CONFIG,
@@ -106,6 +110,24 @@ fn is_run_file(name: &str) -> bool {
         || checkpoint::FILES.contains(&name)
         || crate::tokenizer::FILES.contains(&name)
         || name.starts_with(tensorboard::PREFIX)
+}
+
+/// Returns the names of the files in a run's folder that belong to its model: weights, tokenizer, model card, settings.
+pub(crate) fn model_files(dir: &Path) -> Vec<String> {
+    let others = [METRICS, TRACKERS, REPORT, ALARMS, OLD_CONFIG];
+    let is_of_model = |name: &str| {
+        is_run_file(name)
+            && !others.contains(&name)
+            && !checkpoint::FILES.contains(&name)
+            && !name.starts_with(tensorboard::PREFIX)
+            && name != tensorboard::BESIDE
+            && !name.ends_with(".tmp")
+    };
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().filter(|entry| entry.path().is_file());
+    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.retain(|name| is_of_model(name));
+    names.sort_unstable();
+    names
 }
 
 /// Checks that a run may write to `run.output_dir`, before anything slow. Changes nothing.

@@ -7,7 +7,7 @@ pub(crate) mod settings;
 
 use crate::hub::push::{Destination, LocalFile, Pushed, Repository, open_folder};
 use crate::run::checkpoint::{BEST, FILES};
-use crate::run::output_dir::{CONFIG, METRICS, REPORT, ROLLOUTS, SAMPLES};
+use crate::run::output_dir::{CONFIG, METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS};
 use crate::run::push::settings::{HubConfig, HubStrategy};
 use crate::terminal;
 use crate::{Error, Result};
@@ -16,11 +16,11 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 /// Folders in a run's folder that are not pushed, beside checkpoints. Samples and rollouts have texts of the data.
-const OTHER_FOLDERS: [&str; 7] = [BEST, SAMPLES, ROLLOUTS, "value_model", "ema", "base_model", "__pycache__"];
+const OTHER_FOLDERS: [&str; 8] = [BEST, SAMPLES, ROLLOUTS, "value_model", "ema", "base_model", "wandb", "__pycache__"];
 
-/// Files of other trainers with the state of a run, and not of its model.
-const OTHER_FILES: [&str; 6] =
-    [REPORT, "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin"];
+/// Files with the state of a run, also of other trainers, and not of its model.
+const OTHER_FILES: [&str; 7] =
+    [REPORT, TRACKERS, "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin"];
 
 /// Returns whether the file or folder at this path of a model's folder is pushed: the model with its tokenizer, card and
 /// configuration, and no hidden file, state of a run, or model of another kind.
@@ -227,6 +227,8 @@ mod tests {
             "rollouts",
             "value_model",
             "base_model",
+            "wandb",
+            "trackers.json",
             ".git",
             ".cache",
             "a/.git",

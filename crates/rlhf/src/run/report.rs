@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::run::event::Event;
-use crate::run::settings::{ReportTo, RunConfig};
+use crate::run::settings::RunConfig;
 use crate::run::sinks::Reached;
 use crate::run::sinks::alarms::AlarmFile;
 use crate::run::sinks::console::{Console, ConsoleOutput};
@@ -10,6 +10,7 @@ use crate::run::sinks::jsonl::Jsonl;
 use crate::run::sinks::rollouts::RolloutFiles;
 use crate::run::sinks::samples::SampleFiles;
 use crate::run::sinks::tensorboard::TensorBoardSink;
+use crate::run::sinks::trackers::{Outcome, Trackers};
 use crate::signals::stop_requested;
 use serde::Serialize;
 use std::ops::ControlFlow;
@@ -24,6 +25,7 @@ pub(crate) struct Reporter<'w> {
     dir: PathBuf,
     files: Option<Files>,
     tensorboard: Option<TensorBoardSink>,
+    trackers: Option<Trackers>,
     watcher: Option<Box<Watcher<'w>>>,
     stopped: bool,
 }
@@ -53,28 +55,37 @@ impl UpdateFiles {
 }
 
 impl<'w> Reporter<'w> {
-    /// Opens the sinks that `run` sets in its output folder, which must exist; `total` updates fill the progress bar.
+    /// Opens the sinks that the `run` of `command` sets in its output folder, which must exist; `total` updates fill the progress
+    /// bar. Trackers start with the settings: [`Reporter::settings`].
     ///
     /// What the files of a resumed run have of later updates than it has `reached` is removed; new lines are appended.
     ///
     /// # Errors
     /// If a file cannot be read or written.
-    pub(crate) fn open(run: &RunConfig, total: usize, reached: Reached, console: Console) -> Result<Self> {
+    pub(crate) fn open(
+        run: &RunConfig,
+        command: &'static str,
+        total: usize,
+        reached: Reached,
+        console: Console,
+    ) -> Result<Self> {
         let dir = run.output_dir.as_path();
         let files = Files { updates: UpdateFiles::open(dir, reached)?, alarms: AlarmFile::open(dir, reached)? };
         TensorBoardSink::cut(dir, reached)?;
-        let tensorboard = match run.report_to {
-            ReportTo::None => None,
-            ReportTo::Tensorboard => Some(TensorBoardSink::create(dir, run.tensorboard_tags)?),
+        let tensorboard = match run.tracking.has_tensorboard() {
+            false => None,
+            true => Some(TensorBoardSink::create(dir, run.tracking.tensorboard_tags)?),
         };
+        let trackers = Some(Trackers::new(run, command, reached, console));
         let console = ConsoleOutput::open(dir, console, run.disable_tqdm, total, reached.updates);
-        Ok(Self { console, dir: dir.into(), files: Some(files), tensorboard, watcher: None, stopped: false })
+        Ok(Self { console, dir: dir.into(), files: Some(files), tensorboard, trackers, watcher: None, stopped: false })
     }
 
     /// A reporter that writes and prints nothing, for the ranks beside the first.
     pub(crate) fn silent(run: &RunConfig, total: usize, reached: Reached) -> Self {
         let console = ConsoleOutput::open(&run.output_dir, Console::Silent, true, total, reached.updates);
-        Self { console, dir: run.output_dir.clone(), files: None, tensorboard: None, watcher: None, stopped: false }
+        let dir = run.output_dir.clone();
+        Self { console, dir, files: None, tensorboard: None, trackers: None, watcher: None, stopped: false }
     }
 
     /// Removes what the sinks have of later updates than the run has `reached`, as [`Reporter::open`] does, except alarms. `settings` are
@@ -92,14 +103,20 @@ impl<'w> Reporter<'w> {
         self.settings(settings)
     }
 
-    /// Writes the settings of the run where a sink has hyperparameters.
+    /// Writes the settings of the run where a sink has hyperparameters, and starts the trackers, the first time.
     ///
     /// # Errors
     /// If they cannot be written.
     pub(crate) fn settings(&mut self, settings: &impl Serialize) -> Result<()> {
         let settings = serde_json::to_value(settings).ok().and_then(|settings| settings.as_object().cloned());
-        let tensorboard = self.tensorboard.as_mut().zip(settings);
-        tensorboard.map_or(Ok(()), |(tensorboard, settings)| tensorboard.settings(&settings))
+        let settings = settings.unwrap_or_default();
+        self.trackers.iter_mut().for_each(|trackers| trackers.start(&settings));
+        self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.settings(&settings))
+    }
+
+    /// Ends the trackers' runs with the run's outcome, and waits for them for a limited time.
+    pub(crate) fn end(&mut self, outcome: Outcome, message: Option<&str>) {
+        self.trackers.iter_mut().for_each(|trackers| trackers.end(outcome, message));
     }
 
     /// Adds a sink of the caller's. A break ends this run after its current update, as
@@ -125,6 +142,7 @@ impl<'w> Reporter<'w> {
             alarms.receive(event)?;
         }
         self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.receive(event))?;
+        self.trackers.iter_mut().for_each(|trackers| trackers.receive(event));
         self.console.receive(event);
         self.notify_watcher(event);
         Ok(())
@@ -133,13 +151,16 @@ impl<'w> Reporter<'w> {
     /// Reports that `dir` holds the current model.
     pub(crate) fn saved(&mut self, dir: &Path) {
         let event = Event::Saved { dir };
+        self.trackers.iter_mut().for_each(|trackers| trackers.receive(&event));
         self.console.receive(&event);
         self.notify_watcher(&event);
     }
 
     /// Reports that `dir` holds the final model; the console has its own words for the end of a run.
     pub(crate) fn saved_final(&mut self, dir: &Path) {
-        self.notify_watcher(&Event::Saved { dir });
+        let event = Event::Saved { dir };
+        self.trackers.iter_mut().for_each(|trackers| trackers.receive(&event));
+        self.notify_watcher(&event);
     }
 
     /// Flushes the metrics to the disk, before a checkpoint counts on them.

@@ -39,6 +39,7 @@ use crate::run::report::Reporter;
 use crate::run::settings::{EvalConfig, RunConfig};
 use crate::run::sinks::Reached;
 use crate::run::sinks::console::{Console, ConsoleOutput};
+use crate::run::sinks::trackers::Outcome;
 use crate::run::start::Start;
 use crate::signals::{exit_code, request_stop, stop_requested};
 use crate::{Error, Result};
@@ -339,7 +340,7 @@ impl<'w> Session<'w> {
         let reached = trainee.progress().reached();
         let done = reached.updates;
         let opened = match world.is_main() {
-            true => Reporter::open(run, num_updates, reached, console),
+            true => Reporter::open(run, spec.command, num_updates, reached, console),
             false => Ok(Reporter::silent(run, num_updates, reached)),
         };
         let mut report = world.agree(opened)?;
@@ -650,6 +651,18 @@ impl<'w> Session<'w> {
     /// # Errors
     /// The error of the loop, or that something cannot be saved; [`Error::Stopped`] if the user stopped the run.
     pub(crate) fn end(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
+        let ended = self.close(trainee, ended);
+        match &ended {
+            Ok(done) if *done == self.num_updates => self.report.end(Outcome::Finished, None),
+            Ok(_) => self.report.end(Outcome::Stopped, None),
+            Err(error @ Error::Stopped { .. }) => self.report.end(Outcome::Stopped, Some(&error.to_string())),
+            Err(error) => self.report.end(Outcome::Failed, Some(&error.to_string())),
+        }
+        ended
+    }
+
+    /// Ends the run as [`Session::end`] does, but for the trackers.
+    fn close(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
         let (done, dir) = (trainee.progress().done, self.checkpoints.dir().to_path_buf());
         if let Err(error) = &ended
             && !self.world.in_step(error)
@@ -981,7 +994,7 @@ mod tests {
         counter.train(&config, 2, None).unwrap();
         counter.steps += 1;
         let mut session = Session {
-            report: Reporter::open(&config.run, 9, Reached::default(), Console::Silent).unwrap(),
+            report: Reporter::open(&config.run, "sft", 9, Reached::default(), Console::Silent).unwrap(),
             checkpoints: Checkpoints::new("sft", &config.run, &config, 9).unwrap(),
             began_at: 0,
             num_updates: 9,

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::Serialize;
 
 use crate::Result;
@@ -16,6 +16,7 @@ use crate::metrics::WarningKind;
 use crate::model::Dtype;
 use crate::optim::loss_scale::LossScaleConfig;
 use crate::run::push::settings::HubConfig;
+use crate::run::tracking::TrackingConfig;
 
 /// A training run's output folder, seed, precision and reports.
 #[derive(Debug, Clone, PartialEq, Serialize, Args)]
@@ -56,13 +57,10 @@ pub struct RunConfig {
     /// Maximum tokens per forward and backward pass; does not change the result [default: by the available memory].
     #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
     pub max_tokens_per_micro_batch: std::option::Option<usize>,
-    /// Where to log metrics besides `metrics.jsonl`.
-    #[arg(long, alias = "log_with", help_heading = RUN, value_enum, default_value = "none")]
-    pub report_to: ReportTo,
-    /// Names of the metrics in TensorBoard: `plain` as in `metrics.jsonl`, `trl` as in TRL's trainers, such as `train/objective/kl`
-    /// and `eval/loss`.
-    #[arg(long, help_heading = RUN, value_enum, default_value = "plain")]
-    pub tensorboard_tags: TensorboardTags,
+    /// Trackers, besides the files of `output_dir`.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub tracking: TrackingConfig,
     /// Number of threads for tensor operations [default: one per core].
     #[arg(long, help_heading = RUN, default_value = NONE, value_parser = optional::<usize>)]
     pub num_threads: std::option::Option<usize>,
@@ -103,12 +101,7 @@ impl RunConfig {
                 Ok(())
             },
             self.loss_scale.check(self.fp16),
-            match (self.tensorboard_tags, self.report_to) {
-                (TensorboardTags::Trl, ReportTo::None) => {
-                    no_effect("tensorboard_tags", "trl", "without report_to = tensorboard")
-                }
-                _ => Ok(()),
-            },
+            self.tracking.check(),
             self.checkpoints.check(),
             self.dist.check(stages),
             self.max_tokens_per_micro_batch.map_or(Ok(()), |most| at_least_one("max_tokens_per_micro_batch", most)),
@@ -325,48 +318,9 @@ impl EvalConfig {
     }
 }
 
-/// Destination of metrics besides `metrics.jsonl`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum ReportTo {
-    /// Nowhere.
-    None,
-    /// TensorBoard event files in the output folder.
-    Tensorboard,
-}
-
-/// Names of metrics in TensorBoard.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum TensorboardTags {
-    /// As in `metrics.jsonl`.
-    Plain,
-    /// As transformers' callback names what TRL's trainers log: `eval_loss` is `eval/loss`, all others start with `train/`.
-    Trl,
-}
-
-impl TensorboardTags {
-    /// Returns the tag of the metric `name`.
-    pub(crate) fn tag(self, name: &str) -> String {
-        match (self, name.strip_prefix("eval_")) {
-            (Self::Plain, _) => name.into(),
-            (Self::Trl, Some(name)) => format!("eval/{name}"),
-            (Self::Trl, None) if name.starts_with("eval/") => name.into(),
-            (Self::Trl, None) => format!("train/{name}"),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tags_of_tensorboard_are_those_of_the_metrics_or_of_trl() {
-        let tags = ["objective/kl", "lr", "eval_loss", "eval/score"].map(|name| TensorboardTags::Trl.tag(name));
-        assert_eq!(tags, ["train/objective/kl", "train/lr", "eval/loss", "eval/score"]);
-        assert_eq!(TensorboardTags::Plain.tag("eval_loss"), "eval_loss");
-    }
 
     #[test]
     fn an_alarm_has_its_own_action_or_that_of_all() {

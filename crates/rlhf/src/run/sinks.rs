@@ -6,6 +6,7 @@ pub(crate) mod jsonl;
 pub(crate) mod rollouts;
 pub(crate) mod samples;
 pub(crate) mod tensorboard;
+pub(crate) mod trackers;
 
 /// Progress of a run when its sinks are opened: 0 for a new run.
 #[derive(Debug, Clone, Copy, Default)]

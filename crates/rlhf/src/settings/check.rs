@@ -589,9 +589,9 @@ mod tests {
     #[test]
     fn tags_of_tensorboard_need_tensorboard() {
         let mut config = ppo();
-        config.run.tensorboard_tags = TensorboardTags::Trl;
+        config.run.tracking.tensorboard_tags = TensorboardTags::Trl;
         assert!(usage_of(config.check()).contains("without report_to = tensorboard"));
-        config.run.report_to = ReportTo::Tensorboard;
+        config.run.tracking.report_to = vec![ReportTo::Tensorboard];
         config.check().unwrap();
     }
 

@@ -124,10 +124,8 @@ impl Preset {
 /// Returns why `rlhf ppo` has no flag of this name, if one of the systems that it replaces has.
 pub fn refused(flag: &str) -> Option<&'static str> {
     Some(match flag {
-        "exp_name" | "task_name" | "tracker_project_name" => "a run is known by its output_dir",
-        "tracker_kwargs" | "project_kwargs" => {
-            "metrics go to output_dir, and with report_to = tensorboard to event files there"
-        }
+        "exp_name" | "task_name" => "a run is known by its output_dir",
+        "project_kwargs" => "files go to output_dir; tracker_kwargs are the arguments of trackers",
         "accelerator_kwargs" => "there is no accelerate beneath this program",
         "world_size" => "the number of ranks is the launcher's",
         "global_batch_size" | "global_backward_batch_size" | "backward_batch_size" => {

@@ -23,12 +23,13 @@ pub struct StepConfig {
     pub exp_name: Option<String>,
     /// Name of the task, for the model card.
     pub task_name: Option<String>,
-    /// Folder of the logs in `output_dir`.
+    /// Folder of the logs in `output_dir`, and the project in `log_with`.
     pub tracker_project_name: String,
+    /// Further arguments of the client of `log_with`, as an object for each tracker.
+    pub tracker_kwargs: Map<String, Value>,
     /// Seed of all random draws.
     pub seed: u64,
     /// Where [`StepTrainer::log_stats`](super::StepTrainer::log_stats) writes besides `metrics.jsonl`.
-    #[serde(deserialize_with = "choice")]
     pub log_with: ReportTo,
     /// Folder for logs and the best model; without one, only the caller's saves write files.
     pub output_dir: Option<PathBuf>,
@@ -127,7 +128,8 @@ impl Default for StepConfig {
             task_name: None,
             tracker_project_name: "trl".into(),
             seed: ppo.run.seed,
-            log_with: ppo.run.report_to,
+            tracker_kwargs: Map::new(),
+            log_with: ReportTo::None,
             output_dir: None,
             model_name: "gpt2".into(),
             query_dataset: "stanfordnlp/imdb".into(),
@@ -262,7 +264,15 @@ impl StepConfig {
         let out = self.output_dir.clone().unwrap_or_default();
         let mut ppo = PpoConfig::with_preset(Preset::TrlLegacy, &self.model_name, "", &self.query_dataset, out);
         ppo.reward_model_path = None;
-        (ppo.run.seed, ppo.run.report_to) = (self.seed, self.log_with);
+        ppo.run.seed = self.seed;
+        if self.log_with != ReportTo::None {
+            let tracking = &mut ppo.run.tracking;
+            tracking.report_to = vec![self.log_with.clone()];
+            tracking.project = Some(self.tracker_project_name.clone());
+            tracking.run_name.clone_from(&self.exp_name);
+            let kwargs = Some(&self.tracker_kwargs).filter(|kwargs| !kwargs.is_empty());
+            tracking.tracker_kwargs = kwargs.map(|kwargs| kwargs.clone().into());
+        }
         ppo.run.gradient_checkpointing = self.gradient_checkpointing;
         ppo.total_episodes = Some(self.steps);
         ppo.learning_rate = self.learning_rate;

@@ -34,6 +34,29 @@ impl Console {
         }
     }
 
+    /// Writes a warning above the progress bar, from any thread, unless the console is silent.
+    pub(crate) fn announce_warning(self, message: &str) {
+        if self != Console::Silent {
+            announce(&Stream::Err.labelled("warning", Colour::Yellow, &one_line(message)));
+        }
+    }
+
+    /// Writes a note above the progress bar, from any thread, if someone reads standard error.
+    pub(crate) fn announce_note(self, message: &str) {
+        if self.is_read() {
+            announce(&terminal::wrap(&one_line(message), Stream::Err.width(), 2));
+        }
+    }
+
+    /// Returns whether someone reads standard error.
+    fn is_read(self) -> bool {
+        match self {
+            Console::Person => true,
+            Console::Program => Stream::Err.width().is_some(),
+            Console::Silent => false,
+        }
+    }
+
     /// Returns [`Console::Person`] if standard output is a terminal, else [`Console::Program`].
     pub fn detect() -> Self {
         if std::io::stdout().is_terminal() { Console::Person } else { Console::Program }
@@ -81,11 +104,7 @@ impl ConsoleOutput {
             // The clock moves during a long update too.
             bar.enable_steady_tick(Duration::from_millis(500));
         }
-        let is_read = match console {
-            Console::Person => true,
-            Console::Program => Stream::Err.width().is_some(),
-            Console::Silent => false,
-        };
+        let is_read = console.is_read();
         Self { dir: dir.to_path_buf(), console, is_read, bar, status, began }
     }
 

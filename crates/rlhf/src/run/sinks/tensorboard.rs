@@ -3,9 +3,9 @@
 use crate::Result;
 use crate::generate::FinishReason;
 use crate::run::event::{Event, Sample, SampleSource};
-use crate::run::settings::TensorboardTags;
 use crate::run::sinks::Reached;
 use crate::run::tensorboard::TensorBoard;
+use crate::run::tracking::TensorboardTags;
 use serde_json::{Map, Value};
 use std::path::Path;
 
