@@ -78,9 +78,11 @@ fn run(task: &Task) -> Result<u8> {
     // Without a handler a signal ends the process at once.
     let _ = match task {
         Task::Sft(_) | Task::Reward(_) | Task::Ppo(_) | Task::Pipeline(_) => {
-            stop_on_signals("stopping after this update; send the signal again to stop at once without saving")
+            stop_on_signals(Some("stopping after this update; send the signal again to stop at once without saving"))
         }
-        Task::Serve(_) | Task::Watch(_) => stop_on_signals("stopping; send the signal again to stop at once"),
+        Task::Serve(_) => stop_on_signals(Some("stopping; send the signal again to stop at once")),
+        // It stops at once, and nothing is lost.
+        Task::Watch(_) => stop_on_signals(None),
         _ => Ok(()),
     };
     match shards_parameters(task) && Launch::from_env()?.is_some() {
@@ -161,9 +163,9 @@ fn shards_parameters(task: &Task) -> bool {
     }
 }
 
-/// Installs a handler: a signal requests the stop that `message` describes, such as that of a training run after its update, so that it
+/// Installs a handler: a signal requests the stop that `message` describes, if there is one, such as that of a training run after its update, so that it
 /// saves a checkpoint; a second one ends the process at once.
-fn stop_on_signals(message: &'static str) -> io::Result<()> {
+fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
     // Under `nohup` SIGHUP stays ignored.
     let signals = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP));
     let mut signals = Signals::new(signals)?;
@@ -176,7 +178,10 @@ fn stop_on_signals(message: &'static str) -> io::Result<()> {
                 tch_ext::exit_at_once(code);
             }
             // `rlhf launch` sends SIGTERM to the other ranks of a failed one.
-            if is_main() && !World::of_process().is_broken() {
+            if let Some(message) = message
+                && is_main()
+                && !World::of_process().is_broken()
+            {
                 announce(&format!("\n{message}"));
             }
         }

@@ -38,13 +38,22 @@ use std::path::{Path, PathBuf};
 /// The first line of a report, by which a file is known as one.
 const MARK: &str = "<!doctype html><!-- a report of rlhf -->";
 
-/// Writes the report of one or several runs, which may be in progress. Returns its path: `output`, or else `report.html` in the
-/// folder of the only run, or in the working directory.
+/// A report that was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    /// Path of the page.
+    pub path: PathBuf,
+    /// Metrics of the runs that could not be read, in words; they are in the verdict as well.
+    pub warnings: Vec<String>,
+}
+
+/// Writes the report of one or several runs, which may be in progress, to `output`, or else to `report.html` in the folder of the
+/// only run, or in the working directory.
 ///
 /// # Errors
 /// If a folder holds no run, or a run without updates; if the file exists, is no report, and may not be replaced; if it cannot
 /// be written.
-pub fn report(config: &ReportConfig) -> Result<PathBuf> {
+pub fn report(config: &ReportConfig) -> Result<Report> {
     config.check()?;
     let output = match (&config.output, &config.runs[..]) {
         (Some(output), _) => output.clone(),
@@ -52,11 +61,15 @@ pub fn report(config: &ReportConfig) -> Result<PathBuf> {
         (None, _) => REPORT.into(),
     };
     let runs = read::Run::read_all(&config.runs)?;
+    check_place(&output)?;
     if !config.overwrite_output_file {
         check_output(&output)?;
     }
     write_text(&output, &page::page(&runs))?;
-    Ok(output)
+    let named = config.runs.iter().zip(&runs);
+    let warnings = named.flat_map(|(dir, run)| run.damage.iter().map(move |damage| (dir, damage)));
+    let warnings = warnings.map(|(dir, damage)| format!("{}: {damage}", dir.display())).collect();
+    Ok(Report { path: output, warnings })
 }
 
 /// Writes the report of the run in `dir` into it, if it has updates. Returns its path.
@@ -64,7 +77,8 @@ pub fn report(config: &ReportConfig) -> Result<PathBuf> {
 /// # Errors
 /// As [`report`].
 pub(crate) fn leave(dir: &Path) -> Result<Option<PathBuf>> {
-    let run = read::Run::read(dir)?;
+    // This process may hold the folder of the run, which has ended.
+    let run = read::Run::read_as(dir, None)?;
     if run.metrics.is_empty() {
         return Ok(None);
     }
@@ -72,6 +86,20 @@ pub(crate) fn leave(dir: &Path) -> Result<Option<PathBuf>> {
     check_output(&output)?;
     write_text(&output, &page::page(&[run]))?;
     Ok(Some(output))
+}
+
+/// Checks that `path` can be a file: it is no folder, and is in one.
+fn check_place(path: &Path) -> Result<()> {
+    let refuse = |what: &str| Err(Error::Usage(format!("output = {}: {what}", path.display())));
+    if path.is_dir() {
+        return refuse("expected a file, found a folder; name a file in it, such as report.html");
+    }
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    match folder {
+        Some(folder) if !folder.is_dir() => refuse("expected a file in a folder that exists; create the folder first"),
+        _ if path.file_name().is_none() => refuse("expected the name of a file"),
+        _ => Ok(()),
+    }
 }
 
 /// Checks that `path` is new, or a report.

@@ -2,8 +2,8 @@
 
 use crate::cli::{Ran, Scratch, json_lines};
 use serde_json::json;
-use std::io::Write;
-use std::process::Stdio;
+use std::io::{Read, Write};
+use std::process::{Command, Stdio};
 
 const TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}\
                         {% if add_generation_prompt %}[assistant]{% endif %}";
@@ -80,6 +80,34 @@ fn two_models_respond_one_after_the_other() {
 }
 
 #[test]
+fn lines_that_are_typed_at_once_are_all_carried_out() {
+    let scratch = Scratch::new();
+    // `script` (util-linux) runs a command in a terminal of its own.
+    let command = format!("{} chat policy {FLAGS}", env!("CARGO_BIN_EXE_rlhf"));
+    let mut line = Command::new("script");
+    line.args(["-qec", &command, "/dev/null"])
+        .current_dir(scratch.path(""))
+        .env("TERM", "xterm")
+        .env_remove("NO_COLOR");
+    let mut child = line.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let (mut input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+    let mut shown = Vec::new();
+    while !String::from_utf8_lossy(&shown).contains("> ") {
+        let mut byte = [0];
+        assert_eq!(output.read(&mut byte).unwrap(), 1, "{}", String::from_utf8_lossy(&shown));
+        shown.extend(byte);
+    }
+    input.write_all(b"/temperature 1\r/temperature 2\r/temperature 3\r/quit\r").unwrap();
+    drop(input);
+    output.read_to_end(&mut shown).unwrap();
+    let shown = String::from_utf8_lossy(&shown);
+    assert!(child.wait().unwrap().success(), "{shown}");
+    for temperature in 1..=3 {
+        assert!(shown.contains(&format!("mtemperature {temperature}")), "{temperature}: {shown:?}");
+    }
+}
+
+#[test]
 fn what_cannot_be_done_is_one_error() {
     let scratch = Scratch::new();
     let line = format!("chat policy {FLAGS}");
@@ -89,7 +117,7 @@ fn what_cannot_be_done_is_one_error() {
         ("/temperature warm\n", 2, "/temperature warm: expected a number"),
         ("/temperature -1\n", 2, "temperature = -1"),
         ("/system x\n", 2, "needs a model with a chat template"),
-        (long.as_str(), 1, "/reset starts a new one"),
+        (long.as_str(), 1, "is 64, response included: send a shorter one"),
     ] {
         let ran = chat(&scratch, &line, input);
         let error = ran.stderr.lines().last().unwrap();
@@ -101,6 +129,16 @@ fn what_cannot_be_done_is_one_error() {
         );
         assert!(error.starts_with("error: ") && error.contains(words), "{input}: {error}");
     }
+    let ran = chat(&scratch, &line, &format!("Hi\n{long}\n"));
+    assert!(ran.code == 1 && ran.stderr.contains("/reset starts a new one"), "{}", ran.stderr);
+    scratch.refuses("chat policy --system kind", 2, &["system has no effect", "chat template"]);
+    // What one of two models cannot take gets no response of the other.
+    scratch.copy("other", "llama_tied");
+    let mut config: serde_json::Value = serde_json::from_str(&scratch.read("other/config.json")).unwrap();
+    config["max_position_embeddings"] = 4.into();
+    scratch.write("other/config.json", &config.to_string());
+    let ran = chat(&scratch, &format!("{line} --compare other"), "one two three four five\n");
+    assert!(ran.code == 1 && ran.stdout.is_empty() && ran.stderr.contains("context of other is 4"), "{}", ran.stderr);
     scratch.refuses("chat nothing", 1, &["nothing"]);
     scratch.refuses("chat policy --temperature -1", 2, &["temperature = -1"]);
     let help = chat(&scratch, &line, "/help\n//x\n");

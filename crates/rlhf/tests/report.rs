@@ -130,6 +130,19 @@ fn bad_folders_and_files_that_are_no_reports_are_one_error() {
     );
     scratch.succeeds("report out --output thesis.html --overwrite_output_file");
     scratch.succeeds("report out --output thesis.html");
+    scratch.refuses("report out --output none/x.html", 2, &["output = none/x.html", "in a folder that exists"]);
+    scratch.refuses(
+        "report out --output policy",
+        2,
+        &["output = policy", "expected a file, found a folder", "report.html"],
+    );
+    scratch.write("out/metrics.jsonl", &(scratch.read("out/metrics.jsonl") + "garbage\n{\"step\":9,\"lo"));
+    let ran = scratch.run("report out");
+    let warning = "out: metrics.jsonl: 2 lines could not be read and are left out";
+    assert_eq!((ran.code, ran.stderr), (0, format!("warning: {warning}\n")));
+    assert!(scratch.read("out/report.html").contains("</b> metrics.jsonl: 2 lines could not be read"));
+    scratch.write("out/metrics.jsonl", "garbage\n");
+    scratch.refuses("report out", 1, &["out", "found none (metrics.jsonl: 1 line could not be read"]);
     scratch.write("out/metrics.jsonl", "");
     scratch.refuses("report out", 1, &["out", "expected a run with updates"]);
     // At the end of a run it is a warning.
@@ -158,7 +171,7 @@ fn alarms_and_rollbacks_are_in_the_verdict_on_the_curves_and_in_a_list_with_advi
         json!({"step": 6, "alarm": HOSTILE[0], "message": HOSTILE[1], "rollbacks": 1}),
     ];
     write("alarms.jsonl", lines.map(|line| format!("{line}\n")).concat() + "{\"step\":6,\"al");
-    let page = std::fs::read_to_string(report(&ReportConfig::new([dir.path()])).unwrap()).unwrap();
+    let page = std::fs::read_to_string(report(&ReportConfig::new([dir.path()])).unwrap().path).unwrap();
     for part in [
         "2 alarms: runaway_kl at update 4, &lt;script&gt;",
         "; 1 rollback: after update 5.</li>",
@@ -178,6 +191,40 @@ fn alarms_and_rollbacks_are_in_the_verdict_on_the_curves_and_in_a_list_with_advi
     };
     assert_eq!(["Score", "KL to the reference", "Learning rate"].map(marks), [3, 2, 1]);
     assert_eq!(page.matches("<script").count(), 1);
+}
+
+#[test]
+fn each_of_several_rewards_is_shown_and_runs_whose_numbers_are_not_comparable_are_noted() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |name: &str, rewards: &str, template: &str| {
+        let run = dir.path().join(name);
+        std::fs::create_dir_all(run.join("samples")).unwrap();
+        let line = |step: u32| format!("{}\n", json!({"step": step, "objective/scores": f64::from(step)}));
+        std::fs::write(run.join("metrics.jsonl"), line(1) + &line(2)).unwrap();
+        std::fs::write(run.join("config.yaml"), format!("reward: [{rewards}]\n")).unwrap();
+        let card = format!("| | |\n|---|---|\n| tokenizer | eos \"</s>\" (2); chat template: {template} |\n");
+        std::fs::write(run.join("README.md"), card).unwrap();
+        let row =
+            json!({"step": 1, "prompt": "p", "response": "r", "score": 1, "components": {"format": 1, "facts": 0.5}});
+        let single = json!({"step": 1, "prompt": "q", "response": "r", "score": 1, "components": {"alone": 1}});
+        std::fs::write(run.join("samples/update-000001.jsonl"), format!("{row}\n{single}\n")).unwrap();
+        run
+    };
+    let page = |runs: &[&std::path::PathBuf]| {
+        let mut config = ReportConfig::new(runs);
+        config.output = Some(dir.path().join("x.html"));
+        config.overwrite_output_file = true;
+        std::fs::read_to_string(report(&config).unwrap().path).unwrap()
+    };
+    let (a, b, c) = (run("a", "format", "a/x"), run("b", "format", "b/x"), run("c", "facts", "c/x"));
+    let same = page(&[&a, &b]);
+    assert!(same.contains("\u{b7} format 1 \u{b7} facts 0.5") && !same.contains("alone"), "{same}");
+    assert!(!same.contains("of these runs differ"), "{same}");
+    let differing = page(&[&a, &c]);
+    assert!(differing.contains("The rewards of these runs differ: their scores are not on one scale."), "{differing}");
+    assert!(!differing.contains("tokenizers of these"), "{differing}");
+    std::fs::write(b.join("README.md"), "|---|---|\n| tokenizer | eos \"x\" (5) |\n").unwrap();
+    assert!(page(&[&a, &b]).contains("The tokenizers of these runs differ: "));
 }
 
 /// Writes a run of 1,000 updates with 5,000 samples to `dir`.
@@ -215,7 +262,7 @@ fn a_thousand_updates_and_hostile_texts_make_a_small_page_without_their_markup()
     std::fs::create_dir(&run).unwrap();
     write_large_run(&run);
     let began = Instant::now();
-    let path = report(&ReportConfig::new([&run])).unwrap();
+    let path = report(&ReportConfig::new([&run])).unwrap().path;
     let took = began.elapsed();
     let page = std::fs::read_to_string(path).unwrap();
     assert!(page.len() < 2_000_000, "{} bytes", page.len());

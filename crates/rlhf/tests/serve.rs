@@ -380,6 +380,13 @@ fn requests_that_are_refused_are_errors_in_the_form_of_openai() {
         (TEXT, json!({"model": "policy", "prompt": "a", "n": 128, "echo": 1}), 400, json!("echo"), "true or false"),
         (TEXT, json!({"model": "policy", "prompt": vec!["a"; 9], "n": 128}), 400, json!("n"), "at most 1024"),
         (CHAT, json!({"model": "policy", "messages": []}), 400, json!("messages"), "at least one message"),
+        (
+            CHAT,
+            json!({"model": "policy", "messages": [{"role": "user"}]}),
+            400,
+            json!("messages[0].content"),
+            "a string",
+        ),
         (CHAT, json!([]), 400, Value::Null, "a JSON object"),
     ] {
         for stream in [false, true] {

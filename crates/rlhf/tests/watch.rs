@@ -106,7 +106,8 @@ fn new_lines_samples_and_alarms_are_in_the_next_parts_and_all_text_is_escaped() 
     let page = watch.get("/");
     assert!(page.status == 200 && page.head.contains("content-type: text/html; charset=utf-8"), "{}", page.head);
     for part in [
-        "update 2 of 10",
+        "update 2 of 10, interrupted, or at work on another machine",
+        "id=\"progress\" data-short=\"\"",
         "connect-src 'self'",
         "<noscript>",
         "data-metric=\"objective/scores\" value=\"0.25\"",
@@ -143,6 +144,17 @@ fn new_lines_samples_and_alarms_are_in_the_next_parts_and_all_text_is_escaped() 
     let next = watch.next_parts(next["revision"].as_str().unwrap());
     assert!(next["parts"]["verdict"].as_str().unwrap().contains("1 alarm: runaway_kl at update 3."), "{next}");
     assert!(next["parts"]["curves"].as_str().unwrap().contains("class=\"mark"), "{next}");
+}
+
+#[test]
+fn a_signal_ends_it_without_a_word() {
+    let scratch = Scratch::new();
+    run_in(&scratch);
+    let mut watch = Watch::start(&scratch, "watch out");
+    assert!(Command::new("kill").args(["-INT", &watch.child.id().to_string()]).status().unwrap().success());
+    let mut errors = String::new();
+    watch.child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
+    assert_eq!(errors, "");
 }
 
 #[test]

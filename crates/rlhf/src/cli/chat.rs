@@ -139,6 +139,9 @@ impl Chat {
             tokenizer.check_fits(model.config(), &dir)?;
             speakers.push(Speaker { label, dir, model, tokenizer, turns: Vec::new() });
         }
+        if config.system.is_some() {
+            check_system(&speakers, "system")?;
+        }
         let stop = Arc::new(AtomicBool::new(false));
         if interactive {
             // A second signal during one response ends the process. Between responses, Ctrl-C is a key of the line editor.
@@ -194,9 +197,7 @@ impl Chat {
                 self.hint("a new conversation");
             }
             "system" => {
-                if !self.speakers.iter().any(|speaker| speaker.tokenizer.has_chat_template()) {
-                    return Err(Error::Usage("/system has no effect: it needs a model with a chat template".into()));
-                }
+                check_system(&self.speakers, "/system")?;
                 self.config.system = (!rest.is_empty()).then(|| rest.to_string());
                 self.hint(if rest.is_empty() { "no system message" } else { "a new system message, from now on" });
             }
@@ -227,8 +228,15 @@ impl Chat {
         let terminal = io::stdout().is_terminal();
         let several = self.speakers.len() > 1;
         let turn = self.turn;
+        // Before any response: a message that one of the models cannot take is in no history.
+        let prepare = |speaker: &Speaker| -> Result<_> {
+            let prompt = speaker.prompt(self.config.system.as_deref(), message)?;
+            let generation = speaker.generation(&self.config, prompt.len(), turn)?;
+            Ok((prompt, generation))
+        };
+        let prepared = self.speakers.iter().map(prepare).collect::<Result<Vec<_>>>()?;
         self.turn += 1;
-        for speaker in &mut self.speakers {
+        for (speaker, (prompt, generation)) in self.speakers.iter_mut().zip(prepared) {
             self.stop.store(false, Ordering::SeqCst);
             let mut out = io::stdout();
             let mut show = |text: &str| {
@@ -239,8 +247,6 @@ impl Chat {
                 };
                 written.and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
             };
-            let prompt = speaker.prompt(self.config.system.as_deref(), message)?;
-            let generation = speaker.generation(&self.config, prompt.len(), turn)?;
             if several {
                 let label = format!("[{}]", one_line(&speaker.label));
                 show_plain(&Stream::Out.paint(Colour::Bold, &label))?;
@@ -257,6 +263,14 @@ impl Chat {
         }
         Ok(())
     }
+}
+
+/// Checks that a system message, which `name` sets, has an effect on one of the models.
+fn check_system(speakers: &[Speaker], name: &str) -> Result<()> {
+    if speakers.iter().any(|speaker| speaker.tokenizer.has_chat_template()) {
+        return Ok(());
+    }
+    Err(Error::Usage(format!("{name} has no effect: it needs a model with a chat template")))
 }
 
 fn show_plain(text: &str) -> Result<()> {
@@ -293,6 +307,13 @@ impl Speaker {
     fn generation(&self, config: &ChatConfig, len: usize, turn: u64) -> Result<GenerationConfig> {
         let context = self.model.config().max_position_embeddings;
         let remaining = context.saturating_sub(len);
+        if remaining == 0 && self.turns.is_empty() {
+            let label = &self.label;
+            return Err(Error::Run(format!(
+                "the message has {len} tokens with all that is before it, and the context of {label} is {context}, response included: \
+                 send a shorter one"
+            )));
+        }
         if remaining == 0 {
             return Err(Error::Run(format!(
                 "the conversation has {len} tokens, and the context of {} is {context}: /reset starts a new one",

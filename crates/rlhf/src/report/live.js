@@ -1,6 +1,7 @@
 
 // Newer states of the run, without loading the page again.
 const live = document.getElementById("live");
+const name = document.title;
 let revision = live.dataset.revision;
 const PAUSE = 2000, HIDDEN_PAUSE = 20000;
 
@@ -63,6 +64,8 @@ async function update() {
       const fresh = new DOMParser().parseFromString(text, "text/html").getElementById(id);
       if (fresh) merge(document.getElementById(id), fresh);
     }
+    const short = document.getElementById("progress").dataset.short;
+    document.title = short ? `${short} ${name}` : name;
     revision = newest;
     setUp();
     say("Live: changes appear within seconds.");

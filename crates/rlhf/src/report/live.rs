@@ -1,8 +1,8 @@
-//! A run that may change: read again when its files have changed.
+//! A run that may change: read again when its files have changed, or when the process at work on it has started or ended.
 
 use super::read::Run;
 use crate::Result;
-use crate::run::output_dir::SAMPLES;
+use crate::run::output_dir::{SAMPLES, is_at_work};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -18,6 +18,8 @@ pub(super) struct LiveRun {
     /// The last state that could be read.
     pub(super) run: Run,
     files: Vec<FileState>,
+    /// A process is at work in the folder; `None` where that cannot be known.
+    at_work: Option<bool>,
     /// Time of the next look at the files.
     due: Instant,
 }
@@ -32,8 +34,9 @@ impl LiveRun {
     /// If there is no run in it, or `metrics.jsonl` cannot be read.
     pub(super) fn open(dir: &Path) -> Result<Self> {
         // Before the files are read: a change while they are read is seen by the next look.
-        let files = file_states(dir);
-        Ok(Self { dir: dir.into(), run: Run::read(dir)?, files, due: Instant::now() + PAUSE })
+        let (at_work, files) = (is_at_work(dir), file_states(dir));
+        let run = Run::read_as(dir, at_work)?;
+        Ok(Self { dir: dir.into(), run, files, at_work, due: Instant::now() + PAUSE })
     }
 
     /// Reads the run again if its files have changed and the last look was not just now. Returns whether it did.
@@ -46,14 +49,14 @@ impl LiveRun {
             return Ok(false);
         }
         self.due = began + PAUSE;
-        let files = file_states(&self.dir);
-        if files == self.files {
+        let (at_work, files) = (is_at_work(&self.dir), file_states(&self.dir));
+        if files == self.files && at_work == self.at_work {
             return Ok(false);
         }
         // After an error the run is read again whatever its files are.
         self.files.clear();
-        self.run = Run::read(&self.dir)?;
-        self.files = files;
+        self.run = Run::read_as(&self.dir, at_work)?;
+        (self.files, self.at_work) = (files, at_work);
         self.due = (began + PAUSE).max(Instant::now() + SHARE * began.elapsed());
         Ok(true)
     }
@@ -74,6 +77,8 @@ fn file_states(dir: &Path) -> Vec<FileState> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::read::Outcome;
+    use crate::run::output_dir::FolderLock;
     use std::fs;
 
     #[test]
@@ -93,6 +98,10 @@ mod tests {
         fs::create_dir(dir.path().join(SAMPLES)).unwrap();
         fs::write(dir.path().join(SAMPLES).join("update-000002.jsonl"), "").unwrap();
         assert_eq!((refresh(&mut live), refresh(&mut live)), (Ok(true), Ok(false)));
+        let lock = FolderLock::acquire(dir.path()).unwrap();
+        assert_eq!((refresh(&mut live), live.run.outcome), (Ok(true), Outcome::Running));
+        drop(lock);
+        assert_eq!((refresh(&mut live), live.run.outcome), (Ok(true), Outcome::Interrupted), "its process has ended");
         fs::remove_file(&metrics).unwrap();
         let error = refresh(&mut live).unwrap_err();
         assert!(error.contains("found no metrics.jsonl in it") && live.run.updates == 2.0, "{error}");

@@ -93,7 +93,8 @@ pub(super) fn live_page<'a>(title: &str, revision: &str, parts: impl Iterator<It
 /// Returns the line with the progress of a run, a part of the live page, or with the error of reading it.
 pub(super) fn progress_line(progress: &Result<Progress>) -> Part {
     let mut part = Html::default();
-    part.raw("<p class=\"note\" id=\"progress\">");
+    part.raw("<p class=\"note\" id=\"progress\" data-short=\"");
+    part.text(progress.as_ref().ok().and_then(Progress::short).unwrap_or_default()).raw("\">");
     match progress {
         Ok(progress) => part.text(progress),
         Err(error) => part.text("This is the last state that could be read: ").text(error),
@@ -212,6 +213,9 @@ fn curves(page: &mut Html, runs: &[Run]) {
     page.raw("<section id=\"curves\">\n<h2>Curves</h2>\n<p class=\"controls\">");
     page.raw("<label><input type=\"checkbox\" id=\"show-line\" checked> smoothed</label> ");
     page.raw("<label><input type=\"checkbox\" id=\"show-each\" checked> every update</label></p>\n");
+    for note in incomparable(runs) {
+        page.raw("<p class=\"note\">").raw(note).raw("</p>\n");
+    }
     let grid = |page: &mut Html, charts: &[Chart<'_>]| {
         page.raw("<div class=\"grid\">\n");
         charts.iter().for_each(|chart| chart.draw(page, columns));
@@ -236,6 +240,40 @@ fn curves(page: &mut Html, runs: &[Run]) {
     page.raw("<p class=\"note\">Bold lines are centred moving averages over about the square root of the number of updates; pale ones, and \
               the numbers beside the titles, are the values of each update, thinned to the least and the greatest of each column \
               where there are many. A flag above a chart is an alarm, and one that points left a rollback.</p>\n</section>\n");
+}
+
+/// Settings of the scale of a run's scores.
+const REWARD_SETTINGS: [&str; 10] = [
+    "reward_model_path",
+    "reward_label",
+    "reward",
+    "reward_command",
+    "reward_url",
+    "reward_weights",
+    "reward_normalize",
+    "reward_scale",
+    "reward_clip",
+    "reward_label_column",
+];
+
+/// Returns a sentence for each reason that curves of these runs are not on one scale.
+fn incomparable(runs: &[Run]) -> Vec<&'static str> {
+    let scored: Vec<&Run> = runs.iter().filter(|run| run.points("objective/scores").is_some()).collect();
+    let rewards = |run: &Run| REWARD_SETTINGS.map(|name| run.setting(name).map(String::from));
+    // The file of the chat template does not matter.
+    let tokenizer = |run: &Run| {
+        let (_, tokenizer) = run.facts.iter().find(|(name, _)| name == "tokenizer")?;
+        Some(tokenizer.split("; chat template: ").next().unwrap_or_default().to_string())
+    };
+    let tokenizers: Vec<String> = runs.iter().filter_map(tokenizer).collect();
+    let mut notes = Vec::new();
+    if scored.iter().any(|run| rewards(run) != rewards(scored[0])) {
+        notes.push("The rewards of these runs differ: their scores are not on one scale.");
+    }
+    if tokenizers.iter().any(|tokenizer| *tokenizer != tokenizers[0]) {
+        notes.push("The tokenizers of these runs differ: lengths, and numbers per token, are not on one scale.");
+    }
+    notes
 }
 
 /// Writes the samples of each run: lists of those to look at first, and the prompts with their responses.
@@ -327,8 +365,11 @@ fn prompt(page: &mut Html, prompt: &Prompt, run: usize, place: usize) {
 fn response(page: &mut Html, response: &Response) {
     page.raw("<div class=\"response\"><p>update ").text(response.step).raw(" \u{b7} score <b>");
     page.text(number(response.score, 4)).raw("</b>");
-    // A single reward without weights and penalties is the score.
-    let rewards = response.rewards.iter().filter(|(_, score)| *score != response.score);
+    let rewards: &[(String, f64)] = match &response.rewards[..] {
+        // A single reward without weights and penalties is the score.
+        [(_, score)] if *score == response.score => &[],
+        rewards => rewards,
+    };
     for (name, score) in rewards {
         page.raw(" \u{b7} ").text(name).raw(" ").text(number(*score, 4));
     }

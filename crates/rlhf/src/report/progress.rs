@@ -29,13 +29,20 @@ impl Progress {
         let total = match run.outcome {
             Outcome::Finished => Some(done),
             Outcome::Stopped { total, .. } => Some(total as f64),
-            Outcome::Open => total(run),
+            Outcome::Running | Outcome::Interrupted | Outcome::Open => total(run),
         };
-        let left = total.filter(|_| run.outcome == Outcome::Open).and_then(|total| {
+        let may_continue = matches!(run.outcome, Outcome::Running | Outcome::Open);
+        let left = total.filter(|_| may_continue).and_then(|total| {
             let seconds = (total - done).max(0.0) * seconds_per_update(run)?;
             (seconds < MOST_SECONDS).then(|| Duration::from_secs_f64(seconds))
         });
         Self { done, total, left, outcome: run.outcome }
+    }
+
+    /// Returns the progress for the title of a page, `15/32`, while the run may continue.
+    pub(super) fn short(&self) -> Option<String> {
+        let may_continue = matches!(self.outcome, Outcome::Running | Outcome::Open);
+        self.total.filter(|_| may_continue).map(|total| format!("{}/{total}", self.done))
     }
 }
 
@@ -49,8 +56,9 @@ impl fmt::Display for Progress {
         match (self.outcome, self.left) {
             (Outcome::Finished, _) => f.write_str(", finished"),
             (Outcome::Stopped { .. }, _) => f.write_str(", ended early"),
-            (Outcome::Open, Some(left)) => write!(f, ", about {} left", about(left)),
-            (Outcome::Open, None) => Ok(()),
+            (Outcome::Interrupted, _) => f.write_str(", interrupted, or at work on another machine"),
+            (Outcome::Running | Outcome::Open, Some(left)) => write!(f, ", about {} left", about(left)),
+            (Outcome::Running | Outcome::Open, None) => Ok(()),
         }
     }
 }
@@ -125,5 +133,9 @@ mod tests {
         let said = |outcome: Outcome| Progress::of(&run(outcome, &metrics, &[("total_episodes", "100")])).to_string();
         assert_eq!(said(Outcome::Finished), "update 3 of 3, finished");
         assert_eq!(said(Outcome::Stopped { done: 3, total: 13 }), "update 3 of 13, ended early");
+        assert_eq!(said(Outcome::Interrupted), "update 3 of 13, interrupted, or at work on another machine");
+        assert_eq!(said(Outcome::Running), "update 3 of 13, about 12 min left");
+        let short = |outcome| Progress::of(&run(outcome, &metrics, &[("total_episodes", "100")])).short();
+        assert_eq!((short(Outcome::Running).as_deref(), short(Outcome::Interrupted)), (Some("3/13"), None));
     }
 }

@@ -6,7 +6,7 @@ use super::samples::{self, Prompt};
 use crate::files;
 use crate::model::is_model;
 use crate::run::checkpoint::UNFINISHED;
-use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run};
+use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work};
 use crate::weights::read_json;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
@@ -36,7 +36,9 @@ pub(super) struct Run {
     pub(super) alarms: Vec<Alarm>,
     /// Prompts with their responses.
     pub(super) prompts: Vec<Prompt>,
-    /// Parts of the folder that could not be read, or were left out.
+    /// Metrics that could not be read.
+    pub(super) damage: Vec<String>,
+    /// Other parts of the folder that could not be read, or were left out.
     pub(super) notes: Vec<String>,
 }
 
@@ -58,7 +60,11 @@ pub(super) enum Outcome {
         /// Updates of the whole run.
         total: u64,
     },
-    /// Neither end is recorded: it is in progress, or was killed.
+    /// A process is at work in its folder.
+    Running,
+    /// Neither end is recorded, and no process of this machine is at work in its folder: it was killed, or runs elsewhere.
+    Interrupted,
+    /// Neither end is recorded, and the file system cannot show whether a process is at work in its folder.
     #[default]
     Open,
 }
@@ -90,24 +96,33 @@ impl Run {
     /// # Errors
     /// If there is no run in it, or `metrics.jsonl` cannot be read.
     pub(super) fn read(dir: &Path) -> Result<Self> {
+        Self::read_as(dir, is_at_work(dir))
+    }
+
+    /// Reads the run in the folder `dir`, in which a process is at work or not, if that is known.
+    ///
+    /// # Errors
+    /// As [`Run::read`].
+    pub(super) fn read_as(dir: &Path, is_at_work: Option<bool>) -> Result<Self> {
         // A run writes its settings first.
         if !dir.join(METRICS).is_file() && !holds_run(dir) {
             return Err(Error::invalid(dir, format!("expected the folder of a run, {}", describe(dir))));
         }
-        let mut notes = Vec::new();
-        let metrics = read_metrics(dir, &mut notes)?;
+        let (mut notes, mut damage) = (Vec::new(), Vec::new());
+        let metrics = read_metrics(dir, is_at_work == Some(true), &mut damage)?;
         let updates = metrics.iter().filter_map(|series| series.points.last()).map(|point| point.0).fold(0.0, f64::max);
         let card = files::read_text(&dir.join("README.md")).unwrap_or_default();
         Ok(Self {
             label: name_of(dir),
             updates,
-            outcome: outcome(dir, updates),
+            outcome: outcome(dir, updates, is_at_work),
             settings: settings(dir, &mut notes),
             facts: facts(&card),
             command_line: command_line(&card),
             alarms: read_alarms(dir, &mut notes),
             prompts: samples::read(dir, &mut notes),
             metrics,
+            damage,
             notes,
         })
     }
@@ -119,8 +134,11 @@ impl Run {
     pub(super) fn read_all(dirs: &[PathBuf]) -> Result<Vec<Self>> {
         let mut runs = dirs.iter().map(|dir| Self::read(dir)).collect::<Result<Vec<_>>>()?;
         if let Some(at) = runs.iter().position(|run| run.metrics.is_empty()) {
-            let message = format!("expected a run with updates, found no line of metrics in its {METRICS} yet");
-            return Err(Error::invalid(&dirs[at], message));
+            let found = match runs[at].damage.first() {
+                Some(damage) => format!("none ({damage})"),
+                None => format!("no line of metrics in its {METRICS} yet"),
+            };
+            return Err(Error::invalid(&dirs[at], format!("expected a run with updates, found {found}")));
         }
         for (run, label) in runs.iter_mut().zip(labels(dirs)) {
             run.label = label;
@@ -157,17 +175,24 @@ fn describe(dir: &Path) -> String {
     }
 }
 
-/// Reads the metrics line by line. Lines that are incomplete or no metrics are counted and left out.
-fn read_metrics(dir: &Path, notes: &mut Vec<String>) -> Result<Vec<Series>> {
+/// Reads the metrics line by line. Lines that are incomplete or no metrics are counted and left out; in a run that is at work, the
+/// last line may be incomplete.
+fn read_metrics(dir: &Path, is_at_work: bool, damage: &mut Vec<String>) -> Result<Vec<Series>> {
     let path = dir.join(METRICS);
     if !path.exists() {
         return Ok(Vec::new());
     }
     let (mut all, mut places, mut unread) = (Vec::<Series>::new(), HashMap::<String, usize>::new(), 0);
-    for line in BufReader::new(files::open(&path)?).split(b'\n') {
-        let line = line.map_err(Error::io("read", &path))?;
+    let mut reader = BufReader::new(files::open(&path)?);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        if reader.read_until(b'\n', &mut line).map_err(Error::io("read", &path))? == 0 {
+            break;
+        }
         let Ok(Value::Object(metrics)) = serde_json::from_slice(&line) else {
-            unread += usize::from(!line.is_empty());
+            let is_being_written = is_at_work && !line.ends_with(b"\n");
+            unread += usize::from(!line.trim_ascii().is_empty() && !is_being_written);
             continue;
         };
         let Some(step) = metrics.get("step").and_then(Value::as_f64) else {
@@ -187,7 +212,7 @@ fn read_metrics(dir: &Path, notes: &mut Vec<String>) -> Result<Vec<Series>> {
             all[place].points.push((step, value));
         }
     }
-    notes.extend(unread_lines(METRICS, unread));
+    damage.extend(unread_lines(METRICS, unread));
     Ok(all)
 }
 
@@ -201,16 +226,23 @@ fn unread_lines(file: &str, unread: usize) -> Option<String> {
 }
 
 /// Returns how the run ended, where its last line of metrics is that of update `updates`.
-fn outcome(dir: &Path, updates: f64) -> Outcome {
+fn outcome(dir: &Path, updates: f64, is_at_work: Option<bool>) -> Outcome {
+    let open = match is_at_work {
+        Some(true) => Outcome::Running,
+        Some(false) => Outcome::Interrupted,
+        None => Outcome::Open,
+    };
     let unfinished = dir.join(UNFINISHED);
     if !unfinished.is_file() {
-        return if is_model(dir) { Outcome::Finished } else { Outcome::Open };
+        return if is_model(dir) { Outcome::Finished } else { open };
     }
     let state = read_json(&unfinished).unwrap_or_default();
     match (state["update"].as_u64(), state["num_updates"].as_u64()) {
-        // A run that was resumed since is beyond it.
-        (Some(done), Some(total)) if updates <= done as f64 => Outcome::Stopped { done, total },
-        _ => Outcome::Open,
+        // A run that was resumed since is at work, or beyond it.
+        (Some(done), Some(total)) if updates <= done as f64 && open != Outcome::Running => {
+            Outcome::Stopped { done, total }
+        }
+        _ => open,
     }
 }
 
@@ -325,8 +357,14 @@ mod tests {
         assert_eq!(names, ["step", "loss", "lr"]);
         let loss = run.points("loss").unwrap();
         assert!(loss[0] == (1.0, 0.5) && loss[1].0 == 2.0 && loss[1].1.is_nan() && loss.len() == 2, "{loss:?}");
-        assert_eq!((run.updates, run.outcome), (2.0, Outcome::Open));
-        assert_eq!(run.notes[0], "metrics.jsonl: 4 lines could not be read and are left out");
+        assert_eq!((run.updates, run.outcome), (2.0, Outcome::Interrupted));
+        assert_eq!(run.damage, ["metrics.jsonl: 4 lines could not be read and are left out"]);
+        let at_work = Run::read_as(dir.path(), Some(true)).unwrap();
+        let words = "metrics.jsonl: 3 lines could not be read and are left out";
+        assert_eq!(at_work.damage, [words], "the last line is being written");
+        fs::write(dir.path().join(METRICS), "\u{0}\nno\n").unwrap();
+        let error = Run::read_all(&[dir.path().to_path_buf()]).unwrap_err().to_string();
+        assert!(error.ends_with("found none (metrics.jsonl: 2 lines could not be read and are left out)"), "{error}");
     }
 
     #[test]
@@ -368,12 +406,14 @@ mod tests {
     fn the_end_of_a_run_is_known_by_its_files() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
-        assert_eq!(outcome(dir.path(), 4.0), Outcome::Open);
+        let of = |updates: f64| [None, Some(true), Some(false)].map(|at_work| outcome(dir.path(), updates, at_work));
+        assert_eq!(of(4.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted]);
         write("config.json", "{}");
-        assert_eq!(outcome(dir.path(), 4.0), Outcome::Finished);
+        assert_eq!(of(4.0), [Outcome::Finished; 3]);
         write(UNFINISHED, "{\"update\": 4, \"num_updates\": 9}");
-        assert_eq!(outcome(dir.path(), 4.0), Outcome::Stopped { done: 4, total: 9 });
-        assert_eq!(outcome(dir.path(), 5.0), Outcome::Open);
+        let stopped = Outcome::Stopped { done: 4, total: 9 };
+        assert_eq!(of(4.0), [stopped, Outcome::Running, stopped], "a resumed run is at work");
+        assert_eq!(of(5.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted]);
     }
 
     #[test]

@@ -18,6 +18,7 @@ use ratatui::symbols::Marker;
 use ratatui::text::Line;
 use ratatui::widgets::{self, Block, Chart, Dataset, GraphType, Paragraph, Row, Table, Wrap};
 use ratatui::{DefaultTerminal, Frame};
+use std::cell::Cell;
 use std::cmp::Reverse;
 use std::io::{self, IsTerminal};
 use std::ops::ControlFlow;
@@ -51,6 +52,12 @@ const MOST_FINDINGS: usize = 3;
 /// Rows of a chart from which on it has an axis of updates.
 const HEIGHT_WITH_UPDATES: u16 = 9;
 
+/// Columns of the last value of a metric.
+const VALUE: u16 = 11;
+
+/// Lines by which a sample is scrolled.
+const PAGE: usize = 5;
+
 /// Absolute value of numbers that are not drawn.
 const LARGEST: f64 = 1e100;
 
@@ -61,7 +68,7 @@ const LARGEST: f64 = 1e100;
 /// be read or written.
 pub fn watch_in_terminal(dir: &Path) -> Result<()> {
     if !io::stdin().is_terminal() || !io::stdout().is_terminal() || !Stream::Out.moves_cursor() {
-        let message = "terminal: expected a terminal as standard input and output, found another; without --terminal the run is shown as a \
+        let message = "terminal: expected a terminal as standard input and output, found a pipe or a file; without --terminal the run is shown as a \
                        page in the browser";
         return Err(Error::Usage(message.into()));
     }
@@ -95,13 +102,23 @@ struct View {
     failure: Option<String>,
     /// Place of the first metric in the list.
     metric: usize,
-    /// Place of the sample, counted from the newest.
-    sample: usize,
+    /// Number of samples that are older than the one shown; `None` for the newest one.
+    older: Option<usize>,
+    /// Lines of the sample above the first one shown, and their number at most, as of the last drawing.
+    scrolled: usize,
+    most_scrolled: Cell<usize>,
 }
 
 impl View {
     fn open(dir: &Path) -> Result<Self> {
-        Ok(Self { live: LiveRun::open(dir)?, failure: None, metric: 0, sample: 0 })
+        Ok(Self {
+            live: LiveRun::open(dir)?,
+            failure: None,
+            metric: 0,
+            older: None,
+            scrolled: 0,
+            most_scrolled: Cell::new(0),
+        })
     }
 
     /// Reads the run again if it has changed.
@@ -122,11 +139,26 @@ impl View {
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return ControlFlow::Break(()),
             KeyCode::Up => self.metric = self.metric.saturating_sub(1),
             KeyCode::Down => self.metric = (self.metric + 1).min(last(self.live.run.metrics.len())),
-            KeyCode::Left => self.sample = self.sample.saturating_sub(1),
-            KeyCode::Right => self.sample = (self.sample + 1).min(last(samples(&self.live.run).len())),
+            KeyCode::Left => self.show_sample(|place| place.saturating_sub(1)),
+            KeyCode::Right => self.show_sample(|place| place + 1),
+            KeyCode::PageUp => self.scrolled = self.scrolled.saturating_sub(PAGE),
+            KeyCode::PageDown => self.scrolled = (self.scrolled + PAGE).min(self.most_scrolled.get()),
             _ => {}
         }
         ControlFlow::Continue(())
+    }
+
+    /// Returns the place of the sample, the newest first, among `len`. A run that replaced another may have fewer samples.
+    fn sample(&self, len: usize) -> usize {
+        self.older.filter(|older| *older < len).map_or(0, |older| len - 1 - older)
+    }
+
+    /// Shows the sample whose place is that of the current one after `step`; the newest one stays the newest when others come.
+    fn show_sample(&mut self, step: impl Fn(usize) -> usize) {
+        let last = samples(&self.live.run).len().saturating_sub(1);
+        let place = step(self.sample(last + 1)).min(last);
+        self.older = (place > 0).then(|| last - place);
+        self.scrolled = 0;
     }
 
     fn draw(&self, frame: &mut Frame<'_>) {
@@ -145,7 +177,7 @@ impl View {
         self.metrics(frame, left);
         self.newest_sample(frame, right);
         frame.render_widget(
-            Line::from(" q quit   \u{2191}\u{2193} metrics   \u{2190} newer sample   \u{2192} older sample")
+            Line::from(" q quit  \u{2191}\u{2193} metrics  \u{2190} newer \u{2192} older sample  PgUp PgDn scroll")
                 .dark_gray(),
             keys,
         );
@@ -184,17 +216,21 @@ impl View {
     /// Draws the last value of each metric.
     fn metrics(&self, frame: &mut Frame<'_>, area: Rect) {
         let metrics = self.live.run.metrics.iter().skip(self.metric);
+        // Two edges, and a column between.
+        let names = area.width.saturating_sub(VALUE + 3);
         let rows = metrics.filter_map(|series| {
             let (_, value) = series.points.last()?;
-            Some(Row::new([one_line(&series.name).into_owned(), number(*value, 5)]))
+            // The ends of names differ, their beginnings are those of groups.
+            Some(Row::new([end_of(&one_line(&series.name), usize::from(names)), number(*value, 5)]))
         });
-        let table = Table::new(rows, [Constraint::Fill(1), Constraint::Length(11)]);
+        let table = Table::new(rows, [Constraint::Fill(1), Constraint::Length(VALUE)]);
         frame.render_widget(table.block(Block::bordered().title(" Last values ")), area);
     }
 
     fn newest_sample(&self, frame: &mut Frame<'_>, area: Rect) {
         let samples = samples(&self.live.run);
-        let Some((prompt, response)) = samples.get(self.sample) else {
+        let place = self.sample(samples.len());
+        let Some((prompt, response)) = samples.get(place) else {
             frame.render_widget(Paragraph::new("no samples yet").block(Block::bordered().title(" Samples ")), area);
             return;
         };
@@ -209,10 +245,25 @@ impl View {
             .chain(prompt_lines)
             .chain(text(&response.text.text).into_iter().map(Line::from))
             .collect();
-        let title = format!(" Sample {} of {}, newest first ", self.sample + 1, samples.len());
-        let text = Paragraph::new(all).wrap(Wrap { trim: false });
+        let title = format!(" Sample {} of {}, newest first ", place + 1, samples.len());
+        let width = usize::from(area.width.saturating_sub(2)).max(1);
+        let height = usize::from(area.height.saturating_sub(2));
+        // Lines break at spaces: a few more than by their columns.
+        let lines: usize = all.iter().map(|line| (line.width() + line.width() / 8).div_ceil(width).max(1)).sum();
+        self.most_scrolled.set(lines.saturating_sub(height));
+        let scrolled = u16::try_from(self.scrolled.min(self.most_scrolled.get())).unwrap_or(u16::MAX);
+        let text = Paragraph::new(all).wrap(Wrap { trim: false }).scroll((scrolled, 0));
         frame.render_widget(text.block(Block::bordered().title(title)), area);
     }
+}
+
+/// Returns the end of `text` in at most `columns` characters, with an ellipsis where more are before it.
+fn end_of(text: &str, columns: usize) -> String {
+    let more = text.chars().count().saturating_sub(columns);
+    if more == 0 {
+        return text.into();
+    }
+    std::iter::once('\u{2026}').filter(|_| columns > 0).chain(text.chars().skip(more + 1)).collect()
 }
 
 /// Returns all samples, the newest first.
@@ -236,10 +287,11 @@ fn curve(frame: &mut Frame<'_>, area: Rect, title: &str, points: &[Point]) {
         let labels = domain.iter().filter(|_| has_labels).map(|value| number(*value, 4));
         widgets::Axis::default().bounds(domain).labels(labels).style(Style::new().dark_gray())
     };
-    let last = points.last().map_or(f64::NAN, |point| point.1);
-    let block = Block::bordered()
-        .title(format!(" {title} "))
-        .title(Line::from(format!(" {} ", number(last, 4))).right_aligned());
+    let last = format!(" {} ", number(points.last().map_or(f64::NAN, |point| point.1), 4));
+    // Two edges, and a space on either side.
+    let has_room = title.len() + last.len() + 4 <= usize::from(area.width);
+    let title = if has_room { title } else { title.split(',').next().unwrap_or(title) };
+    let block = Block::bordered().title(format!(" {title} ")).title(Line::from(last).right_aligned());
     let chart =
         Chart::new(datasets).block(block).x_axis(axis(x, area.height >= HEIGHT_WITH_UPDATES)).y_axis(axis(y, true));
     frame.render_widget(chart, area);
@@ -248,6 +300,7 @@ fn curve(frame: &mut Frame<'_>, area: Rect, title: &str, points: &[Point]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::output_dir::FolderLock;
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use serde_json::json;
@@ -288,6 +341,7 @@ mod tests {
         write_run(dir.path(), 12);
         fs::write(dir.path().join("alarms.jsonl"), "{\"step\":9,\"alarm\":\"runaway_kl\",\"message\":\"far\"}\n")
             .unwrap();
+        let lock = FolderLock::acquire(dir.path()).unwrap();
         let mut view = View::open(dir.path()).unwrap();
         let shown = screen(&view, 100, 30);
         has(&shown, &["update 12 of 20, about 24 s left", "! 1 alarm: runaway_kl at update 9."]);
@@ -297,6 +351,9 @@ mod tests {
             &["objective/scores", "Sample 1 of 2, newest first", "update 2, sample prompt, greedy, score 0.25, stop"],
         );
         has(&shown, &["The movie", "\\u{1b}[31mne    w", "second 東京", "q quit"]);
+        // The run is killed.
+        drop(lock);
+        has(&screen(&View::open(dir.path()).unwrap(), 100, 30), &["update 12 of 20, interrupted"]);
         assert!(!shown.contains('\u{1b}') && shown.contains(|c| ('\u{2801}'..='\u{28ff}').contains(&c)), "{shown}");
         let press = |view: &mut View, code: KeyCode| view.press(KeyEvent::from(code));
         assert!(press(&mut view, KeyCode::Right).is_continue() && press(&mut view, KeyCode::Right).is_continue());
@@ -307,6 +364,46 @@ mod tests {
         assert!(!scrolled.contains("objective/scores"), "{scrolled}");
         assert!(press(&mut view, KeyCode::Char('c')).is_continue() && press(&mut view, KeyCode::Char('q')).is_break());
         assert!(view.press(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)).is_break());
+    }
+
+    #[test]
+    fn the_sample_that_is_read_stays_when_others_come_and_can_be_scrolled() {
+        let dir = tempfile::tempdir().unwrap();
+        write_run(dir.path(), 12);
+        let sample = |step: u32, response: &str| {
+            let row = json!({"step": step, "prompt": "The movie", "response": response});
+            fs::write(dir.path().join(format!("samples/update-{step:06}.jsonl")), format!("{row}\n")).unwrap();
+        };
+        sample(3, &(0..40).map(|line| format!("line {line} of it\n")).collect::<String>());
+        let mut view = View::open(dir.path()).unwrap();
+        let press = |view: &mut View, code: KeyCode| assert!(view.press(KeyEvent::from(code)).is_continue());
+        let first = screen(&view, 60, 30);
+        has(&first, &["Sample 1 of 3", "line 0 of it", "\u{2026}", "/scores", "PgDn scroll"]);
+        has(&screen(&view, 50, 30), &[" Entropy ", " KL ", "/scores"]);
+        assert!(!first.contains("line 39"), "{first}");
+        for _ in 0..20 {
+            press(&mut view, KeyCode::PageDown);
+            screen(&view, 60, 30);
+        }
+        has(&screen(&view, 60, 30), &["line 39"]);
+        press(&mut view, KeyCode::PageUp);
+        assert!(!screen(&view, 60, 30).contains("line 39"));
+        press(&mut view, KeyCode::Right);
+        has(&screen(&view, 60, 30), &["Sample 2 of 3", "second"]);
+        sample(4, "newer");
+        view.live = LiveRun::open(dir.path()).unwrap();
+        has(&screen(&view, 60, 30), &["Sample 3 of 4", "second"]);
+        (0..9).for_each(|_| press(&mut view, KeyCode::Left));
+        sample(5, "newest");
+        view.live = LiveRun::open(dir.path()).unwrap();
+        has(&screen(&view, 60, 30), &["Sample 1 of 5", "newest"]);
+        press(&mut view, KeyCode::Right);
+        for step in [3, 4, 5] {
+            fs::remove_file(dir.path().join(format!("samples/update-{step:06}.jsonl"))).unwrap();
+        }
+        view.live = LiveRun::open(dir.path()).unwrap();
+        has(&screen(&view, 60, 30), &["Sample 1 of 2"]);
+        assert_eq!([end_of("ab/cd", 5), end_of("ab/cd", 3), end_of("ab", 0)], ["ab/cd", "\u{2026}cd", ""]);
     }
 
     #[test]

@@ -34,33 +34,87 @@ pub(super) enum Mark {
     Bad,
 }
 
+/// Standard errors of the difference of two means up to which a change is noise.
+const STANDARD_ERRORS: f64 = 3.0;
+
+/// Values from which on a change can be told from noise.
+const FEW_VALUES: usize = 5;
+
+/// Share of the entropy at the start below which responses have become alike.
+const LEAST_ENTROPY: f64 = 0.1;
+
+/// Share of groups with equal scores from which on the verdict names it.
+const EQUAL_GROUPS: f64 = 0.1;
+
 /// Means of a metric over the first and the last updates of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Ends {
     first: f64,
     last: f64,
+    /// Standard error of their difference, estimated from the differences of consecutive values; NaN of fewer than two.
+    error: f64,
+    /// Values of the whole run.
+    values: usize,
+}
+
+/// Reason that a change is not evident.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Doubt {
+    /// The run has fewer than [`FEW_VALUES`] values.
+    Few,
+    /// The change is within [`STANDARD_ERRORS`].
+    Noise,
 }
 
 impl Ends {
     /// Returns the means over as many updates as [`window`] of a run's finite values, if there is one.
     fn of(run: &Run, name: &str) -> Option<Self> {
-        let values: Vec<f64> =
-            run.points(name)?.iter().map(|point| point.1).filter(|value| value.is_finite()).collect();
-        let window = window(values.len());
-        let mean = |values: &[f64]| values.iter().sum::<f64>() / window as f64;
-        (window > 0).then(|| Self { first: mean(&values[..window]), last: mean(&values[values.len() - window..]) })
+        let values = finite(run, name)?;
+        Self::over(&values, window(values.len()))
     }
 
     /// Returns the first and the last value of a metric that is rarely computed.
     fn single(run: &Run, name: &str) -> Option<Self> {
-        let mut values = run.points(name)?.iter().map(|point| point.1).filter(|value| value.is_finite());
-        let first = values.next()?;
-        Some(Self { first, last: values.next_back().unwrap_or(first) })
+        Self::over(&finite(run, name)?, 1)
+    }
+
+    /// Returns the means of the first and of the last `window` values, if there are so many.
+    fn over(values: &[f64], window: usize) -> Option<Self> {
+        let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+        // Unlike the deviation of all values, differences of neighbours hardly contain a trend.
+        let squares: Vec<f64> = values.windows(2).map(|pair| (pair[1] - pair[0]).powi(2)).collect();
+        let error = (mean(&squares) / window as f64).sqrt();
+        let ends = || (mean(&values[..window]), mean(&values[values.len() - window..]));
+        let (first, last) = (1..=values.len()).contains(&window).then(ends)?;
+        Some(Self { first, last, error, values: values.len() })
+    }
+
+    /// Returns the reason that the change may be none.
+    fn doubt(self) -> Option<Doubt> {
+        if self.values < FEW_VALUES {
+            return Some(Doubt::Few);
+        }
+        (self.change().abs() < STANDARD_ERRORS * self.error).then_some(Doubt::Noise)
     }
 
     fn change(self) -> f64 {
         self.last - self.first
     }
+}
+
+impl Doubt {
+    /// Returns the end of a sentence about a change.
+    fn words(self) -> &'static str {
+        match self {
+            Self::Few => "there are too few updates to tell a change from noise",
+            Self::Noise => "the change is within the noise of single updates",
+        }
+    }
+}
+
+/// Returns the finite values of a metric.
+fn finite(run: &Run, name: &str) -> Option<Vec<f64>> {
+    Some(run.points(name)?.iter().map(|point| point.1).filter(|value| value.is_finite()).collect())
 }
 
 /// Returns the number of values at each end of `len` whose mean is the metric's there.
@@ -72,10 +126,11 @@ fn window(len: usize) -> usize {
 pub(super) fn verdict(run: &Run) -> Vec<Finding> {
     let mut findings = vec![course(run)];
     if run.points("objective/scores").is_some() {
-        findings.extend([score(run), held_out_score(run), kl(run), length(run)].into_iter().flatten());
+        findings.extend([score(run), held_out_score(run), kl(run), entropy(run), length(run)].into_iter().flatten());
     } else {
         findings.extend([accuracy(run), loss(run)].into_iter().flatten());
     }
+    findings.extend(run.damage.iter().map(|damage| finding(Mark::Bad, format!("{damage}."))));
     findings.extend([skipped(run), not_finite(run), alarms(run)].into_iter().flatten());
     findings
 }
@@ -97,6 +152,10 @@ fn course(run: &Run) -> Finding {
         match run.outcome {
             Outcome::Finished => format!("The run is finished: {updates} update{s}."),
             Outcome::Stopped { done, total } => format!("The run ended early, after {done} of {total} updates."),
+            Outcome::Running => format!("The run is in progress: {updates} update{s} so far."),
+            Outcome::Interrupted => format!(
+                "The run was interrupted, or another machine is at work on it: {updates} update{s} so far, and no end is recorded."
+            ),
             Outcome::Open => format!("The run is in progress, or was interrupted: {updates} update{s} so far."),
         },
     )
@@ -105,13 +164,18 @@ fn course(run: &Run) -> Finding {
 fn score(run: &Run) -> Option<Finding> {
     // With running moments the scores that are trained on are not comparable over a run.
     let raw = Ends::of(run, "objective/raw_scores");
-    let Ends { first, last } = raw.or_else(|| Ends::of(run, "objective/scores"))?;
+    let ends = raw.or_else(|| Ends::of(run, "objective/scores"))?;
+    let Ends { first, last, .. } = ends;
     let (from, to) = (short(first), short(last));
     if run.points("objective/scores").is_some_and(|points| points.len() < 2) {
         return Some(finding(
             Mark::Neutral,
             format!("The score is {to} in the only update: there is nothing to compare."),
         ));
+    }
+    if let Some(doubt) = ends.doubt() {
+        let words = doubt.words();
+        return Some(finding(Mark::Neutral, format!("The score went from {from} to {to}: {words}.")));
     }
     let spread = if raw.is_some() { None } else { Ends::of(run, "objective/scores_std").map(|std| std.first) };
     let Some(spread) = spread.filter(|&spread| spread > 0.0) else {
@@ -140,7 +204,8 @@ fn held_out_score(run: &Run) -> Option<Finding> {
     let held_out = Ends::single(run, "eval/score")?;
     let (from, to) = (short(held_out.first), short(held_out.last));
     let trained = Ends::of(run, "objective/scores")?;
-    let overfits = trained.change() > 0.0 && held_out.change() < 0.0;
+    let is_evident = |ends: Ends| ends.doubt().is_none();
+    let overfits = trained.change() > 0.0 && held_out.change() < 0.0 && is_evident(trained) && is_evident(held_out);
     let mark = if overfits { Mark::Bad } else { Mark::Neutral };
     let why = if overfits { ", while that of the training prompts rose: the policy overfits to them" } else { "" };
     Some(finding(mark, format!("On held-out prompts the score went from {from} to {to}{why}.")))
@@ -148,7 +213,8 @@ fn held_out_score(run: &Run) -> Option<Finding> {
 
 fn kl(run: &Run) -> Option<Finding> {
     let kl = Ends::of(run, "objective/kl")?.last;
-    let per_token = kl / Ends::of(run, "val/response_length")?.last;
+    let length = Ends::of(run, "val/response_length")?.last;
+    let per_token = Some(kl / length).filter(|per_token| per_token.is_finite())?;
     let (mark, words) = match per_token {
         per_token if per_token < NEAR => (Mark::Good, "the policy is near the reference"),
         per_token if per_token <= FAR => (Mark::Neutral, "the policy has moved away from the reference"),
@@ -158,8 +224,23 @@ fn kl(run: &Run) -> Option<Finding> {
     Some(finding(mark, format!("KL to the reference: {kl} nats per response, {per_token} per token: {words}.")))
 }
 
+/// Compares the entropy with that of the start.
+fn entropy(run: &Run) -> Option<Finding> {
+    let Ends { first, last, .. } = Ends::of(run, "policy/entropy_avg")?;
+    let equal = Ends::of(run, "frac_reward_zero_std").map(|share| share.last).filter(|share| *share >= EQUAL_GROUPS);
+    let equal = equal.map_or(String::new(), |share| {
+        format!("; {} % of the groups have equal scores, from which nothing is learned", number(100.0 * share, 2))
+    });
+    let words = format!("Entropy: {} nats per token at the end, {} at the start", short(last), short(first));
+    Some(if last < LEAST_ENTROPY * first {
+        finding(Mark::Bad, format!("{words}: responses have become alike{equal}."))
+    } else {
+        finding(Mark::Neutral, format!("{words}{equal}."))
+    })
+}
+
 fn length(run: &Run) -> Option<Finding> {
-    let Ends { first, last } = Ends::of(run, "val/response_length")?;
+    let Ends { first, last, .. } = Ends::of(run, "val/response_length")?;
     let limit = run.setting("response_length").and_then(|limit| limit.parse::<f64>().ok());
     let words = format!("Responses have {} tokens at the end, {} at the start", short(last), short(first));
     Some(match limit.filter(|limit| last >= CUT * limit) {
@@ -169,18 +250,28 @@ fn length(run: &Run) -> Option<Finding> {
 }
 
 fn accuracy(run: &Run) -> Option<Finding> {
-    let Ends { first, last } = Ends::of(run, "accuracy")?;
+    let ends = Ends::of(run, "accuracy")?;
+    let Ends { first, last, .. } = ends;
     let held_out = Ends::single(run, "eval_accuracy")
         .map_or(String::new(), |held_out| format!("; on held-out pairs it is {}", short(held_out.last)));
-    let mark = if last > first.max(0.5) { Mark::Good } else { Mark::Neutral };
+    let doubt = ends.doubt();
+    let mark = if last > first.max(0.5) && doubt.is_none() { Mark::Good } else { Mark::Neutral };
+    let doubt = doubt.map_or(String::new(), |doubt| format!(": {}", doubt.words()));
     let (from, to) = (short(first), short(last));
-    Some(finding(mark, format!("The accuracy on training pairs went from {from} to {to}{held_out}.")))
+    Some(finding(mark, format!("The accuracy on training pairs went from {from} to {to}{doubt}{held_out}.")))
 }
 
 fn loss(run: &Run) -> Option<Finding> {
-    let Ends { first, last } = Ends::of(run, "loss")?;
-    let (mark, verb) = if last < first { (Mark::Good, "fell") } else { (Mark::Bad, "did not fall: it went") };
-    let words = format!("The loss {verb} from {} to {}", short(first), short(last));
+    let ends = Ends::of(run, "loss")?;
+    let Ends { first, last, .. } = ends;
+    let doubt = ends.doubt();
+    let (mark, verb) = match doubt {
+        Some(_) => (Mark::Neutral, "went"),
+        None if last < first => (Mark::Good, "fell"),
+        None => (Mark::Bad, "did not fall: it went"),
+    };
+    let doubt = doubt.map_or(String::new(), |doubt| format!(": {}", doubt.words()));
+    let words = format!("The loss {verb} from {} to {}{doubt}", short(first), short(last));
     let mut held_out = run.points("eval_loss").unwrap_or_default().iter().filter(|(_, loss)| loss.is_finite());
     let least = held_out.clone().min_by(|a, b| a.1.total_cmp(&b.1));
     Some(match least.zip(held_out.next_back()) {
@@ -244,6 +335,8 @@ fn some(texts: impl ExactSizeIterator<Item = String>) -> String {
 mod tests {
     use super::*;
     use crate::report::read::Series;
+    use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
+    use rand_distr::{Distribution, StandardNormal};
 
     fn run(metrics: &[(&str, &[f64])]) -> Run {
         let series = |&(name, values): &(&str, &[f64])| Series {
@@ -261,6 +354,7 @@ mod tests {
             alarms: Vec::new(),
             prompts: Vec::new(),
             notes: Vec::new(),
+            damage: Vec::new(),
         }
     }
 
@@ -275,18 +369,30 @@ mod tests {
         };
         for (scores, std, mark, text) in [
             (
-                &[1.0, 3.0][..],
+                &[1.0, 1.5, 2.0, 2.5, 3.0][..],
                 0.5,
                 Mark::Good,
                 "The score rose from 1 to 3, by 4 standard deviations of the scores at the start.",
             ),
-            (&[1.0, 1.2], 0.5, Mark::Good, "The score rose a little, from 1 to 1.2, by 0.4 standard deviations"),
-            (&[1.0, 1.01], 0.5, Mark::Neutral, "The score hardly changed, from 1 to 1.01, by 0.02 standard deviations"),
-            (&[1.0, 0.5], 0.5, Mark::Bad, "The score fell from 1 to 0.5, by 1 standard deviation of"),
-            (&[1.0, f64::NAN, 0.9], 0.5, Mark::Bad, "The score fell a little, from 1 to 0.9"),
-            (&[0.0, 1.0], 0.0, Mark::Good, "The score rose from 0 to 1."),
-            (&[0.0, 0.0], 0.0, Mark::Neutral, "The score stayed at 0."),
+            (
+                &[1.0, 1.05, 1.1, 1.15, 1.2],
+                0.5,
+                Mark::Good,
+                "The score rose a little, from 1 to 1.2, by 0.4 standard deviations",
+            ),
+            (
+                &[1.0, 1.0025, 1.005, 1.0075, 1.01],
+                0.5,
+                Mark::Neutral,
+                "The score hardly changed, from 1 to 1.01, by 0.02 standard deviations",
+            ),
+            (&[1.0, 0.9, 0.8, 0.65, 0.5], 0.5, Mark::Bad, "The score fell from 1 to 0.5, by 1 standard deviation of"),
+            (&[1.0, 0.98, 0.96, f64::NAN, 0.93, 0.9], 0.5, Mark::Bad, "The score fell a little, from 1 to 0.9"),
+            (&[0.0, 0.2, 0.4, 0.7, 1.0], 0.0, Mark::Good, "The score rose from 0 to 1."),
+            (&[0.0; 5], 0.0, Mark::Neutral, "The score stayed at 0."),
             (&[0.5], 0.1, Mark::Neutral, "The score is 0.5 in the only update"),
+            (&[0.0, 1.0, 2.0, 3.0], 1.0, Mark::Neutral, "The score went from 0 to 3: there are too few updates"),
+            (&[0.0, 1.0, 0.0, 1.0, 0.0, 1.0], 1.0, Mark::Neutral, "The score went from 0 to 1: the change is within"),
         ] {
             let found = &of(scores, std)[0];
             assert!(found.0 == mark && found.1.starts_with(text), "{found:?}");
@@ -300,14 +406,69 @@ mod tests {
         );
     }
 
+    /// Returns draws from a normal distribution.
+    fn noise(seed: u64, len: usize) -> Vec<f64> {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        (0..len).map(|_| StandardNormal.sample(&mut rng)).collect()
+    }
+
+    #[test]
+    fn noise_is_neither_a_rise_nor_a_fall_nor_overfitting() {
+        let (mut findings, mut wrong) = (0, 0);
+        for (seed, len) in (0..100).flat_map(|seed| [2, 3, 4, 10, 40].map(|len| (seed, len))) {
+            let (scores, held_out, spread) = (noise(seed, len), noise(seed + 1000, len), vec![1.0; len]);
+            let ppo = [
+                ("objective/scores", &scores[..]),
+                ("objective/scores_std", &spread[..]),
+                ("eval/score", &held_out[..]),
+            ];
+            let supervised = [("loss", &scores[..]), ("accuracy", &held_out[..])];
+            for (mark, text) in words(&run(&ppo)).into_iter().chain(words(&run(&supervised))) {
+                assert!(mark == Mark::Neutral || len >= FEW_VALUES, "{len}: {text}");
+                findings += 1;
+                wrong += usize::from(mark != Mark::Neutral);
+            }
+        }
+        assert!(findings == 2000 && wrong < findings / 100, "{wrong} of {findings}");
+    }
+
+    #[test]
+    fn an_entropy_that_collapses_is_bad_and_a_kl_per_token_without_tokens_is_no_finding() {
+        let scores = [0.0; 5];
+        let of = |entropy: &[f64]| {
+            let equal = vec![0.5; entropy.len()];
+            words(&run(&[
+                ("objective/scores", &scores),
+                ("policy/entropy_avg", entropy),
+                ("frac_reward_zero_std", &equal),
+                ("objective/kl", &[0.0; 5]),
+                ("val/response_length", &[0.0; 5]),
+            ]))
+        };
+        let found = of(&[1.76, 1.0, 0.5, 0.1, 0.066]);
+        let text = "Entropy: 0.066 nats per token at the end, 1.76 at the start: responses have become alike; 50 % of the groups have \
+                    equal scores, from which nothing is learned.";
+        assert_eq!(found[1], (Mark::Bad, text.into()));
+        assert_eq!(of(&[2.0, 1.0])[1].0, Mark::Neutral);
+        assert!(!found.iter().any(|(_, text)| text.contains("KL")), "{found:?}");
+    }
+
+    #[test]
+    fn what_is_missing_of_the_metrics_is_in_the_verdict() {
+        let mut run = run(&[("loss", &[1.0])]);
+        run.damage.push("metrics.jsonl: 3 lines could not be read and are left out".into());
+        let text = "metrics.jsonl: 3 lines could not be read and are left out.";
+        assert!(words(&run).contains(&(Mark::Bad, text.into())), "{:?}", words(&run));
+    }
+
     #[test]
     fn kl_length_gaps_skips_and_alarms_have_their_sentences() {
         let mut run = run(&[
-            ("objective/scores", &[1.0, 2.0]),
+            ("objective/scores", &[1.0, 1.2, 1.5, 1.7, 2.0]),
             ("objective/kl", &[0.0, 30.0]),
             ("val/response_length", &[10.0, 20.0]),
             ("val/skipped_steps", &[0.0, 3.0]),
-            ("eval/score", &[1.0, 0.5]),
+            ("eval/score", &[1.0, 0.9, 0.8, 0.65, 0.5]),
             ("lr", &[f64::NAN, 1.0]),
         ]);
         run.alarms.push(Alarm { step: 2.0, name: "runaway_kl".into(), message: "far".into() });
@@ -344,11 +505,15 @@ mod tests {
 
     #[test]
     fn supervised_runs_are_judged_by_loss_and_accuracy() {
-        let sft = run(&[("loss", &[2.0, 1.0]), ("eval_loss", &[1.5, 1.2, 1.4])]);
+        let sft = run(&[("loss", &[2.0, 1.8, 1.5, 1.2, 1.0]), ("eval_loss", &[1.5, 1.2, 1.4])]);
         let text = "The loss fell from 2 to 1; on held-out rows it was lowest, 1.2, after update 2, and is 1.4 at the end: the \
                     model overfits.";
         assert_eq!(words(&sft), [(Mark::Bad, text.into())]);
-        let reward = run(&[("loss", &[0.7, 0.3]), ("accuracy", &[0.5, 0.9]), ("eval_accuracy", &[0.8])]);
+        let reward = run(&[
+            ("loss", &[0.7, 0.6, 0.5, 0.4, 0.3]),
+            ("accuracy", &[0.5, 0.6, 0.7, 0.8, 0.9]),
+            ("eval_accuracy", &[0.8]),
+        ]);
         let accuracy = "The accuracy on training pairs went from 0.5 to 0.9; on held-out pairs it is 0.8.";
         assert_eq!(
             words(&reward),

@@ -12,6 +12,7 @@ use crate::{Error, Result};
 use serde::Serialize;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The file of a run's metrics: one JSON object per line.
 pub(crate) const METRICS: &str = "metrics.jsonl";
@@ -208,6 +209,10 @@ fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
     }
 }
 
+/// Times that a folder is tried to be locked, and the pause after each.
+const LOCK_TRIES: usize = 5;
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
+
 /// The lock on a run's folder, which keeps other runs out of it while it lives. The system releases it when the process ends,
 /// however it ends.
 ///
@@ -216,6 +221,18 @@ fn check_contents(dir: &Path, overwrite: bool) -> Result<()> {
 pub(crate) struct FolderLock {
     /// The locked folder; none if there was no folder yet.
     folder: Option<File>,
+}
+
+/// Returns whether a process of this machine is at work in the folder `dir`, by its [`FolderLock`]; `None` if there is no such folder,
+/// or its file system has no locks.
+pub(crate) fn is_at_work(dir: &Path) -> Option<bool> {
+    let folder = File::open(dir).ok()?;
+    // Shared, so that others can look at the same time, and released at once; [`FolderLock::acquire`] waits for it.
+    match folder.try_lock_shared() {
+        Ok(()) => Some(false),
+        Err(TryLockError::WouldBlock) => Some(true),
+        Err(TryLockError::Error(_)) => None,
+    }
 }
 
 impl FolderLock {
@@ -228,13 +245,15 @@ impl FolderLock {
             return Ok(Self { folder: None });
         }
         let folder = File::open(dir).map_err(Error::io("read the folder", dir))?;
-        match folder.try_lock() {
-            Err(TryLockError::WouldBlock) => {
-                Err(Error::invalid(dir, "output_dir: another run is at work in this folder"))
+        for _ in 0..LOCK_TRIES {
+            match folder.try_lock() {
+                // A look by `is_at_work` takes microseconds, a run longer.
+                Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
+                // Some file systems have no locks: there no run is kept out.
+                Ok(()) | Err(TryLockError::Error(_)) => return Ok(Self { folder: Some(folder) }),
             }
-            // Some file systems have no locks: there no run is kept out.
-            Ok(()) | Err(TryLockError::Error(_)) => Ok(Self { folder: Some(folder) }),
         }
+        Err(Error::invalid(dir, "output_dir: another run is at work in this folder"))
     }
 
     /// Creates and locks the folder `dir` if there was none before. Returns whether it was created now.
@@ -463,10 +482,21 @@ mod tests {
         let at_work = "another run is at work";
         assert!(claim_of(&run, second).unwrap_err().contains("found a run in it"));
         assert!(claim_of(&overwriting, third).unwrap_err().contains(at_work), "not even with overwrite_output_dir");
+        assert_eq!(is_at_work(out), Some(true));
         // Nor is it checked.
         assert!(FolderLock::acquire(out).unwrap_err().to_string().contains(at_work));
         std::fs::write(out.join("model.safetensors"), "finished").unwrap();
         drop(held);
+        assert_eq!((is_at_work(out), is_at_work(&dir.path().join("none"))), (Some(false), None));
+        // One that looks at the folder at this moment is waited for.
+        let look = File::open(out).unwrap();
+        look.try_lock_shared().unwrap();
+        let looker = std::thread::spawn(move || {
+            std::thread::sleep(LOCK_PAUSE);
+            drop(look);
+        });
+        drop(FolderLock::acquire(out).unwrap());
+        looker.join().unwrap();
         // A run that has ended meanwhile is not replaced without overwrite_output_dir, not even where a resumed run may replace
         // one without a checkpoint.
         let resuming = |mut run: RunConfig| {

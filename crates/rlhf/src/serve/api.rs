@@ -337,7 +337,10 @@ impl Fields {
             Some(found) => return Err(wrong("chat_template_kwargs", "an object", &found)),
         };
         match self.take("messages") {
-            Some(Value::Array(messages)) if !messages.is_empty() => Ok(Prompt::Chat(messages, variables)),
+            Some(Value::Array(messages)) if !messages.is_empty() => {
+                messages.iter().enumerate().try_for_each(|(at, message)| check_message(at, message))?;
+                Ok(Prompt::Chat(messages, variables))
+            }
             found => Err(wrong("messages", "a list of at least one message", &found.unwrap_or_default())),
         }
     }
@@ -387,6 +390,24 @@ impl Fields {
     }
 }
 
+/// Checks the role and the content of a message, which templates read.
+fn check_message(at: usize, message: &Value) -> Result<(), ApiError> {
+    let name = format!("messages[{at}]");
+    if !message.is_object() {
+        return Err(wrong(&name, "an object with `role` and `content`", message));
+    }
+    let (role, content) = (&message["role"], &message["content"]);
+    if !role.is_string() {
+        return Err(wrong(&format!("{name}.role"), "a string", role));
+    }
+    let is_text = |part: &Value| part["type"] == "text" && part["text"].is_string();
+    match content {
+        Value::String(_) => Ok(()),
+        Value::Array(parts) if parts.iter().all(is_text) => Ok(()),
+        _ => Err(wrong(&format!("{name}.content"), "a string or a list of parts of type `text`", content)),
+    }
+}
+
 fn wrong(name: &str, expected: &str, found: &Value) -> ApiError {
     let found = found.to_string();
     ApiError::invalid(name, format!("`{name}`: expected {expected}, found {}", beginning(&found, QUOTED)))
@@ -395,6 +416,31 @@ fn wrong(name: &str, expected: &str, found: &Value) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn messages_without_role_or_text_are_named() {
+        let error = |messages: Value| parse(Endpoint::Chat, json!({"messages": messages})).map(|_| ()).unwrap_err();
+        let user = json!({"role": "user", "content": "a"});
+        let image = json!([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]);
+        for (message, param, found) in [
+            (json!("a"), "messages[1]", "found \"a\""),
+            (json!({"content": "a"}), "messages[1].role", "found null"),
+            (
+                json!({"role": "user"}),
+                "messages[1].content",
+                "expected a string or a list of parts of type `text`, found null",
+            ),
+            (json!({"role": "user", "content": 5}), "messages[1].content", "found 5"),
+            (json!({"role": "user", "content": image}), "messages[1].content", "found [{"),
+        ] {
+            let error = error(json!([user, message]));
+            assert_eq!(error["param"], param);
+            let message = error["message"].as_str().unwrap();
+            assert!(message.starts_with(&format!("`{param}`: ")) && message.contains(found), "{message}");
+        }
+        let parts = json!([{"role": "user", "content": [{"type": "text", "text": "a"}]}]);
+        assert!(parse(Endpoint::Chat, json!({"messages": parts})).is_ok());
+    }
 
     fn served() -> Served {
         Served::new(Path::new("runs/ppo"))

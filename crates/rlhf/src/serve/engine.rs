@@ -6,6 +6,7 @@ use super::format::{Form, Usage, random};
 use crate::generate::{Alternatives, GenerationConfig, Token, generate_with};
 use crate::http_server::{EventStream, Events};
 use crate::model::CausalLm;
+use crate::safe_text::one_line;
 use crate::settings::{GenerateConfig, SamplerConfig, ServeConfig};
 use crate::signals::stop_requested;
 use crate::tokenizer::Tokenizer;
@@ -159,7 +160,12 @@ impl Engine {
                     return Err(ApiError::invalid("messages", message));
                 }
                 let encoded = self.tokenizer.encode_chat(messages, true, variables);
-                let (text, tokens) = encoded.map_err(|error| ApiError::invalid("messages", error.to_string()))?;
+                // Clients do not need to know the folder of the model.
+                let of_template = |error: Error| match error {
+                    Error::Invalid { message, .. } => ApiError::invalid("messages", one_line(&message)),
+                    other => ApiError::invalid("messages", other.to_string()),
+                };
+                let (text, tokens) = encoded.map_err(of_template)?;
                 (tokens, text)
             }
         };
