@@ -21,6 +21,7 @@ mod layers;
 pub(crate) mod logprobs;
 mod openrlhf;
 mod pipeline;
+pub(crate) mod plan;
 pub(crate) mod report;
 mod rows;
 pub(crate) mod score;
@@ -54,6 +55,7 @@ use self::errors::{Messages, with_refusals};
 use self::keys::Keys;
 use self::launch::{LAUNCH, LaunchTask};
 use self::layers::{resolve, translated};
+use self::plan::{PLAN, PlanTask};
 use self::setting::{Setting, with_defaults};
 
 /// A command with its checked configuration.
@@ -74,6 +76,7 @@ pub(crate) enum Task {
     Serve(ServeConfig),
     Watch(LiveConfig),
     Launch(LaunchTask),
+    Plan(PlanTask),
 }
 
 /// A parsed command line, with its configuration file.
@@ -93,6 +96,9 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     let args: Vec<OsString> = args.into_iter().collect();
     if args.get(1).is_some_and(|name| name == LAUNCH) {
         return launch::parse(args, &rlhf);
+    }
+    if args.get(1).is_some_and(|name| name == PLAN) {
+        return plan::parse(args, &rlhf);
     }
     let mut args = normalise(args, &rlhf);
     let mut messages = Messages::default();
@@ -186,8 +192,8 @@ impl Task {
             Task::Sft(config) => config.check(),
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
-            // Its stages are checked already, with their lines of the file; so is the command of a launch.
-            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) => Ok(()),
+            // Its stages are checked already, with their lines of the file; so is the command of a launch or a plan.
+            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) | Task::Plan(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),

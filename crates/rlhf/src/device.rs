@@ -140,39 +140,98 @@ pub(crate) fn check_threads(threads: Option<usize>) -> Result<()> {
 /// The memory available on `device` in bytes: the machine's, or the container's limit if that is less, divided by the number
 /// of ranks on this machine; unknown for a GPU.
 pub(crate) fn memory(device: tch::Device) -> Option<usize> {
-    if device != tch::Device::Cpu {
-        return None;
-    }
+    let whole = if device == tch::Device::Cpu { whole_memory() } else { None };
+    whole.map(|bytes| bytes / Place::of_process().ranks)
+}
+
+/// The machine's memory in bytes, or the container's limit if that is less.
+pub(crate) fn whole_memory() -> Option<usize> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let machine = read("/proc/meminfo")?;
     let total = machine.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
     let total = total?.parse::<usize>().ok()? << 10;
     let groups = read("/proc/self/cgroup").unwrap_or_default();
-    Some(memory_limit(&groups, read).map_or(total, |limit| limit.min(total)) / Place::of_process().ranks)
+    Some(memory_limit(&groups, read).map_or(total, |limit| limit.min(total)))
 }
 
 /// The smallest memory limit of the control groups in `/proc/self/cgroup`, of version 1 or 2, and of their parents; a container
 /// sees its own group as the root.
 fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
-    let mut least = None;
+    memory_groups(groups).into_iter().filter_map(|group| group.limit(&read)).min()
+}
+
+/// The least memory that a limited control group has left. The pages of files in it count as free: Linux gives them up first.
+fn memory_left(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    let left = |group: MemoryGroup| {
+        let used = number(read(&group.file(&["memory.usage_in_bytes", "memory.current"])));
+        let stat = read(&group.file(&["memory.stat"; 2])).unwrap_or_default();
+        let cached = ["total_inactive_file ", "inactive_file "];
+        let of_line = |line: &str| cached.iter().find_map(|name| line.strip_prefix(name)?.trim().parse::<usize>().ok());
+        let cached = stat.lines().filter_map(of_line).max().unwrap_or(0);
+        Some(group.limit(&read)?.saturating_sub(used.unwrap_or(0).saturating_sub(cached)))
+    };
+    memory_groups(groups).into_iter().filter_map(left).min()
+}
+
+/// A control group that may limit memory.
+struct MemoryGroup {
+    dir: String,
+    /// 1 or 2.
+    version: usize,
+}
+
+impl MemoryGroup {
+    /// The file that has the first of these names in version 1, and the second in version 2.
+    fn file(&self, names: &[&str; 2]) -> String {
+        format!("{}/{}", self.dir, names[self.version - 1])
+    }
+
+    /// Its limit; `max` means no limit.
+    fn limit(&self, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
+        number(read(&self.file(&["memory.limit_in_bytes", "memory.max"])))
+    }
+}
+
+fn number(text: Option<String>) -> Option<usize> {
+    text?.trim().parse().ok()
+}
+
+/// The control groups of `/proc/self/cgroup` that may limit memory, and their parents.
+fn memory_groups(groups: &str) -> Vec<MemoryGroup> {
+    let mut found = Vec::new();
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        let (root, file) = match controllers {
-            "" => ("/sys/fs/cgroup", "memory.max"),
-            several if several.split(',').any(|name| name == "memory") => {
-                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
-            }
+        let (root, version) = match controllers {
+            "" => ("/sys/fs/cgroup", 2),
+            several if several.split(',').any(|name| name == "memory") => ("/sys/fs/cgroup/memory", 1),
             _ => continue,
         };
         for group in std::path::Path::new(path).ancestors().filter_map(|group| group.to_str()) {
-            let limit = read(&format!("{root}{}/{file}", group.trim_end_matches('/')));
-            // `max` means no limit.
-            let limit = limit.and_then(|text| text.trim().parse::<usize>().ok());
-            least = least.into_iter().chain(limit).min();
+            found.push(MemoryGroup { dir: format!("{root}{}", group.trim_end_matches('/')), version });
         }
     }
-    least
+    found
+}
+
+/// Returns the memory that this machine could still give to a run, in bytes: Linux's `MemAvailable`, or what is left of the container's
+/// limit if that is less. `None` if it is not known.
+pub fn available_memory() -> Option<usize> {
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let machine = read("/proc/meminfo")?;
+    let line = machine.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB"));
+    let free = line?.parse::<usize>().ok()? << 10;
+    let groups = read("/proc/self/cgroup").unwrap_or_default();
+    Some(memory_left(&groups, read).map_or(free, |left| left.min(free)))
+}
+
+/// Returns the free memory of the GPU of this number in bytes, as `nvidia-smi` reports it; `None` if that program is not there.
+pub fn available_gpu_memory(number: usize) -> Option<usize> {
+    let number = number.to_string();
+    let arguments = ["--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", &number];
+    let output = std::process::Command::new("nvidia-smi").args(arguments).output().ok()?;
+    let mib = String::from_utf8(output.stdout).ok()?.lines().next()?.trim().parse::<usize>().ok()?;
+    Some(mib << 20)
 }
 
 /// Sets libtorch's number of threads. Without a setting, here or in `OMP_NUM_THREADS`, limits it to the CPUs available to the
@@ -325,6 +384,27 @@ mod tests {
         // A container's group has the path that it has outside, and lies at the root inside.
         assert_eq!(limit(v1, &[("/sys/fs/cgroup/memory/memory.limit_in_bytes", "600\n")]), Some(600));
         assert_eq!(limit("", &[("/sys/fs/cgroup/memory.max", "5")]), None);
+    }
+
+    #[test]
+    fn a_control_group_has_its_limit_less_what_it_uses_but_for_pages_of_files() {
+        let left = |groups: &str, files: &[(&str, &str)]| {
+            memory_left(groups, |path| Some(files.iter().find(|(name, _)| *name == path)?.1.to_string()))
+        };
+        let v2 = [
+            ("/sys/fs/cgroup/job/memory.max", "1000"),
+            ("/sys/fs/cgroup/job/memory.current", "700\n"),
+            ("/sys/fs/cgroup/job/memory.stat", "anon 500\ninactive_file 150\n"),
+        ];
+        assert_eq!(left("0::/job\n", &v2), Some(450));
+        assert_eq!(left("0::/job\n", &v2[1..]), None);
+        assert_eq!(left("0::/job\n", &v2[..1]), Some(1000));
+        let v1 = [
+            ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "900"),
+            ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "1000"),
+            ("/sys/fs/cgroup/memory/memory.stat", "inactive_file 10\ntotal_inactive_file 30\n"),
+        ];
+        assert_eq!(left("4:memory:/\n", &v1), Some(0));
     }
 
     #[test]

@@ -27,6 +27,7 @@
 //! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
 //! | win rates of one model against another, scores, pass@k | [`eval::evaluate`], [`settings::EvaluateConfig`] |
+//! | the memory and time of a run before it starts | [`plan::plan`] |
 //! | the report of a run, a page of HTML; the same page live | [`report::report`], [`report::watch`] |
 //! | a model behind OpenAI's HTTP interface | [`serve::serve`] |
 //! | the equations of PPO, on tensors alone | [`rl::math`] |
@@ -50,6 +51,7 @@ pub mod merge;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod plan;
 pub mod report;
 pub mod reward;
 pub mod rl;

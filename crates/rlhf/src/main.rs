@@ -86,6 +86,9 @@ fn run(task: &Task) -> Result<u8> {
         true => tch_ext::map_large_allocations(),
         false => tch_ext::keep_freed_memory(),
     }
+    if is_main() {
+        cli::plan::warn(task);
+    }
     join_ranks(task)?;
     let console = if World::of_process().is_main() { Console::detect() } else { Console::Silent };
     match task {
@@ -98,7 +101,13 @@ fn run(task: &Task) -> Result<u8> {
         Task::Logprobs(config) => cli::logprobs::logprobs(config),
         Task::Score(config) => cli::score::score(config),
         // These need one process.
-        Task::Eval(_) | Task::Merge(_) | Task::Report(_) | Task::Watch(_) | Task::Chat(_) | Task::Serve(_)
+        Task::Eval(_)
+        | Task::Merge(_)
+        | Task::Report(_)
+        | Task::Watch(_)
+        | Task::Chat(_)
+        | Task::Serve(_)
+        | Task::Plan(_)
             if !is_main() =>
         {
             Ok(())
@@ -107,6 +116,7 @@ fn run(task: &Task) -> Result<u8> {
         Task::Merge(config) => rlhf::merge::merge(config),
         Task::Report(config) => cli::report::report(config),
         Task::Watch(config) => cli::watch::watch(config),
+        Task::Plan(task) => cli::plan::plan(task),
         Task::Chat(config) => cli::chat::chat(config),
         Task::Serve(config) => cli::serve::serve(config),
         Task::Launch(config) => return cli::launch::launch(config),

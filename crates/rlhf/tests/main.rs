@@ -21,6 +21,7 @@ mod lora;
 mod models;
 mod numbers;
 mod pipeline;
+mod plan;
 mod ppo;
 mod preferences;
 mod rank_rows;

@@ -5,10 +5,11 @@ use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
     ChatConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig, MergeConfig, PipelineFlags,
-    PpoConfig, Preset, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    PlanFlags, PpoConfig, Preset, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;
+use super::plan::PLAN;
 use super::{deepspeed_chat, groups, help, trl};
 
 /// The command that runs the others as stages: it needs a configuration file.
@@ -159,6 +160,14 @@ Examples:
   rlhf launch --nproc_per_node 4 --max_restarts 2 ppo --config ppo.yaml
   rlhf launch --nnodes 2 --node_rank 0 --master_addr node0 --nproc_per_node 8 sft --config sft.yaml";
 
+const PLAN_HELP: &str = "\
+The flags of plan come before the command, whose own flags and file follow. Nothing is loaded: sizes
+come from config.json, lengths from the data, and rates from a second of measuring this machine.
+
+Examples:
+  rlhf plan ppo --config ppo.yaml
+  rlhf plan --memory 24GB --nproc_per_node 2 sft --config sft.yaml --zero_stage 3";
+
 /// Returns the whole command line of `rlhf`.
 pub(super) fn rlhf_command() -> Command {
     let commands = [
@@ -203,6 +212,10 @@ pub(super) fn rlhf_command() -> Command {
         flag::command::<ServeConfig>("serve")
             .about("Serve a language model by OpenAI's HTTP interface")
             .after_help(SERVE_HELP),
+        flag::command::<PlanFlags>(PLAN)
+            .about("Memory and time of a training run, before it runs")
+            .override_usage("rlhf plan [OPTIONS] COMMAND [ARGUMENTS]...")
+            .after_help(PLAN_HELP),
         flag::command::<LaunchFlags>(LAUNCH)
             .about("Start a command as several ranks")
             .override_usage("rlhf launch [OPTIONS] COMMAND [ARGUMENTS]...")
@@ -225,7 +238,10 @@ pub(super) fn rlhf_command() -> Command {
         .disable_help_subcommand(true)
         .subcommands(commands)
         .mut_subcommands(|command| command.disable_help_flag(true).arg(help.clone()))
-        .mut_subcommands(|command| if command.get_name() == LAUNCH { command } else { command.arg(file.clone()) })
+        .mut_subcommands(|command| match command.get_name() {
+            LAUNCH | PLAN => command,
+            _ => command.arg(file.clone()),
+        })
         .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
         .mut_subcommands(help::arranged)
 }
@@ -375,6 +391,7 @@ mod tests {
             sorted(&format!("model model_revision host port max_new_tokens batch_size {compute}"))
         );
         assert_eq!(flags("watch"), sorted("run terminal port host config help"));
+        assert_eq!(flags("plan"), sorted("json memory nproc_per_node nnodes calibrate help"));
         assert_eq!(
             flags("launch"),
             sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")
@@ -488,7 +505,9 @@ mod tests {
     #[test]
     fn no_size_is_large_enough_for_more_than_a_usage_error() {
         let mut counted = 0;
-        for command in rlhf_command().get_subcommands().filter(|command| command.get_name() != PIPELINE) {
+        for command in
+            rlhf_command().get_subcommands().filter(|command| ![PIPELINE, PLAN].contains(&command.get_name()))
+        {
             for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
                 let is_number = arg.get_value_names().is_some_and(|names| names.iter().any(|name| name == "N"));
                 let (Some(flag), true) = (arg.get_long(), is_number) else { continue };

@@ -27,7 +27,7 @@ const HEADINGS: [&str; 13] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 16] = [
+const COMMON: [(&str, &[&str], &[&str]); 17] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -171,6 +171,7 @@ const COMMON: [(&str, &[&str], &[&str]); 16] = [
     ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
     ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
     ("watch", &[], &["terminal", "port", "host", "config"]),
+    ("plan", &[], &["memory", "nproc_per_node", "nnodes", "json", "calibrate"]),
     (
         "launch",
         &[],
@@ -179,10 +180,11 @@ const COMMON: [(&str, &[&str], &[&str]); 16] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 61] = [
+const WORDS: [(&str, &str); 64] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
+    ("calibrate", "false: no times"),
     ("compare", "second model: folder or hub name"),
     ("compare_column", "column with responses to compare"),
     ("config", "YAML file of settings, by flag name"),
@@ -194,6 +196,7 @@ const WORDS: [(&str, &str); 61] = [
     ("eval_steps", "evaluate every N updates"),
     ("gradient_accumulation_steps", "micro-batches per update"),
     ("host", "address to listen on"),
+    ("json", "print JSON"),
     ("judge_command", "program that compares two responses"),
     ("judge_model", "name of the model at judge_url"),
     ("judge_url", "OpenAI-compatible API of a judge"),
@@ -207,6 +210,7 @@ const WORDS: [(&str, &str); 61] = [
     ("max_new_tokens", "maximum tokens of a response"),
     ("max_restarts", "restarts after a failed rank"),
     ("max_shard_size", "maximum size of a weights file"),
+    ("memory", "memory to plan for [what is free]"),
     ("missing_eos_penalty", "score penalty without a stop token"),
     ("model_name_or_path", "model: folder or hub name"),
     ("new_reward_head", "add a score head if there is none"),
@@ -317,7 +321,7 @@ fn text(command: &Command) -> String {
             format!(" {name}{}", if matches!(arg.get_action(), ArgAction::Append) { "..." } else { "" })
         }
         Some(_) => " [PROMPT]...".into(),
-        // Of `launch`.
+        // Of `launch` and `plan`.
         None if needed.is_empty() => " COMMAND [ARGUMENTS]...".into(),
         None => String::new(),
     };
