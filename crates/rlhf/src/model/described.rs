@@ -7,7 +7,7 @@ use super::decoder::Decoder;
 use super::lora::{self, LoraConfig};
 use super::params::{Builder, Init, Source};
 use super::shape::{Activation, MlpIn, Order};
-use crate::Result;
+use crate::{Error, Result};
 use std::collections::HashMap;
 use std::path::Path;
 use tch::{Device, Kind};
@@ -108,6 +108,14 @@ pub(crate) struct Activations {
     pub(crate) working: usize,
 }
 
+/// Number of parameters of a model, at most: above any model's, and small enough that sums of bytes do not overflow.
+const MOST_PARAMETERS: f64 = 1e14;
+
+/// `bytes` as a whole number that sums of a few do not overflow.
+fn bounded(bytes: f64) -> usize {
+    bytes.min((1u64 << 58) as f64) as usize
+}
+
 impl Held {
     /// Adds a trained head of `parameters` parameters.
     pub(crate) fn add_head(&mut self, parameters: usize) {
@@ -179,7 +187,14 @@ impl ModelSizes {
             role: role(&param.name),
             name: param.name,
         });
-        let tensors = tensors.collect();
+        let tensors: Vec<TensorSize> = tensors.collect();
+        let parameters = tensors.iter().map(|tensor| tensor.numel as f64).sum::<f64>();
+        if parameters > MOST_PARAMETERS {
+            let message = format!(
+                "config.json: expected a model of at most {MOST_PARAMETERS:e} parameters, found {parameters:.1e}"
+            );
+            return Err(Error::Run(message));
+        }
         Ok(Self { tensors, linears, config, is_classifier })
     }
 
@@ -291,9 +306,9 @@ impl ModelSizes {
         gradient_checkpointing: bool,
     ) -> Result<Activations> {
         let c = &self.config;
-        let layers = c.num_hidden_layers as usize;
+        let layers = c.num_hidden_layers as f64;
         let kind = compute.elt_size_in_bytes();
-        let (n, hidden, inner) = (tokens.computed, c.hidden_size as usize, c.intermediate_size as usize);
+        let (n, hidden, inner) = (tokens.computed as f64, c.hidden_size as f64, c.intermediate_size as f64);
         let of_adapter = match adapter {
             None => 0,
             Some((lora, drops)) => {
@@ -305,75 +320,77 @@ impl ModelSizes {
                     (false, false) => 0,
                 };
                 let of_linear = |linear: &&LinearSize| lora.r * 4 + linear.widths[0] * held;
-                self.adapted(lora)?.iter().map(of_linear).sum::<usize>() / layers.max(1)
+                self.adapted(lora)?.iter().map(of_linear).sum::<usize>() / c.num_hidden_layers.max(1) as usize
             }
         };
-        let layer = self.layer_bytes(tokens, kind) + n * of_adapter;
-        let embedded = n * hidden * 4;
-        let head = tokens.outputs * (3 * hidden + c.embedding_size as usize) * 4;
+        let layer = self.layer_bytes(tokens, kind) + n * of_adapter as f64;
+        let embedded = n * hidden * 4.0;
+        let head = tokens.outputs as f64 * (3.0 * hidden + c.embedding_size as f64) * 4.0;
         // Gradients of the MLP's tensors and of the residual stream, while a layer's own are still there.
-        let wide = if adapter.is_some() && kind < 4 { 4 * (inner + hidden) } else { 0 };
-        let backward = n * (3 * inner * kind + 3 * hidden * 4 + wide);
-        Ok(match gradient_checkpointing {
-            true => Activations { stored: layers * embedded + head, working: layer + backward },
+        let wide = if adapter.is_some() && kind < 4 { 4.0 * (inner + hidden) } else { 0.0 };
+        let backward = n * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0 + wide);
+        let (stored, working) = match gradient_checkpointing {
+            true => (layers * embedded + head, layer + backward),
             // After the last layer's attention only tokens with an output are computed.
             false => {
                 let last = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, kind).min(layer);
-                Activations { stored: (layers - 1) * layer + last + embedded + head, working: backward }
+                ((layers - 1.0) * layer + last + embedded + head, backward)
             }
-        })
+        };
+        Ok(Activations { stored: bounded(stored), working: bounded(working) })
     }
 
     /// Bytes that a layer stores for its backward pass.
-    fn layer_bytes(&self, tokens: PassTokens, kind: usize) -> usize {
+    fn layer_bytes(&self, tokens: PassTokens, kind: usize) -> f64 {
         let c = &self.config;
-        let (n, m) = (tokens.computed, tokens.attended);
-        let (hidden, inner) = (c.hidden_size as usize, c.intermediate_size as usize);
-        let dim = c.head_dim as usize;
-        let (heads, kv_heads) = (c.num_attention_heads as usize, c.num_key_value_heads as usize);
-        let (queries, keys) = (heads * dim, kv_heads * dim);
+        let narrow = kind < 4;
+        let (n, m, kind) = (tokens.computed as f64, tokens.attended as f64, kind as f64);
+        let (hidden, inner) = (c.hidden_size as f64, c.intermediate_size as f64);
+        let (heads, dim) = (c.num_attention_heads as f64, c.head_dim as f64);
+        let (queries, keys) = (heads * dim, c.num_key_value_heads as f64 * dim);
         // Mean and scale of each row are stored beside its result.
-        let norm = |count: usize| n * count * (hidden * kind + 8);
-        let stream = match c.order {
-            Order::Parallel => n * hidden * 4,
-            Order::Pre => 2 * n * hidden * 4,
+        let norms = 2.0 * n * (hidden * kind + 8.0);
+        let streams = match c.order {
+            Order::Parallel => 1.0,
+            Order::Pre => 2.0,
             // Norms of the branches have inputs of their own; those after the sum give f32, of which products have a copy.
-            Order::Sandwich => 4 * n * hidden * 4,
-            Order::Post => 2 * n * hidden * 4 + if kind < 4 { 0 } else { 2 * n * hidden * 4 },
+            Order::Sandwich => 4.0,
+            Order::Post if narrow => 2.0,
+            Order::Post => 4.0,
         };
-        let mut attention = m * ((queries + 2 * keys + queries) * kind + heads * 4);
-        if m > n {
+        let mut attention = m * ((2.0 * queries + 2.0 * keys) * kind + heads * 4.0);
+        if tokens.attended > tokens.computed {
             attention += n * queries * kind;
         }
         if c.family.names.qk_norm.is_some() {
-            attention += n * (queries + keys) * if kind < 4 { 4 + kind } else { 4 };
+            attention += n * (queries + keys) * if narrow { 4.0 + kind } else { 4.0 };
         }
         let mlp = match (c.family.names.mlp_in, c.activation) {
-            (MlpIn::Up(_), Activation::Relu) => 1,
-            (MlpIn::Up(_), _) => 2,
-            (MlpIn::Gated(_) | MlpIn::GatedFused(_), _) => 4,
+            (MlpIn::Up(_), Activation::Relu) => 1.0,
+            (MlpIn::Up(_), _) => 2.0,
+            (MlpIn::Gated(_) | MlpIn::GatedFused(_), _) => 4.0,
         };
-        stream + norm(2) + attention + n * mlp * inner * kind
+        streams * n * hidden * 4.0 + norms + attention + n * mlp * inner * kind
     }
 
     /// Bytes in use at once in a forward pass without gradients.
     pub(crate) fn forward_bytes(&self, tokens: PassTokens, compute: Kind) -> usize {
         let c = &self.config;
-        let kind = compute.elt_size_in_bytes();
-        let (hidden, inner) = (c.hidden_size as usize, c.intermediate_size as usize);
-        let width = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) as usize * c.head_dim as usize;
+        let kind = compute.elt_size_in_bytes() as f64;
+        let (n, m) = (tokens.computed as f64, tokens.attended as f64);
+        let width = 2.0 * (c.num_attention_heads + c.num_key_value_heads) as f64 * c.head_dim as f64;
         let gated = !matches!(c.family.names.mlp_in, MlpIn::Up(_));
-        let mlp = if gated { 3 * inner } else { 2 * inner };
-        let stream = tokens.computed * hidden * (2 * 4 + kind);
-        let attention = (tokens.computed + if tokens.attended > tokens.computed { tokens.attended } else { 0 }) * width;
-        stream + (attention * kind).max(tokens.computed * mlp * kind) + tokens.outputs * c.embedding_size as usize * 4
+        let mlp = if gated { 3.0 } else { 2.0 } * c.intermediate_size as f64;
+        let stream = n * c.hidden_size as f64 * (2.0 * 4.0 + kind);
+        let attention = (n + if m > n { m } else { 0.0 }) * width;
+        bounded(stream + (attention * kind).max(n * mlp * kind) + tokens.outputs as f64 * c.embedding_size as f64 * 4.0)
     }
 
     /// Bytes of the keys and values of `rows` rows of `capacity` tokens.
     pub(crate) fn cache_bytes(&self, rows: usize, capacity: usize, compute: Kind) -> usize {
         let c = &self.config;
-        let width = (c.num_key_value_heads * c.head_dim) as usize;
-        2 * c.num_hidden_layers as usize * rows * capacity * width * compute.elt_size_in_bytes()
+        let width = c.num_key_value_heads as f64 * c.head_dim as f64 * compute.elt_size_in_bytes() as f64;
+        bounded(2.0 * c.num_hidden_layers as f64 * rows as f64 * capacity as f64 * width)
     }
 }
 

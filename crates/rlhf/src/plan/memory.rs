@@ -97,9 +97,9 @@ impl<'a> Job<'a> {
     /// Bytes that a pass of a model gathers: weights of a layer and of what is outside the layers, and gradients of both.
     fn gathered(&self, member: &Member<'_>, backward: bool) -> [usize; 2] {
         let held = &member.held;
-        let copies = |bytes: usize| bytes * held.copies / held.weights.max(1);
+        let copied = held.copies as f64 / held.weights.max(1) as f64;
         let weights = match self.releases(member.stage) {
-            true => held.layer + held.root + copies(held.layer + held.root),
+            true => ((held.layer + held.root) as f64 * (1.0 + copied)) as usize,
             false => 0,
         };
         let gradients = match backward && member.stage.shards_gradients() {
@@ -317,10 +317,11 @@ impl<'a> Job<'a> {
             };
             trained().map(of).max().unwrap_or(0)
         };
+        let scale = |count: usize, tokens: usize| (count as f64 * tokens as f64 / used.computed.max(1) as f64) as usize;
         let scaled = |tokens: usize| PassTokens {
             computed: tokens,
-            attended: (used.attended * tokens).div_ceil(used.computed.max(1)),
-            outputs: (used.outputs * tokens).div_ceil(used.computed.max(1)),
+            attended: scale(used.attended, tokens),
+            outputs: scale(used.outputs, tokens),
         };
         let many = scaled(1 << 20);
         let per_token = bytes(many).saturating_sub(bytes(PassTokens::default())) >> 20;

@@ -11,6 +11,9 @@ use tch::Device;
 /// Smallest micro-batch that is proposed, in tokens.
 const LEAST_TOKENS: usize = 128;
 
+/// Number of rows of a smaller batch of sampling and scoring.
+const ROWS: usize = 8;
+
 /// Returns the changes that lower the peak of `job`, the most effective first.
 ///
 /// # Errors
@@ -64,27 +67,35 @@ fn changes(run: &PlannedRun, job: &Job<'_>) -> Vec<(String, (PlannedRun, Change)
         PlannedRun::Ppo(config) => config.peft.use_peft = true,
     };
     let low = settings.bf16 || settings.fp16;
+    let mut simple: Vec<(String, Box<dyn Fn(&mut PlannedRun)>)> = Vec::new();
     if !uses_peft {
-        add("--use_peft", &adapt);
+        simple.push(("--use_peft".into(), Box::new(adapt)));
     }
     if !low {
-        add("--bf16", &|run| run.run_mut().bf16 = true);
-    }
-    if !uses_peft && !low {
-        add("--use_peft --bf16", &|run| {
-            adapt(run);
-            run.run_mut().bf16 = true;
-        });
+        simple.push(("--bf16".into(), Box::new(|run| run.run_mut().bf16 = true)));
     }
     if !settings.gradient_checkpointing {
-        add("--gradient_checkpointing", &|run| run.run_mut().gradient_checkpointing = true);
+        simple.push(("--gradient_checkpointing".into(), Box::new(|run| run.run_mut().gradient_checkpointing = true)));
     }
-    let half = job.limit.min(job.largest_pass(job.limit).computed) / 2;
-    for tokens in [half, LEAST_TOKENS] {
-        if tokens >= LEAST_TOKENS && tokens < job.limit {
-            let set = |run: &mut PlannedRun| run.run_mut().max_tokens_per_micro_batch = Some(tokens);
-            add(&format!("--max_tokens_per_micro_batch {tokens}"), &set);
-        }
+    let tokens = smaller(job);
+    if tokens < job.limit {
+        let set = move |run: &mut PlannedRun| run.run_mut().max_tokens_per_micro_batch = Some(tokens);
+        simple.push((format!("--max_tokens_per_micro_batch {tokens}"), Box::new(set)));
+    }
+    if let PlannedRun::Ppo(config) = run
+        && config.local_rollout_forward_batch_size > ROWS
+    {
+        let set = |run: &mut PlannedRun| {
+            if let PlannedRun::Ppo(config) = run {
+                config.local_rollout_forward_batch_size = ROWS;
+            }
+        };
+        simple.push((format!("--local_rollout_forward_batch_size {ROWS}"), Box::new(set)));
+    }
+    simple.iter().for_each(|(change, edit)| add(change, edit));
+    if simple.len() > 1 {
+        let words: Vec<&str> = simple.iter().map(|(change, _)| change.as_str()).collect();
+        add(&words.join(" "), &|run| simple.iter().for_each(|(_, edit)| edit(run)));
     }
     of_ppo(run, &mut add);
     let (stage, ranks) = (settings.dist.zero_stage, job.machine.ranks);
@@ -98,6 +109,13 @@ fn changes(run: &PlannedRun, job: &Job<'_>) -> Vec<(String, (PlannedRun, Change)
     changed.run_mut().dist.zero_stage = ZeroStage::Stage3;
     found.push((format!("--zero_stage 3 on {} {place} like this one", 2 * ranks), (changed, Change::Machines(2))));
     found
+}
+
+/// A smaller number of tokens of a micro-batch: the largest that fits, or half of what the run has.
+fn smaller(job: &Job<'_>) -> usize {
+    let own = job.micro_batch(&job.memory());
+    let fits = own.largest.unwrap_or(0) / LEAST_TOKENS * LEAST_TOKENS;
+    if (1..own.tokens).contains(&fits) { fits } else { (own.tokens / 2).max(LEAST_TOKENS) }
 }
 
 /// Adds the changes of a PPO run.
@@ -115,10 +133,6 @@ fn of_ppo(run: &PlannedRun, add: &mut dyn FnMut(&str, &dyn Fn(&mut PlannedRun)))
             "--value_head (the policy's trunk is the value model's too)",
             &edit(|config| config.legacy.value_head = true),
         );
-    }
-    if config.local_rollout_forward_batch_size > 8 {
-        let change = "--local_rollout_forward_batch_size 8";
-        add(change, &edit(|config| config.local_rollout_forward_batch_size = 8));
     }
     if config.ema.enable_ema {
         add("without --enable_ema", &edit(|config| config.ema.enable_ema = false));

@@ -17,6 +17,11 @@ pub(super) fn size(bytes: usize) -> String {
     }
 }
 
+/// A size in a table.
+fn or_dash(bytes: usize) -> String {
+    if bytes == 0 { "-".into() } else { size(bytes) }
+}
+
 /// A count with its magnitude.
 fn count(number: f64) -> String {
     let units = [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")];
@@ -69,9 +74,9 @@ fn models(models: &[PlannedModel]) -> String {
             model.role.to_string(),
             count(model.parameters as f64),
             count(model.trained as f64),
-            size(model.weights),
-            size(model.gradients),
-            size(model.moments),
+            or_dash(model.weights),
+            or_dash(model.gradients),
+            or_dash(model.moments),
         ]
     }));
     columns(&rows)
@@ -82,7 +87,7 @@ fn phases(phases: &[Phase]) -> String {
     let mut rows = vec![words(&names)];
     rows.extend(phases.iter().map(|phase| {
         let parts = [phase.program, phase.weights, phase.gradients, phase.moments, phase.activations];
-        let sizes = parts.into_iter().chain([phase.cache, phase.logits, phase.total]).map(size);
+        let sizes = parts.into_iter().chain([phase.cache, phase.logits, phase.total]).map(or_dash);
         std::iter::once(phase.name.to_string()).chain(sizes).collect()
     }));
     columns(&rows)

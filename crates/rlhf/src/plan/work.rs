@@ -32,7 +32,8 @@ fn forward(member: &Member<'_>, tokens: PassTokens, heads: usize) -> f64 {
     let c = member.sizes.config();
     // Queries times keys and weights times values, of half of the pairs in a causal model.
     let length = tokens.attended as f64 / tokens.outputs.max(1) as f64;
-    let attention = 2.0 * (c.num_hidden_layers * c.num_attention_heads * c.head_dim) as f64 * length.min(4096.0);
+    let width = c.num_hidden_layers as f64 * c.num_attention_heads as f64 * c.head_dim as f64;
+    let attention = 2.0 * width * length;
     2.0 * (tokens.computed as f64 * layers as f64 + heads as f64 * head as f64) + tokens.attended as f64 * attention
 }
 
