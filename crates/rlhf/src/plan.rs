@@ -276,7 +276,7 @@ pub fn plan(run: &PlannedRun, options: &PlanOptions) -> Result<Plan> {
             micro_batch: job.micro_batch(&memory),
             time: rates.map(|rates| work::time(&job, &rates, &work)),
             work: work.planned,
-            remedies: remedies::find(run, &models, &rows, &job)?,
+            remedies: remedies::find(run, &models, &rows, &job),
             notes,
             memory,
         })

@@ -195,7 +195,7 @@ impl ModelSizes {
             );
             return Err(Error::Run(message));
         }
-        Ok(Self { tensors, linears, config, is_classifier })
+        Ok(Self { config, tensors, linears, is_classifier })
     }
 
     pub(crate) fn config(&self) -> &ModelConfig {
@@ -352,11 +352,9 @@ impl ModelSizes {
         let norms = 2.0 * n * (hidden * kind + 8.0);
         let streams = match c.order {
             Order::Parallel => 1.0,
-            Order::Pre => 2.0,
-            // Norms of the branches have inputs of their own; those after the sum give f32, of which products have a copy.
+            Order::Pre | Order::Post => 2.0,
+            // Norms of the branches have inputs of their own.
             Order::Sandwich => 4.0,
-            Order::Post if narrow => 2.0,
-            Order::Post => 4.0,
         };
         let mut attention = m * ((2.0 * queries + 2.0 * keys) * kind + heads * 4.0);
         if tokens.attended > tokens.computed {
@@ -471,7 +469,8 @@ mod tests {
                     adapted.prepare(true);
                     adapted.add_adapter(&lora(), 1).unwrap();
                     adapted.set_trainable(true);
-                    assert_eq!(held(Holding::Adapted(&lora()), kind), real(adapted.params()), "{name}");
+                    let lora = lora();
+                    assert_eq!(held(Holding::Adapted(&lora), kind), real(adapted.params()), "{name}");
                 }
                 let reference = trained.share_lower_layers(1).unwrap();
                 trained.set_trainable(true);

@@ -12,6 +12,9 @@ use crate::{Error, tokenizer::Tokenizer};
 use std::path::{Path, PathBuf};
 use tch::Kind;
 
+/// Reads the configuration of a model by its path and revision, and the dtype that its files hold it in.
+type ReadConfig = dyn Fn(&Path, Option<&str>) -> Result<(ModelConfig, Kind)>;
+
 /// Sizes of the models that a run names.
 #[derive(Debug)]
 pub(super) struct Models {
@@ -84,7 +87,7 @@ impl Models {
         })
     }
 
-    fn find_with(run: &PlannedRun, read: &dyn Fn(&Path, Option<&str>) -> Result<(ModelConfig, Kind)>) -> Result<Self> {
+    fn find_with(run: &PlannedRun, read: &ReadConfig) -> Result<Self> {
         let lm = |path: &Path, revision| -> Result<NamedModel> {
             let (config, kind) = read(path, revision)?;
             let sizes = ModelSizes::of_causal_lm(config, kind, path)?;

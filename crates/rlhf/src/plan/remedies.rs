@@ -4,8 +4,8 @@ use super::members::Models;
 use super::memory::Job;
 use super::rows::Rows;
 use super::{PlannedRun, Remedy};
-use crate::Result;
 use crate::dist::ZeroStage;
+use crate::settings::PpoConfig;
 use tch::Device;
 
 /// Smallest micro-batch that is proposed, in tokens.
@@ -14,101 +14,112 @@ const LEAST_TOKENS: usize = 128;
 /// Number of rows of a smaller batch of sampling and scoring.
 const ROWS: usize = 8;
 
+/// A change of settings.
+struct Edit {
+    /// Its flags.
+    flags: String,
+    apply: Box<dyn Fn(&mut PlannedRun)>,
+}
+
+impl Edit {
+    fn new(flags: impl Into<String>, apply: impl Fn(&mut PlannedRun) + 'static) -> Self {
+        Self { flags: flags.into(), apply: Box::new(apply) }
+    }
+
+    /// A change of the settings of PPO; none for other runs.
+    fn of_ppo(flags: impl Into<String>, apply: impl Fn(&mut PpoConfig) + 'static) -> Self {
+        Self::new(flags, move |run| {
+            if let PlannedRun::Ppo(config) = run {
+                apply(config);
+            }
+        })
+    }
+
+    /// All of `edits` at once.
+    fn together(edits: Vec<Self>) -> Self {
+        let flags: Vec<&str> = edits.iter().map(|edit| edit.flags.as_str()).collect();
+        Self::new(flags.join(" "), move |run| edits.iter().for_each(|edit| (edit.apply)(run)))
+    }
+}
+
 /// Returns the changes that lower the peak of `job`, the most effective first.
-///
-/// # Errors
-/// None for a run that was planned.
-pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>) -> Result<Vec<Remedy>> {
+pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>) -> Vec<Remedy> {
     let peak = job.memory().peak;
     let mut found = Vec::new();
-    for (change, changed) in changes(run, job) {
+    let mut add = |change: String, edit: &Edit, machines: usize| {
+        let mut changed = run.clone();
+        (edit.apply)(&mut changed);
         let mut machine = job.machine;
-        if let Change::Machines(count) = changed.1 {
-            machine.ranks *= count;
-        }
+        machine.ranks *= machines;
         // A combination that the settings do not allow is no remedy.
-        if changed.0.check().is_err() {
-            continue;
-        }
-        let Ok(other) = Job::new(&changed.0, models, rows, machine) else { continue };
-        let memory = other.memory();
-        if memory.peak < peak {
+        let allowed = changed.check().is_ok().then(|| Job::new(&changed, models, rows, machine).ok()).flatten();
+        if let Some(memory) = allowed.map(|other| other.memory()).filter(|memory| memory.peak < peak) {
             found.push(Remedy { change, peak: memory.peak, saves: peak - memory.peak, fits: memory.fits });
         }
+    };
+    for edit in simple(run, job).iter().chain(&structural(run, job)) {
+        add(edit.flags.clone(), edit, 1);
     }
+    let all = simple(run, job);
+    if all.len() > 1 {
+        let all = Edit::together(all);
+        add(all.flags.clone(), &all, 1);
+    }
+    let place = if job.machine.device == Device::Cpu { "machines" } else { "GPUs" };
+    let divided = Edit::new("--zero_stage 3", |run| run.run_mut().dist.zero_stage = ZeroStage::Stage3);
+    add(format!("--zero_stage 3 on {} {place} like this one", 2 * job.machine.ranks), &divided, 2);
     found.sort_by_key(|remedy| remedy.peak);
-    Ok(found)
+    found
 }
 
-/// The part of a change that is not one of settings.
-enum Change {
-    None,
-    /// The same run on this many times as many ranks, each of the others with a memory of its own.
-    Machines(usize),
-}
-
-/// The changes that could help, with the run as it would be.
-fn changes(run: &PlannedRun, job: &Job<'_>) -> Vec<(String, (PlannedRun, Change))> {
-    let mut found: Vec<(String, (PlannedRun, Change))> = Vec::new();
-    let mut add = |change: &str, edit: &dyn Fn(&mut PlannedRun)| {
-        let mut changed = run.clone();
-        edit(&mut changed);
-        found.push((change.to_string(), (changed, Change::None)));
-    };
+/// Changes that leave the algorithm as it is, but for rounding and the number of trained parameters.
+fn simple(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     let settings = run.run();
-    let uses_peft = match run {
-        PlannedRun::Sft(config) => config.peft.use_peft,
-        PlannedRun::Reward(config) => config.peft.use_peft,
-        PlannedRun::Ppo(config) => config.peft.use_peft,
-    };
-    let adapt = |run: &mut PlannedRun| match run {
-        PlannedRun::Sft(config) => config.peft.use_peft = true,
-        PlannedRun::Reward(config) => config.peft.use_peft = true,
-        PlannedRun::Ppo(config) => config.peft.use_peft = true,
-    };
-    let low = settings.bf16 || settings.fp16;
-    let mut simple: Vec<(String, Box<dyn Fn(&mut PlannedRun)>)> = Vec::new();
-    if !uses_peft {
-        simple.push(("--use_peft".into(), Box::new(adapt)));
+    let mut edits = Vec::new();
+    if job.members.iter().all(|member| member.adapter.is_none()) {
+        edits.push(Edit::new("--use_peft", |run| match run {
+            PlannedRun::Sft(config) => config.peft.use_peft = true,
+            PlannedRun::Reward(config) => config.peft.use_peft = true,
+            PlannedRun::Ppo(config) => config.peft.use_peft = true,
+        }));
     }
-    if !low {
-        simple.push(("--bf16".into(), Box::new(|run| run.run_mut().bf16 = true)));
+    if !(settings.bf16 || settings.fp16) {
+        edits.push(Edit::new("--bf16", |run| run.run_mut().bf16 = true));
     }
     if !settings.gradient_checkpointing {
-        simple.push(("--gradient_checkpointing".into(), Box::new(|run| run.run_mut().gradient_checkpointing = true)));
+        edits.push(Edit::new("--gradient_checkpointing", |run| run.run_mut().gradient_checkpointing = true));
     }
     let tokens = smaller(job);
     if tokens < job.limit {
         let set = move |run: &mut PlannedRun| run.run_mut().max_tokens_per_micro_batch = Some(tokens);
-        simple.push((format!("--max_tokens_per_micro_batch {tokens}"), Box::new(set)));
+        edits.push(Edit::new(format!("--max_tokens_per_micro_batch {tokens}"), set));
     }
-    if let PlannedRun::Ppo(config) = run
-        && config.local_rollout_forward_batch_size > ROWS
-    {
-        let set = |run: &mut PlannedRun| {
-            if let PlannedRun::Ppo(config) = run {
-                config.local_rollout_forward_batch_size = ROWS;
-            }
-        };
-        simple.push((format!("--local_rollout_forward_batch_size {ROWS}"), Box::new(set)));
+    if job.ppo().is_some_and(|config| config.local_rollout_forward_batch_size > ROWS) {
+        let flags = format!("--local_rollout_forward_batch_size {ROWS}");
+        edits.push(Edit::of_ppo(flags, |config| config.local_rollout_forward_batch_size = ROWS));
     }
-    simple.iter().for_each(|(change, edit)| add(change, edit));
-    if simple.len() > 1 {
-        let words: Vec<&str> = simple.iter().map(|(change, _)| change.as_str()).collect();
-        add(&words.join(" "), &|run| simple.iter().for_each(|(_, edit)| edit(run)));
-    }
-    of_ppo(run, &mut add);
-    let (stage, ranks) = (settings.dist.zero_stage, job.machine.ranks);
-    for next in [ZeroStage::Stage1, ZeroStage::Stage2, ZeroStage::Stage3] {
-        if ranks > 1 && next > stage {
-            add(&format!("--zero_stage {next}"), &|run| run.run_mut().dist.zero_stage = next);
+    edits
+}
+
+/// Changes of the models, and of their division over the ranks.
+fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
+    let mut edits = Vec::new();
+    if let Some(config) = job.ppo() {
+        if config.needs_critic() && !config.legacy.value_head {
+            let flags = "--value_head (the policy's trunk is the value model's too)";
+            edits.push(Edit::of_ppo(flags, |config| config.legacy.value_head = true));
+        }
+        if config.ema.enable_ema {
+            edits.push(Edit::of_ppo("--enable_ema=false", |config| config.ema.enable_ema = false));
         }
     }
-    let place = if job.machine.device == Device::Cpu { "machines" } else { "GPUs" };
-    let mut changed = run.clone();
-    changed.run_mut().dist.zero_stage = ZeroStage::Stage3;
-    found.push((format!("--zero_stage 3 on {} {place} like this one", 2 * ranks), (changed, Change::Machines(2))));
-    found
+    let stage = run.run().dist.zero_stage;
+    for next in [ZeroStage::Stage1, ZeroStage::Stage2, ZeroStage::Stage3] {
+        if job.machine.ranks > 1 && next > stage {
+            edits.push(Edit::new(format!("--zero_stage {next}"), move |run| run.run_mut().dist.zero_stage = next));
+        }
+    }
+    edits
 }
 
 /// A smaller number of tokens of a micro-batch: the largest that fits, or half of what the run has.
@@ -116,25 +127,4 @@ fn smaller(job: &Job<'_>) -> usize {
     let own = job.micro_batch(&job.memory());
     let fits = own.largest.unwrap_or(0) / LEAST_TOKENS * LEAST_TOKENS;
     if (1..own.tokens).contains(&fits) { fits } else { (own.tokens / 2).max(LEAST_TOKENS) }
-}
-
-/// Adds the changes of a PPO run.
-fn of_ppo(run: &PlannedRun, add: &mut dyn FnMut(&str, &dyn Fn(&mut PlannedRun))) {
-    let PlannedRun::Ppo(config) = run else { return };
-    let edit = |f: fn(&mut crate::settings::PpoConfig)| {
-        move |run: &mut PlannedRun| {
-            if let PlannedRun::Ppo(config) = run {
-                f(config);
-            }
-        }
-    };
-    if config.needs_critic() && !config.legacy.value_head {
-        add(
-            "--value_head (the policy's trunk is the value model's too)",
-            &edit(|config| config.legacy.value_head = true),
-        );
-    }
-    if config.ema.enable_ema {
-        add("without --enable_ema", &edit(|config| config.ema.enable_ema = false));
-    }
 }

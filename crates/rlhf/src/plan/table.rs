@@ -104,7 +104,7 @@ fn verdict(plan: &Plan) -> String {
         Some(most) => format!("{peak}; it DOES NOT FIT: {} are available{each}\n", size(most)),
     };
     let own = &plan.micro_batch;
-    let per_token = own.bytes_per_token as f64 / (1 << 20) as f64;
+    let per_token = own.bytes_per_token as f64 / f64::from(1 << 20);
     let _ = write!(text, "micro-batch: {} tokens (at most {}), {per_token:.2} MiB a token", own.tokens, own.limit);
     text += &match own.largest {
         Some(0) | None => "\n".to_string(),
