@@ -22,6 +22,7 @@ mod layers;
 pub(crate) mod logprobs;
 mod openrlhf;
 mod pipeline;
+pub(crate) mod plan;
 pub(crate) mod push;
 pub(crate) mod report;
 mod rows;
@@ -56,6 +57,7 @@ use self::errors::{Messages, with_refusals};
 use self::keys::Keys;
 use self::launch::{LAUNCH, LaunchTask};
 use self::layers::{resolve, translated};
+use self::plan::{PLAN, PlanTask};
 use self::setting::{Setting, with_defaults};
 
 /// A command with its checked configuration.
@@ -78,6 +80,7 @@ pub(crate) enum Task {
     Watch(LiveConfig),
     Doctor(DoctorConfig),
     Launch(LaunchTask),
+    Plan(PlanTask),
 }
 
 /// A parsed command line, with its configuration file.
@@ -97,6 +100,9 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     let args: Vec<OsString> = args.into_iter().collect();
     if args.get(1).is_some_and(|name| name == LAUNCH) {
         return launch::parse(args, &rlhf);
+    }
+    if args.get(1).is_some_and(|name| name == PLAN) {
+        return plan::parse(args, &rlhf);
     }
     let mut args = normalise(args, &rlhf);
     let mut messages = Messages::default();
@@ -192,8 +198,8 @@ impl Task {
             Task::Sft(config) => config.check(),
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
-            // Its stages are checked already, with their lines of the file; so is the command of a launch.
-            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) | Task::Doctor(_) => Ok(()),
+            // Its stages are checked already, with their lines of the file; so is the command of a launch or a plan.
+            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) | Task::Plan(_) | Task::Doctor(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),

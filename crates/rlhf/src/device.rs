@@ -140,15 +140,18 @@ pub(crate) fn check_threads(threads: Option<usize>) -> Result<()> {
 /// The memory available on `device` in bytes: the machine's, or the container's limit if that is less, divided by the number
 /// of ranks on this machine; unknown for a GPU.
 pub(crate) fn memory(device: tch::Device) -> Option<usize> {
-    if device != tch::Device::Cpu {
-        return None;
-    }
+    let whole = if device == tch::Device::Cpu { whole_memory() } else { None };
+    whole.map(|bytes| bytes / Place::of_process().ranks)
+}
+
+/// The machine's memory in bytes, or the container's limit if that is less.
+pub(crate) fn whole_memory() -> Option<usize> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let machine = read("/proc/meminfo")?;
     let total = machine.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
     let total = total?.parse::<usize>().ok()? << 10;
     let groups = read("/proc/self/cgroup").unwrap_or_default();
-    Some(memory_limit(&groups, read).map_or(total, |limit| limit.min(total)) / Place::of_process().ranks)
+    Some(memory_limit(&groups, read).map_or(total, |limit| limit.min(total)))
 }
 
 /// The smallest memory limit of the control groups in `/proc/self/cgroup`, of version 1 or 2, and of their parents; a container
@@ -160,6 +163,25 @@ pub(crate) fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) 
     };
     // `max` means no limit.
     folders(groups, "memory").iter().filter_map(|folder| read(&file(folder))?.trim().parse().ok()).min()
+}
+
+/// The least memory that a limited control group has left. The pages of files in it count as free: Linux gives them up first.
+fn memory_left(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    let number = |text: Option<String>| text?.trim().parse::<usize>().ok();
+    let left = |folder: &Folder| {
+        let (dir, limit, used) = match folder {
+            Folder::Unified(dir) => (dir, "memory.max", "memory.current"),
+            Folder::Version1(dir) => (dir, "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        };
+        let file = |name: &str| read(&format!("{dir}/{name}"));
+        let stat = file("memory.stat").unwrap_or_default();
+        let cached = ["total_inactive_file ", "inactive_file "];
+        let of_line = |line: &str| cached.iter().find_map(|name| line.strip_prefix(name)?.trim().parse::<usize>().ok());
+        let cached = stat.lines().filter_map(of_line).max().unwrap_or(0);
+        let used = number(file(used)).unwrap_or(0).saturating_sub(cached);
+        Some(number(file(limit))?.saturating_sub(used))
+    };
+    folders(groups, "memory").iter().filter_map(left).min()
 }
 
 /// The smallest CPU limit of the same control groups, in processors.
@@ -207,6 +229,26 @@ fn folders(groups: &str, controller: &str) -> Vec<Folder> {
         found.extend(parents.map(|group| folder(format!("{root}{}", group.trim_end_matches('/')))));
     }
     found
+}
+
+/// Returns the memory that this machine could still give to a run, in bytes: Linux's `MemAvailable`, or what is left of the container's
+/// limit if that is less. `None` if it is not known.
+pub fn available_memory() -> Option<usize> {
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let machine = read("/proc/meminfo")?;
+    let line = machine.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB"));
+    let free = line?.parse::<usize>().ok()? << 10;
+    let groups = read("/proc/self/cgroup").unwrap_or_default();
+    Some(memory_left(&groups, read).map_or(free, |left| left.min(free)))
+}
+
+/// Returns the free memory of the GPU of this number in bytes, as `nvidia-smi` reports it; `None` if that program is not there.
+pub fn available_gpu_memory(number: usize) -> Option<usize> {
+    let number = number.to_string();
+    let arguments = ["--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", &number];
+    let output = std::process::Command::new("nvidia-smi").args(arguments).output().ok()?;
+    let mib = String::from_utf8(output.stdout).ok()?.lines().next()?.trim().parse::<usize>().ok()?;
+    Some(mib << 20)
 }
 
 /// Sets libtorch's number of threads. Without a setting, here or in `OMP_NUM_THREADS`, limits it to the CPUs available to the
@@ -369,6 +411,27 @@ mod tests {
         let (quota, period) = ("/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/a/cpu.cfs_period_us");
         assert_eq!(processors(v1, &[(quota, "150000\n"), (period, "100000\n")]), Some(1.5));
         assert_eq!(processors(v1, &[(quota, "-1\n"), (period, "100000\n")]), None);
+    }
+
+    #[test]
+    fn a_control_group_has_its_limit_less_what_it_uses_but_for_pages_of_files() {
+        let left = |groups: &str, files: &[(&str, &str)]| {
+            memory_left(groups, |path| Some(files.iter().find(|(name, _)| *name == path)?.1.to_string()))
+        };
+        let v2 = [
+            ("/sys/fs/cgroup/job/memory.max", "1000"),
+            ("/sys/fs/cgroup/job/memory.current", "700\n"),
+            ("/sys/fs/cgroup/job/memory.stat", "anon 500\ninactive_file 150\n"),
+        ];
+        assert_eq!(left("0::/job\n", &v2), Some(450));
+        assert_eq!(left("0::/job\n", &v2[1..]), None);
+        assert_eq!(left("0::/job\n", &v2[..1]), Some(1000));
+        let v1 = [
+            ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "900"),
+            ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "1000"),
+            ("/sys/fs/cgroup/memory/memory.stat", "inactive_file 10\ntotal_inactive_file 30\n"),
+        ];
+        assert_eq!(left("4:memory:/\n", &v1), Some(0));
     }
 
     #[test]

@@ -27,6 +27,7 @@
 //! | rewards: models, rules, programs, services, closures | [`reward::Rewards`], [`reward::Reward`] |
 //! | data: JSONL, JSON, CSV, Parquet, the hub | [`data::Dataset`], [`data::Cursor`] |
 //! | win rates of one model against another, scores, pass@k | [`eval::evaluate`], [`settings::EvaluateConfig`] |
+//! | the memory and time of a run before it starts | [`plan::plan`] |
 //! | the report of a run, a page of HTML; the same page live | [`report::report`], [`report::watch`] |
 //! | a model behind OpenAI's HTTP interface | [`serve::serve`] |
 //! | upload of a model to the Hugging Face hub | [`push::push`], [`hub::push`] |
@@ -53,6 +54,7 @@ pub mod merge;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod plan;
 pub mod push;
 pub mod report;
 pub mod reward;

@@ -89,6 +89,9 @@ fn run(task: &Task) -> Result<u8> {
         true => tch_ext::map_large_allocations(),
         false => tch_ext::keep_freed_memory(),
     }
+    if is_main() {
+        cli::plan::warn(task);
+    }
     join_ranks(task)?;
     let console = if World::of_process().is_main() { Console::detect() } else { Console::Silent };
     match task {
@@ -109,6 +112,7 @@ fn run(task: &Task) -> Result<u8> {
         | Task::Chat(_)
         | Task::Serve(_)
         | Task::Doctor(_)
+        | Task::Plan(_)
             if !is_main() =>
         {
             Ok(())
@@ -118,6 +122,7 @@ fn run(task: &Task) -> Result<u8> {
         Task::Push(config) => cli::push::push(config),
         Task::Report(config) => cli::report::report(config),
         Task::Watch(config) => cli::watch::watch(config),
+        Task::Plan(task) => cli::plan::plan(task),
         Task::Chat(config) => cli::chat::chat(config),
         Task::Serve(config) => cli::serve::serve(config),
         Task::Launch(config) => return cli::launch::launch(config),

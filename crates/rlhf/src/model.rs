@@ -12,6 +12,7 @@ mod causal_lm;
 mod classifier;
 mod config;
 mod decoder;
+mod described;
 mod families;
 mod layout;
 mod linear;
@@ -32,7 +33,9 @@ pub use body::Gathered;
 pub use causal_lm::CausalLm;
 pub use classifier::{ClassifierFormat, SequenceClassifier};
 pub use config::ModelConfig;
+pub(crate) use described::{Activations, Held, Holding, ModelSizes, PassTokens};
 pub(crate) use layout::KvCache;
+pub(crate) use logprobs::LOGITS_CHUNK;
 pub use logprobs::{Distributions, LogprobOptions, TokenLogprobs, TopLogprobs};
 pub(crate) use lora::DropoutRows;
 pub(crate) use lora::MOST_RANK;
@@ -110,7 +113,7 @@ impl Dtype {
     }
 
     /// The dtype of all tensors; `None`: each tensor has its own.
-    fn kind(self) -> Option<Kind> {
+    pub(crate) fn kind(self) -> Option<Kind> {
         match self {
             Dtype::Auto => None,
             Dtype::Float32 => Some(Kind::Float),
@@ -136,6 +139,7 @@ impl ModelOptions {
     fn kinds(self, source: Source<'_>) -> (Kind, Kind) {
         let of_most = || match source {
             Source::Fresh(_) => Kind::Float,
+            Source::Shapes(kind) => kind,
             Source::Checkpoint(checkpoint) => checkpoint.kind(),
             Source::Shared(params) => params.first().map_or(Kind::Float, |param| param.tensor.kind()),
         };

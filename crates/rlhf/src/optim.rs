@@ -137,6 +137,13 @@ impl AdamW {
         Ok(())
     }
 
+    /// Returns the bytes of both moments of every parameter, of a state that is not divided.
+    #[cfg(test)]
+    pub(crate) fn moments_bytes(&self) -> usize {
+        let moments = self.groups.iter().flat_map(|group| group.exp_avgs.iter().chain(&group.exp_avg_sqs));
+        moments.map(|moment| moment.numel() * moment.kind().elt_size_in_bytes()).sum()
+    }
+
     /// Returns the sum of the bits of each parameter, by name.
     pub(crate) fn bit_sums(&self) -> Vec<(String, i64)> {
         let sum = |param: &Tensor| param.detach().view_dtype(Kind::Int).sum(Kind::Int64).int64_value(&[]);

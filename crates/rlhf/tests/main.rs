@@ -22,6 +22,7 @@ mod lora;
 mod models;
 mod numbers;
 mod pipeline;
+mod plan;
 mod ppo;
 mod preferences;
 mod push;

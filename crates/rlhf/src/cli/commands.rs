@@ -5,10 +5,11 @@ use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
     ChatConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig, MergeConfig,
-    PipelineFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
 };
 
 use super::launch::LAUNCH;
+use super::plan::PLAN;
 use super::{deepspeed_chat, groups, help, trl};
 
 /// The command that runs the others as stages: it needs a configuration file.
@@ -176,6 +177,14 @@ Examples:
   rlhf doctor
   rlhf doctor --json --offline > doctor.json";
 
+const PLAN_HELP: &str = "\
+The flags of plan come before the command, whose own flags and file follow. Nothing is loaded: sizes
+come from config.json, lengths from the data, and rates from a second of measuring this machine.
+
+Examples:
+  rlhf plan ppo --config ppo.yaml
+  rlhf plan --memory 24GB --nproc_per_node 2 sft --config sft.yaml --zero_stage 3";
+
 /// Returns the whole command line of `rlhf`.
 pub(super) fn rlhf_command() -> Command {
     let commands = [
@@ -221,6 +230,10 @@ pub(super) fn rlhf_command() -> Command {
         flag::command::<ServeConfig>("serve")
             .about("Serve a language model by OpenAI's HTTP interface")
             .after_help(SERVE_HELP),
+        flag::command::<PlanFlags>(PLAN)
+            .about("Memory and time of a training run, before it runs")
+            .override_usage("rlhf plan [OPTIONS] COMMAND [ARGUMENTS]...")
+            .after_help(PLAN_HELP),
         flag::command::<DoctorConfig>("doctor").about("Examine this machine and this build").after_help(DOCTOR_HELP),
         flag::command::<LaunchFlags>(LAUNCH)
             .about("Start a command as several ranks")
@@ -244,7 +257,10 @@ pub(super) fn rlhf_command() -> Command {
         .disable_help_subcommand(true)
         .subcommands(commands)
         .mut_subcommands(|command| command.disable_help_flag(true).arg(help.clone()))
-        .mut_subcommands(|command| if command.get_name() == LAUNCH { command } else { command.arg(file.clone()) })
+        .mut_subcommands(|command| match command.get_name() {
+            LAUNCH | PLAN => command,
+            _ => command.arg(file.clone()),
+        })
         .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
         .mut_subcommands(help::arranged)
 }
@@ -397,6 +413,7 @@ mod tests {
         );
         assert_eq!(flags("watch"), sorted("run terminal port host config help"));
         assert_eq!(flags("doctor"), sorted("json offline no_self_test config help"));
+        assert_eq!(flags("plan"), sorted("json memory nproc_per_node nnodes calibrate help"));
         assert_eq!(
             flags("launch"),
             sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")
@@ -516,7 +533,9 @@ mod tests {
     #[test]
     fn no_size_is_large_enough_for_more_than_a_usage_error() {
         let mut counted = 0;
-        for command in rlhf_command().get_subcommands().filter(|command| command.get_name() != PIPELINE) {
+        for command in
+            rlhf_command().get_subcommands().filter(|command| ![PIPELINE, PLAN].contains(&command.get_name()))
+        {
             for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
                 let is_number = arg.get_value_names().is_some_and(|names| names.iter().any(|name| name == "N"));
                 let (Some(flag), true) = (arg.get_long(), is_number) else { continue };

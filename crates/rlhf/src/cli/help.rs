@@ -28,7 +28,7 @@ const HEADINGS: [&str; 14] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 18] = [
+const COMMON: [(&str, &[&str], &[&str]); 19] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -174,6 +174,7 @@ const COMMON: [(&str, &[&str], &[&str]); 18] = [
     ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
     ("watch", &[], &["terminal", "port", "host", "config"]),
     ("doctor", &[], &["json", "offline", "no_self_test", "config"]),
+    ("plan", &[], &["memory", "nproc_per_node", "nnodes", "json", "calibrate"]),
     (
         "launch",
         &[],
@@ -182,10 +183,11 @@ const COMMON: [(&str, &[&str], &[&str]); 18] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 67] = [
+const WORDS: [(&str, &str); 69] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
+    ("calibrate", "false: no times"),
     ("commit_message", "title of the commit"),
     ("compare", "second model: folder or hub name"),
     ("compare_column", "column with responses to compare"),
@@ -198,10 +200,10 @@ const WORDS: [(&str, &str); 67] = [
     ("eval_steps", "evaluate every N updates"),
     ("gradient_accumulation_steps", "micro-batches per update"),
     ("host", "address to listen on"),
+    ("json", "print JSON"),
     ("judge_command", "program that compares two responses"),
     ("judge_model", "name of the model at judge_url"),
     ("judge_url", "OpenAI-compatible API of a judge"),
-    ("json", "print JSON"),
     ("kl_coef", "weight of the KL penalty"),
     ("learning_rate", "peak learning rate"),
     ("loss_type", "how losses of tokens are combined"),
@@ -212,6 +214,7 @@ const WORDS: [(&str, &str); 67] = [
     ("max_new_tokens", "maximum tokens of a response"),
     ("max_restarts", "restarts after a failed rank"),
     ("max_shard_size", "maximum size of a weights file"),
+    ("memory", "memory to plan for [what is free]"),
     ("missing_eos_penalty", "score penalty without a stop token"),
     ("model_name_or_path", "model: folder or hub name"),
     ("new_reward_head", "add a score head if there is none"),
@@ -327,7 +330,7 @@ fn text(command: &Command) -> String {
     let rest = match command.get_positionals().next() {
         Some(arg) if arg.is_required_set() => command.get_positionals().map(place).collect(),
         Some(_) => " [PROMPT]...".into(),
-        // Of `launch`.
+        // Of `launch` and `plan`.
         None if needed.is_empty() => " COMMAND [ARGUMENTS]...".into(),
         None => String::new(),
     };

@@ -67,6 +67,7 @@ pub(super) fn least(command: &str) -> Vec<&str> {
         "report" | "watch" => vec![command, "run"],
         "chat" | "serve" => vec![command, "policy"],
         "launch" | "doctor" => vec![command],
+        "plan" => [&["plan"], &PPO[..]].concat(),
         "sft" | "reward" | "grpo" | "rloo" => {
             vec![command, "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
         }

@@ -8,7 +8,7 @@ use super::layout::{Layout, rounded};
 use super::linear::Linear;
 use super::lora::{self, Adapter, Dropout, LoraConfig};
 use super::params::Param;
-use super::shape::MlpIn;
+use super::shape::{MlpIn, Shape};
 use super::shard::{AllGuard, PassKind, RootGuard, Shards};
 use super::uses_kernels;
 use crate::dist::{World, ZeroStage};
@@ -297,17 +297,7 @@ impl Body {
 
     /// Activation bytes per token of a forward pass with gradients.
     pub(super) fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
-        let (c, kind) = (&self.config, self.decoder.compute.elt_size_in_bytes() as i64);
-        let stream = c.hidden_size * 4;
-        let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
-        let inner = match c.family.names.mlp_in {
-            MlpIn::Up(_) => 2 * c.intermediate_size,
-            MlpIn::Gated(_) | MlpIn::GatedFused(_) => 4 * c.intermediate_size,
-        };
-        // The residual stream after attention and after the MLP; both norms, the projections, the heads' outputs, the MLP.
-        let layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
-        let layers = c.num_hidden_layers;
-        (if gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
+        activation_bytes(&self.config, self.decoder.compute, gradient_checkpointing)
     }
 
     /// The division of the parameters over ranks.
@@ -465,4 +455,19 @@ impl Body {
             false => (rows, count),
         }
     }
+}
+
+/// Activation bytes per token of a forward pass with gradients, of a model of the shape `c` that computes in `compute`.
+pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing: bool) -> usize {
+    let kind = compute.elt_size_in_bytes() as i64;
+    let stream = c.hidden_size * 4;
+    let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
+    let inner = match c.family.names.mlp_in {
+        MlpIn::Up(_) => 2 * c.intermediate_size,
+        MlpIn::Gated(_) | MlpIn::GatedFused(_) => 4 * c.intermediate_size,
+    };
+    // The residual stream after attention and after the MLP; both norms, the projections, the heads' outputs, the MLP.
+    let layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
+    let layers = c.num_hidden_layers;
+    (if gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
 }

@@ -21,7 +21,7 @@ use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
 /// Names of known linear heads: transformers', and DeepSpeed-Chat's.
-const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
+pub(super) const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
 
 /// Tensor names of a decoder with a score head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, clap::ValueEnum)]
@@ -66,7 +66,7 @@ pub struct SequenceClassifier {
 }
 
 #[derive(Debug)]
-enum Head {
+pub(super) enum Head {
     /// A linear head, applied at any position.
     Score(Linear),
     /// A two-layer head, applied at the first token.
@@ -541,7 +541,7 @@ impl Head {
     }
 
     /// Builds the head; `name` is the weight's name of a linear head.
-    fn build(
+    pub(super) fn build(
         builder: &mut Builder<'_>,
         config: &ModelConfig,
         name: &str,

@@ -157,6 +157,15 @@ impl ModelConfig {
         }
     }
 
+    /// The dtype that the file names for the weights; f32 if it names none.
+    pub(crate) fn stored_kind(&self) -> Kind {
+        match self.raw.get("dtype").or(self.raw.get("torch_dtype")).and_then(Value::as_str) {
+            Some("bfloat16") => Kind::BFloat16,
+            Some("float16") => Kind::Half,
+            _ => Kind::Float,
+        }
+    }
+
     /// Unties the LM head from the embedding.
     pub(crate) fn untie(&mut self) {
         self.shape.tie_word_embeddings = false;

@@ -11,7 +11,7 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 /// The most logits held at once, in elements (32 MiB of f32).
-const LOGITS_CHUNK: i64 = 1 << 23;
+pub(crate) const LOGITS_CHUNK: i64 = 1 << 23;
 
 /// Log-probabilities of M tokens in all, row after row; each tensor is `[M]` f32.
 #[derive(Debug)]

@@ -34,6 +34,8 @@ pub(crate) enum Source<'a> {
     Fresh(u64),
     /// The memory of another model of the same shape.
     Shared(&'a [Param]),
+    /// None: the tensors have shapes and this dtype, and no memory of their own.
+    Shapes(Kind),
 }
 
 /// Prefix of the base model's tensor names in DeepSpeed-Chat's reward models.
@@ -64,7 +66,7 @@ pub(crate) struct Builder<'a> {
 impl<'a> Builder<'a> {
     pub(crate) fn new(source: Source<'a>, names: &'static Names, device: Device, hold: Option<Kind>) -> Self {
         let stored_prefix = match source {
-            Source::Fresh(_) | Source::Shared(_) => names.prefix,
+            Source::Fresh(_) | Source::Shared(_) | Source::Shapes(_) => names.prefix,
             Source::Checkpoint(checkpoint) => {
                 let used = |prefix: &&str| checkpoint.names().any(|name| name.starts_with(prefix));
                 // Some checkpoints (OpenAI's GPT-2) omit the prefix.
@@ -108,7 +110,7 @@ impl<'a> Builder<'a> {
     /// The first of `names` that the checkpoint contains; the first name if there is no checkpoint or it contains none.
     pub(crate) fn first_stored<'n>(&self, names: &[&'n str]) -> &'n str {
         let stored = |name: &&&str| match self.source {
-            Source::Fresh(_) | Source::Shared(_) => false,
+            Source::Fresh(_) | Source::Shared(_) | Source::Shapes(_) => false,
             Source::Checkpoint(checkpoint) => checkpoint.shape(name).is_some(),
         };
         names.iter().find(stored).unwrap_or(&names[0])
@@ -142,6 +144,8 @@ impl<'a> Builder<'a> {
     pub(crate) fn tensor(&mut self, name: String, shape: &[i64], init: Init, decay: bool) -> Result<Tensor> {
         let tensor = match self.source {
             Source::Fresh(seed) => self.fresh(seed, shape, init)?,
+            // Each element is the same one in memory.
+            Source::Shapes(kind) => Tensor::f_zeros([1], (kind, self.device))?.f_expand(shape, false)?,
             Source::Shared(params) => {
                 let shared = params.iter().find(|param| param.name == name);
                 shared.expect("both have the same shape").tensor.shallow_clone()

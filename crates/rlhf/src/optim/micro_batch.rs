@@ -20,14 +20,20 @@ pub(crate) fn micro_batch_tokens(
     params: &[Param],
     activation_bytes: usize,
 ) -> usize {
-    let weights: usize = params.iter().map(|param| param.tensor.numel() * 4).sum();
-    max_tokens.unwrap_or_else(|| match memory(device) {
+    let parameters = params.iter().map(|param| param.tensor.numel()).sum();
+    max_tokens.unwrap_or_else(|| default_tokens(memory(device), parameters, activation_bytes))
+}
+
+/// [`micro_batch_tokens`] that no setting fixes, of a model with this number of parameters and `memory` bytes for a rank, if that is known.
+pub(crate) fn default_tokens(memory: Option<usize>, parameters: usize, activation_bytes: usize) -> usize {
+    let weights = parameters * 4;
+    match memory {
         Some(bytes) => {
             let tokens = |most: usize| LEAST_ACTIVATIONS.max(most).min(bytes / 8) / activation_bytes.max(1);
             tokens(weights / 2).max(tokens(2 * weights).min(ENOUGH_TOKENS)).clamp(256, 2048)
         }
         None => 16384,
-    })
+    }
 }
 
 /// Settings that limit the tokens of a micro-batch.

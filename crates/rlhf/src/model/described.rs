@@ -1,0 +1,529 @@
+//! Sizes of a model, from its configuration alone: no weight is read, and none is allocated.
+
+use super::body::activation_bytes;
+use super::classifier::{Head, SCORE_HEADS};
+use super::config::ModelConfig;
+use super::decoder::Decoder;
+use super::lora::{self, LoraConfig};
+use super::params::{Builder, Init, Source};
+use super::shape::{Activation, MlpIn, Order};
+use crate::{Error, Result};
+use std::collections::HashMap;
+use std::path::Path;
+use tch::{Device, Kind};
+
+/// The tensors of a model by their sizes, in the order of the model.
+#[derive(Debug, Clone)]
+pub(crate) struct ModelSizes {
+    config: ModelConfig,
+    tensors: Vec<TensorSize>,
+    linears: Vec<LinearSize>,
+    is_classifier: bool,
+}
+
+#[derive(Debug, Clone)]
+struct TensorSize {
+    name: String,
+    numel: usize,
+    /// The dtype in the model's files.
+    kind: Kind,
+    /// The layer of the stack.
+    layer: Option<usize>,
+    role: TensorRole,
+}
+
+/// The use of a tensor, which decides the dtype that it is held in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum TensorRole {
+    /// Weight or bias of a linear layer of the decoder, or a language model's own head.
+    Product,
+    /// The embedding of a language model that is its head too.
+    TiedEmbedding,
+    /// A classifier's head, always f32.
+    Score,
+    /// Embeddings and norms.
+    Other,
+}
+
+#[derive(Debug, Clone)]
+struct LinearSize {
+    name: String,
+    widths: [usize; 2],
+}
+
+/// The dtypes that a model's weights are held in.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Holding<'a> {
+    /// Weights are trained, all in f32: those from layer `.0` on, and the embeddings too if it is 0.
+    Trained(usize),
+    /// An adapter is trained, beside weights that are held as they are computed.
+    Adapted(&'a LoraConfig),
+    /// Nothing is trained, and weights are held as they are computed. If `.0` is above 0, the weights before that layer share the memory
+    /// of a trained model.
+    Frozen(usize),
+}
+
+/// Bytes and numbers of parameters of a model as it is held.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Held {
+    /// Number of all parameters, those of an adapter included.
+    pub(crate) parameters: usize,
+    /// Number of trained parameters, which are f32.
+    pub(crate) trained: usize,
+    /// Bytes of the weights.
+    pub(crate) weights: usize,
+    /// Bytes of the permanent copies in a narrower dtype of products.
+    pub(crate) copies: usize,
+    /// Bytes of the largest temporary copy in a wider dtype of products.
+    pub(crate) widened: usize,
+    /// Bytes of all such copies in the layers: the graph of a backward pass stores them.
+    pub(crate) widened_layers: usize,
+    /// Bytes of the weights of the largest layer of the stack.
+    pub(crate) layer: usize,
+    /// Bytes of the weights outside the layers.
+    pub(crate) root: usize,
+    /// Number of trained parameters of the largest layer.
+    pub(crate) trained_layer: usize,
+    /// Number of trained parameters outside the layers.
+    pub(crate) trained_root: usize,
+}
+
+/// The tokens of one pass.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct PassTokens {
+    /// Tokens that go through the linear layers: those that sequences have in common at their start count once.
+    pub(crate) computed: usize,
+    /// Tokens of all sequences.
+    pub(crate) attended: usize,
+    /// Tokens with an output.
+    pub(crate) outputs: usize,
+}
+
+/// Bytes of the activations of one pass.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Activations {
+    /// Stored from the forward to the backward pass.
+    pub(crate) stored: usize,
+    /// In use while one layer is computed.
+    pub(crate) working: usize,
+}
+
+/// Number of parameters of a model, at most: above any model's, and small enough that sums of bytes do not overflow.
+const MOST_PARAMETERS: f64 = 1e14;
+
+/// `bytes` as a whole number that sums of a few do not overflow.
+fn bounded(bytes: f64) -> usize {
+    bytes.min((1u64 << 58) as f64) as usize
+}
+
+impl Held {
+    /// Adds a trained head of `parameters` parameters.
+    pub(crate) fn add_head(&mut self, parameters: usize) {
+        let bytes = parameters * Kind::Float.elt_size_in_bytes();
+        self.parameters += parameters;
+        self.trained += parameters;
+        self.trained_root += parameters;
+        self.weights += bytes;
+        self.root += bytes;
+    }
+}
+
+impl ModelSizes {
+    /// Sizes of the language model that `config` describes; its files hold it in `kind`.
+    ///
+    /// # Errors
+    /// If the family has no language models.
+    pub(crate) fn of_causal_lm(config: ModelConfig, kind: Kind, place: &Path) -> Result<Self> {
+        config.check_causal_lm(place)?;
+        let names = &config.family.names;
+        let mut builder = Builder::new(Source::Shapes(kind), names, Device::Cpu, Some(kind));
+        let mut decoder = Decoder::new(&config, &mut builder, kind)?;
+        if !config.tie_word_embeddings {
+            let shape = [config.vocab_size, config.embedding_size];
+            drop(builder.tensor(names.lm_head.into(), &shape, Init::Zeros, true)?);
+        }
+        Self::of(builder, &mut decoder, config, false)
+    }
+
+    /// Sizes of the sequence classifier that `config` describes, with a head for one label if `new_head` is set.
+    ///
+    /// # Errors
+    /// None for a configuration that was read.
+    pub(crate) fn of_classifier(config: ModelConfig, kind: Kind, new_head: bool) -> Result<Self> {
+        let mut builder = Builder::new(Source::Shapes(kind), &config.family.names, Device::Cpu, Some(kind));
+        let mut decoder = Decoder::new(&config, &mut builder, kind)?;
+        let labels = if new_head || config.labels.is_empty() { 1 } else { config.labels.len() };
+        builder.hold_as(Some(Kind::Float));
+        Head::build(&mut builder, &config, SCORE_HEADS[0], labels as i64, None)?;
+        Self::of(builder, &mut decoder, config, true)
+    }
+
+    fn of(builder: Builder<'_>, decoder: &mut Decoder, config: ModelConfig, is_classifier: bool) -> Result<Self> {
+        let names = &config.family.names;
+        let linears: Vec<LinearSize> = decoder
+            .linears_mut()
+            .map(|linear| LinearSize {
+                name: linear.name().to_string(),
+                widths: linear.widths().map(|width| width as usize),
+            })
+            .collect();
+        let products: HashMap<&str, ()> = linears.iter().map(|linear| (linear.name.as_str(), ())).collect();
+        let role = |name: &str| {
+            let base = name.strip_suffix(".weight").or(name.strip_suffix(".bias")).unwrap_or(name);
+            let tied = !is_classifier && config.tie_word_embeddings;
+            match base {
+                _ if lora::is_head(name) => TensorRole::Score,
+                base if products.contains_key(base) || name == names.lm_head => TensorRole::Product,
+                base if base == names.embed && tied => TensorRole::TiedEmbedding,
+                _ => TensorRole::Other,
+            }
+        };
+        let prefix = format!("{}.", names.layers);
+        let layer = |name: &str| name.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
+        let tensors = builder.finish(&[])?.into_iter().map(|param| TensorSize {
+            numel: param.tensor.numel(),
+            kind: param.tensor.kind(),
+            layer: layer(&param.name),
+            role: role(&param.name),
+            name: param.name,
+        });
+        let tensors: Vec<TensorSize> = tensors.collect();
+        let parameters = tensors.iter().map(|tensor| tensor.numel as f64).sum::<f64>();
+        if parameters > MOST_PARAMETERS {
+            let message = format!(
+                "config.json: expected a model of at most {MOST_PARAMETERS:e} parameters, found {parameters:.1e}"
+            );
+            return Err(Error::Run(message));
+        }
+        Ok(Self { config, tensors, linears, is_classifier })
+    }
+
+    pub(crate) fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The dtype of the model's files.
+    pub(crate) fn stored_kind(&self) -> Kind {
+        self.tensors.first().map_or(Kind::Float, |tensor| tensor.kind)
+    }
+
+    /// Number of elements of the largest tensor.
+    pub(crate) fn largest_tensor(&self) -> usize {
+        self.tensors.iter().map(|tensor| tensor.numel).max().unwrap_or(0)
+    }
+
+    /// The model in memory, with products in `compute`. `dtype` is the dtype that frozen weights are loaded in; `None`: that of the files.
+    ///
+    /// # Errors
+    /// If a target of the adapter matches no layer.
+    pub(crate) fn held(&self, holding: Holding<'_>, dtype: Option<Kind>, compute: Kind) -> Result<Held> {
+        let mut held = Held::default();
+        let mut layers: HashMap<usize, [usize; 2]> = HashMap::new();
+        let mut add = |layer: Option<usize>, numel: usize, kind: Kind, trained: bool| {
+            let bytes = numel * kind.elt_size_in_bytes();
+            let trained = if trained { numel } else { 0 };
+            (held.parameters, held.weights) = (held.parameters + numel, held.weights + bytes);
+            held.trained += trained;
+            match layer {
+                None => (held.root, held.trained_root) = (held.root + bytes, held.trained_root + trained),
+                Some(layer) => {
+                    let [all, of_trained] = layers.entry(layer).or_default();
+                    (*all, *of_trained) = (*all + bytes, *of_trained + trained);
+                }
+            }
+        };
+        let (mut copies, mut widened, mut widened_layers) = (0, 0, 0);
+        let first = self.first_own(holding);
+        for (at, tensor) in self.tensors.iter().enumerate() {
+            let own = at >= first || matches!(holding, Holding::Trained(_));
+            // Memory that is shared with a trained model is f32.
+            let kind = if own { holding.kind(tensor, dtype, compute) } else { Kind::Float };
+            if own {
+                add(tensor.layer, tensor.numel, kind, at >= first && holding.trains(tensor.role));
+            }
+            let used = tensor.numel * compute.elt_size_in_bytes();
+            let in_product = matches!(tensor.role, TensorRole::Product | TensorRole::TiedEmbedding);
+            match kind.elt_size_in_bytes().cmp(&compute.elt_size_in_bytes()) {
+                std::cmp::Ordering::Greater if in_product => copies += used,
+                std::cmp::Ordering::Less if in_product => {
+                    widened = widened.max(used);
+                    widened_layers += if tensor.layer.is_some() { used } else { 0 };
+                }
+                _ => {}
+            }
+        }
+        if let Holding::Adapted(lora) = holding {
+            for linear in self.adapted(lora)? {
+                add(self.layer_of(&linear.name), lora.r * (linear.widths[0] + linear.widths[1]), Kind::Float, true);
+            }
+        }
+        held.layer = layers.values().map(|[all, _]| *all).max().unwrap_or(0);
+        held.trained_layer = layers.values().map(|[_, trained]| *trained).max().unwrap_or(0);
+        (held.copies, held.widened, held.widened_layers) = (copies, widened, widened_layers);
+        Ok(held)
+    }
+
+    /// Place of the first tensor that is trained, or that is the model's own: that of the first layer that `holding` names.
+    fn first_own(&self, holding: Holding<'_>) -> usize {
+        let (Holding::Trained(first @ 1..) | Holding::Frozen(first @ 1..)) = holding else { return 0 };
+        self.tensors
+            .iter()
+            .position(|tensor| tensor.layer.is_some_and(|layer| layer >= first))
+            .unwrap_or(self.tensors.len())
+    }
+
+    fn layer_of(&self, linear: &str) -> Option<usize> {
+        self.tensors.iter().find(|tensor| tensor.name.strip_suffix(".weight") == Some(linear))?.layer
+    }
+
+    /// The linear layers that get an adapter.
+    fn adapted(&self, lora: &LoraConfig) -> Result<Vec<&LinearSize>> {
+        let names: Vec<String> = self.linears.iter().map(|linear| linear.name.clone()).collect();
+        let chosen = lora.choose(self.config.family, &names)?;
+        Ok(self.linears.iter().zip(chosen).filter_map(|(linear, chosen)| chosen.then_some(linear)).collect())
+    }
+
+    /// Activation bytes per token, by which the size of micro-batches is chosen.
+    pub(crate) fn activation_bytes(&self, compute: Kind, gradient_checkpointing: bool) -> usize {
+        activation_bytes(&self.config, compute, gradient_checkpointing)
+    }
+
+    /// Number of multiplications of a token in the layers' products, and in the head's.
+    pub(crate) fn products(&self) -> [usize; 2] {
+        let layers = self.linears.iter().map(|linear| linear.widths[0] * linear.widths[1]).sum();
+        let head = if self.is_classifier { 1 } else { self.config.vocab_size };
+        [layers, (head * self.config.embedding_size) as usize]
+    }
+
+    /// Activations of a forward and backward pass over `tokens`, with an adapter of these settings and dropout before it if `drops`.
+    ///
+    /// They follow `Decoder::layer` line by line: what each function stores for its backward pass.
+    pub(crate) fn activations(
+        &self,
+        tokens: PassTokens,
+        compute: Kind,
+        adapter: Option<(&LoraConfig, bool)>,
+        gradient_checkpointing: bool,
+    ) -> Result<Activations> {
+        let c = &self.config;
+        let layers = c.num_hidden_layers as f64;
+        let kind = compute.elt_size_in_bytes();
+        let (n, hidden, inner) = (tokens.computed as f64, c.hidden_size as f64, c.intermediate_size as f64);
+        let of_adapter = match adapter {
+            None => 0,
+            Some((lora, drops)) => {
+                // With dropout the layer's input is stored in f32, with the mask. Its temporary copies leave holes in the heap between
+                // the tensors that stay: these shares are measured.
+                let held = match (drops, kind < 4) {
+                    (true, _) => 11,
+                    (false, true) => 1,
+                    (false, false) => 0,
+                };
+                let of_linear = |linear: &&LinearSize| lora.r * 4 + linear.widths[0] * held;
+                self.adapted(lora)?.iter().map(of_linear).sum::<usize>() / c.num_hidden_layers.max(1) as usize
+            }
+        };
+        let layer = self.layer_bytes(tokens, kind) + n * of_adapter as f64;
+        let embedded = n * hidden * 4.0;
+        let head = tokens.outputs as f64 * (3.0 * hidden + c.embedding_size as f64) * 4.0;
+        // Gradients of the MLP's tensors and of the residual stream, while a layer's own are still there.
+        let wide = if adapter.is_some() && kind < 4 { 4.0 * (inner + hidden) } else { 0.0 };
+        let backward = n * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0 + wide);
+        let (stored, working) = match gradient_checkpointing {
+            true => (layers * embedded + head, layer + backward),
+            // After the last layer's attention only tokens with an output are computed.
+            false => {
+                let last = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, kind).min(layer);
+                ((layers - 1.0) * layer + last + embedded + head, backward)
+            }
+        };
+        Ok(Activations { stored: bounded(stored), working: bounded(working) })
+    }
+
+    /// Bytes that a layer stores for its backward pass.
+    fn layer_bytes(&self, tokens: PassTokens, kind: usize) -> f64 {
+        let c = &self.config;
+        let narrow = kind < 4;
+        let (n, m, kind) = (tokens.computed as f64, tokens.attended as f64, kind as f64);
+        let (hidden, inner) = (c.hidden_size as f64, c.intermediate_size as f64);
+        let (heads, dim) = (c.num_attention_heads as f64, c.head_dim as f64);
+        let (queries, keys) = (heads * dim, c.num_key_value_heads as f64 * dim);
+        // Mean and scale of each row are stored beside its result.
+        let norms = 2.0 * n * (hidden * kind + 8.0);
+        let streams = match c.order {
+            Order::Parallel => 1.0,
+            Order::Pre | Order::Post => 2.0,
+            // Norms of the branches have inputs of their own.
+            Order::Sandwich => 4.0,
+        };
+        let mut attention = m * ((2.0 * queries + 2.0 * keys) * kind + heads * 4.0);
+        if tokens.attended > tokens.computed {
+            attention += n * queries * kind;
+        }
+        if c.family.names.qk_norm.is_some() {
+            attention += n * (queries + keys) * if narrow { 4.0 + kind } else { 4.0 };
+        }
+        let mlp = match (c.family.names.mlp_in, c.activation) {
+            (MlpIn::Up(_), Activation::Relu) => 1.0,
+            (MlpIn::Up(_), _) => 2.0,
+            (MlpIn::Gated(_) | MlpIn::GatedFused(_), _) => 4.0,
+        };
+        streams * n * hidden * 4.0 + norms + attention + n * mlp * inner * kind
+    }
+
+    /// Bytes in use at once in a forward pass without gradients.
+    pub(crate) fn forward_bytes(&self, tokens: PassTokens, compute: Kind) -> usize {
+        let c = &self.config;
+        let kind = compute.elt_size_in_bytes() as f64;
+        let (n, m) = (tokens.computed as f64, tokens.attended as f64);
+        let width = 2.0 * (c.num_attention_heads + c.num_key_value_heads) as f64 * c.head_dim as f64;
+        let gated = !matches!(c.family.names.mlp_in, MlpIn::Up(_));
+        let mlp = if gated { 3.0 } else { 2.0 } * c.intermediate_size as f64;
+        let stream = n * c.hidden_size as f64 * (2.0 * 4.0 + kind);
+        let attention = (n + if m > n { m } else { 0.0 }) * width;
+        bounded(stream + (attention * kind).max(n * mlp * kind) + tokens.outputs as f64 * c.embedding_size as f64 * 4.0)
+    }
+
+    /// Bytes of the keys and values of `rows` rows of `capacity` tokens.
+    pub(crate) fn cache_bytes(&self, rows: usize, capacity: usize, compute: Kind) -> usize {
+        let c = &self.config;
+        let width = c.num_key_value_heads as f64 * c.head_dim as f64 * compute.elt_size_in_bytes() as f64;
+        bounded(2.0 * c.num_hidden_layers as f64 * rows as f64 * capacity as f64 * width)
+    }
+}
+
+impl Holding<'_> {
+    fn trains(self, role: TensorRole) -> bool {
+        match self {
+            Self::Trained(_) => true,
+            Self::Adapted(_) => role == TensorRole::Score,
+            Self::Frozen(_) => false,
+        }
+    }
+
+    /// The dtype that the tensor is held in.
+    fn kind(self, tensor: &TensorSize, dtype: Option<Kind>, compute: Kind) -> Kind {
+        let loaded = match tensor.role {
+            TensorRole::Score => Kind::Float,
+            _ => dtype.unwrap_or(tensor.kind),
+        };
+        let narrows = loaded.elt_size_in_bytes() >= compute.elt_size_in_bytes();
+        match self {
+            Self::Trained(_) => Kind::Float,
+            // As `Linear::hold_as_computed`: where it takes no more memory.
+            _ if tensor.role == TensorRole::Product && narrows => compute,
+            _ => loaded,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{CausalLm, Dtype, ModelOptions, Param, Precision, SequenceClassifier};
+    use crate::optim::{AdamW, OptimizerConfig};
+
+    fn golden(name: &str) -> std::path::PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+    }
+
+    const LMS: [&str; 8] = ["gpt2", "gpt_neox", "llama_tied", "llama_untied", "gemma2", "opt", "phi3", "qwen3"];
+
+    fn lora() -> LoraConfig {
+        LoraConfig { r: 4, target_modules: Some(vec!["all-linear".into()]), ..LoraConfig::default() }
+    }
+
+    /// Bytes of weights, number of parameters, number of trained ones.
+    fn real(params: &[Param]) -> [usize; 3] {
+        let bytes = params.iter().map(|param| param.tensor.numel() * param.tensor.kind().elt_size_in_bytes()).sum();
+        let trained =
+            params.iter().filter(|param| param.tensor.requires_grad()).map(|param| param.tensor.numel()).sum();
+        [bytes, params.iter().map(|param| param.tensor.numel()).sum(), trained]
+    }
+
+    fn planned(held: Held) -> [usize; 3] {
+        [held.weights, held.parameters, held.trained]
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_real_tensors_in_every_family_and_holding() {
+        let own = lora();
+        for name in LMS {
+            let dir = golden(name);
+            let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, &dir).unwrap();
+            for (precision, compute) in [(Precision::F32, Kind::Float), (Precision::Bf16, Kind::BFloat16)] {
+                let load = |dtype| {
+                    CausalLm::from_pretrained(&dir, ModelOptions { dtype, precision, ..Default::default() }).unwrap()
+                };
+                let held = |holding, dtype| planned(sizes.held(holding, dtype, compute).unwrap());
+                let mut trained = load(Dtype::Float32);
+                trained.prepare(false);
+                trained.set_trainable(true);
+                assert_eq!(held(Holding::Trained(0), None), real(trained.params()), "{name}");
+                let optimizer = AdamW::new(trained.trainable_params(), &crate::flag::defaults::<OptimizerConfig>());
+                assert_eq!(optimizer.moments_bytes(), 8 * real(trained.params())[2], "{name}");
+                for (dtype, kind) in [(Dtype::Auto, None), (Dtype::BFloat16, Some(Kind::BFloat16))] {
+                    let mut frozen = load(dtype);
+                    frozen.hold_as_computed();
+                    assert_eq!(held(Holding::Frozen(0), kind), real(frozen.params()), "{name}");
+                    let mut adapted = load(dtype);
+                    adapted.prepare(true);
+                    adapted.add_adapter(&lora(), 1).unwrap();
+                    adapted.set_trainable(true);
+                    assert_eq!(held(Holding::Adapted(&own), kind), real(adapted.params()), "{name}");
+                }
+                let reference = trained.share_lower_layers(1).unwrap();
+                trained.set_trainable(true);
+                assert_eq!(held(Holding::Trained(1), None)[2], real(trained.params())[2], "{name}");
+                let upper = &reference.params()[reference.body.shared..];
+                assert_eq!(held(Holding::Frozen(1), Some(Kind::Float))[1], real(upper)[1], "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_of_classifiers_are_those_of_the_real_tensors() {
+        for name in ["gpt_neox_cls", "llama_untied_cls", "bert_cls2", "roberta_cls3", "distilbert_cls2", "opt_cls"] {
+            let dir = golden(name);
+            let sizes = ModelSizes::of_classifier(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, false).unwrap();
+            let options = ModelOptions { precision: Precision::Bf16, ..Default::default() };
+            let mut model = SequenceClassifier::from_pretrained(&dir, None, options).unwrap();
+            model.hold_as_computed();
+            let held = sizes.held(Holding::Frozen(0), None, Kind::BFloat16).unwrap();
+            assert_eq!(planned(held), real(model.params()), "{name}");
+        }
+    }
+
+    #[test]
+    fn copies_are_made_of_wider_weights_and_of_products_alone() {
+        let dir = golden("llama_tied");
+        let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::BFloat16, &dir).unwrap();
+        let held = |holding, compute| sizes.held(holding, None, compute).unwrap();
+        let products: usize = sizes.linears.iter().map(|linear| linear.widths[0] * linear.widths[1]).sum();
+        let embedding = sizes.products()[1];
+        let trained = held(Holding::Trained(0), Kind::BFloat16);
+        assert_eq!((trained.copies, trained.widened), (2 * (products + embedding), 0));
+        assert_eq!(held(Holding::Trained(0), Kind::Float).copies, 0);
+        let frozen = held(Holding::Frozen(0), Kind::BFloat16);
+        assert_eq!((frozen.copies, frozen.widened), (0, 0));
+        let wide = held(Holding::Frozen(0), Kind::Float);
+        assert_eq!((wide.copies, wide.widened_layers), (0, 4 * products));
+        assert_eq!(wide.weights, frozen.weights);
+    }
+
+    #[test]
+    fn activations_grow_with_the_tokens_and_less_with_checkpoints() {
+        let dir = golden("llama_untied");
+        let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, &dir).unwrap();
+        let of = |tokens: usize, kind, checkpoints| {
+            let tokens = PassTokens { computed: tokens, attended: tokens, outputs: tokens };
+            sizes.activations(tokens, kind, None, checkpoints).unwrap()
+        };
+        assert_eq!(of(20, Kind::Float, false).stored, 2 * of(10, Kind::Float, false).stored);
+        assert!(of(20, Kind::BFloat16, false).stored < of(20, Kind::Float, false).stored);
+        assert!(of(20, Kind::Float, true).stored < of(20, Kind::Float, false).stored / 2);
+        // The number by which micro-batches are sized leaves out statistics of norms, and inputs of the head.
+        let [about, exact] = [1000 * sizes.activation_bytes(Kind::Float, false), of(1000, Kind::Float, false).stored];
+        assert!((0.9..1.3).contains(&(exact as f64 / about as f64)), "{about}, {exact}");
+    }
+}

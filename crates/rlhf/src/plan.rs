@@ -1,0 +1,378 @@
+//! `rlhf plan`: the memory and the time that a training run will need, before it loads anything.
+//!
+//! Sizes come from `config.json`, lengths from the tokenizer and the data, rates from a calibration of about a second. No weight is
+//! read, and none is allocated. The arithmetic follows the code that it describes; `benchmarks/plan.py` holds it against real runs.
+
+mod members;
+mod memory;
+mod rates;
+mod remedies;
+mod rows;
+mod table;
+mod work;
+
+use crate::device::{available_gpu_memory, available_memory, use_threads, whole_memory};
+use crate::dist::as_ranks;
+use crate::settings::{PpoConfig, RewardConfig, RunConfig, SftConfig};
+use crate::{Error, Result};
+use members::Models;
+use memory::Job;
+use rates::Rates;
+use rows::Rows;
+use serde::Serialize;
+use tch::Device;
+
+/// A training run to plan.
+#[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "a few values per process")]
+pub enum PlannedRun {
+    /// `rlhf sft`.
+    Sft(SftConfig),
+    /// `rlhf reward`.
+    Reward(RewardConfig),
+    /// `rlhf ppo`, `rlhf grpo` and `rlhf rloo`.
+    Ppo(PpoConfig),
+}
+
+/// The machine that a run is planned for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlanOptions {
+    /// Number of ranks on each machine.
+    pub ranks: usize,
+    /// Number of machines.
+    pub machines: usize,
+    /// Memory of the machine in bytes, which its ranks share, or of each GPU; `None`: what is available now.
+    pub memory: Option<usize>,
+    /// Measure the rates of this machine, for the time.
+    pub calibrate: bool,
+}
+
+/// The plan of a run, for one rank unless a field says otherwise. Sizes are in bytes.
+#[derive(Debug, Clone, Serialize)]
+pub struct Plan {
+    /// Name of the command.
+    pub command: String,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Device and precision of the computation.
+    pub device: String,
+    /// The models of the run.
+    pub models: Vec<PlannedModel>,
+    /// Memory by phase.
+    pub memory: PlannedMemory,
+    /// Tokens of a forward and backward pass.
+    pub micro_batch: PlannedMicroBatch,
+    /// Tokens and operations.
+    pub work: PlannedWork,
+    /// Seconds; `None` without a calibration.
+    pub time: Option<PlannedTime>,
+    /// Changes that lower the peak, each by itself, the most effective first.
+    pub remedies: Vec<Remedy>,
+    /// Assumptions that the settings or the data do not decide.
+    pub notes: Vec<String>,
+}
+
+/// A model of a planned run.
+#[derive(Debug, Clone, Serialize)]
+pub struct PlannedModel {
+    /// Its part in the run: policy, reference model, value model, reward model, model.
+    pub role: &'static str,
+    /// Folder or name.
+    pub name: String,
+    /// Number of parameters, those of an adapter included.
+    pub parameters: usize,
+    /// Number of trained parameters.
+    pub trained: usize,
+    /// Bytes of its weights on this rank.
+    pub weights: usize,
+    /// Bytes of its gradients on this rank.
+    pub gradients: usize,
+    /// Bytes of its optimizer's moments on this rank.
+    pub moments: usize,
+}
+
+/// Memory of a planned run.
+#[derive(Debug, Clone, Serialize)]
+pub struct PlannedMemory {
+    /// Bytes that a rank can have; `None` if that is not known.
+    pub available: Option<usize>,
+    /// Bytes of the largest phase.
+    pub peak: usize,
+    /// Name of the largest phase.
+    pub peak_phase: &'static str,
+    /// Whether the peak is at most what is available.
+    pub fits: bool,
+    /// The phases, in their order.
+    pub phases: Vec<Phase>,
+}
+
+/// Memory of one phase of an update.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Phase {
+    /// Name.
+    pub name: &'static str,
+    /// The program: libtorch, tokenizer, data.
+    pub program: usize,
+    /// Weights, with copies in the dtype of products, and with what sharding gathers.
+    pub weights: usize,
+    /// Gradients of trained parameters.
+    pub gradients: usize,
+    /// Moments of the optimizers, and a moving average of the policy.
+    pub moments: usize,
+    /// Activations, and what is in use while a layer is computed.
+    pub activations: usize,
+    /// Keys and values of the responses that are sampled.
+    pub cache: usize,
+    /// Logits.
+    pub logits: usize,
+    /// Sum of the parts.
+    pub total: usize,
+}
+
+/// Tokens of a forward and backward pass.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct PlannedMicroBatch {
+    /// Most tokens: `max_tokens_per_micro_batch`, or the default for this memory.
+    pub limit: usize,
+    /// Most tokens that a pass of this run has, as its batches are no larger.
+    pub tokens: usize,
+    /// Bytes of activations of a token.
+    pub bytes_per_token: usize,
+    /// Most tokens whose activations fit beside the rest; `None` if the memory is not known, 0 if nothing fits.
+    pub largest: Option<usize>,
+}
+
+/// Tokens and operations of a run, of all ranks. An operation is a multiplication or an addition.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct PlannedWork {
+    /// Number of updates; of optimizer steps in SFT and reward training.
+    pub updates: usize,
+    /// Rows of an update.
+    pub rows_per_update: usize,
+    /// Tokens of the rows of an update, of responses the most that they can have.
+    pub tokens_per_update: f64,
+    /// Operations of an update.
+    pub flops_per_update: f64,
+    /// Tokens of all updates.
+    pub tokens: f64,
+    /// Operations of all updates.
+    pub flops: f64,
+}
+
+/// Seconds of a run on this machine.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct PlannedTime {
+    /// Operations per second of the model's products in the run's precision.
+    pub flops_per_second: f64,
+    /// Bytes per second at which decoding reads weights.
+    pub bytes_per_second: f64,
+    /// Seconds of the phases of an update.
+    pub rollout: f64,
+    /// Evaluation of the responses by the models.
+    pub scoring: f64,
+    /// Forward and backward passes and optimizer steps.
+    pub training: f64,
+    /// Seconds of an update.
+    pub update: f64,
+    /// Seconds of all updates.
+    pub total: f64,
+}
+
+/// A change of settings that lowers the peak.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Remedy {
+    /// The change, as flags where it is one of settings.
+    pub change: String,
+    /// Bytes of the largest phase with it.
+    pub peak: usize,
+    /// Bytes that it saves.
+    pub saves: usize,
+    /// Whether the run fits with it alone.
+    pub fits: bool,
+}
+
+/// Bytes that a program needs on a GPU beside its tensors: the context of CUDA and the workspaces of its libraries.
+const CUDA_PROGRAM: usize = 700 << 20;
+
+/// Bytes of code and of the libraries' buffers that a run has and a plan has not; measured.
+const PROGRAM_LATER: usize = 80 << 20;
+
+impl PlannedRun {
+    /// The command.
+    pub fn command(&self) -> &'static str {
+        match self {
+            Self::Sft(_) => "sft",
+            Self::Reward(_) => "reward",
+            Self::Ppo(config) => config.preset.command(),
+        }
+    }
+
+    fn run(&self) -> &RunConfig {
+        match self {
+            Self::Sft(config) => &config.run,
+            Self::Reward(config) => &config.run,
+            Self::Ppo(config) => &config.run,
+        }
+    }
+
+    fn run_mut(&mut self) -> &mut RunConfig {
+        match self {
+            Self::Sft(config) => &mut config.run,
+            Self::Reward(config) => &mut config.run,
+            Self::Ppo(config) => &mut config.run,
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        match self {
+            Self::Sft(config) => config.check(),
+            Self::Reward(config) => config.check(),
+            Self::Ppo(config) => config.check(),
+        }
+    }
+
+    /// The device that the run is planned for; a GPU that is not here counts as one.
+    fn device(&self) -> Result<Device> {
+        use crate::device::Device as Setting;
+        match self.run().device {
+            Setting::Cuda(number) => Ok(Device::Cuda(number.unwrap_or(0))),
+            other => other.resolve(),
+        }
+    }
+}
+
+/// Plans a run: memory by phase, tokens, operations and time.
+///
+/// # Errors
+/// If a model's configuration, its tokenizer or the data are missing or invalid; if a setting is out of its range.
+pub fn plan(run: &PlannedRun, options: &PlanOptions) -> Result<Plan> {
+    as_ranks(options.ranks * options.machines, || {
+        run.check()?;
+        let device = run.device()?;
+        let models = Models::find(run)?;
+        let rows = Rows::read(run, &models)?;
+        let machine = Machine::find(device, options);
+        let job = Job::new(run, &models, &rows, machine)?;
+        let rates = match options.calibrate && device == Device::Cpu {
+            true => {
+                use_threads(run.run().num_threads);
+                Some(Rates::measure(&job)?)
+            }
+            false => None,
+        };
+        let work = work::of(&job);
+        let mut notes = rows.notes.clone();
+        if device != Device::Cpu {
+            notes.push(
+                "memory of a GPU is arithmetic: it is not held against measured runs, and there is no time".into(),
+            );
+        }
+        let memory = job.memory();
+        Ok(Plan {
+            command: run.command().into(),
+            ranks: machine.ranks,
+            device: describe(device, run.run()),
+            models: job.models(),
+            micro_batch: job.micro_batch(&memory),
+            time: rates.map(|rates| work::time(&job, &rates, &work)),
+            work: work.planned,
+            remedies: remedies::find(run, &models, &rows, &job),
+            notes,
+            memory,
+        })
+    })
+}
+
+/// Returns a warning if a run of this process needs more memory than there is: bytes that do not depend on its data. `None` if it fits, or
+/// if that is not known, as where a model is still to be downloaded.
+pub fn warning(run: &PlannedRun, options: &PlanOptions) -> Option<String> {
+    let found = || -> Result<Option<String>> {
+        let models = Models::find_local(run)?;
+        let machine = Machine::find(run.device()?, options);
+        let rows = Rows::unread(run);
+        let memory = Job::new(run, &models, &rows, machine)?.memory();
+        let Some(available) = memory.available.filter(|_| !memory.fits) else { return Ok(None) };
+        Ok(Some(format!(
+            "memory: this run needs at least about {}, in the phase {}, and {} are available: `rlhf plan {} ...` with the same settings \
+             shows what would make it fit",
+            table::size(memory.peak),
+            memory.peak_phase,
+            table::size(available),
+            run.command(),
+        )))
+    };
+    found().ok().flatten()
+}
+
+/// Memory and ranks of a machine.
+#[derive(Debug, Clone, Copy)]
+struct Machine {
+    device: Device,
+    /// Number of ranks, of all machines.
+    ranks: usize,
+    /// Bytes that a rank can have.
+    available: Option<usize>,
+    /// Bytes of a rank by which micro-batches are sized.
+    whole: Option<usize>,
+    /// Bytes of the program itself.
+    program: usize,
+}
+
+impl Machine {
+    fn find(device: Device, options: &PlanOptions) -> Self {
+        let here = options.ranks.max(1);
+        let ranks = here * options.machines.max(1);
+        match device {
+            Device::Cuda(number) => Self {
+                device,
+                ranks,
+                available: options.memory.or_else(|| available_gpu_memory(number)),
+                whole: None,
+                program: CUDA_PROGRAM,
+            },
+            _ => Self {
+                device,
+                ranks,
+                // The memory of this process is a part of the run's.
+                available: options.memory.or_else(|| Some(available_memory()? + resident()?)).map(|bytes| bytes / here),
+                whole: options.memory.or_else(whole_memory).map(|bytes| bytes / here),
+                program: resident().unwrap_or(0) + PROGRAM_LATER,
+            },
+        }
+    }
+}
+
+/// Bytes of memory that this process has.
+fn resident() -> Option<usize> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
+    Some(line?.trim().parse::<usize>().ok()? << 10)
+}
+
+fn describe(device: Device, run: &RunConfig) -> String {
+    let device = match device {
+        Device::Cuda(_) => "cuda",
+        _ => "cpu",
+    };
+    let precision = match (run.bf16, run.fp16) {
+        (true, _) => "bfloat16",
+        (_, true) => "float16",
+        _ => "float32",
+    };
+    format!("{device}, {precision}")
+}
+
+impl Plan {
+    /// The plan as a table for people, in lines of plain text.
+    pub fn table(&self) -> String {
+        table::of(self)
+    }
+
+    /// The plan as JSON.
+    ///
+    /// # Errors
+    /// None for a plan.
+    pub fn json(&self) -> Result<String> {
+        serde_json::to_string_pretty(self).map_err(|e| Error::Run(format!("plan: {e}")))
+    }
+}

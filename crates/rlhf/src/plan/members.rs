@@ -1,0 +1,261 @@
+//! The models of a run, and how each of them is held.
+
+use super::PlannedRun;
+use crate::Result;
+use crate::dist::ZeroStage;
+use crate::hub;
+use crate::model::{AdapterFolder, Held, Holding, LoraConfig, ModelConfig, ModelSizes};
+use crate::reward::specs;
+use crate::settings::{PpoConfig, RunConfig};
+use crate::weights::Checkpoint;
+use crate::{Error, tokenizer::Tokenizer};
+use std::path::{Path, PathBuf};
+use tch::Kind;
+
+/// Reads the configuration of a model by its path and revision, and the dtype that its files hold it in.
+type ReadConfig = dyn Fn(&Path, Option<&str>) -> Result<(ModelConfig, Kind)>;
+
+/// Sizes of the models that a run names.
+#[derive(Debug)]
+pub(super) struct Models {
+    /// The model that SFT, reward training or PPO trains.
+    pub(super) main: NamedModel,
+    /// The folder or name of the tokenizer.
+    pub(super) tokenizer: PathBuf,
+    /// The value model, where it starts from a folder of its own or from a reward model.
+    value: Option<NamedModel>,
+    rewards: Vec<NamedModel>,
+    /// The critic of a policy that has none of its own: the policy's shape with a head for values.
+    fresh_value: Option<ModelSizes>,
+}
+
+#[derive(Debug)]
+pub(super) struct NamedModel {
+    name: String,
+    pub(super) sizes: ModelSizes,
+}
+
+/// One model of a run as it is held.
+#[derive(Debug, Clone)]
+pub(super) struct Member<'m> {
+    pub(super) role: &'static str,
+    pub(super) name: &'m str,
+    pub(super) sizes: &'m ModelSizes,
+    pub(super) held: Held,
+    pub(super) stage: ZeroStage,
+    pub(super) is_trained: bool,
+    /// The adapter that is trained, and whether there is dropout before it.
+    pub(super) adapter: Option<(LoraConfig, bool)>,
+    /// The weights are those of the policy.
+    pub(super) is_view: bool,
+}
+
+impl NamedModel {
+    /// The model as a frozen member of a run.
+    fn member(&self, role: &'static str, held: Held, stage: ZeroStage) -> Member<'_> {
+        let Self { name, sizes } = self;
+        Member { role, name, sizes, held, stage, is_trained: false, adapter: None, is_view: false }
+    }
+}
+
+/// The dtype of products.
+pub(super) fn compute(run: &RunConfig) -> Kind {
+    match (run.bf16, run.fp16) {
+        (true, _) => Kind::BFloat16,
+        (_, true) => Kind::Half,
+        _ => Kind::Float,
+    }
+}
+
+impl Models {
+    /// Reads the configurations of the models; of names on the hub, `config.json` is downloaded.
+    ///
+    /// # Errors
+    /// If one is missing or invalid.
+    pub(super) fn find(run: &PlannedRun) -> Result<Self> {
+        Self::find_with(run, &|path, revision| config_of(path, revision))
+    }
+
+    /// [`Models::find`] of models that are in folders here.
+    ///
+    /// # Errors
+    /// If one is not.
+    pub(super) fn find_local(run: &PlannedRun) -> Result<Self> {
+        Self::find_with(run, &|path, _| match path.exists() {
+            true => config_of(path, None),
+            false => Err(Error::Run(format!("{}: not here", path.display()))),
+        })
+    }
+
+    fn find_with(run: &PlannedRun, read: &ReadConfig) -> Result<Self> {
+        let lm = |path: &Path, revision| -> Result<NamedModel> {
+            let (config, kind) = read(path, revision)?;
+            let sizes = ModelSizes::of_causal_lm(config, kind, path)?;
+            Ok(NamedModel { name: path.display().to_string(), sizes })
+        };
+        let classifier = |path: &Path, revision, new_head| -> Result<NamedModel> {
+            let (config, kind) = read(path, revision)?;
+            let new_head = new_head && !config.is_sequence_classifier();
+            Ok(NamedModel {
+                name: path.display().to_string(),
+                sizes: ModelSizes::of_classifier(config, kind, new_head)?,
+            })
+        };
+        let alone = |main, tokenizer: &Path| Self {
+            main,
+            tokenizer: tokenizer.into(),
+            value: None,
+            rewards: Vec::new(),
+            fresh_value: None,
+        };
+        match run {
+            PlannedRun::Sft(config) => {
+                let own = config.model_name_or_path.as_deref().or(config.config_name.as_deref());
+                let own = own.ok_or_else(|| Error::Usage("set model_name_or_path".into()))?;
+                let main = lm(own, Some(config.model_revision.as_str()))?;
+                Ok(alone(main, config.tokenizer_name.as_deref().unwrap_or(own)))
+            }
+            PlannedRun::Reward(config) => {
+                let own = &config.model_name_or_path;
+                let main = classifier(own, Some(config.model_revision.as_str()), config.new_reward_head)?;
+                Ok(alone(main, own))
+            }
+            PlannedRun::Ppo(config) => {
+                let main = lm(&config.sft_model_path, Some(config.model_revision.as_str()))?;
+                let paths = specs(config)?;
+                let rewards = paths.iter().filter_map(|spec| spec.model_path());
+                let rewards =
+                    rewards.map(|path| classifier(path, None, config.new_reward_head)).collect::<Result<_>>()?;
+                let value = config.value_model_path.as_deref().map(|path| classifier(path, None, true)).transpose()?;
+                let stored = main.sizes.stored_kind();
+                let fresh = ModelSizes::of_classifier(main.sizes.config().clone(), stored, true)?;
+                let tokenizer = config.model_name_or_path.as_deref().unwrap_or(&config.sft_model_path).into();
+                Ok(Self { main, tokenizer, value, rewards, fresh_value: Some(fresh) })
+            }
+        }
+    }
+
+    /// The tokenizer of the run.
+    ///
+    /// # Errors
+    /// If it is missing or invalid.
+    pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
+        Tokenizer::from_pretrained(&hub::tokenizer_dir(&self.tokenizer, None)?)
+    }
+
+    /// The longest sequence that all models take.
+    pub(super) fn context(&self) -> usize {
+        let others = self.value.iter().chain(&self.rewards);
+        let all = others.chain([&self.main]).map(|model| model.sizes.config().max_position_embeddings);
+        all.min().unwrap_or(usize::MAX)
+    }
+
+    /// The models of the run as they are held, the trained ones first.
+    ///
+    /// # Errors
+    /// If an adapter's targets match no layer.
+    pub(super) fn members(&self, run: &PlannedRun) -> Result<Vec<Member<'_>>> {
+        match run {
+            PlannedRun::Sft(config) => Ok(vec![self.alone(&config.run, config.peft.lora())?]),
+            PlannedRun::Reward(config) => Ok(vec![self.alone(&config.run, config.peft.lora())?]),
+            PlannedRun::Ppo(config) => self.of_ppo(config),
+        }
+    }
+
+    /// The model of SFT or of reward training.
+    fn alone(&self, run: &RunConfig, lora: Option<LoraConfig>) -> Result<Member<'_>> {
+        let held = hold(&self.main.sizes, lora.as_ref().map_or(Holding::Trained(0), Holding::Adapted), run)?;
+        let drops = lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
+        Ok(Member {
+            role: "model",
+            name: &self.main.name,
+            sizes: &self.main.sizes,
+            held,
+            stage: run.dist.zero_stage,
+            is_trained: true,
+            adapter: lora.map(|lora| (lora, drops)),
+            is_view: false,
+        })
+    }
+
+    fn of_ppo(&self, config: &PpoConfig) -> Result<Vec<Member<'_>>> {
+        let (run, lora) = (&config.run, config.peft.lora());
+        let shared = config.legacy.num_shared_layers.filter(|_| lora.is_none()).unwrap_or(0);
+        let trained = |lora: &Option<LoraConfig>, sizes: &ModelSizes, shared| {
+            hold(sizes, lora.as_ref().map_or(Holding::Trained(shared), Holding::Adapted), run)
+        };
+        let mut policy = self.main.member("policy", trained(&lora, &self.main.sizes, shared)?, config.policy_stage());
+        policy.is_trained = true;
+        policy.adapter = lora.clone().map(|lora| (lora, false));
+        if config.needs_critic() && config.legacy.value_head {
+            let head = self.main.sizes.config().embedding_size as usize + 1;
+            policy.held.add_head(head);
+        }
+        let mut members = vec![policy];
+        if config.needs_critic() && !config.legacy.value_head {
+            members.push(self.critic(config)?);
+        }
+        if config.has_reference() {
+            let is_view = lora.is_some();
+            let held = match config.sync.sync_ref_model {
+                true => Held {
+                    trained: 0,
+                    trained_layer: 0,
+                    trained_root: 0,
+                    ..hold(&self.main.sizes, Holding::Trained(0), run)?
+                },
+                false => hold(&self.main.sizes, Holding::Frozen(shared), run)?,
+            };
+            members.push(Member { is_view, ..self.main.member("reference model", held, config.policy_stage()) });
+        }
+        for reward in &self.rewards {
+            let held = hold(&reward.sizes, Holding::Frozen(0), run)?;
+            members.push(reward.member("reward model", held, config.frozen_stage()));
+        }
+        Ok(members)
+    }
+
+    /// A value model of its own: from its folder, else from the first reward model that can be one, else from the policy.
+    fn critic(&self, config: &PpoConfig) -> Result<Member<'_>> {
+        let vocab = self.main.sizes.config().vocab_size;
+        let can_be = |model: &&NamedModel| {
+            let own = model.sizes.config();
+            own.causal && own.vocab_size == vocab && (own.labels.len() == 1 || !own.is_sequence_classifier())
+        };
+        let found = self.value.as_ref().or_else(|| self.rewards.iter().find(can_be));
+        let fresh = || (self.main.name.as_str(), self.fresh_value.as_ref().unwrap_or(&self.main.sizes));
+        let (name, sizes) = found.map_or_else(fresh, |model| (model.name.as_str(), &model.sizes));
+        let lora = config.value_lora();
+        let held = hold(sizes, lora.as_ref().map_or(Holding::Trained(0), Holding::Adapted), &config.run)?;
+        Ok(Member {
+            role: "value model",
+            name,
+            sizes,
+            held,
+            stage: config.value_stage(),
+            is_trained: true,
+            adapter: lora.map(|lora| (lora, false)),
+            is_view: false,
+        })
+    }
+}
+
+fn hold(sizes: &ModelSizes, holding: Holding<'_>, run: &RunConfig) -> Result<Held> {
+    sizes.held(holding, run.dtype.kind(), compute(run))
+}
+
+/// Reads the configuration of the model `path`, and the dtype that its files hold it in.
+fn config_of(path: &Path, revision: Option<&str>) -> Result<(ModelConfig, Kind)> {
+    let adapter =
+        if path.is_dir() { AdapterFolder::find(path)?.filter(|_| !path.join("config.json").is_file()) } else { None };
+    let dir = adapter.and_then(|folder| folder.local_base()).unwrap_or_else(|| path.to_path_buf());
+    if dir.is_dir() {
+        let config = ModelConfig::from_dir(&dir)?;
+        // The headers alone are read.
+        let kind = if Checkpoint::is_in(&dir) { Checkpoint::open(&dir)?.kind() } else { config.stored_kind() };
+        return Ok((config, kind));
+    }
+    let config = ModelConfig::from_file(&hub::config_file(&dir, revision)?)?;
+    let kind = config.stored_kind();
+    Ok((config, kind))
+}

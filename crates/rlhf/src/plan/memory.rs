@@ -1,0 +1,342 @@
+//! Memory by phase: the arithmetic of weights, gradients, moments, activations, cache and logits.
+
+use super::members::{Member, Models, compute};
+use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, share, tokens_of};
+use super::{Machine, Phase, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun};
+use crate::Result;
+use crate::dist::ZeroStage;
+use crate::model::{Activations, LOGITS_CHUNK, PassTokens, uses_kernels};
+use crate::optim::micro_batch::default_tokens;
+use crate::rl::learner::EpochPlan;
+use crate::settings::{LogprobsOf, PpoConfig};
+use tch::{Device, Kind};
+
+/// Bytes that collectives on the CPU take beside their tensors: copies of pieces of 4 Mi elements.
+const COLLECTIVES: usize = 3 * (4 << 22);
+
+/// Number of tensors of the logits' size that libtorch's own operations hold at once in a backward pass, in f32.
+const PLAIN_LOGITS: usize = 5;
+
+/// Bytes per logit of sampling with filters: probabilities, their sums in f64, and sorted copies.
+const FILTERED_LOGITS: usize = 40;
+
+/// A run on one rank of a machine.
+#[derive(Debug)]
+pub(super) struct Job<'a> {
+    pub(super) run: &'a PlannedRun,
+    pub(super) rows: &'a Rows,
+    pub(super) machine: Machine,
+    pub(super) members: Vec<Member<'a>>,
+    pub(super) compute: Kind,
+    /// Most tokens of a forward and backward pass.
+    pub(super) limit: usize,
+}
+
+/// Bytes of a model's parts on this rank.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Resident {
+    pub(super) weights: usize,
+    pub(super) gradients: usize,
+    pub(super) moments: usize,
+}
+
+impl<'a> Job<'a> {
+    /// Resolves the models and the size of the micro-batches.
+    ///
+    /// # Errors
+    /// If an adapter's targets match no layer.
+    pub(super) fn new(run: &'a PlannedRun, models: &'a Models, rows: &'a Rows, machine: Machine) -> Result<Self> {
+        let members = models.members(run)?;
+        let (compute, settings) = (compute(run.run()), run.run());
+        let of = |member: &Member<'_>| member.sizes.activation_bytes(compute, settings.gradient_checkpointing);
+        let bytes = members.iter().filter(|member| member.is_trained).map(of).max().unwrap_or(1);
+        let parameters = members.first().map_or(0, |member| member.held.parameters);
+        let default = || default_tokens(machine.whole, parameters, bytes);
+        let limit = settings.max_tokens_per_micro_batch.unwrap_or_else(default);
+        Ok(Self { run, rows, machine, members, compute, limit })
+    }
+
+    pub(super) fn ppo(&self) -> Option<&PpoConfig> {
+        match self.run {
+            PlannedRun::Ppo(config) => Some(config),
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) => None,
+        }
+    }
+
+    /// Number of ranks that share a model of this stage.
+    fn sharing(&self, divided: bool) -> usize {
+        if divided { self.machine.ranks } else { 1 }
+    }
+
+    /// Bytes of a model between passes.
+    pub(super) fn resident(&self, member: &Member<'_>) -> Resident {
+        let (held, stage) = (&member.held, member.stage);
+        if member.is_view {
+            // The copies of a model without its adapter are its own.
+            return Resident { weights: held.copies, ..Resident::default() };
+        }
+        let of_params = self.sharing(stage.shards_parameters());
+        let copies = if self.releases(stage) { 0 } else { held.copies };
+        let weights = held.weights / of_params + copies;
+        if !member.is_trained {
+            return Resident { weights, ..Resident::default() };
+        }
+        let all = held.trained * 4;
+        // In stage 1 each rank has its part of the sum beside its whole gradients.
+        let part = if stage == ZeroStage::Stage1 { all / self.machine.ranks } else { 0 };
+        let offloads = self.run.run().dist.offload_optimizer && self.machine.device != Device::Cpu;
+        let moments = if offloads { 0 } else { 2 * all / self.sharing(stage.shards_optimizer()) };
+        Resident { weights, gradients: all / self.sharing(stage.shards_gradients()) + part, moments }
+    }
+
+    /// Whether weights are gathered for each layer and released after it.
+    fn releases(&self, stage: ZeroStage) -> bool {
+        stage.shards_parameters()
+    }
+
+    /// Bytes that a pass of a model gathers: weights of a layer and of what is outside the layers, and gradients of both.
+    fn gathered(&self, member: &Member<'_>, backward: bool) -> [usize; 2] {
+        let held = &member.held;
+        let copied = held.copies as f64 / held.weights.max(1) as f64;
+        let weights = match self.releases(member.stage) {
+            true => ((held.layer + held.root) as f64 * (1.0 + copied)) as usize,
+            false => 0,
+        };
+        let gradients = match backward && member.stage.shards_gradients() {
+            true => 4 * (held.trained_layer + held.trained_root),
+            false => 0,
+        };
+        [weights, gradients]
+    }
+
+    /// The parts of memory that all phases have.
+    fn base(&self, name: &'static str) -> Phase {
+        let collectives = if self.machine.ranks > 1 { COLLECTIVES } else { 0 };
+        let mut phase = Phase { name, program: self.machine.program + collectives, ..Phase::default() };
+        for member in &self.members {
+            let own = self.resident(member);
+            phase.weights += own.weights;
+            phase.gradients += own.gradients;
+            phase.moments += own.moments;
+        }
+        if let (Some(config), Some(policy)) = (self.ppo(), self.members.first())
+            && config.ema.enable_ema
+        {
+            phase.moments += policy.held.trained * 4 / self.sharing(policy.stage.shards_parameters());
+        }
+        phase
+    }
+
+    /// Memory of all phases.
+    pub(super) fn memory(&self) -> PlannedMemory {
+        let mut phases = Vec::new();
+        if let Some(config) = self.ppo() {
+            phases.push(self.rollout(config));
+            phases.extend(self.scoring(config));
+        }
+        for member in self.members.iter().filter(|member| member.is_trained) {
+            phases.push(self.step(member, None));
+        }
+        phases.push(self.saving());
+        for phase in &mut phases {
+            let parts = [phase.program, phase.weights, phase.gradients, phase.moments, phase.activations];
+            phase.total = parts.iter().sum::<usize>() + phase.cache + phase.logits;
+        }
+        let (peak, peak_phase) = phases.iter().map(|phase| (phase.total, phase.name)).max().unwrap_or((0, ""));
+        let available = self.machine.available;
+        PlannedMemory { available, peak, peak_phase, fits: available.is_none_or(|most| peak <= most), phases }
+    }
+
+    /// The rows of an update that this rank has.
+    pub(super) fn own<'r>(&self, rows: &'r [Row]) -> &'r [Row] {
+        share(rows, self.machine.ranks)
+    }
+
+    /// Whether rows share the computation of first tokens.
+    pub(super) fn shares(&self) -> bool {
+        let dynamic = self.members.iter().any(|member| member.sizes.config().has_length_dependent_rope());
+        self.ppo().is_some_and(|config| !(dynamic || config.needs_critic() && config.legacy.value_head))
+    }
+
+    /// Sampling: the cache of a batch of responses, and the logits of their next tokens.
+    fn rollout(&self, config: &PpoConfig) -> Phase {
+        let mut phase = self.base("rollout");
+        let policy = &self.members[0];
+        let size = config.advantage.num_generations;
+        let most = config.local_rollout_forward_batch_size;
+        let largest = |update: &Vec<Row>| self.own(update).len();
+        let own = self.rows.updates.iter().map(largest).max().unwrap_or(0);
+        let prompts = (most / size).max(1);
+        let (rows, prompts) = (most.min(own).max(1), prompts.min(own.div_ceil(size)).max(1));
+        let longest = self.rows.longest_prompt();
+        let cached = |rows| policy.sizes.cache_bytes(rows, longest + config.response_length, self.compute);
+        // Of groups the prompts have a cache of their own; where a group takes several batches, until the last of them.
+        phase.cache = cached(rows) + if size > 1 && size > most { cached(prompts) } else { 0 };
+        let tokens = PassTokens { computed: prompts * longest, attended: prompts * longest, outputs: prompts };
+        phase.activations = policy.sizes.forward_bytes(tokens, self.compute);
+        let vocab = policy.sizes.config().vocab_size as usize;
+        let filters = config.sampling.top_k > 0 || config.sampling.top_p < 1.0 || config.sampling.min_p > 0.0;
+        let plain =
+            filters || config.sampling.logprobs_of == LogprobsOf::Filtered || config.sampling.repetition_penalty != 1.0;
+        let kernels = uses_kernels(self.compute, self.machine.device);
+        let bytes = if plain || !kernels { FILTERED_LOGITS } else { 2 * self.compute.elt_size_in_bytes() };
+        phase.logits = rows * vocab * bytes;
+        if self.releases(policy.stage) {
+            phase.weights += match config.dist.ds3_gather_for_generation {
+                true => policy.held.weights + policy.held.copies - policy.held.weights / self.machine.ranks,
+                false => self.gathered(policy, false)[0],
+            };
+        }
+        phase.weights += policy.held.widened;
+        phase
+    }
+
+    /// Evaluation of the responses by each model that evaluates them; the largest.
+    fn scoring(&self, config: &PpoConfig) -> Option<Phase> {
+        let of = |member: &Member<'_>| {
+            let mut phase = self.base("scoring");
+            let tokens = |update: &Vec<Row>| {
+                let own = self.own(update);
+                let batches = own.chunks(config.local_rollout_forward_batch_size.max(1));
+                batches
+                    .map(|rows| tokens_of(&rows.iter().collect::<Vec<_>>(), self.shares()))
+                    .max_by_key(|found| found.computed)
+            };
+            let tokens =
+                self.rows.updates.iter().filter_map(tokens).max_by_key(|found| found.computed).unwrap_or_default();
+            phase.activations = member.sizes.forward_bytes(tokens, self.compute);
+            if member.role == "reference model" || member.role == "policy" {
+                phase.logits = self.logits(member, tokens.outputs, false);
+            }
+            phase.weights += member.held.widened + self.gathered(member, false)[0];
+            phase
+        };
+        let members = self.members.iter().filter(|member| member.role != "policy");
+        let size = |phase: &Phase| phase.activations + phase.logits + phase.weights;
+        members.map(of).max_by_key(size)
+    }
+
+    /// Bytes of the logits of a pass with this many outputs.
+    fn logits(&self, member: &Member<'_>, outputs: usize, backward: bool) -> usize {
+        let vocab = member.sizes.config().vocab_size.max(1);
+        let rows = outputs.min((LOGITS_CHUNK / vocab).max(1) as usize);
+        let capped = member.sizes.config().final_softcap.is_some();
+        match uses_kernels(self.compute, self.machine.device) && !(capped && backward) {
+            true => rows * vocab as usize * self.compute.elt_size_in_bytes(),
+            false => rows * vocab as usize * 4 * if backward { PLAIN_LOGITS } else { 2 },
+        }
+    }
+
+    /// The largest pass of a model that is trained: of all the tokens that a micro-batch may have, if `tokens` are not given.
+    pub(super) fn largest_pass(&self, limit: usize) -> PassTokens {
+        let found = self.rows.updates.iter().flat_map(|update| self.training_passes(update, limit));
+        found.max_by_key(|tokens| (tokens.computed, tokens.outputs)).unwrap_or_default()
+    }
+
+    /// The forward and backward passes of this rank over an update, once.
+    pub(super) fn training_passes(&self, update: &[Row], limit: usize) -> Vec<PassTokens> {
+        let (rows, step) = match self.run {
+            PlannedRun::Sft(config) if config.packing => (usize::MAX, usize::MAX),
+            PlannedRun::Sft(config) => (config.batches().rows_per_pass(), usize::MAX),
+            PlannedRun::Reward(config) => (config.batches().rows_per_pass(), usize::MAX),
+            PlannedRun::Ppo(config) => match config.plan_for(MANY_PROMPTS).map(|plan| plan.epoch) {
+                Ok(EpochPlan { part_size, micro_batch_size, .. }) => (micro_batch_size, part_size),
+                Err(_) => (usize::MAX, usize::MAX),
+            },
+        };
+        let limits = Limits { rows, tokens: limit, shares: self.shares() };
+        update.chunks(step.min(update.len()).max(1)).flat_map(|step| passes(self.own(step), limits)).collect()
+    }
+
+    /// Forward and backward passes and optimizer step of a model; `tokens` replaces its largest pass.
+    pub(super) fn step(&self, member: &Member<'_>, tokens: Option<PassTokens>) -> Phase {
+        let name = match member.role {
+            "policy" => "policy step",
+            "value model" => "value model step",
+            _ => "optimizer step",
+        };
+        let mut phase = self.base(name);
+        let tokens = tokens.unwrap_or_else(|| self.largest_pass(self.limit));
+        let Activations { stored, working } = self.activations(member, tokens);
+        let is_lm = !matches!(self.run, PlannedRun::Reward(_)) && member.role != "value model";
+        phase.logits = if is_lm { self.logits(member, tokens.outputs, true) } else { 0 };
+        // Logits are gone before the first layer's backward pass begins.
+        phase.activations = stored + working.saturating_sub(phase.logits);
+        let [weights, gradients] = self.gathered(member, true);
+        let stored = if self.run.run().gradient_checkpointing { 0 } else { member.held.widened_layers };
+        phase.weights += weights + member.held.widened.max(stored);
+        phase.gradients += gradients;
+        phase
+    }
+
+    pub(super) fn activations(&self, member: &Member<'_>, tokens: PassTokens) -> Activations {
+        let adapter = member.adapter.as_ref().map(|(lora, drops)| (lora, *drops));
+        let checkpointing = self.run.run().gradient_checkpointing;
+        // The targets were found when the model was held.
+        member.sizes.activations(tokens, self.compute, adapter, checkpointing).unwrap_or_default()
+    }
+
+    /// Writing a checkpoint: one tensor at a time is copied.
+    fn saving(&self) -> Phase {
+        let mut phase = self.base("saving");
+        phase.weights += self.members.iter().map(|member| member.sizes.largest_tensor() * 4).max().unwrap_or(0);
+        if let (Some(config), Some(policy)) = (self.ppo(), self.members.first())
+            && config.ema.enable_ema
+            && !policy.stage.shards_parameters()
+        {
+            // The policy's own weights, while the average is in their place.
+            phase.weights += policy.held.trained * 4;
+        }
+        phase
+    }
+
+    pub(super) fn models(&self) -> Vec<PlannedModel> {
+        let of = |member: &Member<'_>| {
+            let Resident { weights, gradients, moments } = self.resident(member);
+            PlannedModel {
+                role: member.role,
+                name: member.name.to_string(),
+                parameters: member.held.parameters,
+                trained: if member.is_trained { member.held.trained } else { 0 },
+                weights,
+                gradients,
+                moments,
+            }
+        };
+        self.members.iter().map(of).collect()
+    }
+
+    /// The tokens of micro-batches, and the most that fit beside the rest.
+    pub(super) fn micro_batch(&self, memory: &PlannedMemory) -> PlannedMicroBatch {
+        let used = self.largest_pass(self.limit);
+        let trained = || self.members.iter().filter(|member| member.is_trained);
+        let bytes = |tokens: PassTokens| {
+            let of = |member: &Member<'_>| {
+                let phase = self.step(member, Some(tokens));
+                phase.activations + phase.logits
+            };
+            trained().map(of).max().unwrap_or(0)
+        };
+        let scale = |count: usize, tokens: usize| (count as f64 * tokens as f64 / used.computed.max(1) as f64) as usize;
+        let scaled = |tokens: usize| PassTokens {
+            computed: tokens,
+            attended: scale(used.attended, tokens),
+            outputs: scale(used.outputs, tokens),
+        };
+        let many = scaled(1 << 20);
+        let per_token = bytes(many).saturating_sub(bytes(PassTokens::default())) >> 20;
+        let largest = memory.available.map(|available| {
+            let beside = memory.peak_without_activations() + LOGITS_CHUNK as usize * 4;
+            available.saturating_sub(beside) / per_token.max(1)
+        });
+        PlannedMicroBatch { limit: self.limit, tokens: used.computed, bytes_per_token: per_token, largest }
+    }
+}
+
+impl PlannedMemory {
+    /// Bytes of the training phases without activations and logits.
+    fn peak_without_activations(&self) -> usize {
+        let steps = self.phases.iter().filter(|phase| phase.name.ends_with("step"));
+        steps.map(|phase| phase.total - phase.activations - phase.logits).max().unwrap_or(0)
+    }
+}

@@ -1,0 +1,130 @@
+//! Changes that lower the peak, each planned by itself.
+
+use super::members::Models;
+use super::memory::Job;
+use super::rows::Rows;
+use super::{PlannedRun, Remedy};
+use crate::dist::ZeroStage;
+use crate::settings::PpoConfig;
+use tch::Device;
+
+/// Smallest micro-batch that is proposed, in tokens.
+const LEAST_TOKENS: usize = 128;
+
+/// Number of rows of a smaller batch of sampling and scoring.
+const ROWS: usize = 8;
+
+/// A change of settings.
+struct Edit {
+    /// Its flags.
+    flags: String,
+    apply: Box<dyn Fn(&mut PlannedRun)>,
+}
+
+impl Edit {
+    fn new(flags: impl Into<String>, apply: impl Fn(&mut PlannedRun) + 'static) -> Self {
+        Self { flags: flags.into(), apply: Box::new(apply) }
+    }
+
+    /// A change of the settings of PPO; none for other runs.
+    fn of_ppo(flags: impl Into<String>, apply: impl Fn(&mut PpoConfig) + 'static) -> Self {
+        Self::new(flags, move |run| {
+            if let PlannedRun::Ppo(config) = run {
+                apply(config);
+            }
+        })
+    }
+
+    /// All of `edits` at once.
+    fn together(edits: Vec<Self>) -> Self {
+        let flags: Vec<&str> = edits.iter().map(|edit| edit.flags.as_str()).collect();
+        Self::new(flags.join(" "), move |run| edits.iter().for_each(|edit| (edit.apply)(run)))
+    }
+}
+
+/// Returns the changes that lower the peak of `job`, the most effective first.
+pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>) -> Vec<Remedy> {
+    let peak = job.memory().peak;
+    let mut found = Vec::new();
+    let mut add = |change: String, edit: &Edit, machines: usize| {
+        let mut changed = run.clone();
+        (edit.apply)(&mut changed);
+        let mut machine = job.machine;
+        machine.ranks *= machines;
+        // A combination that the settings do not allow is no remedy.
+        let allowed = changed.check().is_ok().then(|| Job::new(&changed, models, rows, machine).ok()).flatten();
+        if let Some(memory) = allowed.map(|other| other.memory()).filter(|memory| memory.peak < peak) {
+            found.push(Remedy { change, peak: memory.peak, saves: peak - memory.peak, fits: memory.fits });
+        }
+    };
+    for edit in simple(run, job).iter().chain(&structural(run, job)) {
+        add(edit.flags.clone(), edit, 1);
+    }
+    let all = simple(run, job);
+    if all.len() > 1 {
+        let all = Edit::together(all);
+        add(all.flags.clone(), &all, 1);
+    }
+    let place = if job.machine.device == Device::Cpu { "machines" } else { "GPUs" };
+    let divided = Edit::new("--zero_stage 3", |run| run.run_mut().dist.zero_stage = ZeroStage::Stage3);
+    add(format!("--zero_stage 3 on {} {place} like this one", 2 * job.machine.ranks), &divided, 2);
+    found.sort_by_key(|remedy| remedy.peak);
+    found
+}
+
+/// Changes that leave the algorithm as it is, but for rounding and the number of trained parameters.
+fn simple(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
+    let settings = run.run();
+    let mut edits = Vec::new();
+    if job.members.iter().all(|member| member.adapter.is_none()) {
+        edits.push(Edit::new("--use_peft", |run| match run {
+            PlannedRun::Sft(config) => config.peft.use_peft = true,
+            PlannedRun::Reward(config) => config.peft.use_peft = true,
+            PlannedRun::Ppo(config) => config.peft.use_peft = true,
+        }));
+    }
+    if !(settings.bf16 || settings.fp16) {
+        edits.push(Edit::new("--bf16", |run| run.run_mut().bf16 = true));
+    }
+    if !settings.gradient_checkpointing {
+        edits.push(Edit::new("--gradient_checkpointing", |run| run.run_mut().gradient_checkpointing = true));
+    }
+    let tokens = smaller(job);
+    if tokens < job.limit {
+        let set = move |run: &mut PlannedRun| run.run_mut().max_tokens_per_micro_batch = Some(tokens);
+        edits.push(Edit::new(format!("--max_tokens_per_micro_batch {tokens}"), set));
+    }
+    if job.ppo().is_some_and(|config| config.local_rollout_forward_batch_size > ROWS) {
+        let flags = format!("--local_rollout_forward_batch_size {ROWS}");
+        edits.push(Edit::of_ppo(flags, |config| config.local_rollout_forward_batch_size = ROWS));
+    }
+    edits
+}
+
+/// Changes of the models, and of their division over the ranks.
+fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
+    let mut edits = Vec::new();
+    if let Some(config) = job.ppo() {
+        if config.needs_critic() && !config.legacy.value_head {
+            let flags = "--value_head (the policy's trunk is the value model's too)";
+            edits.push(Edit::of_ppo(flags, |config| config.legacy.value_head = true));
+        }
+        if config.ema.enable_ema {
+            edits.push(Edit::of_ppo("--enable_ema=false", |config| config.ema.enable_ema = false));
+        }
+    }
+    let stage = run.run().dist.zero_stage;
+    for next in [ZeroStage::Stage1, ZeroStage::Stage2, ZeroStage::Stage3] {
+        if job.machine.ranks > 1 && next > stage {
+            edits.push(Edit::new(format!("--zero_stage {next}"), move |run| run.run_mut().dist.zero_stage = next));
+        }
+    }
+    edits
+}
+
+/// A smaller number of tokens of a micro-batch: the largest that fits, or half of what the run has.
+fn smaller(job: &Job<'_>) -> usize {
+    let own = job.micro_batch(&job.memory());
+    let fits = own.largest.unwrap_or(0) / LEAST_TOKENS * LEAST_TOKENS;
+    if (1..own.tokens).contains(&fits) { fits } else { (own.tokens / 2).max(LEAST_TOKENS) }
+}

@@ -1,0 +1,244 @@
+//! The rows of a run by their lengths, and their division into passes.
+
+use super::PlannedRun;
+use super::members::Models;
+use crate::Result;
+use crate::data::{Cursor, Dataset, PromptLimit, Sources};
+use crate::model::{PassTokens, shared_lens};
+use crate::optim::micro_batch::micro_batches;
+use crate::settings::{DataConfig, PpoConfig, RewardConfig, SftConfig, Stage};
+use crate::tokenizer::Tokenizer;
+use crate::train::reward_model::leave_out_long;
+use crate::train::sft::{into_blocks, learned, shorten};
+use crate::{Error, data};
+
+/// Number of updates whose rows are drawn, as the run will draw them.
+const UPDATES: usize = 16;
+
+/// Number of prompts with which sizes that do not depend on it are resolved.
+pub(super) const MANY_PROMPTS: usize = 1 << 20;
+
+/// Rows of the first updates of a run.
+#[derive(Debug)]
+pub(super) struct Rows {
+    /// The rows of each update, in the order of the data; one update at least.
+    pub(super) updates: Vec<Vec<Row>>,
+    /// Number of rows of the data: prompts in PPO. `None` if the data were not read.
+    pub(super) available: Option<usize>,
+    /// Assumptions.
+    pub(super) notes: Vec<String>,
+}
+
+/// One row: a sequence, or the two of a pair.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Row {
+    /// Tokens of the prompt, which other rows may begin with too; none where sequences are computed by themselves.
+    pub(super) prompt: Vec<i64>,
+    /// Number of tokens.
+    pub(super) len: usize,
+    /// Number of tokens with an output.
+    pub(super) outputs: usize,
+    /// Number of the group of responses to one prompt.
+    group: usize,
+}
+
+impl Rows {
+    /// Reads the data of the run.
+    ///
+    /// # Errors
+    /// If they, or the tokenizer, are missing or invalid.
+    pub(super) fn read(run: &PlannedRun, models: &Models) -> Result<Self> {
+        match run {
+            PlannedRun::Sft(config) => Self::of_sft(config, models),
+            PlannedRun::Reward(config) => Self::of_reward(config, models),
+            PlannedRun::Ppo(config) => Self::of_prompts(config, models),
+        }
+    }
+
+    /// Rows without data: no tokens at all, so that what a run needs is a lower bound.
+    pub(super) fn unread(run: &PlannedRun) -> Self {
+        let rows = match run {
+            PlannedRun::Ppo(config) => config.plan_for(MANY_PROMPTS).map_or(1, |plan| plan.batch_size),
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) => 1,
+        };
+        Self { updates: vec![vec![Row::default(); rows]], available: None, notes: Vec::new() }
+    }
+
+    fn of_sft(config: &SftConfig, models: &Models) -> Result<Self> {
+        let mut tokenizer = models.tokenizer()?;
+        if let Some(file) = &config.chat_template_path {
+            tokenizer.use_chat_template(file)?;
+        }
+        let max_length = config.max_length.min(models.context());
+        let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        let (train, _) = sources.read(config.run.seed, Stage::Sft)?;
+        let mut lens = Vec::new();
+        let mut blocks = Vec::new();
+        for dataset in &train {
+            let rows = dataset.demonstrations_with(&tokenizer, &learned(config))?;
+            let (rows, _) = shorten(rows, max_length, dataset.path())?;
+            let own = into_blocks(rows, config.packing.then_some(max_length));
+            lens.push(own.len());
+            blocks.extend(own);
+        }
+        let batch = config.plan_for(blocks.len())?.batch_size;
+        let rows = |block: usize| {
+            let of = |row: &data::Demonstration| Row {
+                len: row.tokens.len(),
+                outputs: row.tokens.len() - row.loss_start.min(row.tokens.len()),
+                ..Row::default()
+            };
+            blocks[block].iter().map(of).collect::<Vec<_>>()
+        };
+        Ok(Self::drawn(&lens, (config.run.seed, &config.data), batch, |blocks| {
+            let mut rows: Vec<Row> = blocks.into_iter().flat_map(&rows).collect();
+            rows.sort_by_key(|row| row.len);
+            rows
+        }))
+    }
+
+    fn of_reward(config: &RewardConfig, models: &Models) -> Result<Self> {
+        let (tokenizer, own) = (models.tokenizer()?, models.main.sizes.config());
+        let max_length = config.max_length.min(models.context());
+        let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        let (train, _) = sources.read(config.run.seed, Stage::Reward)?;
+        let (mut lens, mut pairs) = (Vec::new(), Vec::new());
+        for dataset in &train {
+            let (read, _) = leave_out_long(dataset.pairs(&tokenizer, own.causal)?, max_length, dataset.path())?;
+            lens.push(read.len());
+            pairs.extend(read);
+        }
+        let row = |pair: usize| {
+            let pair: &data::Pair = &pairs[pair];
+            (pair.chosen.len().max(pair.rejected.len()), pair.chosen.len() + pair.rejected.len())
+        };
+        let batch = config.plan_for(pairs.len())?.batch_size;
+        Ok(Self::drawn(&lens, (config.run.seed, &config.data), batch, |rows| {
+            let mut rows: Vec<(usize, usize)> = rows.into_iter().map(row).collect();
+            rows.sort_by_key(|(longest, _)| *longest);
+            rows.into_iter().map(|(_, len)| Row { len, outputs: 2, ..Row::default() }).collect()
+        }))
+    }
+
+    fn of_prompts(config: &PpoConfig, models: &Models) -> Result<Self> {
+        let (prompts, lens, notes) = match read_prompts(config, models) {
+            Ok((prompts, lens)) => (prompts, lens, Vec::new()),
+            Err(error) => {
+                let Some(longest) = config.prompt_length.max_prompt_length else { return Err(error) };
+                // Prompts without tokens in common.
+                let prompts = (0..MOST_MADE as i64).map(|row| vec![-row - 1; longest]).collect::<Vec<_>>();
+                let note = format!("each prompt is taken to have max_prompt_length = {longest} tokens: {error}");
+                (prompts, Vec::new(), vec![note])
+            }
+        };
+        let read = !lens.is_empty();
+        let lens = if read { lens } else { vec![prompts.len()] };
+        let plan = config.plan_for(lens.iter().sum())?;
+        let size = config.advantage.num_generations;
+        let response = config.response_length;
+        let rows = |drawn: Vec<usize>| -> Vec<Row> {
+            let of = |(group, prompt): (usize, usize)| Row {
+                prompt: prompts[prompt].clone(),
+                len: prompts[prompt].len() + response,
+                outputs: response,
+                group,
+            };
+            let groups = drawn.into_iter().enumerate().map(of);
+            groups.flat_map(|row| std::iter::repeat_n(row, size)).collect()
+        };
+        let mut found = Self::drawn(&lens, (config.run.seed, &config.data), plan.prompts, rows);
+        found.available = read.then_some(found.available).flatten();
+        found.notes = notes;
+        Ok(found)
+    }
+
+    /// Draws the rows of the first updates, `batch` of them each, as the run will draw them; `rows` returns those at some places.
+    fn drawn(
+        lens: &[usize],
+        (seed, data): (u64, &DataConfig),
+        batch: usize,
+        rows: impl Fn(Vec<usize>) -> Vec<Row>,
+    ) -> Self {
+        let mut cursor = Cursor::mixture(seed, lens, &data.dataset_weights);
+        let updates = (0..UPDATES).map(|_| rows(cursor.take(batch))).collect();
+        Self { updates, available: Some(lens.iter().sum()), notes: Vec::new() }
+    }
+
+    /// The longest prompt of the drawn rows.
+    pub(super) fn longest_prompt(&self) -> usize {
+        self.updates.iter().flatten().map(|row| row.prompt.len()).max().unwrap_or(0)
+    }
+}
+
+/// Number of prompts that stand for those that cannot be read.
+const MOST_MADE: usize = 256;
+
+/// Reads the prompts of the run, and their number in each dataset.
+fn read_prompts(config: &PpoConfig, models: &Models) -> Result<(Vec<Vec<i64>>, Vec<usize>)> {
+    let tokenizer: Tokenizer = models.tokenizer()?;
+    let context = models.context();
+    let room = context.checked_sub(config.response_length).filter(|&room| room > 0).ok_or_else(|| {
+        Error::Usage(format!(
+            "response_length = {} leaves no room for a prompt in the models' context of {context} tokens",
+            config.response_length
+        ))
+    })?;
+    let limit = PromptLimit::new(&config.prompt_length, room)?;
+    let vocab = models.main.sizes.config().vocab_size;
+    let (mut train, _) = Sources::find(&config.data, None)?.read(config.run.seed, Stage::Ppo)?;
+    if config.apply_chat_template {
+        train = train.into_iter().map(Dataset::with_chat_prompts).collect();
+    }
+    let (mut lens, mut prompts) = (Vec::new(), Vec::new());
+    for dataset in &train {
+        let (read, _) = dataset.prompts_within(&tokenizer, vocab, limit)?;
+        lens.push(read.len());
+        prompts.extend(read.into_iter().map(|prompt| prompt.tokens));
+    }
+    Ok((prompts, lens))
+}
+
+/// The limits of a pass.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) rows: usize,
+    pub(super) tokens: usize,
+    /// First tokens that rows have in common are computed once.
+    pub(super) shares: bool,
+}
+
+/// The passes over a part of `rows`, in the order of their groups.
+pub(super) fn passes(rows: &[Row], limits: Limits) -> Vec<PassTokens> {
+    let mut order: Vec<&Row> = rows.iter().collect();
+    order.sort_by_key(|row| row.group);
+    let shared = shared_of(&order, limits.shares);
+    let places: Vec<usize> = (0..order.len()).collect();
+    let parts = micro_batches(&places, limits.rows, limits.tokens, |&at| (order[at].len, shared[at]));
+    parts.into_iter().map(|part| tokens_of(&order[part[0]..part[0] + part.len()], limits.shares)).collect()
+}
+
+/// The tokens of a pass over `rows`.
+pub(super) fn tokens_of(rows: &[&Row], shares: bool) -> PassTokens {
+    let attended: usize = rows.iter().map(|row| row.len).sum();
+    let shared: usize = shared_of(rows, shares).iter().sum();
+    PassTokens { computed: attended - shared, attended, outputs: rows.iter().map(|row| row.outputs).sum() }
+}
+
+/// Number of first tokens of each row that it has in common with the row before it.
+fn shared_of(rows: &[&Row], shares: bool) -> Vec<usize> {
+    let tokens = rows.iter().map(|row| row.len).sum();
+    let found = if shares { shared_lens(rows.iter().map(|row| &row.prompt[..]), tokens) } else { None };
+    found.unwrap_or_else(|| vec![0; rows.len()])
+}
+
+/// This rank's share of `rows` by tokens: of equal parts the one that the first rank has.
+pub(super) fn share(rows: &[Row], ranks: usize) -> &[Row] {
+    let all: usize = rows.iter().map(|row| row.len).sum();
+    let (most, mut held) = (all.div_ceil(ranks.max(1)), 0);
+    let count = rows.iter().take_while(|row| {
+        let fits = held < most;
+        held += row.len;
+        fits
+    });
+    &rows[..count.count().max(1).min(rows.len())]
+}

@@ -1,0 +1,153 @@
+//! The plan as text.
+
+use super::{Phase, Plan, PlannedModel};
+use crate::terminal::about;
+use std::fmt::Write;
+use std::time::Duration;
+
+/// Most changes that are shown.
+const MOST_CHANGES: usize = 8;
+
+/// A size in GiB or MiB.
+pub(super) fn size(bytes: usize) -> String {
+    match bytes as f64 / (1u64 << 20) as f64 {
+        mib if mib < 999.5 => format!("{mib:.0} MiB"),
+        mib if mib < 10.0 * 1024.0 => format!("{:.2} GiB", mib / 1024.0),
+        mib => format!("{:.1} GiB", mib / 1024.0),
+    }
+}
+
+/// A size in a table.
+fn or_dash(bytes: usize) -> String {
+    if bytes == 0 { "-".into() } else { size(bytes) }
+}
+
+/// A count with its magnitude.
+fn count(number: f64) -> String {
+    let units = [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")];
+    match units.iter().find(|(unit, _)| number >= *unit) {
+        Some((unit, name)) => format!("{:.3}{name}", number / unit),
+        None => format!("{number:.0}"),
+    }
+}
+
+/// Lines of cells in columns: the first is aligned left, the others right.
+fn columns(rows: &[Vec<String>]) -> String {
+    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
+    let widths: Vec<usize> = (0..).map_while(width).collect();
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().zip(&widths).enumerate().map(|(at, (cell, width))| match at {
+            0 => format!("{cell:<width$}"),
+            _ => format!("{cell:>width$}"),
+        });
+        let line = cells.collect::<Vec<_>>().join("  ");
+        let _ = writeln!(text, "  {}", line.trim_end());
+    }
+    text
+}
+
+fn words(cells: &[&str]) -> Vec<String> {
+    cells.iter().map(ToString::to_string).collect()
+}
+
+/// The whole text.
+pub(super) fn of(plan: &Plan) -> String {
+    let ranks = if plan.ranks > 1 { format!(", each of {} ranks", plan.ranks) } else { String::new() };
+    let mut text = format!("plan of rlhf {} ({}{ranks})\n\n", plan.command, plan.device);
+    text += &models(&plan.models);
+    text += "\n";
+    text += &phases(&plan.memory.phases);
+    text += "\n";
+    text += &verdict(plan);
+    text += &work(plan);
+    for note in &plan.notes {
+        let _ = writeln!(text, "note: {note}");
+    }
+    text
+}
+
+fn models(models: &[PlannedModel]) -> String {
+    let mut rows = vec![words(&["model", "parameters", "trained", "weights", "gradients", "moments"])];
+    rows.extend(models.iter().map(|model| {
+        vec![
+            model.role.to_string(),
+            count(model.parameters as f64),
+            count(model.trained as f64),
+            or_dash(model.weights),
+            or_dash(model.gradients),
+            or_dash(model.moments),
+        ]
+    }));
+    columns(&rows)
+}
+
+fn phases(phases: &[Phase]) -> String {
+    let names = ["phase", "program", "weights", "gradients", "moments", "activations", "cache", "logits", "total"];
+    let mut rows = vec![words(&names)];
+    rows.extend(phases.iter().map(|phase| {
+        let parts = [phase.program, phase.weights, phase.gradients, phase.moments, phase.activations];
+        let sizes = parts.into_iter().chain([phase.cache, phase.logits, phase.total]).map(or_dash);
+        std::iter::once(phase.name.to_string()).chain(sizes).collect()
+    }));
+    columns(&rows)
+}
+
+/// Whether it fits, and what would make it fit.
+fn verdict(plan: &Plan) -> String {
+    let memory = &plan.memory;
+    let peak = format!("peak: {} in the phase {}", size(memory.peak), memory.peak_phase);
+    let each = if plan.ranks > 1 { " for each rank" } else { "" };
+    let mut text = match memory.available {
+        None => format!("{peak}; the memory that there is is not known: set --memory\n"),
+        Some(most) if memory.fits => format!("{peak}; it fits: {} are available{each}\n", size(most)),
+        Some(most) => format!("{peak}; it DOES NOT FIT: {} are available{each}\n", size(most)),
+    };
+    let own = &plan.micro_batch;
+    let per_token = own.bytes_per_token as f64 / f64::from(1 << 20);
+    let _ = write!(text, "micro-batch: {} tokens (at most {}), {per_token:.2} MiB a token", own.tokens, own.limit);
+    text += &match own.largest {
+        Some(0) | None => "\n".to_string(),
+        Some(largest) => format!("; the largest that fits has about {largest} tokens\n"),
+    };
+    if !memory.fits && !plan.remedies.is_empty() {
+        text += "\nwhat would lower the peak, each by itself:\n";
+        let shown = plan.remedies.iter().take(MOST_CHANGES);
+        let rows: Vec<Vec<String>> = shown
+            .map(|remedy| {
+                let fits = if remedy.fits { "fits" } else { "does not fit" };
+                vec![remedy.change.clone(), format!("saves {}", size(remedy.saves)), size(remedy.peak), fits.into()]
+            })
+            .collect();
+        text += &columns(&rows);
+    }
+    text + "\n"
+}
+
+fn work(plan: &Plan) -> String {
+    let work = &plan.work;
+    let mut text = format!(
+        "update: {} rows, {} tokens, {} operations; {} updates: {} tokens, {} operations\n",
+        work.rows_per_update,
+        count(work.tokens_per_update),
+        count(work.flops_per_update),
+        work.updates,
+        count(work.tokens),
+        count(work.flops),
+    );
+    let Some(time) = &plan.time else { return text };
+    let seconds = |seconds: f64| about(Duration::from_secs_f64(seconds.clamp(0.0, 1e12)));
+    let _ = write!(text, "time: {} an update", seconds(time.update));
+    if time.rollout > 0.0 {
+        let parts = [time.rollout, time.scoring, time.training].map(seconds);
+        let _ = write!(text, " (rollout {}, scoring {}, training {})", parts[0], parts[1], parts[2]);
+    }
+    let _ = writeln!(
+        text,
+        ", {} in all, at {}FLOP/s and {}B/s",
+        seconds(time.total),
+        count(time.flops_per_second),
+        count(time.bytes_per_second)
+    );
+    text
+}

@@ -1,0 +1,46 @@
+//! Flags of `rlhf plan`, before the command that it plans.
+
+use clap::Args;
+
+use crate::Result;
+use crate::flag::{ByteSize, NONE, RUN, Setting, all, at_least_one, expect, optional};
+
+/// Most ranks or machines: above any cluster, and far below an overflow.
+const MOST: usize = 100_000;
+
+/// Flags of `rlhf plan`, before the command that it plans.
+#[derive(Debug, Clone, PartialEq, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PlanFlags {
+    /// Print the plan as one JSON object, sizes in bytes.
+    #[arg(long, help_heading = RUN)]
+    pub json: bool,
+    /// Memory of the machine, which its ranks share, or of each GPU, such as 24GB or 80GiB [default: what is available now].
+    #[arg(long, help_heading = RUN, default_value = NONE, value_name = ByteSize::NAME, value_parser = optional::<ByteSize>)]
+    pub memory: std::option::Option<ByteSize>,
+    /// Number of ranks on each machine.
+    #[arg(long, aliases = ["nproc", "num_gpus"], help_heading = RUN, default_value_t = 1)]
+    pub nproc_per_node: usize,
+    /// Number of machines.
+    #[arg(long, aliases = ["num_nodes", "num_machines"], help_heading = RUN, default_value_t = 1)]
+    pub nnodes: usize,
+    /// Measure this machine for about a second, so that the plan has times; `false` leaves them out.
+    #[arg(long, help_heading = RUN, default_value_t = true)]
+    pub calibrate: bool,
+}
+
+impl PlanFlags {
+    /// Checks every flag.
+    ///
+    /// # Errors
+    /// A line for each flag that is out of its range.
+    pub fn check(&self) -> Result<()> {
+        let most = |name: &str, found: usize| expect(found <= MOST, name, found, &format!("at most {MOST}"));
+        all([
+            at_least_one("nproc_per_node", self.nproc_per_node),
+            most("nproc_per_node", self.nproc_per_node),
+            at_least_one("nnodes", self.nnodes),
+            most("nnodes", self.nnodes),
+        ])
+    }
+}

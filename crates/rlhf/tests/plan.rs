@@ -1,0 +1,168 @@
+//! `rlhf plan` against real runs and real tensors.
+
+use crate::cli::{PPO, REWARD, SFT, Scratch};
+use serde_json::{Value, json};
+use std::process::Stdio;
+use std::time::Duration;
+
+/// The plan of `line`, without a calibration.
+#[track_caller]
+fn planned(scratch: &Scratch, flags: &str, line: &str) -> Value {
+    let text = scratch.succeeds(&format!("plan --json --calibrate=false {flags} {line}"));
+    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"))
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("no number: {value}"))
+}
+
+/// The peak of the resident memory of a run in bytes.
+#[track_caller]
+fn peak_of(scratch: &Scratch, line: &str) -> f64 {
+    let mut child = scratch.command(line).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let status = format!("/proc/{}/status", child.id());
+    let mut peak = 0;
+    loop {
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+        peak = line.and_then(|kib| kib.trim().parse::<u64>().ok()).map_or(peak, |kib| peak.max(kib << 10));
+        if let Some(status) = child.try_wait().unwrap() {
+            assert!(status.success(), "{line:?}");
+            return peak as f64;
+        }
+        std::thread::sleep(Duration::from_millis(3));
+    }
+}
+
+/// A folder with a model of 11 million parameters with random weights, `big`.
+fn with_model() -> Scratch {
+    let scratch = Scratch::new();
+    let shape =
+        [("hidden_size", 384), ("intermediate_size", 1536), ("num_attention_heads", 6), ("num_hidden_layers", 6)];
+    for (name, size) in shape {
+        scratch.edit_config("policy", name, size);
+    }
+    let line = "sft --config_name policy/config.json --tokenizer_name policy --dataset_name demos.jsonl --output_dir big \
+                --max_steps 1 --no_report";
+    let ran = scratch.run(line);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    scratch
+}
+
+#[test]
+fn a_plan_is_near_the_peak_of_the_run() {
+    let scratch = with_model();
+    let ppo = "ppo --sft_model_path big --reward length:target=20 --dataset_name prompts.jsonl --response_length 40 \
+               --per_device_train_batch_size 8 --total_episodes 16 --num_ppo_epochs 1 --num_sample_generations 0";
+    let sft = "sft --model_name_or_path big --dataset_name demos.jsonl --max_steps 3";
+    for line in [
+        format!("{ppo} --output_dir a --no_report --device cpu"),
+        format!("{ppo} --output_dir b --no_report --device cpu --use_peft --bf16"),
+        format!("{sft} --output_dir c --no_report --device cpu"),
+    ] {
+        let plan = number(&planned(&scratch, "", &line)["memory"]["peak"]);
+        let peak = peak_of(&scratch, &line);
+        let off = plan / peak - 1.0;
+        crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
+        assert!(off.abs() < 0.2, "{line}: planned {plan} bytes, found {peak}, {off:+.3}");
+    }
+}
+
+#[test]
+fn a_plan_needs_the_configuration_and_the_tokenizer_alone() {
+    let scratch = Scratch::new();
+    let with = [PPO, SFT, REWARD].map(|line| planned(&scratch, "", line));
+    for folder in ["policy", "reward"] {
+        std::fs::remove_file(scratch.path(folder).join("model.safetensors")).unwrap();
+    }
+    for (line, with) in [PPO, SFT, REWARD].into_iter().zip(with) {
+        let plan = planned(&scratch, "", line);
+        assert_eq!(plan["models"], with["models"], "{line}");
+        for phase in plan["memory"]["phases"].as_array().unwrap() {
+            let parts = ["program", "weights", "gradients", "moments", "activations", "cache", "logits"];
+            let sum: f64 = parts.iter().map(|part| number(&phase[part])).sum();
+            assert_eq!(sum, number(&phase["total"]), "{phase}");
+            assert!(sum <= number(&plan["memory"]["peak"]));
+        }
+        assert!(!scratch.path("out").exists(), "a plan writes nothing");
+    }
+}
+
+#[test]
+fn ranks_share_what_their_stage_divides() {
+    let scratch = Scratch::new();
+    let of = |ranks: usize, stage: usize| {
+        let plan = planned(&scratch, &format!("--nproc_per_node {ranks}"), &format!("{SFT} --zero_stage {stage}"));
+        let own = &plan["models"][0];
+        assert_eq!(plan["ranks"], json!(ranks));
+        ["weights", "gradients", "moments"].map(|part| number(&own[part]))
+    };
+    let [weights, gradients, moments] = of(1, 0);
+    assert_eq!([gradients, moments], [weights, 2.0 * weights]);
+    assert_eq!(of(4, 0), [weights, gradients, moments]);
+    assert_eq!(of(4, 2), [weights, gradients / 4.0, moments / 4.0]);
+    assert_eq!(of(4, 3), [weights / 4.0, gradients / 4.0, moments / 4.0]);
+}
+
+#[test]
+fn a_run_that_does_not_fit_is_shown_with_remedies() {
+    let scratch = with_model();
+    let line = "sft --model_name_or_path big --dataset_name demos.jsonl --output_dir out";
+    let whole = number(&planned(&scratch, "", line)["memory"]["peak"]);
+    let memory = format!("--memory {:.0}", whole - 60e6);
+    let plan = planned(&scratch, &memory, line);
+    assert_eq!(plan["memory"]["fits"], json!(false));
+    let remedies = plan["remedies"].as_array().unwrap();
+    let lora = remedies.iter().find(|remedy| remedy["change"] == "--use_peft").unwrap();
+    assert_eq!(lora["fits"], json!(true), "{lora}");
+    assert!(number(&lora["saves"]) > 60e6);
+    let table = scratch.succeeds(&format!("plan --calibrate=false {memory} {line}"));
+    for words in
+        ["it DOES NOT FIT", "what would lower the peak", "--use_peft", "fits", "optimizer step", "update: 8 rows"]
+    {
+        assert!(table.contains(words), "no `{words}` in\n{table}");
+    }
+    let timed = scratch.succeeds(&format!("plan {line}"));
+    assert!(timed.contains("it fits") && timed.contains("an update, ") && timed.contains("FLOP/s"), "{timed}");
+}
+
+#[test]
+fn a_run_that_does_not_fit_warns_before_it_loads() {
+    let scratch = Scratch::new();
+    let shape = [
+        ("hidden_size", 16384),
+        ("intermediate_size", 65536),
+        ("num_attention_heads", 128),
+        ("num_hidden_layers", 200),
+    ];
+    for (name, size) in shape {
+        scratch.edit_config("policy", name, size);
+    }
+    std::fs::remove_file(scratch.path("policy").join("model.safetensors")).unwrap();
+    let ran = scratch.run(SFT);
+    let lines: Vec<&str> = ran.stderr.lines().collect();
+    assert_eq!((ran.code, lines.len()), (1, 2), "{}", ran.stderr);
+    let start = "warning: memory: this run needs at least about ";
+    assert!(lines[0].starts_with(start) && lines[0].contains("`rlhf plan sft ...`"), "{}", lines[0]);
+    assert!(lines[1].starts_with("error: policy: expected model.safetensors"), "{}", lines[1]);
+}
+
+#[test]
+fn a_plan_of_what_is_not_there_is_one_line() {
+    let scratch = Scratch::new();
+    for (line, code, words) in [
+        (SFT.replace("policy", "nowhere/model"), 1, &["nowhere/model"][..]),
+        (SFT.replace("demos.jsonl", "none.jsonl"), 1, &["none.jsonl"]),
+        ("generate --model policy".into(), 2, &["found `generate`, which has no plan"]),
+        (PPO.replace("--reward_model_path reward", "--reward_model_path gone/judge"), 1, &["gone/judge"]),
+    ] {
+        scratch.refuses(&format!("plan --calibrate=false {line}"), code, words);
+    }
+    scratch.refuses(&format!("plan --memory lots {SFT}"), 2, &["--memory", "lots", "a size above 0"]);
+    // Without its data a plan of PPO has the prompts that max_prompt_length allows.
+    let line = PPO.replace("prompts.jsonl", "none.jsonl");
+    scratch.refuses(&format!("plan --calibrate=false {line}"), 1, &["none.jsonl"]);
+    let plan = planned(&scratch, "", &format!("{line} --max_prompt_length 20"));
+    assert!(plan["notes"][0].as_str().unwrap().contains("max_prompt_length = 20"), "{}", plan["notes"]);
+    assert_eq!(number(&plan["work"]["tokens_per_update"]), 4.0 * 28.0);
+}
