@@ -22,6 +22,7 @@ pub(crate) mod logprobs;
 mod openrlhf;
 mod pipeline;
 pub(crate) mod push;
+pub(crate) mod replay;
 pub(crate) mod report;
 mod rows;
 pub(crate) mod score;
@@ -54,6 +55,7 @@ pub(crate) use self::errors::Stop;
 use self::errors::{Messages, with_refusals};
 use self::keys::Keys;
 use self::launch::{LAUNCH, LaunchTask};
+use self::replay::{REPLAY, ReplayTask};
 use self::layers::{resolve, translated};
 use self::setting::{Setting, with_defaults};
 
@@ -75,6 +77,7 @@ pub(crate) enum Task {
     Chat(ChatConfig),
     Serve(ServeConfig),
     Watch(LiveConfig),
+    Replay(ReplayTask),
     Launch(LaunchTask),
 }
 
@@ -95,6 +98,9 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     let args: Vec<OsString> = args.into_iter().collect();
     if args.get(1).is_some_and(|name| name == LAUNCH) {
         return launch::parse(args, &rlhf);
+    }
+    if args.get(1).is_some_and(|name| name == REPLAY) {
+        return replay::parse(args, &rlhf);
     }
     let mut args = normalise(args, &rlhf);
     let mut messages = Messages::default();
@@ -122,11 +128,23 @@ fn single(
     messages: &mut Messages,
 ) -> Result<Task, Stop> {
     let command = rlhf.find_subcommand(name).expect("clap matched it");
-    let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
-    let mut settings = match file {
+    let settings = match flags.get_one::<PathBuf>("config") {
         Some(path) => read_config(path, &Keys { top: vec![command], sections: Vec::new() }, &mut messages.refusals)?,
         None => Vec::new(),
     };
+    with_settings(command, rlhf, (flags, args), settings, messages)
+}
+
+/// Builds and checks the configuration of `command` from `settings` and the flags on the command line, which win.
+fn with_settings(
+    command: &Command,
+    rlhf: &Command,
+    (flags, args): (&ArgMatches, &[OsString]),
+    mut settings: Vec<Setting>,
+    messages: &mut Messages,
+) -> Result<Task, Stop> {
+    let name = command.get_name();
+    let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
     let preset = translated(command, flags, file, &mut settings, messages);
     let own = groups::PRESETS.into_iter().find(|preset| preset.command() == name);
     let plain = own.map_or(Vec::new(), |own| groups::without_preset(rlhf, own));
@@ -190,7 +208,7 @@ impl Task {
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
             // Its stages are checked already, with their lines of the file; so is the command of a launch.
-            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) => Ok(()),
+            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) | Task::Replay(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),

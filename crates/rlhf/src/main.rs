@@ -106,6 +106,7 @@ fn run(task: &Task) -> Result<u8> {
         | Task::Watch(_)
         | Task::Chat(_)
         | Task::Serve(_)
+        | Task::Replay(_)
             if !is_main() =>
         {
             Ok(())
@@ -117,6 +118,7 @@ fn run(task: &Task) -> Result<u8> {
         Task::Watch(config) => cli::watch::watch(config),
         Task::Chat(config) => cli::chat::chat(config),
         Task::Serve(config) => cli::serve::serve(config),
+        Task::Replay(task) => cli::replay::replay(task),
         Task::Launch(config) => return cli::launch::launch(config),
     }?;
     Ok(0)

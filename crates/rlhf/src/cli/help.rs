@@ -172,6 +172,7 @@ const COMMON: [(&str, &[&str], &[&str]); 17] = [
     ("report", &[], &["output", "overwrite_output_file", "config"]),
     ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
     ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
+    ("replay", &["update"], &["output_dir"]),
     ("watch", &[], &["terminal", "port", "host", "config"]),
     (
         "launch",
@@ -181,7 +182,7 @@ const COMMON: [(&str, &[&str], &[&str]); 17] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 64] = [
+const WORDS: [(&str, &str); 65] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -245,6 +246,7 @@ const WORDS: [(&str, &str); 64] = [
     ("tokenizer_name", "the policy's tokenizer"),
     ("top_p", "nucleus sampling"),
     ("total_episodes", "responses to train on"),
+    ("update", "number of the update, from 1"),
     ("use_peft", "train LoRA adapters"),
 ];
 
