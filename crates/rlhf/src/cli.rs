@@ -55,8 +55,8 @@ pub(crate) use self::errors::Stop;
 use self::errors::{Messages, with_refusals};
 use self::keys::Keys;
 use self::launch::{LAUNCH, LaunchTask};
-use self::replay::{REPLAY, ReplayTask};
 use self::layers::{resolve, translated};
+use self::replay::{REPLAY, ReplayTask};
 use self::setting::{Setting, with_defaults};
 
 /// A command with its checked configuration.

@@ -3,12 +3,10 @@
 use crate::checkpoint::ppo_config;
 use crate::cli::{PPO, SFT, Scratch, json_lines, snapshot};
 use crate::support::{Tensors, golden, init, near};
-use rlhf::run::Console;
-use rlhf::settings::{
-    AdvantageEstimator, LogprobsOf, PpoConfig, Preset, WhitenAdvantages,
-};
-use rlhf::train::ppo::{PpoTrainer, RecordedUpdate, Replayed, ppo};
 use rlhf::reward::{FnReward, Rewards};
+use rlhf::run::Console;
+use rlhf::settings::{AdvantageEstimator, LogprobsOf, PpoConfig, Preset, WhitenAdvantages};
+use rlhf::train::ppo::{PpoTrainer, RecordedUpdate, Replayed, ppo};
 use serde_json::Value;
 use std::path::Path;
 use tch::{Kind, Tensor};
@@ -49,7 +47,8 @@ fn replays(what: &str, config: &PpoConfig, updates: &[usize]) {
     ppo(config, Console::Silent).unwrap_or_else(|e| panic!("{what}: {e}"));
     let before = snapshot(&config.run.output_dir);
     for &update in updates {
-        let replayed = replay(config, update, config, &format!("again-{update}")).unwrap_or_else(|e| panic!("{what}: {e}"));
+        let replayed =
+            replay(config, update, config, &format!("again-{update}")).unwrap_or_else(|e| panic!("{what}: {e}"));
         let verdict = replayed.verdict().unwrap_or_else(|e| panic!("{what}: update {update}: {e}"));
         assert!(verdict.starts_with("equal to the run: ") && !verdict.contains("no "), "{what}: {verdict}");
         assert!(replayed.changed().is_empty() && replayed.metrics().len() > 15, "{what}");
@@ -108,13 +107,15 @@ fn updates_without_a_critic_are_those_of_the_run() {
 #[test]
 fn updates_with_running_moments_a_value_head_and_filters_are_those_of_the_run() {
     for (what, set) in [
-        ("a value head, scaled scores, the adaptive KL", (|config| {
-            config.legacy.value_head = true;
-            config.score_scaling.use_score_scaling = true;
-            config.score_scaling.use_score_norm = true;
-            config.kl.adap_kl_ctrl = true;
-            config.value = rlhf::settings::ValueConfig { value_warmup_updates: 0, ..config.value.clone() };
-        }) as fn(&mut PpoConfig)),
+        (
+            "a value head, scaled scores, the adaptive KL",
+            (|config| {
+                config.legacy.value_head = true;
+                config.score_scaling.use_score_scaling = true;
+                config.score_scaling.use_score_norm = true;
+                config.kl.adap_kl_ctrl = true;
+            }) as fn(&mut PpoConfig),
+        ),
         ("filtered log-probabilities, a moving average", |config| {
             config.sampling.top_k = 20;
             config.sampling.logprobs_of = LogprobsOf::Filtered;
@@ -186,7 +187,8 @@ fn the_numbers_of_an_update_make_its_metrics() {
     near("scores", sum(get("rollout.scores")) / 4.0, metric("objective/scores"), 1e-5);
     let tokens = sum(get("steps.tokens"));
     assert_eq!(tokens, 2.0 * sum(&get("masks.loss").to_kind(Kind::Double)));
-    for (name, of) in [("loss/policy_avg", "policy_loss"), ("policy/approxkl_avg", "approx_kl"), ("val/ratio", "ratio")] {
+    for (name, of) in [("loss/policy_avg", "policy_loss"), ("policy/approxkl_avg", "approx_kl"), ("val/ratio", "ratio")]
+    {
         near(name, sum(get(&format!("steps.{of}"))) / tokens, metric(name), 1e-9);
         near(name, sum(get(&format!("micro_batches.{of}"))), sum(get(&format!("steps.{of}"))), 1e-9);
     }
@@ -256,14 +258,20 @@ fn the_command_prints_that_an_update_is_equal_or_a_table_of_the_metrics() {
         assert_eq!(text.contains(&format!("no tensors, as there is no checkpoint-{update}")), update == 1, "{text}");
         assert!(text.contains(&format!("out-replay-{update}/update.safetensors")), "{text}");
     }
-    let text = scratch.succeeds("replay out --update 3 --learning-rate 1e-4 --cliprange=0.1 --output slower --whiten_rewards");
+    let text =
+        scratch.succeeds("replay out --update 3 --learning-rate 1e-4 --cliprange=0.1 --output slower --whiten_rewards");
     let first: Vec<&str> = text.lines().take(3).collect();
-    let expected =
-        ["whiten_rewards = true (in the run: false)", "cliprange = 0.1 (in the run: 0.2)", "learning_rate = 0.0001 (in the run: 3e-6)"];
+    let expected = [
+        "whiten_rewards = true (in the run: false)",
+        "cliprange = 0.1 (in the run: 0.2)",
+        "learning_rate = 0.0001 (in the run: 3e-6)",
+    ];
     for line in expected {
         assert!(first.contains(&line), "{text}");
     }
-    let row = |name: &str| text.lines().find(|line| line.trim_start().starts_with(name)).map(|line| line.split_whitespace().count());
+    let row = |name: &str| {
+        text.lines().find(|line| line.trim_start().starts_with(name)).map(|line| line.split_whitespace().count())
+    };
     assert_eq!((row("metric"), row("objective/scores "), row("lr ")), (Some(6), Some(4), Some(4)), "{text}");
     let metrics = json_lines(&scratch.read("slower/metrics.jsonl"));
     assert_eq!((metrics.len(), &metrics[0]["step"]), (1, &3.into()));
@@ -288,11 +296,23 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
     scratch.refuses("replay nowhere --update 1", 1, &["nowhere: expected the folder of a run", "no such folder"]);
     scratch.refuses("replay policy --update 1", 1, &["policy: expected the folder of a run", "none of its files"]);
     scratch.refuses("replay prompts.jsonl --update 1", 1, &["found a file"]);
-    scratch.refuses("replay sft --update 1", 1, &["sft: expected the folder of a run of `rlhf ppo`", "another command"]);
+    scratch.refuses(
+        "replay sft --update 1",
+        1,
+        &["sft: expected the folder of a run of `rlhf ppo`", "another command"],
+    );
     scratch.refuses("replay unlogged --update 1", 1, &["update 1: expected its rollout, found none", "--log_rollouts"]);
-    scratch.refuses("replay out --update 1", 1, &["update 1: expected its rollout, found those of 2-3", "can be replayed: 3"]);
+    scratch.refuses(
+        "replay out --update 1",
+        1,
+        &["update 1: expected its rollout, found those of 2-3", "can be replayed: 3"],
+    );
     scratch.refuses("replay out --update 9", 1, &["update 9: expected its rollout, found those of 2-3"]);
-    scratch.refuses("replay out --update 2", 1, &["update 2: expected checkpoint-1 before it", "can be replayed: 3", "--save_steps 1"]);
+    scratch.refuses(
+        "replay out --update 2",
+        1,
+        &["update 2: expected checkpoint-1 before it", "can be replayed: 3", "--save_steps 1"],
+    );
     scratch.refuses("replay out --update 0", 2, &["update = 0: expected at least 1"]);
     scratch.refuses("replay out", 2, &["--update <N>"]);
     scratch.refuses("replay out --update 3 --learning_rat 1", 2, &["unexpected argument '--learning_rat'"]);
@@ -311,7 +331,11 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
     }
     scratch.refuses(&format!("{replay} --num_mini_batches 3"), 2, &["an update of 4 responses"]);
     scratch.refuses(&format!("{replay} --output_dir out/inner"), 2, &["outside of the run"]);
-    scratch.refuses(&format!("{replay} --output_dir policy"), 1, &["policy: output_dir: expected an empty or new folder"]);
+    scratch.refuses(
+        &format!("{replay} --output_dir policy"),
+        1,
+        &["policy: output_dir: expected an empty or new folder"],
+    );
     scratch.refuses(&format!("{replay} --output_dir prompts.jsonl"), 1, &["found a file"]);
     scratch.refuses("launch --nproc_per_node 2 replay out --update 3", 2, &["replay is done by one process"]);
     let rows = scratch.read("prompts.jsonl");
@@ -327,5 +351,9 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
         scratch.refuses(replay, 1, &["out/rollouts/update-000003.parquet: not valid Parquet"]);
     }
     std::fs::copy(scratch.path("out/rollouts/update-000002.parquet"), &file).unwrap();
-    scratch.refuses(replay, 1, &["update-000003.parquet: row 1: column `step`: expected that of a rollout of update 3"]);
+    scratch.refuses(
+        replay,
+        1,
+        &["update-000003.parquet: row 1: column `step`: expected that of a rollout of update 3"],
+    );
 }

@@ -67,7 +67,8 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     let known = recorded.settings().iter().filter(|(name, _)| keys.flag(name).is_some());
     let settings: Vec<Setting> = known.map(|(name, value)| setting(&keys.canonical(name), value)).collect();
     let program = ["rlhf", PPO].map(OsString::from);
-    let mut words: Vec<OsString> = program.into_iter().chain(ppo.get_arguments().flat_map(|arg| words_of(arg, flags))).collect();
+    let mut words: Vec<OsString> =
+        program.into_iter().chain(ppo.get_arguments().flat_map(|arg| words_of(arg, flags))).collect();
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut words, &mut messages.refusals)?;
     let (_, flags) = matches.subcommand().expect("it is ppo");
@@ -122,7 +123,8 @@ pub(crate) fn replay(task: &ReplayTask) -> Result<()> {
     let (mut run, mut out) = (task.replay.run.clone(), task.replay.output_dir());
     let recorded = RecordedUpdate::open(&run, task.replay.update)?;
     // Paths among the settings are relative to the folder that the run was started in.
-    let elsewhere = recorded.working_dir().filter(|dir| dir.is_dir() && std::env::current_dir().is_ok_and(|here| here != *dir));
+    let elsewhere =
+        recorded.working_dir().filter(|dir| dir.is_dir() && std::env::current_dir().is_ok_and(|here| here != *dir));
     if let Some(dir) = elsewhere {
         (run, out) = (absolute(&run)?, absolute(&out)?);
         std::env::set_current_dir(dir).map_err(Error::io("enter the folder", dir))?;
@@ -133,7 +135,10 @@ pub(crate) fn replay(task: &ReplayTask) -> Result<()> {
         _ if !replayed.changed().is_empty() => changed(&replayed),
         Ok(equal) => format!("update {update}: {equal}\n"),
         Err(differs) => {
-            return Err(Error::Run(format!("update {update} {differs}; every number of the replay is in {}", numbers.display())));
+            return Err(Error::Run(format!(
+                "update {update} {differs}; every number of the replay is in {}",
+                numbers.display()
+            )));
         }
     };
     let text = format!("{text}every number of the update is in {}\n", one_line(&numbers.display().to_string()));
@@ -142,7 +147,8 @@ pub(crate) fn replay(task: &ReplayTask) -> Result<()> {
 
 /// The changed settings, and the metrics beside those of the run.
 fn changed(replayed: &Replayed) -> String {
-    let settings = replayed.changed().iter().map(|(name, [then, now])| format!("{name} = {now} (in the run: {then})\n"));
+    let settings =
+        replayed.changed().iter().map(|(name, [then, now])| format!("{name} = {now} (in the run: {then})\n"));
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header(["metric", "in the run", "replayed", "change"]);
     let shown = |value: Option<f64>| value.map_or("none".into(), |value| seven_digits(value).to_string());

@@ -5,7 +5,8 @@ use super::rules::KINDS;
 use super::settings::RewardSourcesConfig;
 use super::trl::{self, TrlFunction, TrlReward};
 use super::{
-    CommandReward, FnReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule, Shaping,
+    CommandReward, FnReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule,
+    Shaping,
 };
 use crate::flag::{all, defaults, no_effect};
 use crate::model::ModelOptions;
@@ -33,7 +34,10 @@ pub(crate) struct Spec {
 
 #[derive(Debug)]
 enum Kind {
-    Model { path: PathBuf, label: Option<String> },
+    Model {
+        path: PathBuf,
+        label: Option<String>,
+    },
     Command(String),
     Url(String),
     Rule(Rule),

@@ -415,7 +415,7 @@ impl Learner {
             }
             let reference = experience.reference.as_ref().map(|reference| (reference, &rows[..]));
             let (now, values) = self.backward(&batch, reference, weights, trains_policy, &mut sums)?;
-            self.observed(|| Learned::MicroBatch { rows: rows.to_vec(), now, values, so_far: sums.so_far() });
+            self.observed(|| Learned::MicroBatch { rows: rows.to_vec(), now, values, so_far: Box::new(sums.so_far()) });
             Ok(())
         });
         self.world.agree(passes)?;

@@ -425,7 +425,8 @@ impl Sums {
     /// Reads the sums so far from the device.
     pub(crate) fn so_far(&self) -> StepStats {
         let same = |x: &Option<Tensor>| x.as_ref().map(Tensor::shallow_clone);
-        let (policy, value, entropy, loss) = (same(&self.policy), same(&self.value), same(&self.entropy), same(&self.loss));
+        let (policy, value, entropy, loss) =
+            (same(&self.policy), same(&self.value), same(&self.entropy), same(&self.loss));
         let mut stats = StepStats::default();
         Self { policy, value, entropy, loss, ..Self::default() }.read_into(&mut stats);
         stats

@@ -25,7 +25,7 @@ pub(crate) enum Learned {
         /// Its values under the critic, if there is one.
         values: Option<Tensor>,
         /// Sums of the part of the mini-batch so far.
-        so_far: StepStats,
+        so_far: Box<StepStats>,
     },
     /// The micro-batches of a part of a mini-batch are done.
     Part,
@@ -97,7 +97,7 @@ impl Observed {
     /// Scatters `numbers` of `rows`, `counts` of each row of the batch, into `[rows, R]`.
     fn slots(&self, numbers: &Tensor, rows: &[usize], counts: &[i64]) -> Tensor {
         let counts: Vec<i64> = rows.iter().map(|&row| counts[row]).collect();
-        to_slots(&numbers.to_kind(Kind::Float), &counts, self.width)
+        to_slots(&numbers.detach().to_kind(Kind::Float), &counts, self.width)
     }
 }
 
@@ -172,7 +172,7 @@ fn of_epochs(batch: &Observed, steps: &[Step]) -> NamedTensors {
     let [mut logprobs, mut entropies, mut kl, mut values] = [(); 4].map(|()| None::<Tensor>);
     let places = Tensor::full([epochs, rows], -1, (Kind::Int64, Device::Cpu));
     let micro = steps.iter().flat_map(|step| step.micro.iter().map(move |micro| (step.epoch as i64, micro)));
-    for (number, (epoch, Micro { rows, now, values: found, .. })) in (0..).zip(micro) {
+    for (number, (epoch, Micro { rows, now, values: found, .. })) in (0i64..).zip(micro) {
         let put = |all: &mut Option<Tensor>, numbers: Option<&Tensor>, counts: &[i64]| {
             let Some(numbers) = numbers else { return };
             let slots = batch.slots(numbers, rows, counts);
@@ -201,7 +201,7 @@ fn of_micro_batches(steps: &[Step]) -> NamedTensors {
         (format!("micro_batches.{name}"), Tensor::from_slice(&numbers))
     });
     let counts = [("micro_batches.step", step), ("micro_batches.responses", responses)];
-    counts.into_iter().map(|(name, numbers)| (name.into(), whole(&numbers))).chain(sums).collect()
+    counts.into_iter().map(|(name, numbers)| (name.to_string(), whole(&numbers))).chain(sums).collect()
 }
 
 /// The sums, learning rates and gradient norms of each optimizer step, `[S]`.

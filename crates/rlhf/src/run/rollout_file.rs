@@ -96,7 +96,9 @@ pub(crate) fn read_rollout(path: &Path, step: usize) -> Result<Rollout> {
     })?;
     let row = |(place, fields): (usize, &HashMap<String, Field>)| {
         let found = Row { fields }.read(step);
-        found.map_err(|name| invalid(format!("row {}: column `{name}`: expected that of a rollout of update {step}", place + 1)))
+        found.map_err(|name| {
+            invalid(format!("row {}: column `{name}`: expected that of a rollout of update {step}", place + 1))
+        })
     };
     let rows: Vec<RolloutRow> = rows.iter().enumerate().map(row).collect::<Result<_>>()?;
     if rows.is_empty() {

@@ -57,7 +57,8 @@ mod tests {
 
     #[test]
     fn the_default_folder_is_beside_the_run() {
-        for (run, expected) in [("runs/ppo", "runs/ppo-replay-3"), ("ppo/", "ppo-replay-3"), ("/a/b/", "/a/b-replay-3")] {
+        for (run, expected) in [("runs/ppo", "runs/ppo-replay-3"), ("ppo/", "ppo-replay-3"), ("/a/b/", "/a/b-replay-3")]
+        {
             assert_eq!(ReplayConfig::new(run, 3).output_dir(), PathBuf::from(expected));
         }
         let here = std::env::current_dir().unwrap();

@@ -254,7 +254,10 @@ mod tests {
     fn a_file_holds_every_row_with_lists_of_any_length_and_missing_scores() {
         let dir = tempfile::tempdir().unwrap();
         let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
-        let rollout = Rollout { rows: vec![row("two", 2, Some(1.0)), row("", 0, None), row("é", 1, Some(-2.0))], ..Rollout::default() };
+        let rollout = Rollout {
+            rows: vec![row("two", 2, Some(1.0)), row("", 0, None), row("é", 1, Some(-2.0))],
+            ..Rollout::default()
+        };
         files.receive(&Event::Rollout { step: 3, limit: None, rollout: &rollout }).unwrap();
         let found = rows(&dir.path().join("rollouts/update-000003.parquet"));
         assert_eq!(

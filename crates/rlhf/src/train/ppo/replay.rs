@@ -105,7 +105,9 @@ impl RecordedUpdate {
             let ranks = record.state.ranks;
             return Err(Error::invalid(
                 run,
-                format!("update {update} was computed by {ranks} ranks: a replay has one process, whose sums are rounded in another order"),
+                format!(
+                    "update {update} was computed by {ranks} ranks: a replay has one process, whose sums are rounded in another order"
+                ),
             ));
         }
         let own = record.part("own").ok().and_then(Value::as_str);
@@ -168,7 +170,8 @@ impl RecordedUpdate {
         let place = absolute(out);
         let is_inside = place.ancestors().any(|folder| folder.canonicalize().is_ok_and(|folder| folder == run));
         if is_inside {
-            let message = format!("output_dir = {}: expected a folder outside of the run, found one in it", out.display());
+            let message =
+                format!("output_dir = {}: expected a folder outside of the run, found one in it", out.display());
             return Err(Error::Usage(message));
         }
         if out.exists() && !out.is_dir() {
@@ -267,7 +270,10 @@ impl RecordedUpdate {
             let invalid = |message: String| Err(Error::invalid(&self.record.dir, format!("row {place}: {message}")));
             let prompt: Option<&Prompt> = trainer.prompts.get(row.prompt_row);
             if prompt.is_none_or(|prompt| prompt.text != row.prompt) {
-                return invalid(format!("expected the prompt of row {} of the data, found another text", row.prompt_row));
+                return invalid(format!(
+                    "expected the prompt of row {} of the data, found another text",
+                    row.prompt_row
+                ));
             }
             if let Some(id) = row.token_ids.iter().find(|id| !(0..vocab).contains(*id)) {
                 return invalid(format!("expected token ids below the vocabulary of {vocab}, found {id}"));
@@ -331,7 +337,8 @@ impl RecordedUpdate {
         let compared = line.map(|line| compare::metrics(&line, metrics));
         let place = self.run.join(name_of(self.update));
         let saved = if place.is_dir() { Some(Saved::read(&place)?) } else { None };
-        let state = saved.as_ref().map(|saved| compare::checkpoint(saved, &trainer.state(), &out.join(AFTER))).transpose()?;
+        let state =
+            saved.as_ref().map(|saved| compare::checkpoint(saved, &trainer.state(), &out.join(AFTER))).transpose()?;
         Ok(Replayed {
             update: self.update,
             output_dir: out.into(),
@@ -370,7 +377,11 @@ fn check_run(run: &Path) -> Result<()> {
 fn no_rollout(run: &Path, update: usize, recorded: &[usize]) -> Result<Error> {
     let message = match recorded {
         [] => format!("update {update}: expected its rollout, found none in this run: --log_rollouts writes them"),
-        _ => format!("update {update}: expected its rollout, found those of {}; {}", listed(recorded), can_replay(run, recorded)?),
+        _ => format!(
+            "update {update}: expected its rollout, found those of {}; {}",
+            listed(recorded),
+            can_replay(run, recorded)?
+        ),
     };
     Ok(Error::invalid(run, message))
 }
@@ -416,6 +427,7 @@ fn listed(numbers: &[usize]) -> String {
 }
 
 /// Result of a replay.
+#[derive(Debug)]
 pub struct Replayed {
     update: usize,
     output_dir: PathBuf,
@@ -472,8 +484,10 @@ impl Replayed {
     }
 
     fn to_json(&self) -> Value {
-        let metric = |metric: &Differing| (metric.name.clone(), json!({"run": metric.run, "replayed": metric.replayed}));
-        let changed = |(name, [then, now]): &(String, [String; 2])| (name.clone(), json!({"run": then, "replayed": now}));
+        let metric =
+            |metric: &Differing| (metric.name.clone(), json!({"run": metric.run, "replayed": metric.replayed}));
+        let changed =
+            |(name, [then, now]): &(String, [String; 2])| (name.clone(), json!({"run": then, "replayed": now}));
         json!({
             "update": self.update,
             "equal": self.verdict().is_ok(),

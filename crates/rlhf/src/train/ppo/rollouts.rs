@@ -79,7 +79,8 @@ impl PpoTrainer {
         ];
         parts.extend(counts.map(|(name, count)| (name.into(), count.into())));
         let rewards = scored.components.iter().zip(self.rewards.weights());
-        let rewards = rewards.map(|(reward, weight)| json!({"name": reward.name, "weight": weight, "extra": reward.extra}));
+        let rewards =
+            rewards.map(|(reward, weight)| json!({"name": reward.name, "weight": weight, "extra": reward.extra}));
         parts.insert("rewards".into(), rewards.collect());
         State::record(COMMAND, batch.update, self.plan.num_total_batches, &self.config, parts)
     }

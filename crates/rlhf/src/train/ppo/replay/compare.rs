@@ -24,6 +24,7 @@ pub struct Differing {
 }
 
 /// Metrics of an update in the run and in the replay, without times and evaluations.
+#[derive(Debug)]
 pub(super) struct ComparedMetrics {
     /// All of them, in the order of the replay.
     pub(super) all: Vec<Differing>,
@@ -42,11 +43,12 @@ pub(super) fn metrics(line: &Map<String, Value>, replayed: &Metrics) -> Compared
     let names: Vec<&String> = replayed.keys().chain(others).filter(is_compared).collect();
     let number = |values: &Map<String, Value>, name: &str| values.get(name).and_then(Value::as_f64);
     let all = names.iter().map(|name| Differing {
-        name: name.to_string(),
+        name: name.as_str().to_owned(),
         run: number(line, name),
         replayed: number(&replayed, name),
     });
-    let differing = names.iter().filter(|name| line.get(**name) != replayed.get(**name)).map(|name| name.to_string());
+    let differing =
+        names.iter().filter(|name| line.get(**name) != replayed.get(**name)).map(|name| name.as_str().to_owned());
     ComparedMetrics { all: all.collect(), differing: differing.collect() }
 }
 
@@ -69,7 +71,9 @@ pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path) 
     for name in theirs.tensors.keys() {
         match ours.read(name)? {
             None => compared.differing.push(format!("tensor `{name}`: not in the replay")),
-            Some(ours) => compared.differing.extend(theirs.read(name)?.and_then(|theirs| difference(name, &theirs, &ours))),
+            Some(ours) => {
+                compared.differing.extend(theirs.read(name)?.and_then(|theirs| difference(name, &theirs, &ours)))
+            }
         }
     }
     for name in STATE {
