@@ -11,6 +11,9 @@ use serde_json::Value;
 use std::path::Path;
 use tch::{Kind, Tensor};
 
+/// Changes of the settings of a run.
+type Set = fn(&mut PpoConfig);
+
 /// Five updates that leave their rollouts and a checkpoint each.
 fn recorded(dir: &Path) -> PpoConfig {
     let mut config = ppo_config(dir);
@@ -82,8 +85,8 @@ fn updates_with_adapters_in_bf16_are_those_of_the_run() {
 
 #[test]
 fn updates_without_a_critic_are_those_of_the_run() {
-    for (what, set) in [
-        ("grpo", (|_| ()) as fn(&mut PpoConfig)),
+    let cases: [(&str, Set); 3] = [
+        ("grpo", |_| ()),
         ("remax", |config| {
             config.advantage.advantage_estimator = AdvantageEstimator::Remax;
             config.kl.kl_coef = 0.1;
@@ -96,7 +99,8 @@ fn updates_without_a_critic_are_those_of_the_run() {
             config.sync.ref_model_sync_steps = 1;
             config.mask.mask_truncated_completions = true;
         }),
-    ] {
+    ];
+    for (what, set) in cases {
         let dir = tempfile::tempdir().unwrap();
         let mut config = recorded_groups(dir.path());
         set(&mut config);
@@ -106,25 +110,23 @@ fn updates_without_a_critic_are_those_of_the_run() {
 
 #[test]
 fn updates_with_running_moments_a_value_head_and_filters_are_those_of_the_run() {
-    for (what, set) in [
-        (
-            "a value head, scaled scores, the adaptive KL",
-            (|config| {
-                config.legacy.value_head = true;
-                config.score_scaling.use_score_scaling = true;
-                config.score_scaling.use_score_norm = true;
-                config.kl.adap_kl_ctrl = true;
-            }) as fn(&mut PpoConfig),
-        ),
+    let cases: [(&str, Set); 2] = [
+        ("a value head, scaled scores, the adaptive KL", |config| {
+            config.legacy.value_head = true;
+            config.score_scaling.use_score_scaling = true;
+            config.score_scaling.use_score_norm = true;
+            config.kl.adap_kl_ctrl = true;
+            config.mask.min_response_length = 3;
+        }),
         ("filtered log-probabilities, a moving average", |config| {
             config.sampling.top_k = 20;
             config.sampling.logprobs_of = LogprobsOf::Filtered;
             config.ema.enable_ema = true;
             config.value.value_warmup_updates = 1;
-            config.mask.min_response_length = 2;
             config.whiten_advantages = WhitenAdvantages::MiniBatch;
         }),
-    ] {
+    ];
+    for (what, set) in cases {
         let dir = tempfile::tempdir().unwrap();
         let mut config = recorded(dir.path());
         config.total_episodes = Some(12);

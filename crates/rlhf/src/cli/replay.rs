@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::{self, Write};
+use std::path::Path;
 
 use clap::{Arg, ArgMatches, Command, FromArgMatches};
 use comfy_table::{Table, presets};
@@ -72,7 +73,7 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut words, &mut messages.refusals)?;
     let (_, flags) = matches.subcommand().expect("it is ppo");
-    let task = with_settings(ppo, rlhf, (flags, &words), settings, &mut messages)?;
+    let task = with_settings(ppo, rlhf, (flags, &words[..]), settings, &mut messages)?;
     messages.refusals.end()?;
     match task {
         Task::Ppo(ppo) => {
@@ -113,13 +114,13 @@ fn words_of(arg: &Arg, flags: &ArgMatches) -> Vec<OsString> {
     match (arg.get_value_delimiter(), &values[..]) {
         (Some(delimiter), values) => vec![joined(values, &delimiter.to_string())],
         (None, [_]) => vec![joined(&values, "")],
-        (None, _) => [OsString::from(format!("--{long}"))].into_iter().chain(values).collect(),
+        (None, many) => std::iter::once(OsString::from(format!("--{long}"))).chain(many.iter().cloned()).collect(),
     }
 }
 
 /// Computes the update again, and prints the comparison with the run.
 pub(crate) fn replay(task: &ReplayTask) -> Result<()> {
-    let absolute = |path| std::path::absolute(path).map_err(Error::io("find", path));
+    let absolute = |path: &Path| std::path::absolute(path).map_err(Error::io("find", path));
     let (mut run, mut out) = (task.replay.run.clone(), task.replay.output_dir());
     let recorded = RecordedUpdate::open(&run, task.replay.update)?;
     // Paths among the settings are relative to the folder that the run was started in.
