@@ -151,7 +151,7 @@ fn changed(replayed: &Replayed) -> String {
     let settings =
         replayed.changed().iter().map(|(name, [then, now])| format!("{name} = {now} (in the run: {then})\n"));
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(["metric", "in the run", "replayed", "change"]);
+    table.load_style(presets::NOTHING).set_header(["metric", "in the run", "replayed", "change"]);
     let shown = |value: Option<f64>| value.map_or("none".into(), |value| seven_digits(value).to_string());
     for Differing { name, run, replayed } in replayed.metrics() {
         let change = run.zip(*replayed).map(|(run, replayed)| replayed - run);
