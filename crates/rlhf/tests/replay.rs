@@ -295,13 +295,21 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
     scratch.succeeds(&format!("{PPO} {RUN} --rollouts_limit 2"));
     scratch.succeeds(&format!("{PPO} --output_dir unlogged"));
     scratch.succeeds(&format!("{SFT} --output_dir sft"));
-    scratch.refuses("replay nowhere --update 1", 1, &["nowhere: expected the folder of a run", "no such folder"]);
-    scratch.refuses("replay policy --update 1", 1, &["policy: expected the folder of a run", "none of its files"]);
+    scratch.refuses(
+        "replay nowhere --update 1",
+        1,
+        &["nowhere: update 1: expected the folder of a run", "no such folder"],
+    );
+    scratch.refuses(
+        "replay policy --update 1",
+        1,
+        &["policy: update 1: expected the folder of a run", "none of its files"],
+    );
     scratch.refuses("replay prompts.jsonl --update 1", 1, &["found a file"]);
     scratch.refuses(
         "replay sft --update 1",
         1,
-        &["sft: expected the folder of a run of `rlhf ppo`", "another command"],
+        &["sft: update 1: expected the folder of a run of `rlhf ppo`", "another command"],
     );
     scratch.refuses("replay unlogged --update 1", 1, &["update 1: expected its rollout, found none", "--log_rollouts"]);
     scratch.refuses(

@@ -89,7 +89,7 @@ impl RecordedUpdate {
     /// be replayed.
     pub fn open(run: impl AsRef<Path>, update: usize) -> Result<Self> {
         let run = run.as_ref();
-        check_run(run)?;
+        check_run(run, update)?;
         let recorded = recorded_updates(run)?;
         if !recorded.contains(&update) {
             return Err(no_rollout(run, update, &recorded)?);
@@ -361,8 +361,8 @@ fn observed_update(trainer: &mut PpoTrainer) -> Result<(Metrics, NamedTensors)> 
     Ok((metrics, tensors_of(events)))
 }
 
-/// Checks that the folder `run` holds a run of PPO.
-fn check_run(run: &Path) -> Result<()> {
+/// Checks that the folder `run` holds a run of PPO, whose `update` is wanted.
+fn check_run(run: &Path, update: usize) -> Result<()> {
     let found = match run {
         run if !run.exists() => "no such folder",
         run if !run.is_dir() => "a file",
@@ -370,7 +370,10 @@ fn check_run(run: &Path) -> Result<()> {
         run if is_of_ppo(run)? => return Ok(()),
         _ => "a run of another command",
     };
-    Err(Error::invalid(run, format!("expected the folder of a run of `rlhf ppo`, `grpo` or `rloo`, found {found}")))
+    Err(Error::invalid(
+        run,
+        format!("update {update}: expected the folder of a run of `rlhf ppo`, `grpo` or `rloo`, found {found}"),
+    ))
 }
 
 /// The error for an update without a rollout file.
