@@ -339,7 +339,7 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
     ] {
         scratch.refuses(&format!("{replay} {flags}"), 2, &[words]);
     }
-    scratch.refuses(&format!("{replay} --num_mini_batches 3"), 2, &["an update of 4 responses"]);
+    scratch.refuses(&format!("{replay} --gradient_accumulation_steps 2"), 2, &["an update of 4 responses"]);
     scratch.refuses(&format!("{replay} --output_dir out/inner"), 2, &["outside of the run"]);
     scratch.refuses(
         &format!("{replay} --output_dir policy"),
