@@ -28,7 +28,7 @@ const HEADINGS: [&str; 14] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 17] = [
+const COMMON: [(&str, &[&str], &[&str]); 18] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],

@@ -26,8 +26,9 @@ pub(super) const REPLAY: &str = "replay";
 /// The command whose settings a replay changes.
 const PPO: &str = "ppo";
 
-/// Flags of it that a replay does not have: they are about the folder of a run.
-const OF_RUNS: [&str; 3] = ["overwrite_output_dir", "resume_from_checkpoint", "resume_with_changed_inputs"];
+/// Flags of it that a replay does not have: they are about the folder of a run and its uploads, and no settings of its record.
+const OF_RUNS: [&str; 4] =
+    ["overwrite_output_dir", "resume_from_checkpoint", "resume_with_changed_inputs", "hub_token"];
 
 /// An update to compute again, and the settings for it.
 #[derive(Debug, Clone, PartialEq)]

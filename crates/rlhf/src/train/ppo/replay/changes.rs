@@ -152,6 +152,12 @@ const ELSEWHERE: &[&str] = &[
     "no_report",
     "save_steps",
     "save_total_limit",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_revision",
+    "hub_private_repo",
+    "hub_strategy",
+    "hub_always_push",
 ];
 
 /// Returns why a replay may not change the setting `name`; `None` if it may.
