@@ -335,6 +335,7 @@ fn each_bad_input_is_one_line_and_changes_nothing() {
         ("--reward length:target=4", "the rewards that the run recorded"),
         ("--use_peft", "use_peft = true: expected false"),
         ("--save_steps 1", "save_steps = 1: expected 2, as in update 3 of the run: it changes nothing of one update"),
+        ("--advantage_estimator remax", "advantage_estimator = remax: expected another one"),
         ("--total_episodes 40", "its place in the run's schedules"),
     ] {
         scratch.refuses(&format!("{replay} {flags}"), 2, &[words]);

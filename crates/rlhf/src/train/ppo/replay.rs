@@ -21,7 +21,7 @@ use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, holds_run};
 use crate::run::resolved::write_resolved;
 use crate::run::rollout_file::{file_name, is_of_ppo, metrics_line, read_rollout, recorded_updates};
 use crate::run::session::Trainee;
-use crate::settings::PpoConfig;
+use crate::settings::{AdvantageEstimator, PpoConfig};
 use crate::weights::{pretty, save_file, write_text};
 use crate::{Error, Result};
 pub use compare::Differing;
@@ -140,6 +140,13 @@ impl RecordedUpdate {
         config.check()?;
         let changes = self.changes(config)?;
         changes::check(&changes, self.update)?;
+        let is_remax = config.advantage.advantage_estimator == AdvantageEstimator::Remax;
+        if is_remax && self.rows.iter().all(|row| row.baseline.is_none()) {
+            return Err(Error::Usage(format!(
+                "advantage_estimator = remax: expected another one: update {} of the run has no greedy responses, and a replay samples none",
+                self.update
+            )));
+        }
         self.check_output(out)?;
         let mut trainer = self.trainer(config, &changes)?;
         let (metrics, mut tensors) = observed_update(&mut trainer)?;
