@@ -518,6 +518,33 @@ def rollouts_agree(output, source, work):
             expect(worst <= TOLERANCE / 0.7, f"{name} differ by up to {worst:.2e}")
 
 
+def replay_agrees(output, work):
+    """The first update, replayed, is that of the run, and safetensors reads its numbers, which make its metrics."""
+    folder = work / "replay"
+    rlhf("replay", output, "--update", 1, "--output_dir", folder)
+    comparison = json.loads((folder / "comparison.json").read_text())
+    expect(comparison["equal"] and len(comparison["metrics"]) > 15, f"differing: {comparison['differing']}")
+    with safe_open(folder / "update.safetensors", "pt") as file:
+        numbers = {name: file.get_tensor(name) for name in file.keys()}
+    line = read_jsonl(output / "metrics.jsonl")[0]
+    rows, slots = numbers["rollout.response_ids"].shape
+    expect((rows, slots) == (8, 8), f"{rows} responses of at most {slots} tokens")
+    mask = numbers["masks.loss"]
+    expect(mask.dtype == torch.bool, f"masks of {mask.dtype}")
+    ratios, advantages = numbers["epochs.ratios"].double(), numbers["targets.advantages"].double()
+    losses = torch.maximum(-ratios * advantages, -ratios.clamp(0.8, 1.2) * advantages)[:, mask]
+    for name, found in {
+        "objective/entropy": -numbers["rollout.logprobs"].sum() / 8,
+        "objective/kl": numbers["targets.kl"].sum() / 8,
+        "objective/scores": numbers["rollout.scores"].mean(),
+        "loss/policy_avg": numbers["steps.policy_loss"].sum() / numbers["steps.tokens"].sum(),
+        "policy/grad_norm": numbers["steps.policy_grad_norm"].mean(),
+    }.items():
+        expect(abs(found.item() - line[name]) < 1e-4, f"{name}: {found.item()}, metrics.jsonl {line[name]}")
+    found = losses.mean().item()
+    expect(abs(found - line["loss/policy_avg"]) < 1e-4, f"clipped losses: {found}, metrics.jsonl {line['loss/policy_avg']}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The checks
 
@@ -658,6 +685,7 @@ def pipeline_checks(work, family, layout, demonstrations):
         for claim, check in checks.items():
             yield f"{family} {name}: {claim}", check
     yield f"{family} ppo: TensorBoard reads what metrics.jsonl holds", lambda: events_agree(ppo())
+    yield f"{family} ppo: safetensors reads the numbers of an update, again", lambda: replay_agrees(ppo(), work)
     if PARQUET:
         yield f"{family} ppo: {PARQUET} reads the rollouts", lambda: rollouts_agree(ppo(), sft(), work)
 

@@ -24,6 +24,7 @@ mod openrlhf;
 mod pipeline;
 pub(crate) mod plan;
 pub(crate) mod push;
+pub(crate) mod replay;
 pub(crate) mod report;
 mod rows;
 pub(crate) mod score;
@@ -58,6 +59,7 @@ use self::keys::Keys;
 use self::launch::{LAUNCH, LaunchTask};
 use self::layers::{resolve, translated};
 use self::plan::{PLAN, PlanTask};
+use self::replay::{REPLAY, ReplayTask};
 use self::setting::{Setting, with_defaults};
 
 /// A command with its checked configuration.
@@ -79,6 +81,7 @@ pub(crate) enum Task {
     Serve(ServeConfig),
     Watch(LiveConfig),
     Doctor(DoctorConfig),
+    Replay(ReplayTask),
     Launch(LaunchTask),
     Plan(PlanTask),
 }
@@ -103,6 +106,9 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     }
     if args.get(1).is_some_and(|name| name == PLAN) {
         return plan::parse(args, &rlhf);
+    }
+    if args.get(1).is_some_and(|name| name == REPLAY) {
+        return replay::parse(args, &rlhf);
     }
     let mut args = normalise(args, &rlhf);
     let mut messages = Messages::default();
@@ -130,11 +136,23 @@ fn single(
     messages: &mut Messages,
 ) -> Result<Task, Stop> {
     let command = rlhf.find_subcommand(name).expect("clap matched it");
-    let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
-    let mut settings = match file {
+    let settings = match flags.get_one::<PathBuf>("config") {
         Some(path) => read_config(path, &Keys { top: vec![command], sections: Vec::new() }, &mut messages.refusals)?,
         None => Vec::new(),
     };
+    with_settings(command, rlhf, (flags, args), settings, messages)
+}
+
+/// Builds and checks the configuration of `command` from `settings` and the flags on the command line, which win.
+fn with_settings(
+    command: &Command,
+    rlhf: &Command,
+    (flags, args): (&ArgMatches, &[OsString]),
+    mut settings: Vec<Setting>,
+    messages: &mut Messages,
+) -> Result<Task, Stop> {
+    let name = command.get_name();
+    let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
     let preset = translated(command, flags, file, &mut settings, messages);
     let own = groups::PRESETS.into_iter().find(|preset| preset.command() == name);
     let plain = own.map_or(Vec::new(), |own| groups::without_preset(rlhf, own));
@@ -199,7 +217,7 @@ impl Task {
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
             // Its stages are checked already, with their lines of the file; so is the command of a launch or a plan.
-            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) | Task::Plan(_) | Task::Doctor(_) => Ok(()),
+            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) | Task::Plan(_) | Task::Replay(_) | Task::Doctor(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),

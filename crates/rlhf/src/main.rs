@@ -113,6 +113,7 @@ fn run(task: &Task) -> Result<u8> {
         | Task::Serve(_)
         | Task::Doctor(_)
         | Task::Plan(_)
+        | Task::Replay(_)
             if !is_main() =>
         {
             Ok(())
@@ -125,6 +126,7 @@ fn run(task: &Task) -> Result<u8> {
         Task::Plan(task) => cli::plan::plan(task),
         Task::Chat(config) => cli::chat::chat(config),
         Task::Serve(config) => cli::serve::serve(config),
+        Task::Replay(task) => cli::replay::replay(task),
         Task::Launch(config) => return cli::launch::launch(config),
         Task::Doctor(config) => return cli::doctor::doctor(config),
     }?;

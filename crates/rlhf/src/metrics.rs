@@ -52,6 +52,11 @@ impl Metrics {
     }
 }
 
+/// Returns true for metrics that measure time, which differ from run to run.
+pub(crate) fn is_clock(name: &str) -> bool {
+    ["eps", "step_time"].contains(&name) || name.starts_with("time/") || name.starts_with("tokens_per_second/")
+}
+
 /// Serializes to a JSON object. Counts are written as integers, and values that are not finite as null, as JSON has no
 /// NaN or
 /// infinity.

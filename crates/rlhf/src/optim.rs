@@ -110,6 +110,15 @@ impl AdamW {
         Ok(global_norm(grads.iter().flatten()))
     }
 
+    /// Returns the norm of the gradient of each parameter, by name; none where the state is divided over ranks.
+    pub(crate) fn grad_norms(&self) -> Vec<(String, f64)> {
+        let norms = |group: &Group| {
+            let grads = group.grads().into_iter().map(|grad| grad.norm().to_kind(Kind::Double).double_value(&[]));
+            group.names.iter().cloned().zip(grads).collect::<Vec<_>>()
+        };
+        self.groups.iter().flat_map(norms).collect()
+    }
+
     /// Sums the gradients over all ranks; called once per optimizer step, before the norm. Gradients of a model that is divided
     /// over ranks are in flat memory; those of another are copied there, in one collective per group.
     ///

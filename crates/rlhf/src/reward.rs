@@ -179,6 +179,11 @@ impl FnReward {
     pub fn new<S: Into<Score>>(mut f: impl FnMut(&[RewardInput<'_>]) -> Result<Vec<S>> + Send + 'static) -> Self {
         Self(Box::new(move |batch| Ok(f(batch)?.into_iter().map(Into::into).collect())))
     }
+
+    /// Creates the stand-in for a reward whose scores a run has recorded. It scores nothing.
+    pub(crate) fn recorded() -> Self {
+        Self::new::<f64>(|_| Err(Error::Run("its scores are in the record of the run: no others are computed".into())))
+    }
 }
 
 impl Reward for FnReward {
@@ -350,6 +355,8 @@ pub struct Rewards {
     world: World,
     /// True after the warning about a response without any score.
     warned_unscored: bool,
+    /// All scores are in the record of a run: no program is started.
+    is_recorded: bool,
 }
 
 impl fmt::Debug for Rewards {
@@ -362,6 +369,16 @@ impl Rewards {
     /// Creates an empty set of rewards.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Creates an empty set of rewards whose scores a run has recorded: programs that join them are not started.
+    pub(crate) fn recorded() -> Self {
+        Self { is_recorded: true, ..Self::default() }
+    }
+
+    /// Returns true for the rewards of a replay.
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.is_recorded
     }
 
     /// Adds a reward with weight 1. Metrics and errors use `name`.

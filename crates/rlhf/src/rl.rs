@@ -18,4 +18,5 @@ pub mod rollout;
 pub(crate) mod settings;
 pub mod shaping;
 pub mod stats;
+pub(crate) mod trace;
 pub mod unsupervised;

@@ -9,6 +9,7 @@
 //! | batch sizes over all ranks, of a checkpoint and of the run that resumes from it | `sizes` |
 //! | whether a resumed run reads the same inputs | `inputs` |
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
+//! | an update as the run recorded it, for a replay | `rollout_file` |
 //! | the model card | `card` |
 //! | uploads to the hub | `push` |
 //! | settings of trackers | `tracking` |
@@ -22,6 +23,7 @@ pub(crate) mod output_dir;
 pub(crate) mod push;
 pub(crate) mod report;
 pub(crate) mod resolved;
+pub(crate) mod rollout_file;
 pub(crate) mod session;
 pub(crate) mod settings;
 pub(crate) mod sinks;

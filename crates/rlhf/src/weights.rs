@@ -296,7 +296,9 @@ impl TensorSpec {
             Kind::Half => Dtype::F16,
             Kind::BFloat16 => Dtype::BF16,
             Kind::Double => Dtype::F64,
-            other => unreachable!("no model holds {other:?} weights"),
+            Kind::Int64 => Dtype::I64,
+            Kind::Bool => Dtype::BOOL,
+            other => unreachable!("no file holds {other:?} tensors"),
         }
     }
 }

@@ -27,6 +27,7 @@ mod ppo;
 mod preferences;
 mod push;
 mod rank_rows;
+mod replay;
 mod report;
 mod rewards;
 mod rollouts;

@@ -55,6 +55,8 @@ impl Tensors {
                 safetensors::Dtype::I32 => Kind::Int,
                 safetensors::Dtype::I64 => Kind::Int64,
                 safetensors::Dtype::U8 => Kind::Uint8,
+                safetensors::Dtype::F64 => Kind::Double,
+                safetensors::Dtype::BOOL => Kind::Bool,
                 other => panic!("{}: unexpected dtype {other:?}", path.display()),
             };
             Tensor::from_data_size(view.data(), &shape, kind)

@@ -27,6 +27,7 @@ fn base(command: &str) -> &'static str {
         "merge" => "--model_name_or_path policy --output_dir out",
         "eval" => "--model_name_or_path policy --dataset_name rows.jsonl --reward json --output_dir out",
         "report" | "watch" => "run",
+        "replay" => "run --update 1",
         "chat" | "serve" => "policy",
         _ => "",
     }

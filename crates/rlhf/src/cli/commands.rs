@@ -10,6 +10,7 @@ use rlhf::settings::{
 
 use super::launch::LAUNCH;
 use super::plan::PLAN;
+use super::replay::{self, REPLAY};
 use super::{deepspeed_chat, groups, help, trl};
 
 /// The command that runs the others as stages: it needs a configuration file.
@@ -140,6 +141,18 @@ Examples:
   rlhf watch runs/ppo
   rlhf watch --terminal runs/ppo";
 
+const REPLAY_HELP: &str = "\
+From the file of --log_rollouts and the checkpoint before the update. Without further flags the
+result is compared with the run, bit by bit. Flags of `rlhf ppo` that act after sampling and scoring
+(--learning_rate, --cliprange, --kl_coef, --advantage_estimator, ...) change the update, and a table
+shows its metrics beside the run's. update.safetensors has every number: log-probabilities, values,
+rewards, advantages, losses of each micro-batch, gradient norms of each parameter. No reward is
+computed, and the run's folder is only read.
+
+Examples:
+  rlhf replay runs/ppo --update 3
+  rlhf replay runs/ppo --update 3 --learning_rate 1e-6 --output_dir runs/slower";
+
 const CHAT_HELP: &str = "\
 Responses appear as they are generated, with the model's chat template; without one the model
 continues the text. /help lists the commands. Ctrl-C stops a response; between responses it quits.
@@ -226,6 +239,7 @@ pub(super) fn rlhf_command() -> Command {
         flag::command::<LiveConfig>("watch")
             .about("Show a run live, as a page or in the terminal")
             .after_help(WATCH_HELP),
+        replay::command().about("Compute an update of a run again").after_help(REPLAY_HELP),
         flag::command::<ChatConfig>("chat").about("Talk to a language model").after_help(CHAT_HELP),
         flag::command::<ServeConfig>("serve")
             .about("Serve a language model by OpenAI's HTTP interface")
@@ -258,7 +272,7 @@ pub(super) fn rlhf_command() -> Command {
         .subcommands(commands)
         .mut_subcommands(|command| command.disable_help_flag(true).arg(help.clone()))
         .mut_subcommands(|command| match command.get_name() {
-            LAUNCH | PLAN => command,
+            LAUNCH | PLAN | REPLAY => command,
             _ => command.arg(file.clone()),
         })
         .mut_subcommand(PIPELINE, |command| command.mut_arg("config", |file| file.required(true)))
@@ -414,6 +428,7 @@ mod tests {
         assert_eq!(flags("watch"), sorted("run terminal port host config help"));
         assert_eq!(flags("doctor"), sorted("json offline no_self_test config help"));
         assert_eq!(flags("plan"), sorted("json memory nproc_per_node nnodes calibrate help"));
+        assert_eq!(flags("replay"), sorted("run update output_dir help"));
         assert_eq!(
             flags("launch"),
             sorted("nproc_per_node max_restarts nnodes node_rank master_addr master_port config_file help")

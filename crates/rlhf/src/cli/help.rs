@@ -28,7 +28,7 @@ const HEADINGS: [&str; 14] = [
 ];
 
 /// The most used flags of each command: those that it needs, then others.
-const COMMON: [(&str, &[&str], &[&str]); 19] = [
+const COMMON: [(&str, &[&str], &[&str]); 20] = [
     (
         "sft",
         &["model_name_or_path", "dataset_name", "output_dir"],
@@ -172,6 +172,7 @@ const COMMON: [(&str, &[&str], &[&str]); 19] = [
     ("report", &[], &["output", "overwrite_output_file", "config"]),
     ("chat", &[], &["compare", "system", "max_new_tokens", "temperature", "top_p", "seed", "device", "config"]),
     ("serve", &[], &["port", "host", "max_new_tokens", "batch_size", "dtype", "device", "config"]),
+    ("replay", &["update"], &["output_dir"]),
     ("watch", &[], &["terminal", "port", "host", "config"]),
     ("doctor", &[], &["json", "offline", "no_self_test", "config"]),
     ("plan", &[], &["memory", "nproc_per_node", "nnodes", "json", "calibrate"]),
@@ -183,7 +184,7 @@ const COMMON: [(&str, &[&str], &[&str]); 19] = [
 ];
 
 /// Descriptions of the most used flags for `-h`.
-const WORDS: [(&str, &str); 69] = [
+const WORDS: [(&str, &str); 70] = [
     ("apply_chat_template", "put text prompts into the chat template"),
     ("batch_size", "sequences per forward pass"),
     ("bf16", "compute in bfloat16"),
@@ -252,6 +253,7 @@ const WORDS: [(&str, &str); 69] = [
     ("tokenizer_name", "the policy's tokenizer"),
     ("top_p", "nucleus sampling"),
     ("total_episodes", "responses to train on"),
+    ("update", "number of the update, from 1"),
     ("use_peft", "train LoRA adapters"),
 ];
 
@@ -401,7 +403,7 @@ mod tests {
     #[test]
     fn help_fits_a_screen_and_shows_underscores_and_what_is_required() {
         let help = parse_words(&["--help"]).unwrap_err();
-        assert!(help.lines().count() <= 36, "{help}");
+        assert!(help.lines().count() <= 40, "{help}");
         let help = parse_words(&["ppo", "--help"]).unwrap_err();
         assert!(help.contains("Usage: rlhf ppo [OPTIONS] --sft_model_path <PATH> --dataset_name <PATH>"), "{help}");
         assert!(help.contains("--learning_rate <X>") && help.contains("[default: 3e-6]"), "{help}");

@@ -65,6 +65,7 @@ pub(super) fn least(command: &str) -> Vec<&str> {
             vec![command, "--model", "m", "--dataset_name", "d", "--reward", "json", "--output_dir", "o"]
         }
         "report" | "watch" => vec![command, "run"],
+        "replay" => vec![command, "run", "--update", "1"],
         "chat" | "serve" => vec![command, "policy"],
         "launch" | "doctor" => vec![command],
         "plan" => [&["plan"], &PPO[..]].concat(),

@@ -5,7 +5,8 @@ use super::rules::KINDS;
 use super::settings::RewardSourcesConfig;
 use super::trl::{self, TrlFunction, TrlReward};
 use super::{
-    CommandReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule, Shaping,
+    CommandReward, FnReward, HttpReward, HttpSettings, Normalize, RetryPolicy, Reward, RewardModel, Rewards, Rule,
+    Shaping,
 };
 use crate::flag::{all, defaults, no_effect};
 use crate::model::ModelOptions;
@@ -33,11 +34,16 @@ pub(crate) struct Spec {
 
 #[derive(Debug)]
 enum Kind {
-    Model { path: PathBuf, label: Option<String> },
+    Model {
+        path: PathBuf,
+        label: Option<String>,
+    },
     Command(String),
     Url(String),
     Rule(Rule),
     Trl(TrlFunction),
+    /// A program or service whose scores a run has recorded.
+    Recorded,
 }
 
 impl Spec {
@@ -52,6 +58,11 @@ impl Spec {
     /// The name of the reward and its [`Spec::model_path`].
     pub(crate) fn named_model(&self) -> Option<(&str, &Path)> {
         Some((self.name.as_str(), self.model_path()?))
+    }
+
+    /// The reward of a replay: a program or service is not started or requested again.
+    pub(crate) fn recorded(self) -> Self {
+        if self.is_outside() { Self { kind: Kind::Recorded, ..self } } else { self }
     }
 
     /// Returns true if it is a service.
@@ -321,6 +332,7 @@ impl Rewards {
                 Kind::Url(url) => Box::new(HttpReward::new(&url, http_settings(settings))?),
                 Kind::Rule(rule) => Box::new(rule),
                 Kind::Trl(function) => Box::new(TrlReward::new(function)),
+                Kind::Recorded => Box::new(FnReward::recorded()),
             };
             rewards.push(&name, reward, shaping, about);
         }

@@ -16,11 +16,13 @@ use crate::rl::math::{self, LossAggregation};
 use crate::rl::rollout::RolloutModels;
 use crate::rl::shaping::{Shaping, Targets, targets};
 use crate::rl::stats::StepStats;
+use crate::rl::trace::{Gradients, Learned, Observed};
 use crate::rl::unsupervised::{TextLimits, Unsupervised, learn_texts};
 use crate::rng::{Purpose, Stream};
 use crate::{Error, Result};
 use serde_json::{Value, json};
 use std::collections::HashMap;
+use std::sync::mpsc::Sender;
 use tch::{Kind, Tensor};
 
 /// An update's epochs end early beyond this many times `target_kl`; as in TRL 0.11.
@@ -149,6 +151,8 @@ pub struct Learner {
     pub collect_ratios: bool,
     /// Return what is clipped of each response in [`StepStats::low_clipped`] and the following.
     pub collect_clips: bool,
+    /// Receives each number that is computed, where someone observes an update.
+    pub(crate) observer: Option<Sender<Learned>>,
     /// The ranks that train together.
     pub(crate) world: World,
     pub(crate) settings: LearnerSettings,
@@ -190,6 +194,7 @@ impl Learner {
             unsupervised: None,
             collect_ratios: false,
             collect_clips: false,
+            observer: None,
             world,
             policy,
             value,
@@ -318,8 +323,9 @@ impl Learner {
         mut after_step: impl FnMut(&CausalLm, usize) -> Result<()>,
     ) -> Result<Vec<StepStats>> {
         let rates = rates.into();
+        self.observed(|| Learned::Batch(Box::new(Observed::of(experience, targets))));
         let (mut steps, mut done) = (Vec::new(), 0);
-        for order in orders {
+        for (epoch, order) in orders.iter().enumerate() {
             for mini_batch in order.chunks(plan.mini_batch_size) {
                 let rates = rates.of_step(done);
                 done += 1;
@@ -341,6 +347,7 @@ impl Learner {
                         after_step(&self.policy, before as usize + 1)?;
                     }
                 }
+                self.observed(|| Learned::Step { epoch, rates, parts: parts.clone() });
                 steps.extend(parts);
             }
             let moved = steps.last().map_or(0.0, |last: &StepStats| last.policy_kl / last.tokens.max(1.0));
@@ -407,13 +414,24 @@ impl Learner {
                 batch.take_preview(preview, &self.settings.loss, weights.least_entropy);
             }
             let reference = experience.reference.as_ref().map(|reference| (reference, &rows[..]));
-            self.backward(&batch, reference, weights, trains_policy, &mut sums)
+            let (now, values) = self.backward(&batch, reference, weights, trains_policy, &mut sums)?;
+            self.observed(|| Learned::MicroBatch { rows: rows.to_vec(), now, values, so_far: Box::new(sums.so_far()) });
+            Ok(())
         });
         self.world.agree(passes)?;
         let mut stats = StepStats { tokens, value_slots, rows: mini_batch.len() as f64, ..StepStats::default() };
         sums.read_into(&mut stats);
         stats.sum_over(&self.world)?;
+        self.observed(|| Learned::Part);
         Ok(stats)
+    }
+
+    /// Hands an event to the observer, if there is one.
+    fn observed(&self, event: impl FnOnce() -> Learned) {
+        if let Some(observer) = &self.observer {
+            // An observer that is gone misses nothing that it waits for.
+            let _ = observer.send(event());
+        }
     }
 
     /// Whether the models compute first tokens that sequences have in common once: a value head on the policy does not, nor do models whose
@@ -471,7 +489,8 @@ impl Learner {
         Ok((previews, weights))
     }
 
-    /// Forward and backward pass of one micro-batch; accumulates gradients.
+    /// Forward and backward pass of one micro-batch; accumulates gradients. Returns the tokens under the policy, and with an observer the
+    /// values.
     ///
     /// `reference`: the reference model's distributions and the rows of the micro-batch in them, where the loss has the KL
     /// over the whole vocabulary.
@@ -482,14 +501,18 @@ impl Learner {
         weights: Weights,
         trains_policy: bool,
         sums: &mut Sums,
-    ) -> Result<()> {
+    ) -> Result<(Option<TokenLogprobs>, Option<Tensor>)> {
         let settings = &self.settings.loss;
         let sampled = batch.sampled(settings);
         let (sequences, token_spans, value_spans) = (&batch.sequences, &batch.token_spans, &batch.value_spans);
         // The value model's sums wait for the policy's, since both losses of a shared trunk need `sums` at once.
         let mut value_sums = Sums::default();
         let policy_loss = |slice, now: &TokenLogprobs| batch.policy_loss(slice, now, settings, weights, sums);
-        let value_loss = |values: &Tensor| batch.value_loss(values, settings, weights, &mut value_sums);
+        let mut seen = None;
+        let value_loss = |values: &Tensor| {
+            seen = self.observer.as_ref().map(|_| values.detach());
+            batch.value_loss(values, settings, weights, &mut value_sums)
+        };
         let options = LogprobOptions { sampled, entropy: true, kl_to: reference };
         let now = match (&self.value, reference) {
             (ValueModel::Head(_), Some(_)) => {
@@ -518,10 +541,10 @@ impl Learner {
         };
         sums.add_values_of(value_sums);
         sums.end_rows(batch.rows());
-        if let Some(entropy) = now.and_then(|now| now.entropy) {
-            sums.add_entropy(&batch.entropy_sum(&entropy));
+        if let Some(entropy) = now.as_ref().and_then(|now| now.entropy.as_ref()) {
+            sums.add_entropy(&batch.entropy_sum(entropy));
         }
-        Ok(())
+        Ok((now, seen))
     }
 
     /// Whether a mini-batch whose `parts` have accumulated their gradients is trained on: not if the mean ratio of one is above
@@ -558,6 +581,18 @@ impl Learner {
         Ok(())
     }
 
+    /// The norm of each parameter's gradient, before clipping; the policy's only if it is trained.
+    fn gradients_by_name(&self, trains_policy: bool) -> Gradients {
+        let [of_policy, of_value] = self.loss_scales();
+        let norms = |optimizer: &AdamW, scale: f64| {
+            optimizer.grad_norms().into_iter().map(|(name, norm)| (name, norm / scale)).collect()
+        };
+        Gradients {
+            policy: if trains_policy { norms(&self.policy_optimizer, of_policy) } else { Vec::new() },
+            value: self.value_optimizer.as_ref().map_or(Vec::new(), |optimizer| norms(optimizer, of_value)),
+        }
+    }
+
     /// Loss scales of policy and value model.
     fn loss_scales(&self) -> [f64; 2] {
         let Some(scaling) = &self.scaling else { return [1.0; 2] };
@@ -582,6 +617,7 @@ impl Learner {
             optimizer.reduce_gradients(&self.world)?;
             stats.value_grad_norm = optimizer.grad_norm()? / of_value;
         }
+        self.observed(|| Learned::Gradients(self.gradients_by_name(rates.policy.is_some())));
         let align = self.scaling.as_ref().is_some_and(|scaling| scaling.align);
         self.scaling.iter_mut().for_each(|scaling| scaling.record(rates.policy.is_some(), stats));
         if stats.not_finite().is_some() {

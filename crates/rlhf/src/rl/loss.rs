@@ -422,6 +422,16 @@ impl Sums {
         add(&mut self.entropy, &[sum]);
     }
 
+    /// Reads the sums so far from the device.
+    pub(crate) fn so_far(&self) -> StepStats {
+        let same = |x: &Option<Tensor>| x.as_ref().map(Tensor::shallow_clone);
+        let (policy, value, entropy, loss) =
+            (same(&self.policy), same(&self.value), same(&self.entropy), same(&self.loss));
+        let mut stats = StepStats::default();
+        Self { policy, value, entropy, loss, ..Self::default() }.read_into(&mut stats);
+        stats
+    }
+
     /// Reads the sums from the device into `stats`.
     pub(crate) fn read_into(self, stats: &mut StepStats) {
         if let [loss, clipped, dual_clipped, approx_kl, policy_kl, ratio, ratio_squared, ref_kl] =

@@ -108,21 +108,21 @@ pub(crate) struct State {
     /// Updates done.
     pub(crate) update: usize,
     /// Updates of the whole run.
-    pub(super) num_updates: usize,
+    pub(crate) num_updates: usize,
     /// Threads that libtorch computed with: sums depend on them.
-    threads: i32,
+    pub(crate) threads: i32,
     /// Number of ranks.
     #[serde(default = "one_rank")]
-    ranks: usize,
+    pub(crate) ranks: usize,
     /// Metrics of the last update that the model card shows.
     pub(crate) metrics: Map<String, Value>,
     /// Resumable state of each part of the run beside weights and optimizers, by the part's name.
     pub(crate) state: Map<String, Value>,
     /// Every setting.
-    config: Map<String, Value>,
+    pub(crate) config: Map<String, Value>,
     /// The working directory of relative paths among them.
     #[serde(default)]
-    working_dir: Option<PathBuf>,
+    pub(crate) working_dir: Option<PathBuf>,
     /// Every other file with its size in bytes.
     files: BTreeMap<String, u64>,
 }
@@ -145,12 +145,40 @@ impl State {
         }
     }
 
+    /// Returns the state of the run of `command` before the update that follows `update` of `num_updates`, for the record of that update;
+    /// `parts` are the resumable parts in it.
+    ///
+    /// # Errors
+    /// If the settings cannot be written.
+    pub(crate) fn record(
+        command: &str,
+        update: usize,
+        num_updates: usize,
+        config: &impl Serialize,
+        parts: Map<String, Value>,
+    ) -> Result<Value> {
+        Ok(json!(Self { state: parts, ..Self::new(command, update, num_updates, settings(config)?) }))
+    }
+
+    /// The command of the run.
+    pub(crate) fn command(&self) -> &str {
+        &self.command
+    }
+
     /// Reads the state from a file.
     ///
     /// # Errors
     /// If it is no state of a run, or counts more updates than the run has.
     pub(super) fn read(path: &Path) -> Result<Self> {
-        let state: Self = serde_json::from_value(read_json(path)?)
+        Self::of(path, read_json(path)?)
+    }
+
+    /// Returns the state of a run that the file `path` holds as JSON.
+    ///
+    /// # Errors
+    /// As [`State::read`].
+    fn of(path: &Path, json: Value) -> Result<Self> {
+        let state: Self = serde_json::from_value(json)
             .map_err(|e| Error::invalid(path, format!("expected the state of a run: {e}")))?;
         let (found, most) = (state.update, state.num_updates);
         if found > most {
@@ -175,7 +203,43 @@ pub(crate) struct Saved {
     pub(crate) state: State,
 }
 
+/// A setting that differs between two runs.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Change {
+    pub(crate) name: String,
+    pub(crate) then: Value,
+    pub(crate) now: Value,
+}
+
+impl Change {
+    /// Returns the value of either run as error messages show it.
+    pub(crate) fn shown(&self) -> [String; 2] {
+        [shown(&self.then), shown(&self.now)]
+    }
+}
+
 impl Saved {
+    /// Returns the record of an update, as [`State::record`] returned it, from the file `path`.
+    ///
+    /// # Errors
+    /// If it is no state of a run.
+    pub(crate) fn of_record(path: &Path, record: Value) -> Result<Self> {
+        Ok(Self { dir: path.to_path_buf(), state: State::of(path, record)? })
+    }
+
+    /// Returns the settings of `config` that differ from those of the run. A setting that only one version has cannot be compared.
+    ///
+    /// # Errors
+    /// If the settings cannot be written.
+    pub(crate) fn changes(&self, config: &impl Serialize) -> Result<Vec<Change>> {
+        let from = self.state.working_dir.as_deref();
+        let change = |(name, now): (String, Value)| {
+            let then = self.state.config.get(&name).filter(|then| !is_same(then, &now, from))?.clone();
+            Some(Change { name, then, now })
+        };
+        Ok(settings(config)?.into_iter().filter_map(change).collect())
+    }
+
     /// Reads the state in the folder `dir`, and checks that every file is there with its size.
     ///
     /// # Errors
@@ -663,12 +727,12 @@ pub(crate) fn newest(dir: &Path) -> Option<PathBuf> {
     Some(dir.join(name_of(numbered(dir).ok()?.pop()?)))
 }
 
-pub(super) fn name_of(number: usize) -> String {
+pub(crate) fn name_of(number: usize) -> String {
     format!("{PREFIX}{number}")
 }
 
 /// Returns the numbers of the checkpoints in `dir`, in ascending order.
-pub(super) fn numbered(dir: &Path) -> Result<Vec<usize>> {
+pub(crate) fn numbered(dir: &Path) -> Result<Vec<usize>> {
     let number = |name: &String| name.strip_prefix(PREFIX)?.parse().ok().filter(|number| name_of(*number) == *name);
     let mut numbers: Vec<usize> = names(dir)?.iter().filter_map(number).collect();
     numbers.sort_unstable();

@@ -87,6 +87,8 @@ pub enum SampleSource {
 pub struct Rollout {
     /// A row per response.
     pub rows: Vec<RolloutRow>,
+    /// Settings and state of the run that the rows do not have, for `rlhf replay`.
+    pub(crate) record: Value,
 }
 
 /// A response with the numbers that an update trains on. Those per token are 0 where a token does not count.
@@ -116,6 +118,17 @@ pub struct RolloutRow {
     pub values: Option<Vec<f32>>,
     /// Advantage of each token.
     pub advantages: Vec<f32>,
+    /// Weighted sum of the rewards for the whole response, before `use_score_scaling`, `score_clip` and penalties; without the scores of
+    /// its tokens.
+    pub reward: f64,
+    /// Whole score without running moments, before penalties.
+    pub raw_score: f64,
+    /// Weighted sum of the rewards for each token, if a reward scores tokens.
+    pub token_scores: Option<Vec<f64>>,
+    /// Score of the greedy response to the prompt, with the estimator `remax`; `None` also where no reward gave one.
+    pub baseline: Option<f64>,
+    /// Ids of the tokens that each token was sampled from, with `logprobs_of` `filtered`.
+    pub kept_ids: Option<Vec<Vec<i64>>>,
 }
 
 /// One row of a sample table.

@@ -27,7 +27,7 @@
 use crate::dist::World;
 use crate::hub::Commits;
 use crate::hub::push::Repository;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, is_clock};
 use crate::run::best::Best;
 use crate::run::checkpoint::{self, Checkpoints, Saved, is_due};
 use crate::run::event::Event;
@@ -454,12 +454,9 @@ impl<'w> Session<'w> {
 
     /// Checks that all ranks have the same bits after an update: of trained parameters, resumable state and metrics.
     fn compare_ranks(&self, trainee: &impl Trainee, metrics: Option<&Metrics>) -> Result<()> {
-        let clock = |name: &str| {
-            ["eps", "step_time"].contains(&name) || name.starts_with("time/") || name.starts_with("tokens_per_second/")
-        };
         let mut parts: Vec<String> =
             trainee.bit_sums().into_iter().map(|(name, sum)| format!("{name}: {sum}")).collect();
-        let metrics = metrics.into_iter().flat_map(Metrics::iter).filter(|(name, _)| !clock(name));
+        let metrics = metrics.into_iter().flat_map(Metrics::iter).filter(|(name, _)| !is_clock(name));
         parts.extend(metrics.map(|(name, value)| format!("{name}: {:016x}", value.to_bits())));
         parts.extend(trainee.state().iter().map(|(name, value)| format!("{name}: {value}")));
         let all = self.world.gather_bytes(parts.join("\n").as_bytes())?;

@@ -4,6 +4,7 @@ mod evaluate;
 mod groups;
 mod load;
 mod on_alarm;
+mod replay;
 mod rollouts;
 mod run;
 mod save;
@@ -33,6 +34,8 @@ use evaluate::ReportedScores;
 pub(crate) use load::Loaded;
 use load::open;
 pub(in crate::train) use load::{check_ends, require_reward, room_in};
+use replay::RecordedScores;
+pub use replay::{Differing, RecordedUpdate, Replayed};
 use std::fmt;
 use std::time::Instant;
 use tch::Kind;
@@ -61,7 +64,7 @@ impl PpoTrainer {
         // 3. Experience to rewards, advantages, returns.
         let kl_coef = self.kl_controller.coef(update);
         let targets = self.learner.targets(&experience, kl_coef, &self.config.shaping());
-        self.rollout = self.rollout(&batch, &scores.reported.scored, &experience, &targets)?;
+        self.rollout = self.rollout(&batch, &scores.reported, &experience, &targets)?;
         clock.lap("rollout");
 
         // 4. Epochs of mini-batches.
@@ -102,6 +105,9 @@ impl PpoTrainer {
 
     /// Samples responses to the next prompts, and selects those that are long enough to train on.
     fn sample(&mut self, update: usize) -> Result<Batch> {
+        if let Some(recorded) = self.recorded.take() {
+            return Ok(recorded);
+        }
         let size = self.plan.prompts;
         if self.order.is_some() && self.config.groups.filters() {
             return Err(Error::Usage(
@@ -136,7 +142,8 @@ impl PpoTrainer {
             ),
         }));
         let sampled_groups = rows.len() / self.config.advantage.num_generations;
-        Ok(Batch { update, rows, responses, dropped, reused, warnings, sampled_groups, replaced_groups: 0 })
+        let (replaced_groups, recorded) = (0, None);
+        Ok(Batch { update, rows, responses, dropped, reused, warnings, sampled_groups, replaced_groups, recorded })
     }
 
     /// Samples `num_generations` responses to the prompt of each of `rows`: the row of each response, and the responses. `step` keys the
@@ -360,6 +367,8 @@ pub struct PpoTrainer {
     shown: Vec<Sample>,
     /// All responses of the last update, with `log_rollouts`.
     rollout: Rollout,
+    /// The responses of the next update, in a replay.
+    recorded: Option<Batch>,
     last_metrics: Metrics,
     progress: Progress,
     /// The output folder, where it was opened before the models were loaded.
@@ -406,6 +415,7 @@ impl PpoTrainer {
 }
 
 /// The responses of one update.
+#[derive(Debug)]
 struct Batch {
     /// Number of the update, from 0.
     update: usize,
@@ -420,6 +430,8 @@ struct Batch {
     /// Groups that were sampled, and those of them that were replaced.
     sampled_groups: usize,
     replaced_groups: usize,
+    /// The scores that a run has recorded, in a replay.
+    recorded: Option<RecordedScores>,
 }
 
 /// Seconds by phase of an update.

@@ -3,14 +3,17 @@
 use crate::generate::FinishReason;
 use crate::run::event::{Event, Rollout};
 use crate::run::output_dir::{ROLLOUTS, remove_files, rollout_update};
+use crate::run::rollout_file::{RECORD, file_name};
 use crate::weights::write_bytes;
 use crate::{Error, Result};
 use parquet::basic::{Compression, LogicalType, Repetition, Type as Physical};
 use parquet::data_type::{ByteArray, ByteArrayType, DataType, DoubleType, FloatType, Int64Type};
 use parquet::errors::ParquetError;
+use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::types::Type;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -39,8 +42,8 @@ impl RolloutFiles {
     pub(crate) fn receive(&mut self, event: &Event<'_>) -> Result<()> {
         let Event::Rollout { step, limit, rollout } = event else { return Ok(()) };
         std::fs::create_dir_all(&self.dir).map_err(Error::io("create the folder", &self.dir))?;
-        let path = self.dir.join(format!("update-{step:06}.parquet"));
-        let bytes = parquet_file(&columns(*step, rollout));
+        let path = self.dir.join(file_name(*step));
+        let bytes = parquet_file(&columns(*step, rollout), &rollout.record);
         let bytes = bytes.map_err(|e| Error::invalid(&path, format!("cannot be written as Parquet: {e}")))?;
         write_bytes(&path, &bytes)?;
         let Some(limit) = limit else { return Ok(()) };
@@ -60,7 +63,10 @@ enum Values<'a> {
     /// Named scores in one struct.
     Struct(Vec<(&'a str, Vec<Option<f64>>)>),
     Ids(Vec<&'a [i64]>),
+    /// Lists of numbers that no other part of the run has.
+    Made(Vec<Vec<i64>>),
     Floats(Vec<&'a [f32]>),
+    Doubles(Vec<&'a [f64]>),
 }
 
 /// Returns the columns of the rollout of update `step`.
@@ -95,16 +101,30 @@ fn columns(step: usize, rollout: &Rollout) -> Vec<Column<'_>> {
     columns.extend(reference.map(|reference| ("ref_logprobs", Values::Floats(reference))));
     columns.extend(values.map(|values| ("values", Values::Floats(values))));
     columns.push(("advantages", Values::Floats(rows.iter().map(|row| row.advantages.as_slice()).collect())));
+    columns.push(("reward", Values::Scores(rows.iter().map(|row| Some(row.reward)).collect())));
+    columns.push(("raw_score", Values::Scores(rows.iter().map(|row| Some(row.raw_score)).collect())));
+    let token_scores: Option<Vec<&[f64]>> = rows.iter().map(|row| row.token_scores.as_deref()).collect();
+    columns.extend(token_scores.map(|scores| ("token_scores", Values::Doubles(scores))));
+    if rows.iter().any(|row| row.baseline.is_some()) {
+        columns.push(("baseline", Values::Scores(rows.iter().map(|row| row.baseline).collect())));
+    }
+    let kept: Option<Vec<&Vec<Vec<i64>>>> = rows.iter().map(|row| row.kept_ids.as_ref()).collect();
+    if let Some(kept) = kept {
+        let counts = kept.iter().map(|row| row.iter().map(|ids| ids.len() as i64).collect()).collect();
+        columns.push(("kept_counts", Values::Made(counts)));
+        columns.push(("kept_ids", Values::Made(kept.iter().map(|row| row.concat()).collect())));
+    }
     columns
 }
 
-/// Returns the bytes of a Parquet file with these columns, in one row group.
-fn parquet_file(columns: &[Column<'_>]) -> Result<Vec<u8>, ParquetError> {
+/// Returns the bytes of a Parquet file with these columns, in one row group, and the `record` in its metadata.
+fn parquet_file(columns: &[Column<'_>], record: &Value) -> Result<Vec<u8>, ParquetError> {
     let fields = columns.iter().map(|(name, values)| values.schema(name).map(Arc::new)).collect::<Result<_, _>>()?;
     let schema = Type::group_type_builder("rollout").with_fields(fields).build()?;
     let properties = WriterProperties::builder()
         .set_compression(Compression::SNAPPY)
         .set_created_by(format!("rlhf version {}", env!("CARGO_PKG_VERSION")))
+        .set_key_value_metadata((!record.is_null()).then(|| vec![KeyValue::new(RECORD.into(), record.to_string())]))
         .build();
     let mut file = SerializedFileWriter::new(Vec::new(), Arc::new(schema), Arc::new(properties))?;
     let mut group = file.next_row_group()?;
@@ -143,8 +163,9 @@ impl Values<'_> {
                 let fields = fields.iter().map(field).collect::<Result<_, _>>()?;
                 Type::group_type_builder(name).with_repetition(Repetition::REQUIRED).with_fields(fields).build()
             }
-            Self::Ids(_) => list(Physical::INT64),
+            Self::Ids(_) | Self::Made(_) => list(Physical::INT64),
             Self::Floats(_) => list(Physical::FLOAT),
+            Self::Doubles(_) => list(Physical::DOUBLE),
         }
     }
 
@@ -159,7 +180,9 @@ impl Values<'_> {
             Self::Scores(scores) => write_scores(group, scores),
             Self::Struct(fields) => fields.iter().try_for_each(|(_, scores)| write_scores(group, scores)),
             Self::Ids(lists) => write_lists::<Int64Type>(group, lists),
+            Self::Made(lists) => write_lists::<Int64Type>(group, &lists.iter().map(Vec::as_slice).collect::<Vec<_>>()),
             Self::Floats(lists) => write_lists::<FloatType>(group, lists),
+            Self::Doubles(lists) => write_lists::<DoubleType>(group, lists),
         }
     }
 }
@@ -219,6 +242,11 @@ mod tests {
             ref_logprobs: None,
             values: Some(vec![0.25; len + 1]),
             advantages: vec![1.5; len],
+            reward: 0.75,
+            raw_score: 0.25,
+            token_scores: None,
+            baseline: None,
+            kept_ids: None,
         }
     }
 
@@ -226,7 +254,10 @@ mod tests {
     fn a_file_holds_every_row_with_lists_of_any_length_and_missing_scores() {
         let dir = tempfile::tempdir().unwrap();
         let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
-        let rollout = Rollout { rows: vec![row("two", 2, Some(1.0)), row("", 0, None), row("é", 1, Some(-2.0))] };
+        let rollout = Rollout {
+            rows: vec![row("two", 2, Some(1.0)), row("", 0, None), row("é", 1, Some(-2.0))],
+            ..Rollout::default()
+        };
         files.receive(&Event::Rollout { step: 3, limit: None, rollout: &rollout }).unwrap();
         let found = rows(&dir.path().join("rollouts/update-000003.parquet"));
         assert_eq!(
@@ -234,13 +265,13 @@ mod tests {
             [
                 "{step: 3, row: 0, group: 0, prompt_row: 7, prompt: \"a \"prompt\"\", response: \"two\", finish_reason: \"length\", \
                  score: 1.0, components: {length: 0.5, model:a b.c: 1.0}, token_ids: [0, 1], logprobs: [-5E-1, -5E-1], \
-                 values: [0.25, 0.25, 0.25], advantages: [1.5, 1.5]}",
+                 values: [0.25, 0.25, 0.25], advantages: [1.5, 1.5], reward: 0.75, raw_score: 0.25}",
                 "{step: 3, row: 1, group: 0, prompt_row: 7, prompt: \"a \"prompt\"\", response: \"\", finish_reason: \"stop\", \
                  score: null, components: {length: 0.5, model:a b.c: null}, token_ids: [], logprobs: [], values: [0.25], \
-                 advantages: []}",
+                 advantages: [], reward: 0.75, raw_score: 0.25}",
                 "{step: 3, row: 2, group: 0, prompt_row: 7, prompt: \"a \"prompt\"\", response: \"é\", finish_reason: \"stop\", \
                  score: -2E0, components: {length: 0.5, model:a b.c: -2E0}, token_ids: [0], logprobs: [-5E-1], \
-                 values: [0.25, 0.25], advantages: [1.5]}",
+                 values: [0.25, 0.25], advantages: [1.5], reward: 0.75, raw_score: 0.25}",
             ]
         );
     }
@@ -256,7 +287,7 @@ mod tests {
             names.sort_unstable();
             names
         };
-        let rollout = Rollout { rows: vec![row("two", 2, None)] };
+        let rollout = Rollout { rows: vec![row("two", 2, None)], ..Rollout::default() };
         let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
         assert!(!dir.path().join(ROLLOUTS).exists());
         for step in 1..=4 {

@@ -28,6 +28,8 @@ pub(super) struct BatchScores {
 pub(super) struct ReportedScores {
     /// Total score of each response without running moments, `[B]`.
     pub(super) raw: Tensor,
+    /// Weighted sum of the rewards for each whole response, before scaling and penalties, `[B]`.
+    pub(super) summed: Vec<f64>,
     pub(super) scored: Scored,
     /// Number of tokens of each response that should end it.
     pub(super) ends: Vec<usize>,
@@ -100,10 +102,14 @@ impl PpoTrainer {
     ///
     /// Groups that teach nothing are replaced in `batch`, if the settings say so.
     pub(super) fn score_batch(&mut self, batch: &mut Batch) -> Result<BatchScores> {
-        let mut scored = self.score_rows(&batch.rows, &batch.responses)?;
-        if self.config.groups.filters() {
+        let mut scored = match &batch.recorded {
+            Some(recorded) => recorded.scored.clone(),
+            None => self.score_rows(&batch.rows, &batch.responses)?,
+        };
+        if self.config.groups.filters() && batch.recorded.is_none() {
             scored = self.replace_groups(batch, scored)?;
         }
+        let summed = scored.responses.clone();
         let raw = self.raw_scores(&scored, &batch.responses);
         let (penalised, ends) = self.trained_scores(&mut scored, &batch.responses, true);
         let trial = &self.config.trial;
@@ -114,7 +120,7 @@ impl PpoTrainer {
         } else {
             Vec::new()
         };
-        Ok(BatchScores { penalised, reported: ReportedScores { raw, scored, ends }, shown })
+        Ok(BatchScores { penalised, reported: ReportedScores { raw, summed, scored, ends }, shown })
     }
 
     /// Scales `scored` and subtracts penalties: the scores that are trained on, and baselines of them. Scores of `training` are added to

@@ -27,7 +27,10 @@ impl PpoTrainer {
             e.rewards = Some(self.rewards.weights().zip(scores).collect());
         }
         if self.config.advantage.advantage_estimator == AdvantageEstimator::Remax {
-            e.baselines = Some(self.greedy_scores(batch)?);
+            e.baselines = Some(match batch.recorded.as_ref().and_then(|recorded| recorded.baselines.as_ref()) {
+                Some(baselines) => baselines.to_device(e.scores.device()),
+                None => self.greedy_scores(batch)?,
+            });
         }
         if self.config.mask.mask_truncated_completions {
             e.mask_rows(&truncated(&batch.responses));

@@ -113,6 +113,7 @@ impl PpoTrainer {
             kept: KeptResponses::new(config.mask.min_response_length),
             shown: Vec::new(),
             rollout: Rollout::default(),
+            recorded: None,
             last_metrics: Metrics::default(),
             checks: None,
             skips: Skips::default(),
@@ -262,6 +263,7 @@ impl Loaded {
         let mut inputs = Inputs::default();
         let Folders { policy: dir, value: value_dir, tokenizer, specs } =
             Folders::find(config, more.is_empty(), &mut inputs)?;
+        let specs = if more.is_recorded() { specs.into_iter().map(Spec::recorded).collect() } else { specs };
         let tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
         let (policy, reference) = load_policy(config, &dir, frozen)?;
         let mut notes = roundings(&dir, config.run.dtype, policy.was_rounded(), policy.rounded_base());

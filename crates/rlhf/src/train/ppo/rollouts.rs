@@ -1,18 +1,30 @@
 //! The rollout of an update, for `log_rollouts`.
 
-use super::{Batch, PpoTrainer};
+use super::super::fixed_state;
+use super::evaluate::ReportedScores;
+use super::{Batch, COMMAND, PpoTrainer};
 use crate::Result;
-use crate::model::ValueModel;
+use crate::model::{TokenSet, ValueModel};
 use crate::reward::Scored;
 use crate::rl::experience::Experience;
+use crate::rl::math;
 use crate::rl::shaping::Targets;
+use crate::run::checkpoint::State;
 use crate::run::event::{Rollout, RolloutRow};
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 impl PpoTrainer {
     /// Returns the responses of an update with the numbers that it trains on; no rows without `log_rollouts`, and on ranks that write
     /// no files.
-    pub(super) fn rollout(&self, batch: &Batch, scored: &Scored, e: &Experience, targets: &Targets) -> Result<Rollout> {
+    pub(super) fn rollout(
+        &self,
+        batch: &Batch,
+        reported: &ReportedScores,
+        e: &Experience,
+        targets: &Targets,
+    ) -> Result<Rollout> {
+        let scored = &reported.scored;
         if !self.config.trial.log_rollouts || !self.learner.world.is_main() {
             return Ok(Rollout::default());
         }
@@ -24,6 +36,7 @@ impl PpoTrainer {
         let values = has_critic.then(|| numbers(&e.values, &e.value_counts)).transpose()?;
         let present = |score: f64| (!score.is_nan()).then_some(score);
         let scores = e.scored_totals();
+        let baselines = e.baselines.as_ref().map(math::numbers);
         let row = |row: usize| {
             let (prompt_row, response) = (batch.rows[row], &batch.responses[row]);
             let components = scored.components.iter();
@@ -40,9 +53,36 @@ impl PpoTrainer {
                 ref_logprobs: reference.as_ref().map(|reference| reference[row].clone()),
                 values: values.as_ref().map(|values| values[row].clone()),
                 advantages: advantages.next().unwrap_or_default(),
+                reward: reported.summed[row],
+                raw_score: scored.raw[row],
+                token_scores: scored.tokens.as_ref().map(|tokens| tokens[row].clone()),
+                baseline: baselines.as_ref().and_then(|baselines| present(baselines[row])),
+                kept_ids: response.sets.as_ref().map(|sets| sets.iter().map(TokenSet::ids).collect()),
             })
         };
-        Ok(Rollout { rows: (0..e.rows()).map(row).collect::<Result<_>>()? })
+        let rows = (0..e.rows()).map(row).collect::<Result<_>>()?;
+        Ok(Rollout { rows, record: self.record(batch, scored)? })
+    }
+
+    /// Returns the settings and the state that an update needs beside its responses and the checkpoint before it.
+    fn record(&self, batch: &Batch, scored: &Scored) -> Result<Value> {
+        let (run, device) = (&self.config.run, self.learner.policy.device());
+        let mut parts = fixed_state(run, device, self.learner.micro_batch_tokens, &self.commits, &self.inputs);
+        parts.insert("own".into(), json!(self.own()));
+        parts.insert("rollbacks".into(), self.progress.rollbacks.into());
+        let counts = [
+            ("batch_size", self.plan.batch_size),
+            ("dropped", batch.dropped),
+            ("reused", usize::from(batch.reused)),
+            ("sampled_groups", batch.sampled_groups),
+            ("replaced_groups", batch.replaced_groups),
+        ];
+        parts.extend(counts.map(|(name, count)| (name.into(), count.into())));
+        let rewards = scored.components.iter().zip(self.rewards.weights());
+        let rewards =
+            rewards.map(|(reward, weight)| json!({"name": reward.name, "weight": weight, "extra": reward.extra}));
+        parts.insert("rewards".into(), rewards.collect());
+        State::record(COMMAND, batch.update, self.plan.num_total_batches, &self.config, parts)
     }
 }
 

@@ -214,7 +214,7 @@ impl PpoTrainer {
     }
 
     /// Returns which callbacks set the updates, as checkpoints name them.
-    fn own(&self) -> Option<&'static str> {
+    pub(super) fn own(&self) -> Option<&'static str> {
         match (&self.order, &self.schedule) {
             (None, None) => None,
             (Some(_), None) => Some("an order"),

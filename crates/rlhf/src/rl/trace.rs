@@ -1,0 +1,246 @@
+//! Every number of an update, by name: the events of an observed [`Learner`](super::learner::Learner), and the tensors that they make.
+
+use crate::model::TokenLogprobs;
+use crate::optim::LearningRates;
+use crate::rl::experience::{Experience, row_index, to_slots};
+use crate::rl::math;
+use crate::rl::shaping::Targets;
+use crate::rl::stats::StepStats;
+use tch::{Device, Kind, Tensor};
+
+/// Tensors by name.
+pub(crate) type NamedTensors = Vec<(String, Tensor)>;
+
+/// An event of an update.
+#[derive(Debug)]
+pub(crate) enum Learned {
+    /// The update starts with this batch.
+    Batch(Box<Observed>),
+    /// A micro-batch has added to the gradients.
+    MicroBatch {
+        /// Its rows of the batch.
+        rows: Vec<usize>,
+        /// Its tokens under the policy, unless only the critic is trained; `[M]` each.
+        now: Option<TokenLogprobs>,
+        /// Its values under the critic, if there is one.
+        values: Option<Tensor>,
+        /// Sums of the part of the mini-batch so far.
+        so_far: Box<StepStats>,
+    },
+    /// The micro-batches of a part of a mini-batch are done.
+    Part,
+    /// The gradients of a mini-batch are complete.
+    Gradients(Gradients),
+    /// An optimizer step is taken or skipped.
+    Step { epoch: usize, rates: LearningRates, parts: Vec<StepStats> },
+}
+
+/// Norms of the gradients before clipping, by parameter.
+#[derive(Debug, Default)]
+pub(crate) struct Gradients {
+    pub(crate) policy: Vec<(String, f64)>,
+    pub(crate) value: Vec<(String, f64)>,
+}
+
+/// A batch that is trained on.
+#[derive(Debug)]
+pub(crate) struct Observed {
+    tensors: NamedTensors,
+    lengths: Vec<i64>,
+    value_counts: Vec<i64>,
+    width: i64,
+    logprobs: Tensor,
+    loss_mask: Tensor,
+}
+
+impl Observed {
+    /// Returns the batch `e` with its `targets`. The tensors share memory with theirs, which no update changes.
+    pub(crate) fn of(e: &Experience, targets: &Targets) -> Self {
+        let counts = |numbers: &[usize]| whole(&numbers.iter().map(|&n| n as i64).collect::<Vec<_>>());
+        let lens = |rows: &[Vec<i64>]| whole(&rows.iter().map(|row| row.len() as i64).collect::<Vec<_>>());
+        let longest = e.prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let mut tensors = NamedTensors::new();
+        let mut add = |name: &str, x: &Tensor| tensors.push((name.into(), x.shallow_clone()));
+        add("rollout.prompt_ids", &padded(&e.prompts, longest));
+        add("rollout.prompt_lengths", &lens(&e.prompts));
+        add("rollout.response_ids", &padded(&e.responses, e.width() as usize));
+        add("rollout.response_lengths", &lens(&e.responses));
+        add("rollout.groups", &counts(&e.groups));
+        add("rollout.logprobs", &e.logprobs);
+        add("rollout.values", &e.values);
+        add("rollout.scores", &e.scores);
+        let optional = [
+            ("rollout.ref_logprobs", &e.ref_logprobs),
+            ("rollout.full_kl", &e.full_kl),
+            ("rollout.token_scores", &e.token_scores),
+            ("rollout.baselines", &e.baselines),
+        ];
+        optional.into_iter().for_each(|(name, x)| x.iter().for_each(|x| add(name, x)));
+        add("masks.response", &e.masks.response);
+        add("masks.loss", &e.masks.loss);
+        add("masks.value", &e.masks.value);
+        add("masks.value_loss", &e.masks.value_loss);
+        add("targets.kl", &targets.kl);
+        add("targets.rewards", &targets.rewards);
+        add("targets.advantages", &targets.advantages);
+        add("targets.returns", &targets.returns);
+        Self {
+            tensors,
+            lengths: e.lengths(),
+            value_counts: e.value_counts.clone(),
+            width: e.width(),
+            logprobs: e.logprobs.shallow_clone(),
+            loss_mask: e.masks.loss.shallow_clone(),
+        }
+    }
+
+    /// Scatters `numbers` of `rows`, `counts` of each row of the batch, into `[rows, R]`.
+    fn slots(&self, numbers: &Tensor, rows: &[usize], counts: &[i64]) -> Tensor {
+        let counts: Vec<i64> = rows.iter().map(|&row| counts[row]).collect();
+        to_slots(&numbers.detach().to_kind(Kind::Float), &counts, self.width)
+    }
+}
+
+/// A micro-batch of an optimizer step, with its own sums.
+struct Micro {
+    rows: Vec<usize>,
+    now: Option<TokenLogprobs>,
+    values: Option<Tensor>,
+    sums: [f64; SUMS.len()],
+}
+
+/// An optimizer step.
+struct Step {
+    epoch: usize,
+    rates: LearningRates,
+    parts: Vec<StepStats>,
+    micro: Vec<Micro>,
+    gradients: Gradients,
+}
+
+/// A sum of the losses.
+type Sum = fn(&StepStats) -> f64;
+
+/// Sums of a micro-batch and of an optimizer step, by name.
+const SUMS: [(&str, Sum); 10] = [
+    ("loss", |s| s.loss),
+    ("policy_loss", |s| s.policy_loss),
+    ("policy_clipped", |s| s.policy_clipped),
+    ("approx_kl", |s| s.approx_kl),
+    ("policy_kl", |s| s.policy_kl),
+    ("ref_kl", |s| s.ref_kl),
+    ("entropy", |s| s.entropy),
+    ("ratio", |s| s.ratio),
+    ("value_loss", |s| s.value_loss),
+    ("value_clipped", |s| s.value_clipped),
+];
+
+/// Returns all numbers of an observed update by name, on the CPU; none without a batch. `docs/guide.md` has names and shapes.
+pub(crate) fn tensors_of(events: impl IntoIterator<Item = Learned>) -> NamedTensors {
+    let (mut batch, mut steps) = (None, Vec::new());
+    let (mut micro, mut before, mut gradients) = (Vec::new(), [0.0; SUMS.len()], Gradients::default());
+    for event in events {
+        match event {
+            Learned::Batch(observed) => batch = Some(observed),
+            Learned::MicroBatch { rows, now, values, so_far } => {
+                let so_far = SUMS.map(|(_, sum)| sum(&so_far));
+                let sums = std::array::from_fn(|at| so_far[at] - before[at]);
+                before = so_far;
+                micro.push(Micro { rows, now, values, sums });
+            }
+            Learned::Part => before = [0.0; SUMS.len()],
+            Learned::Gradients(found) => gradients = found,
+            Learned::Step { epoch, rates, parts } => {
+                let (micro, gradients) = (std::mem::take(&mut micro), std::mem::take(&mut gradients));
+                steps.push(Step { epoch, rates, parts, micro, gradients });
+            }
+        }
+    }
+    let Some(batch) = batch else { return NamedTensors::new() };
+    let mut tensors = of_epochs(&batch, &steps);
+    tensors.extend(of_micro_batches(&steps));
+    tensors.extend(of_steps(&steps));
+    let of_batch = batch.tensors.into_iter();
+    of_batch.chain(tensors).map(|(name, x)| (name, x.detach().to_device(Device::Cpu).contiguous())).collect()
+}
+
+/// Numbers of each token in each epoch, `[E, B, R]`, and the micro-batch of each response, `[E, B]`.
+fn of_epochs(batch: &Observed, steps: &[Step]) -> NamedTensors {
+    let epochs = steps.iter().map(|step| step.epoch + 1).max().unwrap_or(0) as i64;
+    let (rows, device) = (batch.lengths.len() as i64, batch.logprobs.device());
+    let zeros = || Tensor::zeros([epochs, rows, batch.width], (Kind::Float, device));
+    let [mut logprobs, mut entropies, mut kl, mut values] = [(); 4].map(|()| None::<Tensor>);
+    let places = Tensor::full([epochs, rows], -1, (Kind::Int64, Device::Cpu));
+    let micro = steps.iter().flat_map(|step| step.micro.iter().map(move |micro| (step.epoch as i64, micro)));
+    for (number, (epoch, Micro { rows, now, values: found, .. })) in (0i64..).zip(micro) {
+        let put = |all: &mut Option<Tensor>, numbers: Option<&Tensor>, counts: &[i64]| {
+            let Some(numbers) = numbers else { return };
+            let slots = batch.slots(numbers, rows, counts);
+            let _ = all.get_or_insert_with(zeros).get(epoch).index_copy_(0, &row_index(rows, &slots), &slots);
+        };
+        let of_tokens = now.as_ref();
+        put(&mut logprobs, of_tokens.map(|now| &now.logprobs), &batch.lengths);
+        put(&mut entropies, of_tokens.and_then(|now| now.entropy.as_ref()), &batch.lengths);
+        put(&mut kl, of_tokens.and_then(|now| now.kl.as_ref()), &batch.lengths);
+        put(&mut values, found.as_ref(), &batch.value_counts);
+        let _ = places.get(epoch).index_fill_(0, &row_index(rows, &places), number);
+    }
+    let ratios = logprobs.as_ref().map(|now| math::keep(&(now - &batch.logprobs).exp(), &batch.loss_mask));
+    let all = [("logprobs", logprobs), ("entropies", entropies), ("kl", kl), ("values", values), ("ratios", ratios)];
+    let found = all.into_iter().filter_map(|(name, x)| Some((format!("epochs.{name}"), x?)));
+    found.chain([("epochs.micro_batch".to_string(), places)]).collect()
+}
+
+/// The sums of each micro-batch, `[K]`.
+fn of_micro_batches(steps: &[Step]) -> NamedTensors {
+    let all = || steps.iter().enumerate().flat_map(|(at, step)| step.micro.iter().map(move |micro| (at, micro)));
+    let step: Vec<i64> = all().map(|(at, _)| at as i64).collect();
+    let responses: Vec<i64> = all().map(|(_, micro)| micro.rows.len() as i64).collect();
+    let sums = SUMS.iter().enumerate().map(|(sum, (name, _))| {
+        let numbers: Vec<f64> = all().map(|(_, micro)| micro.sums[sum]).collect();
+        (format!("micro_batches.{name}"), Tensor::from_slice(&numbers))
+    });
+    let counts = [("micro_batches.step", step), ("micro_batches.responses", responses)];
+    counts.into_iter().map(|(name, numbers)| (name.to_string(), whole(&numbers))).chain(sums).collect()
+}
+
+/// The sums, learning rates and gradient norms of each optimizer step, `[S]`.
+fn of_steps(steps: &[Step]) -> NamedTensors {
+    let numbers = |of: &dyn Fn(&Step) -> f64| Tensor::from_slice(&steps.iter().map(of).collect::<Vec<f64>>());
+    let sum = |of: Sum| numbers(&|step| step.parts.iter().map(of).sum());
+    let last = |of: Sum| numbers(&|step| step.parts.last().map_or(f64::NAN, of));
+    let mut tensors = NamedTensors::new();
+    let mut add = |name: String, x: Tensor| tensors.push((name, x));
+    add("steps.epoch".into(), whole(&steps.iter().map(|step| step.epoch as i64).collect::<Vec<_>>()));
+    add("steps.learning_rate".into(), numbers(&|step| step.rates.policy.unwrap_or(0.0)));
+    add("steps.value_learning_rate".into(), numbers(&|step| step.rates.value));
+    add("steps.tokens".into(), sum(|s| s.tokens));
+    add("steps.value_slots".into(), sum(|s| s.value_slots));
+    SUMS.iter().for_each(|(name, of)| add(format!("steps.{name}"), sum(*of)));
+    add("steps.policy_grad_norm".into(), last(|s| s.policy_grad_norm));
+    add("steps.value_grad_norm".into(), last(|s| s.value_grad_norm));
+    add("steps.skipped".into(), last(|s| f64::from(u8::from(s.skipped || s.not_finite().is_some()))));
+    type Norms = fn(&Gradients) -> &[(String, f64)];
+    let models: [(&str, Norms); 2] = [("policy", |g| &g.policy), ("value", |g| &g.value)];
+    for (model, of) in models {
+        let Some(first) = steps.iter().map(|step| of(&step.gradients)).find(|norms| !norms.is_empty()) else {
+            continue;
+        };
+        for (at, (name, _)) in first.iter().enumerate() {
+            let norm = |step: &Step| of(&step.gradients).get(at).map_or(f64::NAN, |(_, norm)| *norm);
+            add(format!("{model}_grad_norms.{name}"), numbers(&norm));
+        }
+    }
+    tensors
+}
+
+fn whole(numbers: &[i64]) -> Tensor {
+    Tensor::from_slice(numbers)
+}
+
+/// Rows of ids as `[B, width]`, -1 after the last id of each.
+fn padded(rows: &[Vec<i64>], width: usize) -> Tensor {
+    let row = |ids: &Vec<i64>| ids.iter().copied().chain(std::iter::repeat(-1)).take(width).collect::<Vec<i64>>();
+    let flat: Vec<i64> = rows.iter().flat_map(row).collect();
+    whole(&flat).view([rows.len() as i64, width as i64])
+}

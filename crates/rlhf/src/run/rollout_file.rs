@@ -1,0 +1,225 @@
+//! An update as the run has recorded it: the file of its rollout, and its line of metrics.
+
+use crate::files;
+use crate::generate::FinishReason;
+use crate::run::event::{Rollout, RolloutRow};
+use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, rollout_update};
+use crate::{Error, Result};
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::Field;
+use serde_json::{Map, Value};
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+/// Key of the record in the metadata of a file.
+pub(crate) const RECORD: &str = "rlhf";
+
+/// Returns the name of the file of update `step`, counted from 1.
+pub(crate) fn file_name(step: usize) -> String {
+    format!("update-{step:06}.parquet")
+}
+
+/// Returns true if the run in `dir` is one of PPO, whose settings have those of rollouts.
+///
+/// # Errors
+/// If they cannot be read.
+pub(crate) fn is_of_ppo(dir: &Path) -> Result<bool> {
+    let settings = files::read_settings(&dir.join(CONFIG))?;
+    Ok(settings.lines().any(|line| line.starts_with("log_rollouts:")))
+}
+
+/// Returns the updates of the run in `dir` whose rollouts are there, in ascending order.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub(crate) fn recorded_updates(dir: &Path) -> Result<Vec<usize>> {
+    let dir = dir.join(ROLLOUTS);
+    if !dir.is_dir() {
+        return Ok(Vec::new());
+    }
+    let mut updates = Vec::new();
+    for entry in std::fs::read_dir(&dir).map_err(Error::io("read the folder", &dir))? {
+        let name = entry.map_err(Error::io("read the folder", &dir))?.file_name();
+        // A kill may leave a file with another suffix.
+        let update = rollout_update(&name.to_string_lossy()).filter(|update| *name == *file_name(*update));
+        updates.extend(update);
+    }
+    updates.sort_unstable();
+    Ok(updates)
+}
+
+/// Returns the last line of metrics of update `step` of the run in `dir`, if there is one.
+///
+/// # Errors
+/// If `metrics.jsonl` cannot be read.
+pub(crate) fn metrics_line(dir: &Path, step: usize) -> Result<Option<Map<String, Value>>> {
+    let path = dir.join(METRICS);
+    let mut found = None;
+    for line in BufReader::new(files::open(&path)?).lines() {
+        let line = line.map_err(Error::io("read", &path))?;
+        // A run in progress may have written half of its last line.
+        let Ok(line) = serde_json::from_str::<Map<String, Value>>(&line) else { continue };
+        if line.get("step").and_then(Value::as_u64) == Some(step as u64) {
+            found = Some(line);
+        }
+    }
+    Ok(found)
+}
+
+/// Reads the rollout of update `step` from the file `path`.
+///
+/// # Errors
+/// If the file cannot be read, is damaged, or has no record.
+pub(crate) fn read_rollout(path: &Path, step: usize) -> Result<Rollout> {
+    let file = files::open(path)?;
+    let (mut rows, mut record) = (Vec::new(), None);
+    // The parquet crate panics at some damaged files.
+    let done = catch_unwind(AssertUnwindSafe(|| -> Result<(), ParquetError> {
+        let reader = SerializedFileReader::new(file)?;
+        let pairs = reader.metadata().file_metadata().key_value_metadata().into_iter().flatten();
+        record = pairs.filter(|pair| pair.key == RECORD).find_map(|pair| pair.value.clone());
+        for row in reader.get_row_iter(None)? {
+            rows.push(row?.into_columns().into_iter().collect::<HashMap<String, Field>>());
+        }
+        Ok(())
+    }));
+    let invalid = |message: String| Error::invalid(path, message);
+    let damaged = |cause: &str| invalid(format!("not valid Parquet: {}", cause.lines().next().unwrap_or_default()));
+    done.map_err(|_| damaged("damaged"))?.map_err(|e| damaged(&e.to_string()))?;
+    let record = record.and_then(|record| serde_json::from_str(&record).ok()).ok_or_else(|| {
+        invalid(
+            "expected the settings of its update in the metadata, found none: this version writes them, earlier ones did not".into(),
+        )
+    })?;
+    let row = |(place, fields): (usize, &HashMap<String, Field>)| {
+        let found = Row { fields }.read(step);
+        found.map_err(|name| {
+            invalid(format!("row {}: column `{name}`: expected that of a rollout of update {step}", place + 1))
+        })
+    };
+    let rows: Vec<RolloutRow> = rows.iter().enumerate().map(row).collect::<Result<_>>()?;
+    if rows.is_empty() {
+        return Err(invalid("expected the responses of an update, found no row".into()));
+    }
+    Ok(Rollout { rows, record })
+}
+
+/// A row of the file, by the names of its columns.
+struct Row<'a> {
+    fields: &'a HashMap<String, Field>,
+}
+
+/// A value, or the name of a column that does not have it.
+type Read<T> = Result<T, &'static str>;
+
+impl Row<'_> {
+    fn read(&self, step: usize) -> Read<RolloutRow> {
+        if self.number("step")? != step {
+            return Err("step");
+        }
+        let token_ids = self.numbers("token_ids")?.ok_or("token_ids")?;
+        let floats = |name| self.floats(name, token_ids.len());
+        Ok(RolloutRow {
+            group: self.number("group")?,
+            prompt_row: self.number("prompt_row")?,
+            prompt: self.text("prompt")?,
+            response: self.text("response")?,
+            finish_reason: match self.text("finish_reason")?.as_str() {
+                "stop" => FinishReason::Stop,
+                "length" => FinishReason::Length,
+                _ => return Err("finish_reason"),
+            },
+            score: self.score("score")?,
+            components: self.components()?,
+            logprobs: floats("logprobs")?.ok_or("logprobs")?,
+            ref_logprobs: floats("ref_logprobs")?,
+            values: None,
+            advantages: floats("advantages")?.ok_or("advantages")?,
+            reward: self.score("reward")?.ok_or("reward")?,
+            raw_score: self.score("raw_score")?.ok_or("raw_score")?,
+            token_scores: self.doubles("token_scores", token_ids.len())?,
+            baseline: self.score("baseline")?,
+            kept_ids: self.kept_ids(token_ids.len())?,
+            token_ids,
+        })
+    }
+
+    fn number(&self, name: &'static str) -> Read<usize> {
+        match self.fields.get(name) {
+            Some(Field::Long(number)) => usize::try_from(*number).map_err(|_| name),
+            _ => Err(name),
+        }
+    }
+
+    fn text(&self, name: &'static str) -> Read<String> {
+        match self.fields.get(name) {
+            Some(Field::Str(text)) => Ok(text.clone()),
+            _ => Err(name),
+        }
+    }
+
+    /// A number that may be missing, as may its column.
+    fn score(&self, name: &'static str) -> Read<Option<f64>> {
+        match self.fields.get(name) {
+            None | Some(Field::Null) => Ok(None),
+            Some(Field::Double(score)) => Ok(Some(*score)),
+            Some(_) => Err(name),
+        }
+    }
+
+    fn components(&self) -> Read<Vec<(String, Option<f64>)>> {
+        let name = "components";
+        let Some(field) = self.fields.get(name) else { return Ok(Vec::new()) };
+        let Field::Group(group) = field else { return Err(name) };
+        let score = |(reward, score): (&String, &Field)| match score {
+            Field::Null => Ok((reward.clone(), None)),
+            Field::Double(score) => Ok((reward.clone(), Some(*score))),
+            _ => Err(name),
+        };
+        group.get_column_iter().map(score).collect()
+    }
+
+    /// The elements of a list, each converted by `of`; `None` without the column.
+    fn list<T>(&self, name: &'static str, of: impl Fn(&Field) -> Option<T>) -> Read<Option<Vec<T>>> {
+        match self.fields.get(name) {
+            None => Ok(None),
+            Some(Field::ListInternal(list)) => {
+                list.elements().iter().map(of).collect::<Option<_>>().map(Some).ok_or(name)
+            }
+            Some(_) => Err(name),
+        }
+    }
+
+    fn numbers(&self, name: &'static str) -> Read<Option<Vec<i64>>> {
+        self.list(name, |field| if let Field::Long(number) = field { Some(*number) } else { None })
+    }
+
+    fn floats(&self, name: &'static str, len: usize) -> Read<Option<Vec<f32>>> {
+        let found = self.list(name, |field| if let Field::Float(number) = field { Some(*number) } else { None })?;
+        if found.as_ref().is_some_and(|found| found.len() != len) { Err(name) } else { Ok(found) }
+    }
+
+    fn doubles(&self, name: &'static str, len: usize) -> Read<Option<Vec<f64>>> {
+        let found = self.list(name, |field| if let Field::Double(number) = field { Some(*number) } else { None })?;
+        if found.as_ref().is_some_and(|found| found.len() != len) { Err(name) } else { Ok(found) }
+    }
+
+    /// The sets of tokens that `len` tokens were sampled from.
+    fn kept_ids(&self, len: usize) -> Read<Option<Vec<Vec<i64>>>> {
+        let (Some(counts), Some(ids)) = (self.numbers("kept_counts")?, self.numbers("kept_ids")?) else {
+            return Ok(None);
+        };
+        let mut rest = ids.as_slice();
+        let mut sets = Vec::with_capacity(counts.len());
+        for count in counts {
+            let count = usize::try_from(count).ok().filter(|&count| count <= rest.len()).ok_or("kept_counts")?;
+            let (set, others) = rest.split_at(count);
+            sets.push(set.to_vec());
+            rest = others;
+        }
+        if sets.len() == len && rest.is_empty() { Ok(Some(sets)) } else { Err("kept_ids") }
+    }
+}
