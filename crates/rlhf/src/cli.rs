@@ -217,7 +217,12 @@ impl Task {
             Task::Reward(config) => config.check(),
             Task::Ppo(config) => config.check(),
             // Its stages are checked already, with their lines of the file; so is the command of a launch or a plan.
-            Task::Pipeline(_) | Task::Merge(_) | Task::Launch(_) | Task::Plan(_) | Task::Replay(_) | Task::Doctor(_) => Ok(()),
+            Task::Pipeline(_)
+            | Task::Merge(_)
+            | Task::Launch(_)
+            | Task::Plan(_)
+            | Task::Replay(_)
+            | Task::Doctor(_) => Ok(()),
             Task::Generate(config) => config.check(),
             Task::Logprobs(config) => config.check(),
             Task::Score(config) => config.check(),

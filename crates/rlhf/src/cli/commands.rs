@@ -5,7 +5,8 @@ use clap::{Arg, ArgAction, Command};
 use rlhf::flag;
 use rlhf::settings::{
     ChatConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LaunchFlags, LiveConfig, LogprobsConfig, MergeConfig,
-    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig, SftConfig,
+    PipelineFlags, PlanFlags, PpoConfig, Preset, PushConfig, ReportConfig, RewardConfig, ScoreConfig, ServeConfig,
+    SftConfig,
 };
 
 use super::launch::LAUNCH;
