@@ -263,6 +263,8 @@ fn trains(scratch: &Scratch, line: &str, out: &str, updates: usize, names: &[&st
     }
     let metrics = scratch.metrics(out);
     assert_eq!(metrics.len(), updates, "{line}");
+    let length: Value = serde_json::from_str(&scratch.read(&format!("{out}/run.json"))).unwrap();
+    assert_eq!(length["num_updates"], updates, "{line}");
     shows_in_seven_digits(&stdout, &metrics);
     for (name, value) in metrics.iter().flatten() {
         assert!(value.as_f64().is_some_and(f64::is_finite), "{line}: {name} = {value}");

@@ -53,7 +53,7 @@ impl Server {
         ureq::post(format!("{}/_set", self.url)).send(changes.to_string()).unwrap();
     }
 
-    fn fault(&self, fault: Value) {
+    fn fault(&self, fault: &Value) {
         self.set(&json!({"faults": [fault]}));
     }
 
@@ -475,11 +475,11 @@ fn of_several_ranks_one_pushes_and_all_end_alike() {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert_eq!(server.titles(), ["initial commit", "End of training"]);
     // The first request about files is the check before the run.
-    server.fault(json!({"route": "preupload", "status": 403}));
+    server.fault(&json!({"route": "preupload", "status": 403}));
     let ran = server.run(&scratch, &line.replace("--output_dir out", "--output_dir again"));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     assert!(ran.stderr.contains("does not allow it") && !scratch.path("again").exists(), "{}", ran.stderr);
-    server.fault(json!({"route": "commit", "status": 403}));
+    server.fault(&json!({"route": "commit", "status": 403}));
     let ran = server.run(&scratch, &line.replace("--output_dir out", "--output_dir again"));
     assert_eq!(ran.code, 4, "{}", ran.stderr);
     assert!(ran.stderr.contains("the model in again is not on the hub"), "{}", ran.stderr);

@@ -154,12 +154,11 @@ impl ProgramJudge {
         let line = json!({"id": id, "prompt": prompt, "response_a": first, "response_b": second, "row": row});
         let (line, retry) = (line.to_string(), self.retry);
         let reply = retry.run(|| self.ask(&line))?;
-        read_line(&String::from_utf8_lossy(&reply), id).map_err(|no_verdict| {
+        read_line(&String::from_utf8_lossy(&reply), id).inspect_err(|no_verdict| {
             if no_verdict.failed {
                 // It may be an extra line, after which all verdicts would be those of other pairs.
                 self.running = None;
             }
-            no_verdict
         })
     }
 

@@ -231,7 +231,8 @@ mod tests {
         ];
         for (values, expected) in cases {
             let found = share_interval(&values, 7).unwrap();
-            (near(found[0], expected[0], 1e-9), near(found[1], expected[1], 1e-9));
+            near(found[0], expected[0], 1e-9);
+            near(found[1], expected[1], 1e-9);
         }
         assert_eq!(share_interval(&[1.0, 0.0, 1.0], 7), bootstrap_interval(&[1.0, 0.0, 1.0], 7));
         assert_eq!(share_interval(&[], 7), None);
@@ -287,7 +288,7 @@ mod tests {
         let rate = length_controlled_win_rate(once.iter().flatten().copied()).unwrap();
         assert!(low < rate && rate < high && high < 0.6 && high - low < 0.25, "{low} {rate} {high}");
         // One loss among ten: the resamples without it count as 1. Separated by length: no interval.
-        let one = (0..10).map(|i| vec![(f64::from(u8::from(i > 0)), ((i * 3 + 2) % 7) as f64)]).collect::<Vec<_>>();
+        let one = (0..10).map(|i| vec![(f64::from(u8::from(i > 0)), f64::from((i * 3 + 2) % 7))]).collect::<Vec<_>>();
         assert_eq!(length_controlled_interval(&one, 3).unwrap()[1], 1.0);
         let separated: Vec<_> = [-2.0, -1.0, 1.0, 2.0].map(|d| vec![(f64::from(u8::from(d > 0.0)), d)]).into();
         assert_eq!(length_controlled_interval(&separated, 3), None);

@@ -169,7 +169,7 @@ impl Client {
             Failure::Final(_) if origin(at) != origin(&self.hub.endpoint) => {
                 self.error("the hub named an address to upload to that is not valid").into()
             }
-            failure => failure,
+            failure @ Failure::Final(_) => failure,
         }
     }
 

@@ -29,7 +29,12 @@ impl Progress {
         let total = match run.outcome {
             Outcome::Finished => Some(done),
             Outcome::Stopped { total, .. } => Some(total as f64),
-            Outcome::Running | Outcome::Interrupted | Outcome::Open => total(run),
+            Outcome::Running | Outcome::Interrupted | Outcome::Open => {
+                match run.length.map(|length| length as f64).filter(|&length| length >= done) {
+                    None => total(run),
+                    length => length,
+                }
+            }
         };
         let may_continue = matches!(run.outcome, Outcome::Running | Outcome::Open);
         let left = total.filter(|_| may_continue).and_then(|total| {
@@ -63,7 +68,7 @@ impl fmt::Display for Progress {
     }
 }
 
-/// Returns the updates of the whole run by its settings: PPO's by its episodes, those of SFT and reward models by their steps or
+/// Returns the updates of the whole run by its settings, for a run that has not written their number: PPO's by its episodes, those of SFT and reward models by their steps or
 /// epochs. A PPO run that is as long as its data is of unknown length.
 fn total(run: &Run) -> Option<f64> {
     let setting = |name: &str| run.setting(name).and_then(|value| value.parse::<f64>().ok());
@@ -125,6 +130,18 @@ mod tests {
             said(&[("time/update", &[(1.0, 1e300)]), ("epoch", &[(1.0, 1e-9)])], &[("max_steps", "9")]),
             "update 1 of 9"
         );
+    }
+
+    #[test]
+    fn the_length_that_a_run_has_written_wins_over_its_settings() {
+        let metrics: [(&str, &[(f64, f64)]); 2] = [("episode", &[(3.0, 24.0)]), ("time/update", &[(3.0, 60.0)])];
+        let of = |length: u64, settings: &[(&str, &str)]| {
+            let run = Run { length: Some(length), ..run(Outcome::Open, &metrics, settings) };
+            Progress::of(&run).to_string()
+        };
+        assert_eq!(of(13, &[("total_episodes", "none")]), "update 3 of 13, about 10 min left");
+        assert_eq!(of(13, &[("total_episodes", "800")]), "update 3 of 13, about 10 min left");
+        assert_eq!(of(2, &[("total_episodes", "100")]), "update 3 of 13, about 10 min left", "that of an earlier run");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::samples::{self, Prompt};
 use crate::files;
 use crate::model::is_model;
 use crate::run::checkpoint::UNFINISHED;
-use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work};
+use crate::run::output_dir::{ALARMS, CONFIG, METRICS, holds_run, is_at_work, read_length};
 use crate::weights::read_json;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
@@ -27,6 +27,8 @@ pub(super) struct Run {
     /// Updates at its last line of metrics.
     pub(super) updates: f64,
     pub(super) outcome: Outcome,
+    /// Updates of the whole run, if it has written their number.
+    pub(super) length: Option<u64>,
     /// Settings by name, in the order of `config.yaml`.
     pub(super) settings: Vec<(String, String)>,
     /// Facts of the model card by name: base model, rewards, checks at the start.
@@ -116,6 +118,7 @@ impl Run {
             label: name_of(dir),
             updates,
             outcome: outcome(dir, updates, is_at_work),
+            length: read_length(dir),
             settings: settings(dir, &mut notes),
             facts: facts(&card),
             command_line: command_line(&card),

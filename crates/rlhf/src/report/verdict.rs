@@ -347,6 +347,7 @@ mod tests {
             label: "run".into(),
             metrics: metrics.iter().map(series).collect(),
             updates: metrics[0].1.len() as f64,
+            length: None,
             outcome: Outcome::Finished,
             settings: vec![("response_length".into(), "20".into())],
             facts: Vec::new(),

@@ -7,7 +7,7 @@ use crate::run::resolved::{RESOLVED, write_resolved};
 use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
 use crate::run::tensorboard;
-use crate::weights::BESIDE;
+use crate::weights::{BESIDE, read_json, write_text};
 use crate::{Error, Result};
 use serde::Serialize;
 use std::fs::{File, TryLockError};
@@ -16,6 +16,9 @@ use std::time::Duration;
 
 /// The file of a run's metrics: one JSON object per line.
 pub(crate) const METRICS: &str = "metrics.jsonl";
+
+/// The file with the length of a run: `num_updates`, the updates of the whole run, which its settings need not have.
+pub(crate) const LENGTH: &str = "run.json";
 
 /// The file of a run's alarms: one JSON object per line.
 pub(crate) const ALARMS: &str = "alarms.jsonl";
@@ -33,9 +36,10 @@ pub(crate) const REPORT: &str = "report.html";
 pub(crate) const ROLLOUTS: &str = "rollouts";
 
 /// Names of the files in a run's folder, beside those of the tokenizer, of shards, of TensorBoard and of checkpoints alone.
-const RUN_FILES: [&str; 13] = [
+const RUN_FILES: [&str; 14] = [
     METRICS,
     TRACKERS,
+    LENGTH,
     REPORT,
     ALARMS,
     CONFIG,
@@ -302,6 +306,19 @@ pub(crate) fn claim_output_dir(
     Ok(lock)
 }
 
+/// Writes the number of updates of the whole run to its folder `dir`, for readers of a run in progress.
+///
+/// # Errors
+/// If the file cannot be written.
+pub(crate) fn write_length(dir: &Path, num_updates: usize) -> Result<()> {
+    write_text(&dir.join(LENGTH), &format!("{{\"num_updates\": {num_updates}}}\n"))
+}
+
+/// Returns the number that [`write_length`] wrote; `None` for runs of earlier builds, and for a damaged file.
+pub(crate) fn read_length(dir: &Path) -> Option<u64> {
+    read_json(&dir.join(LENGTH)).ok()?["num_updates"].as_u64()
+}
+
 /// Claims the output folder of a command that is no training run, as [`claim_output_dir`] does.
 pub(crate) fn claim_folder(dir: &Path, overwrite: bool, resolved: &impl Serialize) -> Result<FolderLock> {
     check_contents(dir, overwrite)?;
@@ -432,6 +449,7 @@ mod tests {
         let ours = [
             "value_model/base_model/model.safetensors",
             "metrics.jsonl",
+            "run.json",
             "report.html",
             "alarms.jsonl",
             "rollouts/update-000001.parquet",

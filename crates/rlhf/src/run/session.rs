@@ -32,7 +32,7 @@ use crate::run::best::Best;
 use crate::run::checkpoint::{self, Checkpoints, Saved, is_due};
 use crate::run::event::Event;
 use crate::run::inputs::Inputs;
-use crate::run::output_dir::{FolderLock, check_output_dir, claim_output_dir};
+use crate::run::output_dir::{FolderLock, check_output_dir, claim_output_dir, write_length};
 use crate::run::push::Pusher;
 use crate::run::push::settings::HubStrategy;
 use crate::run::report::Reporter;
@@ -340,7 +340,8 @@ impl<'w> Session<'w> {
         let reached = trainee.progress().reached();
         let done = reached.updates;
         let opened = match world.is_main() {
-            true => Reporter::open(run, spec.command, num_updates, reached, console),
+            true => write_length(&run.output_dir, num_updates)
+                .and_then(|()| Reporter::open(run, spec.command, num_updates, reached, console)),
             false => Ok(Reporter::silent(run, num_updates, reached)),
         };
         let mut report = world.agree(opened)?;

@@ -234,7 +234,7 @@ fn secret_in(value: &Value) -> Option<String> {
     match value {
         Value::Object(entries) => entries.iter().find_map(|(name, value)| {
             let ends = |secret: &&str| name.to_ascii_lowercase().ends_with(*secret);
-            if NAMES.iter().any(|secret| ends(&secret)) && !value.is_null() {
+            if NAMES.iter().any(ends) && !value.is_null() {
                 return Some(format!(".{name}"));
             }
             secret_in(value).map(|place| format!(".{name}{place}"))

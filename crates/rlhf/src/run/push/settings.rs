@@ -154,7 +154,8 @@ mod tests {
             config.check(None).map_err(|error| error.to_string())
         };
         assert_eq!(config(|_| ()), Ok(()));
-        let cases: [(fn(&mut HubConfig), &str); 5] = [
+        type Change = fn(&mut HubConfig);
+        let cases: [(Change, &str); 5] = [
             (|c| c.hub_model_id = None, "needs hub_model_id"),
             (|c| c.hub_model_id = Some("a/b/c".into()), "hub_model_id = a/b/c: expected a name on the hub"),
             (|c| c.hub_revision = Some("../x".into()), "hub_revision = ../x: expected a branch"),

@@ -72,7 +72,7 @@ pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path) 
         match ours.read(name)? {
             None => compared.differing.push(format!("tensor `{name}`: not in the replay")),
             Some(ours) => {
-                compared.differing.extend(theirs.read(name)?.and_then(|theirs| difference(name, &theirs, &ours)))
+                compared.differing.extend(theirs.read(name)?.and_then(|theirs| difference(name, &theirs, &ours)));
             }
         }
     }
