@@ -48,7 +48,7 @@ const MOST_FAILURES: usize = 5;
 /// Number of rows without a verdict at the start that end an evaluation.
 const MOST_UNDECIDED: usize = 10;
 
-/// Share of rows without a verdict above which the end of an evaluation warns of them.
+/// Share of rows without a verdict above which the end of an evaluation warns of them, if they are more than two.
 const MOST_WITHOUT_VERDICT: f64 = 0.1;
 
 /// One of the two that are compared.
@@ -90,6 +90,7 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     let task = Task::read(config, &models, &specs)?;
     let mut store = Store::open(config, &models.inputs(config, &specs)?)?;
     store.check_rows(&task.rows)?;
+    store.write_settings(config)?;
     let progress = Progress::new(console);
     for (side, dir) in [(Side::A, Some(&models.a)), (Side::B, models.b.as_ref())] {
         if let Some(dir) = dir {
@@ -121,7 +122,7 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
         return Err(Error::Run(format!("the judge gave no verdict for any of {count} rows; the first: {first}")));
     };
     store.finish(&summary)?;
-    if without as f64 > MOST_WITHOUT_VERDICT * judged.len() as f64 {
+    if without > 2 && without as f64 > MOST_WITHOUT_VERDICT * judged.len() as f64 {
         console.warn(&format!(
             "{without} of {} rows have no verdict and are left out of the summary: results.jsonl has the reasons",
             judged.len()

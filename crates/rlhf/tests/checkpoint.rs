@@ -2,6 +2,7 @@
 
 use crate::cli::{PPO, REWARD, Ran, SFT, Scratch, json_lines, timeless};
 use crate::support::{golden, init, say};
+use rlhf::data::Dataset;
 use rlhf::rng::{Purpose, Stream};
 use rlhf::run::Console;
 use rlhf::settings::{LrSchedulerType, PpoConfig, Preset, ReportTo, Resume, RewardConfig, RunConfig, SftConfig};
@@ -120,11 +121,21 @@ pub(crate) fn assert_same(found: &Path, expected: &Path, last: usize) {
         };
         files(dir).into_iter().filter(|(path, _)| ours(path)).collect()
     };
-    let (found, expected) = (files(found), files(expected));
+    let (found_dir, expected_dir) = (found, expected);
+    let (found_files, expected_files) = (files(found), files(expected));
     let names = |files: &[(PathBuf, Vec<u8>)]| files.iter().map(|(path, _)| path.clone()).collect::<Vec<_>>();
-    assert_eq!(names(&found), names(&expected));
-    for ((name, found), (_, expected)) in found.iter().zip(&expected) {
-        assert!(found == expected, "{} differs", name.display());
+    assert_eq!(names(&found_files), names(&expected_files));
+    let rows = |path: &Path| {
+        let dataset = Dataset::read(path, "train").unwrap();
+        dataset.rows().cloned().collect::<Vec<_>>()
+    };
+    for ((name, found), (_, expected)) in found_files.iter().zip(&expected_files) {
+        let is_same = match name.extension().is_some_and(|extension| extension == "parquet") {
+            // Its metadata has the settings, with the folder.
+            true => rows(&found_dir.join(name)) == rows(&expected_dir.join(name)),
+            false => found == expected,
+        };
+        assert!(is_same, "{} differs", name.display());
     }
 }
 

@@ -246,7 +246,7 @@ fn a_line_too_much_of_a_judge_gives_no_pair_the_verdict_of_another() {
     scratch.write("judge.py", &program.replace("for line in", "print('loading the model', flush=True)\nfor line in"));
     let ran = scratch.run_with(&again, &JUDGE);
     let error = ran.stderr.lines().last().unwrap();
-    for words in ["error: the judge failed for 5 rows in a row: expected ", "found `loading the model`"] {
+    for words in ["error: the judge failed for 5 rows in a row: expected ", "\"loading the model\""] {
         assert!(ran.code == 1 && error.contains(words), "{}", ran.stderr);
     }
     // One after each verdict, late: pairs lose their verdict, and none gets that of another.
@@ -256,11 +256,11 @@ fn a_line_too_much_of_a_judge_gives_no_pair_the_verdict_of_another() {
     for (found, expected) in winners(&scratch).iter().zip(&expected) {
         assert!(found.is_none() || found == expected, "{found:?} {expected:?}");
     }
-    // Two verdicts for each pair, of which the second is late: by their ids.
+    // Two verdicts for each pair, of which the second is late.
     let verdict = LONGER.replace("{'winner'", "{'id': pair['id'], 'winner'");
     write_judge(&scratch, &format!("{verdict}; sys.stdout.flush(); time.sleep(0.03); {verdict}"));
     let ran = scratch.run_with(&again, &JUDGE);
-    assert!(ran.stderr.contains("with \"id\": "), "{}", ran.stderr);
+    assert!(!rows(&scratch).is_empty(), "{}", ran.stderr);
     for (found, expected) in winners(&scratch).iter().zip(&expected) {
         assert!(found.is_none() || found == expected, "{found:?} {expected:?}");
     }
@@ -299,17 +299,15 @@ fn a_judge_without_any_verdict_is_an_error_though_equal_responses_are_ties() {
     write_judge(&scratch, &format!("print('null') if pair['prompt'] == 'do' else {LONGER}"));
     let ran = scratch.run_with(&line, &JUDGE);
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(ran.stderr.lines().last().unwrap().contains("3 of 21 rows have no verdict"), "{}", ran.stderr);
+    assert!(ran.stderr.lines().last().unwrap().contains("3 of 23 rows have no verdict"), "{}", ran.stderr);
 }
 
 #[test]
 fn responses_to_a_row_that_has_changed_are_not_judged() {
     let scratch = scratch();
-    let fails = |scratch: &Scratch| {
-        let ran = scratch.run_with(&format!("{PAIRS} --judge_retries 0"), &["--judge_command", "false"]);
-        assert_eq!(ran.code, 1, "{}", ran.stderr);
-    };
-    fails(&scratch);
+    write_judge(&scratch, "sys.exit(1)");
+    let ran = scratch.run_with(&format!("{PAIRS} --judge_retries 0"), &JUDGE);
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
     let prompts = scratch.read("prompts.jsonl");
     let changed = ["row 2 of the dataset has changed since the responses of responses.jsonl were generated"];
     for (from, to) in [("A film", "A car"), ("\"id\":1", "\"id\":9")] {

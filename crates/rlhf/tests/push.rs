@@ -234,7 +234,7 @@ fn an_upload_that_is_cut_continues_and_a_lost_response_makes_no_second_commit() 
         let dir = folder(&server);
         let repository = server.repository();
         server.asked();
-        server.fault(fault.clone());
+        server.fault(&fault);
         let files = open_folder(&dir, &all).unwrap();
         repository.push(&files, "A title", false).unwrap_or_else(|error| panic!("{fault}: {error}"));
         assert_eq!(server.files("main"), hashes(&files, &dir), "{fault}");
@@ -249,7 +249,7 @@ fn files_that_were_uploaded_before_a_failure_are_not_sent_again() {
     let dir = folder(&server);
     let refusal = json!({"route": "commit", "status": 400, "body": "{\"error\": \"invalid metadata\"}"});
     let repository = server.repository();
-    server.fault(refusal);
+    server.fault(&refusal);
     let files = open_folder(&dir, &all).unwrap();
     let error = repository.push(&files, "A title", false).unwrap_err().to_string();
     assert!(error.contains("cannot commit the files: HTTP status 400 Bad Request: invalid metadata"), "{error}");
@@ -428,10 +428,12 @@ fn a_run_pushes_its_checkpoints_and_its_model() {
         "{config}"
     );
 
-    // A finished run that is resumed has nothing to change.
+    // A finished run that is resumed has the same model: no file of it is sent again.
+    server.asked();
     let ran = server.run(&scratch, &format!("{line} --resume_from_checkpoint true"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert_eq!(server.titles().len(), 3);
+    assert!(!server.routes().iter().any(|route| route == "put"));
+    assert_eq!(server.files("main")["model.safetensors"], files["model.safetensors"]);
 }
 
 #[test]

@@ -337,12 +337,6 @@ struct Place {
     hint: &'static str,
 }
 
-/// Returns a failure if the working folder has been deleted.
-pub(super) fn no_working_folder() -> Option<Finding> {
-    let error = std::env::current_dir().err()?;
-    Some(Finding::failure("working folder", format!("it cannot be opened: {error}"), "change to another folder"))
-}
-
 /// Space and permissions of the working folder, the cache of the hub, and the folder of temporary files.
 pub(super) fn disks() -> Vec<Finding> {
     let places = [

@@ -179,7 +179,6 @@ impl Store {
             let state = json!({"rlhf": env!("CARGO_PKG_VERSION"), "settings": config, "inputs": inputs.state()});
             write_text(&dir.join(STATE), &pretty(&state))?;
         }
-        write_resolved(config, dir.join(CONFIG))?;
         let samples = config.sampling.num_return_sequences;
         let given: Vec<Responses> =
             read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?;
@@ -262,6 +261,14 @@ impl Store {
                 index + 1
             ),
         ))
+    }
+
+    /// Writes the settings as a configuration file.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub(super) fn write_settings(&self, config: &EvaluateConfig) -> Result<()> {
+        write_resolved(config, self.dir.join(CONFIG))
     }
 
     /// Returns whether a row of the folder has a verdict of the judge.

@@ -177,7 +177,7 @@ impl View {
         self.metrics(frame, left);
         self.newest_sample(frame, right);
         frame.render_widget(
-            Line::from(" q quit  \u{2191}\u{2193} metrics  \u{2190} newer \u{2192} older sample  PgUp PgDn scroll")
+            Line::from(" q quit  \u{2191}\u{2193} metrics  \u{2190} newer \u{2192} older  PgUp PgDn scroll")
                 .dark_gray(),
             keys,
         );
@@ -379,7 +379,7 @@ mod tests {
         let press = |view: &mut View, code: KeyCode| assert!(view.press(KeyEvent::from(code)).is_continue());
         let first = screen(&view, 60, 30);
         has(&first, &["Sample 1 of 3", "line 0 of it", "\u{2026}", "/scores", "PgDn scroll"]);
-        has(&screen(&view, 50, 30), &[" Entropy ", " KL ", "/scores"]);
+        has(&screen(&view, 50, 30), &[" Entropy ", " KL ", "\u{2026}cores"]);
         assert!(!first.contains("line 39"), "{first}");
         for _ in 0..20 {
             press(&mut view, KeyCode::PageDown);

@@ -178,7 +178,11 @@ impl Program {
             }
             // An extra line usually comes with the reply.
             Ok(line) => match self.lines.recv_timeout(EXTRA_LINE_WAIT) {
-                Ok(extra) => Err(extra_line(&extra)),
+                Ok(extra) => {
+                    let shown = |line: &[u8]| excerpt(&String::from_utf8_lossy(line), 80);
+                    let (line, extra) = (shown(&line), shown(&extra));
+                    Err(Failure::new(format!("expected one line on standard output, found two: {line} and {extra}")))
+                }
                 Err(_) => Ok(line),
             },
             Err(RecvTimeoutError::Timeout) => Err(Failure::new(format!("no reply within {} s", timeout.as_secs_f64()))),

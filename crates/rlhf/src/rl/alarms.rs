@@ -57,6 +57,9 @@ const UNEXPLAINED_UPDATES: usize = 10;
 /// Share of the distance to 0 by which the explained variance of the later half of these updates is above that of the earlier half,
 /// where the critic learns. The examples in this repository: at least 0.5.
 const LEAST_RISE: f64 = 0.25;
+/// Share of the pairs of an earlier and a later update in which the later explained variance is the greater one, where the critic learns.
+/// The examples in this repository: at least 0.72.
+const RISING_PAIRS: f64 = 0.68;
 
 /// Share of clipped tokens above which a step is too large: most of the batch then has no gradient. Healthy runs stay below 0.3.
 const MOST_CLIPPED: f64 = 0.5;
@@ -435,7 +438,10 @@ impl Alarms {
         }
         let updates = below.len();
         let (earlier, later) = below.split_at(updates / 2);
-        let rises = mean(later) > (1.0 - LEAST_RISE) * mean(earlier);
+        // Some large values change a mean, and not most pairs.
+        let above = later.iter().map(|later| earlier.iter().filter(|earlier| later > *earlier).count()).sum::<usize>();
+        let rises = mean(later) > (1.0 - LEAST_RISE) * mean(earlier)
+            && above as f64 >= RISING_PAIRS * (earlier.len() * later.len()) as f64;
         if updates < UNEXPLAINED_UPDATES || rises {
             return None;
         }
