@@ -246,7 +246,7 @@ pub(super) fn rlhf_command() -> Command {
             .about("Serve a language model by OpenAI's HTTP interface")
             .after_help(SERVE_HELP),
         flag::command::<PlanFlags>(PLAN)
-            .about("Memory and time of a training run, before it runs")
+            .about("Plan memory and time of a training run")
             .override_usage("rlhf plan [OPTIONS] COMMAND [ARGUMENTS]...")
             .after_help(PLAN_HELP),
         flag::command::<DoctorConfig>("doctor").about("Examine this machine and this build").after_help(DOCTOR_HELP),

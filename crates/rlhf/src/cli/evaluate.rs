@@ -138,7 +138,8 @@ mod tests {
             "pass@1",
             "25.0 %",
             "12 characters",
-            "40 prompts, judged by model: `runs/reward`: 20 wins, 10 ties, 10 losses; 1 without a verdict; 2 prompts left out",
+            "40 prompts, judged by model: `runs/reward`: runs/ppo\\u{1b}[2J wins 20, loses 10, ties 10; \
+             95 % intervals in brackets; 1 without a verdict; 2 prompts left out",
             "results in runs/eval",
         ] {
             assert!(text.contains(words), "no `{words}` in {text}");

@@ -222,7 +222,7 @@ const WORDS: [(&str, &str); 70] = [
     ("nnodes", "number of machines"),
     ("no_self_test", "leave out the self-test"),
     ("node_rank", "number of this machine, from 0"),
-    ("nproc_per_node", "ranks on this machine [one per GPU]"),
+    ("nproc_per_node", "ranks on this machine"),
     ("num_generations", "responses to each prompt, a group"),
     ("num_prompts", "prompts from the start of the dataset"),
     ("num_return_sequences", "responses per prompt"),
@@ -332,8 +332,7 @@ fn text(command: &Command) -> String {
     let rest = match command.get_positionals().next() {
         Some(arg) if arg.is_required_set() => command.get_positionals().map(place).collect(),
         Some(_) => " [PROMPT]...".into(),
-        // Of `launch` and `plan`.
-        None if needed.is_empty() => " COMMAND [ARGUMENTS]...".into(),
+        None if ["launch", "plan"].contains(&name) => " COMMAND [ARGUMENTS]...".into(),
         None => String::new(),
     };
     let mut text = format!("rlhf {name} OPTIONS{rest}: {about}\n\n");
@@ -358,6 +357,7 @@ mod tests {
             let short = parse_words(&[name, "-h"]).unwrap_err();
             assert!(short.lines().count() <= 24 && short.lines().all(|line| line.chars().count() <= 80), "{short}");
             assert!(short.contains(&format!("`rlhf {name} --help`")), "{short}");
+            assert_eq!(short.contains("OPTIONS COMMAND"), ["launch", "plan"].contains(&name), "{short}");
             let long = parse_words(&[name, "--help"]).unwrap_err();
             for arg in command.get_arguments().filter(|arg| !arg.is_hide_set() && !arg.is_positional()) {
                 let flag = format!("--{}", arg.get_id());
