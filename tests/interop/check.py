@@ -622,7 +622,7 @@ def pipeline_checks(work, family, layout, demonstrations):
         return work / "reward"
 
     def run_ppo():
-        prompts = write_jsonl(work / "prompts.jsonl", [{"prompt": p} for p in 4 * PROMPTS])
+        prompts = write_jsonl(work / "ppo-prompts.jsonl", [{"prompt": p} for p in 4 * PROMPTS])
         rlhf(
             "ppo",
             "--sft_model_path",

@@ -145,7 +145,7 @@ def checks(work, client):
         for name, value in {"tools": tools, "response_format": {"type": "json_object"}, "top_logprobs": 2}.items():
             refused(lambda: chat(model="policy", messages=messages, **{name: value}), openai.BadRequestError, 400, name)
         image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-        refused(lambda: chat(model="policy", messages=image), openai.BadRequestError, 400, "messages")
+        refused(lambda: chat(model="policy", messages=image), openai.BadRequestError, 400, "messages[0].content")
 
     def models():
         names = [model.id for model in client.models.list()]

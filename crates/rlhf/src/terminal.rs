@@ -1,6 +1,7 @@
 //! Text for a terminal: width, colours, line breaks between words, and commands to copy.
 
 use console::{Term, measure_text_width};
+use serde_json::{Map, Value};
 use std::ffi::OsStr;
 use std::fmt::Write;
 use std::io::IsTerminal;
@@ -253,14 +254,27 @@ fn without_secret(flag: &str, value: &str) -> String {
     if named_secret(flag) {
         return LEFT_OUT.into();
     }
-    // The arguments of a program may be secret: `--reward_command 'judge --api_key 123'`, `--reward 'mine=command:judge 123'`.
+    // Maps of settings: `--push_to_hub_if_best_kwargs '{"token": "123"}'`.
+    if flag.ends_with("_kwargs") {
+        let Ok(entries) = serde_json::from_str::<Map<String, Value>>(value) else { return LEFT_OUT.into() };
+        let shown = entries.into_iter().map(|(name, value)| {
+            let value = if named_secret(&name) { LEFT_OUT.into() } else { value };
+            (name, value)
+        });
+        return Value::Object(shown.collect()).to_string();
+    }
+    // The arguments of a program may be secret: `--reward_command 'judge --api_key 123'`, `--reward 'mine=command:judge 123'`, and so may
+    // be variables before it.
     let (head, program) = match value.split_once("command:") {
-        Some((head, program)) if flag == "reward" => (format!("{head}command:"), Some(program)),
+        Some((head, program)) if ["reward", "report_to", "log_with"].contains(&flag) => {
+            (format!("{head}command:"), Some(program))
+        }
         _ => (String::new(), (flag == "reward_command").then_some(value)),
     };
     if let Some(program) = program {
         return match program.split_once(char::is_whitespace) {
-            Some((first, _)) => format!("{head}{first} {LEFT_OUT}"),
+            Some((first, _)) if !first.contains('=') => format!("{head}{first} {LEFT_OUT}"),
+            Some(_) => format!("{head}{LEFT_OUT}"),
             None => value.to_string(),
         };
     }
@@ -353,6 +367,12 @@ mod tests {
             "a=url:http://h/x?key=pw123",
             "b=command:judge --api_key pw123",
             "--reward-command=python3 judge.py pw123",
+            "--report_to",
+            "command:API_KEY=pw123 send",
+            "--log_with=command:send pw123",
+            "--push_to_hub_if_best_kwargs",
+            "{\"repo_id\": \"me/x\", \"token\": \"pw123\"}",
+            "--tracker_kwargs={pw123",
             "--hub_token",
             "pw123",
             "--api-key=pw123",
@@ -364,7 +384,8 @@ mod tests {
         assert_eq!(
             shown(&line),
             "ppo --reward_url https://...@judge.org/score?... --reward a=url:http://h/x?... b=command:judge ... \
-             --reward_command=python3 ... --hub_token ... --api_key=... --stop_token eos --seed 7"
+             --reward_command=python3 ... --report_to command:... --log_with=command:send ... --push_to_hub_if_best_kwargs \
+             {\"repo_id\":\"me/x\",\"token\":\"...\"} --tracker_kwargs=... --hub_token ... --api_key=... --stop_token eos --seed 7"
         );
         // A word after the value of a flag that takes one value is not its value.
         assert_eq!(shown(&["generate", "--seed", "7", "a @ b://c"]), "generate --seed 7 a @ b://c");

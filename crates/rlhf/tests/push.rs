@@ -440,15 +440,18 @@ fn a_run_pushes_its_checkpoints_and_its_model() {
 fn a_run_pushes_its_best_model_as_the_old_trl_did() {
     let server = Server::start();
     let scratch = Scratch::new();
-    let best = "{\"repo_id\": \"me/tiny\", \"commit_message\": \"best\"}";
+    let best = json!({"repo_id": "me/tiny", "commit_message": "best", "token": TOKEN}).to_string();
     let mut command = server.command(&scratch, &format!("{PPO} --compare_steps 1 --no_checks"));
-    let ran = Ran::from(command.args(["--push_to_hub_if_best_kwargs", best]).output().unwrap());
+    let ran = Ran::from(command.args(["--push_to_hub_if_best_kwargs", &best]).output().unwrap());
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let titles = server.titles();
     assert!(titles.iter().any(|title| title.starts_with("Best model, after update ")), "{titles:?}");
     let files = server.files("main");
     let weights = fs::read(scratch.path("out/best/model.safetensors")).unwrap();
     assert!(files["model.safetensors"] == sha256(&weights) && files.contains_key("README.md"), "{files:?}");
+    for name in ["README.md", "report.html", "config.yaml", "metrics.jsonl"] {
+        assert!(!scratch.read(&format!("out/{name}")).contains(TOKEN), "{name} has the token");
+    }
 }
 
 #[test]

@@ -74,7 +74,11 @@ impl Finding {
     /// Adds a measured value.
     #[must_use]
     pub(super) fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
-        self.facts.insert(name.into(), value.into());
+        let value = match value.into() {
+            Value::String(text) => one_line(&text).into_owned().into(),
+            other => other,
+        };
+        self.facts.insert(name.into(), value);
         self
     }
 }
@@ -112,6 +116,8 @@ mod tests {
     #[test]
     fn a_finding_is_one_line_without_secrets_and_survives_json() {
         let finding = Finding::failure("hub", "http://me:pw@host/x\nand \u{1b}[2Jmore", "mend it").with("port", 7);
+        let finding = finding.with("endpoint", "http://me:pw@host/x");
+        assert!(!format!("{finding:?}").contains("pw"), "{finding:?}");
         assert!(finding.text.lines().count() == 1 && !finding.text.contains("pw"), "{}", finding.text);
         assert!(!finding.text.contains('\u{1b}'), "{}", finding.text);
         let step = Step::Found(finding);

@@ -7,8 +7,9 @@ pub(crate) mod settings;
 
 use crate::hub::push::{Destination, LocalFile, Pushed, Repository, open_folder};
 use crate::run::checkpoint::{BEST, FILES};
-use crate::run::output_dir::{CONFIG, METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS};
+use crate::run::output_dir::{ALARMS, CONFIG, LENGTH, METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS};
 use crate::run::push::settings::{HubConfig, HubStrategy};
+use crate::run::tensorboard;
 use crate::terminal;
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
@@ -19,8 +20,17 @@ use std::time::Duration;
 const OTHER_FOLDERS: [&str; 8] = [BEST, SAMPLES, ROLLOUTS, "value_model", "ema", "base_model", "wandb", "__pycache__"];
 
 /// Files with the state of a run, also of other trainers, and not of its model.
-const OTHER_FILES: [&str; 7] =
-    [REPORT, TRACKERS, "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin"];
+const OTHER_FILES: [&str; 9] = [
+    REPORT,
+    TRACKERS,
+    ALARMS,
+    LENGTH,
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "training_args.bin",
+];
 
 /// Returns whether the file or folder at this path of a model's folder is pushed: the model with its tokenizer, card and
 /// configuration, and no hidden file, state of a run, or model of another kind.
@@ -29,7 +39,11 @@ pub(crate) fn is_pushed(path: &str) -> bool {
     let is_top = name == path;
     let is_checkpoint = name.strip_prefix("checkpoint-").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_digit()));
     let is_hidden = name.starts_with('.') && !(is_top && [".gitattributes", ".gitignore"].contains(&name));
-    let is_state = FILES.contains(&name) || OTHER_FILES.contains(&name) || name.starts_with("rng_state");
+    let is_state = FILES.contains(&name)
+        || OTHER_FILES.contains(&name)
+        || name.starts_with("rng_state")
+        // Its sample tables have texts of the data.
+        || name.starts_with(tensorboard::PREFIX);
     !is_hidden && !is_state && !name.ends_with(".tmp") && !(is_top && (is_checkpoint || OTHER_FOLDERS.contains(&name)))
 }
 
@@ -62,6 +76,8 @@ pub(crate) struct Pusher {
     pending: usize,
     /// Outcome of the last push.
     last: Option<Result<Pushed>>,
+    /// The reason that the push at the end could not start.
+    refused: Option<Error>,
 }
 
 impl Pusher {
@@ -93,6 +109,7 @@ impl Pusher {
             ended,
             pending: 0,
             last: None,
+            refused: None,
         })
     }
 
@@ -124,7 +141,7 @@ impl Pusher {
             self.queue(files, "End of training".into(), shows)
         });
         if let Err(error) = queued {
-            self.last = Some(Err(error));
+            self.refused = Some(error);
         }
     }
 
@@ -140,7 +157,11 @@ impl Pusher {
     /// [`Error::NotPushed`], with the command that pushes the model later.
     pub(crate) fn outcome(&mut self) -> Result<String> {
         let interrupted = || Err(Error::Run("interrupted".into()));
-        let last = if self.pending > 0 { interrupted() } else { self.last.take().unwrap_or_else(interrupted) };
+        let last = match self.refused.take() {
+            Some(error) => Err(error),
+            None if self.pending > 0 => interrupted(),
+            None => self.last.take().unwrap_or_else(interrupted),
+        };
         match last {
             Ok(Pushed { files: 0, .. }) => Ok(format!("the model at {} is this one already", self.url)),
             Ok(Pushed { commit, .. }) => Ok(format!("the model is at {}, commit {commit}", self.url)),
