@@ -181,6 +181,26 @@ pub(super) fn on_line(flags: &ArgMatches, name: &str) -> bool {
     flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
 }
 
+/// Divides the words of `rlhf NAME FLAGS COMMAND ARGUMENTS` before the command; `--` before it is left out. The word after a flag is its
+/// value, except after the flags `alone`.
+pub(super) fn split_at_command(mut args: Vec<OsString>, alone: &[&str]) -> (Vec<OsString>, Vec<OsString>) {
+    let mut at = 2;
+    while let Some(word) = args.get(at).map(|word| word.to_string_lossy()) {
+        if word == "--" {
+            let command = args.split_off(at + 1);
+            args.pop();
+            return (args, command);
+        }
+        at += match word.starts_with('-') {
+            true if word.starts_with("--") && !word.contains('=') && !alone.contains(&&*word) => 2,
+            true => 1,
+            false => break,
+        };
+    }
+    let command = args.split_off(at.min(args.len()));
+    (args, command)
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;

@@ -17,7 +17,7 @@ use rlhf::{Error, Result};
 
 pub(crate) use self::ranks::end_with_launcher;
 use self::ranks::{End, Ranks, Start, events};
-use super::args::{normalise, on_line, parse_flags};
+use super::args::{normalise, on_line, parse_flags, split_at_command};
 use super::errors::Messages;
 use super::foreign::{self, LaunchFile};
 use super::{Parsed, Stop, Task};
@@ -52,7 +52,7 @@ pub(crate) struct LaunchTask {
 /// # Errors
 /// As [`super::parse`].
 pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop> {
-    let (flags, mut command) = split(args);
+    let (flags, mut command) = split_at_command(args, &["--help"]);
     let mut flags = normalise(flags, rlhf);
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;
@@ -96,26 +96,6 @@ fn fill(flags: &mut LaunchFlags, file: LaunchFile, is_given: impl Fn(&str) -> bo
     if !is_given("master_port") {
         flags.master_port = file.main_process_port.map(usize::from).or(flags.master_port);
     }
-}
-
-/// Divides the words into `rlhf launch FLAGS` and the command with its arguments.
-fn split(mut args: Vec<OsString>) -> (Vec<OsString>, Vec<OsString>) {
-    let mut at = 2;
-    while let Some(word) = args.get(at).map(|word| word.to_string_lossy()) {
-        if word == "--" {
-            let command = args.split_off(at + 1);
-            args.pop();
-            return (args, command);
-        }
-        at += match word.starts_with('-') {
-            // Every flag but -h and --help has a value.
-            true if word.starts_with("--") && word != "--help" && !word.contains('=') => 2,
-            true => 1,
-            false => break,
-        };
-    }
-    let command = args.split_off(at.min(args.len()));
-    (args, command)
 }
 
 /// Checks that `word` is a command that can be started as ranks.

@@ -12,7 +12,7 @@ use rlhf::settings::PlanFlags;
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
 
-use super::args::{normalise, parse_flags};
+use super::args::{normalise, parse_flags, split_at_command};
 use super::errors::Messages;
 use super::{Parsed, Stop, Task};
 
@@ -22,7 +22,7 @@ pub(super) const PLAN: &str = "plan";
 /// The commands that have a plan.
 const COMMANDS: [&str; 5] = ["sft", "reward", "ppo", "grpo", "rloo"];
 
-/// Flags that stand alone.
+/// Flags whose value, if they have one, is behind `=`.
 const ALONE: [&str; 3] = ["--json", "--calibrate", "--help"];
 
 /// A command to plan.
@@ -38,7 +38,7 @@ pub(crate) struct PlanTask {
 /// # Errors
 /// As [`super::parse`].
 pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop> {
-    let (flags, command) = split(args);
+    let (flags, command) = split_at_command(args, &ALONE);
     let mut flags = normalise(flags, rlhf);
     let mut messages = Messages::default();
     let matches = parse_flags(rlhf, &mut flags, &mut messages.refusals)?;
@@ -56,20 +56,6 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
         .into());
     }
     Ok(Parsed { task: Task::Plan(PlanTask { flags, task: Box::new(task) }), notes })
-}
-
-/// Divides the words into `rlhf plan FLAGS` and the command with its arguments.
-fn split(mut args: Vec<OsString>) -> (Vec<OsString>, Vec<OsString>) {
-    let mut at = 2;
-    while let Some(word) = args.get(at).map(|word| word.to_string_lossy()) {
-        at += match word.starts_with('-') {
-            true if word.starts_with("--") && !word.contains('=') && !ALONE.contains(&&*word) => 2,
-            true => 1,
-            false => break,
-        };
-    }
-    let command = args.split_off(at.min(args.len()));
-    (args, command)
 }
 
 /// Checks that `word` is a command that has a plan.
