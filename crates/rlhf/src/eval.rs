@@ -113,19 +113,16 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
         pass_score: config.pass_score,
         seed: config.seed,
     };
-    let judged: Vec<_> = rows.iter().filter(|row| row.was_judged()).collect();
-    let without = judged.iter().filter(|row| !row.is_decided()).count();
-    let summary = Summary::new(about, &rows).filter(|_| judged.is_empty() || without < judged.len());
-    let Some(summary) = summary else {
+    let judged = rows.iter().filter(|row| row.was_judged()).count();
+    let Some(summary) = Summary::new(about, &rows) else {
         let first = rows.iter().find_map(|row| row.no_verdict.as_deref()).unwrap_or("no score");
-        let count = judged.len();
-        return Err(Error::Run(format!("the judge gave no verdict for any of {count} rows; the first: {first}")));
+        return Err(Error::Run(format!("the judge gave no verdict for any of {judged} rows; the first: {first}")));
     };
     store.finish(&summary)?;
-    if without > 2 && without as f64 > MOST_WITHOUT_VERDICT * judged.len() as f64 {
+    let without = summary.no_verdict;
+    if without > 2 && without as f64 > MOST_WITHOUT_VERDICT * judged as f64 {
         console.warn(&format!(
-            "{without} of {} rows have no verdict and are left out of the summary: results.jsonl has the reasons",
-            judged.len()
+            "{without} of {judged} rows have no verdict and are left out of the summary: results.jsonl has the reasons"
         ));
     }
     Ok(summary)

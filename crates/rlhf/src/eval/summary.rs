@@ -93,35 +93,36 @@ pub(super) struct About {
 }
 
 impl Summary {
-    /// Summarizes rows; `None` if none of them has a verdict or a score.
+    /// Summarizes rows; `None` if the judge gave no verdict and no score for those that it was called for.
     pub(super) fn new(about: About, rows: &[&ResultRow]) -> Option<Self> {
         let compares = about.names[1].is_some();
-        let decided = rows.iter().filter(|row| row.is_decided()).count();
-        if decided == 0 {
+        let decided: Vec<&ResultRow> = rows.iter().copied().filter(|row| row.is_decided()).collect();
+        // Equal responses are ties without a call.
+        let no_verdict = |row: &&ResultRow| row.winner == Some(Verdict::Tie) && !row.was_judged();
+        if decided.len() < rows.len() && decided.iter().all(no_verdict) {
             return None;
         }
         let threshold = about.threshold(rows);
-        let judged: Vec<&ResultRow> = rows.iter().copied().filter(|row| row.is_decided()).collect();
         let length = |length: &dyn Fn(&ResultRow) -> Option<usize>| {
-            mean(&judged.iter().filter_map(|row| length(row)).map(|length| length as f64).collect::<Vec<_>>())
+            mean(&decided.iter().filter_map(|row| length(row)).map(|length| length as f64).collect::<Vec<_>>())
         };
         let a = SideSummary {
             name: about.names[0].clone().unwrap_or_default(),
             mean_length: length(&|row| Some(row.length_a)),
-            scores: scores(&judged, |row| row.score_a, threshold, about.seed),
+            scores: scores(&decided, |row| row.score_a, threshold, about.seed),
         };
         let of_b = |row: &ResultRow| row.score_b.filter(|_| !about.is_column || row.sample == 0);
         let b = about.names[1].clone().map(|name| SideSummary {
             name,
             mean_length: length(&|row| row.length_b),
-            scores: scores(&judged, of_b, threshold, about.seed),
+            scores: scores(&decided, of_b, threshold, about.seed),
         });
         Some(Self {
             judge: about.judge,
             prompts: about.prompts,
             left_out: about.left_out,
             responses_per_prompt: about.samples,
-            no_verdict: rows.len() - decided,
+            no_verdict: rows.len() - decided.len(),
             comparison: if compares { comparison(rows, about.seed) } else { None },
             a,
             b,
