@@ -8,18 +8,14 @@ client's, and so are the repositories. Each reads back what the other has upload
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from pathlib import Path
 
-from runner import binary, expect, run_checks
+from runner import ROOT, binary, copy_model, expect, run_checks
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "crates/rlhf/tests/golden/models/gpt_neox"
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 TOKEN = "hf_of_me"
 
 
@@ -54,9 +50,8 @@ def checks(work, url):
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     folder = work / "model"
-    (folder / "onnx").mkdir(parents=True)
-    for name in FILES:
-        shutil.copy(MODEL / name, folder / name)
+    copy_model(folder)
+    (folder / "onnx").mkdir()
     (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n\n# Tiny\n")
     (folder / "empty.txt").write_text("")
     (folder / "onnx/small.onnx").write_bytes(bytes(range(200)) * 3)

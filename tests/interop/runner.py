@@ -4,7 +4,11 @@
 
 import argparse
 import os
+import shutil
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 class Failure(Exception):
@@ -24,6 +28,13 @@ def binary(description):
     if not os.access(path, os.X_OK):
         parser.error(f"{path}: not a program")
     return path
+
+
+def copy_model(folder, golden="gpt_neox"):
+    """Copies a tiny model of the tests, with its tokenizer, into a new folder."""
+    folder.mkdir()
+    for name in MODEL_FILES:
+        shutil.copy(ROOT / "crates/rlhf/tests/golden/models" / golden / name, folder / name)
 
 
 def run_checks(checks):

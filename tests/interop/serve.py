@@ -9,7 +9,6 @@ Serves a tiny model with a chat template and checks completions, chats, streams,
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +17,8 @@ from itertools import chain
 from pathlib import Path
 
 import openai
-from runner import Failure, binary, expect, run_checks
+from runner import Failure, binary, copy_model, expect, run_checks
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "crates/rlhf/tests/golden/models/gpt_neox"
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -169,9 +165,7 @@ def exits(server):
 def main():
     with tempfile.TemporaryDirectory(prefix="rlhf-serve-") as folder:
         work = Path(folder)
-        (work / "policy").mkdir()
-        for name in FILES:
-            shutil.copy(MODEL / name, work / "policy" / name)
+        copy_model(work / "policy")
         (work / "policy/chat_template.jinja").write_text(TEMPLATE)
         server = subprocess.Popen(
             [BINARY, "serve", "policy", "--port", "0"], cwd=work, stdout=subprocess.PIPE, text=True

@@ -9,7 +9,6 @@ if any failed. Needs wandb, mlflow and trackio; no network.
 
 import json
 import os
-import shutil
 import socket
 import sqlite3
 import struct
@@ -22,12 +21,9 @@ import urllib.request
 from pathlib import Path
 
 from mlflow.tracking import MlflowClient
-from runner import Failure, binary, expect, run_checks
+from runner import Failure, binary, copy_model, expect, run_checks
 from wandb.proto import wandb_internal_pb2
 
-ROOT = Path(__file__).resolve().parents[2]
-MODELS = ROOT / "crates/rlhf/tests/golden/models"
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 PPO = (
     "ppo --sft_model_path policy --reward_model_path reward --dataset_name prompts.jsonl --response_length 8 --eval_split_size 2 "
     "--per_device_train_batch_size 4 --total_episodes 8 --eval_steps 2 --num_eval_prompts 2 --save_steps 2 "
@@ -38,9 +34,7 @@ RESUMED = ["--total_episodes", "16", "--resume_from_checkpoint", "true"]
 
 def make_inputs(work):
     for name, golden in (("policy", "gpt_neox"), ("reward", "gpt_neox_cls")):
-        (work / name).mkdir()
-        for file in FILES:
-            shutil.copy(MODELS / golden / file, work / name / file)
+        copy_model(work / name, golden)
     prompts = ["The movie", "A film", "the capital of France", "do", "human", "a sing", "2024", "is it"]
     lines = {
         "prompts.jsonl": [{"prompt": prompt} for prompt in prompts],

@@ -2,10 +2,11 @@
 
 use crate::checkpoint::ppo_config;
 use crate::cli::{PPO, SFT, Scratch, json_lines, snapshot};
-use crate::support::{Tensors, golden, init, near};
+use crate::rollouts::with_groups;
+use crate::support::{Tensors, near};
 use rlhf::reward::{FnReward, Rewards};
 use rlhf::run::Console;
-use rlhf::settings::{AdvantageEstimator, LogprobsOf, PpoConfig, Preset, WhitenAdvantages};
+use rlhf::settings::{AdvantageEstimator, LogprobsOf, PpoConfig, WhitenAdvantages};
 use rlhf::train::ppo::{PpoTrainer, RecordedUpdate, Replayed, ppo};
 use serde_json::Value;
 use std::path::Path;
@@ -22,17 +23,9 @@ fn recorded(dir: &Path) -> PpoConfig {
     config
 }
 
-/// Two updates on groups of responses.
+/// Three updates on groups of responses.
 fn recorded_groups(dir: &Path) -> PpoConfig {
-    let base = recorded(dir);
-    let (run, data, trial) = (base.run, base.data, base.trial);
-    let mut config =
-        PpoConfig { run, data, trial, ..PpoConfig::with_preset(Preset::Grpo, init("llama_policy"), "", "", "") };
-    config.reward_model_path = None;
-    config.model_name_or_path = Some(golden().join("models/gpt_neox"));
-    (config.response_length, config.stop_token, config.stop_token_id) = (6, None, Some(192));
-    config.rewards.reward = vec!["short=length:target=3".into()];
-    config.advantage.num_generations = 2;
+    let mut config = with_groups(recorded(dir));
     config.learning_rate = 1e-3;
     (config.per_device_train_batch_size, config.generation.max_steps) = (Some(4), Some(3));
     config

@@ -91,10 +91,8 @@ fn the_columns_are_what_an_update_trains_on() {
     }
 }
 
-#[test]
-fn groups_without_a_critic_or_a_reference_have_no_columns_of_theirs() {
-    let dir = tempfile::tempdir().unwrap();
-    let base = logging(dir.path());
+/// GRPO on groups of two responses, with the folder and the data of `base`.
+pub(crate) fn with_groups(base: PpoConfig) -> PpoConfig {
     let (run, data, trial) = (base.run, base.data, base.trial);
     let mut config =
         PpoConfig { run, data, trial, ..PpoConfig::with_preset(Preset::Grpo, init("llama_policy"), "", "", "") };
@@ -103,6 +101,13 @@ fn groups_without_a_critic_or_a_reference_have_no_columns_of_theirs() {
     (config.response_length, config.stop_token, config.stop_token_id) = (6, None, Some(192));
     config.rewards.reward = vec!["short=length:target=3".into()];
     config.advantage.num_generations = 2;
+    config
+}
+
+#[test]
+fn groups_without_a_critic_or_a_reference_have_no_columns_of_theirs() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = with_groups(logging(dir.path()));
     (config.per_device_train_batch_size, config.generation.max_steps) = (Some(4), Some(2));
     ppo(&config, Console::Silent).unwrap();
     for step in 1..=2 {
