@@ -170,8 +170,8 @@ fn shards_parameters(task: &Task) -> bool {
     }
 }
 
-/// Installs a handler: a signal requests the stop that `message` describes, if there is one, such as that of a training run after its update, so that it
-/// saves a checkpoint; a second one ends the process at once.
+/// Installs a handler: a signal requests a stop, such as that of a training run after its update, so that it saves a checkpoint, and
+/// prints `message`, if there is one; a second signal ends the process at once.
 fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
     // Under `nohup` SIGHUP stays ignored.
     let signals = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP));

@@ -700,7 +700,7 @@ fn settings_that_cannot_be_are_usage_errors() {
         ("--stop_token eos --stop_token_id 5", &["stop_token = eos", "stop_token_id = 5", "exclude each other"]),
         ("--stop_token_id 352", &["stop_token_id = 352", "policy's vocabulary of 352"]),
         ("--stop_token_id -1", &["stop_token_id = -1", "0 or more"]),
-        ("--response_length 64", &["response_length = 64", "no room", "context of 64 tokens"]),
+        ("--response_length 64", &["response_length = 64", "leaves no token for a prompt", "context of 64 tokens"]),
         ("--temperature 0", &["temperature = 0", "above 0"]),
         ("--learning_rat 1", &["--learning_rat", "similar", "--learning_rate"]),
         ("--config unknown.yaml", &["unknown.yaml:2: unknown key `learning_rat`", "`learning_rate`"]),
@@ -719,7 +719,7 @@ fn settings_that_cannot_be_are_usage_errors() {
     );
     scratch.refuses(&format!("{PPO} --config nowhere.yaml"), 1, &["nowhere.yaml: cannot read"]);
     scratch.refuses(&format!("{GENERATE} --stop_token_ids 5,352"), 2, &["stop_token_ids = 352", "vocabulary of 352"]);
-    let words = ["max_new_tokens = 1000", "no room", "context of 64 tokens"];
+    let words = ["max_new_tokens = 1000", "leaves no token for a prompt", "context of 64 tokens"];
     scratch.refuses(&format!("{GENERATE} --max_new_tokens 1000"), 2, &words);
 }
 

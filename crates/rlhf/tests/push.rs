@@ -279,8 +279,11 @@ fn a_hub_that_refuses_is_one_line_without_secrets() {
         ),
         (often(&json!({"route": "batch", "status": 500})), &["cannot upload large files: HTTP status 500"]),
         (often(&json!({"route": "put", "status": 403})), &["cannot upload model.safetensors: HTTP status 403"]),
-        (often(&json!({"route": "put", "status": 507})), &["no room for it (HTTP status 507"]),
-        (often(&json!({"route": "commit", "status": 413})), &["no room for it (HTTP status 413"]),
+        (often(&json!({"route": "put", "status": 507})), &["exceeds the storage limits of the hub (HTTP status 507"]),
+        (
+            often(&json!({"route": "commit", "status": 413})),
+            &["exceeds the storage limits of the hub (HTTP status 413"],
+        ),
         (often(&json!({"route": "put", "cut": 10})), &["cannot upload model.safetensors"]),
         (
             often(&json!({"route": "preupload", "status": 200, "body": "<html>"})),
@@ -296,7 +299,7 @@ fn a_hub_that_refuses_is_one_line_without_secrets() {
             &["expected the hash", "found no such file"],
         ),
         (often(&json!({"route": "verify", "status": 404})), &["cannot verify"]),
-        (json!({"object_error": full}), &["Storage quota exceeded (code 507)", "no room"]),
+        (json!({"object_error": full}), &["Storage quota exceeded (code 507)", "exceeds the storage limits"]),
     ] {
         let server = Server::start();
         let dir = folder(&server);

@@ -120,7 +120,7 @@ fn refused(client: &Client, file: &LocalFile, error: &Value) -> Failure {
     let message = format!("cannot upload {}: {words} (code {code})", file.name());
     match code {
         408 | 429 | 500..=506 => Failure::Passing(message, None),
-        402 | 413 | 507 => client.error(&format!("{message}: the hub has no room for it")).into(),
+        402 | 413 | 507 => client.error(&format!("{message}: it exceeds the storage limits of the hub")).into(),
         _ => client.error(&message).into(),
     }
 }

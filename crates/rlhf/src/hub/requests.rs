@@ -208,7 +208,7 @@ impl Client {
         let found = format!("HTTP status {status}{separator}{}", reply.words);
         let (endpoint, name) = (&self.hub.endpoint, &self.name);
         if matches!(status.as_u16(), 402 | 413 | 507) {
-            return self.error(&format!("cannot {what}: the hub has no room for it ({found})")).into();
+            return self.error(&format!("cannot {what}: it exceeds the storage limits of the hub ({found})")).into();
         }
         if origin(at) != origin(endpoint) {
             // The address was signed for this upload: it may have expired, and the next attempt gets another one.

@@ -3,14 +3,15 @@
 use super::PlannedRun;
 use super::members::Models;
 use crate::Result;
+use crate::data;
 use crate::data::{Cursor, Dataset, PromptLimit, Sources};
 use crate::model::{PassTokens, shared_lens};
 use crate::optim::micro_batch::micro_batches;
 use crate::settings::{DataConfig, PpoConfig, RewardConfig, SftConfig, Stage};
 use crate::tokenizer::Tokenizer;
+use crate::train::ppo::max_prompt_len;
 use crate::train::reward_model::leave_out_long;
 use crate::train::sft::{into_blocks, learned, shorten};
-use crate::{Error, data};
 
 /// Number of updates whose rows are drawn, as the run will draw them.
 const UPDATES: usize = 16;
@@ -176,14 +177,8 @@ const MOST_MADE: usize = 256;
 /// Reads the prompts of the run, and their number in each dataset.
 fn read_prompts(config: &PpoConfig, models: &Models) -> Result<(Vec<Vec<i64>>, Vec<usize>)> {
     let tokenizer: Tokenizer = models.tokenizer()?;
-    let context = models.context();
-    let room = context.checked_sub(config.response_length).filter(|&room| room > 0).ok_or_else(|| {
-        Error::Usage(format!(
-            "response_length = {} leaves no room for a prompt in the models' context of {context} tokens",
-            config.response_length
-        ))
-    })?;
-    let limit = PromptLimit::new(&config.prompt_length, room)?;
+    let longest = max_prompt_len(models.context(), config.response_length)?;
+    let limit = PromptLimit::new(&config.prompt_length, longest)?;
     let vocab = models.main.sizes.config().vocab_size;
     let (mut train, _) = Sources::find(&config.data, None)?.read(config.run.seed, Stage::Ppo)?;
     if config.apply_chat_template {

@@ -68,8 +68,8 @@ impl fmt::Display for Progress {
     }
 }
 
-/// Returns the updates of the whole run by its settings, for a run that has not written their number: PPO's by its episodes, those of SFT and reward models by their steps or
-/// epochs. A PPO run that is as long as its data is of unknown length.
+/// Returns the updates of the whole run by its settings, for a run that has not written their number: PPO's by its episodes, those of
+/// SFT and reward models by their steps or epochs. A PPO run that is as long as its data is of unknown length.
 fn total(run: &Run) -> Option<f64> {
     let setting = |name: &str| run.setting(name).and_then(|value| value.parse::<f64>().ok());
     let last = |name: &str| run.points(name).and_then(|points| points.last()).filter(|point| point.0 > 0.0);

@@ -289,8 +289,8 @@ fn curve(frame: &mut Frame<'_>, area: Rect, title: &str, points: &[Point]) {
     };
     let last = format!(" {} ", number(points.last().map_or(f64::NAN, |point| point.1), 4));
     // Two edges, and a space on either side.
-    let has_room = title.len() + last.len() + 4 <= usize::from(area.width);
-    let title = if has_room { title } else { title.split(',').next().unwrap_or(title) };
+    let fits = title.len() + last.len() + 4 <= usize::from(area.width);
+    let title = if fits { title } else { title.split(',').next().unwrap_or(title) };
     let block = Block::bordered().title(format!(" {title} ")).title(Line::from(last).right_aligned());
     let chart =
         Chart::new(datasets).block(block).x_axis(axis(x, area.height >= HEIGHT_WITH_UPDATES)).y_axis(axis(y, true));

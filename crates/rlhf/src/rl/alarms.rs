@@ -54,11 +54,11 @@ const SATURATED_UPDATES: usize = 5;
 /// Consecutive updates in which the critic explains less than a constant. In healthy runs these are the first few (the examples in
 /// this repository: at most 4, and with a new head for the values up to 14, over which the explained variance rises).
 const UNEXPLAINED_UPDATES: usize = 10;
-/// Share of the distance to 0 by which the explained variance of the later half of these updates is above that of the earlier half,
-/// where the critic learns. The examples in this repository: at least 0.5.
+/// Smallest rise of a critic that learns: mean explained variance of the later half of these updates minus that of the earlier half, as a
+/// share of the earlier half's distance to 0. The examples in this repository have at least 0.5.
 const LEAST_RISE: f64 = 0.25;
-/// Share of the pairs of an earlier and a later update in which the later explained variance is the greater one, where the critic learns.
-/// The examples in this repository: at least 0.72.
+/// Smallest share of the pairs of an update of the earlier half and one of the later half in which the later one has the greater
+/// explained variance, with a critic that learns. The examples in this repository have at least 0.72.
 const RISING_PAIRS: f64 = 0.68;
 
 /// Share of clipped tokens above which a step is too large: most of the batch then has no gradient. Healthy runs stay below 0.3.

@@ -161,7 +161,7 @@ impl GenerateConfig {
         match context.checked_sub(max_new_tokens) {
             Some(max_prompt_len @ 1..) => Ok((generation, max_prompt_len)),
             _ => usage(format!(
-                "max_new_tokens = {max_new_tokens} leaves no room for a prompt in the context of {context} tokens of {}",
+                "max_new_tokens = {max_new_tokens} leaves no token for a prompt in the context of {context} tokens of {}",
                 dir.display()
             )),
         }

@@ -4,7 +4,7 @@
 //! `trainer_state.json` beside its model, with its settings and the sizes of the model's files: a resumed pipeline skips it.
 
 use super::check_held_out;
-use super::ppo::{check_ends, ppo, require_reward, room_in};
+use super::ppo::{check_ends, max_prompt_len, ppo, require_reward};
 use super::reward_model::{check_margins, leave_out_long, refuse_eval_only, reward};
 use super::sft::{into_blocks, learned, sft, shorten};
 use crate::data::{PromptLimit, Sources};
@@ -511,7 +511,7 @@ fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
             context = context.min(model.shape.max_position_embeddings);
         }
     }
-    let limit = PromptLimit::new(&config.prompt_length, room_in(context, config.response_length)?)?;
+    let limit = PromptLimit::new(&config.prompt_length, max_prompt_len(context, config.response_length)?)?;
     check_ends(config, tokenizer, vocab, &config.stop_tokens(tokenizer)?)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Ppo)?;
     let mut prompts = 0;

@@ -64,7 +64,7 @@ impl PpoTrainer {
     ///
     /// # Errors
     /// If a setting is out of its range, there is no reward or no prompt, or the parts do not match: a model is on another
-    /// device than the policy, has a smaller vocabulary, or has no room for a prompt and its response.
+    /// device than the policy, has a smaller vocabulary, or a context that a response fills.
     pub fn new(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
         config.check()?;
         Self::of_parts(config, parts)
@@ -203,9 +203,9 @@ impl PpoParts {
         }
         self.rewards.shard(&self.learner.world, config.frozen_stage());
         let vocab = self.learner.policy.config().vocab_size;
-        let room = room_for_prompts(&self.learner, self.reference.as_ref(), &self.rewards, config.response_length)?;
-        check_prompts("prompts", &self.prompts, room, vocab)?;
-        check_prompts("eval_prompts", &self.eval_prompts, room, vocab)?;
+        let longest = max_prompt_len_of(&self.learner, self.reference.as_ref(), &self.rewards, config.response_length)?;
+        check_prompts("prompts", &self.prompts, longest, vocab)?;
+        check_prompts("eval_prompts", &self.eval_prompts, longest, vocab)?;
         for (name, is_empty) in [("rewards", self.rewards.is_empty()), ("prompts", self.prompts.is_empty())] {
             if is_empty {
                 return Err(Error::Usage(format!("PpoParts::{name}: expected at least one, found none")));
@@ -218,7 +218,7 @@ impl PpoParts {
         self.learner.policy.set_generation(generation_settings(config));
         check_ends(config, &self.tokenizer, vocab, &stop)?;
         if self.learner.unsupervised.is_none() {
-            let block = config.prompt_length.max_prompt_length.unwrap_or(room).min(room) + config.response_length;
+            let block = config.prompt_length.max_prompt_length.unwrap_or(longest).min(longest) + config.response_length;
             let (texts, seed) = (&config.unsupervised, config.run.seed);
             self.learner.unsupervised = Unsupervised::find(texts, &self.tokenizer, vocab, block, seed)?;
         }
@@ -286,8 +286,8 @@ impl Loaded {
             tokenizer.check_same(&value.dir)?;
             Learner::new(policy, value.model, config.learner())
         };
-        let room = room_for_prompts(&learner, reference.as_ref(), &rewards, config.response_length)?;
-        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, room)?);
+        let longest = max_prompt_len_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
+        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, longest)?);
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
         notes.extend(prompts.notes);
         check_cuts(config, &rewards, &notes, [&prompts.train, &prompts.eval])?;
@@ -521,14 +521,14 @@ pub(in crate::train) fn require_reward(none: bool) -> Result<()> {
     Ok(())
 }
 
-/// The most tokens of a prompt that leave room for a response.
+/// Returns the maximum number of tokens of a prompt, so that a response fits into the context with it.
 ///
 /// # Errors
-/// If there is no room for any.
-pub(in crate::train) fn room_in(context: usize, response_length: usize) -> Result<usize> {
-    context.checked_sub(response_length).filter(|&room| room > 0).ok_or_else(|| {
+/// If no token is left for a prompt.
+pub(crate) fn max_prompt_len(context: usize, response_length: usize) -> Result<usize> {
+    context.checked_sub(response_length).filter(|&len| len > 0).ok_or_else(|| {
         Error::Usage(format!(
-            "response_length = {response_length} leaves no room for a prompt in the models' context of {context} tokens"
+            "response_length = {response_length} leaves no token for a prompt in the models' context of {context} tokens"
         ))
     })
 }
@@ -549,11 +549,11 @@ pub(in crate::train) fn check_ends(config: &PpoConfig, tokenizer: &Tokenizer, vo
     Ok(())
 }
 
-/// Returns the most tokens of a prompt for which all models that read ids have room for it and its response.
+/// Returns [`max_prompt_len`] for the smallest context of all models that read ids.
 ///
 /// # Errors
-/// If there is no room at all, or a model cannot read what the policy writes: it is on another device, or knows fewer tokens.
-fn room_for_prompts(
+/// As there, and if a model cannot read what the policy writes: it is on another device, or knows fewer tokens.
+fn max_prompt_len_of(
     learner: &Learner,
     reference: Option<&CausalLm>,
     rewards: &Rewards,
@@ -583,7 +583,7 @@ fn room_for_prompts(
         }
         context = context.min(model.max_position_embeddings);
     }
-    room_in(context, response_length)
+    max_prompt_len(context, response_length)
 }
 
 fn is_same_folder(a: &Path, b: &Path) -> bool {
@@ -591,13 +591,13 @@ fn is_same_folder(a: &Path, b: &Path) -> bool {
 }
 
 /// Checks the prompts of [`PpoParts`] that have this name there.
-fn check_prompts(name: &str, prompts: &[Prompt], room: usize, vocab: i64) -> Result<()> {
+fn check_prompts(name: &str, prompts: &[Prompt], longest: usize, vocab: i64) -> Result<()> {
     for (row, Prompt { tokens, .. }) in prompts.iter().enumerate() {
         let (found, strange) = (tokens.len(), tokens.iter().find(|id| !(0..vocab).contains(*id)));
         let problem = match strange {
             Some(id) => format!("ids below the policy's vocabulary of {vocab}, found {id}"),
-            None if (1..=room).contains(&found) => continue,
-            None => format!("1 to {room} tokens, the models' context less the response, found {found}"),
+            None if (1..=longest).contains(&found) => continue,
+            None => format!("1 to {longest} tokens, the models' context less the response, found {found}"),
         };
         return Err(Error::Usage(format!("PpoParts::{name}: row {row}: expected {problem}")));
     }
