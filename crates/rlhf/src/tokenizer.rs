@@ -64,6 +64,8 @@ pub struct Tokenizer {
     eos: Vec<i64>,
     pad: Option<i64>,
     template: Option<ChatTemplate>,
+    /// Prompt and response are two texts, as an encoder-decoder reads them.
+    apart: bool,
 }
 
 impl Tokenizer {
@@ -74,6 +76,8 @@ impl Tokenizer {
     /// token comes from the same files and is not required: lengths are explicit everywhere, so pad may also equal eos.
     ///
     /// If the folder of an adapter has no tokenizer, loads that of its base.
+    ///
+    /// In the folder of an encoder-decoder, [`Tokenizer::set_encoder_decoder`] is set.
     ///
     /// # Errors
     /// If there is no valid `tokenizer.json`, a named special token is not in the vocabulary, or an id in these files is invalid.
@@ -122,8 +126,8 @@ impl Tokenizer {
         }
         let tokenizer_config = read_if_present(dir, "tokenizer_config.json")?;
         let special = SpecialTokens::read(dir, inner.as_ref(), &tokenizer_config)?;
-        let SpecialTokens { named, eos, pad } = special;
-        let mut tokenizer = Self { inner, growth, dir: dir.to_path_buf(), files, named, eos, pad, template: None };
+        let SpecialTokens { named, eos, pad, apart } = special;
+        let mut tokenizer = Self { inner, growth, dir: dir.to_path_buf(), files, named, eos, pad, template: None, apart };
         if dir.join(CHAT_TEMPLATE).is_file() {
             tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
         } else {
@@ -209,6 +213,10 @@ impl Tokenizer {
         add_generation_prompt: bool,
         variables: &Map<String, Value>,
     ) -> Result<(String, Vec<i64>)> {
+        if self.apart {
+            let message = "a list of messages, for an encoder-decoder: expected a text, since no chat template divides its prompt from the response";
+            return Err(Error::Run(message.into()));
+        }
         let template = self.require_chat_template()?;
         let variables = self.named.iter().filter(|(name, _)| !variables.contains_key(*name)).chain(variables);
         let variables = variables.map(|(name, value)| (name.clone(), value.clone()));
@@ -293,14 +301,36 @@ impl Tokenizer {
         self.encode_with(text, false)
     }
 
+    /// Sets whether the tokenizer is that of an encoder-decoder. Prompt and response are then encoded and decoded as two texts: the
+    /// prompt keeps the eos that the tokenizer appends, and the response starts as any text does.
+    pub fn set_encoder_decoder(&mut self, on: bool) {
+        self.apart = on;
+    }
+
+    /// Whether prompt and response are two texts; see [`Tokenizer::set_encoder_decoder`].
+    pub fn is_of_encoder_decoder(&self) -> bool {
+        self.apart
+    }
+
     /// Token ids of a prompt: as [`Tokenizer::encode`], without the eos that some tokenizers append to
-    /// every text. An eos in `text` itself is kept.
+    /// every text. An eos in `text` itself is kept. The prompt of an encoder-decoder is whole, and keeps the appended eos.
     ///
     /// # Errors
     /// If the tokenizer cannot encode it.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<i64>> {
         let ids = self.encode(text)?;
-        self.without_added_eos(ids, text)
+        if self.apart { Ok(ids) } else { self.without_added_eos(ids, text) }
+    }
+
+    /// The special tokens that the tokenizer puts before and after every prompt.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode a text.
+    pub(crate) fn around_prompts(&self) -> Result<(Vec<i64>, Vec<i64>)> {
+        let mut before = self.encode_prompt("")?;
+        let after = before.iter().rposition(|id| !self.eos.contains(id)).map_or(0, |last| last + 1);
+        let after = before.split_off(after);
+        Ok((before, after))
     }
 
     /// `ids`, which [`Tokenizer::encode`] returned for `text`, without the eos that the tokenizer appended.
@@ -320,6 +350,10 @@ impl Tokenizer {
     /// If the tokenizer cannot encode it.
     pub fn encode_unclosed_pair(&self, prompt: &str, response: &str) -> Result<(Vec<i64>, usize)> {
         let (whole, border) = self.encode_open_pair(prompt, response)?;
+        if self.apart {
+            let response = self.without_added_eos(whole[border..].to_vec(), response)?;
+            return Ok(([&whole[..border], &response].concat(), border));
+        }
         let whole = self.without_added_eos(whole, &format!("{prompt}{response}"))?;
         let border = border.min(whole.len());
         Ok((whole, border))
@@ -340,14 +374,14 @@ impl Tokenizer {
     /// Token ids of a prompt with its response, eos last, and the index of the first token that is not the prompt's.
     ///
     /// The two are encoded as one text, as in TRL: encoded separately, a SentencePiece tokenizer would put a space between
-    /// them. A token that crosses the boundary belongs to the response.
+    /// them. A token that crosses the boundary belongs to the response. For an encoder-decoder they are two texts.
     ///
     /// # Errors
     /// If the tokenizer cannot encode it, or has no eos token.
     pub fn encode_pair(&self, prompt: &str, response: &str) -> Result<(Vec<i64>, usize)> {
         let eos = self.require_eos()?;
         let (mut whole, border) = self.encode_open_pair(prompt, response)?;
-        if whole.last() != Some(&eos) {
+        if whole[border..].last() != Some(&eos) {
             whole.push(eos);
         }
         Ok((whole, border))
@@ -359,6 +393,9 @@ impl Tokenizer {
     /// If the tokenizer cannot encode it.
     pub fn encode_open_pair(&self, prompt: &str, response: &str) -> Result<(Vec<i64>, usize)> {
         let alone = self.encode_prompt(prompt)?;
+        if self.apart {
+            return Ok(([&alone[..], &self.encode(response)?].concat(), alone.len()));
+        }
         let whole = self.encode(&format!("{prompt}{response}"))?;
         let shared = shared_prefix(&alone, &whole);
         Ok((whole, shared))
@@ -393,8 +430,12 @@ impl Tokenizer {
 
     /// Decodes `ids` as the continuation of `prompt`, without special tokens.
     ///
-    /// Decoded separately, ids of a SentencePiece tokenizer would lose the space before their first word.
+    /// Decoded separately, ids of a SentencePiece tokenizer would lose the space before their first word. The response of an
+    /// encoder-decoder is a text of its own, whatever the prompt.
     pub fn decode_after(&self, prompt: &[i64], ids: &[i64]) -> Result<String> {
+        if self.apart {
+            return self.decode(ids);
+        }
         let whole = self.decode(&[prompt, ids].concat())?;
         match whole.strip_prefix(&self.decode(prompt)?) {
             Some(text) => Ok(text.to_string()),
@@ -419,6 +460,7 @@ impl Tokenizer {
 
     /// Starts decoding the continuation of `prompt`, a token at a time.
     pub fn stream(&self, prompt: &[i64]) -> TextStream<'_> {
+        let prompt = if self.apart { &[] } else { prompt };
         TextStream { tokenizer: self, ids: prompt.to_vec(), start: 0, shown: prompt.len() }
     }
 
@@ -624,11 +666,12 @@ struct SpecialTokens {
     named: Map<String, Value>,
     eos: Vec<i64>,
     pad: Option<i64>,
+    apart: bool,
 }
 
 impl SpecialTokens {
     fn read(dir: &Path, inner: Option<&tokenizers::Tokenizer>, tokenizer_config: &Value) -> Result<Self> {
-        let mut special = Self { named: Map::new(), eos: Vec::new(), pad: None };
+        let mut special = Self { named: Map::new(), eos: Vec::new(), pad: None, apart: false };
         let map = read_if_present(dir, "special_tokens_map.json")?;
         if let Some(inner) = inner {
             for (file, source) in [("tokenizer_config.json", tokenizer_config), ("special_tokens_map.json", &map)] {
@@ -637,6 +680,7 @@ impl SpecialTokens {
         }
         for file in ["config.json", "generation_config.json"] {
             let config = read_if_present(dir, file)?;
+            special.apart |= generates_from_an_encoder(&config);
             special.add_ids(&config).map_err(|message| Error::invalid(dir.join(file), message))?;
         }
         Ok(special)
@@ -682,6 +726,14 @@ impl SpecialTokens {
         self.pad = self.pad.or(ids("pad_token_id")?.first().copied());
         Ok(())
     }
+}
+
+/// Whether a model with this `config.json` has an encoder that reads the prompt and a decoder that writes the response. A classifier reads one
+/// text.
+fn generates_from_an_encoder(config: &Value) -> bool {
+    let classifies = |name: &Value| name.as_str().is_some_and(|name| name.ends_with("ForSequenceClassification"));
+    let architectures = config["architectures"].as_array();
+    config["is_encoder_decoder"] == true && !architectures.is_some_and(|names| names.iter().any(classifies))
 }
 
 /// The chat template in a tokenizer_config.json: a text, or the element of a list that is named "default".

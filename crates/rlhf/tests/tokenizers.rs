@@ -260,6 +260,80 @@ fn a_template_is_saved_byte_for_byte_with_the_tokenizer() {
     assert_eq!(std::fs::read_to_string(out.path().join("chat_template.jinja")).unwrap(), "{{ eos_token }}");
 }
 
+/// T5's tokenizer, as that of an encoder-decoder.
+fn t5() -> Tokenizer {
+    let mut tokenizer = Tokenizer::from_pretrained(&golden().join("tokenizers/t5")).unwrap();
+    assert!(!tokenizer.is_of_encoder_decoder(), "the folder has no config.json");
+    tokenizer.set_encoder_decoder(true);
+    tokenizer
+}
+
+#[test]
+fn prompt_and_response_of_an_encoder_decoder_are_two_texts_that_end_with_eos() {
+    let tokenizer = t5();
+    let goldens = read_json(&golden().join("tokenizers/golden.json"));
+    let cases = goldens["t5"]["cases"].as_array().unwrap();
+    let cases: Vec<_> = cases.iter().map(|case| (case["text"].as_str().unwrap(), ids(&case["ids"]))).collect();
+    for (prompt, of_prompt) in &cases {
+        assert_eq!(of_prompt.last(), tokenizer.eos().as_ref());
+        assert_eq!(&tokenizer.encode_prompt(prompt).unwrap(), of_prompt, "{prompt:?}");
+        for (response, of_response) in &cases {
+            let whole = ([&of_prompt[..], of_response].concat(), of_prompt.len());
+            assert_eq!(tokenizer.encode_pair(prompt, response).unwrap(), whole, "{prompt:?} {response:?}");
+            let alone = tokenizer.decode(of_response).unwrap();
+            assert_eq!(tokenizer.decode_after(of_prompt, of_response).unwrap(), alone);
+            assert_eq!(streamed(&tokenizer, of_prompt, of_response).concat(), alone);
+        }
+    }
+    let (open, border) = tokenizer.encode_unclosed_pair("The movie", "was great").unwrap();
+    let (closed, _) = tokenizer.encode_pair("The movie", "was great").unwrap();
+    assert_eq!((&closed[..closed.len() - 1], border), (&open[..], tokenizer.encode("The movie").unwrap().len()));
+    let error = tokenizer.encode_chat(&[turn("user", "hi")], true, &Map::new()).unwrap_err().to_string();
+    assert!(error.starts_with("a list of messages, for an encoder-decoder: expected a text"), "{error}");
+}
+
+#[test]
+fn the_folder_of_an_encoder_decoder_that_generates_has_its_tokenizer() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(golden().join("tokenizers/t5").join(name), dir.path().join(name)).unwrap();
+    }
+    for (config, expected) in [
+        (r#"{"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": true}"#, true),
+        (r#"{"is_encoder_decoder": true}"#, true),
+        (r#"{"architectures": ["T5ForSequenceClassification"], "is_encoder_decoder": true}"#, false),
+        (r#"{"is_encoder_decoder": false}"#, false),
+        ("{}", false),
+    ] {
+        std::fs::write(dir.path().join("config.json"), config).unwrap();
+        let tokenizer = Tokenizer::from_pretrained(dir.path()).unwrap();
+        assert_eq!(tokenizer.is_of_encoder_decoder(), expected, "{config}");
+    }
+}
+
+#[test]
+fn demonstrations_of_an_encoder_decoder_have_the_prompt_outside_of_the_loss() {
+    let tokenizer = t5();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rows.jsonl");
+    let read = |row: Value| {
+        std::fs::write(&path, format!("{row}\n")).unwrap();
+        Dataset::read(&path, "train").unwrap().demonstrations(&tokenizer, false).map_err(|e| e.to_string())
+    };
+    let (prompt, response) = (tokenizer.encode("The film").unwrap(), tokenizer.encode("great").unwrap());
+    for name in ["completion", "chosen"] {
+        let found = read(json!({"prompt": "The film", name: "great"})).unwrap().remove(0);
+        assert_eq!(found.tokens, [&prompt[..], &response].concat());
+        assert_eq!((found.prompt_len, found.loss_start), (prompt.len(), prompt.len()));
+    }
+    for row in [json!({"text": "The film was great"}), json!({"chosen": "The film", "rejected": "x"})] {
+        let error = read(row).unwrap_err();
+        assert!(error.contains("expected a field `prompt` with a text for the encoder"), "{error}");
+    }
+    let error = read(json!({"messages": [turn("user", "hi"), turn("assistant", "oh")]})).unwrap_err();
+    assert!(error.contains("a list of messages, for an encoder-decoder"), "{error}");
+}
+
 /// A template whose turns end with an end token and a new line, as ChatML's do.
 const TURNS: (&str, &str) = (
     "chat_template.jinja",

@@ -13,6 +13,8 @@ use std::ops::Range;
 pub struct Demonstration {
     /// Token ids.
     pub tokens: Vec<i64>,
+    /// Number of tokens of the prompt, 0 if there is none. An encoder-decoder reads them in its encoder.
+    pub prompt_len: usize,
     /// Index of the first token in the loss; at least 1.
     pub loss_start: usize,
     /// Tokens after `loss_start` that are not in the loss: sorted ranges that neither overlap nor touch.
@@ -30,8 +32,23 @@ impl Demonstration {
     pub(crate) fn truncate(&mut self, max_length: usize) {
         self.tokens.truncate(max_length);
         let len = self.tokens.len();
+        self.prompt_len = self.prompt_len.min(len);
         self.masked.iter_mut().for_each(|range| *range = range.start.min(len)..range.end.min(len));
         self.masked.retain(|range| !range.is_empty());
+    }
+
+    /// Truncates prompt and response to `max_length` tokens each, for an encoder-decoder. A truncated prompt keeps `suffix`, the tokens that
+    /// the tokenizer puts after every prompt.
+    pub(crate) fn truncate_each(&mut self, max_length: usize, suffix: &[i64]) {
+        let (prompt, response) = self.tokens.split_at(self.prompt_len);
+        let kept = if prompt.ends_with(suffix) && suffix.len() < max_length { suffix.len() } else { 0 };
+        let cut = prompt.len().saturating_sub(max_length);
+        let first = prompt.len() - kept - cut;
+        let tokens = [&prompt[..first], &prompt[prompt.len() - kept..], response].concat();
+        self.tokens = tokens;
+        self.prompt_len -= cut;
+        self.loss_start -= cut;
+        self.tokens.truncate(self.prompt_len + max_length);
     }
 
     /// Masks all tokens outside `ranges`.
@@ -79,7 +96,8 @@ impl Dataset {
     /// there is one.
     ///
     /// Prompt and completion (or `chosen`) are both strings or both lists of messages. EOS is appended to strings;
-    /// conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss.
+    /// conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss. With the tokenizer of an
+    /// encoder-decoder it never is, and a row has a prompt and a completion, both strings.
     ///
     /// # Errors
     /// If a row has none of these forms, the tokenizer has no EOS token, or its chat template fails.
@@ -105,8 +123,8 @@ impl Dataset {
 fn demonstration_of(row: &Value, tokenizer: &Tokenizer, options: &DemonstrationOptions) -> Result<Demonstration> {
     let Encoded { tokens, prompt_len, chat_fields } = encode(row, tokenizer, &options.text_field)?;
     // The first token cannot be predicted.
-    let loss_start = if options.completion_only { prompt_len.max(1) } else { 1 };
-    let mut demonstration = Demonstration { tokens, loss_start, masked: Vec::new() };
+    let loss_start = if options.completion_only || tokenizer.is_of_encoder_decoder() { prompt_len.max(1) } else { 1 };
+    let mut demonstration = Demonstration { tokens, prompt_len, loss_start, masked: Vec::new() };
     if options.assistant_only {
         if chat_fields.is_empty() {
             let message = "assistant_only_loss: expected a row with a list of messages, found one without";
@@ -127,6 +145,20 @@ struct Encoded {
 }
 
 fn encode(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded> {
+    let is_whole_text = field(row, text_name).is_some() || field(row, "prompt").is_none();
+    // Messages are refused by the tokenizer.
+    if tokenizer.is_of_encoder_decoder() && is_whole_text && field(row, "messages").is_none() {
+        let what = "a text for the encoder (and `completion`, the response)";
+        return Err(Error::Run(expected("prompt", what, row)));
+    }
+    let encoded = encode_any(row, tokenizer, text_name)?;
+    if encoded.prompt_len == 0 && tokenizer.is_of_encoder_decoder() {
+        return Err(Error::Run("the prompt is empty: expected at least one token for the encoder".into()));
+    }
+    Ok(encoded)
+}
+
+fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded> {
     let text = |(tokens, prompt_len)| Encoded { tokens, prompt_len, chat_fields: Vec::new() };
     let chat = |(tokens, prompt_len), chat_fields| Encoded { tokens, prompt_len, chat_fields };
     let no_form = || {

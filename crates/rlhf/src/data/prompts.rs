@@ -51,9 +51,14 @@ impl PromptLimit {
         }
     }
 
-    /// Applies the limit to a prompt that is longer; returns `None` if it is to be dropped. Truncation on the left keeps
-    /// `prefix`, the tokens that the tokenizer puts before every text.
-    fn shorten(&self, mut prompt: Prompt, prefix: &[i64], tokenizer: &Tokenizer) -> Result<Option<Prompt>> {
+    /// Applies the limit to a prompt that is longer; returns `None` if it is to be dropped. Truncation keeps the tokens that the
+    /// tokenizer puts `around` every prompt.
+    fn shorten(
+        &self,
+        mut prompt: Prompt,
+        (prefix, suffix): (&[i64], &[i64]),
+        tokenizer: &Tokenizer,
+    ) -> Result<Option<Prompt>> {
         let (max_length, found) = (self.max_length, prompt.tokens.len());
         match self.long {
             LongPrompts::Error => {
@@ -68,7 +73,11 @@ impl PromptLimit {
                 let kept = if keeps_prefix { prefix.len() } else { 0 };
                 prompt.tokens.drain(kept..kept + found - max_length);
             }
-            LongPrompts::TruncateRight => prompt.tokens.truncate(max_length),
+            LongPrompts::TruncateRight => {
+                let keeps_suffix = prompt.tokens.ends_with(suffix) && suffix.len() < max_length;
+                let kept = if keeps_suffix { suffix.len() } else { 0 };
+                prompt.tokens.drain(max_length - kept..found - kept);
+            }
         }
         let is_chat = prompt_field(&prompt.row).is_some_and(|(_, prompt)| prompt.is_array());
         prompt.text =
@@ -100,11 +109,9 @@ impl Dataset {
         limit: PromptLimit,
     ) -> Result<(Vec<Prompt>, Option<String>)> {
         let PromptLimit { max_length, long, reason, .. } = limit;
-        let prefix = if long == LongPrompts::TruncateLeft && tokenizer.knows_text() {
-            tokenizer.encode_prompt("")?
-        } else {
-            Vec::new()
-        };
+        let truncates = matches!(long, LongPrompts::TruncateLeft | LongPrompts::TruncateRight);
+        let (prefix, suffix) =
+            if truncates && tokenizer.knows_text() { tokenizer.around_prompts()? } else { Default::default() };
         let prompts = self.map(|row| {
             let prompt = prompt_of(row, tokenizer, vocab)?;
             if prompt.tokens.is_empty() {
@@ -113,7 +120,7 @@ impl Dataset {
             if prompt.tokens.len() <= max_length {
                 return Ok((Some(prompt), false));
             }
-            Ok((limit.shorten(prompt, &prefix, tokenizer)?, true))
+            Ok((limit.shorten(prompt, (&prefix, &suffix), tokenizer)?, true))
         })?;
         let (all, too_long) = (prompts.len(), prompts.iter().filter(|(_, long)| *long).count());
         let prompts: Vec<Prompt> = prompts.into_iter().filter_map(|(prompt, _)| prompt).collect();

@@ -77,7 +77,7 @@ impl Rows {
         let mut blocks = Vec::new();
         for dataset in &train {
             let rows = dataset.demonstrations_with(&tokenizer, &learned(config))?;
-            let (rows, _) = shorten(rows, max_length, dataset.path())?;
+            let (rows, _) = shorten(rows, max_length, &tokenizer, dataset.path())?;
             let own = into_blocks(rows, config.packing.then_some(max_length));
             lens.push(own.len());
             blocks.extend(own);

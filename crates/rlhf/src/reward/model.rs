@@ -35,7 +35,8 @@ impl RewardModel {
     /// A decoder with the policy's tokenizer, or without one, reads the policy's token ids. With another tokenizer, and for
     /// every encoder, the model reads the decoded text without special tokens; a text longer than its context is truncated on
     /// the left. If the prompt is a conversation and the model has its own chat template, that template renders prompt and
-    /// response. `label` is passed to [`SequenceClassifier::choose_label`], `new_head` to
+    /// response. For the policy of an encoder-decoder every reward model reads text: the prompt's, with the response's behind it. `label`
+    /// is passed to [`SequenceClassifier::choose_label`], `new_head` to
     /// [`SequenceClassifier::from_pretrained`].
     ///
     /// # Errors
@@ -52,9 +53,11 @@ impl RewardModel {
         model.choose_label(label, dir)?;
         model.hold_as_computed();
         let mut own = None;
-        if Tokenizer::is_in(dir)? || !model.config().causal {
+        if Tokenizer::is_in(dir)? || !model.config().causal || policy.is_of_encoder_decoder() {
             let mut tokenizer = Tokenizer::from_pretrained(dir)?;
-            let other_ids = !model.config().causal || policy.difference(&tokenizer) > 0;
+            tokenizer.set_encoder_decoder(false);
+            let apart = policy.is_of_encoder_decoder();
+            let other_ids = apart || !model.config().causal || policy.difference(&tokenizer) > 0;
             if other_ids || tokenizer.has_other_chat_template(policy) {
                 tokenizer.check_fits(model.config(), dir)?;
                 // Leaves room for the EOS that is appended for decoders.
@@ -100,7 +103,7 @@ impl RewardModel {
         let sequence = if let Some(field) = self.conversation(input.row) {
             own.render(input, field)?
         } else if own.other_ids {
-            self.translate(&ids, own)?
+            self.translate(input, &ids, own)?
         } else {
             ids
         };
@@ -111,8 +114,12 @@ impl RewardModel {
     }
 
     /// Decodes the policy's `ids` and encodes the text with this model's tokenizer.
-    fn translate(&self, ids: &[i64], own: &OwnTokenizer) -> Result<Vec<i64>> {
-        let text = own.policy.decode(ids)?;
+    fn translate(&self, input: &RewardInput<'_>, ids: &[i64], own: &OwnTokenizer) -> Result<Vec<i64>> {
+        // Prompt and response of an encoder-decoder end with an eos each, and are joined as the texts of a preference pair are.
+        let text = match own.policy.is_of_encoder_decoder() {
+            true => format!("{}{}", input.prompt, input.response),
+            false => own.policy.decode(ids)?,
+        };
         // An encoder needs the special tokens of its tokenizer. A decoder was trained to score at EOS if the text has one.
         if !self.model.config().causal {
             return own.tokenizer.encode(&text);

@@ -212,7 +212,7 @@ fn read_rows(
         let path = dataset.path().display();
         format!("{path}: no row teaches the model to stop: the chat template closes no answer with an eos token")
     });
-    let (rows, mut warnings) = shorten(rows, max_length, dataset.path())?;
+    let (rows, mut warnings) = shorten(rows, max_length, tokenizer, dataset.path())?;
     warnings.extend(endless);
     Ok((rows, warnings))
 }
@@ -394,19 +394,27 @@ fn negative_log_likelihood(model: &CausalLm, rows: &[Demonstration], batch_size:
     Ok(loss)
 }
 
-/// Cuts rows at their end and drops those without a token in the loss. Returns the others, with warnings.
+/// Cuts rows at their end, or prompts and responses each at theirs with the tokenizer of an encoder-decoder, and drops those without a token
+/// in the loss. Returns the others, with warnings.
 ///
 /// # Errors
 /// If nothing is left.
 pub(crate) fn shorten(
     mut rows: Vec<Demonstration>,
     max_length: usize,
+    tokenizer: &Tokenizer,
     path: &Path,
 ) -> Result<(Vec<Demonstration>, Vec<String>)> {
     let all = rows.len();
-    let cut = rows.iter().filter(|row| row.tokens.len() > max_length).count();
+    let suffix = tokenizer.is_of_encoder_decoder().then(|| tokenizer.around_prompts()).transpose()?;
+    let mut cut = 0;
     for row in &mut rows {
-        row.truncate(max_length);
+        let found = row.tokens.len();
+        match &suffix {
+            Some((_, suffix)) => row.truncate_each(max_length, suffix),
+            None => row.truncate(max_length),
+        }
+        cut += usize::from(row.tokens.len() < found);
     }
     rows.retain(|row| row.loss_tokens() > 0);
     let left_out = all - rows.len();
@@ -465,7 +473,7 @@ mod tests {
     use super::*;
 
     fn row(len: usize) -> Demonstration {
-        Demonstration { tokens: vec![1; len], loss_start: 1, masked: Vec::new() }
+        Demonstration { tokens: vec![1; len], prompt_len: 1, loss_start: 1, masked: Vec::new() }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 """Runs trl's legacy PPOTrainer.step() on the models of `trl_legacy/init` and records what it computes.
 
     python make_trl_legacy.py            # make the variants of VARIANTS again, or those that are named
+    python make_trl_legacy.py --init     # make the models of SEQ2SEQ again, `init/t5_vhead` and `init/t5_ref`
     python make_trl_legacy.py --check    # rerun every folder of `trl_legacy/` from its stored rows and compare
 
 Made with torch 2.11.0, transformers 4.45.2, trl 0.11.4 and accelerate 1.0.1 on a CPU, one thread, float32. README.md
@@ -23,8 +24,8 @@ import torch
 import transformers
 import trl
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
-from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from trl import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead, PPOConfig, PPOTrainer
 
 import thin
 
@@ -32,8 +33,13 @@ HERE = Path(__file__).resolve().parent / "trl_legacy"
 NUMPY_SEED = 4321
 EOS, PAD, VOCAB = 0, 1, 320
 STEPS, ROWS = 2, 8
+# Variants with the encoder-decoder, a T5 with its own special tokens. A response starts with its decoder's start token.
+SEQ2SEQ = ("t5", "t5_kl_full")
+T5_START, T5_EOS, T5_VOCAB = 0, 1, 72
 # Weights with more numbers than this are left out of final.safetensors; of the others it has `thin.rows`.
 MOST = 2048
+# Names of weights that are others' too.
+TIED = ("lm_head", "embed_tokens")
 # Runs that the tests compare up to the first step that trl does not take as it says: their last weights are not stored.
 WITHOUT_FINAL = ("whiten_rewards", "left_padding", "ratio_threshold", "max_grad_norm")
 
@@ -63,6 +69,8 @@ VARIANTS = {
     "gae_clip_vf": dict(gamma=0.97, lam=0.9, cliprange=0.05, cliprange_value=0.03, vf_coef=0.5, mini_batch_size=8),
     "ratio_threshold": dict(ratio_threshold=1.02),
     "max_grad_norm": dict(max_grad_norm=0.1),
+    "t5": dict(target=0.5, horizon=100.0),
+    "t5_kl_full": dict(kl_penalty="full", mini_batch_size=2, gradient_accumulation_steps=2, ppo_epochs=2, gamma=0.97, lam=0.9),
 }
 
 
@@ -73,9 +81,37 @@ class Float(float):
         return torch.tensor(float(self))
 
 
-def models(dtype):
-    wrapped = AutoModelForCausalLMWithValueHead.from_pretrained
-    policy, ref = wrapped(str(HERE / "init/policy_vhead")), wrapped(str(HERE / "init/ref"))
+def make_t5():
+    """Random weights of a tiny T5 with a value head, and of a reference model near it."""
+    torch.manual_seed(11)
+    # The width of all heads is not that of the model, and there are fewer buckets than positions.
+    config = T5Config(
+        vocab_size=T5_VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=3, dropout_rate=0.0,
+        relative_attention_num_buckets=8, relative_attention_max_distance=12, decoder_start_token_id=T5_START,
+        eos_token_id=T5_EOS, pad_token_id=T5_START,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    for name, weight in model.named_parameters():
+        width = 0.15 if ".q." in name or ".k." in name else 0.5 if "relative" in name else 0.3
+        mean, width = (1.0, 0.15) if "norm" in name else (0.0, 1.5 if name.startswith("shared") else width)
+        torch.nn.init.normal_(weight, mean, width)
+    wrapped = AutoModelForSeq2SeqLMWithValueHead(model)
+    torch.nn.init.normal_(wrapped.v_head.summary.weight, 0.0, 0.1)
+    torch.nn.init.normal_(wrapped.v_head.summary.bias, 0.0, 0.1)
+    model.save_pretrained(HERE / "init/t5_vhead")
+    # trl writes the head among the weights.
+    path = HERE / "init/t5_vhead/model.safetensors"
+    head = {f"v_head.{name}": tensor for name, tensor in wrapped.v_head.state_dict().items()}
+    save_file(load_file(path) | head, path, {"format": "pt"})
+    for weight in model.parameters():
+        weight.data += 0.02 * torch.randn_like(weight)
+    model.save_pretrained(HERE / "init/t5_ref")
+
+
+def models(dtype, seq2seq):
+    wrapper = AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead
+    names = ["t5_vhead", "t5_ref"] if seq2seq else ["policy_vhead", "ref"]
+    policy, ref = [wrapper.from_pretrained(str(HERE / "init" / name)) for name in names]
     # The head casts what it reads to its own dtype, which has to be that of the rest.
     return policy.to(dtype), ref.to(dtype)
 
@@ -84,12 +120,16 @@ def rows_of(name):
     """Queries, responses, scores and masks of each step, from a seed that is the variant's own."""
     rng = np.random.default_rng(sum(map(ord, name)))
     steps = []
+    seq2seq = name in SEQ2SEQ
+    vocab, eos = (T5_VOCAB, T5_EOS) if seq2seq else (VOCAB, EOS)
     for _ in range(STEPS):
-        ids = lambda low, high: torch.tensor(rng.integers(2, VOCAB, rng.integers(low, high)))
+        ids = lambda low, high: torch.tensor(rng.integers(2, vocab, rng.integers(low, high)))
         queries = [ids(2, 9) for _ in range(ROWS)]
         responses = [ids(2, 11) for _ in range(ROWS)]
         for response in responses[::3]:
-            response[-1] = EOS
+            response[-1] = eos
+        if seq2seq:
+            responses = [torch.cat([torch.tensor([T5_START]), response]) for response in responses]
         masks = [torch.ones_like(response) for response in responses]
         if name == "response_masks":
             # Inside, at the beginning and at the end of responses.
@@ -102,18 +142,25 @@ def rows_of(name):
     return steps
 
 
-def run(settings, steps, side, dtype):
+def tokenizer_of(seq2seq):
+    folder, eos, pad = ("t5_ref", "</s>", "<pad>") if seq2seq else ("ref", "<|endoftext|>", "<|padding|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(HERE / "init" / folder / "tokenizer.json"), eos_token=eos, pad_token=pad
+    )
+    expected = (T5_EOS, T5_START) if seq2seq else (EOS, PAD)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == expected, tokenizer
+    return tokenizer
+
+
+def run(settings, steps, side, dtype, seq2seq):
     """Two steps of the trainer; tensors and a description of them."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         torch.set_default_dtype(torch.float32)
-        policy, ref = models(dtype)
+        policy, ref = models(dtype, seq2seq)
         # Masks are made in it.
         torch.set_default_dtype(dtype)
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_file=str(HERE / "init/ref/tokenizer.json"), eos_token="<|endoftext|>", pad_token="<|padding|>"
-        )
-        assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (EOS, PAD), tokenizer
+        tokenizer = tokenizer_of(seq2seq)
         tokenizer.padding_side = side
         trainer = PPOTrainer(PPOConfig(**settings), policy, ref, tokenizer)
     np.random.seed(NUMPY_SEED)
@@ -204,7 +251,7 @@ def run(settings, steps, side, dtype):
                 n_optimizer_steps=place["steps"] - updates,
             )
         )
-    final = {k: v.detach().clone().contiguous() for k, v in policy.state_dict().items() if "lm_head" not in k}
+    final = {k: v.detach().clone().contiguous() for k, v in policy.state_dict().items() if not any(tied in k for tied in TIED)}
     named = lambda k: k if k.startswith("v_head") else f"pretrained_model.{k.removeprefix('pretrained_model.')}"
     return tensors, {named(k): v for k, v in final.items()}, info
 
@@ -212,8 +259,8 @@ def run(settings, steps, side, dtype):
 def recorded(name, steps):
     settings = {**COMMON, **VARIANTS[name]}
     side = "left" if name == "left_padding" else "right"
-    tensors, final, info = run(settings, steps, side, torch.float32)
-    exact, exact_final, _ = run(settings, steps, side, torch.float64)
+    tensors, final, info = run(settings, steps, side, torch.float32, name in SEQ2SEQ)
+    exact, exact_final, _ = run(settings, steps, side, torch.float64, name in SEQ2SEQ)
     floor = lambda a, b: (a.double() - b.double()).abs().max().item() if a.shape == b.shape and a.numel() else 0.0
     noise = {k: floor(v, exact[k]) for k, v in tensors.items() if v.is_floating_point()}
     noise |= {f"weights_after_step{STEPS - 1}.{k}": floor(v, exact_final[k]) for k, v in final.items()}
@@ -241,6 +288,8 @@ def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    if "--init" in sys.argv:
+        return make_t5()
     if "--check" in sys.argv:
         for folder in sorted(path.parent for path in HERE.glob("*/data.safetensors")):
             info = json.loads((folder / "info.json").read_text())
@@ -268,7 +317,7 @@ def main():
             save_file(thinned(final), folder / "final.safetensors")
         thin.write_json(folder / "info.json", info)
         kinds = [s["n_optimizer_steps"] for s in info["steps"]], info["steps"][-1]["kl_coef_after"]
-        print(name, *kinds, f"{max(m['stats']['policy/approxkl'] for m in info['micro']):.3f}")
+        print(name, *kinds)
 
 
 main()
