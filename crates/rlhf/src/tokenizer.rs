@@ -127,7 +127,8 @@ impl Tokenizer {
         let tokenizer_config = read_if_present(dir, "tokenizer_config.json")?;
         let special = SpecialTokens::read(dir, inner.as_ref(), &tokenizer_config)?;
         let SpecialTokens { named, eos, pad, apart } = special;
-        let mut tokenizer = Self { inner, growth, dir: dir.to_path_buf(), files, named, eos, pad, template: None, apart };
+        let mut tokenizer =
+            Self { inner, growth, dir: dir.to_path_buf(), files, named, eos, pad, template: None, apart };
         if dir.join(CHAT_TEMPLATE).is_file() {
             tokenizer.use_chat_template(&dir.join(CHAT_TEMPLATE))?;
         } else {

@@ -447,7 +447,8 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
     let mut rows = 0;
     for dataset in &train {
         let read = dataset.demonstrations_with(&reading.tokenizer, &learned(config))?;
-        rows += into_blocks(shorten(read, most, &reading.tokenizer, dataset.path())?.0, config.packing.then_some(most)).len();
+        rows += into_blocks(shorten(read, most, &reading.tokenizer, dataset.path())?.0, config.packing.then_some(most))
+            .len();
     }
     if let Some(dataset) = &eval {
         dataset.demonstrations_with(&reading.tokenizer, &learned(config))?;
