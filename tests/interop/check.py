@@ -584,6 +584,29 @@ def reading_checks(work):
         yield f"read {family}, reward model: loss by its scores", check
 
 
+def encoder_checks(work):
+    """Encoders that `rlhf reward` trained and saved, read by transformers."""
+    for name in ("bert_cls1", "deberta_cls1", "modernbert_cls1"):
+
+        def check(name=name):
+            place = work / f"encoder_{name}"
+            place.mkdir()
+            pairs, output, folder = write_jsonl(place / "pairs.jsonl", PAIRS), place / "scored.jsonl", place / "trained"
+            arguments = ["--dataset_name", pairs, "--num_train_epochs", 1, "--per_device_train_batch_size", 8]
+            rlhf("reward", "--model_name_or_path", GOLDEN / "models" / name, "--output_dir", folder, *arguments)
+            texts = [pair["prompt"] + pair["chosen"] for pair in PAIRS]
+            rows = write_jsonl(place / "texts.jsonl", [{"text": text} for text in texts])
+            rlhf("score", "--model", folder, "--dataset_name", rows, "--output_file", output)
+            tokenizer, model = AutoTokenizer.from_pretrained(folder), load(AutoModelForSequenceClassification, folder)
+            with torch.no_grad():
+                ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+                expected = [model(input_ids=row).logits[0, 0].item() for row in ids]
+            worst = max(abs(row["score"] - logit) for row, logit in zip(read_jsonl(output), expected, strict=True))
+            expect(worst <= TOLERANCE, f"differ by up to {worst:.2e}, expected at most {TOLERANCE:.0e}")
+
+        yield f"encoder {name}, trained by rlhf reward: scores", check
+
+
 def pipeline_checks(work, family, layout, demonstrations):
     """A model that went through `sft`, `reward` and `ppo`, each output read by transformers."""
     source = Once(lambda: build(work / "source", family, **LAYOUTS[layout]))
@@ -828,7 +851,8 @@ def main():
     warnings.simplefilter("ignore", FutureWarning)
     with tempfile.TemporaryDirectory(prefix="rlhf-interop-") as folder:
         work = Path(folder)
-        checks = list(reading_checks(work)) + list(lora_checks(work)) + list(example_checks(work))
+        checks = list(reading_checks(work)) + list(lora_checks(work)) + list(encoder_checks(work))
+        checks += example_checks(work)
         for family, layout, demonstrations in PIPELINES:
             place = work / family.replace(", ", "_").replace(" ", "_")
             place.mkdir()

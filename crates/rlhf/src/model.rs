@@ -19,6 +19,7 @@ mod linear;
 mod logprobs;
 mod lora;
 mod params;
+mod relative;
 mod sampled;
 mod save;
 mod shape;
@@ -42,7 +43,9 @@ pub(crate) use lora::MOST_RANK;
 pub use lora::{LoraConfig, PeftConfig};
 pub use params::Param;
 pub use sampled::{Sampled, TokenSet};
-pub use shape::{Activation, Family, NormKind, Order, Rope, RopeScaling, Shape};
+pub use shape::{
+    Activation, Family, NormKind, Order, Pooling, RelativeAttention, Rope, RopeScaling, Shape,
+};
 pub use shard::Shards;
 pub(crate) use shard::TrainedPart;
 pub use value_head::{CausalLmWithValueHead, ValueHead, ValueHeadInit, ValueModel};

@@ -159,7 +159,7 @@ mod tests {
     fn defaults_are_those_of_trl_1_11() {
         let rewards = json!({
             "reward": [], "reward_command": null, "reward_url": null, "reward_weights": [], "reward_normalize": [],
-            "reward_scale": [], "reward_clip": [], "reward_label_column": "label", "reward_batch_size": 32,
+            "reward_scale": [], "reward_clip": [], "reward_pair": false, "reward_label_column": "label", "reward_batch_size": 32,
             "reward_concurrency": 4, "reward_timeout": 120.0, "reward_retries": 3,
         });
         assert_settings(

@@ -313,6 +313,18 @@ impl Tokenizer {
         self.apart
     }
 
+    /// Token ids of two texts as the tokenizer joins a pair, with its special tokens: `[CLS] first [SEP] second [SEP]` for most encoders.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode it.
+    pub fn encode_segments(&self, first: &str, second: &str) -> Result<Vec<i64>> {
+        let inner = self.require_inner()?;
+        let len = first.len() + second.len();
+        self.growth.map_or(Ok(()), |growth| growth.check_encode(len)).map_err(|e| self.error(&e))?;
+        let encoding = guarded(|| inner.encode_fast((first, second), true)).map_err(|e| self.error(&e))?;
+        Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
+    }
+
     /// Token ids of a prompt: as [`Tokenizer::encode`], without the eos that some tokenizers append to
     /// every text. An eos in `text` itself is kept. The prompt of an encoder-decoder is whole, and keeps the appended eos.
     ///
@@ -360,13 +372,17 @@ impl Tokenizer {
         Ok((whole, border))
     }
 
-    fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i64>> {
-        let inner = self.inner.as_ref().ok_or_else(|| {
+    fn require_inner(&self) -> Result<&tokenizers::Tokenizer> {
+        self.inner.as_ref().ok_or_else(|| {
             Error::Run(format!(
                 "text needs a tokenizer, and {} has no tokenizer.json; rows of token ids (prompt_ids) need none",
                 self.dir.display()
             ))
-        })?;
+        })
+    }
+
+    fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i64>> {
+        let inner = self.require_inner()?;
         self.growth.map_or(Ok(()), |growth| growth.check_encode(text.len())).map_err(|e| self.error(&e))?;
         let encoding = guarded(|| inner.encode_fast(text, add_special_tokens)).map_err(|e| self.error(&e))?;
         Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())

@@ -9,6 +9,7 @@ use rlhf::model::{
 use rlhf::optim::AdamW;
 use rlhf::settings::SftConfig;
 use rlhf::tokenizer::Tokenizer;
+use serde_json::json;
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
@@ -113,7 +114,7 @@ fn logits_and_hidden_states_equal_transformers_in_every_padding() {
 
 #[test]
 fn the_config_of_transformers_4_gives_the_same_model() {
-    for dir in folders(Hold::Lm).into_iter().chain(folders(Hold::Classifier)) {
+    for dir in [Hold::Lm, Hold::Classifier, Hold::Encoder].into_iter().flat_map(folders) {
         let old = dir.join("config_v4.json");
         if !old.is_file() {
             continue;
@@ -488,6 +489,97 @@ fn encoders_give_transformers_logits_alone_and_in_a_batch() {
             let expected = golden.get("text.logits").narrow(0, i as i64, 1);
             assert_close(&what, &model.logits(&[sequence]).unwrap(), &expected, TOLERANCE);
         }
+    }
+}
+
+#[test]
+fn relative_positions_windows_and_means_do_not_depend_on_the_batch_at_any_length() {
+    // Longer than every window and bucket, beside rows of one token, which have a window of their own.
+    let rows: Vec<Vec<i64>> = [40, 1, 17, 2, 40].iter().map(|&n| (0..n).map(|t| (7 * n + 3 * t) % 90 + 4).collect()).collect();
+    for name in ["deberta_cls1", "deberta_cls2", "modernbert_cls1", "modernbert_cls2"] {
+        let dir = golden().join("models").join(name);
+        for precision in [Precision::F32, Precision::Bf16] {
+            let options = ModelOptions { precision, ..ModelOptions::default() };
+            let mut model = SequenceClassifier::from_pretrained(&dir, None, options).unwrap();
+            let tolerance = if precision == Precision::F32 { TOLERANCE } else { 0.1 };
+            let alone: Vec<Tensor> = rows.iter().map(|row| model.logits(&[row]).unwrap()).collect();
+            assert_close(name, &model.logits(&rows).unwrap(), &Tensor::cat(&alone, 0), tolerance);
+            assert_ne!(model.logits(&rows[..1]).unwrap(), model.logits(&[&rows[0][1..]]).unwrap(), "{name}");
+            model.set_trainable(true);
+            let gradients = |model: &SequenceClassifier| {
+                model.logits(&rows).unwrap().sum(tch::Kind::Float).backward();
+                model.params().iter().map(|param| param.tensor.grad().copy()).collect::<Vec<_>>()
+            };
+            assert!(gradients(&model).iter().all(|grad| grad.isfinite().all().int64_value(&[]) == 1), "{name}");
+        }
+    }
+}
+
+#[test]
+fn reward_models_of_decoders_load_in_bf16_and_heads_that_compute_something_else_are_refused() {
+    // The form of Skywork's and FsfairX's reward models: one label, `score.weight` without a bias, bf16, transformers 4.
+    for name in ["llama_untied_cls", "qwen3_cls", "gemma2_cls", "mistral_cls"] {
+        let dir = golden().join("models").join(name);
+        let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
+        let out = tempfile::tempdir().unwrap();
+        let write = |config: &serde_json::Value, more: &[(&str, i64)]| {
+            std::fs::write(out.path().join("config.json"), config.to_string()).unwrap();
+            let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::BFloat16).unwrap();
+            let mut tensors: Named = checkpoint.names().map(|name| (name.to_string(), read(name))).collect();
+            let zeros = |n: i64| Tensor::zeros([n], (tch::Kind::BFloat16, tch::Device::Cpu));
+            tensors.extend(more.iter().map(|(name, n)| (name.to_string(), zeros(*n))));
+            rlhf::weights::save(out.path(), &tensors, usize::MAX).unwrap();
+        };
+        let mut config = read_json(&dir.join("config_v4.json"));
+        config["torch_dtype"] = json!("bfloat16");
+        write(&config, &[]);
+        let load = |dir: &Path, dtype| {
+            SequenceClassifier::from_pretrained(dir, None, ModelOptions { dtype, ..ModelOptions::default() })
+        };
+        let rows = [vec![5i64, 6, 7, 8], vec![9, 10]];
+        let exact = load(&dir, Dtype::Float32).unwrap().scores(&rows).unwrap();
+        for dtype in [Dtype::Auto, Dtype::Float32] {
+            let scale = exact.abs().max().double_value(&[]).max(1.0);
+            let found = load(out.path(), dtype).unwrap();
+            assert_eq!((found.labels().len(), found.has_new_head()), (1, false));
+            assert_close(name, &found.scores(&rows).unwrap(), &exact, 0.05 * scale);
+        }
+        write(&config, &[("score.bias", 1)]);
+        let error = load(out.path(), Dtype::Auto).unwrap_err().to_string();
+        assert!(error.contains("unexpected `score.bias`"), "{error}");
+        // ArmoRM's: gates over several objectives, in code of its own.
+        config["architectures"] = json!(["LlamaForRewardModelWithGating"]);
+        config["auto_map"] =
+            json!({"AutoModelForSequenceClassification": "modeling_custom.LlamaForRewardModelWithGating"});
+        write(&config, &[("gating.layers.0.bias", 3)]);
+        let error = load(out.path(), Dtype::Auto).unwrap_err().to_string();
+        let message = "found \"LlamaForRewardModelWithGating\", a class of the model's own code (modeling_custom.py)";
+        assert!(error.contains(message) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn configs_of_encoders_that_compute_something_else_are_refused() {
+    for (name, key, value, message) in [
+        ("deberta_cls1", "conv_kernel_size", json!(3), "`conv_kernel_size`: expected 0"),
+        ("deberta_cls1", "share_att_key", json!(false), "`share_att_key`: expected true, found false"),
+        ("deberta_cls1", "relative_attention", json!(null), "`relative_attention`: expected true, found null"),
+        ("deberta_cls1", "pos_att_type", json!("c2p|p2p"), "`pos_att_type`: expected c2p and p2c; p2p is not supported"),
+        ("deberta_cls1", "position_buckets", json!(1), "`position_buckets`: expected a number from 2 to 124, or -1, found 1"),
+        ("deberta_cls1", "embedding_size", json!(16), "`embedding_size`: expected 32, or none, found 16"),
+        ("deberta_cls1", "pooler_hidden_act", json!("tanh"), "`pooler_hidden_act`: expected gelu"),
+        ("modernbert_cls1", "classifier_pooling", json!("max"), "`classifier_pooling`: expected cls or mean, found \"max\""),
+        ("modernbert_cls1", "rope_parameters", json!({"full_attention": 3}), "`rope_parameters`: expected an object with"),
+        ("modernbert_cls1", "rope_parameters", json!({"sliding_attention": {"rope_type": "yarn"}}), "`rope_type`: expected default"),
+        ("modernbert_cls1", "rope_scaling", json!({"type": "linear", "factor": 2.0}), "`rope_scaling`: expected none"),
+        ("modernbert_cls1", "classifier_activation", json!("relu"), "`classifier_activation`: expected gelu"),
+    ] {
+        let mut config = read_json(&golden().join("models").join(name).join("config.json"));
+        config[key] = value;
+        let out = tempfile::tempdir().unwrap();
+        std::fs::write(out.path().join("config.json"), config.to_string()).unwrap();
+        let error = ModelConfig::from_dir(out.path()).unwrap_err().to_string();
+        assert!(error.contains(message) && !error.contains('\n'), "{error}");
     }
 }
 

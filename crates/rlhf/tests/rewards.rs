@@ -1,8 +1,8 @@
 //! Rewards that are no model of the policy's: programs, services, rules, closures, other chat templates; and PPO with them.
 
 use crate::checkpoint::{signal, wait_until};
-use crate::cli::{PPO, PROMPTS, Ran, Scratch, json_lines, timeless};
-use crate::support::{Child, golden, init};
+use crate::cli::{PPO, PROMPTS, REWARD, Ran, Scratch, json_lines, timeless};
+use crate::support::{Child, Tensors, assert_close, golden, init, read_json};
 use rlhf::generate::FinishReason;
 use rlhf::model::ModelOptions;
 use rlhf::reward::{
@@ -801,6 +801,66 @@ fn two_reward_models_are_added_each_with_its_own_label_and_weight() {
         let expected = 0.5 * number(&line, "objective/scores/model") + 2.0 * number(&line, "objective/scores/mood");
         assert!((number(&line, "objective/scores") - expected).abs() < 1e-5);
     }
+}
+
+#[test]
+fn encoders_of_today_are_rewards_of_a_run_and_read_pairs_of_prompt_and_response() {
+    for name in ["deberta_cls1", "modernbert_cls1"] {
+        let scratch = Scratch::new();
+        scratch.copy("judge", name);
+        let index = read_json(&golden().join("models/index.json"));
+        let values = Tensors::read(&golden().join("models").join(name).join("golden.safetensors"));
+        let pairs = index["models"][name]["pairs"].as_array().unwrap();
+        let policy = Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
+        let judge = scratch.path("judge");
+        let options = ModelOptions::default();
+        let mut model = RewardModel::from_pretrained(&judge, None, None, &policy, 8, options).unwrap();
+        model.read_pairs().unwrap();
+        let ids: Vec<Vec<i64>> = pairs.iter().map(|pair| policy.encode(pair[0].as_str().unwrap()).unwrap()).collect();
+        let row = json!({});
+        let inputs: Vec<RewardInput<'_>> = pairs
+            .iter()
+            .zip(&ids)
+            .map(|(pair, ids)| RewardInput {
+                prompt: pair[0].as_str().unwrap(),
+                response: pair[1].as_str().unwrap(),
+                prompt_ids: ids,
+                response_ids: &[],
+                finish: FinishReason::Stop,
+                row: &row,
+            })
+            .collect();
+        let found: Vec<f32> = model
+            .score(&inputs)
+            .unwrap()
+            .into_iter()
+            .map(|score| match score {
+                Score::Response(score) => score as f32,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        let expected = values.get("pair.logits").squeeze_dim(1);
+        assert_close(name, &tch::Tensor::from_slice(&found), &expected, 2e-5);
+        let line = PPO.replace("--reward_model_path reward", "--reward_model_path judge --reward_pair");
+        let ran = scratch.run_with(&line, &[]);
+        assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+        assert!(scratch.metrics("out").iter().all(|line| number(line, "objective/scores").is_finite()));
+        let line = format!("{REWARD} --model_name_or_path judge --output_dir trained --learning_rate 1e-2");
+        scratch.succeeds(&line);
+        let losses: Vec<f64> = scratch.metrics("trained").iter().map(|line| number(line, "loss")).collect();
+        assert!(losses.iter().all(|loss| loss.is_finite()) && losses[0] != losses[1], "{losses:?}");
+        let line = format!("{REWARD} --model_name_or_path judge --output_dir adapter --use_peft --gradient_checkpointing true");
+        scratch.succeeds(&line);
+        RewardModel::from_pretrained(&scratch.path("adapter"), None, None, &policy, 8, options).unwrap();
+    }
+    let scratch = Scratch::new();
+    scratch.copy("bert", "bert_cls1");
+    let refused = "reward_pair = true: expected an encoder with at most one token type";
+    scratch.refuses_with(PPO, &["--reward_pair"], 1, &[refused, "a decoder"]);
+    let bert = PPO.replace("--reward_model_path reward", "--reward_model_path bert");
+    scratch.refuses_with(&bert, &["--reward_pair"], 1, &[refused, "`bert` with 2"]);
+    let words = ["--reward", "json", "--reward_pair"];
+    scratch.refuses_with(NO_MODEL, &words, 2, &["reward_pair = true has no effect without a reward that is a model"]);
 }
 
 #[test]

@@ -320,7 +320,7 @@ mod tests {
                     data_split_seed";
         let rows = "dataset_name dataset_split dataset_columns output_file overwrite_output_file batch_size dtype device num_threads config help";
         let rewards = "reward reward_command reward_url reward_weights reward_normalize reward_scale reward_clip \
-                       reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
+                       reward_pair reward_label_column reward_batch_size reward_concurrency reward_timeout reward_retries";
         let eval = "eval_steps metric_for_best_model greater_is_better";
         let steps = "train_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
                      num_train_epochs max_steps logging_steps";

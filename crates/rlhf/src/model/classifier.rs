@@ -6,10 +6,10 @@ use super::batch::{Batch, shared_lens};
 use super::body::{Body, Gathered};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
-use super::linear::{Linear, LinearShape};
+use super::linear::{Linear, LinearShape, Norm};
 use super::lora::{DropoutRows, LoraConfig};
 use super::params::{Builder, DEEPSPEED_CHAT, Init, Param, Source};
-use super::shape::{HeadActivation, HeadNames};
+use super::shape::{HeadActivation, HeadNames, Pooling};
 use super::shard::Shards;
 use crate::dist::{World, ZeroStage};
 use crate::flag::Setting;
@@ -69,8 +69,8 @@ pub struct SequenceClassifier {
 pub(super) enum Head {
     /// A linear head, applied at any position.
     Score(Linear),
-    /// A two-layer head, applied at the first token.
-    Dense { inner: Linear, activation: HeadActivation, out: Linear },
+    /// A two-layer head, applied at the first token or to the mean over the tokens.
+    Dense { inner: Linear, activation: HeadActivation, norm: Option<Norm>, out: Linear },
 }
 
 /// The labels whose logits make the score.
@@ -105,6 +105,7 @@ impl SequenceClassifier {
             return Ok(model);
         }
         let config = ModelConfig::from_dir(dir)?;
+        config.check_classifier_code(dir)?;
         if !config.is_sequence_classifier() && !dir.join("model.safetensors").is_file() {
             check_pickle(dir)?;
         }
@@ -405,7 +406,8 @@ impl SequenceClassifier {
         self.body.activation_bytes(gradient_checkpointing)
     }
 
-    /// The logits of each sequence, at its last token, for an encoder at its first: `[rows, labels]` f32.
+    /// The logits of each sequence, at its last token, for an encoder at its first or of the mean over its tokens:
+    /// `[rows, labels]` f32.
     ///
     /// # Errors
     /// As [`super::CausalLm::logits`].
@@ -414,7 +416,7 @@ impl SequenceClassifier {
         let tokens = sequences.iter().map(|sequence| sequence.as_ref().len()).sum();
         let shared = shared_lens(sequences.iter().map(AsRef::as_ref), tokens);
         let batch = Batch::new(sequences, &spans).sharing(shared.as_deref());
-        Ok(self.head.forward(&self.body.hidden_at(batch, 0, None)?.states))
+        Ok(self.head.forward(&self.pooled(&self.body.hidden_at(batch, 0, None)?.states, &spans)))
     }
 
     /// The score of each sequence: its logit for the chosen label, `[rows]` f32.
@@ -438,7 +440,7 @@ impl SequenceClassifier {
     ) -> Result<()> {
         let spans = self.read_at(sequences);
         self.body.backward(Batch::new(sequences, &spans).with_dropout(dropout), 0, None, |hidden| {
-            loss(&self.chosen_of(&self.head.forward(hidden))).backward();
+            loss(&self.chosen_of(&self.head.forward(&self.pooled(hidden, &spans)))).backward();
             hidden.grad()
         })
     }
@@ -448,8 +450,21 @@ impl SequenceClassifier {
         let lens = sequences.iter().map(|s| s.as_ref().len());
         match self.head {
             Head::Score(_) => lens.map(|len| len.saturating_sub(1)..len).collect(),
-            Head::Dense { .. } => lens.map(|_| 0..1).collect(),
+            Head::Dense { .. } => match self.config().pooling {
+                Pooling::First => lens.map(|_| 0..1).collect(),
+                Pooling::Mean => lens.map(|len| 0..len).collect(),
+            },
         }
+    }
+
+    /// The head's input for each sequence, from the hidden states at [`SequenceClassifier::read_at`].
+    fn pooled(&self, hidden: &Tensor, spans: &[Range<usize>]) -> Tensor {
+        if self.config().pooling == Pooling::First {
+            return hidden.shallow_clone();
+        }
+        let lens: Vec<i64> = spans.iter().map(|span| span.len() as i64).collect();
+        let means = hidden.split_with_sizes(&lens, 0).into_iter().map(|rows| rows.mean_dim(0, false, Kind::Float));
+        Tensor::stack(&means.collect::<Vec<_>>(), 0)
     }
 
     fn chosen_of(&self, logits: &Tensor) -> Tensor {
@@ -530,12 +545,14 @@ impl Head {
     fn forward(&self, hidden: &Tensor) -> Tensor {
         match self {
             Head::Score(score) => score.forward(hidden),
-            Head::Dense { inner, activation, out } => {
+            Head::Dense { inner, activation, norm, out } => {
                 let inner = inner.forward(hidden);
-                out.forward(&match activation {
+                let active = match activation {
                     HeadActivation::Tanh => inner.tanh(),
                     HeadActivation::Relu => inner.relu(),
-                })
+                    HeadActivation::Gelu => inner.gelu("none"),
+                };
+                out.forward(&norm.as_ref().map_or(active.shallow_clone(), |norm| norm.forward(&active, Kind::Float)))
             }
         }
     }
@@ -560,13 +577,14 @@ impl Head {
                 };
                 Ok(Head::Score(Linear::new(weight, None, compute)))
             }
-            HeadNames::Dense { inner, activation, out } => {
+            HeadNames::Dense { inner, activation, norm, out } => {
                 let width_in = config.hidden_size;
-                let shape = |width_out| LinearShape { width_in, width_out, bias: true, transposed: false, std };
+                let shape = |width_out, bias| LinearShape { width_in, width_out, bias, transposed: false, std };
                 Ok(Head::Dense {
-                    inner: Linear::build(builder, inner, shape(width_in), compute)?,
+                    inner: Linear::build(builder, inner, shape(width_in, config.head_bias), compute)?,
                     activation,
-                    out: Linear::build(builder, out, shape(labels), compute)?,
+                    norm: norm.map(|name| Norm::build(builder, name, width_in, config)).transpose()?,
+                    out: Linear::build(builder, out, shape(labels, true), compute)?,
                 })
             }
         }

@@ -157,6 +157,22 @@ impl ModelConfig {
         }
     }
 
+    /// Rejects a classifier whose class is code in its folder, such as a head with gates (ArmoRM): its scores would be others.
+    pub(crate) fn check_classifier_code(&self, dir: &Path) -> Result<()> {
+        let known = [Some(self.family.classifier_class), self.family.causal_lm_class];
+        let class = self.architectures.iter().find(|name| !known.contains(&Some(name.as_str())));
+        let code = self.raw.get("auto_map").and_then(Value::as_object).filter(|map| !map.is_empty());
+        let (Some(class), Some(code)) = (class, code) else { return Ok(()) };
+        let module = code.values().filter_map(Value::as_str).find_map(|name| Some(name.split_once('.')?.0));
+        let file = module.map_or("auto_map".into(), |module| format!("{}.py", brief(&json!(module)).trim_matches('"')));
+        let message = format!(
+            "`architectures`: expected {}, found {}, a class of the model's own code ({file}), which is never run",
+            self.family.classifier_class,
+            brief(&json!(class)),
+        );
+        Err(Error::invalid(dir.join("config.json"), message))
+    }
+
     /// The dtype that the file names for the weights; f32 if it names none.
     pub(crate) fn stored_kind(&self) -> Kind {
         match self.raw.get("dtype").or(self.raw.get("torch_dtype")).and_then(Value::as_str) {

@@ -4,7 +4,8 @@ use super::layout::{KvCache, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::params::{Builder, Init};
-use super::shape::{Activation, MlpIn, Names, Order, Qkv, RopeScaling, Shape};
+use super::relative::RelativePositions;
+use super::shape::{Activation, MlpIn, Names, Order, Qkv, Rope, RopeScaling, Shape};
 use super::shard::{LayerGuard, Shards};
 use super::uses_kernels;
 use crate::Result;
@@ -12,7 +13,8 @@ use tch::{Kind, Tensor};
 
 #[derive(Debug)]
 struct Layer {
-    input_norm: Norm,
+    /// `None` in a first layer that reads the embeddings as they are.
+    input_norm: Option<Norm>,
     qkv: Vec<Linear>,
     qk_norm: Option<[Norm; 2]>,
     attention_out: Linear,
@@ -30,6 +32,7 @@ pub(crate) struct Decoder {
     positions: Option<Tensor>,
     token_types: Option<Tensor>,
     embed_norm: Option<Norm>,
+    relative: Option<RelativePositions>,
     /// Projections from the width of the embeddings to that of the layers, and back.
     project: Option<[Linear; 2]>,
     layers: Vec<Layer>,
@@ -62,7 +65,16 @@ pub(crate) struct BackwardOptions<'a> {
 struct Pass<'a> {
     attention: Attention<'a>,
     rotation: Option<(Tensor, Tensor)>,
+    /// The rotation of layers with a window, if it differs.
+    local_rotation: Option<(Tensor, Tensor)>,
     dropout: Option<&'a Dropout>,
+}
+
+impl Pass<'_> {
+    /// Cosines and sines of the rotary angles of `layer`.
+    fn rotation_of(&self, layer: &Layer) -> Option<&(Tensor, Tensor)> {
+        self.local_rotation.as_ref().filter(|_| layer.scores.window.is_some()).or(self.rotation.as_ref())
+    }
 }
 
 impl Decoder {
@@ -75,10 +87,12 @@ impl Decoder {
         };
         let embed = table(b, names.embed, shape.vocab_size, width)?;
         let rows = (shape.max_position_embeddings as i64).saturating_add(shape.position_offset);
-        let positions = names.positions.map(|base| table(b, base, rows, shape.hidden_size)).transpose()?;
-        let token_types =
-            names.token_types.map(|base| table(b, base, shape.token_types, shape.hidden_size)).transpose()?;
+        let positions = names.positions.filter(|_| shape.learned_positions);
+        let positions = positions.map(|base| table(b, base, rows, shape.hidden_size)).transpose()?;
+        let token_types = names.token_types.filter(|_| shape.token_types > 0);
+        let token_types = token_types.map(|base| table(b, base, shape.token_types, shape.hidden_size)).transpose()?;
         let embed_norm = names.embed_norm.map(|base| Norm::build(b, base, width, shape)).transpose()?;
+        let relative = RelativePositions::build(b, shape)?;
         let project = match names.project.filter(|_| width != shape.hidden_size) {
             None => None,
             Some([inward, outward]) => {
@@ -97,7 +111,19 @@ impl Decoder {
         };
         let shape = shape.clone();
         let shards = Shards::default();
-        Ok(Self { embed, positions, token_types, embed_norm, project, layers, final_norm, shape, compute, shards })
+        Ok(Self {
+            embed,
+            positions,
+            token_types,
+            embed_norm,
+            relative,
+            project,
+            layers,
+            final_norm,
+            shape,
+            compute,
+            shards,
+        })
     }
 
     /// The embedding `[vocab, embedding size]`, which is also the LM head if the two are tied.
@@ -253,7 +279,9 @@ impl Decoder {
     }
 
     fn pass<'a>(&self, positions: &Tensor, attention: Attention<'a>, dropout: Option<&'a Dropout>) -> Pass<'a> {
-        Pass { rotation: self.rotation(positions, &attention), attention, dropout }
+        let rotation = |rope: Option<Rope>| rope.map(|rope| rotation(rope, positions, &attention));
+        let (rotation, local_rotation) = (rotation(self.shape.rope), rotation(self.shape.local_rope));
+        Pass { rotation, local_rotation, attention, dropout }
     }
 
     /// The residual stream after layer `i`.
@@ -268,25 +296,25 @@ impl Decoder {
             |x: &Tensor| layer.attention_out.forward_dropping(&select(&self.attention(i, layer, x, pass)), dropout);
         match (self.shape.order, &layer.output_norms) {
             (Order::Parallel, _) => {
-                let attended = attend(&layer.input_norm.forward(x, compute));
+                let attended = attend(&layer.input(x, compute));
                 let x = select(x);
                 let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
                 add(&x, &attended, Some(&fed))
             }
             (Order::Post, _) => {
                 let attended = attend(x);
-                let x = layer.input_norm.forward(&add(&select(x), &attended, None), Kind::Float);
+                let x = layer.input(&add(&select(x), &attended, None), Kind::Float);
                 layer.mlp_norm.forward(&add(&x, &self.mlp(layer, &x, dropout), None), Kind::Float)
             }
             (Order::Sandwich, Some([after_attention, after_mlp])) => {
                 let normed = |norm: &Norm, x: &Tensor| norm.forward(&x.to_kind(Kind::Float), Kind::Float);
-                let attended = attend(&layer.input_norm.forward(x, compute));
+                let attended = attend(&layer.input(x, compute));
                 let x = add(&select(x), &normed(after_attention, &attended), None);
                 let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
                 add(&x, &normed(after_mlp, &fed), None)
             }
             (Order::Pre | Order::Sandwich, _) => {
-                let attended = attend(&layer.input_norm.forward(x, compute));
+                let attended = attend(&layer.input(x, compute));
                 let x = add(&select(x), &attended, None);
                 let fed = self.mlp(layer, &layer.mlp_norm.forward(&x, compute), dropout);
                 add(&x, &fed, None)
@@ -335,39 +363,6 @@ impl Decoder {
         }
     }
 
-    /// Cosines and sines of the rotary angles, `[N, dim / 2]` each.
-    fn rotation(&self, positions: &Tensor, attention: &Attention<'_>) -> Option<(Tensor, Tensor)> {
-        let rope = self.shape.rope?;
-        let options = (Kind::Float, positions.device());
-        // In f32 whatever the compute dtype: bf16 holds 641 distinct integers in 0..2048, so positions would share angles.
-        let exponents = Tensor::arange_start_step(0, rope.dim, 2, options) / rope.dim as f64;
-        let plain = || Tensor::full([1], rope.theta, options).pow(&exponents).reciprocal().unsqueeze(0);
-        let inv_freq = match rope.scaling {
-            RopeScaling::Default => plain(),
-            RopeScaling::Linear { factor } => plain() / factor,
-            RopeScaling::Dynamic { factor, original } => {
-                // The length of each token's sequence, or of the part decoded so far.
-                let lens = match attention {
-                    Attention::Sequences(layout, _) => layout.len_of_each_token(),
-                    Attention::Step(_) => positions + 1,
-                };
-                let lens = lens.to_kind(Kind::Float).clamp_min(original).unsqueeze(1);
-                let growth = (lens * (factor / original) - (factor - 1.0))
-                    .pow_tensor_scalar(rope.dim as f64 / (rope.dim - 2) as f64);
-                (growth * rope.theta).pow(&exponents.unsqueeze(0)).reciprocal()
-            }
-            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
-                let inv_freq = plain();
-                // Rotations over the original length, scaled to the two bounds: 0 and less is slow, 1 and more is fast.
-                let turns = &inv_freq * (original / std::f64::consts::TAU);
-                let fast = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
-                &inv_freq * &fast + &inv_freq * (1.0 - &fast) / factor
-            }
-        };
-        let angles = positions.to_kind(Kind::Float).unsqueeze(1) * inv_freq;
-        Some((angles.cos(), angles.sin()))
-    }
-
     /// The heads' outputs, `[N, heads * head_dim]`.
     fn attention(&self, index: usize, layer: &Layer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
@@ -377,7 +372,8 @@ impl Decoder {
         };
         let in_all = |x: Tensor| shared.map_or_else(|| x.shallow_clone(), |shared| shared.expand(&x));
         let projections: Vec<Tensor> = layer.qkv.iter().map(|linear| in_all(project(linear))).collect();
-        let attended = if uses_kernels(self.compute, x.device()) && !has_padding {
+        let has_kernel = self.relative.is_none() && (layer.scores.causal || layer.scores.window.is_none());
+        let attended = if uses_kernels(self.compute, x.device()) && !has_padding && has_kernel {
             self.attend_by_kernels(index, layer, projections, pass)
         } else {
             self.attend_plainly(index, layer, &projections, pass)
@@ -395,7 +391,6 @@ impl Decoder {
         mut projections: Vec<Tensor>,
         pass: &mut Pass<'_>,
     ) -> Tensor {
-        let rotation = pass.rotation.as_ref();
         let c = &self.shape;
         assert!(
             layer.qk_norm.is_none() || projections.len() == 3,
@@ -407,6 +402,7 @@ impl Decoder {
         }
         let by_head = matches!(c.family.names.qkv, Qkv::FusedByHead(_));
         let kernel = layer.scores.kernel(c.num_attention_heads, c.num_key_value_heads, c.head_dim, by_head);
+        let rotation = pass.local_rotation.as_ref().filter(|_| layer.scores.window.is_some()).or(pass.rotation.as_ref());
         match &mut pass.attention {
             Attention::Step(cache) => cache.attend_step_by_kernel(index, &kernel, &projections, rotation),
             Attention::Sequences(layout, cache) => {
@@ -435,7 +431,7 @@ impl Decoder {
                 (norm(q_norm, &q), norm(k_norm, &k))
             }
         };
-        let (q, k) = match &pass.rotation {
+        let (q, k) = match pass.rotation_of(layer) {
             None => (q, k),
             Some(angles) => (rotate(&q, angles), rotate(&k, angles)),
         };
@@ -446,7 +442,9 @@ impl Decoder {
                 if let Some(cache) = cache {
                     cache.store_sequences(index, &k, &v);
                 }
-                layout.attend(&layer.scores, &q, &k, &v)
+                let projections = || [&layer.qkv[0], &layer.qkv[1]];
+                let relative = self.relative.as_ref().map(|all| all.of_layer(layout.width, projections()));
+                layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref())
             }
         }
     }
@@ -487,6 +485,11 @@ impl Drop for WholeLayer<'_> {
 }
 
 impl Layer {
+    /// Normalizes the input of attention, f32; returns `kind`.
+    fn input(&self, x: &Tensor, kind: Kind) -> Tensor {
+        self.input_norm.as_ref().map_or_else(|| x.shallow_clone(), |norm| norm.forward(x, kind))
+    }
+
     fn linears(&self) -> impl Iterator<Item = &Linear> {
         let attention = self.qkv.iter().chain([&self.attention_out]);
         attention.chain(&self.mlp_in).chain([&self.mlp_out])
@@ -515,7 +518,8 @@ impl Layer {
             names.map(|[first, second]| Ok([norm(b, first, width)?, norm(b, second, width)?])).transpose()
         };
 
-        let input_norm = norm(b, names.input_norm, hidden)?;
+        let has_norm = i > 0 || shape.first_norm;
+        let input_norm = has_norm.then(|| norm(b, names.input_norm, hidden)).transpose()?;
         let parts = match &names.qkv {
             Qkv::Separate([q, k, v]) => vec![(*q, heads_width), (*k, kv_width), (*v, kv_width)],
             Qkv::Fused(name) | Qkv::FusedByHead(name) => vec![(*name, heads_width + 2 * kv_width)],
@@ -558,6 +562,38 @@ fn add(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
 
 fn three(parts: Vec<Tensor>) -> [Tensor; 3] {
     parts.try_into().expect("three parts")
+}
+
+/// Cosines and sines of the rotary angles, `[N, dim / 2]` each.
+fn rotation(rope: Rope, positions: &Tensor, attention: &Attention<'_>) -> (Tensor, Tensor) {
+    let options = (Kind::Float, positions.device());
+    // In f32 whatever the compute dtype: bf16 holds 641 distinct integers in 0..2048, so positions would share angles.
+    let exponents = Tensor::arange_start_step(0, rope.dim, 2, options) / rope.dim as f64;
+    let plain = || Tensor::full([1], rope.theta, options).pow(&exponents).reciprocal().unsqueeze(0);
+    let inv_freq = match rope.scaling {
+        RopeScaling::Default => plain(),
+        RopeScaling::Linear { factor } => plain() / factor,
+        RopeScaling::Dynamic { factor, original } => {
+            // The length of each token's sequence, or of the part decoded so far.
+            let lens = match attention {
+                Attention::Sequences(layout, _) => layout.len_of_each_token(),
+                Attention::Step(_) => positions + 1,
+            };
+            let lens = lens.to_kind(Kind::Float).clamp_min(original).unsqueeze(1);
+            let growth = (lens * (factor / original) - (factor - 1.0))
+                .pow_tensor_scalar(rope.dim as f64 / (rope.dim - 2) as f64);
+            (growth * rope.theta).pow(&exponents.unsqueeze(0)).reciprocal()
+        }
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
+            let inv_freq = plain();
+            // Rotations over the original length, scaled to the two bounds: 0 and less is slow, 1 and more is fast.
+            let turns = &inv_freq * (original / std::f64::consts::TAU);
+            let fast = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+            &inv_freq * &fast + &inv_freq * (1.0 - &fast) / factor
+        }
+    };
+    let angles = positions.to_kind(Kind::Float).unsqueeze(1) * inv_freq;
+    (angles.cos(), angles.sin())
 }
 
 /// Rotates the first dimensions of each head by the rotary angles, pairing dimension i with i + dim / 2 as Hugging Face does.

@@ -2,7 +2,9 @@
 //!
 //! A new family is an entry in [`FAMILIES`], a reader that fills a [`Shape`], a table of [`Names`], and a golden model.
 
-use super::shape::{Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order, Qkv, RopeKeys, Shape};
+use super::shape::{
+    Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order, Pooling, Qkv, RelativeAttention, RopeKeys, Shape,
+};
 use crate::Result;
 
 /// The supported families.
@@ -128,7 +130,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         classifier_class: "BertForSequenceClassification",
         shape: bert,
         names: Names {
-            head: HeadNames::Dense { inner: "bert.pooler.dense", activation: HeadActivation::Tanh, out: "classifier" },
+            head: HeadNames::Dense { inner: "bert.pooler.dense", activation: HeadActivation::Tanh, norm: None, out: "classifier" },
             ..BERT
         },
     },
@@ -168,8 +170,60 @@ pub(crate) static FAMILIES: &[Family] = &[
             mlp_in: MlpIn::Up("ffn.lin1"),
             mlp_out: "ffn.lin2",
             lora_targets: &["q_lin", "v_lin"],
-            head: HeadNames::Dense { inner: "pre_classifier", activation: HeadActivation::Relu, out: "classifier" },
+            head: HeadNames::Dense { inner: "pre_classifier", activation: HeadActivation::Relu, norm: None, out: "classifier" },
             ..BERT
+        },
+    },
+    Family {
+        name: "deberta-v2",
+        causal_lm_class: None,
+        classifier_class: "DebertaV2ForSequenceClassification",
+        shape: deberta,
+        names: Names {
+            prefix: "deberta.",
+            embed: "deberta.embeddings.word_embeddings",
+            positions: Some("deberta.embeddings.position_embeddings"),
+            token_types: Some("deberta.embeddings.token_type_embeddings"),
+            embed_norm: Some("deberta.embeddings.LayerNorm"),
+            relative: Some(["deberta.encoder.rel_embeddings", "deberta.encoder.LayerNorm"]),
+            layers: "deberta.encoder.layer",
+            qkv: Qkv::Separate(["attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"]),
+            lora_targets: &["query_proj", "value_proj"],
+            head: HeadNames::Dense {
+                inner: "pooler.dense",
+                activation: HeadActivation::Gelu,
+                norm: None,
+                out: "classifier",
+            },
+            ..BERT
+        },
+    },
+    Family {
+        name: "modernbert",
+        causal_lm_class: None,
+        classifier_class: "ModernBertForSequenceClassification",
+        shape: modernbert,
+        names: Names {
+            embed: "model.embeddings.tok_embeddings",
+            embed_norm: Some("model.embeddings.norm"),
+            input_norm: "attn_norm",
+            qkv: Qkv::Fused("attn.Wqkv"),
+            attention_out: "attn.Wo",
+            mlp_norm: "mlp_norm",
+            mlp_in: MlpIn::GatedFused("mlp.Wi"),
+            mlp_out: "mlp.Wo",
+            final_norm: "model.final_norm",
+            lm_head: "",
+            // PEFT has no default for it.
+            lora_targets: &["Wqkv"],
+            head: HeadNames::Dense {
+                inner: "head.dense",
+                activation: HeadActivation::Gelu,
+                norm: Some("head.norm"),
+                out: "classifier",
+            },
+            harmless: &[],
+            ..LLAMA
         },
     },
 ];
@@ -181,6 +235,7 @@ const LLAMA: Names = Names {
     positions: None,
     token_types: None,
     embed_norm: None,
+    relative: None,
     project: None,
     layers: "model.layers",
     input_norm: "input_layernorm",
@@ -216,7 +271,7 @@ const BERT: Names = Names {
     final_norm: "",
     lm_head: "",
     lora_targets: &["query", "value"],
-    head: HeadNames::Dense { inner: "classifier.dense", activation: HeadActivation::Tanh, out: "classifier.out_proj" },
+    head: HeadNames::Dense { inner: "classifier.dense", activation: HeadActivation::Tanh, norm: None, out: "classifier.out_proj" },
     harmless: &[".embeddings.position_ids"],
     ..LLAMA
 };
@@ -475,5 +530,97 @@ fn distilbert(f: &Fields<'_>) -> Result<Shape> {
         order: Order::Post,
         causal: false,
         ..Shape::biased(f, f.size("vocab_size", 30522)?, hidden_size, heads, layers)?
+    })
+}
+
+fn deberta(f: &Fields<'_>) -> Result<Shape> {
+    f.must_be_set("relative_attention", true)?;
+    f.must_be_set("share_att_key", true)?;
+    f.must_be_text("pooler_hidden_act", "gelu")?;
+    if f.count("conv_kernel_size", 0)? > 0 {
+        return Err(f.wrong("conv_kernel_size", "0: a convolution after the first layer is not supported"));
+    }
+    let (hidden_size, heads) = (f.size("hidden_size", 1536)?, f.size("num_attention_heads", 24)?);
+    for (name, expected) in
+        [("embedding_size", hidden_size), ("pooler_hidden_size", hidden_size), ("attention_head_size", hidden_size / heads)]
+    {
+        if f.present(name).is_some() && f.size(name, expected)? != expected {
+            return Err(f.wrong(name, &format!("{expected}, or none")));
+        }
+    }
+    let positions = f.size("max_position_embeddings", 512)?;
+    let relative = relative_attention(f, positions)?;
+    let parts = 1 + i64::from(relative.content_to_position) + i64::from(relative.position_to_content);
+    Ok(Shape {
+        intermediate_size: f.size("intermediate_size", 6144)?,
+        max_position_embeddings: positions as usize,
+        learned_positions: f.flag("position_biased_input", true)?,
+        token_types: f.count("type_vocab_size", 0)?,
+        norm_eps: f.number("layer_norm_eps", 1e-7)?,
+        activation: f.activation("hidden_act", "gelu")?,
+        order: Order::Post,
+        causal: false,
+        attention_scale: ((hidden_size / heads * parts) as f64).powf(-0.5),
+        relative: Some(relative),
+        ..Shape::biased(f, f.size("vocab_size", 128_100)?, hidden_size, heads, f.size("num_hidden_layers", 24)?)?
+    })
+}
+
+/// The relative attention of DeBERTa-v2.
+fn relative_attention(f: &Fields<'_>, positions: i64) -> Result<RelativeAttention> {
+    let kinds = f.names("pos_att_type")?;
+    if let Some(other) = kinds.iter().find(|kind| !["c2p", "p2c"].contains(&kind.as_str())) {
+        return Err(f.wrong("pos_att_type", &format!("c2p and p2c; {other} is not supported")));
+    }
+    // Any number below 1 is the default.
+    let above_zero = |name: &str| f.whole(name, -1).map(|n| Some(n).filter(|&n| n > 0));
+    let longest = above_zero("max_relative_positions")?.unwrap_or(positions);
+    let buckets = above_zero("position_buckets")?;
+    if buckets.is_some_and(|buckets| buckets < 2 || longest - 1 <= buckets / 2) {
+        let expected = format!("a number from 2 to {}, or -1", 2 * (longest - 2).max(1));
+        return Err(f.wrong("position_buckets", &expected));
+    }
+    Ok(RelativeAttention {
+        buckets,
+        longest,
+        content_to_position: kinds.iter().any(|kind| kind == "c2p"),
+        position_to_content: kinds.iter().any(|kind| kind == "p2c"),
+        norm: f.names("norm_rel_ebd")?.iter().any(|kind| kind == "layer_norm"),
+    })
+}
+
+fn modernbert(f: &Fields<'_>) -> Result<Shape> {
+    f.must_be_text("classifier_activation", "gelu")?;
+    let (hidden_size, heads) = (f.size("hidden_size", 768)?, f.size("num_attention_heads", 12)?);
+    let layers = f.size("num_hidden_layers", 22)?;
+    let bias = f.flag("attention_bias", false)?;
+    // The field has both directions; the token itself is one more.
+    let window = f.size("local_attention", 128)? / 2 + 1;
+    let every = f.size("global_attn_every_n_layers", 3)?;
+    let pooling = match f.present("classifier_pooling").map_or(Some("cls"), |value| value.as_str()) {
+        Some("cls") => Pooling::First,
+        Some("mean") => Pooling::Mean,
+        _ => return Err(f.wrong("classifier_pooling", "cls or mean")),
+    };
+    let head_dim = hidden_size / heads;
+    let shape = Shape::biased(f, f.size("vocab_size", 50368)?, hidden_size, heads, layers)?;
+    Ok(Shape {
+        intermediate_size: f.size("intermediate_size", 1152)?,
+        max_position_embeddings: f.size("max_position_embeddings", 8192)? as usize,
+        norm_bias: f.flag("norm_bias", false)?,
+        // The norm of the embeddings is just before it.
+        first_norm: false,
+        norm_eps: f.number("norm_eps", 1e-5)?,
+        activation: f.activation("hidden_activation", "gelu")?,
+        rope: Some(f.rope_of_layers("full_attention", "global_rope_theta", 160_000.0, head_dim)?),
+        local_rope: Some(f.rope_of_layers("sliding_attention", "local_rope_theta", 10_000.0, head_dim)?),
+        causal: false,
+        windows: f.windows(Some(window), layers, |i| i % every != 0)?,
+        qkv_bias: bias,
+        attention_out_bias: bias,
+        mlp_bias: f.flag("mlp_bias", false)?,
+        pooling,
+        head_bias: f.flag("classifier_bias", false)?,
+        ..shape
     })
 }

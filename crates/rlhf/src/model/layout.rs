@@ -21,7 +21,7 @@ pub(crate) struct Scores {
     pub(crate) scale: f64,
     /// Scores `x` become `cap * tanh(x / cap)`.
     pub(crate) softcap: Option<f64>,
-    /// Number of tokens, itself included, that a token attends to; `None`: all.
+    /// Number of tokens, itself included, that a token attends to, in each direction if not causal; `None`: all.
     pub(crate) window: Option<i64>,
     /// Whether a token attends only to itself and the tokens before it.
     pub(crate) causal: bool,
@@ -38,17 +38,52 @@ impl Scores {
     ///
     /// `mask` comes from [`mask_of`] and broadcasts to [rows, heads, queries, keys]; without it a query attends to all keys, or with
     /// `causal` to those up to its position.
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, causal: bool) -> Tensor {
+    fn attend(&self, [q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool) -> Tensor {
         let Some(cap) = self.softcap else {
             return Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, causal, Some(self.scale), false);
         };
         // libtorch has no attention with a soft cap, so the scores are computed, [rows, heads, queries, keys] f32.
         let scores = (q.matmul(&k.transpose(-2, -1)).to_kind(Kind::Float) * (self.scale / cap)).tanh() * cap;
-        let scores = match mask {
-            Some(mask) => scores + mask,
-            None => scores,
+        weighted_sum(scores, mask, v)
+    }
+}
+
+/// The sum of the values `v` by the softmax of `scores` [rows, heads, queries, keys] f32 and the mask.
+fn weighted_sum(scores: Tensor, mask: Option<&Tensor>, v: &Tensor) -> Tensor {
+    let scores = match mask {
+        Some(mask) => scores + mask,
+        None => scores,
+    };
+    scores.softmax(-1, Kind::Float).to_kind(v.kind()).matmul(v)
+}
+
+/// Scores of relative positions in one layer (DeBERTa); P rows of position embeddings.
+pub(crate) struct RelativeScores {
+    /// The keys of the positions, which queries attend to: [P, heads, head_dim].
+    pub(crate) keys: Option<Tensor>,
+    /// The queries of the positions, which attend to keys: [P, heads, head_dim].
+    pub(crate) queries: Option<Tensor>,
+    /// The row of each query's distance to each key, [width, width] i64.
+    pub(crate) index: Tensor,
+}
+
+impl RelativeScores {
+    /// The scores of contents and positions, not yet scaled: [rows, heads, width, width] f32; `q` and `k` are
+    /// [rows, heads, width, head_dim].
+    fn with_content(&self, q: &Tensor, k: &Tensor) -> Tensor {
+        let products = |x: &Tensor, positions: &Tensor, index: &Tensor| {
+            let all = x.matmul(&positions.to_kind(x.kind()).permute([1, 2, 0])).to_kind(Kind::Float);
+            let size = k.size();
+            all.gather(-1, &index.expand([size[0], size[1], size[2], size[2]], false), false)
         };
-        scores.softmax(-1, Kind::Float).to_kind(v.kind()).matmul(v)
+        let mut scores = q.matmul(&k.transpose(-2, -1)).to_kind(Kind::Float);
+        if let Some(keys) = &self.keys {
+            scores = scores + products(q, keys, &self.index);
+        }
+        if let Some(queries) = &self.queries {
+            scores = scores + products(k, queries, &self.index.tr()).transpose(-2, -1);
+        }
+        scores
     }
 }
 
@@ -266,10 +301,16 @@ impl Layout {
         self.lens.len() as i64
     }
 
-    /// Attention within each sequence; `q` [N, heads, head_dim], result [N, heads * head_dim].
-    pub(crate) fn attend(&self, scores: &Scores, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+    /// Attention within each sequence, with the scores of relative positions if there are any; `q` [N, heads, head_dim], result
+    /// [N, heads * head_dim].
+    pub(crate) fn attend(
+        &self,
+        scores: &Scores,
+        [q, k, v]: [&Tensor; 3],
+        relative: Option<&RelativeScores>,
+    ) -> Tensor {
         let heads = q.size()[1];
-        if !plain() && !self.has_padding() && flash_takes(scores, q, self.width) {
+        if !plain() && !self.has_padding() && relative.is_none() && flash_takes(scores, q, self.width) {
             let attention = scores.kernel(heads, k.size()[1], q.size()[2], false);
             return tch_ext::flash_attention_varlen(&attention, q, k, v, self.device_starts(), self.width)
                 .flatten(1, 2);
@@ -285,7 +326,11 @@ impl Layout {
         };
         let mask = self.visible(scores).map(|visible| mask_of(&visible, q.kind()));
         let causal = scores.causal && mask.is_none();
-        let out = scores.attend(&by_head(q), &by_head(k), &by_head(v), mask.as_ref(), causal);
+        let [q, k, v] = [by_head(q), by_head(k), by_head(v)];
+        let out = match relative {
+            Some(relative) => weighted_sum(relative.with_content(&q, &k) * scores.scale, mask.as_ref(), &v),
+            None => scores.attend([&q, &k, &v], mask.as_ref(), causal),
+        };
         self.unpad(&out.transpose(1, 2).flatten(2, 3))
     }
 
@@ -297,7 +342,14 @@ impl Layout {
         if !scores.causal {
             // Slots after a short row's end are not visible.
             let lens = || Tensor::from_slice(&self.lens).to_device(device).view([-1, 1, 1, 1]);
-            return self.is_ragged().then(|| slots().lt_tensor(&lens()));
+            let real = self.is_ragged().then(|| slots().lt_tensor(&lens()));
+            let Some(window) = scores.window.filter(|&window| window < self.width) else { return real };
+            let near = (slots().unsqueeze(1) - slots().unsqueeze(0)).abs().lt(window);
+            // A slot after the end of a row repeats its last token, and attends to itself, as each query must attend to a key.
+            return Some(match real {
+                Some(real) => near.logical_and(&real).logical_or(&Tensor::eye(self.width, (Kind::Bool, device))),
+                None => near,
+            });
         }
         let window = scores.window.filter(|&window| window < self.width);
         if window.is_none() && scores.softcap.is_none() && !self.has_padding() {
@@ -320,12 +372,17 @@ impl Layout {
         Tensor::from_slice(&lens).to_device(self.tokens.device())
     }
 
+    /// Number of tokens of the sequences, without the unused ones of [`Layout::padded`].
+    fn used(&self) -> i64 {
+        self.starts.last().copied().unwrap_or(0)
+    }
+
     /// Converts packed [N, ...] to [rows, width, ...].
     fn pad(&self, packed: &Tensor) -> Tensor {
         let mut shape = packed.size();
         shape.splice(0..1, [self.rows(), self.width]);
         match self.is_ragged() {
-            false => packed.view(shape.as_slice()),
+            false => packed.narrow(0, 0, self.used()).view(shape.as_slice()),
             true => packed.index_select(0, &self.slots().0).view(shape.as_slice()),
         }
     }
@@ -335,9 +392,13 @@ impl Layout {
         let mut shape = padded.size();
         shape.splice(0..2, [-1]);
         let flat = padded.reshape(shape.as_slice());
-        match self.is_ragged() {
+        let packed = match self.is_ragged() {
             false => flat,
             true => flat.index_select(0, &self.slots().1),
+        };
+        match self.attention_positions().size()[0] - self.used() {
+            0 => packed,
+            unused => packed.constant_pad_nd([0, 0, 0, unused]),
         }
     }
 }
@@ -482,7 +543,7 @@ impl KvCache {
         let grouped = queries.reshape([rows, self.kv_heads, -1, self.head_dim]);
         let window = scores.window.filter(|&window| window < step.width);
         let mask = step.mask(window, keys.kind());
-        let out = scores.attend(&grouped, &keys, &values, Some(&mask), false);
+        let out = scores.attend([&grouped, &keys, &values], Some(&mask), false);
         self.step = Some(step);
         out.reshape([rows, -1])
     }

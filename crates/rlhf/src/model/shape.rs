@@ -69,6 +69,39 @@ pub enum RopeScaling {
     },
 }
 
+/// Disentangled attention: scores from contents and relative positions (DeBERTa-v2 and v3). A layer's own projections of queries
+/// and keys are also those of the position embeddings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RelativeAttention {
+    /// Number of buckets of distances in each direction: near distances have one each, farther ones are logarithmic. `None`: each
+    /// distance up to `longest` has a row of its own.
+    pub buckets: Option<i64>,
+    /// The distance that the buckets reach.
+    pub longest: i64,
+    /// Whether queries attend to the positions of keys (`c2p`).
+    pub content_to_position: bool,
+    /// Whether the positions of queries attend to keys (`p2c`).
+    pub position_to_content: bool,
+    /// Whether the position embeddings go through a norm.
+    pub norm: bool,
+}
+
+impl RelativeAttention {
+    /// Number of rows of the table of position embeddings in each direction.
+    pub(super) fn span(&self) -> i64 {
+        self.buckets.unwrap_or(self.longest)
+    }
+}
+
+/// The hidden states that the head of an encoder's classifier reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pooling {
+    /// That of the first token.
+    First,
+    /// The mean over all tokens.
+    Mean,
+}
+
 /// Positions of a layer's norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
@@ -118,12 +151,20 @@ pub struct Shape {
     pub max_position_embeddings: usize,
     /// Row of the first position in a table of learned ones.
     pub position_offset: i64,
+    /// Whether learned positions are added to the embeddings, in families that have a table of them.
+    pub learned_positions: bool,
+    /// Attention scores from relative positions, beside those from content.
+    pub relative: Option<RelativeAttention>,
     /// Number of segment types of the embedding; 0: none.
     pub token_types: i64,
     /// Factor of the embeddings.
     pub embedding_scale: f64,
     /// Kind of the norms.
     pub norm: NormKind,
+    /// Whether layer norms have biases.
+    pub norm_bias: bool,
+    /// Whether the first layer has a norm before attention.
+    pub first_norm: bool,
     /// Added to the variance in the norms.
     pub norm_eps: f64,
     /// Positions of the norms.
@@ -132,9 +173,12 @@ pub struct Shape {
     pub activation: Activation,
     /// Rotary positions; `None` means learned ones.
     pub rope: Option<Rope>,
+    /// Rotary positions of the layers with a window; `None`: as the others.
+    pub local_rope: Option<Rope>,
     /// Whether a token attends only to itself and the tokens before it.
     pub causal: bool,
-    /// Number of tokens, itself included, that a token attends to in each layer; `None`: all.
+    /// Number of tokens, itself included, that a token attends to in each layer, in each direction if the model is not causal;
+    /// `None`: all.
     pub windows: Vec<Option<i64>>,
     /// Factor of the products of queries and keys.
     pub attention_scale: f64,
@@ -148,6 +192,10 @@ pub struct Shape {
     pub attention_out_bias: bool,
     /// Whether the MLP's projections have biases.
     pub mlp_bias: bool,
+    /// The hidden states that a two-layer head of a classifier reads.
+    pub pooling: Pooling,
+    /// Whether the inner layer of such a head has a bias.
+    pub head_bias: bool,
     /// Whether the LM head is the embedding.
     pub tie_word_embeddings: bool,
     /// Standard deviation of newly initialized weights.
@@ -185,13 +233,18 @@ impl Shape {
             head_dim: hidden_size / heads,
             max_position_embeddings: f.size("max_position_embeddings", 2048)? as usize,
             position_offset: 0,
+            learned_positions: true,
+            relative: None,
             token_types: 0,
             embedding_scale: 1.0,
             norm: NormKind::Layer,
+            norm_bias: true,
+            first_norm: true,
             norm_eps: 1e-5,
             order: Order::Pre,
             activation: Activation::Gelu,
             rope: None,
+            local_rope: None,
             causal: true,
             windows: vec![None; layers as usize],
             attention_scale: ((hidden_size / heads) as f64).powf(-0.5),
@@ -200,6 +253,8 @@ impl Shape {
             qkv_bias: true,
             attention_out_bias: true,
             mlp_bias: true,
+            pooling: Pooling::First,
+            head_bias: true,
             tie_word_embeddings: false,
             initializer_range: 0.02,
             scale_residual_init: false,
@@ -263,6 +318,8 @@ pub(crate) struct Names {
     /// Segment types; every token has type 0 here.
     pub(crate) token_types: Option<&'static str>,
     pub(crate) embed_norm: Option<&'static str>,
+    /// Relative positions, and the norm over them.
+    pub(crate) relative: Option<[&'static str; 2]>,
     /// Projections from the width of the embeddings to that of the layers and back, if the two differ.
     pub(crate) project: Option<[&'static str; 2]>,
     pub(crate) layers: &'static str,
@@ -313,8 +370,8 @@ pub(crate) enum MlpIn {
 pub(crate) enum HeadNames {
     /// A linear layer without bias, read at the last token: `score.weight`.
     Score,
-    /// Two linear layers, read at the first token: a hidden layer, its activation, then one row per label.
-    Dense { inner: &'static str, activation: HeadActivation, out: &'static str },
+    /// Two linear layers: a hidden layer, its activation, a norm if it has a name, then one row per label.
+    Dense { inner: &'static str, activation: HeadActivation, norm: Option<&'static str>, out: &'static str },
 }
 
 /// The non-linearity of a two-layer head.
@@ -322,6 +379,7 @@ pub(crate) enum HeadNames {
 pub(crate) enum HeadActivation {
     Tanh,
     Relu,
+    Gelu,
 }
 
 /// Reads fields of a JSON object; errors name the file and the field.
@@ -397,6 +455,47 @@ impl Fields<'_> {
         found.filter(|x| (1.0 / LARGEST..=LARGEST).contains(x)).ok_or_else(|| self.wrong(name, &expected()))
     }
 
+    /// Any integer of at most 2^28.
+    pub(super) fn whole(&self, name: &str, default: i64) -> Result<i64> {
+        self.integer(name, -MOST, default)
+    }
+
+    /// A list of names, or names with bars between, in lower case; empty if there is none.
+    pub(super) fn names(&self, name: &str) -> Result<Vec<String>> {
+        let wrong = || self.wrong(name, "a list of names, or names with `|` between");
+        let names = match self.present(name) {
+            None => Vec::new(),
+            Some(Value::String(text)) => text.split('|').map(str::to_string).collect(),
+            Some(Value::Array(names)) => {
+                names.iter().map(|name| name.as_str().map(str::to_string).ok_or_else(wrong)).collect::<Result<_>>()?
+            }
+            Some(_) => return Err(wrong()),
+        };
+        Ok(names.iter().map(|name| name.trim().to_lowercase()).collect())
+    }
+
+    /// Rotary positions of the layers of one kind, all dimensions rotated: in `rope_parameters` as transformers 5 stores them, or
+    /// their base in the field `old`.
+    pub(super) fn rope_of_layers(&self, kind: &str, old: &str, theta: f64, head_dim: i64) -> Result<Rope> {
+        if self.present("rope_scaling").is_some() {
+            return Err(self.wrong("rope_scaling", "none"));
+        }
+        let wrong = || self.wrong("rope_parameters", "an object with an object for each kind of layer");
+        let object = |value: Option<&Value>| match value {
+            None | Some(Value::Null) => Ok(Map::new()),
+            Some(value) => value.as_object().cloned().ok_or_else(wrong),
+        };
+        let own = object(object(self.present("rope_parameters"))?.get(kind))?;
+        let own = Fields { path: self.path, raw: &own, family: self.family };
+        own.must_be_text("rope_type", "default")?;
+        let theta = own.positive("rope_theta", Some(self.positive(old, Some(theta))?))?;
+        if head_dim % 2 != 0 {
+            let message = format!("rotary positions: expected heads of an even width, found {head_dim}");
+            return Err(Error::invalid(self.path, message));
+        }
+        Ok(Rope { theta, dim: head_dim, scaling: RopeScaling::Default })
+    }
+
     /// A soft cap of logits: a number above 0, `null` for none.
     pub(super) fn cap(&self, name: &str, default: f64) -> Result<Option<f64>> {
         match self.raw.get(name) {
@@ -447,6 +546,11 @@ impl Fields<'_> {
     /// Checks a switch of which only one value is supported.
     pub(super) fn must_be(&self, name: &str, expected: bool) -> Result<()> {
         if self.flag(name, expected)? == expected { Ok(()) } else { Err(self.wrong(name, &format!("{expected}"))) }
+    }
+
+    /// As [`Fields::must_be`], for a switch whose default is the other value.
+    pub(super) fn must_be_set(&self, name: &str, expected: bool) -> Result<()> {
+        if self.flag(name, !expected)? == expected { Ok(()) } else { Err(self.wrong(name, &format!("{expected}"))) }
     }
 
     /// As [`Fields::must_be`], for a string.

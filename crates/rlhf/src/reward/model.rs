@@ -17,6 +17,8 @@ pub struct RewardModel {
     batch_size: usize,
     /// The model's tokenizer, if it differs from the policy's.
     own: Option<OwnTokenizer>,
+    /// Whether prompt and response are two segments.
+    reads_pairs: bool,
 }
 
 /// The tokenizer of a reward model that differs from the policy's.
@@ -66,7 +68,27 @@ impl RewardModel {
                 own = Some(OwnTokenizer { tokenizer, policy: policy.clone(), other_ids });
             }
         }
-        Ok(Self { model, dir: dir.to_path_buf(), batch_size, own })
+        Ok(Self { model, dir: dir.to_path_buf(), batch_size, own, reads_pairs: false })
+    }
+
+    /// Makes the model read prompt and response as the two segments of its tokenizer's pairs, `[CLS] prompt [SEP] response [SEP]`,
+    /// and not as one text. A prompt that is a conversation is the contents of its messages, one after another.
+    ///
+    /// # Errors
+    /// If the model is a decoder, or distinguishes the segments by token types (BERT).
+    pub fn read_pairs(&mut self) -> Result<()> {
+        let config = self.model.config();
+        let wrong = |found: &str| {
+            let message = format!("reward_pair = true: expected an encoder with at most one token type, found {found}");
+            Err(Error::invalid(&self.dir, message))
+        };
+        match (config.causal, config.token_types) {
+            (true, _) => return wrong(&format!("`{}`, a decoder", config.family.name)),
+            (false, 2..) => return wrong(&format!("`{}` with {}", config.family.name, config.token_types)),
+            (false, _) => {}
+        }
+        self.reads_pairs = true;
+        Ok(())
     }
 
     /// The sequence classifier.
@@ -100,7 +122,9 @@ impl RewardModel {
     fn sequence(&self, input: &RewardInput<'_>) -> Result<Vec<i64>> {
         let ids = [input.prompt_ids, input.response_ids].concat();
         let Some(own) = &self.own else { return Ok(ids) };
-        let sequence = if let Some(field) = self.conversation(input.row) {
+        let sequence = if self.reads_pairs {
+            own.pair(input)?
+        } else if let Some(field) = self.conversation(input.row) {
             own.render(input, field)?
         } else if own.other_ids {
             self.translate(input, &ids, own)?
@@ -136,6 +160,19 @@ impl RewardModel {
 }
 
 impl OwnTokenizer {
+    /// Encodes prompt and response as two segments.
+    fn pair(&self, input: &RewardInput<'_>) -> Result<Vec<i64>> {
+        let messages = prompt_field(input.row).and_then(|(_, prompt)| prompt.as_array());
+        let prompt = match messages {
+            Some(messages) => {
+                let contents = messages.iter().filter_map(|message| message["content"].as_str());
+                contents.collect::<Vec<_>>().join("\n")
+            }
+            None => self.policy.decode(input.prompt_ids)?,
+        };
+        self.tokenizer.encode_segments(&prompt, input.response)
+    }
+
     /// Renders the conversation in `field` of the row with the response as the assistant's message, as `rlhf reward` renders
     /// preference pairs. For a response that was cut off, the text ends after its last token: the end of the message would
     /// mark it as finished.

@@ -45,6 +45,10 @@ pub struct RewardSourcesConfig {
     /// Clip a reward's scores to [-X, X], as NAME=X; applied after `reward_scale` and before `reward_weights`.
     #[arg(long, help_heading = REWARDS, value_delimiter = ',')]
     pub reward_clip: Vec<String>,
+    /// Give prompt and response to reward models that are encoders as two segments, [CLS] prompt [SEP] response [SEP], as OpenAssistant's
+    /// DeBERTa reads them; without it as one text.
+    #[arg(long, help_heading = REWARDS)]
+    pub reward_pair: bool,
     /// Column of the dataset to send to a reward service as `labels`.
     #[arg(long, help_heading = REWARDS, default_value = "label")]
     pub reward_label_column: String,

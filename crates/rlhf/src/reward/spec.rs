@@ -290,8 +290,14 @@ impl RewardSourcesConfig {
         let unwaited = |name, found: &dyn Display, differs: bool| {
             if differs && !outside { no_effect(name, found, own) } else { Ok(()) }
         };
+        let has_model = rewards.iter().any(|reward| reward.model_path().is_some());
         let (label, rows, requests) = (&self.reward_label_column, self.reward_batch_size, self.reward_concurrency);
         all([
+            if self.reward_pair && !has_model {
+                no_effect("reward_pair", &true, "without a reward that is a model")
+            } else {
+                Ok(())
+            },
             unused("reward_label_column", label, *label != usual.reward_label_column),
             unused("reward_batch_size", &rows, rows != usual.reward_batch_size),
             unused("reward_concurrency", &requests, requests != usual.reward_concurrency),
@@ -321,7 +327,11 @@ impl Rewards {
             let reward: Box<dyn Reward> = match kind {
                 Kind::Model { path, label } => {
                     let label = label.as_deref();
-                    Box::new(RewardModel::from_pretrained(&path, label, new_head, policy, batch_size, options)?)
+                    let mut model = RewardModel::from_pretrained(&path, label, new_head, policy, batch_size, options)?;
+                    if settings.reward_pair {
+                        model.read_pairs()?;
+                    }
+                    Box::new(model)
                 }
                 Kind::Command(command) => {
                     let mut reward = CommandReward::new(command, retry(settings));

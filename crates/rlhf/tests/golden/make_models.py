@@ -22,19 +22,24 @@ os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    DebertaV2Config,
+    DebertaV2Tokenizer,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    ModernBertConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     RobertaConfig,
@@ -47,8 +52,10 @@ import thin
 
 MODELS = Path(__file__).resolve().parent / "models"
 CONTEXT, GREEDY_TOKENS = 7, 16
-ENCODERS = ("bert", "distilbert", "roberta")
+ENCODERS = ("bert", "distilbert", "roberta", "deberta-v2", "modernbert")
+PAIRED = ("deberta-v2", "modernbert")
 TEXTS = ["This movie was really great and I loved it.", "The movie was terrible", "x"]
+PAIRS = [("Was it great?", " I loved it."), ("The movie", "was terrible"), ("x", "")]
 
 bytelevel = dict(bos_token_id=0, eos_token_id=0, pad_token_id=1)
 llama = dict(
@@ -109,6 +116,33 @@ encoder = dict(
     intermediate_size=64,
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
+)
+
+
+# As DeBERTa-v3, but for the sizes: four buckets for the near distances in each direction.
+deberta = dict(
+    encoder,
+    vocab_size=125,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    relative_attention=True,
+    share_att_key=True,
+    pooler_hidden_size=32,
+    pooler_hidden_act="gelu",
+    layer_norm_eps=1e-7,
+)
+modernbert = dict(
+    vocab_size=328,
+    hidden_size=32,
+    num_attention_heads=4,
+    intermediate_size=20,
+    max_position_embeddings=64,
+    local_attention=6,
+    cls_token_id=321,
+    bos_token_id=321,
+    sep_token_id=322,
+    eos_token_id=322,
+    pad_token_id=323,
 )
 
 
@@ -230,6 +264,61 @@ SPECS = {
         "roberta",
         "gpt2",
     ),
+    "deberta_cls1": Spec(
+        DebertaV2Config(
+            num_labels=1,
+            position_biased_input=False,
+            position_buckets=8,
+            norm_rel_ebd="layer_norm",
+            pos_att_type=["p2c", "c2p"],
+            type_vocab_size=0,
+            **deberta,
+        ),
+        225,
+        "deberta",
+        "t5",
+    ),
+    # What no DeBERTa-v3 has: learned positions too, a row for each distance up to 12, no norm over them, half of the scores.
+    "deberta_cls2": Spec(
+        DebertaV2Config(
+            position_biased_input=True,
+            position_buckets=-1,
+            max_relative_positions=12,
+            pos_att_type="c2p",
+            type_vocab_size=2,
+            **labels("NEGATIVE", "POSITIVE"),
+            **deberta,
+        ),
+        226,
+        "deberta",
+        "t5",
+    ),
+    "modernbert_cls1": Spec(
+        ModernBertConfig(num_labels=1, num_hidden_layers=4, classifier_pooling="mean", **modernbert),
+        227,
+        "modernbert",
+        "gpt2",
+    ),
+    "modernbert_cls2": Spec(
+        ModernBertConfig(
+            num_hidden_layers=3,
+            global_attn_every_n_layers=2,
+            classifier_pooling="cls",
+            attention_bias=True,
+            mlp_bias=True,
+            norm_bias=True,
+            classifier_bias=True,
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+            **labels("NEGATIVE", "POSITIVE"),
+            **modernbert,
+        ),
+        228,
+        "modernbert",
+        "gpt2",
+    ),
 }
 
 
@@ -246,6 +335,10 @@ GRADIENTS = (
     "phi3",
     "bert_cls2",
     "roberta_cls3",
+    "deberta_cls1",
+    "deberta_cls2",
+    "modernbert_cls1",
+    "modernbert_cls2",
 )
 
 
@@ -254,8 +347,8 @@ def is_classifier(config):
 
 
 def attention(config):
-    """Only the eager attention of transformers knows Gemma's soft-caps."""
-    return "eager" if config.model_type == "gemma2" else "sdpa"
+    """Only the eager attention of transformers knows Gemma's soft-caps and DeBERTa's relative positions."""
+    return "eager" if config.model_type in ("gemma2", "deberta-v2") else "sdpa"
 
 
 def random_model(config, seed, classifier, weights=None):
@@ -411,8 +504,11 @@ def classifier_values(model, padded, unpadded):
 @torch.no_grad()
 def encoder_values(model, tokenizer):
     inputs = dict(tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False))
-    values = {f"text.{name}": tensor for name, tensor in inputs.items()}
-    return values | {"text.logits": model(**inputs).logits}
+    values = {f"text.{name}": tensor for name, tensor in inputs.items()} | {"text.logits": model(**inputs).logits}
+    if model.config.model_type in PAIRED:
+        inputs = dict(tokenizer(*zip(*PAIRS), padding=True, return_tensors="pt", return_token_type_ids=False))
+        values |= {f"pair.{name}": tensor for name, tensor in inputs.items()} | {"pair.logits": model(**inputs).logits}
+    return values
 
 
 @torch.no_grad()
@@ -433,13 +529,17 @@ def config_of_transformers_4(config):
         config.pop(key, None)
     kind = config["model_type"]
     if kind in ("gpt2", "opt", "gemma2", *ENCODERS):
-        del config["tie_word_embeddings"]  # only what is not the default was written
+        config.pop("tie_word_embeddings", None)  # only what is not the default was written
     if kind in ("bert", "roberta"):
         config["position_embedding_type"] = "absolute"
     if kind == "bert":
         del config["bos_token_id"], config["eos_token_id"]
     rope = config.pop("rope_parameters", None)
-    if rope:
+    if kind == "modernbert":
+        kinds = {"global_rope_theta": "full_attention", "local_rope_theta": "sliding_attention"}
+        config |= {key: rope[layers]["rope_theta"] for key, layers in kinds.items()}
+        config.setdefault("global_attn_every_n_layers", 3)
+    elif rope:
         config.update(rope_scaling=None, rope_theta=rope.pop("rope_theta"))
         share = rope.pop("partial_rotary_factor", None)
         # First there was only `type`; 4.43 to 4.57 wrote both for the older kinds.
@@ -466,14 +566,36 @@ def roberta_tokenizer(folder):
     RobertaTokenizer(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]]).save_pretrained(folder)
 
 
+def deberta_tokenizer(folder):
+    """The pieces of the T5 tokenizer with DeBERTa's special tokens, four before and the mask behind them."""
+    model = json.loads((MODELS.parent / "tokenizers" / "t5" / "tokenizer.json").read_text())["model"]
+    special = [(token, 0.0) for token in ("[PAD]", "[CLS]", "[SEP]", "[UNK]")]
+    pieces = [tuple(piece) for piece in model["vocab"][3:]]  # not T5's own special tokens
+    DebertaV2Tokenizer(vocab=[*special, *pieces, ("[MASK]", 0.0)], unk_id=3).save_pretrained(folder)
+
+
+def modernbert_tokenizer(folder):
+    """GPT-2's byte-level merges with ModernBERT's special tokens behind them."""
+    tokenizer = Tokenizer.from_file(str(MODELS / "gpt2" / "tokenizer.json"))
+    names = dict(unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]", mask_token="[MASK]")
+    tokenizer.add_special_tokens(list(names.values()))
+    ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    assert [i for _, i in ids] == [modernbert["cls_token_id"], modernbert["sep_token_id"]]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ids
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
 def make(name):
     config, seed, tokenizer, tokenizer_source, tokens, weights, limit = SPECS[name]
     classifier, is_encoder = "_cls" in name, config.model_type in ENCODERS
     folder = MODELS / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    if tokenizer == "roberta":
-        roberta_tokenizer(folder)
+    own = {"roberta": roberta_tokenizer, "deberta": deberta_tokenizer, "modernbert": modernbert_tokenizer}
+    if tokenizer in own:
+        own[tokenizer](folder)
     elif tokenizer:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / file).symlink_to(f"../{tokenizer_source}/{file}")
@@ -485,6 +607,8 @@ def make(name):
         if is_encoder:
             values = encoder_values(model, AutoTokenizer.from_pretrained(folder))
             entry |= {"texts": TEXTS, "base_model_prefix": model.base_model_prefix}
+            if config.model_type in PAIRED:
+                entry["pairs"] = PAIRS
             if rounding(model, values["text.input_ids"]) < limit:
                 break
             seed += 100
