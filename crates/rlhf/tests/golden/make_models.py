@@ -278,7 +278,7 @@ SPECS = {
         "deberta",
         "t5",
     ),
-    # What no DeBERTa-v3 has: learned positions too, a row for each distance up to 12, no norm over them, half of the scores.
+    # Settings that no DeBERTa-v3 has: learned positions, a row for each distance up to 12, no norm over them, c2p alone.
     "deberta_cls2": Spec(
         DebertaV2Config(
             position_biased_input=True,
