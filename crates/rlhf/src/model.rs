@@ -43,9 +43,7 @@ pub(crate) use lora::MOST_RANK;
 pub use lora::{LoraConfig, PeftConfig};
 pub use params::Param;
 pub use sampled::{Sampled, TokenSet};
-pub use shape::{
-    Activation, Family, NormKind, Order, Pooling, RelativeAttention, Rope, RopeScaling, Shape,
-};
+pub use shape::{Activation, Family, NormKind, Order, Pooling, RelativeAttention, Rope, RopeScaling, Shape};
 pub use shard::Shards;
 pub(crate) use shard::TrainedPart;
 pub use value_head::{CausalLmWithValueHead, ValueHead, ValueHeadInit, ValueModel};

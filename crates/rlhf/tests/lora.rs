@@ -230,13 +230,9 @@ fn a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws_it() {
             assert!((0.9..1.1).contains(&std) && (0.95..=1.0).contains(&most), "{name}: {std}, {most}");
         }
     }
-    for (name, targets) in [
-        ("bert_cls2", 2),
-        ("roberta_cls3", 2),
-        ("distilbert_cls2", 2),
-        ("deberta_cls1", 2),
-        ("modernbert_cls2", 1),
-    ] {
+    for (name, targets) in
+        [("bert_cls2", 2), ("roberta_cls3", 2), ("distilbert_cls2", 2), ("deberta_cls1", 2), ("modernbert_cls2", 1)]
+    {
         let dir = golden().join("models").join(name);
         let mut model = SequenceClassifier::from_pretrained(&dir, None, ModelOptions::default()).unwrap();
         let layers = model.config().num_hidden_layers;

@@ -495,7 +495,8 @@ fn encoders_give_transformers_logits_alone_and_in_a_batch() {
 #[test]
 fn relative_positions_windows_and_means_do_not_depend_on_the_batch_at_any_length() {
     // Longer than every window and bucket, beside rows of one token, which have a window of their own.
-    let rows: Vec<Vec<i64>> = [40, 1, 17, 2, 40].iter().map(|&n| (0..n).map(|t| (7 * n + 3 * t) % 90 + 4).collect()).collect();
+    let rows: Vec<Vec<i64>> =
+        [40, 1, 17, 2, 40].iter().map(|&n| (0..n).map(|t| (7 * n + 3 * t) % 90 + 4).collect()).collect();
     for name in ["deberta_cls1", "deberta_cls2", "modernbert_cls1", "modernbert_cls2"] {
         let dir = golden().join("models").join(name);
         for precision in [Precision::F32, Precision::Bf16] {
@@ -564,13 +565,38 @@ fn configs_of_encoders_that_compute_something_else_are_refused() {
         ("deberta_cls1", "conv_kernel_size", json!(3), "`conv_kernel_size`: expected 0"),
         ("deberta_cls1", "share_att_key", json!(false), "`share_att_key`: expected true, found false"),
         ("deberta_cls1", "relative_attention", json!(null), "`relative_attention`: expected true, found null"),
-        ("deberta_cls1", "pos_att_type", json!("c2p|p2p"), "`pos_att_type`: expected c2p and p2c; p2p is not supported"),
-        ("deberta_cls1", "position_buckets", json!(1), "`position_buckets`: expected a number from 2 to 124, or -1, found 1"),
+        (
+            "deberta_cls1",
+            "pos_att_type",
+            json!("c2p|p2p"),
+            "`pos_att_type`: expected c2p and p2c; p2p is not supported",
+        ),
+        (
+            "deberta_cls1",
+            "position_buckets",
+            json!(1),
+            "`position_buckets`: expected a number from 2 to 124, or -1, found 1",
+        ),
         ("deberta_cls1", "embedding_size", json!(16), "`embedding_size`: expected 32, or none, found 16"),
         ("deberta_cls1", "pooler_hidden_act", json!("tanh"), "`pooler_hidden_act`: expected gelu"),
-        ("modernbert_cls1", "classifier_pooling", json!("max"), "`classifier_pooling`: expected cls or mean, found \"max\""),
-        ("modernbert_cls1", "rope_parameters", json!({"full_attention": 3}), "`rope_parameters`: expected an object with"),
-        ("modernbert_cls1", "rope_parameters", json!({"sliding_attention": {"rope_type": "yarn"}}), "`rope_type`: expected default"),
+        (
+            "modernbert_cls1",
+            "classifier_pooling",
+            json!("max"),
+            "`classifier_pooling`: expected cls or mean, found \"max\"",
+        ),
+        (
+            "modernbert_cls1",
+            "rope_parameters",
+            json!({"full_attention": 3}),
+            "`rope_parameters`: expected an object with",
+        ),
+        (
+            "modernbert_cls1",
+            "rope_parameters",
+            json!({"sliding_attention": {"rope_type": "yarn"}}),
+            "`rope_type`: expected default",
+        ),
         ("modernbert_cls1", "rope_scaling", json!({"type": "linear", "factor": 2.0}), "`rope_scaling`: expected none"),
         ("modernbert_cls1", "classifier_activation", json!("relu"), "`classifier_activation`: expected gelu"),
     ] {

@@ -849,7 +849,9 @@ fn encoders_of_today_are_rewards_of_a_run_and_read_pairs_of_prompt_and_response(
         scratch.succeeds(&line);
         let losses: Vec<f64> = scratch.metrics("trained").iter().map(|line| number(line, "loss")).collect();
         assert!(losses.iter().all(|loss| loss.is_finite()) && losses[0] != losses[1], "{losses:?}");
-        let line = format!("{REWARD} --model_name_or_path judge --output_dir adapter --use_peft --gradient_checkpointing true");
+        let line = format!(
+            "{REWARD} --model_name_or_path judge --output_dir adapter --use_peft --gradient_checkpointing true"
+        );
         scratch.succeeds(&line);
         RewardModel::from_pretrained(&scratch.path("adapter"), None, None, &policy, 8, options).unwrap();
     }

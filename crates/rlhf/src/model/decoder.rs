@@ -402,7 +402,8 @@ impl Decoder {
         }
         let by_head = matches!(c.family.names.qkv, Qkv::FusedByHead(_));
         let kernel = layer.scores.kernel(c.num_attention_heads, c.num_key_value_heads, c.head_dim, by_head);
-        let rotation = pass.local_rotation.as_ref().filter(|_| layer.scores.window.is_some()).or(pass.rotation.as_ref());
+        let rotation =
+            pass.local_rotation.as_ref().filter(|_| layer.scores.window.is_some()).or(pass.rotation.as_ref());
         match &mut pass.attention {
             Attention::Step(cache) => cache.attend_step_by_kernel(index, &kernel, &projections, rotation),
             Attention::Sequences(layout, cache) => {

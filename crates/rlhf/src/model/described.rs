@@ -483,7 +483,16 @@ mod tests {
 
     #[test]
     fn sizes_of_classifiers_are_those_of_the_real_tensors() {
-        for name in ["gpt_neox_cls", "llama_untied_cls", "bert_cls2", "roberta_cls3", "distilbert_cls2", "opt_cls", "deberta_cls1", "modernbert_cls1"] {
+        for name in [
+            "gpt_neox_cls",
+            "llama_untied_cls",
+            "bert_cls2",
+            "roberta_cls3",
+            "distilbert_cls2",
+            "opt_cls",
+            "deberta_cls1",
+            "modernbert_cls1",
+        ] {
             let dir = golden(name);
             let sizes = ModelSizes::of_classifier(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, false).unwrap();
             let options = ModelOptions { precision: Precision::Bf16, ..Default::default() };

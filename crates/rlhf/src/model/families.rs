@@ -3,7 +3,8 @@
 //! A new family is an entry in [`FAMILIES`], a reader that fills a [`Shape`], a table of [`Names`], and a golden model.
 
 use super::shape::{
-    Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order, Pooling, Qkv, RelativeAttention, RopeKeys, Shape,
+    Family, Fields, HeadActivation, HeadNames, MlpIn, Names, NormKind, Order, Pooling, Qkv, RelativeAttention,
+    RopeKeys, Shape,
 };
 use crate::Result;
 
@@ -130,7 +131,12 @@ pub(crate) static FAMILIES: &[Family] = &[
         classifier_class: "BertForSequenceClassification",
         shape: bert,
         names: Names {
-            head: HeadNames::Dense { inner: "bert.pooler.dense", activation: HeadActivation::Tanh, norm: None, out: "classifier" },
+            head: HeadNames::Dense {
+                inner: "bert.pooler.dense",
+                activation: HeadActivation::Tanh,
+                norm: None,
+                out: "classifier",
+            },
             ..BERT
         },
     },
@@ -170,7 +176,12 @@ pub(crate) static FAMILIES: &[Family] = &[
             mlp_in: MlpIn::Up("ffn.lin1"),
             mlp_out: "ffn.lin2",
             lora_targets: &["q_lin", "v_lin"],
-            head: HeadNames::Dense { inner: "pre_classifier", activation: HeadActivation::Relu, norm: None, out: "classifier" },
+            head: HeadNames::Dense {
+                inner: "pre_classifier",
+                activation: HeadActivation::Relu,
+                norm: None,
+                out: "classifier",
+            },
             ..BERT
         },
     },
@@ -271,7 +282,12 @@ const BERT: Names = Names {
     final_norm: "",
     lm_head: "",
     lora_targets: &["query", "value"],
-    head: HeadNames::Dense { inner: "classifier.dense", activation: HeadActivation::Tanh, norm: None, out: "classifier.out_proj" },
+    head: HeadNames::Dense {
+        inner: "classifier.dense",
+        activation: HeadActivation::Tanh,
+        norm: None,
+        out: "classifier.out_proj",
+    },
     harmless: &[".embeddings.position_ids"],
     ..LLAMA
 };
@@ -541,9 +557,11 @@ fn deberta(f: &Fields<'_>) -> Result<Shape> {
         return Err(f.wrong("conv_kernel_size", "0: a convolution after the first layer is not supported"));
     }
     let (hidden_size, heads) = (f.size("hidden_size", 1536)?, f.size("num_attention_heads", 24)?);
-    for (name, expected) in
-        [("embedding_size", hidden_size), ("pooler_hidden_size", hidden_size), ("attention_head_size", hidden_size / heads)]
-    {
+    for (name, expected) in [
+        ("embedding_size", hidden_size),
+        ("pooler_hidden_size", hidden_size),
+        ("attention_head_size", hidden_size / heads),
+    ] {
         if f.present(name).is_some() && f.size(name, expected)? != expected {
             return Err(f.wrong(name, &format!("{expected}, or none")));
         }

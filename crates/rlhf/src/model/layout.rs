@@ -303,12 +303,7 @@ impl Layout {
 
     /// Attention within each sequence, with the scores of relative positions if there are any; `q` [N, heads, head_dim], result
     /// [N, heads * head_dim].
-    pub(crate) fn attend(
-        &self,
-        scores: &Scores,
-        [q, k, v]: [&Tensor; 3],
-        relative: Option<&RelativeScores>,
-    ) -> Tensor {
+    pub(crate) fn attend(&self, scores: &Scores, [q, k, v]: [&Tensor; 3], relative: Option<&RelativeScores>) -> Tensor {
         let heads = q.size()[1];
         if !plain() && !self.has_padding() && relative.is_none() && flash_takes(scores, q, self.width) {
             let attention = scores.kernel(heads, k.size()[1], q.size()[2], false);

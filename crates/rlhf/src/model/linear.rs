@@ -215,7 +215,9 @@ impl Norm {
         let init = if kind == NormKind::RmsPlusOne { Init::Zeros } else { Init::Ones };
         let weight = b.tensor(format!("{base}.weight"), &[width], init, false)?;
         let bias = match kind {
-            NormKind::Layer if shape.norm_bias => Some(b.tensor(format!("{base}.bias"), &[width], Init::Zeros, false)?),
+            NormKind::Layer if shape.norm_bias => {
+                Some(b.tensor(format!("{base}.bias"), &[width], Init::Zeros, false)?)
+            }
             NormKind::Layer | NormKind::Rms | NormKind::RmsPlusOne => None,
         };
         Ok(Self { kind, weight, bias, eps: shape.norm_eps })

@@ -84,7 +84,17 @@ mod tests {
         let found = Vec::<i64>::try_from(signed_buckets(512, &attention)).unwrap();
         let of = |distance: i64| found[(distance + 511) as usize];
         let near = [(0, 0), (1, 1), (127, 127), (128, 128)];
-        let far = [(131, 131), (132, 131), (133, 132), (139, 136), (200, 169), (300, 207), (400, 233), (510, 255), (511, 255)];
+        let far = [
+            (131, 131),
+            (132, 131),
+            (133, 132),
+            (139, 136),
+            (200, 169),
+            (300, 207),
+            (400, 233),
+            (510, 255),
+            (511, 255),
+        ];
         for (distance, bucket) in near.into_iter().chain(far) {
             assert_eq!((of(distance), of(-distance)), (bucket, -bucket), "{distance}");
         }
