@@ -467,7 +467,11 @@ pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing:
         MlpIn::Gated(_) | MlpIn::GatedFused(_) => 4 * c.intermediate_size,
     };
     // The residual stream after attention and after the MLP; both norms, the projections, the heads' outputs, the MLP.
-    let layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
+    let mut layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
+    if c.relative.is_some() {
+        // Scores of contents and positions, for keys up to the longest text.
+        layer += 5 * 4 * c.num_attention_heads * c.max_position_embeddings as i64;
+    }
     let layers = c.num_hidden_layers;
     (if gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
 }

@@ -443,8 +443,8 @@ impl Decoder {
                 if let Some(cache) = cache {
                     cache.store_sequences(index, &k, &v);
                 }
-                let projections = || [&layer.qkv[0], &layer.qkv[1]];
-                let relative = self.relative.as_ref().map(|all| all.of_layer(layout.width, projections()));
+                let of_layer = |all: &RelativePositions| all.of_layer(layout.width, [&layer.qkv[0], &layer.qkv[1]]);
+                let relative = self.relative.as_ref().map(of_layer);
                 layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref())
             }
         }

@@ -96,7 +96,7 @@ impl RelativeAttention {
 /// The hidden states that the head of an encoder's classifier reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pooling {
-    /// That of the first token.
+    /// The first token's.
     First,
     /// The mean over all tokens.
     Mean,
