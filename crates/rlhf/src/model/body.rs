@@ -469,8 +469,8 @@ pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing:
     // The residual stream after attention and after the MLP; both norms, the projections, the heads' outputs, the MLP.
     let mut layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
     if c.relative.is_some() {
-        // Scores of contents and positions, for keys up to the longest text.
-        layer += 5 * 4 * c.num_attention_heads * c.max_position_embeddings as i64;
+        // Scores of contents and positions, for the keys of a long text.
+        layer += 5 * 4 * c.num_attention_heads * c.max_position_embeddings.min(1 << 13) as i64;
     }
     let layers = c.num_hidden_layers;
     (if gradient_checkpointing { layers * stream + layer } else { layers * layer }) as usize
